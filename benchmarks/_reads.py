@@ -10,17 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, ParamSpec, TypeVar
 from unittest import mock
 
-from streamshard.operations.compact.archive.archive import Archiver
-from streamshard.operations.compact.archive.proof import Checks, Means
+from streamshard.operations.compact import archive, omissions
+from streamshard.operations.compact.receipts import CheckLog
+from streamshard.operations.compact.run_context import ProofContext
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 OTHER: Final = "outside of a proof"
 _STEPS: Final = (
-    (Archiver, "_derived", "weights are casts"),
-    (Archiver, "_write", "writing the archive"),
-    (Means, "hash_all", "SHA-256 to record"),
+    (omissions, "exact_casts", "weights are casts"),
+    (archive, "_write_store", "writing the archive"),
+    (ProofContext, "hash_all", "SHA-256 to record"),
 )
 """Steps that read and are no proofs in a receipt."""
 P = ParamSpec("P")
@@ -85,7 +86,7 @@ class _Stream(io.FileIO):
 @contextmanager
 def counted(*roots: Path) -> Iterator[Reads]:
     """Count the reads of `compact` at the calls of Python by which its modules read."""
-    reads, preadv, hold = Reads(roots), os.preadv, Checks.hold
+    reads, preadv, run = Reads(roots), os.preadv, CheckLog.run
 
     def count(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
         nbytes = preadv(descriptor, buffers, offset)
@@ -95,14 +96,14 @@ def counted(*roots: Path) -> Iterator[Reads]:
     def stream_of(descriptor: int, mode: str) -> BinaryIO:
         return io.BufferedReader(_Stream(descriptor, mode, reads))
 
-    def hold_named(checks: Checks, name: str, look: Callable[[], str]) -> None:
+    def run_named(log: CheckLog, name: str, check: Callable[[], str]) -> None:
         with reads.named(name):
-            hold(checks, name, look)
+            run(log, name, check)
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(os, "preadv", count))
         stack.enter_context(mock.patch.object(os, "fdopen", stream_of))
-        stack.enter_context(mock.patch.object(Checks, "hold", hold_named))
+        stack.enter_context(mock.patch.object(CheckLog, "run", run_named))
         for holder, name, proof in _STEPS:
             do = reads.naming(proof, getattr(holder, name))
             stack.enter_context(mock.patch.object(holder, name, do))

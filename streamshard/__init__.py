@@ -8,13 +8,12 @@ if typing.TYPE_CHECKING:
     from streamshard.operations.apply import load_plan
     from streamshard.operations.checks.problems import Difference, Problem, Verification
     from streamshard.operations.compact.compact import compact
-    from streamshard.operations.compact.compact_report import CompactedTag, Compaction
+    from streamshard.operations.compact.compact_report import CompactedTag, Compaction, RunRecord
     from streamshard.operations.compact.compact_status import (
         CompactStatus,
         TagStatus,
         compact_status,
     )
-    from streamshard.operations.compact.night_record import Night
     from streamshard.operations.convert.convert import convert, plan_convert
     from streamshard.operations.diff.diff import diff
     from streamshard.operations.diff.diff_report import DiffReport, Distance, StateDiff, TensorDiff
@@ -45,13 +44,13 @@ __all__ = [
     "Inspection",
     "LazyTensor",
     "NamedGlobal",
-    "Night",
     "OpenCheckpoint",
     "Parameter",
     "PickleListing",
     "PickledFile",
     "Problem",
     "Report",
+    "RunRecord",
     "StateDiff",
     "StreamshardError",
     "TagStatus",
@@ -84,7 +83,6 @@ _HOMES = {
     "Inspection": "operations.inspect.inspect_report",
     "LazyTensor": "operations.source.lazy_tensor",
     "NamedGlobal": "operations.inspect.pickle_report",
-    "Night": "operations.compact.night_record",
     "OpenCheckpoint": "operations.read.open_checkpoint",
     "Estimate": "operations.transfer.estimate",
     "Parameter": "operations.read.open_checkpoint",
@@ -92,6 +90,7 @@ _HOMES = {
     "PickledFile": "operations.inspect.pickle_report",
     "Problem": "operations.checks.problems",
     "Report": "operations.transfer.report",
+    "RunRecord": "operations.compact.compact_report",
     "StateDiff": "operations.diff.diff_report",
     "StreamshardError": "errors",
     "TagStatus": "operations.compact.compact_status",

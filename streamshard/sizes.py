@@ -1,6 +1,7 @@
-"""Sizes and durations as people write them."""
+"""Sizes, durations and lists as people write them."""
 
 import re
+from collections.abc import Sequence
 from datetime import timedelta
 from fractions import Fraction
 from typing import Final
@@ -111,6 +112,16 @@ def counted(count: int, noun: str) -> str:
     ('1 rank', '1,024 data-parallel ranks')
     """
     return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def some_of(names: Sequence[object], most: int = 8) -> str:
+    """Join the first of some names, and count the others.
+
+    >>> some_of(["a", "b", "c"], 2), some_of(["a", "b"], 2)
+    ('a, b and 1 more', 'a, b')
+    """
+    shown, left = ", ".join(map(str, names[:most])), len(names) - most
+    return f"{shown} and {left:,} more" if left > 0 else shown
 
 
 def show_time(seconds: float) -> str:

@@ -22,7 +22,7 @@ from streamshard.errors import (
     UsageError,
 )
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import AS_SAVED
-from streamshard.operations.compact.archive.weights_only import Remainder
+from streamshard.operations.compact.weights_only import WeightsOnlyStore
 from tests.fabricated import edit, load, save, write
 from tests.fabricated_pipes import BLOCK, SHARED, PipeJob, is_trained, layer_file, write_pipe
 from tests.job import TAG, Job
@@ -433,7 +433,9 @@ def test_a_store_of_another_tensor_parallel_degree(tmp_path: Path, tensor: int) 
     compare(tmp_path / "of-one" / TAG, one / TAG)
     assert streamshard.diff(run, store).is_equal
     assert exported(store).keys() == of_model(TWO).keys()
-    Remainder.of(store, at="2026-11-24T00:00:00+00:00", why="by hand").write(tmp_path / "w.zarr")
+    WeightsOnlyStore.of(store, at="2026-11-24T00:00:00+00:00", why="by hand").write(
+        tmp_path / "w.zarr"
+    )
     streamshard.export(tmp_path / "w.zarr", tmp_path / "weights", dtype="fp32")
     found = load_file(tmp_path / "weights" / "model.safetensors")
     assert found["1.up"].tolist() == TWO.values("fp32", "1.up").tolist()

@@ -12,7 +12,7 @@ import streamshard
 from streamshard.io.entries import identify
 from streamshard.layout.cutting import Cutting
 from streamshard.model import FILE, ITEMSIZE, MASTER, MODULE, Computed, LogicalTensor
-from streamshard.operations.compact.archive import omissions
+from streamshard.operations.compact import omissions
 from streamshard.operations.native.whole_source import whole
 from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.source.source_access import SourceAccess

@@ -20,7 +20,7 @@ from streamshard.errors import (
     UsageError,
 )
 from streamshard.layout.cutting import whole_segment
-from streamshard.operations.compact.archive.weights_only import Remainder
+from streamshard.operations.compact.weights_only import WeightsOnlyStore
 from streamshard.operations.source.layered import layered
 from streamshard.operations.source.source import open_source
 from tests.fabricated import edit, load
@@ -171,7 +171,7 @@ def test_a_store_of_weights_has_its_layers(tmp_path: Path, codec: str) -> None:
     run, store = write_pipe(JOBS["two-ranks"], tmp_path / "run"), tmp_path / "run.zarr"
     streamshard.convert(run, store, codec=codec, chunk_size=333)
     weights = tmp_path / "w.zarr"
-    Remainder.of(store, at="2026-11-23T00:00:00+00:00", why="by hand").write(weights)
+    WeightsOnlyStore.of(store, at="2026-11-23T00:00:00+00:00", why="by hand").write(weights)
     for source, name in ((run, "direct"), (weights, "of-weights")):
         streamshard.export(source, tmp_path / name, dtype="fp32")
     direct, found = (

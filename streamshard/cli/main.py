@@ -46,8 +46,7 @@ from streamshard.errors import (
 from streamshard.io.throttle import lower_priority
 from streamshard.operations import apply
 from streamshard.operations.compact import compact
-from streamshard.operations.compact.many_runs import runs_like
-from streamshard.operations.compact.night_record import Night, ended
+from streamshard.operations.compact.compact_report import RunRecord
 from streamshard.operations.diff import diff
 from streamshard.operations.inspect import inspect, pickle_report, remains
 from streamshard.operations.inspect.inspect_report import (
@@ -254,37 +253,37 @@ def _apply(arguments: argparse.Namespace) -> None:
 
 
 def _compact(arguments: argparse.Namespace) -> None:
-    runs = runs_like(arguments.source, arguments.target)
+    runs = compact.runs_like(arguments.source, arguments.target)
     if arguments.status:
         _compact_status(runs or [(arguments.source, arguments.target)], arguments)
         return
     if arguments.notify is not None:
         require_command(arguments.notify)
     lower_priority()
-    nights: list[Night] = []
+    records: list[RunRecord] = []
     try:
         if runs is None:
-            code = _compact_run(arguments, nights)
+            code = _compact_run(arguments, records)
         elif arguments.undelete or arguments.purge or arguments.acknowledge:
             raise UsageError(f"{arguments.source}: to name tags, give the one run that they are of")
         else:
-            codes = [_compact_one_of_many(arguments, nights, *run) for run in runs]
+            codes = [_compact_one_of_many(arguments, records, *run) for run in runs]
             code = next(filter(None, codes), 0)
     except StreamshardError:
-        _notify(nights, arguments)
+        _notify(records, arguments)
         raise
-    _notify(nights, arguments)
+    _notify(records, arguments)
     if code:
         raise SystemExit(code)
 
 
 def _compact_one_of_many(
-    arguments: argparse.Namespace, nights: list[Night], run: Path, archive: Path
+    arguments: argparse.Namespace, records: list[RunRecord], run: Path, archive: Path
 ) -> int:
     """Compact one of several runs; an error is reported, and stops no other run."""
     one = argparse.Namespace(**{**vars(arguments), "source": str(run), "target": str(archive)})
     try:
-        return _compact_run(one, nights, indent=None)
+        return _compact_run(one, records, indent=None)
     except StreamshardError as error:
         if arguments.json:
             document = {"run_dir": one.source, "archive_dir": one.target, "error": str(error)}
@@ -295,10 +294,12 @@ def _compact_one_of_many(
         return error.exit_code
 
 
-def _compact_run(arguments: argparse.Namespace, nights: list[Night], indent: int | None = 2) -> int:
-    """Compact one run, and return the exit code; its outcome is added to `nights`."""
+def _compact_run(
+    arguments: argparse.Namespace, records: list[RunRecord], indent: int | None = 2
+) -> int:
+    """Compact one run, and return the exit code; its outcome is added to `records`."""
     options = _keywords(compact.compact, arguments)
-    night = Night(arguments.source, arguments.target)
+    record = RunRecord(arguments.source, arguments.target)
     try:
         with _progress(arguments) as progress, memory_errors():
             found = compact.compact(
@@ -309,9 +310,9 @@ def _compact_run(arguments: argparse.Namespace, nights: list[Night], indent: int
             return error.exit_code
         raise
     except StreamshardError as error:
-        nights.append(ended(night, (), error))
+        records.append(record.after((), error))
         raise
-    nights.append(ended(night, found.tags, None))
+    records.append(record.after(found.tags))
     if arguments.json:
         _print(json.dumps(asdict(found), indent=indent))
     elif not arguments.quiet:
@@ -324,10 +325,10 @@ def _compact_run(arguments: argparse.Namespace, nights: list[Night], indent: int
     return found.exit_code
 
 
-def _notify(nights: Sequence[Night], arguments: argparse.Namespace) -> None:
-    """Run the command of `--notify` if a night needs someone."""
+def _notify(records: Sequence[RunRecord], arguments: argparse.Namespace) -> None:
+    """Run the command of `--notify` if a run needs attention."""
     by_hand = arguments.undelete or arguments.purge or arguments.acknowledge
-    wanting = [night for night in nights if night.needs_somebody]
+    wanting = [record for record in records if record.needs_attention]
     if arguments.notify is None or arguments.dry_run or by_hand or not wanting:
         return
     problem = notify(arguments.notify, wanting)
@@ -338,7 +339,7 @@ def _notify(nights: Sequence[Night], arguments: argparse.Namespace) -> None:
 def _compact_status(
     runs: Sequence[tuple[str | Path, str | Path]], arguments: argparse.Namespace
 ) -> None:
-    # Not at the top: a night needs none of it.
+    # Not at the top: a run needs none of it.
     from streamshard.cli.text.status_text import prometheus_text, status_text
     from streamshard.operations.compact.compact_status import compact_status
 

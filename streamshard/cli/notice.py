@@ -1,4 +1,4 @@
-"""Runs the command of `--notify` when a night needs someone."""
+"""Runs the command of `--notify` when a run needs attention."""
 
 import json
 import shlex
@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Final
 
 from streamshard.errors import UsageError
-from streamshard.operations.compact.night_record import Night
+from streamshard.operations.compact.compact_report import RunRecord
 
 _SECONDS: Final = 60
 """How long the command may take."""
@@ -26,14 +26,14 @@ def require_command(command: str) -> list[str]:
     return words
 
 
-def notify(command: str, nights: Sequence[Night]) -> str:
-    """Run a command with the outcome of nights as JSON on its standard input, without a shell.
+def notify(command: str, runs: Sequence[RunRecord]) -> str:
+    """Run a command with the outcome of runs as JSON on its standard input, without a shell.
 
-    What it prints goes to standard error. It is killed after a minute. The outcome of the nights is
+    What it prints goes to standard error. It is killed after a minute. The outcome of the runs is
     the same whatever becomes of it; returned is what went wrong, empty if nothing did.
     """
-    code = next((night.exit_code for night in nights if night.exit_code), 0)
-    document = json.dumps({"exit_code": code, "nights": [*map(asdict, nights)]}).encode()
+    code = next((run.exit_code for run in runs if run.exit_code), 0)
+    document = json.dumps({"exit_code": code, "runs": [*map(asdict, runs)]}).encode()
     words = require_command(command)
     try:
         done = subprocess.run(  # noqa: S603 - it is the user's own command

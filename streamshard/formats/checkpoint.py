@@ -24,6 +24,7 @@ from streamshard.model import (
     SourceFile,
     ZeroLayout,
 )
+from streamshard.sizes import some_of
 
 LIKE: Final = Option("like", what="the checkpoint")
 """What messages call a reference checkpoint: another one, which supplies what the source lacks."""
@@ -269,10 +270,8 @@ class Checkpoint:
             for model_part in self.model_parts
         ]
         found = sorted(map(str, dangerous_in([kept, [layer.state for layer in self.layers]])))
-        if not found:
-            return ()
-        more = f" and {len(found) - 1:,} more" if len(found) > 1 else ""
-        return (f"DANGER: the training state calls {found[0]}{more}{_DANGER}",)
+        calls = some_of(found, 1)
+        return (f"DANGER: the training state calls {calls}{_DANGER}",) if found else ()
 
     @property
     def is_dumps(self) -> bool:

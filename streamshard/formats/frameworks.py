@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from streamshard.sizes import counted
+from streamshard.sizes import counted, some_of
 
 HF_TRAINER: Final = "HF Trainer"
 ACCELERATE: Final = "Accelerate"
@@ -42,7 +42,6 @@ Change nothing if the script has these lines already, or if the old job had \
 step_scheduler_with_optimizer=False or split_batches=True."""
 _LIGHTNING_TAG: Final = "checkpoint"
 _STALE: Final = -1
-_MOST_NAMED: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +175,9 @@ def _rank_notes(
             "done."
         )
     if stale:
-        more = f" and {len(stale) - _MOST_NAMED:,} more" if len(stale) > _MOST_NAMED else ""
         notes.append(
             f"{framework}: not used, because a job of another world size left them there: "
-            f"{', '.join(stale[:_MOST_NAMED])}{more}."
+            f"{some_of(stale)}."
         )
     return tuple(notes)
 

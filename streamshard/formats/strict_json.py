@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
+from types import UnionType
 from typing import Any, NoReturn, TypeVar, cast, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
@@ -20,8 +21,8 @@ def parse(data: bytes) -> Any:  # noqa: ANN401
 def make(kind: type[T], value: object) -> T:
     """Make a dataclass of parsed JSON; an error says which field has no value of its type.
 
-    Fields may be texts, whole numbers, flags, dataclasses of these, `tuple[X, ...]` and
-    `Mapping[str, X]`.
+    Fields may be texts, whole numbers, flags, dataclasses of these, `X | None`, `tuple[X, ...]`
+    and `Mapping[str, X]`.
     """
     return cast(T, _made(kind, value, "$"))
 
@@ -36,6 +37,8 @@ def _made(kind: Any, value: Any, at: str) -> Any:  # noqa: ANN401
         return cast("Any", kind)(
             **{n: _made(types[n], one, f"{at}.{n}") for n, one in given.items()}
         )
+    if isinstance(kind, UnionType):
+        return None if value is None else _made(get_args(kind)[0], value, at)
     if get_origin(kind) is tuple:
         items, inner = _of_type(list, value, at), get_args(kind)[0]
         return tuple(_made(inner, one, f"{at}[{n}]") for n, one in enumerate(items))

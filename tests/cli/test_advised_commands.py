@@ -151,7 +151,7 @@ ADVICES = {
     "one file": Advice(one_file, 3, r"give its directory, (.*)$", instead),
     "one dump": Advice(one_dump, 3, r"by a template, '(.*)'$", instead),
     "no zero": Advice(ranks_dumps_without_zero, 3, r"do, '(.*)'$", instead, after=3),
-    "torn": Advice(torn, 3, COMMAND, of="operations.compact.acknowledgement"),
+    "torn": Advice(torn, 3, COMMAND, of="operations.compact.policy"),
     "sound": Advice(
         acknowledged_sound, 2, r"(--keep-tag \S+) in", lambda given, copied: [*given[:3], *copied]
     ),
@@ -210,7 +210,7 @@ def test_what_an_optimizer_without_zero_is_loaded_by(tmp_path: Path) -> None:
 # The catalogue is whole ---------------------------------------------------------------------------
 
 ELSEWHERE = {
-    "operations.source.source_access", "formats.checkpoint", "operations.compact.removal.trash"
+    "operations.source.source_access", "formats.checkpoint", "operations.compact.trash"
 }  # fmt: skip
 """Modules whose commands are followed in tests of their own, above."""
 OTHERS = {

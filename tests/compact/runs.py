@@ -51,7 +51,7 @@ def make_run(run_dir: Path, job: Job | None = None, steps: Sequence[int] = STEPS
     return run_dir
 
 
-RECORD = ".streamshard.night.json"
+RECORD = ".streamshard.last_run.json"
 """Each night writes it anew, with its times."""
 
 

@@ -14,7 +14,7 @@ import zarr
 import streamshard as api
 from streamshard.errors import IntegrityError
 from streamshard.io.disk import Disk
-from streamshard.operations.compact.archive.proof import state_equal
+from streamshard.operations.compact.proof import state_equal
 from streamshard.operations.source.source import open_source
 from tests.compact.runs import STEPS, age, bits, make_run, save, tag_of
 from tests.fabricated import client_state, load, write

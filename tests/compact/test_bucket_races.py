@@ -13,8 +13,8 @@ from streamshard.errors import SourceError, TargetLockedError
 from streamshard.io.changes import lock_at
 from streamshard.io.object_path import as_path
 from streamshard.io.objects.clients import client_of
-from streamshard.operations.compact.removal import trash
-from streamshard.operations.compact.tag_choice_review import Again
+from streamshard.operations.compact import trash
+from streamshard.operations.compact.policy import Policy
 from tests.cloud.proxy import LEAKED, Fault, FaultProxy, Request
 from tests.cloud.server import S3Server
 from tests.compact.runs import ALL, FIRST, actions, bits, later, save
@@ -49,7 +49,7 @@ def test_an_object_that_is_replaced_after_it_was_read_keeps_the_original(
 ) -> None:
     """Within the second, and with as many bytes."""
     good = b""
-    look = trash.BucketTrash.going
+    look = trash.BucketTrash.being_removed
 
     def replace_and_look(mine: trash.BucketTrash) -> list[str]:
         nonlocal good
@@ -58,7 +58,7 @@ def test_an_object_that_is_replaced_after_it_was_read_keeps_the_original(
             buckets.archive.write(VICTIM, bytes(len(good)))
         return look(mine)
 
-    monkeypatch.setattr(trash.BucketTrash, "going", replace_and_look)
+    monkeypatch.setattr(trash.BucketTrash, "being_removed", replace_and_look)
     found = buckets.compact(delete=True)
     assert good
     assert (actions(found)[FIRST], found.exit_code) == ("failed", 6)
@@ -98,7 +98,7 @@ def test_another_save_at_the_place_of_a_tag_that_is_going_stays(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(trash.BucketTrash, "empty", be_killed)
+        patch.setattr(trash.BucketTrash, "remove", be_killed)
         with pytest.raises(KeyboardInterrupt):
             buckets.compact(20, delete=True)
     assert {LAST_MARK} == {path for path in buckets.run.content() if path[0] == "."}
@@ -137,13 +137,13 @@ def test_what_is_saved_anew_while_a_tag_is_removed_stays(
 def test_what_is_uploaded_during_the_night_stays(
     buckets: Sides, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    look = Again.still_free
+    require = Policy.require_removable
 
-    def upload_and_look(mine: Again, choice: Any) -> str:  # noqa: ANN401
+    def upload_first(policy: Policy, choice: Any) -> str:  # noqa: ANN401
         buckets.run.write(f"{FIRST}/notes.txt", b"learned a lot")
-        return look(mine, choice)
+        return require(policy, choice)
 
-    monkeypatch.setattr(Again, "still_free", upload_and_look)
+    monkeypatch.setattr(Policy, "require_removable", upload_first)
     found = buckets.compact(delete=True)
     assert (actions(found)[FIRST], found.exit_code) == ("ambiguous", 3)
     assert "changed while it was watched" in found.problems[0].reason

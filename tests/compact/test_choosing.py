@@ -12,7 +12,7 @@ from streamshard.operations.compact.tag_choice import (
     CANDIDATE,
     KEPT,
     Rules,
-    Run,
+    RunDirectory,
     Tag,
     choose,
     refusal,
@@ -33,16 +33,16 @@ STEPS = tags("s9", "s10", "s11", "s100", "s1000")
 """In this order only by their numbers."""
 
 
-def verdicts(run: Run, rules: Rules = RULES) -> dict[str, str]:
+def verdicts(run: RunDirectory, rules: Rules = RULES) -> dict[str, str]:
     return {choice.tag.name: choice.verdict for choice in choose(run, rules, NOW)}
 
 
-def candidates(run: Run, rules: Rules = RULES) -> list[str]:
+def candidates(run: RunDirectory, rules: Rules = RULES) -> list[str]:
     assert refusal(run) is None
     return [name for name, verdict in verdicts(run, rules).items() if verdict == CANDIDATE]
 
 
-def changed(run: Run, name: str, **values: object) -> Run:
+def changed(run: RunDirectory, name: str, **values: object) -> RunDirectory:
     """Return a run in which one tag is otherwise."""
     return replace(
         run,
@@ -50,7 +50,7 @@ def changed(run: Run, name: str, **values: object) -> Run:
     )
 
 
-RUN = Run(STEPS, "s1000")
+RUN = RunDirectory(STEPS, "s1000")
 
 CASES = {
     "by number, not by name": (RUN, RULES, ["s9", "s10", "s11"]),
@@ -59,7 +59,7 @@ CASES = {
     "every tenth": (RUN, replace(RULES, keep_every=10), ["s9", "s11"]),
     "by pattern": (RUN, replace(RULES, keep_tags=("s1?",)), ["s9"]),
     "by another pattern": (RUN, replace(RULES, keep_tags=("x*", "s9")), ["s10", "s11"]),
-    "latest is an older one": (Run(STEPS, "s11"), RULES, ["s9"]),
+    "latest is an older one": (RunDirectory(STEPS, "s11"), RULES, ["s9"]),
     "of a choice": (replace(RUN, tags=(*STEPS, *tags("t10", "t12"))), TAGGED, ["s9", "s10", "s11"]),
     "of a choice without the latest": (
         replace(RUN, tags=(*STEPS, *tags("t10", "t12", "t13")), latest="t13"), TAGGED, ["s9"]
@@ -73,16 +73,16 @@ CASES = {
         changed(RUN, "s100", problem="truncated"), RULES, ["s9", "s10"]
     ),
     "nor is one of another run": (
-        Run((*STEPS, *tags("s2000")), "s1000"), RULES, ["s9", "s10", "s11"]
+        RunDirectory((*STEPS, *tags("s2000")), "s1000"), RULES, ["s9", "s10", "s11"]
     ),
     "names without numbers stay": (
-        Run((*STEPS, *tags("best")), "s1000"), RULES, ["s9", "s10", "s11"]
+        RunDirectory((*STEPS, *tags("best")), "s1000"), RULES, ["s9", "s10", "s11"]
     ),
     "nor do those go that are counted in parts": (
-        Run((*STEPS, *tags("s3.25", "s10.5")), "s1000"), RULES, ["s9", "s10", "s11"]
+        RunDirectory((*STEPS, *tags("s3.25", "s10.5")), "s1000"), RULES, ["s9", "s10", "s11"]
     ),
     "two names of a step count once": (
-        Run((*STEPS, *tags("t1000")), "s1000"), RULES, ["s9", "s10", "s11"]
+        RunDirectory((*STEPS, *tags("t1000")), "s1000"), RULES, ["s9", "s10", "s11"]
     ),
 }  # fmt: skip
 
@@ -98,30 +98,30 @@ def test_what_may_go(case: str) -> None:
     [
         (changed(RUN, "s9", problem="it is torn"), "s9", "it is torn"),
         (changed(RUN, "s1000", problem="it is torn"), "s1000", "it is torn"),
-        (Run(STEPS, "s11"), "s100", "above 11"),
+        (RunDirectory(STEPS, "s11"), "s100", "above 11"),
     ],
 )
-def test_what_is_not_clear_is_told(run: Run, name: str, told: str) -> None:
+def test_what_is_not_clear_is_told(run: RunDirectory, name: str, told: str) -> None:
     (found,) = [choice for choice in choose(run, RULES, NOW) if choice.tag.name == name]
     assert (found.verdict, told in found.reason) == (AMBIGUOUS, True)
 
 
 def test_a_save_under_way_is_nothing_unclear() -> None:
-    run = Run((*STEPS, Tag("s1001", NOW, "no rank's files")), "s1000")
+    run = RunDirectory((*STEPS, Tag("s1001", NOW, "no rank's files")), "s1000")
     assert verdicts(run)["s1001"] == KEPT
 
 
 @pytest.mark.parametrize(
     ("run", "told"),
     [
-        (Run(STEPS, None), "no 'latest'"),
-        (Run(STEPS, "s7"), "names s7"),
-        (Run((*STEPS, *tags("best")), "best"), "no step"),
-        (Run(tags("s3.25", "s3.75", "s4.0"), "s4.0"), "no step"),
-        (Run(STEPS, "s1000", problem="latest: Input/output error"), "Input/output"),
+        (RunDirectory(STEPS, None), "no 'latest'"),
+        (RunDirectory(STEPS, "s7"), "names s7"),
+        (RunDirectory((*STEPS, *tags("best")), "best"), "no step"),
+        (RunDirectory(tags("s3.25", "s3.75", "s4.0"), "s4.0"), "no step"),
+        (RunDirectory(STEPS, "s1000", problem="latest: Input/output error"), "Input/output"),
     ],
 )
-def test_without_a_latest_that_can_be_trusted_nothing_may_go(run: Run, told: str) -> None:
+def test_without_a_latest_that_can_be_trusted_nothing_may_go(run: RunDirectory, told: str) -> None:
     assert told in (refusal(run) or "")
 
 
@@ -136,13 +136,15 @@ TAGS = st.builds(
 )
 RUNS = st.lists(TAGS, min_size=1, max_size=12, unique_by=lambda tag: tag.name).flatmap(
     lambda found: st.builds(
-        Run, st.just(tuple(found)), latest=st.sampled_from([tag.name for tag in found])
+        RunDirectory, st.just(tuple(found)), latest=st.sampled_from([tag.name for tag in found])
     )
 )
 
 
 @given(RUNS, st.integers(2, 4), st.none() | st.integers(1, 5))
-def test_of_any_run_enough_is_left(run: Run, keep_last: int, keep_every: int | None) -> None:
+def test_of_any_run_enough_is_left(
+    run: RunDirectory, keep_last: int, keep_every: int | None
+) -> None:
     if refusal(run) is not None:
         return
     rules = replace(RULES, keep_last=keep_last, keep_every=keep_every)

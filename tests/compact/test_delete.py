@@ -10,7 +10,7 @@ import pytest
 
 import streamshard as api
 from streamshard.errors import UsageError
-from streamshard.operations.compact.removal.trash import Trash
+from streamshard.operations.compact.trash import Trash
 from tests.compact.runs import (
     ALL,
     FIRST,
@@ -99,7 +99,7 @@ def test_a_dry_run_by_hand_knows_what_is_in_the_trash(run: Path, archive: Path, 
     asked = [FIRST, "global_step90"]
     undelete, purge = (asked, []) if what == "undelete" else ([], asked)
     found = api.compact(run, archive, dry_run=True, grace=NO_GRACE, undelete=undelete, purge=purge)
-    assert [tag.needs_somebody for tag in found.tags] == [False, True]
+    assert [tag.needs_attention for tag in found.tags] == [False, True]
     assert found.exit_code == 2
 
 
@@ -181,14 +181,14 @@ def test_of_what_is_going_the_rest_goes_later(
 def test_a_run_that_is_killed_right_after_a_move_is_known_to_have_moved(
     run: Path, archive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take = Trash.take
+    move_in = Trash.move_in
 
-    def take_and_be_killed(trash: Trash, tag: str) -> None:
-        take(trash, tag)
+    def move_in_and_be_killed(trash: Trash, tag: str) -> None:
+        move_in(trash, tag)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trash, "take", take_and_be_killed)
+        patch.setattr(Trash, "move_in", move_in_and_be_killed)
         with pytest.raises(KeyboardInterrupt):
             api.compact(run, archive, delete=True)
     assert receipt_of(archive, FIRST)["state"] == "trashed"
@@ -211,7 +211,7 @@ def test_what_is_left_of_a_save_needs_the_archive_of_that_save(
     def be_killed(trash: Trash, tag: str, records: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Trash, "empty", be_killed)
+    monkeypatch.setattr(Trash, "remove", be_killed)
     with pytest.raises(KeyboardInterrupt):
         api.compact(run, archive, grace=NO_GRACE, purge=[FIRST])
     monkeypatch.undo()

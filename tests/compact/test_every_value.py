@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from streamshard.errors import StreamshardError
-from streamshard.operations.compact.removal.originals import accounted_for, ranks_agree
-from streamshard.operations.compact.removal.padding import padding_alike
+from streamshard.operations.compact.originals import accounted_for, padding_alike, ranks_agree
 from streamshard.operations.repartition.repartition import repartition
 from streamshard.operations.source.source import open_source
 from tests.fabricated import client_state, load, save, write

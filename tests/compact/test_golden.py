@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import streamshard as api
-from streamshard.operations.compact.archive.receipts import ARCHIVED, ArchivedTag
+from streamshard.operations.compact.receipts import ARCHIVED, ArchivedTag
 from tests.fabricated import load, write
 from tests.job import Job
 from tests.test_repartition_fabricated import bits, differences

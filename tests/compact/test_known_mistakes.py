@@ -170,7 +170,7 @@ def test_checksums_that_are_not_there_are_not_taken_for_right(
     name = {"sha256": f"{FIRST}.zarr.sha256", "receipt": f"{FIRST}.receipt.json"}[gone]
     (archive / name).unlink()
     found = api.compact(run, archive, delete=True)
-    assert found.tags[0].needs_somebody
+    assert found.tags[0].needs_attention
     assert tags_in(run) == ALL
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from streamshard.errors import SourceNotFoundError, UsageError
-from streamshard.operations.compact.many_runs import runs_like
+from streamshard.operations.compact.compact import runs_like
 from tests.cli.conftest import streamshard as command
 from tests.compact.runs import FIRST, make_run, tags_in
 

@@ -27,8 +27,8 @@ from hypothesis.stateful import (
 import streamshard as api
 from streamshard.engine.journals.journal import Journal, Written
 from streamshard.io import changes
-from streamshard.operations.compact.archive import weights_only
-from streamshard.operations.compact.archive.receipts import WEIGHTS_ONLY, ArchivedTag
+from streamshard.operations.compact import weights_only
+from streamshard.operations.compact.receipts import WEIGHTS_ONLY, ArchivedTag
 from tests.compact.runs import bits, receipt_of, save, tag_of
 from tests.job import Job
 
@@ -205,8 +205,8 @@ class Nights(RuleBasedStateMachine):
             receipt = place.read_receipt()
             assert receipt is not None
             assert receipt.state != WEIGHTS_ONLY or place.tag in self.purged
-            if place.held(receipt).store.is_dir():
-                found[place.tag] = place.held(receipt).store
+            if place.named_by(receipt).store.is_dir():
+                found[place.tag] = place.named_by(receipt).store
         return found
 
     def _take_note(self, trash: set[str]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import streamshard as api
 from streamshard.errors import DisagreementError, UnsupportedError
-from streamshard.operations.compact.removal.padding import padding_alike
+from streamshard.operations.compact.originals import padding_alike
 from streamshard.operations.source.source import open_source
 from tests.compact.runs import ALL, FIRST, actions, age, receipt_of, tag_of, tags_in
 from tests.fabricated import edit, load, save, write

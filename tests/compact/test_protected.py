@@ -12,9 +12,10 @@ import torch
 
 import streamshard as api
 from streamshard.model import Note, NoteKind
-from streamshard.operations.compact.archive.proof import Means, intact
-from streamshard.operations.compact.archive.receipts import ArchivedTag
-from streamshard.operations.compact.run_directory import look_at
+from streamshard.operations.compact.proof import intact
+from streamshard.operations.compact.receipts import ArchivedTag
+from streamshard.operations.compact.run_context import ProofContext
+from streamshard.operations.compact.run_directory import scan_run_directory
 from tests.compact.runs import (
     ALL,
     FIRST,
@@ -102,16 +103,16 @@ def test_what_is_protected_while_it_is_looked_at_stays(
     def late(run_dir: Path, *given: Any) -> object:  # noqa: ANN401
         nonlocal times
         times += 1
-        if times == 1:
+        if times == 2:
             CHANGES[what][0](run)
-        return look_at(run_dir, *given)
+        return scan_run_directory(run_dir, *given)
 
-    monkeypatch.setattr("streamshard.operations.compact.tag_choice_review.look_at", late)
+    monkeypatch.setattr("streamshard.operations.compact.policy.scan_run_directory", late)
     found = api.compact(run, archive, delete=True)
     assert (found.tags[0].action, "may not be removed any more" in found.tags[0].reason) == (
         "ambiguous", True
     )  # fmt: skip
-    assert times == 1
+    assert times == 2
     assert (run / FIRST).is_dir()
 
 
@@ -159,11 +160,11 @@ def test_what_is_wanted_again_while_the_archive_is_read_stays(
 ) -> None:
     api.compact(run, archive, delete=True)
 
-    def late(place: ArchivedTag, means: Means) -> str:
+    def late(place: ArchivedTag, proofs: ProofContext) -> str:
         add_link(run)
-        return intact(place, means)
+        return intact(place, proofs)
 
-    monkeypatch.setattr("streamshard.operations.compact.removal.removal.intact", late)
+    monkeypatch.setattr("streamshard.operations.compact.removal.intact", late)
     found = api.compact(run, archive, delete=True, now=later(30))
     assert (actions(found)[FIRST], found.exit_code) == ("ambiguous", 3)
     assert (run / TRASH / FIRST).is_dir()
@@ -196,12 +197,15 @@ def test_what_is_not_clear_any_more_is_told_and_keeps_the_trash(
 ) -> None:
     api.compact(run, archive, delete=True)
     change, told = UNCLEAR[what]
+    scans: list[object] = []
 
     def late(run_dir: Path, *given: Any) -> object:  # noqa: ANN401
-        change(run)
-        return look_at(run_dir, *given)
+        if scans:
+            change(run)
+        scans.append(run_dir)
+        return scan_run_directory(run_dir, *given)
 
-    monkeypatch.setattr("streamshard.operations.compact.tag_choice_review.look_at", late)
+    monkeypatch.setattr("streamshard.operations.compact.policy.scan_run_directory", late)
     found = api.compact(run, archive, delete=True, now=later(30))
     (tag,) = (tag for tag in found.tags if tag.tag == FIRST)
     assert (tag.action, told in tag.reason, found.exit_code) == ("ambiguous", True, 3)

@@ -11,14 +11,15 @@ import pytest
 
 import streamshard as api
 from benchmarks.compact_reads import times_read
-from streamshard.operations.compact.archive.archive import Archiver
-from streamshard.operations.compact.archive.proof import ArchiveReading, Means
-from streamshard.operations.compact.archive.receipts import Receipt
-from streamshard.operations.compact.removal import removal
-from streamshard.operations.compact.removal.originals import unchanged
+from streamshard.operations.checks.problems import Findings
+from streamshard.operations.compact import omissions, removal
+from streamshard.operations.compact.originals import unchanged
+from streamshard.operations.compact.proof import read_archive
+from streamshard.operations.compact.receipts import Receipt
+from streamshard.operations.compact.run_context import ProofContext
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.execution import Limits
-from streamshard.operations.transfer.report import Silent
+from streamshard.operations.transfer.report import Progress, Silent
 from tests.compact.runs import ALL, FIRST, actions, age, bits, make_run, receipt_of, tags_in
 from tests.compact.test_padding import flat_tensors
 from tests.fabricated import edit
@@ -54,19 +55,19 @@ def test_one_reading_gives_the_sha256_of_what_is_whole(tmp_path: Path, codec: st
     store = tmp_path / "store.zarr"
     api.convert(make_run(tmp_path / "run"), store, codec=codec)
     known = {store / path: sha256(data).hexdigest() for path, data in bits(store).items()}
-    means = Means(Limits(0, 1 << 40, None), Silent())
-    reading = ArchiveReading(store, means.memory, Silent())
-    found = reading.run()
+    proofs = ProofContext(Limits(0, 1 << 40, None), Silent())
+    findings = Findings()
+    found = read_archive(store, proofs, findings)
     assert found.items() <= known.items()
     assert {path.name for path in known.keys() - found.keys()} <= {"zarr.json", "0"}
-    assert reading.findings.problems == []
+    assert findings.problems == []
     damaged = bytearray((store / CHUNK).read_bytes())
     damaged[len(damaged) // 2] ^= 1
     (store / CHUNK).write_bytes(damaged)
-    reading = ArchiveReading(store, means.memory, Silent())
-    found = reading.run()
+    findings = Findings()
+    found = read_archive(store, proofs, findings)
     assert found.get(store / CHUNK) in (None, sha256(damaged).hexdigest())
-    assert [problem.file for problem in reading.findings.problems] == [str(store / CHUNK)]
+    assert [problem.file for problem in findings.problems] == [str(store / CHUNK)]
 
 
 def test_an_archive_of_other_values_is_noticed(run: Path, archive: Path, tmp_path: Path) -> None:
@@ -92,19 +93,19 @@ def test_an_archive_of_other_values_is_noticed(run: Path, archive: Path, tmp_pat
 def test_a_weight_that_was_left_out_and_does_not_follow_keeps_its_tag(
     run: Path, archive: Path, monkeypatch: pytest.MonkeyPatch, nights: list[bool]
 ) -> None:
-    derived = Archiver._derived
+    exact_casts = omissions.exact_casts
 
-    def wrongly(archiver: Archiver, opened: Source) -> set[int]:
+    def wrongly(opened: Source, limits: Limits, progress: Progress) -> set[int]:
         tensors = enumerate(opened.checkpoint.tensors)
         missed = {n for n, t in tensors if (t.state, t.name) == ("module", "embed.weight")}
-        found = derived(archiver, opened)
+        found = exact_casts(opened, limits, progress)
         assert missed
         assert not missed & found
         return found | missed
 
     edit(run / FIRST / MODEL, lambda content: content["module"]["embed.weight"].data.add_(1))
     age(run / FIRST, 30)
-    monkeypatch.setattr(Archiver, "_derived", wrongly)
+    monkeypatch.setattr(omissions, "exact_casts", wrongly)
     for delete in nights:
         found = api.compact(run, archive, delete=delete)
     assert (actions(found)[FIRST], tags_in(run)) == ("failed", ALL)
@@ -149,8 +150,8 @@ def test_a_proof_of_this_night_holds_only_for_what_has_not_changed_since(
     change: Callable[[Path, Path], None],
     check: str,
 ) -> None:
-    def late(receipt: Receipt, root: Path, means: Means | None) -> str:
-        told = unchanged(receipt, root, means)
+    def late(receipt: Receipt, root: Path, proofs: ProofContext | None) -> str:
+        told = unchanged(receipt, root, proofs)
         if not changed:
             change(run, archive)
             changed.append(True)

@@ -6,7 +6,7 @@ import pytest
 
 import streamshard as api
 from streamshard.errors import UnsupportedError
-from streamshard.operations.compact.archive.weights_only import Remainder
+from streamshard.operations.compact.weights_only import WeightsOnlyStore
 from streamshard.operations.source.source import open_source
 from tests.compact.runs import ALL, FIRST, actions, bits, later, tags_in
 from tests.rewriting import rewrite_array
@@ -42,4 +42,4 @@ def test_neither_a_proof_nor_a_smaller_archive_is_made_of_it(run: Path, archive:
     with pytest.raises(UnsupportedError, match=f"{ARRAY}: rewritten by another tool"):
         open_source(store).require_as_written()
     with pytest.raises(UnsupportedError, match=f"{ARRAY}: rewritten by another tool"):
-        Remainder.of(store, at="2026-01-01T00:00:00Z", why="to save room")
+        WeightsOnlyStore.of(store, at="2026-01-01T00:00:00Z", why="to save room")

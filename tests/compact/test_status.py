@@ -15,7 +15,8 @@ import streamshard as api
 from streamshard.cli.main import main
 from streamshard.errors import CorruptFileError, SourceNotFoundError, TargetError
 from streamshard.io.changes import write_durably
-from streamshard.operations.compact import night_record, record
+from streamshard.operations.compact import receipts
+from streamshard.operations.compact.compact_report import RunRecord
 from tests.compact.runs import FIRST, NO_GRACE, RECORD, STEPS, make_run, receipt_of
 
 NOTE = """
@@ -47,7 +48,7 @@ def states(found: api.CompactStatus) -> dict[str, str]:
 def test_a_tag_from_its_archive_to_its_end(run: Path, tmp_path: Path) -> None:
     archive = tmp_path / "archive"
     found = api.compact_status(run, archive)  # it is not there yet
-    assert (found.tags, found.last_night) == ((), None)
+    assert (found.tags, found.last_run) == ((), None)
     assert not archive.exists()
     api.compact(run, archive, now=after(0))
     found = api.compact_status(run, archive)
@@ -63,9 +64,9 @@ def test_a_tag_from_its_archive_to_its_end(run: Path, tmp_path: Path) -> None:
     assert tag.state == "in the trash"
     assert datetime.fromisoformat(tag.trash_until) == after(4)
     assert found.trash_bytes == sum(t.source_bytes for t in found.tags if t.trash_until)
-    night = found.last_night
+    night = found.last_run
     assert night is not None
-    assert (night.deletes, night.exit_code, night.needs_somebody) == (True, 0, False)
+    assert (night.deletes, night.exit_code, night.needs_attention) == (True, 0, False)
     assert datetime.fromisoformat(night.began) == after(1) <= datetime.fromisoformat(night.ended)
     assert night.actions["deleted"] == sum(t.state == "in the trash" for t in found.tags)
 
@@ -85,8 +86,8 @@ def test_what_is_brought_back_is_archived_and_no_more(run: Path, tmp_path: Path)
     api.compact(run, archive, undelete=[FIRST])
     found = api.compact_status(run, archive)
     assert states(found)[FIRST] == "archived"
-    assert found.last_night is not None
-    assert "brought back" not in found.last_night.actions  # that was by hand
+    assert found.last_run is not None
+    assert "brought back" not in found.last_run.actions  # that was by hand
 
 
 def test_a_night_that_was_killed_has_not_ended(
@@ -95,10 +96,10 @@ def test_a_night_that_was_killed_has_not_ended(
     def stop(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(night_record, "ended", stop)
+    monkeypatch.setattr(RunRecord, "after", stop)
     with pytest.raises(KeyboardInterrupt):
         api.compact(run, tmp_path / "archive")
-    night = api.compact_status(run, tmp_path / "archive").last_night
+    night = api.compact_status(run, tmp_path / "archive").last_run
     assert night is not None
     assert night.ended == ""
     assert main(["compact", str(run), str(tmp_path / "archive"), "--status"]) == 0
@@ -113,7 +114,7 @@ def test_a_record_that_cannot_be_written_is_one_result_more(
             raise OSError(28, "No space left on device")
         write_durably(path, data, temporary)
 
-    monkeypatch.setattr(record, "write_durably", refuse)
+    monkeypatch.setattr(receipts, "write_durably", refuse)
     found = api.compact(run, tmp_path / "archive")
     assert {tag.action for tag in found.tags if tag.tag == FIRST} == {"archived"}
     (problem,) = found.problems
@@ -130,7 +131,7 @@ def test_a_record_that_is_not_ours_is_refused(run: Path, tmp_path: Path, text: s
     with pytest.raises(CorruptFileError, match="not as streamshard writes it"):
         api.compact_status(run, tmp_path / "archive")
     api.compact(run, tmp_path / "archive")  # a night needs no earlier one
-    assert api.compact_status(run, tmp_path / "archive").last_night is not None
+    assert api.compact_status(run, tmp_path / "archive").last_run is not None
 
 
 def test_a_damaged_receipt_hides_no_other(
@@ -208,7 +209,7 @@ def test_somebody_is_told_once_of_all_that_went_wrong(
         main(["compact", str(run), str(archive), "--min-age", "0s", "--notify", note])
     document: dict[str, Any] = json.loads(told.read_text())
     assert document["exit_code"] == ended.value.code != 0
-    (night,) = document["nights"]
+    (night,) = document["runs"]
     assert [one["tag"] for one in night["problems"]] == [FIRST]
     assert "noted" in capfd.readouterr().err
 
@@ -218,8 +219,8 @@ def test_somebody_is_told_why_nothing_was_done(run: Path, tmp_path: Path) -> Non
     (run / "latest").unlink()
     note = command(tmp_path / "note.py", told)
     assert main(["compact", str(run), str(tmp_path / "archive"), "--notify", note]) == 3
-    assert "no 'latest'" in json.loads(told.read_text())["nights"][0]["error"]
-    night = api.compact_status(run, tmp_path / "archive").last_night
+    assert "no 'latest'" in json.loads(told.read_text())["runs"][0]["error"]
+    night = api.compact_status(run, tmp_path / "archive").last_run
     assert night is not None
     assert (night.exit_code, "no 'latest'" in night.error) == (3, True)
 
@@ -236,12 +237,12 @@ def test_of_many_runs_somebody_is_told_once(
     pattern = str(tmp_path / "runs" / "*")
     with pytest.raises(SystemExit, match="3"):
         main(["compact", pattern, str(archive), "--notify", note])
-    nights = json.loads(told.read_text())["nights"]
+    nights = json.loads(told.read_text())["runs"]
     assert [night["run_dir"] for night in nights] == [str(run) for run in runs[1:]]
     capfd.readouterr()
     assert main(["compact", pattern, str(archive), "--status", "--json"]) == 0
     found = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
-    assert [status["last_night"]["exit_code"] for status in found] == [0, 3, 3]
+    assert [status["last_run"]["exit_code"] for status in found] == [0, 3, 3]
     assert main(["compact", pattern, str(archive), "--status", "--prometheus"]) == 0
     lines = capfd.readouterr().out.splitlines()
     comments = [line for line in lines if line.startswith("#")]

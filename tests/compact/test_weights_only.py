@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import streamshard as api
-from streamshard.operations.compact.archive.weights_only import Remainder
+from streamshard.operations.compact.weights_only import WeightsOnlyStore
 from tests.compact.runs import (
     FIRST,
     STEPS,
@@ -238,16 +238,16 @@ def test_what_was_not_written_as_it_should_be_takes_nothing_away(
     purged: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, archive = purged
-    full, write = bits(archive / f"{FIRST}.zarr"), Remainder.write
+    full, write = bits(archive / f"{FIRST}.zarr"), WeightsOnlyStore.write
 
-    def spoil(self: Remainder, target: Path) -> None:
+    def spoil(self: WeightsOnlyStore, target: Path) -> None:
         write(self, target)
         path = target / "state/fp32/embed.weight/c/0/0"
         content = path.read_bytes()
         path.unlink()  # the full archive has it too
         path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
-    monkeypatch.setattr(Remainder, "write", spoil)
+    monkeypatch.setattr(WeightsOnlyStore, "write", spoil)
     found = night(run, archive, 39)
     assert (actions(found)[FIRST], found.exit_code) == ("failed", 6)
     assert bits(archive / f"{FIRST}.zarr") == full

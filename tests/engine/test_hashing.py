@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from streamshard.engine.scan.file_hashes import FileHashes
 from streamshard.io.entries import identify
 from streamshard.model import SourceFile
-from streamshard.operations.compact.archive.proof import sha256_of
+from streamshard.operations.compact.run_context import sha256_of
 
 
 def test_it_is_that_of_hashlib_in_the_order_asked_for(tmp_path: Path) -> None:

@@ -225,7 +225,7 @@ class Yard:
         return {
             path: kept
             for path, kept in found.items()
-            if not path.endswith((".receipt.json", ".night.json", f"{_OF_WEIGHTS}.zarr.sha256"))
+            if not path.endswith((".receipt.json", ".last_run.json", f"{_OF_WEIGHTS}.zarr.sha256"))
             and not _is_dated(path)
             and _LOCK not in path
         }
@@ -238,7 +238,7 @@ class Yard:
 
     def _leftovers(self) -> list[str]:
         """List what is neither saved, nor archived, nor in the trash; but for locks of the dead."""
-        known = (TRASH, ".streamshard.going", ".streamshard.night.json")
+        known = (TRASH, ".streamshard.going", ".streamshard.last_run.json")
         return sorted(
             str(path.relative_to(self._place))
             for path in self._place.rglob("*")

@@ -13,7 +13,7 @@ import torch
 import streamshard
 from streamshard.cli.main import main
 from streamshard.io.lock import Holder
-from streamshard.operations.compact.archive.receipts import (
+from streamshard.operations.compact.receipts import (
     ArchivedTag,
     Check,
     Receipt,
@@ -65,7 +65,7 @@ def seeds(directory: Path) -> dict[str, list[bytes]]:
         "t", "/run", 1, 2, "archived", source=(record,), checks=(Check("a", True, "2020"),)
     )
     place = ArchivedTag(directory, "x")
-    place.write_receipt(receipt)
+    receipt.write(place.receipt)
     found = {
         "configs": [
             json.dumps(one).encode()

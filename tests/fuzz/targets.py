@@ -38,7 +38,7 @@ from streamshard.formats.zarr import (
 from streamshard.io.lock import holder_in
 from streamshard.io.readable import ReadableFile
 from streamshard.layout.boxes import NotTiledError, grid_of
-from streamshard.operations.compact.archive.receipts import ArchivedTag
+from streamshard.operations.compact.receipts import ArchivedTag
 from streamshard.operations.transfer import plan_file
 from streamshard.operations.transfer.needed import latest_of
 from streamshard.operations.transfer.run_identity import is_header

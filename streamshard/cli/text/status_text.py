@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 from typing import Final
 
 from streamshard.cli.text.tables import facts_text, table
+from streamshard.operations.compact.compact_report import RunRecord
 from streamshard.operations.compact.compact_status import GONE, STATES, CompactStatus
-from streamshard.operations.compact.night_record import Night
 from streamshard.sizes import counted, show_bytes
 
 _PREFIX: Final = "streamshard_compact"
@@ -17,7 +17,7 @@ _GAUGES: Final = {
     "trash_bytes": "Size of the trash.",
     "saved_bytes": "Size of originals that are gone, less that of their archives.",
     "trash_until_timestamp_seconds": "When the first tag may leave the trash.",
-    "last_began_timestamp_seconds": "When the last night began.",
+    "last_began_timestamp_seconds": "When the last run began.",
     "last_ended_timestamp_seconds": "When it ended.",
     "last_exit_code": "Its exit code.",
     "last_tags": "Tags by what it did with them.",
@@ -26,7 +26,7 @@ _GAUGES: Final = {
 
 
 def status_text(found: CompactStatus, *, verbose: bool) -> str:
-    """Show what is archived, in the trash and gone, and how the last night ended.
+    """Show what is archived, in the trash and gone, and how the last run ended.
 
     Tags whose originals are gone only add up with time: if not verbose, they are counted.
     """
@@ -38,7 +38,7 @@ def status_text(found: CompactStatus, *, verbose: bool) -> str:
         ("tags", states or "none archived"),
         ("trash", f"{show_bytes(found.trash_bytes)}, free when it is emptied"),
         ("saved", _signed(found.saved_bytes)),
-        ("last night", _night_text(found.last_night)),
+        ("last run", _run_text(found.last_run)),
     ]
     blocks = [facts_text(facts)]
     shown = [tag for tag in found.tags if verbose or tag.state not in GONE]
@@ -59,21 +59,21 @@ def status_text(found: CompactStatus, *, verbose: bool) -> str:
     if len(shown) < len(found.tags):
         gone = counted(len(found.tags) - len(shown), "tag")
         blocks.append(f"{gone} more, whose originals are gone; -v lists them")
-    if found.last_night is not None:
-        problems = found.last_night.problems
+    if found.last_run is not None:
+        problems = found.last_run.problems
         blocks += [f"{one.tag}: {one.action}: {one.reason}" for one in problems]
     return "\n\n".join(blocks)
 
 
-def _night_text(night: Night | None) -> str:
-    if night is None:
+def _run_text(run: RunRecord | None) -> str:
+    if run is None:
         return "no record of any"
-    began = f"began {_minute(night.began)}"
-    if not night.ended:
+    began = f"began {_minute(run.began)}"
+    if not run.ended:
         return f"{began}, and has not ended: it is running, or was killed"
-    done = ", ".join(f"{count:,} {action}" for action, count in night.actions.items())
-    outcome = night.error or done or "no tags"
-    return f"{began}, ended {_minute(night.ended)} with exit code {night.exit_code}: {outcome}"
+    done = ", ".join(f"{count:,} {action}" for action, count in run.actions.items())
+    outcome = run.error or done or "no tags"
+    return f"{began}, ended {_minute(run.ended)} with exit code {run.exit_code}: {outcome}"
 
 
 def _signed(nbytes: int) -> str:
@@ -105,14 +105,14 @@ def _samples(status: CompactStatus) -> Iterator[tuple[str, Mapping[str, str], fl
     ends = [_seconds(tag.trash_until) for tag in status.tags if tag.trash_until]
     if ends:
         yield "trash_until_timestamp_seconds", {}, min(ends)
-    night = status.last_night
-    if night is None:
+    run = status.last_run
+    if run is None:
         return
-    yield "last_began_timestamp_seconds", {}, _seconds(night.began)
-    if night.ended:  # else it is running, or was killed
-        yield "last_ended_timestamp_seconds", {}, _seconds(night.ended)
-        yield "last_exit_code", {}, night.exit_code
-        for action, count in night.actions.items():
+    yield "last_began_timestamp_seconds", {}, _seconds(run.began)
+    if run.ended:  # else it is running, or was killed
+        yield "last_ended_timestamp_seconds", {}, _seconds(run.ended)
+        yield "last_exit_code", {}, run.exit_code
+        for action, count in run.actions.items():
             yield "last_tags", {"action": _label(action)}, count
 
 

@@ -21,7 +21,7 @@ from streamshard.operations.compact.compact_report import (
 from streamshard.operations.inspect.inspect_report import KINDS
 from streamshard.operations.inspect.pickle_report import PickleListing
 from streamshard.operations.transfer.report import Report
-from streamshard.sizes import UNITS, show_bytes
+from streamshard.sizes import UNITS, show_bytes, some_of
 
 _MOST_SHOWN: Final = 20
 """Maximum problems that are shown without `-v`."""
@@ -140,10 +140,8 @@ def pickles_text(found: PickleListing, *, verbose: bool) -> str:
     ]
     rows: list[Sequence[object]] = [("name", "known", "times", "files")]
     for name in found.names:
-        more = len(name.files) - 1
         known = "DANGER" if name.is_dangerous else "yes" if name.is_known else "NO"
-        where = name.files[0] + (f" and {more:,} more" if more else "")
-        rows.append((name.name, known, f"{name.count:,}", where))
+        rows.append((name.name, known, f"{name.count:,}", some_of(name.files, 1)))
     blocks = [facts_text(facts), *([table(rows)] if found.names else [])]
     if verbose:
         blocks.append(table([("file", "pickles"), *((f.path, f.pickles) for f in found.files)]))
@@ -205,7 +203,7 @@ def compaction_text(found: Compaction, *, verbose: bool) -> str:
 def _row(tag: CompactedTag) -> Sequence[object]:
     sizes = map(_size, (tag.source_bytes, tag.archive_bytes, tag.shared_bytes))
     # An error is long, and standard error shows it anyway.
-    why = "listed on standard error" if tag.needs_somebody else tag.reason
+    why = "listed on standard error" if tag.needs_attention else tag.reason
     return tag.tag, _action(tag), *sizes, why
 
 

@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from streamshard.formats.pickle.inert import Global
+from streamshard.io.entries import read_all
 
 LATEST: Final = "latest"
-LATEST_BYTES: Final = 4096
+_LATEST_BYTES: Final = 4096
 """More bytes than a tag has."""
 LATEST_UNIVERSAL: Final = "latest_universal"
 _NO_DIRECTORY: Final = (LATEST, LATEST_UNIVERSAL)
@@ -130,6 +132,11 @@ class RankFile:
         self.dp_rank = dp_rank
         """None for the model file of stages 1 and 2, which all ranks share."""
         self.mp_rank = mp_rank
+
+
+def read_latest(file: Path) -> str:
+    """Read the name of a tag in `latest`, or in a file like it."""
+    return read_all(file, _LATEST_BYTES).decode(errors="replace").strip()
 
 
 def parse(name: str) -> RankFile | None:

@@ -44,6 +44,7 @@ from streamshard.formats.zarr.store_manifest import FileRecord, Manifest
 from streamshard.formats.zarr.store_paths import read_checked, read_small
 from streamshard.io.entries import entries_below, examine, identify
 from streamshard.model import ITEMSIZE, LogicalTensor, Memory, SourceFile, StoredBytes
+from streamshard.sizes import some_of
 
 if TYPE_CHECKING:
     from streamshard.formats.zarr.zarr_python import OpenArray
@@ -205,8 +206,7 @@ class RewrittenArray:
         names = sorted(self.missing)
         if not names:
             return ""
-        more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
-        shown = f"{', '.join(names[:_SHOWN])}{more}"
+        shown = some_of(names, _SHOWN)
         return f". Missing or empty, so that Zarr takes the fill value for them: {shown}"
 
     def read_all(self) -> bytes:

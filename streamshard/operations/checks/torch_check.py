@@ -23,6 +23,7 @@ from streamshard.operations.checks.problems import (
     Findings,
 )
 from streamshard.operations.checks.scan import Result, ScanPiece, Unit
+from streamshard.sizes import some_of
 
 _PIECE_BYTES: Final = 16 << 20
 """Workers get large records in pieces of this size."""
@@ -54,7 +55,7 @@ class TorchFiles:
             at += file.nbytes
             self.findings.files += 1
         if self._unprotected:
-            few = ", ".join(self._unprotected[:8]) + (", …" if len(self._unprotected) > 8 else "")
+            few = some_of(self._unprotected)
             self.findings.notes.append(f"Files without checksums, not read: {few}.")
 
     def _readable_records(self, path: Path) -> Sequence[StoredRecord]:

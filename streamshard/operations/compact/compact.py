@@ -1,18 +1,20 @@
 """`compact`: archives old tags of a run directory, and with `delete` removes them."""
 
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
 
 from streamshard.defaults import DEFAULT_CHUNK_BYTES, DEFAULT_GRACE, DEFAULT_MIN_AGE
 from streamshard.engine.jobs.executor import limited_to
 from streamshard.engine.run import resident_memory
-from streamshard.errors import Option, UsageError
-from streamshard.io.entries import resolve
-from streamshard.io.files import target_errors
+from streamshard.errors import Option, SourceNotFoundError, UsageError
+from streamshard.io.entries import is_directory, is_real_directory, lexists, paths_in, resolve
+from streamshard.io.files import source_errors, target_errors
 from streamshard.io.object_path import as_path, is_object
 from streamshard.io.place import place_of
 from streamshard.operations.compact.compact_report import (
@@ -22,9 +24,8 @@ from streamshard.operations.compact.compact_report import (
     CompactedTag,
     Compaction,
 )
-from streamshard.operations.compact.night import Compacting, Settings
+from streamshard.operations.compact.compact_run import CompactRun, Settings, TagProgress
 from streamshard.operations.compact.tag_choice import Rules, matches, require_pattern
-from streamshard.operations.compact.tag_progress import TagProgress
 from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Progress, Silent
 from streamshard.operations.transfer.target import nearest_directory
@@ -33,7 +34,7 @@ from streamshard.sizes import counted, show_bytes
 
 Path_ = str | os.PathLike[str]
 
-_LEAST_KEPT: Final = 2
+_WILD: Final = re.compile(r"[*?[]")
 
 _DELETE: Final = Option("delete", True)
 
@@ -128,18 +129,15 @@ def compact(
     _require_times(
         now, min_age=min_age, grace=grace, weights_only_older_than=weights_only_older_than
     )
-    if keep_last < _LEAST_KEPT:
-        asked = Option("keep_last", keep_last)
-        raise UsageError(f"{asked}: at least {_LEAST_KEPT}, as one may be damaged")
-    if keep_every is not None and keep_every < 1:
-        raise UsageError(f"{Option('keep_every', keep_every)}: at least 1")
-    if max_delete is not None and max_delete < 0:
-        raise UsageError(f"{Option('max_delete', max_delete)}: at least 0")
-    if bytes_per_second is not None and bytes_per_second < 1:
-        asked = Option("bytes_per_second", bytes_per_second)
-        raise UsageError(f"{asked}: at least one byte a second")
-    if workers is not None and workers < 1:
-        raise UsageError(f"{Option('workers', workers)}: at least one is needed")
+    for name, value, least, why in (
+        ("keep_last", keep_last, 2, ", as one may be damaged"),
+        ("keep_every", keep_every, 1, ""),
+        ("max_delete", max_delete, 0, ""),
+        ("bytes_per_second", bytes_per_second, 1, ""),
+        ("workers", workers, 1, ""),
+    ):
+        if value is not None and value < least:
+            raise UsageError(f"{Option(name, value)}: at least {least}{why}")
     floor_bytes = resident_memory.resident_bytes()
     min_age_ns = int(min_age.total_seconds() * 10**9)
     settings = Settings(
@@ -160,12 +158,12 @@ def compact(
     if tags is not None:
         require_pattern(tags)
         if settings.is_by_hand:
-            message = "chooses for nights by the rules; with the names of tags, leave it out"
+            message = "chooses for runs by the rules; with the names of tags, leave it out"
             raise UsageError(f"{Option('tags', tags)}: {message}")
     _require_apart(settings.run_dir, settings.archive_dir)
     tag_progress = TagProgress(progress or Silent(), bytes_per_second)
     with limited_to(bytes_per_second):
-        found = tuple(Compacting(settings, now or datetime.now(UTC), tag_progress).run())
+        found = tuple(CompactRun(settings, now or datetime.now(UTC), tag_progress).results())
     seconds = time.monotonic() - began
     patterns = () if settings.is_by_hand else keep_tags
     notes = [*_unmatched(patterns, found), *_about_trash(found, grace)]
@@ -252,3 +250,42 @@ def _require_apart(run_dir: Path, archive_dir: Path) -> None:
     if here == there or here in there.parents or there in here.parents:
         message = f"{archive_dir}: lies in or around {run_dir}; choose another place, best on"
         raise UsageError(f"{message} another disk")
+
+
+def runs_like(pattern: str, archive_dir: str) -> list[tuple[Path, Path]] | None:
+    """List the run directories that a pattern matches, each with its archives' directory.
+
+    That one has the same path below `archive_dir` as the run directory below the part of the
+    pattern that has no wildcards. Links, and names that begin with a dot, are no run directories.
+    Returns None for the path of a single run directory.
+    """
+    if _WILD.search(pattern) is None:
+        return None
+    if is_object(as_path(pattern)):
+        raise UsageError(f"{pattern}: patterns match directories on a disk only")
+    if lexists(Path(pattern)):
+        return None
+    parts = Path(pattern).parts
+    first = next(number for number, part in enumerate(parts) if _WILD.search(part))
+    if any(part in ("**", "..") for part in parts[first:]):
+        raise UsageError(
+            f"{pattern}: '**' and '..' may give one run twice; use a '*' for each level"
+        )
+    root = Path(*parts[:first])
+    found = [root]
+    for part in parts[first:]:
+        with source_errors(root):
+            found = [path for directory in found for path in _matching(directory, part)]
+    if not found:
+        raise SourceNotFoundError(f"{pattern}: matches no directory")
+    return [(run, as_path(archive_dir) / os.path.relpath(run, root)) for run in sorted(found)]
+
+
+def _matching(directory: Path, pattern: str) -> list[Path]:
+    if not is_directory(directory):
+        return []
+    return [
+        path
+        for path in paths_in(directory)
+        if fnmatchcase(path.name, pattern) and path.name[0] != "." and is_real_directory(path)
+    ]

@@ -1,7 +1,15 @@
-"""The report that `compact` returns."""
+"""What `compact` returns, and the record of the last run, which lies beside the archives."""
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Final
+
+from streamshard.errors import SourceError, StreamshardError
+from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.names import step_of
+from streamshard.operations.compact.receipts import JsonRecord, Receipt, parse_moment
 
 KEPT: Final = "kept"
 ARCHIVED: Final = "archived"
@@ -13,9 +21,10 @@ ACKNOWLEDGED: Final = "acknowledged"
 BROUGHT_BACK: Final = "brought back"
 WEIGHTS_ONLY: Final = "weights only"
 AMBIGUOUS: Final = "ambiguous"
-FAILED: Final = "failed"
+_FAILED: Final = "failed"
 
-_NEED_SOMEBODY: Final = (AMBIGUOUS, FAILED)
+LAST_RUN: Final = f"{names.OWN_PREFIX}.last_run.json"
+"""Name of the record of the last run in a directory of archives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +49,28 @@ class CompactedTag:
     exit_code: int = 0
     """Exit code of the error."""
 
+    @classmethod
+    def failed(cls, tag: str, error: StreamshardError) -> "CompactedTag":
+        """Return the result for a tag with an error.
+
+        A source that cannot be read, or has changed, is not a failure but an ambiguous tag.
+        """
+        action = AMBIGUOUS if isinstance(error, SourceError) else _FAILED
+        return cls(tag, step_of(tag), action, str(error), exit_code=error.exit_code)
+
+    def with_sizes(self, receipt: Receipt) -> "CompactedTag":
+        """Return the result with the sizes of the tag and of its archive."""
+        return replace(
+            self,
+            source_bytes=receipt.source_bytes,
+            archive_bytes=receipt.archive_bytes,
+            shared_bytes=receipt.shared_bytes,
+        )
+
     @property
-    def needs_somebody(self) -> bool:
+    def needs_attention(self) -> bool:
         """Whether the user has to look at it."""
-        return self.action in _NEED_SOMEBODY
+        return self.action in (AMBIGUOUS, _FAILED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +89,63 @@ class Compaction:
     @property
     def problems(self) -> tuple[CompactedTag, ...]:
         """The tags that the user has to look at."""
-        return tuple(tag for tag in self.tags if tag.needs_somebody)
+        return tuple(tag for tag in self.tags if tag.needs_attention)
 
     @property
     def exit_code(self) -> int:
         """Exit code of the first error; 0 if there was none."""
         return next((tag.exit_code for tag in self.problems), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord(JsonRecord):
+    """The outcome of one run of `compact` by the rules."""
+
+    run_dir: str
+    archive_dir: str
+    began: str = ""
+    """Time in UTC, as `ended`."""
+    ended: str = ""
+    """Empty while the run goes on, and if it was killed."""
+    grace_seconds: int = 0
+    """Time that tags stay in the trash."""
+    deletes: bool = False
+    """Whether it was to remove originals."""
+    exit_code: int = 0
+    error: str = ""
+    """Why nothing more was done; empty if every tag had its turn."""
+    actions: Mapping[str, int] = field(default_factory=dict)
+    """Action → count of the tags with which that was done; see `CompactedTag`."""
+    problems: tuple[CompactedTag, ...] = ()
+    """The tags that the user has to look at."""
+
+    @property
+    def needs_attention(self) -> bool:
+        """Whether something is ambiguous or failed."""
+        return bool(self.error or self.problems)
+
+    def require_sound(self) -> None:
+        """Refuse times without a time zone."""
+        for moment in filter(None, (self.began, self.ended)):
+            parse_moment(moment)
+
+    @classmethod
+    def last(cls, archive_dir: Path) -> "RunRecord | None":
+        """Read the record of the last run; None if there is none."""
+        return cls.read(archive_dir / LAST_RUN)
+
+    def after(
+        self, tags: Iterable[CompactedTag], error: StreamshardError | None = None, at: str = ""
+    ) -> "RunRecord":
+        """Return the outcome of the run; an error ended it before every tag had its turn."""
+        done = [*tags]
+        problems = tuple(tag for tag in done if tag.needs_attention)
+        codes = [one.exit_code for one in (error, *problems) if one is not None]
+        return replace(
+            self,
+            ended=at,
+            exit_code=codes[0] if codes else 0,
+            error=str(error or ""),
+            actions=dict(Counter(tag.action for tag in done)),
+            problems=problems,
+        )

@@ -1,4 +1,4 @@
-"""What `compact` has done so far: which tags are archived, in the trash or gone, and last night."""
+"""What `compact` has done so far: the tags archived, in the trash or gone, and the last run."""
 
 import os
 from collections.abc import Iterator
@@ -13,16 +13,16 @@ from streamshard.formats.deepspeed.names import step_of
 from streamshard.io.entries import exists, lexists
 from streamshard.io.files import source_errors
 from streamshard.io.object_path import as_path
-from streamshard.operations.compact.archive.receipts import (
+from streamshard.operations.compact.compact_report import RunRecord
+from streamshard.operations.compact.receipts import (
     BEGUN,
     WEIGHTS_ONLY,
     ArchivedTag,
     Receipt,
-    moment_after,
+    show_moment,
 )
-from streamshard.operations.compact.night_record import Night, record_of
-from streamshard.operations.compact.removal.trash import Trash, trash_of
 from streamshard.operations.compact.run_directory import Identity
+from streamshard.operations.compact.trash import Trash, trash_of
 
 _ARCHIVING: Final = "archiving"
 _ARCHIVED: Final = "archived"
@@ -73,7 +73,7 @@ class CompactStatus:
     """Bytes that are free once the trash is empty."""
     saved_bytes: int
     """Bytes of originals that are gone, less those of their archives."""
-    last_night: Night | None
+    last_run: RunRecord | None
     """The last run by the rules; None before the first."""
 
     @property
@@ -95,18 +95,18 @@ def compact_status(
     Raises
     ------
     SourceError
-        One of both directories, or the record of the last night, cannot be read. Before the first
-        night there is no directory of archives, and the status is that of no tags.
+        One of both directories, or the record of the last run, cannot be read. Before the first
+        run there is no directory of archives, and the status is that of no tags.
     """
     run, archive = as_path(run_dir).absolute(), as_path(archive_dir).absolute()
     Identity.of(run)
     trash = trash_of(run)
     with source_errors(archive):
-        is_new = not exists(archive) and not [*trash.tags(), *trash.going()]
+        is_new = not exists(archive) and not [*trash.tags(), *trash.being_removed()]
     if not is_new:
         Identity.of(archive)
-    night = Night.read(record_of(archive))
-    grace = timedelta(seconds=night.grace_seconds) if night else DEFAULT_GRACE
+    last = RunRecord.last(archive)
+    grace = timedelta(seconds=last.grace_seconds) if last else DEFAULT_GRACE
     found = sorted(_tags(run, archive, grace), key=lambda tag: (tag.step or -1, tag.tag))
     gone = [tag for tag in found if tag.state in GONE]
     return CompactStatus(
@@ -116,27 +116,24 @@ def compact_status(
         archive_bytes=sum(tag.archive_bytes for tag in found),
         trash_bytes=sum(tag.source_bytes for tag in found if tag.state in (_IN_TRASH, _GOING)),
         saved_bytes=sum(tag.source_bytes - tag.archive_bytes for tag in gone),
-        last_night=night,
+        last_run=last,
     )
 
 
 def _tags(run_dir: Path, archive_dir: Path, grace: timedelta) -> Iterator[TagStatus]:
     trash = trash_of(run_dir)
-    in_trash, going = {*trash.tags()}, {*trash.going()}
+    in_trash, going = {*trash.tags()}, {*trash.being_removed()}
     for place in ArchivedTag.all_in(archive_dir):
-        step = step_of(place.tag)
+        step, until = step_of(place.tag), ""
         try:
             receipt = place.read_receipt()
             if receipt is None:
                 continue  # removed meanwhile
             state = _state(receipt, trash, in_trash, going)
-            until = moment_after(receipt.trashed, grace) if state == _IN_TRASH else ""
-        except SourceError as error:
+            if state == _IN_TRASH:
+                until = show_moment(place.since(receipt.trashed, "in the trash") + grace)
+        except (SourceError, OverflowError) as error:
             yield TagStatus(place.tag, step, _UNREADABLE, problem=str(error))
-            continue
-        except (ValueError, OverflowError) as error:
-            problem = f"{place.receipt}: does not say since when it is in the trash ({error})"
-            yield TagStatus(place.tag, step, _UNREADABLE, problem=problem)
             continue
         yield TagStatus(
             place.tag,

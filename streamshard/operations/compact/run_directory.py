@@ -1,37 +1,61 @@
-"""Describes a run directory: its tags, the files that name tags, and the links into tags."""
+"""Describes a run directory: its tags, the files that name tags, and the links into tags.
 
+An output directory of HF Trainer, Accelerate, or Lightning with DeepSpeed is one too. Each of its
+checkpoints has a `latest` of its own, and holds besides the engine's tag all that the framework
+resumes from: random states, scheduler, tokenizer, `trainer_state.json`. It counts as one tag.
+"""
+
+import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
+from typing import Any, Final
 
-from streamshard.errors import SourceNotFoundError, StreamshardError, TargetError
+from streamshard.errors import (
+    CorruptFileError,
+    IncompleteError,
+    Option,
+    SourceNotFoundError,
+    StreamshardError,
+    TargetError,
+    UnsupportedError,
+)
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.names import step_of
+from streamshard.formats.frameworks import TRAINER_STATE
 from streamshard.formats.links import resolved_link
 from streamshard.io.entries import (
     entries_below,
     examine,
     exists,
+    identify,
     is_directory,
     is_real_directory,
+    lexists,
     list_ahead,
     listed_below,
     listings_kept,
     paths_in,
-    read_all,
+    read_document,
 )
 from streamshard.io.files import source_errors
 from streamshard.io.object_path import is_object
 from streamshard.io.readable import Entry
-from streamshard.operations.compact import checkpoint_family
-from streamshard.operations.compact.archive.receipts import etag_of
-from streamshard.operations.compact.checkpoint_family import open_unit
-from streamshard.operations.compact.removal.trash import trash_of
-from streamshard.operations.compact.tag_choice import Run, Tag, is_like
+from streamshard.operations.compact.receipts import etag_of
+from streamshard.operations.compact.tag_choice import RunDirectory, Tag, is_like
+from streamshard.operations.compact.trash import trash_of
+from streamshard.operations.inspect.checkpoint_list import require_named
 from streamshard.operations.source.sidecars import has_shards
+from streamshard.operations.source.source import Source, open_source
+
+_MOST_BYTES: Final = 256 << 20
+"""More bytes than the state of HF Trainer has, with an entry for each step that it logs."""
+_NAME: Final = re.compile(r"(checkpoint-|checkpoint_|step_|epoch_)\d+|.+(\.ckpt)")
+"""HF Trainer's names of its checkpoints; those of Accelerate and its examples; Lightning's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +89,84 @@ class Identity:
         return (self.device, self.inode) == (device, inode) and self.url in ("", run_dir)
 
 
-def look_at(run_dir: Path, before: Run | None = None, pattern: str | None = None) -> Run:
+@dataclass(frozen=True, slots=True)
+class _Scan:
+    """One look at a run directory."""
+
+    run_dir: Path
+    links: Sequence[Path]
+    """What the symbolic links in it lead to."""
+    known: Mapping[str, Tag]
+    """Tags that were described earlier, by how they looked: they are not opened again."""
+
+    def is_linked(self, *places: Path) -> bool:
+        """Tell whether a link leads to one of some places, or into it."""
+        here = {resolved_link(place) for place in places}
+        return any(not here.isdisjoint((link, *link.parents)) for link in self.links)
+
+    def tag(self, entry: Path) -> Tag | None:
+        """Describe a directory with shards; return None for anything else."""
+        if entry.name.startswith(names.OWN_PREFIX) or not is_real_directory(entry):
+            return None
+        name = entry.relative_to(self.run_dir).as_posix()
+        try:
+            if not has_shards(entry):
+                return None
+            if names.is_tag(name):
+                return self._described(entry, name)
+            problem = f"{str(entry)!r}: holds shards, and its name is not text; rename it"
+        except OSError as error:
+            if step_of(name) is None:
+                return None
+            problem = f"{entry}: {error.strerror}"
+        return Tag(name, examine(entry, follows=False).modified_ns, problem)
+
+    def checkpoint(self, directory: Path) -> Tag:
+        """Describe a whole checkpoint of a framework."""
+        try:
+            return self._described(directory, directory.name, is_framework=True)
+        except OSError as error:
+            changed_ns = examine(directory, follows=False).modified_ns
+            return Tag(directory.name, changed_ns, f"{directory}: {error.strerror}")
+
+    def _described(self, directory: Path, name: str, *, is_framework: bool = False) -> Tag:
+        """Describe what is in a directory, and say whether it can be opened."""
+        changed_ns, nbytes, looks = change_digest(directory)
+        is_linked = self.is_linked(directory)
+        if looks in self.known:
+            return replace(self.known[looks], is_linked=is_linked)
+        found = Tag(name, changed_ns, None, is_linked, nbytes, looks)
+        try:
+            if is_framework:
+                require_named(directory)
+            opened = open_tag(self.run_dir, name)
+            if is_framework:
+                with source_errors(directory):
+                    saved_ns = examine(directory / names.LATEST).modified_ns
+                found = replace(found, saved_ns=saved_ns, best=_called_best(opened))
+        except StreamshardError as error:
+            return replace(found, problem=str(error))
+        return found
+
+    def trashed(self) -> tuple[Tag, ...]:
+        """Describe the tags in the trash; a link to a tag's former place counts as a link to it."""
+        trash, tags = trash_of(self.run_dir), list[str]()
+        with suppress(TargetError):  # emptying the trash reports this error
+            tags = trash.tags()
+        return tuple(
+            Tag(tag, 0, is_linked=self.is_linked(trash.path_of(tag), self.run_dir / tag))
+            for tag in tags
+        )
+
+
+def scan_run_directory(
+    run_dir: Path, before: RunDirectory | None = None, pattern: str | None = None
+) -> RunDirectory:
     """Describe a run directory as it is now.
 
-    Parameters
-    ----------
-    before
-        An earlier description: tags that look unchanged since then are not opened again.
-    pattern
-        Pattern of the tags that are considered. Of a framework's checkpoints, the one of these that
-        was saved last counts as `latest`.
+    Tags that look as in an earlier description, `before`, are not opened again. Of a framework's
+    checkpoints, the one saved last of those that the pattern of considered tags matches counts as
+    `latest`.
     """
     Identity.of(run_dir)
     with listings_kept(anew=True), source_errors(run_dir):
@@ -86,83 +178,39 @@ def look_at(run_dir: Path, before: Run | None = None, pattern: str | None = None
                 named.append(None)
                 problems.append(f"{run_dir / name}: {getattr(error, 'strerror', None) or error}")
         list_ahead(run_dir)
-        links = [resolved_link(link) for link in _links(run_dir)]
         known = {tag.looks: tag for tag in (before.tags if before else ()) if tag.looks}
+        scan = _Scan(run_dir, [resolved_link(link) for link in _links(run_dir)], known)
         hidden = {run_dir / tag for tag in trash_of(run_dir).hidden()}
+        if named[0] is None and not problems:
+            found = _checkpoints_in(run_dir, hidden, pattern)
+            if found:
+                return _framework_run(scan, found, pattern)
         entries = sorted(path for path in _candidates(run_dir, named[0]) if path not in hidden)
-        tags = [tag for entry in entries if (tag := _tag(entry, run_dir, links, known))]
-        trashed = _trashed(run_dir, links)
-        is_named = named[0] is not None or problems
-        if not is_named and (units := checkpoint_family.units_in(run_dir, hidden, pattern)):
-            return _look_at_units(run_dir, units, pattern, links, known, trashed)
-    problem = problems[0] if problems else None
-    return Run(tuple(tags), named[0], named[1], problem, trashed)
+        tags = tuple(tag for entry in entries if (tag := scan.tag(entry)))
+    return RunDirectory(tags, named[0], named[1], problems[0] if problems else None, scan.trashed())
 
 
-def _look_at_units(
-    run_dir: Path,
-    units: Sequence[Path],
-    pattern: str | None,
-    links: Sequence[Path],
-    known: Mapping[str, Tag],
-    trashed: tuple[Tag, ...],
-) -> Run:
+def _framework_run(scan: _Scan, checkpoints: Sequence[Path], pattern: str | None) -> RunDirectory:
     """Describe the output directory of a framework; the checkpoint saved last counts as `latest`.
 
     The highest number does not tell which one that is: a job that was resumed from an earlier
     checkpoint saves lower numbers than one that it has left behind. Nor does the last change: what
     a framework's rotation removes a file of has just changed.
     """
-    tags = tuple(_unit(unit, links, known) for unit in units)
+    tags, trashed = tuple(map(scan.checkpoint, checkpoints)), scan.trashed()
     considered = [tag for tag in tags if pattern is None or is_like(tag.name, pattern)]
     whole = [tag for tag in considered if tag.problem is None]
     if not whole:
         reason = ((considered or tags)[-1].problem or "").rstrip(".")
         problem = f"no checkpoint of it can be opened: {reason}"
-        return Run(tags, None, problem=problem, trashed=trashed)
+        return RunDirectory(tags, None, problem=problem, trashed=trashed)
     # One without a step, such as Lightning's `last.ckpt`, is kept in any case.
     numbered = [tag for tag in whole if step_of(tag.name) is not None]
     last = max(numbered or whole, key=lambda tag: (tag.saved_ns, step_of(tag.name) or 0))
-    held = [*units, *(trash_of(run_dir).place_of(tag.name) for tag in trashed)]
+    there = [*checkpoints, *(trash_of(scan.run_dir).path_of(tag.name) for tag in trashed)]
     best = {name: tag.name for tag in tags for name in tag.best}
-    best |= checkpoint_family.best_of(run_dir, held)
-    return Run(tags, last.name, trashed=trashed, is_family=True, best=best)
-
-
-def _unit(directory: Path, links: Sequence[Path], known: Mapping[str, Tag]) -> Tag:
-    """Describe a whole checkpoint of a framework."""
-    name, here = directory.name, resolved_link(directory)
-    try:
-        changed_ns, nbytes, looks = looks_of(directory)
-    except OSError as error:
-        changed_ns = examine(directory, follows=False).modified_ns
-        return Tag(name, changed_ns, f"{directory}: {error.strerror}")
-    is_linked = any(link == here or here in link.parents for link in links)
-    if looks in known:
-        return replace(known[looks], is_linked=is_linked)
-    found = Tag(name, changed_ns, None, is_linked, nbytes, looks)
-    if not checkpoint_family.is_unit(directory):
-        problem = f"{directory}: has no 'latest', so its save was not completed"
-        return replace(found, problem=problem)
-    try:
-        opened = open_unit(directory.parent, name)
-        with source_errors(directory):
-            saved_ns = examine(directory / names.LATEST).modified_ns
-    except StreamshardError as error:
-        return replace(found, problem=str(error))
-    return replace(found, saved_ns=saved_ns, best=checkpoint_family.called_best(opened))
-
-
-def _trashed(run_dir: Path, links: Sequence[Path]) -> tuple[Tag, ...]:
-    """Describe the tags in the trash; a link to a tag's former place counts as a link to it."""
-    trash, held, found = trash_of(run_dir), list[str](), []
-    with suppress(TargetError):  # emptying the trash reports this error
-        held = trash.tags()
-    for name in held:
-        places = [resolved_link(trash.place_of(name)), resolved_link(run_dir / name)]
-        is_linked = any(place in (link, *link.parents) for link in links for place in places)
-        found.append(Tag(name, changed_ns=0, is_linked=is_linked))
-    return tuple(found)
+    best |= _best_of(scan.run_dir, there)
+    return RunDirectory(tags, last.name, trashed=trashed, is_framework=True, best=best)
 
 
 def _named(path: Path) -> str | None:
@@ -173,7 +221,7 @@ def _named(path: Path) -> str | None:
         return None
     if not stat.is_file:
         raise ValueError("not a regular file")
-    name = read_all(path, names.LATEST_BYTES).decode(errors="replace").strip()
+    name = names.read_latest(path)
     if not names.is_tag(name):
         raise ValueError("empty, or names what is not a directory here")
     return name
@@ -221,30 +269,7 @@ def _may_hold_tags(directory: Path) -> bool:
         return False
 
 
-def _tag(entry: Path, run_dir: Path, links: Sequence[Path], known: Mapping[str, Tag]) -> Tag | None:
-    """Describe a directory with shards; return None for anything else."""
-    is_own = entry.name.startswith(names.OWN_PREFIX)
-    if is_own or not is_real_directory(entry):
-        return None
-    name = entry.relative_to(run_dir).as_posix()
-    try:
-        if not has_shards(entry):
-            return None
-        if not names.is_tag(name):
-            reason = f"{str(entry)!r}: holds shards, and its name is not text; rename it"
-            return Tag(name, examine(entry, follows=False).modified_ns, reason)
-        changed_ns, nbytes, looks = looks_of(entry)
-    except OSError as error:
-        if step_of(name) is None:
-            return None
-        return Tag(name, examine(entry, follows=False).modified_ns, f"{entry}: {error.strerror}")
-    here = resolved_link(entry)
-    is_linked = any(link == here or here in link.parents for link in links)
-    problem = known[looks].problem if looks in known else _problem(run_dir, name)
-    return Tag(name, changed_ns, problem, is_linked, nbytes, looks)
-
-
-def looks_of(directory: Path) -> tuple[int, int, str]:
+def change_digest(directory: Path) -> tuple[int, int, str]:
     """Return the newest time of change in a directory, its size, and a digest of its entries."""
     changed, nbytes, digest = 0, 0, sha256()
     found = {directory: examine(directory, follows=False)}
@@ -257,10 +282,99 @@ def looks_of(directory: Path) -> tuple[int, int, str]:
     return changed, nbytes, digest.hexdigest()
 
 
-def _problem(run_dir: Path, tag: str) -> str | None:
-    """Say why a tag cannot be opened; None if it can."""
+def _is_checkpoint(directory: Path) -> bool:
+    """Tell whether a directory is a whole checkpoint of a framework, with a `latest` of its own."""
+    return _kind(directory.name) is not None and lexists(directory / names.LATEST)
+
+
+def _checkpoints_in(
+    output_dir: Path, hidden: Container[Path], pattern: str | None = None
+) -> list[Path]:
+    """List the checkpoints of a framework's output directory; none for any other directory.
+
+    A checkpoint that has no `latest` yet, or not any more, is listed too if another one has it.
+    What is `hidden` is in the trash of a bucket, and is not listed. All others are, also those that
+    the pattern of the checkpoints to consider does not match.
+    """
+    named = [path for path in paths_in(output_dir) if _kind(path.name) is not None]
+    found = sorted(path for path in named if path not in hidden and is_real_directory(path))
+    if not any(exists(path / names.LATEST) for path in found):
+        return []
+    considered = [p.name for p in found if pattern is None or is_like(p.name, pattern)]
+    kinds = sorted({kind for name in considered if (kind := _kind(name))})
+    if len(kinds) > 1:
+        message = f"{output_dir}: holds checkpoints named {kinds[0]} and {kinds[1]}, whose"
+        raise UnsupportedError(
+            f"{message} numbers do not tell which is newer; keep them apart, or choose with "
+            f"{Option('tags')}"
+        )
+    return found
+
+
+def _kind(name: str) -> str | None:
+    """Return how a framework names checkpoints, `N` being a number; None for another name."""
+    match = _NAME.fullmatch(name)
+    if match is None or not names.is_tag(name):
+        return None
+    return f"*{names.LIGHTNING_SUFFIX}" if match[2] else f"{match[1]}N"
+
+
+def open_tag(run_dir: Path, name: str) -> Source:
+    """Open a tag of a run directory, or a whole checkpoint of a framework's output directory.
+
+    Of the latter, `latest` is one of the source's files, so that all that goes is recorded.
+    """
+    directory = run_dir / name
+    if not _is_checkpoint(directory):
+        return open_source(run_dir, name)
+    with source_errors(directory):
+        named = names.read_latest(directory / names.LATEST)
+        latest = identify(directory / names.LATEST)
+    opened = open_source(directory)
+    if opened.path != directory or opened.checkpoint.tag != named:
+        raise IncompleteError(f"{latest.path}: names {named}, which is not what {directory} holds")
+    return replace(opened, files=(*opened.files, latest))
+
+
+def _best_of(output_dir: Path, checkpoints: Sequence[Path]) -> Mapping[str, str]:
+    """Return the name of each checkpoint that HF Trainer calls the best → the file that says so."""
+    found: dict[str, str] = {}
+    for directory in (output_dir, *checkpoints):
+        path = directory / TRAINER_STATE
+        for name in _best(path):
+            found[name] = path.relative_to(output_dir).as_posix()
+    return found
+
+
+def _called_best(opened: Source) -> tuple[str, ...]:
+    """Name the checkpoints that Lightning's state in a checkpoint calls the best until then.
+
+    Without a metric to monitor, each save calls itself the best, which says nothing.
+    """
+    found = []
+    for model_part in opened.checkpoint.model_parts[:1]:
+        callbacks = model_part.model_state.get("callbacks")
+        for state in callbacks.values() if isinstance(callbacks, dict) else ():
+            path = state.get("best_model_path") if isinstance(state, dict) else None
+            if isinstance(path, str) and path and state.get("monitor", "") is not None:
+                found.append(PureWindowsPath(path).name)
+    return tuple(found)
+
+
+def _best(path: Path) -> Iterator[str]:
+    with source_errors(path):
+        if not lexists(path):
+            return
+        data = read_document(path, _MOST_BYTES)
     try:
-        open_unit(run_dir, tag)
-    except StreamshardError as error:
-        return str(error)
-    return None
+        # Not the strict parser: losses may be NaN, which Trainer writes as such.
+        document: Any = json.loads(data)
+        best, step = document["best_model_checkpoint"], document.get("best_global_step")
+        if best is not None:
+            # The output directory may have been moved since, but not the checkpoint in it.
+            yield PureWindowsPath(best).name
+        if step is not None:
+            yield f"checkpoint-{step}"
+    except (KeyError, RecursionError, TypeError, ValueError) as error:
+        message = f"{path}: cannot be read ({error!r:.80}), and may name the best checkpoint"
+        raise CorruptFileError(f"{message}; move its directory away") from error

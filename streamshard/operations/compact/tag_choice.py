@@ -41,7 +41,7 @@ class Tag:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunDirectory:
     """A run directory as it was found."""
 
     tags: tuple[Tag, ...]
@@ -52,7 +52,7 @@ class Run:
     """Why it is not known which tag is needed."""
     trashed: tuple[Tag, ...] = ()
     """Tags in the trash; of these only the name and the links to them are known."""
-    is_family: bool = False
+    is_framework: bool = False
     """Whether the tags are whole checkpoints of a framework, and `latest` is the one saved last."""
     best: Mapping[str, str] = field(default_factory=dict)
     """Checkpoint that a framework calls the best → the file or the checkpoint that says so."""
@@ -90,7 +90,7 @@ class Choice:
     reason: str
 
 
-def _step_in(run: Run, name: str) -> int | None:
+def _step_in(run: RunDirectory, name: str) -> int | None:
     """Return a tag's step if it can be compared with the step of `latest`, else None.
 
     The numbers of `epoch_1/step_9` and `epoch_2/step_3` do not say which one is newer.
@@ -99,7 +99,7 @@ def _step_in(run: Run, name: str) -> int | None:
     return step_of(name) if is_beside else None
 
 
-def refusal(run: Run) -> str | None:
+def refusal(run: RunDirectory) -> str | None:
     """Say why nothing in a run directory may be removed; None if something may."""
     if run.problem is not None:
         return run.problem
@@ -110,14 +110,14 @@ def refusal(run: Run) -> str | None:
             back = Option("undelete")
             return f"'latest' names {run.latest}, which is in the trash; {back} brings it back"
         return f"'latest' names {run.latest}, which is not a tag with shards here"
-    if step_of(run.latest) is None and run.is_family:
+    if step_of(run.latest) is None and run.is_framework:
         return "no complete checkpoint has a step in its name, as in 'epoch=1-step=10.ckpt'"
     if step_of(run.latest) is None:
         return f"'latest' names {run.latest}, which has no step to compare others with"
     return None
 
 
-def choose(run: Run, rules: Rules, now_ns: int) -> list[Choice]:
+def choose(run: RunDirectory, rules: Rules, now_ns: int) -> list[Choice]:
     """Decide about the tags that are considered, in the order of their steps.
 
     `refusal` must have returned None.
@@ -128,20 +128,20 @@ def choose(run: Run, rules: Rules, now_ns: int) -> list[Choice]:
     return [_decide(tag, run, rules, newest, now_ns) for tag in ordered]
 
 
-def protection(name: str, run: Run, rules: Rules) -> str | None:
+def protection(name: str, run: RunDirectory, rules: Rules) -> str | None:
     """Say which rule or name protects the archive of a removed tag; None if none does."""
     gone = Tag(name, changed_ns=0)
     return next(_protected(gone, run, rules, _step_in(run, name), set()), None)
 
 
-def protection_in_trash(tag: Tag, run: Run, rules: Rules) -> str | None:
+def protection_in_trash(tag: Tag, run: RunDirectory, rules: Rules) -> str | None:
     """Say what would protect a tag in the trash if it were brought back; None if nothing would."""
     again = replace(run, tags=(*run.tags, *run.trashed))
     newest = _newest(again, rules)
     return next(_protected(tag, again, rules, _step_in(run, tag.name), newest), None)
 
 
-def _newest(run: Run, rules: Rules) -> set[int]:
+def _newest(run: RunDirectory, rules: Rules) -> set[int]:
     """Return the newest complete steps that are not above the step of `latest`."""
     last = step_of(run.latest or "")
     whole = [tag for tag in run.tags if tag.problem is None and rules.considers(tag.name)]
@@ -150,7 +150,7 @@ def _newest(run: Run, rules: Rules) -> set[int]:
     return {*known[-rules.keep_last :]}
 
 
-def _decide(tag: Tag, run: Run, rules: Rules, newest: set[int], now_ns: int) -> Choice:
+def _decide(tag: Tag, run: RunDirectory, rules: Rules, newest: set[int], now_ns: int) -> Choice:
     step = _step_in(run, tag.name)
     for reason in _young(tag, rules, now_ns):
         return Choice(tag, step, KEPT, reason)
@@ -169,21 +169,21 @@ def _young(tag: Tag, rules: Rules, now_ns: int) -> Iterator[str]:
         yield f"changed {show_time(max(0, age) // 10**9)} ago, {Option('min_age')} is {least}"
 
 
-def _unclear(tag: Tag, run: Run, step: int | None) -> Iterator[str]:
+def _unclear(tag: Tag, run: RunDirectory, step: int | None) -> Iterator[str]:
     last = step_of(run.latest or "")
     if step is not None and last is not None and step > last:
-        of = f"{run.latest}, saved last" if run.is_family else "'latest'"
+        of = f"{run.latest}, saved last" if run.is_framework else "'latest'"
         yield f"its step is above {last:,}, that of {of}, so it may be another run's"
     if tag.problem is not None:
         yield tag.problem
 
 
 def _protected(
-    tag: Tag, run: Run, rules: Rules, step: int | None, newest: set[int]
+    tag: Tag, run: RunDirectory, rules: Rules, step: int | None, newest: set[int]
 ) -> Iterator[str]:
     """Yield the reasons for which a tag is kept."""
     if tag.name == run.latest:
-        yield "saved last" if run.is_family else "'latest' names it"
+        yield "saved last" if run.is_framework else "'latest' names it"
     if tag.name in run.best:
         yield f"{run.best[tag.name]} names it as the best"
     if run.latest_universal in (tag.name, f"{tag.name}_universal"):

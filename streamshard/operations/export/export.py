@@ -38,6 +38,7 @@ from streamshard.operations.transfer.plan_file import Command
 from streamshard.operations.transfer.report import Progress, Report
 from streamshard.operations.transfer.target_writer import Output, Pass
 from streamshard.operations.verb_options import ExportOptions, Path_, runs, takes
+from streamshard.sizes import some_of
 
 UNIVERSAL: Final = "universal"
 _DCP: Final = "dcp"
@@ -92,11 +93,10 @@ class ExportWriter:
         count = sum(number for _, number in found)
         if not count:
             return replace(report, overflowed=0)
-        named = ", ".join(f"{name} ({number:,})" for name, number in found[:_MOST_NAMED])
-        more = f" and {len(found) - _MOST_NAMED:,} more" if len(found) > _MOST_NAMED else ""
+        named = some_of([f"{name} ({number:,})" for name, number in found], _MOST_NAMED)
         note = (
             f"{count:,} finite elements are too large for {report.dtype} and became infinite, in "
-            f"{named}{more}: use bf16, or leave them as they are with {Option('keep_dtype')}."
+            f"{named}: use bf16, or leave them as they are with {Option('keep_dtype')}."
         )
         return replace(report, overflowed=count, notes=(note, *report.notes))
 
@@ -277,8 +277,7 @@ def _tied(chosen: Weights, form: str) -> Iterator[str]:
         return
     tied = [f"{name} = {w.names[0]}" for w in chosen.weights for name in w.names[1:]]
     if tied:
-        more = f" and {len(tied) - _MOST_NAMED:,} more" if len(tied) > _MOST_NAMED else ""
-        yield f"Tied, and stored once under the second name: {', '.join(tied[:_MOST_NAMED])}{more}."
+        yield f"Tied, and stored once under the second name: {some_of(tied, _MOST_NAMED)}."
 
 
 def _require_same_model(

@@ -5,7 +5,13 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from streamshard.errors import SourceError, StreamshardError, UnsupportedError, release_frames
+from streamshard.errors import (
+    IncompleteError,
+    SourceError,
+    StreamshardError,
+    UnsupportedError,
+    release_frames,
+)
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read import validation
 from streamshard.formats.deepspeed.read.validation import Recorded
@@ -58,7 +64,8 @@ def _summary(root: Path, name: str, latest: str | None, opened: Source | None) -
         nbytes, changed = _size_and_time(place)
         source = opened if opened and latest == name else open_source(place)
         recorded = _recorded(source)
-        problem = _unnamed(root, name) if kind == "native" else None
+        if kind == "native" and place.parent != root and not is_file(place / names.LATEST):
+            require_named(place.parent)
     except OSError as error:
         problem = f"{error.filename or place}: cannot be read ({error.strerror})"
     except StreamshardError as error:
@@ -84,14 +91,13 @@ def _first(*values: int | None) -> int | None:
     return next((value for value in values if value is not None), None)
 
 
-def _unnamed(root: Path, name: str) -> str | None:
-    """Return a problem if a framework's directory lacks `latest`, which is written last."""
-    directory = (root / name).parent
+def require_named(directory: Path) -> None:
+    """Refuse a framework's checkpoint without `latest`: its save is not known to be whole."""
     latest = directory / names.LATEST
-    if directory == root or is_file(latest) or is_file(root / names.LATEST):
-        return None
-    message = f"{latest}: not there, so load_checkpoint() finds no tag unless it is given one"
-    return f"{message}; DeepSpeed writes it last, so the save may have been cut off"
+    if not is_file(latest):
+        message = f"{latest}: not there, so load_checkpoint() finds no tag unless it is given one"
+        why = "DeepSpeed writes it last, so the save may have been cut off"
+        raise IncompleteError(f"{message}; {why}")
 
 
 def _recorded(source: Source) -> Recorded:

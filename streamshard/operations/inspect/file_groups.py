@@ -10,7 +10,7 @@ from typing import Final
 from streamshard.formats.dcp import dcp_reader
 from streamshard.formats.dcp.dcp_names import METADATA
 from streamshard.formats.deepspeed import names
-from streamshard.io.entries import examine, is_file, is_listed, paths_below, read_all
+from streamshard.io.entries import examine, is_file, is_listed, paths_below
 from streamshard.io.files import source_errors
 from streamshard.model import MODULE
 from streamshard.operations.inspect.inspect_report import FileGroup, FileSummary
@@ -46,7 +46,7 @@ def _without_tensors(source: Source) -> Iterator[Path]:
     elif source.kind == "native":
         latest = source.path / names.LATEST
         with suppress(FileNotFoundError):
-            if read_all(latest, names.LATEST_BYTES).strip() == os.fsencode(source.checkpoint.tag):
+            if names.read_latest(latest) == source.checkpoint.tag:
                 yield latest
 
 

@@ -12,8 +12,8 @@ from streamshard.formats.deepspeed.names import step_of
 from streamshard.io.entries import is_directory, is_file, paths_in
 from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.unfinished import is_unfinished
+from streamshard.sizes import some_of
 
-_MOST_NAMED: Final = 8
 _SUFFIXES: Final = (".zarr", ".ckpt")
 """Suffixes of stores, and of the directories that Lightning saves."""
 
@@ -77,9 +77,7 @@ def choose_one(error: SourceError, root: Path) -> SourceError:
         return type(error)(message, path=error.path)
     if len(found) == 1:
         return type(error)(f"{said}. Give the one in it: {root / found[0]}", path=error.path)
-    named = ", ".join(found[:_MOST_NAMED])
-    more = f" and {len(found) - _MOST_NAMED:,} more" if len(found) > _MOST_NAMED else ""
     message = f"{said}. Give one of the {len(found):,} checkpoints in it, such as"
-    chosen = type(error)(f"{message} {root / found[0]}: {named}{more}", path=error.path)
+    chosen = type(error)(f"{message} {root / found[0]}: {some_of(found)}", path=error.path)
     chosen.add_note(f"Which are complete says: {command('inspect', root)}")
     return chosen

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Final
 
 from streamshard.errors import UnsupportedError
 from streamshard.formats import frameworks
@@ -18,8 +17,7 @@ from streamshard.io.entries import (
     paths_in,
     resolve,
 )
-
-_MOST_NAMED: Final = 8
+from streamshard.sizes import some_of
 
 
 def find_beside(run_dir: Path, tag: str) -> tuple[list[tuple[Path, str]], list[str]]:
@@ -83,10 +81,7 @@ def _carried(entries: Iterable[Path], run_dir: Path, left: list[Path]) -> list[P
 def _notes(left: Sequence[Path], run_dir: Path) -> list[str]:
     if not left:
         return []
-    named = [f"{path.relative_to(run_dir)} to {link_target(path)}" for path in left[:_MOST_NAMED]]
-    more = f" and {len(left) - _MOST_NAMED:,} more" if len(left) > _MOST_NAMED else ""
+    links = some_of([f"{path.relative_to(run_dir)} to {link_target(path)}" for path in left])
     message = "Symbolic links that are not carried, as they lead out of the run directory, nowhere"
-    message = (
-        f"{message} or to a shard: {', '.join(named)}{more}. Put copies of what belongs to the"
-    )
-    return [f"{message} checkpoint in their place."]
+    what = "Put copies of what belongs to the checkpoint in their place."
+    return [f"{message} or to a shard: {links}. {what}"]

@@ -36,7 +36,6 @@ from streamshard.io.entries import (
     list_ahead,
     listings_kept,
     paths_below,
-    read_all,
 )
 from streamshard.io.files import source_errors
 from streamshard.io.object_path import as_path
@@ -338,7 +337,7 @@ def _latest(root: Path) -> str:
         message = "no 'latest' file and no shards in it"
         raise choose_one(SourceNotFoundError(message, path=root), root)
     require_inside(latest, root)
-    tag = read_all(latest, names.LATEST_BYTES).decode(errors="replace").strip()
+    tag = names.read_latest(latest)
     if not tag:
         message = "empty, as a save that was killed leaves it"
         raise choose_one(IncompleteError(message, path=latest), root)

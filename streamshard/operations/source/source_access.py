@@ -16,6 +16,7 @@ from streamshard.errors import UsageError
 from streamshard.formats.zarr.rewritten import RewrittenPiece
 from streamshard.layout.memory_plan import SCRATCH_BYTES
 from streamshard.operations.source.source import Source
+from streamshard.sizes import some_of
 
 Array = NDArray[Any]
 _FILES_SHOWN: Final = 3
@@ -105,7 +106,6 @@ def _locate_whole(source: Source, number: int, name: str) -> tuple[int, int, int
 
 
 def _listed(source: Source, files: list[int]) -> str:
-    shown = [os.path.relpath(source.files[file].path, source.path) for file in files[:_FILES_SHOWN]]
-    more = len(files) - len(shown)
+    paths = [os.path.relpath(source.files[file].path, source.path) for file in files]
     count = f"{len(files):,} files: " if len(files) > 1 else ""
-    return count + ", ".join(shown) + (f", and {more:,} more" if more else "")
+    return count + some_of(paths, _FILES_SHOWN)

@@ -19,7 +19,6 @@ from streamshard.io.entries import (
     files_below,
     is_directory,
     is_file,
-    read_all,
 )
 from streamshard.io.files import target_errors
 from streamshard.io.object_path import is_object
@@ -121,6 +120,4 @@ def nothing_done(report: Report, found: str, path: str) -> Report:
 def latest_of(run_dir: Path) -> str | None:
     """Return the tag that a job loads from a run directory; None if there is no `latest`."""
     path = run_dir / names.LATEST
-    if not is_file(path):
-        return None
-    return read_all(path, names.LATEST_BYTES).decode(errors="replace").strip()
+    return names.read_latest(path) if is_file(path) else None

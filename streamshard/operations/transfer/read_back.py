@@ -17,6 +17,7 @@ from streamshard.operations.compare.pairing import pair_of_copy
 from streamshard.operations.source.layered import WithLayerTensors, layered
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.report import Progress
+from streamshard.sizes import some_of
 
 
 def require_no_differences(
@@ -39,9 +40,8 @@ def require_no_differences(
     except SourceError as error:
         wrong = [str(error)]
     if wrong:
-        more = f", and {len(wrong) - 1:,} more" if len(wrong) > 1 else ""
         raise NotAsWrittenError(
-            f"{place}: read back, it is not what {source.path} holds. {wrong[0]}{more}. "
+            f"{place}: read back, it is not what {source.path} holds. {some_of(wrong, 1)}. "
             "It was not put into its place"
         )
 

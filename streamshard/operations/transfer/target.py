@@ -22,7 +22,6 @@ from streamshard.io.entries import (
     is_real_directory,
     lexists,
     paths_in,
-    read_all,
     resolve,
 )
 from streamshard.io.file_system import is_mount_point
@@ -203,9 +202,7 @@ def _is_alone(target: Path, tag: str) -> bool:
 
 def _named(file: Path) -> str:
     """Return the tag that a file names; empty if there is no such file."""
-    return (
-        read_all(file, names.LATEST_BYTES).decode(errors="replace").strip() if is_file(file) else ""
-    )
+    return names.read_latest(file) if is_file(file) else ""
 
 
 def require_space(target: Path, nbytes: int) -> None:

@@ -11,11 +11,11 @@ from typing import Final
 from streamshard.errors import IncompleteError, SourceNotFoundError, UsageError
 from streamshard.io.entries import exists, is_directory, is_file, paths_in
 from streamshard.io.object_path import as_path
+from streamshard.sizes import some_of
 
 _WILDCARDS: Final = frozenset("*?[")
 _NUMBER: Final = re.compile(r"[0-9]+")
 _SUFFIXES: Final = (".pt", ".pth", ".bin")
-_MOST_SHOWN: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +102,7 @@ def parse_source(path: str) -> Template:
         raise SourceNotFoundError(f"{path}: no such file{hint_of_templates(whole)}")
     name = fitting(files)
     if name is None:
-        more = ", …" if len(files) > _MOST_SHOWN else ""
-        message = f"{path}: {', '.join(files[:_MOST_SHOWN])}{more}: these names do not differ in"
+        message = f"{path}: {some_of(files)}: these names do not differ in"
         raise UsageError(f"{message} the rank alone{hint_of_templates(whole)}")
     return Template(whole.parent, name)
 
@@ -154,7 +153,7 @@ def hint_of_templates(path: Path) -> str:
         most = [name for name in most if len(made[name]) > 1]
     if not most:
         return "; give a template such as 'ckpt/optimizer.{rank:02d}.pt'"
-    shown = " or ".join(f"'{path.parent / name}'" for name in most[:_MOST_SHOWN])
+    shown = " or ".join(f"'{path.parent / name}'" for name in most[:3])
     return f"; the files that are there have the template {shown}"
 
 

@@ -7,7 +7,7 @@ In a bucket nothing can be renamed, and a copy of a tag would have to be proved 
 So there a tag in the trash stays where it is, whole, for as long as its grace time lasts; an object
 of its name in the trash marks it, and `compact` counts it as gone. After that another mark says
 that it is being removed, and only then an object of it is: first the model's file that every job
-opens, so that nobody takes the rest for a checkpoint. The next night finishes what a killed one
+opens, so that nobody takes the rest for a checkpoint. The next run finishes what a killed one
 began. A job may save a tag of that name again, at the same place; so nothing is removed that is not
 the very object that was archived.
 """
@@ -27,7 +27,7 @@ from streamshard.io.files import target_errors
 from streamshard.io.object_path import is_object
 from streamshard.io.objects.object_changes import for_each
 from streamshard.io.readable import Status
-from streamshard.operations.compact.archive.receipts import SourceRecord
+from streamshard.operations.compact.receipts import SourceRecord
 
 _TRASH: Final = f"{names.OWN_PREFIX}.trash"
 _GOING: Final = f"{names.OWN_PREFIX}.going"
@@ -59,7 +59,7 @@ class Trash:
         """List the tags that can be brought back."""
         return self._names(self._place)
 
-    def going(self) -> list[str]:
+    def being_removed(self) -> list[str]:
         """List the tags of which a part may be removed already."""
         return self._names(self._going)
 
@@ -73,7 +73,7 @@ class Trash:
             kept = (path.name for path in found if not path.name.startswith(names.OWN_PREFIX))
             return sorted(map(names.unflat, kept))
 
-    def place_of(self, tag: str) -> Path:
+    def path_of(self, tag: str) -> Path:
         """Return the path of a tag in the trash, whether it is there or not."""
         return self._place / names.flat(tag)
 
@@ -81,9 +81,9 @@ class Trash:
         """Return the path of the rest of a tag while it is removed for good."""
         return self._going / names.flat(tag)
 
-    def take(self, tag: str) -> None:
+    def move_in(self, tag: str) -> None:
         """Move a tag into the trash, durably."""
-        source, target = self.run_dir / tag, self.place_of(tag)
+        source, target = self.run_dir / tag, self.path_of(tag)
         with target_errors(target):
             self._make(self._place)
             if lexists(target):
@@ -94,39 +94,33 @@ class Trash:
                 raise TargetError(f"{message}, so that a tag could not be moved there at once")
             self._move(source, target)
 
-    def bring_back(self, tag: str) -> None:
+    def move_out(self, tag: str) -> None:
         """Move a tag out of the trash."""
         self.require(tag)
-        source, target = self.place_of(tag), self.run_dir / tag
+        source, target = self.path_of(tag), self.run_dir / tag
         with target_errors(target):
             if lexists(target):
                 raise TargetExistsError(f"{target}: exists; move it away to bring {tag} back")
             make_directory(target.parent, parents=True, exist_ok=True)  # for a tag that is a path
             self._move(source, target)
 
-    def condemn(self, tag: str) -> None:
+    def mark_for_removal(self, tag: str) -> None:
         """Move a tag to the part of the trash that is being emptied."""
         with target_errors(self.rest_of(tag)):
             self._make(self._going)
-            if tag not in self.going():
+            if tag not in self.being_removed():
                 self.require(tag)
-                self._move(self.place_of(tag), self.rest_of(tag))
+                self._move(self.path_of(tag), self.rest_of(tag))
 
-    def empty(self, tag: str, records: Mapping[str, SourceRecord]) -> None:
-        """Remove a condemned tag for good.
-
-        Parameters
-        ----------
-        records
-            What was archived, by the path in the tag; in a bucket nothing else is removed.
-        """
+    def remove(self, tag: str, records: Mapping[str, SourceRecord]) -> None:
+        """Remove a marked tag for good; in a bucket only the objects of the archived `records`."""
         with target_errors(self.rest_of(tag)):
             remove(self.rest_of(tag))
             sync_path(self._going)
 
     def require(self, tag: str) -> None:
         """Require that a tag is in the trash, and that no part of it is removed."""
-        if tag in self.going():
+        if tag in self.being_removed():
             raise UsageError(f"{self.rest_of(tag)}: was to be removed for good; some may be gone")
         if not names.is_tag(tag) or tag not in self.tags():
             held = ", ".join(self.tags()) or "nothing"
@@ -153,9 +147,9 @@ class BucketTrash(Trash):
 
     def hidden(self) -> set[str]:
         """Name all of them: they are where they were."""
-        return {*self.tags(), *self.going()}
+        return {*self.tags(), *self.being_removed()}
 
-    def place_of(self, tag: str) -> Path:
+    def path_of(self, tag: str) -> Path:
         """Return the path of a tag."""
         return self.run_dir / tag
 
@@ -169,27 +163,27 @@ class BucketTrash(Trash):
     def _last_mark(self, tag: str) -> Path:
         return self._going / names.flat(tag)
 
-    def take(self, tag: str) -> None:
+    def move_in(self, tag: str) -> None:
         """Mark a tag as one that is in the trash."""
         with target_errors(self._mark(tag)):
             write_new(self._mark(tag), _MARK)
 
-    def bring_back(self, tag: str) -> None:
-        """Remove a tag's mark; see `Trash.bring_back`."""
+    def move_out(self, tag: str) -> None:
+        """Remove a tag's mark; see `Trash.move_out`."""
         self.require(tag)
         with target_errors(self._mark(tag)):
             remove_file(self._mark(tag))
 
-    def condemn(self, tag: str) -> None:
+    def mark_for_removal(self, tag: str) -> None:
         """Mark a tag as one of which a part may be removed."""
         with target_errors(self._last_mark(tag)):
-            if tag not in self.going():
+            if tag not in self.being_removed():
                 self.require(tag)
                 write_new(self._last_mark(tag), _MARK)
             remove_file(self._mark(tag))
 
-    def empty(self, tag: str, records: Mapping[str, SourceRecord]) -> None:
-        """Remove the objects of a condemned tag for good, then its mark."""
+    def remove(self, tag: str, records: Mapping[str, SourceRecord]) -> None:
+        """Remove the objects of a marked tag for good, then its mark."""
         root = self.run_dir / tag
         known = {root / name: record for name, record in records.items()}
 
@@ -200,7 +194,7 @@ class BucketTrash(Trash):
                 raise CorruptFileError(f"{message} removed; to keep it, remove {last_mark}")
 
         def remove_known(path: Path) -> None:
-            with suppress(FileNotFoundError):  # a night that was killed removed it
+            with suppress(FileNotFoundError):  # a run that was killed removed it
                 require_known(path, examine(path))
                 remove_file(path)
 

@@ -1,25 +1,30 @@
-"""Reads and writes the files beside an archive: the SHA-256 of its files, and its receipt."""
+"""The files beside an archive: its receipt with a table of its states, and SHA-256 of its files."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime, timedelta
+import json
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from enum import StrEnum
 from hashlib import sha256
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final, Self
 
-from streamshard.errors import CorruptFileError
+from streamshard.errors import CorruptFileError, SourceError, StreamshardError
+from streamshard.formats import strict_json
 from streamshard.formats.deepspeed import names
-from streamshard.io.entries import exists, listed_below, paths_in, read_document
-from streamshard.io.files import source_errors
+from streamshard.formats.links import require_regular
+from streamshard.io.changes import remove_file, write_durably
+from streamshard.io.entries import exists, listed_below, paths_in, paths_like, read_document
+from streamshard.io.files import source_errors, target_errors
 from streamshard.io.object_path import is_object
 from streamshard.io.readable import Status
-from streamshard.operations.compact.record import (
-    MOST_BYTES,
-    JsonRecord,
-    require_moments,
-    write_beside,
-)
 
+_MOST_DOCUMENT_BYTES: Final = 256 << 20
+"""More bytes than a receipt or a list of sums has, with a line for each file."""
+_UNFINISHED: Final = f"{names.OWN_PREFIX}.unfinished."
+_RECEIPT: Final = ".receipt.json"
+"""Suffix of the names of receipts."""
 _SUM_LETTERS: Final = 64
 _MOST_BYTES: Final = 1 << 63
 
@@ -28,9 +33,6 @@ _LOOKS: Final = {
     "size": "nbytes", _TIME: "mtime_ns", "inode": "inode", "device": "device", "etag": "etag"
 }  # fmt: skip
 """What tells whether a file is the one that was archived: in words, and in its record."""
-
-_RECEIPT: Final = ".receipt.json"
-"""Suffix of the names of receipts."""
 
 BEGUN: Final = "begun"
 """The archive is being made, or a run was interrupted while it made the archive."""
@@ -44,6 +46,82 @@ DROPPING: Final = "dropping"
 """As purged, and an archive of only the weights is being made beside the full archive."""
 WEIGHTS_ONLY: Final = "weights only"
 """The archive holds only the weights; the full archive is removed, or about to be."""
+
+
+class TagEvent(StrEnum):
+    """What happens to an archived tag, in the words of the error that refuses it."""
+
+    PROVE = "archived"
+    TRASH = "moved to the trash"
+    KEEP = "kept in its place"
+    """A check failed before it was moved, or it was brought back."""
+    PURGE = "removed for good"
+    DROP = "left with its weights only"
+    DROPPED = "without its full archive"
+
+
+_TABLE: Final[Mapping[TagEvent, tuple[tuple[str, ...], str]]] = {
+    TagEvent.PROVE: ((BEGUN,), ARCHIVED),
+    TagEvent.TRASH: ((ARCHIVED, TRASHED), TRASHED),
+    TagEvent.KEEP: ((ARCHIVED, TRASHED, PURGED), ARCHIVED),
+    TagEvent.PURGE: ((ARCHIVED, TRASHED, PURGED), PURGED),
+    TagEvent.DROP: ((PURGED, DROPPING), DROPPING),
+    TagEvent.DROPPED: ((DROPPING,), WEIGHTS_ONLY),
+}
+"""Event → the states of a receipt that it can follow, and the next state; all else is refused. A
+receipt is written before files are moved or removed, and again by a run that continues."""
+
+
+@dataclass(frozen=True, slots=True)
+class JsonRecord:
+    """A small document beside the archives: written atomically, and read strictly."""
+
+    FORMAT: ClassVar[int] = 1
+    ADVICE: ClassVar[str] = "remove it"
+    """What to do with a file that is no such record."""
+
+    def write(self, path: Path) -> None:
+        """Write the record durably."""
+        data = json.dumps({"format": self.FORMAT, **asdict(self)}, indent=1).encode()
+        _write_beside(path, data)
+
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        """Read a record; None if there is none."""
+        try:
+            with source_errors(path):
+                if not exists(path):
+                    return None
+                require_regular(path, path.parent)
+                return cls._parsed(read_document(path, _MOST_DOCUMENT_BYTES))
+        except ValueError as error:
+            message = f"{path}: not as streamshard writes it ({error}); {cls.ADVICE}"
+            raise CorruptFileError(message) from error
+
+    @classmethod
+    def _parsed(cls, data: bytes) -> Self:
+        document: Any = strict_json.parse(data)
+        if type(document) is not dict or document.pop("format", None) != cls.FORMAT:
+            raise ValueError("of another version")
+        found = strict_json.make(cls, document)
+        found.require_sound()
+        return found
+
+    def require_sound(self) -> None:
+        """Refuse, with a `ValueError`, values that have the right type and cannot be."""
+
+
+def _write_beside(path: Path, data: bytes) -> None:
+    """Write a file beside the archives durably."""
+    with target_errors(path):
+        write_durably(path, data, path.with_name(f"{_UNFINISHED}{path.name}"))
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Remove unfinished files of interrupted runs; no other run may be active."""
+    with target_errors(directory):
+        for path in paths_like(directory, f"{_UNFINISHED}*"):
+            remove_file(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +140,7 @@ class SourceRecord:
 
     @classmethod
     def of(cls, path: str, status: Status) -> "SourceRecord":
-        """JsonRecord what is known of a file without reading it."""
+        """Record what is known of a file without reading it."""
         ids = status.file_id, status.device
         return cls(path, status.nbytes, status.modified_ns, *ids, etag=etag_of(status))
 
@@ -86,6 +164,37 @@ class Check:
     at: str
     told: str = ""
     """The result, or the error."""
+
+
+class CheckLog:
+    """The checks of a tag so far, which its receipt records."""
+
+    def __init__(self, checks: Iterable[Check] = ()) -> None:
+        self._checks = [*checks]
+
+    @property
+    def checks(self) -> tuple[Check, ...]:
+        """All checks, in their order."""
+        return tuple(self._checks)
+
+    def run(self, name: str, check: Callable[[], str]) -> None:
+        """Do one check and record its result; an error is recorded and raised again."""
+        at = show_moment(datetime.now(UTC))
+        try:
+            result = check()
+        except StreamshardError as error:
+            self._checks.append(Check(name, False, at, str(error)))
+            raise
+        self._checks.append(Check(name, True, at, result))
+
+    def holds(self, name: str, check: Callable[[], str]) -> bool:
+        """Do one check and record its result only if it holds."""
+        log = CheckLog()
+        with suppress(StreamshardError):
+            log.run(name, check)
+            self._checks += log.checks
+            return True
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +237,15 @@ class Receipt(JsonRecord):
 
     def require_sound(self) -> None:
         """Refuse times without a time zone, and sizes that nothing has."""
-        require_moments(self.archived, self.trashed, self.purged, self.dropped)
+        for moment in filter(None, (self.archived, self.trashed, self.purged, self.dropped)):
+            parse_moment(moment)
         sizes = self.source_bytes, self.archive_bytes, self.shared_bytes, self.full_bytes
         if not all(0 <= nbytes < _MOST_BYTES for nbytes in sizes):
             raise ValueError("holds a size that nothing has")
+
+    def allows(self, event: TagEvent) -> bool:
+        """Tell whether an event can follow the state."""
+        return self.state in _TABLE[event][0]
 
     def below_tag(self) -> dict[str, SourceRecord]:
         """Return the files of the tag directory by their path in it."""
@@ -181,27 +295,64 @@ class ArchivedTag:
         """The receipt, which records the checks."""
         return self.directory / f"{self._name}{_RECEIPT}"
 
-    def held(self, receipt: Receipt) -> "ArchivedTag":
-        """Return the place of the archive that a receipt says is complete: full or only weights."""
-        return replace(self, of_weights=receipt.state == WEIGHTS_ONLY)
+    @property
+    def going(self) -> Path:
+        """The full archive while it is removed, once the archive of only the weights is proved."""
+        return self.store.with_name(f"{names.OWN_PREFIX}.going.{self.store.name}")
 
-    def write_receipt(self, receipt: Receipt) -> None:
-        """Write the receipt durably."""
-        receipt.write(self.receipt)
+    @property
+    def leftovers(self) -> tuple[Path, Path, Path]:
+        """The paths that may be left of a full archive whose states were dropped."""
+        return self.store, self.going, self.sums
+
+    def named_by(self, receipt: Receipt) -> "ArchivedTag":
+        """Return the place of the archive that a receipt names: the full one, or only weights."""
+        return replace(self, of_weights=receipt.state == WEIGHTS_ONLY)
 
     def read_receipt(self) -> Receipt | None:
         """Read the receipt; None if there is none."""
         return Receipt.read(self.receipt)
 
+    def require_receipt(self) -> Receipt:
+        """Read the receipt, which has to be that of this tag."""
+        receipt = self.read_receipt()
+        if receipt is None:
+            message = f"{self.receipt}: not there, so nothing tells what was archived of {self.tag}"
+            raise SourceError(f"{message}; is {self.directory} mounted?")
+        if receipt.tag != self.tag:
+            raise CorruptFileError(f"{self.receipt}: is the receipt of {receipt.tag}")
+        return receipt
+
+    def since(self, moment: str, where: str) -> datetime:
+        """Parse the time since when the tag is where its receipt says it is."""
+        try:
+            return parse_moment(moment).astimezone(UTC)
+        except (ValueError, OverflowError) as error:
+            message = f"{self.receipt}: does not say since when {self.tag} is {where} ({error})"
+            raise CorruptFileError(message) from error
+
+    def require_possible(self, receipt: Receipt, event: TagEvent) -> None:
+        """Require that an event can follow the state of the receipt."""
+        if not receipt.allows(event):
+            message = f"{self.receipt}: says '{receipt.state}' of a tag that is to be {event}"
+            raise SourceError(message)
+
+    def record(self, receipt: Receipt, event: TagEvent, **facts: Any) -> Receipt:  # noqa: ANN401
+        """Write the receipt as it is after an event, durably."""
+        self.require_possible(receipt, event)
+        after = replace(receipt, state=_TABLE[event][1], **facts)
+        after.write(self.receipt)
+        return after
+
     def write_sums(self, sums: Mapping[str, str]) -> None:
         """Write the list durably; `sums` has the SHA-256 of every file by its path in the store."""
         lines = (_line(f"{self.store.name}/{path}", digest) for path, digest in sums.items())
-        write_beside(self.sums, "".join(lines).encode("utf-8", "surrogateescape"))
+        _write_beside(self.sums, "".join(lines).encode("utf-8", "surrogateescape"))
 
     def read_sums(self) -> dict[str, str]:
         """Read the list; returns the SHA-256 of every file by its path in the store."""
         with source_errors(self.sums):
-            text = read_document(self.sums, MOST_BYTES).decode("utf-8", "surrogateescape")
+            text = read_document(self.sums, _MOST_DOCUMENT_BYTES).decode("utf-8", "surrogateescape")
         prefix = f"{self.store.name}/"
         found = dict(map(_parse, text.splitlines()))
         if not found or not all(path.startswith(prefix) for path in found):
@@ -211,7 +362,7 @@ class ArchivedTag:
     def sums_sha256(self) -> str:
         """Compute the SHA-256 of the list itself, which identifies the whole archive."""
         with source_errors(self.sums):
-            return sha256(read_document(self.sums, MOST_BYTES)).hexdigest()
+            return sha256(read_document(self.sums, _MOST_DOCUMENT_BYTES)).hexdigest()
 
     def statuses(self) -> dict[str, Status]:
         """Return the present status of each file of the archive by its path in the store."""
@@ -272,16 +423,16 @@ def _parse(line: str) -> tuple[str, str]:
     return path, digest
 
 
-def age_at(now: datetime, since: str) -> timedelta:
-    """Return how long ago a time in a receipt was.
+def parse_moment(text: str) -> datetime:
+    """Parse a time in a receipt.
 
-    >>> str(age_at(datetime(2026, 11, 21, tzinfo=UTC), "2026-11-20T22:00:00+00:00"))
-    '2:00:00'
+    >>> str(parse_moment("2026-11-20T22:00:00+00:00"))
+    '2026-11-20 22:00:00+00:00'
     """
-    then = datetime.fromisoformat(since)
-    if then.tzinfo is None:
-        raise ValueError("without a time zone")
-    return now.astimezone(UTC) - then
+    moment = datetime.fromisoformat(text)
+    if moment.tzinfo is None:
+        raise ValueError(f"{text!r} is without a time zone")
+    return moment
 
 
 def show_moment(at: datetime) -> str:
@@ -291,12 +442,3 @@ def show_moment(at: datetime) -> str:
     '2026-11-21T04:05:00+00:00'
     """
     return at.astimezone(UTC).isoformat()
-
-
-def moment_after(since: str, time: timedelta) -> str:
-    """Serialize the time so long after a time in a receipt.
-
-    >>> moment_after("2026-11-21T04:05:00+00:00", timedelta(days=7))
-    '2026-11-28T04:05:00+00:00'
-    """
-    return show_moment(datetime.fromisoformat(since) + time)

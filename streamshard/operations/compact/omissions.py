@@ -1,11 +1,10 @@
 """Leaves tensors out of an opened checkpoint, such as module weights proved to be casts."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from streamshard.engine.numeric.cast import cast_between
 from streamshard.errors import UnsupportedError
-from streamshard.formats.checkpoint import Checkpoint, ModelPart
+from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.zarr import store_state
 from streamshard.formats.zarr.documents import array_path
 from streamshard.model import FILE, ITEMSIZE, MASTER, MODULE
@@ -16,60 +15,42 @@ from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Progress
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A tensor that may be a cast of another."""
-
-    number: int
-    pair: Pair
-
-
-def may_follow(checkpoint: Checkpoint) -> list[Candidate]:
-    """List the module weights that may be casts of their master weights."""
-    index = checkpoint.tensor_index()
-    return [
-        found
-        for model_part in checkpoint.model_parts
-        for entry in model_part.module
-        if entry.kind == "param"
-        and (found := _candidate(checkpoint, model_part, entry.name, entry.dtype, index))
-        is not None
-    ]
+def cast_candidates(checkpoint: Checkpoint) -> dict[int, Pair]:
+    """Return the module weights that may be casts of their master weights, each to compare so."""
+    index, found = checkpoint.tensor_index(), dict[int, Pair]()
+    for part in checkpoint.model_parts:
+        for entry in part.module:
+            master = index.get((part.name, MASTER, entry.name))
+            weight = index.get((part.name, MODULE, entry.name))
+            if entry.kind == "param" and master is not None and weight is not None:
+                pair = _pair(checkpoint, master, weight, entry.dtype)
+                found |= {weight: pair} if pair else {}
+    return found
 
 
-def _candidate(
-    checkpoint: Checkpoint,
-    model_part: ModelPart,
-    name: str,
-    dtype: str,
-    index: dict[tuple[str, str, str], int],
-) -> Candidate | None:
-    numbers = [index.get((model_part.name, state, name)) for state in (MASTER, MODULE)]
-    if numbers[0] is None or numbers[1] is None:
-        return None
-    master, weight = (checkpoint.tensors[number] for number in numbers if number is not None)
-    if (weight.dtype, weight.numel) != (dtype, master.numel):
+def _pair(checkpoint: Checkpoint, master: int, weight: int, dtype: str) -> Pair | None:
+    """Return how to compare a weight with its master weight; None if it cannot be its cast."""
+    left, right = checkpoint.tensors[master], checkpoint.tensors[weight]
+    if (right.dtype, right.numel) != (dtype, left.numel):
         return None
     try:
-        cast_between(master.dtype, weight.dtype)
+        cast_between(left.dtype, right.dtype)
     except UnsupportedError:
         return None
-    halves = SideElements(numbers[0], master.dtype), SideElements(numbers[1], weight.dtype)
-    size = ITEMSIZE[weight.dtype]
-    pair = Pair(array_path(weight), *halves, weight.numel, weight.dtype, size)
-    return Candidate(numbers[1], pair)
+    sides = SideElements(master, left.dtype), SideElements(weight, right.dtype)
+    return Pair(array_path(right), *sides, right.numel, right.dtype, ITEMSIZE[right.dtype])
 
 
-def that_follow(source: Source, limits: Limits, progress: Progress) -> set[int]:
+def exact_casts(source: Source, limits: Limits, progress: Progress) -> set[int]:
     """Compare all module weights with their master weights; return those that are exact casts."""
-    candidates = may_follow(source.checkpoint)
-    pairs = [candidate.pair for candidate in candidates]
+    candidates = cast_candidates(source.checkpoint)
+    pairs = [*candidates.values()]
     found = compare(source, source, pairs, limits, progress, exactly=True).require_read()
     differing = {difference.name for difference in found.differences}
-    return {c.number for c in candidates if c.pair.name not in differing}
+    return {number for number, pair in candidates.items() if pair.name not in differing}
 
 
-def beside(source: Source) -> set[int]:
+def sidecars_beside(source: Source) -> set[int]:
     """List the sidecars that lie beside the tag."""
     tag = f"{source.checkpoint.tag}/"
     return {
@@ -81,7 +62,7 @@ def beside(source: Source) -> set[int]:
 
 def tag_only(source: Source) -> Source:
     """Return a source without the sidecars that lie beside the tag."""
-    return narrowed(source, beside(source))
+    return narrowed(source, sidecars_beside(source))
 
 
 def narrowed(source: Source, left_out: Collection[int]) -> Source:

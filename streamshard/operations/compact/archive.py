@@ -1,0 +1,231 @@
+"""Makes the archive of one tag: a store without derived weights, which shares equal files."""
+
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+from streamshard.engine.run import resident_memory
+from streamshard.errors import CorruptFileError, SourceError, StreamshardError, TargetExistsError
+from streamshard.formats.deepspeed import names
+from streamshard.formats.zarr.documents import array_path
+from streamshard.io.changes import remove_file, sync_tree
+from streamshard.io.entries import examine, is_same_file, lexists, paths_below
+from streamshard.io.files import source_errors, target_errors
+from streamshard.io.object_path import is_object
+from streamshard.io.place import place_of
+from streamshard.operations.compact import omissions
+from streamshard.operations.compact.originals import accounted_for, records_of
+from streamshard.operations.compact.proof import Proof, content_equal, prove, rebuilt_equal, sums_of
+from streamshard.operations.compact.receipts import (
+    BEGUN,
+    ArchivedTag,
+    CheckLog,
+    Receipt,
+    SourceRecord,
+    TagEvent,
+    show_moment,
+)
+from streamshard.operations.compact.run_context import ProofContext, RunContext
+from streamshard.operations.compact.run_directory import Identity, change_digest, open_tag
+from streamshard.operations.convert.convert import store_output
+from streamshard.operations.source.source import Source
+from streamshard.operations.source.unfinished import has_journal, is_unfinished
+from streamshard.operations.transfer.plan import plan_output
+from streamshard.operations.transfer.plan_file import Command
+from streamshard.operations.transfer.target import is_there, require_separate
+from streamshard.operations.verb_options import ConvertOptions
+
+_LINK: Final = f"{names.OWN_PREFIX}.link"
+_SCRIPT: Final = "zero_to_fp32.py"
+"""DeepSpeed writes this script with every save, always with the same content."""
+
+
+def archive_tag(
+    context: RunContext,
+    tag: str,
+    storing: ConvertOptions,
+    *,
+    stable_since_ns: int,
+    rebuilds: bool = False,
+) -> tuple[Receipt, Proof | None]:
+    """Archive a tag and prove the archive; continue an interrupted run.
+
+    Sidecars beside the tag that changed after `stable_since_ns` are left out, such as logs. If it
+    `rebuilds`, the tag is compared with files that are rebuilt from the archive, which proves all
+    that has to be proved before the tag is removed.
+    """
+    place, log, root = context.place(tag), CheckLog(), context.run_dir / tag
+    if is_there(place.store) and place.read_receipt() is None:
+        message = f"{place.store}: is there, and no receipt says that compact made it"
+        raise TargetExistsError(f"{message}; move it away")
+    resident_memory.restart_peak()
+    opened = open_tag(context.run_dir, tag)
+    log.run("source_accounted_for", lambda: accounted_for(opened, root))
+    # Of a framework's checkpoint every file goes, so none is left out.
+    moving = set() if opened.path == root else _moving(opened, context.run_dir, stable_since_ns)
+    left_out = tuple(opened.checkpoint.tensors[number].name for number in sorted(moving))
+    opened = omissions.narrowed(opened, moving)
+    records = records_of(opened, context.run_dir)
+    here = Identity.of(context.run_dir)
+    begun = Receipt(tag, str(context.run_dir), here.device, here.inode, BEGUN, source=(), checks=())
+    begun.write(place.receipt)
+    derived = omissions.exact_casts(opened, context.proofs.limits, context.proofs.progress)
+    tensors = opened.checkpoint.tensors
+    receipt = replace(
+        begun,
+        source=records,
+        source_bytes=sum(record.nbytes for record in records),
+        left_out=left_out,
+        derived=tuple(array_path(tensors[number]) for number in sorted(derived)),
+    )
+    small, whole = omissions.narrowed(opened, derived), opened if rebuilds else None
+    with target_errors(place.store):
+        is_complete = lexists(place.store) and not has_journal(place.store)
+    if is_complete:
+        # An earlier run completed the store; if it is not of this source, it is made again.
+        with suppress(StreamshardError):
+            return _proved(context, receipt, small, CheckLog(log.checks), whole)
+    try:
+        _write_store(context, small, place, storing, overwrite=is_complete)
+    except TargetExistsError:
+        with target_errors(place.store):
+            if lexists(place.store) and not is_unfinished(place.store):
+                raise
+        # It was begun with another source.
+        _write_store(context, small, place, storing, overwrite=True)
+    return _proved(context, receipt, small, log, whole)
+
+
+def _moving(opened: Source, run_dir: Path, stable_since_ns: int) -> set[int]:
+    """List the files beside the tag that a program may still be writing."""
+    found = set()
+    for number in omissions.sidecars_beside(opened):
+        name = opened.checkpoint.tensors[number].name
+        with source_errors(run_dir / name):
+            changed_ns = examine(run_dir / name).modified_ns
+        if changed_ns > stable_since_ns and name != _SCRIPT:
+            found.add(number)
+    return found
+
+
+def _write_store(
+    context: RunContext,
+    small: Source,
+    place: ArchivedTag,
+    storing: ConvertOptions,
+    *,
+    overwrite: bool,
+) -> None:
+    limits = context.proofs.limits
+    options = replace(
+        storing, memory_limit=limits.memory_limit, workers=limits.workers, overwrite=overwrite
+    )
+    require_separate(small.path, small.files, place.store)
+    command = Command("compact", context.run_dir / place.tag, place.store, options)
+    output = store_output(small, verb="compact", options=options)
+    plan = plan_output(command, output, place.store, limits.floor_bytes)
+    plan.run(context.proofs.progress)
+
+
+def _proved(
+    context: RunContext, receipt: Receipt, small: Source, log: CheckLog, whole: Source | None
+) -> tuple[Receipt, Proof | None]:
+    """Hash an archive and its source, prove the archive, and write the receipt."""
+    place, proofs, run_dir = context.place(receipt.tag), context.proofs, context.run_dir
+    with source_errors(run_dir):
+        digests = proofs.hash_all([file.path for file in small.files], run_dir / receipt.tag)
+    both = zip(receipt.source, digests, strict=True)
+    source = tuple(replace(record, sha256=digest) for record, digest in both)
+    with target_errors(place.store):
+        _remove_own_links(place.store)
+        sums = sums_of(place, proofs)
+        shared = _share(place, sums, proofs)
+        sync_tree(place.store)
+        # Before anything is read: what is written from here on is not what was compared.
+        etags, digest = place.etags(), change_digest(place.store)
+    place.write_sums(sums)
+    archive = prove(small, place, proofs, log)
+    # If an archive does not give back its tag, the removal of the tag says why.
+    comes_back = whole is not None and log.holds(
+        "rebuilt_equal", lambda: rebuilt_equal(whole, place, proofs)
+    )
+    if not comes_back:
+        log.run("content_equal", lambda: content_equal(archive, small, proofs))
+    log.run("source_unchanged", lambda: _require_unchanged(small, receipt.source, run_dir))
+    sizes = {path: status.nbytes for path, status in place.statuses().items()}
+    proved = place.record(
+        receipt,
+        TagEvent.PROVE,
+        archived=show_moment(datetime.now(UTC)),
+        source=source,
+        archive_bytes=sum(sizes.values()),
+        shared_files=len(shared),
+        shared_bytes=sum(sizes[path] for path in shared),
+        sums_sha256=place.sums_sha256(),
+        etags=etags,
+        checks=log.checks,
+    )
+    return proved, Proof(digest, log.checks) if comes_back else None
+
+
+def _require_unchanged(source: Source, records: tuple[SourceRecord, ...], run_dir: Path) -> str:
+    for before, now in zip(records, records_of(source, run_dir), strict=True):
+        if before != now:
+            message = f"{run_dir / now.path}: changed while it was archived"
+            raise CorruptFileError(f"{message}; run again when it no longer changes")
+    return f"{len(records):,} files"
+
+
+def _remove_own_links(store: Path) -> None:
+    """Remove a link that an interrupted run had only begun to put in place."""
+    if is_object(store):
+        return
+    for path in list(paths_below(store)):
+        if path.name == _LINK:
+            remove_file(path)
+
+
+def _share(place: ArchivedTag, sums: dict[str, str], proofs: ProofContext) -> list[str]:
+    """Replace files by links to equal files in earlier archives; return the paths of the links.
+
+    If the file system has no hard links, or a file has too many, the file stays as it is. Objects
+    have no links, so an archive in a bucket shares nothing.
+    """
+    earlier = {} if is_object(place.store) else _earlier_files(place)
+    return [
+        path
+        for path, digest in sums.items()
+        if digest in earlier and _link(earlier[digest], place.store / path, digest, proofs)
+    ]
+
+
+def _earlier_files(place: ArchivedTag) -> dict[str, Path]:
+    """Return SHA-256 → a file that has it, according to the lists of earlier archives."""
+    found: dict[str, Path] = {}
+    for other in ArchivedTag.all_in(place.directory):
+        if other.tag == place.tag:
+            continue
+        with suppress(SourceError):  # its files are then stored once more
+            receipt = other.read_receipt()
+            if receipt is not None and receipt.state != BEGUN:
+                other = other.named_by(receipt)
+                for path, digest in other.read_sums().items():
+                    found.setdefault(digest, other.store / path)
+    return found
+
+
+def _link(known: Path, path: Path, digest: str, proofs: ProofContext) -> bool:
+    """Replace a file by a link to a known file, after checking the known file's SHA-256."""
+    link = path.with_name(_LINK)
+    try:
+        if is_same_file(known, path):
+            return True
+        if proofs.hash_all([known]) != [digest]:
+            return False
+        place_of(link).make_link(known, link)
+    except OSError:
+        return False
+    place_of(path).replace_file(link, path)
+    return True

@@ -1,1 +1,0 @@
-"""Makes the archive of a tag, proves it, records it, and later reduces it to weights."""

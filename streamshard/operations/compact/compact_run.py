@@ -1,0 +1,377 @@
+"""Carries out one run of `compact`: by the rules, or for tags that the user names."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from functools import partial
+from pathlib import Path
+from typing import Final, TypeVar
+
+from streamshard.engine.run.phases import READING
+from streamshard.errors import (
+    CorruptFileError,
+    IncompleteError,
+    Option,
+    SourceError,
+    StreamshardError,
+    TargetError,
+    UsageError,
+)
+from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.names import step_of
+from streamshard.io.changes import lock_at, make_directory
+from streamshard.io.entries import paths_like
+from streamshard.io.files import target_errors
+from streamshard.io.place import place_of
+from streamshard.io.throttle import Throttle
+from streamshard.operations.compact import compact_report, tag_choice
+from streamshard.operations.compact.archive import archive_tag
+from streamshard.operations.compact.compact_report import LAST_RUN, CompactedTag, RunRecord
+from streamshard.operations.compact.originals import unchanged
+from streamshard.operations.compact.policy import Policy, grace_left, may_drop_states
+from streamshard.operations.compact.proof import remove_rebuilt
+from streamshard.operations.compact.receipts import (
+    BEGUN,
+    ArchivedTag,
+    Receipt,
+    remove_unfinished,
+    show_moment,
+)
+from streamshard.operations.compact.removal import (
+    bring_back,
+    is_back,
+    move_to_trash,
+    purge,
+    record_back,
+)
+from streamshard.operations.compact.run_context import ProofContext, RunContext
+from streamshard.operations.compact.run_directory import Identity
+from streamshard.operations.compact.tag_choice import Choice, Rules
+from streamshard.operations.compact.weights_only import drop_states
+from streamshard.operations.transfer.execution import Limits
+from streamshard.operations.transfer.report import Progress
+from streamshard.operations.transfer.target import is_there
+from streamshard.operations.verb_options import ConvertOptions
+
+_LOCK: Final = f"{names.OWN_PREFIX}.lock"
+_Result = TypeVar("_Result", CompactedTag, CompactedTag | None)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The options of a run."""
+
+    run_dir: Path
+    archive_dir: Path
+    rules: Rules
+    storing: ConvertOptions
+    limits: Limits
+    delete: bool
+    grace: timedelta
+    max_delete: int | None
+    dry_run: bool
+    undelete: tuple[str, ...]
+    purge: tuple[str, ...]
+    weights_only_older_than: timedelta | None = None
+    acknowledge: tuple[str, ...] = ()
+
+    @property
+    def is_by_hand(self) -> bool:
+        """Whether the run is only about tags that the user names."""
+        return bool(self.undelete or self.purge or self.acknowledge)
+
+    @property
+    def changes_run_dir(self) -> bool:
+        """Whether anything in the run directory may be moved."""
+        return self.delete or bool(self.undelete or self.purge)
+
+
+class TagProgress:
+    """Passes progress on with the name of the tag, and slows the run down to the allowed rate."""
+
+    def __init__(self, inner: Progress, bytes_per_second: int | None) -> None:
+        self._inner = inner
+        self.tag = ""
+        self.keep, self.stop = inner.keep, inner.stop
+        self.advance = inner.advance
+        if bytes_per_second is not None:
+            self.advance = Throttle(inner.advance, bytes_per_second).advance
+
+    def start(self, total_bytes: int, phase: str = READING) -> None:
+        """Start with the total of bytes and the first phase."""
+        self._inner.start(total_bytes, self._named(phase))
+
+    def enter(self, phase: str) -> None:
+        """Enter a phase."""
+        self._inner.enter(self._named(phase))
+
+    def _named(self, phase: str) -> str:
+        return f"{self.tag}: {phase}" if self.tag else phase
+
+
+class CompactRun:
+    """One run of the verb, tag by tag; an error of one tag is in the result for that tag."""
+
+    def __init__(self, settings: Settings, now: datetime, progress: TagProgress) -> None:
+        self._settings = settings
+        self._progress = progress
+        run_dir, archive_dir = settings.run_dir, settings.archive_dir
+        proofs = ProofContext(settings.limits, progress)
+        self._context = RunContext(run_dir, archive_dir, Identity.of(run_dir), now, proofs)
+        self._deleted: set[str] = set()
+        self._dropped = 0
+
+    def results(self) -> Iterator[CompactedTag]:
+        """Carry out the run, and yield the result for each tag."""
+        settings = self._settings
+        if settings.delete and not settings.is_by_hand:
+            self._require_archives()
+        with ExitStack() as stack:
+            if not settings.dry_run:
+                self._lock(stack)
+                remove_unfinished(settings.archive_dir)
+                remove_rebuilt(settings.archive_dir)
+            if settings.is_by_hand:
+                yield from self._by_hand()
+            elif settings.dry_run:
+                yield from self._by_rules()
+            else:
+                yield from self._recorded(self._by_rules())
+
+    def _lock(self, stack: ExitStack) -> None:
+        """Lock the archives' directory, and the run directory if anything in it may be moved."""
+        settings = self._settings
+        run_dirs = [settings.run_dir] if settings.changes_run_dir else []
+        for place in (settings.archive_dir, *run_dirs):
+            with target_errors(place):
+                make_directory(place, parents=True, exist_ok=True)
+                lock = lock_at(place / _LOCK, place, is_wanted=settings.storing.lock)
+                lock.take()
+            stack.callback(lock.release)
+        if settings.storing.lock:
+            with target_errors(settings.archive_dir):
+                dead = paths_like(settings.archive_dir, f"{_LOCK}.*")
+                place_of(settings.archive_dir).remove_dead_locks(dead)
+
+    def _require_archives(self) -> None:
+        """Refuse an archive directory that has no receipt of any tag in the trash.
+
+        Its disk may not be mounted. Then new archives would lie on the wrong disk, and their tags
+        would be removed.
+        """
+        context, trashed = self._context, set[str]()
+        with suppress(TargetError):  # emptying the trash reports this error
+            trashed = {*context.trash.tags(), *context.trash.being_removed()}
+        if trashed and not any(is_there(context.place(tag).receipt) for tag in trashed):
+            message = f"{context.archive_dir}: has no receipt of any of the {len(trashed):,} tags"
+            message = f"{message} in the trash of {context.run_dir}; is it mounted, and the one"
+            raise IncompleteError(f"{message} that they were archived in? Nothing was done")
+
+    def _recorded(self, results: Iterator[CompactedTag]) -> Iterator[CompactedTag]:
+        """Record before the results that the run began, and after them how it ended.
+
+        What cannot be recorded stops nothing; in the end it is one result more.
+        """
+        settings, now = self._settings, self._context.now
+        path, start = settings.archive_dir / LAST_RUN, time.monotonic()
+        done: list[CompactedTag] = []
+        begun = RunRecord(
+            str(settings.run_dir),
+            str(settings.archive_dir),
+            began=show_moment(now),
+            grace_seconds=int(settings.grace.total_seconds()),
+            deletes=settings.delete,
+        )
+
+        def write(error: StreamshardError | None = None) -> None:
+            at = show_moment(now + timedelta(seconds=time.monotonic() - start))
+            begun.after(done, error, at).write(path)
+
+        with suppress(TargetError):
+            begun.write(path)
+        try:
+            for result in results:
+                done.append(result)
+                yield result
+        except StreamshardError as error:
+            with suppress(TargetError):
+                write(error)
+            raise
+        try:
+            write()
+        except TargetError as error:
+            yield CompactedTag.failed(LAST_RUN, error)
+
+    def _by_hand(self) -> Iterator[CompactedTag]:
+        """Do what the user asks for with the tags that the user names."""
+        settings, context = self._settings, self._context
+        if settings.acknowledge:
+            # A tag of any age is there, and has been looked at.
+            policy = Policy.of(context, replace(settings.rules, min_age_ns=0))
+            for tag in settings.acknowledge:
+                yield self._tried(tag, partial(policy.acknowledge, is_dry_run=settings.dry_run))
+        for tag in settings.undelete:
+            yield self._tried(tag, self._undelete)
+        for tag in settings.purge:
+            yield self._tried(tag, self._purge_if_over)
+
+    def _tried(self, tag: str, do: Callable[[str], _Result]) -> CompactedTag | _Result:
+        """Do something with a tag, and return the result; an error is one too."""
+        self._progress.tag = tag
+        try:
+            return do(tag)
+        except StreamshardError as error:
+            return CompactedTag.failed(tag, error)
+
+    def _undelete(self, tag: str) -> CompactedTag:
+        if self._settings.dry_run:
+            self._context.trash.require(tag)
+        else:
+            bring_back(self._context, tag)
+        reason = "its archive stays where it is"
+        return CompactedTag(tag, step_of(tag), compact_report.BROUGHT_BACK, reason)
+
+    def _purge_if_over(self, tag: str) -> CompactedTag:
+        """Remove a tag for good, but not before its grace time in the trash is over."""
+        trash = self._context.trash
+        if tag not in trash.being_removed():
+            trash.require(tag)
+            waits = grace_left(self._context, tag, self._settings.grace)
+            if waits:
+                now = Option("grace", timedelta())
+                raise UsageError(f"in the trash {waits}; give {now} too to remove it for good now")
+        return self._purge(tag, "asked for")
+
+    def _purge(
+        self, tag: str, reason: str, require_unprotected: Callable[[], str] | None = None
+    ) -> CompactedTag:
+        trash = self._context.trash
+        if not self._settings.dry_run:
+            purge(self._context, tag, require_unprotected)
+        elif tag not in trash.being_removed():
+            trash.require(tag)
+        return CompactedTag(tag, step_of(tag), compact_report.PURGED, reason)
+
+    def _by_rules(self) -> Iterator[CompactedTag]:
+        """Archive and remove what the rules do not keep."""
+        policy, trash = Policy.of(self._context, self._settings.rules), self._context.trash
+        for choice in policy.choices():
+            result = self._tried(choice.tag.name, partial(self._carry_out, choice, policy))
+            yield replace(result, source_bytes=result.source_bytes or choice.tag.nbytes)
+        yield from self._each(
+            "the trash",
+            lambda: {*trash.tags(), *trash.being_removed()} - self._deleted,
+            partial(self._empty_trash, policy),
+        )
+        if self._settings.weights_only_older_than is not None:
+            places = partial(ArchivedTag.all_in, self._context.archive_dir)
+            yield from self._each(
+                "the archives",
+                lambda: [place.tag for place in places()],
+                partial(self._drop_states, policy, self._settings.weights_only_older_than),
+            )
+
+    def _each(
+        self,
+        what: str,
+        tags: Callable[[], Iterable[str]],
+        do: Callable[[str], CompactedTag | None],
+    ) -> Iterator[CompactedTag]:
+        """Do something with the considered ones of some tags, in the order of their steps."""
+        try:
+            considered = [tag for tag in tags() if self._settings.rules.considers(tag)]
+        except StreamshardError as error:
+            yield CompactedTag.failed(what, error)
+            return
+        for tag in sorted(considered, key=lambda tag: (step_of(tag) or -1, tag)):
+            result = self._tried(tag, do)
+            if result is not None:
+                yield result
+
+    def _carry_out(self, choice: Choice, policy: Policy, tag: str) -> CompactedTag:
+        """Archive a tag, and with `delete` move it to the trash, unless it is kept."""
+        if choice.verdict != tag_choice.CANDIDATE:
+            return policy.kept(choice)
+        context, is_dry_run = self._context, self._settings.dry_run
+        receipt, proof, action = self._archived(tag), None, compact_report.READY
+        if receipt is None:
+            action = compact_report.ARCHIVED
+            if not is_dry_run:
+                receipt, proof = archive_tag(
+                    context,
+                    tag,
+                    self._settings.storing,
+                    stable_since_ns=context.now_ns - self._settings.rules.min_age_ns,
+                    rebuilds=self._may_delete,
+                )
+        elif is_back(context, receipt) and not is_dry_run:
+            receipt = record_back(context, receipt)  # an earlier run was interrupted here
+        reason = choice.reason
+        if self._may_delete:
+            if not is_dry_run:
+                move_to_trash(context, tag, partial(policy.require_removable, choice), proof)
+            self._deleted.add(tag)
+            action = compact_report.DELETED
+        elif self._settings.delete:
+            reason = f"{Option('max_delete', self._settings.max_delete)} is reached"
+        result = CompactedTag(tag, choice.step, action, reason)
+        return result if receipt is None else result.with_sizes(receipt)
+
+    def _archived(self, tag: str) -> Receipt | None:
+        """Return the receipt of a tag that is archived; None if it is not archived yet."""
+        place = self._context.place(tag)
+        receipt = place.read_receipt()
+        if receipt is None or receipt.state == BEGUN:
+            return None
+        store = place.named_by(receipt).store
+        if not is_there(store):
+            message = f"{store}: gone, and {place.receipt} says that it was made"
+            raise CorruptFileError(f"{message}; remove that to archive {tag} again")
+        try:
+            unchanged(receipt, self._settings.run_dir / tag, None)
+        except SourceError as error:
+            message = f"{error}. {store} may be of another save, so this one is kept"
+            raise CorruptFileError(f"{message}; move one of them away") from error
+        return receipt
+
+    @property
+    def _may_delete(self) -> bool:
+        """Whether this run may remove one more tag."""
+        most = self._settings.max_delete
+        return self._settings.delete and (most is None or len(self._deleted) < most)
+
+    def _empty_trash(self, policy: Policy, tag: str) -> CompactedTag:
+        """Remove a tag for good whose grace time in the trash is over."""
+        stays = self._stays_in_trash(policy, tag)
+        if stays:
+            return CompactedTag(tag, step_of(tag), compact_report.IN_TRASH, stays)
+        over = f"in the trash for longer than {Option('grace', self._settings.grace)}"
+        return self._purge(tag, over, partial(policy.require_unprotected, tag))
+
+    def _stays_in_trash(self, policy: Policy, tag: str) -> str:
+        """Say why a tag stays in the trash; empty if it is removed for good."""
+        if not self._settings.delete:
+            return f"no {Option('delete', True)}"
+        if tag in self._context.trash.being_removed():
+            return ""
+        waits = grace_left(self._context, tag, self._settings.grace)
+        if waits:
+            return waits
+        protection = policy.protection_in_trash(tag)
+        return f"{protection}; {Option('undelete')} brings it back" if protection else ""
+
+    def _drop_states(self, policy: Policy, least_age: timedelta, tag: str) -> CompactedTag | None:
+        """Drop the optimizer states of an archive whose original was removed long enough ago."""
+        if not may_drop_states(self._context, tag, least_age):
+            return None
+        most = self._settings.max_delete
+        reason = policy.protection_of_archive(tag)
+        if reason is None and most is not None and len(self._deleted) + self._dropped >= most:
+            reason = f"{Option('max_delete', most)} is reached"
+        if reason is not None:
+            return CompactedTag(tag, step_of(tag), compact_report.KEPT, reason)
+        done = drop_states(self._context, tag, is_dry_run=self._settings.dry_run)
+        self._dropped += done.action == compact_report.WEIGHTS_ONLY
+        return done

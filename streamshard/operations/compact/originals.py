@@ -1,0 +1,156 @@
+"""Checks a tag before it may be removed: its files are known and unchanged, its padding alike.
+
+No archive holds padding, which belongs to no parameter. At stages 1 and 2 padding begins as zeros
+(`align_dense_tensors` of `deepspeed/runtime/utils.py`, 0.19.8) that no gradient reaches, so an
+optimizer gives every element the same value. Elements that differ are not padding, whatever the
+arithmetic says. At stage 3 padding is uninitialized memory, which cannot be checked.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamshard.engine.run.source_reader import SourceReader
+from streamshard.errors import CorruptFileError, IncompleteError, Option, UnsupportedError
+from streamshard.formats.checkpoint import ModelPart
+from streamshard.formats.deepspeed.cut.part_cut import flat_groups
+from streamshard.io.entries import examine, listed_below
+from streamshard.io.files import source_errors
+from streamshard.layout.cutting import Segments
+from streamshard.layout.zero import FlatGroup
+from streamshard.model import ITEMSIZE, MASTER, Copies, NoteKind
+from streamshard.operations.compact.receipts import Receipt, SourceRecord
+from streamshard.operations.compact.run_context import ProofContext
+from streamshard.operations.source.source import Source
+
+
+def accounted_for(source: Source, root: Path) -> str:
+    """Require that every file in a directory that may go belongs to the opened source."""
+    known = {file.path for file in source.files}
+    known |= {source.path / file.path for file in source.checkpoint.files}
+    count = 0
+    with source_errors(root):
+        for entry in listed_below(root):
+            if entry.is_directory:
+                continue
+            count += 1
+            if not entry.status().is_file or entry.path not in known:
+                raise UnsupportedError(f"{entry.path}: would not be in an archive; move it away")
+    return f"{count:,} files"
+
+
+def ranks_agree(source: Source) -> str:
+    """Require that nothing in a checkpoint's files is known to be left out by reading."""
+    for note in source.checkpoint.notes:
+        if note.kind is NoteKind.LEFT_OUT:
+            raise UnsupportedError(f"{source.path / source.checkpoint.tag}: {note.text}")
+    return ""
+
+
+def records_of(source: Source, run_dir: Path) -> tuple[SourceRecord, ...]:
+    """Record path, size, time of change, inode, device or etag of a source's files."""
+    found = []
+    for file in source.files:
+        with source_errors(file.path):
+            status = examine(file.path)
+        found.append(SourceRecord.of(os.path.relpath(file.path, run_dir), status))
+    return tuple(found)
+
+
+def unchanged(receipt: Receipt, root: Path, proofs: ProofContext | None) -> str:
+    """Require that a tag's files are those that were archived.
+
+    `root` is the present path of the tag directory. With `proofs`, the files' SHA-256 are compared
+    too; without, only size, time, and inode or etag.
+    """
+    records = receipt.below_tag()
+    with source_errors(root):
+        files = [entry for entry in listed_below(root) if not entry.is_directory]
+        found = {entry.path.relative_to(root).as_posix(): entry.status() for entry in files}
+        for name in sorted(found.keys() ^ records.keys()):
+            there = "was archived, and is not there" if name in records else "was not archived"
+            raise IncompleteError(f"{root / name}: {there}")
+        for name, status in found.items():
+            if difference := records[name].difference(status):
+                raise CorruptFileError(f"{root / name}: {difference}")
+        digests = proofs.hash_all([root / name for name in found], root) if proofs else []
+    for name, digest in zip(found, digests, strict=bool(proofs)):
+        if digest != records[name].sha256:
+            raise CorruptFileError(f"{root / name}: its bytes are not those that were archived")
+    return f"{len(found):,} files"
+
+
+@dataclass(frozen=True, slots=True)
+class _Padding:
+    """The places of one state of a param group where the elements belong to no parameter."""
+
+    what: str
+    itemsize: int
+    runs: Copies
+
+
+def padding_alike(source: Source) -> str:
+    """Require that all padding of each state of a param group has one value."""
+    checkpoint = source.checkpoint
+    if checkpoint.layout.stage == 3:
+        return "stage 3: never initialised"
+    index, nbytes = checkpoint.tensor_index(), 0
+    reader = SourceReader(source.files)
+    try:
+        for model_part in checkpoint.model_parts:
+            for padding in _paddings(source, model_part, index):
+                _require_alike(padding, source, reader)
+                nbytes += int(padding.runs.nbytes.sum())
+    finally:
+        reader.close()
+    return f"{nbytes:,} bytes"
+
+
+def _paddings(
+    source: Source, model_part: ModelPart, index: Mapping[tuple[str, str, str], int]
+) -> Iterator[_Padding]:
+    layout = source.checkpoint.layout
+    groups = flat_groups(source.checkpoint, model_part, layout, source.checkpoint.module_dtype)
+    for flat, held in zip(groups, model_part.groups, strict=True):
+        states = {MASTER: held.master_dtype} | held.flat_states()
+        whole = model_part.whole_states(held, layout)
+        for state, dtype in states.items():
+            if state in whole:
+                continue
+            is_lean = source.is_elastic or (state == MASTER and not layout.bf16_optimizer)
+            found = [index[model_part.name, state, name] for name in held.params]
+            behind = _behind(flat, np.array(found, dtype=np.int64), is_lean=is_lean)
+            runs = source.cutting.locate(behind, target_itemsize=ITEMSIZE[dtype])
+            yield _Padding(f"{state} of param group {held.number}", ITEMSIZE[dtype], runs)
+
+
+def _behind(flat: FlatGroup, tensors: NDArray[np.int64], *, is_lean: bool) -> Segments:
+    """Return the padding after each parameter, addressed as further elements of the parameter.
+
+    If `is_lean`, the padding at the end of the partitions is not saved.
+    """
+    gaps = np.array(flat.alignments, dtype=np.int64)
+    if not is_lean:
+        gaps[-1:] += flat.world_size * flat.partition_numel - flat.numel
+    order = np.array(flat.order, dtype=np.int64)
+    numels = flat.numels[order]
+    return Segments(tensors[order], numels, numels + gaps, np.zeros_like(gaps))
+
+
+def _require_alike(padding: _Padding, source: Source, reader: SourceReader) -> None:
+    runs, first = padding.runs, b""
+    for file, offset, nbytes in zip(runs.file, runs.source, runs.nbytes, strict=True):
+        held = bytearray(int(nbytes))
+        reader.read_into(int(file), int(offset), memoryview(held))
+        first = first or bytes(held[: padding.itemsize])
+        if held != first * (len(held) // padding.itemsize):
+            message = (
+                f"{source.files[file].path}: {padding.what}: what lies behind the parameters is "
+                "taken for padding, and is not one value throughout"
+            )
+            keeps = Option("keep_tags")
+            raise UnsupportedError(f"{message}: an archive would lack it. {keeps} keeps the tag")

@@ -1,0 +1,248 @@
+"""Proves that an archive is complete, equals its source, and gives it back when it is rebuilt."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from streamshard.engine.run import resident_memory
+from streamshard.errors import CorruptFileError, IntegrityError, NoSpaceError, Option
+from streamshard.formats.checkpoint import Checkpoint
+from streamshard.formats.deepspeed import names
+from streamshard.formats.zarr import store_state
+from streamshard.io.changes import remove, sync_path, sync_tree
+from streamshard.io.files import source_errors, target_errors
+from streamshard.io.object_path import ObjectPath, is_object
+from streamshard.io.objects.stray_uploads import abort_strays
+from streamshard.io.page_cache import drop_cached
+from streamshard.layout.sample import EVERYTHING
+from streamshard.operations.checks.problems import Findings
+from streamshard.operations.checks.scan import scan
+from streamshard.operations.checks.structure import Request, look_at
+from streamshard.operations.compact import omissions
+from streamshard.operations.compact.receipts import ArchivedTag, Check, CheckLog, Receipt
+from streamshard.operations.compact.run_context import ProofContext
+from streamshard.operations.compact.run_directory import change_digest
+from streamshard.operations.compare.comparison import compare
+from streamshard.operations.compare.matching import pair_up
+from streamshard.operations.repartition.repartition import plan_repartition
+from streamshard.operations.source.source import Source, open_source
+
+_REBUILT: Final = f"{names.OWN_PREFIX}.rebuilt"
+_RUN: Final = "run"
+_UNDELETE: Final = Option("undelete")
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """All that is proved of an archive before its tag is removed, as proved earlier in this run."""
+
+    digest: tuple[int, int, str]
+    """Digest of the archive's entries before the proof read it."""
+    checks: tuple[Check, ...]
+
+    def require_unchanged(self, place: ArchivedTag) -> str:
+        """Require that the archive looks as it did before it was read."""
+        with source_errors(place.store):
+            is_same = self.digest == change_digest(place.store)
+        if not is_same:
+            raise IntegrityError(f"{place.store}: changed since it was compared with {place.tag}")
+        return ""
+
+
+def prove(
+    source: Source,
+    place: ArchivedTag,
+    proofs: ProofContext,
+    log: CheckLog,
+    *,
+    tag_only: bool = False,
+) -> Source:
+    """Compare an archive with its records, and all but tensor data with its source.
+
+    Returns the opened archive. Whether its tensors are those of its source is left to prove: by
+    `content_equal`, or by files that are rebuilt from it. `tag_only` ignores sidecars beside the
+    tag, which may have changed since.
+    """
+    log.run("archive_synced", lambda: _synced(place))
+    findings = Findings()
+    log.run("archive_bytes", lambda: intact(place, proofs, findings))
+    log.run("archive_verified", lambda: _verified(findings))
+    resident_memory.restart_peak()
+    with source_errors(place.store):
+        archive = open_source(place.store)
+    archive.require_as_written()
+    if tag_only:
+        archive, source = omissions.tag_only(archive), omissions.tag_only(source)
+    log.run("state_equal", lambda: state_equal(archive, source))
+    return archive
+
+
+def _synced(place: ArchivedTag) -> str:
+    with target_errors(place.store):
+        sync_tree(place.store)
+        sync_path(place.directory)
+    return ""
+
+
+def intact(place: ArchivedTag, proofs: ProofContext, findings: Findings | None = None) -> str:
+    """Require that every file of an archive has its SHA-256, read bypassing the page cache.
+
+    If there are `findings` to fill, the same reading looks for other damage too.
+    """
+    sums, found = place.read_sums(), place.files()
+    if sums.keys() != {*found}:
+        wrong = sorted(sums.keys() ^ {*found})[0]
+        message = "missing" if wrong in sums else f"not listed in {place.sums}"
+        raise IntegrityError(f"{place.store / wrong}: {message}")
+    paths = [place.store / path for path in found]
+    with source_errors(place.store):
+        digests = {} if findings is None else read_archive(place.store, proofs, findings)
+        rest = [path for path in paths if path not in digests]
+        digests |= zip(rest, proofs.hash_all(rest, place.store), strict=True)
+    for path in paths:
+        if digests[path] != sums[path.relative_to(place.store).as_posix()]:
+            raise IntegrityError(f"{path}: damaged: its SHA-256 differs")
+    return f"{len(found):,} files"
+
+
+def sums_of(place: ArchivedTag, proofs: ProofContext) -> dict[str, str]:
+    """Compute the SHA-256 of each file of an archive, by its path in the store."""
+    found = place.files()
+    digests = proofs.hash_all([place.store / path for path in found], place.store)
+    return dict(zip(found, digests, strict=True))
+
+
+def read_archive(store: Path, proofs: ProofContext, findings: Findings) -> dict[Path, str]:
+    """Read an archive, bypassing the page cache; the findings say what is wrong with it.
+
+    Returns the SHA-256 of each file that was read from its first byte to its last. Files that are
+    damaged may be missing, and so may large files that several workers read.
+    """
+    resident_memory.restart_peak()
+    drop_cached(store)
+    found = look_at(Request(store), findings, EVERYTHING)
+    whole: dict[Path, str] = {}
+
+    def note(file: int, sha256: str) -> None:
+        whole[found.files[file].path] = sha256
+
+    proofs.progress.start(found.nbytes)
+    try:
+        plan = proofs.memory(found.codec_bytes, found.files)
+        scan(found.units(), found.files, plan, proofs.progress.advance, note)
+    finally:
+        proofs.progress.stop()
+    return whole
+
+
+def same_archive(receipt: Receipt, place: ArchivedTag) -> str:
+    """Require that an archive is the one that was compared with its source."""
+    if place.sums_sha256() != receipt.sums_sha256:
+        message = f"{place.sums}: not the list of the archive that was compared with {receipt.tag}"
+        if not receipt.sums_sha256:
+            message = f"{place.receipt}: does not say which archive was compared with {receipt.tag}"
+        raise CorruptFileError(f"{message}; put that back, or {_UNDELETE} it and run again")
+    return receipt.sums_sha256
+
+
+def same_objects(receipt: Receipt, place: ArchivedTag) -> str:
+    """Require that the objects of an archive are the very ones that were compared with its source.
+
+    On a disk there are none. Objects that were written again since prove nothing of an earlier
+    night, whatever bytes they have; nor does an archive that was copied between disk and bucket.
+    """
+    known, now = receipt.etags, place.etags()
+    for path in sorted(known.keys() | now.keys()):
+        if known.get(path) != now.get(path):
+            message = f"{place.store / path}: has etag {now.get(path) or 'none'}, and had"
+            message = f"{message} {known.get(path) or 'none'} when it was compared with"
+            raise CorruptFileError(f"{message} {receipt.tag}; {_UNDELETE} that one and run again")
+    return f"{len(now):,} objects"
+
+
+def _verified(findings: Findings) -> str:
+    if findings.problems:
+        raise IntegrityError(findings.problems[0].message)
+    return f"{findings.checked:,} checksums, {findings.tensors:,} tensors"
+
+
+def state_equal(archive: Source, source: Source) -> str:
+    """Require that both sides are equal in everything but tensor data."""
+    mine, theirs = (_serialized(side.checkpoint) for side in (archive, source))
+    if mine != theirs:
+        message = f"{archive.path}: its training state is not that of {source.path}"
+        raise IntegrityError(f"{message}, or not all tensors are there")
+    return f"{len(mine):,} bytes"
+
+
+def _serialized(checkpoint: Checkpoint) -> bytes:
+    """Serialize everything that is not a tensor, and the list of tensors."""
+    # Notes are about reading, and about files beside the tags.
+    return store_state.dump(store_state.without(replace(checkpoint, notes=()), ()), ())
+
+
+def content_equal(archive: Source, source: Source, proofs: ProofContext) -> str:
+    """Require that both sides are equal in every bit of every tensor, and in everything else."""
+    pairing = pair_up(archive, source)
+    found = compare(archive, source, pairing.pairs, proofs.limits, proofs.progress)
+    wrong = [problem.message for problem in found.findings.problems]
+    wrong += [one.message for one in (*pairing.differences, *found.differences)]
+    if wrong:
+        raise IntegrityError(f"{archive.path}: not what {source.path} holds: {wrong[0]}")
+    return f"{len(pairing.pairs):,} tensors, {found.nbytes:,} bytes"
+
+
+def rebuilt_equal(
+    source: Source, place: ArchivedTag, proofs: ProofContext, *, tag_only: bool = False
+) -> str:
+    """Write native files from an archive, compare them with the tag, and remove them.
+
+    Meanwhile they take as much space beside the archive as the tag itself, in a bucket too.
+    """
+    rebuilt_dir = place.directory / _REBUILT / _RUN
+    remove_rebuilt(place.directory)
+    with ExitStack() as stack:
+        stack.callback(remove_rebuilt, place.directory)
+        _rebuild(place, rebuilt_dir, proofs)
+        resident_memory.restart_peak()
+        with source_errors(rebuilt_dir):
+            rebuilt = open_source(rebuilt_dir)
+        if tag_only:
+            rebuilt, source = omissions.tag_only(rebuilt), omissions.tag_only(source)
+        if is_object(rebuilt_dir):  # which has no modes; the archive's were compared with the tag's
+            rebuilt, source = _without_modes(rebuilt), _without_modes(source)
+        try:
+            state_equal(rebuilt, source)
+            return content_equal(rebuilt, source, proofs)
+        except IntegrityError as error:
+            raise IntegrityError(f"{place.store}: does not give back its tag: {error}") from error
+
+
+def _without_modes(source: Source) -> Source:
+    files = tuple(replace(file, mode=0) for file in source.checkpoint.files)
+    return replace(source, checkpoint=replace(source.checkpoint, files=files))
+
+
+def remove_rebuilt(directory: Path) -> None:
+    """Remove rebuilt files from a directory of archives; no other run may be active."""
+    rebuilt = directory / _REBUILT
+    with target_errors(rebuilt):
+        remove(rebuilt)
+        if isinstance(rebuilt, ObjectPath):
+            abort_strays(rebuilt)
+
+
+def _rebuild(place: ArchivedTag, rebuilt_dir: Path, proofs: ProofContext) -> None:
+    limits = proofs.limits
+    try:
+        plan = plan_repartition(
+            place.store, rebuilt_dir, memory_limit=limits.memory_limit, workers=limits.workers
+        )
+        plan.run(proofs.progress)
+    except NoSpaceError as error:
+        message = "is archived, and stays until there is room to rebuild it from that once"
+        raise NoSpaceError(f"{message}: {error}") from error
+    except BaseException as error:
+        error.__notes__ = []  # they say that files are kept to continue with, which is not so here
+        raise

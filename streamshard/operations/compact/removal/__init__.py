@@ -1,1 +1,0 @@
-"""Removes a tag from its run directory: proof, trash, removal for good."""

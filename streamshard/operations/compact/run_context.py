@@ -1,0 +1,132 @@
+"""What all steps of a run of `compact` share: directories, time, limits, and SHA-256 of files."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime
+from hashlib import sha256
+from pathlib import Path
+from typing import Final
+
+from streamshard.errors import CorruptFileError
+from streamshard.io.entries import (
+    ahead_of,
+    identify,
+    list_ahead,
+    listings_kept,
+    open_readable,
+    request_bytes,
+)
+from streamshard.io.object_path import is_object
+from streamshard.io.page_cache import drop_file
+from streamshard.layout.memory_plan import MemoryPlan
+from streamshard.model import SourceFile
+from streamshard.operations.compact.receipts import ArchivedTag, Receipt
+from streamshard.operations.compact.run_directory import Identity
+from streamshard.operations.compact.trash import Trash, trash_of
+from streamshard.operations.compare.comparison import EXTRA_BYTES
+from streamshard.operations.transfer import execution
+from streamshard.operations.transfer.execution import Limits
+from streamshard.operations.transfer.report import Progress
+from streamshard.operations.transfer.target import is_there
+
+_READ_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ProofContext:
+    """The limits and the progress of proving."""
+
+    limits: Limits
+    progress: Progress
+
+    def memory(self, codec_bytes: int = 0, files: Sequence[SourceFile] = ()) -> MemoryPlan:
+        """Fit a comparison of files into the memory limit."""
+        return self.limits.fit(codec_bytes + EXTRA_BYTES, files)
+
+    def _workers(self, files: Sequence[SourceFile]) -> int:
+        """Count the threads that read whole files; for objects each needs memory."""
+        if request_bytes(file.path for file in files):
+            return self.limits.fit(0, files).workers
+        return self.limits.workers or execution.default_workers()
+
+    def hash_all(self, paths: Sequence[Path], below: Path | None = None) -> list[str]:
+        """Compute the SHA-256 of files as they are now, bypassing the page cache.
+
+        Most of `below` are these paths, so in a bucket it is listed.
+        """
+        with listings_kept(anew=True):
+            if below is not None:
+                list_ahead(below)
+            files = [identify(path) for path in paths]
+        self.progress.start(sum(file.nbytes for file in files))
+        try:
+            return sha256_of(files, self.progress.advance, workers=self._workers(files))
+        finally:
+            self.progress.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """The directories of a run, its time, and what its proofs need."""
+
+    run_dir: Path
+    archive_dir: Path
+    here: Identity
+    """Identity of the run directory when the run began."""
+    now: datetime
+    proofs: ProofContext
+
+    @property
+    def now_ns(self) -> int:
+        """The time in nanoseconds since the epoch."""
+        return int(self.now.timestamp() * 10**9)
+
+    @property
+    def trash(self) -> Trash:
+        """The trash of the run directory."""
+        return trash_of(self.run_dir)
+
+    def place(self, tag: str) -> ArchivedTag:
+        """Return the place of a tag's archive."""
+        return ArchivedTag(self.archive_dir, tag)
+
+    def originals(self, tag: str) -> Iterator[Path]:
+        """Yield the paths where the original of an archive, or a part of it, still exists."""
+        if is_there(self.run_dir / tag):
+            yield self.run_dir / tag
+        if tag in (*self.trash.tags(), *self.trash.being_removed()):
+            yield self.trash.path_of(tag)
+
+    def require_same_directory(self, receipt: Receipt) -> str:
+        """Require that the run directory is the one whose tag was archived."""
+        now = Identity.of(self.run_dir)
+        if now != self.here or not now.is_in(receipt.run_dir, receipt.device, receipt.inode):
+            message = f"{self.run_dir}: is another directory, or on another device, than the one"
+            raise CorruptFileError(f"{message} whose tag was archived; is that one elsewhere?")
+        return ""
+
+
+def sha256_of(
+    files: Sequence[SourceFile], progress: Callable[[int], None], *, workers: int
+) -> list[str]:
+    """Compute the SHA-256 of each file from the disk, not from the page cache.
+
+    Of an object it is that of the version which is given.
+    """
+
+    def hash_one(known: SourceFile) -> str:
+        drop_file(known.path)
+        digest, view, offset = sha256(), memoryview(bytearray(_READ_BYTES)), 0
+        ahead = ahead_of([known.path]).ahead if is_object(known.path) else 0
+        with open_readable(known.path, known) as file:
+            while count := file.read_into(view, offset):
+                offset += count
+                if ahead:
+                    file.will_need(offset, ahead)
+                digest.update(view[:count])
+                progress(count)
+        return digest.hexdigest()
+
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(hash_one, files))

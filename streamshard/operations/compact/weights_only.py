@@ -1,0 +1,324 @@
+"""Drops the optimizer states of an archive: makes an archive of only the weights in its place.
+
+The archive of only the weights is made beside the full archive, under another name, and proved.
+Then the receipt names it, and then the full archive is removed. So at any moment the archive that
+the receipt names is complete, with the list of its checksums beside it. No tensor is decoded: kept
+tensors have the same chunks, and so the same files.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from streamshard.errors import (
+    CorruptFileError,
+    IntegrityError,
+    StreamshardError,
+    TargetExistsError,
+    raise_first,
+)
+from streamshard.formats.checkpoint import Checkpoint, Dropped
+from streamshard.formats.deepspeed.names import step_of
+from streamshard.formats.zarr import store_manifest, store_state
+from streamshard.formats.zarr.documents import (
+    MANIFEST_PATH,
+    ROOT_DOCUMENT,
+    STATE_PATH,
+    array_path,
+    store_documents,
+)
+from streamshard.formats.zarr.store_index import StoredArray, StoreIndex
+from streamshard.formats.zarr.store_manifest import FileRecord, Manifest
+from streamshard.io.changes import (
+    discard,
+    link_or_copy,
+    remove,
+    remove_file,
+    rename,
+    sync_path,
+    sync_tree,
+    write_new,
+)
+from streamshard.io.entries import lexists
+from streamshard.io.files import source_errors, target_errors
+from streamshard.io.object_path import is_object
+from streamshard.io.objects.object_changes import for_each
+from streamshard.model import BLOB, FILE, MASTER, MODULE
+from streamshard.operations.compact import compact_report, omissions
+from streamshard.operations.compact.compact_report import CompactedTag
+from streamshard.operations.compact.proof import content_equal, intact, prove, same_archive, sums_of
+from streamshard.operations.compact.receipts import (
+    DROPPING,
+    WEIGHTS_ONLY,
+    ArchivedTag,
+    CheckLog,
+    Receipt,
+    TagEvent,
+    show_moment,
+)
+from streamshard.operations.compact.run_context import RunContext
+from streamshard.operations.convert.store_targets import record_of, small_array
+from streamshard.operations.source.source import Source, open_source
+from streamshard.operations.transfer.target import is_there, partial_of
+from streamshard.sizes import show_bytes
+
+_WHY: Final = "by compact, which was to keep only the weights after a time"
+
+_KEPT = (MASTER, MODULE, BLOB, FILE)
+
+
+def _states_of(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Name the optimizer's states that are stored as tensors per parameter; others are small."""
+    found = (tensor.state for tensor in checkpoint.tensors if tensor.state not in _KEPT)
+    return tuple(dict.fromkeys(found))
+
+
+def _without_states(source: Source, *, at: str, why: str) -> Source:
+    """Return a source without the optimizer's states of its parameters.
+
+    Hyper-parameters stay, and so does all training state that is not the optimizer's.
+    """
+    checkpoint = source.checkpoint
+    groups = [group for model_part in checkpoint.model_parts for group in model_part.groups]
+    named = [*_states_of(checkpoint), *(key for group in groups for key in group.states or ())]
+    emptied = replace(
+        checkpoint,
+        model_parts=tuple(
+            replace(model_part, groups=tuple(replace(g, states=None) for g in model_part.groups))
+            for model_part in checkpoint.model_parts
+        ),
+        dropped=Dropped(at, why, tuple(dict.fromkeys(named))),
+    )
+    blobs = store_state.blobs_in(checkpoint) - store_state.blobs_in(emptied)
+    numbers = {n for n, t in enumerate(checkpoint.tensors) if t.state not in _KEPT}
+    return omissions.narrowed(replace(source, checkpoint=emptied), numbers | blobs)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsOnlyStore:
+    """What is left of a full store without the optimizer's states, and how to write it."""
+
+    full: Source
+    source: Source
+    """The rest, read from the full store."""
+    manifest: Manifest
+    """Manifest of the full store."""
+    arrays: Sequence[StoredArray]
+    """Arrays of all tensors of the full store."""
+
+    @classmethod
+    def of(cls, store: Path, *, at: str, why: str) -> "WeightsOnlyStore":
+        """Open a full store."""
+        full = open_source(store)
+        full.require_as_written()
+        with source_errors(store):
+            index = StoreIndex(store)
+            raise_first(fault.error for fault in index.metadata_faults())
+            manifest, _ = index.known()
+        return cls(full, _without_states(full, at=at, why=why), manifest, index.arrays)
+
+    def kept(self) -> dict[str, FileRecord]:
+        """Return the files of the full store that are kept as they are: those of kept tensors."""
+        return self._records(are_kept=True)
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Bytes of the files of dropped tensors."""
+        return sum(record.nbytes for record in self._records(are_kept=False).values())
+
+    def _records(self, *, are_kept: bool) -> dict[str, FileRecord]:
+        kept = {array_path(tensor) for tensor in self.source.checkpoint.tensors}
+        arrays = [array for array in self.arrays if (array.path in kept) == are_kept]
+        return {path: self.manifest.records[path] for array in arrays for path in array.paths()}
+
+    def write(self, target: Path) -> None:
+        """Write the store durably; the partial store of an earlier run is removed first.
+
+        In a bucket, where nothing can be renamed, its root document comes last: before that, it is
+        no store.
+        """
+        partial = target if is_object(target) else partial_of(target)
+        with target_errors(partial):
+            remove(partial)
+            try:
+                self._fill(partial)
+            except OSError:
+                discard(partial)  # it would keep a full disk full
+                raise
+            if partial != target:
+                rename(partial, target)
+            sync_path(target.parent)
+
+    def _fill(self, partial: Path) -> None:
+        def keep(path: str) -> None:
+            link_or_copy(self.full.path / path, partial / path)
+
+        if is_object(partial):
+            for_each(self.kept(), keep)
+        else:
+            for path in self.kept():
+                keep(path)
+        documents = dict(self._documents())
+        root = documents.pop(ROOT_DOCUMENT)
+        for path, data in documents.items():
+            write_new(partial / path, data)
+        write_new(partial / ROOT_DOCUMENT, root)
+        sync_tree(partial)
+
+    def _documents(self) -> Mapping[str, bytes]:
+        """Serialize the files that do not belong to kept tensors, by path."""
+        small, kept, codec = self.source.checkpoint, self.kept(), self.manifest.codec
+        known = {array.path: array.chunk for array in self.arrays}
+        arrays = [array_path(tensor) for tensor in small.tensors]
+        shapes = [known[array] for array in arrays]
+        written = {
+            **store_documents(small, shapes, codec),
+            **small_array(STATE_PATH, store_state.dump(small, shapes)),
+        }
+        written = {path: data for path, data in written.items() if path not in kept}
+        records = {**kept, **{path: record_of(data) for path, data in written.items()}}
+        digests = {array: self.manifest.digests[array] for array in arrays}
+        manifest = store_manifest.serialize(dict(sorted(records.items())), codec, digests)
+        return {**written, **small_array(MANIFEST_PATH, manifest)}
+
+
+def drop_states(context: RunContext, tag: str, *, is_dry_run: bool) -> CompactedTag:
+    """Drop the states of an archive, or remove the rest of a full one; return the result."""
+    full = context.place(tag)
+    receipt = full.require_receipt()
+    result = CompactedTag(tag, step_of(tag), compact_report.WEIGHTS_ONLY, "")
+    nbytes = 0
+    if receipt.state != WEIGHTS_ONLY:
+        dropped_at = receipt.dropped or show_moment(context.now)
+        store = WeightsOnlyStore.of(full.store, at=dropped_at, why=_WHY)
+        if not _states_of(store.full.checkpoint):
+            reason = "its archive holds no optimizer states"
+            if not store.full.checkpoint.layout.stage:
+                reason = "saved without ZeRO (stage 0), whose states cannot be distinguished"
+            return replace(result, action=compact_report.KEPT, reason=reason)
+        nbytes = store.dropped_bytes
+        if is_dry_run:
+            _require_original_gone(context, receipt)
+        else:
+            receipt = _make(context, receipt, store)
+    if not is_dry_run:
+        _remove_full(context, full)
+    if receipt.full_bytes:
+        nbytes = receipt.full_bytes - receipt.archive_bytes
+    return replace(
+        result,
+        reason=f"no job can resume from it; {show_bytes(nbytes)} of optimizer states dropped",
+        source_bytes=receipt.source_bytes,
+        archive_bytes=receipt.archive_bytes - (0 if receipt.full_bytes else nbytes),
+        shared_bytes=receipt.shared_bytes,
+        dropped_bytes=nbytes,
+    )
+
+
+def _make(context: RunContext, receipt: Receipt, store: WeightsOnlyStore) -> Receipt:
+    """Make and prove the archive of weights, and let the receipt name it."""
+    full = context.place(receipt.tag)
+    weights = replace(full, of_weights=True)
+    log = CheckLog(check for check in receipt.checks if check.holds)
+    latest = receipt
+    try:
+        log.run("original_gone", lambda: _require_original_gone(context, receipt))
+        if receipt.sums_sha256:
+            log.run("same_archive", lambda: same_archive(receipt, full))
+        log.run("full_archive_bytes", lambda: intact(full, context.proofs))
+        if receipt.state != DROPPING:
+            _require_free(weights)
+        # From now on, files under the names of the archive of weights are ours.
+        dropped = store.source.checkpoint.dropped
+        latest = full.record(receipt, TagEvent.DROP, dropped=dropped.at if dropped else "")
+        if is_there(weights.store):
+            # An earlier run completed this archive; if it is wrong, it is made again.
+            with suppress(StreamshardError):
+                return _proved(context, latest, store, CheckLog(log.checks))
+            latest.write(full.receipt)  # it must not name the archive that is removed now
+            with target_errors(weights.store):
+                remove(weights.store)
+        store.write(weights.store)
+        return _proved(context, latest, store, log)
+    except StreamshardError:
+        replace(latest, checks=log.checks).write(full.receipt)
+        raise
+
+
+def _require_free(weights: ArchivedTag) -> None:
+    """Require that nothing lies under the names of the archive of weights."""
+    for path in (weights.store, partial_of(weights.store), weights.sums):
+        if is_there(path):
+            message = f"{path}: is there, and no receipt says that compact made it"
+            raise TargetExistsError(f"{message}; move it away")
+
+
+def _proved(
+    context: RunContext, receipt: Receipt, store: WeightsOnlyStore, log: CheckLog
+) -> Receipt:
+    """Prove the archive of weights, and let the receipt name it."""
+    full, proofs = context.place(receipt.tag), context.proofs
+    weights = replace(full, of_weights=True)
+    statuses = weights.statuses()
+    with source_errors(weights.store):
+        sums = sums_of(weights, proofs)
+    log.run("kept_files_same", lambda: _require_same_files(full, weights, sums, store))
+    weights.write_sums(sums)
+    etags = weights.etags()
+    archive = prove(store.source, weights, proofs, log)
+    log.run("content_equal", lambda: content_equal(archive, store.source, proofs))
+    log.run("original_still_gone", lambda: _require_original_gone(context, receipt))
+    dropped = store.source.checkpoint.dropped
+    # The full archive has one link to a kept file, and this archive another.
+    shared = [stat.nbytes for stat in statuses.values() if stat.links > 2]
+    return weights.record(
+        receipt,
+        TagEvent.DROPPED,
+        dropped_states=dropped.states if dropped else (),
+        full_bytes=receipt.archive_bytes,
+        archive_bytes=sum(stat.nbytes for stat in statuses.values()),
+        shared_files=len(shared),
+        shared_bytes=sum(shared),
+        sums_sha256=weights.sums_sha256(),
+        etags=etags,
+        checks=log.checks,
+    )
+
+
+def _require_same_files(
+    full: ArchivedTag, weights: ArchivedTag, sums: dict[str, str], store: WeightsOnlyStore
+) -> str:
+    """Require that the kept files have their recorded SHA-256."""
+    recorded, kept = full.read_sums(), store.kept()
+    for path in kept:
+        if path not in sums or sums[path] != recorded.get(path):
+            raise IntegrityError(f"{weights.store / path}: not what {full.store} has there")
+    return f"{len(kept):,} files"
+
+
+def _require_original_gone(context: RunContext, receipt: Receipt) -> str:
+    """Require that the run directory is the archived one, and that the original is gone."""
+    context.require_same_directory(receipt)
+    for path in context.originals(receipt.tag):
+        raise CorruptFileError(f"{path}: is there, and its receipt says that it is gone")
+    return ""
+
+
+def _remove_full(context: RunContext, full: ArchivedTag) -> None:
+    """Remove a full archive, after the archive of weights was checked once more."""
+    intact(replace(full, of_weights=True), context.proofs)
+    store, going, sums = full.leftovers
+    with target_errors(going):
+        remove(going)
+        # A partly removed archive must not have the archive's name, or be no store.
+        if is_object(store):
+            remove_file(store / ROOT_DOCUMENT, missing_ok=True)
+            remove(store)
+        elif lexists(store):
+            rename(store, going)
+        sync_path(full.directory)
+        remove_file(sums, missing_ok=True)
+        remove(going)
+        sync_path(full.directory)
