@@ -131,7 +131,7 @@ REFUSED: dict[str, tuple[Info, Mapping[int, tuple[int, ...]], type[StreamshardEr
         {"autotp_unsupported_parameter_patterns": {f"{LAYERS}mlp": "interleaved"}},
         EQUAL,
         UnsupportedError,
-        "cannot be cut anew: 'interleaved'",
+        "cannot be re-cut: 'interleaved'",
     ),
     "version": (
         {"universal_checkpoint_version": 0.5},

@@ -247,7 +247,7 @@ def unsupported(content: dict[str, Any]) -> None:
 
 REFUSED: dict[str, tuple[Edit, type[StreamshardError], str]] = {
     "scale": (scaled, UnsupportedError, "'block.1.bias' is held multiplied by 0.5 on rank 0"),
-    "unsupported": (unsupported, UnsupportedError, "'embed.weight' cannot be cut anew: 'interleav"),
+    "unsupported": (unsupported, UnsupportedError, "'embed.weight' cannot be re-cut: 'interleav"),
     "no info": (
         lambda content: content.pop("universal_checkpoint_info"),
         UnsupportedError,

@@ -152,7 +152,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     [
         ("{", "not an index"),
         ('{"weight_map": 3}', "not an index"),
-        ('{"weight_map": {"a": "../x"}}', "is not the name of a file beside it"),
+        ('{"weight_map": {"a": "../x"}}', "is not the name of a file next to it"),
         ('{"weight_map": {"a": "x.safetensors"}}', r"x\.safetensors: missing"),
         ('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}', "which .* says is in"),
     ],

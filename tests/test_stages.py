@@ -291,7 +291,7 @@ def test_experts_and_stages_do_not_change_together(tmp_path: Path) -> None:
     job = Job(world_size=2, tied={}, experts=EXPERTS, expert_parallel=2)
     experts = write(job, tmp_path / "experts")
     asked = "expert_parallel=1 with tensor_parallel=2 pipeline_parallel=1"
-    with pytest.raises(UnsupportedError, match=f"{asked}: experts are spread anew only at the"):
+    with pytest.raises(UnsupportedError, match=f"{asked}: experts are spread again only at the"):
         streamshard.repartition(
             experts, tmp_path / "none", world_size=4, tensor_parallel=2, expert_parallel=1
         )

@@ -171,7 +171,7 @@ def test_named_with_the_file_and_what_to_do(
     with pytest.raises(UnsupportedError, match=place + message) as error:
         streamshard.repartition(tmp_path / "run", tmp_path / "out", world_size=3)
     assert error.value.exit_code == 3
-    assert "as many ranks as saved it, or start the optimizer anew" in str(error.value)
+    assert "as many ranks as saved it, or start the optimizer again" in str(error.value)
     with pytest.raises(UnsupportedError, match=place + message):
         streamshard.convert(tmp_path / "run", tmp_path / "out.zarr")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]

@@ -247,7 +247,7 @@ KINDS = [
     Kind(
         "optimizer-twice",
         Job(stage=1),
-        ("holds an optimizer's state beside the ranks' own files", "Train with stage 1"),
+        ("holds an optimizer's state next to the ranks' own files", "Train with stage 1"),
         optimizer=(lambda content: content["optimizer_state_dict"].pop("zero_stage"),),
         model=(lambda content: content.update(optimizer={"clip_grad": 1.0}, module=None),),
         both=(zero(stage=0),),

@@ -110,7 +110,7 @@ def _index(path: Path) -> Mapping[str, str]:
         raise CorruptFileError(f"not an index of safetensors files ({error})", path=path) from error
     for file in found.values():
         if not isinstance(file, str) or not file.isprintable() or not names.is_name(file):
-            raise CorruptFileError(f"{show(file)} is not the name of a file beside it", path=path)
+            raise CorruptFileError(f"{show(file)} is not the name of a file next to it", path=path)
     return found
 
 

@@ -141,7 +141,7 @@ def test_consolidated_metadata_alone_is_no_damage(store: Path, tmp_path: Path) -
         zarr.consolidate_metadata(store)
     found = streamshard.verify(store)
     assert found.is_good
-    assert found.notes == ("1 zarr.json were serialized anew by another tool, and say the same.",)
+    assert found.notes == ("1 zarr.json were serialized again by another tool, and say the same.",)
 
 
 @BOTH

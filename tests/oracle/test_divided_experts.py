@@ -1,4 +1,4 @@
-"""Experts of so many elements that an engine divides their param groups, spread anew."""
+"""Experts of so many elements that an engine divides their param groups, spread again."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -110,7 +110,7 @@ def _time(estimate: Estimate) -> str:
             f"({show_bytes(time.encode_sample_bytes)})"
         )
     return (
-        f"{said}, and a file beside the target was written and synced at "
+        f"{said}, and a file next to the target was written and synced at "
         f"{show_bytes(time.write_bytes_per_second)}/s "
         f"({show_bytes(time.write_sample_bytes)}, removed)"
     )
@@ -120,7 +120,7 @@ def _requests(requests: Requests) -> str:
     down, up = counted(requests.down, "request"), counted(requests.up, "request")
     return (
         f"at least {down} down, {show_bytes(requests.down_bytes)}, and {up} up, "
-        f"{show_bytes(requests.up_bytes)}, besides those for headers and listings"
+        f"{show_bytes(requests.up_bytes)}, not counting those for headers and listings"
     )
 
 

@@ -80,10 +80,10 @@ class Journal:
                     self.is_whole = True
                 else:
                     rows.extend(_row(*line))
-            if self.header == {}:
-                raise ValueError("it identifies no run")
         except (OverflowError, RecursionError, TypeError, ValueError):
-            self.header, self.is_whole, rows = {}, False, array("Q")
+            self.header = {}
+        if self.header == {}:
+            self.is_whole, rows = False, array("Q")
         self._spans = _Spans.of(np.frombuffer(rows, dtype=np.uint64).reshape(-1, 4))
         self.is_empty = not len(self._spans.keys)
 

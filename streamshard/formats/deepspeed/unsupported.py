@@ -317,7 +317,7 @@ def _second_optimizer(saved: Saved) -> UnsupportedError | None:
     if not is_bf16_optimizer or ds_config.zero_stage(saved.config) or model.get(names.MODULE_STATE):
         return None
     return UnsupportedError(
-        "holds an optimizer's state beside the ranks' own files, as a "
+        "holds an optimizer's state next to the ranks' own files, as a "
         "pipeline in bf16 saves it without a ZeRO stage; DeepSpeed itself cannot load that. "
         "Train with stage 1",
         path=saved.model_paths[0],

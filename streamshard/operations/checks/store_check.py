@@ -150,7 +150,7 @@ class StoreCheck:
             if path not in self._chunks and not self._is_rewritten(path):
                 anew += self._add_file(path, record.nbytes)
         if anew:
-            message = f"{anew:,} zarr.json were serialized anew by another tool, and say the"
+            message = f"{anew:,} zarr.json were serialized again by another tool, and say the"
             self._findings.notes.append(f"{message} same.")
 
     def _add_file(self, path: str, nbytes: int | None) -> bool:

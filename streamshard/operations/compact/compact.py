@@ -228,7 +228,7 @@ def _about_requests(settings: Settings, tags: Sequence[CompactedTag]) -> Iterato
         down = counted(bucket.requests_to_read(down_bytes), "request")
         up = counted(-(-up_bytes // settings.storing.chunk_size), "request")
         sizes = f"{down} down, {show_bytes(down_bytes)}, and {up} up, {show_bytes(up_bytes)}"
-        yield f"about {sizes} before compression, besides those for headers and listings"
+        yield f"about {sizes} before compression, not counting those for headers and listings"
 
 
 def _require_lists(**given: Sequence[str]) -> None:

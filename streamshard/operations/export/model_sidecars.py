@@ -118,7 +118,7 @@ def _notes(
     if left:
         yield (
             f"Not copied, as they are links that lead out of {around}: {', '.join(left)}. Put "
-            "copies of what belongs to the model beside the weights."
+            "copies of what belongs to the model next to the weights."
         )
     if pretrained.CONFIG not in paths:
         yield (

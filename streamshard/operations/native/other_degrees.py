@@ -137,7 +137,7 @@ def _require_changeable(
         raise UsageError(f"{message} (PipelineModule); leave it out")
     if expert_parallel is not None and not is_own_degree(opened.checkpoint, expert_parallel):
         asked = Option("expert_parallel", expert_parallel)
-        message = f"{asked} with {wanted}: experts are spread anew"
+        message = f"{asked} with {wanted}: experts are spread again"
         raise UnsupportedError(f"{message} only at the other degrees of the source, {own}")
     if opened.is_elastic:
         message = "saved with elastic_checkpoint, whose reference supplies hyper-parameters"

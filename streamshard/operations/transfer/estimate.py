@@ -329,7 +329,7 @@ def _left_out(source: Source, byte_counts: ByteCounts, report: Report) -> Iterat
         held = int(read_bytes(source, np.ones_like(byte_counts.times)).sum())
         stored = {file.path: file.nbytes for file in source.files}
         nbytes = max(0, sum(stored.values()) - held)
-        why = "not copied: written anew, or redundant among ranks"
+        why = "not copied: newly written, or redundant among ranks"
         yield Part("padding, headers, pickles", 0, nbytes, why)
 
 

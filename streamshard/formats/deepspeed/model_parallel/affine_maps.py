@@ -55,7 +55,7 @@ class AffineMaps:
         """Return how a parameter is cut among the tensor-parallel ranks."""
         reason, held = self._refused.find(name), self._maps.find(name)
         if reason is not None:
-            raise UnsupportedError(f"'{name}' cannot be cut anew: {show(reason)}")
+            raise UnsupportedError(f"'{name}' cannot be re-cut: {show(reason)}")
         if held is None:
             raise UnsupportedError(f"no map tells how '{name}' is cut among the ranks")
         try:

@@ -81,7 +81,7 @@ class Categories:
         """
         reason = self._refused.find(name)
         if reason is not None:
-            raise UnsupportedError(f"'{name}' cannot be cut anew: {show(reason)}")
+            raise UnsupportedError(f"'{name}' cannot be re-cut: {show(reason)}")
         told = f"'{names.UNIVERSAL_INFO}'"
         return cut_by_rule(name, shards, ranks, told, partial(self._cut, name))
 

@@ -92,7 +92,7 @@ class OptimizerReader:
             if not unknown and fingerprint(beside) != fingerprint(plain[0]):
                 unknown = list({**plain[0], **beside})
             if unknown:
-                message = f"its optimizer keeps {show(unknown)} besides the"
+                message = f"its optimizer keeps {show(unknown)} next to the"
                 message = f"{message} states of its groups, and no file says whether that is cut"
                 raise UnsupportedError(
                     f"{message}; this optimizer is not supported", path=self._paths[rank]

@@ -26,7 +26,7 @@ _REBUILDS: Final = {
 }
 """Functions that rebuild objects of torch.Tensor subclasses → index of the class argument."""
 _ANEW: Final = (
-    "Resume on as many ranks as saved it, or start the optimizer anew from the model's weights"
+    "Resume on as many ranks as saved it, or start the optimizer again from the model's weights"
 )
 
 

@@ -44,7 +44,7 @@ verifies     and reads 44.7 KiB more for that
 memory       at most 28.0 MiB above the program's 40.0 MiB, of 1.0 GiB allowed: 8.0 MiB metadata + 2
              workers x (1.0 MiB window + 2.0 MiB scratch) + 16.0 MiB slack
 time         about 9 s, which is an estimate: the source was read at 2.0 GiB/s, as it lies on disk
-             or in the page cache (64.0 MiB of it), and a file beside the target was written and
+             or in the page cache (64.0 MiB of it), and a file next to the target was written and
              synced at 800.0 MiB/s (56.0 MiB, removed)
 space        100.0 GiB free on the file system of /data, 92.0 GiB after
 
@@ -77,8 +77,8 @@ learning rate      The scheduler's state (last_epoch 7) and the learning rates o
                    batch does.
 
 left out                   count   bytes  why
--------------------------  -----  ------  --------------------------------------------------
-padding, headers, pickles         48,662  not copied: written anew, or redundant among ranks
+-------------------------  -----  ------  ---------------------------------------------------
+padding, headers, pickles         48,662  not copied: newly written, or redundant among ranks
 
 made            count  bytes  why
 --------------  -----  -----  ----------------------------------------------
