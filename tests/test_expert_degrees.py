@@ -185,7 +185,9 @@ def test_the_own_degree_of_experts_goes_with_another_tensor_parallel_degree(
     streamshard.repartition(run, wanted, world_size=4, tensor_parallel=1)
     compare(out / TAG, wanted / TAG)
     experts = write(SHARED, tmp_path / "experts")
-    with pytest.raises(UnsupportedError, match="experts are spread again only at the other degrees"):
+    with pytest.raises(
+        UnsupportedError, match="experts are spread again only at the other degrees"
+    ):
         streamshard.repartition(
             experts, tmp_path / "no", world_size=4, tensor_parallel=1, expert_parallel=1
         )

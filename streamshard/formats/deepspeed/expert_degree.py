@@ -51,7 +51,19 @@ def is_own_degree(checkpoint: Checkpoint, degree: int) -> bool:
     """Tell whether a degree is the one that a checkpoint has; 1 is that of one without experts."""
     if degree == 1 and not _has_experts(checkpoint):
         return True
+    if not checkpoint.layout.stage:
+        return _saved_expert_ranks(checkpoint) == degree
     return expert_degree(checkpoint) == degree
+
+
+def _saved_expert_ranks(checkpoint: Checkpoint) -> int:
+    """Count the expert ranks by their optimizer files, which each has without ZeRO.
+
+    By `_save_moe_checkpoint` of `deepspeed/runtime/engine.py` (0.19.8).
+    """
+    prefix = f"{checkpoint.tag}/{names.WHOLE_EXPERT_OPTIMIZER}"
+    paths = [file.path for file in checkpoint.files if file.path.startswith(prefix)]
+    return len({path.removeprefix(prefix).partition("_")[0] for path in paths})
 
 
 def _has_experts(checkpoint: Checkpoint) -> bool:
