@@ -122,7 +122,7 @@ def require_named(message: str, key: tuple[str, str], files: list[str]) -> None:
     state, name = key
     different = list(dict.fromkeys(files))
     listed = f"{len(different)} files: {', '.join(different[:3])}"
-    more = f", and {len(different) - 3} more" if len(different) > 3 else ""
+    more = f" and {len(different) - 3} more" if len(different) > 3 else ""
     wanted = f"{name}: {state} is cut into {len(files)} pieces, in {listed}{more}, so it cannot"
     assert message.startswith(wanted)
 
