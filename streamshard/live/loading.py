@@ -14,6 +14,7 @@ from torch import distributed
 from streamshard.errors import SourceNotFoundError, UsageError
 from streamshard.io.changes import stub_directory
 from streamshard.io.entries import is_file
+from streamshard.io.files import require_all_unchanged
 from streamshard.io.object_path import is_object
 from streamshard.layout.batch import BatchPlan
 from streamshard.live import live_engine
@@ -26,7 +27,7 @@ from streamshard.model import NoteKind
 from streamshard.operations.native.files_on_demand import FilesOnDemand
 from streamshard.operations.native.resharding import Resharding
 from streamshard.operations.native.target_settings import left_out
-from streamshard.operations.source.source import open_source
+from streamshard.operations.source.source import Source, open_source
 from streamshard.sizes import show_bytes, show_time
 
 Load = Callable[..., tuple[str | None, Any]]
@@ -145,6 +146,7 @@ class Loading:
         else:
             returned, count = self._serve(resharding)
             counts = self._agreement.gather(count)
+        self._require_unchanged(source)
         if batch is not None:
             set_batch(self._engine, batch)
         report = LoadReport(
@@ -184,6 +186,15 @@ class Loading:
         opened.require_training_state()
         opened.require_states()
         return live_engine.resharding_for(self._engine, opened, distributed.get_world_size())
+
+    def _require_unchanged(self, source: Source) -> None:
+        """Refuse files that changed since rank 0 read their headers, whoever loaded them.
+
+        A store has checksums, and more files.
+        """
+        with self._agreement.step():
+            if distributed.get_rank() == 0 and source.kind != "store":
+                require_all_unchanged(source.files)
 
     def _notes(self, resharding: Resharding) -> tuple[str, ...]:
         """Write the notes on rank 0, which may read a file for them, and send them to all ranks."""

@@ -98,10 +98,11 @@ class ServedFiles:
         A map shows the file: whoever cuts the file off, or writes to it, would reach into the job.
         """
         self.require_unchanged()
-        for held in self._held:
-            block = held()
-            if block is not None:
-                detach_map(block)
+        blocks = [block for held in self._held if (block := held()) is not None]
+        for block in blocks:
+            detach_map(block)
+        if blocks:  # what they showed until now could change until now
+            self.require_unchanged()
 
     def close(self) -> None:
         """Close the source's files; what is mapped stays."""

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.module import PipelineModule
 from torch import distributed, nn
 
 from streamshard.deepspeed import load_checkpoint, resharding
+from streamshard.live import served_files
 from streamshard.live.served_files import ServedFiles
 from tests.held import open_files
 from tests.oracle import jobs, models
@@ -92,7 +94,7 @@ def run(job: FaultyLoad) -> None:
         truth = gather_truth(engine, state)
         if distributed.get_rank() == 0:
             truth.save(job.results / "truth.pt")
-    engine.destroy()
+    jobs._finish(engine, case)
     distributed.barrier()
 
 
@@ -136,6 +138,63 @@ def rewritten(source: Path) -> AbstractContextManager[None]:
         shard.write_bytes(shard.read_bytes())
 
     return _once_prepared(write)
+
+
+def _write_in_place(path: Path) -> None:
+    """Give a byte in the middle of a file another value, which no reader of the file notices."""
+    content = path.read_bytes()
+    with path.open("r+b") as file:
+        file.seek(len(content) // 2)
+        file.write(bytes([content[len(content) // 2] ^ 1]))
+
+
+@contextmanager
+def rewritten_behind_maps(source: Path) -> Iterator[None]:
+    """Map all that can be, and write to a shard when all is loaded, before maps go."""
+
+    def make(detach: Callable[[object], None]) -> Callable[[object], None]:
+        def write_and_detach(held: object) -> None:
+            if is_last():
+                _write_in_place(_last_shard(source))
+            detach(held)
+
+        return write_and_detach
+
+    with (
+        _patched(served_files, "_LEAST_MAPPED", lambda _: 1),
+        _patched(served_files, "detach_map", make),
+    ):
+        yield
+
+
+def rewritten_under_deepspeed(source: Path) -> AbstractContextManager[None]:
+    """Write to a shard that DeepSpeed itself loads, when it has loaded the module."""
+
+    def make(load: Callable[..., object]) -> Callable[..., object]:
+        def load_and_write(*args: object, **kwargs: object) -> object:
+            returned = load(*args, **kwargs)
+            if is_last():
+                _write_in_place(_last_shard(source))
+            return returned
+
+        return load_and_write
+
+    return _patched(DeepSpeedEngine, "load_module_state_dict", make)
+
+
+def rewritten_layer(source: Path) -> AbstractContextManager[None]:
+    """Write to the file of a pipeline's layer when the stages have loaded theirs."""
+
+    def make(load: Callable[..., object]) -> Callable[..., object]:
+        def load_and_write(*args: object, **kwargs: object) -> object:
+            returned = load(*args, **kwargs)
+            if is_last():
+                _write_in_place(min(source.glob("*/layer_*")))
+            return returned
+
+        return load_and_write
+
+    return _patched(PipelineModule, "load_state_dir", make)
 
 
 def killed(source: Path) -> AbstractContextManager[None]:

@@ -1,10 +1,16 @@
 """Engines load what lies in a bucket, on another world size and on the same one."""
 
+import json
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import streamshard
 from tests.cloud.conftest import Bucket, bucket, proxy, server  # noqa: F401
+from tests.cloud.proxy import Request
+from tests.oracle import faulty_loads
 from tests.oracle.cases import BF16
 from tests.oracle.compare import differences
 from tests.oracle.jobs import Resume, Train
@@ -35,3 +41,31 @@ def test_a_load_from_a_bucket_is_a_load(bucket: Bucket, tmp_path: Path) -> None:
         wanted = Truth.load(ways[case.name, "disk"][1])
         for way in ("shards", "store", "fits"):
             assert differences(wanted, Truth.load(ways[case.name, way][1])) == [], (case.name, way)
+
+
+@pytest.mark.parametrize("gets", [1, 2])
+def test_an_object_that_is_replaced_during_a_load_is_named(
+    gets: int,
+    bucket: Bucket,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """While rank 0 reads its header, or the other rank its data."""
+    case = SAVED[0]
+    run = tmp_path / "run"
+    require_success(run_jobs(FROM, [Train(case, run, None)], tmp_path / "ranks"))
+    shards = bucket.put(run, "run")
+    victim = max(key for key in bucket.keys("run/") if key.endswith("optim_states.pt"))
+    content, asked = bucket.get_bytes(victim), count(1)
+
+    def replace(request: Request) -> None:
+        if request.method == "GET" and request.path.endswith(victim) and next(asked) == gets:
+            bucket.put_bytes(victim, bytes(len(content)))
+
+    bucket.proxy.plan = replace
+    results = tmp_path / "results"
+    job: Any = faulty_loads.FaultyLoad(case, shards, results)  # type: ignore[arg-type]
+    require_success(run_jobs(TO, [job], tmp_path / "ranks", faulty_loads.run))
+    for rank in range(TO):
+        kind, message = json.loads((results / f"{rank}.json").read_text())["error"]
+        assert kind == "CorruptFileError", message
+        assert f"{victim}: replaced by another object while it was being read" in message

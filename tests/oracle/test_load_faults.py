@@ -18,12 +18,14 @@ from tests.oracle.compare import differences
 from tests.oracle.faulty_loads import FaultyLoad, Turned
 from tests.oracle.jobs import Train
 from tests.oracle.models import Case
+from tests.oracle.topology.pipeline import Pipeline
 from tests.oracle.truth import Truth
 
 FROM, TO = 3, 2
 SOON_SECONDS = 20.0
 """Far below gloo's timeout here, far above what a load takes on a busy machine."""
 STAGE_2, STAGE_3 = BF16[1], SUB_GROUPS
+PIPELINE = Case("pipeline", 1, "fp32", topology=Pipeline())
 OTHER_CUTS = Case("z3-other", 3, "bf16", {"zero_optimization": {"sub_group_size": 200}})
 TURNED = Turned("z2-turned", 2, "bf16")
 
@@ -35,6 +37,12 @@ def as_it_is(source: Path) -> None:
 def without_a_shard(source: Path) -> None:
     """Remove the shard of a rank."""
     min(source.glob("*/*optim_states.pt")).unlink()
+
+
+def cut_for_these_ranks(source: Path) -> None:
+    """Replace a copy by one whose files fit as they are."""
+    whole = source.rename(source.with_name(f"{source.name} as saved"))
+    streamshard.repartition(whole, source, world_size=TO)
 
 
 def unparsable(store: Path) -> None:
@@ -89,6 +97,19 @@ FAULTS = {
         STAGE_2, (_LAST, "changed while it was being read"), ("CorruptFileError",),
         job={"fault": faulty_loads.rewritten}, is_usable=False,
     ),
+    "a shard that is written to while it is mapped": Expect(
+        STAGE_3, (_LAST, "zero_pp_rank_2", "changed while it was being read"),
+        ("CorruptFileError",), job={"fault": faulty_loads.rewritten_behind_maps}, is_usable=False,
+    ),
+    "a shard that DeepSpeed itself loads": Expect(
+        STAGE_2, ("rank 0: ", "zero_pp_rank_1", "changed while it was being read"),
+        ("CorruptFileError",), prepare=cut_for_these_ranks,
+        job={"fault": faulty_loads.rewritten_under_deepspeed}, is_usable=False,
+    ),
+    "the file of a layer": Expect(
+        PIPELINE, ("rank 0: ", "layer_00", "changed while it was being read"),
+        ("CorruptFileError",), job={"fault": faulty_loads.rewritten_layer}, is_usable=False,
+    ),
     "a damaged chunk": Expect(
         STAGE_3, ("damaged",), ("IntegrityError",), of_store=True, prepare=damaged,
         is_usable=False,
@@ -140,6 +161,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Faults:
     made = Faults(tmp_path_factory.mktemp("faults"), {})
     trains = [Train(case, made.source(case), made.truth_path(case)) for case in (STAGE_2, STAGE_3)]
     ranks.require_success(ranks.run_jobs(FROM, trains, made.root / "ranks"))
+    in_stages = [Train(PIPELINE, made.source(PIPELINE), made.truth_path(PIPELINE))]
+    ranks.require_success(ranks.run_jobs(2 * TO, in_stages, made.root / "ranks"))
     return made
 
 
