@@ -68,9 +68,11 @@ class ParseCache:
 
     def remember(self, path: Path, found: TorchFile) -> None:
         """Add a parsed file to the cache."""
-        if found.is_legacy:
+        file_bytes = examine(path).nbytes
+        names = ((one.entry + NAME_IN_ENTRY, len(one.name.encode())) for one in found.records)
+        if found.is_legacy or file_bytes < max(map(sum, names)):  # cut off since it was parsed
             return
-        skeleton = Skeleton(path, found)
+        skeleton = Skeleton(path, found, file_bytes)
         if skeleton.nbytes > _LIMIT_BYTES or not skeleton.read():
             return
         self._skeletons.pop(skeleton.file_bytes, None)
@@ -93,10 +95,10 @@ class ParseCache:
 class Skeleton:
     """The bytes of a parsed file that reading examines, and the places where a match may differ."""
 
-    def __init__(self, path: Path, found: TorchFile) -> None:
+    def __init__(self, path: Path, found: TorchFile, file_bytes: int) -> None:
         self._path = path
         self._root = found.root
-        self.file_bytes = examine(path).nbytes
+        self.file_bytes = file_bytes
         paths = [record.name.partition("/")[2] for record in found.records]
         looked_into = [path in torch_file.LOOKED_INTO for path in paths]
         self._regions = _joined(
@@ -148,8 +150,7 @@ class Skeleton:
             for start, stop in self._regions:
                 piece = memoryview(data)[at : at + stop - start]
                 at += file.read_into(piece, start)
-        del data[at:]
-        return data
+        return data if at == len(data) else data[:at]
 
     def _place(self, offsets: Offsets) -> Offsets:
         """Turn offsets in the file into offsets in the skeleton."""
