@@ -223,7 +223,7 @@ def require_sense(arguments: argparse.Namespace) -> None:
 
 
 def _require_status_alone(given: Mapping[str, Any]) -> None:
-    """Refuse options that say what a night is to do beside one that only reports."""
+    """Refuse options that say what a night is to do next to one that only reports."""
     if not given.get("status"):
         if given.get("prometheus"):
             raise UsageError("--prometheus: is a form of --status; give both")

@@ -244,7 +244,7 @@ class Checkpoint:
     foreign: str = ""
     """What it is, if it is not of DeepSpeed: then it holds no training state of an engine."""
     saved_parts: int | None = None
-    """Count of the model parts that its files have, where the model was cut anew; else None."""
+    """Count of the model parts that its files have, where the model was re-cut; else None."""
     layers: tuple[LayerFile, ...] = ()
     """Files of a pipeline's layers. Empty without a pipeline, and where these are among `files`."""
     unrecorded: tuple[str, ...] = ()
@@ -280,7 +280,15 @@ class Checkpoint:
 
     @property
     def expert_parallel(self) -> int:
-        """Smallest count of data-parallel ranks that hold all experts; 1 without experts."""
+        """Smallest count of data-parallel ranks that hold all experts; 1 without experts.
+
+        Without ZeRO no group tells it, but each of these ranks has an optimizer file
+        (`_save_moe_checkpoint` of `deepspeed/runtime/engine.py`, 0.19.8).
+        """
+        if not self.layout.stage:
+            prefix = f"{self.tag}/{names.WHOLE_EXPERT_OPTIMIZER}"
+            ends = (f.path.removeprefix(prefix) for f in self.files if f.path.startswith(prefix))
+            return max(1, len({end.partition("_")[0] for end in ends}))
         return math.lcm(
             *(g.expert_parallel for model_part in self.model_parts for g in model_part.groups)
         )

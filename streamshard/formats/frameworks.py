@@ -1,4 +1,4 @@
-"""Decides what happens to the per-rank files that frameworks save beside a DeepSpeed checkpoint.
+"""Decides what happens to the per-rank files that frameworks save next to a DeepSpeed checkpoint.
 
 Checked with transformers 5.23, accelerate 1.15 and lightning 2.6. The policy: ranks that exist
 before and after keep their files. Files of ranks that no longer exist are left out. A new rank

@@ -35,7 +35,7 @@ _COME_ALONG: Final = (
 )
 """Names of configurations, tokenizers, processors and chat templates."""
 _OPTIMIZERS: Final = ("optimizer.pt", "optimizer.bin", "optimizer_[0-9]*")
-"""Names of an optimizer's state beside the weights, as HF Trainer and Accelerate save it."""
+"""Names of an optimizer's state next to the weights, as HF Trainer and Accelerate save it."""
 _WEIGHTS: Final = tuple(
     f"{stem}{part}.{suffix}{index}"
     for stem, suffix in _STEMS.values()

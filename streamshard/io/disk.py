@@ -128,6 +128,9 @@ class Disk(LocalFiles):
             # rmtree may name a path relative to a directory that it does not name.
             raise OSError(error.errno, error.strerror, str(path)) from error
 
+    def abort_uploads(self, *roots: Path) -> str:
+        return ""
+
     def discard(self, directory: Path) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 

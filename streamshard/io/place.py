@@ -95,6 +95,9 @@ class Place(ByteSource, Protocol):
     def remove(self, path: Path) -> None:
         """Remove a directory with all that is in it, or a file; nothing may be there."""
 
+    def abort_uploads(self, *roots: Path) -> str:
+        """Abort uploads that killed runs left below paths; returns why that cannot be done."""
+
     def discard(self, directory: Path) -> None:
         """Remove what can be removed of a directory; errors are ignored."""
 

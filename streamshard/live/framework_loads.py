@@ -1,6 +1,6 @@
 """Lets HF Trainer and Accelerate load what each rank saved by itself, on any count of ranks.
 
-Both load it themselves, beside the files of DeepSpeed: the ranks' random states, and the step of
+Both load it themselves, next to the files of DeepSpeed: the ranks' random states, and the step of
 Accelerate. A rank gets its own random state back. It never gets that of another rank.
 
 Checked with transformers 5.23 and accelerate 1.15.

@@ -107,7 +107,7 @@ def test_without_room_to_rebuild_it_a_tag_stays(run: Path, small_disk: Path) -> 
     (small_disk / "others").write_bytes(bytes(free - size // 2))
     done = streamshard("compact", run, archive, "--delete", "-q")
     assert (done.code, bits(run)) == (4, before)
-    message = f"{FIRST}: failed: is archived, and stays until there is room to rebuild it from that"
+    message = f"{FIRST}: failed: is archived, and stays until there is room to rebuild it from its"
     assert message in done.err
     assert own_files(archive) == []
     (small_disk / "others").unlink()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import streamshard
-from streamshard.errors import UnsupportedError
+from streamshard.errors import UnsupportedError, UsageError
 from tests.oracle.compare import differences
 from tests.oracle.jobs import Resume, Train
 from tests.oracle.models import Case
@@ -51,4 +51,14 @@ def test_another_expert_degree_is_refused(
         streamshard.repartition(
             saved / case.name, tmp_path / "out", world_size=4, expert_parallel=degree
         )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_verb_knows_over_how_many_ranks_they_are_spread(
+    case: Case, saved: Path, tmp_path: Path
+) -> None:
+    assert streamshard.inspect(saved / case.name).expert_parallel == 2
+    with pytest.raises(UsageError, match=r"experts spread over 2 ranks: give a multiple of 2"):
+        streamshard.repartition(saved / case.name, tmp_path / "out", world_size=3)
     assert list(tmp_path.iterdir()) == []

@@ -1,7 +1,7 @@
 """Shows that a process on another machine writes into the directory that a run has staged.
 
 The process that leads the run makes a directory of a random name in the staged target, with a file
-in it. Each process that is to write reads that file and leaves an answer beside it, which the
+in it. Each process that is to write reads that file and leaves an answer next to it, which the
 leader reads before it believes any other result. So neither a copy of the directory nor a file
 system that keeps writes to itself goes unnoticed.
 

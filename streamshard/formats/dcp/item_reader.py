@@ -93,7 +93,7 @@ class _ItemBytes:
 class _Frame:
     """What is around the elements of an item that was opened.
 
-    Items of boxes of one shape differ in nothing else, but for checksums and an id that is one. So
+    Items of boxes of one shape differ in nothing else, except checksums and an id that is one. So
     each item need not be opened, but only compared, which is ten times as fast.
     """
 

@@ -268,7 +268,7 @@ def _dtype(name: str, properties: Node) -> str:
 
 
 def _require_name(file: Node, name: str) -> None:
-    """Refuse a file that does not lie beside the index."""
+    """Refuse a file that does not lie next to the index."""
     sound = isinstance(file, str) and 0 < len(file) <= _LIMIT_PATH and file.isprintable()
     if not sound or "/" in file or "\\" in file or file.startswith("."):
         raise CorruptFileError(f"the item of {show(name)} is said to lie in {show(file)}")

@@ -102,7 +102,7 @@ def _only_model_part(root: Path, reference: Checkpoint) -> ModelPart:
 
 
 class _Merging:
-    """A distributed checkpoint beside a model part of the reference."""
+    """A distributed checkpoint next to a model part of the reference."""
 
     def __init__(self, found: Distributed, reference: Checkpoint, model_part: ModelPart) -> None:
         self._found = found

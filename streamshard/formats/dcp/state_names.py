@@ -26,7 +26,7 @@ _MODELS: Final = ("model", "module", "state_dict", "model_state_dict", "")
 """Last part of where a model's own state dict stands, the usual ones first."""
 _OPTIMIZERS: Final = ("optimizer", "optim", "optimizers", "optimizer_0", "optimizer_state_dict")
 _BESIDE: Final = ("train_state", "lr_scheduler", "dataloader", "scheduler", "rng_state", "client")
-"""What stands beside a model's own tensors at the top of a state dict (torchtitan)."""
+"""What stands next to a model's own tensors at the top of a state dict (torchtitan)."""
 _WRAPPERS: Final = ("module.", "_orig_mod.")
 """Prefixes that DistributedDataParallel and torch.compile give to all names of a model."""
 

@@ -1,7 +1,7 @@
 """Spreads the experts of a checkpoint over another count of ranks.
 
 Every expert's tensors have names of their own, whichever rank holds them. So tensors and their
-places stay as they are, and only the param groups are made anew: for each expert rank of the
+places stay as they are, and only the param groups are made new: for each expert rank of the
 target, the parameters of its experts, in the order in which an engine of the job lists them.
 
 Each model part is spread by the rules of a job without tensor parallelism. With tensor parallelism
@@ -52,18 +52,8 @@ def is_own_degree(checkpoint: Checkpoint, degree: int) -> bool:
     if degree == 1 and not _has_experts(checkpoint):
         return True
     if not checkpoint.layout.stage:
-        return _saved_expert_ranks(checkpoint) == degree
+        return checkpoint.expert_parallel == degree
     return expert_degree(checkpoint) == degree
-
-
-def _saved_expert_ranks(checkpoint: Checkpoint) -> int:
-    """Count the expert ranks by their optimizer files, which each has without ZeRO.
-
-    By `_save_moe_checkpoint` of `deepspeed/runtime/engine.py` (0.19.8).
-    """
-    prefix = f"{checkpoint.tag}/{names.WHOLE_EXPERT_OPTIMIZER}"
-    paths = [file.path for file in checkpoint.files if file.path.startswith(prefix)]
-    return len({path.removeprefix(prefix).partition("_")[0] for path in paths})
 
 
 def _has_experts(checkpoint: Checkpoint) -> bool:
@@ -268,7 +258,7 @@ def spread_note(own: int, degree: int, like: Checkpoint | None) -> str:
 
 
 def _objection_to_spreading(checkpoint: Checkpoint) -> str | None:
-    """Say why the experts of a checkpoint cannot be spread anew, as far as its kind tells."""
+    """Say why the experts of a checkpoint cannot be spread again, as far as its kind tells."""
     if checkpoint.is_dumps:
         return "raw dumps lack the experts' files"
     if _has_stages(checkpoint):

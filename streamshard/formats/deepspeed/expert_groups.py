@@ -109,7 +109,7 @@ def is_of_experts(entry: Mapping[str, Node]) -> bool:
 
 
 def is_alike(one: Mapping[str, Node], other: Mapping[str, Node], *aside: str) -> bool:
-    """Tell whether two param groups have the same hyper-parameters, but for some entries."""
+    """Tell whether two param groups have the same hyper-parameters, except some entries."""
     both = [{k: v for k, v in entry.items() if k not in aside} for entry in (one, other)]
     return not any(isinstance(found, Disparity) for found in compare_nodes(both[0], both[1], ""))
 

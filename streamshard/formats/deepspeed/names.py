@@ -93,7 +93,7 @@ WHOLE_OPTIMIZER: Final = "optimizer"
 RANDOM_LTD: Final = "random_ltd"
 """Entry of a model file for the state of random layer token dropping, if that is on."""
 SWAP_DIR: Final = "offloaded_tensors"
-"""Directory beside the shards that holds the states swapped out to NVMe."""
+"""Directory next to the shards that holds the states swapped out to NVMe."""
 
 LOOKED_INTO: Final = frozenset(
     {

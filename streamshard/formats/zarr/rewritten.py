@@ -64,7 +64,7 @@ _MOST_MISSING: Final = 1 << 18
 _COMMON: Final = ("zarr_format", "node_type", "shape", "data_type", "fill_value", "attributes")
 """Keys of a document whose values must be ours, whoever wrote it."""
 _MAY_BE_ADDED: Final = {"consolidated_metadata", "dimension_names"}
-"""Keys that a document which another tool serialized anew may have besides ours."""
+"""Keys that a document which another tool serialized again may have besides ours."""
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from streamshard.io.objects.object_upload import (
     upload_bytes,
     upload_requests,
 )
+from streamshard.io.objects.stray_uploads import abort_strays
 from streamshard.io.readable import Entry, ReadAheadBytes
 from streamshard.io.retry import FROM_OUTSIDE, ignored
 
@@ -101,6 +102,9 @@ class Buckets(ObjectFiles):
 
     def remove(self, path: Path) -> None:
         remove_below(object_of(path))
+
+    def abort_uploads(self, *roots: Path) -> str:
+        return abort_strays(*map(object_of, roots))
 
     def discard(self, directory: Path) -> None:
         with ignored(FROM_OUTSIDE):

@@ -154,7 +154,7 @@ class StoreCheck:
             self._findings.notes.append(f"{message} same.")
 
     def _add_file(self, path: str, nbytes: int | None) -> bool:
-        """Add a file, or what is wrong with it; tells whether it was serialized anew instead."""
+        """Add a file, or what is wrong with it; tells whether it was serialized again instead."""
         fault = self._index.look_at(path, nbytes)
         if fault is None:
             return False

@@ -52,7 +52,7 @@ def archive_tag(
 ) -> tuple[Receipt, Proof | None]:
     """Archive a tag and prove the archive; continue an interrupted run.
 
-    Sidecars beside the tag that changed after `stable_since_ns` are left out, such as logs. If it
+    Sidecars next to the tag that changed after `stable_since_ns` are left out, such as logs. If it
     `rebuilds`, the tag is compared with files that are rebuilt from the archive, which proves all
     that has to be proved before the tag is removed.
     """
@@ -99,7 +99,7 @@ def archive_tag(
 
 
 def _moving(opened: Source, run_dir: Path, stable_since_ns: int) -> set[int]:
-    """List the files beside the tag that a program may still be writing."""
+    """List the files next to the tag that a program may still be writing."""
     found = set()
     for number in omissions.sidecars_beside(opened):
         name = opened.checkpoint.tensors[number].name

@@ -220,7 +220,7 @@ def _about_requests(settings: Settings, tags: Sequence[CompactedTag]) -> Iterato
         if is_object(settings.run_dir):
             down_bytes += (2 * is_new + goes * (1 if is_new else 2)) * tag.source_bytes
         if is_object(settings.archive_dir):
-            # With `delete`, the tag is rebuilt beside its archive, and read there.
+            # With `delete`, the tag is rebuilt next to its archive, and read there.
             down_bytes += 2 * (is_new + goes) * tag.source_bytes
             up_bytes += (is_new + goes) * tag.source_bytes
     if down_bytes:

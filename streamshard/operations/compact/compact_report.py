@@ -1,4 +1,4 @@
-"""What `compact` returns, and the record of the last run, which lies beside the archives."""
+"""What `compact` returns, and the record of the last run, which lies next to the archives."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping

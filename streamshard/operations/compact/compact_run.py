@@ -166,8 +166,8 @@ class CompactRun:
             trashed = {*context.trash.tags(), *context.trash.being_removed()}
         if trashed and not any(is_there(context.place(tag).receipt) for tag in trashed):
             message = f"{context.archive_dir}: has no receipt of any of the {len(trashed):,} tags"
-            message = f"{message} in the trash of {context.run_dir}; is it mounted, and the one"
-            raise IncompleteError(f"{message} that they were archived in? Nothing was done")
+            message = f"{message} in the trash of {context.run_dir}. Is it mounted, and is it the"
+            raise IncompleteError(f"{message} directory of their archives? Nothing was done")
 
     def _recorded(self, results: Iterator[CompactedTag]) -> Iterator[CompactedTag]:
         """Record before the results that the run began, and after them how it ended.
@@ -328,7 +328,7 @@ class CompactRun:
         store = place.named_by(receipt).store
         if not is_there(store):
             message = f"{store}: gone, and {place.receipt} says that it was made"
-            raise CorruptFileError(f"{message}; remove that to archive {tag} again")
+            raise CorruptFileError(f"{message}; remove the receipt to archive {tag} again")
         try:
             unchanged(receipt, self._settings.run_dir / tag, None)
         except SourceError as error:

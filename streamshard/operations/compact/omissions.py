@@ -51,7 +51,7 @@ def exact_casts(source: Source, limits: Limits, progress: Progress) -> set[int]:
 
 
 def sidecars_beside(source: Source) -> set[int]:
-    """List the sidecars that lie beside the tag."""
+    """List the sidecars that lie next to the tag."""
     tag = f"{source.checkpoint.tag}/"
     return {
         number
@@ -61,7 +61,7 @@ def sidecars_beside(source: Source) -> set[int]:
 
 
 def tag_only(source: Source) -> Source:
-    """Return a source without the sidecars that lie beside the tag."""
+    """Return a source without the sidecars that lie next to the tag."""
     return narrowed(source, sidecars_beside(source))
 
 

@@ -12,9 +12,9 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.zarr import store_state
 from streamshard.io.changes import remove, sync_path, sync_tree
 from streamshard.io.files import source_errors, target_errors
-from streamshard.io.object_path import ObjectPath, is_object
-from streamshard.io.objects.stray_uploads import abort_strays
+from streamshard.io.object_path import is_object
 from streamshard.io.page_cache import drop_cached
+from streamshard.io.place import place_of
 from streamshard.layout.sample import EVERYTHING
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.scan import scan
@@ -61,7 +61,7 @@ def prove(
     """Compare an archive with its records, and all but tensor data with its source.
 
     Returns the opened archive. Whether its tensors are those of its source is left to prove: by
-    `content_equal`, or by files that are rebuilt from it. `tag_only` ignores sidecars beside the
+    `content_equal`, or by files that are rebuilt from it. `tag_only` ignores sidecars next to the
     tag, which may have changed since.
     """
     log.run("archive_synced", lambda: _synced(place))
@@ -178,7 +178,7 @@ def state_equal(archive: Source, source: Source) -> str:
 
 def _serialized(checkpoint: Checkpoint) -> bytes:
     """Serialize everything that is not a tensor, and the list of tensors."""
-    # Notes are about reading, and about files beside the tags.
+    # Notes are about reading, and about files next to the tags.
     return store_state.dump(store_state.without(replace(checkpoint, notes=()), ()), ())
 
 
@@ -198,7 +198,7 @@ def rebuilt_equal(
 ) -> str:
     """Write native files from an archive, compare them with the tag, and remove them.
 
-    Meanwhile they take as much space beside the archive as the tag itself, in a bucket too.
+    Meanwhile they take as much space next to the archive as the tag itself, in a bucket too.
     """
     rebuilt_dir = place.directory / _REBUILT / _RUN
     remove_rebuilt(place.directory)
@@ -229,8 +229,7 @@ def remove_rebuilt(directory: Path) -> None:
     rebuilt = directory / _REBUILT
     with target_errors(rebuilt):
         remove(rebuilt)
-        if isinstance(rebuilt, ObjectPath):
-            abort_strays(rebuilt)
+        place_of(rebuilt).abort_uploads(rebuilt)
 
 
 def _rebuild(place: ArchivedTag, rebuilt_dir: Path, proofs: ProofContext) -> None:
@@ -241,7 +240,7 @@ def _rebuild(place: ArchivedTag, rebuilt_dir: Path, proofs: ProofContext) -> Non
         )
         plan.run(proofs.progress)
     except NoSpaceError as error:
-        message = "is archived, and stays until there is room to rebuild it from that once"
+        message = "is archived, and stays until there is room to rebuild it from its archive"
         raise NoSpaceError(f"{message}: {error}") from error
     except BaseException as error:
         error.__notes__ = []  # they say that files are kept to continue with, which is not so here

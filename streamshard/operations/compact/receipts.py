@@ -1,4 +1,4 @@
-"""The files beside an archive: its receipt with a table of its states, and SHA-256 of its files."""
+"""The files next to an archive: its receipt, with a table of states, and SHA-256 of its files."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -43,7 +43,7 @@ TRASHED: Final = "trashed"
 PURGED: Final = "purged"
 """The tag is removed for good, or about to be."""
 DROPPING: Final = "dropping"
-"""As purged, and an archive of only the weights is being made beside the full archive."""
+"""As purged, and an archive of only the weights is being made next to the full archive."""
 WEIGHTS_ONLY: Final = "weights only"
 """The archive holds only the weights; the full archive is removed, or about to be."""
 
@@ -74,7 +74,7 @@ receipt is written before files are moved or removed, and again by a run that co
 
 @dataclass(frozen=True, slots=True)
 class JsonRecord:
-    """A small document beside the archives: written atomically, and read strictly."""
+    """A small document next to the archives: written atomically, and read strictly."""
 
     FORMAT: ClassVar[int] = 1
     ADVICE: ClassVar[str] = "remove it"
@@ -112,7 +112,7 @@ class JsonRecord:
 
 
 def _write_beside(path: Path, data: bytes) -> None:
-    """Write a file beside the archives durably."""
+    """Write a file next to the archives durably."""
     with target_errors(path):
         write_durably(path, data, path.with_name(f"{_UNFINISHED}{path.name}"))
 
@@ -217,7 +217,7 @@ class Receipt(JsonRecord):
     derived: tuple[str, ...] = ()
     """Arrays that are left out because they are exact casts of others."""
     left_out: tuple[str, ...] = ()
-    """Files beside the tag that were left out because they had changed recently."""
+    """Files next to the tag that were left out because they had changed recently."""
     source_bytes: int = 0
     archive_bytes: int = 0
     shared_files: int = 0
@@ -259,7 +259,7 @@ class Receipt(JsonRecord):
 
 @dataclass(frozen=True, slots=True)
 class ArchivedTag:
-    """The paths of a tag's archive and of the files beside it."""
+    """The paths of a tag's archive and of the files next to it."""
 
     directory: Path
     tag: str

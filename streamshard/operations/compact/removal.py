@@ -98,7 +98,7 @@ def _prove_again(context: RunContext, opened: Source, receipt: Receipt, log: Che
     place, proofs = context.place(receipt.tag), context.proofs
     candidates = omissions.cast_candidates(opened.checkpoint).items()
     derived = [number for number, pair in candidates if pair.name in receipt.derived]
-    # Files beside a tag stay, and those of a framework's checkpoint go with it.
+    # Files next to a tag stay, and those of a framework's checkpoint go with it.
     tag_only = opened.path != context.run_dir / receipt.tag
     prove(omissions.narrowed(opened, derived), place, proofs, log, tag_only=tag_only)
     # What the store's reader gives is written into files, and every bit of these is the tag's:

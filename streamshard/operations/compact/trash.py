@@ -1,6 +1,6 @@
 """The trash of a run directory, which holds tags until their grace time is over.
 
-At any moment a tag is in one place: beside the other tags, in the trash, or in the part of the
+At any moment a tag is in one place: next to the other tags, in the trash, or in the part of the
 trash that is being emptied. Each move is one rename within one file system.
 
 In a bucket nothing can be renamed, and a copy of a tag would have to be proved as its archive is.
@@ -52,7 +52,7 @@ class Trash:
         return self._place / _GOING
 
     def hidden(self) -> set[str]:
-        """Name the tags in the trash whose files are beside the other tags nevertheless."""
+        """Name the tags in the trash whose files are next to the other tags nevertheless."""
         return set()
 
     def tags(self) -> list[str]:

@@ -1,8 +1,8 @@
 """Drops the optimizer states of an archive: makes an archive of only the weights in its place.
 
-The archive of only the weights is made beside the full archive, under another name, and proved.
+The archive of only the weights is made next to the full archive, under another name, and proved.
 Then the receipt names it, and then the full archive is removed. So at any moment the archive that
-the receipt names is complete, with the list of its checksums beside it. No tensor is decoded: kept
+the receipt names is complete, with the list of its checksums next to it. No tensor is decoded: kept
 tensors have the same chunks, and so the same files.
 """
 

@@ -34,7 +34,7 @@ class ModelSidecars:
     """The sidecars, and the source to read them from."""
 
     source: Source
-    """The given source, with the files beside it added as if they were in it."""
+    """The given source, with the files next to it added as if they were in it."""
     found: tuple[Sidecar, ...]
     notes: tuple[str, ...]
 

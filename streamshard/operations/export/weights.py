@@ -118,7 +118,7 @@ def _require_told(
 
 
 def only_model_part(checkpoint: Checkpoint, *, takes_experts: bool = False) -> ModelPart:
-    """Return the only model part, which holds the whole model, but for experts' own files.
+    """Return the only model part, which holds the whole model, except experts' own files.
 
     Parameters
     ----------

@@ -120,7 +120,7 @@ def picture_of(
     Parameters
     ----------
     world_size, zero_stage
-        Show beside it how `repartition` would cut it. If only one is given, the other one stays as
+        Show next to it how `repartition` would cut it. If only one is given, the other one stays as
         it was saved.
     """
     if source.kind in ("dcp", "weights"):

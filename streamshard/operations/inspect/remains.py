@@ -74,7 +74,7 @@ def _needs_choice(root: Path) -> bool:
 
 
 def _directory(root: Path, error: SourceError) -> CheckpointList | None:
-    """List a directory's checkpoints; tags without a `latest` beside them are a problem."""
+    """List a directory's checkpoints; tags without a `latest` next to them are a problem."""
     found = summaries(root)
     is_run = exists(root / names.LATEST) or any(
         "/" not in one.path and one.kind == "native" and _is_tag(root / one.path) for one in found

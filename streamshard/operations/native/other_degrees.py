@@ -64,7 +64,7 @@ def at_degrees(
     expert_parallel: int | None = None,
     if_needed: bool = False,
 ) -> RecutSource | None:
-    """Cut a checkpoint anew, if a job is to resume at other degrees than those that saved it.
+    """Re-cut a checkpoint, if a job is to resume at other degrees than those that saved it.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""A source whose model was cut anew for other degrees, and the copies that were taken for equal."""
+"""A source whose model was re-cut for other degrees, and the copies that were taken for equal."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +40,7 @@ from streamshard.operations.transfer.report import Progress
 
 @dataclass(frozen=True, slots=True)
 class RecutSource:
-    """A checkpoint that was cut anew for other degrees."""
+    """A checkpoint that was re-cut for other degrees."""
 
     source: Source
     """With the parts of the model of the target, which lie in the files of the original."""

@@ -43,7 +43,7 @@ class Resharding:
     spreads_experts: bool = False
     """Whether another count of ranks than in the source shares the experts."""
     degrees: RecutSource | None = None
-    """How the model was cut anew for other degrees; None if it was not."""
+    """How the model was re-cut for other degrees; None if it was not."""
 
     def explain(self, job: BatchPlan | None = None) -> resizing.Resizing:
         """Explain the effects on everything that depends on the count of ranks.
@@ -103,7 +103,7 @@ def resharding_of(
     expert_parallel
         Count of ranks over which that job's experts are spread; by default as many as now.
     degrees
-        How the model was cut anew for that job, if it was.
+        How the model was re-cut for that job, if it was.
     """
     if degrees is not None:
         degrees.require_config(wanted)
@@ -145,7 +145,7 @@ def _shaping(source: Source, layout: ZeroLayout) -> ZeroLayout:
 
 
 def _at_expert_degree(opened: Source, degree: int | None, world_size: int) -> Source | None:
-    """Spread the experts of a checkpoint anew; None if they are to stay as they are.
+    """Spread the experts of a checkpoint again; None if they are to stay as they are.
 
     Parameters
     ----------

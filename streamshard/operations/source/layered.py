@@ -64,7 +64,7 @@ def _with_parts(source: Source, parts: Sequence[TensorInFile]) -> Cutting:
 
 
 class _KeptFiles:
-    """The files beside the shards of a source, whose own files they are unless it is a store."""
+    """The files next to the shards of a source, whose own files they are unless it is a store."""
 
     def __init__(self, source: Source) -> None:
         self._source = source

@@ -1,4 +1,4 @@
-"""Finds the sidecars, which lie beside the tags and are carried along: tokenizer, configs, …"""
+"""Finds the sidecars, which lie next to the tags and are carried along: tokenizer, configs, …"""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -74,7 +74,7 @@ class TimeEstimate:
     """Rate for pieces from all over the source, read from disk or from the page cache."""
     read_sample_bytes: int
     write_bytes_per_second: int
-    """Rate for a file beside the target that was written and synced; 0 if that was impossible."""
+    """Rate for a file next to the target that was written and synced; 0 if that was impossible."""
     write_sample_bytes: int
     encode_bytes_per_second: int
     """Rate at which all workers compressed pieces of the source; 0 without compression."""
@@ -94,7 +94,7 @@ class Space:
     """Free space after the run and after removal of the replaced target; more if the target is
     compressed."""
     begun_bytes: int
-    """Bytes that an earlier run left beside the target's place; this run uses or removes them."""
+    """Bytes that an earlier run left next to the target's place; this run uses or removes them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,8 +50,8 @@ def replaced_of(target: Path) -> Path:
 def place_to_make(target: Path) -> Path:
     """Return the path of a target: if it is a link to a free directory, that directory's path.
 
-    The target is built beside the directory and takes its place, and the link stays. This holds too
-    for a target that a run had completed when it was killed, but whose journal is still there.
+    The target is built next to the directory and takes its place, and the link stays. This holds
+    too for a target that a run had completed when it was killed, but whose journal is still there.
     """
     with target_errors(target):
         if is_link(target) and is_directory(target):
@@ -80,7 +80,7 @@ def require_other(source: str | os.PathLike[str], target: Path) -> None:
 
 
 def require_named(target: Path) -> None:
-    """Refuse a target without a name, from which the names beside it are made."""
+    """Refuse a target without a name, from which the names next to it are made."""
     if target.name in ("", "..") or (isinstance(target, ObjectPath) and not target.key):
         raise UsageError(f"{target}: is not a name for a new directory; write it out")
 

@@ -4,7 +4,7 @@ Nothing can be renamed there. At any moment the bucket is in one of these states
 command finishes each of them:
 
 - OUT has no objects, or a journal of those that are uploaded: the target does not exist yet.
-- OUT has a commit record: the target exists. A journal beside it is removed.
+- OUT has a commit record: the target exists. A journal next to it is removed.
 - With `overwrite`, OUT.partial has what will replace OUT, and its journal says how much of it.
   If the journal says that everything is there, the objects of OUT are replaced, one by one, by
   copies that the service makes. Until the commit record is back, OUT has no `latest` and no root
@@ -30,7 +30,7 @@ from streamshard.io.object_path import ObjectPath, object_of
 from streamshard.io.objects.listings import is_no_marker
 from streamshard.io.objects.object_changes import copy_object, for_each, moved, objects_below
 from streamshard.io.objects.object_upload import create, upload_requests
-from streamshard.io.objects.stray_uploads import abort_strays
+from streamshard.io.place import place_of
 from streamshard.io.readable import Entry
 from streamshard.io.retry import FROM_OUTSIDE, ignored
 from streamshard.operations.source.unfinished import COMMITTED, JOURNAL
@@ -125,7 +125,7 @@ class UploadedTarget:
     def _abort_strays(self) -> None:
         """Abort uploads in parts of the earlier run, or say that some may be left."""
         # Copies of the largest objects are made of parts too, below the target.
-        why = abort_strays(object_of(self.path), self._target)
+        why = place_of(self.path).abort_uploads(self.path, self._target)
         if why and any(upload_requests(nbytes) > 1 for nbytes in self._sizes().values()):
             self.notes = (_STRAYS.format(self._target, why),)
 

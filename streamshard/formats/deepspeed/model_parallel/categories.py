@@ -1,6 +1,6 @@
 """Reads how a job cut each parameter from lists of patterns: its categories.
 
-AutoTP saves them beside its maps, and alone before 0.19.8. Jobs that cut their layers themselves
+AutoTP saves them next to its maps, and alone before 0.19.8. Jobs that cut their layers themselves
 save them for DeepSpeed's universal checkpoint, whose converter has the rules (`merge_tp_slices` of
 `deepspeed/checkpoint/ds_to_universal.py`, 0.19.8). One rule is not followed: a vocabulary keeps its
 padding, since the rows that are added to it are trained as all others are.

@@ -143,7 +143,7 @@ class ModelInParts:
     def cut_by_default(self) -> Sequence[str]:
         """Return tensors that are in no list, and that all ranks hold in one shape.
 
-        One that a job did not list as replicated looks the same, but for its values.
+        One that a job did not list as replicated looks the same, except its values.
         """
         cuts = self._cuts
         if not isinstance(cuts, Categories):
@@ -232,7 +232,7 @@ def _require_shard(name: str, number: int, mapped: Shape | None, held: Shape | N
 
 
 def _require_plain(checkpoint: Checkpoint) -> None:
-    """Refuse what cannot be cut anew."""
+    """Refuse what cannot be re-cut."""
     model_parts = checkpoint.model_parts
     what = None
     if checkpoint.is_dumps or checkpoint.foreign:

@@ -75,7 +75,7 @@ def recut_checkpoint(source: R, parts: ModelInParts, like: ModelInParts) -> R:
 
 
 class _MergedParts:
-    """What the source's parts have in common, beside the reference's."""
+    """What the source's parts have in common, next to the reference's."""
 
     def __init__(self, parts: ModelInParts, like: ModelInParts) -> None:
         self._parts = parts
