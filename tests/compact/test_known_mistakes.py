@@ -104,7 +104,7 @@ def test_an_archive_that_is_gone_is_no_reason_to_empty_the_trash(
 ) -> None:
     api.compact(run, archive, delete=True)
     archive.rename(tmp_path / "elsewhere")
-    with pytest.raises(api.StreamshardError, match="is it mounted"):
+    with pytest.raises(api.StreamshardError, match="Is it mounted"):
         api.compact(run, archive, delete=True, now=later(30))
     found = api.compact(run, archive, grace=NO_GRACE, purge=[FIRST])
     problem = {tag.tag: tag for tag in found.problems}[FIRST]
@@ -120,7 +120,7 @@ def test_into_the_place_where_archives_were_mounted_nothing_goes(
     archive.rename(tmp_path / "elsewhere")
     archive.mkdir()
     for dry_run in (True, False):
-        with pytest.raises(api.StreamshardError, match="is it mounted") as caught:
+        with pytest.raises(api.StreamshardError, match="Is it mounted") as caught:
             api.compact(run, archive, delete=True, keep_last=2, dry_run=dry_run)
         assert caught.value.exit_code == 3
     assert tags_in(run) == ALL - {FIRST}
