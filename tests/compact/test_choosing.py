@@ -33,6 +33,12 @@ STEPS = tags("s9", "s10", "s11", "s100", "s1000")
 """In this order only by their numbers."""
 
 
+def lagging(*lags: int | None) -> RunDirectory:
+    """Return a run whose steps lag so far behind, the last one being the one that is needed."""
+    found = [replace(tag, lags=(lag,)) for tag, lag in zip(STEPS, lags, strict=True)]
+    return RunDirectory(tuple(found), "s1000")
+
+
 def verdicts(run: RunDirectory, rules: Rules = RULES) -> dict[str, str]:
     return {choice.tag.name: choice.verdict for choice in choose(run, rules, NOW)}
 
@@ -81,6 +87,16 @@ CASES = {
     "nor do those go that are counted in parts": (
         RunDirectory((*STEPS, *tags("s3.25", "s10.5")), "s1000"), RULES, ["s9", "s10", "s11"]
     ),
+    "the newest is of two saves": (lagging(0, 0, 0, 0, 9), RULES, ["s9", "s10"]),
+    "one among the newest is": (lagging(0, 0, 0, 9, 0), RULES, ["s9", "s10"]),
+    "two of them are": (lagging(0, 0, 9, 0, 9), RULES, ["s9"]),
+    "nearly all are": (lagging(0, 9, 0, 9, 0), replace(RULES, keep_last=4), []),
+    "an older one goes as before": (lagging(0, 9, 0, 0, 0), RULES, ["s9", "s10", "s11"]),
+    "an optimizer started afresh": (lagging(0, 0, 0, 9, 9), RULES, ["s9", "s10", "s11"]),
+    "before the first that is left": (lagging(9, 9, 9, 9, 9), RULES, ["s9", "s10", "s11"]),
+    "counts of another kind": (lagging(1, 2, 3, 4, 5), RULES, ["s9", "s10", "s11"]),
+    "a count is not known": (lagging(0, 0, 0, 0, None), RULES, ["s9", "s10", "s11"]),
+    "none counts between two": (lagging(0, 0, 9, None, 0), RULES, ["s9", "s10", "s11"]),
     "two names of a step count once": (
         RunDirectory((*STEPS, *tags("t1000")), "s1000"), RULES, ["s9", "s10", "s11"]
     ),
@@ -104,6 +120,12 @@ def test_what_may_go(case: str) -> None:
 def test_what_is_not_clear_is_told(run: RunDirectory, name: str, told: str) -> None:
     (found,) = [choice for choice in choose(run, RULES, NOW) if choice.tag.name == name]
     assert (found.verdict, told in found.reason) == (AMBIGUOUS, True)
+
+
+@pytest.mark.parametrize(("tag", "is_told"), [("s100", False), ("s1000", True)])
+def test_a_tag_of_two_saves_is_told(tag: str, is_told: bool) -> None:
+    (found,) = [c for c in choose(lagging(0, 0, 0, 0, 9), RULES, NOW) if c.tag.name == tag]
+    assert (found.verdict, "may be of two saves" in found.reason) == (KEPT, is_told)
 
 
 def test_a_save_under_way_is_nothing_unclear() -> None:
@@ -133,6 +155,7 @@ TAGS = st.builds(
     changed_ns=st.sampled_from([OLD, NOW]),
     problem=st.none() | st.just("torn"),
     is_linked=st.booleans(),
+    lags=st.just(()) | st.tuples(st.none() | st.integers(0, 2)),
 )
 RUNS = st.lists(TAGS, min_size=1, max_size=12, unique_by=lambda tag: tag.name).flatmap(
     lambda found: st.builds(
@@ -149,6 +172,8 @@ def test_of_any_run_enough_is_left(
         return
     rules = replace(RULES, keep_last=keep_last, keep_every=keep_every)
     gone = {choice.tag for choice in choose(run, rules, NOW) if choice.verdict == CANDIDATE}
+    alike = replace(run, tags=tuple(replace(tag, lags=()) for tag in run.tags))
+    assert {tag.name for tag in gone} <= {*candidates(alike, rules)}
     last = step_of(run.latest or "") or 0
     complete = [tag for tag in run.tags if tag.problem is None and (step_of(tag.name) or 0) <= last]
     left = {step_of(tag.name) for tag in complete if tag not in gone and tag.name != "best"}

@@ -26,6 +26,7 @@ from streamshard.errors import (
 )
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.names import step_of
+from streamshard.formats.deepspeed.read.redundant_copies import optimizer_lag
 from streamshard.formats.frameworks import TRAINER_STATE
 from streamshard.formats.links import resolved_link
 from streamshard.io.entries import (
@@ -140,6 +141,9 @@ class _Scan:
             if is_framework:
                 require_named(directory)
             opened = open_tag(self.run_dir, name)
+            parts = opened.checkpoint.model_parts
+            lags = tuple(optimizer_lag(part.groups, part.model_state) for part in parts)
+            found = replace(found, lags=lags)
             if is_framework:
                 with source_errors(directory):
                     saved_ns = examine(directory / names.LATEST).modified_ns

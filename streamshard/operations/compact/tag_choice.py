@@ -1,6 +1,6 @@
 """Chooses the tags of a run directory that may be removed, from the descriptions of all tags."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from fnmatch import fnmatchcase
@@ -38,6 +38,8 @@ class Tag:
     """Time at which the `latest` in it was written, since the epoch; 0 if it has none."""
     best: tuple[str, ...] = ()
     """Checkpoints that Lightning calls the best in it."""
+    lags: tuple[int | None, ...] = ()
+    """For each model part, how many steps its optimizer is behind; None where it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,7 @@ def choose(run: RunDirectory, rules: Rules, now_ns: int) -> list[Choice]:
 def protection(name: str, run: RunDirectory, rules: Rules) -> str | None:
     """Say which rule or name protects the archive of a removed tag; None if none does."""
     gone = Tag(name, changed_ns=0)
-    return next(_protected(gone, run, rules, _step_in(run, name), set()), None)
+    return next(_protected(gone, run, rules, _step_in(run, name), _Newest()), None)
 
 
 def protection_in_trash(tag: Tag, run: RunDirectory, rules: Rules) -> str | None:
@@ -141,16 +143,43 @@ def protection_in_trash(tag: Tag, run: RunDirectory, rules: Rules) -> str | None
     return next(_protected(tag, again, rules, _step_in(run, tag.name), newest), None)
 
 
-def _newest(run: RunDirectory, rules: Rules) -> set[int]:
-    """Return the newest complete steps that are not above the step of `latest`."""
+@dataclass(frozen=True, slots=True)
+class _Newest:
+    """The newest complete steps that are not above the step of `latest`."""
+
+    steps: Set[int] = frozenset()
+    mixed: Set[str] = frozenset()
+    """Tags that may be of two saves: they are not counted, so more steps are kept."""
+
+
+def _newest(run: RunDirectory, rules: Rules) -> _Newest:
     last = step_of(run.latest or "")
     whole = [tag for tag in run.tags if tag.problem is None and rules.considers(tag.name)]
-    steps = {_step_in(run, tag.name) for tag in whole}
-    known = sorted(step for step in steps if step is not None and last is not None and step <= last)
-    return {*known[-rules.keep_last :]}
+    steps = [(_step_in(run, tag.name), tag) for tag in whole]
+    up_to = -1 if last is None else last
+    known = [(step, tag) for step, tag in steps if step is not None and step <= up_to]
+    known.sort(key=lambda one: (one[0], one[1].name))
+    mixed = {tag.name for tag in _mixed([tag for _, tag in known])}
+    counted = sorted({step for step, tag in known if tag.name not in mixed})[-rules.keep_last :]
+    enough = counted[0] if len(counted) == rules.keep_last else 0
+    return _Newest({step for step, _ in known if step >= enough}, mixed)
 
 
-def _decide(tag: Tag, run: RunDirectory, rules: Rules, newest: set[int], now_ns: int) -> Choice:
+def _mixed(tags: Sequence[Tag]) -> Iterator[Tag]:
+    """Yield the tags of a run, sorted by step, whose files may be of two saves.
+
+    A run that started its optimizer afresh lags from one tag on; a tag of two saves lags alone.
+    """
+    known = [tag for tag in tags if tag.lags and None not in tag.lags]
+    for at, tag in enumerate(known[1:], 1):
+        is_last = tag is known[-1]
+        others = known[max(0, at - 2) : at] if is_last else (known[at - 1], known[at + 1])
+        lags = {other.lags for other in others}
+        if len(lags) == 1 and tag.lags not in lags:
+            yield tag
+
+
+def _decide(tag: Tag, run: RunDirectory, rules: Rules, newest: _Newest, now_ns: int) -> Choice:
     step = _step_in(run, tag.name)
     for reason in _young(tag, rules, now_ns):
         return Choice(tag, step, KEPT, reason)
@@ -158,7 +187,8 @@ def _decide(tag: Tag, run: RunDirectory, rules: Rules, newest: set[int], now_ns:
         for reason in _unclear(tag, run, step):
             return Choice(tag, step, AMBIGUOUS, reason)
     for reason in _protected(tag, run, rules, step, newest):
-        return Choice(tag, step, KEPT, reason)
+        doubt = "; its files may be of two saves, so it does not count as one of the newest"
+        return Choice(tag, step, KEPT, reason + doubt * (tag.name in newest.mixed))
     return Choice(tag, step, CANDIDATE, "no rule keeps it")
 
 
@@ -179,7 +209,7 @@ def _unclear(tag: Tag, run: RunDirectory, step: int | None) -> Iterator[str]:
 
 
 def _protected(
-    tag: Tag, run: RunDirectory, rules: Rules, step: int | None, newest: set[int]
+    tag: Tag, run: RunDirectory, rules: Rules, step: int | None, newest: _Newest
 ) -> Iterator[str]:
     """Yield the reasons for which a tag is kept."""
     if tag.name == run.latest:
@@ -192,7 +222,7 @@ def _protected(
         yield f"lies in another directory than {run.latest}, so their steps are not compared"
     elif step is None:
         yield "tells no step"
-    elif step in newest:
+    elif step in newest.steps:
         yield f"among the newest {rules.keep_last}"
     elif rules.keep_every is not None and step % rules.keep_every == 0:
         yield f"a multiple of {rules.keep_every:,}"

@@ -43,19 +43,32 @@ def steps_apart(groups: Sequence[ParamGroup], model: Mapping[str, Node]) -> Iter
     optimizer files of the first save. Then only these counts differ. A run whose optimizer was
     started afresh has such counts as well, so this is no error.
     """
-    total, skipped = model.get("global_steps"), model.get("skipped_steps", 0)
-    counts = [_count((group.states or {}).get("step")) for group in groups]
-    taken = [count for count in counts if count is not None]
-    if not taken or not isinstance(total, int) or not isinstance(skipped, int):
-        return
-    if total - skipped not in taken:
+    taken, lag = _steps_taken(groups), optimizer_lag(groups, model)
+    if lag:
         text = (
             f"The optimizer's files are of step {show(max(taken))}, the model's of step "
-            f"{show(total - skipped)} (skipped steps are not counted). Unless the run started its "
+            f"{show(max(taken) + lag)} (skipped steps are not counted). Unless the run started its "
             "optimizer afresh, a job died while it saved this tag for the second time, and the "
             "files are of two saves: take another tag."
         )
         yield Note(text, NoteKind.MIXED)
+
+
+def optimizer_lag(groups: Sequence[ParamGroup], model: Mapping[str, Node]) -> int | None:
+    """Return how many steps the optimizer is behind the model file; None if the files do not tell.
+
+    It is 0 if any param group has taken all steps: others may have been added later.
+    """
+    total, skipped = model.get("global_steps"), model.get("skipped_steps", 0)
+    taken = _steps_taken(groups)
+    if not taken or not isinstance(total, int) or not isinstance(skipped, int):
+        return None
+    return 0 if total - skipped in taken else total - skipped - max(taken)
+
+
+def _steps_taken(groups: Sequence[ParamGroup]) -> list[int]:
+    counts = [_count((group.states or {}).get("step")) for group in groups]
+    return [count for count in counts if count is not None]
 
 
 def _count(step: Node) -> int | None:
