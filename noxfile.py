@@ -60,7 +60,8 @@ def run_tests(
     session: nox.Session, tier: str, *, old_engines: bool = False, python: str | None = None
 ) -> None:
     """Run a tier on all cores; arguments after `--` go to pytest."""
-    pytest = ("-m", "pytest", "-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
+    processes = min(4, len(os.sched_getaffinity(0)) + 1)  # one more, as tests wait for disks
+    pytest = ("-m", "pytest", "-n", str(processes), "--dist", "loadfile")
     arguments = (*pytest, "-m", tier, *session.posargs)
     run_shared(session, *arguments, groups=["tests"], old_engines=old_engines, python=python)
 

@@ -29,9 +29,11 @@ SHARING: Final = {
     "topologies": ("test_topologies", "test_topology_edges"),
 }
 """Files of `ENGINES` that look at what the same engines have done."""
-
+CLUSTERS: Final = "tests/cluster/"
+"""Its files share clusters, whose processes use the CPU even where they wait."""
 
 LONGEST: Final = (
+    CLUSTERS,
     "tests/compact/test_bucket_races.py",
     "tests/compact/test_buckets.py",
     "tests/faults/test_every_call.py",
@@ -43,7 +45,7 @@ LONGEST: Final = (
     "tests/oracle/test_unattended.py",
     "tests/oracle/test_load_memory.py",
 )
-"""Files of few tests that take long: they are begun first, so that none is left for the end."""
+"""Files and folders of few tests that take long: they are begun first, so that none is left for the end."""
 
 
 def tier(item: pytest.Item) -> str:
@@ -76,7 +78,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class ByFile(LoadScopeScheduling):  # type: ignore[misc]
-    """Keeps the tests of a file in one process, and files that share what engines have done.
+    """Keeps the tests of a file in one process, and files that share engines or clusters.
 
     The files of the most tests come first, and before them those that take longest.
     """
@@ -92,7 +94,7 @@ class ByFile(LoadScopeScheduling):  # type: ignore[misc]
         for scope, names in SHARING.items():
             if file.startswith(ENGINES) and Path(file).stem in names:
                 return ENGINES + scope
-        return file
+        return CLUSTERS if file.startswith(CLUSTERS) else file
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:

@@ -1,4 +1,4 @@
-"""Clusters of real processes, one of each size for all tests of a process."""
+"""Clusters of real processes, one of each size for all tests of this folder."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,7 +31,7 @@ def started(workers: int, threads: int = 1) -> Iterator[Client]:
         yield client
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def clusters() -> Iterator[Any]:
     """Return a client of a cluster with so many workers."""
     with ExitStack() as stack:
