@@ -1,5 +1,6 @@
 """Connects to Dask clusters, and lets verbs run on them."""
 
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,7 +11,7 @@ from streamshard.batches import mapped_by
 from streamshard.engine.jobs.batch_jobs import on_workers
 from streamshard.engine.jobs.executor import runs_on
 from streamshard.errors import ClusterError, Option, UsageError
-from streamshard.io.entries import exists
+from streamshard.io.entries import exists, read_document
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -21,6 +22,7 @@ _LOCAL: Final = "local:"
 _HEEDS_NO_INTERRUPT: Final = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
 """A terminal sends Ctrl-C to all processes; only the one that leads the run is to act on it."""
 _CONNECT_SECONDS: Final = 30
+_TLS: Final = "DASK_DISTRIBUTED__COMM__TLS"
 
 
 @contextmanager
@@ -75,25 +77,53 @@ def _connected(address: str, threads: int) -> Iterator["Client"]:
 
     with ExitStack() as stack:
         if address.startswith(_LOCAL):
-            where = {"address": stack.enter_context(_local_cluster(address, threads))}
+            found = stack.enter_context(_local_cluster(address, threads))
         elif address.endswith(".json"):
-            if not exists(Path(address)):
-                message = f"{Option('address', address)}: no such file; has the scheduler started?"
-                raise UsageError(message)
-            where = {"scheduler_file": address}
+            found = _written_in(Path(address))
         elif ":" in address:
-            where = {"address": address}
+            found = address
         else:
             message = "an address (tcp://host:8786), a scheduler file (*.json) or local:N"
             raise UsageError(f"{Option('address', address)}: not {message}")
+        _require_encryption(found)
         stack.enter_context(_silent_client())
         try:
             options = {"timeout": _CONNECT_SECONDS, "set_as_default": False}
             connect: Any = Client
-            client = stack.enter_context(connect(**where, **options))
+            client = stack.enter_context(connect(found, **options))
         except (OSError, ValueError) as error:
             raise ClusterError(f"{Option('address', address)}: nobody answers ({error})") from error
         yield client
+
+
+def _written_in(path: Path) -> str:
+    """Return the address in a file that a scheduler has written."""
+    asked = Option("address", path)
+    if not exists(path):
+        raise UsageError(f"{asked}: no such file; has the scheduler started?")
+    try:
+        return str(json.loads(read_document(path))["address"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise UsageError(f"{asked}: not a file that a Dask scheduler has written") from error
+
+
+def _require_encryption(address: str) -> None:
+    """Refuse an address that Dask's settings here do not allow a client to connect to."""
+    from distributed.security import Security
+
+    asked = Option("address", address)
+    try:
+        settings = Security().get_connection_args("client")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{asked}: Dask's certificate or key cannot be read ({error})") from error
+    if address.startswith("tls://") and settings["ssl_context"] is None:
+        raise UsageError(
+            f"{asked}: the scheduler takes only whoever has its key, and Dask's settings here name "
+            f"none. Set {_TLS}__CA_FILE, {_TLS}__CLIENT__CERT and {_TLS}__CLIENT__KEY"
+        )
+    if settings["require_encryption"] and not address.startswith("tls://"):
+        message = "Dask's settings here require encryption, and the address does not begin with"
+        raise UsageError(f"{asked}: {message} tls://")
 
 
 @contextmanager

@@ -1,0 +1,122 @@
+"""A cluster that takes only whoever has its key, set up as the documentation says."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import streamshard
+from tests.cli.conftest import tree
+from tests.cluster.workers import PAUSE, ROOT
+from tests.documents import blocks, page
+from tests.fabricated import write
+from tests.forked import run_forked
+from tests.job import Job
+
+SETTING = "DASK_DISTRIBUTED__COMM__TLS"
+CLIENT_KEY = f"{SETTING}__CLIENT__KEY"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A scheduler and two workers that are encrypted."""
+
+    scheduler_file: Path
+    environment: Mapping[str, str]
+    """Of whoever has the key."""
+
+
+@contextmanager
+def dask(*words: str, environment: Mapping[str, str]) -> Iterator[None]:
+    """Run a program of Dask meanwhile."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dask", *words],
+        env={**os.environ, **environment, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+    )
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    home = tmp_path_factory.mktemp("home")
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the program openssl")
+    set_up, _ = blocks(page("clusters"), "bash")
+    script = f"set -e\n{set_up}\n. ~/dask-tls/environment\nenv -0"
+    plain = {"HOME": str(home), "PATH": os.environ["PATH"]}
+    done = subprocess.run(["bash", "-c", script], env=plain, capture_output=True, check=True)
+    settings = dict(line.split("=", 1) for line in done.stdout.decode().split("\0")[:-1])
+    keys = {name: value for name, value in settings.items() if name.startswith("DASK_")}
+    assert all(os.stat(home / "dask-tls" / name).st_mode & 0o77 == 0 for name in ("key.pem", "."))
+    file = home / "scheduler.json"
+    encrypted = ["--protocol", "tls", "--scheduler-file", str(file)]
+    with ExitStack() as stack:
+        open_ports = ["--port", "0", "--dashboard-address", "127.0.0.1:0", "--host", "127.0.0.1"]
+        stack.enter_context(dask("scheduler", *encrypted, *open_ports, environment=keys))
+        for _ in range(2):
+            least = ["--nthreads", "1", "--no-nanny", "--no-dashboard"]
+            stack.enter_context(dask("worker", *encrypted, *least, environment=keys))
+        while not file.exists() or not file.read_text().endswith("}"):
+            time.sleep(PAUSE)
+        yield Cluster(file, keys)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write(Job(), tmp_path / "run")
+
+
+def test_whoever_has_the_key_uses_it(
+    cluster: Cluster, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    address = str(cluster.scheduler_file)
+    words = ["repartition", str(run), str(run.parent / "far"), "--world-size", "3", "-v"]
+    done = run_forked(*words, "--dask", address)
+    assert done.code == 0, done.err
+    assert done.err.count("tls://127.0.0.1:") > 0
+    streamshard.repartition(run, run.parent / "near", world_size=3)
+    assert tree(run.parent / "far") == tree(run.parent / "near")
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "told"),
+    [
+        ({SETTING: None}, 2, f"Set {SETTING}__CA_FILE, {SETTING}__CLIENT__CERT and {CLIENT_KEY}"),
+        ({CLIENT_KEY: "/nowhere/key.pem"}, 2, "certificate or key cannot be read"),
+        ({"tls://": "tcp://"}, 2, "does not begin with tls://"),
+        ({"tls://": "tcp://", "DASK_": None}, 7, "nobody answers"),
+    ],
+    ids=["no key", "a key that is not there", "not encrypted", "not encrypted and no key"],
+)
+def test_nobody_else_does(
+    changes: dict[str, str | None],
+    code: int,
+    told: str,
+    cluster: Cluster,
+    run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in cluster.environment.items():
+        if not any(name.startswith(head) for head, other in changes.items() if other is None):
+            monkeypatch.setenv(name, changes.get(name) or value)
+    file = run.parent / "scheduler.json"
+    written = cluster.scheduler_file.read_text()
+    file.write_text(written.replace("tls://", changes.get("tls://") or "tls://"))
+    done = run_forked("verify", str(run), "--dask", str(file))
+    assert (done.code, told in done.err) == (code, True), done.err
+    assert "Traceback" not in done.err
