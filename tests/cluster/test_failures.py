@@ -30,6 +30,7 @@ from tests.fabricated import write
 from tests.job import Job
 
 pytestmark = pytest.mark.usefixtures("many_spans")
+GOLDEN = ROOT / "tests" / "compact" / "golden" / "global_step80.zarr"
 
 
 @pytest.fixture(scope="module")

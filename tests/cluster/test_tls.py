@@ -60,7 +60,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     done = subprocess.run(["bash", "-c", script], env=plain, capture_output=True, check=True)
     settings = dict(line.split("=", 1) for line in done.stdout.decode().split("\0")[:-1])
     keys = {name: value for name, value in settings.items() if name.startswith("DASK_")}
-    assert all(os.stat(home / "dask-tls" / name).st_mode & 0o77 == 0 for name in ("key.pem", "."))
+    assert all((home / "dask-tls" / name).stat().st_mode & 0o77 == 0 for name in ("key.pem", "."))
     file = home / "scheduler.json"
     encrypted = ["--protocol", "tls", "--scheduler-file", str(file)]
     with ExitStack() as stack:
