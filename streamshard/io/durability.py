@@ -23,6 +23,7 @@ from streamshard.io.file_system import (
     libc,
 )
 from streamshard.io.readable import walk
+from streamshard.io.retry import close_unwritten
 
 _SYNC_FILE_RANGE_WRITE: Final = 2
 _SYNC_FILE_RANGE_WAIT: Final = 1 | 2 | 4
@@ -68,7 +69,7 @@ def sync_tree(root: Path) -> None:
             _sync_file_system(descriptor, root)
             return
     finally:
-        os.close(descriptor)
+        close_unwritten(descriptor)
     with ThreadPoolExecutor(_THREADS) as pool:
         # A name must not be durable before what it names.
         for wanted in (False, True):
@@ -85,7 +86,7 @@ def sync_path(path: Path) -> None:
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
-        os.close(descriptor)
+        close_unwritten(descriptor)
 
 
 def _syncs_as_a_whole(descriptor: int) -> bool:

@@ -19,7 +19,7 @@ from typing import Final, Protocol, Self
 
 from streamshard.errors import TargetLockedError
 from streamshard.io.file_system import LOCAL, boot_id, file_system_of
-from streamshard.io.retry import FROM_OUTSIDE, ignored
+from streamshard.io.retry import FROM_OUTSIDE, close_unwritten, ignored
 from streamshard.io.writable import not_ours, open_regular, require_one_name
 
 _NO_LINKS: Final = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL}
@@ -116,12 +116,16 @@ class Lock:
             return False
         except OSError as error:
             if error.errno not in _NO_LINKS:
-                raise
+                message = (
+                    f"{error.strerror}, as a hard link was made for the lock. If a bucket is "
+                    "mounted there, give the bucket's URL, such as s3://bucket/path"
+                )
+                raise OSError(error.errno, message, str(self._what)) from error
             return self._make_without_links()
         finally:
             new.unlink(missing_ok=True)
             if descriptor >= 0:
-                os.close(descriptor)
+                close_unwritten(descriptor)
         return True
 
     def _make_without_links(self) -> bool:
@@ -137,7 +141,7 @@ class Lock:
             self._descriptor, descriptor = descriptor, -1
         finally:
             if descriptor >= 0:
-                os.close(descriptor)
+                close_unwritten(descriptor)
         return True
 
     def _try(self) -> bool:
@@ -158,7 +162,7 @@ class Lock:
             self._descriptor, descriptor = descriptor, -1
         finally:
             if descriptor >= 0:
-                os.close(descriptor)
+                close_unwritten(descriptor)
         return True
 
     def _is_in_place(self, descriptor: int) -> bool:
@@ -212,8 +216,8 @@ class Lock:
         if self._descriptor >= 0:
             with ignored(FROM_OUTSIDE):
                 self._path.unlink()
-            os.close(self._descriptor)
-            self._descriptor = -1
+            descriptor, self._descriptor = self._descriptor, -1
+            close_unwritten(descriptor)
 
 
 def _flock(descriptor: int) -> bool | None:

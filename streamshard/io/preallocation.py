@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.io.file_system import TMPFS, file_system_of, last_error, libc
+from streamshard.io.retry import close_unwritten
 from streamshard.io.writable import open_to_write
 
 _STEP_BYTES: Final = 64 << 20
@@ -55,7 +56,7 @@ class Reservation:
 
     def close(self) -> None:
         """Free all space, unless that is done."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            close_unwritten(descriptor)
             self._path.unlink(missing_ok=True)

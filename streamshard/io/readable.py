@@ -11,6 +11,7 @@ from stat import S_ISDIR, S_ISLNK, S_ISREG
 from types import TracebackType
 from typing import BinaryIO, Final, Protocol, Self
 
+from streamshard.io.retry import close_unwritten
 from streamshard.model import Decoder, SourceFile
 
 _QUIET: Final = getattr(os, "O_NOATIME", 0)
@@ -142,7 +143,7 @@ class ReadableFile:
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self.descriptor)
+        close_unwritten(self.descriptor)
 
     def __enter__(self) -> Self:
         return self

@@ -1,6 +1,7 @@
 """Tells errors of the world from those of a wrong call: retries after some, ignores some."""
 
 import errno
+import os
 import threading
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
@@ -78,6 +79,12 @@ def try_again(call: Callable[[], T], stop: threading.Event | None = None) -> T:
         if stop.wait(pause):
             raise StoppedError
     return call()
+
+
+def close_unwritten(descriptor: int) -> None:
+    """Close a file that nothing was written to, or that is synced: an error then loses nothing."""
+    with ignored(FROM_OUTSIDE):
+        os.close(descriptor)
 
 
 @contextmanager

@@ -89,10 +89,11 @@ class LocalSink:
 
     def close(self) -> None:
         """Stop writing, unless that is done."""
-        for descriptor in (self.descriptor, self._direct):
+        # Forgotten first: a descriptor is closed even if that reports an error.
+        both, self.descriptor, self._direct = (self.descriptor, self._direct), -1, -1
+        for descriptor in both:
             if descriptor >= 0:
                 os.close(descriptor)
-        self.descriptor = self._direct = -1
 
 
 def open_to_fill(path: Path, *, is_direct: bool) -> LocalSink:
@@ -222,6 +223,6 @@ class AppendedFile:
 
     def close(self) -> None:
         """Close the file, unless that is done."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)

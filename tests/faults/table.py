@@ -2,7 +2,7 @@
 
 import errno
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from tests.faults.losses import Loss
@@ -90,6 +90,12 @@ def _on_target() -> Iterable[Fault]:
     for error in (errno.ESTALE, errno.ETIMEDOUT):
         yield _fails(side, error, _USUAL, or_done=True)
         yield _fails(side, error, _USUAL, _USUAL)
+    # A network file system may write what is left when a file is closed.
+    for error in (errno.EDQUOT, errno.EIO):
+        yield replace(
+            _fails(side, error, Kind.CLOSE, or_done=True),
+            name=f"target {errno.errorcode[error].lower()} at close",
+        )
     interrupted = Kind.READ | Kind.WRITE | Kind.SYNC | Kind.LOCK | Kind.RESERVE
     yield _fails(side, errno.EINTR, interrupted, or_done=True)
     # What a file system may not be able to do, and a run can do without.

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from streamshard.io.changes import write_durably
 from streamshard.io.entries import examine, stream_of
+from streamshard.io.files import target_errors
 from streamshard.io.sink import AppendedFile
 
 Numbers = NDArray[np.uint64]
@@ -124,7 +125,8 @@ class Journal:
 
     def close(self) -> None:
         """Close the journal, unless that is done."""
-        self._file.close()
+        with target_errors(self.path):
+            self._file.close()
 
 
 def serialize_line(line: object) -> bytes:
