@@ -53,7 +53,7 @@ def test_half_the_replicas_resume(root: Path) -> None:
 def test_stage_3_is_refused_at_both_ends(root: Path, tmp_path: Path) -> None:
     """DeepSpeed cuts its state among 4 ranks here, and saves 2 of the parts."""
     assert len(list((root / "z3").glob("*/*optim_states.pt"))) == FROM // 2
-    with pytest.raises(SourceError, match=r"434 elements on rank 0, 866 belong there|is damaged"):
+    with pytest.raises(SourceError, match=r"saves the parts of 2. The others are lost|is damaged"):
         streamshard.repartition(root / "z3", tmp_path / "out", world_size=FROM)
     with pytest.raises(UsageError, match=r"at ZeRO stage 3.* stage 1 or 2"):
         streamshard.repartition(root / "z2", tmp_path / "out", world_size=FROM, zero_stage=3)

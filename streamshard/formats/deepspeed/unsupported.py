@@ -363,6 +363,23 @@ _FORMS: Final[Mapping[str, Callable[[Node], bool]]] = {
 }
 """Interpreted entry → test for the type that DeepSpeed saves there. None is always allowed."""
 
+
+def _mesh_of_sequences(saved: Saved) -> UnsupportedError | None:
+    # `DeepSpeedZeroOptimizer_Stage3` cuts its state among all ranks, but only the data-parallel
+    # ranks of a mesh save theirs.
+    mesh = ds_config.sequence_mesh(saved.config)
+    if saved.stage < 3 or mesh is None or mesh[0] != saved.ranks:
+        return None
+    data, sequence = mesh
+    message = (
+        f"at ZeRO stage 3 with data_parallel_size {data} and sequence_parallel_size {sequence} in "
+        f"the config, DeepSpeed cuts the state among {data * sequence} ranks and saves the parts "
+        f"of {data}. The others are lost. Take a checkpoint of stage 1 or 2, or one saved without "
+        "data_parallel_size"
+    )
+    return UnsupportedError(message, path=saved.optimizer_paths[0])
+
+
 _RULES: Final[tuple[Callable[[Saved], UnsupportedError | None], ...]] = (
     _replaced,
     _second_optimizer,
@@ -374,5 +391,6 @@ _RULES: Final[tuple[Callable[[Saved], UnsupportedError | None], ...]] = (
     _swapped_out,
     _states_elsewhere,
     _mics,
+    _mesh_of_sequences,
     _sharded_base_weights,
 )
