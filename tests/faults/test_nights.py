@@ -55,6 +55,16 @@ def test_nothing_is_lost_and_the_next_night_finishes(
     assert {verdict.was_whole for verdict in verdicts} == {True, False}
 
 
+@pytest.mark.parametrize("night", NIGHTS, ids=lambda night: night.name)
+def test_a_move_that_may_not_be_durable_is_a_move(night: Night, tried: Benches) -> None:
+    """A rename was done and the sync of its directory fails: the next night goes on from there."""
+    calls = tried.undisturbed(night).calls
+    synced = [call for call in calls if call.kind & Kind.SYNC and Path(call.path).name in PLACES]
+    assert synced
+    verdicts = list(tried.judge([Case(night, FAILS, call.number) for call in synced]))
+    assert [str(verdict) for verdict in verdicts if verdict.problems] == []
+
+
 @pytest.mark.parametrize("loss", Loss, ids=lambda loss: loss.name.lower())
 @pytest.mark.parametrize("night", NIGHTS, ids=lambda night: night.name)
 def test_what_is_done_stays_done(night: Night, loss: Loss, tried: Benches) -> None:

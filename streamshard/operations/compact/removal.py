@@ -67,6 +67,8 @@ def move_to_trash(
     except StreamshardError:
         place.record(receipt, TagEvent.KEEP, trashed="", checks=log.checks)
         raise
+    # If this fails, the tag is in the trash all the same, as the receipt says.
+    context.trash.make_durable(tag)
 
 
 def _check(

@@ -82,7 +82,7 @@ class Trash:
         return self._going / names.flat(tag)
 
     def move_in(self, tag: str) -> None:
-        """Move a tag into the trash, durably."""
+        """Move a tag into the trash; after this, `make_durable`."""
         source, target = self.run_dir / tag, self.path_of(tag)
         with target_errors(target):
             self._make(self._place)
@@ -92,7 +92,13 @@ class Trash:
             if examine(source).device != examine(self._place).device:
                 message = f"{self._place}: on another file system than {source}"
                 raise TargetError(f"{message}, so that a tag could not be moved there at once")
-            self._move(source, target)
+            rename(source, target)
+
+    def make_durable(self, tag: str) -> None:
+        """Make durable that a tag is in the trash, and no longer in its place."""
+        for path in (self.path_of(tag), self.run_dir / tag):
+            with target_errors(path):
+                sync_path(path.parent)
 
     def move_out(self, tag: str) -> None:
         """Move a tag out of the trash."""
