@@ -272,6 +272,16 @@ def test_casts_of_masters_stand_for_weights_that_are_not_kept(tmp_path: Path) ->
     assert any("does not keep: 3." in note for note in found.notes)
 
 
+def test_weights_that_neither_side_keeps_differ_in_dtype(tmp_path: Path) -> None:
+    sides = []
+    for dtype in (torch.bfloat16, torch.float16):
+        run = write(replace(SMALL, dtype=dtype), tmp_path / f"{dtype}")
+        sides.append(tmp_path / f"{dtype}-z3")
+        streamshard.repartition(run, sides[-1], world_size=2, zero_stage=3)
+    differing = {(found.kind, found.name) for found in streamshard.diff(*sides).differences}
+    assert differing >= {("dtype", "module/v"), ("dtype", "module/w")}
+
+
 def test_what_only_one_side_has_and_what_is_no_tensor(tmp_path: Path) -> None:
     one = write(SMALL, tmp_path / "one")
     other = Path(shutil.copytree(one, tmp_path / "other"))

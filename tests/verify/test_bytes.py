@@ -16,6 +16,8 @@ import pytest
 import streamshard
 from streamshard.errors import StreamshardError
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, serialize_checksum
+from tests.fabricated import write
+from tests.job import Job
 from tests.samples import sampled
 from tests.verify.conftest import KINDS, damaged, files_of, kinds_of
 
@@ -60,6 +62,21 @@ def test_a_chunk_whose_own_checksum_fits_is_held_against_the_manifest(
     chunk.write_bytes(content + serialize_checksum(google_crc32c.value(bytes(content))))
     (problem,) = streamshard.verify(chunk.parents[5]).problems
     assert f"c/2/0: bytes 0 to {len(content)} are damaged" in problem.message
+
+
+def test_each_run_of_damaged_blocks_is_told(tmp_path: Path) -> None:
+    blocks = Job(groups=((("w", (5, 256, 1024)),),), frozen=(), tied={})
+    store = tmp_path / "run.zarr"
+    streamshard.convert(write(blocks, tmp_path / "run"), store, codec="none")
+    chunk = store / "state" / "fp32" / "w" / "c" / "0" / "0" / "0"
+    content = bytearray(chunk.read_bytes())
+    for block in (0, 1, 3):
+        content[(block << 20) + 7] ^= 1
+    chunk.write_bytes(content)
+    told = [problem.message for problem in streamshard.verify(store).problems]
+    assert [text[text.index("bytes") : text.index(" are")] for text in told] == [
+        f"bytes 0 to {2 << 20}", f"bytes {3 << 20} to {4 << 20}"
+    ]  # fmt: skip
 
 
 def test_files_without_checksums_are_named(fresh: Callable[[str], Path]) -> None:

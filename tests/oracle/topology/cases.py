@@ -4,6 +4,7 @@ from tests.oracle.cases import Resharding
 from tests.oracle.models import Case, Topology
 from tests.oracle.topology.experts import ExpertParallel
 from tests.oracle.topology.pipeline import Pipeline
+from tests.oracle.topology.pipeline_experts import PipelineExperts
 from tests.oracle.topology.sequence import SequenceParallel
 from tests.oracle.topology.tensor import TensorParallel
 
@@ -91,6 +92,7 @@ TOPOLOGIES = [
     *_between(_fp32("pipeline", 1, PIPELINE), (2, 4), (4, 2), (4, 6)),
     *_between(_bf16_optimizer("pipeline", PIPELINE), (2, 4), (4, 2)),
     *_between(_bf16("pipeline-tensor", 1, Pipeline(tensor=2)), (4, 8)),
+    *_between(_bf16("pipeline-experts", 1, PipelineExperts(micro_batches=3)), (4, 8)),
     *_between(_fp32("experts", 1, EXPERTS), (4, 2)),
     *_between(_fp32("experts", 2, EXPERTS), (2, 4), (4, 6)),
     *_between(_bf16("experts", 2, EXPERTS), (4, 2)),

@@ -1,7 +1,7 @@
 """Pipeline parallelism, alone and with tensor parallelism inside the stages."""
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -18,7 +18,6 @@ from tests.oracle.truth import Engine
 Pipe: TypeAlias = Any
 
 STAGES = 2
-MICRO_BATCHES = 2
 
 
 @dataclass(frozen=True)
@@ -35,13 +34,15 @@ class Pipeline:
     """Whether layers share two norms too, one of which the second stage alone has."""
     method: str = "uniform"
     """How layers are put on stages; by default as many on each."""
+    micro_batches: int = 2
+    """How many a step is."""
 
     def config(self) -> Mapping[str, Any]:
         """Return how many micro-batches a step is."""
         # Between stages a tensor is sent in as many equal parts as ranks share a stage, if not
         # told otherwise; the odd sizes here do not allow it.
         whole = {"pipe_partitioned": False, "grad_partitioned": False}
-        return {"gradient_accumulation_steps": MICRO_BATCHES, "pipeline": whole}
+        return {"gradient_accumulation_steps": self.micro_batches, "pipeline": whole}
 
     def start(self, case: Case, seed: int, scale: float) -> Engine:
         """Make an engine of this rank's stage."""
@@ -66,7 +67,12 @@ class Pipeline:
             _divide(model, self.tensor)
         elif self.tensor > 1:
             _join(model)
-        return initialize(case, model, case.groups(model, scale))
+        return initialize(case, model, self._groups(case, model, seed, scale))
+
+    def _groups(
+        self, case: Case, model: nn.Module, seed: int, scale: float
+    ) -> Iterable[dict[str, Any]]:
+        return case.groups(model, scale)
 
     def _layers(self, pipe: Pipe) -> list[object]:
         block = SharedBlock if self.told or self.tensor > 1 else Block
@@ -88,14 +94,14 @@ class Pipeline:
             *norm("behind"),
             *norm("norm"),
             pipe.LayerSpec(nn.LayerNorm, WIDTH),
-            pipe.TiedLayerSpec("embed", nn.Embedding, VOCABULARY, WIDTH, forward_fn=_logits),
+            pipe.TiedLayerSpec("embed", nn.Embedding, VOCABULARY, WIDTH, forward_fn=logits_of),
         ]
 
     def step(self, engine: Engine, step: int) -> None:
         """Take one step; the stages and ranks of a replica see the same samples."""
         grid = engine.grid
         tokens = batch_of(grid.get_data_parallel_rank(), grid.get_data_parallel_world_size(), step)
-        engine.train_batch(iter([(part, part) for part in tokens.chunk(MICRO_BATCHES)]))
+        engine.train_batch(iter([(part, part) for part in tokens.chunk(self.micro_batches)]))
 
     def finish(self, engine: Engine) -> None:
         """End the engine."""
@@ -112,7 +118,7 @@ def _double(hidden: torch.Tensor) -> torch.Tensor:
     return 2 * hidden
 
 
-def _logits(embed: nn.Embedding, hidden: torch.Tensor) -> torch.Tensor:
+def logits_of(embed: nn.Embedding, hidden: torch.Tensor) -> torch.Tensor:
     return functional.linear(hidden, embed.weight)
 
 
