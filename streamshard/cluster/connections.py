@@ -113,7 +113,8 @@ def _require_encryption(address: str) -> None:
 
     asked = Option("address", address)
     try:
-        settings = Security().get_connection_args("client")
+        untyped: Any = Security
+        settings = untyped().get_connection_args("client")
     except (OSError, ValueError) as error:
         raise UsageError(f"{asked}: Dask's certificate or key cannot be read ({error})") from error
     if address.startswith("tls://") and settings["ssl_context"] is None:
