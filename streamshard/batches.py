@@ -43,11 +43,8 @@ def mapped_by(mapper: BatchMapper) -> Iterator[None]:
 def map_batches(function: Callable[[Sequence[T]], Sequence[R]], items: Sequence[T]) -> list[R]:
     """Apply a function to batches of items; returns the results, item by item, in their order.
 
-    Parameters
-    ----------
-    function
-        Function of a module, or a `functools.partial` of one, that returns a result for each item
-        of a batch and does not depend on how the items are divided.
+    `function`: function of a module, or a `functools.partial` of one, that returns a result for
+    each item of a batch and does not depend on how the items are divided.
     """
     mapper = _mapper.get()
     step = mapper.batch_items

@@ -45,7 +45,7 @@ LONGEST: Final = (
     "tests/oracle/test_unattended.py",
     "tests/oracle/test_load_memory.py",
 )
-"""Files and folders of few tests that take long: they are begun first, so that none is left for the end."""
+"""Files and folders that take long: they are begun first, so that none is left for the end."""
 
 
 def tier(item: pytest.Item) -> str:

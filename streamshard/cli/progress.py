@@ -86,12 +86,9 @@ def display(
 ) -> AbstractContextManager[Progress]:
     """Choose how progress is shown until the context ends.
 
-    Parameters
-    ----------
-    mode
-        One of `PROGRESS_MODES`. `auto` is a bar on a terminal that can erase a line, else lines.
-    stream
-        Where progress is written; by default standard error.
+    `mode`: one of `PROGRESS_MODES`. `auto` is a bar on a terminal that can erase a line, else
+    lines.
+    `stream`: where progress is written; by default standard error.
     """
     stream = sys.stderr if stream is None else stream
     if mode == "auto":

@@ -21,10 +21,7 @@ def add_verb(
 ) -> argparse.ArgumentParser:
     """Add a verb with the options that every verb has.
 
-    Parameters
-    ----------
-    prints
-        Whether it has results to print, as all have but `completion`.
+    `prints`: whether it has results to print, as all have but `completion`.
     """
     verb: argparse.ArgumentParser = verbs.add_parser(
         name,

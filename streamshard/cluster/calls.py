@@ -37,12 +37,8 @@ class Event:
 class Calls:
     """The calls of one run. Dask's own thread waits for results; the run's thread takes them.
 
-    Parameters
-    ----------
-    client
-        What is connected to the cluster.
-    token
-        Identifies the run.
+    `client`: what is connected to the cluster.
+    `token`: identifies the run.
     """
 
     def __init__(self, client: DaskClient, token: str) -> None:

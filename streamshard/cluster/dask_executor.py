@@ -81,12 +81,8 @@ def _serialized(data: object) -> bytes:
 class DaskExecutor:
     """Runs jobs on a cluster; see `Executor`.
 
-    Parameters
-    ----------
-    client
-        What is connected to the cluster. It stays open.
-    worker_bytes_per_second
-        Limit of each worker; by default none.
+    `client`: what is connected to the cluster. It stays open.
+    `worker_bytes_per_second`: limit of each worker; by default none.
     """
 
     shares_memory = False

@@ -55,14 +55,9 @@ class _Member:
 class Membership:
     """Who takes part in one run.
 
-    Parameters
-    ----------
-    calls
-        What reaches the workers.
-    toolkit
-        What a process proves that it can use, and its bytes.
-    spec
-        The bytes of the `RunSpec`.
+    `calls`: what reaches the workers.
+    `toolkit`: what a process proves that it can use, and its bytes.
+    `spec`: the bytes of the `RunSpec`.
     """
 
     def __init__(self, calls: Calls, toolkit: tuple[Toolkit[Any], bytes], spec: bytes) -> None:

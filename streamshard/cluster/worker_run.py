@@ -65,10 +65,7 @@ class UnknownRunError(Exception):
 def prove(build: tuple[str, str, str, int], spec_blob: bytes, toolkit: bytes) -> Outcome:
     """Find out whether this process may take part in a run, and prepare for it.
 
-    Parameters
-    ----------
-    build
-        The fields of the `Build` of who leads the run. All else is read once that is the same.
+    `build`: the fields of the `Build` of who leads the run. All else is read once that is the same.
     """
     worker = get_worker()
     differences = list(Build.here().differences(Build(*build)))
@@ -89,10 +86,7 @@ def prove(build: tuple[str, str, str, int], spec_blob: bytes, toolkit: bytes) ->
 def perform(token: str, job: bytes, bytes_per_second: float | None) -> Outcome:
     """Carry out a job with the tools of this thread.
 
-    Parameters
-    ----------
-    bytes_per_second
-        The share of this process in the run's limit.
+    `bytes_per_second`: the share of this process in the run's limit.
     """
     worker = get_worker()
     with _LOCK:

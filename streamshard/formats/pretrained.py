@@ -64,12 +64,8 @@ def index_file(form: str) -> str:
 def index(files: Mapping[str, str], total_bytes: int) -> bytes:
     """Serialize the index.
 
-    Parameters
-    ----------
-    files
-        Tensor → the file that holds it.
-    total_bytes
-        Size of all tensors, with tied tensors counted once.
+    `files`: tensor → the file that holds it.
+    `total_bytes`: size of all tensors, with tied tensors counted once.
     """
     content = {"metadata": {"total_size": total_bytes}, "weight_map": dict(files)}
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()

@@ -13,12 +13,8 @@ from streamshard.io.sink import Sink
 def open_sink(path: Path, *, is_new: bool, nbytes: int, is_last: bool = False) -> Sink:
     """Open a file of a target to write it; a new file must not exist yet.
 
-    Parameters
-    ----------
-    nbytes
-        How much is to be written.
-    is_last
-        Whether nobody else may have written an object of that name meanwhile.
+    `nbytes`: how much is to be written.
+    `is_last`: whether nobody else may have written an object of that name meanwhile.
     """
     return place_of(path).open_sink(path, is_new=is_new, nbytes=nbytes, is_last=is_last)
 
@@ -26,12 +22,8 @@ def open_sink(path: Path, *, is_new: bool, nbytes: int, is_last: bool = False) -
 def lock_at(path: Path, what: Path, *, is_wanted: bool) -> AnyLock:
     """Return a lock, not taken yet, that is the file or the object at a path.
 
-    Parameters
-    ----------
-    what
-        What is locked, for messages.
-    is_wanted
-        Whether the user wants a lock.
+    `what`: what is locked, for messages.
+    `is_wanted`: whether the user wants a lock.
     """
     return place_of(path).lock(path, what) if is_wanted else NoLock()
 
@@ -49,10 +41,8 @@ def write_new(path: Path, data: bytes) -> None:
 def write_durably(path: Path, data: bytes, temporary: Path) -> None:
     """Write a small file atomically: at any moment it has its old content or all of the new.
 
-    Parameters
-    ----------
-    temporary
-        Path in the same directory for the new content until it is on disk; not for an object.
+    `temporary`: path in the same directory for the new content until it is on disk; not for an
+    object.
     """
     place_of(path).write_durably(path, data, temporary)
 

@@ -42,10 +42,7 @@ def list_ahead(root: Path) -> None:
 def examine(path: Path, *, follows: bool = True) -> Status:
     """Return the status of what is at a path.
 
-    Parameters
-    ----------
-    follows
-        Whether a symbolic link stands for what it leads to.
+    `follows`: whether a symbolic link stands for what it leads to.
     """
     return place_of(path).examine(path, follows=follows)
 
@@ -141,12 +138,8 @@ def entries_below(
 ) -> Iterator[Entry]:
     """List all entries below a directory; a directory comes before its content.
 
-    Parameters
-    ----------
-    enters
-        Tells whether a directory's content is listed too.
-    skips
-        Tells whether a directory that cannot be read is passed over.
+    `enters`: tells whether a directory's content is listed too.
+    `skips`: tells whether a directory that cannot be read is passed over.
     """
     listed = place_of(root).listed(root)
     pending = [root]

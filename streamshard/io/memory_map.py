@@ -32,11 +32,8 @@ def map_range(descriptor: int, offset: int, nbytes: int, *, is_private: bool) ->
     The map stays for as long as the view, and whatever shares its memory; the descriptor may be
     closed. Who touches what is behind the end of a file that was cut off gets SIGBUS.
 
-    Parameters
-    ----------
-    is_private
-        Whether the view can be written to: what is written stays in this process's memory and
-        never gets into the file. Else the view is read-only, for NumPy too.
+    `is_private`: whether the view can be written to: what is written stays in this process's memory
+    and never gets into the file. Else the view is read-only, for NumPy too.
     """
     if descriptor < 0:
         raise OSError(errno.ENOTSUP, "it is an object, not a local file")
@@ -61,10 +58,7 @@ def detach_map(held: "ctypes.Array[ctypes.c_ubyte]") -> None:
 
     Whatever looks at the map then no longer looks at the file.
 
-    Parameters
-    ----------
-    held
-        The object behind the view that `map_range` returned (`memoryview.obj`).
+    `held`: the object behind the view that `map_range` returned (`memoryview.obj`).
     """
     if _map is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))

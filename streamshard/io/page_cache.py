@@ -23,10 +23,7 @@ def drop_behind(descriptor: int, begin: int, end: int) -> None:
 
     Data that is not yet on disk stays.
 
-    Parameters
-    ----------
-    begin
-        Offset where the caller began; others may be about to read the data before it.
+    `begin`: offset where the caller began; others may be about to read the data before it.
     """
     start = max(0, end - 1) // _BLOCK_BYTES * _BLOCK_BYTES
     _drop(descriptor, max(begin, start - _BLOCK_BYTES), end)

@@ -124,10 +124,7 @@ _kept: Final[ContextVar[dict[type, Any] | None]] = ContextVar("kept", default=No
 def listings_kept(*, anew: bool = False) -> Iterator[None]:
     """Let places keep listings, small files and headers while a checkpoint is opened.
 
-    Parameters
-    ----------
-    anew
-        Whether what was kept before this may not be used.
+    `anew`: whether what was kept before this may not be used.
     """
     if _kept.get() is not None and not anew:
         yield

@@ -212,11 +212,8 @@ class ByteSource(Protocol):
     def open(self, path: Path, known: SourceFile | None = None) -> OpenedFile:
         """Open a file to read ranges of it.
 
-        Parameters
-        ----------
-        known
-            What was known of the file when the run was planned; a place that can ask for just that
-            content need not examine it again.
+        `known`: what was known of the file when the run was planned; a place that can ask for just
+        that content need not examine it again.
         """
 
     def stream(self, path: Path) -> BinaryIO:

@@ -64,10 +64,7 @@ def is_transient(error: BaseException | None) -> bool:
 def try_again(call: Callable[[], T], stop: threading.Event | None = None) -> T:
     """Call a function, and retry it after transient errors; it must be safe to call again.
 
-    Parameters
-    ----------
-    stop
-        Ends the waiting when it is set.
+    `stop`: ends the waiting when it is set.
     """
     stop = stop or threading.Event()
     for pause in _PAUSES:

@@ -51,10 +51,7 @@ class Sink(Protocol):
 class LocalSink:
     """A local file, written at any offset; large writes go past the page cache if they can.
 
-    Parameters
-    ----------
-    direct
-        Descriptor from `open_direct`; -1 if there is none.
+    `direct`: descriptor from `open_direct`; -1 if there is none.
     """
 
     version = ""
@@ -99,10 +96,8 @@ class LocalSink:
 def open_to_fill(path: Path, *, is_direct: bool) -> LocalSink:
     """Open a local file that another process has made, to write a part of it.
 
-    Parameters
-    ----------
-    is_direct
-        Whether to write past the page cache, where that is faster: only if the file is new.
+    `is_direct`: whether to write past the page cache, where that is faster: only if the file is
+    new.
     """
     descriptor = open_target(path, is_new=False)
     return LocalSink(descriptor, open_direct(path, descriptor) if is_direct else -1)
@@ -114,12 +109,8 @@ class InnerPages:
     The page between two parts would have two writers. Over NFS, a machine may write back a page of
     which it changed a part, as a whole and with what the rest was before.
 
-    Parameters
-    ----------
-    start, stop
-        The part of the file.
-    page_bytes
-        Largest page of all machines that write.
+    `start` and `stop`: the part of the file.
+    `page_bytes`: largest page of all machines that write.
     """
 
     version = ""
@@ -176,12 +167,8 @@ def open_target(path: Path, *, is_new: bool) -> int:
 def write_blocks(descriptor: int, direct: int, view: memoryview, offset: int) -> None:
     """Write all of a view at a byte offset; enough whole blocks are written past the page cache.
 
-    Parameters
-    ----------
-    direct
-        Descriptor from `open_direct`; -1 if there is none.
-    view
-        Its distance in memory from a block boundary equals that of the offset in the file.
+    `direct`: descriptor from `open_direct`; -1 if there is none.
+    `view`: its distance in memory from a block boundary equals that of the offset in the file.
     """
     start = -offset % BLOCK_BYTES
     stop = max(start, len(view) - (offset + len(view)) % BLOCK_BYTES)

@@ -44,10 +44,7 @@ _OTHER_KIND: Final = {errno.ELOOP, errno.EISDIR, errno.ENXIO}
 def open_to_write(path: Path, flags: int, mode: int = 0o666) -> int:
     """Open a regular file that has no other name; returns its descriptor.
 
-    Parameters
-    ----------
-    flags
-        Those of open(2), but not O_TRUNC, which would come before any check.
+    `flags`: those of open(2), but not O_TRUNC, which would come before any check.
     """
     descriptor = open_regular(path, flags, mode)
     try:

@@ -58,10 +58,7 @@ class Cut:
 def flat_cut(group: FlatGroup, units: Sequence[range], most_rows: int) -> Cut:
     """Draw a flat group (stages 1 and 2), with one rank per row, or more if there are many ranks.
 
-    Parameters
-    ----------
-    units
-        Consecutive ranges of positions in stored order.
+    `units`: consecutive ranges of positions in stored order.
     """
     ranks_per_row = ceil_div(group.world_size, most_rows)
     length = group.partition_numel
@@ -83,10 +80,7 @@ def flat_cut(group: FlatGroup, units: Sequence[range], most_rows: int) -> Cut:
 def tape_cut(numels: Sequence[int], ends: Ints, units: Sequence[range], rows: int) -> Cut:
     """Draw parameters that are not cut among ranks, as a tape that is wrapped into rows.
 
-    Parameters
-    ----------
-    ends
-        Element positions on the tape at which a chunk ends.
+    `ends`: element positions on the tape at which a chunk ends.
     """
     lengths = np.asarray(numels, dtype=np.int64)
     total = int(lengths.sum())
@@ -133,10 +127,7 @@ def shard_cut(
     If there are more ranks than rows, one row shows ranks with equal shares. If there are too many
     kinds of shares, one row shows the mean of several ranks.
 
-    Parameters
-    ----------
-    ends
-        Indices of the parameters before which a sub-group ends.
+    `ends`: indices of the parameters before which a sub-group ends.
     """
     lengths = np.asarray(numels, dtype=np.int64)
     shares = np.array([shard_numel(numel, world_size) for numel in numels], dtype=np.int64)

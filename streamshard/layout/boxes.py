@@ -80,12 +80,8 @@ def grid_of(
 ) -> BoxGrid:
     """Check that boxes tile a tensor that has elements, and return the grid that they make.
 
-    Parameters
-    ----------
-    offsets, sizes
-        One row per box, one column per dimension. No box is empty.
-    holders
-        Where each box's holder begins, and its lengths; by default each box is its own.
+    `offsets` and `sizes`: one row per box, one column per dimension. No box is empty.
+    `holders`: where each box's holder begins, and its lengths; by default each box is its own.
 
     Examples
     --------
@@ -241,10 +237,7 @@ class Boxes:
 def gather(grids: Sequence[BoxGrid], first_pieces: Sequence[int]) -> Boxes:
     """Join grids into arrays.
 
-    Parameters
-    ----------
-    first_pieces
-        Of each grid: row of its first box among all pieces. The others follow.
+    `first_pieces`: of each grid: row of its first box among all pieces. The others follow.
     """
     most = max(len(grid.shape) for grid in grids)
     edges, shifts, at = [], [], 0

@@ -134,11 +134,9 @@ class Cutting:
     def with_parts(self, files: Ints, starts: Ints, numels: Ints, itemsizes: Ints) -> "Cutting":
         """Add tensors behind the others that are parts of tensors of bytes.
 
-        Parameters
-        ----------
-        files, starts
-            The tensor of bytes that each is a part of, and its first byte there. Where it lies in
-            several pieces, none of them may end inside of an element; see `is_divided`.
+        `files` and `starts`: the tensor of bytes that each is a part of, and its first byte there.
+        Where it lies in several pieces, none of them may end inside of an element; see
+        `is_divided`.
         """
         begin, piece = self.origin[files] + starts, self.piece_numel[files]
         number = np.where(numels > 0, begin // piece, 0)
@@ -351,10 +349,7 @@ def coalesce(copies: Copies, *, target_itemsize: int, itemsize: int) -> Copies:
 def partition_segments(group: FlatGroup, rank: int, tensors: Ints, *, itemsize: int) -> Segments:
     """Return the segments that fill a rank's partition of a flat group.
 
-    Parameters
-    ----------
-    tensors
-        Logical tensor of each parameter, in the param group's own order.
+    `tensors`: logical tensor of each parameter, in the param group's own order.
     """
     slices = np.asarray(group.cut(rank).slices, dtype=np.int64).reshape(-1, 3)
     which, begin, numel = slices[:, 0], slices[:, 1], slices[:, 2]
@@ -365,10 +360,7 @@ def partition_segments(group: FlatGroup, rank: int, tensors: Ints, *, itemsize: 
 def owned_segments(group: FlatGroup, rank: int, tensors: Ints, *, itemsize: int) -> Segments:
     """Return the segments of a state that a rank keeps whole for each parameter it owns a part of.
 
-    Parameters
-    ----------
-    tensors
-        Logical tensor of each parameter, in the param group's own order.
+    `tensors`: logical tensor of each parameter, in the param group's own order.
     """
     owned = np.asarray(group.owned(rank), dtype=np.int64)
     numels = group.numels[owned]
@@ -396,10 +388,7 @@ def whole_segment(tensor: int, numel: int) -> Segments:
 def clip(segments: Segments, start: int, stop: int, *, itemsize: int) -> Segments:
     """Cut segments to the target bytes `[start, stop)`; `start` becomes target offset 0.
 
-    Parameters
-    ----------
-    start, stop
-        Byte offsets, multiples of the item size.
+    `start` and `stop`: byte offsets, multiples of the item size.
     """
     end = segments.target + (segments.stop - segments.start) * itemsize
     lower, upper = np.maximum(segments.target, start), np.minimum(end, stop)

@@ -76,10 +76,8 @@ class ModelCut:
     def spread(self, over: Sequence[int | None]) -> "ModelCut":
         """Return the cut of more ranks, each of which is like one of these, or has nothing.
 
-        Parameters
-        ----------
-        over
-            Of each new rank: the rank here that it is like. Each rank here is there at least once.
+        `over`: of each new rank: the rank here that it is like. Each rank here is there at least
+        once.
         """
         rows = [
             np.flatnonzero(self.rank == own) if own is not None else np.zeros(0, np.int64)
@@ -128,11 +126,8 @@ def whole_cut(shape: Shape, holds: Sequence[bool]) -> ModelCut:
 def segments_cut(shape: Shape, dimension: int, segments: Sequence[Sequence[int] | int]) -> ModelCut:
     """Return the cut of a tensor that is several sub-tensors in a row, along one dimension.
 
-    Parameters
-    ----------
-    segments
-        Of each sub-tensor: the width of each rank's part of it, or for one that every rank has
-        whole its own width.
+    `segments`: of each sub-tensor: the width of each rank's part of it, or for one that every rank
+    has whole its own width.
 
     Examples
     --------
@@ -184,11 +179,8 @@ class Recut:
 def recut(target: ModelCut, rank: int, source: ModelCut, *, holder: int = 0) -> Recut | None:
     """Compose two cuts of one tensor; None if the target's rank has no elements of it.
 
-    Parameters
-    ----------
-    holder
-        Of pieces that several of the source's ranks have: which of these to take, by its number.
-        The last one, where there are fewer.
+    `holder`: of pieces that several of the source's ranks have: which of these to take, by its
+    number. The last one, where there are fewer.
     """
     if target.shape != source.shape:
         if target.is_whole:

@@ -112,12 +112,8 @@ def flat_group(
 ) -> FlatGroup:
     """Lay out a param group for stages 1 and 2.
 
-    Parameters
-    ----------
-    numels
-        Element counts in the param group's own order.
-    alignment
-        Unit of `parameter_alignment` in elements; 1 where it is off.
+    `numels`: element counts in the param group's own order.
+    `alignment`: unit of `parameter_alignment` in elements; 1 where it is off.
     """
     count = len(numels)
     order = round_robin_order(count, world_size) if round_robin else list(range(count))

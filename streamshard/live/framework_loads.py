@@ -52,10 +52,7 @@ class FrameworkLoads:
     def prepare(self, directory: Path, resharding: Resharding) -> None:
         """Prepare for the framework's own part of a load, which follows that of DeepSpeed.
 
-        Parameters
-        ----------
-        directory
-            As the framework calls it.
+        `directory`: as the framework calls it.
         """
         checkpoint = resharding.source.checkpoint
         self._saved[directory.absolute()] = _Saved(checkpoint.ranks, checkpoint.accelerate_step)

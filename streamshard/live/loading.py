@@ -118,11 +118,8 @@ class Loading:
     ) -> tuple[str | None, Any, LoadReport | None]:
         """Load a checkpoint; returns what DeepSpeed returns, and a report.
 
-        Parameters
-        ----------
-        may_be_missing
-            Whether DeepSpeed is to say what it says where there is no checkpoint at all. Then
-            there is no report.
+        `may_be_missing`: whether DeepSpeed is to say what it says where there is no checkpoint at
+        all. Then there is no report.
         """
         started = time.perf_counter()
         self._agreement.require_alike({"tag": tag, **self._options.as_plain_values()})
@@ -327,10 +324,7 @@ def _notes_of(engine: Engine, resharding: Resharding, *, goes_on: bool) -> tuple
 
     Of the notes of a conversion, those about the files that it writes say nothing here.
 
-    Parameters
-    ----------
-    goes_on
-        Whether the training goes on. Else the weights alone are of interest.
+    `goes_on`: whether the training goes on. Else the weights alone are of interest.
     """
     checkpoint = resharding.source.checkpoint
     mixed = [note.text for note in checkpoint.notes if note.kind is NoteKind.MIXED and goes_on]

@@ -66,14 +66,11 @@ def resharding(*, keeps_global_batch: bool = False) -> Iterator[list[LoadReport]
     Yields a list that gets a report of each load. Where there is no checkpoint at all, DeepSpeed
     does what it does then.
 
-    Parameters
-    ----------
-    keeps_global_batch
-        Whether the global batch stays on any count of ranks. `deepspeed.initialize` within this
-        keeps the config's `train_batch_size`: micro batch and accumulation that do not fit the
-        ranks are replaced, also in the config's dict, before the script makes its data loaders of
-        `engine.train_micro_batch_size_per_gpu()`. A load then compares with the checkpoint, as
-        `load_checkpoint` does.
+    `keeps_global_batch`: whether the global batch stays on any count of ranks.
+    `deepspeed.initialize` within this keeps the config's `train_batch_size`: micro batch and
+    accumulation that do not fit the ranks are replaced, also in the config's dict, before the
+    script makes its data loaders of `engine.train_micro_batch_size_per_gpu()`. A load then compares
+    with the checkpoint, as `load_checkpoint` does.
     """
     reports: list[LoadReport] = []
     stack = ExitStack()

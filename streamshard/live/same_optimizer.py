@@ -38,12 +38,8 @@ def require_same_optimizer(
 ) -> None:
     """Compare the kind of an optimizer, and what it stores in which order, with the plan.
 
-    Parameters
-    ----------
-    names
-        Parameter → its name.
-    place
-        The rank's number among the model-parallel parts, and among the data-parallel ranks.
+    `names`: parameter → its name.
+    `place`: the rank's number among the model-parallel parts, and among the data-parallel ranks.
     """
     where, layout = resharding.source.path, resharding.settings.layout
     own, planned = _kind_of(optimizer), _planned_kind(layout)

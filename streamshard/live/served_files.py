@@ -29,10 +29,7 @@ class ServedFiles:
     A storage that is one fragment of a file, as it is there, is a private map of that file, which
     ranks of one machine share in the page cache. Other storages are read.
 
-    Parameters
-    ----------
-    maps
-        Whether anything is mapped.
+    `maps`: whether anything is mapped.
     """
 
     def __init__(self, source: Source, files: FilesOnDemand, *, maps: bool) -> None:

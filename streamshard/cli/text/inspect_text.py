@@ -44,10 +44,7 @@ def inspection_text(
 ) -> str:
     """Format the result of `inspect`.
 
-    Parameters
-    ----------
-    width
-        Columns of the terminal, which gets colours; None for any other output.
+    `width`: columns of the terminal, which gets colours; None for any other output.
     """
     page = _Page(width, verbose=verbose)
     if isinstance(found, CheckpointList):
@@ -101,10 +98,7 @@ class _Page:
     ) -> None:
         """Add a table of a directory's checkpoints, the newest last.
 
-        Parameters
-        ----------
-        known
-            Problems that are shown elsewhere.
+        `known`: problems that are shown elsewhere.
         """
         all_of_them = found.checkpoints
         head = ("checkpoint", "step", "ranks", "size", "saved", "whole")

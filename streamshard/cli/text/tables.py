@@ -41,11 +41,8 @@ def paragraph(text: str) -> str:
 def table(rows: Sequence[Sequence[object]], width: int | None = None) -> str:
     """Align columns; the first row is the head.
 
-    Parameters
-    ----------
-    width
-        Columns of a terminal, which gets a bold head, and in which text is wrapped, but no number.
-        None for any other output: nothing is wrapped there.
+    `width`: columns of a terminal, which gets a bold head, and in which text is wrapped, but no
+    number. None for any other output: nothing is wrapped there.
     """
     texts = [[one_line(str(cell)) for cell in row] for row in rows]
     columns = list(zip(*texts, strict=True))

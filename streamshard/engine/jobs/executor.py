@@ -82,16 +82,10 @@ class Executor(Protocol):
         Only a few jobs and results are in memory. The first error ends the iteration: jobs that
         have begun are stopped, the others are skipped.
 
-        Parameters
-        ----------
-        jobs
-            None among them waits until all jobs before it are done; it has no number.
-        workers
-            Count of workers of each process.
-        progress
-            Counts the bytes that jobs process.
-        needed_bytes
-            Memory that each process needs for its workers.
+        `jobs`: None among them waits until all jobs before it are done; it has no number.
+        `workers`: count of workers of each process.
+        `progress`: counts the bytes that jobs process.
+        `needed_bytes`: memory that each process needs for its workers.
         """
 
 

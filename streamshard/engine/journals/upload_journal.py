@@ -39,10 +39,7 @@ def header_of(path: Path) -> Path:
 class UploadJournal:
     """The journal of a target in a bucket; reads what an earlier run recorded.
 
-    Parameters
-    ----------
-    path
-        Path below which the journal's objects lie.
+    `path`: path below which the journal's objects lie.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:

@@ -26,12 +26,8 @@ def join_crc32(first: int, second: int, second_bytes: int) -> int:
 class RunningChecksums:
     """Checksums of a stream of bytes. The CRC-32 of a byte is computed once.
 
-    Parameters
-    ----------
-    takes_crc32c
-        Whether to compute the CRC-32C, too.
-    block_bytes
-        Length of blocks, each of which gets a CRC-32; 0 for none.
+    `takes_crc32c`: whether to compute the CRC-32C, too.
+    `block_bytes`: length of blocks, each of which gets a CRC-32; 0 for none.
     """
 
     def __init__(self, *, takes_crc32c: bool = False, block_bytes: int = 0) -> None:

@@ -25,12 +25,8 @@ class ReadAhead:
     The system itself reads ahead within a file, on many machines by only 128 KiB, but not from one
     fragment to the next.
 
-    Parameters
-    ----------
-    regions
-        Copies of regions that are filled one after another.
-    readers
-        How many readers the worker uses in turn; they share what it may request.
+    `regions`: copies of regions that are filled one after another.
+    `readers`: how many readers the worker uses in turn; they share what it may request.
     """
 
     def __init__(
@@ -70,10 +66,7 @@ class ReadAhead:
 class RegionFiller:
     """Delivers a region's bytes in order, in portions of any size that holds whole elements.
 
-    Parameters
-    ----------
-    ahead
-        What reads ahead for this region, and others after it; by default for this one alone.
+    `ahead`: what reads ahead for this region, and others after it; by default for this one alone.
     """
 
     def __init__(

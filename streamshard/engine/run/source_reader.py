@@ -25,15 +25,10 @@ _OPEN_TOGETHER: Final = 512
 class SourceReader:
     """Reads ranges of the source's files; each worker has its own reader.
 
-    Parameters
-    ----------
-    drops_behind
-        Whether to drop data from the page cache after reading it, so that other programs keep
-        their cached data.
-    workers
-        Number of workers; the more there are, the fewer files each keeps open.
-    stop
-        If set, failed reads are not retried.
+    `drops_behind`: whether to drop data from the page cache after reading it, so that other
+    programs keep their cached data.
+    `workers`: number of workers; the more there are, the fewer files each keeps open.
+    `stop`: if set, failed reads are not retried.
     """
 
     def __init__(
@@ -77,11 +72,8 @@ class SourceReader:
     ) -> memoryview:
         """Map a range of a file that holds its content as it is; see `map_range`.
 
-        Parameters
-        ----------
-        is_checked
-            Whether the range is read first and compared with what was recorded of it, if anything
-            was. No change after that is noticed.
+        `is_checked`: whether the range is read first and compared with what was recorded of it, if
+        anything was. No change after that is noticed.
         """
         digests = self._files[file].decoder
         if is_checked and isinstance(digests, BlockDigests):

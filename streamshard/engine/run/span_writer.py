@@ -128,12 +128,8 @@ class SpanWriter:
         there. So each span is synced, and its file closed, before its result is reported: after
         that, whoever opens the file sees it (close-to-open consistency of NFS).
 
-        Parameters
-        ----------
-        is_shared
-            Whether others write other parts of the file.
-        is_direct
-            Whether to write past the page cache; see `open_to_fill`.
+        `is_shared`: whether others write other parts of the file.
+        `is_direct`: whether to write past the page cache; see `open_to_fill`.
         """
         target, span = self._target, task.span
         if target is None:

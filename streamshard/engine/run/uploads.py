@@ -47,10 +47,7 @@ def upload_file(
 ) -> Uploaded:
     """Upload a file, span after span.
 
-    Parameters
-    ----------
-    before_last
-        Called before the request that makes the object exist.
+    `before_last`: called before the request that makes the object exist.
     """
     spans = sorted(file.spans, key=lambda span: span.offset)
     nbytes = sum(span.nbytes for span in spans) + sum(len(e.data) for e in file.endings)

@@ -80,10 +80,7 @@ class Window:
     def write(self, span: Span, file: Sink, *, is_new: bool = True) -> SpanResult:
         """Write a span of a file.
 
-        Parameters
-        ----------
-        is_new
-            Whether the file is empty at that place, so that zeros need not be written.
+        `is_new`: whether the file is empty at that place, so that zeros need not be written.
         """
         self._file, self._offset = file, span.offset
         self._begin()

@@ -43,14 +43,9 @@ def with_config(
 ) -> Checkpoint:
     """Return a distributed checkpoint with the training state of a fresh engine.
 
-    Parameters
-    ----------
-    checkpoint
-        As it was read without a reference.
-    zero_stage
-        ZeRO stage of the job that is to resume; by default the config's.
-    world_size
-        Count of the ranks of that job.
+    `checkpoint`: as it was read without a reference.
+    `zero_stage`: ZeRO stage of the job that is to resume; by default the config's.
+    `world_size`: count of the ranks of that job.
     """
     stage = zero_stage or ds_config.zero_stage(config) or 0
     missing = [*checkpoint.unrecorded, *_missing(checkpoint.model_parts[0], config)]

@@ -121,10 +121,7 @@ def _names(directory: Path) -> list[str]:
 def open_distributed(root: Path, known: Set[str] = frozenset()) -> Distributed:
     """Read the index of a distributed checkpoint, and the headers of its items.
 
-    Parameters
-    ----------
-    known
-        Names of the model's parameters, if they are known.
+    `known`: names of the model's parameters, if they are known.
     """
     index = index_of(root)
     with of_file(root):

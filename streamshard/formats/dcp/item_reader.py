@@ -292,10 +292,7 @@ class ItemFiles:
 def audit_items(path: Path, places: Iterable[tuple[int, int]]) -> Iterator[tuple[int, TorchAudit]]:
     """Check the containers of a file's items; yield the offset and the result of each.
 
-    Parameters
-    ----------
-    places
-        Offset and length of each item.
+    `places`: offset and length of each item.
     """
     with open_readable(path) as source:
         for start, nbytes in places:

@@ -54,11 +54,8 @@ class StateKeys:
 def sort_keys(index: Index, known: Set[str] = frozenset()) -> StateKeys:
     """Sort the keys of a distributed checkpoint.
 
-    Parameters
-    ----------
-    known
-        Names of the model's parameters, if they are known. Without them, a prefix that all names
-        have and that wrappers give is taken for a wrapper's.
+    `known`: names of the model's parameters, if they are known. Without them, a prefix that all
+    names have and that wrappers give is taken for a wrapper's.
     """
     found, rest = StateKeys(), {}
     optimizers: set[tuple[str, ...]] = set()

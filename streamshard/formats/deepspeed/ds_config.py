@@ -88,12 +88,9 @@ def zero_layout(
 ) -> ZeroLayout:
     """Return how an engine with this config would partition its optimizer state.
 
-    Parameters
-    ----------
-    bf16_optimizer
-        Whether the engine has a `BF16_Optimizer`; by default, derived from the config.
-    version
-        DeepSpeed's; by default the newest.
+    `bf16_optimizer`: whether the engine has a `BF16_Optimizer`; by default, derived from the
+    config.
+    `version`: DeepSpeed's; by default the newest.
     """
     zero = _zero(config)
     size = zero.count("sub_group_size")
@@ -196,10 +193,7 @@ def resolved(given: Config, kept: Config, path: str = "") -> dict[str, Any]:
     Frameworks replace "auto" when the job starts. A key that the last run did not have is removed.
     What no framework replaces stays "auto", for which DeepSpeed takes its own default.
 
-    Parameters
-    ----------
-    path
-        Keys that lead to this section, each with a dot after it.
+    `path`: keys that lead to this section, each with a dot after it.
     """
     result: dict[str, Any] = {}
     for key, value in given.items():

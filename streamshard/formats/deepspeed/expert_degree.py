@@ -97,10 +97,7 @@ def with_expert_degree(
 ) -> Checkpoint:
     """Return a checkpoint whose experts are spread over another count of ranks.
 
-    Parameters
-    ----------
-    like
-        Reference checkpoint of the job that will resume, for the order of its parameters.
+    `like`: reference checkpoint of the job that will resume, for the order of its parameters.
     """
     own = expert_degree(checkpoint)
     if like is not None:

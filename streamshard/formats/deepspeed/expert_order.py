@@ -53,10 +53,7 @@ def order_of_module(
 ) -> list[GroupContent]:
     """Recompute the order from that of the module.
 
-    Parameters
-    ----------
-    numels
-        Element count of each trained parameter of the model part.
+    `numels`: element count of each trained parameter of the model part.
     """
     rule = _Rule(model_part, numels, groups, own, degree)
     doubt = rule.doubt()
@@ -168,10 +165,7 @@ def order_of_reference(
 ) -> list[GroupContent]:
     """Take the order from a reference checkpoint, whose experts are spread as the target's.
 
-    Parameters
-    ----------
-    number
-        Of the model part, which both checkpoints have.
+    `number`: of the model part, which both checkpoints have.
     """
     owner = {
         name: source
@@ -211,10 +205,7 @@ def _require_same(
 ) -> None:
     """Refuse a reference of another job.
 
-    Parameters
-    ----------
-    is_same
-        Whether its parameters have the same names and shapes.
+    `is_same`: whether its parameters have the same names and shapes.
     """
     sources = [content.source for content in found]
     shared = {s: content.params for s, content in zip(sources, found, strict=True)}

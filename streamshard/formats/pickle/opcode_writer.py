@@ -119,10 +119,7 @@ class OpcodeWriter:
     def in_large_dict(self, count: int) -> Iterator[None]:
         """Make a dict of many entries: in each turn of a loop, one key and its value are written.
 
-        Parameters
-        ----------
-        count
-            Count of the entries.
+        `count`: count of the entries.
         """
         self._data += pickle.EMPTY_DICT
         for number in range(count):

@@ -66,10 +66,7 @@ class TorchFile:
 def read(path: Path, file: int) -> TorchFile:
     """Open a file saved by torch without reading tensor data or running anything from it.
 
-    Parameters
-    ----------
-    file
-        Index by which the storages refer to this file.
+    `file`: index by which the storages refer to this file.
     """
     with open_readable(path) as source:
         found = read_content(source, path, file)
@@ -81,10 +78,7 @@ def read(path: Path, file: int) -> TorchFile:
 def read_content(source: Readable, path: Path, file: int) -> TorchFile:
     """Open a torch file whose bytes may be kept elsewhere; see `read`.
 
-    Parameters
-    ----------
-    path
-        What messages call the file.
+    `path`: what messages call the file.
     """
     with of_file(path):
         try:

@@ -136,10 +136,7 @@ def _refuse(error: SourceError) -> None:
 class ZipDirectory:
     """The central directory of a zip, and the local headers that it leads to.
 
-    Parameters
-    ----------
-    report
-        Called with errors after which parsing can go on; by default, raises them.
+    `report`: called with errors after which parsing can go on; by default, raises them.
     """
 
     def __init__(self, source: Readable, report: Callable[[SourceError], None] = _refuse) -> None:

@@ -167,10 +167,7 @@ class RewrittenArray:
     def read_compared(self, number: int, view: memoryview) -> None:
         """Decode a piece, after all elements of the tensor were compared with their digest.
 
-        Parameters
-        ----------
-        view
-            As long as the first piece.
+        `view`: as long as the first piece.
         """
         with self._lock:
             if not self._sums:

@@ -60,10 +60,7 @@ def dump(
 ) -> bytes:
     """Serialize a checkpoint, except the bytes of its logical tensors.
 
-    Parameters
-    ----------
-    numbers
-        Tensor → its number in the result; by default all tensors keep their numbers.
+    `numbers`: tensor → its number in the result; by default all tensors keep their numbers.
     """
 
     def persistent_id(node: Node) -> Node | None:

@@ -52,12 +52,8 @@ _ZSTD_SIZE_BYTES: Final = (0, 2, 4, 8)
 class OpenArray:
     """An array that zarr-python decodes.
 
-    Parameters
-    ----------
-    document
-        What its zarr.json says.
-    files
-        The files in its directory, by path relative to it.
+    `document`: what its zarr.json says.
+    `files`: the files in its directory, by path relative to it.
     """
 
     def __init__(self, document: Mapping[str, Any], files: Mapping[str, SourceFile]) -> None:

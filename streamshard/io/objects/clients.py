@@ -254,10 +254,7 @@ def call(
     obstore itself repeats a request that the service could not serve. Here it is repeated if the
     connection broke, or the answer ended too early.
 
-    Parameters
-    ----------
-    repeats
-        Whether the request can be repeated; not if its content comes from an iterator.
+    `repeats`: whether the request can be repeated; not if its content comes from an iterator.
     """
 
     def once() -> Any:  # noqa: ANN401

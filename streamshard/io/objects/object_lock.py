@@ -83,10 +83,7 @@ class ObjectLock:
     def _require_heeded(self, mode: str | Version, content: bytes) -> None:
         """Refuse a service that puts an object though its condition does not hold.
 
-        Parameters
-        ----------
-        content
-            What the lock holds already.
+        `content`: what the lock holds already.
         """
         known = self._path.bucket, "create" if mode == "create" else "replace"
         if known in _heeded:

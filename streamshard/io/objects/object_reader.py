@@ -114,10 +114,7 @@ _held: Final = _HeldRanges()
 class ObjectFile:
     """An object that is read in ranges; see `OpenedFile`.
 
-    Parameters
-    ----------
-    expected
-        Status of the version that is read; any other is an error.
+    `expected`: status of the version that is read; any other is an error.
     """
 
     descriptor = -1

@@ -75,12 +75,8 @@ class ObjectSink:
 
     It exists from the moment when it is complete.
 
-    Parameters
-    ----------
-    nbytes
-        Its size at most; compressed content may take a little more.
-    must_be_new
-        Whether an object that is there already is an error; for small ones.
+    `nbytes`: its size at most; compressed content may take a little more.
+    `must_be_new`: whether an object that is there already is an error; for small ones.
     """
 
     block_bytes = 1
@@ -242,14 +238,9 @@ def put(
 ) -> str:
     """Upload an object; returns its etag.
 
-    Parameters
-    ----------
-    content
-        Bytes, or an iterator of them.
-    part
-        Size of the parts; 0 for one request.
-    mode
-        `create`, or the version that must be replaced, from `get_small`.
+    `content`: bytes, or an iterator of them.
+    `part`: size of the parts; 0 for one request.
+    `mode`: `create`, or the version that must be replaced, from `get_small`.
     """
     options: dict[str, Any] = {"use_multipart": bool(part)}
     if part:

@@ -49,11 +49,8 @@ def scan(
 ) -> None:
     """Read all units from their files, in order, a bounded number of pieces at a time.
 
-    Parameters
-    ----------
-    hashed
-        Takes the number and the SHA-256 of each file that one worker read from its first byte to
-        its last. Large files that several workers read are left out.
+    `hashed`: takes the number and the SHA-256 of each file that one worker read from its first byte
+    to its last. Large files that several workers read are left out.
     """
     waiting: deque[Unit] = deque()
     results: deque[Result] = deque()

@@ -42,10 +42,7 @@ class RunPart:
 class Runs:
     """The runs into which the pairs of two opened checkpoints are divided.
 
-    Parameters
-    ----------
-    block_numel
-        Parts of a pair begin at multiples of this number of elements.
+    `block_numel`: parts of a pair begin at multiples of this number of elements.
     """
 
     def __init__(

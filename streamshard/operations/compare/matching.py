@@ -32,15 +32,11 @@ def pair_up(
     If one side does not keep module weights, as at stage 3, casts of its master weights are
     compared in their place.
 
-    Parameters
-    ----------
-    converted
-        Whether the left side was made from the right side by a change of the module's dtype. If so,
-        its weights are compared with casts of the right side's weights, and the other dtype is not
-        reported as a difference.
-    by_value
-        Whether the values of floats of different dtypes are compared too, in the dtype that holds
-        the values of both sides. The different dtypes are reported in any case.
+    `converted`: whether the left side was made from the right side by a change of the module's
+    dtype. If so, its weights are compared with casts of the right side's weights, and the other
+    dtype is not reported as a difference.
+    `by_value`: whether the values of floats of different dtypes are compared too, in the dtype that
+    holds the values of both sides. The different dtypes are reported in any case.
     """
     found = Pairing(by_value=by_value)
     one, other = left.checkpoint, right.checkpoint

@@ -77,12 +77,8 @@ class DcpContents:
 def choose_contents(checkpoint: Checkpoint, chosen: Weights, layout: str) -> DcpContents:
     """Choose what goes into a distributed checkpoint: weights, optimizer states, param groups.
 
-    Parameters
-    ----------
-    chosen
-        The weights, with their names in the target.
-    layout
-        `torch`, `titan` or `accelerate`.
+    `chosen`: the weights, with their names in the target.
+    `layout`: `torch`, `titan` or `accelerate`.
     """
     if not checkpoint.layout.stage:
         raise UnsupportedError(_NAMELESS)

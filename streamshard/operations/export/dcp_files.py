@@ -67,11 +67,8 @@ class DcpItem:
 class DcpFiles:
     """Places the items of a distributed checkpoint, and fills them from a source.
 
-    Parameters
-    ----------
-    ranks
-        Count of files in each directory: items are divided among them in order, so that each gets
-        about as many bytes.
+    `ranks`: count of files in each directory: items are divided among them in order, so that each
+    gets about as many bytes.
     """
 
     def __init__(self, source: Source, contents: DcpContents, ranks: int) -> None:

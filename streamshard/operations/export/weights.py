@@ -63,10 +63,7 @@ def choose_weights(
 ) -> Weights:
     """Choose the weights of a checkpoint: trained ones are its master weights.
 
-    Parameters
-    ----------
-    takes_experts
-        Whether experts are exported, of which only master weights are known here.
+    `takes_experts`: whether experts are exported, of which only master weights are known here.
     """
     model_part = only_model_part(checkpoint, takes_experts=takes_experts)
     found = list(_candidates(checkpoint, model_part))
@@ -120,10 +117,7 @@ def _require_told(
 def only_model_part(checkpoint: Checkpoint, *, takes_experts: bool = False) -> ModelPart:
     """Return the only model part, which holds the whole model, except experts' own files.
 
-    Parameters
-    ----------
-    takes_experts
-        Whether the model may have experts.
+    `takes_experts`: whether the model may have experts.
     """
     model_part = checkpoint.model_parts[0]
     if checkpoint.is_dumps:

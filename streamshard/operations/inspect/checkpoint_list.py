@@ -26,10 +26,7 @@ from streamshard.operations.source.source import Source, find_tag, open_source
 def summaries(root: Path, opened: Source | None = None) -> tuple[CheckpointSummary, ...]:
     """Summarize every checkpoint in a directory, in order of steps, from headers alone.
 
-    Parameters
-    ----------
-    opened
-        The directory's latest checkpoint, if it is open already.
+    `opened`: the directory's latest checkpoint, if it is open already.
     """
     with source_errors(root):
         latest = _latest(root)

@@ -117,11 +117,8 @@ def picture_of(
 ) -> Picture:
     """Compute the content of a picture of a checkpoint.
 
-    Parameters
-    ----------
-    world_size, zero_stage
-        Show next to it how `repartition` would cut it. If only one is given, the other one stays as
-        it was saved.
+    `world_size` and `zero_stage`: show next to it how `repartition` would cut it. If only one is
+    given, the other one stays as it was saved.
     """
     if source.kind in ("dcp", "weights"):
         raise UsageError("not cut among ZeRO's ranks: nothing to draw")

@@ -16,10 +16,7 @@ def page(facts: Iterable[tuple[str, object]], *tables: str) -> str:
 def table(head: Sequence[str], rows: Sequence[Sequence[object]], more: str = "") -> str:
     """Show the first rows of a table.
 
-    Parameters
-    ----------
-    more
-        Text that says where to find all rows, if there are more.
+    `more`: text that says where to find all rows, if there are more.
     """
     names = "".join(f"<th>{_text(name)}</th>" for name in head)
     lines = (f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows[:_MOST_ROWS])

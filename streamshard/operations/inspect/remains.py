@@ -45,10 +45,7 @@ def find_remains(
 ) -> CheckpointList | IncompleteCheckpoint | None:
     """Describe a source that could not be opened; return None if there is nothing to list.
 
-    Parameters
-    ----------
-    error
-        Why the source could not be opened.
+    `error`: why the source could not be opened.
     """
     root = as_path(source)
     release_frames(error)

@@ -169,10 +169,8 @@ def held_groups(
 ) -> Iterator[HeldGroup]:
     """Yield what a rank of the target holds of each flat group or sub-group.
 
-    Parameters
-    ----------
-    mp_rank, dp_rank
-        Number of the rank's model part, and the rank's place in the data-parallel group.
+    `mp_rank` and `dp_rank`: number of the rank's model part, and the rank's place in the
+    data-parallel group.
     """
     layout = resharding.settings.layout
     model_part, cut = resharding.source.checkpoint.model_parts[mp_rank], cuts[mp_rank]

@@ -66,18 +66,12 @@ def at_degrees(
 ) -> RecutSource | None:
     """Re-cut a checkpoint, if a job is to resume at other degrees than those that saved it.
 
-    Parameters
-    ----------
-    rules
-        How both jobs cut parameters; None for what their files tell.
-    average
-        Whether to take the mean of the copies of parameters that are to be averaged.
-    stages
-        First layer of each stage of that job; None for what a reference checkpoint tells.
-    expert_parallel
-        Count of ranks over which that job's experts are to be spread, if that is asked for too.
-    if_needed
-        Whether the stages may be those of the source.
+    `rules`: how both jobs cut parameters; None for what their files tell.
+    `average`: whether to take the mean of the copies of parameters that are to be averaged.
+    `stages`: first layer of each stage of that job; None for what a reference checkpoint tells.
+    `expert_parallel`: count of ranks over which that job's experts are to be spread, if that is
+    asked for too.
+    `if_needed`: whether the stages may be those of the source.
     """
     if stages is not None:
         pipeline_parallel = count_stages(stages, pipeline_parallel)

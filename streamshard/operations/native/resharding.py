@@ -48,10 +48,7 @@ class Resharding:
     def explain(self, job: BatchPlan | None = None) -> resizing.Resizing:
         """Explain the effects on everything that depends on the count of ranks.
 
-        Parameters
-        ----------
-        job
-            The batch of the job that resumes, if it runs already.
+        `job`: the batch of the job that resumes, if it runs already.
         """
         return resizing.explain(
             self.source if self.degrees is None else self.degrees.original,
@@ -92,18 +89,13 @@ def resharding_of(
 ) -> Resharding:
     """Decide how a checkpoint is cut for a world size.
 
-    Parameters
-    ----------
-    world_size
-        Count of all ranks of the job that resumes.
-    zero_stage, wanted
-        ZeRO stage and DeepSpeed config of that job; by default those kept in the checkpoint.
-    ds_version
-        DeepSpeed's version in that job; by default the one that saved.
-    expert_parallel
-        Count of ranks over which that job's experts are spread; by default as many as now.
-    degrees
-        How the model was re-cut for that job, if it was.
+    `world_size`: count of all ranks of the job that resumes.
+    `zero_stage` and `wanted`: ZeRO stage and DeepSpeed config of that job; by default those kept in
+    the checkpoint.
+    `ds_version`: DeepSpeed's version in that job; by default the one that saved.
+    `expert_parallel`: count of ranks over which that job's experts are spread; by default as many
+    as now.
+    `degrees`: how the model was re-cut for that job, if it was.
     """
     if degrees is not None:
         degrees.require_config(wanted)
@@ -147,13 +139,9 @@ def _shaping(source: Source, layout: ZeroLayout) -> ZeroLayout:
 def _at_expert_degree(opened: Source, degree: int | None, world_size: int) -> Source | None:
     """Spread the experts of a checkpoint again; None if they are to stay as they are.
 
-    Parameters
-    ----------
-    degree
-        Count of ranks that will share the experts; by default as many as in the source, which is 1
-        without experts.
-    world_size
-        Count of all ranks of the job that resumes.
+    `degree`: count of ranks that will share the experts; by default as many as in the source, which
+    is 1 without experts.
+    `world_size`: count of all ranks of the job that resumes.
     """
     if degree is None:
         return None

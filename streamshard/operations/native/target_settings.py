@@ -53,10 +53,7 @@ def target_settings(
 ) -> TargetSettings:
     """Decide the target's settings: from the options, else the given config, else the kept one.
 
-    Parameters
-    ----------
-    ds_version
-        DeepSpeed's version in the job that resumes; by default the one that saved.
+    `ds_version`: DeepSpeed's version in the job that resumes; by default the one that saved.
     """
     kept = checkpoint.config
     stage, dtype = zero_stage or checkpoint.layout.stage, checkpoint.module_dtype

@@ -29,12 +29,8 @@ def whole(
 ) -> RecutSource | None:
     """Put the tensors of a pipeline or of AutoTP together; None if the checkpoint is of neither.
 
-    Parameters
-    ----------
-    rules
-        How tensor parallelism cut parameters; None for what files tell.
-    average
-        Whether to take the mean of the copies of parameters that are to be averaged.
+    `rules`: how tensor parallelism cut parameters; None for what files tell.
+    `average`: whether to take the mean of the copies of parameters that are to be averaged.
     """
     model_parts = opened.checkpoint.model_parts
     is_pipe = is_pipeline(opened.checkpoint)

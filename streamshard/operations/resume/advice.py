@@ -61,14 +61,10 @@ def global_batch(
 ) -> GlobalBatch | str:
     """Compute the global batch; or return a text that says why it is not known.
 
-    Parameters
-    ----------
-    config
-        DeepSpeed config of the new job.
-    world_size
-        Count of the new job's data-parallel ranks, including those of sequence parallelism.
-    parts
-        Count of the new job's model-parallel ranks, if it is another than the old job's.
+    `config`: DeepSpeed config of the new job.
+    `world_size`: count of the new job's data-parallel ranks, including those of sequence
+    parallelism.
+    `parts`: count of the new job's model-parallel ranks, if it is another than the old job's.
     """
     each = now_each = _ranks_counted_per_rank(checkpoint)
     if parts is not None:

@@ -20,10 +20,7 @@ Settings = Callable[[GlobalBatch, BatchPlan], str]
 def text(batch: GlobalBatch, framework: str | None, job: BatchPlan | None = None) -> str:
     """Say how the job keeps its global batch, or which global batches are nearest.
 
-    Parameters
-    ----------
-    job
-        The batch of the job, if it runs already. If that is the global batch, the text is empty.
+    `job`: the batch of the job, if it runs already. If that is the global batch, the text is empty.
     """
     if job is not None:
         return _text_of_running(batch, framework, job)

@@ -56,16 +56,11 @@ def explain(
 ) -> Resizing:
     """Explain the effects on everything that depends on the count of ranks.
 
-    Parameters
-    ----------
-    world_size
-        Count of all ranks that resume; the data-parallel size of these is `dp_world_size`.
-    config
-        The DeepSpeed config of the job that resumes.
-    parts
-        Count of its model-parallel ranks, if it is another than that of the job that saved.
-    job
-        The batch of that job, if it runs already: then it is not told what it does anyway.
+    `world_size`: count of all ranks that resume; the data-parallel size of these is
+    `dp_world_size`.
+    `config`: the DeepSpeed config of the job that resumes.
+    `parts`: count of its model-parallel ranks, if it is another than that of the job that saved.
+    `job`: the batch of that job, if it runs already: then it is not told what it does anyway.
     """
     checkpoint = source.checkpoint
     framework = _framework(checkpoint, resized)
@@ -141,11 +136,8 @@ def _position_in_data(
 ) -> str | None:
     """Say where a framework continues in the data; None if the framework is not known.
 
-    Parameters
-    ----------
-    job
-        The batch of the job, if it runs already. Then it is also None if Trainer skips just the
-        samples that were seen.
+    `job`: the batch of the job, if it runs already. Then it is also None if Trainer skips just the
+    samples that were seen.
     """
     if framework == frameworks.HF_TRAINER:
         if job is not None and not isinstance(batch, str) and job.train_batch_size == batch.total:

@@ -298,10 +298,7 @@ class _Reader:
     def fill(self, out: Array, at: int, dimension: int) -> None:
         """Fill what is asked for of one dimension and those after it.
 
-        Parameters
-        ----------
-        at
-            First element of the part of the tensor that these dimensions span.
+        `at`: first element of the part of the tensor that these dimensions span.
         """
         if dimension >= self._whole:
             self._fetch(out, at)

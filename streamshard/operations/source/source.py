@@ -151,12 +151,9 @@ class Source(Reading):
     def require_use_of_like(self, *, needed: bool = False, if_needed: bool = False) -> None:
         """Refuse a reference checkpoint that is not needed.
 
-        Parameters
-        ----------
-        if_needed
-            Whether it may be given though it is not needed, as by a job script that runs before
-            every start. Its degrees must be the source's then: else the script does not ask for
-            those of its job.
+        `if_needed`: whether it may be given though it is not needed, as by a job script that runs
+        before every start. Its degrees must be the source's then: else the script does not ask for
+        those of its job.
         """
         if self.like is not None and not (self.needs_like or needed):
             message = f"needs no reference checkpoint; leave {Option('like')} out"
@@ -187,16 +184,12 @@ def open_source(
 ) -> Source:
     """Open a run directory, a tag directory, a store, or raw dumps.
 
-    Parameters
-    ----------
-    ds_config_file
-        DeepSpeed config of the job that saved, for raw dumps, which hold none.
-    like
-        Reference checkpoint: another checkpoint of the same job, which supplies what this one
-        lacks. Raw dumps of stage 3 hold no shapes, and files of `elastic_checkpoint` no
-        hyper-parameters.
-    takes_model
-        Whether `like` may be a model's weights alone, which supply nothing and are only compared.
+    `ds_config_file`: DeepSpeed config of the job that saved, for raw dumps, which hold none.
+    `like`: reference checkpoint: another checkpoint of the same job, which supplies what this one
+    lacks. Raw dumps of stage 3 hold no shapes, and files of `elastic_checkpoint` no
+    hyper-parameters.
+    `takes_model`: whether `like` may be a model's weights alone, which supply nothing and are only
+    compared.
     """
     config, known = read_hints([path], ds_config_file, like, takes_model=takes_model)
     is_model = known is not None and known.kind == "weights"
@@ -251,10 +244,7 @@ def open_with(
 ) -> Source:
     """Open a checkpoint with a config and a reference that were read already; see `open_source`.
 
-    Parameters
-    ----------
-    like
-        What a distributed checkpoint lacks can come from a whole `Source` alone.
+    `like`: what a distributed checkpoint lacks can come from a whole `Source` alone.
     """
     return try_again(lambda: _open(path, tag, config, like))
 

@@ -72,12 +72,8 @@ class SourceAccess:
 def _locate_whole(source: Source, number: int, name: str) -> tuple[int, int, int]:
     """Return the file that holds all of a tensor, where it begins there, and its size in bytes.
 
-    Parameters
-    ----------
-    number
-        Index of a tensor that has elements.
-    name
-        What to call it in messages.
+    `number`: index of a tensor that has elements.
+    `name`: what to call it in messages.
     """
     tensor = source.checkpoint.tensors[number]
     copies = source.region(number, 0, tensor.numel).copies

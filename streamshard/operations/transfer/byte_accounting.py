@@ -33,11 +33,8 @@ class ByteCounts:
 def read_bytes(source: Source, times: NDArray[np.int64]) -> NDArray[np.int64]:
     """Compute how many bytes of content are read from each of the source's files.
 
-    Parameters
-    ----------
-    times
-        How often each tensor is read completely. A compressed file counts once; the run may read
-        it a few times.
+    `times`: how often each tensor is read completely. A compressed file counts once; the run may
+    read it a few times.
     """
     cutting, tensors = source.cutting, source.checkpoint.tensors
     found = np.zeros(len(source.files), dtype=np.int64)

@@ -161,12 +161,8 @@ def estimate_run(
 ) -> Estimate:
     """Estimate a run; files written to measure the disk are removed again.
 
-    Parameters
-    ----------
-    new_files
-        Count of files that are made for new ranks.
-    encode
-        The function that compresses the target's data; None if it is not compressed.
+    `new_files`: count of files that are made for new ranks.
+    `encode`: the function that compresses the target's data; None if it is not compressed.
     """
     read = read_bytes(source, byte_counts.times)
     read_sum, written = int(read.sum()), report.bytes_written
@@ -244,10 +240,7 @@ def _time(
 ) -> TimeEstimate:
     """Measure the disk, and estimate the time.
 
-    Parameters
-    ----------
-    nbytes
-        Bytes to read, and bytes to write.
+    `nbytes`: bytes to read, and bytes to write.
     """
     read, written = nbytes
     reading = encoding = writing = Speed(0, 0)

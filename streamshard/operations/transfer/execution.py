@@ -64,18 +64,13 @@ def fit_memory(
 
     The peak memory of planning is the estimate for the metadata, which the run holds again.
 
-    Parameters
-    ----------
-    workers
-        Count of workers; by default see `default_workers`, and fewer if memory is short.
-    copies_bytes
-        Memory for the copies of the files in flight, which are located only during the run.
-    reopened
-        Memory for the headers that are read back after the run, in multiples of the source's.
-    encodes
-        Whether the target is compressed.
-    requests_bytes
-        Memory of one worker for requests to an object store.
+    `workers`: count of workers; by default see `default_workers`, and fewer if memory is short.
+    `copies_bytes`: memory for the copies of the files in flight, which are located only during the
+    run.
+    `reopened`: memory for the headers that are read back after the run, in multiples of the
+    source's.
+    `encodes`: whether the target is compressed.
+    `requests_bytes`: memory of one worker for requests to an object store.
     """
     if workers is not None and workers < 1:
         raise UsageError(f"{Option('workers', workers)}: at least one is needed")
@@ -116,10 +111,7 @@ class Limits:
     ) -> MemoryPlan:
         """Fit a run that only reads into the memory limit; call it after everything is opened.
 
-        Parameters
-        ----------
-        files
-            What is read; workers need memory for what they request from an object store.
+        `files`: what is read; workers need memory for what they request from an object store.
         """
         return fit_memory(
             floor_bytes=self.floor_bytes,

@@ -134,10 +134,7 @@ def plan_transfer(
 ) -> TransferPlan:
     """Open the source, and plan to write what `prepare` makes from it; writes nothing.
 
-    Parameters
-    ----------
-    template
-        Names of the dumps, if the target is a directory of dumps.
+    `template`: names of the dumps, if the target is a directory of dumps.
     """
     options, floor_bytes = command.options, resident_memory.resident_bytes()
     resident_memory.restart_peak()
@@ -162,10 +159,7 @@ def plan_transfer(
 def plan_output(command: Command, output: Output, target: Path, floor_bytes: int) -> TransferPlan:
     """Fit an output into memory and on the disk.
 
-    Parameters
-    ----------
-    floor_bytes
-        Resident memory before anything was opened.
+    `floor_bytes`: resident memory before anything was opened.
     """
     options, source, byte_counts = command.options, output.source, output.writer.byte_counts()
     count, bytes_written = len(byte_counts.sizes), sum(byte_counts.sizes.values())

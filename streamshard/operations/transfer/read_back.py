@@ -25,13 +25,9 @@ def require_no_differences(
 ) -> None:
     """Require that written files are what the source holds.
 
-    Parameters
-    ----------
-    place
-        Directory of the files, which are synced to the disk already. The system's page cache of
-        them is dropped first.
-    differences
-        Reads the files, and describes what is wrong with them.
+    `place`: directory of the files, which are synced to the disk already. The system's page cache
+    of them is dropped first.
+    `differences`: reads the files, and describes what is wrong with them.
     """
     with target_errors(place):
         drop_cached(place)

@@ -31,12 +31,8 @@ class RunIdentity:
     def of(cls, source: Source, options: Mapping[str, str], *, replaces: bool) -> Self:
         """Describe a run.
 
-        Parameters
-        ----------
-        options
-            The verb, and the options on which the target's bytes depend.
-        replaces
-            Whether an existing target may be replaced, which does not change the bytes.
+        `options`: the verb, and the options on which the target's bytes depend.
+        `replaces`: whether an existing target may be replaced, which does not change the bytes.
         """
         header = {
             "format": _FORMAT,

@@ -64,16 +64,10 @@ def staged(
 ) -> StagedTarget:
     """Return a target to be written, as a context manager.
 
-    Parameters
-    ----------
-    nbytes
-        Size of all its files.
-    sizes
-        Lists the files, relative to the target, with their sizes.
-    lock
-        Whether to keep other runs from writing it.
-    template
-        Names of the dumps, if the target is a directory of dumps.
+    `nbytes`: size of all its files.
+    `sizes`: lists the files, relative to the target, with their sizes.
+    `lock`: whether to keep other runs from writing it.
+    `template`: names of the dumps, if the target is a directory of dumps.
     """
     place = target.absolute().with_name(f"{LOCK}.{target.name}")
     own = lock_at(place, target.absolute(), is_wanted=lock)

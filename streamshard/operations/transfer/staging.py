@@ -200,10 +200,7 @@ class PartialTarget:
     def commit(self, latest: str | None = None) -> None:
         """Rename the partial target to the target, after its files are durable.
 
-        Parameters
-        ----------
-        latest
-            Tag for the `latest` file, which is written after everything else.
+        `latest`: tag for the `latest` file, which is written after everything else.
         """
         if self.is_done:
             return

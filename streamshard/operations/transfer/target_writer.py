@@ -27,10 +27,7 @@ class TargetWriter(Protocol):
     def copies_bytes(self, workers: int | None) -> int:
         """Return an upper bound of the memory for the copies of the files in flight.
 
-        Parameters
-        ----------
-        workers
-            Count of workers that the user asks for.
+        `workers`: count of workers that the user asks for.
         """
 
     def passes(self) -> Sequence[Pass]:

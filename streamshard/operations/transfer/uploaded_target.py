@@ -190,10 +190,7 @@ class UploadedTarget:
     def commit(self, latest: str | None = None) -> None:
         """Upload `latest` and the commit record, which make the target exist.
 
-        Parameters
-        ----------
-        latest
-            Tag for the `latest` file, which is written after everything else.
+        `latest`: tag for the `latest` file, which is written after everything else.
         """
         if self.is_done:
             return

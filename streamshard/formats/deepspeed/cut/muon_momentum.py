@@ -67,10 +67,7 @@ class WholeMomentum:
     def assign(self, tensors: NDArray[np.int64], builder: CuttingBuilder) -> None:
         """Place the momentum of every parameter.
 
-        Parameters
-        ----------
-        tensors
-            Logical tensor of each parameter, in the param group's own order.
+        `tensors`: logical tensor of each parameter, in the param group's own order.
         """
         found: dict[int, tuple[SourceFile, int]] = {}
         for rank in range(self._flat.world_size):

@@ -26,10 +26,7 @@ def needs_order(checkpoint: Checkpoint, stage: int) -> bool:
 def in_order_of(checkpoint: Checkpoint, stage: int, like: Checkpoint | None) -> Checkpoint:
     """Return a checkpoint with Muon's parameters in the order in which a stage keeps them.
 
-    Parameters
-    ----------
-    like
-        Reference checkpoint of the same job at that stage, for an order that is not known.
+    `like`: reference checkpoint of the same job at that stage, for an order that is not known.
     """
     if needs_order(checkpoint, stage):
         if like is None or like.layout.stage != stage:

@@ -27,10 +27,7 @@ class RecordedCut:
 def recorded_cut(state: Mapping[str, Node], path: Path, *, has_paddings: bool) -> RecordedCut:
     """Read the record in an optimizer's state.
 
-    Parameters
-    ----------
-    has_paddings
-        Whether the state's `group_paddings` are those of the rank.
+    `has_paddings`: whether the state's `group_paddings` are those of the rank.
     """
     return RecordedCut(
         path=path,

@@ -59,13 +59,10 @@ _MASTER: Final = (
 def read(template: Template, config: ds_config.Config | None, like: Checkpoint | None) -> Reading:
     """Open the dumps of all ranks.
 
-    Parameters
-    ----------
-    config
-        DeepSpeed config of the job, if known.
-    like
-        Reference checkpoint of the same job. It supplies the names and shapes of the parameters,
-        which stage 3 needs, and the hyper-parameters that `elastic_checkpoint` does not save.
+    `config`: DeepSpeed config of the job, if known.
+    `like`: reference checkpoint of the same job. It supplies the names and shapes of the
+    parameters, which stage 3 needs, and the hyper-parameters that `elastic_checkpoint` does not
+    save.
     """
     paths = template.find()
     for path in paths:

@@ -74,10 +74,7 @@ class Categories:
     def cut(self, name: str, shards: Mapping[int, Shape], ranks: int) -> ModelCut:
         """Return how a parameter is cut among the tensor-parallel ranks.
 
-        Parameters
-        ----------
-        shards
-            Rank → shape of its tensor.
+        `shards`: rank → shape of its tensor.
         """
         reason = self._refused.find(name)
         if reason is not None:
@@ -157,14 +154,9 @@ def cut_by_rule(
 ) -> ModelCut:
     """Cut a tensor of these shards by a rule.
 
-    Parameters
-    ----------
-    shards
-        Rank → shape of its tensor.
-    told
-        What tells the rule.
-    cut
-        Makes the cut of all ranks' shapes.
+    `shards`: rank → shape of its tensor.
+    `told`: what tells the rule.
+    `cut`: makes the cut of all ranks' shapes.
     """
     if len(shards) < ranks:
         message = f"'{name}' is on {len(shards)} of the {ranks} tensor-parallel ranks"

@@ -57,10 +57,7 @@ class CutRules:
     def __init__(self, text: str, named: str) -> None:
         """Read the rules of a file.
 
-        Parameters
-        ----------
-        named
-            The file's name, for messages.
+        `named`: the file's name, for messages.
         """
         self.text = text
         self._named = named
@@ -74,10 +71,7 @@ class CutRules:
     def cut(self, name: str, shards: Mapping[int, Shape], ranks: int) -> ModelCut:
         """Return how a parameter is cut among tensor-parallel ranks.
 
-        Parameters
-        ----------
-        shards
-            Rank → shape of its tensor.
+        `shards`: rank → shape of its tensor.
         """
         found = self._rules.find_all(name)
         if not found:

@@ -47,13 +47,9 @@ class ModelInParts:
     ) -> None:
         """Check that the model parts can be taken for that.
 
-        Parameters
-        ----------
-        rules
-            How tensor parallelism cut the parameters; None for what the files tell.
-        keeps_shards
-            Whether what a tensor-parallel rank has of a tensor stays as it is, since only the
-            stages of a pipeline change. Then how tensors are cut need not be known.
+        `rules`: how tensor parallelism cut the parameters; None for what the files tell.
+        `keeps_shards`: whether what a tensor-parallel rank has of a tensor stays as it is, since
+        only the stages of a pipeline change. Then how tensors are cut need not be known.
         """
         self.checkpoint = checkpoint
         _require_plain(checkpoint)
@@ -202,10 +198,7 @@ def with_cut_info(optimizer_file: Mapping[str, Node], info: Node) -> Mapping[str
     DeepSpeed saves there what a parameter has in an attribute of that name, as model files hold it
     (`_enable_universal_checkpoint` of `deepspeed/runtime/zero/stage_1_and_2.py`, 0.19.8).
 
-    Parameters
-    ----------
-    info
-        None for nothing.
+    `info`: None for nothing.
     """
     state = {k: v for k, v in optimizer_file[names.OPTIMIZER].items() if k != names.UNIVERSAL_INFO}
     told = {} if info is None else {names.UNIVERSAL_INFO: info}

@@ -345,12 +345,8 @@ class _OneRank:
     ) -> Iterator[tuple[LayerCopy, TensorInFile]]:
         """Yield each tensor of each file of a shared module, with its place.
 
-        Parameters
-        ----------
-        index
-            The stages' tensors by name.
-        tensors
-            These and the module's.
+        `index`: the stages' tensors by name.
+        `tensors`: these and the module's.
         """
         model_parts = self._checkpoint.model_parts
         for file, prefix, held in self._taken:

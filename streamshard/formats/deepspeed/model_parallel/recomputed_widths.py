@@ -38,10 +38,7 @@ class WidthRule:
     def widths(self, given: Widths) -> Widths | None:
         """Return the widths at the degree; None if they are not known.
 
-        Parameters
-        ----------
-        given
-            The widths of the same tensor at another degree.
+        `given`: the widths of the same tensor at another degree.
 
         Examples
         --------

@@ -62,10 +62,7 @@ R = TypeVar("R", bound=Reading)
 def recut_checkpoint(source: R, parts: ModelInParts, like: ModelInParts) -> R:
     """Cut a checkpoint into the parts of a reference checkpoint, or of `whole_model`.
 
-    Parameters
-    ----------
-    parts
-        The parts of the source.
+    `parts`: the parts of the source.
     """
     merging = _MergedParts(parts, like)
     merging.require_same_tensors()

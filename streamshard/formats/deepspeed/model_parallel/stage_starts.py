@@ -45,10 +45,7 @@ def listed(starts: Sequence[int]) -> str:
 def count_stages(starts: Sequence[int], degree: int | None) -> int:
     """Return how many stages are listed, which is the pipeline degree of their job.
 
-    Parameters
-    ----------
-    degree
-        The pipeline degree, if it was given too.
+    `degree`: the pipeline degree, if it was given too.
     """
     asked = Option(STAGES, starts)
     if not starts or starts[0] != 0 or any(one >= other for one, other in pairwise(starts)):
@@ -68,12 +65,8 @@ def have_equal_stages(one: Checkpoint, other: Checkpoint) -> bool:
 def with_stages(parts: ModelInParts, starts: Sequence[int]) -> ModelInParts:
     """Return the parts of a job whose stages begin at other layers, and that is alike otherwise.
 
-    Parameters
-    ----------
-    parts
-        Those of a pipeline.
-    starts
-        First layer of each stage, ascending from 0.
+    `parts`: those of a pipeline.
+    `starts`: first layer of each stage, ascending from 0.
     """
     checkpoint, degree = parts.checkpoint, parts.degrees.tensor
     ranks = [_Stages(checkpoint, checkpoint.model_parts[rank::degree]) for rank in range(degree)]
@@ -102,10 +95,7 @@ def _params(model_part: ModelPart) -> list[tuple[str, ...]]:
 def _with_tensors(made: Checkpoint, of: Checkpoint, degree: int) -> Checkpoint:
     """Add the tensors of a checkpoint to its new model parts.
 
-    Parameters
-    ----------
-    degree
-        Count of the tensor-parallel ranks of each stage.
+    `degree`: count of the tensor-parallel ranks of each stage.
     """
     rank_of = {model_part.name: number % degree for number, model_part in enumerate(of.model_parts)}
     masters = {(rank_of[t.model_part], t.name): t for t in of.tensors if t.state == MASTER}

@@ -54,12 +54,8 @@ def made_parts(
 ) -> ModelInParts:
     """Return the parts of a job that has all that one part has, in other shapes.
 
-    Parameters
-    ----------
-    shards
-        Tensor → its shape on each tensor-parallel rank.
-    info
-        What model files tell of how tensors are cut; None if they are whole.
+    `shards`: tensor → its shape on each tensor-parallel rank.
+    `info`: what model files tell of how tensors are cut; None if they are whole.
     """
     count = len(next(iter(shards.values())))
     own: dict[str, Node] = {
@@ -114,10 +110,7 @@ def own_shape(name: str, mapped: Shape, held: Shape) -> Shape:
     There the last dimension is the tensor's own, and the others are its first one
     (`_infer_subparam_logical_shapes` of `deepspeed/module_inject/layers.py`, 0.19.8).
 
-    Parameters
-    ----------
-    held
-        The shape of some rank's part of it.
+    `held`: the shape of some rank's part of it.
     """
     if len(mapped) == len(held):
         return mapped

@@ -122,10 +122,7 @@ def facts_of_each(
 ) -> list[Facts]:
     """Return fingerprints of the entries of each rank that do not depend on the rank.
 
-    Parameters
-    ----------
-    cut
-        Keys of the entries that do.
+    `cut`: keys of the entries that do.
     """
     found: list[Facts] = []
     first: Known | None = None

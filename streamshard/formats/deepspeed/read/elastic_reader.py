@@ -26,11 +26,8 @@ def expand_elastic_state(
 ) -> None:
     """Replace the list that `elastic_checkpoint` saved by the wrapped optimizer's state dict.
 
-    Parameters
-    ----------
-    like
-        The same part of the model in a reference checkpoint of the same job. It supplies the
-        hyper-parameters.
+    `like`: the same part of the model in a reference checkpoint of the same job. It supplies the
+    hyper-parameters.
     """
     if like is None:
         message = (
@@ -69,10 +66,7 @@ def _expanded(state: dict[str, Node], path: Path, groups: Sequence[Mapping[str, 
 def require_same_groups(params: Sequence[Sequence[str]], like: ModelPart, path: Path) -> None:
     """Refuse a reference checkpoint whose param groups hold other parameters.
 
-    Parameters
-    ----------
-    params
-        Names of each group's parameters, as in the files.
+    `params`: names of each group's parameters, as in the files.
     """
     theirs = {g.number: g.params for g in like.groups if g.expert_rank == 0}
     for number, own in enumerate(params):

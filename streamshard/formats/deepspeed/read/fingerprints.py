@@ -43,12 +43,8 @@ def fingerprints(
 ) -> dict[Node, bytes]:
     """Return the fingerprint of every entry of a file.
 
-    Parameters
-    ----------
-    like
-        Entries of another file. An entry that is the same object has the same fingerprint.
-    checksum
-        Returns the CRC-32 of a storage; by default, in the file that the storage refers to.
+    `like`: entries of another file. An entry that is the same object has the same fingerprint.
+    `checksum`: returns the CRC-32 of a storage; by default, in the file that the storage refers to.
     """
     found, spent, together = {}, 0, 0
     for key, node in nodes.items():

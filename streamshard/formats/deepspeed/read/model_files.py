@@ -161,10 +161,7 @@ def differences(
 
     If files share one object, only the entries with other checksums are compared again.
 
-    Parameters
-    ----------
-    entries
-        Selects the entries of a file to compare; called once for each object.
+    `entries`: selects the entries of a file to compare; called once for each object.
     """
     first: Facts | None = None
     looked: dict[int, _Looked] = {}

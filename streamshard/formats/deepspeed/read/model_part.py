@@ -71,17 +71,11 @@ def read_model_part(
 ) -> ModelPartReading:
     """Open the shards of one model part.
 
-    Parameters
-    ----------
-    name
-        Name of the model part if the checkpoint has several, else empty.
-    first
-        Number of the model part's first logical tensor in the checkpoint.
-    tied
-        Tied parameters that the first model part's files list: only the first rank saves them.
-    like
-        Returns the same part of the model in a reference checkpoint of the job; called only if
-        these files lack hyper-parameters.
+    `name`: name of the model part if the checkpoint has several, else empty.
+    `first`: number of the model part's first logical tensor in the checkpoint.
+    `tied`: tied parameters that the first model part's files list: only the first rank saves them.
+    `like`: returns the same part of the model in a reference checkpoint of the job; called only if
+    these files lack hyper-parameters.
     """
     optimizers = read_optimizers(sources, files.optimizer_files)
     model_files = read_models(sources, files.model_files)
@@ -260,10 +254,7 @@ def optimizer_tensors(
 ) -> list[LogicalTensor]:
     """List the logical tensors of all optimizer states, group by group and state by state.
 
-    Parameters
-    ----------
-    shapes
-        Shape of each parameter, by its name in the files: each expert rank counts from 0.
+    `shapes`: shape of each parameter, by its name in the files: each expert rank counts from 0.
     """
     serialized = {group.number: group.params for group in groups if group.expert_rank == 0}
     tensors = [
@@ -300,10 +291,7 @@ def adopt_blobs(
 ) -> None:
     """Turn each storage that is left in the training state into a logical tensor of raw bytes.
 
-    Parameters
-    ----------
-    first
-        Number of the first of `tensors` in the checkpoint.
+    `first`: number of the first of `tensors` in the checkpoint.
     """
     adopted = 0
     for storage in storages_in(list(roots)):

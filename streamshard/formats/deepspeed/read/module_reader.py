@@ -81,10 +81,8 @@ class ModuleReader:
     def entries(self, trained: Mapping[str, tuple[int, ...]]) -> tuple[ModuleEntry, ...]:
         """Classify each entry of the module's state dict.
 
-        Parameters
-        ----------
-        trained
-            Shapes of the trained parameters, whose entries in stage 3 are empty placeholders.
+        `trained`: shapes of the trained parameters, whose entries in stage 3 are empty
+        placeholders.
         """
         with of_file(self._path):
             return self._entries(trained)

@@ -131,12 +131,9 @@ class TagFiles:
     ) -> Iterator[IncompleteError]:
         """Find the missing files of one part of the model, and those of another world size.
 
-        Parameters
-        ----------
-        of
-            What a message says of the count of ranks.
-        is_bf16
-            Whether the job trained in bf16, which counts where there is no optimizer file at all.
+        `of`: what a message says of the count of ranks.
+        `is_bf16`: whether the job trained in bf16, which counts where there is no optimizer file at
+        all.
         """
         found = self.model_part(mp_rank)
         bf16 = "bf16_" in self.prefixes if self.prefixes else is_bf16

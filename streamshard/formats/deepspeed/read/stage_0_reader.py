@@ -30,12 +30,8 @@ def read_model_part(
 ) -> ModelPartReading:
     """Open the model file of one model part.
 
-    Parameters
-    ----------
-    name
-        Name of the model part if the checkpoint has several, else empty.
-    first
-        Number of the model part's first logical tensor in the checkpoint.
+    `name`: name of the model part if the checkpoint has several, else empty.
+    `first`: number of the model part's first logical tensor in the checkpoint.
     """
     (file,) = read_models(sources, files.model_files)
     model = file.root

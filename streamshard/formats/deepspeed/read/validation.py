@@ -66,10 +66,7 @@ class Recorded:
 def validate(tag_dir: Path, aside: Set[Path]) -> SetErrors:
     """List the errors of the files of a tag directory, of each file and of the set.
 
-    Parameters
-    ----------
-    aside
-        Existing files that must not be opened.
+    `aside`: existing files that must not be opened.
     """
     files = TagFiles(tag_dir, sorted(paths_in(tag_dir)))
     errors: list[SourceError] = []
@@ -255,10 +252,7 @@ def _contradictions(
 
     Files are compared within each part of the model; then the rest of the files of all parts.
 
-    Parameters
-    ----------
-    differ_by_part
-        Values that are equal within a part only.
+    `differ_by_part`: values that are equal within a part only.
     """
     agreeing: dict[Path, Facts] = {}
     for roots in parts.values():

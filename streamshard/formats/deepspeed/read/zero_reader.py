@@ -38,14 +38,9 @@ def read(
 ) -> Reading:
     """Open a tag directory.
 
-    Parameters
-    ----------
-    run_files
-        Other files to copy: their path, and their path relative to the run directory.
-    like
-        Reference checkpoint of the same job, for hyper-parameters that these files lack.
-    tag
-        Path of the tag directory in the run directory; by default its name.
+    `run_files`: other files to copy: their path, and their path relative to the run directory.
+    `like`: reference checkpoint of the same job, for hyper-parameters that these files lack.
+    `tag`: path of the tag directory in the run directory; by default its name.
     """
     tag = tag or tag_dir.name
     with malformed(tag_dir):
