@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import streamshard
-from tests.fabricated import client_state, load, write
+from tests.fabricated import client_state, edit, load, write
 from tests.job import TAG, Job, ds_config
 
 SIZES = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=2), min_size=1, max_size=5)
@@ -159,3 +159,15 @@ def test_any_job(
         offload=data.draw(st.booleans()),
     )
     check(job, data.draw(st.integers(1, 6)), tmp_path_factory.mktemp("job"))
+
+
+@pytest.mark.parametrize("other", ["old.weight", "embed.weight"])
+def test_weights_of_one_storage_stay_so_though_no_tie_is_recorded(
+    tmp_path: Path, other: str
+) -> None:
+    run = write(Job(), tmp_path / "run")
+    file = Path(TAG) / "mp_rank_00_model_states.pt"
+    edit(run / file, lambda held: held["module"].update(twin=held["module"][other]))
+    streamshard.repartition(run, tmp_path / "out", world_size=3)
+    module = load(tmp_path / "out" / file)["module"]
+    assert module["twin"].data_ptr() == module[other].data_ptr()
