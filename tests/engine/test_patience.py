@@ -103,10 +103,13 @@ def test_a_source_is_opened_and_read_anew(
     reader.read_into(0, 0, buffer(10))
     if call == "open":
         reader.close()
+    opens = Failing(errno.ESTALE, 0, os.open)
+    monkeypatch.setattr(os, "open", opens)
     failing = Failing(errno.ESTALE, 2, getattr(os, call))
     monkeypatch.setattr(os, call, failing)
     view = buffer(100)
     reader.read_into(0, 50, view)
+    assert opens.calls == (2 if call == "preadv" else 1)
     assert bytes(view) == DATA[50:150]
     assert failing.calls == 3
     reader.close()
