@@ -110,23 +110,30 @@ class Lock:
         try:
             _flock(descriptor)
             _serialize(descriptor)
-            os.link(new, self._path)
+            self._link(new)
             self._descriptor, descriptor = descriptor, -1
         except (FileExistsError, FileNotFoundError):
             return False
         except OSError as error:
             if error.errno not in _NO_LINKS:
-                message = (
-                    f"{error.strerror}, as a hard link was made for the lock. If a bucket is "
-                    "mounted there, give the bucket's URL, such as s3://bucket/path"
-                )
-                raise OSError(error.errno, message, str(self._what)) from error
+                raise
             return self._make_without_links()
         finally:
             new.unlink(missing_ok=True)
             if descriptor >= 0:
                 close_unwritten(descriptor)
         return True
+
+    def _link(self, new: Path) -> None:
+        try:
+            os.link(new, self._path)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            # So does `rclone mount` say that it has no links.
+            message = f"{error.strerror}, as a hard link was made for the lock. If a bucket is"
+            message = f"{message} mounted there, give the bucket's URL, such as s3://bucket/path"
+            raise OSError(error.errno, message, str(self._what)) from error
 
     def _make_without_links(self) -> bool:
         """Create the lock file, which for a moment is empty."""

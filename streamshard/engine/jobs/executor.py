@@ -82,7 +82,7 @@ class Executor(Protocol):
         Only a few jobs and results are in memory. The first error ends the iteration: jobs that
         have begun are stopped, the others are skipped.
 
-        `jobs`: None among them waits until all jobs before it are done; it has no number.
+        `jobs`: none among them waits until all jobs before it are done; it has no number.
         `workers`: count of workers of each process.
         `progress`: counts the bytes that jobs process.
         `needed_bytes`: memory that each process needs for its workers.
