@@ -146,6 +146,7 @@ class Kind:
         return run_dir
 
 
+MESH = config(data_parallel_size=2, sequence_parallel_size=2)
 NVME = {"device": "nvme", "nvme_path": "/local_nvme"}
 KINDS = [
     Kind(
@@ -199,6 +200,12 @@ KINDS = [
         ("trained with MiCS (mics_shard_size 2) on 8 ranks", "zero_to_fp32.py"),
         both=(zero(mics_shard_size=2),),
         model=(lambda content: content.update(dp_world_size=8),),
+    ),
+    Kind(
+        "mesh-of-sequences",
+        STAGE_3,
+        ("at ZeRO stage 3 with data_parallel_size 2 and sequence_parallel_size 2", "among 4 ranks"),
+        both=(MESH,),
     ),
     Kind(
         "autoep",
@@ -315,6 +322,13 @@ def before_the_first_step(content: Content) -> None:
         content.update(global_steps=3, skipped_steps=3)
     else:
         wrapped(content)["state"].clear()
+
+
+def test_before_0_15_the_sizes_of_a_mesh_say_nothing(tmp_path: Path) -> None:
+    run = write(STAGE_3, tmp_path / "run")
+    for edit in (MESH, lambda content: content.update(ds_version="0.14.5")):
+        edit_all(run, "*.pt", edit)
+    streamshard.repartition(run, tmp_path / "out", world_size=4)
 
 
 @pytest.mark.parametrize(

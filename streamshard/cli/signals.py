@@ -30,8 +30,9 @@ class Signals:
     def take(self, *, while_loading: bool = False) -> None:
         """Install handlers: from now on the first signal raises `StoppedBySignal`.
 
-        `while_loading`: end the process instead: nothing has begun yet, and code that is being
-        imported might mistake the error for its own, or suppress it. A later call ends this mode.
+        `while_loading`: whether to end the process instead, as nothing has begun yet, and code that
+        is being imported might mistake the error for its own, or suppress it. A later call ends
+        this mode.
         """
         self._is_loading = while_loading
         for number in SIGNALS:

@@ -35,11 +35,7 @@ class Event:
 
 
 class Calls:
-    """The calls of one run. Dask's own thread waits for results; the run's thread takes them.
-
-    `client`: what is connected to the cluster.
-    `token`: identifies the run.
-    """
+    """The calls of one run. Dask's own thread waits for results; the run's thread takes them."""
 
     def __init__(self, client: DaskClient, token: str) -> None:
         self.client = client

@@ -79,7 +79,7 @@ def _connected(address: str, threads: int) -> Iterator["Client"]:
         if address.startswith(_LOCAL):
             found = stack.enter_context(_local_cluster(address, threads))
         elif address.endswith(".json"):
-            found = _written_in(Path(address))
+            found = _address_in(Path(address))
         elif ":" in address:
             found = address
         else:
@@ -96,35 +96,35 @@ def _connected(address: str, threads: int) -> Iterator["Client"]:
         yield client
 
 
-def _written_in(path: Path) -> str:
+def _address_in(path: Path) -> str:
     """Return the address in a file that a scheduler has written."""
-    asked = Option("address", path)
+    option = Option("address", path)
     if not exists(path):
-        raise UsageError(f"{asked}: no such file; has the scheduler started?")
+        raise UsageError(f"{option}: no such file; has the scheduler started?")
     try:
         return str(json.loads(read_document(path))["address"])
     except (ValueError, LookupError, TypeError) as error:
-        raise UsageError(f"{asked}: not a file that a Dask scheduler has written") from error
+        raise UsageError(f"{option}: not a file that a Dask scheduler has written") from error
 
 
 def _require_encryption(address: str) -> None:
     """Refuse an address that Dask's settings here do not allow a client to connect to."""
     from distributed.security import Security
 
-    asked = Option("address", address)
+    option = Option("address", address)
     try:
         untyped: Any = Security
         settings = untyped().get_connection_args("client")
     except (OSError, ValueError) as error:
-        raise UsageError(f"{asked}: Dask's certificate or key cannot be read ({error})") from error
+        raise UsageError(f"{option}: Dask's certificate or key cannot be read ({error})") from error
     if address.startswith("tls://") and settings["ssl_context"] is None:
         raise UsageError(
-            f"{asked}: the scheduler takes only whoever has its key, and Dask's settings here name "
-            f"none. Set {_TLS}__CA_FILE, {_TLS}__CLIENT__CERT and {_TLS}__CLIENT__KEY"
+            f"{option}: the scheduler takes only whoever has its key, and Dask's settings here "
+            f"name none. Set {_TLS}__CA_FILE, {_TLS}__CLIENT__CERT and {_TLS}__CLIENT__KEY"
         )
     if settings["require_encryption"] and not address.startswith("tls://"):
         message = "Dask's settings here require encryption, and the address does not begin with"
-        raise UsageError(f"{asked}: {message} tls://")
+        raise UsageError(f"{option}: {message} tls://")
 
 
 @contextmanager

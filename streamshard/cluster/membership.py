@@ -57,7 +57,6 @@ class Membership:
 
     `calls`: what reaches the workers.
     `toolkit`: what a process proves that it can use, and its bytes.
-    `spec`: the bytes of the `RunSpec`.
     """
 
     def __init__(self, calls: Calls, toolkit: tuple[Toolkit[Any], bytes], spec: bytes) -> None:

@@ -296,7 +296,7 @@ class Checkpoint:
     @property
     def replicas(self) -> int:
         """Count of ranks that hold the same partition. One of them saves it."""
-        return ds_config.sequence_replicas(self.config, self.layout.world_size)
+        return ds_config.sequence_replicas(self.config, self.layout.world_size, self.ds_version)
 
     @property
     def ranks(self) -> int:

@@ -267,7 +267,6 @@ def is_stage_0(model_file: Path) -> bool:
 def without_shards(tag_dir: Path, models: Sequence[Path], parts: Sequence[Path]) -> SourceError:
     """Explain why there is no optimizer file in a tag directory.
 
-    `models`: model files in the directory.
     `parts`: files of pipeline layers and experts in the directory.
     """
     # Weights beside DeepSpeed's model files are not the whole checkpoint.

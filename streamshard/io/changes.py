@@ -13,7 +13,6 @@ from streamshard.io.sink import Sink
 def open_sink(path: Path, *, is_new: bool, nbytes: int, is_last: bool = False) -> Sink:
     """Open a file of a target to write it; a new file must not exist yet.
 
-    `nbytes`: how much is to be written.
     `is_last`: whether nobody else may have written an object of that name meanwhile.
     """
     return place_of(path).open_sink(path, is_new=is_new, nbytes=nbytes, is_last=is_last)

@@ -309,11 +309,7 @@ def test_the_command_line_starts_processes(run: Path) -> None:
         ("somewhere", UsageError, "not an address"),
         ("tcp://127.0.0.1:9", ClusterError, "nobody answers"),
         ("/nowhere/scheduler.json", UsageError, "no such file"),
-        (
-            f"{ROOT}/tests/compact/golden/global_step80.zarr/zarr.json",
-            UsageError,
-            "not a file that a Dask scheduler",
-        ),
+        (f"{GOLDEN}/zarr.json", UsageError, "not a file that a Dask scheduler has written"),
     ],
 )
 def test_addresses_that_lead_nowhere(

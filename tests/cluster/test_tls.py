@@ -34,7 +34,7 @@ class Cluster:
 
 
 @contextmanager
-def dask(*words: str, environment: Mapping[str, str]) -> Iterator[None]:
+def dask(*words: str, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     """Run a program of Dask meanwhile."""
     process = subprocess.Popen(
         [sys.executable, "-m", "dask", *words],
@@ -43,7 +43,7 @@ def dask(*words: str, environment: Mapping[str, str]) -> Iterator[None]:
         cwd="/",
     )
     try:
-        yield
+        yield process
     finally:
         process.kill()
         process.wait()
@@ -65,11 +65,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     encrypted = ["--protocol", "tls", "--scheduler-file", str(file)]
     with ExitStack() as stack:
         open_ports = ["--port", "0", "--dashboard-address", "127.0.0.1:0", "--host", "127.0.0.1"]
-        stack.enter_context(dask("scheduler", *encrypted, *open_ports, environment=keys))
+        scheduler = stack.enter_context(
+            dask("scheduler", *encrypted, *open_ports, environment=keys)
+        )
         for _ in range(2):
             least = ["--nthreads", "1", "--no-nanny", "--no-dashboard"]
             stack.enter_context(dask("worker", *encrypted, *least, environment=keys))
         while not file.exists() or not file.read_text().endswith("}"):
+            assert scheduler.poll() is None
             time.sleep(PAUSE)
         yield Cluster(file, keys)
 

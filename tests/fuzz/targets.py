@@ -11,6 +11,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -187,7 +188,7 @@ def configs(_: bytes, path: Path) -> None:
     """Read a DeepSpeed config, and all that shapes a checkpoint in it."""
     config = ds_config.read_file(path)
     for read in (
-        ds_config.sequence_mesh,
+        partial(ds_config.sequence_mesh, version=None),
         ds_config.module_dtype,
         ds_config.gradient_clipping,
         ds_config.batch_sizes,

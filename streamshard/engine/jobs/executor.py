@@ -83,7 +83,6 @@ class Executor(Protocol):
         have begun are stopped, the others are skipped.
 
         `jobs`: none among them waits until all jobs before it are done; it has no number.
-        `workers`: count of workers of each process.
         `progress`: counts the bytes that jobs process.
         `needed_bytes`: memory that each process needs for its workers.
         """

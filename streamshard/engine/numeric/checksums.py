@@ -26,7 +26,6 @@ def join_crc32(first: int, second: int, second_bytes: int) -> int:
 class RunningChecksums:
     """Checksums of a stream of bytes. The CRC-32 of a byte is computed once.
 
-    `takes_crc32c`: whether to compute the CRC-32C, too.
     `block_bytes`: length of blocks, each of which gets a CRC-32; 0 for none.
     """
 

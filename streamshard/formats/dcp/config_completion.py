@@ -43,7 +43,7 @@ def with_config(
 ) -> Checkpoint:
     """Return a distributed checkpoint with the training state of a fresh engine.
 
-    `checkpoint`: as it was read without a reference.
+    `checkpoint`: what was read without a reference.
     `zero_stage`: ZeRO stage of the job that is to resume; by default the config's.
     `world_size`: count of the ranks of that job.
     """

@@ -139,7 +139,7 @@ def sequence_parallel_size(config: Config) -> int | None:
     return Section(config).plain_count("sequence_parallel_size")
 
 
-def sequence_mesh(config: Config, version: Version | None = None) -> tuple[int, int] | None:
+def sequence_mesh(config: Config, version: Version | None) -> tuple[int, int] | None:
     """Read (data-parallel ranks, ranks that share each sequence) if a config gives both.
 
     Then only the data-parallel ranks partition the state (`deepspeed.initialize`, 0.19.8). With
@@ -152,9 +152,9 @@ def sequence_mesh(config: Config, version: Version | None = None) -> tuple[int, 
     return (data, sequence) if data and sequence and sequence > 1 else None
 
 
-def sequence_replicas(config: Config, dp_world_size: int) -> int:
+def sequence_replicas(config: Config, dp_world_size: int, version: Version | None) -> int:
     """Return how many ranks hold the same partition. One of them saves it."""
-    mesh = sequence_mesh(config)
+    mesh = sequence_mesh(config, version)
     return mesh[1] if mesh and mesh[0] == dp_world_size else 1
 
 

@@ -165,7 +165,7 @@ def order_of_reference(
 ) -> list[GroupContent]:
     """Take the order from a reference checkpoint, whose experts are spread as the target's.
 
-    `number`: of the model part, which both checkpoints have.
+    `number`: that of the model part in both checkpoints.
     """
     owner = {
         name: source

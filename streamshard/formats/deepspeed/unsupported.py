@@ -12,6 +12,7 @@ from typing import Final
 
 from streamshard.errors import UnsupportedError
 from streamshard.formats.deepspeed import ds_config, names
+from streamshard.formats.deepspeed.ds_versions import Version
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import name_of, of_file
 from streamshard.formats.torch.torch_tensor import shape_of, tensor_of
@@ -32,6 +33,8 @@ class Saved:
     models: Sequence[Mapping[str, Node]] = ()
     """Contents of the model files; empty for raw dumps."""
     model_paths: Sequence[Path] = ()
+    version: Version | None = None
+    """DeepSpeed's, if the files record it."""
 
     @property
     def ranks(self) -> int:
@@ -299,6 +302,22 @@ _LORA_FIRST: Final = ".lora_weight_1.weight"
 _LORA_SECOND: Final = ".lora_weight_2.weight"
 
 
+def _mesh_of_sequences(saved: Saved) -> UnsupportedError | None:
+    # `DeepSpeedZeroOptimizer_Stage3` cuts its state among all ranks, but only the data-parallel
+    # ranks of a mesh save theirs.
+    mesh = ds_config.sequence_mesh(saved.config, saved.version)
+    if saved.stage < 3 or mesh is None or mesh[0] != saved.ranks:
+        return None
+    data, sequence = mesh
+    message = (
+        f"at ZeRO stage 3 with data_parallel_size {data} and sequence_parallel_size {sequence} in "
+        f"the config, DeepSpeed cuts the state among {data * sequence} ranks and saves the parts "
+        f"of {data}. The others are lost. Take a checkpoint of stage 1 or 2, or one saved without "
+        "data_parallel_size"
+    )
+    return UnsupportedError(message, path=saved.optimizer_paths[0])
+
+
 def _shapes(model: Mapping[str, Node]) -> dict[str, Shape]:
     """Return the shapes of the weights that a model file holds or lists."""
     module = model.get(names.MODULE_STATE) or {}
@@ -362,23 +381,6 @@ _FORMS: Final[Mapping[str, Callable[[Node], bool]]] = {
     names.EXPERT_COUNTS: lambda node: isinstance(node, list) and all(map(_is_number, node)),
 }
 """Interpreted entry → test for the type that DeepSpeed saves there. None is always allowed."""
-
-
-def _mesh_of_sequences(saved: Saved) -> UnsupportedError | None:
-    # `DeepSpeedZeroOptimizer_Stage3` cuts its state among all ranks, but only the data-parallel
-    # ranks of a mesh save theirs.
-    mesh = ds_config.sequence_mesh(saved.config)
-    if saved.stage < 3 or mesh is None or mesh[0] != saved.ranks:
-        return None
-    data, sequence = mesh
-    message = (
-        f"at ZeRO stage 3 with data_parallel_size {data} and sequence_parallel_size {sequence} in "
-        f"the config, DeepSpeed cuts the state among {data * sequence} ranks and saves the parts "
-        f"of {data}. The others are lost. Take a checkpoint of stage 1 or 2, or one saved without "
-        "data_parallel_size"
-    )
-    return UnsupportedError(message, path=saved.optimizer_paths[0])
-
 
 _RULES: Final[tuple[Callable[[Saved], UnsupportedError | None], ...]] = (
     _replaced,

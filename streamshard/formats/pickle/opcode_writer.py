@@ -117,10 +117,7 @@ class OpcodeWriter:
         self._data += pickle.SETITEMS
 
     def in_large_dict(self, count: int) -> Iterator[None]:
-        """Make a dict of many entries: in each turn of a loop, one key and its value are written.
-
-        `count`: count of the entries.
-        """
+        """Make a dict of many entries; each turn of a loop writes one key and its value."""
         self._data += pickle.EMPTY_DICT
         for number in range(count):
             if number % _BATCH == 0:

@@ -76,10 +76,7 @@ def read(path: Path, file: int) -> TorchFile:
 
 
 def read_content(source: Readable, path: Path, file: int) -> TorchFile:
-    """Open a torch file whose bytes may be kept elsewhere; see `read`.
-
-    `path`: what messages call the file.
-    """
+    """Open a torch file whose bytes may be kept elsewhere; see `read`."""
     with of_file(path):
         try:
             # As torch does, decide by the first bytes: the end may look like the other format.

@@ -187,8 +187,9 @@ def _decide(tag: Tag, run: RunDirectory, rules: Rules, newest: _Newest, now_ns: 
         for reason in _unclear(tag, run, step):
             return Choice(tag, step, AMBIGUOUS, reason)
     for reason in _protected(tag, run, rules, step, newest):
-        doubt = "; its files may be of two saves, so it does not count as one of the newest"
-        return Choice(tag, step, KEPT, reason + doubt * (tag.name in newest.mixed))
+        if tag.name in newest.mixed:
+            reason += "; its files may be of two saves, so it does not count as one of the newest"
+        return Choice(tag, step, KEPT, reason)
     return Choice(tag, step, CANDIDATE, "no rule keeps it")
 
 

@@ -115,10 +115,7 @@ def _require_told(
 
 
 def only_model_part(checkpoint: Checkpoint, *, takes_experts: bool = False) -> ModelPart:
-    """Return the only model part, which holds the whole model, except experts' own files.
-
-    `takes_experts`: whether the model may have experts.
-    """
+    """Return the only model part, which holds the whole model, except experts' own files."""
     model_part = checkpoint.model_parts[0]
     if checkpoint.is_dumps:
         message = "raw dumps are the optimizer alone, without buffers, frozen and tied weights"

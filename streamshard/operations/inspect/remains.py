@@ -43,10 +43,7 @@ def find_remains(
     like: Path_ | None,
     tag: str | None,
 ) -> CheckpointList | IncompleteCheckpoint | None:
-    """Describe a source that could not be opened; return None if there is nothing to list.
-
-    `error`: why the source could not be opened.
-    """
+    """Describe a source that could not be opened; return None if there is nothing to list."""
     root = as_path(source)
     release_frames(error)
     try:

@@ -58,7 +58,6 @@ def explain(
 
     `world_size`: count of all ranks that resume; the data-parallel size of these is
     `dp_world_size`.
-    `config`: the DeepSpeed config of the job that resumes.
     `parts`: count of its model-parallel ranks, if it is another than that of the job that saved.
     `job`: the batch of that job, if it runs already: then it is not told what it does anyway.
     """

@@ -238,10 +238,7 @@ def _time(
     nbytes: tuple[int, int],
     encode: Encode | None,
 ) -> TimeEstimate:
-    """Measure the disk, and estimate the time.
-
-    `nbytes`: bytes to read, and bytes to write.
-    """
+    """Measure the disk, and estimate the time for so many bytes to read, and to write."""
     read, written = nbytes
     reading = encoding = writing = Speed(0, 0)
     problem = None

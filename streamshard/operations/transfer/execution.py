@@ -69,7 +69,6 @@ def fit_memory(
     run.
     `reopened`: memory for the headers that are read back after the run, in multiples of the
     source's.
-    `encodes`: whether the target is compressed.
     `requests_bytes`: memory of one worker for requests to an object store.
     """
     if workers is not None and workers < 1:

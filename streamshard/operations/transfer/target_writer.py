@@ -25,10 +25,7 @@ class TargetWriter(Protocol):
         """Count the bytes that are written, and how often each tensor is read."""
 
     def copies_bytes(self, workers: int | None) -> int:
-        """Return an upper bound of the memory for the copies of the files in flight.
-
-        `workers`: count of workers that the user asks for.
-        """
+        """Return an upper bound of the memory for the copies of the files in flight."""
 
     def passes(self) -> Sequence[Pass]:
         """Return what makes the files; each pass may need the results of the passes before it."""

@@ -59,7 +59,6 @@ _MASTER: Final = (
 def read(template: Template, config: ds_config.Config | None, like: Checkpoint | None) -> Reading:
     """Open the dumps of all ranks.
 
-    `config`: DeepSpeed config of the job, if known.
     `like`: reference checkpoint of the same job. It supplies the names and shapes of the
     parameters, which stage 3 needs, and the hyper-parameters that `elastic_checkpoint` does not
     save.

@@ -79,8 +79,8 @@ class Categories:
         reason = self._refused.find(name)
         if reason is not None:
             raise UnsupportedError(f"'{name}' cannot be re-cut: {show(reason)}")
-        told = f"'{names.UNIVERSAL_INFO}'"
-        return cut_by_rule(name, shards, ranks, told, partial(self._cut, name))
+        rule = f"'{names.UNIVERSAL_INFO}'"
+        return cut_by_rule(name, shards, ranks, rule, partial(self._cut, name))
 
     def is_default(self, name: str) -> bool:
         """Tell whether a parameter is in no list, but perhaps that of rows."""
@@ -149,13 +149,13 @@ def cut_by_rule(
     name: str,
     shards: Mapping[int, Shape],
     ranks: int,
-    told: str,
+    rule: str,
     cut: Callable[[Sequence[Shape]], ModelCut],
 ) -> ModelCut:
     """Cut a tensor of these shards by a rule.
 
     `shards`: rank → shape of its tensor.
-    `told`: what tells the rule.
+    `rule`: what holds the rule, for messages.
     `cut`: makes the cut of all ranks' shapes.
     """
     if len(shards) < ranks:
@@ -166,7 +166,7 @@ def cut_by_rule(
         return cut(held)
     except (IndexError, TypeError, ValueError, NotTiledError) as error:
         shown = " and ".join(str(list(shape)) for shape in held)
-        message = f"'{name}' is {shown} on its ranks, which is not how {told} has it"
+        message = f"'{name}' is {shown} on its ranks, which is not how {rule} has it"
         raise DisagreementError(f"{message} ({error})") from error
 
 

@@ -42,7 +42,6 @@ def missing_layers(
     """Find the missing files of layers.
 
     `parts`: what each part of the model lists, in order of `mp_rank`.
-    `files`: names of the files in the tag directory.
     """
     trained = [_first_of_each(part.trained) for part in parts]
     # Not by the names of files: all those of one tensor-parallel rank may be missing. All ranks of

@@ -197,8 +197,6 @@ def with_cut_info(optimizer_file: Mapping[str, Node], info: Node) -> Mapping[str
 
     DeepSpeed saves there what a parameter has in an attribute of that name, as model files hold it
     (`_enable_universal_checkpoint` of `deepspeed/runtime/zero/stage_1_and_2.py`, 0.19.8).
-
-    `info`: None for nothing.
     """
     state = {k: v for k, v in optimizer_file[names.OPTIMIZER].items() if k != names.UNIVERSAL_INFO}
     told = {} if info is None else {names.UNIVERSAL_INFO: info}

@@ -346,7 +346,7 @@ class _OneRank:
         """Yield each tensor of each file of a shared module, with its place.
 
         `index`: the stages' tensors by name.
-        `tensors`: these and the module's.
+        `tensors`: those of the stages and of the module.
         """
         model_parts = self._checkpoint.model_parts
         for file, prefix, held in self._taken:

@@ -60,10 +60,7 @@ R = TypeVar("R", bound=Reading)
 
 
 def recut_checkpoint(source: R, parts: ModelInParts, like: ModelInParts) -> R:
-    """Cut a checkpoint into the parts of a reference checkpoint, or of `whole_model`.
-
-    `parts`: the parts of the source.
-    """
+    """Cut a checkpoint into the parts of a reference checkpoint, or of `whole_model`."""
     merging = _MergedParts(parts, like)
     merging.require_same_tensors()
     merging.require_same_layers()

@@ -65,7 +65,7 @@ def have_equal_stages(one: Checkpoint, other: Checkpoint) -> bool:
 def with_stages(parts: ModelInParts, starts: Sequence[int]) -> ModelInParts:
     """Return the parts of a job whose stages begin at other layers, and that is alike otherwise.
 
-    `parts`: those of a pipeline.
+    `parts`: the parts of a job with a pipeline.
     `starts`: first layer of each stage, ascending from 0.
     """
     checkpoint, degree = parts.checkpoint, parts.degrees.tensor

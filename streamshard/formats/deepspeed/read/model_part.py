@@ -84,7 +84,9 @@ def read_model_part(
     states = [require(optimizer, names.OPTIMIZER, path) for optimizer, path in both]
     stage = model_part_stage(states, files)
     config = _config(optimizers[0], models[0])
-    refuse(Saved(stage, config, states, files.optimizer_files, models, files.model_files))
+    version = _version(optimizers[0], states[0], models[0])
+    saved = Saved(stage, config, states, files.optimizer_files, models, files.model_files, version)
+    refuse(saved)
     elastic = elastic_reader.is_elastic(states)
     known = like() if elastic else None
     if elastic:
@@ -92,7 +94,6 @@ def read_model_part(
     check_world_size(states, models, files)
     check_agreement(states, files.optimizer_files)
 
-    version = _version(optimizers[0], states[0], models[0])
     layout = ds_config.zero_layout(
         config,
         stage=stage,

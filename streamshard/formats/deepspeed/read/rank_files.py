@@ -131,7 +131,7 @@ class TagFiles:
     ) -> Iterator[IncompleteError]:
         """Find the missing files of one part of the model, and those of another world size.
 
-        `of`: what a message says of the count of ranks.
+        `of`: words that follow the count of ranks in a message.
         `is_bf16`: whether the job trained in bf16, which counts where there is no optimizer file at
         all.
         """

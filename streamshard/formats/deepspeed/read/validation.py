@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from streamshard.errors import DisagreementError, SourceError, release_frames
 from streamshard.formats.deepspeed import ds_config, names
+from streamshard.formats.deepspeed.ds_versions import recorded_version
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.formats.deepspeed.model_parallel.missing_layers import Listed, missing_layers
 from streamshard.formats.deepspeed.read.agreement import (
@@ -146,7 +147,8 @@ def _ranks_in_model(root: Root, path: Path) -> Node:
     if not isinstance(data_parallel, int) or not isinstance(parts, int):
         return None
     known = config if isinstance(config, dict) else {}
-    return data_parallel * parts * ds_config.sequence_replicas(known, data_parallel)
+    version = recorded_version(root.get(names.DS_VERSION))
+    return data_parallel * parts * ds_config.sequence_replicas(known, data_parallel, version)
 
 
 def _most_common(values: Iterable[Node], kind: type[T]) -> T | None:
