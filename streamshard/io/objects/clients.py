@@ -66,8 +66,8 @@ _LASTING: Final = (
         re.compile(r"non-partial response|Range request not supported|Content-Range header"),
         errno.ENOTSUP,
         (
-            "the service answers a request for a range of bytes with other bytes; without ranges "
-            "nothing can be read from it"
+            "the service does not answer a request for a range by status 206 and that range; "
+            "without ranges nothing can be read from it"
         ),
     ),
     (
