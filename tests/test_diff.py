@@ -337,6 +337,17 @@ def test_dumps_are_compared_by_what_they_hold(tmp_path: Path) -> None:
         assert [tensor.name for tensor in found.changed] == ["state/fp32/v"]
 
 
+def test_dumps_of_other_sizes_differ_in_shape(tmp_path: Path) -> None:
+    run = write(SMALL, tmp_path / "run")
+    name, shape = SMALL.groups[0][0]
+    longer = ((name, (shape[0] + 1, *shape[1:])), *SMALL.groups[0][1:])
+    other = write(replace(SMALL, groups=(longer, *SMALL.groups[1:])), tmp_path / "other")
+    dumps = write_dumps(other, tmp_path / "dumps of other")
+    for source in (run, write_dumps(run, tmp_path / "dumps")):
+        found = streamshard.diff(source, dumps)
+        assert ("shape", f"state/fp32/{name}") in {(d.kind, d.name) for d in found.differences}
+
+
 def test_damage_is_an_error_and_no_difference(places: Mapping[str, Path], tmp_path: Path) -> None:
     store = Path(shutil.copytree(places["a-zstd"], tmp_path / "store.zarr"))
     path = store / "state/fp32/w/c/0/0"

@@ -60,9 +60,9 @@ def cuts(draw: st.DrawFn, whole: Values, sub_sizes: list[int], axis: int) -> Par
             parts[rank].append(share)
     cut = segments_cut(whole.shape, axis, segments)
     if all(isinstance(one, int) for one in segments):
-        cut = whole_cut(whole.shape, [True])
         parts = parts[:1]
     held = [np.concatenate(own, axis) for own in parts]
+    assert cut.shards == tuple(own.shape for own in held)
     stages = draw(st.lists(st.booleans(), min_size=1, max_size=3))
     stages[draw(st.integers(0, len(stages) - 1))] = True
     over = [rank if has else None for has in stages for rank in range(len(held))]

@@ -39,6 +39,20 @@ def without_a_shard(source: Path) -> None:
     min(source.glob("*/*optim_states.pt")).unlink()
 
 
+def latest_of_a_killed_save(source: Path) -> None:
+    """Name in `latest` a later tag, of which a rank was not saved any more."""
+    (tag,) = source.glob("*/")
+    later_tag = source / "global_step9"
+    shutil.copytree(tag, later_tag)
+    max(later_tag.glob("*optim_states.pt")).unlink()
+    (source / "latest").write_text(later_tag.name)
+
+
+def latest_of_no_tag(source: Path) -> None:
+    """Name in `latest` a tag that is not there."""
+    (source / "latest").write_text("global_step9")
+
+
 def cut_for_these_ranks(source: Path) -> None:
     """Replace a copy by one whose files fit as they are."""
     whole = source.rename(source.with_name(f"{source.name} as saved"))
@@ -80,6 +94,13 @@ _LAST = "rank 1: "
 FAULTS = {
     "a missing shard": Expect(
         STAGE_2, ("zero_pp_rank_0",), ("IncompleteError",), prepare=without_a_shard
+    ),
+    "a latest that a killed save left": Expect(
+        STAGE_2, ("global_step9", "zero_pp_rank_2"), ("DisagreementError",),
+        prepare=latest_of_a_killed_save,
+    ),
+    "a latest of no tag": Expect(
+        STAGE_2, ("latest", "global_step9"), ("IncompleteError",), prepare=latest_of_no_tag
     ),
     "a store without its metadata": Expect(
         STAGE_2, ("rank 0: ", "not one that streamshard wrote"), ("SourceNotFoundError",),

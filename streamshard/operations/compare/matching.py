@@ -107,11 +107,9 @@ def _pair_states(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
             found.only(tensor, is_left=key in mine)
             continue
         (index, tensor), (counterpart_index, counterpart) = mine[key], theirs[key]
-        is_flat = (tensor.numel,) in (
-            tensor.shape,
-            counterpart.shape,
-        ) and tensor.numel == counterpart.numel
-        if tensor.shape == counterpart.shape or (flat_ok and is_flat):
+        is_flat = (tensor.numel,) in (tensor.shape, counterpart.shape)
+        is_alike = flat_ok and is_flat and tensor.numel == counterpart.numel
+        if tensor.shape == counterpart.shape or is_alike:
             found.add_same(
                 tensor,
                 SideElements(index, tensor.dtype),
