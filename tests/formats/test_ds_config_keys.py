@@ -11,7 +11,7 @@ from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP1
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
 
-from streamshard.formats.deepspeed.ds_config_keys import mistyped
+from streamshard.formats.deepspeed.ds_config import mistyped
 from tests.cli.conftest import streamshard
 from tests.fabricated import write
 from tests.job import Job

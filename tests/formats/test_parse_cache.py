@@ -13,8 +13,7 @@ from streamshard.errors import SourceError
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.pickle.inert_dump import dump
 from streamshard.formats.torch import parse_cache, torch_file
-from streamshard.formats.torch.device_names import DeviceNumbers
-from streamshard.formats.torch.parse_cache import CachedParse, ParseCache
+from streamshard.formats.torch.parse_cache import CachedParse, DeviceNumbers, ParseCache
 from streamshard.formats.torch.torch_tensor import Storage
 from streamshard.io.entries import open_readable
 from streamshard.io.readable import OpenedFile

@@ -1,22 +1,204 @@
 """Reads the settings of a DeepSpeed config that shape the checkpoint files, and no others.
 
 Key names and defaults: `deepspeed/runtime/zero/config.py`, `runtime/precision_config.py`.
+
+DeepSpeed understands values in two ways. The models of most sections (`DeepSpeedConfigModel` of
+`runtime/config_utils.py`, on pydantic) convert values, and leave out a key whose value is "auto".
+Other keys are taken as they are, so that the text "false" is true there. What DeepSpeed refuses is
+refused here too, and so is what its versions understand in different ways.
 """
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from streamshard.errors import CorruptFileError, Option, UsageError
 from streamshard.formats import strict_json
 from streamshard.formats.deepspeed import ds_versions
-from streamshard.formats.deepspeed.config_section import AUTO, Section
-from streamshard.formats.deepspeed.ds_config_keys import mistyped
 from streamshard.formats.deepspeed.ds_versions import Version
 from streamshard.formats.pickle.inert import show
 from streamshard.io.entries import read_document
 from streamshard.model import ZeroLayout
+
+_READ: Final[Mapping[tuple[str, ...], tuple[str, ...]]] = {
+    (): (
+        "zero_optimization", "bf16", "fp16", "data_types", "train_batch_size",
+        "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
+        "optimizer", "checkpoint", "tensor_parallel", "expert_parallel", "data_parallel_size",
+        "sequence_parallel_size", "use_data_before_expert_parallelism",
+    ),
+    ("zero_optimization",): (
+        "stage", "sub_group_size", "round_robin_gradients", "parameter_alignment",
+        "offload_optimizer", "cpu_offload", "mics_shard_size", "zenflow",
+        "zero_quantized_nontrainable_weights",
+    ),
+    ("zero_optimization", "offload_optimizer"): ("device", "ratio", "super_offload"),
+    ("bf16",): ("enabled",),
+    ("bfloat16",): ("enabled",),
+    ("fp16",): ("enabled",),
+    ("data_types",): ("grad_accum_dtype",),
+    ("tensor_parallel",): ("autotp_size",),
+    ("expert_parallel",): ("enabled",),
+    ("checkpoint",): ("load_universal",),
+}  # fmt: skip
+"""Section → keys that are read from it."""
+_OTHERS: Final = frozenset({"bfloat16"})
+"""DeepSpeed's own keys that resemble one of these but are not mistyped."""
+_NEAR: Final = 0.8
+"""Minimum similarity of two keys; equal keys have 1."""
+
+
+def mistyped(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Find the first unknown key that resembles a known key which the config lacks.
+
+    DeepSpeed ignores an unknown key at the top level: a job with `zero_optimisation` trains without
+    ZeRO. In most sections it refuses an unknown key. Returns both keys, each with its section
+    before it. A key that does not begin with a letter, such as `"_fp16"`, was disabled by the user
+    on purpose.
+
+    >>> mistyped({"zero_optimisation": {"stage": 3}})
+    ('zero_optimisation', 'zero_optimization')
+    >>> mistyped({"fp16": {"enable": True}})
+    ('fp16.enable', 'fp16.enabled')
+    >>> mistyped({"fp16": {"enabled": True}, "_bf16": {}})
+    """
+    for section, known in _READ.items():
+        found: Any = config
+        for key in section:
+            found = found.get(key) if isinstance(found, Mapping) else None
+        if not isinstance(found, Mapping):
+            continue
+        absent = [key for key in known if key not in found]
+        for key in found:
+            if key in known or key in _OTHERS or not key[:1].isalpha():
+                continue
+            near = get_close_matches(key.lower(), absent, n=1, cutoff=_NEAR)
+            if near:
+                return ".".join([*section, key]), ".".join([*section, *near])
+    return None
+
+
+_AUTO: Final = "auto"
+_ON: Final = ("1", "true", "t", "yes", "y", "on")
+_OFF: Final = ("0", "false", "f", "no", "n", "off")
+_COUNT: Final = re.compile(r"\s*([+-]?[0-9]{1,30})(\.0+)?\s*", re.ASCII)
+_NUMBER: Final = re.compile(r"\s*[+-]?[0-9.]{1,30}([eE][+-]?[0-9]{1,3})?\s*", re.ASCII)
+_MOST: Final = float(1 << 63)
+"""From here on pydantic takes a float for no integer."""
+_DTYPES: Final[Mapping[str, str]] = {
+    name: dtype
+    for dtype, names in {
+        "float16": ("torch.float16", "fp16", "float16", "half"),
+        "float32": ("torch.float32", "fp32", "float32", "float"),
+        "int8": ("torch.int8", "int8"),
+        "bfloat16": ("torch.bfloat16", "bf16", "bfloat16"),
+    }.items()
+    for name in names
+}
+"""Name in a config → dtype, by `DtypeEnum` of `runtime/config.py`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A section of a DeepSpeed config; every method raises `UsageError` for a senseless value."""
+
+    values: Mapping[str, Any]
+    path: str = ""
+    """Keys that lead to it, each with a dot after it."""
+
+    def section(self, key: str) -> "Section":
+        """Return a section in this one; an empty one if there is none."""
+        found = self.values.get(key, {})
+        if not isinstance(found, Mapping):
+            self.refuse(key, "not a section")
+        return Section(found, f"{self.path}{key}.")
+
+    def has(self, key: str) -> bool:
+        """Tell whether a model sees a key."""
+        return bool(self.values.get(key, _AUTO) != _AUTO)
+
+    def flag(self, key: str) -> bool:
+        """Read a switch of a model. Default: off."""
+        if not self.has(key):
+            return False
+        value = self.values[key]
+        if isinstance(value, float) and value in (0, 1):
+            value = int(value)
+        text = str(value).lower() if isinstance(value, bool | int | str) else ""
+        if text not in (*_ON, *_OFF):
+            self.refuse(key, "not a switch")
+        return str(text) in _ON
+
+    def count(self, key: str, least: int = 0) -> int | None:
+        """Read a count of a model; None if the config does not give it."""
+        if not self.has(key):
+            return None
+        value = self.values[key]
+        if isinstance(value, str) and (found := _COUNT.fullmatch(value)):
+            value = int(found[1])
+        if isinstance(value, float) and value.is_integer() and value < _MOST:
+            value = int(value)
+        if not isinstance(value, int) or value < least:
+            self.refuse(key, "not a count")
+        return int(value)
+
+    def fraction(self, key: str) -> float:
+        """Read a number from 0 to 1 of a model. Default: 1."""
+        if not self.has(key):
+            return 1.0
+        value = self.values[key]
+        try:
+            is_number = isinstance(value, int | float) or _NUMBER.fullmatch(value)
+            fraction = float(value) if is_number else math.nan
+        except (TypeError, ValueError, OverflowError):
+            fraction = math.nan
+        if not 0 <= fraction <= 1:
+            self.refuse(key, "not a part of 1")
+        return fraction
+
+    def choice(self, key: str, choices: tuple[str, ...]) -> str:
+        """Read one of some names of a model. Default: the first."""
+        value = self.values[key] if self.has(key) else choices[0]
+        if value not in choices:
+            self.refuse(key, f"none of {', '.join(choices)}")
+        return str(value)
+
+    def dtype(self, key: str) -> str | None:
+        """Read a dtype that is taken as it is; None if the config does not give it."""
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, str) or value not in _DTYPES:
+            self.refuse(key, "no dtype that DeepSpeed knows")
+        return _DTYPES[value]
+
+    def plain_flag(self, key: str) -> bool:
+        """Read a switch that is taken as it is. Default: off."""
+        value = self.values.get(key)
+        if not isinstance(value, bool | int | None):
+            self.refuse(key, "not true or false, without quotation marks")
+        return bool(value)
+
+    def plain_count(self, key: str) -> int | None:
+        """Read a count that is taken as it is; None if the config does not give it."""
+        value = self.values.get(key)
+        if value is None or value == _AUTO:
+            return None
+        if isinstance(value, float) and value.is_integer() and value < _MOST:
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            self.refuse(key, "not a count")
+        return int(value)
+
+    def refuse(self, key: str, what: str) -> NoReturn:
+        """Refuse the value of a key, which is not what it must be."""
+        found = show(self.values.get(key))
+        raise UsageError(f"DeepSpeed config: {self.path}{key} is {found}, which is {what}")
+
 
 Config = Mapping[str, Any]
 GIVEN: Final = Option("ds_config_file", what="the config")
@@ -201,7 +383,7 @@ def resolved(given: Config, kept: Config, path: str = "") -> dict[str, Any]:
         if isinstance(value, Mapping):
             section = before if isinstance(before, Mapping) else {}
             result[key] = resolved(value, section, f"{path}{key}.")
-        elif value != AUTO or f"{path}{key}" in _UNFILLED:
+        elif value != _AUTO or f"{path}{key}" in _UNFILLED:
             result[key] = value
         elif before is not None:
             result[key] = before

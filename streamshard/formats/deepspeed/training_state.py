@@ -2,25 +2,141 @@
 
 Values that depend on the world size or the ZeRO stage are left out. All others must be equal if
 both checkpoints continue the same training run.
+
+Experts may be spread over different counts of ranks. Which param groups of experts there are, and
+for which ranks, follows from that count. But every expert's parameters have names of their own,
+whichever rank holds them. So each parameter's group is compared with the group that the other
+checkpoint has the same parameter in.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
 from streamshard.formats.checkpoint import Checkpoint, FlatState, ModelPart, ParamGroup, ScalarState
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.expert_comparison import (
-    compare_experts,
-    have_other_degrees,
-    shown_scalars,
-    without_experts,
+from streamshard.formats.deepspeed.expert_groups import (
+    GROUP_NAME,
+    RATES_PER_GROUP,
+    SCHEDULER,
+    is_of_experts,
+    ranks_name,
 )
 from streamshard.formats.deepspeed.read import agreement, module_reader
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.torch.tree_comparison import Disparity, Found, compare_nodes, show_key
 from streamshard.model import ZeroLayout
+
+_ANY_RANKS: Final = "ep_size_*"
+"""Stands for the name that the count of ranks gives a group."""
+
+
+def _have_other_degrees(one: ModelPart, other: ModelPart) -> bool:
+    """Tell whether two model parts have experts, and spread them over different counts of ranks."""
+    degrees = [{group.expert_parallel for group in _expert_groups(side)} for side in (one, other)]
+    return all(degrees) and degrees[0] != degrees[1]
+
+
+def _compare_experts(one: ModelPart, other: ModelPart, prefix: str) -> Iterator[Found]:
+    """Compare states and hyper-parameters of the groups that have the same parameters of experts.
+
+    Parameters that one side lacks are differences between tensors, and are left out here.
+    """
+    mine, theirs = (
+        {name: group for group in model_part.groups for name in group.params}
+        for model_part in (one, other)
+    )
+    found = [name for side in (one, other) for g in _expert_groups(side) for name in g.params]
+    done: set[tuple[int, ...]] = set()
+    for name in dict.fromkeys(found):
+        if name not in mine or name not in theirs:
+            continue
+        group, counterpart = mine[name], theirs[name]
+        where = f"{prefix}optimizer/group of {show_key(name)}"
+        numbers = group.number, counterpart.number
+        if numbers not in done:
+            yield from compare_nodes(_options(one, group), _options(other, counterpart), where)
+        ranks = *numbers, group.expert_rank, counterpart.expert_rank
+        if ranks not in done:
+            yield from compare_nodes(_shown_scalars(group), _shown_scalars(counterpart), where)
+        done |= {numbers, ranks}
+
+
+def _without_experts(model_part: ModelPart) -> ModelPart:
+    """Return a model part without its param groups of experts, and without their learning rates."""
+    entries = _entries(model_part)
+    kept = [number for number, entry in enumerate(entries) if not is_of_experts(entry)]
+    state = model_part.optimizer_file[names.OPTIMIZER]
+    key = names.BASE_OPTIMIZER if state.get(names.BASE_OPTIMIZER) else names.OPTIMIZER
+    wrapped = {**state[key], "param_groups": [entries[number] for number in kept]}
+    rates = {key: [held[number] for number in kept] for key, held in _rates(model_part).items()}
+    model_state = dict(model_part.model_state)
+    if rates:
+        model_state[SCHEDULER] = {**model_state[SCHEDULER], **rates}
+    return replace(
+        model_part,
+        groups=tuple(
+            replace(group, number=kept.index(group.number))
+            for group in model_part.groups
+            if group.number in kept
+        ),
+        optimizer_file={**model_part.optimizer_file, names.OPTIMIZER: {**state, key: wrapped}},
+        model_state=model_state,
+    )
+
+
+def _shown_scalars(group: ParamGroup) -> dict[str, Node]:
+    """Return the unpartitioned states of a group, such as its step; tensors as text."""
+    return {
+        key: _scalar_text(value) if isinstance(value, ScalarState) else value
+        for key, value in (group.states or {}).items()
+        if not isinstance(value, FlatState)
+    }
+
+
+def _scalar_text(value: ScalarState) -> str:
+    """Serialize a small tensor as text, so that equal texts mean equal bits."""
+    try:
+        shown = np.frombuffer(value.data, dtype=value.dtype).tolist()
+    except (TypeError, ValueError):  # a dtype that NumPy lacks, or an incomplete element
+        shown = []
+    return f"{shown} {value.dtype}{list(value.shape)} {value.data.hex()}"
+
+
+def _entries(model_part: ModelPart) -> Sequence[Mapping[str, Node]]:
+    found: Sequence[Mapping[str, Node]] = (
+        model_part.wrapped_optimizer["param_groups"] if model_part.groups else []
+    )
+    return found
+
+
+def _expert_groups(model_part: ModelPart) -> list[ParamGroup]:
+    entries = _entries(model_part)
+    return [group for group in model_part.groups if is_of_experts(entries[group.number])]
+
+
+def _options(model_part: ModelPart, group: ParamGroup) -> dict[str, Node]:
+    """Return a group's hyper-parameters and learning rates, without the count of its ranks."""
+    options = dict(_entries(model_part)[group.number])
+    if options.get(GROUP_NAME) == ranks_name(group.expert_parallel):
+        options[GROUP_NAME] = _ANY_RANKS
+    rates = {f"{SCHEDULER}.{key}": held[group.number] for key, held in _rates(model_part).items()}
+    return {**options, **rates}
+
+
+def _rates(model_part: ModelPart) -> dict[str, list[Node]]:
+    """Return the lists of the scheduler that have an element for each param group."""
+    scheduler = model_part.model_state.get(SCHEDULER)
+    held = scheduler if isinstance(scheduler, dict) else {}
+    count = len(_entries(model_part))
+    return {
+        key: held[key]
+        for key in RATES_PER_GROUP
+        if isinstance(held.get(key), list) and len(held[key]) == count
+    }
+
 
 _CUT_IN_MODEL: Final = module_reader.CUT_KEYS - {names.MODULE_STATE}
 """Excludes the module's state: its entries other than tensors are compared."""
@@ -42,9 +158,9 @@ def compare(left: Checkpoint, right: Checkpoint) -> Iterator[Found]:
     for model_parts in zip(left.model_parts, right.model_parts, strict=True):
         one, other = model_parts
         prefix = f"{one.name}/" if one.name else ""
-        if have_other_degrees(one, other):
-            yield from compare_experts(one, other, prefix)
-            one, other = map(without_experts, model_parts)
+        if _have_other_degrees(one, other):
+            yield from _compare_experts(one, other, prefix)
+            one, other = map(_without_experts, model_parts)
         yield from _compare_optimizers(one, other, left.layout, right.layout, prefix)
         yield from _compare_scalars(one, other, prefix)
         if whole:
@@ -167,7 +283,7 @@ def _compare_scalars(one: ModelPart, other: ModelPart, prefix: str) -> Iterator[
     held = [
         {
             f"group {group.number}"
-            + (f", expert rank {group.expert_rank}" if experts else ""): shown_scalars(group)
+            + (f", expert rank {group.expert_rank}" if experts else ""): _shown_scalars(group)
             for group in model_part.groups
             for experts in (group.expert_parallel > 1,)
         }

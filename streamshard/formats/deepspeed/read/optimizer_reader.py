@@ -5,7 +5,7 @@ and 2, a sub-group in stage 3.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Final
@@ -16,18 +16,142 @@ from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedE
 from streamshard.formats.checkpoint import FlatState, ModuleEntry, ParamGroup, ScalarState
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.cut.recorded_cut import RecordedCut, recorded_cut
-from streamshard.formats.deepspeed.read.agreement import disagreements, group_facts
-from streamshard.formats.deepspeed.read.fingerprints import fingerprint
-from streamshard.formats.deepspeed.read.rank_files import (
-    SAVE_AGAIN,
-    SourceFiles,
-    require,
-)
-from streamshard.formats.deepspeed.read.state_reader import HeldState
-from streamshard.formats.pickle.inert import Node, show
+from streamshard.formats.deepspeed.read.agreement import disagreement, disagreements, group_facts
+from streamshard.formats.deepspeed.read.fingerprints import fingerprint, pickled
+from streamshard.formats.deepspeed.read.rank_files import SAVE_AGAIN, SourceFiles, require
+from streamshard.formats.pickle.inert import Call, Global, Node, show
 from streamshard.formats.pickle.node_checks import name_of, of_file
+from streamshard.formats.torch import torch_tensor
 from streamshard.formats.torch.torch_tensor import Tensor, storages_in, tensor_of
-from streamshard.model import MASTER, Slot, ZeroLayout
+from streamshard.model import ITEMSIZE, MASTER, Slot, ZeroLayout
+
+_CODES: Final = frozenset({"uint8", "int8", "float8_e4m3fn", "float8_e5m2"})
+"""Dtypes whose values mean nothing without the scale of their block."""
+_PLAIN_LIMIT_BYTES: Final = 1024
+"""Most bytes of a plain value: values that are not tensors are written into every rank's file."""
+_REBUILDS: Final = {
+    "torch._tensor._rebuild_from_type_v2": 1,
+    "torch._utils._rebuild_wrapper_subclass": 0,
+}
+"""Functions that rebuild objects of torch.Tensor subclasses → index of the class argument."""
+_ANEW: Final = (
+    "Resume on as many ranks as saved it, or start the optimizer again from the model's weights"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldState:
+    """The values that ranks hold under one key of a unit's state."""
+
+    what: str
+    """Name in messages: `optimizer state 'exp_avg' of group 0`."""
+    nodes: Mapping[int, Node]
+    """Rank → value."""
+    numels: Mapping[int, int]
+    """Rank → element count of its part of the unit, which is that of a flat state."""
+    paths: Sequence[Path]
+    """The file of each rank."""
+
+    def tensors(self) -> dict[int, Tensor]:
+        """Return the ranks' values as tensors: one for each rank, or none at all."""
+        found = {rank: tensor for rank in self.nodes if (tensor := self._tensor(rank)) is not None}
+        others = [rank for rank in self.nodes if rank not in found]
+        for rank in others:
+            if next(storages_in(self.nodes[rank]), None) is not None:
+                message = (
+                    f"{self._place(rank)} is {_kind(self.nodes[rank])}, which has tensors in it. "
+                    "States that are quantised in blocks, split into factors or kept in lists "
+                    "cannot be cut for other ranks"
+                )
+                raise UnsupportedError(f"{message}. {_ANEW}")
+        if found and others:
+            message = f"{self._place(others[0])} is {_kind(self.nodes[others[0]])}, and a tensor in"
+            raise DisagreementError(f"{message} {self.paths[next(iter(found))]}")
+        return found
+
+    def _tensor(self, rank: int) -> Tensor | None:
+        try:
+            with of_file(self.paths[rank]):
+                return torch_tensor.tensor_of(self.nodes[rank])
+        except UnsupportedError as error:
+            message = f"{self.what}: {error}. {_ANEW}"
+            raise UnsupportedError(message, path=self.paths[rank]) from error
+
+    def _place(self, rank: int) -> str:
+        return f"{self.paths[rank]}: {self.what}"
+
+    def understand(self, sources: SourceFiles) -> Node:
+        """Return a `FlatState`, a `ScalarState`, or a plain value that all ranks have in common."""
+        tensors = self.tensors()
+        if not tensors:
+            return self._plain()
+        flat = {rank for rank, tensor in tensors.items() if self._is_flat(rank, tensor)}
+        if len(flat) == len(tensors):
+            return self.flat(tensors)
+        odd = next(rank for rank in tensors if rank not in flat)
+        if flat or tensors[odd].numel != 1:
+            raise self._not_understood(odd, tensors[odd])
+        scalars = {rank: self._scalar(rank, t, sources) for rank, t in tensors.items()}
+        self._require_agreement(scalars)
+        return scalars[odd]
+
+    def flat(self, tensors: Mapping[int, Tensor]) -> FlatState:
+        """Treat the ranks' tensors as parts of one state with an element per parameter element."""
+        for rank, tensor in tensors.items():
+            if len(tensor.shape) != 1:
+                raise self._not_understood(rank, tensor)
+            if tensor.dtype in _CODES:
+                message = (
+                    f"{self._place(rank)} holds codes of {tensor.dtype}: 8-bit optimizers such as "
+                    "those of bitsandbytes keep a scale for every block of them, and blocks do not "
+                    "end where the parts of ranks do. That is not supported"
+                )
+                raise UnsupportedError(f"{message}. {_ANEW}")
+            tensor.require_contiguous(self._place(rank))
+        return FlatState(next(iter(tensors.values())).dtype)
+
+    def _is_flat(self, rank: int, tensor: Tensor) -> bool:
+        return len(tensor.shape) == 1 and tensor.numel == self.numels[rank]
+
+    def _not_understood(self, rank: int, tensor: Tensor) -> UnsupportedError:
+        return UnsupportedError(
+            f"{self._place(rank)} has shape {tensor.shape}, which is neither one element for each "
+            f"of the {self.numels[rank]} that the rank holds of the parameters nor a scalar; this "
+            f"optimizer is not supported. {_ANEW}"
+        )
+
+    def _plain(self) -> Node:
+        serialized: dict[int, bytes] = {}
+        for rank, node in self.nodes.items():
+            serialized[rank] = pickled(node)
+            size = len(serialized[rank])
+            if size > _PLAIN_LIMIT_BYTES:
+                message = f"{self._place(rank)} is {_kind(node)} and takes {size:,} bytes, which"
+                raise UnsupportedError(f"{message} is not a plain value; not supported. {_ANEW}")
+        self._require_agreement(serialized)
+        return next(iter(self.nodes.values()))
+
+    def _scalar(self, rank: int, tensor: Tensor, sources: SourceFiles) -> ScalarState:
+        tensor.require_contiguous(self._place(rank))
+        data = sources.read_bytes(tensor.storage, tensor.offset, ITEMSIZE[tensor.dtype])
+        return ScalarState(tensor.dtype, tensor.shape, data)
+
+    def _require_agreement(self, values: Mapping[int, object]) -> None:
+        first = next(iter(values))
+        for rank, value in values.items():
+            if value != values[first]:
+                raise disagreement(self.paths[rank], self.paths[first], self.what)
+
+
+def _kind(node: Node) -> str:
+    """Describe a node by its type, or by its class if it stands for an object."""
+    if not isinstance(node, Call):
+        return f"of type {type(node).__name__}"
+    # A function rebuilds objects of a torch.Tensor subclass; one of its arguments is the class.
+    place = _REBUILDS.get(node.name)
+    named = node.function if place is None or len(node.args) <= place else node.args[place]
+    return f"of class {show(named) if isinstance(named, Global) else 'unknown'}"
+
 
 _STATES_LIMIT: Final = 100
 """Most states of one group. Each state takes the work of one tensor on every rank."""
@@ -237,7 +361,7 @@ class OptimizerReader:
         self, unit: int, slot: int, key: str, nodes: Mapping[int, Node], ranks: Sequence[int]
     ) -> Node:
         """Interpret one state of a unit from the values that the ranks hold under its key."""
-        held = HeldState(
+        held = _HeldState(
             what=f"optimizer state '{key}' of group {unit}",
             nodes=nodes,
             numels={rank: self._state_numel(unit, rank, ranks[0]) for rank in nodes},
