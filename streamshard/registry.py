@@ -14,10 +14,13 @@ UPLOADED_TARGET: Final = "streamshard.operations.transfer.uploaded_target:Upload
 REQUIRE_FREE_OBJECTS: Final = "streamshard.operations.transfer.upload_state:require_free_objects"
 """Refuses a target in a bucket that exists; see `operations/transfer/target.py`."""
 _READERS: Final = (
+    "streamshard.operations.source.dumps_source:READER",
+    "streamshard.operations.source.store_source:READER",
     "streamshard.operations.source.distributed_source:READER",
     "streamshard.operations.source.weights_source:READER",
+    "streamshard.operations.source.native_source:READER",
 )
-"""Readers of what is neither DeepSpeed's nor a store, in the order in which they are asked."""
+"""Readers of checkpoints, in the order in which they are asked."""
 
 
 def load(name: str) -> Any:  # noqa: ANN401

@@ -38,7 +38,7 @@ from streamshard.live.served_files import ServedFiles
 from streamshard.model import NoteKind
 from streamshard.operations.native.files_on_demand import FilesOnDemand
 from streamshard.operations.native.resharding import Resharding, resharding_of
-from streamshard.operations.source.source import Source, open_with, read_hints
+from streamshard.operations.source.source import Request, Source, read_hints
 
 _OWN_WORDS: Final = {
     "like": "this job's optimizer",
@@ -137,7 +137,7 @@ class _OptimizerLoad:
         """Open the dumps, and decide how they are cut for this job."""
         config, _ = read_hints([path], config_file, None)
         hyper_parameters = hyper_parameters_of(self._optimizer)
-        opened = open_with(path, config=config, like=held.reference(hyper_parameters))
+        opened = Request(path, None, config, held.reference(hyper_parameters)).open()
         if not opened.checkpoint.is_dumps:
             message = f"{path}: a checkpoint with its model, not dumps of an optimizer"
             raise UsageError(f"{message}: call load_checkpoint with the engine")

@@ -1,11 +1,11 @@
 """Checks torch files: their containers, and the CRC of every record."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from streamshard.engine.numeric.checksums import join_crc32
 from streamshard.engine.scan.probe import Probe
@@ -13,6 +13,7 @@ from streamshard.errors import StreamshardError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.torch import zip_audit
 from streamshard.formats.torch.zip_audit import StoredRecord, TorchAudit
+from streamshard.io.entries import identify
 from streamshard.layout.sample import Sample
 from streamshard.model import SourceFile
 from streamshard.operations.checks.problems import (
@@ -42,6 +43,11 @@ class TorchFiles:
     sample: Sample
     _unprotected: list[str] = field(default_factory=list)
     """Files that hold no checksums at all."""
+
+    @classmethod
+    def at(cls, paths: Iterable[Path], owner: Owner, findings: Findings, sample: Sample) -> Self:
+        """Return the files at some paths, as they are now, each once."""
+        return cls([identify(path) for path in dict.fromkeys(paths)], owner, findings, sample)
 
     def units(self) -> Iterator[Unit]:
         """Check every container, and yield the records to read."""

@@ -18,7 +18,7 @@ from streamshard.io.place import place_of
 from streamshard.layout.sample import EVERYTHING
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.scan import scan
-from streamshard.operations.checks.structure import Request, look_at
+from streamshard.operations.checks.structure import look_at
 from streamshard.operations.compact import omissions
 from streamshard.operations.compact.receipts import ArchivedTag, Check, CheckLog, Receipt
 from streamshard.operations.compact.run_context import ProofContext
@@ -26,7 +26,7 @@ from streamshard.operations.compact.run_directory import change_digest
 from streamshard.operations.compare.comparison import compare
 from streamshard.operations.compare.matching import pair_up
 from streamshard.operations.repartition.repartition import plan_repartition
-from streamshard.operations.source.source import Source, open_source
+from streamshard.operations.source.source import Request, Source, open_source
 
 _REBUILT: Final = f"{names.OWN_PREFIX}.rebuilt"
 _RUN: Final = "run"

@@ -35,8 +35,7 @@ from streamshard.formats.zarr.store_manifest import BLOCK_BYTES, FileRecord
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.zero import ceil_div
 from streamshard.model import BLOB, FILE, ITEMSIZE, Digest, LogicalTensor
-from streamshard.operations.checks.structure import Request
-from streamshard.operations.source.source import Source
+from streamshard.operations.source.source import Request, Source
 from streamshard.operations.transfer import read_back
 from streamshard.operations.transfer.byte_accounting import ByteCounts
 from streamshard.operations.transfer.report import Progress, Report

@@ -16,7 +16,6 @@ from streamshard.errors import Option, UsageError
 from streamshard.io.object_path import as_path
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.model import FILE, ITEMSIZE, LogicalTensor
-from streamshard.operations.checks.structure import Request
 from streamshard.operations.compare.comparison import fit_sides
 from streamshard.operations.compare.matched_runs import RunPart, Runs
 from streamshard.operations.compare.matching import pair_up
@@ -29,7 +28,7 @@ from streamshard.operations.diff.diff_report import (
     Totals,
 )
 from streamshard.operations.native.whole_source import in_equal_parts
-from streamshard.operations.source.source import Source, read_hints
+from streamshard.operations.source.source import Request, Source, read_hints
 from streamshard.operations.source.unfinished import require_finished
 from streamshard.operations.transfer import execution
 from streamshard.operations.transfer.execution import Limits

@@ -20,7 +20,8 @@ from streamshard.io.entries import entries_below, is_file, paths_in
 from streamshard.io.files import source_errors
 from streamshard.operations.inspect.inspect_report import CheckpointSummary
 from streamshard.operations.source.candidates import find_candidates, step_of_path
-from streamshard.operations.source.source import Source, find_tag, open_source
+from streamshard.operations.source.source import Source, open_source
+from streamshard.operations.source.tag_directory import find_tag
 
 
 def summaries(root: Path, opened: Source | None = None) -> tuple[CheckpointSummary, ...]:

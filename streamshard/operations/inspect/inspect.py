@@ -32,7 +32,8 @@ from streamshard.operations.inspect.ownership import (
     sharing_ranks,
 )
 from streamshard.operations.source.sidecars import has_shards
-from streamshard.operations.source.source import Source, find_tag, open_source
+from streamshard.operations.source.source import Source, open_source
+from streamshard.operations.source.tag_directory import find_tag
 
 Plain = Any
 """A value that JSON can hold."""

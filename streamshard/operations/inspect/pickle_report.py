@@ -30,8 +30,9 @@ from streamshard.io.entries import (
 from streamshard.io.files import source_errors
 from streamshard.io.object_path import as_path
 from streamshard.model import FILE
-from streamshard.operations.source.source import find_tag, open_source
+from streamshard.operations.source.source import open_source
 from streamshard.operations.source.stored_file import StoredFile
+from streamshard.operations.source.tag_directory import find_tag
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ from streamshard.layout.sample import EVERYTHING
 from streamshard.model import SourceFile
 from streamshard.operations.checks import structure
 from streamshard.operations.checks.problems import Findings
-from streamshard.operations.checks.structure import Request
 from streamshard.operations.inspect.checkpoint_list import summaries
 from streamshard.operations.inspect.file_groups import group_files, natural_order
 from streamshard.operations.inspect.inspect_report import (
@@ -29,7 +28,8 @@ from streamshard.operations.inspect.inspect_report import (
     FileSummary,
     IncompleteCheckpoint,
 )
-from streamshard.operations.source.source import find_tag, read_hints
+from streamshard.operations.source.source import Request, read_hints
+from streamshard.operations.source.tag_directory import find_tag
 from streamshard.operations.source.unfinished import is_unfinished
 
 Path_ = str | os.PathLike[str]

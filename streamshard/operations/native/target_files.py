@@ -20,11 +20,10 @@ from streamshard.formats.deepspeed.write.zero_writer import (
     WholeImages,
 )
 from streamshard.layout.memory_plan import MemoryPlan
-from streamshard.operations.checks.structure import Request
 from streamshard.operations.native.native_byte_counts import count_bytes
 from streamshard.operations.native.storage_regions import NativeFiles
 from streamshard.operations.native.target_settings import TargetSettings
-from streamshard.operations.source.source import Source
+from streamshard.operations.source.source import Request, Source
 from streamshard.operations.transfer import read_back
 from streamshard.operations.transfer.byte_accounting import ByteCounts
 from streamshard.operations.transfer.report import Progress, Report

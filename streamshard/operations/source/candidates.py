@@ -10,7 +10,6 @@ from streamshard.errors import SourceError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.names import step_of
 from streamshard.io.entries import is_directory, is_file, paths_in
-from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.unfinished import is_unfinished
 from streamshard.sizes import some_of
 
@@ -48,13 +47,7 @@ def _candidates_at(entry: Path) -> Iterator[str]:
 
 
 def _is_checkpoint(directory: Path) -> bool:
-    if is_file(directory / "zarr.json"):
-        return True
-    if not has_shards(directory):
-        return any(reader.holds(directory) for reader in registry.readers())
-    # DeepSpeed's universal checkpoints hold the model files of their source too.
-    kinds = {parsed.kind for f in paths_in(directory) if (parsed := names.parse(f.name))}
-    return "optim" in kinds or not is_directory(directory / "zero")
+    return any(reader.holds(directory) for reader in registry.readers())
 
 
 def step_of_path(path: str) -> int | None:

@@ -1,6 +1,6 @@
 """Reads distributed checkpoints of PyTorch, as they are or completed."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,27 +18,27 @@ from streamshard.operations.checks.item_check import ItemFilesCheck
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.structure import Looked, Reader
 from streamshard.operations.source.sidecars import has_shards
-from streamshard.operations.source.source import Source
+from streamshard.operations.source.source import Request, Source
 
 
-class _DistributedReader:
+class _DistributedReader(Reader):
     kind = "dcp"
     completes = True
 
     def holds(self, directory: Path) -> bool:
-        return bool(dcp_reader.parts_of(directory))
+        return bool(dcp_reader.parts_of(directory)) and not has_shards(directory)
 
-    def recognizes(self, root: Path, tag: str | None) -> Path | None:
+    def recognizes(self, request: Request) -> Path | None:
+        root, tag = request.root, request.tag
         place = root if tag is None else root / tag
         if tag is not None and not (names.is_tag(tag) and is_directory(place)):
             return None
-        if not self.holds(place) or has_shards(place) or detect.is_megatron(place):
-            return None
-        return place
+        return place if self.holds(place) and not detect.is_megatron(place) else None
 
-    def open(self, place: Path, like: Source | None) -> Source:
+    def open(self, place: Path, request: Request) -> Source:
         """Open it as it is, or completed by a reference checkpoint."""
         list_ahead(place)
+        like = request.source_like
         if like is None:
             return Source.of(place, self.kind, dcp_reader.read(place))
         opened = Source.of(place, self.kind, reference.read_like(place, like))
@@ -50,12 +50,10 @@ class _DistributedReader:
     ) -> Checkpoint:
         return with_config(source.checkpoint, config, zero_stage=stage, world_size=world_size)
 
-    def look_at(
-        self, place: Path, reopen: Callable[[], Source], findings: Findings, sample: Sample
-    ) -> Looked:
+    def look_at(self, place: Path, request: Request, findings: Findings, sample: Sample) -> Looked:
         opened: Source | None = None
         try:
-            opened = reopen()
+            opened = request.open()
             findings.notes += opened.checkpoint.remarks
         except (SourceError, IntegrityError) as error:
             release_frames(error)
@@ -68,4 +66,4 @@ class _DistributedReader:
         return Looked(self.kind, place.name, check.files, check.units, source=opened)
 
 
-READER: Final[Reader] = _DistributedReader()
+READER: Final = _DistributedReader()

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Self
@@ -14,39 +13,22 @@ from streamshard.commands import command
 from streamshard.engine.numeric.cast import cast_between
 from streamshard.engine.run.work import Region
 from streamshard.errors import (
-    IncompleteError,
     Option,
-    SourceError,
-    SourceNotFoundError,
     UnsupportedError,
     UsageError,
 )
-from streamshard.formats import detect
 from streamshard.formats.checkpoint import Checkpoint, Reading
-from streamshard.formats.deepspeed import ds_config, names
-from streamshard.formats.deepspeed.dumps import dump_names, dump_reader
-from streamshard.formats.deepspeed.read import zero_reader
-from streamshard.formats.links import require_inside
-from streamshard.formats.pickle.inert import show
-from streamshard.formats.zarr.store_index import StoreIndex
+from streamshard.formats.deepspeed import ds_config
+from streamshard.formats.deepspeed.dumps import dump_names
+from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.entries import (
-    exists,
-    is_directory,
-    is_file,
-    list_ahead,
     listings_kept,
-    paths_below,
 )
 from streamshard.io.files import source_errors
 from streamshard.io.object_path import as_path
 from streamshard.io.retry import try_again
 from streamshard.layout.cutting import Segments, coalesce
 from streamshard.model import ITEMSIZE, Note
-from streamshard.operations.source.candidates import (
-    choose_one,
-    find_candidates,
-)
-from streamshard.operations.source.sidecars import find_beside, has_shards
 from streamshard.operations.source.unfinished import require_finished
 
 _ELASTIC: Final = (
@@ -59,9 +41,6 @@ _UNTOLD: Final = (
     "tensors are frozen weights and which buffers, which names are tied, the DeepSpeed config, the "
     "loss scaler, the learning rate scheduler and the counters of steps"
 )
-
-_MOST_DEEP: Final = 4
-"""How many directories around a tag directory are searched for its run directory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +145,55 @@ class Source(Reading):
             raise UsageError(message, path=self.path)
 
 
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The path of a checkpoint, with everything that is needed to open it."""
+
+    path: str | os.PathLike[str]
+    tag: str | None = None
+    config: ds_config.Config | None = None
+    """Config of the job that saved, for raw dumps."""
+    like: Source | Checkpoint | None = None
+    """Reference checkpoint: another one of the same job, which supplies what this one lacks. What
+    a distributed checkpoint lacks can come from a whole `Source` alone."""
+
+    @property
+    def root(self) -> Path:
+        """The path, on a disk or in a bucket."""
+        return as_path(self.path)
+
+    @property
+    def template(self) -> Template | None:
+        """Template of the file names, if the checkpoint is raw dumps."""
+        path = str(self.path)
+        return dump_names.parse_source(path) if dump_names.is_source_template(path) else None
+
+    @property
+    def source_like(self) -> Source | None:
+        """The reference checkpoint, if the places of its tensors are known."""
+        return self.like if isinstance(self.like, Source) else None
+
+    @property
+    def checkpoint_like(self) -> Checkpoint | None:
+        """What the reference checkpoint holds."""
+        return self.like.checkpoint if isinstance(self.like, Source) else self.like
+
+    def reader(self) -> tuple[Any, Path]:
+        """Return the reader of this kind of checkpoint, and the checkpoint's directory."""
+        found = ((reader, reader.recognizes(self)) for reader in registry.readers())
+        return next((reader, place) for reader, place in found if place is not None)
+
+    def open(self) -> Source:
+        """Open the checkpoint."""
+        return try_again(self._open)
+
+    def _open(self) -> Source:
+        with listings_kept(), source_errors(self.root):
+            reader, place = self.reader()
+            opened: Source = reader.open(place, self)
+        return replace(opened, like=self.checkpoint_like, reference=self.source_like)
+
+
 def supply() -> str:
     """Say how to supply what a distributed checkpoint lacks."""
     return (
@@ -195,7 +223,7 @@ def open_source(
     is_model = known is not None and known.kind == "weights"
     with listings_kept():
         require_finished(as_path(path))
-        opened = open_with(path, tag, config=config, like=None if is_model else known)
+        opened = Request(path, tag, config, None if is_model else known).open()
     if is_model and known is not None:
         return replace(opened, like=known.checkpoint)
     if opened.is_elastic and known is not None:
@@ -233,135 +261,3 @@ def read_hints(
         message = f"{message} optimizer; give a checkpoint of stage 1, 2 or 3"
         raise UsageError(f"{message} with {Option('like')}")
     return config, known
-
-
-def open_with(
-    path: str | os.PathLike[str],
-    tag: str | None = None,
-    *,
-    config: ds_config.Config | None = None,
-    like: Source | Checkpoint | None = None,
-) -> Source:
-    """Open a checkpoint with a config and a reference that were read already; see `open_source`.
-
-    `like`: what a distributed checkpoint lacks can come from a whole `Source` alone.
-    """
-    return try_again(lambda: _open(path, tag, config, like))
-
-
-def _open(
-    path: str | os.PathLike[str],
-    tag: str | None,
-    config: ds_config.Config | None,
-    known: Source | Checkpoint | None,
-) -> Source:
-    root = as_path(path)
-    whole = known if isinstance(known, Source) else None
-    like = known.checkpoint if isinstance(known, Source) else known
-    with listings_kept(), source_errors(root):
-        if dump_names.is_source_template(str(path)):
-            template = dump_names.parse_source(str(path))
-            dumps = dump_reader.read(template, config, like)
-            opened = Source.of(template.directory, "dumps", dumps)
-        elif is_file(root / "zarr.json"):
-            opened = _open_store(root, tag)
-        elif found := recognized(root, tag):
-            opened = found[0].open(found[1], whole)
-        else:
-            opened = _open_native(*find_tag(root, tag), like)
-    return replace(opened, like=like, reference=whole)
-
-
-def recognized(root: Path, tag: str | None) -> tuple[Any, Path] | None:
-    """Return the reader of another kind of checkpoint, and its place; None if there is none."""
-    found = ((reader, reader.recognizes(root, tag)) for reader in registry.readers())
-    return next(((reader, place) for reader, place in found if place is not None), None)
-
-
-def find_tag(root: Path, tag: str | None) -> tuple[Path, Path]:
-    """Return the run directory and the tag directory in it."""
-    if not exists(root):
-        raise SourceNotFoundError("no such file or directory", path=root)
-    if not is_directory(root):
-        what = detect.file(root)
-        if what is not None:
-            raise UnsupportedError(f"{what}", path=root)
-        message = "a file; give the run directory, the tag directory or a .zarr store"
-        raise SourceNotFoundError(message, path=root)
-    if tag is None and has_shards(root):
-        return _run_directory_of(root.absolute()), root.absolute()
-    if tag is None:
-        tag = _latest(root)
-    elif not names.is_tag(tag):
-        raise SourceError(f"tag {show(tag)} is not a path of a directory in it", path=root)
-    elif not is_directory(root / tag):
-        raise choose_one(SourceNotFoundError("no such tag directory", path=root / tag), root)
-    require_inside(root / tag, root)
-    if not has_shards(root / tag) and find_candidates(root / tag):
-        # A framework's directory around a checkpoint, such as HF Trainer's `checkpoint-500`.
-        return find_tag(root / tag, None)
-    return root, root / tag
-
-
-def _run_directory_of(tag_dir: Path) -> Path:
-    """Find the run directory of a tag directory: its parent, unless the tag is a path.
-
-    For `epoch/1` it is the directory whose `latest` names a tag of the same depth, as `epoch/2`.
-    """
-    for place in tag_dir.parents[:_MOST_DEEP]:
-        if is_file(place / names.LATEST):
-            depth = len(tag_dir.relative_to(place).parts)
-            with suppress(SourceError):
-                if len(Path(_latest(place)).parts) == depth:
-                    return place
-            break
-    return tag_dir.parent
-
-
-def _latest(root: Path) -> str:
-    latest = root / names.LATEST
-    if not is_file(latest):
-        what = None if find_candidates(root) else detect.directory(root)
-        if what is not None:
-            raise UnsupportedError(f"{what}", path=root)
-        message = "no 'latest' file and no shards in it"
-        raise choose_one(SourceNotFoundError(message, path=root), root)
-    require_inside(latest, root)
-    tag = names.read_latest(latest)
-    if not tag:
-        message = "empty, as a save that was killed leaves it"
-        raise choose_one(IncompleteError(message, path=latest), root)
-    if not names.is_tag(tag):
-        message = f"names {show(tag)}, which is not a name or leads out of the run directory"
-        raise choose_one(SourceError(message, path=latest), root)
-    if not is_directory(root / tag):
-        message = f"names {show(tag)}, which is not there"
-        raise choose_one(IncompleteError(message, path=latest), root)
-    return tag
-
-
-def _open_native(run_dir: Path, tag_dir: Path, like: Checkpoint | None) -> Source:
-    for path in paths_below(tag_dir):
-        require_inside(path, run_dir, tag_dir)
-    tag = tag_dir.relative_to(run_dir).as_posix()
-    files, notes = find_beside(run_dir, tag)
-    found = Source.of(run_dir, "native", zero_reader.read(tag_dir, files, like, tag=tag))
-    noted = (*found.checkpoint.notes, *map(Note, notes))
-    return replace(found, checkpoint=replace(found.checkpoint, notes=noted))
-
-
-def _open_store(root: Path, tag: str | None) -> Source:
-    list_ahead(root)
-    return store_source(StoreIndex.opened(root), tag)
-
-
-def store_source(index: StoreIndex, tag: str | None = None) -> Source:
-    """Return what a store without faults holds."""
-    _, checkpoint = index.known()
-    if tag is not None and tag != checkpoint.tag:
-        message = f"holds tag '{checkpoint.tag}', not {show(tag)}"
-        raise UsageError(message, path=index.root)
-    return Source(
-        checkpoint, index.cutting(), tuple(index.files), path=index.root, kind="store",
-        codec_bytes=index.codec_bytes, rewritten=tuple(index.rewritten),
-    )  # fmt: skip

@@ -10,12 +10,12 @@ from streamshard.io.page_cache import drop_cached
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.sample import EVERYTHING
 from streamshard.operations.checks.problems import Findings
-from streamshard.operations.checks.structure import Request, look_at
+from streamshard.operations.checks.structure import look_at
 from streamshard.operations.compare.comparison import compare
 from streamshard.operations.compare.matching import pair_up
 from streamshard.operations.compare.pairing import pair_of_copy
 from streamshard.operations.source.layered import WithLayerTensors, layered
-from streamshard.operations.source.source import Source
+from streamshard.operations.source.source import Request, Source
 from streamshard.operations.transfer.report import Progress
 from streamshard.sizes import some_of
 

@@ -19,11 +19,11 @@ from streamshard.io.object_path import as_path
 from streamshard.layout.sample import EVERYTHING, Sample
 from streamshard.operations.checks.problems import Difference, Findings, Verification
 from streamshard.operations.checks.scan import scan
-from streamshard.operations.checks.structure import Request, look_at
+from streamshard.operations.checks.structure import look_at
 from streamshard.operations.checks.tensor_digests import tensor_units
 from streamshard.operations.compare.comparison import EXTRA_BYTES, chosen, compare
 from streamshard.operations.compare.matching import pair_up
-from streamshard.operations.source.source import read_hints
+from streamshard.operations.source.source import Request, read_hints
 from streamshard.operations.source.unfinished import require_finished
 from streamshard.operations.transfer import execution
 from streamshard.operations.transfer.execution import Limits

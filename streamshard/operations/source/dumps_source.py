@@ -1,0 +1,53 @@
+"""Reads raw dumps: what each rank's optimizer saved by itself, without the model's files."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from streamshard.errors import IntegrityError, SourceError, SourceNotFoundError, release_frames
+from streamshard.formats.deepspeed.dumps import dump_names, dump_reader
+from streamshard.formats.deepspeed.dumps.dump_names import Template
+from streamshard.formats.deepspeed.read.validation import validate_dumps
+from streamshard.io.entries import paths_in
+from streamshard.layout.sample import Sample
+from streamshard.operations.checks.problems import Findings
+from streamshard.operations.checks.structure import Looked, Reader
+from streamshard.operations.checks.torch_check import TorchFiles
+from streamshard.operations.source.readable_files import ReadableFiles, explain
+from streamshard.operations.source.source import Request, Source
+
+
+class _DumpsReader(Reader):
+    kind = "dumps"
+
+    def recognizes(self, request: Request) -> Path | None:
+        template = request.template
+        return template.directory if template is not None else None
+
+    def open(self, place: Path, request: Request) -> Source:
+        found = dump_reader.read(_template(request), request.config, request.checkpoint_like)
+        return Source.of(place, self.kind, found)
+
+    def look_at(self, place: Path, request: Request, findings: Findings, sample: Sample) -> Looked:
+        template, opened = _template(request), None
+        try:
+            opened = request.open()
+            paths: Iterable[Path] = [file.path for file in opened.files]
+        except SourceNotFoundError:
+            raise
+        except (SourceError, IntegrityError) as error:
+            release_frames(error)
+            entries = sorted(paths_in(place))
+            named = [entry for entry in entries if template.rank_of(entry.name) is not None]
+            readable = ReadableFiles(named, [place], findings)
+            explain(error, findings, place, validate_dumps(template, readable.others), readable)
+            paths = readable.files
+        torch = TorchFiles.at(paths, template.rank_of, findings, sample)
+        return Looked(self.kind, template.name, torch.files, torch.units, source=opened)
+
+
+def _template(request: Request) -> Template:
+    return dump_names.parse_source(str(request.path))
+
+
+READER: Final = _DumpsReader()

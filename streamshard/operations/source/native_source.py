@@ -1,0 +1,85 @@
+"""Reads a tag directory of a run, as DeepSpeed saves it."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from streamshard.errors import (
+    IntegrityError,
+    SourceError,
+    SourceNotFoundError,
+    UsageError,
+    release_frames,
+)
+from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.read import zero_reader
+from streamshard.formats.deepspeed.read.validation import validate
+from streamshard.formats.links import is_inside, require_inside
+from streamshard.io.entries import is_directory, is_file, paths_below, paths_in
+from streamshard.layout.sample import Sample
+from streamshard.model import Note
+from streamshard.operations.checks.problems import Findings
+from streamshard.operations.checks.structure import Looked, Reader
+from streamshard.operations.checks.torch_check import TorchFiles, deepspeed_owner
+from streamshard.operations.source.readable_files import ReadableFiles, explain
+from streamshard.operations.source.sidecars import find_beside, has_shards, may_come_along
+from streamshard.operations.source.source import Request, Source
+from streamshard.operations.source.tag_directory import find_tag
+
+
+class _NativeReader(Reader):
+    kind = "native"
+
+    def holds(self, directory: Path) -> bool:
+        if not has_shards(directory):
+            return False
+        # DeepSpeed's universal checkpoints hold the model files of their source too.
+        kinds = {parsed.kind for f in paths_in(directory) if (parsed := names.parse(f.name))}
+        return "optim" in kinds or not is_directory(directory / "zero")
+
+    def recognizes(self, request: Request) -> Path | None:
+        return request.root
+
+    def open(self, place: Path, request: Request) -> Source:
+        run_dir, tag_dir = find_tag(place, request.tag)
+        for path in paths_below(tag_dir):
+            require_inside(path, run_dir, tag_dir)
+        tag = tag_dir.relative_to(run_dir).as_posix()
+        files, notes = find_beside(run_dir, tag)
+        found = zero_reader.read(tag_dir, files, request.checkpoint_like, tag=tag)
+        opened = Source.of(run_dir, self.kind, found)
+        noted = (*opened.checkpoint.notes, *map(Note, notes))
+        return replace(opened, checkpoint=replace(opened.checkpoint, notes=noted))
+
+    def look_at(self, place: Path, request: Request, findings: Findings, sample: Sample) -> Looked:
+        try:
+            run_dir, tag_dir = find_tag(place, request.tag)
+        except SourceNotFoundError:
+            raise
+        except SourceError as error:
+            if not is_directory(place):
+                raise
+            findings.add_error(error, place)
+            return Looked(self.kind, None, (), lambda: iter(()))
+        opened: Source | None = None
+        try:
+            opened = request.open()
+            paths: Iterable[Path] = [file.path for file in opened.files]
+            findings.notes += opened.checkpoint.remarks
+        except SourceNotFoundError:
+            raise
+        # The user's options were checked before, so a UsageError is about a config in the files.
+        except (SourceError, IntegrityError, UsageError) as error:
+            release_frames(error)
+            beside = [p for p in may_come_along(run_dir) if is_file(p) and is_inside(p, run_dir)]
+            entries = [*sorted(paths_below(tag_dir)), *sorted(beside)]
+            readable = ReadableFiles(entries, [run_dir, tag_dir], findings)
+            explain(error, findings, tag_dir, validate(tag_dir, readable.others), readable)
+            paths = readable.files
+        torch = TorchFiles.at(paths, deepspeed_owner, findings, sample)
+        tag = tag_dir.relative_to(run_dir).as_posix()
+        return Looked(self.kind, tag, torch.files, torch.units, source=opened)
+
+
+READER: Final = _NativeReader()

@@ -1,0 +1,69 @@
+"""Reads a store, which may be damaged."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from streamshard.errors import SourceNotFoundError, UnsupportedError, UsageError
+from streamshard.formats.pickle.inert import show
+from streamshard.formats.zarr.documents import ROOT_DOCUMENT
+from streamshard.formats.zarr.store_index import StoreIndex, may_be_store
+from streamshard.io.entries import is_file, list_ahead
+from streamshard.layout.sample import Sample
+from streamshard.operations.checks.problems import Findings
+from streamshard.operations.checks.store_check import StoreCheck
+from streamshard.operations.checks.structure import Looked, Reader
+from streamshard.operations.source.source import Request, Source
+
+
+class _StoreReader(Reader):
+    kind = "store"
+
+    def holds(self, directory: Path) -> bool:
+        return is_file(directory / ROOT_DOCUMENT)
+
+    def recognizes(self, request: Request) -> Path | None:
+        root = request.root
+        return root if self.holds(root) or may_be_store(root) else None
+
+    def open(self, place: Path, request: Request) -> Source:
+        list_ahead(place)
+        return _source(StoreIndex.opened(place), request.tag)
+
+    def look_at(self, place: Path, request: Request, findings: Findings, sample: Sample) -> Looked:
+        list_ahead(place)
+        index = StoreIndex(place)
+        errors = [*index.version_errors()]
+        for error in errors:
+            if isinstance(error, SourceNotFoundError) and not may_be_store(place):
+                raise error
+            if isinstance(error, UnsupportedError):
+                findings.add_error(error, place)
+                return Looked(self.kind, None, (), lambda: iter(()))
+        for fault in (*index.metadata_faults(), *index.array_faults()):
+            findings.add_error(fault.error, fault.path)
+        if not findings.problems:
+            errors = errors or [*index.version_errors()]
+        if not (findings.problems or errors):
+            opened = _source(index, request.tag)
+            replace(opened, like=request.checkpoint_like).require_use_of_like()
+        check = StoreCheck(index, findings, sample)
+        for error in errors:
+            findings.add_unexplained(error, place)
+        tag = index.checkpoint.tag if index.checkpoint and index.is_described else None
+        return Looked(self.kind, tag, check.files, check.units, index.codec_bytes)
+
+
+def _source(index: StoreIndex, tag: str | None) -> Source:
+    """Return what a store without faults holds."""
+    _, checkpoint = index.known()
+    if tag is not None and tag != checkpoint.tag:
+        message = f"holds tag '{checkpoint.tag}', not {show(tag)}"
+        raise UsageError(message, path=index.root)
+    return Source(
+        checkpoint, index.cutting(), tuple(index.files), path=index.root, kind="store",
+        codec_bytes=index.codec_bytes, rewritten=tuple(index.rewritten),
+    )  # fmt: skip
+
+
+READER: Final = _StoreReader()
