@@ -13,12 +13,12 @@ import streamshard
 from streamshard.cli.main import main
 from streamshard.errors import DisagreementError, StreamshardError, UnsupportedError, UsageError
 from streamshard.operations.native import averaged_parameters
+from tests.comparing import compare
 from tests.fabricated import edit, write
 from tests.fabricated_parts import TensorJob
 from tests.fabricated_pipes import PipeJob, write_pipe
 from tests.job import TAG, Job
 from tests.test_degrees import with_degree
-from tests.test_model_parts import compare
 from tests.test_pipelines import CUTS
 
 NAMES = ("block.1.bias", "embed.bias")

@@ -22,10 +22,9 @@ from streamshard.formats.pickle.inert import Node
 from streamshard.formats.pickle.inert_dump import dump
 from streamshard.formats.torch.torch_tensor import Storage
 from streamshard.operations.source.source import Source, open_source
-from tests.fabricated import client_state, edit, write
+from tests.fabricated import client_state, edit, write, write_dumps
 from tests.job import EXPERTS, TAG, Job
 from tests.test_stage_0 import stage_0
-from tests.verify.conftest import write_dumps
 
 JOBS = {
     "1": Job(stage=1, world_size=3, client_state=client_state()),

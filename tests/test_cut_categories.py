@@ -21,11 +21,11 @@ from streamshard.errors import (
 from streamshard.formats.deepspeed.model_parallel.categories import Categories
 from streamshard.formats.deepspeed.model_parallel.name_patterns import NamePatterns
 from streamshard.layout.model_cut import ModelCut
+from tests.comparing import compare
 from tests.fabricated import write
 from tests.fabricated_parts import TensorJob
 from tests.job import TAG
 from tests.test_degrees import edit_parts, with_degree
-from tests.test_model_parts import compare
 
 Info = dict[str, Any]
 NAME = "language_model.encoder.layers.11.mlp.weight"

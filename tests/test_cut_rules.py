@@ -12,12 +12,12 @@ import streamshard
 from streamshard.cli.main import main
 from streamshard.errors import DisagreementError, StreamshardError, UnsupportedError, UsageError
 from streamshard.formats.deepspeed.model_parallel.cut_rules import CutRules, read_rules
+from tests.comparing import compare
 from tests.documents import blocks, page
 from tests.fabricated import write
 from tests.fabricated_parts import TensorJob
 from tests.job import TAG, Job
 from tests.test_degrees import edit_parts, with_degree
-from tests.test_model_parts import compare
 
 RULES = r"""
 # Each as the job's own code cuts it.

@@ -14,10 +14,10 @@ import streamshard
 from streamshard.cli.main import main
 from streamshard.errors import DisagreementError, StreamshardError, UnsupportedError, UsageError
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import AS_SAVED
+from tests.comparing import compare
 from tests.fabricated import edit, write
 from tests.fabricated_parts import TensorJob
 from tests.job import EXPERTS, TAG, Job, ds_config
-from tests.test_model_parts import compare
 
 TWO = TensorJob(parts=2, world_size=3).told()
 Edit = Callable[[dict[str, Any]], object]

@@ -24,10 +24,9 @@ from streamshard.errors import IntegrityError, MemoryLimitError, UsageError
 from streamshard.operations.compare import matched_runs
 from streamshard.operations.compare.matching import pair_up
 from streamshard.operations.source.source import open_source
-from tests.fabricated import edit, optimizer_file, write
-from tests.job import TAG, Job
-from tests.test_model_parts import JOBS
-from tests.verify.conftest import SMALL, write_dumps
+from tests.fabricated import edit, optimizer_file, write, write_dumps
+from tests.job import JOBS, TAG, Job
+from tests.verify.conftest import SMALL
 
 LARGE = Job(
     world_size=3,

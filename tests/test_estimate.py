@@ -13,8 +13,7 @@ from streamshard.operations.transfer import estimate
 from streamshard.operations.transfer.estimate import Estimate, estimate_run
 from streamshard.operations.transfer.plan import TransferPlan
 from tests.fabricated import write
-from tests.job import Job
-from tests.test_momentum import MUON
+from tests.job import MUON, Job
 
 KEYS = {
     "Estimate": "reads read_bytes writes written_bytes is_upper_bound reread_bytes memory "

@@ -16,11 +16,11 @@ from streamshard.errors import (
     UnsupportedError,
     UsageError,
 )
+from tests.comparing import compare
 from tests.fabricated import edit, optimizer_file, write
 from tests.fabricated_parts import TensorJob
 from tests.fabricated_pipes import PipeJob, write_pipe
 from tests.job import TAG, Job, Shapes, local_experts
-from tests.test_model_parts import compare
 
 COUNT = 4
 """Experts of the layer."""

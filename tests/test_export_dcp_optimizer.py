@@ -18,8 +18,7 @@ import streamshard
 from streamshard.errors import UnsupportedError
 from tests.exported import in_fp32, read, same, states
 from tests.fabricated import edit, optimizer_file, write
-from tests.job import Job
-from tests.test_momentum import MUON
+from tests.job import MUON, Job
 
 ADAM = {"lr": 0.25, "betas": [0.5, 0.75], "eps": 1e-5, "weight_decay": 0.0}
 """What DeepSpeed's own Adam keeps in a param group, all of it unlike torch's defaults."""

@@ -19,10 +19,9 @@ import torch
 import streamshard
 from streamshard import LazyTensor
 from streamshard.errors import CorruptFileError, IntegrityError, UsageError
-from tests.fabricated import load, write
+from tests.fabricated import DUMPS, load, write, write_dumps
 from tests.held import descriptor_limit, open_files
 from tests.job import TAG, Job, expected, stand_ins, values
-from tests.verify.conftest import DUMPS, write_dumps
 
 JOB = Job(
     world_size=3,

@@ -2,12 +2,12 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-import zarr
 
 import streamshard
 from streamshard.cli.main import main
@@ -18,91 +18,16 @@ from streamshard.errors import (
     UnsupportedError,
     UsageError,
 )
-from tests.fabricated import load, save, write
-from tests.job import EXPERTS, TAG, Job
-from tests.test_repartition_fabricated import differences
+from tests.comparing import compare
+from tests.fabricated import DUMPS, edit, edit_all, wrapped, write, write_dumps
+from tests.job import EXPERT, JOBS, TAG, TENSOR, Job
 
-TENSOR = Job(world_size=3, parts=2)
-EXPERT = Job(world_size=4, experts=EXPERTS, expert_parallel=2)
-JOBS = {
-    "tensor-1": replace(TENSOR, stage=1),
-    "tensor-2": TENSOR,
-    "tensor-3": replace(TENSOR, stage=3, sub_group_size=20),
-    "tensor-round-robin": replace(TENSOR, round_robin=True),
-    "expert-1": replace(EXPERT, stage=1),
-    "expert-2": EXPERT,
-    "expert-3-ranks": replace(EXPERT, world_size=6, expert_parallel=3),
-    "expert-everywhere": replace(EXPERT, expert_parallel=4),
-    "expert-data-first": replace(EXPERT, data_before_experts=True),
-    "expert-round-robin": replace(EXPERT, round_robin=True, alignment=True),
-    "expert-tensor": replace(EXPERT, parts=2),
-}
-
-
-def compare(found: Path, wanted: Path) -> None:
-    """Require two tag directories to hold the same files with the same values."""
-    names = sorted(path.name for path in wanted.iterdir())
-    assert sorted(path.name for path in found.iterdir()) == names
-    for name in names:
-        assert differences(load(found / name), load(wanted / name), name) == []
-
-
-def unit(job: Job) -> int:
-    """Ranks that one whole copy of the model takes."""
-    return job.parts * job.expert_parallel
-
-
-@pytest.mark.parametrize("copies", [1, 3])
-@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
-def test_both_roads_lead_to_the_files_of_the_other_world(
-    tmp_path: Path, job: Job, copies: int
-) -> None:
-    run = write(job, tmp_path / "run")
-    other = replace(job, world_size=copies * job.expert_parallel, garbage=False)
-    wanted = write(other, tmp_path / "wanted")
-    streamshard.convert(run, tmp_path / "run.zarr", chunk_size=50)
-    for source, out in ((run, "direct"), (tmp_path / "run.zarr", "of-store")):
-        report = streamshard.repartition(source, tmp_path / out, world_size=copies * unit(job))
-        assert report.source_world_size == job.world_size * job.parts
-        compare(tmp_path / out / TAG, wanted / TAG)
-
-
-@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
-def test_there_and_back_is_where_it_began(tmp_path: Path, job: Job) -> None:
-    run = write(replace(job, garbage=False), tmp_path / "run")
-    ranks = job.world_size * job.parts
-    streamshard.repartition(run, tmp_path / "there", world_size=5 * unit(job))
-    streamshard.repartition(tmp_path / "there", tmp_path / "back", world_size=ranks)
-    compare(tmp_path / "back" / TAG, run / TAG)
-
-
-def test_the_store_numbers_experts_throughout_the_model(tmp_path: Path) -> None:
-    write(EXPERT, tmp_path / "run")
-    streamshard.convert(tmp_path / "run", tmp_path / "run.zarr")
-    state = zarr.open_group(tmp_path / "run.zarr", mode="r")["state/exp_avg"]
-    assert isinstance(state, zarr.Group)
-    name = EXPERTS[0][0]
-    for expert_rank in range(EXPERT.expert_parallel):
-        wanted = EXPERT.values("exp_avg", name, expert_rank)
-        array = state[EXPERT.in_model(name, expert_rank)]
-        assert isinstance(array, zarr.Array)
-        assert torch.equal(torch.tensor(array[:]), wanted)
-
-
-def test_the_store_keeps_the_parts_of_the_model_apart(tmp_path: Path) -> None:
-    write(TENSOR, tmp_path / "run")
-    streamshard.convert(tmp_path / "run", tmp_path / "run.zarr")
-    store = zarr.open_group(tmp_path / "run.zarr", mode="r")
-    for part in range(2):
-        array = store[f"mp_rank_{part:02d}/state/fp32/embed.weight"]
-        assert isinstance(array, zarr.Array)
-        wanted = replace(TENSOR, part=part).values("fp32", "embed.weight")
-        assert torch.equal(torch.tensor(array[:]), wanted)
+BOTH = JOBS["expert-tensor"]
 
 
 @pytest.mark.parametrize(
     ("job", "world_size", "multiples"),
-    [(TENSOR, 3, "2, 4, 6"), (EXPERT, 5, "2, 4, 6"), (JOBS["expert-tensor"], 6, "4, 8, 12")],
+    [(TENSOR, 3, "2, 4, 6"), (EXPERT, 5, "2, 4, 6"), (BOTH, 6, "4, 8, 12")],
 )
 def test_ranks_that_do_not_divide_are_refused_with_those_that_do(
     tmp_path: Path, job: Job, world_size: int, multiples: str
@@ -112,94 +37,116 @@ def test_ranks_that_do_not_divide_are_refused_with_those_that_do(
         streamshard.repartition(run, tmp_path / "out", world_size=world_size)
 
 
-@pytest.mark.parametrize(
-    ("lost", "message"),
-    [
-        ("mp_rank_01_model_states.pt", "mp_rank_01_model_states.pt: the model file is missing"),
-        ("bf16_zero_pp_rank_2_mp_rank_01_optim_states.pt", "rank 2 of at least 3 is missing"),
-        ("*mp_rank_01*", "one of 2 tensor or pipeline parallel parts"),
-        ("*mp_rank_00*", "mp_rank_00_optim_states.pt: rank 0 of at least 3 is missing"),
-    ],
-)
-def test_a_missing_file_of_a_part_is_named(tmp_path: Path, lost: str, message: str) -> None:
-    run = write(TENSOR, tmp_path / "run")
-    for path in (run / TAG).glob(lost):
-        path.unlink()
-    with pytest.raises(IncompleteError, match=message):
-        streamshard.inspect(run)
+def lost(*patterns: str) -> Callable[[Path], None]:
+    """Lose the files of a tag whose names fit a pattern."""
+
+    def damage(run: Path) -> None:
+        for path in [path for pattern in patterns for path in (run / TAG).glob(pattern)]:
+            path.unlink()
+
+    return damage
 
 
-def test_parts_of_different_steps_are_refused(tmp_path: Path) -> None:
-    run = write(TENSOR, tmp_path / "run")
-    path = run / TAG / "mp_rank_01_model_states.pt"
-    state = load(path)
-    state["global_steps"] += 1
-    save(state, path)
-    with pytest.raises(DisagreementError, match=r"disagrees with .* about global_steps"):
-        streamshard.inspect(run)
+def later_step(run: Path) -> None:
+    edit(run / TAG / "mp_rank_01_model_states.pt", lambda held: held.update(global_steps=8))
 
 
-def test_a_missing_expert_is_named(tmp_path: Path) -> None:
-    run = write(EXPERT, tmp_path / "run")
-    (run / TAG / "layer_0_expert_2_mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(IncompleteError, match=r"expert_2_mp_rank_00_model_states\.pt: missing"):
-        streamshard.inspect(run)
-    for path in (run / TAG).glob("layer_*"):
-        path.unlink()
-    with pytest.raises(IncompleteError, match=r"expert_0_mp_rank_00_model_states\.pt: missing"):
-        streamshard.inspect(run)
-
-
-def test_experts_that_other_tensor_ranks_have_are_refused(tmp_path: Path) -> None:
-    """Saved without `enable_expert_tensor_parallelism`, as far as a message depends on it."""
-    run = write(JOBS["expert-tensor"], tmp_path / "run")
-    for path in (run / TAG).glob("*_optim_states.pt"):
-        state = load(path)
-        base = state["optimizer_state_dict"]["base_optimizer_state"]
-        base["param_groups"][2]["name"] = "ep_size_4"
-        save(state, path)
-    message = r"mp_rank_00_optim_states\.pt: the experts of param group 'ep_size_4' are on 8 ranks"
-    with pytest.raises(UnsupportedError, match=f"{message}, .*without enable_expert_tensor_para"):
-        streamshard.inspect(run)
-
-
-def test_parts_that_deepspeed_does_not_save_are_named(tmp_path: Path) -> None:
-    """Those of tensor-parallel ranks that share whole experts with others."""
-    run = write(JOBS["expert-tensor"], tmp_path / "run")
-    model = run / TAG / "mp_rank_01_model_states.pt"
-    model.unlink()
-    message = r"mp_rank_01_model_states\.pt: the model file is missing"
-    with pytest.raises(IncompleteError, match=f"{message}$"):
-        streamshard.inspect(run)
-    for path in (run / TAG).glob("layer_*_mp_rank_01_*"):
-        path.unlink()
-    with pytest.raises(IncompleteError, match=f"{message}, and so are .* DeepSpeed saves neither"):
-        streamshard.inspect(run)
-
-
-def test_a_torn_expert_file_is_noticed(tmp_path: Path) -> None:
-    run = write(EXPERT, tmp_path / "run")
+def torn_expert(run: Path) -> None:
     path = run / TAG / "layer_0_expert_1_mp_rank_00_model_states.pt"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(SourceError, match="expert_1_mp_rank_00"):
-        streamshard.inspect(run)
 
 
-def test_a_wrong_order_of_expert_ranks_is_noticed(tmp_path: Path) -> None:
-    """A config that was changed after the save would hand experts to the wrong ranks."""
-    run = write(replace(EXPERT, data_before_experts=True), tmp_path / "run")
-    for path in (run / TAG).glob("*_optim_states.pt"):
-        state = load(path)
-        state["ds_config"]["use_data_before_expert_parallelism"] = False
-        save(state, path)
-    with pytest.raises(SourceError, match="use_data_before_expert_parallelism"):
+def experts_of_tensor_ranks(run: Path) -> None:
+    """Save without `enable_expert_tensor_parallelism`, as far as a message depends on it."""
+
+    def rename(held: dict[str, Any]) -> None:
+        wrapped(held["optimizer_state_dict"])["param_groups"][2]["name"] = "ep_size_4"
+
+    edit_all(run, "*_optim_states.pt", rename)
+
+
+def other_order(run: Path) -> None:
+    """Change the config after the save, so that it would hand experts to the wrong ranks."""
+    other = {"use_data_before_expert_parallelism": False}
+    edit_all(run, "*_optim_states.pt", lambda held: held["ds_config"].update(other))
+
+
+PART_1 = r"mp_rank_01_model_states\.pt: the model file is missing"
+REFUSED: dict[str, tuple[Job, Callable[[Path], None], type[SourceError], str]] = {
+    "model file": (TENSOR, lost("mp_rank_01_model_states.pt"), IncompleteError, PART_1),
+    "optimizer file": (
+        TENSOR,
+        lost("bf16_zero_pp_rank_2_mp_rank_01_optim_states.pt"),
+        IncompleteError,
+        "rank 2 of at least 3 is missing",
+    ),
+    "last part": (
+        TENSOR,
+        lost("*mp_rank_01*"),
+        IncompleteError,
+        "one of 2 tensor or pipeline parallel parts",
+    ),
+    "first part": (
+        TENSOR,
+        lost("*mp_rank_00*"),
+        IncompleteError,
+        "mp_rank_00_optim_states.pt: rank 0 of at least 3 is missing",
+    ),
+    "steps": (TENSOR, later_step, DisagreementError, r"disagrees with .* about global_steps"),
+    "expert": (
+        EXPERT,
+        lost("layer_0_expert_2_mp_rank_00_model_states.pt"),
+        IncompleteError,
+        r"expert_2_mp_rank_00_model_states\.pt: missing",
+    ),
+    "experts": (
+        EXPERT,
+        lost("layer_*"),
+        IncompleteError,
+        r"expert_0_mp_rank_00_model_states\.pt: missing",
+    ),
+    "torn expert": (EXPERT, torn_expert, SourceError, "expert_1_mp_rank_00"),
+    "order of experts": (
+        replace(EXPERT, data_before_experts=True),
+        other_order,
+        SourceError,
+        "use_data_before_expert_parallelism",
+    ),
+    "experts of other tensor ranks": (
+        BOTH,
+        experts_of_tensor_ranks,
+        UnsupportedError,
+        "experts of param group 'ep_size_4' are on 8 ranks, .*without enable_expert_tensor_par",
+    ),
+    # DeepSpeed saves no files of tensor-parallel ranks that share whole experts with others.
+    "part with experts": (BOTH, lost("mp_rank_01_model*"), IncompleteError, f"{PART_1}$"),
+    "part that shares experts": (
+        BOTH,
+        lost("mp_rank_01_model*", "layer_*_mp_rank_01_*"),
+        IncompleteError,
+        f"{PART_1}, and so are .* DeepSpeed saves neither",
+    ),
+}
+
+
+@pytest.mark.parametrize(("job", "damage", "kind", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_missing_or_does_not_fit_is_named(
+    tmp_path: Path,
+    job: Job,
+    damage: Callable[[Path], None],
+    kind: type[SourceError],
+    message: str,
+) -> None:
+    run = write(job, tmp_path / "run")
+    damage(run)
+    with pytest.raises(kind, match=message):
         streamshard.inspect(run)
 
 
 def test_inspect_counts_ranks_parts_and_experts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = write(JOBS["expert-tensor"], tmp_path / "run")
+    run = write(BOTH, tmp_path / "run")
     assert main(["inspect", str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     counted = [found[key] for key in ("data_parallel", "model_parallel", "expert_parallel")]
@@ -225,16 +172,11 @@ def test_experts_stay_out_of_stage_3(tmp_path: Path) -> None:
 
 def test_dumps_of_experts(tmp_path: Path) -> None:
     """Raw dumps of a job with experts name them by rank, as the shards do."""
-    write(EXPERT, tmp_path / "run")
-    write(replace(EXPERT, world_size=2), tmp_path / "wanted")
-    for name, directory in (("run", "dumps"), ("wanted", "wanted-dumps")):
-        (tmp_path / directory).mkdir()
-        for path in sorted((tmp_path / name / TAG).glob("*_optim_states.pt")):
-            rank = path.name.split("_")[4]
-            save(load(path)["optimizer_state_dict"], tmp_path / directory / f"{rank}.pt")
-    source, target = (str(tmp_path / d / "{rank}.pt") for d in ("dumps", "found"))
-    streamshard.repartition(source, target, world_size=2)
-    compare(tmp_path / "found", tmp_path / "wanted-dumps")
+    source = write_dumps(write(EXPERT, tmp_path / "run"), tmp_path / "dumps")
+    wanted = write(replace(EXPERT, world_size=2), tmp_path / "of-2")
+    write_dumps(wanted, tmp_path / "wanted")
+    streamshard.repartition(source, tmp_path / "found" / DUMPS, world_size=2)
+    compare(tmp_path / "found", tmp_path / "wanted")
     shutil.rmtree(tmp_path / "found")
     with pytest.raises(UsageError, match="multiple of 2"):
-        streamshard.repartition(source, target, world_size=3)
+        streamshard.repartition(source, tmp_path / "found" / DUMPS, world_size=3)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,10 +28,9 @@ from streamshard import LazyTensor, OpenCheckpoint
 from streamshard.errors import CorruptFileError, IntegrityError, SourceNotFoundError, UsageError
 from streamshard.layout.selection import select
 from tests.documents import TEXTS, blocks
-from tests.fabricated import write
+from tests.fabricated import DUMPS, write, write_dumps
 from tests.held import open_files
 from tests.job import EXPERTS, STATES, TAG, Job, expected, values
-from tests.verify.conftest import DUMPS, write_dumps
 
 JOB = Job(
     world_size=3,
@@ -123,8 +123,10 @@ def test_what_there_is_and_in_which_order(made: Callable[[str], Path]) -> None:
 
 def test_parts_of_a_model_and_experts_are_named_as_in_a_store(tmp_path: Path) -> None:
     job = Job(world_size=4, parts=2, experts=EXPERTS, expert_parallel=2)
-    with streamshard.open(write(job, tmp_path / "run")) as ckpt:
-        name, shape = EXPERTS[0]
+    run, store = write(job, tmp_path / "run"), tmp_path / "run.zarr"
+    streamshard.convert(run, store)
+    name, shape = EXPERTS[0]
+    with streamshard.open(run) as ckpt:
         for part in range(2):
             prefix, seed = f"mp_rank_{part:02d}/", f"{part}/exp_avg" if part else "exp_avg"
             assert ckpt[f"{prefix}head.weight"].tied_to == f"{prefix}embed.weight"
@@ -132,6 +134,8 @@ def test_parts_of_a_model_and_experts_are_named_as_in_a_store(tmp_path: Path) ->
                 known = name.replace("experts.0.", f"experts.{expert}.")
                 read = ckpt[prefix + known].exp_avg.torch()
                 assert torch.equal(read, values(seed, known, shape))
+                array = zarr.open_array(store, path=f"{prefix}state/exp_avg/{known}", mode="r")
+                assert np.array_equal(np.asarray(array[:]), read)
 
 
 # Indices ------------------------------------------------------------------------------------------

@@ -23,10 +23,10 @@ from streamshard.errors import (
 )
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import AS_SAVED
 from streamshard.operations.compact.weights_only import WeightsOnlyStore
+from tests.comparing import compare
 from tests.fabricated import edit, load, save, write
 from tests.fabricated_pipes import BLOCK, SHARED, PipeJob, is_trained, layer_file, write_pipe
 from tests.job import TAG, Job
-from tests.test_model_parts import compare
 
 TWO = PipeJob(world_size=3)
 OTHERS = {

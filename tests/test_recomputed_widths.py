@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 import streamshard
 from streamshard.errors import UsageError
 from streamshard.formats.deepspeed.model_parallel.recomputed_widths import WidthRule
+from tests.comparing import compare
 from tests.fabricated import write
 from tests.fabricated_parts import TensorJob
 from tests.job import TAG
 from tests.test_degrees import edit_parts, maps_of, with_degree
-from tests.test_model_parts import compare
 
 DEGREES = st.integers(2, 9)
 

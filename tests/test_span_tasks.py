@@ -28,13 +28,11 @@ from streamshard.operations.export import dcp_files, weight_files
 from streamshard.operations.native import storage_regions
 from tests import far_worker
 from tests.cli.conftest import tree
-from tests.fabricated import edit, optimizer_file, write
+from tests.fabricated import edit, optimizer_file, write, write_dumps
 from tests.fabricated_pipes import PipeJob, write_pipe
-from tests.job import Job
+from tests.job import MUON, Job
 from tests.test_averaged import TWO as AVERAGED
-from tests.test_momentum import MUON
 from tests.test_stores_of_layers import WIDE, is_cut
-from tests.verify.conftest import write_dumps
 
 SPAN_BYTES = 1024
 

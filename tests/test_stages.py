@@ -17,11 +17,11 @@ from streamshard.errors import (
     UnsupportedError,
     UsageError,
 )
+from tests.comparing import compare
 from tests.fabricated import edit, load, write
 from tests.fabricated_parts import TensorJob
 from tests.fabricated_pipes import BLOCK, SHARED, PipeJob, layer_file, write_pipe
 from tests.job import EXPERTS, TAG, Job
-from tests.test_model_parts import compare
 
 TWO = PipeJob(layers=("embed", None, BLOCK, BLOCK, BLOCK, "embed", None), world_size=3)
 UNSHARED = replace(TWO, layers=(None, BLOCK, BLOCK, BLOCK, None, BLOCK, BLOCK), shared=())

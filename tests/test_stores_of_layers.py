@@ -23,11 +23,11 @@ from streamshard.layout.cutting import whole_segment
 from streamshard.operations.compact.weights_only import WeightsOnlyStore
 from streamshard.operations.source.layered import layered
 from streamshard.operations.source.source import open_source
+from tests.comparing import compare
 from tests.fabricated import edit, load
 from tests.fabricated_pipes import PipeJob, layer_file, write_pipe
 from tests.job import TAG, Shapes
 from tests.samples import sampled
-from tests.test_model_parts import compare
 
 WIDE: Shapes = (("up", (5, 30)), ("bias", (3,)), ("old", (40, 2)), ("running", (4,)))
 """Tensors of more bytes than the smallest chunk has."""

@@ -16,9 +16,9 @@ import torch
 
 import streamshard
 from streamshard.errors import DisagreementError, UnsupportedError, UsageError
+from tests.comparing import compare
 from tests.fabricated import load, save, write
 from tests.job import EXPERTS, TAG, Job
-from tests.test_model_parts import compare
 
 Content = dict[str, Any]
 Edit = Callable[[Content], object]

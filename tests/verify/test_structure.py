@@ -17,10 +17,10 @@ import streamshard
 from streamshard.errors import SourceNotFoundError, UsageError
 from streamshard.formats.zarr.chunks import serialize_checksum
 from streamshard.formats.zarr.documents import small_array_document
-from tests.fabricated import client_state, edit, load, save, write
+from tests.fabricated import DUMPS, client_state, edit, load, save, write, write_dumps
 from tests.job import TAG, Job
 from tests.test_stage_0 import stage_0
-from tests.verify.conftest import DUMPS, SMALL, kinds_of, write_dumps
+from tests.verify.conftest import SMALL, kinds_of
 
 
 def shard(run: Path, rank: int) -> Path:
