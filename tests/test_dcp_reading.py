@@ -1,20 +1,32 @@
-"""Distributed checkpoints of PyTorch, read without torch; torch itself wrote and loads them."""
+"""Distributed checkpoints of PyTorch, read without torch: what is there, and what is refused.
 
-import json
+Damaged and hostile ones are an error that names the file, and nothing of them is run.
+"""
+
+import pickle
+import struct
+from collections.abc import Callable
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
-from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 import streamshard
 from streamshard.cli.main import main
-from streamshard.errors import SourceError, UnsupportedError
+from streamshard.errors import CorruptFileError, IncompleteError, SourceError, UnsupportedError
+from streamshard.formats.checkpoint import ScalarState
+from streamshard.formats.dcp.optimizer_state import number_in
+from streamshard.formats.pickle import inert_load
 from tests.fabricated_dcp import Saved, adamw, mesh, rows, save_index
 
-SHAPES = {"up.weight": (7, 5), "up.bias": (7,), "down.weight": (3, 7)}
+SHAPES = {"up.weight": (8, 5), "up.bias": (7,), "down.weight": (3, 7)}
 BUFFERS = {"norm.running": torch.arange(4.0), "norm.count": torch.tensor(3)}
 
 
@@ -45,10 +57,10 @@ def test_every_way_of_nesting_is_read(style: str, tmp_path: Path) -> None:
     (group,) = shown.groups
     assert group.states["step"] == 3.0
     assert group.hyper_parameters["betas"] == [0.9, 0.999]
-    assert shown.weights == len(BUFFERS)
+    assert (shown.kind, shown.weights) == ("dcp", len(BUFFERS))
 
 
-@pytest.mark.parametrize("parts", [(1, 1), (2, 1), (1, 3), (3, 2), (7, 5)])
+@pytest.mark.parametrize("parts", [(1, 1), (2, 1), (1, 3), (3, 2), (8, 5)])
 def test_boxes_of_a_mesh_are_put_together(parts: tuple[int, int], tmp_path: Path) -> None:
     cut = {name: rows(shape, 2) for name, shape in SHAPES.items()}
     cut["up.weight"] = mesh(SHAPES["up.weight"], parts)
@@ -67,38 +79,6 @@ def test_what_is_fabricated_here_torch_loads(tmp_path: Path) -> None:
     load_distributed(state, checkpoint_id=tmp_path, no_dist=True)
     for key, (tensor, _) in saved.tensors.items():
         assert torch.equal(state[key], tensor)
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_what_torch_saves_of_one_process_is_read(tmp_path: Path) -> None:
-    saved = adamw(SHAPES, buffers=BUFFERS)
-    nested: dict[str, object] = {}
-    for key, parts in saved.paths.items():
-        value = saved.tensors[key][0] if key in saved.tensors else saved.values[key]
-        at = nested
-        for part in parts[:-1]:
-            at = at.setdefault(part, {})  # type: ignore[assignment]
-        at[parts[-1]] = value
-    groups = nested["optimizer"]["param_groups"]  # type: ignore[index]
-    nested["optimizer"]["param_groups"] = [groups[n] for n in sorted(groups)]  # type: ignore[index]
-    save_distributed(nested, checkpoint_id=tmp_path / "c", no_dist=True)
-    require_equal(saved, tmp_path / "c")
-
-
-def test_accelerate_keeps_model_and_optimizer_apart(tmp_path: Path) -> None:
-    saved = adamw(SHAPES, buffers=BUFFERS)
-    is_model = {key: key.startswith("model.") for key in saved.paths}
-    for name, wanted in (("pytorch_model_fsdp_0", True), ("optimizer_0", False)):
-        Saved(
-            {k: v for k, v in saved.tensors.items() if is_model[k] is wanted},
-            {k: v for k, v in saved.values.items() if is_model[k] is wanted},
-            {k: v for k, v in saved.paths.items() if is_model[k] is wanted},
-        ).write(tmp_path / name)
-    require_equal(saved, tmp_path)
-    shown = streamshard.inspect(tmp_path)
-    assert {file.path for file in shown.file_list} >= {
-        "pytorch_model_fsdp_0/.metadata", "optimizer_0/__1_0.distcp"
-    }  # fmt: skip
 
 
 def test_groups_keep_their_own_options(tmp_path: Path) -> None:
@@ -120,57 +100,7 @@ def test_weights_of_data_parallel_wrappers_lose_the_prefix(tmp_path: Path) -> No
         assert "exp_avg" in found["up.bias"].tensors
 
 
-def test_tied_names_share_an_item(tmp_path: Path) -> None:
-    saved = adamw(SHAPES)
-    metadata = saved.write(tmp_path)
-    listed, stored = metadata.state_dict_metadata, metadata.storage_data
-    listed["model.head.weight"] = listed["model.up.weight"]
-    for index, info in list(stored.items()):
-        if index.fqn == "model.up.weight":
-            stored[type(index)("model.head.weight", index.offset, index.index)] = info
-    save_index(metadata, tmp_path)
-    with streamshard.open(tmp_path) as found:
-        assert found["head.weight"].tied_to == "up.weight"
-
-
-def test_steps_that_differ_inside_a_group_are_refused(tmp_path: Path) -> None:
-    saved = adamw(SHAPES)
-    saved.tensors["optimizer.state.up.bias.step"] = torch.tensor(4.0), [((), ())]
-    saved.write(tmp_path)
-    with pytest.raises(SourceError, match=r"'up\.bias' of the same param group"):
-        streamshard.inspect(tmp_path)
-
-
-def test_options_that_are_kept_twice_must_agree(tmp_path: Path) -> None:
-    saved = adamw(SHAPES, style="both")
-    saved.values["optimizer.param_groups.up.bias.lr"] = 0.5
-    saved.write(tmp_path)
-    with pytest.raises(SourceError, match=r"up\.bias\.lr' is 0\.5, in param group 0 it is 0\.001"):
-        streamshard.inspect(tmp_path)
-
-
-def test_two_models_are_refused(tmp_path: Path) -> None:
-    saved = adamw(SHAPES)
-    copies = {k.replace("model.", "module.", 1): v for k, v in saved.tensors.items()}
-    saved.tensors |= {k: v for k, v in copies.items() if k.startswith("module.")}
-    saved.paths |= {k: ("module", k.removeprefix("module.")) for k in copies if k[:2] == "mo"}
-    saved.write(tmp_path)
-    with pytest.raises(UnsupportedError, match="2 state dicts that may be the model's"):
-        streamshard.inspect(tmp_path)
-
-
-@pytest.mark.parametrize("verb", ["convert", "repartition"])
-def test_what_a_job_needs_besides_is_asked_for(verb: str, tmp_path: Path) -> None:
-    adamw(SHAPES).write(tmp_path / "c")
-    sizes = {"world_size": 2} if verb == "repartition" else {}
-    with pytest.raises(UnsupportedError, match=r"order of the parameters.*like=RUN"):
-        getattr(streamshard, verb)(tmp_path / "c", tmp_path / "out", **sizes)
-    assert not (tmp_path / "out").exists()
-
-
 def test_weights_are_exported(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
     saved = adamw(SHAPES, buffers=BUFFERS)
     saved.write(tmp_path / "c")
     streamshard.export(tmp_path / "c", tmp_path / "out", dtype="fp32")
@@ -180,7 +110,243 @@ def test_weights_are_exported(tmp_path: Path) -> None:
         assert torch.equal(tensor, saved.tensors[f"model.{name}"][0])
 
 
-def test_inspection_is_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    adamw(SHAPES).write(tmp_path)
-    assert main(["inspect", str(tmp_path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["kind"] == "dcp"
+@pytest.mark.parametrize(("verb", "options"), [("convert", {}), ("repartition", {"world_size": 2})])
+def test_what_a_job_needs_besides_is_asked_for(
+    verb: str, options: dict[str, int], tmp_path: Path
+) -> None:
+    adamw(SHAPES).write(tmp_path / "c")
+    with pytest.raises(UnsupportedError, match=r"order of the parameters.*like=RUN"):
+        getattr(streamshard, verb)(tmp_path / "c", tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+# What is refused ----------------------------------------------------------------------------------
+
+Damage = Callable[[Path], object]
+"""Saves a checkpoint with something wrong in it."""
+
+
+def write(place: Path) -> Metadata:
+    return adamw(SHAPES).write(place)
+
+
+def lost(name: str) -> Damage:
+    return lambda place: (write(place), (place / name).unlink())
+
+
+def cut_short(name: str, keep: int) -> Damage:
+    def damage(place: Path) -> None:
+        write(place)
+        (place / name).write_bytes((place / name).read_bytes()[:keep])
+
+    return damage
+
+
+def index(data: bytes) -> Damage:
+    """Have other bytes in place of the index."""
+    return lambda place: (write(place), (place / ".metadata").write_bytes(data))
+
+
+def changed(edit: Callable[[Metadata], object]) -> Damage:
+    def damage(place: Path) -> None:
+        metadata = write(place)
+        edit(metadata)
+        save_index(metadata, place)
+
+    return damage
+
+
+def first(metadata: Metadata, key: str) -> MetadataIndex:
+    found: MetadataIndex = next(i for i in metadata.storage_data if i.fqn == key)
+    return found
+
+
+def item(**values: Any) -> Damage:  # noqa: ANN401
+    """Have an item lie elsewhere, by the index."""
+
+    def edit(metadata: Metadata) -> None:
+        index = first(metadata, "model.up.weight")
+        old = metadata.storage_data[index]
+        known = {"relative_path": old.relative_path, "offset": old.offset, "length": old.length}
+        metadata.storage_data[index] = _StorageInfo(**{**known, **values})
+
+    return changed(edit)
+
+
+def boxes(*boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> Damage:
+    """Have a tensor of 8 x 5 cut into other boxes, by the index."""
+
+    def edit(metadata: Metadata) -> None:
+        held = metadata.state_dict_metadata["model.up.weight"]
+        held.chunks = [  # type: ignore[union-attr]
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes
+        ]
+
+    return changed(edit)
+
+
+def larger(metadata: Metadata) -> None:
+    for key in ("model.up.weight", "optimizer.state.up.weight.exp_avg",
+                "optimizer.state.up.weight.exp_avg_sq"):  # fmt: skip
+        metadata.state_dict_metadata[key].size = torch.Size((9, 5))  # type: ignore[union-attr]
+
+
+def swapped(metadata: Metadata) -> None:
+    stored = metadata.storage_data
+    one, other = first(metadata, "model.up.weight"), first(metadata, "model.up.bias")
+    stored[one], stored[other] = stored[other], stored[one]
+
+
+def linked(place: Path) -> None:
+    write(place)
+    path = place / "__0_0.distcp"
+    path.rename(place.with_name("elsewhere"))
+    path.symlink_to(place.with_name("elsewhere"))
+
+
+def other_step(place: Path) -> None:
+    saved = adamw(SHAPES)
+    saved.tensors["optimizer.state.up.bias.step"] = torch.tensor(4.0), [((), ())]
+    saved.write(place)
+
+
+def other_rate(place: Path) -> None:
+    saved = adamw(SHAPES, style="both")
+    saved.values["optimizer.param_groups.up.bias.lr"] = 0.5
+    saved.write(place)
+
+
+def two_models(place: Path) -> None:
+    saved = adamw(SHAPES)
+    copies = {k.replace("model.", "module.", 1): v for k, v in saved.tensors.items()}
+    saved.tensors |= {k: v for k, v in copies.items() if k.startswith("module.")}
+    saved.paths |= {k: ("module", k.removeprefix("module.")) for k in copies if k[:2] == "mo"}
+    saved.write(place)
+
+
+class Bomb:
+    """Runs when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return exec, ("raise SystemExit('it ran')",)
+
+
+HUGE = struct.pack("<Q", 1 << 60)
+PICKLES = [
+    b"",
+    b"\x80\x04.",
+    b"\x80\x04}.",
+    b"\x80\x04\x8e" + HUGE + b"x.",
+    b"\x80\x04\x8d" + HUGE + b"x.",
+    b"\x80\x04r\xff\xff\xff\xff.",
+    b"\x80\x04\x82\x01.",
+    b"(" * 100_000,
+    b"\x80\x04]" + b"2\x85" * 50_000 + b".",
+    b"\x80\x04cposix\nsystem\nX\x02\x00\x00\x00lsR.",
+    b"\x80\x02(X\x07\x00\x00\x00storageQ.",
+]
+TOP, BOTTOM = ((0, 0), (4, 5)), ((4, 0), (4, 5))
+BEYOND = r"__0_0\.distcp: [\d,]+ bytes, \.metadata lists an item to"
+OTHER = r"is float32 of \[.*\], listed is float32 of"
+REFUSED: list[tuple[Damage, type[SourceError], str]] = [
+    (lost("__1_0.distcp"), IncompleteError, r"__1_0\.distcp: missing"),
+    (lost(".metadata"), IncompleteError, r"\.metadata: missing; torch writes it last"),
+    *((cut_short("__0_0.distcp", n), CorruptFileError, BEYOND) for n in (0, 1, 1000, -1)),
+    *((cut_short(".metadata", n), CorruptFileError, r"\.metadata") for n in (0, 1, 50, 1000, -1)),
+    *((index(data), SourceError, r"\.metadata") for data in PICKLES),
+    (index(pickle.dumps(Bomb())), CorruptFileError, "where torch writes Metadata"),
+    (item(offset=-1), CorruptFileError, "is said to be"),
+    (item(offset=1 << 70), CorruptFileError, "is said to be"),
+    (item(offset=1 << 61), CorruptFileError, "lists an item to byte"),
+    (item(length=1 << 61), CorruptFileError, "lists an item to byte"),
+    (item(length=0), CorruptFileError, "no end record of a zip"),
+    (item(length=100), CorruptFileError, r"item of 'model\.up\.weight'"),
+    (item(length=2500), CorruptFileError, "which overlap"),
+    (item(offset=1), CorruptFileError, "overlap"),
+    (item(length="9"), CorruptFileError, "is said to be"),
+    (item(length=True), CorruptFileError, "is said to be"),
+    (item(relative_path="../secret"), CorruptFileError, "is said to lie in"),
+    (item(relative_path="/etc/passwd"), CorruptFileError, "is said to lie in"),
+    (item(relative_path="a\nb"), CorruptFileError, "is said to lie in"),
+    (item(relative_path=".."), CorruptFileError, "is said to lie in"),
+    (item(relative_path="x.distcp"), IncompleteError, r"x\.distcp: missing"),
+    (item(transform_descriptors=["zstd"]), UnsupportedError, "transformed while it was saved"),
+    (boxes(TOP), CorruptFileError, "belongs to nothing that is listed"),
+    (boxes(TOP, ((4, 0), (3, 5))), CorruptFileError, OTHER),
+    (boxes(TOP, ((3, 0), (4, 5))), CorruptFileError, "but not where it lies"),
+    (boxes(TOP, BOTTOM, ((0, 0), (4, 5))), CorruptFileError, "but not where it lies"),
+    (boxes(TOP, ((4,), (4,))), CorruptFileError, "has a box at"),
+    (boxes(TOP, ((4, 0), (4, 1 << 50))), CorruptFileError, "not a shape|is float32 of"),
+    (changed(larger), CorruptFileError, r"no box holds its element \[8, 0\]"),
+    (changed(swapped), CorruptFileError, OTHER),
+    (linked, SourceError, "a symbolic link that leads out"),
+    (other_step, SourceError, r"'up\.bias' of the same param group"),
+    (other_rate, SourceError, r"up\.bias\.lr' is 0\.5, in param group 0 it is 0\.001"),
+    (two_models, UnsupportedError, "2 state dicts that may be the model's"),
+]
+
+
+@pytest.mark.parametrize(("damage", "kind", "message"), REFUSED)
+def test_what_is_wrong_is_named_by_every_verb(
+    damage: Damage, kind: type[SourceError], message: str, tmp_path: Path
+) -> None:
+    place = tmp_path / "dcp"
+    damage(place)
+    with pytest.raises(kind, match=message):
+        streamshard.inspect(place)
+    assert main(["inspect", str(place)]) == 3
+    assert main(["verify", str(place)]) == 6
+
+
+def test_what_is_not_needed_of_the_index_is_not_run(tmp_path: Path) -> None:
+    changed(lambda metadata: vars(metadata).update(planner_data=Bomb()))(tmp_path)
+    assert streamshard.inspect(tmp_path).kind == "dcp"
+
+
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    write(tmp_path)
+    path = tmp_path / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    with streamshard.open(tmp_path) as found:
+        offset = found._source.cutting.offset[0]
+    data[offset] ^= 1
+    path.write_bytes(data)
+    (problem,) = streamshard.verify(tmp_path).problems
+    assert (problem.kind, problem.file) == ("damaged", str(path))
+
+
+def test_an_index_of_too_many_boxes_says_how_many_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path)
+    monkeypatch.setattr(inert_load, "LIMIT_OPCODES", 1000)
+    with pytest.raises(UnsupportedError, match=r"\.metadata: lists more than about 470,000 boxes"):
+        streamshard.inspect(tmp_path)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_changed_bytes_are_refused_or_harmless(name: str, tmp_path: Path) -> None:
+    write(tmp_path)
+    path, random = tmp_path / name, Random(7)
+    whole = path.read_bytes()
+    refusals: list[str] = []
+    for _ in range(150):
+        data = bytearray(whole)
+        for _ in range(random.choice((1, 1, 8))):
+            data[random.randrange(len(data))] = random.randrange(256)
+        path.write_bytes(data)
+        try:
+            with streamshard.open(tmp_path) as found:
+                for parameter in found.values():
+                    for tensor in parameter.tensors.values():
+                        tensor[...]
+        except SourceError as error:
+            refusals.append(str(error))
+    assert refusals
+    assert all(str(tmp_path) in message for message in refusals)
+
+
+def test_a_number_in_a_dtype_that_optimizers_do_not_use_is_named() -> None:
+    assert number_in("lr", ScalarState("float64", (), np.float64(0.1).tobytes())) == 0.1
+    with pytest.raises(UnsupportedError, match="lr is bfloat16"):
+        number_in("lr", ScalarState("bfloat16", (), b"\0\0"))

@@ -1,6 +1,8 @@
-"""Exported weights hold what a fabricated job holds, whatever it was cut into."""
+"""Exported weights hold what a fabricated job holds, and what they are used with comes along."""
 
 import json
+import os
+import struct
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -9,13 +11,20 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors import safe_open
 
 import streamshard
-from streamshard.errors import UnsupportedError, UsageError
+from streamshard.engine.journals.journal import Journal, Written
+from streamshard.errors import IntegrityError, UnsupportedError, UsageError
+from streamshard.operations.export import export_read_back
+from streamshard.operations.export.weight_files import shards
+from streamshard.operations.transfer.target import partial_of
+from tests.cli.conftest import model_file, tree
 from tests.exported import JOBS, same
-from tests.fabricated import edit, load, write
-from tests.job import EXPERTS, TAG, Job, buffers, expected, values
+from tests.fabricated import edit, load, optimizer_file, write
+from tests.job import EXPERT, EXPERTS, TAG, Job, buffers, expected, values
 
 
 def held(job: Job) -> dict[str, torch.Tensor]:
@@ -51,15 +60,12 @@ def test_every_tensor_is_there_once_and_cast_as_torch_does(
 
 def test_a_store_gives_the_same_bytes(tmp_path: Path) -> None:
     source = write(JOBS["stage 3"], tmp_path / "run")
-    outs = []
-    for codec, chunk_size in (("none", 40), ("zstd", 1 << 20)):
-        store = tmp_path / f"{codec}.zarr"
-        streamshard.convert(source, store, codec=codec, chunk_size=chunk_size)
-        outs.append(tmp_path / f"of-{codec}")
-        streamshard.export(store, outs[-1], verify=True)
     streamshard.export(source, tmp_path / "direct")
-    direct = (tmp_path / "direct" / "model.safetensors").read_bytes()
-    assert [(out / "model.safetensors").read_bytes() for out in outs] == [direct, direct]
+    for codec, chunk_size in (("none", 40), ("zstd", 1 << 20)):
+        store, out = tmp_path / f"{codec}.zarr", tmp_path / f"of-{codec}"
+        streamshard.convert(source, store, codec=codec, chunk_size=chunk_size)
+        streamshard.export(store, out, verify=True)
+        assert tree(out) == tree(tmp_path / "direct")
 
 
 def shard_files(out: Path, form: str) -> dict[str, dict[str, torch.Tensor]]:
@@ -210,15 +216,6 @@ def test_what_makes_no_sense_is_refused(said: str, options: dict[str, Any], tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_model_in_parts_is_refused_by_name(tmp_path: Path) -> None:
-    source = write(Job(stage=2, parts=2), tmp_path / "run")
-    with pytest.raises(UnsupportedError, match="2 tensor or pipeline parallel parts"):
-        streamshard.export(source, tmp_path / "out")
-
-
-EXPERT = Job(world_size=4, experts=EXPERTS, expert_parallel=2)
-
-
 def test_experts_are_numbered_throughout_the_model(tmp_path: Path) -> None:
     source = write(EXPERT, tmp_path / "run")
     streamshard.export(source, tmp_path / "out", verify=True)
@@ -261,11 +258,9 @@ def test_a_universal_checkpoint_has_a_file_for_each_state(stage: int, tmp_path: 
     outs = [tmp_path / "direct", tmp_path / "of-store"]
     for road, out in zip((source, tmp_path / "store.zarr"), outs, strict=True):
         report = streamshard.export(road, out, format="universal", verify=True)
-    files, of_store = (
-        {p.relative_to(out): p.read_bytes() for p in out.rglob("*") if p.is_file()} for out in outs
-    )
-    assert files == of_store
-    assert files[Path("latest_universal")] == TAG.encode()
+    files = tree(outs[0])
+    assert files == tree(outs[1])
+    assert files["latest_universal"] == TAG.encode()
     assert (report.files, report.bytes_written) == (len(files), sum(map(len, files.values())))
     for (state, name), tensor in expected(job).items():
         if state != "module":
@@ -289,3 +284,230 @@ def test_what_no_engine_would_load_as_universal_is_refused(tmp_path: Path) -> No
         with pytest.raises((UsageError, UnsupportedError), match=said):
             streamshard.export(source, tmp_path / "out", format="universal", dtype=dtype)
         assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A checkpoint in a directory of its own."""
+    return write(Job(stage=2), tmp_path / "training" / "run")
+
+
+def copied(out: Path) -> dict[str, str]:
+    """Read what lies beside the weights."""
+    return {
+        path.relative_to(out).as_posix(): path.read_text()
+        for path in out.rglob("*")
+        if path.is_file() and path.suffix != ".safetensors"
+    }
+
+
+def test_files_in_the_source_and_beside_it_come_along(run: Path, tmp_path: Path) -> None:
+    (run / "config.json").write_text("the run's")
+    (run / TAG / "config.json").write_text("the tag's")
+    (run / TAG / "tokenizer.json").write_text("a tokenizer")
+    (run / "trainer_state.json").write_text("of no use")
+    (run / "model.safetensors.index.json").write_text("of another save")
+    (run.parent / "config.json").write_text("another model's")
+    (run.parent / "chat_template.jinja").write_text("{{ chat }}")
+    (run.parent / "generation_config.json").write_text("")
+    (run.parent / "generation_config.json").chmod(0o640)
+    (run.parent / "notes.txt").write_text("mine")
+    (tmp_path / "vocab.json").write_text("{}")
+    (run.parent / "vocab.json").symlink_to(tmp_path / "vocab.json")
+    report = streamshard.export(run, tmp_path / "out", verify=True)
+    assert copied(tmp_path / "out") == {
+        "config.json": "the run's",
+        "tokenizer.json": "a tokenizer",
+        "chat_template.jinja": "{{ chat }}",
+        "generation_config.json": "",
+    }
+    assert (tmp_path / "out" / "generation_config.json").stat().st_mode & 0o777 == 0o640
+    (beside,) = [note for note in report.notes if "next to the source" in note]
+    assert beside.endswith(f"{run.parent}: chat_template.jinja, generation_config.json.")
+    assert any("Not copied" in note and "vocab.json" in note for note in report.notes)
+    assert report.files == 5
+    sizes = [path.stat().st_size for path in (tmp_path / "out").iterdir()]
+    assert report.bytes_written == sum(sizes)
+
+
+def test_a_framework_keeps_templates_deeper_and_a_store_keeps_them_all(
+    run: Path, tmp_path: Path
+) -> None:
+    (run / "trainer_state.json").write_text("{}")
+    (run / "additional_chat_templates").mkdir()
+    (run / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
+    (run / "config.json").write_text("{}")
+    streamshard.convert(run, tmp_path / "store.zarr")
+    wanted = {"config.json": "{}", "additional_chat_templates/tools.jinja": "{{ tools }}"}
+    for number, source in enumerate((run, tmp_path / "store.zarr", run / TAG)):
+        streamshard.export(source, tmp_path / f"out{number}")
+        assert copied(tmp_path / f"out{number}") == wanted
+
+
+def test_a_directory_around_that_cannot_be_read_is_no_obstacle(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listing = os.scandir
+
+    def refuse(path: Path) -> object:
+        if path == run.parent:
+            raise PermissionError(13, "Permission denied", str(path))
+        return listing(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    report = streamshard.export(run, tmp_path / "out")
+    assert any(f"{run.parent}: it cannot be read" in note for note in report.notes)
+
+
+def test_what_is_no_weight_is_named_and_what_is_one_is_not_left_out(
+    run: Path, tmp_path: Path
+) -> None:
+    held = {"block._extra_state": {"amax": 1.5}}
+    edit(model_file(run), lambda model: model["module"].update(held))
+    report = streamshard.export(run, tmp_path / "out")
+    assert any("not weights: block._extra_state." in note for note in report.notes)
+    held = {"loose": torch.ones(3, 5).t()}
+    edit(model_file(run), lambda model: model["module"].update(held))
+    with pytest.raises(UnsupportedError, match=r"loose.*elements in a row"):
+        streamshard.export(run, tmp_path / "other")
+
+
+def test_what_no_param_group_trains_is_exported_as_the_module_has_it(
+    run: Path, tmp_path: Path
+) -> None:
+    loose = {"loose": torch.tensor([1.5, -2.0], dtype=torch.float64)}
+    edit(model_file(run), lambda model: model["module"].update(loose))
+    streamshard.export(run, tmp_path / "out", dtype="fp16")
+    found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(found["loose"], torch.tensor([1.5, -2.0], dtype=torch.float16))
+
+
+def test_what_cannot_be_cast_is_refused_and_can_be_kept(run: Path, tmp_path: Path) -> None:
+
+    def add(model: dict[str, Any]) -> None:
+        model["module"]["scale"] = torch.ones(3).to(torch.float8_e4m3fn)
+        model["buffer_names"].append("scale")
+
+    edit(model_file(run), add)
+    with pytest.raises(UnsupportedError, match=r"'scale'.*keep_dtype=\['scale'\]"):
+        streamshard.export(run, tmp_path / "out")
+    streamshard.export(run, tmp_path / "out", keep_dtype=["scale"], verify=True)
+    found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert found["scale"].dtype == torch.float8_e4m3fn
+    assert found["scale"].float().tolist() == [1, 1, 1]
+
+
+def test_left_out_frozen_weights_are_told(run: Path, tmp_path: Path) -> None:
+
+    def leave_out(model: dict[str, Any]) -> None:
+        model |= {"frozen_param_shapes": None, "frozen_param_fragments": None}
+        for name in ("old.weight", "old.bias"):
+            del model["module"][name]
+
+    edit(model_file(run), leave_out)
+    report = streamshard.export(run, tmp_path / "out")
+    assert any("exclude_frozen_parameters" in note for note in report.notes)
+    assert any("No config.json" in note for note in report.notes)
+
+
+def test_what_overflows_is_counted_and_named(run: Path, tmp_path: Path) -> None:
+
+    def enlarge(held: dict[str, Any]) -> None:
+        masters = held["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+        masters[0].data[:4] = torch.tensor([65520.0, -1e30, float("inf"), float("nan")])
+        masters[1].data[0] = 7e4
+
+    edit(optimizer_file(run, 0), enlarge)
+    report = streamshard.export(run, tmp_path / "out", dtype="fp16", verify=True)
+    assert report.overflowed == 3
+    assert report.notes[0].startswith("3 finite elements are too large for fp16")
+    assert "embed.weight (2), embed.bias (1)" in report.notes[0]
+    found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    first = found["embed.weight"].flatten()[:4]
+    assert torch.equal(first[:3], torch.tensor([torch.inf, -torch.inf, torch.inf]).half())
+    assert first[3].isnan()
+    wide = streamshard.export(run, tmp_path / "wide", dtype="bf16")
+    assert wide.overflowed == 0
+
+
+NAMED = {"index": "*.index.json", "copy": "config.json"}
+"""What is damaged that is not a file of weights."""
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch"])
+@pytest.mark.parametrize("what", ["weights", "header", "index", "copy", "length"])
+def test_verify_lets_nothing_through(
+    what: str, form: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run / "config.json").write_text(json.dumps({"model_type": "mine"}))
+    check = export_read_back.export_differences
+
+    elements = Job(stage=2).values("fp32", "block.0.attn.weight").numpy().tobytes()
+
+    def damage_and_check(place: Path, *rest: Any) -> list[str]:  # noqa: ANN401
+        (path,) = place.glob("*00002-of-0000?.*") if what not in NAMED else place.glob(NAMED[what])
+        data = bytearray(path.read_bytes())
+        if what == "weights":
+            data[data.index(elements) + 40] ^= 1
+        elif what == "length":
+            del data[-1]
+        else:
+            data[20] ^= 1
+        path.write_bytes(data)
+        return check(place, *rest)
+
+    monkeypatch.setattr(export_read_back, "export_differences", damage_and_check)
+    with pytest.raises(IntegrityError, match="not put into its place"):
+        streamshard.export(run, tmp_path / "out", format=form, max_shard_size=200, verify=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["training"]
+
+
+def test_a_plan_can_be_run_again(run: Path, tmp_path: Path) -> None:
+    plan = streamshard.plan_export(run, tmp_path / "out", dtype="fp16")
+    assert (plan.report.overflowed, plan.report.seconds) == (None, None)
+    assert not (tmp_path / "out").exists()
+    first = plan.run()
+    (tmp_path / "out").rename(tmp_path / "first")
+    assert plan.run().bytes_written == first.bytes_written
+    assert partial_of(tmp_path / "out") == tmp_path / "out.partial"
+
+
+@pytest.mark.parametrize(("number", "overflowed"), [(1.0e5, 1), (float("inf"), 0)])
+def test_what_became_infinite_is_counted_though_a_run_was_cut_off(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: float, overflowed: int
+) -> None:
+    """What an earlier run wrote does not tell whether it was infinite before the cast."""
+    element = Job(stage=2).values("fp32", "block.0.attn.weight").numpy().tobytes()[:4]
+    (file,) = (p for p in run.rglob("*optim_states.pt") if element in p.read_bytes())
+    file.write_bytes(file.read_bytes().replace(element, struct.pack("<f", number), 1))
+    note, written = Journal.note, []
+
+    def once(self: Journal, path: str, offset: int, what: Written) -> None:
+        note(self, path, offset, what)
+        if path.endswith(".safetensors"):
+            written.append(path)
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "note", once)
+        with pytest.raises(KeyboardInterrupt):
+            streamshard.export(run, tmp_path / "out", dtype="fp16", workers=1)
+    assert written
+    report = streamshard.export(run, tmp_path / "out", dtype="fp16")
+    assert report.overflowed == overflowed
+    assert any("became infinite" in note for note in report.notes) == bool(overflowed)
+
+
+@given(st.lists(st.integers(0, 30), max_size=30), st.integers(1, 40))
+def test_files_hold_as_much_as_they_may_and_no_more(sizes: list[int], most: int) -> None:
+    found = shards(sizes, most)
+    assert [index for one in found for index in one] == list(range(len(sizes)))
+    held = [sum(sizes[index] for index in one) for one in found]
+    for one, nbytes in zip(found, held, strict=True):
+        assert nbytes <= most or len(one) == 1
+    for nbytes, following in zip(held, found[1:], strict=False):
+        assert nbytes + sizes[following.start] > most
+
+
+def test_without_tensors_there_is_one_file() -> None:
+    assert shards([], 5) == [range(0)]
