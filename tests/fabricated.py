@@ -206,3 +206,31 @@ def write_dumps(run_dir: Path, directory: Path) -> Path:
         rank = int(path.name.partition("pp_rank_")[2].partition("_")[0])
         save(load(path)["optimizer_state_dict"], directory / DUMPS.format(rank=rank))
     return directory / DUMPS
+
+
+def without_zero(run_dir: Path, **changes: object) -> Path:
+    """Make of a checkpoint what DeepSpeed saves without ZeRO: model files, the optimizer in them.
+
+    It is what `FP16_Optimizer` saves: flat masters, and nothing that names a parameter.
+    """
+    for path in (run_dir / TAG).glob("*_optim_states.pt"):
+        path.unlink()
+
+    def change(model: dict[str, Any]) -> None:
+        flat = [torch.arange(5.0) + group for group in range(2)]
+        state = {
+            group: {"step": torch.tensor(7.0), "exp_avg": master * 2, "exp_avg_sq": master * 3}
+            for group, master in enumerate(flat)
+        }
+        groups = [{"lr": 0.1 * group, "params": [group]} for group in range(2)]
+        model["ds_config"]["zero_optimization"]["stage"] = 0
+        model["optimizer"] = {
+            "cur_scale": 1.0,
+            "optimizer_state_dict": {"state": state, "param_groups": groups},
+            "fp32_groups_flat": [master.requires_grad_() for master in flat],
+            "clip_grad": 1.0,
+        }
+        model |= {"param_shapes": None, "shared_params": None, **changes}
+
+    edit_all(run_dir, "mp_rank_*_model_states.pt", change)
+    return run_dir

@@ -15,16 +15,23 @@ import numpy as np
 import pytest
 import torch
 
-from streamshard.batches import BatchMapper, map_batches, mapped_by
+from streamshard.batches import BatchMapper, mapped_by
 from streamshard.errors import SourceError
 from streamshard.formats.deepspeed.read import model_files, rank_headers
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.pickle.inert_dump import dump
 from streamshard.formats.torch.torch_tensor import Storage
 from streamshard.operations.source.source import Source, open_source
-from tests.fabricated import client_state, edit, write, write_dumps
+from tests.fabricated import (
+    client_state,
+    edit,
+    optimizer_file,
+    without_zero,
+    wrapped,
+    write,
+    write_dumps,
+)
 from tests.job import EXPERTS, TAG, Job
-from tests.test_stage_0 import stage_0
 
 JOBS = {
     "1": Job(stage=1, world_size=3, client_state=client_state()),
@@ -81,7 +88,7 @@ FEW: list[Way] = [nullcontext, partial(elsewhere, 1, 1), partial(elsewhere, 5, 2
 def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
     name: str = request.param
     if name == "0":
-        return partial(open_source, stage_0(tmp_path / "run"))
+        return partial(open_source, without_zero(write(Job(stage=1), tmp_path / "run")))
     job = JOBS[name.removeprefix("dumps-")]
     path = write(job, tmp_path / "run")
     like = write(replace(job, elastic=False), tmp_path / "like") if job.elastic else None
@@ -129,7 +136,7 @@ def test_other_processes_read_them(stage: int, tmp_path: Path) -> None:
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         with mapped_by(BatchMapper(pool.map, 3)):
             assert described(open_source(run)) == wanted
-        torn(optimizer(run, 7))
+        torn(optimizer_file(run, 7))
         with (
             mapped_by(BatchMapper(pool.map, 3)),
             pytest.raises(SourceError, match=r"rank_7_.*Was the save interrupted"),
@@ -138,10 +145,6 @@ def test_other_processes_read_them(stage: int, tmp_path: Path) -> None:
 
 
 # Errors -------------------------------------------------------------------------------------------
-
-
-def optimizer(run: Path, rank: int) -> Path:
-    return run / TAG / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
 def model(run: Path, rank: int) -> Path:
@@ -158,66 +161,39 @@ def flipped(path: Path) -> None:
     path.write_bytes(data)
 
 
-def of_other_stage(path: Path) -> None:
-    edit(path, lambda file: file["optimizer_state_dict"].update(zero_stage=1))
+def state_changed(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    return lambda path: edit(path, lambda file: change(file["optimizer_state_dict"]))
 
 
-def of_other_scale(path: Path) -> None:
-    edit(path, lambda file: file["optimizer_state_dict"].update(overflow=True))
-
-
-def of_other_count(path: Path) -> None:
-    edit(path, lambda file: file["optimizer_state_dict"].update(partition_count=9))
-
-
-def of_other_rate(path: Path) -> None:
-    def change(file: dict[str, Any]) -> None:
-        state = file["optimizer_state_dict"]
-        inner = state.get("base_optimizer_state") or state["optimizer_state_dict"]
-        inner["param_groups"][0]["lr"] = 0.5
-
-    edit(path, change)
-
-
-def of_other_step(path: Path) -> None:
-    def change(file: dict[str, Any]) -> None:
-        state = file["optimizer_state_dict"]
-        inner = state.get("base_optimizer_state") or state["optimizer_state_dict"]
-        inner["state"][0]["step"] = torch.tensor(9.0)
-
-    edit(path, change)
-
-
-def without_optimizer(path: Path) -> None:
-    edit(path, lambda file: file.pop("optimizer_state_dict"))
-
-
-def of_other_steps(path: Path) -> None:
-    edit(path, lambda file: file.update(global_steps=8))
-
-
-def of_other_shapes(path: Path) -> None:
-    edit(path, lambda file: file["param_shapes"][0].update({"embed.weight": torch.Size((4, 11))}))
-
-
-OF_OPTIMIZERS = (
-    torn, flipped, of_other_stage, of_other_scale, of_other_count, of_other_rate, of_other_step,
-    without_optimizer, Path.unlink,
-)  # fmt: skip
-OF_MODELS = (torn, flipped, of_other_steps, of_other_shapes, Path.unlink)
-DAMAGES = [
-    *((2, optimizer, damage) for damage in OF_OPTIMIZERS),
-    *((3, optimizer, damage) for damage in OF_OPTIMIZERS),
-    *((3, model, damage) for damage in OF_MODELS),
-]
+OF_EITHER: dict[str, Callable[[Path], None]] = {
+    "torn": torn, "flipped": flipped, "missing": Path.unlink,
+}  # fmt: skip
+OF_OPTIMIZERS = OF_EITHER | {
+    "stage": state_changed(lambda state: state.update(zero_stage=1)),
+    "overflow": state_changed(lambda state: state.update(overflow=True)),
+    "count": state_changed(lambda state: state.update(partition_count=9)),
+    "rate": state_changed(lambda state: wrapped(state)["param_groups"][0].update(lr=0.5)),
+    "step": state_changed(lambda state: wrapped(state)["state"][0].update(step=torch.tensor(9.0))),
+    "no state": lambda path: edit(path, lambda file: file.pop("optimizer_state_dict")),
+}
+OTHER_SHAPE = {"embed.weight": torch.Size((4, 11))}
+OF_MODELS = OF_EITHER | {
+    "steps": lambda path: edit(path, lambda file: file.update(global_steps=8)),
+    "shapes": lambda path: edit(path, lambda file: file["param_shapes"][0].update(OTHER_SHAPE)),
+}
+DAMAGES = {
+    **{
+        f"2-optimizer-{name}": (2, optimizer_file, change) for name, change in OF_OPTIMIZERS.items()
+    },
+    **{
+        f"3-optimizer-{name}": (3, optimizer_file, change) for name, change in OF_OPTIMIZERS.items()
+    },
+    **{f"3-model-{name}": (3, model, change) for name, change in OF_MODELS.items()},
+}
 
 
 @pytest.mark.parametrize("ranks", [(0,), (10,), (11, 4, 5)], ids=str)
-@pytest.mark.parametrize(
-    ("stage", "place", "damage"),
-    DAMAGES,
-    ids=[f"{s}-{p.__name__}-{d.__name__}" for s, p, d in DAMAGES],
-)
+@pytest.mark.parametrize(("stage", "place", "damage"), DAMAGES.values(), ids=DAMAGES)
 def test_errors_are_those_of_files_read_one_by_one(
     tmp_path: Path,
     stage: int,
@@ -240,8 +216,8 @@ def test_errors_are_those_of_files_read_one_by_one(
 
 def test_ranks_that_differ_in_notes_alone(tmp_path: Path) -> None:
     run = write(Job(stage=2, world_size=5), tmp_path / "run")
-    edit(optimizer(run, 3), lambda file: file.update(of_a_user=[1, 2]))
-    edit(optimizer(run, 4), lambda file: file.update(ds_version="0.18.0"))
+    edit(optimizer_file(run, 3), lambda file: file.update(of_a_user=[1, 2]))
+    edit(optimizer_file(run, 4), lambda file: file.update(ds_version="0.18.0"))
     with nowhere():
         wanted = described(open_source(run))
     assert "of_a_user" in str(wanted["checkpoint"])
@@ -253,7 +229,7 @@ def test_ranks_that_differ_in_notes_alone(tmp_path: Path) -> None:
 def test_true_is_not_one(tmp_path: Path) -> None:
     """Values that are equal in Python and other ones in the file are told apart."""
     run = write(Job(stage=2, world_size=3), tmp_path / "run")
-    edit(optimizer(run, 2), lambda file: file["optimizer_state_dict"].update(overflow=0))
+    edit(optimizer_file(run, 2), lambda file: file["optimizer_state_dict"].update(overflow=0))
     for way in [nowhere, *WAYS]:
         with way(), pytest.raises(SourceError, match=r"rank_2_.*disagrees with .* about overflow"):
             open_source(run)
@@ -298,22 +274,6 @@ def test_what_comes_back_is_small(
     assert np.median(sizes) < most
 
 
-def test_items_are_divided_and_results_in_order() -> None:
-    asked: list[Sequence[int]] = []
-
-    def doubled(numbers: Sequence[int]) -> list[int]:
-        asked.append(numbers)
-        return [2 * number for number in numbers]
-
-    assert map_batches(doubled, range(7)) == [0, 2, 4, 6, 8, 10, 12]
-    assert [list(batch) for batch in asked] == [[0, 1, 2, 3, 4, 5, 6]]
-    asked.clear()
-    with mapped_by(BatchMapper(map, 3)):
-        assert map_batches(doubled, range(7)) == [0, 2, 4, 6, 8, 10, 12]
-    assert [list(batch) for batch in asked] == [[0, 1, 2], [3, 4, 5], [6]]
-    assert map_batches(doubled, []) == []
-
-
 def test_a_worker_that_sees_another_first_file_is_not_believed(tmp_path: Path) -> None:
     """Its parts are not those that it is asked about."""
     run = write(Job(stage=3, world_size=4), tmp_path / "run")
@@ -322,7 +282,7 @@ def test_a_worker_that_sees_another_first_file_is_not_believed(tmp_path: Path) -
     def mistaken(function: Any, batches: Sequence[Any]) -> Iterable[Any]:  # noqa: ANN401
         (given,) = function.args
         if isinstance(given, rank_headers.FirstHeader):
-            given = replace(given, path=optimizer(other, 0))
+            given = replace(given, path=optimizer_file(other, 0))
         else:
             given = {size: replace(one, path=model(other, 2)) for size, one in given.items()}
         return [partial(function.func, given)(batch) for batch in batches]

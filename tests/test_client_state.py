@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import streamshard
-from streamshard.errors import IncompleteError, SourceError
+from streamshard.errors import SourceError
 from tests.fabricated import edit, load, write
 from tests.job import TAG, Job
 from tests.oracle.values import value_differences
@@ -109,11 +109,3 @@ def test_client_state_in_place_of_what_matters_is_refused(
         run = write(Job(stage=stage, client_state={name: VALUES[kind]}), tmp_path / f"{stage}")
         with pytest.raises(SourceError, match=f"{name}|is not a shape"):
             streamshard.repartition(run, tmp_path / "out", world_size=3)
-
-
-def test_an_optimizer_beside_a_stage_is_no_pipeline_without_one(tmp_path: Path) -> None:
-    run = write(Job(client_state={"optimizer": {"state": {}}}), tmp_path / "run")
-    for path in (run / TAG).glob("*optim_states.pt"):
-        path.unlink()
-    with pytest.raises(IncompleteError, match=r"no \*_optim_states.pt file"):
-        streamshard.inspect(run / TAG)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,22 @@ from streamshard.errors import (
     UsageError,
 )
 from tests.comparing import compare
-from tests.fabricated import edit, optimizer_file, write
+from tests.fabricated import (
+    DUMPS,
+    edit,
+    edit_all,
+    edit_optimizers,
+    optimizer_file,
+    wrapped,
+    write,
+    write_dumps,
+)
 from tests.fabricated_parts import TensorJob
 from tests.fabricated_pipes import PipeJob, write_pipe
-from tests.job import TAG, Job, Shapes, local_experts
+from tests.job import EXPERT, TAG, Job, Shapes, local_experts
 
 COUNT = 4
 """Experts of the layer."""
-EXPERT = Job(world_size=4, experts=local_experts(2), expert_parallel=2)
 VARIANTS = {
     "stage-1": replace(EXPERT, stage=1),
     "plain": EXPERT,
@@ -35,6 +44,7 @@ VARIANTS = {
     "tensor-data-first": replace(EXPERT, parts=2, data_before_experts=True),
 }
 SHARED = VARIANTS["tensor"]
+TWO = TensorJob(parts=2, world_size=4).told()
 PATTERN = r"^moe\.deepspeed_moe\.experts\.deepspeed_experts\.0\.weight$"
 MODEL = "mp_rank_00_model_states.pt"
 
@@ -144,59 +154,27 @@ def test_the_source_s_own_degree_changes_nothing(
     compare(tmp_path / "out" / TAG, write(spread(EXPERT, 4, 4), tmp_path / "wanted") / TAG)
 
 
-DENSE = {
-    "one-part": Job(world_size=4),
-    "tensor": TensorJob(parts=2, world_size=4).told(),
-    "stage-3": Job(world_size=4, stage=3),
-    "muon": Job(world_size=4, muon=(0,)),
+DENSE: dict[str, tuple[Callable[[Path], Path], dict[str, int]]] = {
+    "one part": (partial(write, Job(world_size=4)), {"world_size": 2}),
+    "tensor": (partial(write, TWO), {"world_size": 4}),
+    "tensor, changed": (partial(write, TWO), {"world_size": 4, "tensor_parallel": 1}),
+    "stage 3": (partial(write, Job(world_size=4, stage=3)), {"world_size": 2}),
+    "muon": (partial(write, Job(world_size=4, muon=(0,))), {"world_size": 2}),
+    "pipeline": (partial(write_pipe, PipeJob(world_size=4)), {"world_size": 4}),
 }
 
 
-@pytest.mark.parametrize("job", DENSE.values(), ids=DENSE)
-def test_one_rank_is_the_degree_of_a_model_without_experts(tmp_path: Path, job: Job) -> None:
-    run = write(job, tmp_path / "run")
-    out, wanted, ranks = tmp_path / "out", tmp_path / "wanted", 2 * job.parts
+@pytest.mark.parametrize(("make", "options"), DENSE.values(), ids=DENSE)
+def test_one_rank_is_the_degree_of_a_model_without_experts(
+    tmp_path: Path, make: Callable[[Path], Path], options: dict[str, Any]
+) -> None:
+    run, out, wanted = make(tmp_path / "run"), tmp_path / "out", tmp_path / "wanted"
     for degree in (0, 2):
         with pytest.raises(UsageError, match="the model has no experts of DeepSpeed's MoE layers"):
-            streamshard.repartition(run, out, world_size=ranks, expert_parallel=degree)
-    streamshard.repartition(run, out, world_size=ranks, expert_parallel=1)
-    streamshard.repartition(run, wanted, world_size=ranks)
+            streamshard.repartition(run, out, expert_parallel=degree, **options)
+    streamshard.repartition(run, out, expert_parallel=1, **options)
+    streamshard.repartition(run, wanted, **options)
     compare(out / TAG, wanted / TAG)
-
-
-def test_one_rank_is_the_degree_of_a_pipeline_without_experts(tmp_path: Path) -> None:
-    run = write_pipe(PipeJob(world_size=4), tmp_path / "run")
-    out, wanted = tmp_path / "out", tmp_path / "wanted"
-    with pytest.raises(UsageError, match="the model has no experts of DeepSpeed's MoE layers"):
-        streamshard.repartition(run, out, world_size=4, expert_parallel=2)
-    streamshard.repartition(run, out, world_size=4, expert_parallel=1)
-    streamshard.repartition(run, wanted, world_size=4)
-    compare(out / TAG, wanted / TAG)
-
-
-def test_the_own_degree_of_experts_goes_with_another_tensor_parallel_degree(
-    tmp_path: Path,
-) -> None:
-    run = write(DENSE["tensor"], tmp_path / "run")
-    out, wanted = tmp_path / "out", tmp_path / "wanted"
-    with pytest.raises(UsageError, match="the model has no experts of DeepSpeed's MoE layers"):
-        streamshard.repartition(run, out, world_size=4, tensor_parallel=1, expert_parallel=2)
-    streamshard.repartition(run, out, world_size=4, tensor_parallel=1, expert_parallel=1)
-    streamshard.repartition(run, wanted, world_size=4, tensor_parallel=1)
-    compare(out / TAG, wanted / TAG)
-    experts = write(SHARED, tmp_path / "experts")
-    with pytest.raises(
-        UnsupportedError, match="experts are spread again only at the other degrees"
-    ):
-        streamshard.repartition(
-            experts, tmp_path / "no", world_size=4, tensor_parallel=1, expert_parallel=1
-        )
-
-
-def test_frozen_experts_are_not_taken_for_none(tmp_path: Path) -> None:
-    run = write(Job(world_size=4, frozen=EXPERT.experts), tmp_path / "run")
-    with pytest.raises(UnsupportedError, match="the model file has a weight of an expert"):
-        streamshard.repartition(run, tmp_path / "out", world_size=4, expert_parallel=1)
 
 
 def _state(content: dict[str, Any]) -> dict[str, Any]:
@@ -210,8 +188,7 @@ def _other_step(run: Path) -> None:
 
 
 def _other_group_name(run: Path) -> None:
-    for rank in range(4):
-        edit(optimizer_file(run, rank), lambda c: _state(c)["param_groups"][2].update(name="mine"))
+    edit_optimizers(run, lambda state: wrapped(state)["param_groups"][2].update(name="mine"))
 
 
 def _older(run: Path) -> None:
@@ -233,8 +210,7 @@ def _by_tensor(params: Shapes) -> Shapes:
 def _on_sequences(run: Path) -> None:
     """Say that two ranks have each partition, which saves it once."""
     mesh = {"data_parallel_size": 4, "sequence_parallel_size": 2}
-    for rank in range(4):
-        edit(optimizer_file(run, rank), lambda c: c["ds_config"].update(mesh))
+    edit_all(run, "*_optim_states.pt", lambda held: held["ds_config"].update(mesh))
 
 
 OTHER_LAYER = "other.deepspeed_moe.experts.deepspeed_experts.0.weight"
@@ -243,8 +219,7 @@ OTHER_LAYER = "other.deepspeed_moe.experts.deepspeed_experts.0.weight"
 def _other_degree(run: Path) -> None:
     """Make experts of one param group that all ranks share: those of another layer."""
     own = {"moe": True, "name": "ep_size_1"}
-    for rank in range(4):
-        edit(optimizer_file(run, rank), lambda c: _state(c)["param_groups"][1].update(own))
+    edit_optimizers(run, lambda state: wrapped(state)["param_groups"][1].update(own))
 
     def take_out(content: dict[str, Any]) -> None:
         weight = content["module"].pop(OTHER_LAYER)
@@ -275,6 +250,11 @@ def _other_degree(run: Path) -> None:
         ),
         (SHARED, _other_step, "mp_rank_00: param group 2 of expert rank 0 and .* differ"),
         (replace(EXPERT, muon=(0,)), None, "trained with Muon"),
+        (
+            Job(world_size=4, frozen=EXPERT.experts),
+            None,
+            "the model file has a weight of an expert",
+        ),
         (EXPERT, _older, r"an older DeepSpeed saved it, with a file .*expp_rank_\* for each"),
         (EXPERT, _other_step, "group 2 of expert rank 0 and group 2 of expert rank 1 differ"),
         (EXPERT, _other_group_name, "named 'mine', and not 'ep_size_2'"),
@@ -319,59 +299,26 @@ def test_what_cannot_be_spread_is_refused(
     streamshard.repartition(run, tmp_path / "out", world_size=ranks)
 
 
-@pytest.mark.parametrize(
-    ("degree", "world_size", "message"),
-    [
-        (3, 6, "expert_parallel=3: .*deepspeed_experts' has 4 experts.* give 1, 2, 4"),
-        (0, 4, "expert_parallel=0: .* give 1, 2, 4"),
-        (4, 6, r"world_size=6: .*over 4 ranks.*multiple of 4 \(4, 8, 12"),
-    ],
-)
-def test_counts_that_do_not_divide_are_refused(
-    tmp_path: Path, degree: int, world_size: int, message: str
-) -> None:
-    run = write(EXPERT, tmp_path / "run")
-    with pytest.raises(UsageError, match=message):
-        streamshard.repartition(
-            run, tmp_path / "out", world_size=world_size, expert_parallel=degree
-        )
-
-
-def test_ranks_that_the_parts_do_not_divide_are_refused(tmp_path: Path) -> None:
-    run = write(SHARED, tmp_path / "run")
-    message = r"over 4 ranks \(expert_parallel=\) of each of 2 tensor .* multiple of 8 \(8, 16, 24"
-    with pytest.raises(UsageError, match=message):
-        streamshard.repartition(run, tmp_path / "out", world_size=4, expert_parallel=4)
-
-
-def _in_part_1(run: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    edit(run / TAG / MODEL.replace("00", "01"), change)
-
-
 def _other_counts(run: Path) -> None:
-    _in_part_1(run, lambda content: content.update(num_experts=[2]))
+    edit(run / TAG / "mp_rank_01_model_states.pt", lambda held: held.update(num_experts=[2]))
 
 
-def _other_order(run: Path) -> None:
-    """Write one part as a job with its experts' parameters in another order would."""
-    other = replace(SHARED, experts=_by_tensor(SHARED.experts))
-    write(other, run.with_name("other"))
-    for path in (run.with_name("other") / TAG).glob("*mp_rank_01*"):
-        path.rename(run / TAG / path.name)
+def _of(job: Job) -> Callable[[Path], None]:
+    """Have the second part of another job."""
 
+    def change(run: Path) -> None:
+        for path in (write(job, run.with_name("other")) / TAG).glob("*mp_rank_01*"):
+            path.rename(run / TAG / path.name)
 
-def _other_degree_in_part(run: Path) -> None:
-    write(spread(SHARED, 4, 4), run.with_name("other"))
-    for path in (run.with_name("other") / TAG).glob("*mp_rank_01*"):
-        path.rename(run / TAG / path.name)
+    return change
 
 
 @pytest.mark.parametrize(
     ("change", "what"),
     [
         (_other_counts, "experts"),
-        (_other_order, "param groups"),
-        (_other_degree_in_part, "param groups"),
+        (_of(replace(SHARED, experts=_by_tensor(SHARED.experts))), "param groups"),
+        (_of(spread(SHARED, 4, 4)), "param groups"),
     ],
 )
 def test_parts_that_do_not_have_the_same_experts_are_refused(
@@ -383,13 +330,38 @@ def test_parts_that_do_not_have_the_same_experts_are_refused(
         streamshard.repartition(run, tmp_path / "out", world_size=8, expert_parallel=1)
 
 
-def test_a_config_of_stage_3_is_refused_for_experts_on_every_rank(tmp_path: Path) -> None:
-    run = write(EXPERT, tmp_path / "run")
-    for source in (run, write(spread(EXPERT, 1, 4), tmp_path / "everywhere")):
-        with pytest.raises(UsageError, match="stage 3 does not train with expert parallelism"):
-            streamshard.repartition(
-                source, tmp_path / "out", world_size=2, zero_stage=3, expert_parallel=1
-            )
+EVERYWHERE = spread(EXPERT, 1, 4)
+USAGE: list[tuple[Job, dict[str, int], str]] = [
+    (EXPERT, {"expert_parallel": 3, "world_size": 6}, "=3: .*has 4 experts.* give 1, 2, 4"),
+    (EXPERT, {"expert_parallel": 0, "world_size": 4}, "expert_parallel=0: .* give 1, 2, 4"),
+    (EXPERT, {"expert_parallel": 4, "world_size": 6}, r"world_size=6: .*multiple of 4 \(4, 8, 12"),
+    (
+        SHARED,
+        {"expert_parallel": 4, "world_size": 4},
+        r"over 4 ranks \(expert_parallel=\) of each of 2 tensor .* multiple of 8 \(8, 16, 24",
+    ),
+    *(
+        (job, {"expert_parallel": 1, "world_size": 2, "zero_stage": 3}, "stage 3 does not train wi")
+        for job in (EXPERT, EVERYWHERE)
+    ),
+]
+
+
+@pytest.mark.parametrize(("job", "options", "message"), USAGE)
+def test_counts_and_stages_that_do_not_fit_are_refused(
+    tmp_path: Path, job: Job, options: dict[str, Any], message: str
+) -> None:
+    run = write(job, tmp_path / "run")
+    with pytest.raises(UsageError, match=message):
+        streamshard.repartition(run, tmp_path / "out", **options)
+
+
+def test_experts_do_not_change_together_with_tensors(tmp_path: Path) -> None:
+    run = write(SHARED, tmp_path / "run")
+    with pytest.raises(UnsupportedError, match="experts are spread again only at the other degree"):
+        streamshard.repartition(
+            run, tmp_path / "no", world_size=4, tensor_parallel=1, expert_parallel=1
+        )
 
 
 def test_what_lacks_the_experts_files_or_hyper_parameters_is_refused(tmp_path: Path) -> None:
@@ -397,13 +369,9 @@ def test_what_lacks_the_experts_files_or_hyper_parameters_is_refused(tmp_path: P
     like = write(EXPERT, tmp_path / "like")
     with pytest.raises(UnsupportedError, match="saved with elastic_checkpoint"):
         streamshard.repartition(run, tmp_path / "out", world_size=4, expert_parallel=1, like=like)
-    for rank in range(4):
-        edit(optimizer_file(like, rank), lambda c: c.update(c.pop("optimizer_state_dict")))
-    dumps = like / TAG / "bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+    dumps = write_dumps(like, tmp_path / "dumps")
     with pytest.raises(UnsupportedError, match="raw dumps lack the experts' files"):
-        streamshard.repartition(
-            dumps, tmp_path / "out" / "{rank}.pt", world_size=4, expert_parallel=1
-        )
+        streamshard.repartition(dumps, tmp_path / "out" / DUMPS, world_size=4, expert_parallel=1)
 
 
 @pytest.mark.parametrize("job", [EXPERT, SHARED], ids=["one-part", "two-parts"])
@@ -417,28 +385,22 @@ def test_a_reference_tells_an_order_that_is_not_the_module_s(tmp_path: Path, job
     compare(out / TAG, wanted / TAG)
 
 
-def test_a_reference_of_another_job_is_refused(tmp_path: Path) -> None:
-    run = write(EXPERT, tmp_path / "run")
-
-    def refusal(like: Job, name: str) -> pytest.ExceptionInfo[StreamshardError]:
-        with pytest.raises(StreamshardError) as caught:
-            streamshard.repartition(
-                run,
-                tmp_path / "out",
-                world_size=4,
-                expert_parallel=4,
-                like=write(like, tmp_path / name),
-            )
-        return caught
-
-    one = refusal(EXPERT, "same")
-    assert one.match("given with like= has its experts over 2 ranks, and 4 are asked for")
-    other = replace(spread(EXPERT, 4, 4), groups=(EXPERT.groups[1], EXPERT.groups[0]))
-    assert refusal(other, "other").errisinstance(DisagreementError)
-    two = refusal(Job(world_size=4), "dense")
-    assert two.match("given with like=: the model has no experts")
-    parts = refusal(spread(SHARED, 4, 4), "parts")
-    assert parts.match("given with like= is of a model in 2 parts, and this one in 1, which stay")
+@pytest.mark.parametrize(
+    ("like", "message"),
+    [
+        (EXPERT, "given with like= has its experts over 2 ranks, and 4 are asked for"),
+        (
+            replace(spread(EXPERT, 4, 4), groups=EXPERT.groups[::-1]),
+            "has other parameters, or in other shapes, groups or anoth",
+        ),
+        (Job(world_size=4), "given with like=: the model has no experts"),
+        (spread(SHARED, 4, 4), "like= is of a model in 2 parts, and this one in 1, which stay"),
+    ],
+)
+def test_a_reference_of_another_job_is_refused(tmp_path: Path, like: Job, message: str) -> None:
+    run, other = write(EXPERT, tmp_path / "run"), write(like, tmp_path / "like")
+    with pytest.raises(StreamshardError, match=message):
+        streamshard.repartition(run, tmp_path / "out", world_size=4, expert_parallel=4, like=other)
 
 
 DIVIDED = replace(EXPERT, max_group=40, rates="base_lrs")

@@ -366,8 +366,8 @@ def test_what_is_no_weight_is_named_and_what_is_one_is_not_left_out(
     edit(model_file(run), lambda model: model["module"].update(held))
     report = streamshard.export(run, tmp_path / "out")
     assert any("not weights: block._extra_state." in note for note in report.notes)
-    held = {"loose": torch.ones(3, 5).t()}
-    edit(model_file(run), lambda model: model["module"].update(held))
+    loose = {"loose": torch.ones(3, 5).t()}
+    edit(model_file(run), lambda model: model["module"].update(loose))
     with pytest.raises(UnsupportedError, match=r"loose.*elements in a row"):
         streamshard.export(run, tmp_path / "other")
 

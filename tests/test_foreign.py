@@ -17,78 +17,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import streamshard
 from streamshard.errors import IncompleteError, SourceError, SourceNotFoundError, UnsupportedError
-from tests.fabricated import load, save, write
+from tests.fabricated import write, write_dumps
 from tests.job import TAG, Job
 
 Content = dict[str, Any]
 WEIGHTS = {"a.weight": torch.arange(6.0).reshape(2, 3)}
-ON_ANY = r"Load it as it is, with engine\.load_checkpoint\(\), on any"
-
-
-# Without ZeRO -------------------------------------------------------------------------------------
-
-
-def stage_0(place: Path, **changes: object) -> Path:
-    """Save what DeepSpeed does without ZeRO: one model file, the optimizer in it."""
-    write(Job(stage=1), place)
-    for path in (place / TAG).glob("*_optim_states.pt"):
-        path.unlink()
-    path = place / TAG / "mp_rank_00_model_states.pt"
-    model = load(path)
-    model["ds_config"]["zero_optimization"]["stage"] = 0
-    model |= {"param_shapes": None, "shared_params": None, "optimizer": {"state": {}}, **changes}
-    save(model, path)
-    return place
-
-
-@pytest.mark.parametrize("give_tag", [False, True])
-def test_a_checkpoint_without_zero_is_none_of_the_others(give_tag: bool, tmp_path: Path) -> None:
-    """Weights for `from_pretrained`, which may lie beside its file, do not hide it."""
-    run = stage_0(tmp_path / "run")
-    save_file(WEIGHTS, run / TAG / "model.safetensors")
-    assert streamshard.inspect(run / TAG if give_tag else run).zero_stage == 0
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_an_optimizer_of_the_user_s_does_not_make_it_stage_0(stage: int, tmp_path: Path) -> None:
-    run = write(Job(stage=stage, client_state={"optimizer": {"state": {}}}), tmp_path / "run")
-    for path in (run / TAG).glob("*_optim_states.pt"):
-        path.unlink()
-    with pytest.raises(IncompleteError, match=r"no \*_optim_states.pt file.*copy them"):
-        streamshard.inspect(run)
-
-
-def test_one_with_experts_needs_nothing(tmp_path: Path) -> None:
-    run = stage_0(tmp_path / "run", optimizer=None)
-    for rank in range(2):
-        save({"optimizer": {}}, run / TAG / f"expp_rank_{rank}_mp_rank_00_optim_states.pt")
-    with pytest.raises(UnsupportedError, match=rf"{ON_ANY} multiple of the expert-parallel size"):
-        streamshard.inspect(run)
-
-
-def test_bf16_without_zero_had_no_optimizer_for_a_while(tmp_path: Path) -> None:
-    run = stage_0(tmp_path / "run", optimizer=None, ds_version="0.18.2")
-    message = r"no optimizer's state is in it.*0\.17\.6 to 0\.18\.4.*load_optimizer_states=False"
-    with pytest.raises(UnsupportedError, match=message):
-        streamshard.inspect(run)
-
-
-@pytest.mark.parametrize("version", ["0.17.5", "0.9.0", "0.14.5+cpu"])
-def test_before_that_the_optimizer_was_in_files_which_are_missing(
-    version: str, tmp_path: Path
-) -> None:
-    run = stage_0(tmp_path / "run", optimizer=None, ds_version=version)
-    with pytest.raises(IncompleteError, match=r"no \*_optim_states.pt file.*copy them"):
-        streamshard.inspect(run)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_lost_optimizer_files_are_missing(stage: int, tmp_path: Path) -> None:
-    run = write(Job(stage=stage), tmp_path / "run")
-    for path in (run / TAG).glob("*_optim_states.pt"):
-        path.unlink()
-    with pytest.raises(IncompleteError, match=r"no \*_optim_states.pt file.*copy them"):
-        streamshard.inspect(run)
 
 
 def test_an_empty_tag_directory(tmp_path: Path) -> None:
@@ -96,9 +29,6 @@ def test_an_empty_tag_directory(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text(TAG)
     with pytest.raises(IncompleteError, match="no DeepSpeed checkpoint files"):
         streamshard.inspect(tmp_path)
-
-
-# Other formats ------------------------------------------------------------------------------------
 
 
 def universal(place: Path, stage: int = 2) -> Path:
@@ -173,11 +103,7 @@ def trainer_without_deepspeed(place: Path) -> Path:
 
 def dumps(place: Path) -> Path:
     """Save the ranks' optimizers, raw."""
-    place.mkdir()
-    write(Job(), place.with_name("of"))
-    for rank, path in enumerate(sorted((place.with_name("of") / TAG).glob("*_optim_states.pt"))):
-        save(load(path)["optimizer_state_dict"], place / f"optimizer.{rank:02d}.pt")
-    return place
+    return write_dumps(write(Job(), place.with_name("of")), place).parent
 
 
 def save_fsdp2(place: Path, name: str = "{}_world_size_2_rank_0.pt") -> Path:

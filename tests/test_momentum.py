@@ -47,7 +47,7 @@ def momentum(state: dict[str, Any]) -> torch.Tensor:
     return found
 
 
-def negated(element: int) -> Callable[[dict[str, Any]], None]:
+def negated(element: int) -> Callable[[dict[str, Any]], object]:
     return lambda state: momentum(state)[element : element + 1 or None].mul_(-1)
 
 
@@ -90,7 +90,7 @@ def test_copies_that_are_not_alike_and_whole_are_refused(
     tmp_path: Path,
     job: Job,
     rank: int,
-    change: Callable[[dict[str, Any]], None],
+    change: Callable[[dict[str, Any]], object],
     kind: type[SourceError],
     message: str,
 ) -> None:

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from streamshard.formats.deepspeed.model_parallel.parallel_degrees import AS_SAV
 from streamshard.operations.compact.weights_only import WeightsOnlyStore
 from tests.comparing import compare
 from tests.fabricated import edit, load, save, write
-from tests.fabricated_pipes import BLOCK, SHARED, PipeJob, is_trained, layer_file, write_pipe
+from tests.fabricated_pipes import BLOCK, CUTS, SHARED, PipeJob, is_trained, layer_file, write_pipe
 from tests.job import TAG, Job
 
 TWO = PipeJob(world_size=3)
@@ -271,14 +272,9 @@ def test_inspect_counts_stages(tmp_path: Path) -> None:
 def test_tensor_parallel_stages_of_which_nothing_tells_the_cut(tmp_path: Path) -> None:
     run = write_pipe(replace(TWO, tensor=2), tmp_path / "run")
     what = "cut among 2 tensor-parallel ranks, and no 'universal_checkpoint_info'"
+    like = write_pipe(TWO, tmp_path / "like")
     with pytest.raises(UnsupportedError, match=f"{what} .*cut_rules_file=. {AS_SAVED}"):
-        streamshard.repartition(
-            run,
-            tmp_path / "out",
-            world_size=2,
-            tensor_parallel=1,
-            like=write_pipe(TWO, tmp_path / "like"),
-        )
+        streamshard.repartition(run, tmp_path / "out", world_size=2, tensor_parallel=1, like=like)
     with pytest.raises(UnsupportedError, match=rf"{what} .*streamshard\.open reads its parts"):
         streamshard.export(run, tmp_path / "out")
     # What the messages advise.
@@ -302,20 +298,40 @@ def test_stages_change_whatever_they_are_on(tmp_path: Path, tensor: int) -> None
     compare(back / TAG, run / TAG)
 
 
-def test_shards_of_another_job_are_refused(tmp_path: Path) -> None:
-    run = write_pipe(replace(TWO, tensor=2), tmp_path / "run")
-    turned = (("up", (3, 5)), *BLOCK[1:])
-    like = replace(
-        OTHERS["three-stages"], tensor=2, layers=("embed", turned, None, *TWO.layers[3:])
-    )
-    with pytest.raises(DisagreementError, match=r"'1\.up' has other shapes than in the checkpoint"):
-        streamshard.repartition(
-            run,
-            tmp_path / "out",
-            world_size=6,
-            pipeline_parallel=3,
-            like=write_pipe(like, tmp_path / "like"),
-        )
+TURNED = (("up", (3, 5)), *BLOCK[1:])
+OTHER_SHAPES = replace(
+    OTHERS["three-stages"], tensor=2, layers=("embed", TURNED, None, *TWO.layers[3:])
+)
+
+
+@pytest.mark.parametrize(
+    ("job", "like", "degrees", "message"),
+    [
+        (
+            replace(TWO, tensor=2),
+            partial(write_pipe, OTHER_SHAPES),
+            {"pipeline_parallel": 3, "world_size": 6},
+            r"'1\.up' has other shapes than in the checkpoint",
+        ),
+        (
+            replace(TWO, tensor=2, cuts=CUTS),
+            partial(write, Job(world_size=2)),
+            {"pipeline_parallel": 1, "tensor_parallel": 1, "world_size": 4},
+            None,
+        ),
+    ],
+    ids=["shapes", "no-layers"],
+)
+def test_references_of_another_job_are_refused(
+    tmp_path: Path,
+    job: PipeJob,
+    like: Callable[[Path], Path],
+    degrees: dict[str, Any],
+    message: str | None,
+) -> None:
+    run, other = write_pipe(job, tmp_path / "run"), like(tmp_path / "like")
+    with pytest.raises(DisagreementError, match=message):
+        streamshard.repartition(run, tmp_path / "out", like=other, **degrees)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -339,22 +355,6 @@ def test_forms_that_take_no_pipeline(tmp_path: Path, form: str) -> None:
     streamshard.export(run, tmp_path / "out", format="torch")
 
 
-def test_stages_change_on_the_road_over_a_store(tmp_path: Path) -> None:
-    run, store = write_pipe(TWO, tmp_path / "run"), tmp_path / "run.zarr"
-    like = write_pipe(OTHERS["three-stages"], tmp_path / "like")
-    streamshard.convert(run, store)
-    for source, out in ((run, "direct"), (store, "of-store")):
-        streamshard.repartition(
-            source, tmp_path / out, world_size=6, pipeline_parallel=3, like=like
-        )
-    compare(tmp_path / "of-store" / TAG, tmp_path / "direct" / TAG)
-    compare(tmp_path / "of-store" / TAG, like / TAG)
-
-
-CUTS = {"up": 1, "weight": 0, "old": 0}
-"""What tensor-parallel ranks cut, and along which dimension."""
-
-
 @pytest.mark.parametrize("stages", [(0, 3), (0, 2, 4), (0,)], ids=["as-many", "more", "one"])
 @pytest.mark.parametrize("tensor", [1, 3])
 def test_both_degrees_change(tmp_path: Path, tensor: int, stages: tuple[int, ...]) -> None:
@@ -362,34 +362,19 @@ def test_both_degrees_change(tmp_path: Path, tensor: int, stages: tuple[int, ...
     other = replace(TWO, tensor=tensor, cuts=CUTS, starts=stages, world_size=2, has_axis=True)
     run, wanted = write_pipe(job, tmp_path / "run"), write_pipe(other, tmp_path / "wanted")
     out, back = tmp_path / "out", tmp_path / "back"
+    degrees: dict[str, Any] = {"tensor_parallel": tensor, "pipeline_parallel": len(stages)}
     streamshard.repartition(
-        run,
-        out,
-        world_size=2 * other.parts,
-        tensor_parallel=tensor,
-        pipeline_parallel=len(stages),
-        like=wanted,
-        verify=True,
+        run, out, world_size=2 * other.parts, like=wanted, verify=True, **degrees
     )
     compare(out / TAG, wanted / TAG)
-    streamshard.repartition(
-        out, back, world_size=12, tensor_parallel=2, pipeline_parallel=2, like=run, verify=True
-    )
+    degrees = {"tensor_parallel": 2, "pipeline_parallel": 2}
+    streamshard.repartition(out, back, world_size=12, like=run, verify=True, **degrees)
     compare(back / TAG, run / TAG)
     assert streamshard.diff(run, out).is_equal
     assert exported(run).keys() == exported(out).keys() == of_model(TWO).keys()
     for name, tensor_of in exported(back).items():
         wanted_of = TWO.values("fp32", name) if is_trained(name) else TWO.weight(name).float()
         assert tensor_of.tolist() == wanted_of.tolist()
-
-
-def test_a_reference_without_layers_is_refused(tmp_path: Path) -> None:
-    run = write_pipe(replace(TWO, tensor=2, cuts=CUTS), tmp_path / "run")
-    like = write(Job(world_size=2), tmp_path / "like")
-    with pytest.raises(DisagreementError):
-        streamshard.repartition(
-            run, tmp_path / "out", world_size=4, tensor_parallel=1, pipeline_parallel=1, like=like
-        )
 
 
 def test_rules_tell_the_cut(tmp_path: Path) -> None:

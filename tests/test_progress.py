@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import streamshard
-from streamshard.cli.parser import arguments_of
 from streamshard.cli.progress import Bar, Display, display
 from streamshard.engine.run import phases as watch
 from streamshard.operations.transfer.report import Progress, Silent
@@ -364,9 +363,3 @@ def test_verbs_that_only_read_tell_so(tmp_path: Path) -> None:
     told = Told()
     streamshard.verify(run, progress=told)
     assert (told.phases, told.kept) == (["reading"], 0)
-
-
-def test_the_flag_is_on_all_verbs_that_read_tensors() -> None:
-    for verb in ("repartition", "convert", "export", "verify", "compact"):
-        arguments = arguments_of().parse_args([verb, "a", *(["b"] * (verb != "verify"))])
-        assert arguments.progress_mode == "auto"

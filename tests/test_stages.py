@@ -1,6 +1,7 @@
 """Stages of a pipeline that begin at listed layers: what they have is certain, or refused."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +21,7 @@ from streamshard.errors import (
 from tests.comparing import compare
 from tests.fabricated import edit, load, write
 from tests.fabricated_parts import TensorJob
-from tests.fabricated_pipes import BLOCK, SHARED, PipeJob, layer_file, write_pipe
+from tests.fabricated_pipes import BLOCK, CUTS, SHARED, PipeJob, layer_file, write_pipe
 from tests.job import EXPERTS, TAG, Job
 
 TWO = PipeJob(layers=("embed", None, BLOCK, BLOCK, BLOCK, "embed", None), world_size=3)
@@ -66,128 +67,62 @@ def test_stages_begin_where_the_list_says(
     compare(moved(run, other, starts, pipeline_parallel=len(starts), verify=True), wanted / TAG)
 
 
+ASCENDING = "give the first layer of each stage, ascending from 0"
+USAGE = [
+    (TWO, (), ASCENDING),
+    (TWO, (1, 3), ASCENDING),
+    (TWO, (0, 4, 4), ASCENDING),
+    (TWO, (0, 3), "there its stages begin already; leave it out"),
+    (TWO, (0, 6), "the last layer that is known is 5"),
+    (UNSHARED, (0, 1), "stage 0, from layer 0 on, would have no parameters to train; list"),
+    (
+        replace(UNSHARED, layers=(*[BLOCK] * 4, (("bias", (3,)),))),
+        (0, 2, 4),
+        "stage 2, from layer 4 on, would have no parameters of",
+    ),
+]
+
+
+@pytest.mark.parametrize(("job", "starts", "message"), USAGE)
+def test_lists_that_make_no_sense_are_refused(
+    tmp_path: Path, job: PipeJob, starts: tuple[int, ...], message: str
+) -> None:
+    run = write_pipe(job, tmp_path / "run")
+    with pytest.raises(UsageError, match=rf"stages={re.escape(str(starts))}: {message}"):
+        moved(run, job, starts)
+
+
+HIDDEN = replace(TWO, layers=("embed", None, BLOCK, BLOCK, None, BLOCK, "embed"))
+"""Has a layer without a file that may use the shared module."""
+
+
 @pytest.mark.parametrize(
-    ("job", "starts", "kind", "message"),
+    ("job", "starts", "message"),
     [
-        (TWO, (), UsageError, r"stages=\(\): give the first layer of each stage, ascending from 0"),
         (
-            TWO,
-            (1, 3),
-            UsageError,
-            r"stages=\(1, 3\): give the first layer of each stage, ascending",
-        ),
-        (
-            TWO,
-            (0, 4, 4),
-            UsageError,
-            r"stages=\(0, 4, 4\): give the first layer of each stage",
-        ),
-        (TWO, (0, 3), UsageError, r"stages=\(0, 3\): there its stages begin already; leave it out"),
-        (TWO, (0, 6), UsageError, r"stages=\(0, 6\): the last layer that is known is 5"),
-        (
-            UNSHARED,
-            (0, 1),
-            UsageError,
-            r"stages=\(0, 1\): stage 0, from layer 0 on, would have no",
-        ),
-        (
-            replace(UNSHARED, layers=(BLOCK, BLOCK, BLOCK, BLOCK, (("bias", (3,)),))),
-            (0, 2, 4),
-            UsageError,
-            r"stages=\(0, 2, 4\): stage 2, from layer 4 on, would have no parameters of",
-        ),
-        (
-            replace(TWO, layers=("embed", None, BLOCK, BLOCK, None, BLOCK, "embed")),
+            HIDDEN,
             (0, 3, 5),
-            UnsupportedError,
-            r"not known which of layers 4, 6, 7 use 'tied_modules\.embed', which several",
+            r"not known which of layers 4, 6, 7 use 'tied_modules\.embed', which se",
         ),
-        (
-            KEYS,
-            (0, 4),
-            UnsupportedError,
-            r"from layer 4 on has tied_modules\.a\., tied_modules\.b\., which several layers",
-        ),
+        (KEYS, (0, 4), r"from layer 4 on has tied_modules\.a\., tied_modules\.b\., which several"),
         (
             replace(UNSHARED, layers=(BLOCK, BLOCK), starts=(0, 1)),
             (0,),
-            UnsupportedError,
             "no stage trains several layers, so in which order one would have them is not known",
         ),
     ],
 )
-def test_what_is_not_certain_is_refused(
-    tmp_path: Path,
-    job: PipeJob,
-    starts: tuple[int, ...],
-    kind: type[StreamshardError],
-    message: str,
+def test_what_is_not_certain_is_refused_and_a_reference_tells_it(
+    tmp_path: Path, job: PipeJob, starts: tuple[int, ...], message: str
 ) -> None:
-    run = write_pipe(job, tmp_path / "run")
-    with pytest.raises(kind, match=message) as caught:
+    run, stages = write_pipe(job, tmp_path / "run"), len(starts)
+    advice = f"In place of stages=, say pipeline_parallel={stages}, and start that job"
+    with pytest.raises(UnsupportedError, match=f"{run}.*{message}.*{advice}"):
         moved(run, job, starts)
-    if kind is UnsupportedError:
-        assert str(run) in str(caught.value)
-        advice = f"In place of stages=, say pipeline_parallel={len(starts)}, and start that job"
-        assert advice in str(caught.value)
-        like = write_pipe(replace(job, starts=starts), tmp_path / "like")
-        streamshard.repartition(
-            run,
-            tmp_path / "out",
-            world_size=job.world_size * len(starts),
-            pipeline_parallel=len(starts),
-            like=like,
-        )
-        compare(tmp_path / "out" / TAG, like / TAG)
-
-
-def in_a_later_layer(held: dict[str, Any]) -> None:
-    """Names a buffer of layer 3 as the first stage's too."""
-    held["buffer_names"].append("3.running")
-
-
-def of_the_loss(held: dict[str, Any]) -> None:
-    held["buffer_names"].append("loss_fn.weight")
-
-
-def in_a_layer_without_end(held: dict[str, Any]) -> None:
-    held["buffer_names"].append(f"{'9' * 5000}.running")
-
-
-def tied_by_hand(held: dict[str, Any]) -> None:
-    held["shared_params"] = {"2.other": "0.up"}
-
-
-@pytest.mark.parametrize(
-    ("damage", "kind", "message"),
-    [
-        (in_a_later_layer, DisagreementError, "its stages do not have one layer after the other"),
-        (of_the_loss, UnsupportedError, r"'loss_fn\.weight' is of no layer, so which stages have"),
-        (in_a_layer_without_end, UnsupportedError, "'99999.*9' is of no layer"),
-        (tied_by_hand, UnsupportedError, r"'2\.other' of one layer is tied to '0\.up' of another"),
-    ],
-)
-def test_stages_that_are_not_as_deepspeed_builds_them_are_refused(
-    tmp_path: Path,
-    damage: Callable[[dict[str, Any]], None],
-    kind: type[StreamshardError],
-    message: str,
-) -> None:
-    run = write_pipe(TWO, tmp_path / "run")
-    edit(run / TAG / "mp_rank_00_model_states.pt", damage)
-    with pytest.raises(kind, match=message):
-        moved(run, TWO, (0,))
-
-
-def test_layers_of_which_it_is_not_known_what_they_share_may_be_on_one_stage(
-    tmp_path: Path,
-) -> None:
-    job = replace(TWO, layers=("embed", None, BLOCK, BLOCK, None, BLOCK, "embed"))
-    run, out = write_pipe(job, tmp_path / "run"), tmp_path / "out"
-    with pytest.raises(UnsupportedError, match=r"with all of these layers on one stage it would"):
-        streamshard.repartition(run, out, world_size=3, stages=[0, 3, 5])
-    other = replace(job, starts=(0, 2, 4))
-    compare(moved(run, other, other.starts), write_pipe(other, tmp_path / "wanted") / TAG)
+    like, out = write_pipe(replace(job, starts=starts), tmp_path / "like"), tmp_path / "out"
+    ranks = job.world_size * stages
+    streamshard.repartition(run, out, world_size=ranks, pipeline_parallel=stages, like=like)
+    compare(out / TAG, like / TAG)
 
 
 class Unordered(PipeJob):
@@ -199,28 +134,69 @@ class Unordered(PipeJob):
         object.__setattr__(self, "groups", tuple(group[::-1] for group in self.groups))
 
 
-def test_parameters_that_are_not_in_the_order_of_layers_are_refused(tmp_path: Path) -> None:
-    run = write_pipe(Unordered(layers=TWO.layers, world_size=2), tmp_path / "run")
-    with pytest.raises(UnsupportedError, match="does not have its parameters layer by layer"):
-        moved(run, TWO, (0,))
+def with_buffers(*names: str) -> Callable[[Path], None]:
+    """Name more buffers as the first stage's."""
+    model = "mp_rank_00_model_states.pt"
+    return lambda run: edit(run / TAG / model, lambda held: held["buffer_names"].extend(names))
 
 
-def test_a_shared_module_that_no_layer_can_use_is_refused(tmp_path: Path) -> None:
-    run = write_pipe(TWO, tmp_path / "run")
-    for path in (run / TAG).glob("mp_rank_00*"):
-        edit(path, lambda held: held["buffer_names"].extend(["0.running", "1.running"]))
+def tied_by_hand(run: Path) -> None:
+    tied = {"2.other": "0.up"}
+    edit(run / TAG / "mp_rank_00_model_states.pt", lambda held: held.update(shared_params=tied))
+
+
+def shared_by_no_layer(run: Path) -> None:
+    with_buffers("0.running", "1.running")(run)
     shutil.copy(layer_file(run, 2), layer_file(run, 1))
-    with pytest.raises(
-        DisagreementError, match=r"stage 0 has a module .* and no layer that may use"
-    ):
+
+
+def as_layer(number: int) -> Callable[[Path], object]:
+    return lambda run: shutil.copy(layer_file(run, 0), layer_file(run, number))
+
+
+def unchanged(run: Path) -> None: ...
+
+
+_ENDLESS = with_buffers(f"{'9' * 5000}.running")
+_UNORDERED = Unordered(layers=TWO.layers, world_size=2)
+ODD: list[tuple[PipeJob, Callable[[Path], object], type[StreamshardError], str]] = [
+    (TWO, with_buffers("3.running"), DisagreementError, "do not have one layer after the other"),
+    (
+        TWO,
+        with_buffers("loss_fn.weight"),
+        UnsupportedError,
+        r"'loss_fn\.weight' is of no layer, so",
+    ),
+    (TWO, _ENDLESS, UnsupportedError, "'99999.*9' is of no layer"),
+    (TWO, tied_by_hand, UnsupportedError, r"'2\.other' of one layer is tied to '0\.up' of another"),
+    (_UNORDERED, unchanged, UnsupportedError, "does not have its parameters layer by layer"),
+    (TWO, shared_by_no_layer, DisagreementError, "stage 0 has a module .* and no layer that may"),
+    (TWO, as_layer(10**12), UnsupportedError, "has a layer 1000000000000; 1000000 are the most"),
+]
+
+
+@pytest.mark.parametrize(("job", "damage", "kind", "message"), ODD)
+def test_stages_that_are_not_as_deepspeed_builds_them_are_refused(
+    tmp_path: Path,
+    job: PipeJob,
+    damage: Callable[[Path], object],
+    kind: type[StreamshardError],
+    message: str,
+) -> None:
+    run = write_pipe(job, tmp_path / "run")
+    damage(run)
+    with pytest.raises(kind, match=message):
         moved(run, TWO, (0,))
 
 
-def test_a_layer_s_file_with_a_number_that_no_layer_has_is_refused(tmp_path: Path) -> None:
-    run = write_pipe(TWO, tmp_path / "run")
-    shutil.copy(layer_file(run, 0), layer_file(run, 10**12))
-    with pytest.raises(UnsupportedError, match="has a layer 1000000000000; 1000000 are the most"):
-        moved(run, TWO, (0,))
+def test_layers_of_which_it_is_not_known_what_they_share_may_be_on_one_stage(
+    tmp_path: Path,
+) -> None:
+    run, out = write_pipe(HIDDEN, tmp_path / "run"), tmp_path / "out"
+    with pytest.raises(UnsupportedError, match=r"with all of these layers on one stage it would"):
+        streamshard.repartition(run, out, world_size=3, stages=[0, 3, 5])
+    other = replace(HIDDEN, starts=(0, 2, 4))
+    compare(moved(run, other, other.starts), write_pipe(other, tmp_path / "wanted") / TAG)
 
 
 @pytest.mark.parametrize(("starts", "keeps"), [((0, 4), True), ((0, 2), False)])
@@ -336,9 +312,8 @@ def test_stages_change_on_the_road_over_a_store(tmp_path: Path, tensor: int) -> 
 @pytest.mark.parametrize("tensor", [1, 3])
 def test_stages_of_a_store_of_another_tensor_parallel_degree(tmp_path: Path, tensor: int) -> None:
     """It has the tensors of the layers, and no files of them."""
-    cuts = {"up": 1, "weight": 0, "old": 0}
-    job = replace(TWO, tensor=2, cuts=cuts)
-    like = replace(TWO, tensor=tensor, cuts=cuts, has_axis=True)
+    job = replace(TWO, tensor=2, cuts=CUTS)
+    like = replace(TWO, tensor=tensor, cuts=CUTS, has_axis=True)
     wanted = write_pipe(replace(like, starts=(0, 3, 4)), tmp_path / "wanted")
     streamshard.convert(
         write_pipe(job, tmp_path / "run"),

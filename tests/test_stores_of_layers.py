@@ -1,7 +1,6 @@
 """Stores of the files of a pipeline's layers: their tensors are read inside of these files."""
 
 import shutil
-from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +13,6 @@ from safetensors.torch import load_file
 import streamshard
 from streamshard.errors import (
     DisagreementError,
-    IncompleteError,
     IntegrityError,
     UnsupportedError,
     UsageError,
@@ -23,17 +21,17 @@ from streamshard.layout.cutting import whole_segment
 from streamshard.operations.compact.weights_only import WeightsOnlyStore
 from streamshard.operations.source.layered import layered
 from streamshard.operations.source.source import open_source
+from tests.cli.conftest import tree
 from tests.comparing import compare
+from tests.exported import same
 from tests.fabricated import edit, load
-from tests.fabricated_pipes import PipeJob, layer_file, write_pipe
+from tests.fabricated_pipes import CUTS, PipeJob, layer_file, write_pipe
 from tests.job import TAG, Shapes
 from tests.samples import sampled
 
 WIDE: Shapes = (("up", (5, 30)), ("bias", (3,)), ("old", (40, 2)), ("running", (4,)))
 """Tensors of more bytes than the smallest chunk has."""
 JOB = PipeJob(world_size=2, layers=("embed", WIDE, None, WIDE, WIDE, "embed"))
-CUTS = {"up": 1, "weight": 0, "old": 0}
-"""What tensor-parallel ranks cut, and along which dimension."""
 JOBS = {
     "one-rank": JOB,
     "two-ranks": replace(JOB, tensor=2, cuts=CUTS),
@@ -41,11 +39,6 @@ JOBS = {
 OTHER = replace(JOB, tensor=3, cuts=CUTS, starts=(0, 2, 4))
 STORED = [("none", 1 << 20), ("none", 35), ("zstd", 1 << 20), ("zstd", 35)]
 """Codecs and chunk sizes; with small chunks, tensors in files lie in several."""
-
-
-def files_in(root: Path) -> Mapping[str, bytes]:
-    paths = (path for path in root.rglob("*") if path.is_file())
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
 
 
 def content_of(source: Path) -> dict[tuple[str, str], tuple[str, Any]]:
@@ -100,7 +93,7 @@ def test_what_is_made_of_a_store_is_what_is_made_of_the_files(
         streamshard.export(source, out / "fp32", dtype="fp32", verify=True)
         streamshard.export(source, out / "torch", format="torch")
         streamshard.repartition(source, out / "run", world_size=18, verify=True, **degrees)
-    assert files_in(tmp_path / "of-store") == files_in(tmp_path / "direct")
+    assert tree(tmp_path / "of-store") == tree(tmp_path / "direct")
     compare(tmp_path / "of-store" / "run" / TAG, like / TAG)
 
 
@@ -131,7 +124,7 @@ def test_a_store_of_whole_tensors_is_made_of_a_store(
     for source, name in ((run, "direct.zarr"), (store, "of-store.zarr")):
         streamshard.convert(source, tmp_path / name, verify=True, **degrees)
     assert not streamshard.verify(tmp_path / "of-store.zarr").problems
-    direct, found = (files_in(tmp_path / name) for name in ("direct.zarr", "of-store.zarr"))
+    direct, found = (tree(tmp_path / name) for name in ("direct.zarr", "of-store.zarr"))
     assert found.keys() == direct.keys()
     assert {path for path in direct if found[path] != direct[path]} == set()
     streamshard.repartition(tmp_path / "of-store.zarr", tmp_path / "out", world_size=2)
@@ -142,14 +135,9 @@ def test_a_store_is_a_reference(tmp_path: Path) -> None:
     run, like = write_pipe(JOBS["two-ranks"], tmp_path / "run"), write_pipe(OTHER, tmp_path / "l")
     streamshard.convert(like, tmp_path / "like.zarr", codec="zstd", chunk_size=333)
     streamshard.convert(run, tmp_path / "run.zarr", chunk_size=333)
-    streamshard.repartition(
-        tmp_path / "run.zarr",
-        tmp_path / "out",
-        world_size=18,
-        tensor_parallel=3,
-        pipeline_parallel=3,
-        like=tmp_path / "like.zarr",
-    )
+    degrees: dict[str, Any] = {"tensor_parallel": 3, "pipeline_parallel": 3}
+    degrees["like"] = tmp_path / "like.zarr"
+    streamshard.repartition(tmp_path / "run.zarr", tmp_path / "out", world_size=18, **degrees)
     compare(tmp_path / "out" / TAG, like / TAG)
 
 
@@ -162,7 +150,7 @@ def test_an_archive_is_a_source(tmp_path: Path) -> None:
     (store,) = archive.glob("*.zarr")
     for source, tag, name in ((run, TAG, "direct"), (store, None, "of-archive")):
         streamshard.export(source, tmp_path / name, tag=tag, dtype="fp32")
-    assert files_in(tmp_path / "of-archive") == files_in(tmp_path / "direct")
+    assert tree(tmp_path / "of-archive") == tree(tmp_path / "direct")
 
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])
@@ -177,9 +165,7 @@ def test_a_store_of_weights_has_its_layers(tmp_path: Path, codec: str) -> None:
     direct, found = (
         load_file(tmp_path / name / "model.safetensors") for name in ("direct", "of-weights")
     )
-    assert {name: tensor.tolist() for name, tensor in found.items()} == {
-        name: tensor.tolist() for name, tensor in direct.items()
-    }
+    same(found, direct)
 
 
 @sampled(5)
@@ -191,7 +177,7 @@ def test_damage_of_a_layer_is_never_taken_over(
     run, store = write_pipe(JOB, tmp_path / "run"), tmp_path / "run.zarr"
     streamshard.convert(run, store, codec=codec, chunk_size=chunk_size)
     streamshard.export(store, tmp_path / "sound", format="torch")
-    sound, noticed = files_in(tmp_path / "sound"), 0
+    sound, noticed = tree(tmp_path / "sound"), 0
     chunks = sorted((store / "file").glob("*layer_03*/c/*"))[::one_in]
     for number, path in enumerate(chunks):
         content = path.read_bytes()
@@ -201,7 +187,7 @@ def test_damage_of_a_layer_is_never_taken_over(
             assert str(path) in found
             noticed += 1
         else:
-            assert files_in(tmp_path / str(number)) == sound
+            assert tree(tmp_path / str(number)) == sound
         path.write_bytes(content)
     assert noticed > len(chunks) // 2
 
@@ -214,23 +200,12 @@ def message_of_damage(store: Path, out: Path) -> str:
     return ""
 
 
-def changed_in_layer(run: Path) -> None:
-    edit(layer_file(run, 5), lambda held: held["weight"].view(-1)[3:4].add_(1))
-
-
 def test_what_is_refused_of_files_is_refused_of_a_store(tmp_path: Path) -> None:
     run, store = write_pipe(JOB, tmp_path / "run"), tmp_path / "run.zarr"
-    changed_in_layer(run)
+    edit(layer_file(run, 5), lambda held: held["weight"].view(-1)[3:4].add_(1))
     streamshard.convert(run, store, chunk_size=333)
     with pytest.raises(DisagreementError, match=r"1 of 14 .* layer_05-model_states\.pt and"):
         streamshard.export(store, tmp_path / "out")
-
-
-def test_no_store_is_made_of_what_lacks_a_layer(tmp_path: Path) -> None:
-    run = write_pipe(JOB, tmp_path / "run")
-    layer_file(run, 4).unlink()
-    with pytest.raises(IncompleteError, match=r"layer_04-model_states\.pt: missing, in which '4"):
-        streamshard.convert(run, tmp_path / "run.zarr")
 
 
 def test_what_lies_in_several_chunks_cannot_be_mapped(tmp_path: Path) -> None:

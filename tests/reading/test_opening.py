@@ -8,8 +8,8 @@ import gc
 import os
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -28,43 +28,14 @@ from streamshard import LazyTensor, OpenCheckpoint
 from streamshard.errors import CorruptFileError, IntegrityError, SourceNotFoundError, UsageError
 from streamshard.layout.selection import select
 from tests.documents import TEXTS, blocks
-from tests.fabricated import DUMPS, write, write_dumps
+from tests.fabricated import write
 from tests.held import open_files
 from tests.job import EXPERTS, STATES, TAG, Job, expected, values
-
-JOB = Job(
-    world_size=3,
-    groups=((("w", (50, 8)), ("cube", (4, 5, 6))), (("v", (7,)), ("one", (1,)))),
-    frozen=(("f", (3,)),),
-    tied={"t": "w"},
-)
-KINDS = ("native-1", "native-2", "native-3", "dumps-2", "store-none", "store-zstd")
-
-
-@pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Make a checkpoint of a kind once; not to be changed."""
-    found: dict[str, Path] = {}
-
-    def of(kind: str) -> Path:
-        if kind not in found:
-            place = tmp_path_factory.mktemp(kind)
-            name, detail = kind.split("-")
-            run = write(replace(JOB, stage=int(detail) if name != "store" else 2), place / "run")
-            if name == "dumps":
-                write_dumps(run, place / "dumps")
-            elif name == "store":
-                # Several chunks to a tensor, the last of which reach past its end.
-                streamshard.convert(run, place / "run.zarr", codec=detail, chunk_size=100)
-            paths = {"native": run, "dumps": place / "dumps" / DUMPS, "store": place / "run.zarr"}
-            found[kind] = paths[name]
-        return found[kind]
-
-    return of
+from tests.reading.conftest import JOB, KINDS, Made, flip
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_tensor_is_that_of_the_job(made: Callable[[str], Path], kind: str) -> None:
+def test_every_tensor_is_that_of_the_job(made: Made, kind: str) -> None:
     stage = int(kind[-1]) if kind.startswith("native") else 2
     wanted = expected(replace(JOB, stage=stage))
     is_dumps = kind.startswith("dumps")
@@ -95,7 +66,7 @@ def test_every_tensor_is_that_of_the_job(made: Callable[[str], Path], kind: str)
             )
 
 
-def test_what_there_is_and_in_which_order(made: Callable[[str], Path]) -> None:
+def test_what_there_is_and_in_which_order(made: Made) -> None:
     with streamshard.open(made("native-3")) as ckpt:
         assert list(ckpt) == [
             "w", "cube", "v", "one", "f", "rotary.inv_freq", "norm.count", "mask", "empty", "t"
@@ -163,9 +134,9 @@ def keys(draw: st.DrawFn, shape: tuple[int, ...]) -> Any:  # noqa: ANN401
 
 
 @pytest.fixture(scope="module")
-def opened(made: Callable[[str], Path]) -> Iterator[dict[str, OpenCheckpoint]]:
+def opened(made: Made) -> Iterator[dict[str, OpenCheckpoint]]:
     with ExitStack() as stack:
-        kinds = ("native-2", "native-3", "store-none", "store-zstd")
+        kinds = ("native-2", "native-3", "chunks-none", "chunks-zstd")
         yield {kind: stack.enter_context(streamshard.open(made(kind))) for kind in kinds}
 
 
@@ -199,10 +170,10 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("rows")
     run = write(Job(stage=3, groups=(ROWS,), frozen=(), tied={}), place / "run")
     streamshard.convert(run, place / "run.zarr", codec="zstd", chunk_size=1 << 20)
-    return {"native-3": run, "store-zstd": place / "run.zarr"}
+    return {"native-3": run, "chunks-zstd": place / "run.zarr"}
 
 
-@pytest.mark.parametrize("kind", ["native-3", "store-zstd"])
+@pytest.mark.parametrize("kind", ["native-3", "chunks-zstd"])
 @pytest.mark.parametrize(
     "key",
     [
@@ -314,8 +285,8 @@ def test_a_notebook_of_many_ranks_keeps_few_files_open(tmp_path: Path) -> None:
     assert open_files() == before
 
 
-def test_threads_read_the_same(made: Callable[[str], Path]) -> None:
-    with streamshard.open(made("store-zstd")) as ckpt:
+def test_threads_read_the_same(made: Made) -> None:
+    with streamshard.open(made("chunks-zstd")) as ckpt:
         whole = ckpt["w"].fp32[...]
         right: list[bool] = []
 
@@ -323,15 +294,12 @@ def test_threads_read_the_same(made: Callable[[str], Path]) -> None:
             starts = np.random.default_rng(seed).integers(0, 50, 200)
             right.extend(np.array_equal(ckpt["w"].fp32[s:], whole[s:]) for s in starts)
 
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(work, range(4)))
         assert right == [True] * 800
 
 
-def test_what_was_read_is_ones_own(made: Callable[[str], Path]) -> None:
+def test_what_was_read_is_ones_own(made: Made) -> None:
     with streamshard.open(made("native-2")) as ckpt:
         read = ckpt["w"].fp32[3:5]
         read[:] = 0
@@ -342,8 +310,8 @@ def test_what_was_read_is_ones_own(made: Callable[[str], Path]) -> None:
 # What goes wrong ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["native-2", "store-zstd"])
-def test_a_closed_checkpoint_says_so(made: Callable[[str], Path], kind: str) -> None:
+@pytest.mark.parametrize("kind", ["native-2", "chunks-zstd"])
+def test_a_closed_checkpoint_says_so(made: Made, kind: str) -> None:
     with streamshard.open(made(kind)) as ckpt:
         tensor = ckpt["w"].fp32
         _ = tensor[0]
@@ -369,18 +337,14 @@ def test_a_damaged_store_is_noticed(tmp_path: Path, codec: str) -> None:
     streamshard.convert(tmp_path / "run", store, codec=codec, chunk_size=320)
     with streamshard.open(store) as ckpt:
         wanted = ckpt["w"].fp32[10:20]
-        path = store / "state/fp32/w/c/0/0"
-        stat, data = path.stat(), bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 1
-        path.write_bytes(data)
-        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        flip(store / "state/fp32/w/c/0/0")
     with streamshard.open(store) as ckpt:
         with pytest.raises(IntegrityError, match="damaged"):
             _ = ckpt["w"].fp32[0, 0]
         assert np.array_equal(ckpt["w"].fp32[10:20], wanted)
 
 
-def test_what_numpy_asks_for(made: Callable[[str], Path]) -> None:
+def test_what_numpy_asks_for(made: Made) -> None:
     with streamshard.open(made("native-2")) as ckpt:
         tensor = ckpt["w"].module
         assert (tensor.dtype, str(tensor[0].dtype), str(tensor.bits().dtype)) == (
@@ -396,7 +360,7 @@ def test_what_numpy_asks_for(made: Callable[[str], Path]) -> None:
 
 
 def test_without_torch_the_message_says_what_works(
-    made: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     with (
@@ -406,7 +370,7 @@ def test_without_torch_the_message_says_what_works(
         ckpt["w"].fp32.torch()
 
 
-def test_options_are_those_of_inspect(made: Callable[[str], Path], tmp_path: Path) -> None:
+def test_options_are_those_of_inspect(made: Made, tmp_path: Path) -> None:
     with pytest.raises(SourceNotFoundError, match="no such tag directory"):
         streamshard.open(made("native-2"), tag="global_step8")
     with pytest.raises(UsageError, match="leave like= out"):
@@ -454,10 +418,8 @@ ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", ARITHMETIC)
-@pytest.mark.parametrize("kind", ["native-2", "native-3", "store-zstd"])
-def test_numpy_takes_a_tensor_for_the_array(
-    made: Callable[[str], Path], kind: str, name: str
-) -> None:
+@pytest.mark.parametrize("kind", ["native-2", "native-3", "chunks-zstd"])
+def test_numpy_takes_a_tensor_for_the_array(made: Made, kind: str, name: str) -> None:
     with streamshard.open(made(kind)) as ckpt:
         x, y = ckpt["w"].fp32, ckpt["w"].exp_avg
         found = ARITHMETIC[name](x, y)
@@ -468,7 +430,7 @@ def test_numpy_takes_a_tensor_for_the_array(
 
 
 def test_arithmetic_of_bfloat16_is_exact_and_nothing_is_written(
-    made: Callable[[str], Path],
+    made: Made,
 ) -> None:
     with streamshard.open(made("native-2")) as ckpt:
         weight = ckpt["w"].module

@@ -19,11 +19,8 @@ from numpy.typing import NDArray
 import streamshard
 from streamshard import DiffReport, Distance, TensorDiff
 from streamshard.cli.text.diff_text import diff_text
-from streamshard.engine.scan.distance import BLOCK_NUMEL
 from streamshard.errors import IntegrityError, MemoryLimitError, UsageError
 from streamshard.operations.compare import matched_runs
-from streamshard.operations.compare.matching import pair_up
-from streamshard.operations.source.source import open_source
 from tests.fabricated import edit, optimizer_file, write, write_dumps
 from tests.job import JOBS, TAG, Job
 from tests.verify.conftest import SMALL
@@ -145,24 +142,6 @@ def with_many_parts(monkeypatch: pytest.MonkeyPatch, left: Path, right: Path) ->
     with monkeypatch.context() as smaller:
         smaller.setattr(matched_runs, "_RUN_BYTES", 100_000)
         return streamshard.diff(left, right, workers=2)
-
-
-def test_parts_begin_where_blocks_do(
-    places: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(matched_runs, "_RUN_BYTES", 100_000)
-    for form in ("-3", "-none", "-zstd", "-lz4"):
-        left, right = open_source(places["a" + form]), open_source(places["b"])
-        pairs = pair_up(left, right).pairs
-        runs = matched_runs.Runs(left, right, pairs, block_numel=BLOCK_NUMEL)
-        parts = [part for run in runs for part in run]
-        for number, pair in enumerate(runs.pairs):
-            held = [(part.start, part.stop) for part in parts if part.number == number]
-            assert [start for start, _ in held[1:]] == [stop for _, stop in held[:-1]]
-            assert (held[0][0], held[-1][1]) == (0, pair.numel) if held else not pair.numel
-            assert all(start % BLOCK_NUMEL == 0 for start, _ in held)
-        # Of larger chunks a part has at least four, and so all of a tensor.
-        assert form == "-zstd" or max(part.start for part in parts) > 0
 
 
 def with_smallest_windows(left: Path, right: Path) -> DiffReport:

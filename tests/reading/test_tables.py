@@ -1,7 +1,6 @@
 """Tables of an opened checkpoint, for pandas and for notebooks."""
 
 import re
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,13 +11,13 @@ import pytest
 import streamshard
 from tests.fabricated import write
 from tests.job import EXPERTS, STATES, TAG, Job
-from tests.test_opening import KINDS, made  # noqa: F401
+from tests.reading.conftest import KINDS, Made
 
 COLUMNS = ["name", "shape", "dtype", "group", "numel", "states", "ranks"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_table_is_what_pandas_takes(made: Callable[[str], Path], kind: str) -> None:  # noqa: F811
+def test_a_table_is_what_pandas_takes(made: Made, kind: str) -> None:
     with streamshard.open(made(kind)) as ckpt:
         frame = pandas.DataFrame(ckpt.table())
         assert list(frame.columns) == COLUMNS
@@ -40,18 +39,15 @@ def test_a_table_is_what_pandas_takes(made: Callable[[str], Path], kind: str) ->
             assert {**rows["t"], "name": "w"} == rows["w"]
 
 
-@pytest.mark.parametrize("kind", ["native-1", "native-3", "store-none"])
-def test_the_ranks_of_a_table_are_those_that_hold_the_pieces(
-    made: Callable[[str], Path],  # noqa: F811
-    kind: str,
-) -> None:
+@pytest.mark.parametrize("kind", ["native-1", "native-3", "chunks-none"])
+def test_the_ranks_of_a_table_are_those_that_hold_the_pieces(made: Made, kind: str) -> None:
     names = ("w", "cube", "v", "one")
     found = streamshard.inspect(made(kind), params=names)
     with streamshard.open(made(kind)) as ckpt:
         rows = {row["name"]: row["ranks"] for row in ckpt.table()}
     for detail in found.details:
         held = {piece.rank: None for piece in detail.pieces if piece.state == "fp32"}
-        assert rows[detail.name] == (None if kind == "store-none" else tuple(held))
+        assert rows[detail.name] == (None if kind == "chunks-none" else tuple(held))
 
 
 def test_the_ranks_of_experts_need_not_be_neighbours(tmp_path: Path) -> None:
