@@ -16,10 +16,10 @@ from streamshard.operations.compact import omissions
 from streamshard.operations.native.whole_source import whole
 from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.source.source_access import SourceAccess
+from tests.checkpoints.test_dcp_repartition import saved
 from tests.fabricated import write
 from tests.fabricated_parts import TensorJob
 from tests.job import Job
-from tests.test_dcp_repartition import saved
 
 
 def tensor_parallel(place: Path) -> Source:

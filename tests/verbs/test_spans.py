@@ -42,12 +42,12 @@ from streamshard.io.sink import Sink
 from streamshard.operations.export import dcp_files, weight_files
 from streamshard.operations.native import storage_regions
 from tests.cli.conftest import tree
+from tests.degrees.test_averaged import TWO as AVERAGED
+from tests.degrees.test_stores_of_layers import WIDE, is_cut
 from tests.fabricated import edit, optimizer_file, write, write_dumps
 from tests.fabricated_pipes import PipeJob, write_pipe
 from tests.job import MUON, Job
 from tests.samples import sampled
-from tests.test_averaged import TWO as AVERAGED
-from tests.test_stores_of_layers import WIDE, is_cut
 
 SPAN_BYTES = 1024
 

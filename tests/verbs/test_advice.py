@@ -9,9 +9,9 @@ import pytest
 
 import streamshard
 from streamshard.errors import StreamshardError, UsageError
+from tests.checkpoints.test_unsupported import NVME, STAGE_3, Content, config, write_config, zero
 from tests.fabricated import edit_all, load, save, write
 from tests.job import TAG, Job
-from tests.test_unsupported import NVME, STAGE_3, Content, config, write_config, zero
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 NOT_TOLD = "the checkpoint's config does not say"

@@ -19,10 +19,10 @@ from streamshard.live.served_files import ServedFiles
 from streamshard.operations.native.files_on_demand import FilesOnDemand
 from streamshard.operations.native.resharding import resharding_of
 from streamshard.operations.source.source import open_source
+from tests.checkpoints.test_world_sizes import SIZES
 from tests.comparing import differences
 from tests.fabricated import load, write
 from tests.job import Job, stand_ins
-from tests.test_world_sizes import SIZES
 
 
 @contextmanager
