@@ -25,6 +25,8 @@ from tests.job import (
     stand_ins,
 )
 
+DUMPS = "optimizer.{rank:02d}.pt"
+
 
 def write(job: Job, run_dir: Path, tag: str = TAG) -> Path:
     """Save a run directory; returns it."""
@@ -77,6 +79,14 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     content = load(path)
     change(content)
     save(content, path)
+
+
+def edit_all(run_dir: Path, pattern: str, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change what all files of a tag hold whose names fit a pattern."""
+    paths = sorted((run_dir / TAG).glob(pattern))
+    assert paths
+    for path in paths:
+        edit(path, change)
 
 
 def optimizer_file(run_dir: Path, rank: int) -> Path:
@@ -170,3 +180,57 @@ def client_state() -> dict[str, Any]:
         "views": [table[:3], table[3:], table],
         "rng": torch.get_rng_state(),
     }
+
+
+def edit_optimizers(run_dir: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the states of the optimizers in all ranks' files."""
+    edit_all(run_dir, "*_optim_states.pt", lambda held: change(held["optimizer_state_dict"]))
+
+
+def wrapped(state: dict[str, Any]) -> dict[str, Any]:
+    """Find the wrapped optimizer's state dict in what a rank's optimizer saves."""
+    found: dict[str, Any] = state.get("base_optimizer_state") or state["optimizer_state_dict"]
+    return found
+
+
+def optimizer_state(run_dir: Path, rank: int) -> dict[str, Any]:
+    """Load what a rank's optimizer of a job in bf16 saved."""
+    found: dict[str, Any] = load(optimizer_file(run_dir, rank))["optimizer_state_dict"]
+    return found
+
+
+def write_dumps(run_dir: Path, directory: Path) -> Path:
+    """Save what each rank's optimizer file holds of the optimizer alone; returns the template."""
+    directory.mkdir()
+    for path in sorted((run_dir / TAG).glob("*_optim_states.pt")):
+        rank = int(path.name.partition("pp_rank_")[2].partition("_")[0])
+        save(load(path)["optimizer_state_dict"], directory / DUMPS.format(rank=rank))
+    return directory / DUMPS
+
+
+def without_zero(run_dir: Path, **changes: object) -> Path:
+    """Make of a checkpoint what DeepSpeed saves without ZeRO: model files, the optimizer in them.
+
+    It is what `FP16_Optimizer` saves: flat masters, and nothing that names a parameter.
+    """
+    for path in (run_dir / TAG).glob("*_optim_states.pt"):
+        path.unlink()
+
+    def change(model: dict[str, Any]) -> None:
+        flat = [torch.arange(5.0) + group for group in range(2)]
+        state = {
+            group: {"step": torch.tensor(7.0), "exp_avg": master * 2, "exp_avg_sq": master * 3}
+            for group, master in enumerate(flat)
+        }
+        groups = [{"lr": 0.1 * group, "params": [group]} for group in range(2)]
+        model["ds_config"]["zero_optimization"]["stage"] = 0
+        model["optimizer"] = {
+            "cur_scale": 1.0,
+            "optimizer_state_dict": {"state": state, "param_groups": groups},
+            "fp32_groups_flat": [master.requires_grad_() for master in flat],
+            "clip_grad": 1.0,
+        }
+        model |= {"param_shapes": None, "shared_params": None, **changes}
+
+    edit_all(run_dir, "mp_rank_*_model_states.pt", change)
+    return run_dir

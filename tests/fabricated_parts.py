@@ -1,14 +1,16 @@
 """Fabricated jobs whose parameters AutoTP cut among tensor-parallel ranks."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tests.fabricated import edit_all
 from tests.job import Job, values
 
 Shape = tuple[int, ...]
@@ -160,6 +162,16 @@ class TensorJob(Job):
                 pieces.append(held)
             of_rank[rank] = {"shard_shape": list(shard), "pieces": pieces}
         return {"logical_shape": list(shape), "ranks": of_rank}
+
+
+def with_degree(job: TensorJob, degree: int, world_size: int) -> TensorJob:
+    """Return the same job on another count of tensor-parallel and data-parallel ranks."""
+    return replace(job, parts=degree, world_size=world_size, client_state={}).told()
+
+
+def edit_parts(run_dir: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change all model files, which tell how parameters are cut."""
+    edit_all(run_dir, "*mp_rank_*model_states.pt", change)
 
 
 def _pattern(name: str) -> str:

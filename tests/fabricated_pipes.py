@@ -17,6 +17,10 @@ BLOCK: Shapes = (("up", (5, 3)), ("bias", (3,)), ("old", (4, 2)), ("running", (4
 SHARED: Shapes = (("weight", (7, 2)), ("bias", (2,)))
 
 
+CUTS = {"up": 1, "weight": 0, "old": 0}
+"""What tensor-parallel ranks cut, and along which dimension."""
+
+
 def is_trained(name: str) -> bool:
     """Tell whether a weight is trained, by the last part of its name."""
     return name.split(".")[-1] not in ("old", "running")

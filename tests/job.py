@@ -10,7 +10,7 @@ import types
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field, make_dataclass, replace
 from math import prod
 from typing import Any
 
@@ -170,6 +170,11 @@ class Job:
         """Count the ranks that a group is cut among."""
         return self.world_size // (self.expert_parallel if group >= len(self.groups) else 1)
 
+    @property
+    def unit(self) -> int:
+        """Ranks that one whole copy of the model takes."""
+        return self.parts * self.expert_parallel
+
     def place(self, group: int, rank: int) -> tuple[int, int]:
         """Tell which experts a rank has of a group, and its place among those that share them."""
         sharers = self.sharers(group)
@@ -210,6 +215,27 @@ def values(state: str, name: str, shape: tuple[int, ...]) -> Tensor:
     return (numbers.to(torch.float32) / 4096 - 1024).reshape(shape)
 
 
+_MATRICES: Shapes = (("wide", (9, 8)), ("up.0", (5, 3)), ("up.1", (5, 3)), ("down", (3, 7)))
+MUON = Job(
+    world_size=4, groups=(_MATRICES, (("pair", (1, 2)),), (("bias", (7,)),)), muon=(0, 1), tied={}
+)
+"""The first group has its matrices as Muon sorts them."""
+TENSOR = Job(world_size=3, parts=2)
+EXPERT = Job(world_size=4, experts=EXPERTS, expert_parallel=2)
+JOBS = {
+    "tensor-1": replace(TENSOR, stage=1),
+    "tensor-2": TENSOR,
+    "tensor-3": replace(TENSOR, stage=3, sub_group_size=20),
+    "tensor-round-robin": replace(TENSOR, round_robin=True),
+    "expert-1": replace(EXPERT, stage=1),
+    "expert-2": EXPERT,
+    "expert-3-ranks": replace(EXPERT, world_size=6, expert_parallel=3),
+    "expert-everywhere": replace(EXPERT, expert_parallel=4),
+    "expert-data-first": replace(EXPERT, data_before_experts=True),
+    "expert-round-robin": replace(EXPERT, round_robin=True, alignment=True),
+    "expert-tensor": replace(EXPERT, parts=2),
+}
+"""Jobs in tensor parallel parts, and with experts."""
 LEAN = Job(groups=((("embed.weight", (11, 4)),),), frozen=(("old", (3,)),), tied={})
 """Has a tensor of each kind, for where each one costs requests."""
 

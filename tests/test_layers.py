@@ -354,11 +354,11 @@ def test_nothing_imports_a_room_for_a_name() -> None:
         assert imports(path, MODULES) & rooms == set(), module
 
 
-def test_plan_runs_with_the_disk_unplugged() -> None:
+def test_the_layout_is_integers_with_the_disk_unplugged() -> None:
     allowed = {"numpy", "math", "collections", "dataclasses", "typing", "itertools", "streamshard"}
     allowed |= {"operator", "types"}
     for module, path in MODULES.items():
-        if room(module) == "plan":
+        if room(module) == "layout":
             tops = {name.partition(".")[0] for name in imports(path, MODULES)}
             assert tops <= allowed, module
 

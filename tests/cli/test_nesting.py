@@ -8,9 +8,8 @@ import pytest
 import streamshard as api
 from streamshard.errors import UnsupportedError
 from tests.cli.conftest import optimizer_file, streamshard
-from tests.fabricated import edit, write
+from tests.fabricated import edit, write, write_dumps
 from tests.job import Job
-from tests.verify.conftest import write_dumps
 
 
 def nested(depth: int, kind: type) -> Any:  # noqa: ANN401

@@ -8,10 +8,10 @@ import pytest
 
 import streamshard as api
 from streamshard.errors import TargetExistsError, UsageError
+from tests.checkpoints.test_dcp_repartition import saved
 from tests.cloud.conftest import Bucket, files_of
 from tests.fabricated import write
 from tests.job import Job
-from tests.test_dcp_repartition import saved
 
 COMMITTED = ".streamshard.committed"
 

@@ -16,7 +16,7 @@ from tests.cluster.conftest import names, on
 from tests.documents import blocks, page
 from tests.fabricated import edit, optimizer_file, write
 from tests.job import TAG, Job
-from tests.test_span_tasks import CASES
+from tests.verbs.test_spans import CASES
 
 pytestmark = pytest.mark.usefixtures("many_spans")
 WORKERS = (1, 2, 5)

@@ -17,10 +17,10 @@ from streamshard.io.disk import Disk
 from streamshard.operations.compact.proof import state_equal
 from streamshard.operations.source.source import open_source
 from tests.compact.runs import STEPS, age, bits, make_run, save, tag_of
+from tests.comparing import differences
 from tests.fabricated import client_state, load, write
 from tests.fabricated import save as save_file
 from tests.job import EXPERTS, Job, buffers
-from tests.test_repartition_fabricated import differences
 
 FIRST = tag_of(STEPS[0])
 JOBS = {

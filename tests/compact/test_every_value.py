@@ -20,10 +20,10 @@ from streamshard.errors import StreamshardError
 from streamshard.operations.compact.originals import accounted_for, padding_alike, ranks_agree
 from streamshard.operations.repartition.repartition import repartition
 from streamshard.operations.source.source import open_source
+from tests.comparing import differences
 from tests.fabricated import client_state, load, save, write
 from tests.job import EXPERTS, TAG, Job
 from tests.samples import sampled
-from tests.test_repartition_fabricated import differences
 
 JOBS = {
     "stage 1": Job(stage=1, world_size=3, client_state=client_state()),

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import streamshard as api
 from streamshard.operations.compact.receipts import ARCHIVED, ArchivedTag
+from tests.comparing import bits, differences
 from tests.fabricated import load, write
 from tests.job import Job
-from tests.test_repartition_fabricated import bits, differences
 
 GOLDEN = Path(__file__).parent / "golden"
 TAG = "global_step80"

@@ -13,11 +13,11 @@ import streamshard as api
 from streamshard.errors import DisagreementError, UnsupportedError
 from streamshard.operations.compact.originals import padding_alike
 from streamshard.operations.source.source import open_source
+from tests.checkpoints.test_old_spellings import as_bf16_optimizer, respell
 from tests.compact.runs import ALL, FIRST, actions, age, receipt_of, tag_of, tags_in
 from tests.fabricated import edit, load, save, write
 from tests.fabricated_states import flat
 from tests.job import EXPERTS, STATES, TAG, Job
-from tests.test_old_spellings import as_bf16_optimizer, respell
 
 SMALL = Job(groups=((("a", (3,)), ("b", (2, 2)), ("c", (2,))), (("d", (1,)),)), frozen=(), tied={})
 JOBS = {

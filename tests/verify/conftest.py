@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import streamshard
-from tests.fabricated import client_state, load, save, write
-from tests.job import TAG, Job
+from tests.fabricated import client_state, write, write_dumps
+from tests.job import Job
 
 SMALL = Job(
     world_size=3,
@@ -21,7 +21,6 @@ SMALL = Job(
     client_state=client_state(),
 )
 TINY = Job(groups=((("w", (3, 2)),),), frozen=(), tied={}, client_state={"seed": torch.arange(3)})
-DUMPS = "optimizer.{rank:02d}.pt"
 
 Damage = Callable[[Path], None]
 
@@ -38,15 +37,6 @@ def make(kind: str, directory: Path) -> Path:
     # Several chunks to a tensor, the last of which reach past its end.
     streamshard.convert(run, directory / "run.zarr", codec=detail, chunk_size=24)
     return directory / "run.zarr"
-
-
-def write_dumps(run: Path, directory: Path) -> Path:
-    """Save what each rank's optimizer file holds of the optimizer alone; returns the template."""
-    directory.mkdir()
-    for path in sorted((run / TAG).glob("*_optim_states.pt")):
-        rank = int(path.name.partition("pp_rank_")[2].partition("_")[0])
-        save(load(path)["optimizer_state_dict"], directory / DUMPS.format(rank=rank))
-    return directory / DUMPS
 
 
 KINDS = ("native-1", "native-2", "native-3", "dumps-2", "store-none", "store-lz4", "store-zstd")

@@ -20,11 +20,10 @@ import streamshard
 from streamshard import Difference, Verification
 from streamshard.errors import SourceNotFoundError
 from streamshard.operations.compare import matched_runs
-from tests.fabricated import load, save, write
-from tests.job import TAG, Job, ds_config
+from tests.fabricated import load, save, write, write_dumps
+from tests.job import JOBS, TAG, Job, ds_config
 from tests.samples import sampled
-from tests.test_model_parts import JOBS, unit
-from tests.verify.conftest import SMALL, write_dumps
+from tests.verify.conftest import SMALL
 
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
 
@@ -60,7 +59,7 @@ def test_stores_and_parallel_jobs_hold_the_same(tmp_path: Path, job: Job) -> Non
     run = write(job, tmp_path / "run")
     streamshard.convert(run, tmp_path / "a.zarr", codec="zstd", chunk_size=20)
     streamshard.convert(tmp_path / "a.zarr", tmp_path / "b.zarr", chunk_size=10**6)
-    streamshard.repartition(tmp_path / "b.zarr", tmp_path / "out", world_size=3 * unit(job))
+    streamshard.repartition(tmp_path / "b.zarr", tmp_path / "out", world_size=3 * job.unit)
     for one, other in (("a.zarr", "run"), ("a.zarr", "b.zarr"), ("out", "a.zarr"), ("out", "run")):
         same(tmp_path / one, tmp_path / other)
 

@@ -17,10 +17,9 @@ import streamshard
 from streamshard.errors import SourceNotFoundError, UsageError
 from streamshard.formats.zarr.chunks import serialize_checksum
 from streamshard.formats.zarr.documents import small_array_document
-from tests.fabricated import client_state, edit, load, save, write
+from tests.fabricated import DUMPS, client_state, edit, load, save, without_zero, write, write_dumps
 from tests.job import TAG, Job
-from tests.test_stage_0 import stage_0
-from tests.verify.conftest import DUMPS, SMALL, kinds_of, write_dumps
+from tests.verify.conftest import SMALL, kinds_of
 
 
 def shard(run: Path, rank: int) -> Path:
@@ -162,7 +161,7 @@ def test_two_sets_of_files_in_one_place(fresh: Callable[[str], Path]) -> None:
 
 
 def test_without_zero_no_optimizer_file_is_missing(tmp_path: Path) -> None:
-    run = stage_0(tmp_path / "run")
+    run = without_zero(write(Job(stage=1, world_size=4), tmp_path / "run"))
     path = run / TAG / "mp_rank_00_model_states.pt"
     edit(path, lambda model: model.update(dp_world_size="many"))
     assert kinds_of(streamshard.verify(run)) == [("disagreement", path.name)]

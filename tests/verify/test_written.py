@@ -12,10 +12,9 @@ import streamshard
 from streamshard.errors import IntegrityError
 from streamshard.io.page_cache import drop_cached
 from streamshard.operations.transfer import read_back
-from tests.fabricated import load, save, write
-from tests.job import TAG
-from tests.test_model_parts import JOBS, unit
-from tests.verify.conftest import DUMPS, SMALL, files_of, write_dumps
+from tests.fabricated import DUMPS, load, save, write, write_dumps
+from tests.job import JOBS, TAG
+from tests.verify.conftest import SMALL, files_of
 
 Damage = Callable[[Path], None]
 
@@ -38,7 +37,7 @@ def test_what_is_right_takes_its_place(tmp_path: Path, stage: int, target: int) 
 def test_stores_and_parallel_jobs(tmp_path: Path, name: str, codec: str) -> None:
     run, store = write(JOBS[name], tmp_path / "run"), tmp_path / "run.zarr"
     assert streamshard.convert(run, store, codec=codec, chunk_size=20, verify=True).is_verified
-    world_size = 3 * unit(JOBS[name])
+    world_size = 3 * JOBS[name].unit
     streamshard.repartition(store, tmp_path / "out", world_size=world_size, verify=True)
     assert streamshard.verify(tmp_path / "out", against=run).is_good
 

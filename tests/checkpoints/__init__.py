@@ -1,0 +1,1 @@
+"""Kinds of checkpoints: what is carried to other ranks, and what is refused."""

@@ -1,0 +1,111 @@
+"""Client state: whatever a training script saves comes out as it went in, under any name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import streamshard
+from streamshard.errors import SourceError
+from tests.fabricated import edit, load, write
+from tests.job import TAG, Job
+from tests.oracle.values import value_differences
+
+# torch itself looks at the storage of what it rebuilds.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
+    pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor"),
+]
+
+
+def quantised() -> dict[str, Any]:
+    """Make quantised tensors: of every dtype with whole bytes, per tensor and per channel."""
+    values = torch.arange(-6.0, 6.0).view(3, 4)
+    scales, zeros = torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0, 1, 2])
+    dtypes = {"qint8": torch.qint8, "quint8": torch.quint8, "qint32": torch.qint32}
+    whole = {name: torch.quantize_per_tensor(values, 0.1, 3, d) for name, d in dtypes.items()}
+    channels = torch.quantize_per_channel(values, scales, zeros, 0, torch.qint8)
+    return {**whole, "channels": channels, "view": whole["qint8"][1:]}
+
+
+def model_file(run: Path) -> Path:
+    found: Path = sorted((run / TAG).glob("*model_states.pt"))[0]
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_quantised_tensors_are_carried(stage: int, tmp_path: Path) -> None:
+    run = write(Job(stage=stage, client_state={"table": quantised()}), tmp_path / "run")
+    streamshard.convert(run, tmp_path / "run.zarr", verify=True)
+    for source, out in (("run", "direct"), ("run.zarr", "of-store")):
+        other = 5 - stage if stage > 1 else 2
+        target = tmp_path / out
+        streamshard.repartition(
+            tmp_path / source, target, world_size=3, zero_stage=other, verify=True
+        )
+        found = load(model_file(target))["table"]
+        for name, wanted in quantised().items():
+            assert found[name].qscheme() == wanted.qscheme()
+            assert torch.equal(found[name].int_repr(), wanted.int_repr())
+            assert torch.equal(found[name].dequantize(), wanted.dequantize())
+        assert found["view"].untyped_storage().data_ptr() == (
+            found["qint8"].untyped_storage().data_ptr()
+        )
+        assert streamshard.verify(target, against=run).differences == ()
+
+
+def test_a_difference_in_a_quantised_tensor_is_found(tmp_path: Path) -> None:
+    one, other = (write(Job(client_state={"table": quantised()}), tmp_path / name) for name in "ab")
+    assert streamshard.verify(one, against=other).differences == ()
+
+    def change(model: dict[str, Any]) -> None:
+        zeros = torch.zeros(3, 4)
+        model["table"]["quint8"] = torch.quantize_per_tensor(zeros, 0.1, 3, torch.quint8)
+
+    edit(model_file(other), change)
+    (found,) = streamshard.verify(one, against=other).differences
+    assert found.name.startswith("model/table.quint8")
+    assert (found.count, found.numel) == (11, 12)
+
+
+LOOKED_INTO = (
+    *("module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
+    *("shared_params", "num_experts"),
+)
+CARRIED = (
+    *("optimizer", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps"),
+    *("global_samples", "ds_config", "ds_version", "universal_checkpoint_info", "folding"),
+    *("sparse_tensor_module_names", "optimizer_state_dict", "zero_stage", "param_groups"),
+)
+"""Names that DeepSpeed (0.19.8) has at the top of a file, by whether the values matter to us."""
+VALUES: dict[str, Any] = {
+    "dict": {"mine": torch.arange(3.0), "more": [1, "x"]},
+    "list": [1.5, "x"],
+    "text": "mine",
+    "tensor": torch.arange(4.0),
+}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("name", CARRIED)
+def test_client_state_of_a_name_of_deepspeed_is_carried(
+    name: str, stage: int, tmp_path: Path
+) -> None:
+    for kind, value in VALUES.items():
+        run = write(Job(stage=stage, client_state={name: value}), tmp_path / kind / "run")
+        out = tmp_path / kind / "out"
+        streamshard.repartition(run, out, world_size=3, verify=True)
+        assert list(value_differences(value, load(model_file(out))[name], name)) == []
+        assert streamshard.verify(out, against=run).differences == ()
+
+
+@pytest.mark.parametrize("kind", VALUES)
+@pytest.mark.parametrize("name", LOOKED_INTO)
+def test_client_state_in_place_of_what_matters_is_refused(
+    name: str, kind: str, tmp_path: Path
+) -> None:
+    for stage in (2, 3):
+        run = write(Job(stage=stage, client_state={name: VALUES[kind]}), tmp_path / f"{stage}")
+        with pytest.raises(SourceError, match=f"{name}|is not a shape"):
+            streamshard.repartition(run, tmp_path / "out", world_size=3)

@@ -1,0 +1,333 @@
+"""Distributed checkpoints of PyTorch, read without torch: what is there, and what is refused.
+
+Damaged and hostile ones are an error that names the file, and nothing of them is run.
+"""
+
+import pickle
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+
+import streamshard
+from streamshard.cli.main import main
+from streamshard.errors import CorruptFileError, IncompleteError, SourceError, UnsupportedError
+from streamshard.formats.checkpoint import ScalarState
+from streamshard.formats.dcp.optimizer_state import number_in
+from streamshard.formats.pickle import inert_load
+from tests.fabricated_dcp import Saved, adamw, mesh, rows, save_index
+
+SHAPES = {"up.weight": (8, 5), "up.bias": (7,), "down.weight": (3, 7)}
+BUFFERS = {"norm.running": torch.arange(4.0), "norm.count": torch.tensor(3)}
+
+
+def require_equal(saved: Saved, path: Path) -> None:
+    """Compare what is opened with what was saved, under its name and its state."""
+    seen = 0
+    with streamshard.open(path) as found:
+        for key, (tensor, _) in saved.tensors.items():
+            parts = saved.paths[key]
+            if ".step" in key:
+                continue
+            if "state" in key:
+                name, state = ".".join(map(str, parts)).split("state.")[1].rsplit(".", 1)
+                held = found[name].tensors[state]
+            else:
+                held = found[parts[-1]].tensors["fp32" if parts[-1] in SHAPES else "module"]
+            assert np.array_equal(np.asarray(held[...]), tensor.numpy()), key
+            seen += 1
+    assert seen >= len(SHAPES)
+
+
+@pytest.mark.parametrize("style", ["torch", "titan", "tutorial", "both"])
+def test_every_way_of_nesting_is_read(style: str, tmp_path: Path) -> None:
+    saved = adamw(SHAPES, buffers=BUFFERS, style=style)
+    saved.write(tmp_path / "c")
+    require_equal(saved, tmp_path / "c")
+    shown = streamshard.inspect(tmp_path / "c")
+    (group,) = shown.groups
+    assert group.states["step"] == 3.0
+    assert group.hyper_parameters["betas"] == [0.9, 0.999]
+    assert (shown.kind, shown.weights) == ("dcp", len(BUFFERS))
+
+
+@pytest.mark.parametrize("parts", [(1, 1), (2, 1), (1, 3), (3, 2), (8, 5)])
+def test_boxes_of_a_mesh_are_put_together(parts: tuple[int, int], tmp_path: Path) -> None:
+    cut = {name: rows(shape, 2) for name, shape in SHAPES.items()}
+    cut["up.weight"] = mesh(SHAPES["up.weight"], parts)
+    saved = adamw(SHAPES, cut=cut, files=3)
+    saved.write(tmp_path)
+    require_equal(saved, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_is_fabricated_here_torch_loads(tmp_path: Path) -> None:
+    saved = adamw(
+        SHAPES, buffers=BUFFERS, cut={n: mesh(s, [2] * len(s)) for n, s in SHAPES.items()}
+    )
+    saved.write(tmp_path)
+    state = {key: torch.zeros_like(tensor) for key, (tensor, _) in saved.tensors.items()}
+    load_distributed(state, checkpoint_id=tmp_path, no_dist=True)
+    for key, (tensor, _) in saved.tensors.items():
+        assert torch.equal(state[key], tensor)
+
+
+def test_groups_keep_their_own_options(tmp_path: Path) -> None:
+    order = [["up.weight", "down.weight"], ["up.bias"]]
+    for style in ("torch", "titan"):
+        adamw(SHAPES, groups=order, style=style).write(tmp_path / style)
+        found = streamshard.inspect(tmp_path / style)
+        assert [g.hyper_parameters["weight_decay"] for g in found.groups] == [0.1, 0.0]
+        assert {p.name: p.group for p in found.parameters} == {
+            "up.weight": 0, "down.weight": 0, "up.bias": 1
+        }  # fmt: skip
+
+
+def test_weights_of_data_parallel_wrappers_lose_the_prefix(tmp_path: Path) -> None:
+    shapes = {f"module.{name}": shape for name, shape in SHAPES.items()}
+    adamw(shapes).write(tmp_path)
+    with streamshard.open(tmp_path) as found:
+        assert set(found) == set(SHAPES)
+        assert "exp_avg" in found["up.bias"].tensors
+
+
+def test_weights_are_exported(tmp_path: Path) -> None:
+    saved = adamw(SHAPES, buffers=BUFFERS)
+    saved.write(tmp_path / "c")
+    streamshard.export(tmp_path / "c", tmp_path / "out", dtype="fp32")
+    held = load_file(tmp_path / "out" / "model.safetensors")
+    assert held.keys() == SHAPES.keys() | BUFFERS.keys()
+    for name, tensor in held.items():
+        assert torch.equal(tensor, saved.tensors[f"model.{name}"][0])
+
+
+@pytest.mark.parametrize(("verb", "options"), [("convert", {}), ("repartition", {"world_size": 2})])
+def test_what_a_job_needs_besides_is_asked_for(
+    verb: str, options: dict[str, int], tmp_path: Path
+) -> None:
+    adamw(SHAPES).write(tmp_path / "c")
+    with pytest.raises(UnsupportedError, match=r"order of the parameters.*like=RUN"):
+        getattr(streamshard, verb)(tmp_path / "c", tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+# What is refused ----------------------------------------------------------------------------------
+
+Damage = Callable[[Path], object]
+"""Saves a checkpoint with something wrong in it."""
+
+
+def write(place: Path) -> Metadata:
+    return adamw(SHAPES).write(place)
+
+
+def lost(name: str) -> Damage:
+    def damage(place: Path) -> None:
+        write(place)
+        (place / name).unlink()
+
+    return damage
+
+
+def cut_short(name: str, keep: int) -> Damage:
+    def damage(place: Path) -> None:
+        write(place)
+        (place / name).write_bytes((place / name).read_bytes()[:keep])
+
+    return damage
+
+
+def index(data: bytes) -> Damage:
+    """Have other bytes in place of the index."""
+    return lambda place: (write(place), (place / ".metadata").write_bytes(data))
+
+
+def changed(edit: Callable[[Metadata], object]) -> Damage:
+    def damage(place: Path) -> None:
+        metadata = write(place)
+        edit(metadata)
+        save_index(metadata, place)
+
+    return damage
+
+
+def first(metadata: Metadata, key: str) -> MetadataIndex:
+    found: MetadataIndex = next(i for i in metadata.storage_data if i.fqn == key)
+    return found
+
+
+def item(**values: Any) -> Damage:  # noqa: ANN401
+    """Have an item lie elsewhere, by the index."""
+
+    def edit(metadata: Metadata) -> None:
+        index = first(metadata, "model.up.weight")
+        old = metadata.storage_data[index]
+        known = {"relative_path": old.relative_path, "offset": old.offset, "length": old.length}
+        metadata.storage_data[index] = _StorageInfo(**{**known, **values})
+
+    return changed(edit)
+
+
+def boxes(*boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> Damage:
+    """Have a tensor of 8 x 5 cut into other boxes, by the index."""
+
+    def edit(metadata: Metadata) -> None:
+        held = metadata.state_dict_metadata["model.up.weight"]
+        held.chunks = [  # type: ignore[union-attr]
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes
+        ]
+
+    return changed(edit)
+
+
+def larger(metadata: Metadata) -> None:
+    for key in ("model.up.weight", "optimizer.state.up.weight.exp_avg",
+                "optimizer.state.up.weight.exp_avg_sq"):  # fmt: skip
+        metadata.state_dict_metadata[key].size = torch.Size((9, 5))  # type: ignore[union-attr]
+
+
+def swapped(metadata: Metadata) -> None:
+    stored = metadata.storage_data
+    one, other = first(metadata, "model.up.weight"), first(metadata, "model.up.bias")
+    stored[one], stored[other] = stored[other], stored[one]
+
+
+def linked(place: Path) -> None:
+    write(place)
+    path = place / "__0_0.distcp"
+    path.rename(place.with_name("elsewhere"))
+    path.symlink_to(place.with_name("elsewhere"))
+
+
+def other_step(place: Path) -> None:
+    saved = adamw(SHAPES)
+    saved.tensors["optimizer.state.up.bias.step"] = torch.tensor(4.0), [((), ())]
+    saved.write(place)
+
+
+def other_rate(place: Path) -> None:
+    saved = adamw(SHAPES, style="both")
+    saved.values["optimizer.param_groups.up.bias.lr"] = 0.5
+    saved.write(place)
+
+
+def two_models(place: Path) -> None:
+    saved = adamw(SHAPES)
+    copies = {k.replace("model.", "module.", 1): v for k, v in saved.tensors.items()}
+    saved.tensors |= {k: v for k, v in copies.items() if k.startswith("module.")}
+    saved.paths |= {k: ("module", k.removeprefix("module.")) for k in copies if k[:2] == "mo"}
+    saved.write(place)
+
+
+class Bomb:
+    """Runs when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return exec, ("raise SystemExit('it ran')",)
+
+
+HUGE = struct.pack("<Q", 1 << 60)
+PICKLES = [
+    b"",
+    b"\x80\x04.",
+    b"\x80\x04}.",
+    b"\x80\x04\x8e" + HUGE + b"x.",
+    b"\x80\x04\x8d" + HUGE + b"x.",
+    b"\x80\x04r\xff\xff\xff\xff.",
+    b"\x80\x04\x82\x01.",
+    b"(" * 100_000,
+    b"\x80\x04]" + b"2\x85" * 50_000 + b".",
+    b"\x80\x04cposix\nsystem\nX\x02\x00\x00\x00lsR.",
+    b"\x80\x02(X\x07\x00\x00\x00storageQ.",
+]
+TOP, BOTTOM = ((0, 0), (4, 5)), ((4, 0), (4, 5))
+BEYOND = r"__0_0\.distcp: [\d,]+ bytes, \.metadata lists an item to"
+OTHER = r"is float32 of \[.*\], listed is float32 of"
+REFUSED: list[tuple[Damage, type[SourceError], str]] = [
+    (lost("__1_0.distcp"), IncompleteError, r"__1_0\.distcp: missing"),
+    (lost(".metadata"), IncompleteError, r"\.metadata: missing; torch writes it last"),
+    *((cut_short("__0_0.distcp", n), CorruptFileError, BEYOND) for n in (0, 1, 1000, -1)),
+    *((cut_short(".metadata", n), CorruptFileError, r"\.metadata") for n in (0, 1, 50, 1000, -1)),
+    *((index(data), SourceError, r"\.metadata") for data in PICKLES),
+    (index(pickle.dumps(Bomb())), CorruptFileError, "where torch writes Metadata"),
+    (item(offset=-1), CorruptFileError, "is said to be"),
+    (item(offset=1 << 70), CorruptFileError, "is said to be"),
+    (item(offset=1 << 61), CorruptFileError, "lists an item to byte"),
+    (item(length=1 << 61), CorruptFileError, "lists an item to byte"),
+    (item(length=0), CorruptFileError, "no end record of a zip"),
+    (item(length=100), CorruptFileError, r"item of 'model\.up\.weight'"),
+    (item(length=2500), CorruptFileError, "which overlap"),
+    (item(offset=1), CorruptFileError, "overlap"),
+    (item(length="9"), CorruptFileError, "is said to be"),
+    (item(length=True), CorruptFileError, "is said to be"),
+    (item(relative_path="../secret"), CorruptFileError, "is said to lie in"),
+    (item(relative_path="/etc/passwd"), CorruptFileError, "is said to lie in"),
+    (item(relative_path="a\nb"), CorruptFileError, "is said to lie in"),
+    (item(relative_path=".."), CorruptFileError, "is said to lie in"),
+    (item(relative_path="x.distcp"), IncompleteError, r"x\.distcp: missing"),
+    (item(transform_descriptors=["zstd"]), UnsupportedError, "transformed while it was saved"),
+    (boxes(TOP), CorruptFileError, "belongs to nothing that is listed"),
+    (boxes(TOP, ((4, 0), (3, 5))), CorruptFileError, OTHER),
+    (boxes(TOP, ((3, 0), (4, 5))), CorruptFileError, "but not where it lies"),
+    (boxes(TOP, BOTTOM, ((0, 0), (4, 5))), CorruptFileError, "but not where it lies"),
+    (boxes(TOP, ((4,), (4,))), CorruptFileError, "has a box at"),
+    (boxes(TOP, ((4, 0), (4, 1 << 50))), CorruptFileError, "not a shape|is float32 of"),
+    (changed(larger), CorruptFileError, r"no box holds its element \[8, 0\]"),
+    (changed(swapped), CorruptFileError, OTHER),
+    (linked, SourceError, "a symbolic link that leads out"),
+    (other_step, SourceError, r"'up\.bias' of the same param group"),
+    (other_rate, SourceError, r"up\.bias\.lr' is 0\.5, in param group 0 it is 0\.001"),
+    (two_models, UnsupportedError, "2 state dicts that may be the model's"),
+]
+
+
+@pytest.mark.parametrize(("damage", "kind", "message"), REFUSED)
+def test_what_is_wrong_is_named_by_every_verb(
+    damage: Damage, kind: type[SourceError], message: str, tmp_path: Path
+) -> None:
+    place = tmp_path / "dcp"
+    damage(place)
+    with pytest.raises(kind, match=message):
+        streamshard.inspect(place)
+    assert main(["inspect", str(place)]) == 3
+    assert main(["verify", str(place)]) == 6
+
+
+def test_what_is_not_needed_of_the_index_is_not_run(tmp_path: Path) -> None:
+    changed(lambda metadata: vars(metadata).update(planner_data=Bomb()))(tmp_path)
+    assert streamshard.inspect(tmp_path).kind == "dcp"
+
+
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    write(tmp_path)
+    path = tmp_path / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    with streamshard.open(tmp_path) as found:
+        offset = found._source.cutting.offset[0]
+    data[offset] ^= 1
+    path.write_bytes(data)
+    (problem,) = streamshard.verify(tmp_path).problems
+    assert (problem.kind, problem.file) == ("damaged", str(path))
+
+
+def test_an_index_of_too_many_boxes_says_how_many_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path)
+    monkeypatch.setattr(inert_load, "LIMIT_OPCODES", 1000)
+    with pytest.raises(UnsupportedError, match=r"\.metadata: lists more than about 470,000 boxes"):
+        streamshard.inspect(tmp_path)
+
+
+def test_a_number_in_a_dtype_that_optimizers_do_not_use_is_named() -> None:
+    assert number_in("lr", ScalarState("float64", (), np.float64(0.1).tobytes())) == 0.1
+    with pytest.raises(UnsupportedError, match="lr is bfloat16"):
+        number_in("lr", ScalarState("bfloat16", (), b"\0\0"))

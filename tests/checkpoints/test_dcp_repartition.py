@@ -1,0 +1,361 @@
+"""Distributed checkpoints of PyTorch become ZeRO's files, with a reference or the job's config."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+
+import streamshard
+from streamshard.errors import DisagreementError, StreamshardError, UnsupportedError, UsageError
+from tests.cli.conftest import tree
+from tests.fabricated import load, write
+from tests.fabricated_dcp import Saved, adamw, mesh
+from tests.job import Job, buffers
+
+GROUPS = [[name for name, _ in group] for group in Job().groups]
+BESIDE = {
+    "old.weight": torch.randn(5, 3),
+    "old.bias": torch.randn(1),
+    **{name: tensor.clone() for name, tensor in buffers().items()},
+}
+
+
+def saved(job: Job, **given: Any) -> Saved:  # noqa: ANN401
+    """Make up a distributed checkpoint of a job's model, with other values than the job has."""
+    cut = {name: mesh(shape, [2] * len(shape)) for name, shape in job.shapes.items()}
+    options: dict[str, Any] = {"buffers": BESIDE, "groups": GROUPS[::-1], "cut": cut, **given}
+    made = adamw(job.shapes, **options)
+    # FSDP saves what is tied under each of its names.
+    (key,) = (k for k, path in made.paths.items() if path[-1] == "embed.weight")
+    tied = key.replace("embed.weight", "head.weight")
+    made.tensors[tied] = made.tensors[key]
+    made.paths[tied] = (*made.paths[key][:-1], "head.weight")
+    return made
+
+
+def require_moved(made: Saved, out: Path, dtype: torch.dtype) -> None:
+    """Compare what an opened ZeRO checkpoint holds with what was saved."""
+    seen = set()
+    with streamshard.open(out) as found:
+        for key, (tensor, _) in made.tensors.items():
+            text = ".".join(map(str, made.paths[key]))
+            if ".state." in text:
+                name, state = text.split(".state.")[1].rsplit(".", 1)
+                if state != "step":
+                    assert np.array_equal(found[name].tensors[state][...], tensor.numpy()), text
+                    seen.add((name, state))
+                continue
+            name = made.paths[key][-1]
+            if name == "head.weight":
+                assert found[name].tied_to == "embed.weight"
+            elif name not in BESIDE:
+                assert np.array_equal(found[name].tensors["fp32"][...], tensor.numpy()), text
+                seen.add((name, "fp32"))
+            else:
+                wanted = tensor.to(dtype) if name.startswith("old.") else tensor
+                assert torch.equal(found[name].tensors["module"].torch(), wanted), text
+        assert {(n, s) for n, p in found.items() for s in p.states if not p.tied_to} == seen
+        assert len(seen) == 3 * len(Job().shapes)
+
+
+@pytest.mark.parametrize("style", ["torch", "titan", "tutorial"])
+@pytest.mark.parametrize(("like", "stage"), [(1, 3), (2, 2), (3, 1), (3, 3)])
+def test_values_are_the_distributed_checkpoint_s(
+    style: str, like: int, stage: int, tmp_path: Path
+) -> None:
+    job, out = Job(stage=like, world_size=2), tmp_path / "out"
+    reference, dcp = write(job, tmp_path / "like"), tmp_path / "dcp"
+    made = saved(job, style=style)
+    made.write(dcp)
+    streamshard.repartition(dcp, out, world_size=3, zero_stage=stage, like=reference, verify=True)
+    require_moved(made, out, job.dtype)
+    shown = streamshard.inspect(out)
+    assert (shown.world_size, shown.zero_stage) == (3, stage)
+    assert [group.states["step"] for group in shown.groups] == [3.0, 3.0]
+    # The group that was first saved is the second one of the reference.
+    assert [group.hyper_parameters["lr"] for group in shown.groups] == [5e-4, 1e-3]
+
+
+def test_a_store_in_between_changes_nothing(tmp_path: Path) -> None:
+    reference, dcp = write(Job(stage=3), tmp_path / "like"), tmp_path / "dcp"
+    saved(Job()).write(dcp)
+    streamshard.convert(dcp, tmp_path / "s.zarr", like=reference, verify=True)
+    streamshard.repartition(tmp_path / "s.zarr", tmp_path / "of-store", world_size=3)
+    streamshard.repartition(dcp, tmp_path / "direct", world_size=3, like=reference)
+    assert tree(tmp_path / "of-store" / "dcp") == tree(tmp_path / "direct" / "dcp")
+
+
+def test_what_was_made_differs_in_nothing_but_a_step_would(tmp_path: Path) -> None:
+    reference, out = write(Job(), tmp_path / "like"), tmp_path / "out"
+    saved(Job()).write(tmp_path / "dcp")
+    saved(Job(), step=4.0).write(tmp_path / "later")
+    streamshard.repartition(tmp_path / "dcp", out, world_size=3, like=reference)
+    found = streamshard.diff(tmp_path / "dcp", out)
+    # Frozen weights are cast; their values differ, and so do their dtypes.
+    assert {t.name for t in found.changed} <= {"module/old.weight", "module/old.bias"}
+    assert {d.name for d in found.differences} == {"module/old.weight", "module/old.bias"}
+    with_like = streamshard.verify(out, against=tmp_path / "dcp", like=reference)
+    # There the reference tells that they are kept in 16 bits.
+    assert with_like.is_good
+    assert with_like.tensors > len(found.tensors)
+    later = streamshard.diff(tmp_path / "later", out)
+    assert any("4.0 here, 3.0 there" in one.message for one in later.differences)
+
+
+@pytest.mark.parametrize("layout", ["torch", "titan", "accelerate"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_is_exported_comes_back(stage: int, layout: str, tmp_path: Path) -> None:
+    run = write(Job(stage=stage), tmp_path / "run")
+    report = streamshard.export(run, tmp_path / "dcp", format="dcp", layout=layout, ranks=3)
+    assert report.tensors
+    steps = [*(tmp_path / "dcp").glob("step-*")]
+    source = steps[0] if steps else tmp_path / "dcp"
+    assert streamshard.verify(source).is_good
+    assert not streamshard.diff(source, run).changed
+    streamshard.repartition(source, tmp_path / "out", world_size=3, like=run, verify=True)
+    streamshard.repartition(tmp_path / "out", tmp_path / "back", world_size=2)
+    found = streamshard.verify(tmp_path / "back", against=run)
+    assert [d for d in found.differences if not d.name.startswith("file/")] == []
+    assert found.tensors > 20
+
+
+def test_the_reference_s_training_state_comes_along(tmp_path: Path) -> None:
+    rng = torch.arange(100, dtype=torch.uint8)
+    reference = write(Job(client_state={"rng": rng, "note": "kept"}), tmp_path / "like")
+    streamshard.convert(reference, tmp_path / "like.zarr", codec="zstd")
+    saved(Job()).write(tmp_path / "dcp")
+    for number, like in enumerate((reference, tmp_path / "like.zarr")):
+        out = tmp_path / f"out{number}"
+        streamshard.repartition(tmp_path / "dcp", out, world_size=2, like=like)
+        held = load(out / "dcp" / "mp_rank_00_model_states.pt")
+        assert torch.equal(held["rng"], rng)
+        assert held["note"] == "kept"
+
+
+def without(made: Saved, name: str) -> Saved:
+    """Leave a tensor out of the model."""
+    del made.tensors[f"model.{name}"]
+    del made.paths[f"model.{name}"]
+    return made
+
+
+def halved() -> Saved:
+    """Save a master weight in 16 bits."""
+    made = saved(Job())
+    tensor, boxes = made.tensors["model.embed.bias"]
+    made.tensors["model.embed.bias"] = tensor.bfloat16(), boxes
+    return made
+
+
+def model_alone() -> Saved:
+    tensors = saved(Job()).tensors
+    return Saved({key: held for key, held in tensors.items() if key.startswith("model.")})
+
+
+LORA = {**BESIDE, "lora.weight": torch.zeros(3)}
+LONGER = {**BESIDE, "rotary.inv_freq": torch.zeros(9)}
+ONE_GROUP = [[*GROUPS[0], *GROUPS[1]]]
+THREE_GROUPS = [GROUPS[0][:1], GROUPS[0][1:], GROUPS[1]]
+REFUSED: list[tuple[Saved, type[StreamshardError], str]] = [
+    (without(saved(Job()), "norm.count"), DisagreementError, r"lacks what .* has: norm\.count"),
+    (saved(Job(), buffers=LORA), DisagreementError, r"the checkpoint .* lacks what is in it: lora"),
+    (saved(Job(), buffers=LONGER), DisagreementError, r"'rotary\.inv_freq' is \[9\], in .* \[8\]"),
+    (saved(Job(), groups=ONE_GROUP), StreamshardError, "are in one param group, in .* in two"),
+    (saved(Job(), groups=THREE_GROUPS), StreamshardError, "in .* they are in one param group"),
+    (saved(Job(), groups=GROUPS[:1]), StreamshardError, "is in no param group of it"),
+    (halved(), UnsupportedError, r"'embed\.bias' is bfloat16.*float32"),
+    (model_alone(), UnsupportedError, "holds no states of an optimizer"),
+]
+
+
+@pytest.mark.parametrize(("made", "kind", "message"), REFUSED)
+def test_what_does_not_fit_the_reference_is_refused(
+    made: Saved, kind: type[StreamshardError], message: str, tmp_path: Path
+) -> None:
+    reference = write(Job(), tmp_path / "like")
+    made.write(tmp_path / "dcp")
+    with pytest.raises(kind, match=f"dcp: .*{message}"):
+        streamshard.convert(tmp_path / "dcp", tmp_path / "o.zarr", like=reference)
+
+
+def test_a_reference_in_parts_is_refused(tmp_path: Path) -> None:
+    reference = write(Job(parts=2), tmp_path / "like")
+    saved(Job()).write(tmp_path / "dcp")
+    with pytest.raises(UnsupportedError, match="cut by tensor or pipeline parallelism"):
+        streamshard.convert(tmp_path / "dcp", tmp_path / "o.zarr", like=reference)
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+# With the job's config alone ----------------------------------------------------------------------
+
+CONFIG: dict[str, Any] = {
+    "train_batch_size": 6,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 2},
+    "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+}
+
+
+def model() -> nn.Sequential:
+    """Make a model whose tensors are all trained."""
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3))
+
+
+def by_shape(trained: nn.Module) -> torch.optim.Optimizer:
+    """Make param groups of matrices and of the rest, each in the model's order."""
+    params = list(trained.parameters())
+    groups = [
+        {"params": [p for p in params if p.ndim > 1], "lr": 0.25},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups)
+
+
+def trained_and_saved(
+    place: Path, trained: nn.Module, optimizer: torch.optim.Optimizer, *, flat: bool = False
+) -> dict[str, Any]:
+    """Train a step and save as torch does; returns the state dicts."""
+    trained(torch.randn(4, 5)).sum().backward()
+    optimizer.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    weights, states = get_state_dict(trained, optimizer, options=options)
+    save_distributed(
+        {"model": weights, "optimizer": states}, checkpoint_id=place / "dcp", no_dist=True
+    )
+    return {"model": weights, **states}
+
+
+def config_file(place: Path, **changes: object) -> Path:
+    """Write the job's config, with some sections replaced."""
+    path = place / "ds.json"
+    path.write_text(json.dumps({**CONFIG, **changes}))
+    return path
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_files_hold_what_was_saved(stage: int, tmp_path: Path) -> None:
+    trained = model()
+    wanted = trained_and_saved(tmp_path, trained, by_shape(trained))
+    config = config_file(tmp_path, zero_optimization={"stage": stage})
+    report = streamshard.repartition(
+        tmp_path / "dcp", tmp_path / "out", world_size=3, ds_config_file=config, verify=True
+    )
+    assert any("Made from the job's config" in note for note in report.notes)
+    assert streamshard.verify(tmp_path / "out", against=tmp_path / "dcp").is_good
+    shown = streamshard.inspect(tmp_path / "out")
+    assert (shown.world_size, shown.zero_stage, shown.tag) == (3, stage, "dcp")
+    assert [group.hyper_parameters["lr"] for group in shown.groups] == [0.25, 1e-3]
+    assert [group.hyper_parameters["weight_decay"] for group in shown.groups] == [0.01, 0.0]
+    with streamshard.open(tmp_path / "out") as found:
+        assert found.keys() == wanted["model"].keys()
+        for name, tensor in wanted["model"].items():
+            assert torch.equal(found[name].tensors["fp32"].torch(), tensor)
+            for state in ("exp_avg", "exp_avg_sq"):
+                assert torch.equal(found[name].tensors[state].torch(), wanted["state"][name][state])
+    (path,) = (tmp_path / "out" / "dcp").glob("*rank_0_mp_rank_00_optim_states.pt")
+    held = load(path)
+    assert held["ds_config"]["zero_optimization"]["stage"] == stage
+    assert held["optimizer_state_dict"]["loss_scaler"].cur_scale == 1.0
+
+
+class Frozen(nn.Sequential):
+    """A model with a buffer, a frozen weight and a tied one."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5))
+        self.register_buffer("count", torch.zeros(2))
+        self[1].bias.requires_grad_(False)
+        self[2].weight = self[0].weight
+
+
+class Widened(nn.Module):
+    """Casts inputs."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.bfloat16()
+
+
+def frozen(place: Path) -> None:
+    """Save a model not all of whose tensors are trained."""
+    trained = Frozen()
+    params = [param for param in trained.parameters() if param.requires_grad]
+    trained_and_saved(place, trained, torch.optim.AdamW(params))
+
+
+def backwards(place: Path) -> None:
+    """Save an optimizer that lists parameters in another order than the model."""
+    trained = model()
+    trained_and_saved(place, trained, torch.optim.AdamW(list(trained.parameters())[::-1]))
+
+
+def in_16_bits(place: Path) -> None:
+    trained = model().bfloat16()
+    whole = nn.Sequential(Widened(), trained)
+    trained_and_saved(place, whole, torch.optim.AdamW(trained.parameters()))
+
+
+def by_momentum(place: Path) -> None:
+    """Save another kind of optimizer."""
+    trained = model()
+    trained_and_saved(place, trained, torch.optim.SGD(trained.parameters(), momentum=0.5))
+
+
+def plain(place: Path, *, flat: bool = False) -> None:
+    """Save what a config suffices for, unless the optimizer is flattened, as torchtitan's is."""
+    trained = model()
+    trained_and_saved(place, trained, by_shape(trained), flat=flat)
+
+
+@pytest.mark.parametrize(
+    ("save", "changes", "message"),
+    [
+        (frozen, {}, "missing: whether count, 1.bias, 2.weight are frozen weights, buffers, or"),
+        (backwards, {}, "missing: the order of the parameters: its param groups have another one"),
+        (
+            partial(plain, flat=True),
+            {},
+            "missing: the order of the parameters: its optimizer is flattened",
+        ),
+        (in_16_bits, {}, r"missing: fp32 master weights of 1\.0\.weight"),
+        (by_momentum, {}, "missing: the hyper-parameters of torch's Adam"),
+        (plain, {"optimizer": {"type": "AdamW"}}, "missing: the kind of the optimizer"),
+        (plain, {"scheduler": {"type": "WarmupLR"}}, "missing: the state of the learning rate sch"),
+        (plain, {"fp16": {"enabled": True}, "bf16": {}}, "missing: the state of the loss scaler"),
+        (plain, {"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "keeps for bf16.bf16_"),
+        (plain, {"curriculum_learning": {}}, "missing: what an engine keeps for curriculum_lear"),
+        (plain, {"gradient_clipping": "auto"}, r'values that "auto" stands for \(gradient_clipp'),
+        (plain, {"zero_optimization": {}}, "missing: the ZeRO stage: the config sets none"),
+        (frozen, {"scheduler": {}}, "or tied to other weights; the state of the learning rate"),
+    ],
+)
+def test_what_is_missing_is_listed(
+    save: Callable[[Path], None], changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    save(tmp_path)
+    config = config_file(tmp_path, **changes)
+    with pytest.raises(UnsupportedError, match=f"{message}.*: give like=RUN"):
+        streamshard.repartition(
+            tmp_path / "dcp", tmp_path / "out", world_size=2, ds_config_file=config
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_a_config_the_message_names_it_where_it_may_do(tmp_path: Path) -> None:
+    plain(tmp_path)
+    with pytest.raises(UnsupportedError, match="ds_config_file= with the job's config may do"):
+        streamshard.convert(tmp_path / "dcp", tmp_path / "out.zarr")
+    with pytest.raises(UsageError, match="give world_size="):
+        streamshard.repartition(
+            tmp_path / "dcp", tmp_path / "out", ds_config_file=config_file(tmp_path)
+        )

@@ -1,0 +1,301 @@
+"""A path without a ZeRO checkpoint: the message says what it is, and what can be done with it."""
+
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import distributed
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import streamshard
+from streamshard.errors import IncompleteError, SourceError, SourceNotFoundError, UnsupportedError
+from tests.fabricated import write, write_dumps
+from tests.job import TAG, Job
+
+Content = dict[str, Any]
+WEIGHTS = {"a.weight": torch.arange(6.0).reshape(2, 3)}
+
+
+def test_an_empty_tag_directory(tmp_path: Path) -> None:
+    (tmp_path / TAG).mkdir()
+    (tmp_path / "latest").write_text(TAG)
+    with pytest.raises(IncompleteError, match="no DeepSpeed checkpoint files"):
+        streamshard.inspect(tmp_path)
+
+
+def universal(place: Path, stage: int = 2) -> Path:
+    """Make the tag directory that DeepSpeed's own converter makes."""
+    write(Job(stage=stage), place)
+    for path in (place / TAG).glob("*_optim_states.pt"):
+        path.unlink()
+    for name in ("embed.weight", "block.0.bias"):
+        param = place / TAG / "zero" / name
+        param.mkdir(parents=True)
+        for state in ("fp32", "exp_avg", "exp_avg_sq", "step"):
+            torch.save({"param": torch.zeros(3)}, param / f"{state}.pt")
+    torch.save({}, place / TAG / "zero" / "optimizer_state.pt")
+    return place / TAG
+
+
+def universal_run(place: Path) -> Path:
+    """Leave of a run only what the converter made."""
+    universal(place).rename(place / f"{TAG}_universal")
+    (place / "latest").unlink()
+    (place / "latest_universal").write_text(f"{TAG}_universal")
+    return place
+
+
+def fsdp(place: Path) -> Path:
+    """Save as FSDP does."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is .*uninitialized")
+        save_distributed({"model": WEIGHTS}, checkpoint_id=place, no_dist=True)
+    return place
+
+
+def megatron(place: Path) -> Path:
+    """Save as Megatron does by itself."""
+    shard = place / "iter_0000100" / "mp_rank_00"
+    shard.mkdir(parents=True)
+    torch.save({"model": WEIGHTS}, shard / "model_optim_rng.pt")
+    (place / "latest_checkpointed_iteration.txt").write_text("100")
+    return place
+
+
+def megatron_distributed(place: Path) -> Path:
+    """Save as Megatron's `dist_checkpointing` does."""
+    fsdp(place)
+    torch.save({}, place / "common.pt")
+    (place / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    return place
+
+
+def safetensors(place: Path) -> Path:
+    """Save a model as Hugging Face does."""
+    place.mkdir()
+    save_file(WEIGHTS, place / "model-00001-of-00001.safetensors")
+    (place / "config.json").write_text("{}")
+    return place
+
+
+def adapter(place: Path) -> Path:
+    """Save a PEFT adapter as it once was."""
+    place.mkdir()
+    torch.save(WEIGHTS, place / "adapter_model.bin")
+    return place
+
+
+def trainer_without_deepspeed(place: Path) -> Path:
+    """Save as HF Trainer does on its own."""
+    safetensors(place)
+    torch.save({"state": {}, "param_groups": []}, place / "optimizer.pt")
+    (place / "trainer_state.json").write_text("{}")
+    return place
+
+
+def dumps(place: Path) -> Path:
+    """Save the ranks' optimizers, raw."""
+    return write_dumps(write(Job(), place.with_name("of")), place).parent
+
+
+def save_fsdp2(place: Path, name: str = "{}_world_size_2_rank_0.pt") -> Path:
+    """Save the first of two ranks' files as verl does, from an FSDP2 model."""
+    place.mkdir(parents=True)
+    distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        model: Any = fully_shard(torch.nn.Linear(4, 6), mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        torch.save(model.state_dict(), place / name.format("model"))
+        torch.save(optimizer.state_dict(), place / name.format("optim"))
+    finally:
+        distributed.destroy_process_group()
+    return place
+
+
+def verl(place: Path) -> Path:
+    """Make a run directory of verl."""
+    save_fsdp2(place / "global_step_5" / "actor")
+    (place / "latest_checkpointed_iteration.txt").write_text("5")
+    return place
+
+
+def local_of_accelerate(place: Path) -> Path:
+    """Save as Accelerate does with LOCAL_STATE_DICT."""
+    place.mkdir()
+    torch.save(WEIGHTS, place / "pytorch_model_fsdp_rank0.bin")
+    return place
+
+
+def distributed_safetensors(place: Path) -> Path:
+    """Save as torch does with safetensors files of each rank."""
+    writer = HuggingFaceStorageWriter(str(place), save_distributed=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is .*uninitialized")
+        save_distributed(WEIGHTS, storage_writer=writer, no_dist=True)
+    return place
+
+
+UNIVERSAL = r"a DeepSpeed universal checkpoint.*load_universal.*that it was made from"
+DISTRIBUTED = r"one file of a distributed checkpoint of PyTorch"
+NOTHING_CUT = r"nothing in it depends on the count of ranks"
+DIRECTORIES: list[tuple[Callable[[Path], Path], str]] = [
+    (universal, UNIVERSAL),
+    (lambda place: universal(place, stage=3), UNIVERSAL),
+    (universal_run, UNIVERSAL),
+    (megatron, r"a checkpoint in Megatron's own format"),
+    (megatron_distributed, r"a checkpoint in Megatron's own format"),
+    (adapter, rf"a model's weights without an optimizer's state; {NOTHING_CUT}"),
+    (trainer_without_deepspeed, rf"saved without ZeRO; {NOTHING_CUT}"),
+    (verl, r"files of FSDP's ranks as verl saves them.*--local_dir \S*/global_step_5/actor --"),
+    (local_of_accelerate, r"files of FSDP's ranks as Accelerate saves.*SHARDED_STATE_DICT"),
+    (distributed_safetensors, r"a part of each tensor.*HuggingFaceStorageReader"),
+    (dumps, r"raw dumps of the optimizer; .*'\S*/optimizer\.\{rank:02d\}\.pt'"),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"), DIRECTORIES, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_directories_of_other_kinds(
+    make: Callable[[Path], Path], message: str, tmp_path: Path
+) -> None:
+    place = make(tmp_path / "given")
+    with pytest.raises(UnsupportedError, match=message) as refusal:
+        streamshard.repartition(place, tmp_path / "out", world_size=2)
+    assert str(refusal.value).startswith(str(place))
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_lies_beside_a_checkpoint_does_not_matter(tmp_path: Path) -> None:
+    run = write(Job(), tmp_path / "run")
+    universal(tmp_path / "other").rename(run / "universal")
+    (run / "latest_universal").write_text("universal")
+    save_file(WEIGHTS, run / "model.safetensors")
+    assert streamshard.inspect(run).tag == TAG
+    # Not even where it is all that is left in view: the tag is to be named then.
+    (run / "latest").unlink()
+    with pytest.raises(SourceNotFoundError, match=rf"Give the one in it: {run / TAG}$"):
+        streamshard.inspect(run)
+    assert streamshard.inspect(run / TAG).tag == TAG
+    save_file(WEIGHTS, run / TAG / "model.safetensors")
+    for path in (run / TAG).glob("*_optim_states.pt"):
+        path.unlink()
+    with pytest.raises(IncompleteError, match=r"no \*_optim_states.pt file.*copy them"):
+        streamshard.inspect(run / TAG)
+
+
+def trainer_output(place: Path, steps: Iterable[int]) -> Path:
+    """Make what HF Trainer leaves, with weights beside each checkpoint and at the end."""
+    place.mkdir()
+    for step in steps:
+        checkpoint = write(Job(), place / f"checkpoint-{step}", tag=f"global_step{step}")
+        save_file(WEIGHTS, checkpoint / "model.safetensors")
+        (checkpoint / "trainer_state.json").write_text(f'{{"global_step": {step}}}')
+    save_file(WEIGHTS, place / "model.safetensors")
+    return place
+
+
+def test_a_checkpoint_in_the_output_of_a_trainer_is_a_tag_of_it(tmp_path: Path) -> None:
+    out = trainer_output(tmp_path / "out", (10, 20))
+    found = streamshard.diff(out, out, tag="checkpoint-10", against_tag="checkpoint-20")
+    assert found.tags == ("global_step10", "global_step20")
+    (out / "checkpoint-10" / "latest").unlink()
+    shards = out / "checkpoint-10" / "global_step10"
+    with pytest.raises(SourceNotFoundError, match=rf"Give the one in it: {shards}$"):
+        streamshard.diff(out, out, tag="checkpoint-10", against_tag="checkpoint-20")
+    assert streamshard.inspect(shards).tag == "global_step10"
+
+
+def test_the_output_of_a_trainer_names_its_checkpoints_the_newest_first(tmp_path: Path) -> None:
+    out = trainer_output(tmp_path / "out", range(200, 2200, 200))
+    names = ", ".join(f"checkpoint-{step}" for step in range(2000, 400, -200))
+    message = f"Give one of the 10 checkpoints in it, such as {out}/checkpoint-2000: {names} and 2"
+    with pytest.raises(SourceNotFoundError, match=message):
+        streamshard.repartition(out, tmp_path / "made", world_size=3)
+
+
+def shard(place: Path) -> Path:
+    """Point at one of the ranks' files."""
+    return next((write(Job(), place) / TAG).glob("*_optim_states.pt"))
+
+
+def renamed_shard(place: Path) -> Path:
+    """Point at one under another name."""
+    return shard(place).rename(place / "rank0.pt")
+
+
+def lightning(place: Path) -> Path:
+    """Save as Lightning does without DeepSpeed."""
+    place.mkdir()
+    torch.save({"state_dict": WEIGHTS, "pytorch-lightning_version": "2.6"}, place / "last.ckpt")
+    return place / "last.ckpt"
+
+
+GIVE_DIRECTORY = r"one file of a DeepSpeed checkpoint; give its directory, \S*"
+FILES: list[tuple[Callable[[Path], Path], str]] = [
+    (shard, rf"{GIVE_DIRECTORY}{TAG}"),
+    (renamed_shard, GIVE_DIRECTORY),
+    (lambda place: write(Job(), place) / "latest", GIVE_DIRECTORY),
+    (
+        lambda place: dumps(place) / "optimizer.01.pt",
+        r"one rank's optimizer.*optimizer\.\{rank:02d",
+    ),
+    (lambda place: safetensors(place) / "model-00001-of-00001.safetensors", r"a model's weights"),
+    (lambda place: adapter(place) / "adapter_model.bin", r"a model's weights"),
+    (lambda place: next(fsdp(place).glob("*.distcp")), DISTRIBUTED),
+    (
+        lambda place: save_fsdp2(place) / "optim_world_size_2_rank_0.pt",
+        r"one of the files of FSDP's ranks",
+    ),
+    (lambda place: next(distributed_safetensors(place).iterdir()), r"one of the files of ranks"),
+    (lightning, r"a Lightning checkpoint in one file"),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"), FILES, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_single_files(make: Callable[[Path], Path], message: str, tmp_path: Path) -> None:
+    path = make(tmp_path / "given")
+    with pytest.raises(UnsupportedError, match=message) as refusal:
+        streamshard.inspect(path)
+    assert str(refusal.value).startswith(str(path))
+
+
+def test_a_file_that_is_nothing_known(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("nothing")
+    with pytest.raises(SourceNotFoundError, match=r"notes\.txt: a file; give the run directory"):
+        streamshard.inspect(tmp_path / "notes.txt")
+    (tmp_path / "broken.pt").write_bytes(b"nothing")
+    with pytest.raises(SourceError, match=r"broken\.pt: "):
+        streamshard.inspect(tmp_path / "broken.pt")
+
+
+def test_a_directory_that_is_nothing_known(tmp_path: Path) -> None:
+    (tmp_path / "broken.pt").write_bytes(b"nothing")
+    with pytest.raises(SourceNotFoundError, match="no 'latest' file and no shards in it"):
+        streamshard.inspect(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model", "optim"])
+def test_a_template_of_fsdp_s_files(name: str, tmp_path: Path) -> None:
+    place = save_fsdp2(tmp_path / "given")
+    with pytest.raises(UnsupportedError, match="files of FSDP's ranks as verl"):
+        streamshard.inspect(place / f"{name}_world_size_2_rank_{{rank}}.pt")
+
+
+def test_a_template_of_files_that_are_no_dumps(tmp_path: Path) -> None:
+    torch.save({"cpu": torch.get_rng_state()}, tmp_path / "rng_state_0.pth")
+    with pytest.raises(UnsupportedError, match="not a dump of an optimizer's state that ZeRO"):
+        streamshard.inspect(tmp_path / "rng_state_{rank}.pth")

@@ -1,0 +1,214 @@
+"""Checkpoints with anything in them changed: opened and planned, or refused; never another error.
+
+The changes are the same in every run. Each that was found to break something is kept as a test of
+its own, beside what it broke. Bytes of files are changed in `tests/fuzz`, reader by reader.
+"""
+
+import random
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import pytest
+
+import streamshard
+from streamshard.errors import StreamshardError
+from streamshard.formats.pickle.inert import Call, Global, Node
+from streamshard.formats.torch import torch_file
+from streamshard.formats.torch.torch_tensor import Storage
+from streamshard.formats.zarr.chunks import serialize_checksum
+from streamshard.operations.convert.convert import plan_convert
+from streamshard.operations.repartition.repartition import plan_repartition
+from tests.fabricated import client_state, write
+from tests.formats.test_torch_file import put_together
+from tests.job import EXPERTS, Job
+from tests.samples import sampled
+
+ROUNDS = 60
+"""Changes for each kind of checkpoint."""
+
+
+Stages = Sequence[int]
+
+
+def understood(source: Path, out: Path, stages: Stages, like: Path | None = None) -> bool:
+    """Tell whether a checkpoint is opened and all that can be done with it is planned."""
+    try:
+        ranks = streamshard.inspect(source, like=like).world_size
+        plan_repartition(source, out, world_size=2 * ranks, like=like)
+        for stage in stages:
+            plan_repartition(source, out, world_size=ranks, zero_stage=stage, like=like)
+        if not (source / "zarr.json").exists():
+            plan_convert(source, out, like=like)
+    except StreamshardError:
+        return False
+    return True
+
+
+def check_all(
+    files: list[Path],
+    change: Callable[[random.Random, bytes], bytes],
+    source: Path,
+    *,
+    one_in: int,
+    stages: Stages = (1, 2, 3),
+    like: Path | None = None,
+) -> None:
+    """Change one file at a time; some changes must do no harm, and some must be noticed."""
+    whole = {path: path.read_bytes() for path in files}
+    outcomes = []
+    out = source.with_name("out")
+    for number in range(0, ROUNDS, one_in):
+        chance = random.Random(f"{source.name}-{number}")
+        path = chance.choice(files)
+        path.write_bytes(change(chance, whole[path]))
+        outcomes.append(understood(source, out, stages, like))
+        path.write_bytes(whole[path])
+    assert understood(source, out, stages, like)
+    assert 0 < outcomes.count(False) < len(outcomes)
+
+
+# Values -------------------------------------------------------------------------------------------
+
+Place = tuple[Any, Any]
+"""Something that holds values, and where in it one is."""
+
+
+def places(root: Node) -> Iterator[Place]:
+    """Yield every place in a file's nodes at which another value could stand."""
+    seen: set[int] = set()
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, tuple):
+            stack += node
+        if id(node) in seen or not isinstance(node, dict | list | Call | Storage):
+            continue
+        seen.add(id(node))
+        if isinstance(node, dict):
+            yield from ((node, key) for key in node)
+            stack += node.values()
+        elif isinstance(node, list):
+            yield from ((node, index) for index in range(len(node)))
+            stack += node
+        elif isinstance(node, Call):
+            yield from ((node, index) for index in range(len(node.args)))
+            yield node, "state"
+            stack += [*node.args, node.state]
+        else:
+            yield node, "numel"
+
+
+def value_at(place: Place) -> Node:
+    holder, where = place
+    if isinstance(holder, Call):
+        return holder.state if where == "state" else holder.args[where]
+    return getattr(holder, where) if isinstance(holder, Storage) else holder[where]
+
+
+def put_at(place: Place, value: Node) -> None:
+    holder, where = place
+    if isinstance(holder, Storage):
+        holder.numel += 1
+    elif isinstance(holder, Call) and where == "state":
+        holder.state = value
+    elif isinstance(holder, Call):
+        holder.args = tuple(value if n == where else arg for n, arg in enumerate(holder.args))
+    else:
+        holder[where] = value
+
+
+VALUES: list[Callable[[], Node]] = [
+    lambda: None, lambda: -1, lambda: 0, lambda: 1, lambda: 1 << 62, lambda: 1 << 70, lambda: True,
+    lambda: 1.5, lambda: "x", lambda: b"x", list, dict, tuple, lambda: [[]],
+    lambda: Call(Global("os", "system"), ("x",)),
+]  # fmt: skip
+
+
+def changed_values(chance: random.Random, path: Path, data: bytes) -> bytes:
+    """Put something else in one or two places: any value, or the one of another place."""
+    root = torch_file.read(path, 0).root
+    for _ in range(chance.choice([1, 1, 2])):
+        found = list(places(root))
+        place = chance.choice(found)
+        if chance.random() < 0.2 and isinstance(place[0], dict | list):
+            del place[0][place[1]]
+        elif chance.random() < 0.3:
+            put_at(place, value_at(chance.choice(found)))
+        else:
+            put_at(place, chance.choice(VALUES)())
+    return put_together(torch_file.lay_out(torch_file.serialize(root), path.stem), data + bytes(64))
+
+
+JOBS: dict[str, tuple[Job, Stages]] = {
+    "1": (Job(stage=1), (1, 2, 3)),
+    "2": (Job(stage=2), (1, 2, 3)),
+    "3": (Job(stage=3), (1, 2, 3)),
+    "tensor": (Job(stage=2, parts=2), (1, 2, 3)),
+    "experts": (Job(world_size=4, experts=EXPERTS, expert_parallel=2), (1, 2)),
+    "muon": (Job(muon=(0,)), (1, 2)),
+    "elastic": (Job(elastic=True), (1, 2, 3)),
+}
+
+
+@sampled(3)
+@pytest.mark.parametrize("name", JOBS)
+def test_values_in_rank_files(tmp_path: Path, name: str, one_in: int) -> None:
+    job, stages = JOBS[name]
+    run = write(replace(job, client_state=client_state()), tmp_path / name)
+    like = write(replace(job, elastic=False), tmp_path / "like") if job.elastic else None
+    whole = {path.read_bytes(): path for path in run.rglob("*.pt")}
+
+    def change(chance: random.Random, data: bytes) -> bytes:
+        try:
+            return changed_values(chance, whole[data], data)
+        except StreamshardError:  # nested in itself, so that no pickler can write it
+            return data
+
+    check_all(sorted(whole.values()), change, run, one_in=one_in, stages=stages, like=like)
+
+
+# Stores -------------------------------------------------------------------------------------------
+
+OPCODES = (
+    b"().012aebcdstulRNQhjpqr}]\x81\x85\x86\x87\x88\x89\x8a\x8b\x8c\x8f\x90\x91\x92\x93\x94\xff"
+)
+NUMBERS = (0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)
+
+
+def changed_bytes(chance: random.Random, whole: bytes) -> bytes:
+    """Change a few bytes: flipped, made another opcode or number, taken out, repeated, moved."""
+    data = bytearray(whole)
+    for _ in range(chance.choice([1, 1, 1, 2, 4])):
+        at, other = (chance.randrange(len(data)) for _ in range(2))
+        count = chance.choice([1, 2, 5, 40])
+        match chance.randrange(6):
+            case 0 | 1:
+                data[at] ^= 1 << chance.randrange(8)
+            case 2:
+                data[at] = chance.choice(OPCODES)
+            case 3:
+                data[at : at + 4] = struct.pack("<I", chance.choice(NUMBERS))
+            case 4:
+                del data[at : at + count]
+            case 5:
+                data[at:at] = data[other : other + count]
+    return bytes(data)
+
+
+@sampled(3)
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("what", ["state", "manifest"])
+def test_bytes_of_a_store_s_metadata(tmp_path: Path, what: str, codec: str, one_in: int) -> None:
+    run = write(Job(stage=2, client_state=client_state()), tmp_path / "run")
+    store = tmp_path / f"{what}-{codec}.zarr"
+    streamshard.convert(run, store, codec=codec)
+
+    def change(chance: random.Random, data: bytes) -> bytes:
+        changed = changed_bytes(chance, data[:-4])
+        return changed + serialize_checksum(google_crc32c.value(changed))
+
+    check_all([store / "meta" / what / "c/0"], change, store, one_in=one_in)

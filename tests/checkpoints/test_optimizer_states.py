@@ -1,0 +1,287 @@
+"""States and hyper-parameters: what cannot be cut is said, what is a tensor stays one.
+
+States are fabricated as bitsandbytes and torchao keep them, which are too much to install for this.
+"""
+
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import streamshard
+from streamshard.errors import DisagreementError, SourceError, UnsupportedError
+from tests.comparing import both_roads
+from tests.fabricated import edit, optimizer_file, optimizer_state, wrapped, write
+from tests.job import Job
+
+States = dict[str, Any]
+Made = Callable[[int, int, int], States | None]
+"""Gets rank, group and the partition's length; None leaves the states as they are."""
+
+
+class OptimState8bit(Tensor):
+    """Stands in for torchao's: a tensor without data, that holds tensors."""
+
+    codes: Tensor
+    scale: Tensor
+    qmap: Tensor
+
+    @classmethod
+    def of(cls, codes: Tensor, scale: Tensor, qmap: Tensor) -> "OptimState8bit":
+        """Wrap what a state is quantised to."""
+        made: OptimState8bit = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+        made.codes, made.scale, made.qmap = codes, scale, qmap
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, *arguments: Any) -> Any:  # noqa: ANN401
+        raise NotImplementedError(arguments)
+
+
+@contextmanager
+def torchao() -> Iterator[None]:
+    """Let pickle find the stand-in under torchao's name."""
+    name = "torchao.optim.subclass_8bit"
+    parts = ["torchao", "torchao.optim", name]
+    for part in parts:
+        sys.modules[part] = types.ModuleType(part)
+    OptimState8bit.__module__ = name
+    sys.modules[name].OptimState8bit = OptimState8bit  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for part in parts:
+            del sys.modules[part]
+
+
+def bitsandbytes(numel: int) -> States:
+    """What AdamW8bit keeps of a tensor, by block of 256 elements."""
+    blocks = -(-numel // 256)
+    return {
+        "step": 7,
+        "state1": torch.arange(numel).to(torch.uint8),
+        "qmap1": torch.linspace(-1, 1, 256),
+        "state2": torch.arange(numel).to(torch.uint8),
+        "qmap2": torch.linspace(0, 1, 256),
+        "absmax1": torch.rand(blocks),
+        "absmax2": torch.rand(blocks),
+    }
+
+
+def bitsandbytes_of_today(numel: int) -> States:
+    """What the `state_dict` of newer versions makes of that."""
+    states = bitsandbytes(numel)
+    return {"step": states.pop("step"), "__bnb_optimizer_quant_state__": states}
+
+
+def torchao_8_bit(numel: int) -> States:
+    """What torchao's AdamW8bit keeps."""
+    codes = torch.arange(numel).to(torch.uint8)
+    made = OptimState8bit.of(codes, torch.rand(-(-numel // 256)), torch.linspace(-1, 1, 256))
+    return {"step": torch.tensor(7.0), "exp_avg": made, "exp_avg_sq": made}
+
+
+def adam(numel: int) -> States:
+    """What torch's Adam keeps."""
+    return {"step": torch.tensor(7.0), "exp_avg": torch.rand(numel)}
+
+
+REFUSED: dict[str, tuple[Callable[[int], States], str]] = {
+    "bitsandbytes": (bitsandbytes, r"'state1' of group 0 holds codes of uint8: 8-bit"),
+    "bitsandbytes-of-today": (
+        bitsandbytes_of_today,
+        r"'__bnb_optimizer_quant_state__' of group 0 is of type dict, .*quantised in blocks",
+    ),
+    "torchao": (
+        torchao_8_bit,
+        r"'exp_avg' of group 0 is of class torchao\.optim\.subclass_8bit\.OptimState8bit,",
+    ),
+    "fp8": (
+        lambda n: {"exp_avg": torch.zeros(n, dtype=torch.float8_e4m3fn)},
+        "'exp_avg' of group 0 holds codes of float8_e4m3fn",
+    ),
+    "4-bit": (
+        lambda n: {"exp_avg": torch.zeros(n // 2, dtype=torch.uint8)},
+        "'exp_avg' of group 0 has shape",
+    ),
+    "factored": (
+        lambda n: {"exp_avg_sq_row": torch.rand(5), "exp_avg_sq_col": torch.rand(n // 5)},
+        r"'exp_avg_sq_row' of group 0 has shape \(5,\)",
+    ),
+    "matrix": (lambda n: {"GG": torch.rand(3, 3)}, r"'GG' of group 0 has shape \(3, 3\)"),
+    "flat-but-for-an-axis": (
+        lambda n: {"exp_avg": torch.rand(1, n)},
+        r"'exp_avg' of group 0 has shape \(1, ",
+    ),
+    "list": (
+        lambda n: {"Q": [torch.rand(n), None]},
+        "'Q' of group 0 is of type list, which has tensors in it",
+    ),
+    "dict": (
+        lambda n: {"m": {"of": (torch.rand(n),)}},
+        "'m' of group 0 is of type dict, which has tensors in it",
+    ),
+    "sparse": (
+        lambda n: {"exp_avg": torch.eye(3).to_sparse()},
+        r"'exp_avg' of group 0 is of class torch\._utils\._rebuild_sparse_tensor",
+    ),
+    "numpy": (
+        lambda n: {"exp_avg": np.zeros(4096)},
+        r"'exp_avg' of group 0 is of class numpy\..* bytes, which is not a plain value",
+    ),
+    "numbers": (
+        lambda n: {"exp_avg": [0.5] * 200},
+        r"'exp_avg' of group 0 is of type list and takes 1,\d+ bytes, which is not a plain value",
+    ),
+}
+
+
+def with_states(job: Job, run_dir: Path, new: Made) -> Path:
+    """Save a job with other states of its optimizer."""
+    write(job, run_dir)
+    for rank in range(job.world_size):
+
+        def change(held: dict[str, Any], rank: int = rank) -> None:
+            states = wrapped(held["optimizer_state_dict"])["state"]
+            for group, own in states.items():
+                states[group] = new(rank, group, len(own["exp_avg"])) or own
+
+        with torchao():
+            edit(optimizer_file(run_dir, rank), change)
+    return run_dir
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("states", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_cut_is_named_with_the_file_and_what_to_do(
+    tmp_path: Path, states: Callable[[int], States], message: str, world_size: int, stage: int
+) -> None:
+    torch.manual_seed(0)
+    job = Job(stage=stage, world_size=world_size)
+    run = with_states(job, tmp_path / "run", lambda rank, group, numel: states(numel))
+    place = rf"{optimizer_file(run, 0)}: optimizer state "
+    with pytest.raises(UnsupportedError, match=place + message) as error:
+        streamshard.repartition(run, tmp_path / "out", world_size=3)
+    assert "as many ranks as saved it, or start the optimizer again" in str(error.value)
+    with pytest.raises(UnsupportedError, match=place + message):
+        streamshard.convert(run, tmp_path / "out.zarr")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+ONE_ELEMENT = Job(stage=3, groups=((("w", (3, 5)),), (("gain", (1,)),)), tied={})
+"""Where a rank holds one element of a group, shapes alone do not tell a scalar."""
+DIFFERING: list[tuple[Job, Made, type[SourceError], str]] = [
+    (
+        Job(),
+        lambda _, group, n: bitsandbytes(n) if group == 1 else None,
+        UnsupportedError,
+        "'state1' of group 1",
+    ),
+    (
+        Job(world_size=3),
+        lambda rank, _, n: adam(n if rank != 1 else n - 1),
+        UnsupportedError,
+        r"rank_1_.*: .*'exp_avg' of group 0 has shape",
+    ),
+    (
+        Job(),
+        lambda rank, _, n: adam(n) if rank else {**adam(n), "step": 7},
+        DisagreementError,
+        r"rank_0_.*'step' of group 0 is of type int",
+    ),
+    (
+        Job(),
+        lambda rank, _, n: {"step": torch.tensor(7.0 + rank)},
+        DisagreementError,
+        "'step' of group 0",
+    ),
+    (
+        ONE_ELEMENT,
+        lambda rank, _, n: {"max1": torch.rand(1) * 0, **adam(n)},
+        SourceError,
+        "'max1' of group 0 is a scalar, and in another",
+    ),
+]
+
+
+@pytest.mark.parametrize(("job", "states", "kind", "message"), DIFFERING)
+def test_ranks_and_groups_must_have_the_same_kind_of_states(
+    tmp_path: Path, job: Job, states: Made, kind: type[SourceError], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        streamshard.inspect(with_states(job, tmp_path / "run", states))
+
+
+def test_states_of_bitsandbytes_with_32_bits_are_like_any_other(tmp_path: Path) -> None:
+    run = with_states(
+        Job(),
+        tmp_path / "run",
+        lambda rank, group, n: {"step": 7, "state1": torch.rand(n), "state2": torch.rand(n)},
+    )
+    streamshard.repartition(run, tmp_path / "out", world_size=3)
+    state = wrapped(optimizer_state(tmp_path / "out", 2))["state"]
+    assert list(state[0]) == ["step", "state1", "state2"]
+
+
+def test_a_step_that_one_sub_group_has_alone(tmp_path: Path) -> None:
+    """A param group has one step, however many sub-groups stage 3 makes of it."""
+    run = with_states(
+        Job(stage=3, sub_group_size=20),
+        tmp_path / "run",
+        lambda rank, unit, n: {**adam(n), "step": torch.tensor(7.0 + (unit == 1))},
+    )
+    with pytest.raises(DisagreementError, match="sub-groups of a param group differ in state"):
+        streamshard.repartition(run, tmp_path / "out", world_size=3)
+
+
+def with_rates(job: Job, run_dir: Path, lr: Callable[[int], list[Tensor]]) -> Path:
+    """Save a job whose param groups have the learning rates that `lr` makes for a rank."""
+    write(job, run_dir)
+    for rank in range(job.world_size):
+
+        def change(held: dict[str, Any], rank: int = rank) -> None:
+            groups = wrapped(held["optimizer_state_dict"])["param_groups"]
+            for group, value in zip(groups, lr(rank), strict=True):
+                group["lr"] = value
+
+        edit(optimizer_file(run_dir, rank), change)
+    return run_dir
+
+
+def rates(run: Path, zero_stage: int) -> Iterator[list[Tensor]]:
+    """Yield the learning rates of every rank's param groups after either road to 3 ranks."""
+    for out in both_roads(run, world_size=3, zero_stage=zero_stage):
+        for rank in range(3):
+            yield [group["lr"] for group in wrapped(optimizer_state(out, rank))["param_groups"]]
+
+
+@pytest.mark.parametrize(("stage", "target"), [(2, 2), (2, 3), (3, 2), (3, 3)])
+def test_each_group_has_a_tensor_of_its_own(tmp_path: Path, stage: int, target: int) -> None:
+    job = Job(stage=stage, sub_group_size=20)
+    run = with_rates(job, tmp_path / "run", lambda _: [torch.tensor(0.1), torch.tensor(0.2)])
+    for first, second in rates(run, target):
+        assert torch.equal(first, torch.tensor(0.1))
+        first.fill_(7)
+        assert torch.equal(second, torch.tensor(0.2))
+
+
+def test_one_tensor_of_all_groups_stays_one(tmp_path: Path) -> None:
+    """As where a default is a tensor: a scheduler that fills one of them fills all."""
+    run = with_rates(Job(), tmp_path / "run", lambda _: [torch.tensor(0.1)] * 2)
+    for first, second in rates(run, 2):
+        first.fill_(7)
+        assert second.item() == 7
+
+
+def test_ranks_must_agree_about_tensors_of_param_groups(tmp_path: Path) -> None:
+    run = with_rates(Job(), tmp_path / "run", lambda rank: [torch.tensor(0.1 + rank)] * 2)
+    with pytest.raises(DisagreementError, match=r"rank_1_.*param groups"):
+        streamshard.inspect(run)

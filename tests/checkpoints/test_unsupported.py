@@ -1,0 +1,372 @@
+"""What cannot be resharded is refused by name, before anything is written.
+
+Each kind is a fabricated checkpoint that differs from a good one in what a real engine left behind
+when it was tried; the engines that run on CPU are asked in `tests/oracle/test_refused.py`. The good
+ones are read in `test_world_sizes`.
+"""
+
+import json
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import streamshard
+from streamshard.errors import DisagreementError, UnsupportedError, UsageError
+from tests.comparing import compare
+from tests.fabricated import DUMPS, edit_all, load, wrapped, write, write_dumps
+from tests.job import EXPERTS, TAG, Job
+
+Content = dict[str, Any]
+Edit = Callable[[Content], object]
+
+STAGE_3 = Job(stage=3, sub_group_size=30)
+SAVED_BY_2 = "Resume on the ranks that saved it"
+
+
+def zero(**settings: object) -> Edit:
+    """Have the config that the files keep say something of ZeRO."""
+    return lambda content: content["ds_config"]["zero_optimization"].update(settings)
+
+
+def config(**settings: object) -> Edit:
+    """Have the config that the files keep say something."""
+    return lambda content: content["ds_config"].update(settings)
+
+
+def write_config(place: Path, run_dir: Path, **zero_settings: object) -> Path:
+    """Write the config of a job like the one that saved, with other ZeRO settings."""
+    kept = load(next((run_dir / TAG).glob("*_optim_states.pt")))["ds_config"]
+    kept["zero_optimization"] |= zero_settings
+    path = place / "ds.json"
+    path.write_text(json.dumps(kept))
+    return path
+
+
+def without_states(*units: int) -> Edit:
+    """Leave out the states that an optimizer of its own has."""
+
+    def edit(content: Content) -> None:
+        for unit in units:
+            del wrapped(content["optimizer_state_dict"])["state"][unit]
+
+    return edit
+
+
+def swap_out(unit: int) -> Edit:
+    """Empty what NVMe offload swaps out."""
+
+    def edit(content: Content) -> None:
+        content["optimizer_state_dict"]["fp32_flat_groups"][unit] = torch.empty(0)
+        for key in ("exp_avg", "exp_avg_sq"):
+            wrapped(content["optimizer_state_dict"])["state"][unit][key] = torch.empty(0)
+
+    return edit
+
+
+def swap_files(run_dir: Path) -> None:
+    """Write what NVMe offload writes beside the shards."""
+    for rank in range(2):
+        place = run_dir / TAG / "offloaded_tensors" / f"rank{rank:02d}"
+        place.mkdir(parents=True)
+        for name in ("0_1", "exp_avg-0_1", "exp_avg_sq-0_1"):
+            (place / f"{name}.tensor.swp").write_bytes(bytes(1024))
+
+
+def add_lora(content: Content) -> None:
+    """Have a layer with a low-rank update, of whose frozen weight each rank has one half."""
+    content["module"] |= {
+        "proj.weight": torch.zeros(2 * 24, dtype=torch.bfloat16),
+        "proj.lora_weight_1.weight": torch.zeros(4, 8, dtype=torch.bfloat16),
+        "proj.lora_weight_2.weight": torch.zeros(12, 4, dtype=torch.bfloat16),
+    }
+
+
+def quantize(content: Content) -> None:
+    """Keep a frozen weight's shard as integers; DeepSpeed saves no scale with it."""
+    fragments = content["frozen_param_fragments"]
+    fragments["old.weight"] = fragments["old.weight"].to(torch.int8)
+
+
+def auto_expert_groups(content: Content) -> None:
+    """Tell how sub-groups are cut, as AutoEP does in stage 3."""
+    group = {"sub_group": 0, "partition_count": 2, "families": ["autoep_expert"]}
+    content["optimizer_state_dict"]["ds_zero_partition_groups"] = [group]
+
+
+def rename_experts(content: Content) -> None:
+    """Name the experts of all ranks alike, as AutoEP's fused ones are."""
+    mapping = content["optimizer_state_dict"]["param_slice_mappings"][-1]
+    for number, name in enumerate(list(mapping)):
+        mapping[f"mlp.experts.w{number}"] = mapping.pop(name)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Something that is refused, how its files differ from others, and what is said of it."""
+
+    name: str
+    job: Job
+    says: tuple[str, ...]
+    optimizer: tuple[Edit, ...] = ()
+    """Changes of every optimizer file."""
+    model: tuple[Edit, ...] = ()
+    both: tuple[Edit, ...] = ()
+    beside: Callable[[Path], object] = lambda run_dir: None
+    """Makes other files."""
+
+    def write(self, run_dir: Path) -> Path:
+        """Save such a checkpoint."""
+        write(self.job, run_dir)
+        for edit in (*self.optimizer, *self.both):
+            edit_all(run_dir, "*_optim_states.pt", edit)
+        for edit in (*self.model, *self.both):
+            edit_all(run_dir, "*rank_*_model_states.pt", edit)
+        self.beside(run_dir)
+        return run_dir
+
+
+MESH = config(data_parallel_size=2, sequence_parallel_size=2)
+NVME = {"device": "nvme", "nvme_path": "/local_nvme"}
+KINDS = [
+    Kind(
+        "nvme",
+        STAGE_3,
+        ("offloaded_tensors/rank00/0_1.tensor.swp", "swapped out to NVMe", SAVED_BY_2),
+        optimizer=(swap_out(0),),
+        both=(zero(offload_optimizer=NVME),),
+        beside=swap_files,
+    ),
+    Kind(
+        "nvme-without-its-swap-files",
+        STAGE_3,
+        ("rank_0_mp_rank_00_optim_states.pt: sub-group 1 is empty", "swapped out to NVMe"),
+        optimizer=(swap_out(1),),
+        both=(zero(offload_optimizer=NVME),),
+    ),
+    Kind(
+        "twin-flow",
+        STAGE_3,
+        ("no optimizer state of sub-groups [0]: offload_optimizer.ratio 0.6", "train until"),
+        optimizer=(without_states(0),),
+        both=(zero(offload_optimizer={"device": "cpu", "ratio": 0.6}),),
+    ),
+    Kind(
+        "twin-flow-everything",
+        STAGE_3,
+        ("no optimizer state of sub-groups [0, 1, 2]: offload_optimizer.ratio 0 ",),
+        optimizer=(without_states(0, 1, 2),),
+        both=(zero(offload_optimizer={"device": "cpu", "ratio": 0.0}),),
+    ),
+    Kind(
+        "super-offload",
+        STAGE_3,
+        ("no optimizer state of sub-groups [0, 1, 2]: SuperOffload", "super_offload", "train"),
+        optimizer=(without_states(0, 1, 2),),
+        both=(zero(offload_optimizer={"device": "cpu", "super_offload": True}),),
+    ),
+    *(
+        Kind(
+            f"zenflow-{stage}",
+            Job(stage=stage),
+            ("trained with ZenFlow", "matrices transposed", "engine.save_16bit_model()"),
+            both=(zero(zenflow={"topk_ratio": 0.1}),),
+        )
+        for stage in (1, 2, 3)
+    ),
+    Kind(
+        "mics",
+        STAGE_3,
+        ("trained with MiCS (mics_shard_size 2) on 8 ranks", "zero_to_fp32.py"),
+        both=(zero(mics_shard_size=2),),
+        model=(lambda content: content.update(dp_world_size=8),),
+    ),
+    Kind(
+        "mesh-of-sequences",
+        STAGE_3,
+        ("at ZeRO stage 3 with data_parallel_size 2 and sequence_parallel_size 2", "among 4 ranks"),
+        both=(MESH,),
+    ),
+    Kind(
+        "autoep",
+        Job(world_size=4, experts=EXPERTS, expert_parallel=2),
+        ("mp_rank_00_model_states.pt: trained with AutoEP ('ds_autoep_layers'", "ds_to_universal"),
+        model=(lambda content: content.update(ds_autoep_layers=[{"ep_size": 2}]),),
+    ),
+    Kind(
+        "autoep-of-0.19.2",
+        Job(world_size=4, experts=EXPERTS, expert_parallel=2),
+        ("trained with AutoEP ('autoep_layers' says so)", "ds_to_universal"),
+        model=(lambda content: content.update(autoep_layers=[{"ep_size": 2}]),),
+    ),
+    Kind(
+        "autoep-stage-3",
+        STAGE_3,
+        ("optim_states.pt: trained with AutoEP ('ds_zero_partition_groups' says so)",),
+        optimizer=(auto_expert_groups,),
+    ),
+    Kind(
+        "experts-without-numbers",
+        Job(world_size=4, experts=EXPERTS, expert_parallel=2),
+        ("'mlp.experts.w0' is of experts without numbers, as of AutoEP",),
+        optimizer=(rename_experts,),
+    ),
+    *(
+        Kind(
+            f"sharded-base-weights-{stage}",
+            Job(stage=stage),
+            ("'proj.weight' has 48 of 96 elements", "base_weight_sharding", "exclude_frozen"),
+            model=(add_lora,),
+        )
+        for stage in (1, 2)
+    ),
+    Kind(
+        "quantised-frozen-weights",
+        Job(stage=3),
+        (
+            "weight of 'old.weight' is kept as int8 for bfloat16",
+            "zero_quantized_nontrainable_weights",
+            "exclude_frozen_parameters=True",
+        ),
+        model=(quantize,),
+        both=(zero(zero_quantized_nontrainable_weights=True),),
+    ),
+    Kind(
+        "optimizer-twice",
+        Job(stage=1),
+        ("holds an optimizer's state next to the ranks' own files", "Train with stage 1"),
+        optimizer=(lambda content: content["optimizer_state_dict"].pop("zero_stage"),),
+        model=(lambda content: content.update(optimizer={"clip_grad": 1.0}, module=None),),
+        both=(zero(stage=0),),
+    ),
+]
+
+
+VERBS: dict[str, Callable[[Path, Path], object]] = {
+    "inspect": lambda run, out: streamshard.inspect(run),
+    "convert": streamshard.convert,
+    "repartition": lambda run, out: streamshard.repartition(run, out, world_size=4),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_each_kind_is_refused_by_name(kind: Kind, tmp_path: Path) -> None:
+    run = kind.write(tmp_path / "run")
+    for verb in VERBS.values():
+        with pytest.raises(UnsupportedError) as refusal:
+            verb(run, tmp_path / "out")
+        assert [text for text in kind.says if text not in str(refusal.value)] == []
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+DUMPED = {
+    "nvme": ("sub-group 0 is empty", "swapped out to NVMe"),
+    "twin-flow": ("no optimizer state of sub-groups [0], while others have it", "super_offload"),
+    "autoep-stage-3": ("'ds_zero_partition_groups' says so",),
+    "experts-without-numbers": ("experts without numbers",),
+}
+
+
+@pytest.mark.parametrize("name", DUMPED)
+def test_raw_dumps_are_refused_for_what_they_show(name: str, tmp_path: Path) -> None:
+    kind = next(kind for kind in KINDS if kind.name == name)
+    template = write_dumps(kind.write(tmp_path / "run"), tmp_path / "dumps")
+    like = write(kind.job, tmp_path / "like") if kind.job.stage == 3 else None
+    with pytest.raises(UnsupportedError) as refusal:
+        streamshard.repartition(template, tmp_path / "out" / DUMPS, world_size=4, like=like)
+    assert [text for text in DUMPED[name] if text not in str(refusal.value)] == []
+    assert not (tmp_path / "out").exists()
+
+
+# What looks like it and is whole ------------------------------------------------------------------
+
+
+def before_the_first_step(content: Content) -> None:
+    """Have neither a state nor a count of steps."""
+    if "module" in content:
+        content.update(global_steps=3, skipped_steps=3)
+    else:
+        wrapped(content["optimizer_state_dict"])["state"].clear()
+
+
+def test_before_0_15_the_sizes_of_a_mesh_say_nothing(tmp_path: Path) -> None:
+    run = write(STAGE_3, tmp_path / "run")
+    for edit in (MESH, lambda content: content.update(ds_version="0.14.5")):
+        edit_all(run, "*.pt", edit)
+    streamshard.repartition(run, tmp_path / "out", world_size=4)
+
+
+@pytest.mark.parametrize(
+    "offload",
+    [{"device": "cpu", "ratio": 0.3}, {"device": "cpu", "super_offload": True}],
+    ids=lambda offload: list(offload)[1],
+)
+def test_no_state_is_missed_that_was_never_made(offload: Content, tmp_path: Path) -> None:
+    run = write(STAGE_3, tmp_path / "run")
+    edit_all(run, "*.pt", zero(offload_optimizer=offload))
+    edit_all(run, "*.pt", before_the_first_step)
+    assert streamshard.inspect(run).groups[0].states == {}
+
+
+def test_nvme_offload_that_swapped_nothing_is_resharded(tmp_path: Path) -> None:
+    """Sub-groups too small for it stay in the files; the directories beside them are empty then."""
+    run = write(STAGE_3, tmp_path / "run")
+    edit_all(run, "*.pt", zero(offload_optimizer=NVME))
+    (run / TAG / "offloaded_tensors" / "rank00").mkdir(parents=True)
+    with pytest.raises(UsageError, match=r"kept in the checkpoint has .*nvme.*ds_config_file="):
+        streamshard.repartition(run, tmp_path / "out", world_size=3)
+    wanted = write(replace(STAGE_3, world_size=3, garbage=False), tmp_path / "wanted")
+    config_file = write_config(tmp_path, wanted)
+    streamshard.repartition(run, tmp_path / "out", world_size=3, ds_config_file=config_file)
+    compare(tmp_path / "out" / TAG, wanted / TAG)
+
+
+def test_mics_over_all_ranks_is_plain_stage_3(tmp_path: Path) -> None:
+    run = write(STAGE_3, tmp_path / "run")
+    edit_all(run, "*.pt", zero(mics_shard_size=2))
+    assert streamshard.inspect(run).world_size == 2
+
+
+def test_a_missing_rank_is_not_taken_for_mics(tmp_path: Path) -> None:
+    run = write(replace(STAGE_3, world_size=4), tmp_path / "run")
+    for rank in (2, 3):
+        for path in (run / TAG).glob(f"*zero_pp_rank_{rank}_*"):
+            path.unlink()
+    with pytest.raises(DisagreementError, match="saved by 4 ranks, but there are 2"):
+        streamshard.inspect(run)
+
+
+def test_whole_base_weights_of_a_low_rank_update_are_read(tmp_path: Path) -> None:
+    run = write(Job(stage=2), tmp_path / "run")
+
+    def whole(content: Content) -> None:
+        add_lora(content)
+        content["module"]["proj.weight"] = torch.zeros(12, 8, dtype=torch.bfloat16)
+
+    edit_all(run, "mp_rank_00_model_states.pt", whole)
+    streamshard.inspect(run)
+
+
+def test_names_of_the_fast_writer_are_explained_and_the_advice_works(tmp_path: Path) -> None:
+    run = write(Job(stage=2), tmp_path / "run")
+    files = sorted((run / TAG).glob("*.pt"))
+    for path in files:
+        path.rename(f"{path}-0.1")
+    with pytest.raises(UnsupportedError, match="fast checkpoint writer") as refusal:
+        streamshard.inspect(run)
+    _, _, advice = str(refusal.value).partition("in that directory: ")
+    subprocess.run(["bash", "-c", advice], cwd=run / TAG, check=True)
+    assert sorted((run / TAG).glob("*.pt")) == files
+    assert streamshard.inspect(run).world_size == Job(stage=2).world_size
+
+
+def test_a_part_that_the_fast_writer_wrote_is_refused(tmp_path: Path) -> None:
+    run = write(Job(stage=2), tmp_path / "run")
+    for path in (run / TAG).glob("*.pt"):
+        path.rename(f"{path}-1.4")
+    with pytest.raises(UnsupportedError, match=r'parts are not supported.*"type": "python"'):
+        streamshard.inspect(run)

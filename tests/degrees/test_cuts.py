@@ -1,0 +1,549 @@
+"""How parameters are cut: by lists of patterns, by a file of rules, or as AutoTP would cut them."""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.checkpoint.ds_to_universal import merge_tp_slices
+from deepspeed.module_inject.tp_shard import AutoTPMeta, get_shard_size_list
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import streamshard
+from streamshard.cli.main import main
+from streamshard.errors import (
+    CorruptFileError,
+    DisagreementError,
+    StreamshardError,
+    UnsupportedError,
+    UsageError,
+)
+from streamshard.formats.deepspeed.model_parallel.categories import Categories
+from streamshard.formats.deepspeed.model_parallel.cut_rules import CutRules, read_rules
+from streamshard.formats.deepspeed.model_parallel.name_patterns import NamePatterns
+from streamshard.formats.deepspeed.model_parallel.recomputed_widths import WidthRule
+from streamshard.layout.model_cut import ModelCut
+from tests.comparing import compare
+from tests.documents import blocks, page
+from tests.fabricated import write
+from tests.fabricated_parts import TensorJob, edit_parts, with_degree
+from tests.job import TAG, Job
+
+# By lists of patterns -----------------------------------------------------------------------------
+
+Info = dict[str, Any]
+NAME = "language_model.encoder.layers.11.mlp.weight"
+LAYERS = r"language_model.encoder.layers.\d+."
+"""As Megatron-DeepSpeed begins its patterns."""
+MLP = f"{LAYERS}mlp"
+REPLICATED = "tp_replicated_parameter_patterns"
+ROWS = "parameter_with_row_parallelism_patterns"
+HALVES = "parameter_with_2_sub_params_cat_dim_0"
+WIDTHS = "sub_param_shard_widths"
+UNSUPPORTED = "autotp_unsupported_parameter_patterns"
+VERSION = "universal_checkpoint_version"
+EQUAL = {0: (4, 2), 1: (4, 2)}
+
+
+def subs(shape: tuple[Any, ...], dimension: int) -> Info:
+    entry = {"patterns": [MLP], "shape": shape, "partition_dim": dimension}
+    return {"parameter_with_sub_params": [entry]}
+
+
+def widths(*of_subs: list[int]) -> Info:
+    return {VERSION: 0.4, WIDTHS: {MLP: list(of_subs)}}
+
+
+CUTS: dict[str, tuple[Info, list[tuple[int, ...]]]] = {
+    "replicated": ({REPLICATED: [f"{MLP}.weight"]}, [(3, 2)] * 3),
+    "default": ({REPLICATED: ["other"]}, [(3, 2), (1, 2), (4, 2)]),
+    "rows": ({ROWS: [MLP]}, [(3, 2), (3, 1), (3, 4)]),
+    "halves": ({HALVES: [MLP]}, [(4, 2), (2, 2)]),
+    "widths": (subs(((5, 3), 2), 0) | widths([3, 2], [1, 2]), [(4, 2), (4, 2)]),
+    "widths in a view": (
+        subs(((5, 3), -1), 0) | widths([3, 2], [1, 2]),
+        [(4, 2, 3), (4, 2, 3)],
+    ),
+    "widths of columns": (
+        subs((-1, (3, 3)), 1) | widths([1, 1, 1], [2, 0, 1]),
+        [(2, 3), (2, 1), (2, 2)],
+    ),
+    "an early count": (subs((3, -1), 0), [(6, 2), (6, 2)]),
+    "early sizes": (subs(((4, 2), 3), 0), [(3, 3), (3, 3)]),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_parts_are_put_together_as_deepspeed_does(tmp_path: Path, name: str) -> None:
+    info, shapes = CUTS[name]
+    shards = [torch.rand(shape) for shape in shapes]
+    if name == "replicated":
+        shards = shards[:1] * len(shards)
+    for rank, shard in enumerate(shards):
+        place = tmp_path / "slices" / NAME / str(rank)
+        place.mkdir(parents=True)
+        for state in ("fp32", "exp_avg", "exp_avg_sq"):
+            torch.save(shard.flatten(), place / f"{state}.00")
+    (tmp_path / "merged" / NAME).mkdir(parents=True)
+    both = str(tmp_path / "merged"), str(tmp_path / "slices")
+    merge_tp_slices(info, *both, len(shards), (NAME, list(map(torch.Size, shapes))))
+    wanted = torch.load(tmp_path / "merged" / NAME / "fp32.pt", weights_only=False)["param"]
+
+    cut = Categories(info).cut(NAME, dict(enumerate(shapes)), len(shapes))
+    assert torch.equal(put_together(cut, shards).flatten(), wanted.flatten())
+
+
+def put_together(cut: ModelCut, shards: list[Tensor]) -> Tensor:
+    whole = torch.full(cut.shape, torch.nan)
+    columns = cut.rank.tolist(), cut.whole.tolist(), cut.own.tolist(), cut.sizes.tolist()
+    for rank, at, own, sizes in zip(*columns, strict=True):
+        shape = cut.shards[rank]
+        assert shape is not None
+        whole[box(at, sizes)] = shards[rank].view(shape)[box(own, sizes)]
+    return whole
+
+
+def box(corner: list[int], sizes: list[int]) -> tuple[slice, ...]:
+    return tuple(slice(at, at + size) for at, size in zip(corner, sizes, strict=True))
+
+
+def test_a_vocabulary_keeps_its_padding() -> None:
+    """DeepSpeed cuts it off and adds zeros: its rows are trained with all others."""
+    info = {
+        "vocabulary_parameter_patterns": [NAME],
+        "original_vocab_size": 5,
+        REPLICATED: ["other"],
+    }
+    assert Categories(info).cut(NAME, EQUAL, 2).shape == (8, 2)
+
+
+OTHER = {0: (4, 2), 1: (2, 2)}
+NOT_SO = "is [4, 2] and [2, 2] on its ranks, which is not how 'universal_checkpoint_info' has it"
+TWICE = {REPLICATED: [MLP, f"{MLP}.weight"]}
+NO_SHAPE = {"parameter_with_sub_params": [{"patterns": [NAME], "partition_dim": 0}]}
+SUBS = subs(((5, 3), 2), 0)
+NO_WIDTHS = "has not its widths on 2 ranks"
+Refusal = tuple[Info, Mapping[int, tuple[int, ...]], type[StreamshardError], str]
+REFUSED: dict[str, Refusal] = {
+    "averaged": ({"parameter_to_average_patterns": [NAME]}, OTHER, DisagreementError, NOT_SO),
+    "unsupported": (
+        {UNSUPPORTED: {MLP: "odd"}},
+        EQUAL,
+        UnsupportedError,
+        "cannot be re-cut: 'odd'",
+    ),
+    "version": (
+        {VERSION: 0.5},
+        EQUAL,
+        UnsupportedError,
+        "0.5, not 0.4 or earlier; use a newer str",
+    ),
+    "two patterns": (TWICE, EQUAL, DisagreementError, "is matched by several patterns"),
+    "another shape": ({REPLICATED: [NAME]}, OTHER, DisagreementError, NOT_SO),
+    "both": ({}, {0: (4, 2), 1: (4, 3)}, DisagreementError, "[4, 2] and [4, 3]"),
+    "rows": ({ROWS: [NAME]}, {0: (4,), 1: (4,)}, DisagreementError, "(cut along dimension 1)"),
+    "odd halves": (
+        {HALVES: [NAME]},
+        {0: (3, 2), 1: (3, 2)},
+        DisagreementError,
+        "(parts of 4 in a dimension of 6)",
+    ),
+    "a rank without it": ({}, {1: (4, 2)}, UnsupportedError, "is on 1 of the 2"),
+    "no widths": (subs((3, -1), 0) | {VERSION: 0.4}, EQUAL, DisagreementError, NO_WIDTHS),
+    "of 3 ranks": (SUBS | widths([3, 1, 1], [1, 1, 1]), EQUAL, DisagreementError, NO_WIDTHS),
+    "widths below 0": (SUBS | widths([6, -1], [1, 2]), EQUAL, CorruptFileError, "are not sizes"),
+    "an early uneven one": (SUBS, EQUAL, DisagreementError, "of [5, 3] on 2 ranks, in unequal par"),
+    "another view": (subs(((4, 4), 3), 0), EQUAL, CorruptFileError, "has 16 elements, and not the"),
+    "no shape": (NO_SHAPE, EQUAL, CorruptFileError, "no shape and dimension of one"),
+    "a list of widths": ({WIDTHS: [[1, 2]]}, EQUAL, CorruptFileError, f"'{WIDTHS}' is"),
+    "a list of reasons": ({UNSUPPORTED: ["a"]}, EQUAL, CorruptFileError, "not a dict by patterns"),
+    "sizes that are none": (subs(("a", -1), 0), EQUAL, CorruptFileError, "are not sizes"),
+    "no list": ({REPLICATED: "all"}, EQUAL, CorruptFileError, "is 'all', not a list of patterns"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_lists_do_not_tell_is_refused(name: str) -> None:
+    info, shapes, kind, message = REFUSED[name]
+    with pytest.raises(kind, match=re.escape(message)):
+        Categories(info).cut(NAME, shapes, 2)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["(a+)+$", "a{1,9}", "x|y", "^", r"\d+.\d+.\w*.*", "[a-z", "a**", "\\", r"\1", "a" * 600],
+)
+def test_a_pattern_that_may_run_for_ever_is_not_run(pattern: str) -> None:
+    with pytest.raises(UnsupportedError, match="is not a pattern of names that is run here"):
+        NamePatterns({pattern: 1})
+
+
+def test_patterns_match_from_the_beginning_as_those_of_deepspeed() -> None:
+    found = NamePatterns({r"^a\.b$": 1, r"\d+.norm": 2, "[xyz]?q": 3})
+    names = ["a.b", "axb", "a.b.c", "12.norm.weight", "0xnorm", "a.12.norm", "xq", "wq"]
+    assert [found.find(name) for name in names] == [1, None, None, 2, 2, None, 3, None]
+    with pytest.raises(UnsupportedError, match="a name of 600 characters"):
+        found.find("a" * 600)
+
+
+LISTED = TensorJob(parts=2, world_size=3, in_lists=True).told()
+RULES_OF_LISTED = r"""
+embed\.weight: split 0
+block\.0\.attn.weight: split 1
+block\.0\.mlp: split 2
+block\.0\.bias: split 0
+embed\.bias: replicated
+block\.1\.bias: replicated
+old.*: replicated
+"""
+
+
+def test_a_tensor_that_no_list_has_may_not_be_the_same_on_all_ranks(tmp_path: Path) -> None:
+    run, out = write(LISTED, tmp_path / "run"), tmp_path / "out"
+    unlisted = f"^{re.escape('block.1.bias')}$"
+    edit_parts(run, lambda held: held["universal_checkpoint_info"][REPLICATED].remove(unlisted))
+    message = r"'block\.1\.bias' is the same on all ranks, and no list says"
+    with pytest.raises(UnsupportedError, match=message):
+        streamshard.repartition(run, out, world_size=2, tensor_parallel=1)
+    with pytest.raises(UnsupportedError, match=message):
+        streamshard.export(run, out)
+    # What the message advises.
+    rules = tmp_path / "cut.rules"
+    rules.write_text(RULES_OF_LISTED)
+    streamshard.repartition(run, out, world_size=2, tensor_parallel=1, cut_rules_file=rules)
+    whole = write(with_degree(LISTED, 1, 2), tmp_path / "whole")
+    compare(out / TAG, whole / TAG)
+    # A reference finds out that it is a copy.
+    with pytest.raises(DisagreementError, match=r"'block\.1\.bias' is not the same tensor as in"):
+        streamshard.repartition(run, tmp_path / "none", world_size=2, tensor_parallel=1, like=whole)
+
+
+def test_a_part_may_be_the_same_on_all_ranks_where_a_reference_says_that_it_is_one(
+    tmp_path: Path,
+) -> None:
+    cuts = {**LISTED.cuts, "block.1.bias": (0, (4,))}
+    groups = tuple(
+        tuple((name, (4,) if name == "block.1.bias" else shape) for name, shape in group)
+        for group in LISTED.groups
+    )
+    job = replace(LISTED, cuts=cuts, groups=groups, client_state={}, constant="block.1.bias").told()
+    run, out = write(job, tmp_path / "run"), tmp_path / "out"
+    whole = write(with_degree(job, 1, 2), tmp_path / "whole")
+    with pytest.raises(UnsupportedError, match="is the same on all ranks"):
+        streamshard.export(run, tmp_path / "exported")
+    streamshard.repartition(run, out, world_size=2, tensor_parallel=1, like=whole)
+    compare(out / TAG, whole / TAG)
+    streamshard.export(out, tmp_path / "exported")
+
+
+def test_parts_are_opened_one_by_one_where_lists_do_not_fit(tmp_path: Path) -> None:
+    run = write(LISTED, tmp_path / "run")
+    edit_parts(run, lambda held: held["universal_checkpoint_info"][ROWS].append(r"block\.0\.bias"))
+    with pytest.raises(DisagreementError, match=r"'block\.0\.bias' is \[4\] and \[3\] on its rank"):
+        streamshard.export(run, tmp_path / "out")
+    with streamshard.open(run) as ckpt:
+        assert "mp_rank_01/block.0.bias" in ckpt
+
+
+# By a file of rules -------------------------------------------------------------------------------
+
+RULES = r"""
+# Each as the job's own code cuts it.
+embed\.weight: split 0
+block\.\d+\.attn.weight: split 1
+block.0.mlp: sub 2 [4, 8]
+
+block.0.bias: split 0
+embed\.bias:replicated
+block.1.bias: replicated
+old.*: replicated
+"""
+TWO = TensorJob(
+    parts=2,
+    world_size=3,
+    groups=(
+        (("embed.weight", (11, 4)), ("block.0.attn.weight", (6, 9)), ("block.0.mlp", (3, 2, 12))),
+        (("embed.bias", (1,)), ("block.0.bias", (7,)), ("block.1.bias", (2,))),
+    ),
+    cuts={
+        "embed.weight": (0, (11,)),
+        "block.0.attn.weight": (1, (9,)),
+        "block.0.mlp": (2, (4, 8)),
+        "block.0.bias": (0, (7,)),
+    },
+).told()
+
+
+def untold(run: Path) -> Path:
+    """Take away what model files tell of the cut."""
+    edit_parts(run, lambda held: held.pop("universal_checkpoint_info", None))
+    return run
+
+
+@pytest.fixture
+def rules(tmp_path: Path) -> Path:
+    path = tmp_path / "cut.rules"
+    path.write_text(RULES)
+    return path
+
+
+@pytest.mark.parametrize("degree", [1, 4])
+def test_a_job_that_cuts_its_layers_itself_changes_its_degree(
+    tmp_path: Path, rules: Path, degree: int
+) -> None:
+    run = untold(write(TWO, tmp_path / "run"))
+    wanted = untold(write(with_degree(TWO, degree, 2), tmp_path / "wanted"))
+    options: dict[str, Any] = {"cut_rules_file": rules, "world_size": 2 * degree}
+    if degree > 1:
+        with pytest.raises(UsageError, match="say here like=RUN as well"):
+            streamshard.repartition(run, tmp_path / "out", tensor_parallel=degree, **options)
+        options["like"] = wanted
+    streamshard.repartition(run, tmp_path / "out", tensor_parallel=degree, verify=True, **options)
+    compare(tmp_path / "out" / TAG, wanted / TAG)
+    options |= {"like": run, "world_size": 6}
+    streamshard.repartition(tmp_path / "out", tmp_path / "back", tensor_parallel=2, **options)
+    compare(tmp_path / "back" / TAG, run / TAG)
+
+
+def test_rules_put_whole_tensors_together(tmp_path: Path, rules: Path) -> None:
+    run = untold(write(TWO, tmp_path / "run"))
+    whole = write(with_degree(TWO, 1, 3), tmp_path / "whole")
+    with pytest.raises(UnsupportedError, match="Tell it with cut_rules_file="):
+        streamshard.export(run, tmp_path / "none")
+    streamshard.export(run, tmp_path / "a", cut_rules_file=rules)
+    streamshard.export(whole, tmp_path / "b")
+    found, wanted = ((tmp_path / out / "model.safetensors").read_bytes() for out in "ab")
+    assert found == wanted
+
+
+def test_rules_take_the_place_of_what_files_tell(tmp_path: Path, rules: Path) -> None:
+    run, wrong = write(TWO, tmp_path / "run"), tmp_path / "wrong"
+    wrong.write_text(RULES.replace("attn.weight: split 1", "attn.weight: replicated"))
+    with pytest.raises(DisagreementError, match=r"which is not how .*wrong has it"):
+        streamshard.export(run, tmp_path / "out", cut_rules_file=wrong)
+    streamshard.export(run, tmp_path / "out", cut_rules_file=rules)
+
+
+def test_copies_must_be_equal(tmp_path: Path, rules: Path) -> None:
+    drifted = replace(TWO, changed=("fp32", "block.1.bias", 1))
+    run = untold(write(drifted, tmp_path / "run"))
+    with pytest.raises(DisagreementError, match=r"fp32 of block\.1\.bias: 1 of 2 elements differ"):
+        streamshard.export(run, tmp_path / "out", cut_rules_file=rules)
+
+
+def test_rules_in_the_page_are_rules() -> None:
+    (shown,) = (block for block in blocks(page("resume"), "text") if "replicated" in block)
+    rules = CutRules(shown, "cut.rules")
+    for name, shape, whole in (
+        ("layers.0.norm.weight", (8,), (8,)),
+        ("embed.weight", (16, 8), (32, 8)),
+        ("layers.0.attn.qkv.weight", (3072, 8), (6144, 8)),
+        ("layers.10.attn.dense.weight", (8, 4), (8, 8)),
+    ):
+        assert rules.cut(name, {0: shape, 1: shape}, 2).shape == whole
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("embed: whole", "line 2: 'embed: whole' is no rule"),
+        ("embed", "line 2: 'embed' is no rule"),
+        (": split 0", "line 2: ': split 0' is no rule"),
+        ("embed: split", "is no rule"),
+        ("embed: sub 0 []", "is no rule"),
+        ("embed: sub 0 4, 8", "is no rule"),
+        ("(a|b)+: split 0", "is not a pattern of names that is run here"),
+    ],
+)
+def test_lines_that_are_no_rules_are_refused(line: str, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        CutRules(f"# rules\n{line}\n", "cut.rules")
+
+
+BOTH = {0: (2,), 1: (2,)}
+
+
+@pytest.mark.parametrize(
+    ("rule", "shards", "kind", "message"),
+    [
+        ("other: split 0", BOTH, UsageError, "cut.rules: no rule is for 'a'"),
+        ("a: split 1", BOTH, DisagreementError, "(cut along dimension 1)"),
+        ("a: sub 0 [3, 1]", BOTH, DisagreementError, "[3, 1] on 2 ranks, in unequal"),
+        ("a: sub 0 [4]", {0: (3,), 1: (3,)}, DisagreementError, "(parts of 4 in a dimension of 6)"),
+        ("a: replicated", {0: (3,), 1: (2,)}, DisagreementError, "is [3] and [2] on its ranks"),
+        ("a: split 0", {1: (3,)}, UnsupportedError, "is on 1 of the 2 tensor-parallel ranks"),
+        ("a: split 0\na.*: split 0\n.: split 0", BOTH, UsageError, "match 'a': 'a' and 'a.*'; lea"),
+        ("^a$: split 0\n\\S: split 0", BOTH, UsageError, r"match 'a': '^a$' and '\S'; leave one"),
+        ("^a$: split 0\n^a$: split 1", BOTH, UsageError, "'a' is matched by two patterns; leave"),
+    ],
+)
+def test_rules_that_do_not_fit_are_refused(
+    rule: str, shards: dict[int, tuple[int, ...]], kind: type[StreamshardError], message: str
+) -> None:
+    with pytest.raises(kind, match=re.escape(message)):
+        CutRules(rule, "cut.rules").cut("a", shards, 2)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_rule(tmp_path: Path) -> None:
+    path = tmp_path / "cut.rules"
+    path.write_text("embed: split 0\n", encoding="utf-8-sig")
+    rules = read_rules(path)
+    assert rules is not None
+    assert rules.cut("embed", BOTH, 2).shape == (4,)
+
+
+def test_rules_that_nothing_is_cut_by_are_refused(tmp_path: Path, rules: Path) -> None:
+    run, out = write(TWO, tmp_path / "run"), tmp_path / "out"
+    single = write(Job(), tmp_path / "single")
+    message = "cut_rules_file=: no tensor is cut otherwise, or put together"
+    for degree in (None, 2):
+        with pytest.raises(UsageError, match=message):
+            streamshard.repartition(
+                run, out, world_size=2, cut_rules_file=rules, tensor_parallel=degree
+            )
+    with pytest.raises(UsageError, match=message):
+        streamshard.export(single, out, cut_rules_file=rules)
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(UsageError, match="cannot be read"):
+            streamshard.export(run, out, cut_rules_file=path)
+    (tmp_path / "binary").write_bytes(b"\xff")
+    with pytest.raises(UsageError, match="not a file of rules"):
+        streamshard.export(run, out, cut_rules_file=tmp_path / "binary")
+
+
+def test_a_saved_plan_is_for_the_rules_that_it_was_made_by(
+    tmp_path: Path, rules: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    untold(write(TWO, tmp_path / "run"))
+    monkeypatch.chdir(tmp_path)
+    options = ["--world-size", "3", "--tensor-parallel", "1", "--cut-rules", "cut.rules"]
+    assert main(["repartition", "run", "out", *options, "-n", "--plan-out", "plan.json"]) == 0
+    assert json.loads(Path("plan.json").read_text())["options"]["cut_rules_file"] == str(rules)
+    rules.write_text(RULES.replace("sub 2 [4, 8]", "sub 2 [8, 4]"))
+    assert main(["apply", "plan.json"]) != 0
+    assert "cut-rules" in capsys.readouterr().err
+    rules.write_text(RULES)
+    assert main(["apply", "plan.json"]) == 0
+    assert main(["repartition", "run", "out", *options, "--if-needed"]) == 0
+    assert "is already what this would make" in capsys.readouterr().out
+
+
+# As AutoTP would cut them -------------------------------------------------------------------------
+
+DEGREES = st.integers(2, 9)
+
+
+@given(
+    size=st.integers(1, 200),
+    heads=st.none() | st.integers(1, 16),
+    grain=st.sampled_from([1, 1, 2, 8]),
+    name=st.sampled_from(["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj"]),
+    degrees=st.tuples(DEGREES, DEGREES),
+    is_multiple=st.booleans(),
+    is_known=st.booleans(),
+)
+def test_widths_are_those_of_deepspeed_if_they_are_any(
+    size: int,
+    heads: int | None,
+    grain: int,
+    name: str,
+    degrees: tuple[int, int],
+    is_multiple: bool,
+    is_known: bool,
+) -> None:
+    before, at = degrees
+    before *= at if is_multiple else 1
+    meta = AutoTPMeta(num_kv_heads=heads, tp_grain_size=grain)
+    given = get_shard_size_list(size, before, meta, name)
+    found = WidthRule(at, heads if is_known else None, grain).widths(given)
+    assert found is None or list(found) == get_shard_size_list(size, at, meta, name)
+
+
+@pytest.mark.parametrize(
+    ("given", "degree", "heads", "wanted"),
+    [
+        ([4, 4, 4, 4], 2, None, [8, 8]),
+        ([8, 8], 4, None, None),
+        ([8, 8], 4, 8, [4, 4, 4, 4]),
+        ([8, 8], 4, 2, None),  # by heads two ranks would have none
+        ([6, 6], 3, 4, None),  # by heads 6, 3, 3; else 4, 4, 4
+        ([6, 3, 3], 2, 4, [6, 6]),
+        ([5, 3], 4, 4, None),  # by no rule
+    ],
+)
+def test_some_widths_are_known_and_others_are_not(
+    given: list[int], degree: int, heads: int | None, wanted: list[int] | None
+) -> None:
+    assert WidthRule(degree, heads).widths(given) == wanted
+
+
+EVEN = TensorJob(
+    parts=4,
+    world_size=2,
+    groups=(
+        (("embed.weight", (16, 4)), ("block.0.attn.weight", (6, 8)), ("block.0.mlp", (3, 2, 12))),
+        (("embed.bias", (1,)), ("block.0.bias", (8,)), ("block.1.bias", (2,))),
+    ),
+    cuts={
+        "embed.weight": (0, (16,)),
+        "block.0.attn.weight": (1, (8,)),
+        "block.0.mlp": (2, (4, 8)),
+        "block.0.bias": (0, (8,)),
+    },
+).told()
+
+
+def test_equal_parts_are_put_together_without_a_reference(tmp_path: Path) -> None:
+    run, wanted = write(EVEN, tmp_path / "run"), tmp_path / "wanted"
+    write(with_degree(EVEN, 2, 3), wanted)
+    streamshard.repartition(run, tmp_path / "out", world_size=6, tensor_parallel=2, verify=True)
+    compare(tmp_path / "out" / TAG, wanted / TAG)
+    # What it tells of its own cut leads on.
+    streamshard.repartition(tmp_path / "out", tmp_path / "one", world_size=2, tensor_parallel=1)
+    compare(tmp_path / "one" / TAG, write(with_degree(EVEN, 1, 2), tmp_path / "whole") / TAG)
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_the_model_s_config_tells_the_heads(tmp_path: Path, inner: bool) -> None:
+    run = write(with_degree(EVEN, 2, 2), tmp_path / "run")
+    wanted = write(EVEN, tmp_path / "wanted")
+    heads: dict[str, Any] = {"num_key_value_heads": 4, "time_step_limit": [0.0, math.inf]}
+    for place in (run, wanted):
+        (place / "config.json").write_text(json.dumps({"text_config": heads} if inner else heads))
+    streamshard.convert(run, tmp_path / "store")
+    for source in (run, tmp_path / "store"):
+        out = tmp_path / f"of-{source.name}"
+        streamshard.repartition(source, out, world_size=8, tensor_parallel=4)
+        compare(out / TAG, wanted / TAG)
+
+
+def told_twice(content: dict[str, Any]) -> None:
+    """Say that a rank holds its part in two blocks next to each other."""
+    maps = content["universal_checkpoint_info"]["affine_map"]["params"]
+    held = maps["^block\\.0\\.bias$"]["ranks"]
+    for rank in held:
+        at = held[rank]["pieces"][0]["source"][0]
+        held[rank]["pieces"] = [
+            {"shape": [1], "source": [at + n, [1]], "dest": [n, [1]], "locations": [rank]}
+            for n in range(2)
+        ]
+
+
+@pytest.mark.parametrize("name", ["no config", "no heads", "no json", "blocks", "lists"])
+def test_what_is_not_known_is_asked_for(tmp_path: Path, name: str) -> None:
+    job = replace(EVEN, in_lists=True, client_state={}).told() if name == "lists" else EVEN
+    degree = 2 if name in ("blocks", "lists") else 8
+    run = write(job, tmp_path / "run")
+    if name == "blocks":
+        edit_parts(run, told_twice)
+    elif name in ("no heads", "no json"):
+        (run / "config.json").write_text("{}" if name == "no heads" else "{")
+    with pytest.raises(UsageError, match=f"tensor_parallel={degree} .* like=RUN as well"):
+        streamshard.repartition(run, tmp_path / "out", world_size=8, tensor_parallel=degree)

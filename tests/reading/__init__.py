@@ -1,0 +1,1 @@
+"""What is read of checkpoints from Python, and compared."""

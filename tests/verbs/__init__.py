@@ -1,0 +1,1 @@
+"""What verbs plan, tell and write."""

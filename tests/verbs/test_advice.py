@@ -1,0 +1,332 @@
+"""What the job that resumes is told of its batch, its data, and of configs that would not load."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import streamshard
+from streamshard.errors import StreamshardError, UsageError
+from tests.checkpoints.test_unsupported import NVME, STAGE_3, Content, config, write_config, zero
+from tests.fabricated import edit_all, load, save, write
+from tests.job import TAG, Job
+
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+NOT_TOLD = "the checkpoint's config does not say"
+
+
+def advice(
+    place: Path, saved: Content, *, world_size: int, given: Content | None = None, degrees: int = 0
+) -> str:
+    """Say what is advised to a job of 4 ranks that goes on with `world_size`.
+
+    `saved` is its config beside ZeRO's, `degrees` the tensor parallel degree that the
+    model-parallel unit tells, `given` what the config of the job that resumes adds.
+    """
+    run = write(Job(stage=2, world_size=4), place / "run")
+    config_file = None
+    for path in sorted((run / TAG).glob("*.pt")):
+        content = load(path)
+        config = {k: v for k, v in content["ds_config"].items() if k not in BATCH} | saved
+        content["ds_config"] = config
+        if "module" in content and degrees:
+            content["checkpoint_parallel_dimensions"] = {"pp_degree": 1, "tp_degree": degrees}
+        save(content, path)
+    if given is not None:
+        config_file = place / "ds.json"
+        config_file.write_text(json.dumps(config | given))
+    plan = streamshard.plan_repartition(
+        run, place / "out", world_size=world_size, ds_config_file=config_file
+    )
+    return plan.report.notes[-1]
+
+
+def settings(text: str) -> list[int]:
+    """Read the three sizes that are advised."""
+    return [int(found[1]) for key in BATCH if (found := re.search(rf'"{key}": (\d+)', text))]
+
+
+def sizes(total: int | None, micro: int | None, accumulation: int | None) -> Content:
+    """Spell those that are given in a config."""
+    given = zip(BATCH, (total, micro, accumulation), strict=True)
+    return {key: size for key, size in given if size is not None}
+
+
+def sequences(data_parallel: int, ranks: int) -> Content:
+    """Have each sequence cut among some ranks."""
+    return {"data_parallel_size": data_parallel, "sequence_parallel_size": ranks}
+
+
+SEQUENCE_2 = {"sequence_parallel_size": 2}
+MESH = sequences(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("saved", "degrees", "shared"),
+    [
+        (sizes(64, 8, 2), 0, 1),  # 8 x 2 x 4 ranks
+        (sizes(64, 8, 4), 0, 2),  # 8 x 4 x 2: the ranks are twice that
+        (sizes(64, 8, 8), 0, 4),
+        (sizes(64, 8, None) | SEQUENCE_2, 0, 2),
+        (sizes(64, 8, None), 2, 2),
+        (sizes(None, 8, 4) | SEQUENCE_2, 0, 2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("world_size", [4, 8])
+def test_ranks_that_share_a_sequence_count_once(
+    saved: Content, degrees: int, shared: int, world_size: int, tmp_path: Path
+) -> None:
+    text = advice(tmp_path, saved, world_size=world_size, degrees=degrees)
+    total, micro, accumulation = settings(text)
+    assert total == 64
+    assert micro * accumulation * (world_size // shared) == total
+    assert (f"{shared} for each sequence" in text) == (shared > 1)
+    assert NOT_TOLD not in text
+
+
+@pytest.mark.parametrize("saved", [sizes(64, 8, None), sizes(64, None, 2), sizes(None, 16, None)])
+def test_what_nothing_tells_is_said(saved: Content, tmp_path: Path) -> None:
+    text = advice(tmp_path, saved, world_size=2)
+    total, micro, accumulation = settings(text)
+    assert micro * accumulation * 2 == total == 64
+    assert NOT_TOLD in text
+
+
+LACKING = "lacks the global batch size"
+SAID: list[tuple[Content, int, str, list[int] | None]] = [
+    (sizes(None, None, 4), 2, LACKING, []),
+    (sizes(64, 5, 3), 2, LACKING, []),
+    (sizes(64, 32, 32), 2, LACKING, []),
+    (sizes(72, 8, 3), 2, "do not fit 4 ranks", []),
+    (sizes(64, 8, 4), 5, "Every sequence is cut among 2 ranks, which do not divide 5", []),
+    (sizes(64, 8, 2), 1, "on 1 rank, set", [64, 8, 8]),
+    (sizes(16, 4, 1), 3, "2 or 4 ranks would keep it. The nearest global batches are 15 and", None),
+    (sizes(16, 4, 1), 17, "16 ranks would keep it. The nearest global batch is 17.", None),
+    (sizes(28, 7, 1), 3, "2 or 4 ranks would keep it", None),
+]
+
+
+@pytest.mark.parametrize(("saved", "world_size", "text", "advised"), SAID)
+def test_what_cannot_be_kept_or_is_not_told_is_said(
+    saved: Content, world_size: int, text: str, advised: list[int] | None, tmp_path: Path
+) -> None:
+    found = advice(tmp_path, saved, world_size=world_size)
+    assert text in found
+    assert advised in (None, settings(found))
+
+
+def test_the_job_that_resumes_may_cut_sequences_in_another_way(tmp_path: Path) -> None:
+    given = sizes(64, 8, 4) | {"sequence_parallel_size": 4}
+    text = advice(tmp_path, sizes(64, 8, 4), world_size=8, given=given)
+    assert settings(text) == [64, 8, 4]  # by 2, which is 8 ranks of which 4 share a sequence
+    assert "8 ranks, 4 for each sequence" in text
+
+
+def test_a_batch_that_cannot_be_kept(tmp_path: Path) -> None:
+    text = advice(tmp_path, sizes(64, 8, 4), world_size=6)
+    assert "The global batch of 64 cannot be kept on 6 ranks, 2 for each sequence" in text
+    assert "it is not a multiple of 3. The nearest global batches are 63 and 66" in text
+    assert settings(text) == [63, 7, 3]
+    assert settings(text.partition("For 66,")[2]) == [66, 2, 11]
+
+
+def test_replicas_of_partitions_are_no_data_parallel_ranks(tmp_path: Path) -> None:
+    """Both sizes in the config: the files are cut among the data-parallel ranks alone."""
+    text = advice(tmp_path, sizes(64, 8, 2) | MESH, world_size=4)
+    assert settings(text) == [64, 8, 4]
+    assert "on 2 data-parallel ranks" in text
+    assert '"data_parallel_size": 2' in text
+
+
+def test_what_was_written_knows_its_replicas(tmp_path: Path) -> None:
+    """It can be resharded again: the config in it names the new count of data-parallel ranks."""
+    advice(tmp_path, MESH, world_size=8)
+    streamshard.repartition(tmp_path / "run", tmp_path / "out", world_size=4)
+    assert streamshard.inspect(tmp_path / "out").world_size == 4
+    streamshard.repartition(tmp_path / "out", tmp_path / "back", world_size=8)
+    assert len(list((tmp_path / "back" / TAG).glob("*_optim_states.pt"))) == 4
+
+
+@pytest.mark.parametrize("version", ["2.6.6", None])
+def test_lightning_s_trainer_and_fabric_have_other_words(
+    version: str | None, tmp_path: Path
+) -> None:
+    """Fabric keeps nothing of its own; it takes accumulation from the config, the Trainer never."""
+    run = write(Job(stage=2, world_size=4), tmp_path / "run")
+    (run / TAG).rename(run / "checkpoint")
+    (run / "latest").write_text("checkpoint")
+    if version is not None:
+        for path in (run / "checkpoint").glob("*model_states.pt"):
+            save(load(path) | {"pytorch-lightning_version": version}, path)
+    notes = streamshard.repartition(run, tmp_path / "out", world_size=2).notes
+    (text,) = [note for note in notes if "DataLoader(..., batch_size=2)" in note]
+    assert ("Trainer(accumulate_grad_batches=6)" in text) == (version is not None)
+    assert ('"gradient_accumulation_steps": 6' in text) == (version is None)
+
+
+def trainer_state(step: int, epoch: float) -> str:
+    """Write what Trainer writes: keys in order, and a log that may be long."""
+    log: list[dict[str, Any]] = [
+        {"epoch": 9.0, "global_step": 999_999, "step": n, "loss": 1 / (n + 1)} for n in range(5000)
+    ]
+    state = {
+        "best_metric": None,
+        "epoch": epoch,
+        "global_step": step,
+        "is_local_process_zero": True,
+        "log_history": log,
+        "max_steps": 100,
+        "num_train_epochs": 3,
+        "stateful_callbacks": {"TrainerControl": {"args": {}, "global_step": 1}},
+        "train_batch_size": 2,
+    }
+    return json.dumps(state, indent=2, sort_keys=True) + "\n"
+
+
+def run_of(place: Path, state: str) -> Path:
+    """Write a run of 4 ranks with a global batch of 24."""
+    run = write(Job(stage=2, world_size=4), place / "run")
+    (run / "trainer_state.json").write_text(state)
+    return run
+
+
+def note(source: Path, out: Path, world_size: int) -> str:
+    """Return the note of the real run."""
+    report = streamshard.repartition(source, out, world_size=world_size)
+    (found,) = [text for text in report.notes if text.startswith("Trainer skips the data")]
+    return found
+
+
+def test_the_samples_are_counted(tmp_path: Path) -> None:
+    run = run_of(tmp_path, trainer_state(10, 0.5))
+    text = note(run, tmp_path / "out", 5)
+    assert "at step 10, so 10 x 24 = 240 samples were seen." in text
+    assert "global batch of 20, Trainer skips 200 samples: 40 samples are seen twice." in text
+    assert "global batch of 25, Trainer skips 250 samples: 10 samples are left out." in text
+    assert "global batch of 30, Trainer skips 300 samples: 60 samples are left out." in text
+    kept = note(run, tmp_path / "kept", 2)
+    assert "With the arguments above, Trainer skips 240 samples: none is left out" in kept
+    assert "global batch of 12, Trainer skips 120 samples: 120 samples are seen twice." in kept
+
+
+def test_over_several_epochs_the_place_is_told(tmp_path: Path) -> None:
+    text = note(run_of(tmp_path, trainer_state(10, 2.5)), tmp_path / "out", 5)
+    assert "240 samples were seen, in 2.50 epochs." in text
+    assert "about 60 samples are left out, as the job goes on at epoch 3.12." in text
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_a_store_tells_the_same(codec: str, tmp_path: Path) -> None:
+    run = run_of(tmp_path, trainer_state(10, 0.5))
+    streamshard.convert(run, tmp_path / "a.zarr", codec=codec)
+    there = note(tmp_path / "a.zarr", tmp_path / "there", 5)
+    assert there == note(run, tmp_path / "here", 5)
+
+
+@pytest.mark.parametrize(
+    "state", ["", "{}", "[1]", '{"global_step": 10}', '{\n  "global_step": "x"\n}']
+)
+def test_a_step_that_is_not_told_is_not_guessed(state: str, tmp_path: Path) -> None:
+    report = streamshard.repartition(run_of(tmp_path, state), tmp_path / "out", world_size=5)
+    assert any("trainer_state.json does not contain the step" in text for text in report.notes)
+
+
+OFFLOAD = {"device": "cpu"}
+OBJECTIONS = [
+    ({"offload_optimizer": NVME}, "has offload_optimizer.device nvme", "set it to cpu or none"),
+    ({"offload_optimizer": {**OFFLOAD, "ratio": 0.4}}, "ratio 0.4", "set it to 1"),
+    ({"offload_optimizer": {**OFFLOAD, "super_offload": True}}, "super_offload", "set it to false"),
+    ({"zenflow": {}}, "has zenflow", "leave it out"),
+    ({"mics_shard_size": 2}, "has mics_shard_size 2", "leave it out"),
+    ({"zero_quantized_nontrainable_weights": True}, "zero_quantized", "set it to false"),
+]
+
+
+@pytest.mark.parametrize(("settings", "what", "remedy"), OBJECTIONS, ids=lambda value: str(value))
+def test_a_job_that_would_not_load_the_files_is_told(
+    settings: Content, what: str, remedy: str, tmp_path: Path
+) -> None:
+    run = write(STAGE_3, tmp_path / "run")
+    path = write_config(tmp_path, run, **settings)
+    message = f"the config given with ds_config_file=.*{what}.*{remedy}"
+    with pytest.raises(UsageError, match=message):
+        streamshard.repartition(run, tmp_path / "out", world_size=4, ds_config_file=path)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"offload_optimizer": {"device": "cpu", "ratio": 1.0, "super_offload": False}},
+        {"offload_optimizer": {"device": "none"}, "offload_param": NVME},
+        {"mics_shard_size": 4, "zenflow": None, "zero_hpz_partition_size": 2},
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_matter_are_let_pass(settings: Content, tmp_path: Path) -> None:
+    run = write(STAGE_3, tmp_path / "run")
+    path = write_config(tmp_path, run, **settings)
+    streamshard.repartition(run, tmp_path / "out", world_size=4, ds_config_file=path)
+
+
+def test_stage_2_swaps_nothing_to_nvme(tmp_path: Path) -> None:
+    """DeepSpeed takes it for offload to the CPU there, and quantises no frozen weights."""
+    run = write(Job(stage=2), tmp_path / "run")
+    settings = {"offload_optimizer": NVME, "zero_quantized_nontrainable_weights": True}
+    edit_all(run, "*.pt", zero(**settings))
+    streamshard.repartition(run, tmp_path / "out", world_size=3)
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "message"),
+    [
+        ({}, {"tensor_parallel": {"autotp_size": 2}}, "autotp_size 2, .* saved with 1"),
+        ({"tensor_parallel": {"autotp_size": 2}}, {}, "autotp_size 1, .* saved with 2"),
+        ({}, {"expert_parallel": {"enabled": True}}, "AutoEP on"),
+        ({}, sequences(2, 2), "leave data_parallel_size"),
+        (sequences(3, 2), {}, "set data_parallel_size 4 and sequence_parallel_size 2"),
+        (sequences(3, 2), sequences(8, 1), "set data_parallel_size 4 and sequence_parallel_size 2"),
+    ],
+    ids=str,
+)
+def test_another_degree_of_parallelism_is_refused(
+    saved: Content, given: Content, message: str, tmp_path: Path
+) -> None:
+    parts = 2 if "tensor_parallel" in saved else 1
+    run = write(Job(stage=2, world_size=3, parts=parts), tmp_path / "run")
+    path = write_config(tmp_path, run)
+    path.write_text(json.dumps(json.loads(path.read_text()) | given))
+    edit_all(run, "*.pt", config(**saved))
+    with pytest.raises(UsageError, match=f"the config given with ds_config_file= .*{message}"):
+        streamshard.repartition(run, tmp_path / "out", world_size=8, ds_config_file=path)
+    assert not (tmp_path / "out").exists()
+
+
+def test_stage_3_on_a_mesh_of_sequences_is_refused(tmp_path: Path) -> None:
+    """Such a job cuts its state among all ranks, and saves the parts of some."""
+    run = write(Job(stage=2), tmp_path / "run")
+    edit_all(run, "*.pt", config(**sequences(2, 2)))
+    with pytest.raises(UsageError, match=r"data_parallel_size .*at ZeRO stage 3.* stage 1 or 2"):
+        streamshard.repartition(run, tmp_path / "out", world_size=4, zero_stage=3)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_config_that_loads_universal_checkpoints_is_noted(tmp_path: Path) -> None:
+    run = write(Job(), tmp_path / "run")
+    edit_all(run, "*.pt", config(checkpoint={"load_universal": True}))
+    report = streamshard.repartition(run, tmp_path / "out", world_size=3)
+    assert any("checkpoint.load_universal" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [{"ratio": 1.5}, {"ratio": "much"}, {"super_offload": "perhaps"}],
+    ids=str,
+)
+def test_a_config_that_makes_no_sense_is_refused(section: Content, tmp_path: Path) -> None:
+    run = write(STAGE_3, tmp_path / "run")
+    path = write_config(tmp_path, run, offload_optimizer=section)
+    with pytest.raises(StreamshardError, match=r"DeepSpeed config: .*which is no"):
+        streamshard.repartition(run, tmp_path / "out", world_size=4, ds_config_file=path)

@@ -1,0 +1,513 @@
+"""Exported weights hold what a fabricated job holds, and what they are used with comes along."""
+
+import json
+import os
+import struct
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+import streamshard
+from streamshard.engine.journals.journal import Journal, Written
+from streamshard.errors import IntegrityError, UnsupportedError, UsageError
+from streamshard.operations.export import export_read_back
+from streamshard.operations.export.weight_files import shards
+from streamshard.operations.transfer.target import partial_of
+from tests.cli.conftest import model_file, tree
+from tests.exported import JOBS, same
+from tests.fabricated import edit, load, optimizer_file, write
+from tests.job import EXPERT, EXPERTS, TAG, Job, buffers, expected, values
+
+
+def held(job: Job) -> dict[str, torch.Tensor]:
+    """Say what the model holds: masters, frozen weights and buffers, in their own dtypes."""
+    found = {name: values("fp32", name, shape) for name, shape in job.shapes.items()}
+    frozen = {name: values("frozen", name, shape).to(job.dtype) for name, shape in job.frozen}
+    return found | frozen | buffers()
+
+
+def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Cast what is not a count and no mask."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_every_tensor_is_there_once_and_cast_as_torch_does(
+    name: str, dtype: str, tmp_path: Path
+) -> None:
+    job = JOBS[name]
+    source = write(job, tmp_path / "run")
+    report = streamshard.export(source, tmp_path / "out", dtype=dtype, verify=True)
+    path = tmp_path / "out" / "model.safetensors"
+    torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    wanted = {key: cast(tensor, torch_dtype) for key, tensor in held(job).items()}
+    same(safetensors.torch.load_file(path), wanted)
+    # The library would have written the same file.
+    assert path.read_bytes() == safetensors.torch.save(wanted, metadata={"format": "pt"})
+    assert (report.tensors, report.dtype, report.overflowed) == (len(wanted), dtype, 0)
+    assert any("head.weight = embed.weight" in note for note in report.notes)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+
+
+def test_a_store_gives_the_same_bytes(tmp_path: Path) -> None:
+    source = write(JOBS["stage 3"], tmp_path / "run")
+    streamshard.export(source, tmp_path / "direct")
+    for codec, chunk_size in (("none", 40), ("zstd", 1 << 20)):
+        store, out = tmp_path / f"{codec}.zarr", tmp_path / f"of-{codec}"
+        streamshard.convert(source, store, codec=codec, chunk_size=chunk_size)
+        streamshard.export(store, out, verify=True)
+        assert tree(out) == tree(tmp_path / "direct")
+
+
+def shard_files(out: Path, form: str) -> dict[str, dict[str, torch.Tensor]]:
+    """Load every file of weights, after the index's account of them has been found right."""
+    stem, suffix = {"safetensors": ("model", "safetensors"), "torch": ("pytorch_model", "bin")}[
+        form
+    ]
+    index = json.loads((out / f"{stem}.{suffix}.index.json").read_text())
+    files = sorted(out.glob(f"*.{suffix}"))
+    count = len(files)
+    numbers = range(1, count + 1)
+    assert [f.name for f in files] == [f"{stem}-{n:05d}-of-{count:05d}.{suffix}" for n in numbers]
+    found = {}
+    for path in files:
+        if form == "safetensors":
+            found[path.name] = safetensors.torch.load_file(path)
+            with safe_open(path, "pt") as opened:
+                assert opened.metadata() == {"format": "pt"}
+        else:
+            found[path.name] = torch.load(path, weights_only=True)
+    where = {name: path for path, tensors in found.items() for name in tensors}
+    assert index["weight_map"] == where
+    storages = {
+        tensor.untyped_storage().data_ptr() or name: tensor.nbytes
+        for tensors in found.values()
+        for name, tensor in tensors.items()
+    }
+    assert index["metadata"]["total_size"] == sum(storages.values())
+    return found
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch"])
+def test_files_are_as_large_as_allowed_and_the_index_tells_of_each(
+    form: str, tmp_path: Path
+) -> None:
+    job = JOBS["stage 3"]
+    source = write(job, tmp_path / "run")
+    report = streamshard.export(
+        source, tmp_path / "out", format=form, max_shard_size=150, verify=True
+    )
+    found = shard_files(tmp_path / "out", form)
+    assert len(found) == report.files - 1 > 3
+    wanted = {name: cast(tensor, torch.float32) for name, tensor in held(job).items()}
+    if form == "torch":
+        wanted["head.weight"] = wanted["embed.weight"]
+    same({name: tensor for tensors in found.values() for name, tensor in tensors.items()}, wanted)
+    for tensors in found.values():
+        own = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in tensors.values()}
+        assert sum(own.values()) <= 150 or len(own) == 1
+    assert report.bytes_written == sum(p.stat().st_size for p in (tmp_path / "out").iterdir())
+
+
+def test_torch_files_share_tied_weights_and_are_as_torch_makes_them(tmp_path: Path) -> None:
+    job = JOBS["stage 2"]
+    source = write(job, tmp_path / "run")
+    report = streamshard.export(source, tmp_path / "out", format="torch", dtype="bf16")
+    path = tmp_path / "out" / "pytorch_model.bin"
+    found = torch.load(path, weights_only=True)
+    wanted = {name: cast(tensor, torch.bfloat16) for name, tensor in held(job).items()}
+    wanted["head.weight"] = wanted["embed.weight"]
+    same(found, wanted)
+    assert found["head.weight"].data_ptr() == found["embed.weight"].data_ptr()
+    assert not any("Tied" in note for note in report.notes)
+    torch.save({name: found[name] for name in found}, tmp_path / "pytorch_model.bin")
+    assert path.stat().st_size <= (tmp_path / "pytorch_model.bin").stat().st_size
+
+
+SELECTIONS: dict[str, tuple[dict[str, Any], Any]] = {
+    "include": ({"include": ["block.*", "embed.bias"]}, lambda name: name[:2] in ("bl", "em")),
+    "exclude": ({"exclude": ["*.bias", "mask"]}, lambda name: "bias" not in name),
+    "both": ({"include": ["block.*"], "exclude": ["*.bias"]}, lambda name: True),
+    "no frozen": ({"frozen": False}, lambda name: "old" not in name),
+}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("what", SELECTIONS)
+def test_names_are_chosen_by_patterns(what: str, stage: int, tmp_path: Path) -> None:
+    options, rough = SELECTIONS[what]
+    source = write(Job(stage=stage), tmp_path / "run")
+    streamshard.export(source, tmp_path / "out", **options)
+    found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors").keys()
+    include, exclude = options.get("include", ["*"]), options.get("exclude", [])
+    wanted = {
+        name
+        for name in [*held(Job()), "head.weight"]
+        if any(fnmatchcase(name, p) for p in include)
+        and not any(fnmatchcase(name, p) for p in exclude)
+        and (options.get("frozen", True) or not name.startswith("old."))
+    }
+    assert found == wanted - {"head.weight"}
+    assert all(map(rough, found))
+    assert 0 < len(found) < len(held(Job()))
+
+
+def test_a_tied_weight_is_stored_under_the_name_that_is_left(tmp_path: Path) -> None:
+    source = write(Job(stage=3), tmp_path / "run")
+    streamshard.export(source, tmp_path / "out", exclude=["embed.weight"])
+    found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(found["head.weight"], values("fp32", "embed.weight", (11, 4)))
+
+
+def test_what_is_kept_is_not_cast(tmp_path: Path) -> None:
+    job = Job(stage=2)
+    source = write(job, tmp_path / "run")
+    kept = ["block.0.*", "old.bias", "rotary*"]
+    streamshard.export(source, tmp_path / "out", dtype="fp16", keep_dtype=kept, verify=True)
+    wanted = {
+        name: tensor
+        if any(fnmatchcase(name, pattern) for pattern in kept)
+        else cast(tensor, torch.float16)
+        for name, tensor in held(job).items()
+    }
+    assert {wanted[name].dtype for name in ("block.0.bias", "rotary.inv_freq")} == {torch.float32}
+    assert wanted["old.bias"].dtype == torch.bfloat16
+    same(safetensors.torch.load_file(tmp_path / "out" / "model.safetensors"), wanted)
+
+
+def test_prefixes_are_taken_off(tmp_path: Path) -> None:
+    source = write(Job(stage=3), tmp_path / "run")
+    streamshard.export(source, tmp_path / "out", strip_prefix=["block.", "1."])
+    found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    renamed = {"block.0.mlp": "0.mlp", "block.1.bias": "bias", "embed.bias": "embed.bias"}
+    assert set(renamed.values()) < found.keys()
+    for name, short in renamed.items():
+        assert torch.equal(found[short], held(Job())[name])
+
+
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("include=['layer", {"include": ["layer"]}),
+    ("exclude=['nothing", {"exclude": ["nothing.*"]}),
+    ("keep_dtype=['norms", {"keep_dtype": ["norms.*"]}),
+    ("strip_prefix=['module", {"strip_prefix": ["module."]}),
+    ("leave nothing", {"exclude": ["*"]}),
+    ("as 'weight'", {"strip_prefix": ["embed.", "head."], "format": "torch"}),
+    ("dtype=fp8", {"dtype": "fp8"}),
+    ("format=gguf", {"format": "gguf"}),
+    ("max_shard_size=0", {"max_shard_size": 0}),
+]
+
+
+@pytest.mark.parametrize(("said", "options"), REFUSED, ids=lambda value: str(value)[:20])
+def test_what_makes_no_sense_is_refused(said: str, options: dict[str, Any], tmp_path: Path) -> None:
+    source = write(Job(stage=3), tmp_path / "run")
+    with pytest.raises(UsageError) as caught:
+        streamshard.export(source, tmp_path / "out", **options)
+    assert said in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_experts_are_numbered_throughout_the_model(tmp_path: Path) -> None:
+    source = write(EXPERT, tmp_path / "run")
+    streamshard.export(source, tmp_path / "out", verify=True)
+    shared = replace(EXPERT, experts=())
+    experts = {
+        EXPERT.in_model(name, rank): EXPERT.values("fp32", name, rank)
+        for name, _ in EXPERTS
+        for rank in range(2)
+    }
+    found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    wanted = {**held(shared), **experts}
+    same(found, {name: cast(tensor, torch.float32) for name, tensor in wanted.items()})
+
+
+def test_experts_that_a_training_script_speaks_of_are_looked_for(tmp_path: Path) -> None:
+    source = write(Job(client_state={"num_experts": [2]}), tmp_path / "run")
+    with pytest.raises(UnsupportedError, match=r"layer_0_expert_0_.*: missing, although"):
+        streamshard.export(source, tmp_path / "out")
+
+
+def test_what_only_the_files_of_experts_hold_is_not_left_out(tmp_path: Path) -> None:
+    source = write(EXPERT, tmp_path / "run")
+    streamshard.convert(source, tmp_path / "run.zarr")
+    with pytest.raises(UnsupportedError, match="with 'streamshard repartition', export these"):
+        streamshard.export(tmp_path / "run.zarr", tmp_path / "out")
+    streamshard.repartition(tmp_path / "run.zarr", tmp_path / "again")
+    streamshard.export(tmp_path / "again", tmp_path / "out")
+    frozen = {"moe.deepspeed_moe.experts.deepspeed_experts.3.old": torch.zeros(3)}
+    path = source / TAG / "layer_0_expert_3_mp_rank_00_model_states.pt"
+    edit(path, lambda content: content.update(frozen))
+    with pytest.raises(UnsupportedError, match=r"has 'moe\..*3\.old', and not trained weights"):
+        streamshard.export(source, tmp_path / "other")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_universal_checkpoint_has_a_file_for_each_state(stage: int, tmp_path: Path) -> None:
+    job = Job(stage=stage, world_size=3, round_robin=stage == 2)
+    source = write(job, tmp_path / "run")
+    streamshard.convert(source, tmp_path / "store.zarr")
+    outs = [tmp_path / "direct", tmp_path / "of-store"]
+    for road, out in zip((source, tmp_path / "store.zarr"), outs, strict=True):
+        report = streamshard.export(road, out, format="universal", verify=True)
+    files = tree(outs[0])
+    assert files == tree(outs[1])
+    assert files["latest_universal"] == TAG.encode()
+    assert (report.files, report.bytes_written) == (len(files), sum(map(len, files.values())))
+    for (state, name), tensor in expected(job).items():
+        if state != "module":
+            held = load(outs[0] / TAG / "zero" / name / f"{state}.pt")
+            found = held.view(tensor.shape) if stage == 3 else held["param"]
+            assert torch.equal(found, tensor), (state, name)
+    assert any("load_universal" in note for note in report.notes)
+    assert any("round_robin_gradients off" in note for note in report.notes) == job.round_robin
+
+
+def test_what_no_engine_would_load_as_universal_is_refused(tmp_path: Path) -> None:
+    jobs = {
+        "has a meaning": Job(stage=2),
+        "Muon": Job(stage=2, muon=(0,)),
+        "directory's name": Job(stage=2, groups=((("../up", (3,)),),), tied={}),
+        "experts": Job(stage=2, experts=EXPERTS, expert_parallel=2),
+    }
+    for number, (said, job) in enumerate(jobs.items()):
+        source = write(job, tmp_path / f"run{number}")
+        dtype = "bf16" if said == "has a meaning" else "fp32"
+        with pytest.raises((UsageError, UnsupportedError), match=said):
+            streamshard.export(source, tmp_path / "out", format="universal", dtype=dtype)
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A checkpoint in a directory of its own."""
+    return write(Job(stage=2), tmp_path / "training" / "run")
+
+
+def copied(out: Path) -> dict[str, str]:
+    """Read what lies beside the weights."""
+    return {
+        path.relative_to(out).as_posix(): path.read_text()
+        for path in out.rglob("*")
+        if path.is_file() and path.suffix != ".safetensors"
+    }
+
+
+def test_files_in_the_source_and_beside_it_come_along(run: Path, tmp_path: Path) -> None:
+    (run / "config.json").write_text("the run's")
+    (run / TAG / "config.json").write_text("the tag's")
+    (run / TAG / "tokenizer.json").write_text("a tokenizer")
+    (run / "trainer_state.json").write_text("of no use")
+    (run / "model.safetensors.index.json").write_text("of another save")
+    (run.parent / "config.json").write_text("another model's")
+    (run.parent / "chat_template.jinja").write_text("{{ chat }}")
+    (run.parent / "generation_config.json").write_text("")
+    (run.parent / "generation_config.json").chmod(0o640)
+    (run.parent / "notes.txt").write_text("mine")
+    (tmp_path / "vocab.json").write_text("{}")
+    (run.parent / "vocab.json").symlink_to(tmp_path / "vocab.json")
+    report = streamshard.export(run, tmp_path / "out", verify=True)
+    assert copied(tmp_path / "out") == {
+        "config.json": "the run's",
+        "tokenizer.json": "a tokenizer",
+        "chat_template.jinja": "{{ chat }}",
+        "generation_config.json": "",
+    }
+    assert (tmp_path / "out" / "generation_config.json").stat().st_mode & 0o777 == 0o640
+    (beside,) = [note for note in report.notes if "next to the source" in note]
+    assert beside.endswith(f"{run.parent}: chat_template.jinja, generation_config.json.")
+    assert any("Not copied" in note and "vocab.json" in note for note in report.notes)
+    assert report.files == 5
+    sizes = [path.stat().st_size for path in (tmp_path / "out").iterdir()]
+    assert report.bytes_written == sum(sizes)
+
+
+def test_a_framework_keeps_templates_deeper_and_a_store_keeps_them_all(
+    run: Path, tmp_path: Path
+) -> None:
+    (run / "trainer_state.json").write_text("{}")
+    (run / "additional_chat_templates").mkdir()
+    (run / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
+    (run / "config.json").write_text("{}")
+    streamshard.convert(run, tmp_path / "store.zarr")
+    wanted = {"config.json": "{}", "additional_chat_templates/tools.jinja": "{{ tools }}"}
+    for number, source in enumerate((run, tmp_path / "store.zarr", run / TAG)):
+        streamshard.export(source, tmp_path / f"out{number}")
+        assert copied(tmp_path / f"out{number}") == wanted
+
+
+def test_a_directory_around_that_cannot_be_read_is_no_obstacle(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listing = os.scandir
+
+    def refuse(path: Path) -> object:
+        if path == run.parent:
+            raise PermissionError(13, "Permission denied", str(path))
+        return listing(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    report = streamshard.export(run, tmp_path / "out")
+    assert any(f"{run.parent}: it cannot be read" in note for note in report.notes)
+
+
+def test_what_is_no_weight_is_named_and_what_is_one_is_not_left_out(
+    run: Path, tmp_path: Path
+) -> None:
+    held = {"block._extra_state": {"amax": 1.5}}
+    edit(model_file(run), lambda model: model["module"].update(held))
+    report = streamshard.export(run, tmp_path / "out")
+    assert any("not weights: block._extra_state." in note for note in report.notes)
+    loose = {"loose": torch.ones(3, 5).t()}
+    edit(model_file(run), lambda model: model["module"].update(loose))
+    with pytest.raises(UnsupportedError, match=r"loose.*elements in a row"):
+        streamshard.export(run, tmp_path / "other")
+
+
+def test_what_no_param_group_trains_is_exported_as_the_module_has_it(
+    run: Path, tmp_path: Path
+) -> None:
+    loose = {"loose": torch.tensor([1.5, -2.0], dtype=torch.float64)}
+    edit(model_file(run), lambda model: model["module"].update(loose))
+    streamshard.export(run, tmp_path / "out", dtype="fp16")
+    found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(found["loose"], torch.tensor([1.5, -2.0], dtype=torch.float16))
+
+
+def test_what_cannot_be_cast_is_refused_and_can_be_kept(run: Path, tmp_path: Path) -> None:
+
+    def add(model: dict[str, Any]) -> None:
+        model["module"]["scale"] = torch.ones(3).to(torch.float8_e4m3fn)
+        model["buffer_names"].append("scale")
+
+    edit(model_file(run), add)
+    with pytest.raises(UnsupportedError, match=r"'scale'.*keep_dtype=\['scale'\]"):
+        streamshard.export(run, tmp_path / "out")
+    streamshard.export(run, tmp_path / "out", keep_dtype=["scale"], verify=True)
+    found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert found["scale"].dtype == torch.float8_e4m3fn
+    assert found["scale"].float().tolist() == [1, 1, 1]
+
+
+def test_left_out_frozen_weights_are_told(run: Path, tmp_path: Path) -> None:
+
+    def leave_out(model: dict[str, Any]) -> None:
+        model |= {"frozen_param_shapes": None, "frozen_param_fragments": None}
+        for name in ("old.weight", "old.bias"):
+            del model["module"][name]
+
+    edit(model_file(run), leave_out)
+    report = streamshard.export(run, tmp_path / "out")
+    assert any("exclude_frozen_parameters" in note for note in report.notes)
+    assert any("No config.json" in note for note in report.notes)
+
+
+def test_what_overflows_is_counted_and_named(run: Path, tmp_path: Path) -> None:
+
+    def enlarge(held: dict[str, Any]) -> None:
+        masters = held["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+        masters[0].data[:4] = torch.tensor([65520.0, -1e30, float("inf"), float("nan")])
+        masters[1].data[0] = 7e4
+
+    edit(optimizer_file(run, 0), enlarge)
+    report = streamshard.export(run, tmp_path / "out", dtype="fp16", verify=True)
+    assert report.overflowed == 3
+    assert report.notes[0].startswith("3 finite elements are too large for fp16")
+    assert "embed.weight (2), embed.bias (1)" in report.notes[0]
+    found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    first = found["embed.weight"].flatten()[:4]
+    assert torch.equal(first[:3], torch.tensor([torch.inf, -torch.inf, torch.inf]).half())
+    assert first[3].isnan()
+    wide = streamshard.export(run, tmp_path / "wide", dtype="bf16")
+    assert wide.overflowed == 0
+
+
+NAMED = {"index": "*.index.json", "copy": "config.json"}
+"""What is damaged that is not a file of weights."""
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch"])
+@pytest.mark.parametrize("what", ["weights", "header", "index", "copy", "length"])
+def test_verify_lets_nothing_through(
+    what: str, form: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run / "config.json").write_text(json.dumps({"model_type": "mine"}))
+    check = export_read_back.export_differences
+
+    elements = Job(stage=2).values("fp32", "block.0.attn.weight").numpy().tobytes()
+
+    def damage_and_check(place: Path, *rest: Any) -> list[str]:  # noqa: ANN401
+        (path,) = place.glob("*00002-of-0000?.*") if what not in NAMED else place.glob(NAMED[what])
+        data = bytearray(path.read_bytes())
+        if what == "weights":
+            data[data.index(elements) + 40] ^= 1
+        elif what == "length":
+            del data[-1]
+        else:
+            data[20] ^= 1
+        path.write_bytes(data)
+        return check(place, *rest)
+
+    monkeypatch.setattr(export_read_back, "export_differences", damage_and_check)
+    with pytest.raises(IntegrityError, match="not put into its place"):
+        streamshard.export(run, tmp_path / "out", format=form, max_shard_size=200, verify=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["training"]
+
+
+def test_a_plan_can_be_run_again(run: Path, tmp_path: Path) -> None:
+    plan = streamshard.plan_export(run, tmp_path / "out", dtype="fp16")
+    assert (plan.report.overflowed, plan.report.seconds) == (None, None)
+    assert not (tmp_path / "out").exists()
+    first = plan.run()
+    (tmp_path / "out").rename(tmp_path / "first")
+    assert plan.run().bytes_written == first.bytes_written
+    assert partial_of(tmp_path / "out") == tmp_path / "out.partial"
+
+
+@pytest.mark.parametrize(("number", "overflowed"), [(1.0e5, 1), (float("inf"), 0)])
+def test_what_became_infinite_is_counted_though_a_run_was_cut_off(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: float, overflowed: int
+) -> None:
+    """What an earlier run wrote does not tell whether it was infinite before the cast."""
+    element = Job(stage=2).values("fp32", "block.0.attn.weight").numpy().tobytes()[:4]
+    (file,) = (p for p in run.rglob("*optim_states.pt") if element in p.read_bytes())
+    file.write_bytes(file.read_bytes().replace(element, struct.pack("<f", number), 1))
+    note, written = Journal.note, []
+
+    def once(self: Journal, path: str, offset: int, what: Written) -> None:
+        note(self, path, offset, what)
+        if path.endswith(".safetensors"):
+            written.append(path)
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "note", once)
+        with pytest.raises(KeyboardInterrupt):
+            streamshard.export(run, tmp_path / "out", dtype="fp16", workers=1)
+    assert written
+    report = streamshard.export(run, tmp_path / "out", dtype="fp16")
+    assert report.overflowed == overflowed
+    assert any("became infinite" in note for note in report.notes) == bool(overflowed)
+
+
+@given(st.lists(st.integers(0, 30), max_size=30), st.integers(1, 40))
+def test_files_hold_as_much_as_they_may_and_no_more(sizes: list[int], most: int) -> None:
+    found = shards(sizes, most)
+    assert [index for one in found for index in one] == list(range(len(sizes)))
+    held = [sum(sizes[index] for index in one) for one in found]
+    for one, nbytes in zip(found, held, strict=True):
+        assert nbytes <= most or len(one) == 1
+    for nbytes, following in zip(held, found[1:], strict=False):
+        assert nbytes + sizes[following.start] > most
+
+
+def test_without_tensors_there_is_one_file() -> None:
+    assert shards([], 5) == [range(0)]

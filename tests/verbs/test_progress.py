@@ -1,0 +1,365 @@
+"""How far a run is, as it is told to terminals, log files and programs; the clock is the tests'."""
+
+import io
+import json
+import re
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+import streamshard
+from streamshard.cli.progress import Bar, Display, display
+from streamshard.engine.run import phases as watch
+from streamshard.operations.transfer.report import Progress, Silent
+from tests.compact.runs import NO_GRACE, make_run
+from tests.fabricated import write
+from tests.job import Job
+
+KEYS = [
+    "phase",
+    "done_bytes",
+    "total_bytes",
+    "bytes_per_second",
+    "eta_seconds",
+    "elapsed_seconds",
+]
+KIB = 1 << 10
+
+
+class Clock:
+    """A clock that goes on when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Watched:
+    """Progress in one mode, into memory."""
+
+    def __init__(self, mode: str) -> None:
+        self.clock, self.stream = Clock(), io.StringIO()
+        self.shown = display(mode, stream=self.stream, clock=self.clock)
+
+    def run(self, progress: Progress, *, seconds: int, nbytes: int) -> None:
+        """Advance by so many bytes in every second."""
+        for _ in range(seconds):
+            self.clock.now += 1
+            progress.advance(nbytes)
+
+    @property
+    def lines(self) -> list[str]:
+        """What was written."""
+        return self.stream.getvalue().splitlines()
+
+
+def test_a_log_file_gets_a_line_for_every_tenth_and_phase() -> None:
+    watched = Watched("lines")
+    with watched.shown as progress:
+        watched.clock.now += 3
+        progress.start(100 * KIB, watch.WRITING)
+        watched.run(progress, seconds=100, nbytes=KIB)
+        progress.enter(watch.SYNCING)
+        watched.clock.now += 90
+        progress.enter(watch.COMMITTING)
+        progress.stop()
+    assert watched.lines == [
+        "streamshard: writing 2%, 2.0 KiB of 100.0 KiB, 1.0 KiB/s, 1 min 38 s left",
+        *(
+            f"streamshard: writing {percent}%, {percent}.0 KiB of 100.0 KiB, 1.0 KiB/s, {left} left"
+            for percent, left in [
+                (10, "1 min 30 s"),
+                (20, "1 min 20 s"),
+                (30, "1 min 10 s"),
+                (40, "1 min 0 s"),
+                *((tenth * 10, f"{100 - tenth * 10} s") for tenth in range(5, 10)),
+            ]
+        ),
+        "streamshard: writing 100%, 100.0 KiB of 100.0 KiB, 1.0 KiB/s",
+        "streamshard: committing 100%, 100.0 KiB of 100.0 KiB",
+    ]
+
+
+def test_what_ends_within_five_seconds_writes_no_line() -> None:
+    watched = Watched("lines")
+    with watched.shown as progress:
+        progress.start(100, watch.WRITING)
+        watched.run(progress, seconds=4, nbytes=25)
+        progress.enter(watch.SYNCING)
+        watched.clock.now += 0.9
+        progress.enter(watch.COMMITTING)
+        progress.stop()
+    assert watched.lines == []
+
+
+def test_many_small_stretches_write_a_line_in_five_seconds_at_most() -> None:
+    watched = Watched("lines")
+    with watched.shown as progress:
+        for nbytes in range(60):
+            progress.start(nbytes)
+            watched.run(progress, seconds=1, nbytes=nbytes)
+            progress.stop()
+    assert 1 < len(watched.lines) <= 60 // 5
+    watched = Watched("json")
+    with watched.shown as progress:
+        for _ in range(60):
+            progress.start(10)
+            watched.run(progress, seconds=1, nbytes=7)
+            watched.clock.now -= 0.75
+            progress.advance(7)
+            progress.stop()
+    assert 15 <= len(watched.lines) <= 18
+    assert {json.loads(line)["done_bytes"] for line in watched.lines} <= {0, 7, 10}
+
+
+def test_programs_get_an_object_a_second_with_pinned_keys() -> None:
+    watched = Watched("json")
+    with watched.shown as progress:
+        watched.clock.now += 2
+        progress.start(1000, watch.WRITING)
+        for _ in range(10):
+            watched.clock.now += 0.5
+            progress.advance(100)
+        progress.stop()
+    found = [json.loads(line) for line in watched.lines]
+    assert [list(one) for one in found] == [KEYS] * len(found)
+    assert [tuple(one.values()) for one in found] == [
+        ("reading headers", 0, None, None, None, 0.0),
+        ("writing", 0, 1000, None, None, 2.0),
+        ("writing", 200, 1000, 200, 4.0, 3.0),
+        ("writing", 400, 1000, 200, 3.0, 4.0),
+        ("writing", 600, 1000, 200, 2.0, 5.0),
+        ("writing", 800, 1000, 200, 1.0, 6.0),
+        ("writing", 1000, 1000, 200, 0.0, 7.0),
+    ]
+
+
+def test_what_an_earlier_run_left_is_done_and_not_in_the_rate() -> None:
+    watched = Watched("json")
+    with watched.shown as progress:
+        progress.start(1000, watch.WRITING)
+        progress.keep(600)
+        progress.advance(600)
+        watched.run(progress, seconds=2, nbytes=100)
+        progress.stop()
+    last = json.loads(watched.lines[-1])
+    assert (last["done_bytes"], last["bytes_per_second"], last["eta_seconds"]) == (800, 100, 2.0)
+
+
+def test_the_rate_is_that_of_the_last_seconds() -> None:
+    watched = Watched("json")
+    with watched.shown as progress:
+        progress.start(10_000, watch.WRITING)
+        watched.run(progress, seconds=10, nbytes=500)
+        watched.run(progress, seconds=20, nbytes=10)
+        progress.stop()
+    last = json.loads(watched.lines[-1])
+    assert (last["bytes_per_second"], last["eta_seconds"]) == (10, 480.0)
+
+
+def test_the_bar_is_one_line_that_fits_and_is_erased() -> None:
+    for width in (120, 60, 20):
+        clock, stream = Clock(), io.StringIO()
+        with Display(Bar(lambda width=width: width), stream, clock) as progress:  # type: ignore[misc]
+            progress.start(100 * KIB, watch.WRITING)
+            for _ in range(10):
+                clock.now += 1 / 16
+                progress.advance(10 * KIB)
+            progress.stop()
+        text = stream.getvalue()
+        drawn = [line.removesuffix("\x1b[K") for line in text.split("\r")[1:]]
+        assert all(len(line) < width for line in drawn)
+        assert len(drawn) == 3 + 5 + 1  # headers, start, stop; every second advance; the erasing
+        assert text.endswith("\r\x1b[K")
+        assert "\n" not in text
+        assert set(re.findall(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", text)) == {"\x1b[K"}
+        if width == 120:
+            shown = r"writing: 100%\|#+\| 100\.0 KiB of 100\.0 KiB, 160\.0 KiB/s"
+            assert re.fullmatch(shown, drawn[-2])
+
+
+def test_bytes_from_many_threads_are_all_counted() -> None:
+    watched = Watched("json")
+    with watched.shown as progress:
+        progress.start(8000, watch.WRITING)
+
+        def work() -> None:
+            for _ in range(1000):
+                progress.advance(1)
+
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        progress.stop()
+    assert json.loads(watched.lines[-1])["done_bytes"] == 8000
+
+
+class Gone(io.StringIO):
+    """A stream whose reader has gone."""
+
+    def write(self, text: str) -> int:
+        """Refuse."""
+        raise BrokenPipeError
+
+
+def test_a_run_does_not_fail_because_nobody_reads_on() -> None:
+    with display("json", stream=Gone()) as progress:
+        progress.start(10, watch.WRITING)
+        progress.advance(10)
+        progress.stop()
+
+
+class Terminal(io.StringIO):
+    """A stream that is a terminal."""
+
+    def isatty(self) -> bool:
+        """Say so."""
+        return True
+
+
+@pytest.mark.parametrize(
+    ("mode", "stream", "term", "quiet", "wanted"),
+    [
+        ("auto", Terminal, "xterm", False, "Bar"),
+        ("auto", Terminal, "dumb", False, "Lines"),
+        ("auto", io.StringIO, "xterm", False, "Lines"),
+        ("bar", io.StringIO, "xterm", False, "Bar"),
+        ("lines", Terminal, "xterm", False, "Lines"),
+        ("json", Terminal, "xterm", False, "JsonLines"),
+        ("json", Terminal, "xterm", True, None),
+        ("none", Terminal, "xterm", False, None),
+    ],
+)
+def test_who_gets_what(
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+    stream: Callable[[], io.StringIO],
+    term: str,
+    quiet: bool,
+    wanted: str | None,
+) -> None:
+    monkeypatch.setenv("TERM", term)
+    shown: AbstractContextManager[Progress] = display(mode, stream=stream(), is_quiet=quiet)
+    if isinstance(shown, Display):
+        assert type(shown._style).__name__ == wanted
+    else:
+        with shown as progress:
+            assert (type(progress), wanted) == (Silent, None)
+
+
+class Told(Silent):
+    """Adds up what a run tells."""
+
+    def __init__(self) -> None:
+        self.total = self.done = self.kept = 0
+        self.phases: list[str] = []
+        self.stretches: list[tuple[str, int, int]] = []
+        """Phase, bytes to be dealt with, and bytes that were, of everything that was begun."""
+        self._lock = threading.Lock()
+
+    def start(self, total_bytes: int, phase: str = watch.READING) -> None:
+        """Take down how much there is to do."""
+        self.total += total_bytes
+        self.phases.append(phase)
+        self.stretches.append((phase, total_bytes, 0))
+
+    def advance(self, nbytes: int) -> None:
+        """Add what is done."""
+        with self._lock:
+            self.done += nbytes
+            phase, total, done = self.stretches[-1]
+            self.stretches[-1] = phase, total, done + nbytes
+
+    def keep(self, nbytes: int) -> None:
+        """Add what was there."""
+        with self._lock:
+            self.kept += nbytes
+
+    def enter(self, phase: str) -> None:
+        """Take down a phase that is another one."""
+        if phase != self.phases[-1]:
+            self.phases.append(phase)
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_a_run_tells_of_all_its_bytes_and_phases(tmp_path: Path, codec: str) -> None:
+    run = write(Job(stage=2), tmp_path / "run")
+    told = Told()
+    done = streamshard.convert(run, tmp_path / "a.zarr", codec=codec, progress=told)
+    # What is known beforehand of chunks and of the manifest is their size without compression.
+    assert 0.9 * told.total < told.done <= told.total
+    assert 0.9 * told.total < done.bytes_written <= told.total
+    assert codec != "none" or told.done == told.total == done.bytes_written
+    assert told.phases == ["writing", "syncing", "writing", "syncing", "committing"]
+    told = Told()
+    resharded = streamshard.repartition(
+        run, tmp_path / "out", world_size=3, verify=True, progress=told
+    )
+    assert told.phases == ["writing", "syncing", "verifying", "comparing", "committing"]
+    size = resharded.bytes_written
+    (_, *written), (_, verified, seen), (_, total, compared) = told.stretches
+    assert written == [size, size]
+    assert 0 < seen <= verified <= size  # not all of a file has a checksum
+    assert 0 < compared == total <= size
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch", "universal", "dcp"])
+def test_an_export_that_is_verified_tells_of_each_phase(tmp_path: Path, form: str) -> None:
+    run = write(Job(stage=2), tmp_path / "run")
+    told = Told()
+    done = streamshard.export(run, tmp_path / "out", format=form, verify=True, progress=told)
+    verifying = [] if form == "safetensors" else ["verifying"]  # which have no checksums
+    assert told.phases == ["writing", "syncing", *verifying, "comparing", "committing"]
+    size = done.bytes_written
+    assert told.stretches[0] == ("writing", size, size)
+    for _, total, seen in told.stretches[1:]:
+        assert 0 < seen <= total <= size
+    assert told.stretches[-1][1] == told.stretches[-1][2]
+
+
+def test_a_run_that_goes_on_tells_what_was_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write(Job(stage=2), tmp_path / "run")
+
+    class Cut(Told):
+        """Ends the run when it is to be put into its place."""
+
+        def enter(self, phase: str) -> None:
+            """Break off."""
+            if phase == watch.COMMITTING:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        streamshard.repartition(run, tmp_path / "out", world_size=3, progress=Cut())
+    told = Told()
+    done = streamshard.repartition(run, tmp_path / "out", world_size=3, progress=told)
+    assert 0 < told.kept == done.kept_bytes < told.done == told.total == done.bytes_written
+
+
+def test_a_night_names_the_tag_that_it_deals_with(tmp_path: Path) -> None:
+    run, told = make_run(tmp_path / "run"), Told()
+    streamshard.compact(run, tmp_path / "archive", keep_last=2, delete=True, progress=told)
+    tags, phases = zip(*(phase.split(": ") for phase in told.phases), strict=True)
+    assert list(dict.fromkeys(tags)) == ["global_step80", "global_step90"]
+    assert {*phases} == {"reading", "writing", "syncing", "committing"}
+    told = Told()
+    streamshard.compact(run, tmp_path / "archive", undelete=["global_step90"], progress=told)
+    streamshard.compact(
+        run, tmp_path / "archive", purge=["global_step80"], grace=NO_GRACE, progress=told
+    )
+    assert {*told.phases} == {"global_step80: reading"}
+
+
+def test_verbs_that_only_read_tell_so(tmp_path: Path) -> None:
+    run = write(Job(stage=2), tmp_path / "run")
+    told = Told()
+    streamshard.verify(run, progress=told)
+    assert (told.phases, told.kept) == (["reading"], 0)

@@ -1,0 +1,381 @@
+"""Files are written in spans of any size, in runs that are cut off after any and in any order."""
+
+import itertools
+import pickle
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+import streamshard
+from streamshard.engine.journals.journal import Journal, Written
+from streamshard.engine.run import span_writer
+from streamshard.engine.run.window import Window
+from streamshard.engine.run.work import Span, SpanResult
+from streamshard.errors import StreamshardError, TargetExistsError
+from streamshard.formats.deepspeed.write.universal_writer import UniversalImages
+from streamshard.formats.deepspeed.write.zero_writer import (
+    DumpImages,
+    FileImage,
+    NativeImages,
+    WholeImages,
+)
+from streamshard.io import sink
+from streamshard.io.readable import read_into
+from streamshard.io.sink import Sink
+from streamshard.operations.export import dcp_files, weight_files
+from streamshard.operations.native import storage_regions
+from tests.cli.conftest import tree
+from tests.degrees.test_averaged import TWO as AVERAGED
+from tests.degrees.test_stores_of_layers import WIDE, is_cut
+from tests.fabricated import edit, optimizer_file, write, write_dumps
+from tests.fabricated_pipes import PipeJob, write_pipe
+from tests.job import MUON, Job
+from tests.samples import sampled
+
+SPAN_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run that writes, and what it reads."""
+
+    source: Callable[[Path], Path]
+    """Makes below a directory what is read."""
+    write: Callable[[Path, Path], streamshard.Report]
+
+    def __call__(self, place: Path, out: Path) -> streamshard.Report:
+        """Make both."""
+        return self.write(self.source(place), out)
+
+
+def of(job: Job) -> Callable[[Path], Path]:
+    """Save a job, with a file beside it that takes several spans, and an empty one."""
+
+    def make(place: Path) -> Path:
+        run = write(job, place / "run")
+        (run / "tokenizer.json").write_bytes(bytes(range(256)) * 9)
+        (run / "empty").touch()
+        return run
+
+    return make
+
+
+def enlarged(place: Path) -> Path:
+    """Save weights, two elements of which are too large for float16."""
+    run = of(Job(stage=2))(place)
+
+    def enlarge(state: dict[str, Any]) -> None:
+        masters = state["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+        masters[0].data[:2] = 1.0e6
+
+    edit(optimizer_file(run, 0), enlarge)
+    return run
+
+
+def store(codec: str) -> Callable[[Path], Path]:
+    def make(place: Path) -> Path:
+        run = write(Job(stage=3), place / "run")
+        streamshard.convert(run, place / "a.zarr", codec=codec, chunk_size=512)
+        return place / "a.zarr"
+
+    return make
+
+
+def dumps(place: Path) -> Path:
+    return write_dumps(write(Job(stage=2), place / "run"), place / "dumps")
+
+
+def layers(place: Path) -> Path:
+    """Make a store of files in which tensors lie, some of them in several chunks."""
+    job = PipeJob(world_size=1, layers=(WIDE, WIDE), shared=(), starts=(0, 1))
+    run = write_pipe(job, place / "run")
+    streamshard.convert(run, place / "a.zarr", codec="zstd", chunk_size=64)
+    assert is_cut(place / "a.zarr")
+    return place / "a.zarr"
+
+
+def dumped(template: Path, out: Path) -> streamshard.Report:
+    return streamshard.repartition(template, out / "{rank}.pt", world_size=3)
+
+
+resized = partial(streamshard.repartition, world_size=3)
+converted = partial(streamshard.convert, chunk_size=SPAN_BYTES)
+halved = partial(streamshard.export, dtype="fp16")
+merged = partial(streamshard.repartition, world_size=2, tensor_parallel=1, average=True)
+CASES: dict[str, Case] = {
+    **{
+        f"stage {a} to {b}": Case(of(Job(stage=a)), partial(resized, zero_stage=b))
+        for a, b in ((1, 3), (2, 1), (3, 2), (3, 3))
+    },
+    "momentum": Case(of(replace(MUON, stage=2)), resized),
+    "from a raw store": Case(store("none"), partial(resized, zero_stage=2)),
+    "from a compressed store": Case(store("zstd"), partial(resized, zero_stage=2)),
+    "dumps": Case(dumps, dumped),
+    "raw store": Case(of(Job(stage=2)), partial(converted, codec="none")),
+    "compressed store": Case(enlarged, partial(converted, codec="lz4")),
+    "safetensors": Case(enlarged, partial(halved, max_shard_size=2 * SPAN_BYTES)),
+    "torch": Case(enlarged, partial(halved, format="torch")),
+    "universal": Case(enlarged, partial(streamshard.export, format="universal")),
+    "dcp": Case(enlarged, partial(halved, format="dcp", ranks=2)),
+    "means": Case(of(AVERAGED), merged),
+    "layers in a store": Case(layers, streamshard.export),
+}
+
+
+@pytest.fixture
+def _many_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut files into many spans."""
+    monkeypatch.setattr(storage_regions, "_SPAN_BYTES", SPAN_BYTES)
+    monkeypatch.setattr(weight_files, "SPAN_BYTES", SPAN_BYTES)
+    monkeypatch.setattr(dcp_files, "SPAN_BYTES", SPAN_BYTES)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_spans_of_any_size_make_the_same_files(
+    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write(Job(stage=stage), tmp_path / "run")
+    resized(run, tmp_path / "whole")
+    for span_bytes in (64, SPAN_BYTES):
+        monkeypatch.setattr(storage_regions, "_SPAN_BYTES", span_bytes)
+        report = resized(run, tmp_path / f"{span_bytes}")
+        made = tree(tmp_path / f"{span_bytes}")
+        assert made == tree(tmp_path / "whole")
+        assert report.bytes_written == sum(map(len, made.values()))
+
+
+# Cut off ------------------------------------------------------------------------------------------
+
+
+class CutOffError(StreamshardError):
+    """Raised where a run is cut off."""
+
+
+@contextmanager
+def cut_off_after(spans: int | None) -> Iterator[None]:
+    """Cut off the run that has noted so many spans; None for never."""
+    left, note = spans, Journal.note
+
+    def cut_off(self: Journal, path: str, offset: int, written: Written) -> None:
+        nonlocal left
+        if left == 0:
+            raise CutOffError
+        left = None if left is None else left - 1
+        note(self, path, offset, written)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Journal, "note", cut_off)
+        yield
+
+
+@contextmanager
+def counted_reads() -> Iterator[list[int]]:
+    """Count the bytes of each read of what a run before has left."""
+    counts: list[int] = []
+
+    def counted(descriptor: int, view: memoryview, offset: int) -> int:
+        counts.append(read_into(descriptor, view, offset))
+        return counts[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sink, "read_into", counted)
+        yield counts
+
+
+@sampled(3)
+@pytest.mark.usefixtures("_many_spans")
+@pytest.mark.parametrize(
+    "case", ["stage 3 to 2", "compressed store", "safetensors", "torch", "dcp"]
+)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_run_goes_on_after_any_span(stage: int, case: str, tmp_path: Path, one_in: int) -> None:
+    make, out, partial_out = CASES[case], tmp_path / "out", tmp_path / "out.partial"
+    run = of(Job(stage=stage))(tmp_path)
+    undisturbed = make.write(run, tmp_path / "whole")
+    whole = tree(tmp_path / "whole")
+    for most in itertools.count(0, one_in):
+        try:
+            with cut_off_after(most):
+                make.write(run, out)
+        except CutOffError as error:
+            noted = [f"{partial_out}" in line for line in error.__notes__] if most else []
+            assert noted == [True] * bool(most)
+        else:
+            break
+        assert partial_out.exists() == bool(most)
+        with counted_reads() as counts:
+            report = make.write(run, out)
+        assert sum(counts) == report.kept_bytes  # each byte once
+        assert tree(out) == whole
+        assert bool(report.kept_bytes) == bool(most)
+        assert report.kept_bytes < report.bytes_written
+        assert report.overflowed == undisturbed.overflowed
+        shutil.rmtree(out)
+    assert most > 8
+
+
+# In any order -------------------------------------------------------------------------------------
+
+WORLDS = st.sampled_from([2, 3])
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What the model knows of a partial target."""
+
+    made: tuple[int, int]
+    """World size, and version of the source."""
+    replaces: bool
+
+
+@dataclass(frozen=True)
+class Model:
+    """The three lines that say what has to be on the disk."""
+
+    out: tuple[int, int] | None = None
+    partial: Begun | None = None
+
+    def after(self, made: tuple[int, int], *, overwrite: bool, spans: int | None) -> "Model | None":
+        """Say what is there after a run that is cut off after some spans; None if it is refused."""
+        begun = None if overwrite else self.partial
+        if (self.out and not overwrite and not (begun and begun.replaces)) or (
+            begun and begun.made != made
+        ):
+            return None
+        if spans is None:
+            return Model(out=made)
+        kept = begun or (Begun(made, overwrite) if spans else None)
+        return replace(self, partial=kept)
+
+
+class Runs(RuleBasedStateMachine):
+    """Runs on one target."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = Path(tempfile.mkdtemp())
+        self.source, self.out = self.root / "run", self.root / "out"
+        self.version = 0
+        self.model = Model()
+        self.wanted: dict[tuple[int, int], dict[str, bytes]] = {}
+
+    def teardown(self) -> None:
+        """Leave nothing behind."""
+        shutil.rmtree(self.root)
+
+    @initialize(stage=st.sampled_from([2, 3]))
+    def save(self, stage: int) -> None:
+        """Make a small checkpoint."""
+        write(Job(stage=stage), self.source)
+
+    @rule(world=WORLDS, overwrite=st.booleans(), spans=st.none() | st.integers(0, 12))
+    def start(self, world: int, overwrite: bool, spans: int | None) -> None:
+        """Run, and be cut off after some spans, or not."""
+        made = (world, self.version)
+        ended: StreamshardError | None = None
+        with cut_off_after(spans), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(storage_regions, "_SPAN_BYTES", 2048)
+            try:
+                report = streamshard.repartition(
+                    self.source, self.out, world_size=world, overwrite=overwrite, workers=1
+                )
+            except (CutOffError, TargetExistsError) as error:
+                ended = error
+        # A run that had little left to do may end before it is cut off.
+        wanted = self.model.after(made, overwrite=overwrite, spans=spans if ended else None)
+        assert (wanted is None) == isinstance(ended, TargetExistsError)
+        if wanted is not None:
+            if ended is None and not overwrite and self.model.partial:
+                assert report.kept_bytes
+            self.model = wanted
+
+    @rule()
+    def change(self) -> None:
+        """Save another checkpoint in the source's place."""
+        self.version += 1
+        (self.source / "version").write_text(f"{self.version}")
+
+    @precondition(lambda self: self.model.out is not None)
+    @rule()
+    def look(self) -> None:
+        """Look at the target as a user would."""
+        assert streamshard.verify(self.out).is_good
+
+    @invariant()
+    def disk_is_as_the_model_says(self) -> None:
+        """The target is what one undisturbed run makes, or it is not there."""
+        made, begun = self.model.out, self.model.partial
+        beside = {path.name for path in self.root.iterdir()} - {"run"}
+        assert beside == {name for name, there in (("out", made), ("out.partial", begun)) if there}
+        if made is not None:
+            assert tree(self.out) == self._undisturbed(made)
+
+    def _undisturbed(self, made: tuple[int, int]) -> dict[str, bytes]:
+        if made not in self.wanted:
+            world, version = made
+            with tempfile.TemporaryDirectory() as place:
+                source = shutil.copytree(self.source, Path(place) / "run")
+                if version:
+                    (source / "version").write_text(f"{version}")
+                streamshard.repartition(source, Path(place) / "out", world_size=world)
+                self.wanted[made] = tree(Path(place) / "out")
+        return self.wanted[made]
+
+
+def test_any_order_of_runs_and_of_changes_to_the_source() -> None:
+    run_state_machine_as_test(
+        Runs, settings=settings(max_examples=25, stateful_step_count=12, deadline=None)
+    )
+
+
+# Sent and written twice ---------------------------------------------------------------------------
+
+
+class TwiceWindow(Window):
+    """Writes a copy of each span, as it is sent to a worker; a late second time does no harm."""
+
+    def write(self, span: Span, file: Sink, *, is_new: bool = True) -> SpanResult:
+        sent = pickle.loads(pickle.dumps(span))
+        first = super().write(sent, file, is_new=is_new)
+        assert super().write(sent, file, is_new=False) == first
+        return first
+
+
+def of_a_copy(serialize: Callable[[Any], Iterator[FileImage]]) -> Callable[[Any], object]:
+    """Serialize files from a copy that was pickled, too."""
+
+    return lambda images: serialize(pickle.loads(pickle.dumps(images)))
+
+
+@pytest.mark.usefixtures("_many_spans")
+@pytest.mark.parametrize("case", CASES)
+def test_spans_are_data_and_writing_them_twice_changes_nothing(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers of clusters write them in `tests/cluster`."""
+    source = CASES[case].source(tmp_path)
+    wanted = CASES[case].write(source, tmp_path / "once")
+    monkeypatch.setattr(span_writer, "Window", TwiceWindow)
+    for kind in (WholeImages, NativeImages, DumpImages, UniversalImages):
+        monkeypatch.setattr(kind, "all", of_a_copy(kind.all))
+    found = CASES[case].write(source, tmp_path / "twice")
+    assert tree(tmp_path / "twice") == tree(tmp_path / "once")
+    assert (found.bytes_written, found.overflowed) == (wanted.bytes_written, wanted.overflowed)
+    assert bool(found.overflowed) == (case in ("safetensors", "torch", "dcp"))
