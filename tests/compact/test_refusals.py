@@ -425,6 +425,7 @@ LATE: dict[str, tuple[bool, int, Change, str]] = {
     "a link": (False, 2, add_link, "may not be removed any more"),
     "latest_universal": (False, 2, name_universal, "may not be removed any more"),
     "a change": (False, 2, touch, "may not be removed any more"),
+    "another file": (False, 2, add_file, "changed while it was watched"),
     "a newer one is torn": (True, 2, tear_a_newer_one, "model_states.pt"),
     "no latest": (True, 2, lose_latest, "no 'latest'"),
     "another trash": (True, 2, replace_the_trash, "its trash cannot be read"),
