@@ -168,6 +168,16 @@ def copy_the_run(run: Path, _: Path) -> None:
     run.with_name("copy").rename(run)
 
 
+def move_the_files(run: Path, _: Path) -> None:
+    """Make another run directory of the very same files."""
+    other = run.with_name("other directory")
+    other.mkdir()
+    for path in run.iterdir():
+        path.rename(other / path.name)
+    run.rmdir()
+    other.rename(run)
+
+
 def remove_the_store(_: Path, archive: Path) -> None:
     shutil.rmtree(archive / f"{FIRST}.zarr")
 
@@ -251,7 +261,8 @@ ARCHIVED: dict[str, tuple[Change, str, str]] = {
     "a link in another tag": (add_inner_link, "kept", "symbolic link"),
     "a link far below": (add_link_far_below, "kept", "symbolic link"),
     "latest_universal": (name_universal, "kept", "latest_universal"),
-    "a copy of the run directory": (copy_the_run, "ambiguous", "run"),
+    "a copy of the run directory": (copy_the_run, "ambiguous", "has inode"),
+    "another run directory": (move_the_files, "ambiguous", "is another directory"),
     "no store": (remove_the_store, "ambiguous", "gone"),
     "no list of checksums": (remove_the_list, "ambiguous", "sha256"),
     "a list that lacks a file": (shorten_the_list, "failed", "not listed in"),
@@ -330,6 +341,7 @@ TRASHED: dict[str, tuple[Change, str, str]] = {
     "a link into the trash": (link_into_the_trash, "in the trash", "link"),
     "latest_universal": (name_universal, "in the trash", "latest_universal"),
     "no newer ones": (lose_newer_ones, "in the trash", "newest 3"),
+    "another run directory": (move_the_files, "ambiguous", "is another directory"),
     "another file": (add_file_to_the_trash, "ambiguous", "was not archived"),
     "a damaged chunk": (damage_a_chunk, "failed", f"{CHUNK}: damaged"),
     "no chunk": (remove_a_chunk, "failed", f"{CHUNK}: missing"),
@@ -386,7 +398,7 @@ PURGED: dict[str, tuple[Change, str, str]] = {
     "a damaged weight": (damage_a_chunk, "failed", f"{CHUNK}: damaged"),
     "a damaged state": (damage_a_state, "failed", "exp_avg/.*: damaged"),
     "an array that another tool wrote": (rewrite, "ambiguous", "rewritten by another tool"),
-    "a copy of the run directory": (copy_the_run, "ambiguous", "run"),
+    "another run directory": (move_the_files, "ambiguous", "is another directory"),
     "no time": (partial(tell, "purged", ""), "ambiguous", "since when"),
     "a time without a zone": (partial(tell, "purged", "2020-01-01T00:00:00"), "ambiguous", "zone"),
 }

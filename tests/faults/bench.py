@@ -18,7 +18,7 @@ from tests.faults.scenarios import (
     times,
     tree,
 )
-from tests.faults.server import Ended, Kill, Second, Server
+from tests.faults.server import Ended, Kill, Meanwhile, Second, Server
 from tests.faults.shim import NO_KIND, Action, Arming, Kind, Side
 from tests.faults.table import Fault
 
@@ -76,7 +76,8 @@ class Targets(Ground[Scenario]):
         has_begun = at >= self.undisturbed(scenario).has_begun
         self._prepare(scenario)
         stop = Arming(at, Action.STOP, 0, ~NO_KIND, Side.SOURCE | Side.TARGET, NO_KIND)
-        ended = self._run(scenario, stop, second_when_stopped=True, killed_when_stopped=is_killed)
+        same = scenario.arguments(self._source, self._place)
+        ended = self._run(scenario, stop, meanwhile=Meanwhile(second=same, kills=is_killed))
         problems = self._after_two(scenario, ended, has_begun=has_begun)
         problems += self._left(scenario, ended, has_begun=has_begun)
         told = f"second run while the first was at {ended.fired or 'no call'}"

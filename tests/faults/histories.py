@@ -30,7 +30,7 @@ import streamshard
 from tests.compact.runs import TRASH, damage, save
 from tests.faults.nights import JOB
 from tests.faults.scenarios import Tree, tree
-from tests.faults.server import Ended, Meanwhile, Server
+from tests.faults.server import NOTHING_MEANWHILE, Ended, Meanwhile, Server
 from tests.faults.shim import NO_KIND, NOTHING, Action, Arming, Kind, Option, Side
 from tests.faults.table import FAULTS
 from tests.faults.yard import is_as_listed
@@ -308,7 +308,7 @@ class Histories(RuleBasedStateMachine):
         options: Sequence[str] | None = None,
         *,
         arming: Arming = NOTHING,
-        meanwhile: Meanwhile | None = None,
+        meanwhile: Meanwhile = NOTHING_MEANWHILE,
         looks: bool = True,
     ) -> Ended:
         ended = self._server.run(

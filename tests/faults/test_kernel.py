@@ -18,7 +18,7 @@ import pytest
 from benchmarks._fabricate import fabricate
 from benchmarks._model import transformer
 from tests.faults.scenarios import OUT, Tree, tree
-from tests.faults.server import Ended, Server
+from tests.faults.server import Ended, Meanwhile, Server
 from tests.faults.shim import NO_KIND, Action, Arming, Call, Kind, Side
 
 RANKS = 4
@@ -138,7 +138,7 @@ def test_a_disk_that_somebody_else_fills(kind: str, run: Run, saved: Saved, tmp_
             shutil.rmtree(target / OUT)
             anything = Kind.MAKE | Kind.WRITE | Kind.SYNC
             stop = Arming(at, Action.STOP, 0, anything, Side.TARGET, NO_KIND)
-            ended = run(target, arming=stop, filled_when_stopped=ballast)
+            ended = run(target, arming=stop, meanwhile=Meanwhile(fills=ballast))
             codes.append(ended.code)
             if ended.code == 0:
                 require_whole(ended, target, saved, ballast.name)
