@@ -233,13 +233,6 @@ def test_two_kinds_of_numbers_are_refused(tmp_path: Path, archive: Path) -> None
     }
 
 
-def test_a_directory_without_any_latest_is_refused_as_before(output: Path, archive: Path) -> None:
-    for path in output.glob("*/latest"):
-        path.unlink()
-    with pytest.raises(IncompleteError, match="no 'latest'"):
-        compact(output, archive)
-
-
 # What `tags` does not match is neither touched nor counted ----------------------------------------
 
 DEEP = "run*/global_step*"
