@@ -18,6 +18,10 @@ STEPS = (80, 90, 100, 1000)
 DAY = 24 * 3600
 NO_GRACE = timedelta(0)
 TRASH = ".streamshard.trash"
+MODEL = "mp_rank_00_model_states.pt"
+SHARD = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+CHUNK = "state/fp32/embed.weight/c/0/0"
+"""A file of an archive."""
 
 
 def tag_of(step: int) -> str:
@@ -62,6 +66,12 @@ def bits(root: Path) -> dict[str, bytes]:
         for path in sorted(root.rglob("*"))
         if path.is_file() and path.name != RECORD
     }
+
+
+def damage(path: Path) -> None:
+    """Flip a bit; done twice, it is as it was."""
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
 
 def tags_in(run: Path) -> set[str]:

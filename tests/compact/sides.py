@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,8 @@ from typing import Any
 import pytest
 
 import streamshard as api
+from streamshard.io.objects.clients import client_of
+from tests.cloud.proxy import FaultProxy, Plan
 from tests.cloud.server import S3Server
 from tests.compact.runs import FIRST, RECORD, bits, later, make_run
 from tests.job import LEAN
@@ -116,6 +120,17 @@ class Sides:
             for prefix in prefixes
             if path.startswith(prefix)
         }
+
+
+@contextmanager
+def disturbed(server: S3Server, plan: Plan) -> Iterator[None]:
+    """Let a plan decide what becomes of each request."""
+    with FaultProxy(server.url) as proxy, pytest.MonkeyPatch.context() as patch:
+        proxy.plan = plan
+        patch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        client_of.cache_clear()
+        yield
+    client_of.cache_clear()
 
 
 ONE_IN_A_BUCKET = pytest.mark.parametrize(

@@ -12,13 +12,20 @@ import streamshard as api
 from streamshard.errors import SourceError, TargetLockedError
 from streamshard.io.changes import lock_at
 from streamshard.io.object_path import as_path
-from streamshard.io.objects.clients import client_of
 from streamshard.operations.compact import trash
 from streamshard.operations.compact.policy import Policy
-from tests.cloud.proxy import LEAKED, Fault, FaultProxy, Request
+from tests.cloud.proxy import LEAKED, Fault, Request
 from tests.cloud.server import S3Server
 from tests.compact.runs import ALL, FIRST, actions, bits, later, save
-from tests.compact.sides import MARK, ONE_IN_A_BUCKET, VICTIM, Side, Sides, make_sides
+from tests.compact.sides import (
+    MARK,
+    ONE_IN_A_BUCKET,
+    VICTIM,
+    Side,
+    Sides,
+    disturbed,
+    make_sides,
+)
 from tests.forked import run_forked
 from tests.job import LEAN
 
@@ -109,9 +116,7 @@ def test_another_save_at_the_place_of_a_tag_that_is_going_stays(
     assert buckets.original() == files
 
 
-def test_what_is_saved_anew_while_a_tag_is_removed_stays(
-    buckets: Sides, server: S3Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_saved_anew_while_a_tag_is_removed_stays(buckets: Sides, server: S3Server) -> None:
     """All objects were looked at before the first of them, the model's file, is removed."""
     buckets.compact(delete=True)
     anew: dict[str, bytes] = {}
@@ -123,12 +128,8 @@ def test_what_is_saved_anew_while_a_tag_is_removed_stays(
             for shard, data in anew.items():
                 buckets.run.write(f"{FIRST}/{shard}", data)
 
-    with FaultProxy(server.url) as proxy, monkeypatch.context() as patch:
-        proxy.plan = save_shards
-        patch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        client_of.cache_clear()
+    with disturbed(server, save_shards):
         found = buckets.compact(9, delete=True)
-    client_of.cache_clear()
     assert (actions(found)[FIRST], found.exit_code) == ("ambiguous", 3)
     assert "is it of another save" in found.problems[0].reason
     assert buckets.original() == anew != {}
@@ -220,10 +221,9 @@ def test_a_night_that_is_killed_while_it_removes_is_finished_by_the_next(
 
 
 def test_a_tag_that_may_not_be_removed_is_no_checkpoint_once_a_part_of_it_is(
-    buckets: Sides, server: S3Server, monkeypatch: pytest.MonkeyPatch
+    buckets: Sides, server: S3Server
 ) -> None:
     buckets.compact(delete=True)
-
     denied = count()
 
     def deny(request: Request) -> Fault | None:
@@ -231,12 +231,8 @@ def test_a_tag_that_may_not_be_removed_is_no_checkpoint_once_a_part_of_it_is(
             return None
         return Fault.DENIED if next(denied) < len(ALL_SHARDS) else None
 
-    with FaultProxy(server.url) as proxy, monkeypatch.context() as patch:
-        proxy.plan = deny
-        patch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        client_of.cache_clear()
+    with disturbed(server, deny):
         found = buckets.compact(9, delete=True)
-    client_of.cache_clear()
     assert (actions(found)[FIRST], found.exit_code) == ("failed", 4)
     assert "access denied" in found.problems[0].reason
     assert LEAKED not in str(found)

@@ -13,8 +13,8 @@ import streamshard as api
 from streamshard.errors import SourceError
 from streamshard.sizes import show_bytes
 from tests.cloud.server import KEY, SECRET, S3Server
-from tests.compact.runs import ALL, FIRST, actions, bits, tag_of
-from tests.compact.sides import MARK, ONE_IN_A_BUCKET, VICTIM, Side, Sides, make_sides
+from tests.compact.runs import ALL, FIRST, actions, bits
+from tests.compact.sides import MARK, ONE_IN_A_BUCKET, Side, Sides, make_sides
 from tests.compact.test_families import make_output
 from tests.documents import page
 from tests.forked import run_forked
@@ -76,25 +76,6 @@ def test_a_receipt_records_what_identifies_objects(buckets: Sides) -> None:
     assert [(one["etag"], one["inode"], one["device"]) for one in receipt["source"]] == [
         (run.etag(one["path"]), 0, 0) for one in receipt["source"]
     ]
-
-
-@ONE_IN_A_BUCKET
-def test_what_is_damaged_keeps_its_original(sides: Sides) -> None:
-    """In every night: it has its length, and on the disk its time too."""
-    sides.compact()
-    good = sides.archive.read(VICTIM)
-    bad = good[:-1] + bytes([good[-1] ^ 1])
-    sides.archive.write(VICTIM, bad)
-    found = sides.compact(2, delete=True)
-    assert (actions(found)[FIRST], found.exit_code) == ("failed", 6)
-    assert sides.run.tags() == ALL
-    sides.archive.write(VICTIM, good)
-    assert actions(sides.compact(3, delete=True))[FIRST] == "deleted"
-    sides.archive.write(VICTIM, bad)
-    for days in (20, 21):
-        found = sides.compact(days, delete=True)
-        assert found.exit_code in (3, 6)
-        assert sides.original() == bits(sides.tmp / "made" / FIRST)
 
 
 def test_a_tag_in_the_trash_of_a_bucket_stays_whole(buckets: Sides) -> None:
@@ -197,20 +178,6 @@ def test_one_night_archives_and_removes_and_a_later_one_drops_states(sides: Side
     assert api.verify(store).is_good
     api.export(store, sides.tmp / "found")
     assert bits(sides.tmp / "found") == bits(sides.tmp / "wanted")
-
-
-def test_what_is_ambiguous_can_be_acknowledged(buckets: Sides) -> None:
-    broken = f"{tag_of(90)}/mp_rank_00_model_states.pt"
-    whole = buckets.run.read(broken)
-    buckets.run.remove(broken)
-    found = buckets.compact()
-    assert (actions(found)[tag_of(90)], found.exit_code) == ("ambiguous", 3)
-    assert buckets.compact(acknowledge=[tag_of(90)]).exit_code == 0
-    found = buckets.compact()
-    assert (actions(found)[tag_of(90)], found.exit_code) == ("kept", 0)
-    buckets.run.write(broken, whole[:-1])
-    found = buckets.compact()
-    assert (actions(found)[tag_of(90)], found.exit_code) == ("ambiguous", 3)
 
 
 def test_what_was_uploaded_lately_stays(buckets: Sides) -> None:

@@ -2,27 +2,32 @@
 
 What a tag holds is known in many places to be alike, or to follow from something else. If a value
 is another, or one is there that nobody knows, the tag is either refused by what `--delete` looks
-at, or it comes back as it was.
+at, or it comes back as it was. Below stage 3 nothing goes as padding that may be somebody's.
 """
 
 import copy
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import count
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from streamshard.errors import StreamshardError
+from streamshard.errors import DisagreementError, StreamshardError, UnsupportedError
 from streamshard.operations.compact.originals import accounted_for, padding_alike, ranks_agree
 from streamshard.operations.repartition.repartition import repartition
 from streamshard.operations.source.source import open_source
+from tests.checkpoints.test_old_spellings import as_bf16_optimizer, respell
 from tests.comparing import differences
-from tests.fabricated import client_state, load, save, write
-from tests.job import EXPERTS, TAG, Job
+from tests.fabricated import client_state, edit, load, save, write
+from tests.fabricated_states import flat
+from tests.job import EXPERTS, STATES, TAG, Job
 from tests.samples import sampled
 
 JOBS = {
@@ -168,3 +173,97 @@ def test_every_value_comes_back_or_keeps_its_tag(name: str, one_in: int, tmp_pat
                 path.write_bytes(whole)
     assert not lost, "\n".join(lost)
     assert min(counts.values()) > 0
+
+
+SMALL = Job(groups=((("a", (3,)), ("b", (2, 2)), ("c", (2,))), (("d", (1,)),)), frozen=(), tied={})
+TINY_EXPERTS = tuple((name, (2,)) for name, _ in EXPERTS)
+PADDED = {
+    "stage-1": replace(SMALL, stage=1),
+    "stage-2": SMALL,
+    "empty-ranks": replace(SMALL, world_size=7),
+    "empty-group": replace(SMALL, groups=(*SMALL.groups, ())),
+    "round-robin": replace(SMALL, round_robin=True),
+    "aligned": replace(SMALL, alignment=True, world_size=3),
+    "aligned-round-robin": replace(SMALL, alignment=True, round_robin=True),
+    "aligned-elastic": replace(SMALL, alignment=True, elastic=True),
+    "experts": replace(SMALL, world_size=4, experts=TINY_EXPERTS, expert_parallel=2),
+    "muon": replace(SMALL, muon=(0,), world_size=3),
+    "muon-offload": replace(SMALL, muon=(0,), offload=True, world_size=3),
+}
+
+
+def flat_tensors(content: dict[str, Any]) -> list[Tensor]:
+    """List all that a rank's file has an element of for each of its parameters' elements."""
+    state = content["optimizer_state_dict"]
+    inner = state["base_optimizer_state"]
+    groups = inner if isinstance(inner, list) else inner["state"].values()
+    moments = [tensor for held in groups for key, tensor in held.items() if key != "step"]
+    return [*(part.detach() for part in state["single_partition_of_fp32_groups"]), *moments]
+
+
+def padding_numel(job: Job) -> int:
+    """Count what is saved and no parameter's, of all states."""
+    count = 0
+    for group, shapes in enumerate(job.cut_groups):
+        whole, gaps = flat(job, "fp32", group)
+        end = len(whole) - sum(gaps) - sum(prod(shape) for _, shape in shapes)
+        states = len(STATES)
+        if group in job.muon:
+            states = 1 if job.offload else 0
+        replicas = job.world_size // job.sharers(group)
+        count += replicas * (sum(gaps) * (1 + states) + (0 if job.elastic else end * states))
+    return count
+
+
+def edited(run: Path) -> Iterator[None]:
+    """Give every element of every state another value, one at a time."""
+    for path in sorted((run / TAG).glob("*optim_states.pt")):
+        whole = path.read_bytes()
+        for number, tensor in enumerate(flat_tensors(load(path))):
+            for place in range(tensor.numel()):
+                content = load(path)
+                flat_tensors(content)[number][place] = 77.0
+                save(content, path)
+                yield
+                path.write_bytes(whole)
+
+
+def refusals(run: Path, like: Path | None = None) -> int:
+    """Count the elements of states that are refused where their value is another."""
+    refused = 0
+    for _ in edited(run):
+        try:
+            padding_alike(open_source(run, like=like))
+        except UnsupportedError:
+            refused += 1
+        except DisagreementError:
+            continue  # momentum that two ranks hold
+    return refused
+
+
+@pytest.mark.parametrize("job", PADDED.values(), ids=PADDED)
+def test_every_element_that_is_no_parameters_is_looked_at(tmp_path: Path, job: Job) -> None:
+    run = write(job, tmp_path / "run")
+    like = write(replace(job, elastic=False), tmp_path / "like") if job.elastic else None
+    padding_alike(open_source(run, like=like))
+    assert refusals(run, like) == padding_numel(job) > 0
+
+
+def test_masters_that_are_saved_with_their_padding_are_looked_at(tmp_path: Path) -> None:
+    job = replace(SMALL, stage=1)
+    run = respell(job, tmp_path / "run", as_bf16_optimizer)
+    padding_alike(open_source(run))
+    assert refusals(run) == padding_numel(job) // len(STATES) * (1 + len(STATES))
+
+
+def test_one_value_may_be_any(tmp_path: Path) -> None:
+    """Adagrad's sums begin where its user says."""
+
+    def fill(content: dict[str, Any]) -> None:
+        for tensor in flat_tensors(content):
+            tensor[tensor == 0] = 0.1
+
+    run = write(SMALL, tmp_path / "run")
+    for path in (run / TAG).glob("*optim_states.pt"):
+        edit(path, fill)
+    padding_alike(open_source(run))

@@ -1,7 +1,8 @@
-"""Output directories of frameworks, whose checkpoints have a `latest` each."""
+"""Tags that are whole checkpoints of a framework, and tags that a pattern chooses."""
 
 import json
 import shutil
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,19 @@ import pytest
 import torch
 
 import streamshard as api
-from streamshard.errors import IncompleteError, SourceError
-from tests.compact.runs import NO_GRACE, TRASH, actions, age, bits, later, save
+from streamshard.errors import IncompleteError, SourceError, UsageError
+from tests.cli.conftest import streamshard
+from tests.compact.runs import (
+    NO_GRACE,
+    TRASH,
+    actions,
+    age,
+    bits,
+    later,
+    make_run,
+    receipt_of,
+    save,
+)
 from tests.fabricated import client_state
 from tests.job import Job
 
@@ -49,15 +61,17 @@ def compact(output: Path, archive: Path, **options: Any) -> api.Compaction:  # n
     return api.compact(output, archive, **({"keep_last": 2} | options))
 
 
-@pytest.fixture(params=["checkpoint-{}", "checkpoint_{}", "epoch_{}", LIGHTNING])
-def pattern(request: pytest.FixtureRequest) -> str:
-    """How a framework names its checkpoints."""
-    named: str = request.param
-    return named
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    """Where HF Trainer saved."""
+    return make_output(tmp_path / "output")
 
 
-def test_a_whole_checkpoint_goes_and_comes_back(tmp_path: Path, pattern: str) -> None:
-    output, archive = make_output(tmp_path / "output", pattern), tmp_path / "archive"
+@pytest.mark.parametrize("pattern", ["checkpoint-{}", "checkpoint_{}", "epoch_{}", LIGHTNING])
+def test_a_whole_checkpoint_goes_and_comes_back(
+    tmp_path: Path, archive: Path, pattern: str
+) -> None:
+    output = make_output(tmp_path / "output", pattern)
     first = pattern.format(100)
     before = bits(output / first)
     assert "latest" in before
@@ -65,7 +79,7 @@ def test_a_whole_checkpoint_goes_and_comes_back(tmp_path: Path, pattern: str) ->
     assert actions(found)[first] == "deleted"
     assert found.exit_code == 0
     assert not (output / first).exists()
-    receipt = json.loads((archive / f"{first}.receipt.json").read_text())
+    receipt = receipt_of(archive, first)
     assert {r["path"] for r in receipt["source"]} == {f"{first}/{name}" for name in before}
     assert all(r["sha256"] for r in receipt["source"])
     assert receipt["left_out"] == []
@@ -78,8 +92,7 @@ def test_a_whole_checkpoint_goes_and_comes_back(tmp_path: Path, pattern: str) ->
     assert outside.items() <= bits(output / first).items()
 
 
-def test_what_is_in_the_trash_goes_in_time(tmp_path: Path) -> None:
-    output, archive = make_output(tmp_path / "output"), tmp_path / "archive"
+def test_what_is_in_the_trash_goes_in_time(output: Path, archive: Path) -> None:
     assert compact(output, archive).exit_code == 0
     # Another night proves everything anew, before anything goes.
     assert actions(compact(output, archive, delete=True))["checkpoint-300"] == "deleted"
@@ -93,28 +106,27 @@ def test_what_is_in_the_trash_goes_in_time(tmp_path: Path) -> None:
     assert not [path for path in (output / TRASH).rglob("*") if path.is_file()]
 
 
-def test_the_best_the_linked_and_the_newest_stay(tmp_path: Path) -> None:
+def test_the_best_the_linked_and_the_newest_stay(tmp_path: Path, archive: Path) -> None:
     best = "C:\\somewhere\\checkpoint-100"
     output = make_output(tmp_path / "output", best=best)
     (output / "wanted").symlink_to("checkpoint-200")
-    found = {tag.tag: tag for tag in compact(output, tmp_path / "archive", delete=True).tags}
+    found = {tag.tag: tag for tag in compact(output, archive, delete=True).tags}
     assert "names it as the best" in found["checkpoint-100"].reason
     assert "symbolic link" in found["checkpoint-200"].reason
     assert found["checkpoint-1000"].reason == "saved last"
     assert [tag.tag for tag in found.values() if tag.action == "deleted"] == ["checkpoint-300"]
 
 
-def test_the_best_of_any_checkpoint_stays(tmp_path: Path) -> None:
-    output = make_output(tmp_path / "output")
+def test_the_best_of_any_checkpoint_stays(output: Path, archive: Path) -> None:
     state = output / "checkpoint-200" / "trainer_state.json"
     best = {"best_model_checkpoint": "output/checkpoint-100/", "best_global_step": 300}
     state.write_text(json.dumps(best))
     age(output / "checkpoint-200", 29)
-    found = actions(compact(output, tmp_path / "archive", delete=True))
+    found = actions(compact(output, archive, delete=True))
     assert found["checkpoint-100"] == "kept"
     assert found["checkpoint-200"] == "deleted"  # and names the best from the trash
     assert found["checkpoint-300"] == "kept"
-    again = actions(compact(output, tmp_path / "archive", delete=True))
+    again = actions(compact(output, archive, delete=True))
     assert again["checkpoint-100"] == "kept"
 
 
@@ -129,7 +141,7 @@ def save_lightning(output: Path, step: int, *, monitor: str | None, days: float)
 
 
 @pytest.mark.parametrize("last", ["link", "copy"])
-def test_what_lightning_needs_stays(tmp_path: Path, last: str) -> None:
+def test_what_lightning_needs_stays(tmp_path: Path, archive: Path, last: str) -> None:
     output = make_output(tmp_path / "output", LIGHTNING)
     save_lightning(output, 300, monitor=None, days=28)  # which calls itself the best
     save_lightning(output, 1000, monitor="loss", days=26)
@@ -139,7 +151,7 @@ def test_what_lightning_needs_stays(tmp_path: Path, last: str) -> None:
         shutil.copytree(output / LIGHTNING.format(1000), output / "last.ckpt")
         age(output / "last.ckpt", 25)
     (output / "weights.ckpt").write_bytes(b"a file, as Lightning saves without DeepSpeed")
-    found = {tag.tag: tag for tag in compact(output, tmp_path / "archive", delete=True).tags}
+    found = {tag.tag: tag for tag in compact(output, archive, delete=True).tags}
     reasons = [found[LIGHTNING.format(step)].reason for step in STEPS]
     assert reasons[0].endswith(".ckpt names it as the best")
     assert ("symbolic link" in reasons[1]) == (last == "link")
@@ -152,68 +164,68 @@ def test_what_lightning_needs_stays(tmp_path: Path, last: str) -> None:
     assert all((output / name).exists() for name, tag in found.items() if tag.action == "kept")
 
 
-def test_lightning_s_names_without_steps_are_refused(tmp_path: Path) -> None:
+def test_lightning_s_names_without_steps_are_refused(tmp_path: Path, archive: Path) -> None:
     output = make_output(tmp_path / "output", "epoch={}.ckpt")
     before = bits(output)
     with pytest.raises(IncompleteError, match="has a step in its name, as in 'epoch=1-step=10"):
-        compact(output, tmp_path / "archive", delete=True)
+        compact(output, archive, delete=True)
     assert bits(output) == before
 
 
-def test_one_that_is_deleted_or_saved_now_stays(tmp_path: Path) -> None:
-    output = make_output(tmp_path / "output")
+def test_one_that_is_deleted_or_saved_now_stays(output: Path, archive: Path) -> None:
     (output / "checkpoint-100" / "rng_state_0.pth").unlink()  # as Trainer's rotation begins, now
     shutil.copytree(output / "checkpoint-1000", output / "checkpoint-1100")
     (output / "checkpoint-1100" / "latest").unlink()
-    found = {tag.tag: tag for tag in compact(output, tmp_path / "archive").tags}
+    found = {tag.tag: tag for tag in compact(output, archive).tags}
     assert "ago, min_age=" in found["checkpoint-100"].reason
     assert "ago, min_age=" in found["checkpoint-1100"].reason
     assert {tag.action for tag in found.values()} == {"kept", "archived"}
     assert found["checkpoint-200"].action == "archived"
     age(output / "checkpoint-1100", 10)
-    found = {tag.tag: tag for tag in compact(output, tmp_path / "archive").tags}
+    found = {tag.tag: tag for tag in compact(output, archive).tags}
     assert found["checkpoint-1100"].action == "ambiguous"
 
 
-def test_a_job_that_went_back_makes_later_numbers_ambiguous(tmp_path: Path) -> None:
-    output = make_output(tmp_path / "output")
+def test_a_job_that_went_back_makes_later_numbers_ambiguous(output: Path, archive: Path) -> None:
     age(output / "checkpoint-300", 1)
-    found = {tag.tag: tag for tag in compact(output, tmp_path / "archive", delete=True).tags}
+    found = {tag.tag: tag for tag in compact(output, archive, delete=True).tags}
     for tag in ("checkpoint-900", "checkpoint-1000"):
         assert found[tag].action == "ambiguous"
         assert "checkpoint-300, saved last" in found[tag].reason
 
 
 @pytest.mark.parametrize("data", ["{", "[]", "{}", '{"best_model_checkpoint": 5}'])
-def test_a_state_that_may_name_the_best_stops_the_night(tmp_path: Path, data: str) -> None:
-    output = make_output(tmp_path / "output")
+def test_a_state_that_may_name_the_best_stops_the_night(
+    output: Path, archive: Path, data: str
+) -> None:
     (output / "checkpoint-200" / "trainer_state.json").write_text(data)
     before = bits(output)
     with pytest.raises(SourceError, match="checkpoint-200/trainer_state"):
-        compact(output, tmp_path / "archive", delete=True, min_age=timedelta(0))
+        compact(output, archive, delete=True, min_age=timedelta(0))
     assert before.items() <= bits(output).items()
 
 
-def test_a_file_that_no_archive_would_hold_keeps_the_checkpoint(tmp_path: Path) -> None:
-    output = make_output(tmp_path / "output")
+def test_a_file_that_no_archive_would_hold_keeps_the_checkpoint(
+    output: Path, archive: Path
+) -> None:
     (output / "checkpoint-100" / "link").symlink_to("rng_state_0.pth")
     (output / "checkpoint-200" / "latest_universal").write_text("global_step200_universal")
     (output / "checkpoint-300" / "latest").write_text("global_step300\n")
     for step, days in ((100, 30), (200, 29), (300, 28)):
         age(output / f"checkpoint-{step}", days)
-    found = {tag.tag: tag for tag in compact(output, tmp_path / "archive", delete=True).tags}
+    found = {tag.tag: tag for tag in compact(output, archive, delete=True).tags}
     assert found["checkpoint-100"].action == "kept"  # the link leads into it
     assert found["checkpoint-200"].action == "ambiguous"
     assert "would not be in an archive" in found["checkpoint-200"].reason
     assert found["checkpoint-300"].action == "deleted"
 
 
-def test_two_kinds_of_numbers_are_refused(tmp_path: Path) -> None:
+def test_two_kinds_of_numbers_are_refused(tmp_path: Path, archive: Path) -> None:
     output = make_output(make_output(tmp_path / "output", "step_{}"), "epoch_{}")
     age(output / "epoch_1000", 40)  # so that it is not the one saved last
     with pytest.raises(SourceError, match="keep them apart, or choose with tags="):
-        compact(output, tmp_path / "archive")
-    found = actions(compact(output, tmp_path / "archive", tags="epoch_*0", delete=True))
+        compact(output, archive)
+    found = actions(compact(output, archive, tags="epoch_*0", delete=True))
     assert found == {f"epoch_{s}": "deleted" for s in STEPS[:2]} | {
         "epoch_300": "kept",
         "epoch_900": "kept",
@@ -221,9 +233,81 @@ def test_two_kinds_of_numbers_are_refused(tmp_path: Path) -> None:
     }
 
 
-def test_a_directory_without_any_latest_is_refused_as_before(tmp_path: Path) -> None:
-    output = make_output(tmp_path / "output")
-    for path in output.glob("*/latest"):
-        path.unlink()
-    with pytest.raises(IncompleteError, match="no 'latest'"):
-        compact(output, tmp_path / "archive")
+# What `tags` does not match is neither touched nor counted ----------------------------------------
+
+DEEP = "run*/global_step*"
+
+
+@pytest.fixture
+def deep(tmp_path: Path) -> Path:
+    """A run directory whose tags are paths, with one that is damaged and ones of another kind."""
+    made = make_run(tmp_path / "run", steps=(10, 20, 30, 40))
+    for place, step in (("run1", 10), ("run2", 20), ("run2", 30), ("run2", 40)):
+        (made / place).mkdir(exist_ok=True)
+        shutil.move(made / f"global_step{step}", made / place)
+    for step in (11, 21):
+        moved = save(made, step).rename(made / "run2" / f"ema_step{step}")
+    next(moved.glob("*optim_states.pt")).unlink()
+    age(moved, 20)
+    save(made, 9)
+    (made / "latest").write_text("run2/global_step40")
+    return made
+
+
+def test_only_what_matches_is_touched_and_counted(deep: Path, archive: Path) -> None:
+    before = bits(deep)
+    assert compact(deep, archive, dry_run=True).exit_code == 3  # the damaged one
+    found = compact(deep, archive, tags=DEEP, delete=True)
+    assert (actions(found), found.exit_code) == (
+        {
+            "run1/global_step10": "kept",
+            "run2/global_step20": "deleted",
+            "run2/global_step30": "kept",
+            "run2/global_step40": "kept",
+        },
+        0,
+    )
+    # What a night with another pattern moved to the trash stays there.
+    options: dict[str, Any] = {"delete": True, "grace": NO_GRACE, "now": later(9)}
+    found = compact(deep, archive, tags="run2/ema*", **options)
+    assert actions(found) == {"run2/ema_step11": "kept", "run2/ema_step21": "ambiguous"}
+    compact(deep, archive, undelete=["run2/global_step20"])
+    assert bits(deep) == before
+
+
+def test_the_tag_that_latest_names_stays_though_nothing_matches_it(
+    deep: Path, archive: Path
+) -> None:
+    shutil.rmtree(deep / "run2" / "ema_step21")
+    for step, name in ((10, "global"), (12, "global"), (15, "global"), (21, "ema")):
+        save(deep, step).rename(deep / "run2" / f"{name}_step{step}")
+    (deep / "latest").write_text("run2/ema_step21")
+    before = bits(deep / "run2" / "ema_step21")
+    found = actions(compact(deep, archive, tags=DEEP, delete=True))
+    assert [found[f"run2/global_step{step}"] for step in (10, 12, 15, 20, 30)] == [
+        "deleted", "deleted", "kept", "kept", "ambiguous"
+    ]  # fmt: skip
+    assert bits(deep / "run2" / "ema_step21") == before
+
+
+@pytest.mark.parametrize(
+    ("make", "code", "words"),
+    [
+        (lambda deep: f"{deep}/*", 2, "relative to RUN_DIR"),
+        (lambda _: "s3://bucket/*", 2, "relative to RUN_DIR"),
+        (lambda _: "", 2, "relative to RUN_DIR"),
+        (lambda _: "../*", 2, "'..' and '**' are not allowed; use a '*'"),
+        (lambda _: "**/global_step*", 2, "'..' and '**' are not allowed; use a '*'"),
+        (lambda _: "run*", 3, "matches no tag; there are global_step9, run1/global_step10,"),
+    ],
+)
+def test_wrong_patterns_are_told(
+    deep: Path, archive: Path, make: Callable[[Path], str], code: int, words: str
+) -> None:
+    done = streamshard("compact", deep, archive, "--tags", make(deep))
+    assert (done.code, words in done.err) == (code, True), done.err
+
+
+def test_names_of_tags_need_no_pattern(deep: Path, archive: Path) -> None:
+    with pytest.raises(UsageError, match="leave it out"):
+        compact(deep, archive, tags=DEEP, undelete=["run2/global_step20"])

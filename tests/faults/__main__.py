@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from tests.faults.campaign import Benches, Try, benches, chosen_kills, every, quick_place
+from tests.faults.campaign import Benches, Case, benches, chosen_kills, every, quick_place
 from tests.faults.crashing import CrashReport
 from tests.faults.nights import NIGHTS, Night
 from tests.faults.scenarios import SCENARIOS, Scenario
@@ -51,8 +51,8 @@ def main() -> int:
                 cases = list(chosen_kills(some, undisturbed, arguments.kills))
                 return int(_judge("signals", tried, cases) > 0)
             for scenario in scenarios:
-                cases_ = every(scenario, undisturbed[scenario.name])
-                tries = [c for c in cases_ if arguments.fault in c.fault.name][:: arguments.step]
+                cases = every(scenario, undisturbed[scenario.name], arguments.fault)
+                tries = cases[:: arguments.step]
                 calls = len(undisturbed[scenario.name].calls)
                 if arguments.list:
                     _say(f"{scenario.name}: {calls} calls, {len(tries)} cases")
@@ -76,7 +76,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _judge(name: str, tried: Benches, cases: Sequence[Try]) -> int:
+def _judge(name: str, tried: Benches, cases: Sequence[Case]) -> int:
     """Try cases and print what came of them; returns how many went wrong."""
     began = time.monotonic()
     codes: Counter[int] = Counter()

@@ -11,17 +11,17 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
-from tests.faults.bench import Bench
+from tests.faults.bench import Targets
 from tests.faults.crashing import Crashing, CrashReport, try_crashes
-from tests.faults.losses import Loss
+from tests.faults.ground import Ground, Undisturbed, Verdict
 from tests.faults.nights import Night, make_setups
 from tests.faults.scenarios import Scenario, make_sources
 from tests.faults.server import Kill, Server
 from tests.faults.shim import Side
 from tests.faults.table import FAULTS, Fault
-from tests.faults.verdict import Undisturbed, Verdict
+from tests.faults.yard import Yard
 
 SIGNALS: Final = {signal.SIGKILL: -9, signal.SIGINT: 130, signal.SIGTERM: 143}
 """Signal → how a run ends then."""
@@ -30,53 +30,25 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Try(Protocol):
-    """Something to try on a bench."""
-
-    def on(self, bench: Bench) -> Verdict:
-        """Try it."""
-
-
 @dataclass(frozen=True, slots=True)
-class Case:
-    """A fault at a call of a scenario."""
+class Bench:
+    """A server, and places of its own for targets and for nights."""
 
-    scenario: Scenario | Night
-    fault: Fault
-    at: int
-    """Number of the call; or of one before it, if that one is not of the fault's kinds."""
+    targets: Targets
+    nights: Yard
 
-    def on(self, bench: Bench) -> Verdict:
-        """Try it."""
-        return bench.try_fault(self.scenario, self.fault, self.at)
+    @classmethod
+    def make(cls, server: Server, sources: Path, setups: Path, place: Path) -> "Bench":
+        """Make the places; what is read is shared."""
+        return cls(Targets(server, sources, place), Yard(server, setups, place / "yard"))
 
-
-@dataclass(frozen=True, slots=True)
-class Killing:
-    """A signal to a scenario's run."""
-
-    scenario: Scenario
-    kill: Kill
-    code: int
-    """How the run is to end."""
-
-    def on(self, bench: Bench) -> Verdict:
-        """Try it."""
-        return bench.try_kill(self.scenario, self.kill, self.code)
+    def of(self, command: Scenario | Night) -> Ground[Any]:
+        """Return where a command is tried."""
+        return self.nights if isinstance(command, Night) else self.targets
 
 
-@dataclass(frozen=True, slots=True)
-class SecondRun:
-    """A second run of a scenario while the first is stopped at a call."""
-
-    scenario: Scenario
-    at: int
-    is_killed: bool
-    """Whether the first is killed after that."""
-
-    def on(self, bench: Bench) -> Verdict:
-        """Try it."""
-        return bench.try_second(self.scenario, self.at, is_killed=self.is_killed)
+Case = Callable[[Bench], Verdict]
+"""Something to try on a bench."""
 
 
 class Benches:
@@ -91,18 +63,15 @@ class Benches:
 
     def undisturbed(self, scenario: Scenario | Night) -> Undisturbed:
         """Run a scenario to its end; nothing else may be tried meanwhile."""
-        return self._first.undisturbed(scenario)
-
-    def lost_when_done(self, scenario: Scenario | Night, loss: Loss) -> list[str]:
-        """List what is lost if the power is cut after a run has ended."""
-        return self._first.try_loss(scenario, loss)
+        return self._first.of(scenario).undisturbed(scenario)
 
     def crashes(
         self, scenarios: Sequence[Scenario | Night], most: int | None, *, again: int = 0
     ) -> Iterator[CrashReport]:
         """Have the power fail in each scenario, and yield what came of it; see `try_crashes`."""
         return self._on_each(
-            scenarios, lambda scenario, bench: try_crashes(bench, scenario, most, again=again)
+            scenarios,
+            lambda scenario, bench: try_crashes(bench.of(scenario), scenario, most, again=again),
         )
 
     @contextmanager
@@ -110,13 +79,13 @@ class Benches:
         """Record a run on a bench that tries nothing else meanwhile."""
         bench = self._free.get()
         try:
-            yield bench.crash(scenario)
+            yield bench.of(scenario).crash(scenario)
         finally:
             self._free.put(bench)
 
-    def judge(self, tries: Iterable[Try]) -> Iterator[Verdict]:
+    def judge(self, cases: Iterable[Case]) -> Iterator[Verdict]:
         """Yield the verdicts, in order."""
-        return self._on_each(tries, lambda one, bench: one.on(bench))
+        return self._on_each(cases, lambda case, bench: case(bench))
 
     def _on_each(self, items: Iterable[T], do: Callable[[T, Bench], R]) -> Iterator[R]:
         """Do something with each item on any bench, and yield the results in order."""
@@ -150,10 +119,25 @@ def benches(library: Path, place: Path, count: int | None = None) -> Iterator[Be
     with ExitStack() as stack:
         yield Benches(
             [
-                Bench(stack.enter_context(Server(library)), sources, setups, place / str(number))
-                for number in range(count)
+                Bench.make(stack.enter_context(Server(library)), sources, setups, place / str(n))
+                for n in range(count)
             ]
         )
+
+
+def fault_at(scenario: Scenario | Night, fault: Fault, at: int) -> Case:
+    """Have a fault happen at a call; see `Ground.try_fault`."""
+    return lambda bench: bench.of(scenario).try_fault(scenario, fault, at)
+
+
+def second_at(scenario: Scenario, at: int, *, is_killed: bool) -> Case:
+    """Have a second run come at a call of a first; see `Targets.try_second`."""
+    return lambda bench: bench.targets.try_second(scenario, at, is_killed=is_killed)
+
+
+def killed(scenario: Scenario, kill: Kill, code: int) -> Case:
+    """Send a signal at an instant; see `Targets.try_kill`."""
+    return lambda bench: bench.targets.try_kill(scenario, kill, code)
 
 
 def rotated(scenario: Scenario | Night, undisturbed: Undisturbed, step: int) -> list[Case]:
@@ -164,25 +148,30 @@ def rotated(scenario: Scenario | Night, undisturbed: Undisturbed, step: int) -> 
         fitting = [fault for fault in FAULTS if fault.fits(call)]
         turn = turns[call.side, call.kind]
         turns[call.side, call.kind] += 1
-        cases.append(Case(scenario, fitting[turn % len(fitting)], call.number))
+        cases.append(fault_at(scenario, fitting[turn % len(fitting)], call.number))
     return cases
 
 
-def every(scenario: Scenario | Night, undisturbed: Undisturbed) -> list[Case]:
-    """List every fault at every call that it may happen at."""
-    calls = undisturbed.calls
-    return [Case(scenario, f, call.number) for call in calls for f in FAULTS if f.fits(call)]
+def every(scenario: Scenario | Night, undisturbed: Undisturbed, name: str) -> list[Case]:
+    """List every fault with that in its name at every call that it may happen at."""
+    faults = [fault for fault in FAULTS if name in fault.name]
+    return [
+        fault_at(scenario, fault, call.number)
+        for call in undisturbed.calls
+        for fault in faults
+        if fault.fits(call)
+    ]
 
 
-def second_runs(scenario: Scenario, undisturbed: Undisturbed) -> list[SecondRun]:
+def second_runs(scenario: Scenario, undisturbed: Undisturbed) -> list[Case]:
     """List second runs at every call on the target; every other time the first is killed."""
     numbers = [call.number for call in undisturbed.calls if call.side & Side.TARGET]
-    return [SecondRun(scenario, number, bool(turn % 2)) for turn, number in enumerate(numbers)]
+    return [second_at(scenario, n, is_killed=bool(turn % 2)) for turn, n in enumerate(numbers)]
 
 
 def chosen_kills(
     scenarios: Sequence[Scenario], undisturbed: Mapping[str, Undisturbed], count: int
-) -> Iterator[Killing]:
+) -> Iterator[Case]:
     """Choose scenarios, signals and instants of their runs, the same ones each time."""
     chance = Random(1)
     signals = list(SIGNALS.items())
@@ -190,4 +179,4 @@ def chosen_kills(
         scenario = scenarios[turn // len(signals) % len(scenarios)]
         number, code = signals[turn % len(signals)]
         seconds = chance.uniform(0, 1.1) * undisturbed[scenario.name].seconds
-        yield Killing(scenario, Kill(number, seconds), code)
+        yield killed(scenario, Kill(number, seconds), code)

@@ -109,18 +109,19 @@ class _Parent:
         found = os.waitid(os.P_PID, child, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         if found is None or found.si_code != os.CLD_STOPPED:
             return None
-        second = None
-        if question["fill"] is not None:
-            _fill(Path(question["fill"]))
-        for source, target in question["renames"]:
+        second, asked = None, question["meanwhile"]
+        if asked["fills"] is not None:
+            _fill(Path(asked["fills"]))
+        for source, target in asked["renames"]:
             Path(source).rename(target)
-        if question["second"]:
+        if asked["second"]:
             run = _Run()
-            other = self._fork({**question, **question["second"]}, run, None)
+            theirs = {"run": asked["second"], "ahead_seconds": asked["second_ahead_seconds"]}
+            other = self._fork({**question, **theirs}, run, None)
             self._wait(other, None)
             code = os.waitstatus_to_exitcode(os.waitpid(other, 0)[1])
             second = {"code": code, "err": run.texts()["err"]}
-        if question["then_kill"]:
+        if asked["kills"]:
             os.kill(child, signal.SIGKILL)
         os.kill(child, signal.SIGCONT)
         return second

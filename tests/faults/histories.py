@@ -4,12 +4,12 @@ A job saves, and two machines run `compact` every night: each with a clock of it
 wrong by days. The runs are real ones, in processes of their own, and things happen in the midst of
 them: the disk is full from some call on, the process is killed, the other machine's run begins, the
 job finishes a save, somebody unmounts the archives or moves the run directory. Now and then
-somebody brings a tag back, or removes one for good.
+somebody brings a tag back, or removes one for good, and now and then a bit of an archive flips.
 
 Every save that was completed, which is one that `latest` has named, is whole beside the others or
 in the trash, to the byte; or it was in the trash for its whole grace time, by the clock of the
-machine that removed it, and its archive is whole. Beyond that no run ends with a traceback, and
-what `latest` names is never moved.
+machine that removed it, and its archive was whole then and is, unless a bit of it flipped since.
+Beyond that no run ends with a traceback, and the newest saves are never moved.
 """
 
 import json
@@ -27,15 +27,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import streamshard
-from tests.compact.runs import TRASH, save
+from tests.compact.runs import TRASH, damage, save
 from tests.faults.nights import JOB
 from tests.faults.scenarios import Tree, tree
-from tests.faults.server import Ended, Meanwhile, Server
+from tests.faults.server import NOTHING_MEANWHILE, Ended, Meanwhile, Server
 from tests.faults.shim import NO_KIND, NOTHING, Action, Arming, Kind, Option, Side
 from tests.faults.table import FAULTS
 from tests.faults.yard import is_as_listed
 
 GRACE: Final = timedelta(days=2)
+KEPT: Final = 2
+"""Newest saves that every night keeps."""
 MOST_STEPS: Final = 12
 """Saves of one history."""
 _MOST_MOVES: Final = 1
@@ -97,6 +99,8 @@ class Histories(RuleBasedStateMachine):
         self._calls = _USUAL_CALLS
         self._completed: dict[str, Saved] = {}
         self._removed: set[str] = set()
+        self._lost: set[str] = set()
+        """Of the removed ones those whose archive was damaged after that."""
         self._trashed: dict[str, float] = {}
         """Tag → the hour in which it was first seen in the trash, since it was last elsewhere."""
         self._run.mkdir()
@@ -115,7 +119,7 @@ class Histories(RuleBasedStateMachine):
     def begin(self, skew: float, late: bool) -> None:
         """Set the clocks, and save the first steps."""
         grace = f"{GRACE // timedelta(hours=1)}h"
-        usual = ("--keep-last", "2", "--workers", "1", "--grace", grace)
+        usual = ("--keep-last", str(KEPT), "--workers", "1", "--grace", grace)
         first = ("--delete", *(("--weights-only-older-than", "1h") if late else ()))
         self._crons = [
             Cron(0.0, (*usual, *first)),
@@ -226,6 +230,17 @@ class Histories(RuleBasedStateMachine):
         options = ("--purge", tags[which % len(tags)], "--grace", grace)
         self._compact(self._crons[cron], options)
 
+    @precondition(lambda self: self._archive_files())
+    @rule(which=st.integers(0, 999))
+    def flip_a_bit(self, which: int) -> None:
+        """Flip a bit of an archive, and of those that share the file."""
+        files = self._archive_files()
+        damage(files[which % len(files)])
+        self._lost = {tag for tag in self._removed if not self._archives_of(tag)}
+
+    def _archive_files(self) -> list[Path]:
+        return sorted(path for path in self._archive.glob("[!.]*.zarr/**/*") if path.is_file())
+
     # Nights --------------------------------------------------------------------------------------
 
     @rule(cron=st.integers(0, 1), days=st.integers(1, 3))
@@ -293,7 +308,7 @@ class Histories(RuleBasedStateMachine):
         options: Sequence[str] | None = None,
         *,
         arming: Arming = NOTHING,
-        meanwhile: Meanwhile | None = None,
+        meanwhile: Meanwhile = NOTHING_MEANWHILE,
         looks: bool = True,
     ) -> Ended:
         ended = self._server.run(
@@ -352,29 +367,34 @@ class Histories(RuleBasedStateMachine):
         paths = [disk / f"{tag}.receipt.json" for disk in disks]
         told = [json.loads(path.read_text()) for path in paths if path.exists()]
         removals = [receipt for receipt in told if receipt["state"] in _REMOVED]
-        names = (f"{tag}.zarr", f"{tag}.weights.zarr")
-        stores = [disk / name for name in names for disk in disks if is_as_listed(disk / name)]
+        stores = self._archives_of(tag)
         assert removals, f"{tag} is gone, and no receipt says that it was removed"
         assert stores, f"{tag}: neither it nor its archive is whole"
         if stores[0].name.endswith(".weights.zarr"):
             assert any(receipt["state"] == "weights only" for receipt in removals), tag
         return removals[0], stores[0]
 
+    def _archives_of(self, tag: str) -> list[Path]:
+        """List the whole archives of a tag, full ones first."""
+        names, disks = (f"{tag}.zarr", f"{tag}.weights.zarr"), (self._archive, self._away)
+        return [disk / name for name in names for disk in disks if is_as_listed(disk / name)]
+
     @invariant()
     def nothing_is_lost(self) -> None:
         """Look at every save that was ever completed."""
         self._look_for_removed()
         for tag in self._completed:
-            if tag in self._removed:
-                self._archived(tag)
-            else:
+            if tag not in self._removed:
                 assert self._is_whole(tag), f"{tag} is not whole"
+            elif tag not in self._lost:
+                self._archived(tag)
 
     @invariant()
     def a_job_may_resume(self) -> None:
-        """Look at what `latest` names."""
-        if self._completed:
-            tag = (self._run / "latest").read_text()
+        """Look at the newest saves, the last of which `latest` names."""
+        newest = list(self._completed)[-KEPT:]
+        assert (self._run / "latest").read_text() == newest[-1]
+        for tag in newest:
             assert tree(self._run / tag) == self._completed[tag].content
 
 

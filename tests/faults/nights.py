@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import streamshard
 from tests.compact.runs import TRASH, make_run, tag_of
-from tests.faults.shim import Side
+from tests.faults.shim import NO_OPTION, Option, Side
 from tests.job import Job
 
 JOB: Final = Job(groups=((("weight", (7, 3)),),), frozen=(("old", (3,)),), tied={})
@@ -38,12 +38,11 @@ class Night:
     original_goes: bool = False
     """Whether the original is removed for good, or is gone already."""
 
-    @property
-    def own(self) -> Side:
-        """What of its calls no other has."""
-        return Side.TARGET
+    own: ClassVar[Side] = Side.TARGET
+    """What of its calls no other has."""
+    system: ClassVar[Option] = NO_OPTION
 
-    def arguments(self, place: Path) -> list[str]:
+    def arguments(self, _: Path, place: Path) -> list[str]:
         """Spell the command line for a directory that holds run and archives."""
         fixed = ("--keep-last", "2", "--workers", "1")
         return ["compact", str(place / RUN), str(place / ARCHIVE), *fixed, *self.options]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from tests.faults.shim import NO_OPTION, NOTHING, Arming, Call, Kind, Option
 
@@ -31,10 +31,17 @@ class Kill:
 class Meanwhile:
     """What happens while a run is stopped at a call."""
 
+    fills: Path | None = None
+    """A file that takes all the space there is."""
     renames: Sequence[tuple[Path, Path]] = ()
     second: Sequence[object] = ()
     """A command line that is run to its end after them."""
     second_ahead_seconds: float = 0
+    kills: bool = False
+    """Whether the run is killed then, and not sent on."""
+
+
+NOTHING_MEANWHILE: Final = Meanwhile()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +123,7 @@ class Server:
         arming: Arming = NOTHING,
         options: Option = NO_OPTION,
         kill: Kill | None = None,
-        filled_when_stopped: Path | None = None,
-        second_when_stopped: bool = False,
-        killed_when_stopped: bool = False,
-        meanwhile: Meanwhile | None = None,
+        meanwhile: Meanwhile = NOTHING_MEANWHILE,
         ahead_seconds: float = 0,
         user: int | None = None,
         with_calls: bool = False,
@@ -131,14 +135,8 @@ class Server:
         ----------
         source, target
             Directories, calls on what is below which are counted.
-        filled_when_stopped
-            A file that takes all the space there is while the run is stopped at a call.
-        second_when_stopped
-            Whether the same command is run while the run is stopped at a call.
-        killed_when_stopped
-            Whether the run is killed then, and not sent on.
         meanwhile
-            What else is done while the run is stopped at a call.
+            What is done while the run is stopped at a call.
         ahead_seconds
             By how much the run's clock is ahead.
         with_content
@@ -146,26 +144,16 @@ class Server:
         user
             Number of the user as whom the command runs; by default this process's own.
         """
-        meanwhile = meanwhile or Meanwhile(
-            second=arguments if second_when_stopped else (), second_ahead_seconds=ahead_seconds
-        )
-        second = {
-            "run": list(map(str, meanwhile.second)),
-            "ahead_seconds": meanwhile.second_ahead_seconds,
-        }
         answer = self._ask(
             {
                 "run": list(map(str, arguments)),
-                "source": str(source),
-                "target": str(target),
+                "source": source,
+                "target": target,
                 "arming": asdict(arming),
                 "options": int(options),
                 "kill": None if kill is None else asdict(kill),
-                "fill": None if filled_when_stopped is None else str(filled_when_stopped),
+                "meanwhile": asdict(meanwhile),
                 "ahead_seconds": ahead_seconds,
-                "second": second if meanwhile.second else None,
-                "renames": [[str(one), str(other)] for one, other in meanwhile.renames],
-                "then_kill": killed_when_stopped,
                 "user": user,
                 "with_calls": with_calls,
                 "with_content": with_content,
@@ -182,7 +170,7 @@ class Server:
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.write(json.dumps(question, default=str) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:

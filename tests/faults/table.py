@@ -5,7 +5,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from tests.faults.losses import Loss
 from tests.faults.shim import DIED, NO_KIND, Action, Arming, Call, Kind, Side
 
 _SOURCE_CODE: Final = 3
@@ -35,8 +34,6 @@ class Fault:
     codes: frozenset[int] = frozenset()
     """Exit codes that are right. 0 is too, if nothing that a run cannot do without has failed."""
     must_be_got_over: bool = False
-    loss: Loss | None = None
-    """What of that which was not synced is not there after the process has died."""
 
     @property
     def is_death(self) -> bool:
@@ -148,15 +145,6 @@ def _deaths() -> Iterable[Fault]:
     ):
         name = action.name.lower().replace("_", " ")
         yield Fault(name, both, _ANY, action, codes=frozenset({code}))
-    for loss in Loss:
-        yield Fault(
-            name=f"power lost, {loss.value}",
-            side=Side.TARGET,
-            kinds=_ALTERS | Kind.CLOSE,
-            action=Action.KILL_AFTER,
-            codes=frozenset({_KILLED}),
-            loss=loss,
-        )
 
 
 FAULTS: Final[Sequence[Fault]] = (*_on_target(), *_on_source(), *_short(), *_deaths())

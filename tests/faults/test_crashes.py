@@ -1,7 +1,7 @@
 """The power fails at any moment of a run: what is left is safe, and the same command ends right.
 
-Here some states of each run, the same ones each time; `python -m tests.faults --crashes` tries all
-that are within the bound of `crash_model.py`.
+Here the states at the end of each run and some others, the same ones each time;
+`python -m tests.faults --crashes` tries all that are within the bound of `crash_model.py`.
 """
 
 import pytest
@@ -24,8 +24,7 @@ def test_a_power_failure_loses_nothing(
     count = TRIED[type(scenario)] // one_in
     [report] = tried.crashes([scenario], count, again=again)
     assert not report.wrong, "\n".join(report.wrong[:MOST_TOLD])
-    assert report.possible > report.tried == count
-    assert report.twice <= again
+    assert report.possible > report.tried > count
 
 
 def test_what_an_overwrite_replaced_goes_before_what_tells_of_it(tried: Benches) -> None:

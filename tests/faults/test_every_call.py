@@ -1,21 +1,32 @@
-"""Each call of a run to the file system has something happen to it: an error, a part, the end.
+"""Something happens to a run: at a call to the file system, at any instant, or another run comes.
 
 Here one thing each, in turn, at every 32nd call, and in a campaign at every fourth;
 `python -m tests.faults` tries all of them at each call.
 """
 
+from collections.abc import Iterable
+
 import pytest
 
-from tests.faults.campaign import Benches, Case, rotated
-from tests.faults.losses import Loss
+from tests.faults.campaign import (
+    Benches,
+    Case,
+    chosen_kills,
+    fault_at,
+    rotated,
+    second_runs,
+)
+from tests.faults.ground import Verdict
 from tests.faults.scenarios import SCENARIOS, Scenario
-from tests.faults.shim import Action, Side
+from tests.faults.shim import Action, Option, Side
 from tests.faults.table import FAULTS
 from tests.samples import sampled
 
 KEEPING = [scenario for scenario in SCENARIOS if not scenario.replaces]
 """With `--overwrite` a run begins afresh."""
+LOCKED_OR_NOT = [SCENARIOS[0], *(s for s in SCENARIOS if s.system & Option.LOCKLESS)]
 STEP = 4
+KILLS = 42
 MOST_TOLD = 10
 OWN_BYTES = 512
 """What a lock and a line of a journal take."""
@@ -23,23 +34,21 @@ LEAST_FIRED = 0.95
 """Share of the cases in which it must have come to the fault; threads change the order a little."""
 
 
+def judged(tried: Benches, cases: Iterable[Case]) -> list[Verdict]:
+    """Try cases, none of which may go wrong."""
+    verdicts = list(tried.judge(cases))
+    wrong = [str(verdict) for verdict in verdicts if verdict.problems]
+    assert not wrong, f"{len(wrong)} of {len(verdicts)}:\n" + "\n".join(wrong[:MOST_TOLD])
+    return verdicts
+
+
 @sampled(12)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 def test_nothing_is_lost_and_the_same_command_goes_on(
     scenario: Scenario, one_in: int, tried: Benches
 ) -> None:
-    cases = rotated(scenario, tried.undisturbed(scenario), STEP * one_in)
-    verdicts = list(tried.judge(cases))
-    wrong = [str(verdict) for verdict in verdicts if verdict.problems]
-    assert not wrong, f"{len(wrong)} of {len(cases)}:\n" + "\n".join(wrong[:MOST_TOLD])
-    assert sum(verdict.has_fired for verdict in verdicts) >= LEAST_FIRED * len(cases) - 1
-
-
-@pytest.mark.parametrize("loss", Loss, ids=lambda loss: loss.name.lower())
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
-def test_what_is_done_stays_done(scenario: Scenario, loss: Loss, tried: Benches) -> None:
-    """A machine whose power is cut has all that a run said it has made."""
-    assert tried.lost_when_done(scenario, loss) == []
+    verdicts = judged(tried, rotated(scenario, tried.undisturbed(scenario), STEP * one_in))
+    assert sum(verdict.has_fired for verdict in verdicts) >= LEAST_FIRED * len(verdicts) - 1
 
 
 @pytest.mark.parametrize("scenario", KEEPING, ids=lambda scenario: scenario.name)
@@ -52,10 +61,23 @@ def test_what_was_written_is_not_written_again(scenario: Scenario, tried: Benche
         if call.side & Side.TARGET and call.name.startswith("rename")
     )
     fault = next(fault for fault in FAULTS if fault.action == Action.KILL_BEFORE)
-    [verdict] = tried.judge([Case(scenario, fault, last)])
+    [verdict] = judged(tried, [fault_at(scenario, fault, last)])
     assert verdict.has_fired
-    assert not verdict.problems
     # What it says of itself, in its lock and the last line of its journal, is written again.
-    assert verdict.written_again < undisturbed.written // 8 + OWN_BYTES, (
-        f"{verdict.written_again} bytes of {undisturbed.written}"
-    )
+    assert verdict.written_again < undisturbed.written // 8 + OWN_BYTES
+
+
+def test_a_run_may_be_stopped_at_any_instant(tried: Benches) -> None:
+    undisturbed = {scenario.name: tried.undisturbed(scenario) for scenario in SCENARIOS}
+    verdicts = judged(tried, chosen_kills(SCENARIOS, undisturbed, KILLS))
+    assert any(verdict.code != 0 for verdict in verdicts)
+
+
+@sampled(9)
+@pytest.mark.parametrize("scenario", LOCKED_OR_NOT, ids=lambda scenario: scenario.name)
+def test_of_two_runs_one_makes_the_target_and_the_other_is_refused(
+    scenario: Scenario, one_in: int, tried: Benches
+) -> None:
+    """At each call of the first a second comes and goes."""
+    verdicts = judged(tried, second_runs(scenario, tried.undisturbed(scenario))[::one_in])
+    assert {verdict.code for verdict in verdicts} == {0, 4, -9}

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +17,12 @@ import pytest
 
 from benchmarks._fabricate import fabricate
 from benchmarks._model import transformer
-from tests.faults.disks import DISKS, disk, remount
 from tests.faults.scenarios import OUT, Tree, tree
-from tests.faults.server import Ended, Server
+from tests.faults.server import Ended, Meanwhile, Server
 from tests.faults.shim import NO_KIND, Action, Arming, Call, Kind, Side
 
 RANKS = 4
+DISKS = ("tmpfs", "ext4")
 DISK_MIB = 16
 """Several times what the checkpoint takes; ext4 takes some for itself."""
 NOBODY = 65534
@@ -69,6 +70,42 @@ def run(saved: Saved, server: Server) -> Run:
     return run_once
 
 
+@contextmanager
+def disk(kind: str, directory: Path, mib: int) -> Iterator[Path]:
+    """Mount an empty file system in a directory; where that cannot be, the test is skipped."""
+    where = directory / "disk"
+    where.mkdir()
+    if kind == "tmpfs":
+        options = ["-t", "tmpfs", "-o", f"size={mib}m", "tmpfs"]
+    else:
+        image = directory / "image"
+        with image.open("wb") as stream:
+            stream.truncate(mib << 20)
+        options = ["-o", "loop", str(image)]
+        _run_or_skip([shutil.which(f"mkfs.{kind}") or f"mkfs.{kind}", "-q", str(image)])
+    _run_or_skip(["mount", *options, str(where)])
+    try:
+        for entry in where.iterdir():
+            entry.rmdir()  # lost+found
+        yield where
+    finally:
+        subprocess.run(["umount", str(where)], check=True)
+
+
+def remount(where: Path, option: str) -> None:
+    """Change a mount: `ro`, `rw`."""
+    subprocess.run(["mount", "-o", f"remount,{option}", str(where)], check=True)
+
+
+def _run_or_skip(command: list[str]) -> None:
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        pytest.skip(f"needs a program: {error}")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"needs the right to make a file system: {error.stderr.strip()}")
+
+
 def require_whole(ended: Ended, target: Path, saved: Saved, *beside: str) -> None:
     """Check that a run has made the target, and left nothing else."""
     assert ended.code == 0, ended.err
@@ -101,7 +138,7 @@ def test_a_disk_that_somebody_else_fills(kind: str, run: Run, saved: Saved, tmp_
             shutil.rmtree(target / OUT)
             anything = Kind.MAKE | Kind.WRITE | Kind.SYNC
             stop = Arming(at, Action.STOP, 0, anything, Side.TARGET, NO_KIND)
-            ended = run(target, arming=stop, filled_when_stopped=ballast)
+            ended = run(target, arming=stop, meanwhile=Meanwhile(fills=ballast))
             codes.append(ended.code)
             if ended.code == 0:
                 require_whole(ended, target, saved, ballast.name)

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.compact.runs import TRASH
-from tests.faults.campaign import Benches, Case, rotated
-from tests.faults.losses import Loss
+from tests.faults.campaign import Benches, Case, fault_at, rotated
 from tests.faults.nights import ARCHIVE, NIGHTS, RUN, Night
 from tests.faults.shim import Action, Call, Kind
 from tests.faults.table import FAULTS
+from tests.faults.test_every_call import judged
 from tests.samples import sampled
 
 KILLED = next(fault for fault in FAULTS if fault.action == Action.KILL_BEFORE)
@@ -22,7 +22,6 @@ FAILS = next(fault for fault in FAULTS if fault.name == "target eio once")
 STEP = 499
 FEW = 15
 """Cases that are all tried."""
-MOST_TOLD = 10
 PLACES = {RUN, ARCHIVE, TRASH, ".streamshard.going"}
 
 
@@ -36,8 +35,8 @@ def cases_of(night: Night, tried: Benches) -> list[Case]:
     """Choose what is tried."""
     undisturbed = tried.undisturbed(night)
     moves = [call for call in undisturbed.calls if moves_something(call)]
-    killed = [Case(night, KILLED, call.number) for call in moves]
-    failing = [Case(night, FAILS, call.number) for call in moves if call.name == "rename"]
+    killed = [fault_at(night, KILLED, call.number) for call in moves]
+    failing = [fault_at(night, FAILS, call.number) for call in moves if call.name == "rename"]
     return [*killed, *failing, *rotated(night, undisturbed, STEP)]
 
 
@@ -48,9 +47,7 @@ def test_nothing_is_lost_and_the_next_night_finishes(
 ) -> None:
     cases = cases_of(night, tried)
     cases = cases[:: one_in if len(cases) > FEW else 1]
-    verdicts = list(tried.judge(cases))
-    wrong = [str(verdict) for verdict in verdicts if verdict.problems]
-    assert not wrong, f"{len(wrong)} of {len(cases)}:\n" + "\n".join(wrong[:MOST_TOLD])
+    verdicts = judged(tried, cases)
     assert sum(verdict.has_fired for verdict in verdicts) > len(cases) // 2
     assert {verdict.was_whole for verdict in verdicts} == {True, False}
 
@@ -61,12 +58,4 @@ def test_a_move_that_may_not_be_durable_is_a_move(night: Night, tried: Benches) 
     calls = tried.undisturbed(night).calls
     synced = [call for call in calls if call.kind & Kind.SYNC and Path(call.path).name in PLACES]
     assert synced
-    verdicts = list(tried.judge([Case(night, FAILS, call.number) for call in synced]))
-    assert [str(verdict) for verdict in verdicts if verdict.problems] == []
-
-
-@pytest.mark.parametrize("loss", Loss, ids=lambda loss: loss.name.lower())
-@pytest.mark.parametrize("night", NIGHTS, ids=lambda night: night.name)
-def test_what_is_done_stays_done(night: Night, loss: Loss, tried: Benches) -> None:
-    """A machine whose power is cut has all that a run said it has done."""
-    assert tried.lost_when_done(night, loss) == []
+    judged(tried, [fault_at(night, FAILS, call.number) for call in synced])

@@ -8,15 +8,13 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.faults.losses import Loss, lose
 from tests.faults.scenarios import OUT, SCENARIOS, Scenario, make_sources
 from tests.faults.server import Server
-from tests.faults.shim import NO_KIND, Action, Arming, Call, Kind, Option, Side
+from tests.faults.shim import NO_KIND, Action, Arming, Kind, Option, Side
 
 # Name of the system's call → how the shim names what leads to it.
 NAMES = {
@@ -141,80 +139,3 @@ def test_a_part_is_half_of_it(server: Server, sources: Path, tmp_path: Path) -> 
     reads = [call for call in ended.calls if call.kind & Kind.READ and call.length > 1]
     assert reads
     assert all(call.result <= (call.length + 1) // 2 for call in reads)
-
-
-WRITTEN = Call(1, "pwrite64", Side.TARGET, Kind.WRITE, "", "", 0, 2, 4, 4, 0, is_done=True)
-"""Four bytes at the second, of a file that is still to be named."""
-
-
-@pytest.mark.parametrize("synced", ["no", "fsync", "syncfs", "another"])
-@pytest.mark.parametrize(("loss", "left"), [(Loss.ZEROS, b"ab\0\0\0\0"), (Loss.CUT, b"ab")])
-def test_content_is_lost_that_was_not_synced(
-    loss: Loss, left: bytes, synced: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"abcdef")
-    wrote = replace(WRITTEN, path=str(path), inode=path.stat().st_ino)
-    sync = replace(wrote, name="fsync", kind=Kind.SYNC, result=0)
-    calls = {
-        "no": [wrote],
-        "fsync": [wrote, sync],
-        "syncfs": [wrote, replace(sync, name="syncfs", path=str(tmp_path), inode=1)],
-        "another": [wrote, replace(sync, path=f"{path}2", inode=1)],
-    }[synced]
-    lose(loss, calls, tmp_path, [])
-    assert path.read_bytes() == (b"abcdef" if synced in ("fsync", "syncfs") else left)
-
-
-@pytest.mark.parametrize(
-    ("synced", "left"),
-    [
-        ((), {"old", "partial"}),
-        ((".",), {"old", "out"}),
-        (("partial", "."), {"old", "out", "out/file"}),
-    ],
-    ids=["nothing", "where it was moved", "both"],
-)
-def test_names_are_lost_that_were_not_synced(
-    synced: Sequence[str], left: set[str], tmp_path: Path
-) -> None:
-    """A directory that was there before, a file in it, and then it is moved."""
-    (tmp_path / "old").touch()
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "file").touch()
-    partial, out = str(tmp_path / "partial"), str(tmp_path / "out")
-    made = replace(WRITTEN, name="open", kind=Kind.MAKE, path=f"{partial}/file")
-    sync = replace(WRITTEN, name="fsync", kind=Kind.SYNC)
-    moved = replace(made, name="rename", kind=Kind.MAKE | Kind.DROP, path=partial, other=out)
-    inner = [replace(sync, path=partial)] if "partial" in synced else []
-    outer = [replace(sync, path=str(tmp_path))] if "." in synced else []
-    before = [tmp_path, tmp_path / "old", tmp_path / "partial"]
-    lose(Loss.NAMES, [made, *inner, moved, *outer], tmp_path, before)
-    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == left
-
-
-@pytest.mark.parametrize("synced", [(), ("from",), ("to",), ("from", "to")])
-def test_a_move_from_one_directory_to_another_needs_both_synced(
-    synced: Sequence[str], tmp_path: Path
-) -> None:
-    (tmp_path / "from").mkdir()
-    (tmp_path / "to").mkdir()
-    (tmp_path / "to" / "file").touch()
-    paths = [str(tmp_path / name / "file") for name in ("from", "to")]
-    kind = Kind.MAKE | Kind.DROP
-    moved = replace(WRITTEN, name="rename", kind=kind, path=paths[0], other=paths[1])
-    sync = replace(WRITTEN, name="fsync", kind=Kind.SYNC)
-    syncs = [replace(sync, path=str(tmp_path / name)) for name in synced]
-    before = [tmp_path, tmp_path / "from", tmp_path / "to", tmp_path / "from" / "file"]
-    lose(Loss.NAMES, [moved, *syncs], tmp_path, before)
-    where = "to" if len(synced) == 2 else "from"
-    assert [path.parent.name for path in tmp_path.rglob("file")] == [where]
-
-
-def test_a_further_name_of_a_file_is_lost_like_a_new_one(tmp_path: Path) -> None:
-    (tmp_path / "old").touch()
-    (tmp_path / "new").hardlink_to(tmp_path / "old")
-    paths = [str(tmp_path / name) for name in ("old", "new")]
-    linked = replace(WRITTEN, name="link", kind=Kind.MAKE, path=paths[0], other=paths[1])
-    lose(Loss.NAMES, [linked], tmp_path, [tmp_path, tmp_path / "old"])
-    assert [path.name for path in tmp_path.iterdir()] == ["old"]

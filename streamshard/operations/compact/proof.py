@@ -74,7 +74,7 @@ def prove(
     archive.require_as_written()
     if tag_only:
         archive, source = omissions.tag_only(archive), omissions.tag_only(source)
-    log.run("state_equal", lambda: state_equal(archive, source))
+    log.run("state_equal", lambda: _state_equal(archive, source))
     return archive
 
 
@@ -167,7 +167,7 @@ def _verified(findings: Findings) -> str:
     return f"{findings.checked:,} checksums, {findings.tensors:,} tensors"
 
 
-def state_equal(archive: Source, source: Source) -> str:
+def _state_equal(archive: Source, source: Source) -> str:
     """Require that both sides are equal in everything but tensor data."""
     mine, theirs = (_serialized(side.checkpoint) for side in (archive, source))
     if mine != theirs:
@@ -213,7 +213,7 @@ def rebuilt_equal(
         if is_object(rebuilt_dir):  # which has no modes; the archive's were compared with the tag's
             rebuilt, source = _without_modes(rebuilt), _without_modes(source)
         try:
-            state_equal(rebuilt, source)
+            _state_equal(rebuilt, source)
             return content_equal(rebuilt, source, proofs)
         except IntegrityError as error:
             raise IntegrityError(f"{place.store}: does not give back its tag: {error}") from error

@@ -1,6 +1,5 @@
-"""How tags go: to the trash, for good, and back."""
+"""How tags go: to the trash, for good, and back; and what is in the way."""
 
-import json
 import shutil
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -27,14 +26,6 @@ from tests.compact.runs import (
 )
 from tests.fabricated_pipes import PipeJob, write_pipe
 from tests.job import TAG
-
-
-def test_without_being_asked_nothing_goes(run: Path, archive: Path) -> None:
-    before = bits(run)
-    api.compact(run, archive)
-    api.compact(run, archive, dry_run=True, delete=True)
-    assert bits(run) == before
-    assert not (run / TRASH).exists()
 
 
 def test_tags_without_the_file_of_a_layer_are_no_reason_to_remove_another(
@@ -93,39 +84,6 @@ def test_bringing_back(run: Path, archive: Path) -> None:
     assert actions(api.compact(run, archive, delete=True))[FIRST] == "deleted"
 
 
-@pytest.mark.parametrize("what", ["undelete", "purge"])
-def test_a_dry_run_by_hand_knows_what_is_in_the_trash(run: Path, archive: Path, what: str) -> None:
-    api.compact(run, archive, delete=True)
-    asked = [FIRST, "global_step90"]
-    undelete, purge = (asked, []) if what == "undelete" else ([], asked)
-    found = api.compact(run, archive, dry_run=True, grace=NO_GRACE, undelete=undelete, purge=purge)
-    assert [tag.needs_attention for tag in found.tags] == [False, True]
-    assert found.exit_code == 2
-
-
-def test_purging_by_hand_looks_at_the_archive_too(run: Path, archive: Path) -> None:
-    api.compact(run, archive, delete=True)
-    victim = archive / f"{FIRST}.zarr" / "state/fp32/embed.weight/c/0/0"
-    good = victim.read_bytes()
-    victim.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-    for found in (
-        api.compact(run, archive, grace=NO_GRACE, purge=[FIRST]),
-        api.compact(run, archive, delete=True, now=later(8)),
-    ):
-        assert (actions(found)[FIRST], found.exit_code) == ("failed", 6)
-        assert str(victim) in found.problems[0].reason
-        assert (run / TRASH / FIRST).is_dir()
-    victim.unlink()
-    found = api.compact(run, archive, grace=NO_GRACE, purge=[FIRST])
-    assert (actions(found)[FIRST], found.exit_code) == ("failed", 6)
-    assert f"{victim}: missing" in found.problems[0].reason
-    assert (run / TRASH / FIRST).is_dir()
-    victim.write_bytes(good)
-    assert actions(api.compact(run, archive, grace=NO_GRACE, purge=[FIRST])) == {FIRST: "purged"}
-    found = api.compact(run, archive, grace=NO_GRACE, purge=[FIRST])
-    assert (actions(found)[FIRST], found.exit_code) == ("failed", 2)
-
-
 def test_grace_counts_from_the_move_however_long_the_run_took(run: Path, archive: Path) -> None:
     grace = timedelta(minutes=30)
     api.compact(run, archive, delete=True, now=later(-1 / 24))
@@ -149,14 +107,6 @@ def test_a_trash_that_leads_elsewhere_is_not_used(run: Path, archive: Path, tmp_
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_a_trash_that_was_changed_is_not_emptied(run: Path, archive: Path) -> None:
-    api.compact(run, archive, delete=True)
-    (run / TRASH / FIRST / "notes.txt").write_text("learned a lot")
-    found = api.compact(run, archive, delete=True, now=later(8))
-    assert (actions(found)[FIRST], found.exit_code) == ("ambiguous", 3)
-    assert (run / TRASH / FIRST / "notes.txt").exists()
-
-
 def test_of_what_is_going_the_rest_goes_later(
     run: Path, archive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,23 +126,6 @@ def test_of_what_is_going_the_rest_goes_later(
     found = api.compact(run, archive, delete=True)
     assert (actions(found)[FIRST], found.exit_code) == ("purged", 0)
     assert not [path for path in (run / TRASH).rglob("*") if path.is_file()]
-
-
-def test_a_run_that_is_killed_right_after_a_move_is_known_to_have_moved(
-    run: Path, archive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    move_in = Trash.move_in
-
-    def move_in_and_be_killed(trash: Trash, tag: str) -> None:
-        move_in(trash, tag)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trash, "move_in", move_in_and_be_killed)
-        with pytest.raises(KeyboardInterrupt):
-            api.compact(run, archive, delete=True)
-    assert receipt_of(archive, FIRST)["state"] == "trashed"
-    assert actions(api.compact(run, archive, delete=True, now=later(8)))[FIRST] == "purged"
 
 
 def save_again(run: Path) -> None:
@@ -243,20 +176,80 @@ def test_nothing_is_brought_back_that_is_another_save(run: Path, archive: Path) 
     assert receipt_of(archive, FIRST)["state"] == "trashed"
 
 
-def test_a_name_that_looks_like_a_pattern_is_kept_by_itself(run: Path, archive: Path) -> None:
-    (run / FIRST).rename(run / "best[1]-80")
-    found = api.compact(run, archive, delete=True, keep_tags=["best[1]-80"])
-    assert (actions(found)["best[1]-80"], found.notes) == ("kept", ())
+def test_a_name_that_is_no_text_is_told(run: Path, archive: Path) -> None:
+    (run / FIRST).rename(run / "global\nstep80")
+    found = api.compact(run, archive, delete=True, keep_last=2)
+    assert actions(found)["global\nstep80"] == "ambiguous"
+    assert (run / "global\nstep80").is_dir()
 
 
-@pytest.mark.parametrize("since", ["9999-12-31T23:59:59-23:59", "yesterday", ""])
-def test_a_time_that_is_none_is_ambiguous(run: Path, archive: Path, since: str) -> None:
+def test_a_mount_that_is_gone_is_nothing_deleted(run: Path, archive: Path, tmp_path: Path) -> None:
+    api.compact(run, archive)
+    before = bits(archive)
+    run.rename(tmp_path / "elsewhere")
+    with pytest.raises(api.StreamshardError, match="is it mounted") as caught:
+        api.compact(run, archive, delete=True)
+    assert caught.value.exit_code == 3
+    run.mkdir()  # the place where it was mounted
+    with pytest.raises(api.StreamshardError, match="no 'latest'") as caught:
+        api.compact(run, archive, delete=True)
+    assert caught.value.exit_code == 3
+    assert bits(archive) == before
+
+
+def test_an_archive_that_is_gone_is_no_reason_to_empty_the_trash(
+    run: Path, archive: Path, tmp_path: Path
+) -> None:
     api.compact(run, archive, delete=True)
-    receipt = archive / f"{FIRST}.receipt.json"
-    receipt.write_text(json.dumps(receipt_of(archive, FIRST) | {"trashed": since}))
-    found = api.compact(run, archive, delete=True, now=later(30))
-    assert (actions(found)[FIRST], found.exit_code) == ("ambiguous", 3)
+    archive.rename(tmp_path / "elsewhere")
+    with pytest.raises(api.StreamshardError, match="Is it mounted"):
+        api.compact(run, archive, delete=True, now=later(30))
+    found = api.compact(run, archive, grace=NO_GRACE, purge=[FIRST])
+    problem = {tag.tag: tag for tag in found.problems}[FIRST]
+    assert (problem.action, "mounted" in problem.reason) == ("ambiguous", True)
     assert (run / TRASH / FIRST).is_dir()
+
+
+def test_into_the_place_where_archives_were_mounted_nothing_goes(
+    run: Path, archive: Path, tmp_path: Path
+) -> None:
+    """Its disk is away: what is archived there is soon under the disk, and its original gone."""
+    api.compact(run, archive, delete=True)
+    archive.rename(tmp_path / "elsewhere")
+    archive.mkdir()
+    for dry_run in (True, False):
+        with pytest.raises(api.StreamshardError, match="Is it mounted") as caught:
+            api.compact(run, archive, delete=True, keep_last=2, dry_run=dry_run)
+        assert caught.value.exit_code == 3
+    assert tags_in(run) == ALL - {FIRST}
+    assert not list(archive.iterdir())
+
+
+def test_one_that_cannot_be_moved_does_not_block_the_rest(
+    run: Path, archive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = Path.rename
+
+    def refuse(self: Path, target: Path) -> Path:
+        if self.name == FIRST:
+            raise PermissionError(1, "Operation not permitted", str(self))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    found = api.compact(run, archive, delete=True, keep_last=2)
+    assert actions(found)[FIRST] == "failed"
+    assert actions(found)[tag_of(90)] == "deleted"
+    assert (found.exit_code, tags_in(run)) == (4, ALL - {tag_of(90)})
+    assert receipt_of(archive, FIRST)["state"] == "archived"
+    monkeypatch.undo()
+    assert actions(api.compact(run, archive, delete=True, keep_last=2))[FIRST] == "deleted"
+
+
+def test_what_somebody_removed_with_its_receipt_is_archived_again(run: Path, archive: Path) -> None:
+    api.compact(run, archive)
+    shutil.rmtree(archive / f"{FIRST}.zarr")
+    (archive / f"{FIRST}.receipt.json").unlink()
+    assert actions(api.compact(run, archive))[FIRST] == "archived"
 
 
 @pytest.mark.parametrize(
@@ -265,6 +258,7 @@ def test_a_time_that_is_none_is_ambiguous(run: Path, archive: Path, since: str) 
         ({"keep_tags": FIRST}, "one name"),
         ({"undelete": FIRST}, "one name"),
         ({"purge": FIRST}, "one name"),
+        ({"keep_last": 1}, "at least 2"),
         ({"grace": timedelta(days=-1)}, "is negative"),
         ({"min_age": timedelta(seconds=-1)}, "is negative"),
         ({"weights_only_older_than": timedelta(days=-30)}, "is negative"),

@@ -1,0 +1,450 @@
+"""What somebody is told: by `--status`, by `--notify`, of many runs, until they acknowledge it."""
+
+import json
+import os
+import re
+import shlex
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import streamshard as api
+from streamshard.cli.main import main
+from streamshard.errors import CorruptFileError, SourceNotFoundError, TargetError, UsageError
+from streamshard.io.changes import write_durably
+from streamshard.operations.compact import receipts
+from streamshard.operations.compact.compact import runs_like
+from streamshard.operations.compact.compact_report import RunRecord
+from tests.cli.conftest import streamshard
+from tests.compact.runs import (
+    FIRST,
+    MODEL,
+    NO_GRACE,
+    RECORD,
+    SHARD,
+    STEPS,
+    actions,
+    bits,
+    make_run,
+    receipt_of,
+    tag_of,
+    tags_in,
+)
+from tests.fabricated import write
+from tests.job import Job
+
+NOW = datetime.now(UTC)
+NEXT = tag_of(STEPS[1])
+
+
+def after(days: float) -> datetime:
+    """Return the time so many days after these tests began."""
+    return NOW + timedelta(days=days)
+
+
+# Status -------------------------------------------------------------------------------------------
+
+
+def states(found: api.CompactStatus) -> dict[str, str]:
+    return {tag.tag: tag.state for tag in found.tags}
+
+
+def last_run(run: Path, archive: Path) -> RunRecord:
+    night = api.compact_status(run, archive).last_run
+    assert night is not None
+    return night
+
+
+def test_a_tag_from_its_archive_to_its_end(run: Path, archive: Path) -> None:
+    found = api.compact_status(run, archive)  # it is not there yet
+    assert (found.tags, found.last_run) == ((), None)
+    assert not archive.exists()
+    api.compact(run, archive, now=after(0))
+    found = api.compact_status(run, archive)
+    assert states(found)[FIRST] == "archived"
+    assert (found.trash_bytes, found.saved_bytes) == (0, 0)
+    receipt = receipt_of(archive, FIRST)
+    own = receipt["archive_bytes"] - receipt["shared_bytes"]
+    assert found.archive_bytes == sum(tag.archive_bytes for tag in found.tags) >= own > 0
+
+    api.compact(run, archive, now=after(1), delete=True, grace=timedelta(days=3))
+    found = api.compact_status(run, archive)
+    (tag,) = [tag for tag in found.tags if tag.tag == FIRST]
+    assert tag.state == "in the trash"
+    assert datetime.fromisoformat(tag.trash_until) == after(4)
+    assert found.trash_bytes == sum(t.source_bytes for t in found.tags if t.trash_until)
+    night = last_run(run, archive)
+    assert (night.deletes, night.exit_code, night.needs_attention) == (True, 0, False)
+    assert datetime.fromisoformat(night.began) == after(1) <= datetime.fromisoformat(night.ended)
+    assert night.actions["deleted"] == sum(t.state == "in the trash" for t in found.tags)
+
+    api.compact(run, archive, now=after(5), delete=True, grace=timedelta(days=3))
+    found = api.compact_status(run, archive)
+    gone = [tag for tag in found.tags if tag.state == "removed"]
+    assert FIRST in {tag.tag for tag in gone}
+    assert found.saved_bytes == sum(tag.source_bytes - tag.archive_bytes for tag in gone)
+
+    api.compact(run, archive, now=after(50), weights_only_older_than=timedelta(days=30))
+    assert states(api.compact_status(run, archive))[FIRST] == "weights only"
+
+
+def test_what_is_brought_back_is_archived_and_no_more(run: Path, archive: Path) -> None:
+    api.compact(run, archive, now=after(1), delete=True)
+    api.compact(run, archive, undelete=[FIRST])
+    assert states(api.compact_status(run, archive))[FIRST] == "archived"
+    assert "brought back" not in last_run(run, archive).actions  # that was by hand
+
+
+def test_a_night_that_was_killed_has_not_ended(
+    run: Path, archive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunRecord, "after", stop)
+    with pytest.raises(KeyboardInterrupt):
+        api.compact(run, archive)
+    assert last_run(run, archive).ended == ""
+    done = streamshard("compact", run, archive, "--status")
+    assert (done.code, "it is running, or was killed" in done.out) == (0, True)
+
+
+def test_a_record_that_cannot_be_written_is_one_result_more(
+    run: Path, archive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, data: bytes, temporary: Path) -> None:
+        if path.name == RECORD:
+            raise OSError(28, "No space left on device")
+        write_durably(path, data, temporary)
+
+    monkeypatch.setattr(receipts, "write_durably", refuse)
+    found = api.compact(run, archive)
+    assert actions(found)[FIRST] == "archived"
+    (problem,) = found.problems
+    assert (problem.tag, problem.exit_code) == (RECORD, TargetError.exit_code)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"format": 2}', '{"format": 1, "actions": {}, "problems": [{}]}'],
+)
+def test_a_record_that_is_not_ours_is_refused(run: Path, archive: Path, text: str) -> None:
+    api.compact(run, archive)
+    (archive / RECORD).write_text(text)
+    with pytest.raises(CorruptFileError, match="not as streamshard writes it"):
+        api.compact_status(run, archive)
+    api.compact(run, archive)  # a night needs no earlier one
+    assert last_run(run, archive).exit_code == 0
+
+
+def test_a_damaged_receipt_hides_no_other(tmp_path: Path, archive: Path) -> None:
+    run = make_run(tmp_path / "run", steps=[*STEPS, STEPS[-1] + 10])
+    api.compact(run, archive)
+    path = archive / f"{FIRST}.receipt.json"
+    known = json.loads(path.read_text())
+    bad: list[Any] = ["{", {**known, "archived": "yesterday"}, {**known, "archive_bytes": 10**400}]
+    bad += [{**known, "purged": "2026-11-25T01:00:00"}, {**known, "archive_bytes": -1}, None]
+    for content in bad:
+        path.unlink()
+        if content is None:
+            os.mkfifo(path)  # nobody will write to it
+        else:
+            path.write_text(content if isinstance(content, str) else json.dumps(content))
+        for form in ([], ["--prometheus"], ["--json"]):
+            done = streamshard("compact", run, archive, "--status", *form)
+            assert done.code == 3, content
+        found = json.loads(done.out)
+        assert {tag["state"] for tag in found["tags"]} == {"unreadable", "archived"}
+    assert path.name in done.err
+
+
+def test_prometheus_reads_it(run: Path, tmp_path: Path) -> None:
+    odd = tmp_path / 'a "b" \\c'
+    api.compact(run, odd, delete=True, now=after(1))
+    status = api.compact_status(run, odd)
+    done = streamshard("compact", run, odd, "--status", "--prometheus")
+    assert done.code == 0
+    sample = re.compile(r'(\w+)\{((?:\w+="(?:[^"\\\n]|\\["\\n])*",?)+)\} (-?\d+)')
+    typed: set[str] = set()
+    values: dict[tuple[str, str], int] = {}
+    for line in done.out.splitlines():
+        if line.startswith("# TYPE "):
+            typed.add(line.split()[2])
+        elif not line.startswith("# HELP "):
+            match = sample.fullmatch(line)
+            assert match is not None, line
+            assert match[1] in typed
+            values[match[1], match[2]] = int(match[3])
+    quoted = str(odd).replace("\\", "\\\\").replace('"', '\\"')
+    own = f'run_dir="{run}",archive_dir="{quoted}"'
+    assert values["streamshard_compact_archive_bytes", own] == status.archive_bytes
+    assert values["streamshard_compact_tags", f'{own},state="in_the_trash"'] == sum(
+        tag.state == "in the trash" for tag in status.tags
+    )
+    end = values["streamshard_compact_trash_until_timestamp_seconds", own]
+    assert datetime.fromtimestamp(end, UTC) == after(8).replace(microsecond=0)
+
+
+def test_an_archive_that_is_lost_is_none_that_is_not_there_yet(run: Path, archive: Path) -> None:
+    api.compact(run, archive, now=after(1), delete=True)
+    archive.rename(archive.with_name("elsewhere"))
+    with pytest.raises(SourceNotFoundError, match="archive"):
+        api.compact_status(run, archive)
+
+
+def test_tags_that_are_gone_are_counted(
+    run: Path, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api.compact(run, archive, delete=True)
+    api.compact(run, archive, grace=NO_GRACE, purge=[FIRST])
+    monkeypatch.chdir(tmp_path)
+    status = ("compact", "run", "archive", "--status")
+    shown = streamshard(*status).out
+    assert "1 tag more, whose originals are gone; -v lists them" in shown
+    assert FIRST not in shown
+    assert FIRST in streamshard(*status, "-v").out
+    assert f'run_dir="{run}",archive_dir="{archive}"' in streamshard(*status, "--prometheus").out
+
+
+def test_a_dry_run_shows_the_size_of_what_stays(run: Path, archive: Path) -> None:
+    for tag in api.compact(run, archive, dry_run=True).tags:
+        files = (path for path in (run / tag.tag).rglob("*") if path.is_file())
+        assert tag.source_bytes == sum(path.stat().st_size for path in files)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--prometheus"],
+        ["--status", "--prometheus", "--json"],
+        ["--status", "--delete"],
+        ["--status", "--notify", "true"],
+        ["--notify", ""],
+        ["--notify", "'"],
+    ],
+)
+def test_what_makes_no_sense_is_refused(run: Path, archive: Path, options: list[str]) -> None:
+    assert streamshard("compact", run, archive, *options).code == 2
+    assert not archive.exists()
+
+
+# Notes to somebody --------------------------------------------------------------------------------
+
+NOTE = """
+import pathlib, sys
+target = pathlib.Path(sys.argv[1])
+target.write_bytes(sys.stdin.buffer.read() + (target.read_bytes() if target.exists() else b""))
+print("noted")
+sys.exit(int(sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> Path:
+    """What somebody was told."""
+    return tmp_path / "told.json"
+
+
+def note(told: Path, code: int = 0) -> str:
+    """Return a command that writes what it gets to a file."""
+    return shlex.join([sys.executable, "-c", NOTE, str(told), str(code)])
+
+
+def test_somebody_is_told_once_of_all_that_went_wrong(run: Path, archive: Path, told: Path) -> None:
+    night = ("compact", run, archive, "--notify", note(told))
+    assert streamshard(*night).code == 0
+    assert not told.exists()  # nothing went wrong
+    for name in (MODEL, "x.pt"):
+        (run / FIRST / name).write_bytes(b"another save")
+    done = streamshard(*night, "--min-age", "0s")
+    document: dict[str, Any] = json.loads(told.read_text())
+    assert document["exit_code"] == done.code != 0
+    (one,) = document["runs"]
+    assert [problem["tag"] for problem in one["problems"]] == [FIRST]
+    assert "noted" in done.err
+
+
+def test_of_many_runs_somebody_is_told_once(tmp_path: Path, archive: Path, told: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    runs = [make_run(tmp_path / "runs" / name) for name in "abc"]
+    for run in runs[1:]:
+        (run / "latest").unlink()
+    nights = ("compact", tmp_path / "runs" / "*", archive)
+    assert streamshard(*nights, "--notify", note(told)).code == 3
+    found = json.loads(told.read_text())["runs"]
+    assert [night["run_dir"] for night in found] == [str(run) for run in runs[1:]]
+    assert all("no 'latest'" in night["error"] for night in found)
+    shown = streamshard(*nights, "--status", "--json").out
+    last = [json.loads(line)["last_run"] for line in shown.splitlines()]
+    assert [(night["exit_code"], "no 'latest'" in night["error"]) for night in last] == [
+        (0, False), (3, True), (3, True)
+    ]  # fmt: skip
+    lines = streamshard(*nights, "--status", "--prometheus").out.splitlines()
+    comments = [line for line in lines if line.startswith("#")]
+    assert len(set(comments)) == len(comments)  # each metric stands together, described once
+    assert sum(line.startswith("streamshard_compact_last_exit_code{") for line in lines) == 3
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [("/no/such/program", "cannot be run"), ("fails", "ended with 9"), ("hangs", "killed after")],
+)
+def test_a_command_that_fails_changes_nothing(
+    run: Path,
+    archive: Path,
+    told: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+    said: str,
+) -> None:
+    monkeypatch.setattr("streamshard.cli.notice._SECONDS", 1 if what == "hangs" else 60)
+    (run / "latest").unlink()
+    commands = {
+        "fails": note(told, 9),
+        "hangs": shlex.join([sys.executable, "-c", "import time; time.sleep(1000)"]),
+    }
+    command = commands.get(what, what)
+    assert main(["compact", str(run), str(archive), "--notify", command]) == 3
+    assert said in capfd.readouterr().err
+
+
+# Many runs ----------------------------------------------------------------------------------------
+
+
+def test_one_run_that_fails_stops_no_other(tmp_path: Path, archive: Path) -> None:
+    runs = tmp_path / "runs"
+    (runs / "b").mkdir(parents=True)  # holds nothing
+    for name in ("a", "c"):
+        make_run(runs / name)
+    night = ("compact", runs / "*", archive, "--keep-last", "3", "--delete")
+    done = streamshard(*night)
+    assert done.code == 3
+    lines = done.out.splitlines()
+    of_runs = [line.partition(":")[0] for line in lines if line.startswith(str(runs))]
+    assert of_runs == [str(runs / name) for name in "abc"]
+    assert f"{runs / 'b'}: no 'latest'" in done.err
+    for name in ("a", "c"):
+        assert FIRST not in tags_in(runs / name)
+        assert (archive / name / f"{FIRST}.zarr").is_dir()
+    found = [json.loads(line) for line in streamshard(*night, "--json").out.splitlines()]
+    assert [one["run_dir"] for one in found] == [str(runs / name) for name in "abc"]
+    assert ["error" in one for one in found] == [False, True, False]
+    assert streamshard(*night, "--undelete", FIRST).code == 2
+
+
+def test_a_pattern_gives_each_run_an_archive_of_its_own(tmp_path: Path) -> None:
+    for name in ("a/output", "b/output", "b/other", ".c/output", "[d]"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "link").symlink_to("a")
+    (tmp_path / "file").write_text("")
+    assert runs_like(f"{tmp_path}/*/out*", "archive") == [
+        (tmp_path / name / "output", Path("archive") / name / "output") for name in ("a", "b")
+    ]
+    assert runs_like(f"{tmp_path}/[d]", "archive") is None  # is there
+    assert runs_like(f"{tmp_path}/missing", "archive") is None
+    with pytest.raises(SourceNotFoundError):
+        runs_like(f"{tmp_path}/z*", "archive")
+    for pattern in (f"{tmp_path}/**", f"{tmp_path}/*/../a", "s3://bucket/*"):
+        with pytest.raises(UsageError):
+            runs_like(pattern, "archive")
+
+
+# What somebody has looked at is told no more, until it is otherwise -------------------------------
+
+
+@pytest.fixture
+def broken(run: Path) -> Path:
+    """A run directory whose oldest tag lacks a rank's file, since long ago."""
+    then = (run / FIRST).stat()
+    (run / FIRST / SHARD).unlink()
+    os.utime(run / FIRST, ns=(then.st_atime_ns, then.st_mtime_ns))
+    return run
+
+
+def test_the_message_says_how_and_that_is_enough(broken: Path, archive: Path) -> None:
+    night = ("compact", broken, archive, "--delete", "-q")
+    before = bits(broken / FIRST)
+    said = streamshard(*night)
+    assert said.code == 3
+    found = re.search(r"To leave it as it is: (streamshard compact .*)\n", said.err)
+    assert found is not None
+    command = shlex.split(found[1])[1:]
+    tried = streamshard(*command, "-n", "-v")
+    assert (tried.code, streamshard(*night).code) == (0, 3)
+    kept = bits(archive)
+    done = streamshard(*command, "-v")
+    assert (done.code, done.err) == (0, "")
+    assert re.search(rf"{FIRST} +acknowledged .* reported again", done.out)
+    assert set(bits(archive)) - set(kept) == {f"{FIRST}.acknowledged.json"}
+    again = streamshard(*night)
+    assert (again.code, again.out, again.err) == (0, "", "")
+    shown = streamshard(*night[:-1], "-v").out
+    assert re.search(rf"{FIRST} +kept .*missing.*; acknowledged 20", shown)
+    assert bits(broken / FIRST) == before
+
+
+def test_another_damage_is_told_again(broken: Path, archive: Path) -> None:
+    api.compact(broken, archive, acknowledge=[FIRST])
+    assert api.compact(broken, archive).exit_code == 0
+    other = broken / FIRST / SHARD.replace("rank_1", "rank_0")
+    then, data = other.stat(), other.read_bytes()
+    # Of the same size and age, and what cannot be read of it is another thing.
+    other.write_bytes(data[:-22] + b"\0" * 22)
+    os.utime(other, ns=(then.st_atime_ns, then.st_mtime_ns))
+    (problem,) = api.compact(broken, archive).problems
+    assert (problem.tag, problem.action, problem.exit_code) == (FIRST, "ambiguous", 3)
+    assert "not as it was when it was acknowledged on 20" in problem.reason
+    api.compact(broken, archive, acknowledge=[FIRST])
+    assert api.compact(broken, archive).exit_code == 0
+    (broken / FIRST / "notes.txt").write_text("looked into")
+    os.utime(broken / FIRST / "notes.txt", (0, 0))
+    os.utime(broken / FIRST, (0, 0))
+    assert api.compact(broken, archive).exit_code == 3
+
+
+def test_another_tag_is_told(broken: Path, archive: Path) -> None:
+    api.compact(broken, archive, acknowledge=[FIRST])
+    (broken / NEXT / SHARD).unlink()
+    os.utime(broken / NEXT, (0, 0))
+    assert [tag.tag for tag in api.compact(broken, archive).problems] == [NEXT]
+
+
+def test_whole_again_it_is_a_tag_like_any_other(broken: Path, archive: Path) -> None:
+    api.compact(broken, archive, acknowledge=[FIRST])
+    for path in (write(Job(), archive.with_name("whole"), FIRST) / FIRST).iterdir():
+        (broken / FIRST / path.name).write_bytes(path.read_bytes())
+        os.utime(broken / FIRST / path.name, (0, 0))
+    os.utime(broken / FIRST, (0, 0))
+    assert actions(api.compact(broken, archive))[FIRST] == "archived"
+
+
+@pytest.mark.parametrize(
+    ("tag", "says"),
+    [
+        (tag_of(STEPS[-1]), "kept anyway"),
+        (FIRST, f"--keep-tag {FIRST}"),
+        ("global_step5", f"no tag global_step5 with shards; there are {FIRST}"),
+        ("global_step9", "no tag global_step9"),
+    ],
+    ids=["kept", "candidate", "not there", "nothing but a name"],
+)
+def test_what_is_not_unclear_is_not_acknowledged(
+    run: Path, archive: Path, tag: str, says: str
+) -> None:
+    (run / "global_step9").mkdir()
+    done = streamshard("compact", run, archive, "--acknowledge", tag)
+    assert done.code == 2
+    assert says in done.err
+    assert not [*archive.glob("*.json")]
+
+
+def test_a_note_that_was_changed_is_told(broken: Path, archive: Path) -> None:
+    api.compact(broken, archive, acknowledge=[FIRST])
+    path = archive / f"{FIRST}.acknowledged.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "changed_ns": "1"}))
+    (problem,) = api.compact(broken, archive).problems
+    assert (problem.action, str(path) in problem.reason) == ("ambiguous", True)
