@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 import streamshard as api
 from streamshard.engine.journals.journal import Journal, Written
 from streamshard.errors import StreamshardError, TargetExistsError
-from streamshard.operations.native import storage_regions
+from streamshard.operations.transfer import file_layout
 from tests.cli.conftest import tree
 from tests.fabricated import write
 from tests.job import Job
@@ -98,7 +98,7 @@ class Runs(RuleBasedStateMachine):
         ended: Any = None
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Journal, "note", cut_off)
-            patch.setattr(storage_regions, "_SPAN_BYTES", 2048)
+            patch.setattr(file_layout, "SPAN_BYTES", 2048)
             try:
                 report = api.repartition(
                     self.source, self.out, world_size=world, overwrite=overwrite, workers=1

@@ -16,16 +16,8 @@ from streamshard.engine.run import span_writer
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.window import Window
 from streamshard.engine.run.work import Span, SpanResult
-from streamshard.formats.deepspeed.write.universal_writer import UniversalImages
-from streamshard.formats.deepspeed.write.zero_writer import (
-    DumpImages,
-    FileImage,
-    NativeImages,
-    WholeImages,
-)
 from streamshard.io.sink import Sink
-from streamshard.operations.export import dcp_files, weight_files
-from streamshard.operations.native import storage_regions
+from streamshard.operations.transfer import file_layout
 from tests import far_worker
 from tests.cli.conftest import tree
 from tests.fabricated import edit, optimizer_file, write
@@ -94,9 +86,7 @@ def pool() -> Iterator[ProcessPoolExecutor]:
 @pytest.fixture
 def far(pool: ProcessPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> Far:
     """Another process; files are cut into many spans."""
-    monkeypatch.setattr(storage_regions, "_SPAN_BYTES", SPAN_BYTES)
-    monkeypatch.setattr(weight_files, "SPAN_BYTES", SPAN_BYTES)
-    monkeypatch.setattr(dcp_files, "SPAN_BYTES", SPAN_BYTES)
+    monkeypatch.setattr(file_layout, "SPAN_BYTES", SPAN_BYTES)
     return Far(pool)
 
 
@@ -182,12 +172,6 @@ CASES: dict[str, Callable[[Path, Path], streamshard.Report]] = {
 }
 
 
-def of_a_copy(serialize: Callable[[Any], Iterator[FileImage]]) -> Callable[[Any], object]:
-    """Serialize files from a copy that was pickled, too."""
-
-    return lambda images: serialize(pickle.loads(pickle.dumps(images)))
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_another_process_writes_the_same(
     case: str, far: Far, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -197,8 +181,6 @@ def test_another_process_writes_the_same(
     wanted = CASES[case](tmp_path / "near", tmp_path / "near" / "out")
     with monkeypatch.context() as patch:
         patch.setattr(span_writer, "Window", far.window)
-        for kind in (WholeImages, NativeImages, DumpImages, UniversalImages):
-            patch.setattr(kind, "all", of_a_copy(kind.all))
         found = CASES[case](tmp_path / "far", tmp_path / "far" / "out")
     assert tree(tmp_path / "far" / "out") == tree(tmp_path / "near" / "out")
     assert far.spans

@@ -12,8 +12,7 @@ from streamshard.engine.journals.journal import Journal, Written
 from streamshard.errors import StreamshardError
 from streamshard.io import sink
 from streamshard.io.readable import read_into
-from streamshard.operations.export import dcp_files, weight_files
-from streamshard.operations.native import storage_regions
+from streamshard.operations.transfer import file_layout
 from tests.cli.conftest import tree
 from tests.fabricated import write
 from tests.job import Job
@@ -40,7 +39,7 @@ def test_spans_of_any_size_make_the_same_files(
 ) -> None:
     api.repartition(run, tmp_path / "whole", world_size=3)
     for span_bytes in (64, SPAN_BYTES):
-        monkeypatch.setattr(storage_regions, "_SPAN_BYTES", span_bytes)
+        monkeypatch.setattr(file_layout, "SPAN_BYTES", span_bytes)
         out = tmp_path / f"{span_bytes}"
         report = api.repartition(run, out, world_size=3)
         assert tree(out) == tree(tmp_path / "whole")
@@ -81,9 +80,7 @@ def test_a_run_goes_on_after_any_span(
     make: Callable[[Path, Path], api.Report],
     one_in: int,
 ) -> None:
-    monkeypatch.setattr(storage_regions, "_SPAN_BYTES", SPAN_BYTES)
-    monkeypatch.setattr(weight_files, "SPAN_BYTES", SPAN_BYTES)
-    monkeypatch.setattr(dcp_files, "SPAN_BYTES", SPAN_BYTES)
+    monkeypatch.setattr(file_layout, "SPAN_BYTES", SPAN_BYTES)
     undisturbed = make(run, tmp_path / "whole")
     whole, note = tree(tmp_path / "whole"), Journal.note
     for most in itertools.count(0, one_in):
