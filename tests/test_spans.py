@@ -34,18 +34,6 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return path
 
 
-def test_spans_of_any_size_make_the_same_files(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    api.repartition(run, tmp_path / "whole", world_size=3)
-    for span_bytes in (64, SPAN_BYTES):
-        monkeypatch.setattr(file_layout, "SPAN_BYTES", span_bytes)
-        out = tmp_path / f"{span_bytes}"
-        report = api.repartition(run, out, world_size=3)
-        assert tree(out) == tree(tmp_path / "whole")
-        assert report.bytes_written == sum(map(len, tree(out).values()))
-
-
 def convert(run: Path, out: Path) -> api.Report:
     """Make a store of some chunks a tensor."""
     return api.convert(run, out, codec="zstd", chunk_size=SPAN_BYTES)
@@ -69,6 +57,24 @@ def export_torch(run: Path, out: Path) -> api.Report:
 def export_dcp(run: Path, out: Path) -> api.Report:
     """Make two files of some spans, and count what becomes infinite."""
     return api.export(run, out, format="dcp", dtype="fp16", ranks=2)
+
+
+@pytest.mark.parametrize("make", [repartition, export, export_torch, export_dcp])
+def test_spans_of_any_size_and_of_few_copies_make_the_same_files(
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[Path, Path], api.Report],
+) -> None:
+    whole = make(run, tmp_path / "whole")
+    for span_bytes, most_copies in ((64, 1024), (SPAN_BYTES, 1024), (SPAN_BYTES << 10, 3)):
+        monkeypatch.setattr(file_layout, "SPAN_BYTES", span_bytes)
+        monkeypatch.setattr(file_layout, "MOST_COPIES", most_copies)
+        out = tmp_path / f"{span_bytes}"
+        report = make(run, out)
+        assert tree(out) == tree(tmp_path / "whole")
+        assert report.bytes_written == sum(map(len, tree(out).values()))
+        assert report.overflowed == whole.overflowed
 
 
 @sampled(3)

@@ -1,10 +1,9 @@
 """Turns a checkpoint into the files of a PyTorch distributed checkpoint."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from streamshard.engine.run.work import Fixed, Trailer
 from streamshard.formats.dcp import dcp_items, dcp_names
@@ -41,7 +40,7 @@ class DcpItem:
     @property
     def start(self) -> int:
         """Index of its first element in the tensor."""
-        return self.first * int(np.prod(self.shape[1:], dtype=np.int64))
+        return self.first * math.prod(self.shape[1:])
 
 
 class DcpFiles:
@@ -54,7 +53,8 @@ class DcpFiles:
     def __init__(self, source: Source, contents: DcpContents, ranks: int) -> None:
         self._tensors = source.checkpoint.tensors
         self.notes = contents.notes
-        self._held: dict[str, list[DcpItem]] = {}
+        self.held: dict[str, list[DcpItem]] = {}
+        """File → the items in it, in order."""
         self._metadata: dict[str, bytes] = {}
         self._entries = [entry for entries in contents.folders.values() for entry in entries]
         for folder, entries in contents.folders.items():
@@ -71,7 +71,7 @@ class DcpFiles:
                 rank = min(ranks - 1, (2 * begun + nbytes) * ranks // (2 * total))
                 name = dcp_names.item_file(rank)
                 item = DcpItem(entry, ends[rank], nbytes, first, shape)
-                self._held.setdefault(prefix + name, []).append(item)
+                self.held.setdefault(prefix + name, []).append(item)
                 places.append(ItemPlace(name, item.offset, nbytes, first, shape))
                 ends[rank] += nbytes
                 begun += nbytes
@@ -80,11 +80,6 @@ class DcpFiles:
             )
             placed.append(PlacedEntry(entry.paths, tuple(places), dtype, whole))
         self._metadata[prefix + dcp_names.METADATA] = serialize_metadata(placed)
-
-    @property
-    def held(self) -> Mapping[str, Sequence[DcpItem]]:
-        """Return file → the items in it, in order."""
-        return self._held
 
     def documents(self) -> Mapping[str, bytes]:
         """Return the metadata of each directory."""
@@ -100,7 +95,7 @@ class DcpFiles:
 
     def layouts(self) -> Iterator[FileLayout]:
         """Yield the layouts of all files; the metadata is last."""
-        for path, items in self._held.items():
+        for path, items in self.held.items():
             yield FileLayout(path, [piece for item in items for piece in self._pieces(item)])
         yield from fixed_files(self._metadata, is_last=True)
 

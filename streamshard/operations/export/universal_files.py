@@ -5,12 +5,11 @@ from typing import Final
 
 from streamshard.errors import UnsupportedError
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.cut.part_cut import cut_model_part
 from streamshard.formats.deepspeed.write.universal_writer import UniversalImages
-from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
 from streamshard.model import LogicalTensor, Whole
 from streamshard.operations.export.weights import only_model_part
-from streamshard.operations.native.target_files import layout_of
+from streamshard.operations.native.target_files import layout_of, targets_of
+from streamshard.operations.native.target_settings import TargetSettings
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.file_layout import FileLayout, fixed_files
 
@@ -34,31 +33,19 @@ _ROUND_ROBIN: Final = (
 
 
 class UniversalFiles:
-    """Fills the files of a universal checkpoint from a source."""
+    """Lays out the files of a universal checkpoint."""
 
     def __init__(self, source: Source) -> None:
         checkpoint = source.checkpoint
         source.require_training_state()
         if not checkpoint.layout.stage:
             raise UnsupportedError(_NAMELESS)
-        self._tensors = checkpoint.tensors
-        self._layout = checkpoint.layout
+        self._tensors, self._layout = checkpoint.tensors, checkpoint.layout
         self._model_part = only_model_part(checkpoint)
-        cut = cut_model_part(checkpoint, self._model_part, self._layout, checkpoint.module_dtype)
-        self.images = UniversalImages(
-            ZeroTarget(
-                checkpoint=checkpoint,
-                model_part=self._model_part,
-                mp_rank=0,
-                layout=self._layout,
-                config=checkpoint.config,
-                module_dtype=checkpoint.module_dtype,
-                is_bf16=checkpoint.is_bf16,
-                cut=cut,
-                index=checkpoint.tensor_index(),
-            )
-        )
-        self._units = max(len(cut.sub_groups), len(self._model_part.groups))
+        own = checkpoint.config, checkpoint.module_dtype, checkpoint.is_bf16
+        (target,) = targets_of(source, TargetSettings(self._layout, *own, notes=()))
+        self.images = UniversalImages(target)
+        self._units = max(len(target.cut.sub_groups), len(self._model_part.groups))
         self._latest = {names.LATEST_UNIVERSAL: checkpoint.tag.encode()}
 
     def documents(self) -> Mapping[str, bytes]:
