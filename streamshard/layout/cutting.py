@@ -48,12 +48,11 @@ class Share:
     is_cut: bool = True
     """Whether all ranks together hold each element once."""
 
-    def segments(self, rank: int | None, *, itemsize: int) -> Segments:
-        """Return the segments that fill it, in the file of a rank."""
-        own = rank if self.rank is None else self.rank
-        if own is None:
+    def segments(self, *, itemsize: int) -> Segments:
+        """Return the segments that fill it."""
+        if self.rank is None:
             raise TypeError("a share of no rank")
-        return self.segments_of(rank=own, itemsize=itemsize)
+        return self.segments_of(rank=self.rank, itemsize=itemsize)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ import pytest
 from distributed import Client, LocalCluster
 
 import streamshard
-from streamshard.operations.export import dcp_files, weight_files
-from streamshard.operations.native import storage_regions
+from streamshard.operations.transfer import file_layout
 from tests.cluster.workers import addresses
 
 SPAN_BYTES = 1024
@@ -48,9 +47,7 @@ def cluster(clusters: Any) -> Client:  # noqa: ANN401
 @pytest.fixture
 def many_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut files into many spans. This happens where the run is led, so workers need not know."""
-    monkeypatch.setattr(storage_regions, "_SPAN_BYTES", SPAN_BYTES)
-    monkeypatch.setattr(weight_files, "SPAN_BYTES", SPAN_BYTES)
-    monkeypatch.setattr(dcp_files, "SPAN_BYTES", SPAN_BYTES)
+    monkeypatch.setattr(file_layout, "SPAN_BYTES", SPAN_BYTES)
 
 
 def on(client: Client, verb: str, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401

@@ -167,10 +167,10 @@ def test_a_cluster_without_workers(
 COMMAND = """
 import signal
 import sys
-from streamshard.operations.native import storage_regions
+from streamshard.operations.transfer import file_layout
 from streamshard.cluster import calls, dask_executor
 from streamshard.cli.main import main
-storage_regions._SPAN_BYTES = 1024
+file_layout.SPAN_BYTES = 1024
 plain = dask_executor.DaskExecutor.__init__
 def slow(self, client, **options):
     plain(self, client, worker_bytes_per_second=20_000)

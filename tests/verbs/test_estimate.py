@@ -19,6 +19,7 @@ from streamshard.operations.transfer.estimate import (
     TimeEstimate,
     estimate_run,
 )
+from streamshard.operations.transfer.file_layout import Divider
 from streamshard.operations.transfer.plan import TransferPlan
 from tests.fabricated import client_state, write
 from tests.job import EXPERTS, MUON, Job
@@ -98,7 +99,8 @@ CASES: dict[str, Callable[[Path], TransferPlan]] = {
 def test_bytes_are_those_that_the_engine_reads_and_writes(case: str, tmp_path: Path) -> None:
     plan = CASES[case](tmp_path)
     told = plan.estimate(measures_disk=False)
-    source, files = plan.source, plan.output.writer.passes()[0]()
+    source, writer = plan.source, plan.output.writer
+    files = map(Divider(source).target, writer.passes()[0]())
     read, zeros = np.zeros(len(source.files), dtype=np.int64), 0
     for file in files:
         for region in (part for span in file.spans for part in span.parts):

@@ -29,18 +29,10 @@ from streamshard.engine.run import span_writer
 from streamshard.engine.run.window import Window
 from streamshard.engine.run.work import Span, SpanResult
 from streamshard.errors import StreamshardError, TargetExistsError
-from streamshard.formats.deepspeed.write.universal_writer import UniversalImages
-from streamshard.formats.deepspeed.write.zero_writer import (
-    DumpImages,
-    FileImage,
-    NativeImages,
-    WholeImages,
-)
 from streamshard.io import sink
 from streamshard.io.readable import read_into
 from streamshard.io.sink import Sink
-from streamshard.operations.export import dcp_files, weight_files
-from streamshard.operations.native import storage_regions
+from streamshard.operations.transfer import file_layout
 from tests.cli.conftest import tree
 from tests.degrees.test_averaged import TWO as AVERAGED
 from tests.degrees.test_stores_of_layers import WIDE, is_cut
@@ -142,23 +134,23 @@ CASES: dict[str, Case] = {
 @pytest.fixture
 def _many_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut files into many spans."""
-    monkeypatch.setattr(storage_regions, "_SPAN_BYTES", SPAN_BYTES)
-    monkeypatch.setattr(weight_files, "SPAN_BYTES", SPAN_BYTES)
-    monkeypatch.setattr(dcp_files, "SPAN_BYTES", SPAN_BYTES)
+    monkeypatch.setattr(file_layout, "SPAN_BYTES", SPAN_BYTES)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_spans_of_any_size_make_the_same_files(
-    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("case", ["stage 2 to 1", "stage 3 to 3", "safetensors", "torch", "dcp"])
+def test_spans_of_any_size_and_of_few_copies_make_the_same_files(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = write(Job(stage=stage), tmp_path / "run")
-    resized(run, tmp_path / "whole")
-    for span_bytes in (64, SPAN_BYTES):
-        monkeypatch.setattr(storage_regions, "_SPAN_BYTES", span_bytes)
-        report = resized(run, tmp_path / f"{span_bytes}")
+    source = CASES[case].source(tmp_path)
+    whole = CASES[case].write(source, tmp_path / "whole")
+    for span_bytes, most_copies in ((64, 1024), (SPAN_BYTES, 1024), (SPAN_BYTES << 10, 3)):
+        monkeypatch.setattr(file_layout, "SPAN_BYTES", span_bytes)
+        monkeypatch.setattr(file_layout, "MOST_COPIES", most_copies)
+        report = CASES[case].write(source, tmp_path / f"{span_bytes}")
         made = tree(tmp_path / f"{span_bytes}")
         assert made == tree(tmp_path / "whole")
         assert report.bytes_written == sum(map(len, made.values()))
+        assert report.overflowed == whole.overflowed
 
 
 # Cut off ------------------------------------------------------------------------------------------
@@ -291,7 +283,7 @@ class Runs(RuleBasedStateMachine):
         made = (world, self.version)
         ended: StreamshardError | None = None
         with cut_off_after(spans), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(storage_regions, "_SPAN_BYTES", 2048)
+            patch.setattr(file_layout, "SPAN_BYTES", 2048)
             try:
                 report = streamshard.repartition(
                     self.source, self.out, world_size=world, overwrite=overwrite, workers=1
@@ -358,12 +350,6 @@ class TwiceWindow(Window):
         return first
 
 
-def of_a_copy(serialize: Callable[[Any], Iterator[FileImage]]) -> Callable[[Any], object]:
-    """Serialize files from a copy that was pickled, too."""
-
-    return lambda images: serialize(pickle.loads(pickle.dumps(images)))
-
-
 @pytest.mark.usefixtures("_many_spans")
 @pytest.mark.parametrize("case", CASES)
 def test_spans_are_data_and_writing_them_twice_changes_nothing(
@@ -373,8 +359,6 @@ def test_spans_are_data_and_writing_them_twice_changes_nothing(
     source = CASES[case].source(tmp_path)
     wanted = CASES[case].write(source, tmp_path / "once")
     monkeypatch.setattr(span_writer, "Window", TwiceWindow)
-    for kind in (WholeImages, NativeImages, DumpImages, UniversalImages):
-        monkeypatch.setattr(kind, "all", of_a_copy(kind.all))
     found = CASES[case].write(source, tmp_path / "twice")
     assert tree(tmp_path / "twice") == tree(tmp_path / "once")
     assert (found.bytes_written, found.overflowed) == (wanted.bytes_written, wanted.overflowed)

@@ -41,7 +41,7 @@ class _OpenFile:
         self.file = file
         self.path = path
         self.is_new = is_new
-        self.nbytes = sum(span.nbytes for span in file.spans)
+        self.nbytes = file.span_bytes
         self.found_bytes = 0 if is_new else examine(path).nbytes
         """Size of the file that an earlier run left."""
         self.sink = open_sink(path, is_new=is_new, nbytes=self.nbytes)
@@ -197,7 +197,7 @@ class _UploadJobs:
         for result in results:
             file.take(result)
         # Progress counts data before compression: add what compression saved.
-        saved = sum(s.nbytes for s in file.spans) - sum(r.written.nbytes for r in results)
+        saved = file.span_bytes - sum(r.written.nbytes for r in results)
         self._watcher.advance(ending_bytes + saved)
 
     def synced(self) -> None:

@@ -45,17 +45,16 @@ class Uploaded:
 def upload_file(
     file: TargetFile, path: Path, window: Window, before_last: Callable[[], None]
 ) -> Uploaded:
-    """Upload a file, span after span.
+    """Upload a file, span after span, in the order of their bytes.
 
     `before_last`: called before the request that makes the object exist.
     """
-    spans = sorted(file.spans, key=lambda span: span.offset)
-    nbytes = sum(span.nbytes for span in spans) + sum(len(e.data) for e in file.endings)
+    nbytes = file.span_bytes + sum(len(ending.data) for ending in file.endings)
     sink = open_sink(path, is_new=True, nbytes=nbytes, is_last=file.is_last)
     results: list[SpanResult] = []
     late = _LateEndings(file, sink)
     try:
-        for span in spans:
+        for span in file.spans:
             late.write(span.offset)
             results.append(window.write(span, sink, is_new=False))
             late.endings.add(results[-1])

@@ -4,7 +4,7 @@ A span is the task of one worker: plain data without functions, so that it can b
 process. What comes back, a span's result, is plain data too.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -102,6 +102,28 @@ class Span:
         return sum(part.nbytes for part in self.parts)
 
 
+class LazySpans(Collection[Span]):
+    """Spans that are made when they are needed and not kept, because their copies take memory."""
+
+    def __init__(self, makers: Sequence[Callable[[], Span]], nbytes: int) -> None:
+        self._makers = makers
+        self.nbytes = nbytes
+        """Size of all in the file; an upper bound if a part is encoded."""
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+    def __iter__(self) -> Iterator[Span]:
+        return (make() for make in self._makers)
+
+    def __contains__(self, span: object) -> bool:
+        return any(span == made for made in self)
+
+    def __reduce__(self) -> tuple[type[list[Span]], tuple[list[Span]]]:
+        """Send another process the spans, not what makes them."""
+        return list, (list(self),)
+
+
 @dataclass(frozen=True, slots=True)
 class RegionResult:
     """What is known of a region's content after it is written."""
@@ -148,7 +170,7 @@ class TargetFile:
 
     path: str
     """Relative to the target directory."""
-    spans: Sequence[Span]
+    spans: Collection[Span]
     endings: Sequence[Ending] = ()
     mode: int | None = None
     """Permission bits, where they matter."""
@@ -157,6 +179,12 @@ class TargetFile:
     no rename, it comes after all files before it."""
     take: Callable[[SpanResult], None] = ignore
     """Called with each span's result, in any order, but never twice at the same time."""
+
+    @property
+    def span_bytes(self) -> int:
+        """Size of all spans; an upper bound if a part is encoded."""
+        spans = self.spans
+        return spans.nbytes if isinstance(spans, LazySpans) else sum(span.nbytes for span in spans)
 
 
 def are_of(results: Iterable[SpanResult], file: TargetFile) -> bool:

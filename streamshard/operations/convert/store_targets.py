@@ -11,7 +11,7 @@ import numpy as np
 
 from streamshard.engine.numeric import digests
 from streamshard.engine.numeric.checksums import crc32
-from streamshard.engine.run.work import Fixed, Span, SpanResult, TargetFile, Trailer
+from streamshard.engine.run.work import SpanResult, Trailer
 from streamshard.errors import Option, UnsupportedError
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch.torch_file import ALIGNMENT
@@ -34,10 +34,11 @@ from streamshard.formats.zarr.store_index import (
 from streamshard.formats.zarr.store_manifest import BLOCK_BYTES, FileRecord
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.zero import ceil_div
-from streamshard.model import BLOB, FILE, ITEMSIZE, Digest, LogicalTensor
+from streamshard.model import BLOB, FILE, ITEMSIZE, Digest, LogicalTensor, Whole
 from streamshard.operations.source.source import Request, Source
 from streamshard.operations.transfer import read_back
 from streamshard.operations.transfer.byte_accounting import ByteCounts
+from streamshard.operations.transfer.file_layout import Elements, FileLayout, fixed_files
 from streamshard.operations.transfer.report import Progress, Report
 from streamshard.operations.transfer.target_writer import Pass
 
@@ -64,24 +65,22 @@ class StoreTargets:
         """The function that compresses a chunk of four-byte elements; None without a codec."""
         return None if self._codec == "none" else BloscChunk(self._codec, 4).encode
 
-    def content(self) -> Iterator[TargetFile]:
-        """Yield the targets of all files except the manifest and the root's document."""
+    def content(self) -> Iterator[FileLayout]:
+        """Yield the layouts of all files except the manifest and the root's document."""
         documents = self._documents()
         self._records.update({path: record_of(data) for path, data in documents.items()})
         self._root = documents.pop(ROOT_DOCUMENT)
-        yield from _fixed(documents)
+        yield from fixed_files(documents)
         for tensor, chunk in self._chunks():
-            yield self._chunk_target(tensor, chunk)
+            yield self._chunk_layout(tensor, chunk)
 
     def byte_counts(self) -> ByteCounts:
         """Count the bytes that are written; an upper bound if the store is compressed."""
+        counts = ByteCounts(self._source)
         with of_file(self._source.path):
-            sizes = self._sizes()
-        return ByteCounts(sizes, np.ones(len(self._source.checkpoint.tensors), dtype=np.int64))
-
-    def copies_bytes(self, workers: int | None) -> int:
-        """Return no bytes: a file is one chunk, with few copies."""
-        return 0
+            counts.sizes.update(self._sizes())
+        counts.times += 1
+        return counts
 
     def passes(self) -> Sequence[Pass]:
         """Return two passes: the manifest lists the checksums of everything else."""
@@ -91,7 +90,7 @@ class StoreTargets:
         """Read the written store back, and compare it with the source."""
         return read_back.differences(Request(place), self._source, memory, progress)
 
-    def finish(self, report: Report) -> Report:
+    def finish(self, report: Report, overflowed: Mapping[str, int]) -> Report:
         """Report the exact size, which compression determines."""
         return replace(report, bytes_written=self.nbytes or report.bytes_written)
 
@@ -119,8 +118,8 @@ class StoreTargets:
                 raise UnsupportedError(f"{message}; use a larger {Option('chunk_size')}")
         return sizes
 
-    def manifest(self) -> Iterator[TargetFile]:
-        """Yield the targets of the manifest, after everything else is written, and of the root."""
+    def manifest(self) -> Iterator[FileLayout]:
+        """Yield the layouts of the manifest, after everything else is written, and of the root."""
         pieces: dict[int, list[Digest]] = {}
         for tensor, start in sorted(self._digests):
             pieces.setdefault(tensor, []).append(self._digests[tensor, start])
@@ -134,8 +133,8 @@ class StoreTargets:
         if self._records:
             written = (record.nbytes for record in self._records.values())
             self.nbytes = sum(written) + sum(map(len, small.values()))
-        yield from _fixed(small)
-        yield TargetFile(ROOT_DOCUMENT, [Span(0, [Fixed(self._root)])], is_last=True)
+        yield from fixed_files(small)
+        yield from fixed_files({ROOT_DOCUMENT: self._root}, is_last=True)
 
     def _documents(self) -> dict[str, bytes]:
         """Serialize all files of a store except tensors' chunks and the manifest."""
@@ -151,20 +150,19 @@ class StoreTargets:
             for chunk in array.chunks():
                 yield number, chunk
 
-    def _chunk_target(self, tensor: int, chunk: StoredChunk) -> TargetFile:
-        dtype = self._source.checkpoint.tensors[tensor].dtype
+    def _chunk_layout(self, tensor: int, chunk: StoredChunk) -> FileLayout:
+        dtype, is_raw = self._source.checkpoint.tensors[tensor].dtype, self._codec == "none"
         itemsize = ITEMSIZE[dtype]
-        is_raw = self._codec == "none"
-        region = replace(
-            self._source.region(tensor, chunk.start, chunk.stop),
-            content_bytes=chunk.nbytes,  # zeros past the tensor's end are stored too
-            trailer=Trailer(is_crc32c=True),
+        piece = Elements(
+            Whole(tensor),
+            chunk.nbytes,  # zeros past the tensor's end are stored too
+            dtype,
+            chunk.start,
+            Trailer(is_crc32c=True),
             codec=None if is_raw else BloscChunk(self._codec, itemsize),
-            takes_crc32c=True,
             block_bytes=BLOCK_BYTES if is_raw else 0,
         )
-        take = partial(self._take, tensor, chunk, itemsize)
-        return TargetFile(chunk.path, [Span(0, [region])], take=take)
+        return FileLayout(chunk.path, [piece], take=partial(self._take, tensor, chunk, itemsize))
 
     def _take(self, tensor: int, chunk: StoredChunk, itemsize: int, result: SpanResult) -> None:
         """Note a chunk, and the digest of its elements without the zeros past the tensor's end."""
@@ -187,11 +185,6 @@ def small_array(path: str, data: bytes) -> dict[str, bytes]:
 def record_of(data: bytes) -> FileRecord:
     """Return the record of a file with the given bytes."""
     return FileRecord(len(data), np.array([crc32(data)], dtype=np.uint32))
-
-
-def _fixed(files: Mapping[str, bytes]) -> Iterator[TargetFile]:
-    for path, data in files.items():
-        yield TargetFile(path, [Span(0, [Fixed(data)])])
 
 
 def chunk_of(tensor: LogicalTensor, chunk_bytes: int) -> tuple[int, ...]:

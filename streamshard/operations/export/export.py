@@ -1,14 +1,14 @@
 """`export`: writes weights, DeepSpeed's universal checkpoint, or PyTorch's distributed one."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Final, Self
 
 from streamshard.defaults import DTYPES
-from streamshard.engine.run.work import TargetFile
 from streamshard.errors import DisagreementError, Option, UnsupportedError, UsageError
 from streamshard.formats import pretrained
 from streamshard.formats.checkpoint import Checkpoint
@@ -31,7 +31,6 @@ from streamshard.operations.export.weights import Weight, Weights, choose_weight
 from streamshard.operations.native.averaged_parameters import AVERAGE
 from streamshard.operations.native.whole_source import whole
 from streamshard.operations.source.source import Source
-from streamshard.operations.transfer import execution
 from streamshard.operations.transfer.byte_accounting import ByteCounts
 from streamshard.operations.transfer.plan import TransferPlan, plan_transfer
 from streamshard.operations.transfer.plan_file import Command
@@ -61,25 +60,18 @@ class ExportWriter:
     @classmethod
     def of(cls, files: ExportFiles, sidecars: ModelSidecars) -> Self:
         """Count the bytes of the files."""
-        return cls(files, sidecars, sidecars.added_to(files.byte_counts()))
+        counts = ByteCounts(sidecars.source)
+        counts.add_all(sidecars.layouts())
+        counts.add_all(files.layouts())
+        return cls(files, sidecars, counts)
 
     def byte_counts(self) -> ByteCounts:
         """Return the bytes that are written, and how often each tensor is read."""
         return self.counts
 
-    def copies_bytes(self, workers: int | None) -> int:
-        """Return an upper bound of the memory for the copies of the files in flight."""
-        return self.files.copies_bytes(workers or execution.default_workers())
-
     def passes(self) -> Sequence[Pass]:
         """Return the only pass."""
-        return [self._targets]
-
-    def _targets(self) -> Iterator[TargetFile]:
-        if not isinstance(self.files, UniversalFiles):
-            self.files.overflowed.clear()
-        yield from self.sidecars.targets()
-        yield from self.files.targets()
+        return [lambda: chain(self.sidecars.layouts(), self.files.layouts())]
 
     def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
         """Read the written files back, and compare them with the source."""
@@ -87,9 +79,9 @@ class ExportWriter:
             place, self.files, self.sidecars, memory, progress
         )
 
-    def finish(self, report: Report) -> Report:
+    def finish(self, report: Report, overflowed: Mapping[str, int]) -> Report:
         """Add to the report the elements that became infinite."""
-        found = sorted(self.files.overflowed.items(), key=lambda item: (-item[1], item[0]))
+        found = sorted(overflowed.items(), key=lambda item: (-item[1], item[0]))
         count = sum(number for _, number in found)
         if not count:
             return replace(report, overflowed=0)
@@ -211,7 +203,7 @@ def _weights(source: Source, options: ExportOptions) -> Output:
     if source.like is not None and source.like.foreign:
         _require_same_model(chosen.weights, source.like, options)
     sidecars = find_model_sidecars(source)
-    files = WeightFiles(sidecars.source, chosen.weights, options.format, options.max_shard_size)
+    files = WeightFiles(chosen.weights, options.format, options.max_shard_size)
     notes = (*chosen.notes, *_tied(chosen, options.format), *sidecars.notes)
     return _output(ExportWriter.of(files, sidecars), options, len(chosen.weights), notes)
 

@@ -6,15 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
-from streamshard.engine.run.work import Span, TargetFile
 from streamshard.formats import pretrained
 from streamshard.formats.checkpoint import OtherFile
 from streamshard.formats.links import is_inside
 from streamshard.io.entries import examine, identify, is_file, is_link, paths_in
 from streamshard.layout.cutting import Cutting
-from streamshard.model import FILE, LogicalTensor
+from streamshard.model import FILE, LogicalTensor, Whole
 from streamshard.operations.source.source import Source
-from streamshard.operations.transfer.byte_accounting import ByteCounts
+from streamshard.operations.transfer.file_layout import Elements, FileLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +37,13 @@ class ModelSidecars:
     found: tuple[Sidecar, ...]
     notes: tuple[str, ...]
 
-    def targets(self) -> Iterator[TargetFile]:
-        """Yield the targets of the files."""
+    def layouts(self) -> Iterator[FileLayout]:
+        """Yield the layouts of the files."""
         for one in self.found:
-            numel = self.source.checkpoint.tensors[one.tensor].numel
-            span = Span(0, [self.source.region(one.tensor, 0, numel)])
-            yield TargetFile(one.path, [span], mode=one.mode)
-
-    def added_to(self, byte_counts: ByteCounts) -> ByteCounts:
-        """Return the byte counts with these files included."""
-        tensors = self.source.checkpoint.tensors
-        sizes, times = dict(byte_counts.sizes), byte_counts.times.copy()
-        for one in self.found:
-            sizes[one.path] = tensors[one.tensor].numel
-            times[one.tensor] += 1
-        return replace(byte_counts, sizes=sizes, times=times)
+            nbytes = self.source.checkpoint.tensors[one.tensor].nbytes
+            yield FileLayout(
+                one.path, [Elements(Whole(one.tensor), nbytes, "uint8")], mode=one.mode
+            )
 
 
 def find_model_sidecars(source: Source) -> ModelSidecars:

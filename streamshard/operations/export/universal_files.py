@@ -3,18 +3,15 @@
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from streamshard.engine.run.work import Fixed, Span, TargetFile
 from streamshard.errors import UnsupportedError
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.cut.part_cut import cut_model_part
 from streamshard.formats.deepspeed.write.universal_writer import UniversalImages
-from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
 from streamshard.model import LogicalTensor, Whole
 from streamshard.operations.export.weights import only_model_part
-from streamshard.operations.native.native_byte_counts import NativeByteCounter
-from streamshard.operations.native.storage_regions import NativeFiles
+from streamshard.operations.native.target_files import layout_of, targets_of
+from streamshard.operations.native.target_settings import TargetSettings
 from streamshard.operations.source.source import Source
-from streamshard.operations.transfer.byte_accounting import ByteCounts
+from streamshard.operations.transfer.file_layout import FileLayout, fixed_files
 
 _NAMELESS: Final = (
     "saved without ZeRO (stage 0), whose optimizer does not name the parameters, and a universal "
@@ -33,48 +30,23 @@ _ROUND_ROBIN: Final = (
     "Load it with round_robin_gradients off: with it, DeepSpeed's loader puts parameters into each "
     "other's places without a word. `repartition` knows both."
 )
-_RECORD_BYTES: Final = 2048
-"""Memory for one record of a file in flight."""
-_COPY_BYTES: Final = 4 * 8
-_LOCATE_BYTES: Final = 16 * 8
-"""Temporary arrays for locating a copy."""
 
 
 class UniversalFiles:
-    """Fills the files of a universal checkpoint from a source."""
+    """Lays out the files of a universal checkpoint."""
 
     def __init__(self, source: Source) -> None:
         checkpoint = source.checkpoint
         source.require_training_state()
         if not checkpoint.layout.stage:
             raise UnsupportedError(_NAMELESS)
-        self._source = source
-        self._tensors = checkpoint.tensors
-        self._piece_numels = source.cutting.piece_numel
-        self._layout = checkpoint.layout
+        self._tensors, self._layout = checkpoint.tensors, checkpoint.layout
         self._model_part = only_model_part(checkpoint)
-        cut = cut_model_part(checkpoint, self._model_part, self._layout, checkpoint.module_dtype)
-        self.images = UniversalImages(
-            ZeroTarget(
-                checkpoint=checkpoint,
-                model_part=self._model_part,
-                mp_rank=0,
-                layout=self._layout,
-                config=checkpoint.config,
-                module_dtype=checkpoint.module_dtype,
-                is_bf16=checkpoint.is_bf16,
-                cut=cut,
-                index=checkpoint.tensor_index(),
-            )
-        )
-        self._units = max(len(cut.sub_groups), len(self._model_part.groups))
-        self.native = NativeFiles(source)
+        own = checkpoint.config, checkpoint.module_dtype, checkpoint.is_bf16
+        (target,) = targets_of(source, TargetSettings(self._layout, *own, notes=()))
+        self.images = UniversalImages(target)
+        self._units = max(len(target.cut.sub_groups), len(self._model_part.groups))
         self._latest = {names.LATEST_UNIVERSAL: checkpoint.tag.encode()}
-
-    @property
-    def overflowed(self) -> Mapping[str, int]:
-        """Return no names: nothing is cast, so no element becomes infinite."""
-        return {}
 
     def documents(self) -> Mapping[str, bytes]:
         """Serialize the file that names the tag."""
@@ -97,35 +69,18 @@ class UniversalFiles:
         """Return one of the source's tensors."""
         return self._tensors[number]
 
-    def byte_counts(self) -> ByteCounts:
-        """Count the bytes that are written, and how often each tensor is read."""
-        byte_counts = NativeByteCounter(self._source)
-        byte_counts.add((image, [image.path]) for image in self.images.all())
-        for path, data in self._latest.items():
-            byte_counts.add_bytes(path, len(data))
-        return byte_counts.done()
-
-    def copies_bytes(self, workers: int) -> int:
-        """Return an upper bound of the memory for the copies of the files in flight."""
-        both = zip(self._tensors, self._piece_numels.tolist(), strict=True)
-        most = max((tensor.numel // piece + 2 for tensor, piece in both), default=0)
-        # Most files hold one tensor; the model file of stages 1 and 2 holds all of the module.
-        records = len(self._tensors) + 2 * workers + 2
-        copies = (2 * workers + 2) * most * _COPY_BYTES + most * _LOCATE_BYTES
-        return records * _RECORD_BYTES + copies
-
-    def targets(self) -> Iterator[TargetFile]:
-        """Yield the targets of all files; the file that names the tag is last."""
-        yield from map(self.native.torch_target, self.images.all())
-        for path, data in self._latest.items():
-            yield TargetFile(path, [Span(0, [Fixed(data)])])
+    def layouts(self) -> Iterator[FileLayout]:
+        """Yield the layouts of all files; the file that names the tag is last."""
+        yield from map(layout_of, self.images.all())
+        yield from fixed_files(self._latest)
 
     def held(self) -> Iterator[tuple[str, bytes, Mapping[str, int]]]:
         """Yield path, pickle, and record → tensor of every torch file, for `export_read_back`."""
         for image in self.images.all():
+            serialized = image.serialized()
             whole = {
                 str(key): storage.content.tensor
-                for key, storage in enumerate(image.serialized.storages)
+                for key, storage in enumerate(serialized.storages)
                 if isinstance(storage.content, Whole)
             }
-            yield image.path, image.serialized.pickled, whole
+            yield image.path, serialized.pickled, whole

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from streamshard.engine.run.work import Region
@@ -10,17 +11,19 @@ from streamshard.formats.deepspeed.cut.part_cut import PartCut
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
 from streamshard.formats.deepspeed.write.zero_writer import (
-    DumpImages,
     FileImage,
-    NativeImages,
-    WholeImages,
+    dump_files,
+    native_files,
+    whole_files,
 )
 from streamshard.formats.pickle.inert import Node
-from streamshard.formats.torch.torch_file import serialize
+from streamshard.formats.torch.torch_file import Serialized, serialize
 from streamshard.formats.torch.torch_tensor import Storage, make_tensor
 from streamshard.model import FILE, MASTER, MODULE, Literal, Whole
 from streamshard.operations.native.resharding import Resharding
 from streamshard.operations.native.target_files import targets_of
+from streamshard.operations.transfer.file_layout import Divider
+from streamshard.operations.transfer.torch_layout import elements_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +75,10 @@ class FilesOnDemand:
     def __init__(self, resharding: Resharding) -> None:
         self._resharding = resharding
         settings = resharding.settings
-        targets, self._files = targets_of(resharding.source, settings)
-        images = (_images_of(resharding, target) for target in targets)
-        self._images = {path: image for each in images for path, image in each.by_path().items()}
+        targets = targets_of(resharding.source, settings)
+        self._divider = Divider(resharding.source)
+        images = chain.from_iterable(_images_of(resharding, target) for target in targets)
+        self._images = {image.path: image for image in images}
         self.cuts: Sequence[PartCut] = [target.cut for target in targets]
         """How the target cuts each model part."""
 
@@ -94,15 +98,15 @@ class FilesOnDemand:
 
     def content(self, path: str) -> FileContent:
         """Serialize a file, and find what fills it."""
-        return self._content(self._images[path]())
+        image = self._images[path]
+        return self._content(image.serialized(), image.rank)
 
     def sidecar(self, name: str) -> FileContent:
         """Find what fills a sidecar, which is one storage without a pickle."""
         tensors = self._resharding.source.checkpoint.tensors
         number = next(i for i, t in enumerate(tensors) if (t.state, t.name) == (FILE, name))
         storage = Storage("uint8", tensors[number].numel, Whole(number))
-        image = FileImage(name, serialize(storage))
-        return FileContent(b"", [self._storage(storage, image)])
+        return FileContent(b"", [self._storage(storage, None)])
 
     def weights(self) -> FileContent:
         """Serialize the module's state dict, with master weights where there are any.
@@ -123,31 +127,24 @@ class FilesOnDemand:
                 whole = Storage(tensor.dtype, tensor.numel, Whole(number))
                 storage = made.setdefault(entry.held_as, whole)
                 state[entry.name] = make_tensor(storage, tensor.shape)
-        return self._content(FileImage("", serialize(state)))
+        return self._content(serialize(state), None)
 
-    def _content(self, image: FileImage) -> FileContent:
-        storages = image.serialized.storages
-        return FileContent(
-            image.serialized.pickled, [self._storage(storage, image) for storage in storages]
-        )
+    def _content(self, serialized: Serialized, rank: int | None) -> FileContent:
+        storages = [self._storage(storage, rank) for storage in serialized.storages]
+        return FileContent(serialized.pickled, storages)
 
-    def _storage(self, storage: Storage, image: FileImage) -> StorageContent:
-        content = storage.content
-        if content is None:
-            raise TypeError("a storage that nothing fills")
-        if isinstance(content, Literal):
-            return StorageContent(storage.dtype, storage.nbytes, content.data)
-        regions = list(self._files.regions(storage, content, image))
+    def _storage(self, storage: Storage, rank: int | None) -> StorageContent:
+        if isinstance(storage.content, Literal):
+            return StorageContent(storage.dtype, storage.nbytes, storage.content.data)
+        regions = self._divider.regions(elements_of(storage, rank, {}))
         return StorageContent(storage.dtype, storage.nbytes, None, regions)
 
 
-def _images_of(
-    resharding: Resharding, target: ZeroTarget
-) -> NativeImages | WholeImages | DumpImages:
+def _images_of(resharding: Resharding, target: ZeroTarget) -> Iterator[FileImage]:
     checkpoint = resharding.source.checkpoint
     if checkpoint.is_dumps:
-        return DumpImages(target, Template(Path(), checkpoint.tag).file_name)
-    return NativeImages(target) if target.layout.stage else WholeImages(target)
+        return dump_files(target, Template(Path(), checkpoint.tag).file_name)
+    return native_files(target) if target.layout.stage else whole_files(target)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,14 +69,17 @@ class Source(Reading):
     def region(self, tensor: int, start: int, stop: int, dtype: str | None = None) -> Region:
         """Return the region that elements of a tensor fill; `dtype` if they are cast."""
         held = self.checkpoint.tensors[tensor].dtype
-        made = dtype or held
         one = np.array([tensor], dtype=np.int64)
         segments = Segments(one, np.array([start]), np.array([stop]), np.zeros_like(one))
+        made = dtype or held
+        return self.region_of(segments, held, made, (stop - start) * ITEMSIZE[made])
+
+    def region_of(self, segments: Segments, held: str, made: str, nbytes: int) -> Region:
+        """Return the region that segments fill: elements of one dtype, cast to another."""
         found = self.cutting.locate(segments, target_itemsize=ITEMSIZE[made])
-        copies = coalesce(found, itemsize=ITEMSIZE[held], target_itemsize=ITEMSIZE[made])
         return Region(
-            content_bytes=(stop - start) * ITEMSIZE[made],
-            copies=copies,
+            content_bytes=nbytes,
+            copies=coalesce(found, itemsize=ITEMSIZE[held], target_itemsize=ITEMSIZE[made]),
             source_itemsize=ITEMSIZE[held],
             target_itemsize=ITEMSIZE[made],
             cast=cast_between(held, made),

@@ -1,7 +1,6 @@
 """Counts the bytes of every file that a plan writes, and how often it reads each source tensor."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import numpy as np
@@ -9,25 +8,91 @@ from numpy.typing import NDArray
 
 from streamshard.formats.zarr.chunks import EncodedChunk
 from streamshard.layout.cutting import Segments
+from streamshard.model import ITEMSIZE, Whole
 from streamshard.operations.source.source import Source
+from streamshard.operations.transfer.file_layout import (
+    MOST_COPIES,
+    Elements,
+    FileLayout,
+    dtypes_of,
+)
 
 _PIECES_AT_ONCE: Final = 1 << 16
 """Pieces that are located together, which bounds the memory for it."""
+_PIECE_BYTES: Final = 1024
+"""Memory for a piece of a file, besides the segments of a rank's share."""
+_SEGMENT_BYTES: Final = 64
+_UNIT_BYTES: Final = 512
+"""Memory of a span for each of its pieces and copies."""
+_LOCATE_BYTES: Final = 16 * 8
+"""Temporary arrays for locating a copy."""
 
 
-@dataclass(frozen=True, slots=True)
 class ByteCounts:
-    """The bytes that a plan writes, and the tensors that it reads for them."""
+    """The bytes that a plan writes, and the tensors that it reads for them, counted by layouts."""
 
-    sizes: Mapping[str, int]
-    """Path of every target file → its bytes; an upper bound for compressed files."""
-    times: NDArray[np.int64]
-    """How often each of the source's tensors is read completely."""
-    cast_bytes: int = 0
-    """Bytes written that are module weights cast from master weights, or weights cast to another
-    dtype."""
-    padding_bytes: int = 0
-    """Bytes written that are zeros to fill up partitions."""
+    def __init__(self, source: Source) -> None:
+        self.sizes: dict[str, int] = {}
+        """Path of every target file → its bytes; an upper bound for compressed files."""
+        self.times = np.zeros(len(source.checkpoint.tensors), dtype=np.int64)
+        """How often each of the source's tensors is read completely."""
+        self.cast_bytes = 0
+        """Bytes written that are module weights cast from master weights, or weights cast to
+        another dtype."""
+        self.padding_bytes = 0
+        """Bytes written that are zeros to fill up partitions."""
+        self._tensors, self._piece_numel = source.checkpoint.tensors, source.cutting.piece_numel
+        self._numels = np.array([tensor.numel for tensor in self._tensors], dtype=np.int64)
+        self._is_counted = np.zeros(len(self._tensors), dtype=bool)
+        """Whether a tensor is cut among ranks, and was counted completely with the first rank."""
+        self._pieces = self._units = 0
+        """Most pieces of a file; most pieces and copies of a span."""
+
+    def copies_bytes(self, workers: int) -> int:
+        """Return an upper bound of the memory for files and spans in flight."""
+        in_flight = (2 * workers + 2) * _UNIT_BYTES + _LOCATE_BYTES
+        return self._pieces * _PIECE_BYTES + self._units * in_flight
+
+    def add_all(self, layouts: Iterable[FileLayout]) -> None:
+        """Add files."""
+        for layout in layouts:
+            self.add(layout, [layout.path])
+
+    def add(self, layout: FileLayout, paths: Sequence[str]) -> None:
+        """Add files that are laid out alike."""
+        self.sizes.update(dict.fromkeys(paths, layout.nbytes))
+        pieces, units, last = len(layout.pieces), len(layout.pieces), 0
+        for piece in layout.pieces:
+            if isinstance(piece, Elements):
+                copies, segments = self._add(piece, len(paths))
+                pieces, units, last = pieces + segments, units + copies, max(last, copies)
+        self._pieces = max(self._pieces, pieces)
+        # A span ends with the piece that makes it full.
+        most = MOST_COPIES + 1 + min(last, MOST_COPIES)
+        self._units = max(self._units, min(units, most))
+
+    def _add(self, elements: Elements, count: int) -> tuple[int, int]:
+        """Add a piece of so many files; return how many copies and segments it has, at most.
+
+        Segments are counted in what takes the memory of a piece.
+        """
+        content, (held, made) = elements.content, dtypes_of(elements, self._tensors)
+        if isinstance(content, Whole):
+            if not elements.start:
+                self.times[content.tensor] += count
+            if made != held:
+                self.cast_bytes += elements.nbytes * count
+            piece_numel = int(self._piece_numel[content.tensor])
+            return elements.nbytes // (ITEMSIZE[made] * piece_numel) + 2, 0
+        members, numels = content.tensors, self._numels[content.tensors]
+        self.padding_bytes += elements.nbytes * count
+        if not content.is_cut or not self._is_counted[members[:1]].all():
+            self._is_counted[members] |= content.is_cut
+            # These are read once, by one rank or by all ranks together.
+            self.times[members] += 1
+            self.padding_bytes -= int(numels.sum()) * ITEMSIZE[made]
+        copies = int((numels // self._piece_numel[members] + 2).sum())
+        return copies, len(members) * _SEGMENT_BYTES // _PIECE_BYTES
 
 
 def read_bytes(source: Source, times: NDArray[np.int64]) -> NDArray[np.int64]:

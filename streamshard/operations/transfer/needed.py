@@ -25,6 +25,7 @@ from streamshard.io.object_path import is_object
 from streamshard.layout.memory_plan import SCRATCH_BYTES, MemoryPlan
 from streamshard.operations.source.source import Source
 from streamshard.operations.source.unfinished import COMMITTED, JOURNAL, is_unfinished
+from streamshard.operations.transfer.file_layout import Divider
 from streamshard.operations.transfer.report import Progress, Report, Silent
 from streamshard.operations.transfer.target import is_vacant, require_free, require_space
 from streamshard.operations.transfer.target_writer import Pass
@@ -95,10 +96,11 @@ class ExistingTarget:
                 return f"{min(paths)} {problem}{more}"
         if self.latest is not None:
             progress.advance(len(self.latest.encode()))
-        for files in self.passes:
+        divider = Divider(self.source)
+        for layouts in self.passes:
             path = first_difference(
                 self.target,
-                files(),
+                map(divider.target, layouts()),
                 self.source.files,
                 workers=self.memory.workers,
                 window_bytes=self.memory.window_bytes,

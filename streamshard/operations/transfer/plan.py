@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from streamshard.engine.run import resident_memory
@@ -16,6 +17,7 @@ from streamshard.operations.compare.comparison import EXTRA_BYTES
 from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.transfer import execution, needed, plan_file, read_back
 from streamshard.operations.transfer.estimate import Estimate, estimate_run
+from streamshard.operations.transfer.file_layout import Divider
 from streamshard.operations.transfer.plan_file import Command
 from streamshard.operations.transfer.report import Progress, Report, Silent
 from streamshard.operations.transfer.run_identity import RunIdentity
@@ -83,16 +85,17 @@ class TransferPlan:
             lock=options.lock,
             template=self.output.template,
         ) as partial_target:
-            done = execution.measured(
-                self.report, partial_target, shown, lambda: self._write(partial_target, shown)
-            )
-            return self.output.writer.finish(done)
+            divider = Divider(self.source)
+            write = partial(self._write, divider, partial_target, shown)
+            done = execution.measured(self.report, partial_target, shown, write)
+            return self.output.writer.finish(done, divider.overflowed)
 
-    def _write(self, partial_target: StagedTarget, progress: Progress) -> None:
+    def _write(self, divider: Divider, partial_target: StagedTarget, progress: Progress) -> None:
         """Write all files, read them back if that is wanted, and rename them into place."""
         writer, latest = self.output.writer, self.output.latest
-        for targets in writer.passes():
-            execution.run(self.source, targets(), partial_target, self.memory, progress)
+        for layouts in writer.passes():
+            files = map(divider.target, layouts())
+            execution.run(self.source, files, partial_target, self.memory, progress)
         if latest is not None and not partial_target.is_written:
             progress.advance(len(latest.encode()))  # the commit writes it
         if self.command.options.verify and not partial_target.is_done:
@@ -163,6 +166,7 @@ def plan_output(command: Command, output: Output, target: Path, floor_bytes: int
     """
     options, source, byte_counts = command.options, output.source, output.writer.byte_counts()
     count, bytes_written = len(byte_counts.sizes), sum(byte_counts.sizes.values())
+    copies_bytes = byte_counts.copies_bytes(options.workers or execution.default_workers())
     largest = max(byte_counts.sizes.values(), default=0)
     del byte_counts  # it is large for a large store
     identity = RunIdentity.of(source, output.options, replaces=options.overwrite)
@@ -173,7 +177,7 @@ def plan_output(command: Command, output: Output, target: Path, floor_bytes: int
         codec_bytes=source.codec_bytes + output.codec_bytes + EXTRA_BYTES * compares,
         workers=options.workers,
         limit_bytes=limit_bytes,
-        copies_bytes=output.writer.copies_bytes(options.workers),
+        copies_bytes=copies_bytes,
         reopened=output.reopened * options.verify,
         encodes=output.encode is not None,
         requests_bytes=request_bytes(file.path for file in source.files)

@@ -5,17 +5,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-from streamshard.engine.run.work import TargetFile
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.operations.resume.resizing import Change
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.byte_accounting import ByteCounts
 from streamshard.operations.transfer.estimate import Encode
+from streamshard.operations.transfer.file_layout import FileLayout
 from streamshard.operations.transfer.report import Progress, Report
 
-Pass: TypeAlias = Callable[[], Iterable[TargetFile]]
-"""Makes the target's files, or a part of them."""
+Pass: TypeAlias = Callable[[], Iterable[FileLayout]]
+"""Lays out the target's files, or a part of them."""
 
 
 class TargetWriter(Protocol):
@@ -24,17 +24,17 @@ class TargetWriter(Protocol):
     def byte_counts(self) -> ByteCounts:
         """Count the bytes that are written, and how often each tensor is read."""
 
-    def copies_bytes(self, workers: int | None) -> int:
-        """Return an upper bound of the memory for the copies of the files in flight."""
-
     def passes(self) -> Sequence[Pass]:
-        """Return what makes the files; each pass may need the results of the passes before it."""
+        """Return what lays out the files; a pass may need the results of the passes before it."""
 
     def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
         """Read the written files back from disk, and describe how they differ from the source."""
 
-    def finish(self, report: Report) -> Report:
-        """Add to a run's report what is known only after the run."""
+    def finish(self, report: Report, overflowed: Mapping[str, int]) -> Report:
+        """Add to a run's report what is known only after the run.
+
+        `overflowed`: count of elements that became infinite, by the name in the layouts.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

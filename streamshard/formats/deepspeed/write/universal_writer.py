@@ -6,6 +6,7 @@ neither loads the other's.
 """
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Final
 
 from streamshard.errors import UnsupportedError
@@ -13,7 +14,7 @@ from streamshard.formats.checkpoint import FlatState, ParamGroup, ScalarState
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.write.optimizer_writer import OptimizerWriter
 from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
-from streamshard.formats.deepspeed.write.zero_writer import FileImage, NativeImages
+from streamshard.formats.deepspeed.write.zero_writer import FileImage, model_files
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch.torch_file import serialize
 from streamshard.formats.torch.torch_tensor import Storage, make_tensor
@@ -44,13 +45,13 @@ class UniversalImages:
 
     def all(self) -> Iterator[FileImage]:
         """Yield all files."""
-        yield from NativeImages(self._target).models()
+        yield from model_files(self._target)
         place = f"{self._target.checkpoint.tag}/zero"
-        yield FileImage(f"{place}/{_GLOBAL}", serialize(self._global_state()))
+        yield FileImage(f"{place}/{_GLOBAL}", partial(serialize, self._global_state()))
         for group in self._model_part.groups:
             for name in group.params:
                 for key, node in self._states(group, name):
-                    yield FileImage(f"{place}/{name}/{key}.pt", serialize(node))
+                    yield FileImage(f"{place}/{name}/{key}.pt", partial(serialize, node))
 
     def _states(self, group: ParamGroup, name: str) -> Iterator[tuple[str, Node]]:
         for key, dtype in {MASTER: group.master_dtype, **group.flat_states()}.items():
