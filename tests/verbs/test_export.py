@@ -288,12 +288,10 @@ def test_what_no_engine_would_load_as_universal_is_refused(tmp_path: Path) -> No
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A checkpoint in a directory of its own."""
     return write(Job(stage=2), tmp_path / "training" / "run")
 
 
 def copied(out: Path) -> dict[str, str]:
-    """Read what lies beside the weights."""
     return {
         path.relative_to(out).as_posix(): path.read_text()
         for path in out.rglob("*")
