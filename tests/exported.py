@@ -70,7 +70,6 @@ def in_fp32(job: Job) -> dict[str, torch.Tensor]:
 
 
 def states(job: Job) -> dict[str, dict[str, torch.Tensor]]:
-    """Say what the optimizer holds of each parameter."""
     values = expected(job)
     return {
         name: {"step": torch.tensor(7.0), **{state: values[state, name] for state in STATES}}

@@ -69,7 +69,6 @@ def load(path: Path) -> Any:  # noqa: ANN401
 
 
 def save(content: object, path: Path) -> None:
-    """Save a file with torch, classes and all."""
     with stand_ins():
         torch.save(content, path)
 

@@ -46,8 +46,6 @@ def mesh(shape: Sequence[int], parts: Sequence[int]) -> list[Box]:
 
 @dataclass
 class Saved:
-    """A checkpoint to be written."""
-
     tensors: dict[str, tuple[torch.Tensor, list[Box]]]
     values: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)

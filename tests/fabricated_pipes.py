@@ -85,14 +85,12 @@ class PipeJob(Job):
         }
 
     def layer(self, number: int) -> list[tuple[str, tuple[int, ...]]]:
-        """Return what a layer has, under its names in the model."""
         held = self.layers[number]
         if isinstance(held, str):
             return [(f"tied_modules.{held}.{n}", shape) for n, shape in dict(self.shared)[held]]
         return [(f"{number}.{name}", shape) for name, shape in held or ()]
 
     def of_stage(self, stage: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield what the layers of a stage have."""
         ends = [*self.starts, len(self.layers)]
         for number in range(ends[stage], ends[stage + 1]):
             yield from self.layer(number)

@@ -47,8 +47,6 @@ class ZeroStageEnum(int, enum.Enum):
 
 @dataclass
 class fragment_address:
-    """Stands in for DeepSpeed's."""
-
     numel: int
     start: int
 
@@ -58,8 +56,6 @@ old_fragment_address = make_dataclass("fragment_address", ["numel", "start"])
 
 
 class LossScaler:
-    """Stands in for DeepSpeed's."""
-
     def __init__(self, scale: float) -> None:
         self.cur_scale = scale
         self.dynamic = False
@@ -158,12 +154,10 @@ class Job:
 
     @property
     def experts_of_rank(self) -> int:
-        """Count of the experts that one rank has."""
         return len(self.experts) // 2
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every trained parameter."""
         return {name: shape for group in self.cut_groups for name, shape in group}
 
     def sharers(self, group: int) -> int:
@@ -266,7 +260,6 @@ def expected(job: Job) -> dict[tuple[str, str], Tensor]:
 
 
 def ds_config(job: Job) -> dict[str, Any]:
-    """Spell the job's config."""
     zero = {
         "stage": job.stage,
         "round_robin_gradients": job.round_robin,

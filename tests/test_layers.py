@@ -157,7 +157,6 @@ def _broken_inside(module: str, imported: str) -> str | None:
 
 
 def verb(module: str) -> str | None:
-    """Name the verb whose folder a module lies in, if any."""
     parts = module.split(".")
     is_of_verb = parts[1:2] == ["operations"] and len(parts) > 3 and parts[2] in VERBS
     return parts[2] if is_of_verb else None
@@ -250,7 +249,6 @@ def test_no_error_of_the_system_is_ignored_whatever_it_is() -> None:
 
 
 def closure(module: str, graph: dict[str, set[str]]) -> set[str]:
-    """Name a module and all that it imports, directly or through others."""
     found, left = {module}, [module]
     while left:
         new = graph[left.pop()] - found

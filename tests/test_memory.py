@@ -42,8 +42,6 @@ pytestmark = pytest.mark.memory
 
 @dataclass(frozen=True)
 class Source:
-    """A fabricated checkpoint."""
-
     path: Path
     model: Model
     stage: int
@@ -87,7 +85,6 @@ def place(tmp_path: Path) -> Iterator[Path]:
 
 
 def run(verb: str, source: Path, target: Path, *options: str, limit: int = LIMIT) -> Measured:
-    """Run a verb with a memory limit."""
     limited = ("--memory-limit", str(limit), "--json")
     return forked(verb, source, target, *options, *limited)
 

@@ -98,7 +98,6 @@ CODES = {
 
 
 def all_errors() -> set[type[errors.StreamshardError]]:
-    """List every class of errors."""
     return {
         value
         for value in vars(errors).values()

@@ -87,17 +87,28 @@ VALUES: dict[str, Any] = {
 }
 
 
+KINDS = list(VALUES)
+ALONE = {name: KINDS[number % len(KINDS)] for number, name in enumerate(CARRIED)}
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("name", CARRIED)
-def test_client_state_of_a_name_of_deepspeed_is_carried(
-    name: str, stage: int, tmp_path: Path
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({name: VALUES[kind]} for name, kind in ALONE.items()),
+        *(dict.fromkeys(CARRIED, value) for value in VALUES.values()),
+    ],
+    ids=[*(f"{name}-{kind}" for name, kind in ALONE.items()), *(f"all-{kind}" for kind in KINDS)],
+)
+def test_client_state_of_names_of_deepspeed_is_carried(
+    given: dict[str, Any], stage: int, tmp_path: Path
 ) -> None:
-    for kind, value in VALUES.items():
-        run = write(Job(stage=stage, client_state={name: value}), tmp_path / kind / "run")
-        out = tmp_path / kind / "out"
-        streamshard.repartition(run, out, world_size=3, verify=True)
-        assert list(value_differences(value, load(model_file(out))[name], name)) == []
-        assert streamshard.verify(out, against=run).differences == ()
+    run = write(Job(stage=stage, client_state=given), tmp_path / "run")
+    out = tmp_path / "out"
+    streamshard.repartition(run, out, world_size=3, verify=True)
+    found = load(model_file(out))
+    assert list(value_differences(given, {name: found[name] for name in given}, "")) == []
+    assert streamshard.verify(out, against=run).differences == ()
 
 
 @pytest.mark.parametrize("kind", VALUES)

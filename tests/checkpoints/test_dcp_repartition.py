@@ -141,14 +141,12 @@ def test_the_reference_s_training_state_comes_along(tmp_path: Path) -> None:
 
 
 def without(made: Saved, name: str) -> Saved:
-    """Leave a tensor out of the model."""
     del made.tensors[f"model.{name}"]
     del made.paths[f"model.{name}"]
     return made
 
 
 def halved() -> Saved:
-    """Save a master weight in 16 bits."""
     made = saved(Job())
     tensor, boxes = made.tensors["model.embed.bias"]
     made.tensors["model.embed.bias"] = tensor.bfloat16(), boxes
@@ -207,7 +205,6 @@ CONFIG: dict[str, Any] = {
 
 
 def model() -> nn.Sequential:
-    """Make a model whose tensors are all trained."""
     torch.manual_seed(5)
     return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3))
 
@@ -237,7 +234,6 @@ def trained_and_saved(
 
 
 def config_file(place: Path, **changes: object) -> Path:
-    """Write the job's config, with some sections replaced."""
     path = place / "ds.json"
     path.write_text(json.dumps({**CONFIG, **changes}))
     return path
@@ -287,7 +283,6 @@ class Widened(nn.Module):
 
 
 def frozen(place: Path) -> None:
-    """Save a model not all of whose tensors are trained."""
     trained = Frozen()
     params = [param for param in trained.parameters() if param.requires_grad]
     trained_and_saved(place, trained, torch.optim.AdamW(params))
@@ -306,7 +301,6 @@ def in_16_bits(place: Path) -> None:
 
 
 def by_momentum(place: Path) -> None:
-    """Save another kind of optimizer."""
     trained = model()
     trained_and_saved(place, trained, torch.optim.SGD(trained.parameters(), momentum=0.5))
 

@@ -46,7 +46,6 @@ def universal(place: Path, stage: int = 2) -> Path:
 
 
 def universal_run(place: Path) -> Path:
-    """Leave of a run only what the converter made."""
     universal(place).rename(place / f"{TAG}_universal")
     (place / "latest").unlink()
     (place / "latest_universal").write_text(f"{TAG}_universal")
@@ -54,7 +53,6 @@ def universal_run(place: Path) -> Path:
 
 
 def fsdp(place: Path) -> Path:
-    """Save as FSDP does."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is .*uninitialized")
         save_distributed({"model": WEIGHTS}, checkpoint_id=place, no_dist=True)
@@ -62,7 +60,6 @@ def fsdp(place: Path) -> Path:
 
 
 def megatron(place: Path) -> Path:
-    """Save as Megatron does by itself."""
     shard = place / "iter_0000100" / "mp_rank_00"
     shard.mkdir(parents=True)
     torch.save({"model": WEIGHTS}, shard / "model_optim_rng.pt")
@@ -79,7 +76,6 @@ def megatron_distributed(place: Path) -> Path:
 
 
 def safetensors(place: Path) -> Path:
-    """Save a model as Hugging Face does."""
     place.mkdir()
     save_file(WEIGHTS, place / "model-00001-of-00001.safetensors")
     (place / "config.json").write_text("{}")
@@ -102,7 +98,6 @@ def trainer_without_deepspeed(place: Path) -> Path:
 
 
 def dumps(place: Path) -> Path:
-    """Save the ranks' optimizers, raw."""
     return write_dumps(write(Job(), place.with_name("of")), place).parent
 
 
@@ -124,7 +119,6 @@ def save_fsdp2(place: Path, name: str = "{}_world_size_2_rank_0.pt") -> Path:
 
 
 def verl(place: Path) -> Path:
-    """Make a run directory of verl."""
     save_fsdp2(place / "global_step_5" / "actor")
     (place / "latest_checkpointed_iteration.txt").write_text("5")
     return place
@@ -226,17 +220,14 @@ def test_the_output_of_a_trainer_names_its_checkpoints_the_newest_first(tmp_path
 
 
 def shard(place: Path) -> Path:
-    """Point at one of the ranks' files."""
     return next((write(Job(), place) / TAG).glob("*_optim_states.pt"))
 
 
 def renamed_shard(place: Path) -> Path:
-    """Point at one under another name."""
     return shard(place).rename(place / "rank0.pt")
 
 
 def lightning(place: Path) -> Path:
-    """Save as Lightning does without DeepSpeed."""
     place.mkdir()
     torch.save({"state_dict": WEIGHTS, "pytorch-lightning_version": "2.6"}, place / "last.ckpt")
     return place / "last.ckpt"

@@ -42,7 +42,6 @@ def test_a_rank_without_parameters_has_no_entry(tmp_path: Path) -> None:
 
 
 def momentum(state: dict[str, Any]) -> torch.Tensor:
-    """The momentum of the first group in an optimizer's state."""
     found: torch.Tensor = wrapped(state)["state"][0][MOMENTUM]
     return found
 

@@ -89,7 +89,6 @@ def torchao_8_bit(numel: int) -> States:
 
 
 def adam(numel: int) -> States:
-    """What torch's Adam keeps."""
     return {"step": torch.tensor(7.0), "exp_avg": torch.rand(numel)}
 
 

@@ -181,8 +181,6 @@ def elastic_like(run: Path, out: Path) -> object:
 
 
 def with_config(**changes: object) -> Callable[[Path, Path], object]:
-    """Resume with another config."""
-
     def ask(run: Path, out: Path) -> object:
         path = run.with_name("ds_config.json")
         path.write_text(json.dumps({**ds_config(replace(JOB, stage=0)), **changes}))

@@ -29,12 +29,10 @@ SAVED_BY_2 = "Resume on the ranks that saved it"
 
 
 def zero(**settings: object) -> Edit:
-    """Have the config that the files keep say something of ZeRO."""
     return lambda content: content["ds_config"]["zero_optimization"].update(settings)
 
 
 def config(**settings: object) -> Edit:
-    """Have the config that the files keep say something."""
     return lambda content: content["ds_config"].update(settings)
 
 
@@ -120,7 +118,6 @@ class Kind:
     """Makes other files."""
 
     def write(self, run_dir: Path) -> Path:
-        """Save such a checkpoint."""
         write(self.job, run_dir)
         for edit in (*self.optimizer, *self.both):
             edit_all(run_dir, "*_optim_states.pt", edit)

@@ -84,7 +84,6 @@ class DriftedPipe(PipeJob):
         return told
 
     def values(self, state: str, name: str, expert_rank: int = 0) -> torch.Tensor:
-        """Make a state of a parameter."""
         made = super().values(state, name)
         if name.endswith("bias"):
             made += 0.25 if self.has_means else 0.5 * (self.part % self.tensor)

@@ -129,7 +129,6 @@ class Unordered(PipeJob):
     """Its optimizers have the last layer first."""
 
     def __post_init__(self) -> None:
-        """Turn each group around."""
         super().__post_init__()
         object.__setattr__(self, "groups", tuple(group[::-1] for group in self.groups))
 

@@ -35,8 +35,6 @@ LARGE = Job(
 
 
 def disturb(run: Path, seed: int) -> None:
-    """Add noise to the optimizer's states of every rank."""
-
     def change(content: dict[str, Any]) -> None:
         state = content["optimizer_state_dict"]
         masters = state["single_partition_of_fp32_groups"]

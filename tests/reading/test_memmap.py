@@ -229,7 +229,6 @@ def test_more_tensors_than_files_may_be_open_are_mapped(tmp_path: Path) -> None:
 
 
 def maps_of(run: Path) -> int:
-    """Count the maps of a checkpoint's files."""
     return Path("/proc/self/maps").read_text().count(f"{run}/")
 
 

@@ -39,7 +39,6 @@ def distributed(place: Path) -> Source:
 
 
 def stored(place: Path) -> Source:
-    """Open compressed chunks."""
     streamshard.convert(write(Job(stage=3), place), f"{place}.zarr", codec="zstd", chunk_size=35)
     return open_source(f"{place}.zarr")
 
@@ -50,7 +49,6 @@ def native(place: Path) -> Source:
 
 
 def elements(source: Source) -> list[bytes]:
-    """Read all tensors."""
     found = []
     with closing(SourceAccess(source)) as access:
         for number, tensor in enumerate(source.checkpoint.tensors):

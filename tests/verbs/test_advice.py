@@ -44,7 +44,6 @@ def advice(
 
 
 def settings(text: str) -> list[int]:
-    """Read the three sizes that are advised."""
     return [int(found[1]) for key in BATCH if (found := re.search(rf'"{key}": (\d+)', text))]
 
 
@@ -187,14 +186,12 @@ def trainer_state(step: int, epoch: float) -> str:
 
 
 def run_of(place: Path, state: str) -> Path:
-    """Write a run of 4 ranks with a global batch of 24."""
     run = write(Job(stage=2, world_size=4), place / "run")
     (run / "trainer_state.json").write_text(state)
     return run
 
 
 def note(source: Path, out: Path, world_size: int) -> str:
-    """Return the note of the real run."""
     report = streamshard.repartition(source, out, world_size=world_size)
     (found,) = [text for text in report.notes if text.startswith("Trainer skips the data")]
     return found

@@ -1,7 +1,7 @@
 """What a dry run tells, held against what a run then reads and writes; and its text."""
 
-from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,8 @@ from streamshard.operations.transfer.estimate import (
 from streamshard.operations.transfer.file_layout import Divider
 from streamshard.operations.transfer.plan import TransferPlan
 from tests.fabricated import client_state, write
-from tests.job import EXPERTS, MUON, Job
+from tests.job import EXPERTS, Job
+from tests.verbs.test_spans import CASES
 
 KEYS = {
     "Estimate": "reads read_bytes writes written_bytes is_upper_bound reread_bytes memory "
@@ -44,60 +45,25 @@ def test_the_keys_are_pinned() -> None:
     assert [" ".join(field.name for field in fields(kind)) for kind in kinds] == [*KEYS.values()]
 
 
-def resize(stage: int, to: int, world_size: int = 3) -> Callable[[Path], TransferPlan]:
-    """Plan to go from a stage to another, or the same one."""
-
-    def plan(place: Path) -> TransferPlan:
-        run = write(Job(stage=stage, world_size=4), place / "run")
-        return streamshard.plan_repartition(
-            run, place / "out", world_size=world_size, zero_stage=to
-        )
-
+def planned(name: str, place: Path) -> TransferPlan:
+    """Plan what a case writes."""
+    case = CASES[name]
+    verb = partial(case.write)
+    plan: TransferPlan = getattr(streamshard, f"plan_{verb.func.__name__}")(
+        case.source(place), place / "out", **verb.keywords
+    )
     return plan
 
 
-def converted(codec: str) -> Callable[[Path], Path]:
-    """Make a store."""
-
-    def make(place: Path) -> Path:
-        run = write(Job(stage=3), place / "run")
-        store = place / "a.zarr"
-        streamshard.convert(run, store, codec=codec, chunk_size=64)
-        return store
-
-    return make
-
-
-def momentum(place: Path) -> TransferPlan:
-    """Plan for states that ranks keep whole."""
-    run = write(replace(MUON, stage=2), place / "run")
-    return streamshard.plan_repartition(run, place / "out", world_size=3)
-
-
-CASES: dict[str, Callable[[Path], TransferPlan]] = {
-    **{f"{a} to {b}": resize(a, b) for a in (2, 3) for b in (2, 3)},
-    "momentum": momentum,
-    "convert": lambda place: streamshard.plan_convert(
-        write(Job(stage=2), place / "run"), place / "out", chunk_size=64
-    ),
-    "from a store": lambda place: streamshard.plan_repartition(
-        converted("none")(place), place / "out", world_size=5
-    ),
-    "export": lambda place: streamshard.plan_export(
-        write(Job(stage=3), place / "run"), place / "out", dtype="bf16", max_shard_size=200
-    ),
-    "universal": lambda place: streamshard.plan_export(
-        write(Job(stage=3), place / "run"), place / "out", format="universal"
-    ),
-    "dcp": lambda place: streamshard.plan_export(
-        write(Job(stage=3), place / "run"), place / "out", format="dcp", dtype="bf16", ranks=2
-    ),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("stage 1 to 3", "stage 2 to 1", "stage 3 to 2", "stage 3 to 3", "momentum"),
+        *("from a raw store", "raw store", "safetensors", "universal", "dcp"),
+    ],
+)
 def test_bytes_are_those_that_the_engine_reads_and_writes(case: str, tmp_path: Path) -> None:
-    plan = CASES[case](tmp_path)
+    plan = planned(case, tmp_path)
     told = plan.estimate(measures_disk=False)
     source, writer = plan.source, plan.output.writer
     files = map(Divider(source).target, writer.passes()[0]())
@@ -115,7 +81,7 @@ def test_bytes_are_those_that_the_engine_reads_and_writes(case: str, tmp_path: P
     ]
     assert told.read_bytes == read.sum() > 0
     assert sum(part.nbytes for part in told.made if part.what == "padding") == (
-        0 if case == "convert" else zeros
+        0 if case == "raw store" else zeros
     )
     done = plan.run()
     root = tmp_path / "out"
@@ -135,8 +101,7 @@ def test_bytes_are_those_that_the_engine_reads_and_writes(case: str, tmp_path: P
 
 
 def test_of_what_is_compressed_whole_files_are_read(tmp_path: Path) -> None:
-    store = converted("zstd")(tmp_path)
-    plan = streamshard.plan_repartition(store, tmp_path / "out", world_size=5)
+    plan = planned("from a compressed store", tmp_path)
     for file in plan.estimate(measures_disk=False).reads:
         assert file.nbytes == Path(file.path).stat().st_size
 
@@ -148,10 +113,10 @@ def parts(told: Estimate, *, made: bool = False) -> dict[str, tuple[int, int]]:
 
 def test_module_weights_come_and_go_with_the_stage(tmp_path: Path) -> None:
     numel = sum(np.prod(shape) for group in Job().groups for _, shape in group)
-    to_3 = resize(2, 3)(tmp_path / "a").estimate(measures_disk=False)
+    to_3 = planned("stage 1 to 3", tmp_path / "a").estimate(measures_disk=False)
     assert parts(to_3)["module weights"] == (6, 2 * numel)
     assert "module weights" not in parts(to_3, made=True)
-    to_2 = resize(3, 2)(tmp_path / "b").estimate(measures_disk=False)
+    to_2 = planned("stage 3 to 2", tmp_path / "b").estimate(measures_disk=False)
     assert parts(to_2, made=True)["module weights"] == (0, 2 * numel)
     assert "module weights" not in parts(to_2)
 
@@ -228,7 +193,7 @@ def test_compressing_takes_its_time(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_is_said_and_no_error(tmp_path: Path) -> None:
     if not Path("/proc/self").exists():
         pytest.skip("no file system here in which nobody can write")
-    plan = resize(2, 2)(tmp_path)
+    plan = planned("stage 2 to 1", tmp_path)
     byte_counts = plan.output.writer.byte_counts()
     told = estimate_run(plan.source, byte_counts, plan.memory, plan.report, Path("/proc/out"))
     assert told.time is not None
@@ -250,7 +215,6 @@ def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def filled(told: Estimate) -> Estimate:
-    """Fill in what differs from machine to machine."""
     return replace(told, memory=MEMORY, time=TIME, space=SPACE)
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import struct
+from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -133,65 +134,56 @@ def test_torch_files_share_tied_weights_and_are_as_torch_makes_them(tmp_path: Pa
     assert path.stat().st_size <= (tmp_path / "pytorch_model.bin").stat().st_size
 
 
-SELECTIONS: dict[str, tuple[dict[str, Any], Any]] = {
-    "include": ({"include": ["block.*", "embed.bias"]}, lambda name: name[:2] in ("bl", "em")),
-    "exclude": ({"exclude": ["*.bias", "mask"]}, lambda name: "bias" not in name),
-    "both": ({"include": ["block.*"], "exclude": ["*.bias"]}, lambda name: True),
-    "no frozen": ({"frozen": False}, lambda name: "old" not in name),
+def chosen(
+    job: Job,
+    *,
+    dtype: torch.dtype = torch.float32,
+    include: Sequence[str] = ("*",),
+    exclude: Sequence[str] = (),
+    frozen: bool = True,
+    keep_dtype: Sequence[str] = (),
+    strip_prefix: Sequence[str] = (),
+) -> dict[str, torch.Tensor]:
+    """Say what is exported; a tied weight once, under the first name that is left."""
+    found = {}
+    whole = held(job)
+    for name, tensor in {**whole, "head.weight": whole["embed.weight"]}.items():
+        is_left_out = any(fnmatchcase(name, pattern) for pattern in exclude)
+        if is_left_out or not any(fnmatchcase(name, pattern) for pattern in include):
+            continue
+        if (name.startswith("old.") and not frozen) or (
+            name[:4] == "head" and "embed.weight" in found
+        ):
+            continue
+        is_kept = any(fnmatchcase(name, pattern) for pattern in keep_dtype)
+        for prefix in strip_prefix:
+            name = name.removeprefix(prefix)
+        found[name] = tensor if is_kept else cast(tensor, dtype)
+    return found
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], int]] = {
+    "include": ({"include": ["block.*", "embed.bias"]}, 5),
+    "exclude": ({"exclude": ["*.bias", "mask"]}, 7),
+    "both": ({"include": ["block.*"], "exclude": ["*.bias"]}, 2),
+    "no frozen": ({"frozen": False}, 10),
+    "other tied name": ({"exclude": ["embed.weight"]}, 12),
+    "kept": ({"keep_dtype": ["block.0.*", "old.bias", "rotary*"], "dtype": "fp16"}, 12),
+    "prefixes": ({"strip_prefix": ["block.", "1."]}, 12),
 }
+"""Options, and the count of tensors that they leave."""
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("what", SELECTIONS)
-def test_names_are_chosen_by_patterns(what: str, stage: int, tmp_path: Path) -> None:
-    options, rough = SELECTIONS[what]
-    source = write(Job(stage=stage), tmp_path / "run")
-    streamshard.export(source, tmp_path / "out", **options)
-    found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors").keys()
-    include, exclude = options.get("include", ["*"]), options.get("exclude", [])
-    wanted = {
-        name
-        for name in [*held(Job()), "head.weight"]
-        if any(fnmatchcase(name, p) for p in include)
-        and not any(fnmatchcase(name, p) for p in exclude)
-        and (options.get("frozen", True) or not name.startswith("old."))
-    }
-    assert found == wanted - {"head.weight"}
-    assert all(map(rough, found))
-    assert 0 < len(found) < len(held(Job()))
-
-
-def test_a_tied_weight_is_stored_under_the_name_that_is_left(tmp_path: Path) -> None:
-    source = write(Job(stage=3), tmp_path / "run")
-    streamshard.export(source, tmp_path / "out", exclude=["embed.weight"])
-    found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
-    assert torch.equal(found["head.weight"], values("fp32", "embed.weight", (11, 4)))
-
-
-def test_what_is_kept_is_not_cast(tmp_path: Path) -> None:
-    job = Job(stage=2)
-    source = write(job, tmp_path / "run")
-    kept = ["block.0.*", "old.bias", "rotary*"]
-    streamshard.export(source, tmp_path / "out", dtype="fp16", keep_dtype=kept, verify=True)
-    wanted = {
-        name: tensor
-        if any(fnmatchcase(name, pattern) for pattern in kept)
-        else cast(tensor, torch.float16)
-        for name, tensor in held(job).items()
-    }
-    assert {wanted[name].dtype for name in ("block.0.bias", "rotary.inv_freq")} == {torch.float32}
-    assert wanted["old.bias"].dtype == torch.bfloat16
+@pytest.mark.parametrize(("options", "count"), OPTIONS.values(), ids=OPTIONS)
+def test_names_and_dtypes_are_chosen_by_patterns(
+    options: dict[str, Any], count: int, stage: int, tmp_path: Path
+) -> None:
+    job = Job(stage=stage)
+    streamshard.export(write(job, tmp_path / "run"), tmp_path / "out", verify=True, **options)
+    wanted = chosen(job, **{**options, **({"dtype": torch.float16} if "dtype" in options else {})})
     same(safetensors.torch.load_file(tmp_path / "out" / "model.safetensors"), wanted)
-
-
-def test_prefixes_are_taken_off(tmp_path: Path) -> None:
-    source = write(Job(stage=3), tmp_path / "run")
-    streamshard.export(source, tmp_path / "out", strip_prefix=["block.", "1."])
-    found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
-    renamed = {"block.0.mlp": "0.mlp", "block.1.bias": "bias", "embed.bias": "embed.bias"}
-    assert set(renamed.values()) < found.keys()
-    for name, short in renamed.items():
-        assert torch.equal(found[short], held(Job())[name])
+    assert len(wanted) == count
 
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
@@ -288,12 +280,10 @@ def test_what_no_engine_would_load_as_universal_is_refused(tmp_path: Path) -> No
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A checkpoint in a directory of its own."""
     return write(Job(stage=2), tmp_path / "training" / "run")
 
 
 def copied(out: Path) -> dict[str, str]:
-    """Read what lies beside the weights."""
     return {
         path.relative_to(out).as_posix(): path.read_text()
         for path in out.rglob("*")

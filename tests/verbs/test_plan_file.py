@@ -37,7 +37,6 @@ def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan_repartition(**options: Any) -> Any:  # noqa: ANN401
-    """Plan to go to three ranks."""
     return streamshard.plan_repartition("run", "out", **{"world_size": 3, **options})
 
 
@@ -83,7 +82,6 @@ class Cut(Silent):
     """Ends a run when it is to be put into its place."""
 
     def enter(self, phase: str) -> None:
-        """Break off."""
         if phase == phases.COMMITTING:
             raise KeyboardInterrupt
 

@@ -54,7 +54,6 @@ class Watched:
 
     @property
     def lines(self) -> list[str]:
-        """What was written."""
         return self.stream.getvalue().splitlines()
 
 
@@ -202,10 +201,7 @@ def test_bytes_from_many_threads_are_all_counted() -> None:
 
 
 class Gone(io.StringIO):
-    """A stream whose reader has gone."""
-
     def write(self, text: str) -> int:
-        """Refuse."""
         raise BrokenPipeError
 
 
@@ -217,10 +213,7 @@ def test_a_run_does_not_fail_because_nobody_reads_on() -> None:
 
 
 class Terminal(io.StringIO):
-    """A stream that is a terminal."""
-
     def isatty(self) -> bool:
-        """Say so."""
         return True
 
 
@@ -265,25 +258,21 @@ class Told(Silent):
         self._lock = threading.Lock()
 
     def start(self, total_bytes: int, phase: str = watch.READING) -> None:
-        """Take down how much there is to do."""
         self.total += total_bytes
         self.phases.append(phase)
         self.stretches.append((phase, total_bytes, 0))
 
     def advance(self, nbytes: int) -> None:
-        """Add what is done."""
         with self._lock:
             self.done += nbytes
             phase, total, done = self.stretches[-1]
             self.stretches[-1] = phase, total, done + nbytes
 
     def keep(self, nbytes: int) -> None:
-        """Add what was there."""
         with self._lock:
             self.kept += nbytes
 
     def enter(self, phase: str) -> None:
-        """Take down a phase that is another one."""
         if phase != self.phases[-1]:
             self.phases.append(phase)
 

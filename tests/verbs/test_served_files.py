@@ -40,7 +40,6 @@ def serving(
 
 
 def check(source: Path, out: Path, world_size: int, stage: int | None = None) -> ServedFiles:
-    """Compare each served file with the one that is written."""
     streamshard.repartition(source, out, world_size=world_size, zero_stage=stage)
     with serving(source, world_size, stage) as served:
         paths = [path for path in served.paths if served.real_path(path) is None]

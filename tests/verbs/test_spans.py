@@ -53,7 +53,6 @@ class Case:
     write: Callable[[Path, Path], streamshard.Report]
 
     def __call__(self, place: Path, out: Path) -> streamshard.Report:
-        """Make both."""
         return self.write(self.source(place), out)
 
 
@@ -258,8 +257,6 @@ class Model:
 
 
 class Runs(RuleBasedStateMachine):
-    """Runs on one target."""
-
     def __init__(self) -> None:
         super().__init__()
         self.root = Path(tempfile.mkdtemp())
@@ -269,12 +266,10 @@ class Runs(RuleBasedStateMachine):
         self.wanted: dict[tuple[int, int], dict[str, bytes]] = {}
 
     def teardown(self) -> None:
-        """Leave nothing behind."""
         shutil.rmtree(self.root)
 
     @initialize(stage=st.sampled_from([2, 3]))
     def save(self, stage: int) -> None:
-        """Make a small checkpoint."""
         write(Job(stage=stage), self.source)
 
     @rule(world=WORLDS, overwrite=st.booleans(), spans=st.none() | st.integers(0, 12))
@@ -307,7 +302,6 @@ class Runs(RuleBasedStateMachine):
     @precondition(lambda self: self.model.out is not None)
     @rule()
     def look(self) -> None:
-        """Look at the target as a user would."""
         assert streamshard.verify(self.out).is_good
 
     @invariant()
