@@ -1,7 +1,7 @@
 """Lets `compact` keep the priority that the tests have.
 
 It takes the lowest one, so that other programs go first. In a process that runs more than it, or
-beside other tests on every core, a second's work would take minutes. `tests/engine/test_patience`
+beside other tests on every core, a second's work would take minutes. `tests/engine/test_throttle`
 shows what it does.
 """
 

@@ -97,10 +97,13 @@ def test_none_among_the_jobs_waits_for_those_before() -> None:
 def test_few_jobs_are_taken_before_results_are_asked_for() -> None:
     taken: list[int] = []
 
+    def work(number: int, _: Bench) -> int:
+        return number
+
     def jobs() -> Iterator[Job[Bench, int]]:
         for number in range(100):
             taken.append(number)
-            yield lambda _, number=number: number
+            yield partial(work, number)
 
     results = ordered(jobs(), Benches())
     assert next(results) == 0

@@ -1,11 +1,8 @@
-"""What is tried again, and for how long; what is held back."""
+"""What is tried again, and for how long."""
 
 import errno
 import os
-import subprocess
-import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -16,8 +13,6 @@ from streamshard.engine.run.work import Fixed, Span
 from streamshard.errors import SourceError
 from streamshard.io.retry import StoppedError, is_transient, try_again
 from streamshard.io.sink import LocalSink
-from streamshard.io.throttle import Throttle
-from tests.compact.runs import make_run
 from tests.engine.fakes import FakeReader, on_disk
 from tests.engine.test_window import buffer
 from tests.held import open_files
@@ -127,59 +122,3 @@ def test_a_window_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         window.write(Span(0, [Fixed(DATA)]), LocalSink(stream.fileno()))
         assert os.pread(stream.fileno(), 1000, 0) == DATA
     assert failing.calls == 4
-
-
-# Held back ---------------------------------------------------------------------------------------
-
-
-RATE = 1_000_000
-
-
-def test_a_rate_is_kept_whoever_advances_as_it_must_from_any_number_of_threads() -> None:
-    seen: list[int] = []
-    began = time.monotonic()  # before the first byte may come
-    throttle = Throttle(seen.append, RATE)
-
-    def advance() -> None:
-        for _ in range(4):
-            throttle.advance(25_000)
-
-    threads = [threading.Thread(target=advance) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sum(seen) == 300_000
-    assert time.monotonic() - began >= 0.3
-
-
-def test_what_is_slow_by_itself_is_not_held_back() -> None:
-    """Time in which nothing was read is not saved up for later either."""
-    throttle = Throttle(lambda nbytes: None, RATE)
-    throttle.advance(1)
-    time.sleep(0.1)
-    began = time.monotonic()
-    throttle.advance(50_000)
-    throttle.advance(50_000)
-    assert time.monotonic() - began >= 0.1
-
-
-SCRIPT = """
-import ctypes, os, sys
-from streamshard.cli.main import main
-main(["compact", *sys.argv[1:], "-q"])
-numbers = {"x86_64": 252, "aarch64": 31}  # ioprio_get
-get = numbers.get(os.uname().machine)
-print(os.getpriority(os.PRIO_PROCESS, 0), ctypes.CDLL(None).syscall(get, 1, 0) if get else 3 << 13)
-"""
-
-
-def test_others_go_first(tmp_path: Path) -> None:
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    run = make_run(tmp_path / "run")
-    command = [sys.executable, "-c", SCRIPT, str(run), str(tmp_path / "archive")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    niceness, io_class = map(int, done.stdout.split())
-    assert niceness == 19
-    assert io_class in (3 << 13, (3 << 13) | 7)
-    assert os.getpriority(os.PRIO_PROCESS, 0) == before

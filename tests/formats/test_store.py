@@ -300,8 +300,9 @@ def test_our_chunk_keys_are_zarr_python_s(shape: tuple[int, ...]) -> None:
     assert ours == [array.metadata.encode_chunk_key(index) for index in indices]
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "bool"])
+@pytest.mark.parametrize(
+    ("dtype", "codec"), [("bfloat16", "zstd"), ("float32", "lz4"), ("bool", "none")]
+)
 def test_no_flipped_bit_of_a_document_says_the_same(dtype: str, codec: str) -> None:
     ours = array_document(LogicalTensor("fp32", "w", dtype, (4, 6)), (1, 3), codec)
     assert is_serialized_anew(json.dumps(json.loads(ours), indent=2).encode(), ours)

@@ -1,0 +1,63 @@
+"""Holding back, and letting others go first."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from streamshard.io.throttle import Throttle
+from tests.compact.runs import make_run
+
+RATE = 1_000_000
+
+
+def test_it_takes_as_long_as_it_must_from_any_number_of_threads() -> None:
+    seen: list[int] = []
+    began = time.monotonic()  # before the first byte may come
+    throttle = Throttle(seen.append, RATE)
+
+    def advance() -> None:
+        for _ in range(4):
+            throttle.advance(25_000)
+
+    threads = [threading.Thread(target=advance) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(seen) == 300_000
+    assert time.monotonic() - began >= 0.3
+
+
+def test_what_is_slow_by_itself_is_not_held_back() -> None:
+    """Time in which nothing was read is not saved up for later either."""
+    throttle = Throttle(lambda nbytes: None, RATE)
+    throttle.advance(1)
+    time.sleep(0.1)
+    began = time.monotonic()
+    throttle.advance(50_000)
+    throttle.advance(50_000)
+    assert time.monotonic() - began >= 0.1
+
+
+SCRIPT = """
+import ctypes, os, sys
+from streamshard.cli.main import main
+main(["compact", *sys.argv[1:], "-q"])
+numbers = {"x86_64": 252, "aarch64": 31}  # ioprio_get
+get = numbers.get(os.uname().machine)
+print(os.getpriority(os.PRIO_PROCESS, 0), ctypes.CDLL(None).syscall(get, 1, 0) if get else 3 << 13)
+"""
+
+
+def test_others_go_first(tmp_path: Path) -> None:
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    run = make_run(tmp_path / "run")
+    command = [sys.executable, "-c", SCRIPT, str(run), str(tmp_path / "archive")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    niceness, io_class = map(int, done.stdout.split())
+    assert niceness == 19
+    assert io_class in (3 << 13, (3 << 13) | 7)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
