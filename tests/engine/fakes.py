@@ -33,11 +33,9 @@ class FakeReader(SourceReader):
         """(file, offset, bytes) of each range that was asked for ahead."""
 
     def will_need(self, file: int, offset: int, nbytes: int) -> None:
-        """Remember what was asked for."""
         self.asked.append((file, offset, nbytes))
 
     def read_into(self, file: int, offset: int, view: memoryview) -> None:
-        """Fill a view from memory."""
         self.calls.append((file, offset, len(view)))
         piece = self.contents[file][offset : offset + len(view)]
         assert len(piece) == len(view)
@@ -45,23 +43,18 @@ class FakeReader(SourceReader):
 
 
 class Told:
-    """A watcher that remembers."""
-
     def __init__(self) -> None:
         self.bytes: list[int] = []
         self.kept = 0
         self.phases: list[str] = []
 
     def advance(self, nbytes: int) -> None:
-        """Remember bytes."""
         self.bytes.append(nbytes)
 
     def keep(self, nbytes: int) -> None:
-        """Add to what was there."""
         self.kept += nbytes
 
     def enter(self, phase: str) -> None:
-        """Remember a phase."""
         self.phases.append(phase)
 
 
@@ -91,7 +84,6 @@ def opened(path: Path) -> Iterator[Partial]:
 
 
 def copies_of(rows: Sequence[Row]) -> Copies:
-    """Turn runs into parallel arrays."""
     return Copies(*np.array(rows, np.int64).reshape(-1, 4).T)
 
 

@@ -19,41 +19,43 @@ from streamshard.errors import UnsupportedError
 
 Bits = NDArray[Any]
 TORCH = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+PAIRS = [
+    (source, target)
+    for source in ("float64", "float32", "float16", "bfloat16")
+    for target in ("float32", "float16", "bfloat16")
+    if source != target
+]
 
 
-def ours(bits: Bits, dtype: str) -> Bits:
-    """Cast float32 bits with the engine."""
-    cast = cast_between("float32", dtype)
+def cast_bits(bits: Bits, source: str, target: str) -> Bits:
+    """Cast elements of any dtype with the engine; bits in, bits out."""
+    cast = cast_between(source, target)
     assert cast is not None
-    target = bytearray(2 * len(bits))
-    cast(memoryview(bits.astype("<u4").tobytes()), memoryview(target))
-    return np.frombuffer(target, "<u2")
+    word = np.dtype(f"<u{getattr(torch, target).itemsize}")
+    into = bytearray(word.itemsize * len(bits))
+    cast(memoryview(bits.tobytes()), memoryview(into))
+    return np.frombuffer(into, word)
 
 
-def theirs(bits: Bits, dtype: str) -> Bits:
-    """Cast float32 bits with torch."""
-    source = torch.from_numpy(bits.astype("<u4").view(np.float32).copy())
-    result: Bits = source.to(TORCH[dtype]).view(torch.int16).numpy().view("<u2")
-    return result
-
-
-def is_nan(bits: Bits) -> NDArray[np.bool_]:
-    """Tell which float32 bits are no number."""
-    found: NDArray[np.bool_] = (bits & np.uint32(0x7FFFFFFF)) > 0x7F800000
-    return found
-
-
-def check(bits: Bits, dtype: str) -> None:
-    """Compare bit by bit; of a NaN only that it stays one.
+def same_as_torch(bits: Bits, source: str, target: str) -> None:
+    """Compare with torch bit by bit; of a NaN only that it stays one.
 
     torch does not agree with itself about a NaN's bits: its scalar code, its vector code and its
     kernels for GPUs each make another one.
     """
-    found, wanted, nan = ours(bits, dtype), theirs(bits, dtype), is_nan(bits)
+    tensor = torch.frombuffer(bytearray(bits.tobytes()), dtype=getattr(torch, source))
+    result = tensor.to(getattr(torch, target))
+    found = cast_bits(bits, source, target)
+    wanted = result.view(torch.uint8).numpy().view(found.dtype)
+    nan = find_nans(memoryview(bits.tobytes()), source)
     np.testing.assert_array_equal(found[~nan], wanted[~nan])
-    infinity = 0x7F80 if dtype == "bfloat16" else 0x7C00
-    assert np.all((found[nan] & 0x7FFF) > infinity)
-    assert np.all((wanted[nan] & 0x7FFF) > infinity)
+    np.testing.assert_array_equal(find_nans(memoryview(found.tobytes()), target), nan)
+    np.testing.assert_array_equal(torch.isnan(tensor).numpy(), nan)
+    np.testing.assert_array_equal(torch.isnan(result).numpy(), nan)
+
+
+def check(bits: Bits, target: str) -> None:
+    same_as_torch(bits.astype("<u4"), "float32", target)
 
 
 def test_every_bfloat16_and_its_neighbours() -> None:
@@ -77,7 +79,7 @@ def test_every_float16_the_ties_between_them_and_their_neighbours() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("count", [0, 1, 3, 16, 17, 1000])
+@pytest.mark.parametrize("count", [1, 3, 16, 17, 1000])
 def test_known_numbers_at_any_length(dtype: str, count: int) -> None:
     known = np.array(
         [0x00000000, 0x80000000, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x00000001,
@@ -88,20 +90,10 @@ def test_known_numbers_at_any_length(dtype: str, count: int) -> None:
     check(np.resize(known, count), dtype)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_signs_of_zeros_and_infinities_are_kept(dtype: str) -> None:
-    infinity = 0x7F80 if dtype == "bfloat16" else 0x7C00
-    bits = np.array([0x00000000, 0x80000000, 0x7F800000, 0xFF800000], np.uint32)
-    assert ours(bits, dtype).tolist() == [0, 0x8000, infinity, 0x8000 | infinity]
-    # Halfway past the largest finite number rounds to infinity.
-    largest = 0x7F7F8000 if dtype == "bfloat16" else 0x477FF000
-    edge = np.array([largest - 1, largest], np.uint32)
-    assert ours(edge, dtype).tolist() == [infinity - 1, infinity]
-
-
-@given(st.lists(st.integers(0, 0xFFFFFFFF), max_size=40), st.sampled_from(sorted(TORCH)))
-def test_any_bits(numbers: list[int], dtype: str) -> None:
-    check(np.array(numbers, dtype=np.uint32), dtype)
+@given(st.lists(st.integers(0, 0xFFFFFFFF), min_size=1, max_size=40))
+def test_any_bits(numbers: list[int]) -> None:
+    for dtype in TORCH:
+        check(np.array(numbers, dtype=np.uint32), dtype)
 
 
 def test_what_need_not_and_what_cannot_be_cast() -> None:
@@ -110,46 +102,8 @@ def test_what_need_not_and_what_cannot_be_cast() -> None:
         cast_between("int64", "bfloat16")
     with pytest.raises(UnsupportedError, match="float8_e4m3fn to float32"):
         cast_between("float8_e4m3fn", "float32")
-
-
-def test_widening_keeps_every_bit() -> None:
-    bits = np.arange(1 << 16, dtype=np.uint16)
-    cast = cast_between("bfloat16", "float32")
-    assert cast is not None
-    target = bytearray(4 * len(bits))
-    cast(memoryview(bits.tobytes()), memoryview(target))
-    wide = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).to(torch.float32)
-    assert bytes(target) == wide.numpy().tobytes()
-
-
-PAIRS = [
-    (source, target)
-    for source in ("float64", "float32", "float16", "bfloat16")
-    for target in ("float32", "float16", "bfloat16")
-    if source != target
-]
-
-
-def cast_bits(bits: Bits, source: str, target: str) -> Bits:
-    """Cast elements of any dtype with the engine; bits in, bits out."""
-    cast = cast_between(source, target)
-    assert cast is not None
-    word = np.dtype(f"<u{getattr(torch, target).itemsize}")
-    into = bytearray(word.itemsize * len(bits))
-    cast(memoryview(bits.tobytes()), memoryview(into))
-    return np.frombuffer(into, word)
-
-
-def same_as_torch(bits: Bits, source: str, target: str) -> None:
-    """Compare with torch bit by bit; of a NaN only that it stays one, as in `check`."""
-    tensor = torch.frombuffer(bytearray(bits.tobytes()), dtype=getattr(torch, source))
-    result = tensor.to(getattr(torch, target))
-    found = cast_bits(bits, source, target)
-    wanted = result.view(torch.uint8).numpy().view(found.dtype)
-    nan = find_nans(memoryview(bits.tobytes()), source)
-    np.testing.assert_array_equal(found[~nan], wanted[~nan])
-    np.testing.assert_array_equal(find_nans(memoryview(found.tobytes()), target), nan)
-    np.testing.assert_array_equal(torch.isnan(result).numpy(), nan)
+    assert not find_nans(memoryview(b"\xff" * 8), "uint8").any()
+    assert cast_bits(np.array([], "<u4"), "float32", "bfloat16").size == 0
 
 
 @pytest.mark.parametrize(("source", "target"), [p for p in PAIRS if p[0] in TORCH])

@@ -1,6 +1,9 @@
-"""Digests put together from pieces, against digests of the whole."""
+"""Checksums, digests and hashes of pieces, against one call of the library's over all bytes."""
 
+import hashlib
 import zlib
+from itertools import pairwise
+from pathlib import Path
 
 import google_crc32c
 import pytest
@@ -8,15 +11,44 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamshard.engine.numeric import digests
-from streamshard.engine.numeric.digests import CRC32, CRC32C, EMPTY
-from streamshard.model import Digest
-from tests.engine.test_checksums import CUTS, DATA, split
+from streamshard.engine.numeric.checksums import RunningChecksums, crc32, crc32c, join_crc32
+from streamshard.engine.scan.file_hashes import FileHashes
+from streamshard.io.entries import identify
+from streamshard.model import Digest, SourceFile
+from streamshard.operations.compact.run_context import sha256_of
+
+DATA = st.binary(max_size=200)
+CUTS = st.lists(st.integers(0, 30), max_size=8).map(sorted)
+
+
+def split(data: bytes, cuts: list[int]) -> list[memoryview]:
+    """Cut bytes into parts, empty ones among them."""
+    ends = [0, *(min(cut, len(data)) for cut in cuts), len(data)]
+    return [memoryview(data)[a:b] for a, b in pairwise(ends)]
+
+
+@given(DATA, CUTS, st.integers(0, 9), st.booleans())
+def test_any_split(data: bytes, cuts: list[int], block_bytes: int, takes_crc32c: bool) -> None:
+    running = RunningChecksums(takes_crc32c=takes_crc32c, block_bytes=block_bytes)
+    for part in split(data, cuts):
+        running.update(part)
+    wanted = google_crc32c.value(data) if takes_crc32c else 0
+    assert running.digest == Digest(len(data), zlib.crc32(data), wanted)
+    starts = range(0, len(data) if block_bytes else 0, block_bytes or 1)
+    assert running.blocks == [zlib.crc32(data[at : at + block_bytes]) for at in starts]
+
+
+@given(DATA, DATA)
+def test_of_bytes_that_follow_others(before: bytes, after: bytes) -> None:
+    assert crc32(after, crc32(before)) == zlib.crc32(before + after)
+    assert crc32c(after, crc32c(before)) == google_crc32c.value(before + after)
+    assert join_crc32(crc32(before), crc32(after), len(after)) == zlib.crc32(before + after)
+
 
 LONG = st.sampled_from([0, 1, 7, 8, 1 << 20, (1 << 20) + 1, 5_000_003])
 
 
 def direct(data: bytes) -> Digest:
-    """Take a digest with nothing of ours."""
     return Digest(len(data), zlib.crc32(data), google_crc32c.value(data))
 
 
@@ -33,26 +65,37 @@ def test_far_apart(before: bytes, after: bytes, gap: int) -> None:
     assert digests.joined(pieces) == direct(before + zeros + after)
 
 
-@given(st.lists(DATA, min_size=3, max_size=3))
-def test_how_pieces_are_joined_first_does_not_matter(parts: list[bytes]) -> None:
-    one, two, three = map(direct, parts)
-    left = digests.joined([digests.joined([one, two]), three])
-    right = digests.joined([one, digests.joined([two, three])])
-    assert left == right
-
-
 @given(DATA, LONG)
 def test_zeros_at_the_end_can_be_taken_away(data: bytes, zeros: int) -> None:
     assert digests.without_zeros(direct(data + bytes(zeros)), zeros) == direct(data)
 
 
-@pytest.mark.parametrize(("crc", "known"), [(CRC32, 0xCBF43926), (CRC32C, 0xE3069283)])
-def test_known_answers(crc: digests.Crc, known: int) -> None:
-    function = zlib.crc32 if crc is CRC32 else google_crc32c.value
-    assert crc.joined(function(b"1234"), function(b"56789"), 5) == known
-
-
-def test_a_digest_of_nothing_and_how_it_is_written() -> None:
-    assert digests.joined([]) == EMPTY == direct(b"")
-    assert EMPTY.text == "0" * 16
+def test_how_a_digest_is_written() -> None:
+    assert direct(b"") == digests.EMPTY
     assert direct(b"123456789").text == "cbf43926e3069283"
+
+
+def test_hashes_are_those_of_hashlib_in_the_order_asked_for(tmp_path: Path) -> None:
+    sizes = [0, 1, (1 << 20) - 1, 1 << 20, (3 << 20) + 5]
+    paths = [tmp_path / str(size) for size in sizes]
+    for path, size in zip(paths, sizes, strict=True):
+        path.write_bytes(bytes(range(256)) * (size // 256) + b"x" * (size % 256))
+    seen: list[int] = []
+    found = sha256_of([identify(path) for path in paths], seen.append, workers=3)
+    assert found == [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
+    assert sum(seen) == sum(sizes)
+
+
+def test_a_file_that_cannot_be_hashed_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        sha256_of([SourceFile(tmp_path / "nothing", 1, "", "")], lambda nbytes: None, workers=1)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6)), max_size=12))
+def test_ranges_in_any_order_have_the_file_s_hash_or_none(ranges: list[tuple[int, int]]) -> None:
+    data = memoryview(b"abcdef")
+    hashes = FileHashes([SourceFile(Path("file"), len(data), "", "")])
+    for start, count in [*ranges, (0, 2), (2, 3), (5, 1)]:
+        assert set(hashes.take().values()) <= {hashlib.sha256(data).hexdigest()}
+        hashes.add(0, start, data[start : start + count])
+    assert hashes.take() == {0: hashlib.sha256(data).hexdigest()}

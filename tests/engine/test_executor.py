@@ -1,8 +1,9 @@
 """Jobs on threads: results as they come or in order, few at a time, tools closed."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 
@@ -39,8 +40,11 @@ class Benches:
         return self.made[-1]
 
 
-def ordered(jobs: Iterator[Job[Bench, int]], benches: Benches, workers: int = 2) -> Iterator[int]:
-    return run_ordered(jobs, benches, workers=workers, progress=lambda nbytes: None)
+def ordered(jobs: Iterable[Job[Bench, int]], benches: Benches, workers: int = 2) -> Iterator[int]:
+    return run_ordered(iter(jobs), benches, workers=workers, progress=lambda nbytes: None)
+
+
+run = partial(Threads().run, progress=lambda nbytes: None)
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -48,18 +52,16 @@ def test_results_come_in_order_whoever_is_first(workers: int) -> None:
     benches = Benches()
     later = threading.Event()
 
-    def job(number: int) -> Callable[[Bench], int]:
-        def work(bench: Bench) -> int:
-            assert bench.thread == threading.get_ident()
-            if workers > 1 and number == 0:
-                assert later.wait(30)
-            if number == 1:
-                later.set()
-            return number
+    def work(number: int, bench: Bench) -> int:
+        assert bench.thread == threading.get_ident()
+        if workers > 1 and number == 0:
+            assert later.wait(30)
+        if number == 1:
+            later.set()
+        return number
 
-        return work
-
-    assert list(ordered(map(job, range(20)), benches, workers)) == list(range(20))
+    jobs = [partial(work, number) for number in range(20)]
+    assert list(ordered(jobs, benches, workers)) == list(range(20))
     assert 1 <= len(benches.made) <= workers
     assert all(bench.closed for bench in benches.made)
 
@@ -71,50 +73,41 @@ def test_results_come_as_they_are_ready() -> None:
         assert second.wait(30)
         return "first"
 
-    found = Threads().run(
-        [first, lambda _: "second"], Benches(), workers=2, progress=lambda nbytes: None
-    )
+    found = run([first, lambda _: "second"], Benches(), workers=2)
     assert next(found) == (1, "second")
     second.set()
     assert list(found) == [(0, "first")]
 
 
 def test_none_among_the_jobs_waits_for_those_before() -> None:
-    done: list[int] = []
     taken: list[int] = []
 
-    def job(number: int) -> Callable[[Bench], int]:
-        def work(_: Bench) -> int:
-            if number == 5:
-                assert sorted(taken) == list(range(5))
-            done.append(number)
-            return number
+    def work(number: int, _: Bench) -> int:
+        assert number < 5 or sorted(taken) == list(range(5))
+        return number
 
-        return work
-
-    jobs = [*map(job, range(5)), None, job(5)]
-    for number, result in Threads().run(jobs, Benches(), workers=3, progress=lambda nbytes: None):
+    jobs = [partial(work, number) for number in range(6)]
+    for number, result in run([*jobs[:5], None, jobs[5]], Benches(), workers=3):
         assert number == result
         taken.append(number)
-    assert done[-1] == 5
     assert sorted(taken) == list(range(6))
+    assert taken[-1] == 5
 
 
 def test_few_jobs_are_taken_before_results_are_asked_for() -> None:
-    taken = 0
+    taken: list[int] = []
 
-    def job(number: int) -> Callable[[Bench], int]:
-        return lambda _: number
+    def work(number: int, _: Bench) -> int:
+        return number
 
-    def jobs() -> Iterator[Callable[[Bench], int]]:
-        nonlocal taken
+    def jobs() -> Iterator[Job[Bench, int]]:
         for number in range(100):
-            taken += 1
-            yield job(number)
+            taken.append(number)
+            yield partial(work, number)
 
     results = ordered(jobs(), Benches())
     assert next(results) == 0
-    assert taken <= 6
+    assert len(taken) <= 6
     assert list(results) == list(range(1, 100))
 
 
@@ -132,28 +125,20 @@ def test_the_first_error_ends_it_stops_others_and_closes_the_tools() -> None:
         raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
-        list(Threads().run([long, fail], benches, workers=2, progress=lambda nbytes: None))
+        list(run([long, fail], benches, workers=2))
     assert len(benches.made) == 2
     assert all(bench.closed for bench in benches.made)
 
 
 def test_a_count_that_many_add_to() -> None:
-    passed_on = 0
+    passed_on: list[int] = []
+    count = Count(passed_on.append)
 
-    def then(number: int) -> None:
-        nonlocal passed_on
-        passed_on += number
+    def work(number: int, bench: Bench) -> int:
+        bench.host.progress(number)
+        return number
 
-    count = Count(then)
-
-    def job(number: int) -> Callable[[Bench], int]:
-        def work(bench: Bench) -> int:
-            bench.host.progress(number)
-            return number
-
-        return work
-
-    jobs = map(job, range(1000))
+    jobs = (partial(work, number) for number in range(1000))
     list(run_ordered(jobs, Benches(), workers=4, progress=count.add))
     assert count.value == sum(range(1000))
-    assert passed_on > 0
+    assert sum(passed_on) > 0

@@ -20,7 +20,6 @@ notes = st.tuples(
 
 
 def begun(path: Path, drawn: list[Note]) -> Journal:
-    """Begin a journal and note spans."""
     journal = Journal(path)
     journal.begin(HEADER)
     for file, offset, nbytes, crc32 in drawn:

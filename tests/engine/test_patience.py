@@ -35,8 +35,6 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 class Failing:
-    """A call that fails some times before it does what it is for."""
-
     def __init__(self, number: int, times: int, real: object = None) -> None:
         self.number = number
         self.left = times
@@ -44,7 +42,6 @@ class Failing:
         self.real = real
 
     def __call__(self, *arguments: object) -> object:
-        """Fail, or do it."""
         self.calls += 1
         if self.left:
             self.left -= 1

@@ -21,8 +21,6 @@ PAGE = 16
 
 
 class Noted:
-    """A file that notes what is written to it."""
-
     descriptor = -1
     block_bytes = 1
 
@@ -112,7 +110,6 @@ def test_a_file_that_a_process_is_to_fill_is_not_made(tmp_path: Path) -> None:
 
 
 def made(path: Path) -> Path:
-    """Make an empty file, as the leader of a run does."""
     os.close(open_target(path, is_new=True))
     return path
 

@@ -1,9 +1,12 @@
-"""Streaming through small windows against filling a region byte by byte."""
+"""Regions and windows, against filling a region byte by byte; what is asked for ahead."""
 
 import os
 import tempfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
 
 import google_crc32c
 import numpy as np
@@ -13,11 +16,13 @@ from hypothesis import strategies as st
 
 from streamshard.engine.journals.journal import Written
 from streamshard.engine.numeric.cast import cast_between
-from streamshard.engine.run.region import RegionFiller
+from streamshard.engine.run.region import ReadAhead, RegionFiller
+from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.window import Window, unwritten_bytes
 from streamshard.engine.run.work import Fixed, Region, RegionResult, Span, Trailer
+from streamshard.io.entries import identify
 from streamshard.io.sink import LocalSink
-from streamshard.model import Digest
+from streamshard.model import Digest, SourceFile
 from tests.engine.fakes import FakeReader, Row, copies_of, expected, regions
 
 Drawn = tuple[list[bytes], list[Row], int]
@@ -28,13 +33,23 @@ def buffer(nbytes: int) -> memoryview:
     return memoryview(bytearray(b"\xdd" * nbytes))
 
 
+@contextmanager
+def file_of(content: bytes = b"") -> Iterator[LocalSink]:
+    with tempfile.TemporaryFile() as stream:
+        stream.write(content)
+        stream.flush()
+        yield LocalSink(stream.fileno())
+
+
+def held(sink: LocalSink) -> bytes:
+    return os.pread(sink.descriptor, 1 << 24, 0)
+
+
 def written(span: Span, reader: FakeReader, window: int, scratch: int = 8) -> bytes:
     """Write a span into an empty file and return what the file holds then."""
-    with tempfile.TemporaryFile() as stream:
-        found = Window(buffer(window), buffer(scratch), reader).write(
-            span, LocalSink(stream.fileno())
-        )
-        data = os.pread(stream.fileno(), 1 << 20, 0)
+    with file_of() as sink:
+        found = Window(buffer(window), buffer(scratch), reader).write(span, sink)
+        data = held(sink)
     assert found.written == Written(len(data), zlib.crc32(data))
     return data
 
@@ -59,9 +74,7 @@ def test_a_region_is_streamed_through_any_window(drawn: Drawn, window: int) -> N
 def test_windows_never_split_an_element(itemsize: int, extra: int, data: st.DataObject) -> None:
     contents, rows, nbytes = data.draw(regions(itemsize))
     reader = FakeReader(contents)
-    region = Region(
-        nbytes, copies_of(rows), source_itemsize=itemsize, target_itemsize=itemsize
-    )  # fmt: skip
+    region = Region(nbytes, copies_of(rows), source_itemsize=itemsize, target_itemsize=itemsize)
     # The odd byte in front leaves a room that no whole element fills.
     span = Span(0, [Fixed(b"#"), region])
     assert written(span, reader, itemsize + extra) == b"#" + expected(contents, rows, nbytes)
@@ -84,15 +97,10 @@ def test_parts_follow_each_other_at_the_offset(drawn: Sequence[bytes | Drawn], w
         rows = [(a, b, c, d) for a, b, c, d in shifted]
         parts.append(Region(nbytes, copies_of(rows)))
         wanted += expected(contents, rows, nbytes)
-    with tempfile.TemporaryFile() as stream:
-        stream.write(b"?" * (17 + len(wanted) + 3))
-        stream.flush()
-        writer = Window(buffer(window), buffer(8), FakeReader(contents))
-        assert writer.write(Span(17, parts), LocalSink(stream.fileno())).written.nbytes == len(
-            wanted
-        )
-        stream.seek(0)
-        assert stream.read() == b"?" * 17 + wanted + b"?" * 3
+    writer = Window(buffer(window), buffer(8), FakeReader(contents))
+    with file_of(b"?" * (17 + len(wanted) + 3)) as sink:
+        assert writer.write(Span(17, parts), sink).written.nbytes == len(wanted)
+        assert held(sink) == b"?" * 17 + wanted + b"?" * 3
     assert sum(part.nbytes for part in parts) == len(wanted)
 
 
@@ -103,18 +111,15 @@ class Backwards:
         self.seen: list[bytes] = []
 
     def encode(self, content: memoryview) -> bytes:
-        """Turn the content round."""
         self.seen.append(bytes(content))
         return b"<" + bytes(content[::-1]) + b">"
 
     def decode(self, encoded: memoryview, content: memoryview) -> None:
-        """Turn it round again."""
         for at in range(len(content)):
             content[at] = encoded[-2 - at]
 
 
 def checked(found: RegionResult, content: bytes, overflowed: int = 0) -> None:
-    """Compare a result with checksums of the whole content."""
     assert found.content == Digest(len(content), zlib.crc32(content), google_crc32c.value(content))
     blocks = [content[at : at + 7] for at in range(0, len(content), 7)]
     assert found.blocks == tuple(map(zlib.crc32, blocks))
@@ -142,21 +147,21 @@ def test_what_is_recalled_is_known_as_if_it_were_written(
     one = stored + crc32.to_bytes(4, "little")
     whole = one if is_encoded else b"#" + one + b"!" + one
     writer = Window(buffer(window), buffer(8), FakeReader(contents))
-    with tempfile.TemporaryFile() as stream:
-        found = writer.write(span, LocalSink(stream.fileno()))
-        assert os.pread(stream.fileno(), 1 << 20, 0) == whole
+    with file_of() as sink:
+        found = writer.write(span, sink)
+        assert held(sink) == whole
         assert found.written == Written(len(whole), zlib.crc32(whole))
         offsets = [0] if is_encoded else [1, 2 + len(one)]
         assert [part.offset for part in found.regions] == offsets
         for part in found.regions:
             checked(part, content)
-        assert writer.recall(span, LocalSink(stream.fileno()), found.written) == found
+        assert writer.recall(span, sink, found.written) == found
         for place in (0, len(whole) // 2, len(whole) - 1):
-            os.pwrite(stream.fileno(), bytes([whole[place] ^ 1]), place)
-            assert writer.recall(span, LocalSink(stream.fileno()), found.written) is None
-            os.pwrite(stream.fileno(), whole[place : place + 1], place)
-        os.truncate(stream.fileno(), len(whole) - 1)
-        assert writer.recall(span, LocalSink(stream.fileno()), found.written) is None
+            os.pwrite(sink.descriptor, bytes([whole[place] ^ 1]), place)
+            assert writer.recall(span, sink, found.written) is None
+            os.pwrite(sink.descriptor, whole[place : place + 1], place)
+        os.truncate(sink.descriptor, len(whole) - 1)
+        assert writer.recall(span, sink, found.written) is None
 
 
 @pytest.mark.parametrize("number", [1.0, 1e30, float("inf")])
@@ -171,25 +176,12 @@ def test_overflow_is_counted_or_the_span_is_written_again(number: float) -> None
         counts_overflow=True,
     )
     writer = Window(buffer(16), buffer(8), FakeReader([numbers.tobytes()]))
-    with tempfile.TemporaryFile() as stream:
-        found = writer.write(Span(0, [region]), LocalSink(stream.fileno()))
+    with file_of() as sink:
+        found = writer.write(Span(0, [region]), sink)
         assert found.regions[0].overflowed == (2 if number == 1e30 else 0)
         # Of an infinite element, the file does not tell whether it was finite in the source.
-        again = writer.recall(Span(0, [region]), LocalSink(stream.fileno()), found.written)
+        again = writer.recall(Span(0, [region]), sink, found.written)
         assert again == (found if number == 1.0 else None)
-        os.truncate(stream.fileno(), 5)
-        assert writer.recall(Span(0, [region]), LocalSink(stream.fileno()), found.written) is None
-
-
-@given(regions(), st.integers(1, 30))
-def test_an_encoded_region_is_handed_over_whole(drawn: Drawn, window: int) -> None:
-    contents, rows, nbytes = drawn
-    codec = Backwards()
-    region = Region(nbytes, copies_of(rows), codec=codec)
-    content = expected(contents, rows, nbytes)
-    data = written(Span(0, [region]), FakeReader(contents), window)
-    assert data == b"<" + content[::-1] + b">"
-    assert codec.seen == [content]
 
 
 def test_of_what_was_encoded_before_nothing_is_left() -> None:
@@ -199,9 +191,8 @@ def test_of_what_was_encoded_before_nothing_is_left() -> None:
     window = Window(buffer(4), buffer(8), reader)
     for nbytes, rows in ((8, [(0, 0, 0, 8)]), (6, [(0, 1, 2, 2)]), (9, [(0, 0, 0, 3)])):
         region = Region(nbytes, copies_of(rows), trailer=Trailer(), codec=codec)
-        with tempfile.TemporaryFile() as stream:
-            found = window.write(Span(0, [region]), LocalSink(stream.fileno()))
-            assert found.written.nbytes == nbytes + 2 + 4
+        with file_of() as sink:
+            assert window.write(Span(0, [region]), sink).written.nbytes == nbytes + 2 + 4
     assert codec.seen == [b"abcdefgh", b"\0\0bc\0\0", b"abc" + bytes(6)]
 
 
@@ -225,24 +216,11 @@ def test_a_cast_goes_through_any_window_and_scratch(
 
 
 def cast_whole(source: bytes) -> bytes:
-    """Cast in one go."""
     cast = cast_between("float32", "bfloat16")
     assert cast is not None
     target = bytearray(len(source) // 2)
     cast(memoryview(source), memoryview(target))
     return bytes(target)
-
-
-@given(regions(), st.lists(st.integers(1, 40), min_size=1))
-def test_portions_of_any_size_make_the_region(drawn: Drawn, portions: list[int]) -> None:
-    contents, rows, nbytes = drawn
-    filler = RegionFiller(Region(nbytes, copies_of(rows)), FakeReader(contents), buffer(8))
-    found = b""
-    while len(found) < nbytes:
-        view = buffer(min(portions[len(found) % len(portions)], nbytes - len(found)))
-        filler.fill(view)
-        found += bytes(view)
-    assert found == expected(contents, rows, nbytes)
 
 
 def test_the_disk_may_be_further_behind_where_there_is_memory() -> None:
@@ -252,25 +230,15 @@ def test_the_disk_may_be_further_behind_where_there_is_memory() -> None:
     assert allowed[-1] <= 256
 
 
-@pytest.mark.parametrize("window", [1, 7, 100])
-def test_a_region_without_copies_is_zeros(window: int) -> None:
-    region = Region(33, copies_of([]))
-    assert written(Span(0, [region]), FakeReader([]), window) == bytes(33)
-    assert written(Span(0, []), FakeReader([]), window) == b""
-
-
 @pytest.mark.parametrize("around", [b"", b"x"])
 def test_windows_of_zeros_become_holes_that_read_as_zeros(around: bytes) -> None:
     nbytes, window = 8 << 20, 1 << 20
     reader = FakeReader([around])
     copies = copies_of([(0, 0, at, len(around)) for at in (0, nbytes - 1) if around])
     region = Region(nbytes, copies)
-    with tempfile.TemporaryFile() as stream:
-        found = Window(buffer(window), buffer(8), reader).write(
-            Span(0, [region]), LocalSink(stream.fileno())
-        )
-        data = os.pread(stream.fileno(), nbytes + 1, 0)
-        allocated = os.fstat(stream.fileno()).st_blocks * 512
+    with file_of() as sink:
+        found = Window(buffer(window), buffer(8), reader).write(Span(0, [region]), sink)
+        data, allocated = held(sink), os.fstat(sink.descriptor).st_blocks * 512
     assert found.written == Written(nbytes, zlib.crc32(data))
     assert data == around + bytes(nbytes - 2 * len(around)) + around
     assert found.regions[0].content.crc32 == zlib.crc32(data)
@@ -278,26 +246,151 @@ def test_windows_of_zeros_become_holes_that_read_as_zeros(around: bytes) -> None
 
 
 def test_zeros_are_written_over_what_was_there() -> None:
-    nbytes, window = 20_000, 5000
-    with tempfile.TemporaryFile() as stream:
-        stream.write(b"?" * nbytes)
-        stream.flush()
-        writer = Window(buffer(window), buffer(8), FakeReader([]))
-        span = Span(0, [Region(nbytes, copies_of([]))])
-        writer.write(span, LocalSink(stream.fileno()), is_new=False)
-        assert os.pread(stream.fileno(), nbytes + 1, 0) == bytes(nbytes)
+    with file_of(b"?" * 20_000) as sink:
+        span = Span(0, [Region(20_000, copies_of([]))])
+        Window(buffer(5000), buffer(8), FakeReader([])).write(span, sink, is_new=False)
+        assert held(sink) == bytes(20_000)
 
 
-def test_a_window_is_used_again_for_the_next_span() -> None:
-    reader = FakeReader([bytes(range(1, 65))])
-    window = Window(buffer(16), buffer(8), reader)
-    for offset in (0, 5):
-        with tempfile.TemporaryFile() as stream:
-            region = Region(20, copies_of([(0, 3, 1, 10)]))
-            assert (
-                window.write(Span(offset, [region]), LocalSink(stream.fileno())).written.nbytes
-                == 20
-            )
-            data = os.pread(stream.fileno(), 100, 0)
-        assert data == bytes(offset) + b"\0" + bytes(range(4, 14)) + bytes(9)
-        assert np.frombuffer(data, np.uint8).sum() == sum(range(4, 14))
+# Regions of many short copies, read together -----------------------------------------------------
+
+
+FILE_BYTES = 1 << 15
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[SourceFile, ...]:
+    place = tmp_path_factory.mktemp("files")
+    found = []
+    for number in range(2):
+        path: Path = place / str(number)
+        path.write_bytes(np.random.default_rng(number).bytes(FILE_BYTES))
+        found.append(identify(path))
+    return tuple(found)
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> list[Row]:
+    """Draw copies in order of target: boxes, gaps, odd ones."""
+    found, at = [], 0
+    for _ in range(draw(st.integers(1, 4))):
+        width = 4 * draw(st.integers(1, 12))
+        columns, rows = draw(st.integers(1, 4)), draw(st.integers(1, 40))
+        starts = [4 * draw(st.integers(0, 1000)) for _ in range(columns)]
+        owners = [draw(st.integers(0, 1)) for _ in range(columns)]
+        for row in range(rows):
+            for column in range(columns):
+                source = (starts[column] + row * width) % (FILE_BYTES - width)
+                found.append((owners[column], source // 4 * 4, at, width))
+                at += width
+        at += 4 * draw(st.integers(0, 3))
+    return found
+
+
+def wanted(rows: list[Row], files: tuple[SourceFile, ...]) -> bytes:
+    """Make the copies one by one."""
+    return expected([file.path.read_bytes() for file in files], rows, rows[-1][2] + rows[-1][3])
+
+
+def filled(region: Region, files: tuple[SourceFile, ...], step: int, scratch: int) -> bytes:
+    """Fill a region in portions of equal size; every buffer is full of other bytes at first."""
+    reader, made = SourceReader(files), b""
+    filler = RegionFiller(region, reader, memoryview(bytearray(scratch)))
+    for start in range(0, region.content_bytes, step):
+        view = memoryview(bytearray(b"\xee" * min(step, region.content_bytes - start)))
+        filler.fill(view)
+        made += bytes(view)
+    reader.close()
+    return made
+
+
+@given(boxes(), st.integers(1, 5000).map(lambda n: 4 * n), st.sampled_from([0, 64, 4096]))
+def test_portions_of_any_size_hold_the_right_bytes(
+    files: tuple[SourceFile, ...], rows: list[Row], step: int, scratch: int
+) -> None:
+    content = wanted(rows, files)
+    region = Region(len(content), copies_of(rows))
+    assert filled(region, files, step, scratch) == content
+
+
+@given(boxes(), st.integers(1, 5000).map(lambda n: 8 * n))
+def test_casts_are_made_of_what_was_put_together(
+    files: tuple[SourceFile, ...], rows: list[Row], step: int
+) -> None:
+    narrow = wanted(rows, files)
+    wide = np.frombuffer(narrow, "<u2").astype("<u4") << 16  # bf16 is the front of a float32
+    region = Region(
+        2 * len(narrow),
+        copies_of([(file, source, 2 * target, nbytes) for file, source, target, nbytes in rows]),
+        source_itemsize=2,
+        target_itemsize=4,
+        cast=cast_between("bfloat16", "float32"),
+    )
+    assert filled(region, files, step, 4096) == wide.tobytes()
+
+
+def test_few_reads_are_made_for_many_runs(
+    files: tuple[SourceFile, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [(row % 2, row // 2 * 16, row * 16, 16) for row in range(1000)]
+    reads, read_into = [], SourceReader.read_into
+
+    def counted(self: SourceReader, file: int, offset: int, view: memoryview) -> None:
+        reads.append(len(view))
+        read_into(self, file, offset, view)
+
+    monkeypatch.setattr(SourceReader, "read_into", counted)
+    region = Region(16_000, copies_of(rows))
+    assert filled(region, files, 16_000, 1 << 20) == wanted(rows, files)
+    assert reads == [8000, 8000]
+
+
+# Asked for ahead of the reader: what it will read, before it does, and not far ahead --------------
+
+KIB, MIB = 1 << 10, 1 << 20
+AHEAD = 4 * MIB
+
+lengths = st.lists(st.integers(1, 9 * MIB) | st.integers(1, 64 * KIB), min_size=1, max_size=8)
+
+
+def rows_of(sizes: list[int]) -> list[Row]:
+    """Lay runs out one after another, each in a file of its own."""
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [(i, 7 * i, starts[i], size) for i, size in enumerate(sizes)]
+
+
+@given(lengths, st.integers(1, MIB))
+def test_what_is_asked_for_is_what_comes_next(sizes: list[int], window: int) -> None:
+    rows, reader = rows_of(sizes), FakeReader([])
+    ahead = ReadAhead([copies_of(rows)], reader)
+    window = max(window, sum(sizes) // 400)  # small runs in small windows, large ones in large
+    begun = 0
+    for file, offset, start, size in rows:
+        for at in range(0, size, window):
+            before = len(reader.asked)
+            ahead.advance(min(window, size - at))
+            begun = start + at + min(window, size - at)
+            for asked, place, count in reader.asked[before:]:
+                where = rows[asked][2] + place - rows[asked][1]
+                assert 0 <= place - rows[asked][1] <= sizes[asked] - count
+                assert where + count > begun, f"of {file} at {offset}: is read already"
+                assert where < begun + AHEAD
+    places = [rows[file][2] + offset - rows[file][1] for file, offset, _ in reader.asked]
+    ends = [at + count for at, (_, _, count) in zip(places, reader.asked, strict=True)]
+    assert all(end <= start for end, (_, start) in zip(ends, pairwise(places), strict=False))
+
+
+@given(st.integers(1, 40), st.integers(64 * KIB, MIB))
+def test_everything_but_the_beginning_is_asked_for_before_it_is_read(
+    mibs: int, window: int
+) -> None:
+    rows, reader = rows_of([mibs * MIB, MIB]), FakeReader([])
+    ahead = ReadAhead([copies_of(rows[:1]), copies_of(rows[1:])], reader)
+    total, done = (mibs + 1) * MIB, 0
+    while done < total:
+        asked = sum(count for _, _, count in reader.asked)
+        # What the first window holds is read at once, in whatever pieces asking would have had.
+        assert not done or asked >= min(done + window, total) - window - MIB
+        ahead.advance(min(window, total - done))
+        done += window
+    assert sum(count for _, _, count in reader.asked) >= total - window - MIB

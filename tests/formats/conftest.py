@@ -12,6 +12,10 @@ from tests.fabricated import client_state, write
 from tests.job import Job
 
 
+def files_of(root: Path) -> dict[str, bytes]:
+    return {p.relative_to(root).as_posix(): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+
+
 class Device:
     """Where torch.save believes that storages are."""
 

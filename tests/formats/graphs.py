@@ -58,28 +58,11 @@ class Slotted:
     value: Any
 
 
-class Base:
-    """Has a dict; what derives from it may have slots besides."""
-
-    def __init__(self, value: Any) -> None:  # noqa: ANN401
-        self.value = value
-
-
-class Both(Base):
-    """Its state is a pair: a dict, and the slots."""
-
-    __slots__ = ("slot",)
-
-    def __init__(self, value: Any, slot: Any) -> None:  # noqa: ANN401
-        super().__init__(value)
-        self.slot = slot
-
-
+@dataclass
 class Stateful:
     """Takes whatever state it is given, even what counts for nothing."""
 
-    def __init__(self, value: Any) -> None:  # noqa: ANN401
-        self.value = value
+    value: Any
 
     def __getstate__(self) -> Any:  # noqa: ANN401
         return self.value, 1
@@ -89,10 +72,10 @@ class Stateful:
 
 
 def set_value(target: "Kept", state: Any) -> None:  # noqa: ANN401
-    """Give an object its state."""
     target.value = state
 
 
+@dataclass
 class Kept:
     """Its state is not left to BUILD: a function of its own is called for it."""
 
@@ -109,11 +92,19 @@ class Mapped(dict[Any, Any]):
 class Outer:
     """Holds a nested class."""
 
+    @dataclass
     class Inner:
         """Its qualified name has a dot."""
 
-        def __init__(self, value: Any) -> None:  # noqa: ANN401
-            self.value = value
+        value: Any
+
+
+@dataclass
+class Both(Outer.Inner):
+    """Its state is a pair: a dict, and the slots."""
+
+    __slots__ = ("slot",)
+    slot: Any
 
 
 class Keyword:
@@ -190,18 +181,18 @@ def graphs(draw: st.DrawFn, leaves: st.SearchStrategy[Any] = LEAVES) -> Any:  # 
     def pairs() -> list[tuple[Any, Any]]:
         return [(draw(leaves_of_keys), one()) for _ in range(draw(st.integers(0, 3)))]
 
-    leaves_of_keys = KEYS if leaves is LEAVES else TEXTS.map(intern)
+    leaves_of_keys = KEYS if leaves is LEAVES else TEXTS.map(sys.intern)
     makers: list[Callable[[], Any]] = [
         some,
         lambda: tuple(some()),
         lambda: dict(pairs()),
-        lambda: ordered(pairs(), one()),
+        lambda: attributed(OrderedDict(pairs()), one()),  # as a module's state dict is
         lambda: argparse.Namespace(lr=one(), args=one()),
         lambda: Record(one(), one()),
         lambda: Slotted(one()),
         lambda: Outer.Inner(one()),
         lambda: Point(one(), one()),
-        lambda: bag(some(), one()),
+        lambda: attributed(Bag(some()), one()),
         lambda: Both(one(), one()),
         lambda: Stateful(one()),
     ]
@@ -215,8 +206,8 @@ def graphs(draw: st.DrawFn, leaves: st.SearchStrategy[Any] = LEAVES) -> Any:  # 
             lambda: Counter(draw(st.text(max_size=5))),
             lambda: deque(some(), maxlen=draw(st.sampled_from([None, 2]))),
             lambda: ChainMap(dict(pairs()), {}),
-            lambda: mapped(pairs(), one()),
-            lambda: kept(one()),
+            lambda: attributed(Mapped(pairs()), one()),
+            lambda: Kept(one()),
         ]
     for maker in draw(st.lists(st.sampled_from(makers), max_size=8)):
         pool.append(maker())  # noqa: PERF401 - makers look at the pool
@@ -226,13 +217,13 @@ def graphs(draw: st.DrawFn, leaves: st.SearchStrategy[Any] = LEAVES) -> Any:  # 
         ring = one()
         if type(ring) is list or isinstance(ring, Bag):
             ring.append(one())
-        elif isinstance(ring, Record | Outer.Inner | Both | Kept):
+        elif isinstance(ring, Record | Outer.Inner | Kept):
             ring.value = one()
     return pool[-1] if draw(st.booleans()) else pool
 
 
 def pickled(graph: object, protocol: int) -> bytes:
-    """Pickle a graph, unless it is one that the standard pickler gets lost in."""
+    """Pickle a graph; give up one that the standard pickler gets lost in."""
     try:
         return pickle.dumps(graph, protocol=protocol)
     except (RecursionError, TypeError):
@@ -242,37 +233,9 @@ def pickled(graph: object, protocol: int) -> bytes:
         reject()
 
 
-def ordered(pairs: list[tuple[Any, Any]], attribute: object) -> OrderedDict[Any, Any]:
-    """Make an OrderedDict with an attribute, as a module's state dict is."""
-    made = OrderedDict(pairs)
-    made._metadata = attribute  # type: ignore[attr-defined]
+def attributed(made: Any, value: object) -> Any:  # noqa: ANN401
+    made.attribute = value
     return made
-
-
-def bag(items: list[Any], attribute: object) -> Bag:
-    """Make a list with an attribute."""
-    made = Bag(items)
-    made.attribute = attribute  # type: ignore[attr-defined]
-    return made
-
-
-def mapped(items: list[tuple[Any, Any]], attribute: object) -> Mapped:
-    """Make a dict with an attribute."""
-    made = Mapped(items)
-    made.attribute = attribute  # type: ignore[attr-defined]
-    return made
-
-
-def kept(value: object) -> Kept:
-    """Make an object whose state is set by a function of its own."""
-    made = Kept()
-    made.value = value
-    return made
-
-
-def intern(text: str) -> str:
-    """Return the one object of all equal strings."""
-    return sys.intern(text)
 
 
 EXACT = (
@@ -282,14 +245,14 @@ EXACT = (
 """Kinds of which two are the same if they are equal."""
 
 PLAIN = st.one_of(
-    INTS, FLOATS, TEXTS.map(intern), st.booleans(), st.none(), st.sampled_from(list(Colour)),
+    INTS, FLOATS, TEXTS.map(sys.intern), st.booleans(), st.none(), st.sampled_from(list(Colour)),
     st.sampled_from([Level.LOW, Colour, len, torch.bfloat16]),
 )  # fmt: skip
 """Leaves of which no two are equal strings in distinct objects, not even inside their pickles."""
 
 
 def same(one: object, other: object, seen: dict[int, int] | None = None) -> bool:
-    """Tell whether two graphs have equal values, bit by bit, and the same objects in two places."""
+    """Compare values, bit by bit, and which objects are the same in two places."""
     seen = {} if seen is None else seen
     if type(one) is not type(other):
         return False
@@ -321,7 +284,6 @@ def _parts_same(one: Any, other: Any, seen: dict[int, int]) -> bool:  # noqa: AN
 
 
 def _parts(node: Any) -> list[Any]:  # noqa: ANN401
-    """List what an object consists of, in order."""
     found: list[Any] = []
     if isinstance(node, dict):
         found += [part for item in node.items() for part in item]

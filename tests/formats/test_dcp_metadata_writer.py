@@ -47,7 +47,6 @@ def tensors(draw: st.DrawFn) -> PlacedEntry:
 
 @st.composite
 def plain_values(draw: st.DrawFn) -> PlacedEntry:
-    """Make up another value."""
     part = st.one_of(NAMES, st.integers(0, 1 << 20))
     paths = draw(st.lists(st.tuples(NAMES, part, NAMES), min_size=1, max_size=3))
     return PlacedEntry(tuple(paths), (ItemPlace(draw(NAMES), draw(NUMBERS), draw(NUMBERS)),))
@@ -77,7 +76,6 @@ def test_many_keys_are_read() -> None:
 
 
 def wanted(entries: list[PlacedEntry]) -> Metadata:
-    """Make what torch would have pickled."""
     found = Metadata({}, {}, {}, None, "1.0.0")
     for entry in entries:
         for path in entry.paths:
@@ -101,5 +99,4 @@ def wanted(entries: list[PlacedEntry]) -> Metadata:
 
 
 def offsets(item: ItemPlace) -> tuple[int, ...]:
-    """Say where a part of a tensor begins."""
     return (item.first, *[0] * (len(item.shape) - 1)) if item.shape else ()

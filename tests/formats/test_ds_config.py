@@ -7,18 +7,31 @@ every spelling and type.
 import copy
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from deepspeed.runtime import constants
 from deepspeed.runtime.config import DeepSpeedConfig, DtypeEnum
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.offload_config import (
+    DeepSpeedZeroOffloadOptimizerConfig,
+    OffloadDeviceEnum,
+)
 
+import streamshard
 from streamshard.errors import UsageError
 from streamshard.formats.deepspeed import ds_config
+from streamshard.formats.deepspeed.ds_config import mistyped
+from streamshard.formats.deepspeed.ds_versions import Version
 from streamshard.live import live_engine
+from tests.cli.conftest import streamshard as run_cli
+from tests.fabricated import edit, load, write
+from tests.job import EXPERTS, TAG, Job
 
 Meaning = Mapping[str, object]
 
@@ -81,7 +94,6 @@ STRICTER = {"1_000", "2.", -1, "-1"}
 
 
 def with_value(base: Mapping[str, Any], place: str, value: object) -> dict[str, Any]:
-    """Set a key of a config."""
     config = copy.deepcopy(dict(base))
     section, (*outer, key) = config, place.split(".")
     for name in outer:
@@ -124,7 +136,6 @@ def meaning_to_deepspeed(config: Mapping[str, Any]) -> Meaning:
 
 
 def meaning_here(config: Mapping[str, Any]) -> Meaning:
-    """Ask the reader of configs."""
     stage = ds_config.zero_stage(config) or 0
     layout = ds_config.zero_layout(config, stage=stage, world_size=2)
     features = ds_config.features(config)
@@ -185,18 +196,6 @@ def is_refused_for_good(place: str, value: object) -> bool:
     return value in STRICTER
 
 
-@pytest.mark.parametrize("name", DTYPES)
-def test_every_name_of_a_dtype_decides_the_kind_of_optimizer(name: str) -> None:
-    config = {
-        "zero_optimization": {"stage": 1, "round_robin_gradients": True},
-        "bf16": {"enabled": True},
-        "data_types": {"grad_accum_dtype": name},
-    }
-    layout = ds_config.zero_layout(config, stage=1, world_size=2)
-    is_fp32 = DtypeEnum(name).value == torch.float32
-    assert (layout.bf16_optimizer, layout.round_robin) == (is_fp32, not is_fp32)
-
-
 @pytest.mark.parametrize("first", ["bf16", "bfloat16"])
 @pytest.mark.parametrize("values", [(True, False), (False, True), (None, True), (True, True)])
 def test_the_older_name_of_bf16_counts_where_the_newer_one_is_missing(
@@ -249,3 +248,157 @@ def test_objects_of_a_live_config_are_read_as_their_names() -> None:
     asked = meaning_to_deepspeed({**config, "zero_optimization": {"stage": 1}})
     assert meaning_here({**plain, "zero_optimization": {"stage": 1}}) == asked
     assert asked["bf16_optimizer"] is True
+
+
+# Keys that look mistyped, and all that DeepSpeed has, which never do ------------------------------
+
+SECTIONS = {
+    ("zero_optimization",): DeepSpeedZeroConfig,
+    ("zero_optimization", "offload_optimizer"): DeepSpeedZeroOffloadOptimizerConfig,
+    ("fp16",): DeepSpeedFP16Config,
+    ("bf16",): DeepSpeedBF16Config,
+}
+
+
+def nested(section: tuple[str, ...], key: str) -> Mapping[str, Any]:
+    config: Mapping[str, Any] = {key: 0}
+    for name in reversed(section):
+        config = {name: config}
+    return config
+
+
+def test_no_key_of_deepspeed_s_own_looks_mistyped() -> None:
+    top = [value for value in vars(constants).values() if isinstance(value, str)]
+    assert {"bf16", "bfloat16", "data_types", "gradient_clipping"} <= set(top)
+    assert [key for key in top if key.isidentifier() and mistyped({key: {}})] == []
+    for section, model in SECTIONS.items():
+        keys = {name for key, field in model.model_fields.items() for name in (key, field.alias)}
+        assert [key for key in keys if key and mistyped(nested(section, key))] == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [
+        ("zero_optimisation", "zero_optimization"),
+        ("zero_optimization.stages", "zero_optimization.stage"),
+        ("zero_optimization.sub_groupsize", "zero_optimization.sub_group_size"),
+        ("zero_optimization.round_robin_gradient", "zero_optimization.round_robin_gradients"),
+        (
+            "zero_optimization.offload_optimizer.devise",
+            "zero_optimization.offload_optimizer.device",
+        ),
+        ("bf16.enable", "bf16.enabled"),
+        ("BF16", "bf16"),
+        ("gradient_acumulation_steps", "gradient_accumulation_steps"),
+    ],
+)
+def test_what_is_near_is_named(wrong: str, near: str) -> None:
+    *section, key = wrong.split(".")
+    assert mistyped(nested(tuple(section), key)) == (wrong, near)
+
+
+@pytest.mark.parametrize("key", ["_fp16", "//zero_optimization", "wandb", "comment", ""])
+def test_what_is_near_to_nothing_or_put_aside_is_left_alone(key: str) -> None:
+    assert mistyped({key: {}}) is None
+    assert mistyped({"zero_optimization": {}, "zero_optimization_before": {}}) is None
+
+
+def test_the_command_line_names_it_and_writes_nothing(tmp_path: Path) -> None:
+    run = write(Job(stage=2), tmp_path / "run")
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"zero_optimisation": {"stage": 3}, "bf16": {"enabled": True}}))
+    resize = ["repartition", run, tmp_path / "out", "--world-size", 3, "--ds-config", config]
+    done = run_cli(*resize)
+    assert (done.code, done.out, (tmp_path / "out").exists()) == (2, "", False)
+    message = f"streamshard: {config}: 'zero_optimisation' is no known key; did you mean "
+    assert done.err.startswith(f"{message}'zero_optimization'?")
+    config.write_text(config.read_text().replace("isation", "ization").replace("3}", "2}"))
+    done = run_cli(*resize)
+    assert (done.code, done.err) == (0, "")
+
+
+# Rules that changed between DeepSpeed's versions --------------------------------------------------
+
+Versions = tuple[Version, Version]
+FLAT_1: dict[str, Any] = {"zero_optimization": {"stage": 1, "round_robin_gradients": True}}
+OFFLOADED = {
+    "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}, **FP32_GRADIENTS
+}  # fmt: skip
+ALIGNED = {"zero_optimization": {"stage": 2, "parameter_alignment": True}}
+BEFORE_EXPERTS = {"use_data_before_expert_parallelism": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "config", "versions", "values"),
+    [
+        ("round_robin", 1, FLAT_1, ((0, 12, 6), (0, 13, 0)), (False, True)),
+        ("round_robin", 2, FLAT_1, ((0, 9, 5), (0, 13, 0)), (True, True)),
+        ("bf16_optimizer", 1, OFFLOADED, ((0, 10, 0), (0, 10, 1)), (True, False)),
+        ("data_before_experts", 1, BEFORE_EXPERTS, ((0, 12, 3), (0, 12, 4)), (False, True)),
+        ("parameter_alignment", 2, ALIGNED, ((0, 19, 6), (0, 19, 7)), (False, True)),
+    ],
+)
+def test_a_setting_means_what_it_meant_to_the_version_of_the_job(
+    name: str, stage: int, config: dict[str, Any], versions: Versions, values: tuple[bool, bool]
+) -> None:
+    found = [
+        getattr(ds_config.zero_layout(config, stage=stage, world_size=2, version=version), name)
+        for version in (*versions, None)
+    ]
+    assert found == [*values, values[1]]
+
+
+def test_two_sizes_make_a_mesh_since_0_15() -> None:
+    config = {"data_parallel_size": 2, "sequence_parallel_size": 2}
+    found = [ds_config.sequence_mesh(config, v) for v in ((0, 14, 5), (0, 15, 0), None)]
+    assert found == [None, (2, 2), (2, 2)]
+
+
+def stored(run_dir: Path) -> list[list[str]]:
+    held = load(run_dir / TAG / "mp_rank_00_model_states.pt")
+    return [list(unit) for unit in held["param_shapes"]]
+
+
+def test_a_source_is_read_in_the_order_that_its_files_prove(tmp_path: Path) -> None:
+    plain = write(Job(stage=2), tmp_path / "plain")
+    shuffled = write(Job(stage=2, round_robin=True), tmp_path / "shuffled")
+    assert stored(plain) != stored(shuffled)
+    for run_dir, config in ((plain, True), (shuffled, False)):
+        for path in (run_dir / TAG).glob("*.pt"):
+            say_round_robin(path, on=config)
+            edit(path, forget_version)
+    assert streamshard.verify(plain, against=shuffled).is_good
+
+
+def forget_version(held: dict[str, Any]) -> None:
+    """Where it is known which version saved a file, its config is not doubted."""
+    for part in (held, held.get("optimizer_state_dict", {})):
+        part.pop("ds_version", None)
+
+
+def say_round_robin(path: Path, *, on: bool) -> None:
+    edit(path, lambda held: held["ds_config"]["zero_optimization"].update(round_robin_gradients=on))
+
+
+def test_experts_of_an_old_bf16_optimizer_are_refused(tmp_path: Path) -> None:
+    job = Job(stage=1, world_size=4, experts=EXPERTS, expert_parallel=2)
+    run_dir = write(job, tmp_path / "run")
+    config = tmp_path / "ds.json"
+    config.write_text(
+        '{"zero_optimization": {"stage": 1}, "bf16": {"enabled": true}, '
+        '"data_types": {"grad_accum_dtype": "fp32"}}'
+    )
+    options: dict[str, Any] = {"world_size": 4, "ds_config_file": config}
+    with pytest.raises(UsageError, match="cuts experts among all ranks"):
+        streamshard.repartition(run_dir, tmp_path / "out", **options, ds_version="0.14.0")
+
+
+def test_the_command_line_takes_a_version(tmp_path: Path) -> None:
+    run_dir = write(Job(stage=1, round_robin=True), tmp_path / "run")
+    resize = ["repartition", run_dir, tmp_path / "out", "--world-size", 2, "--ds-version"]
+    done = run_cli(*resize, "twelve")
+    assert (done.code, done.out) == (2, "")
+    assert "--ds-version 'twelve': give a release of DeepSpeed" in done.err
+    done = run_cli(*resize, "0.12.6")
+    assert done.code == 0
+    assert "round_robin_gradients off" in done.out + done.err

@@ -8,12 +8,10 @@ HF = ["config.json", "trainer_state.json"]
 
 
 def rng(*ranks: int) -> list[str]:
-    """Name HF Trainer's files of several ranks."""
     return [f"rng_state_{rank}.pth" for rank in ranks]
 
 
 def states(*ranks: int) -> list[str]:
-    """Name Accelerate's files of several ranks."""
     return [f"random_states_{rank}.pkl" for rank in ranks]
 
 

@@ -1,27 +1,23 @@
 """Pickles read and written without running them, held against the standard library's own."""
 
-import argparse
-import functools
 import io
 import pickle
 import pickletools
 import subprocess
 import sys
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from streamshard.errors import UnsupportedError
-from streamshard.formats.pickle import inert, inert_dump, inert_load
-from streamshard.formats.pickle.inert import Call, Global
+from streamshard.formats.pickle import inert_dump, inert_load
+from streamshard.formats.pickle.inert import Global
 from streamshard.formats.pickle.opcode_arguments import EndedTooEarlyError
-from tests.formats.graphs import PLAIN, Keyword, Outer, Point, Record, graphs, pickled, same
+from tests.formats.graphs import PLAIN, Point, Record, graphs, pickled, same
 
 PROTOCOLS = range(6)
 
@@ -77,32 +73,31 @@ def test_equal_strings_and_names_are_written_once_whatever_object_holds_them() -
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_torch_state_is_carried(protocol: int) -> None:
-    state = {
-        "generator": np.random.default_rng(7),
-        "legacy": np.random.RandomState(3),
-        "size": torch.Size([4, 5]),
-        "dtype": torch.float16,
-        "args": argparse.Namespace(betas=(0.9, 0.95), path=Path("a/b")),
-        "call": functools.partial(int, base=16),
-    }
-    carried = pickle.loads(dump(load(pickle.dumps(state, protocol=protocol))))
-    assert carried["generator"].integers(1 << 60) == np.random.default_rng(7).integers(1 << 60)
-    assert carried["legacy"].randint(1 << 30) == np.random.RandomState(3).randint(1 << 30)
-    assert carried["call"]("ff") == 255
-    assert (carried["size"], carried["dtype"]) == (state["size"], torch.float16)
-    assert carried["args"] == state["args"]
+def test_random_generators_are_carried(protocol: int) -> None:
+    made = np.random.default_rng(7), np.random.RandomState(3)
+    found = pickle.loads(dump(load(pickle.dumps(made, protocol=protocol))))
+    assert found[0].integers(1 << 60) == made[0].integers(1 << 60)
+    assert found[1].randint(1 << 30) == made[1].randint(1 << 30)
+
+
+def rings() -> dict[str, object]:
+    record, pair = Record(None), Point([], 1)
+    in_tuple = (record,)
+    record.value, record.other = {"self": record, "tuple": in_tuple}, [in_tuple]
+    pair.x.append(pair)
+    return {"everything": in_tuple, "a list that a call is given": pair, "that list": pair.x}
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_rings_through_everything(protocol: int) -> None:
-    record = Record(None)
-    in_tuple = (record,)
-    record.value, record.other = {"self": record, "tuple": in_tuple}, [in_tuple]
-    carried = pickle.loads(dump(load(pickle.dumps(in_tuple, protocol=protocol))))
-    assert carried[0].value["self"] is carried[0]
-    assert carried[0].value["tuple"] is carried
-    assert carried[0].other[0] is carried
+@pytest.mark.parametrize("through", rings())
+def test_a_ring_is_carried(through: str, protocol: int) -> None:
+    if protocol < 2 and through != "everything":
+        return  # the standard pickler gets lost in it
+    data = pickle.dumps(rings()[through], protocol=protocol)
+    carried = dump(load(data))
+    assert same(pickle.loads(carried), pickle.loads(data))
+    assert protocol != 2 or carried == data
+    assert dump(load(carried)) == carried
 
 
 class Hashed(Record):
@@ -122,42 +117,9 @@ def test_a_ring_through_what_a_call_is_given(protocol: int) -> None:
     assert found.value is carried
 
 
-@pytest.mark.parametrize("protocol", range(2, 6))
-def test_a_ring_through_a_list_that_a_call_is_given(protocol: int) -> None:
-    ring: list[Any] = []
-    point = Point(ring, 1)
-    ring.append(point)
-    for root in (point, ring):
-        data = pickle.dumps(root, protocol=protocol)
-        carried = dump(load(data))
-        found = pickle.loads(carried)
-        wanted = pickle.loads(data)
-        assert same(found, wanted)
-        assert protocol != 2 or carried == data
-        assert dump(load(carried)) == carried
-
-
-def test_known_stand_ins() -> None:
-    node = load(pickle.dumps(Outer.Inner(3), protocol=4))
-    assert isinstance(node, Call)
-    assert (str(node.function), node.args, node.new) == (
-        "tests.formats.graphs.Outer.Inner",
-        (),
-        True,
-    )
-    assert node.state == {"value": 3}
-    node = load(pickle.dumps(Keyword(value=1), protocol=4))
-    assert node.kwargs == {"value": 1}
-    assert load(pickle.dumps(OrderedDict, protocol=2)) == Global("collections", "OrderedDict")
-    plain = load(pickle.dumps(OrderedDict(a=1), protocol=2))
-    assert type(plain) is OrderedDict
-
-
 def test_a_state_of_none_is_not_no_state() -> None:
     head = b"\x80\x02ctests.formats.graphs\nRecord\n)\x81"
     assert dump(load(head + b"Nb.")).count(b"b") > dump(load(head + b".")).count(b"b")
-    assert load(head + b"Nb.").state is None
-    assert load(head + b".").state is inert.UNSET
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -188,14 +150,6 @@ def test_nothing_is_imported_or_called(tmp_path: Path, protocol: int) -> None:
     finally:
         sys.path.remove(str(tmp_path))
         sys.modules.pop("trap", None)
-
-
-def test_code_to_be_run_is_carried_and_not_run(tmp_path: Path) -> None:
-    attack = f"cposix\nsystem\n(S'touch {tmp_path}/pwned'\ntR.".encode()
-    node = load(attack)
-    assert (node.name, node.args) == ("posix.system", (f"touch {tmp_path}/pwned",))
-    assert b"posix\nsystem\n" in dump(node)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("head", [b"]", b"("], ids=["lists", "tuples"])

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamshard.formats.pickle import inert, inert_dump
+from streamshard.formats.pickle import inert
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import Storage, storages_in
@@ -35,14 +35,6 @@ def places(one: object, other: object, protocol: int = 2) -> dict[str, str]:
 def test_a_value_is_what_it_was_when_it_is_carried(graph: object, protocol: int) -> None:
     data = pickled(graph, protocol)
     assert list(compare_nodes(load(data), load(dump(load(data))), "")) == []
-
-
-@settings(max_examples=100)
-@given(graphs(), graphs(), st.integers(0, 5))
-def test_no_difference_means_the_same_pickle(one: object, other: object, protocol: int) -> None:
-    nodes = [load(pickled(value, protocol)) for value in (one, other)]
-    if dump(nodes[0]) == dump(nodes[1]):
-        assert list(compare_nodes(nodes[0], nodes[1], "")) == []
 
 
 NESTED: dict[str, Any] = {
@@ -167,7 +159,6 @@ def test_a_storage_without_a_tensor_is_bytes() -> None:
     storages = [Storage("float32", 3, Whole(number)) for number in (4, 5)]
     node, twin = ({"raw": storage} for storage in storages)
     assert list(compare_nodes(node, twin, "")) == [BlobPair(".raw", (4, 0), (5, 0), 12, 4)]
-    assert inert_dump.dump(1, lambda _: None)
 
 
 # What is made to be compared for ever ---------------------------------------------------------
@@ -187,7 +178,7 @@ def test_lists_that_double_themselves_are_compared_once() -> None:
 
 
 def test_parts_that_meet_in_every_pair_are_given_up() -> None:
-    parts = [[*range(300), number] for number in range(300)]
+    parts = [[*range(200), number] for number in range(200)]
     rows = [part for part in parts for _ in parts]
     columns = [part for _ in parts for part in parts]
     (*_, last) = compare_nodes(rows, columns, "top")

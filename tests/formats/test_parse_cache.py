@@ -21,8 +21,6 @@ from tests.formats.conftest import Device
 
 
 def serialized(root: Node, match: CachedParse | None) -> bytes:
-    """Spell an object, with all that is told of its storages but the file's name."""
-
     def persistent_id(node: Node) -> Node | None:
         if not isinstance(node, Storage):
             return None
@@ -43,6 +41,26 @@ def remembered(path: Path) -> ParseCache:
     known = ParseCache()
     known.remember(path, torch_file.read(path, 0))
     return known
+
+
+def is_known(one: Path, other: Path) -> bool:
+    """Tell whether the second is known for the object of the first."""
+    return require_rightly_known(remembered(one), other)
+
+
+def saved(directory: Path, *contents: object, is_zip: bool = True) -> list[Path]:
+    paths = [directory / f"rank_{rank}.pt" for rank in range(len(contents))]
+    for path, held in zip(paths, contents, strict=True):
+        torch.save(held, path, _use_new_zipfile_serialization=is_zip)
+    return paths
+
+
+def of_devices(directory: Path, device: Device, *names: str) -> list[Path]:
+    paths = [directory / f"rank_{rank}.pt" for rank in range(len(names))]
+    for rank, name in enumerate(names):
+        device.name = name
+        torch.save(content(rank), paths[rank])
+    return paths
 
 
 def content(seed: int) -> dict[str, Any]:
@@ -75,12 +93,10 @@ def places(path: Path) -> dict[str, set[int]]:
 
 def test_every_byte_flipped(tmp_path: Path) -> None:
     """Only bytes and checksums of storages can change without the file being parsed."""
-    torch.save(content(1), tmp_path / "rank_1.pt")
-    torch.save(content(2), tmp_path / "rank_2.pt")
-    known = remembered(tmp_path / "rank_1.pt")
-    whole = (tmp_path / "rank_2.pt").read_bytes()
-    assert require_rightly_known(known, tmp_path / "rank_2.pt")
-    free = set.union(*places(tmp_path / "rank_2.pt").values())
+    one, two = saved(tmp_path, content(1), content(2))
+    known, whole = remembered(one), two.read_bytes()
+    assert require_rightly_known(known, two)
+    free = set.union(*places(two).values())
     other = tmp_path / "rank_3.pt"
     for at in range(len(whole)):
         changed = bytearray(whole)
@@ -90,9 +106,7 @@ def test_every_byte_flipped(tmp_path: Path) -> None:
 
 
 def test_a_file_is_its_own_twin_and_others_are_not(tmp_path: Path) -> None:
-    one, other = tmp_path / "one.pt", tmp_path / "two.pt"
-    torch.save(content(1), one)
-    torch.save({**content(1), "step": 8}, other)
+    one, other = saved(tmp_path, content(1), {**content(1), "step": 8})
     assert one.stat().st_size == other.stat().st_size
     known = remembered(one)
     assert require_rightly_known(known, one)
@@ -105,30 +119,27 @@ def test_a_file_is_its_own_twin_and_others_are_not(tmp_path: Path) -> None:
 def test_root_folder_of_another_length_is_parsed(tmp_path: Path) -> None:
     for name in ("rank_9.pt", "rank_10.pt"):
         torch.save(content(1), tmp_path / name)
-    assert not require_rightly_known(remembered(tmp_path / "rank_9.pt"), tmp_path / "rank_10.pt")
+    assert not is_known(tmp_path / "rank_9.pt", tmp_path / "rank_10.pt")
 
 
-@pytest.mark.parametrize("root", ["other", "oth/r", "öhre"])
+@pytest.mark.parametrize("root", ["others", "oth/rs", "öhres"])
 def test_names_of_the_root_folder(tmp_path: Path, root: str) -> None:
     """Any folder will do, as it does in reading, but it has to be one."""
-    path, other = tmp_path / "whole.pt", tmp_path / "other.pt"
-    torch.save(content(1), path)
-    other.write_bytes(path.read_bytes().replace(b"whole/", f"{root}/".encode()))
-    assert require_rightly_known(remembered(path), other) == ("/" not in root)
+    (path,), other = saved(tmp_path, content(1)), tmp_path / "other.pt"
+    other.write_bytes(path.read_bytes().replace(b"rank_0/", f"{root}/".encode()))
+    assert is_known(path, other) == ("/" not in root)
 
 
 def test_broken_name_of_the_root_folder_is_parsed(tmp_path: Path) -> None:
-    path, other = tmp_path / "whole.pt", tmp_path / "other.pt"
-    torch.save(content(1), path)
-    other.write_bytes(path.read_bytes().replace(b"whole/", b"w\xff\xfele/"))
-    assert not require_rightly_known(remembered(path), other)
+    (path,), other = saved(tmp_path, content(1)), tmp_path / "other.pt"
+    other.write_bytes(path.read_bytes().replace(b"rank_0/", b"r\xff\xfek_0/"))
+    assert not is_known(path, other)
     with pytest.raises(SourceError, match="is not text"):
         torch_file.read(other, 0)
 
 
 def test_truncated_and_vanished(tmp_path: Path) -> None:
-    path, other = tmp_path / "rank_0.pt", tmp_path / "rank_1.pt"
-    torch.save(content(1), path)
+    (path,), other = saved(tmp_path, content(1)), tmp_path / "rank_1.pt"
     known = remembered(path)
     other.write_bytes(path.read_bytes()[:-1])
     assert not require_rightly_known(known, other)
@@ -139,35 +150,28 @@ def test_truncated_and_vanished(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("_no_checksums")
 def test_without_checksums(tmp_path: Path) -> None:
     """Where files tell no checksums, every storage may hold something else."""
-    for rank in (1, 2):
-        torch.save(content(rank), tmp_path / f"rank_{rank}.pt")
-    known = remembered(tmp_path / "rank_1.pt")
-    assert require_rightly_known(known, tmp_path / "rank_2.pt")
-    match = known.find(tmp_path / "rank_2.pt")
+    one, other = saved(tmp_path, content(1), content(2))
+    assert is_known(one, other)
+    match = remembered(one).find(other)
     assert match is not None
-    storages = torch_file.read(tmp_path / "rank_2.pt", 0).storages.values()
+    storages = torch_file.read(other, 0).storages.values()
     assert {s.offset for s in storages if s.nbytes} <= match.changed()
 
 
 def test_no_more_is_kept_than_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest goes first; what is too large by itself is not kept at all."""
-    for number in range(3):
-        torch.save([*content(1).values(), "x" * number * 64], tmp_path / f"{number}.pt")
-    size = (tmp_path / "2.pt").stat().st_size
+    paths = saved(tmp_path, *([*content(1).values(), "x" * n * 64] for n in range(3)))
+    size = paths[2].stat().st_size
     for limit, kept in ((3 * size, [0, 1, 2]), (2 * size, [1, 2]), (size // 8, [])):
         monkeypatch.setattr(parse_cache, "_LIMIT_BYTES", limit)
         known = ParseCache()
-        for number in range(3):
-            known.remember(tmp_path / f"{number}.pt", torch_file.read(tmp_path / f"{number}.pt", 0))
-        found = [n for n in range(3) if require_rightly_known(known, tmp_path / f"{n}.pt")]
-        assert found == kept
+        for path in paths:
+            known.remember(path, torch_file.read(path, 0))
+        assert [n for n in range(3) if require_rightly_known(known, paths[n])] == kept
 
 
 def test_legacy_files_are_parsed(tmp_path: Path) -> None:
-    for rank in (1, 2):
-        path = tmp_path / f"rank_{rank}.pt"
-        torch.save(content(rank), path, _use_new_zipfile_serialization=False)
-    assert not require_rightly_known(remembered(tmp_path / "rank_1.pt"), tmp_path / "rank_2.pt")
+    assert not is_known(*saved(tmp_path, content(1), content(2), is_zip=False))
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["before it is compared", "meanwhile"])
@@ -208,18 +212,11 @@ def test_a_file_that_becomes_shorter_is_not_kept(
     ],
 )
 def test_devices(tmp_path: Path, device: Device, one: str, other: str, is_twin: bool) -> None:
-    for rank, name in enumerate((one, other)):
-        device.name = name
-        torch.save(content(rank), tmp_path / f"rank_{rank}.pt")
-    known = remembered(tmp_path / "rank_0.pt")
-    assert require_rightly_known(known, tmp_path / "rank_1.pt") == is_twin
+    assert is_known(*of_devices(tmp_path, device, one, other)) == is_twin
 
 
 def test_pickle_of_other_devices_needs_its_own_checksum(tmp_path: Path, device: Device) -> None:
-    for rank in (0, 1):
-        device.name = f"cuda:{rank}"
-        torch.save(content(0), tmp_path / f"rank_{rank}.pt")
-    one, other = tmp_path / "rank_0.pt", tmp_path / "rank_1.pt"
+    one, other = of_devices(tmp_path, device, "cuda:0", "cuda:1")
     known = remembered(one)
     assert require_rightly_known(known, other)
     whole = other.read_bytes()
@@ -239,24 +236,19 @@ def test_device_that_is_named_elsewhere_too(tmp_path: Path, device: Device, shar
         name = device.name = "".join(["cuda:", str(rank)])
         # The storage comes first: the text is then taken from the memo.
         torch.save([torch.ones(2), name], tmp_path / f"rank_{rank}.pt")
-    known = remembered(tmp_path / "rank_0.pt")
-    assert not require_rightly_known(known, tmp_path / "rank_1.pt")
+    assert not is_known(tmp_path / "rank_0.pt", tmp_path / "rank_1.pt")
 
 
 def test_what_only_looks_like_a_device(tmp_path: Path, device: Device) -> None:
     """The end of a persistent id can be spelled inside of a text as well."""
     device.name = "cuda:0"
-    for rank in (0, 1):
-        look = f"X\x06\0\0\0cuda:{rank}K\x00tQ"
-        torch.save([torch.ones(2), look], tmp_path / f"rank_{rank}.pt")
-    known = remembered(tmp_path / "rank_0.pt")
-    assert not require_rightly_known(known, tmp_path / "rank_1.pt")
+    looks = [[torch.ones(2), f"X\x06\0\0\0cuda:{rank}K\x00tQ"] for rank in (0, 1)]
+    assert not is_known(*saved(tmp_path, *looks))
 
 
 def test_numbers_of_devices_as_torch_spells_them(tmp_path: Path, device: Device) -> None:
-    device.name = "cuda:12"
-    torch.save(content(0), tmp_path / "rank_0.pt")
-    with zipfile.ZipFile(tmp_path / "rank_0.pt") as archive:
+    (path,) = of_devices(tmp_path, device, "cuda:12")
+    with zipfile.ZipFile(path) as archive:
         pickled = archive.read("rank_0/data.pkl")
     devices = DeviceNumbers(pickled)
     assert bytes(pickled[at] for at in devices.places) == b"12" * 4

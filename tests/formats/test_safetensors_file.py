@@ -1,4 +1,4 @@
-"""safetensors files, byte for byte against the library's own."""
+"""safetensors files, byte for byte against the library's own, and the JSON in them."""
 
 import json
 import struct
@@ -11,6 +11,7 @@ import torch
 
 from streamshard.errors import CorruptFileError, UnsupportedError
 from streamshard.formats.safetensors_file import Described, lay_out, read
+from streamshard.formats.strict_json import parse
 
 DTYPES = [
     "bool", "uint8", "int8", "float8_e5m2", "float8_e4m3fn", "int16", "uint16", "float16",
@@ -19,7 +20,6 @@ DTYPES = [
 
 
 def written(tensors: dict[str, torch.Tensor]) -> bytes:
-    """Write a file as its layout says."""
     described = [
         Described(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         for name, tensor in tensors.items()
@@ -45,19 +45,14 @@ CASES: dict[str, dict[str, torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_library_writes_the_same_bytes(name: str) -> None:
-    tensors = CASES[name]
-    assert written(tensors) == safetensors.torch.save(tensors, metadata={"format": "pt"})
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_what_the_library_wrote_is_read(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    safetensors.torch.save_file(CASES[name], path)
-    data = path.read_bytes()
+def test_files_are_the_library_s_both_ways(name: str, tmp_path: Path) -> None:
+    tensors, path = CASES[name], tmp_path / "model.safetensors"
+    data = safetensors.torch.save(tensors, metadata={"format": "pt"})
+    assert written(tensors) == data
+    path.write_bytes(data)
     found = {one.tensor.name: one for one in read(path)}
-    assert found.keys() == CASES[name].keys()
-    for key, tensor in CASES[name].items():
+    assert found.keys() == tensors.keys()
+    for key, tensor in tensors.items():
         one = found[key]
         assert (f"torch.{one.tensor.dtype}", one.tensor.shape) == (str(tensor.dtype), tensor.shape)
         raw = data[one.offset : one.offset + one.tensor.nbytes]
@@ -71,7 +66,6 @@ def test_what_the_format_cannot_say_is_refused() -> None:
 
 
 def entry(dtype: Any = "F32", shape: Any = (1,), offsets: Any = (0, 4)) -> dict[str, Any]:  # noqa: ANN401
-    """Make an entry of a header."""
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
 
 
@@ -109,3 +103,32 @@ def test_a_file_cut_short_anywhere_is_refused(tmp_path: Path) -> None:
     path.write_bytes(data + b"\0")
     with pytest.raises(CorruptFileError):
         read(path)
+
+
+# JSON that readers may understand in several ways ------------------------------------------------
+
+
+DOCUMENT = {"a": [1, 2.5, None, True, "\u00e9"], "b": {"a": {}}}
+
+
+def test_what_is_json_is_read() -> None:
+    assert parse(json.dumps(DOCUMENT).encode()) == DOCUMENT
+    assert parse(json.dumps(DOCUMENT, ensure_ascii=False).encode()) == DOCUMENT
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b'{"a": 1, "b": {"c": 1, "c": 1}}', "a key twice"),
+        (b"[NaN]", "NaN"),
+        (b"[-Infinity]", "-Infinity"),
+        (b"[" * 100_000, "nested too deeply"),
+        (json.dumps(DOCUMENT).encode("utf-32"), "utf-8"),
+        (b"\xef\xbb\xbf{}", "BOM"),
+        (b'{"a": 1', "delimiter"),
+        (b"", "Expecting value"),
+    ],
+)
+def test_the_rest_is_refused(data: bytes, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        parse(data)

@@ -1,7 +1,9 @@
-"""Stores, read by zarr-python and TensorStore, against the values that were saved."""
+"""Stores, as zarr-python and TensorStore read them, against the values that were saved."""
 
 import hashlib
+import itertools
 import json
+import math
 import struct
 import urllib.parse
 from pathlib import Path
@@ -14,28 +16,36 @@ import torch
 import zarr
 from numcodecs.blosc import Blosc
 from numpy.typing import NDArray
-from zarr.codecs import BloscCodec
+from zarr.codecs import BloscCname, BloscCodec, Crc32cCodec
+from zarr.core.buffer import default_buffer_prototype
+from zarr.storage import MemoryStore
 
 import streamshard
-from streamshard.formats.zarr.documents import array_path
-from streamshard.model import LogicalTensor
+from streamshard.defaults import CODECS
+from streamshard.formats.zarr.documents import (
+    array_document,
+    array_path,
+    chunk_keys,
+    group_document,
+)
+from streamshard.formats.zarr.rewritten import is_serialized_anew
+from streamshard.model import ITEMSIZE, LogicalTensor
 from tests.fabricated import client_state, write
-from tests.job import TAG, Job, expected
+from tests.formats.conftest import files_of
+from tests.job import Job, expected
 
-CODECS = ("none", "lz4", "zstd")
 STORED_AS = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}
 
 
 def store_of(job: Job, directory: Path, codec: str = "none", chunk_size: int = 50) -> Path:
     write(job, directory / "run")
-    streamshard.convert(
-        directory / "run", directory / "x.zarr", codec=codec, chunk_size=chunk_size
-    )  # fmt: skip
-    return directory / "x.zarr"
+    store = directory / "x.zarr"
+    streamshard.convert(directory / "run", store, codec=codec, chunk_size=chunk_size)
+    return store
 
 
 def bits(tensor: torch.Tensor) -> NDArray[Any]:
-    """Show a tensor as NumPy has it, bfloat16 as its bits."""
+    """Return a tensor as NumPy has it, bfloat16 as its bits."""
     stored = STORED_AS.get(tensor.dtype)
     array: NDArray[Any] = (tensor if stored is None else tensor.view(stored)).numpy()
     return array
@@ -49,6 +59,17 @@ def with_tensorstore(path: Path) -> NDArray[Any]:
     spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(path)}}
     array: NDArray[Any] = tensorstore.open(spec).result().read().result()
     return array
+
+
+def require_same_files(directory: Path, world_size: int = 1) -> None:
+    """Require that a checkpoint rebuilt from its store is what it would become directly."""
+    for source in ("x.zarr", "run"):
+        streamshard.repartition(
+            directory / source, directory / f"of-{source}", world_size=world_size
+        )
+    found, wanted = files_of(directory / "of-x.zarr"), files_of(directory / "of-run")
+    assert found.keys() == wanted.keys()
+    assert [name for name in found if found[name] != wanted[name]] == []
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -94,6 +115,8 @@ def test_the_group_lists_everything_that_it_has(tmp_path: Path) -> None:
     arrays = {path for path, member in members.items() if isinstance(member, zarr.Array)}
     wanted = {path_in(state, name) for state, name in expected(job)}
     wanted |= {"meta/state", "meta/manifest", "file/zero_to_fp32.py"}
+    script = (tmp_path / "run" / "zero_to_fp32.py").read_bytes()
+    assert np.asarray(group["file/zero_to_fp32.py"][...]).tobytes() == script  # type: ignore[index]
     blobs = {path for path in arrays if path.startswith("blob/")}
     assert arrays - blobs == wanted
     assert blobs
@@ -114,13 +137,6 @@ def test_nothing_but_provenance_depends_on_the_source_s_world_size(
         assert root["attributes"]["streamshard"]["saved_by"]["world_size"] == world_size
         files.append({n: p.read_bytes() for n, p in found.items() if not n.startswith("meta/")})
     assert files[0] == files[1]
-
-
-def test_other_files_are_arrays_of_their_bytes(tmp_path: Path) -> None:
-    store = store_of(Job(), tmp_path)
-    array = zarr.open_array(store / "file" / "zero_to_fp32.py", mode="r")
-    content = (tmp_path / "run" / "zero_to_fp32.py").read_bytes()
-    assert np.asarray(array[...]).tobytes() == content
 
 
 @pytest.mark.parametrize("chunk_size", [1, 16, 100, 1 << 20])
@@ -159,10 +175,7 @@ def test_a_long_name_is_shortened_and_kept_beside(tmp_path: Path) -> None:
         assert with_tensorstore(store / path).tobytes() == bits(wanted["fp32", name]).tobytes()
     found = streamshard.verify(store, against=tmp_path / "run")
     assert not found.problems
-    streamshard.repartition(store, tmp_path / "back", world_size=1)
-    streamshard.repartition(tmp_path / "run", tmp_path / "direct", world_size=1)
-    for path_ in (tmp_path / "direct" / TAG).iterdir():
-        assert (tmp_path / "back" / TAG / path_.name).read_bytes() == path_.read_bytes()
+    require_same_files(tmp_path)
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -193,8 +206,7 @@ def test_any_name_is_an_array_of_its_own(tmp_path: Path) -> None:
         assert with_tensorstore(store / path).tobytes() == found.tobytes()
     listed = dict(group.members(max_depth=None))
     assert set(paths) <= set(listed)
-    again = streamshard.repartition(store, tmp_path / "out", world_size=1)
-    assert again.tag == TAG
+    require_same_files(tmp_path)
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -204,12 +216,97 @@ def test_by_the_store_or_directly_the_files_are_the_same(
     tmp_path: Path, codec: str, stage: int, world_size: int
 ) -> None:
     job = Job(stage=stage, world_size=3, client_state=client_state(), sub_group_size=30)
-    store = store_of(job, tmp_path, codec)
-    streamshard.repartition(store, tmp_path / "by-store", world_size=world_size)
-    streamshard.repartition(tmp_path / "run", tmp_path / "direct", world_size=world_size)
-    found = [
-        {p.relative_to(root).as_posix(): p.read_bytes() for p in root.rglob("*") if p.is_file()}
-        for root in (tmp_path / "by-store", tmp_path / "direct")
-    ]
-    assert found[0].keys() == found[1].keys()
-    assert [name for name in found[0] if found[0][name] != found[1][name]] == []
+    store_of(job, tmp_path, codec)
+    require_same_files(tmp_path, world_size)
+
+
+# Documents, field by field against zarr-python's own ---------------------------------------------
+
+
+DOCUMENTED_AS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+QUANTISED = ("qint8", "quint8", "qint32")
+"""Kept inside of the training state only, as raw bytes."""
+SHAPES = {(): (), (7,): (3,), (4, 6): (1, 3), (0, 3): (1, 3), (2, 3, 4): (2, 3, 4)}
+"""Shape → shape of the chunks."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "lz4": {"clevel": 5, "shuffle": "bitshuffle"},
+    "zstd": {"clevel": 1, "shuffle": "shuffle", "blocksize": 1 << 19},
+}
+OF_NO_ARRAY = {"dimension_names", "consolidated_metadata"}
+"""Keys that zarr-python may write with null, which Zarr takes for left out."""
+
+
+def fields(store: MemoryStore) -> dict[str, Any]:
+    """Read the only document that zarr-python wrote, without keys that say nothing."""
+    (document,) = [store._store_dict[key] for key in store._store_dict if key == "zarr.json"]
+    found = json.loads(document.to_bytes())
+    return {k: v for k, v in found.items() if not (k in OF_NO_ARRAY and v is None)}
+
+
+def theirs(tensor: LogicalTensor, chunk: tuple[int, ...], codec: str) -> dict[str, Any]:
+    """Have zarr-python write the document of the array that a tensor is stored in."""
+    dtype = DOCUMENTED_AS.get(tensor.dtype, tensor.dtype)
+    store, size = MemoryStore(), ITEMSIZE[tensor.dtype]
+    blosc = []
+    if codec != "none":
+        blosc = [BloscCodec(cname=BloscCname(codec), typesize=size, **SETTINGS[codec])]
+    zarr.create_array(
+        store,
+        shape=tensor.shape,
+        dtype=dtype,
+        chunks=chunk or "auto",
+        compressors=[*blosc, Crc32cCodec()],
+        attributes={"dtype": tensor.dtype} if tensor.dtype in DOCUMENTED_AS else {},
+    )
+    return fields(store)
+
+
+def opened_by_zarr(document: dict[str, Any]) -> dict[str, Any]:
+    content = default_buffer_prototype().buffer.from_bytes(json.dumps(document).encode())
+    array = zarr.open_array(MemoryStore({"zarr.json": content}), mode="r")
+    return {**array.metadata.to_dict()}
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("dtype", sorted({*ITEMSIZE} - {*QUANTISED}))
+def test_an_array_s_document_is_zarr_python_s(dtype: str, codec: str) -> None:
+    for shape, chunk in SHAPES.items():
+        tensor = LogicalTensor("fp32", "w", dtype, shape)
+        ours = json.loads(array_document(tensor, chunk, codec))
+        wanted = theirs(tensor, chunk, codec)
+        assert ours == wanted, shape
+        opened = [opened_by_zarr(document) for document in (ours, wanted)]
+        assert opened[0] == opened[1]
+
+
+def test_a_group_s_document_has_the_fields_of_zarr_python() -> None:
+    attributes = {"streamshard": {"format_version": 1, "tag": "größe"}}
+    for given in ({}, attributes):
+        store = MemoryStore()
+        zarr.create_group(store, attributes=given)
+        assert json.loads(group_document(given)) == fields(store)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 4), (0, 2)])
+def test_our_chunk_keys_are_zarr_python_s(shape: tuple[int, ...]) -> None:
+    """Those that zarr-python writes, in the order of the elements."""
+    store = MemoryStore()
+    array = zarr.create_array(store, shape=shape, dtype="uint8", chunks=(1,) * len(shape) or "auto")
+    array[...] = np.arange(1, 1 + math.prod(shape), dtype="uint8").reshape(shape)
+    written = {key for key in store._store_dict if key != "zarr.json"}
+    ours = chunk_keys(shape)
+    assert written == {*ours}
+    indices = itertools.product(*map(range, shape)) if math.prod(shape) else []
+    assert ours == [array.metadata.encode_chunk_key(index) for index in indices]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "codec"), [("bfloat16", "zstd"), ("float32", "lz4"), ("bool", "none")]
+)
+def test_no_flipped_bit_of_a_document_says_the_same(dtype: str, codec: str) -> None:
+    ours = array_document(LogicalTensor("fp32", "w", dtype, (4, 6)), (1, 3), codec)
+    assert is_serialized_anew(json.dumps(json.loads(ours), indent=2).encode(), ours)
+    for bit in range(8 * len(ours)):
+        flipped = bytearray(ours)
+        flipped[bit // 8] ^= 1 << bit % 8
+        assert not is_serialized_anew(bytes(flipped), ours), flipped

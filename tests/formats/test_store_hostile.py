@@ -1,6 +1,10 @@
-"""Stores made to mislead: their checksums fit, as whoever made them wrote those too."""
+"""Stores with something wrong: an error of the right kind, never other bytes.
+
+What is damaged has wrong checksums; what is made to mislead has right ones, by whoever made it.
+"""
 
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,17 +14,121 @@ import google_crc32c
 import pytest
 
 import streamshard
-from streamshard.errors import CorruptFileError, IntegrityError, SourceError
+from streamshard.errors import (
+    CorruptFileError,
+    IncompleteError,
+    IntegrityError,
+    SourceError,
+    SourceNotFoundError,
+    StreamshardError,
+    UnsupportedError,
+)
 from streamshard.formats.checkpoint import Checkpoint, ModuleEntry, OtherFile, ScalarState
 from streamshard.formats.zarr import store_state
 from streamshard.formats.zarr.chunks import BloscChunk, serialize_checksum
 from streamshard.model import FILE, LogicalTensor, Note
+from tests.formats.conftest import files_of
 
 CHUNK = "state/exp_avg/embed.weight/c/1/0"
+SMALL = ("meta/manifest/c/0", "meta/state/c/0")
+
+
+def flipped(data: bytes, place: int, bit: int) -> bytes:
+    return data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :]
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "cut": lambda data: data[:-1],
+    "extended": lambda data: data + b"\0",
+    "first flipped": lambda data: flipped(data, 0, 0),
+    "last flipped": lambda data: flipped(data, len(data) - 1, 7),
+    "empty": lambda data: b"",
+}
+
+
+def rebuilt(store: Path, out: Path) -> dict[str, bytes]:
+    shutil.rmtree(out, ignore_errors=True)
+    streamshard.repartition(store, out, world_size=3, overwrite=True)
+    return files_of(out)
+
+
+@pytest.mark.parametrize(
+    ("which", "damage"),
+    [
+        (which, damage)
+        for which in (CHUNK, *SMALL)
+        for damage in DAMAGES
+        if (which, damage) != (CHUNK, "last flipped")  # a chunk's own CRC-32C, for other tools
+    ],
+)
+def test_what_is_damaged_is_named(store: Path, tmp_path: Path, which: str, damage: str) -> None:
+    (store / which).write_bytes(DAMAGES[damage]((store / which).read_bytes()))
+    with pytest.raises(IntegrityError, match=which):
+        rebuilt(store, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("which", [CHUNK, *SMALL])
+def test_what_is_missing_is_named_and_not_taken_for_zeros(
+    store: Path, tmp_path: Path, which: str
+) -> None:
+    (store / which).unlink()
+    with pytest.raises(IncompleteError, match=which):
+        rebuilt(store, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        pytest.param("{}", SourceNotFoundError, id="no attributes"),
+        pytest.param("[1]", SourceNotFoundError, id="no object"),
+        pytest.param("{", SourceNotFoundError, id="no JSON"),
+        pytest.param(
+            '{"attributes": {"streamshard": {"format_version": 999}}}',
+            UnsupportedError,
+            id="newer",
+        ),
+    ],
+)
+def test_a_root_document_that_is_not_ours(
+    store: Path, text: str, kind: type[StreamshardError]
+) -> None:
+    (store / "zarr.json").write_text(text)
+    with pytest.raises(kind, match=r"x\.zarr"):
+        streamshard.inspect(store)
+
+
+def test_a_chunk_swapped_with_another_of_its_size_is_noticed(store: Path, tmp_path: Path) -> None:
+    one, other = store / CHUNK, store / CHUNK.replace("c/1/0", "c/0/0")
+    one.rename(tmp_path / "kept")
+    other.rename(one)
+    (tmp_path / "kept").rename(other)
+    with pytest.raises(IntegrityError):
+        rebuilt(store, tmp_path / "out")
+
+
+def test_no_flipped_byte_of_any_file_changes_the_result(store: Path, tmp_path: Path) -> None:
+    before = rebuilt(store, tmp_path / "out")
+    places = sorted(p for p in store.rglob("*") if p.is_file() and p.stat().st_size)
+    chunks = [place for place in places if place.name != "zarr.json"]
+    silent = []
+    for number, place in enumerate(chunks[::6]):
+        data = place.read_bytes()
+        place.write_bytes(flipped(data, number * 31 % len(data), number % 8))
+        try:
+            if rebuilt(store, tmp_path / "out") != before:
+                silent.append(place)
+        except (IntegrityError, CorruptFileError):
+            pass
+        place.write_bytes(data)
+    assert silent == []
+    assert rebuilt(store, tmp_path / "out") == before
+
+
+# Made to mislead ----------------------------------------------------------------------------------
 
 
 def put(store: Path, what: str, data: bytes) -> None:
-    """Write one of a store's small arrays with a checksum that fits."""
     place = store / "meta" / what / "c/0"
     place.write_bytes(data + serialize_checksum(google_crc32c.value(data)))
 
@@ -30,14 +138,11 @@ def restate(
     change: Callable[[Checkpoint], Checkpoint],
     shapes: Callable[[list[tuple[int, ...]]], list[tuple[int, ...]]] = list,
 ) -> None:
-    """Write the training state anew with something changed in it."""
     checkpoint, chunk_shapes = store_state.load((store / "meta/state/c/0").read_bytes()[:-4])
     put(store, "state", store_state.dump(change(checkpoint), shapes(list(chunk_shapes))))
 
 
 def renamed(path: str) -> Callable[[Checkpoint], Checkpoint]:
-    """Give the file that comes along another path."""
-
     def change(checkpoint: Checkpoint) -> Checkpoint:
         tensors = tuple(replace(t, name=path) if t.state == FILE else t for t in checkpoint.tensors)
         return replace(checkpoint, tensors=tensors, files=(OtherFile(path, 0o644),))
@@ -122,12 +227,8 @@ def test_refused(name: str, store: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.zarr"]
 
 
-def test_unchanged_it_is_read(store: Path, tmp_path: Path) -> None:
-    restate(store, lambda c: c)
-    streamshard.repartition(store, tmp_path / "out", world_size=3)
-
-
 def test_permissions_are_permissions_only(store: Path, tmp_path: Path) -> None:
+    """And what is stated anew without a lie is read."""
     restate(store, lambda c: replace(c, files=tuple(replace(f, mode=0o6777) for f in c.files)))
     streamshard.repartition(store, tmp_path / "out", world_size=3)
     assert (tmp_path / "out/zero_to_fp32.py").stat().st_mode & 0o7777 == 0o777
@@ -185,7 +286,7 @@ def test_chunks_that_are_no_files(store: Path, change: Callable[[Path], None]) -
         streamshard.inspect(store)
 
 
-@pytest.mark.parametrize("path", [CHUNK, "meta/state/c/0", "meta/manifest/c/0"])
+@pytest.mark.parametrize("path", [CHUNK, *SMALL])
 def test_directories_that_lead_out(store: Path, path: str) -> None:
     for directory in list((store / path).parents)[: path.count("/")]:
         place = store.parent / "elsewhere"

@@ -33,8 +33,7 @@ def rebuilt(
 def test_exactly_what_torch_can_see_is_accepted(
     numel: int, dimensions: list[tuple[int, int]], start: int
 ) -> None:
-    shape: list[int] = [n for n, _ in dimensions]
-    stride: list[int] = [step for _, step in dimensions]
+    shape, stride = [n for n, _ in dimensions], [step for _, step in dimensions]
     try:
         torch.as_strided(torch.zeros(numel), shape, stride, start)
         torch_accepts = True
@@ -52,9 +51,6 @@ def test_exactly_what_torch_can_see_is_accepted(
 
 
 LIES: dict[str, tuple[Any, Any, Any]] = {
-    "too long": (0, (11,), (1,)),
-    "too far": (9, (2,), (1,)),
-    "a stride that leads out": (0, (2, 2), (9, 1)),
     "a negative length": (0, (-1,), (1,)),
     "a negative stride": (9, (3,), (-1,)),
     "a negative start": (-1, (3,), (1,)),

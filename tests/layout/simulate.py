@@ -81,7 +81,6 @@ class Shards:
     sub_group_size: int = 10**9
 
     def owners(self, groups: Groups) -> Iterator[list[Owner | None]]:
-        """Yield what each file holds, as (parameter, element)."""
         for ids, numels in self._units(groups):
             for rank in range(self.world_size):
                 yield [
@@ -91,7 +90,6 @@ class Shards:
                 ]
 
     def cut(self, groups: Groups, itemsize: int) -> Cutting:
-        """Describe the files to the planner."""
         builder = CuttingBuilder([itemsize] * sum(map(len, groups)))
         for number, (ids, numels) in enumerate(self._units(groups)):
             first = builder.slot(_slot(number * self.world_size, self.world_size))
@@ -103,7 +101,6 @@ class Shards:
         return builder.build()
 
     def segments(self, groups: Groups, itemsize: int) -> Iterator[Segments]:
-        """Yield what fills each file, as the planner spells it."""
         for ids, numels in self._units(groups):
             for rank in range(self.world_size):
                 yield shard_segments(
@@ -130,14 +127,12 @@ class Chunks:
     numel: int
 
     def owners(self, groups: Groups) -> Iterator[list[Owner | None]]:
-        """Yield what each file holds, as (parameter, element)."""
         for param, numel in enumerate(n for numels in groups for n in numels):
             for start in range(0, numel, self.numel):
                 chunk = range(start, start + self.numel)
                 yield [(param, element) if element < numel else None for element in chunk]
 
     def cut(self, groups: Groups, itemsize: int) -> Cutting:
-        """Describe the files to the planner."""
         builder = CuttingBuilder([itemsize] * sum(map(len, groups)))
         files = 0
         for param, numel in enumerate(n for numels in groups for n in numels):
@@ -147,7 +142,6 @@ class Chunks:
         return builder.build()
 
     def segments(self, groups: Groups, itemsize: int) -> Iterator[Segments]:
-        """Yield what fills each file, as the planner spells it."""
         for param, numel in enumerate(n for numels in groups for n in numels):
             for start in range(0, numel, self.numel):
                 stop = min(start + self.numel, numel)

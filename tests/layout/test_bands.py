@@ -13,7 +13,6 @@ world_sizes = st.integers(1, 12)
 
 
 def single(count: int) -> list[range]:
-    """Give every parameter a band of its own."""
     return [range(i, i + 1) for i in range(count)]
 
 

@@ -20,8 +20,6 @@ SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
 
 @dataclass(frozen=True)
 class Tiled:
-    """A tensor and the boxes that tile it."""
-
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
 

@@ -65,16 +65,6 @@ def test_there_and_back_is_identity(
     assert reshard(between, there, source, groups, itemsize) == disk
 
 
-@given(GROUPS, NATIVE, ANY, NATIVE, ITEMSIZES)
-def test_two_steps_are_one(
-    groups: Groups, source: Layout, between: Layout, target: Layout, itemsize: int
-) -> None:
-    disk = lay(source, groups, itemsize, padding=b"\xff")
-    halfway = reshard(source, disk, between, groups, itemsize)
-    direct = reshard(source, disk, target, groups, itemsize)
-    assert reshard(between, halfway, target, groups, itemsize) == direct
-
-
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=4), CHUNKS, st.data())
 def test_any_range_of_a_tensor_is_found(
     numels: list[int], chunks: Chunks, data: st.DataObject
@@ -134,7 +124,6 @@ def disjoint_copies(draw: st.DrawFn) -> list[tuple[int, int, int, int]]:
 
 
 def from_rows(rows: list[tuple[int, int, int, int]]) -> Copies:
-    """Turn runs into parallel arrays."""
     columns = np.array(rows, np.int64).reshape(-1, 4).T
     return Copies(*columns)
 
@@ -167,15 +156,6 @@ def test_coalesce_leaves_nothing_to_merge(rows: list[tuple[int, int, int, int]])
     assert [row[2] for row in found] == sorted(row[2] for row in found)
     for (file, source, target, nbytes), after in pairwise(found):
         assert after[:3] != (file, source + nbytes, target + nbytes)
-
-
-def test_a_range_that_crosses_no_piece_takes_one_copy() -> None:
-    groups = [[10, 10]]
-    cutting = Flat(1).cut(groups, 4)
-    (segments,) = Flat(1).segments(groups, 4)
-    found = cutting.locate(segments, target_itemsize=4)
-    merged = coalesce(found, target_itemsize=4, itemsize=4)
-    assert _rows(merged) == [(0, HEADER, 0, 80)]
 
 
 def test_parameters_that_a_rank_owns_a_part_of_come_whole() -> None:

@@ -1,10 +1,11 @@
-"""Parts of a rotation: every unit in exactly one, of about equal weight."""
+"""Shares of a whole: of a rotation by weight, of a global batch."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from streamshard import sizes
+from streamshard.layout.batch import BatchPlan, keep_global_batch
 from streamshard.layout.sample import EVERYTHING, Sample
 
 
@@ -48,3 +49,17 @@ def test_how_a_part_is_written(text: str, found: tuple[int | None, int]) -> None
 def test_what_is_no_part(text: str) -> None:
     with pytest.raises(ValueError, match="not a part of a whole"):
         sizes.parse_part(text)
+
+
+@given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 20))
+def test_the_global_batch_is_kept_with_the_largest_micro_batch(
+    total: int, micro_batch: int, world_size: int
+) -> None:
+    fitting = [
+        (micro, accumulation)
+        for micro in range(1, micro_batch + 1)
+        for accumulation in range(1, total + 1)
+        if micro * accumulation * world_size == total
+    ]
+    found = keep_global_batch(total, micro_batch, world_size)
+    assert found == (BatchPlan(total, *max(fitting)) if fitting else None)

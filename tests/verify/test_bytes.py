@@ -4,7 +4,7 @@ Beyond anything that is recorded are, in a native checkpoint, the files that hol
 are not DeepSpeed's: scripts, configs, tokenizers. `verify` names them in a note. A store has a
 checksum of every byte, theirs included. The containers of torch files have no meaningless bytes
 either: what no reader needs is held against what is written twice, or alike for all records. That
-is tried on every single byte in `tests/formats/test_torch_audit.py`.
+is tried on every single byte in `tests/formats/test_torch_file.py`.
 """
 
 from collections.abc import Callable

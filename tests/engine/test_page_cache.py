@@ -1,4 +1,4 @@
-"""Writing past the page cache: the same bytes, whatever the file system and the disk make of it."""
+"""What a run reads and writes, and the page cache: the same bytes, and room left for others."""
 
 import errno
 import os
@@ -12,26 +12,24 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from streamshard.engine.run.runner import Engine
+from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.span_writer import Resources
 from streamshard.engine.run.work import Ending, Fixed, Region, Span, TargetFile
 from streamshard.io import sink, writable
 from streamshard.io.file_system import EXT4, TMPFS, XFS, file_system_of
+from streamshard.io.page_cache import drop_cached
 from streamshard.io.sink import write_blocks
 from streamshard.io.writable import BLOCK_BYTES, LEAST_BYTES, aligned, open_direct
-from tests.engine.fakes import (
-    Told,
-    copies_of,
-    is_cached,
-    on_disk,
-    opened,
-)
+from tests.engine.fakes import Told, copies_of, is_cached, on_disk, opened
 from tests.held import open_files
+
+# Written past the cache --------------------------------------------------------------------------
+
 
 MIB = 1 << 20
 
 
 def kind_of(directory: Path) -> int:
-    """Tell what kind of file system a directory is on."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         return file_system_of(descriptor)
@@ -172,3 +170,59 @@ def test_workers_that_share_a_file_share_blocks_of_it(target: Path) -> None:
         assert told.kept == run * len(wanted)
         assert run or not is_cached(found, MIB // 2)
         assert found.read_bytes() == wanted + b"the end"
+
+
+# Dropped from the cache --------------------------------------------------------------------------
+
+
+NBYTES = 40 * MIB
+"""More than the disk may be behind a worker."""
+
+
+def require_cached(path: Path) -> None:
+    """Flush a file, and skip the test where it is not in memory all the same."""
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+    if not is_cached(path):
+        pytest.skip("what was just written is not in memory on this file system")
+
+
+def test_what_was_written_is_dropped_from_memory(tmp_path: Path) -> None:
+    path = tmp_path / "tag" / "file"
+    path.parent.mkdir()
+    path.write_bytes(bytes(1 << 20))
+    require_cached(path)
+    drop_cached(tmp_path)
+    assert not is_cached(path)
+
+
+@pytest.mark.parametrize("drops_behind", [False, True])
+def test_a_run_leaves_behind_what_it_is_told_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drops_behind: bool
+) -> None:
+    monkeypatch.setattr("streamshard.io.disk.open_direct", lambda path, descriptor: -1)
+    data = np.arange(NBYTES // 8, dtype=np.int64).tobytes()
+    sources = on_disk(tmp_path, [data])
+    path = sources[0].path
+    require_cached(path)
+    resources = Resources(1, MIB, MIB, drops_behind)
+    region = Region(NBYTES, copies_of([(0, 0, 0, NBYTES)]))
+    with opened(tmp_path / "out") as partial:
+        engine = Engine(sources, resources, Told(), partial)
+        engine.run([TargetFile("file", [Span(0, [region])])])
+    assert [is_cached(path), is_cached(tmp_path / "out" / "file")] == [not drops_behind] * 2
+    assert (tmp_path / "out" / "file").read_bytes() == data
+
+
+def test_what_another_worker_is_yet_to_read_stays(tmp_path: Path) -> None:
+    sources = on_disk(tmp_path, [os.urandom(NBYTES)])
+    path = sources[0].path
+    require_cached(path)
+    reader = SourceReader(sources, drops_behind=True)
+    for offset in range(16 * MIB, 24 * MIB, MIB):
+        reader.read_into(0, offset, memoryview(bytearray(MIB)))
+    reader.close()
+    if is_cached(path, 20 * MIB):
+        pytest.skip("what was forgotten is still in memory on this file system")
+    assert is_cached(path, 4 * MIB)
+    assert is_cached(path, 32 * MIB)
