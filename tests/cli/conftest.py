@@ -1,26 +1,46 @@
 """Small checkpoints to try the command line on, and a way to run it."""
 
+import fcntl
+import os
+import pty
 import re
 import shlex
 import shutil
+import struct
 import subprocess
-from collections.abc import Callable, Iterator
+import sys
+import termios
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
 from benchmarks._fabricate import fabricate
-from benchmarks._layout import TAG
 from benchmarks._model import transformer
 from streamshard.cli.main import main
 from streamshard.cli.parser import parse_command
 from streamshard.engine.run import phases
 from tests.fabricated import write
 from tests.forked import Finished, run_forked
-from tests.job import Job
+from tests.job import TAG, Job
 
 RANKS = 4
+Saved = Callable[[int], Path]
+
+OUTPUTS = (
+    "repartition --world-size 3",
+    "convert --chunk-size 200000",
+    "convert --codec zstd",
+    "export --dtype bf16",
+    "export --format torch",
+    "export --format universal",
+    "export --format dcp --ranks 2",
+)
+"""A command for every kind of target, without its source and target."""
 
 _PHASES = (
     phases.READING_HEADERS,
@@ -48,7 +68,8 @@ def streamshard(*arguments: object, script: str = "") -> Finished:
 
 
 def checked(done: Finished) -> Finished:
-    """Require that the commands that a run shows are valid ones, each at the end of a line."""
+    """Require that commands that are shown are valid, each at the end of a line; no traceback."""
+    assert "Traceback" not in done.err, done.err
     text = done.err if done.out.startswith("{") else f"{done.out}\n{done.err}"
     for shown in re.findall(
         r"(?<!usage)(?<!Example): (streamshard [a-z]+ .*)$", text, re.MULTILINE
@@ -57,23 +78,42 @@ def checked(done: Finished) -> Finished:
     return done
 
 
-@pytest.fixture
-def in_process(capsys: pytest.CaptureFixture[str]) -> Callable[..., Finished]:
-    """Run the command line in this process, which takes a fraction of the time."""
+def command(output: str, source: Path, target: Path) -> tuple[str, ...]:
+    """Spell the command that makes a target of a kind of a source."""
+    verb, *options = output.split()
+    return verb, str(source), str(target), *options
 
-    def run(*arguments: object) -> Finished:
+
+def in_process(*arguments: object) -> Finished:
+    """Run the command line in this process, which takes a fraction of the time."""
+    kept = BytesIO(), BytesIO()
+    out = TextIOWrapper(kept[0], "utf-8", write_through=True)
+    err = TextIOWrapper(kept[1], "utf-8", "backslashreplace", write_through=True)
+    with redirect_stdout(out), redirect_stderr(err):
         try:
             code = main([*map(str, arguments)])
         except SystemExit as exit:
             code = int(exit.code or 0)
-        done = capsys.readouterr()
-        return checked(Finished(code, done.out, without_progress(done.err)))
+    shown, told = (stream.getvalue().decode() for stream in kept)
+    return checked(Finished(code, shown, without_progress(told)))
 
-    return run
+
+def passed(*arguments: object) -> Finished:
+    """Require a command to end well, with nothing on standard error."""
+    done = in_process(*arguments)
+    assert (done.code, done.err) == (0, "")
+    return done
+
+
+def refused(code: int, says: str, *arguments: object) -> Finished:
+    """Require a command to end with an exit code, and to say something on standard error."""
+    done = in_process(*arguments)
+    assert (done.code, says in done.err) == (code, True), done.err
+    return done
 
 
 @pytest.fixture(scope="session")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """Make a checkpoint of a stage once; not to be changed."""
     root = tmp_path_factory.mktemp("saved")
     for stage in (2, 3):
@@ -93,39 +133,61 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def stage_2(saved: Callable[[int], Path], tmp_path: Path) -> Path:
+def stage_2(saved: Saved, tmp_path: Path) -> Path:
     """A run directory of stage 2 that a test may damage."""
     return Path(shutil.copytree(saved(2), tmp_path / "run"))
 
 
-@pytest.fixture
-def stage_3(saved: Callable[[int], Path], tmp_path: Path) -> Path:
-    """A run directory of stage 3 that a test may damage."""
-    return Path(shutil.copytree(saved(3), tmp_path / "run"))
+def on_terminal(
+    *command: object,
+    stream: str = "stderr",
+    columns: int = 100,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    sent: int = 0,
+) -> Finished:
+    """Run a command in a new interpreter with a terminal for one of its streams.
 
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB, if this process may mount one."""
-    where = tmp_path / "disk"
-    where.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(where)]
-    mounted = subprocess.run(command, capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"needs the right to mount a tmpfs: {mounted.stderr.strip()}")
-    yield where
-    subprocess.run(["umount", str(where)], check=True)
-
-
-def optimizer_file(run_dir: Path, rank: int) -> Path:
-    """Where a rank's optimizer file lies."""
-    return run_dir / TAG / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+    Parameters
+    ----------
+    sent
+        Signal that it gets as soon as something is shown.
+    """
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    kept = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS")}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: slave}
+    child = subprocess.Popen(
+        # It passes a signal on, and ends what does not end by itself.
+        ["timeout", "600", sys.executable, *map(str, command)],
+        env={**kept, "TERM": "xterm", **variables},
+        stdout=streams["stdout"],
+        stderr=streams["stderr"],
+    )
+    os.close(slave)
+    shown = b""
+    with suppress(OSError):  # so ends a terminal that nobody writes to any more
+        while chunk := os.read(master, 65536):
+            shown += chunk
+            if sent:
+                child.send_signal(sent)
+                sent = 0
+    os.close(master)
+    out, err = ((piped or b"").decode() for piped in child.communicate())
+    text = shown.decode()
+    return Finished(child.returncode, *((text, err) if stream == "stdout" else (out, text)))
 
 
 def model_file(run_dir: Path, rank: int | None = None) -> Path:
     """Where a model file lies: the shared one, or a rank's in stage 3."""
     name = "mp_rank_00" if rank is None else f"zero_pp_rank_{rank}_mp_rank_00"
     return run_dir / TAG / f"{name}_model_states.pt"
+
+
+def flip(path: Path, place: float = 0.5) -> None:
+    """Change a bit of a file, at that part of its length."""
+    data = bytearray(path.read_bytes())
+    data[int(len(data) * place)] ^= 1
+    path.write_bytes(data)
 
 
 def tree(root: Path) -> dict[str, bytes]:

@@ -54,7 +54,8 @@ def with_pickle(path: Path, pickled: bytes) -> None:
 
 def elsewhere(path: Path) -> Path:
     """Move a file out of the checkpoint, and leave a link to it."""
-    place = path.parents[2] / "elsewhere" / path.name
+    run = path.parent if path.name == "latest" else path.parents[1]
+    place = run.with_name("elsewhere") / path.name
     place.parent.mkdir(exist_ok=True)
     path.rename(place)
     path.symlink_to(place)

@@ -1,4 +1,4 @@
-"""Runs that are cut off at any point, and the same command after that."""
+"""Runs that are cut off at any point, the same command after that, and journals of others."""
 
 import json
 import os
@@ -6,13 +6,16 @@ import shutil
 import signal
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from streamshard.cli.main import main
-from tests.cli.conftest import optimizer_file, streamshard, tree
+from streamshard.operations.source.unfinished import JOURNAL
+from tests.cli.conftest import Saved, flip, in_process, refused, streamshard, tree
+from tests.fabricated import optimizer_file
 from tests.forked import Finished
 
 CUT_OFF = """
@@ -37,8 +40,6 @@ setattr(owner, what, cut_off)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.exit(main(sys.argv[5:]))
 """
-SIZE = 200_000
-"""Bytes of a chunk, so that a store has some."""
 
 
 def cut_off(
@@ -55,51 +56,9 @@ def cut_off(
     return streamshard(*arguments, script=CUT_OFF)
 
 
-@pytest.fixture(scope="module")
-def store(saved: Callable[[int], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of a small checkpoint; not to be changed."""
-    path = tmp_path_factory.mktemp("stores") / "run.zarr"
-    assert streamshard("convert", saved(2), path, "--codec", "zstd", "--chunk-size", SIZE).code == 0
-    return path
-
-
-Make = Callable[[Callable[[int], Path], Path, Path], tuple[object, ...]]
-VERBS: dict[str, Make] = {
-    "stage 2": lambda saved, store, out: ("repartition", saved(2), out, "--world-size", 3),
-    "stage 3": lambda saved, store, out: ("repartition", saved(3), out, "--world-size", 3),
-    "convert": lambda saved, store, out: ("convert", saved(3), out, "--chunk-size", SIZE),
-    "zstd": lambda saved, store, out: (
-        "convert", saved(2), out, "--codec", "zstd", "--chunk-size", SIZE
-    ),
-    "from store": lambda saved, store, out: ("repartition", store, out, "--world-size", 2),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_killed_it_goes_on(
-    saved: Callable[[int], Path], store: Path, tmp_path: Path, verb: str
-) -> None:
-    make = VERBS[verb]
-    source = tree(saved(2)) | tree(saved(3))
-    (tmp_path / "there").mkdir()
-    assert streamshard(*make(saved, store, tmp_path / "there" / "whole")).code == 0
-    whole = tree(tmp_path / "there" / "whole")
-    out = tmp_path / "here" / "out"
-    for count in (0, 1):
-        assert cut_off("note", count, make(saved, store, out)).code == -signal.SIGKILL
-        assert not out.exists()
-    done = streamshard(*make(saved, store, out), "--json")
-    assert done.code == 0, done.err
-    report = json.loads(done.out)
-    assert 0 < report["kept_bytes"] < report["bytes_written"]
-    assert tree(out) == whole
-    assert [path.name for path in out.parent.iterdir()] == ["out"]
-    assert tree(saved(2)) | tree(saved(3)) == source
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_asked_to_stop_it_keeps_what_there_is_and_says_so(
-    saved: Callable[[int], Path], tmp_path: Path, number: signal.Signals
+    saved: Saved, tmp_path: Path, number: signal.Signals
 ) -> None:
     command = ("repartition", saved(3), tmp_path / "out", "--world-size", 3)
     done = cut_off("note", 2, command, signals=[number])
@@ -114,43 +73,38 @@ def test_asked_to_stop_it_keeps_what_there_is_and_says_so(
     assert 0 < report["kept_bytes"] < report["bytes_written"]
 
 
-@pytest.mark.parametrize("verb", ["stage 3", "convert"])
+@pytest.mark.parametrize("options", [("repartition", "--world-size", 3), ("convert",)], ids=str)
 def test_what_is_unfinished_is_called_so(
-    saved: Callable[[int], Path], store: Path, tmp_path: Path, verb: str
+    saved: Saved, tmp_path: Path, options: Sequence[object]
 ) -> None:
     """Neither a folder of it nor a file counts as a checkpoint."""
     shutil.copytree(saved(3), tmp_path / "run")
-    command = VERBS[verb](saved, store, tmp_path / "out.zarr")
+    command = (options[0], saved(3), tmp_path / "out.zarr", *options[1:])
     partial = tmp_path / "out.zarr.partial"
     assert cut_off("note", 2, command, signals=[signal.SIGINT]).code == 128 + signal.SIGINT
     for words in (["inspect"], ["inspect", "--json"], ["verify"], ["diff", tmp_path / "run"]):
-        done = streamshard(*words, partial)
-        assert done.code == 3, done.err
-        assert (
-            f"{partial}: unfinished: a run is writing it, or was cut off; run the same" in done.err
-        )
-        assert done.out == ""
-    listed = streamshard("inspect", tmp_path, "--json")
-    assert listed.code == 0, listed.err
+        done = in_process(*words, partial)
+        assert (done.code, done.out) == (3, "")
+        said = f"{partial}: unfinished: a run is writing it, or was cut off; run the same"
+        assert said in done.err
+    listed = in_process("inspect", tmp_path, "--json")
     found = {one["path"]: one["is_whole"] for one in json.loads(listed.out)["checkpoints"]}
     assert found == {"run": True, partial.name: False}
-    refused = streamshard("convert", tmp_path, tmp_path / "other.zarr")
+    refused = in_process("convert", tmp_path, tmp_path / "other.zarr")
     assert refused.err.strip().endswith(f"Give the one in it: {tmp_path}/run")
-    assert streamshard(*command).code == 0
+    assert in_process(*command).code == 0
 
 
-def test_asked_twice_it_stops_at_once(saved: Callable[[int], Path], tmp_path: Path) -> None:
+def test_asked_twice_it_stops_at_once(saved: Saved, tmp_path: Path) -> None:
     command = ("repartition", saved(3), tmp_path / "out", "--world-size", 3, "--workers", 1)
     done = cut_off("note", 2, command, signals=[signal.SIGTERM, signal.SIGTERM])
-    assert (done.code, "Traceback" in done.err) == (143, False)
+    assert done.code == 143
     assert not (tmp_path / "out").exists()
     assert streamshard(*command).code == 0
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_run_that_does_not_come_to_an_end_is_ended(
-    saved: Callable[[int], Path], tmp_path: Path
-) -> None:
+def test_a_run_that_does_not_come_to_an_end_is_ended(saved: Saved, tmp_path: Path) -> None:
     """Threads that wait for each other, or for a server that is gone, wait for ever."""
     script = (
         "import signal, sys, threading\n"
@@ -175,7 +129,7 @@ def test_a_run_that_does_not_come_to_an_end_is_ended(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(("source", "code"), [(2, 0), (None, 3)])
 def test_a_run_that_is_over_is_not_stopped(
-    saved: Callable[[int], Path], tmp_path: Path, number: int, source: int | None, code: int
+    saved: Saved, tmp_path: Path, number: int, source: int | None, code: int
 ) -> None:
     """It has done all that it will; only the interpreter is still there."""
     script = (
@@ -193,7 +147,7 @@ def test_a_run_that_is_over_is_not_stopped(
     assert (done.stderr == "") == (code == 0)
 
 
-def test_signals_are_given_back(saved: Callable[[int], Path]) -> None:
+def test_signals_are_given_back(saved: Saved) -> None:
     """Who calls the command line as a function goes on after it."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
     before = [signal.getsignal(number) for number in numbers]
@@ -206,27 +160,23 @@ def test_signals_are_given_back(saved: Callable[[int], Path]) -> None:
     assert [signal.getsignal(number) for number in numbers] == before
 
 
-def test_what_does_not_read_back_is_written_again(
-    saved: Callable[[int], Path], tmp_path: Path
-) -> None:
+def test_what_does_not_read_back_is_written_again(saved: Saved, tmp_path: Path) -> None:
     """A power failure may take what was written, and leave the note of it."""
     command = ("repartition", saved(2), tmp_path / "out", "--world-size", 3)
     assert streamshard("repartition", saved(2), tmp_path / "whole", "--world-size", 3).code == 0
     assert cut_off("note", 3, command).code == -signal.SIGKILL
     partial = tmp_path / "out.partial"
-    (largest,) = sorted(partial.rglob("*optim_states.pt"), key=lambda p: p.stat().st_size)[-1:]
-    with largest.open("r+b") as stream:
-        stream.seek(largest.stat().st_size // 2)
-        stream.write(bytes(1000))
+    flip(max(partial.rglob("*optim_states.pt"), key=lambda path: path.stat().st_size))
     (partial / "stranger").write_text("nobody knows")
     assert streamshard(*command).code == 0
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
-def begun(saved: Callable[[int], Path], tmp_path: Path, *options: object) -> Path:
-    """Leave a partial target of stage 2 for 3 ranks."""
+@pytest.fixture
+def begun(saved: Saved, tmp_path: Path) -> Path:
+    """A partial target of stage 2 for 3 ranks."""
     shutil.copytree(saved(2), tmp_path / "run", copy_function=shutil.copy2)
-    command = ("repartition", tmp_path / "run", tmp_path / "out", "--world-size", 3, *options)
+    command = ("repartition", tmp_path / "run", tmp_path / "out", "--world-size", 3)
     assert cut_off("note", 2, command).code == -signal.SIGKILL
     return tmp_path / "out.partial"
 
@@ -234,50 +184,42 @@ def begun(saved: Callable[[int], Path], tmp_path: Path, *options: object) -> Pat
 @pytest.mark.parametrize(
     ("command", "told"),
     [
-        (("repartition", "run", "out", "--world-size", 4), "--world-size 3, and this one has "),
-        (("repartition", "run", "out", "--world-size", 3, "--zero-stage", 1), "--zero-stage 2"),
-        (("repartition", "run", "out", "--world-size", 3, "--ds-config", "c.json"), "--ds-config"),
-        (("convert", "run", "out"), "the verb repartition, and this one has the verb convert"),
+        ("repartition run out --world-size 4", "--world-size 3, and this one has "),
+        ("repartition run out --world-size 3 --zero-stage 1", "--zero-stage 2"),
+        ("repartition run out --world-size 3 --ds-config c.json", "--ds-config"),
+        ("convert run out", "the verb repartition, and this one has the verb convert"),
     ],
 )
 def test_another_run_is_refused_and_says_what_is_other(
-    saved: Callable[[int], Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    command: tuple[object, ...],
-    told: str,
+    begun: Path, monkeypatch: pytest.MonkeyPatch, command: str, told: str
 ) -> None:
-    partial = begun(saved, tmp_path)
+    monkeypatch.chdir(begun.parent)
     config = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "steps_per_print": 7}
-    (tmp_path / "c.json").write_text(json.dumps({**config, "train_batch_size": 12}))
-    monkeypatch.chdir(tmp_path)
-    before = tree(partial)
-    done = streamshard(*command)
+    Path("c.json").write_text(json.dumps({**config, "train_batch_size": 12}))
+    before = tree(begun)
+    done = in_process(*command.split())
     assert (done.code, told in done.err, "--overwrite" in done.err) == (4, True, True), done.err
-    assert tree(partial) == before
-    assert streamshard(*command, "--overwrite").code == 0
-    assert not partial.exists()
+    assert tree(begun) == before
+    assert in_process(*command.split(), "--overwrite").code == 0
+    assert not begun.exists()
 
 
-def test_a_changed_source_is_refused_and_named(
-    saved: Callable[[int], Path], tmp_path: Path
-) -> None:
-    partial = begun(saved, tmp_path)
-    changed = optimizer_file(tmp_path / "run", 1)
-    before = tree(partial)
-    for change in (lambda: os.utime(changed), lambda: shutil.copy2(changed, tmp_path / "copy")):
-        change()
-        if (tmp_path / "copy").exists():  # the same in all but its inode
-            (tmp_path / "copy").replace(changed)
-        done = streamshard("repartition", tmp_path / "run", tmp_path / "out", "--world-size", 3)
-        assert (done.code, f"{changed} has changed" in done.err) == (4, True), done.err
-        assert tree(partial) == before
-    (tmp_path / "run" / "tokenizer.json").write_text("{}")
-    done = streamshard("repartition", tmp_path / "run", tmp_path / "out", "--world-size", 3)
-    assert (done.code, "files, where" in done.err) == (4, True), done.err
+def with_another_inode(path: Path) -> None:
+    Path(shutil.copy2(path, path.with_name("copy"))).replace(path)
 
 
-def test_a_target_that_was_to_be_replaced(saved: Callable[[int], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", [os.utime, with_another_inode])
+def test_a_changed_source_is_refused_and_named(begun: Path, change: Callable[[Path], None]) -> None:
+    run, before = begun.with_name("run"), tree(begun)
+    command = ("repartition", run, begun.with_name("out"), "--world-size", 3)
+    change(optimizer_file(run, 1))
+    refused(4, f"{optimizer_file(run, 1)} has changed", *command)
+    assert tree(begun) == before
+    (run / "tokenizer.json").write_text("{}")
+    refused(4, "files, where", *command)
+
+
+def test_a_target_that_was_to_be_replaced(saved: Saved, tmp_path: Path) -> None:
     """Is there until the new one is whole; the permission to replace it holds for going on."""
     out = tmp_path / "out"
     assert streamshard("repartition", saved(2), out, "--world-size", 2).code == 0
@@ -300,7 +242,7 @@ def test_a_target_that_was_to_be_replaced(saved: Callable[[int], Path], tmp_path
 @pytest.mark.parametrize("where", ["before", "after"])
 @pytest.mark.parametrize("what", ["rename", "unlink"])
 def test_killed_while_names_change(
-    saved: Callable[[int], Path], tmp_path: Path, overwrite: bool, where: str, what: str
+    saved: Saved, tmp_path: Path, overwrite: bool, where: str, what: str
 ) -> None:
     out = tmp_path / "out"
     command: list[object] = ["repartition", saved(2), out, "--world-size", 3]
@@ -331,3 +273,78 @@ def test_killed_while_names_change(
         assert beside == set() or (done.code, beside) == (4, {".streamshard.lock.out"})
     else:
         pytest.fail("never came to an end")
+
+
+# Journals with correct checksums and other content ------------------------------------------------
+
+
+def line(text: str) -> bytes:
+    return b"\n%08x %s\n" % (zlib.crc32(text.encode()), text.encode())
+
+
+def header(**changes: object) -> str:
+    """Spell a header of the present format that is no run's."""
+    known = {"format": 2, "options": {}, "headers": "", "files": "", "replaces": False}
+    return json.dumps({**known, **changes})
+
+
+SPAN = ["a", 0, 1, 2]
+FOREIGN: dict[str, Sequence[str]] = {
+    "a header of another format": [header(format=3)],
+    "an empty header": ["{}"],
+    "a format that is no number": [header(format=[2])],
+    "options that are a list": [header(options=[["verb", "x"]])],
+    "options that are no texts": [header(options={"verb": 3})],
+    "files that are a number": [header(files=3)],
+    "files that are no base64": [header(files="ä")],
+    "headers that are a list": [header(headers=[])],
+    "no JSON": [header(), "{"],
+    "nested without end": [header(), "[" * 100_000],
+    "a number of many digits": [header(), f'["a", 0, 1, {"9" * 5000}]'],
+    "a text": [header(), '"done"'],
+    "a number": [header(), "7"],
+    "null": [header(), "null"],
+    "a short span": [header(), json.dumps(SPAN[:3])],
+    "a long span": [header(), json.dumps([*SPAN, 5])],
+    "a span of texts": [header(), '["a", "0", "1", "2"]'],
+    "a span of lists": [header(), '["a", [0], 1, 2]'],
+    "a path that is a number": [header(), "[1, 0, 1, 2]"],
+    "a path that is no text": [header(), r'["\ud800", 0, 1, 2]'],
+    "a negative number": [header(), '["a", 0, -1, 2]'],
+    "a large number": [header(), json.dumps(["a", 0, 1 << 64, 2])],
+    "a span before the header": [json.dumps(SPAN[:2]), header()],
+    "whole before the header": ['"whole"', "[]"],
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_journal_of_another_version_is_refused_with_what_to_do(
+    saved: Saved, tmp_path: Path, kind: str
+) -> None:
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
+    command = ("repartition", saved(2), out, "--world-size", 3)
+    journal = b"".join(map(line, FOREIGN[kind]))
+    partial.mkdir()
+    (partial / "of another").write_bytes(b"!")
+    (partial / JOURNAL).write_bytes(journal)
+    before = tree(tmp_path)
+    done = refused(4, "--overwrite", *command)
+    assert "is of another version of streamshard" in done.err
+    assert tree(tmp_path).items() >= before.items()
+    assert in_process(*command, "--overwrite").code == 0
+    assert not partial.exists()
+    whole = tree(out)
+    assert "of another" not in whole
+    (out / JOURNAL).write_bytes(journal)
+    refused(4, "exists; use --overwrite to replace it", *command)
+    assert in_process(*command, "--overwrite").code == 0
+    assert tree(out) == whole
+
+
+def test_a_journal_that_was_whole_completes_nothing_that_is_not_known(
+    saved: Saved, tmp_path: Path
+) -> None:
+    command = ("repartition", saved(2), tmp_path / "out", "--world-size", 3)
+    assert in_process(*command).code == 0
+    (tmp_path / "out" / JOURNAL).write_bytes(line("{}") + line('"whole"'))
+    assert in_process(*command).code == 4

@@ -47,12 +47,14 @@ def test_payloads_are_carried_and_never_run(run: Path, tmp_path: Path) -> None:
         assert done.code == 0, done.err
         assert "DANGER: the training state calls posix.system" in " ".join(done.out.split())
     for source in (run, store):
-        done = streamshard("verify", source)
-        assert done.code == 0, done.err
-        assert "DANGER: the training state calls" in " ".join(done.out.split())
+        for more in ((), ("--digests",)):
+            done = streamshard("verify", source, *more)
+            assert done.code == 0, done.err
+            assert "DANGER: the training state calls" in " ".join(done.out.split())
         done = streamshard("inspect", source, "--pickles")
         assert done.code == 6
         assert "a pickle calls posix.system, which runs what the file says" in done.err
+    assert streamshard("verify", run, "--against", store).code == 0
     assert not marker.exists()
     assert tree(tmp_path / "out") == tree(tmp_path / "again")
     load(tmp_path / "out" / MODEL)
@@ -165,7 +167,7 @@ BOMBS = [
 ]  # fmt: skip
 
 
-def require_refused(run: Path, says: str) -> None:
+def require_refused(run: Path, says: str, most_bytes: int = 150 * MIB) -> None:
     """Require a short message and little memory; what is there is shown, and called not whole."""
     done = streamshard("inspect", run)
     assert done.code == 3, done.err
@@ -174,8 +176,7 @@ def require_refused(run: Path, says: str) -> None:
     assert says in done.err
     assert str(run) in done.err
     assert len(done.err) < 700
-    assert "Traceback" not in done.err
-    assert done.own_bytes < 150 * MIB
+    assert done.own_bytes < most_bytes
 
 
 @pytest.mark.parametrize("bomb", BOMBS, ids=lambda bomb: bomb.name)
@@ -214,8 +215,7 @@ def test_numbers_of_a_config_that_no_float_can_be(run: Path, tmp_path: Path) -> 
     for path in (other / TAG).glob("*optim_states.pt"):
         edit(path, lambda c: c["ds_config"].update(gradient_clipping=10**400))
     done = streamshard("repartition", other, tmp_path / "o", "--world-size", 3, "--zero-stage", 2)
-    assert (done.code, "Traceback" in done.err) == (2, False), done.err
-    assert "gradient_clipping" in done.err
+    assert (done.code, "gradient_clipping" in done.err) == (2, True)
     ratio = {"zero_optimization": {"stage": 2, "offload_optimizer": {"ratio": 10**400}}}
     for path in optimizer_files(run):
         edit(path, lambda c: c["ds_config"].update(ratio))
@@ -256,12 +256,7 @@ PICKLES = {
 @pytest.mark.parametrize("name", PICKLES)
 def test_pickles_that_no_checkpoint_holds(name: str, run: Path) -> None:
     with_pickle(run / OPTIMIZER, PICKLES[name])
-    done = streamshard("inspect", run)
-    assert done.code == 3, done.err
-    assert not done.out or ", NOT WHOLE\n" in done.out
-    assert OPTIMIZER in done.err
-    assert "Traceback" not in done.err
-    assert done.own_bytes < 10 * MIB + 100 * len(PICKLES[name])
+    require_refused(run, OPTIMIZER, 10 * MIB + 100 * len(PICKLES[name]))
 
 
 def test_deep_nesting_that_is_only_carried_is_refused_when_it_is_compared(run: Path) -> None:
@@ -271,9 +266,7 @@ def test_deep_nesting_that_is_only_carried_is_refused_when_it_is_compared(run: P
         pickled = next(archive.read(n) for n in archive.namelist() if n.endswith("data.pkl"))
     deep = b"X\x04\x00\x00\x00deep" + b"]" * 100_000 + b"a" * 99_999 + b"s."
     with_pickle(path, pickled.removesuffix(b".") + deep)
-    done = streamshard("inspect", run)
-    assert done.code == 3
-    assert "Traceback" not in done.err
+    assert streamshard("inspect", run).code == 3
 
 
 def test_a_batch_that_nobody_has_is_not_divided_up(run: Path) -> None:
@@ -281,5 +274,4 @@ def test_a_batch_that_nobody_has_is_not_divided_up(run: Path) -> None:
         config = {"train_batch_size": 10**15 * 3, "train_micro_batch_size_per_gpu": 10**15 - 1}
         edit(path, lambda content: content["ds_config"].update(config))  # noqa: B023
     done = streamshard("repartition", run, run.parent / "out", "--world-size", 3, "-n")
-    assert done.code == 0
-    assert "lacks the global batch size" in done.out
+    assert (done.code, "lacks the global batch size" in done.out) == (0, True)

@@ -1,16 +1,8 @@
 """What `inspect` shows: exact texts, exact keys, and numbers held against files."""
 
-import fcntl
 import json
-import os
-import pty
 import re
 import shutil
-import struct
-import subprocess
-import sys
-import termios
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +14,9 @@ import streamshard
 from streamshard.cli.text.inspect_text import inspection_text
 from streamshard.errors import UsageError
 from streamshard.operations.inspect.inspect_report import ParameterDetail
+from tests.cli.conftest import RANKS, Saved, in_process, on_terminal, passed
 from tests.cli.conftest import streamshard as command
-from tests.fabricated import write
-from tests.forked import Finished
+from tests.fabricated import optimizer_file, write
 from tests.job import EXPERTS, TAG, Job
 
 SMALL = Job(stage=2, world_size=3)
@@ -50,20 +42,6 @@ KEYS = {
 }
 
 
-@pytest.fixture
-def inspected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_process: Callable[..., Finished]
-) -> Callable[..., Finished]:
-    """Make a checkpoint and run `inspect` beside it."""
-
-    def run(job: Job, *arguments: object) -> Finished:
-        write(job, tmp_path / "run")
-        monkeypatch.chdir(tmp_path)
-        return in_process("inspect", "run", *arguments)
-
-    return run
-
-
 def golden(name: str) -> str:
     """Read what is to be printed, with masked digits."""
     return (Path(__file__).parent / "golden" / f"inspect-{name}.txt").read_text()
@@ -75,19 +53,24 @@ def masked(text: str) -> str:
     return re.sub(r"[0-9],[0-9]{3}", "#,###", text)
 
 
-def test_the_summary_of_a_small_checkpoint(inspected: Callable[..., Finished]) -> None:
-    done = inspected(SMALL)
-    assert (done.code, done.err, masked(done.out)) == (0, "", golden("summary"))
-
-
-def test_a_parameter_of_a_small_checkpoint(inspected: Callable[..., Finished]) -> None:
-    done = inspected(SMALL, "--param", "embed.*", "--param", "head.weight")
-    assert (done.code, done.err, masked(done.out)) == (0, "", golden("parameter"))
-
-
-def test_a_rank_of_a_small_checkpoint(inspected: Callable[..., Finished]) -> None:
-    done = inspected(replace(SMALL, stage=3, sub_group_size=20), "--rank", 1)
-    assert (done.code, done.err, masked(done.out)) == (0, "", golden("rank"))
+@pytest.mark.parametrize(
+    ("name", "job", "options"),
+    [
+        ("summary", SMALL, ()),
+        ("parameter", SMALL, ("--param", "embed.*", "--param", "head.weight")),
+        ("rank", replace(SMALL, stage=3, sub_group_size=20), ("--rank", 1)),
+    ],
+)
+def test_the_text(
+    name: str,
+    job: Job,
+    options: tuple[object, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(job, Path("run"))
+    assert masked(passed("inspect", "run", *options).out) == golden(name)
 
 
 JOBS = {
@@ -168,22 +151,6 @@ def test_ranks_hold_what_is_said_of_the_parameters(tmp_path: Path, job: Job) -> 
         assert (summary.first_rank, summary.last_rank) == (min(ranks), max(ranks))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--param", "embed.wieght"], "no tensor of the model has such a name; there are embed.we"),
-        (["--rank", "3"], "--rank 3: there are the data-parallel ranks 0 to 2"),
-        (["--rank", "-1"], "--rank -1: there are the data-parallel ranks 0 to 2"),
-    ],
-)
-def test_what_is_not_there_is_a_usage_error(
-    inspected: Callable[..., Finished], arguments: list[str], message: str
-) -> None:
-    done = inspected(SMALL, *arguments)
-    assert (done.code, done.out) == (2, "")
-    assert message in done.err
-
-
 def test_a_store_has_no_ranks(tmp_path: Path) -> None:
     streamshard.convert(write(SMALL, tmp_path / "run"), tmp_path / "run.zarr", codec="zstd")
     with pytest.raises(UsageError, match=r"a store is not cut among ranks.*params="):
@@ -193,13 +160,11 @@ def test_a_store_has_no_ranks(tmp_path: Path) -> None:
     assert "state/fp32/**" in {group.pattern for group in found.file_groups}
 
 
-def test_the_keys_of_the_json_are_those_that_are_documented(
-    inspected: Callable[..., Finished], in_process: Callable[..., Finished]
-) -> None:
-    done = inspected(SMALL, "--json", "--param", "*", "--rank", 0)
-    found = json.loads(done.out)
+def test_the_json_is_complete(tmp_path: Path) -> None:
+    run = write(SMALL, tmp_path / "run")
+    found = json.loads(passed("inspect", run, "--json", "--param", "*", "--rank", 0).out)
     assert found["checkpoints"] == []  # one is asked for, and not the others
-    found["checkpoints"] = json.loads(in_process("inspect", "run", "--json").out)["checkpoints"]
+    found["checkpoints"] = json.loads(passed("inspect", run, "--json").out)["checkpoints"]
     for place, keys in KEYS.items():
         node: Any = found
         for key in filter(None, place.split(".")):
@@ -208,16 +173,39 @@ def test_the_keys_of_the_json_are_those_that_are_documented(
         assert " ".join(node) == keys, place
 
 
+def test_a_store_is_inspected_like_its_source(saved: Saved, tmp_path: Path) -> None:
+    streamshard.convert(saved(3), tmp_path / "run.zarr")
+    of_shards, of_store = (
+        json.loads(in_process("inspect", path, "--json").out)
+        for path in (saved(3), tmp_path / "run.zarr")
+    )
+    assert (of_shards["zero_stage"], of_shards["world_size"]) == (3, RANKS)
+    assert [group["states"]["step"] for group in of_shards["groups"]] == [7.0, 7.0]
+    assert of_shards["groups"][0]["hyper_parameters"]["betas"] == [0.9, 0.999]
+    numel = sum(parameter["numel"] for parameter in of_shards["parameters"])
+    assert of_shards["state_bytes"]["fp32"] == 4 * numel
+    assert of_shards["tied"] == {"head.weight": "embed.weight"}
+    for own in ("path", "kind", "files", "file_bytes", "file_groups", "file_list", "checkpoints"):
+        assert of_shards.pop(own) != of_store.pop(own)
+    for parameter in (*of_shards["parameters"], *of_store["parameters"]):
+        for cut in ("pieces", "first_rank", "last_rank"):
+            parameter.pop(cut)
+    assert of_shards == of_store
+
+
 def test_a_pipe_gets_whole_lines_and_a_terminal_folds_them(tmp_path: Path) -> None:
     name = "a." + "very_" * 60 + "long[bold]\x1b[2Jname"
     run = write(Job(groups=(((name, (3, 2)),),), tied={}), tmp_path / "run")
     piped = command("inspect", run)
     assert name.replace("\x1b", "\\x1b") in piped.out
     assert "\x1b" not in piped.out
-    for colour, environment in (
+    for colour, variables in (
         (True, {}), (False, {"NO_COLOR": "1"}), (False, {"TERM": "dumb"})
     ):  # fmt: skip
-        shown = on_terminal(["inspect", str(run)], {"TERM": "xterm", **environment})
+        line = ("-m", "streamshard", "inspect", run)
+        done = on_terminal(*line, stream="stdout", columns=90, variables=variables)
+        assert done.code == 0
+        shown = done.out.replace("\r\n", "\n")
         assert ("\x1b[1m" in shown) == colour
         assert "\x1b[2J" not in shown
         table = shown[shown.index("parameter ") :]
@@ -241,28 +229,7 @@ def test_no_terminal_is_so_narrow_that_numbers_lose_digits(width: int, tmp_path:
         assert wanted <= set(re.sub("\x1b\\[[0-9;]*m", " ", shown).split())
 
 
-def on_terminal(arguments: list[str], environment: dict[str, str]) -> str:
-    """Run the command line on a terminal of 90 columns."""
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 90, 0, 0))
-    variables = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS")}
-    call = [sys.executable, "-m", "streamshard", *arguments]
-    with subprocess.Popen(call, stdout=slave, env={**variables, **environment}) as process:
-        os.close(slave)
-        shown = b""
-        try:
-            while chunk := os.read(master, 65536):
-                shown += chunk
-        except OSError:  # so ends a terminal that nobody writes to any more
-            pass
-    os.close(master)
-    assert process.returncode == 0
-    return shown.decode().replace("\r\n", "\n")
-
-
-def test_many_parameters_are_not_all_listed(
-    tmp_path: Path, in_process: Callable[..., Finished]
-) -> None:
+def test_many_parameters_are_not_all_listed(tmp_path: Path) -> None:
     group = tuple((f"layers.{n}.weight", (2,)) for n in range(60))
     run = write(Job(groups=(group,), tied={}), tmp_path / "run")
     brief = in_process("inspect", run).out
@@ -271,19 +238,17 @@ def test_many_parameters_are_not_all_listed(
     assert in_process("inspect", run, "-v").out.count("layers.") == 60
 
 
-def test_a_save_that_was_cut_off_is_noticed(
-    tmp_path: Path, in_process: Callable[..., Finished]
-) -> None:
+def test_a_save_that_was_cut_off_is_noticed(tmp_path: Path) -> None:
     run = write(SMALL, tmp_path / "run")
     later = run / "global_step8"
     shutil.copytree(run / TAG, later)
     assert "a later step than the one shown here" in in_process("inspect", run).out
-    (later / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
-    done = in_process("inspect", run)
-    assert (done.code, done.err) == (0, "")
+    lost = [later / optimizer_file(run, rank).name for rank in (0, 1)]
+    lost[1].unlink()
+    done = passed("inspect", run)
     shown = " ".join(done.out.split())
     assert re.search(r"PROBLEM A later save is not whole: .*rank_1_mp_rank_00_optim", shown)
-    (later / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
+    lost[0].unlink()
     shutil.copytree(run / TAG, run / TAG / "copy")
     assert "looks like a shard, lies in a directory of its own" in in_process("inspect", run).out
     shutil.rmtree(run / TAG / "copy")

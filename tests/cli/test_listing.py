@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,8 @@ import streamshard
 from streamshard.cli.text.inspect_text import inspection_text
 from streamshard.operations.inspect.checkpoint_list import summaries
 from streamshard.operations.inspect.inspect_report import CheckpointList
-from tests.cli.conftest import streamshard as command
-from tests.fabricated import edit, load, save, write
-from tests.forked import Finished
+from tests.cli.conftest import in_process, passed
+from tests.fabricated import edit, write, write_dumps
 from tests.job import Job
 
 JOB = Job(stage=2, world_size=3)
@@ -69,8 +67,7 @@ def rows(shown: str) -> list[tuple[str, ...]]:
 
 
 def test_the_output_of_a_trainer_lists_its_checkpoints(trainer_output: Path) -> None:
-    done = command("inspect", trainer_output)
-    assert (done.code, done.err) == (0, "")
+    done = passed("inspect", trainer_output)
     size = r"\d\d\.\d KiB"
     expected = [
         ("checkpoint-500", "500", "3", size, "yes"),
@@ -88,18 +85,13 @@ def test_the_output_of_a_trainer_lists_its_checkpoints(trainer_output: Path) -> 
 
 
 def test_programs_get_the_same_list(trainer_output: Path) -> None:
-    done = command("inspect", trainer_output, "--json")
-    assert (done.code, done.err) == (0, "")
+    done = passed("inspect", trainer_output, "--json")
     found = json.loads(done.out)
     assert list(found) == ["path", "kind", "checkpoints", "problems"]
-    assert (found["path"], found["kind"], found["problems"]) == (
-        str(trainer_output),
-        "directory",
-        [],
-    )
-    steps = [(one["step"], one["is_whole"]) for one in found["checkpoints"]]
-    whole, broken = ([(500, True), (1000, True)], [(1500, False), (2000, False)])
-    assert steps == [*whole, *broken]
+    assert (found["path"], found["kind"]) == (str(trainer_output), "directory")
+    assert found["problems"] == []
+    steps = {one["step"]: one["is_whole"] for one in found["checkpoints"]}
+    assert steps == {500: True, 1000: True, 1500: False, 2000: False}
     assert [one["is_newest"] for one in found["checkpoints"]] == [False, False, False, True]
     for one in found["checkpoints"]:
         assert (one["zero_stage"], one["world_size"], one["is_latest"]) == (2, 3, False)
@@ -111,34 +103,17 @@ def test_programs_get_the_same_list(trainer_output: Path) -> None:
 
 
 def test_other_verbs_name_the_newest_and_where_to_see_all(trainer_output: Path) -> None:
-    done = command("repartition", trainer_output, trainer_output.parent / "made", "-n")
+    done = in_process("repartition", trainer_output, trainer_output.parent / "made", "-n")
     assert (done.code, done.out) == (3, "")
     assert "Give one of the 4 checkpoints in it, such as" in done.err
     (advised,) = re.findall(r": (streamshard inspect \S+)$", done.err, re.MULTILINE)
-    assert command(*advised.split()[1:]).code == 0
+    assert in_process(*advised.split()[1:]).code == 0
 
 
-def test_tags_without_latest_are_listed_with_what_to_give(run: Path) -> None:
-    (run / "latest").unlink()
-    done = command("inspect", run)
-    assert done.code == 3
-    assert [name for name, *_ in rows(done.out)] == [
-        "global_step90",
-        "global_step100",
-        "global_step110",
-    ]
-    assert f"such as {run / 'global_step110'}: global_step110, global_step100" in done.err
-    assert "streamshard inspect" not in done.err
-    assert command("inspect", run / "global_step110").code == 0
-
-
-def test_a_run_directory_is_inspected_and_its_tags_listed(
-    run: Path, in_process: Callable[..., Finished]
-) -> None:
+def test_a_run_directory_is_inspected_and_its_tags_listed(run: Path) -> None:
     shutil.copytree(run / "global_step90", run / "best")
     (run / "latest").write_text("global_step100")
-    done = in_process("inspect", run)
-    assert (done.code, done.err) == (0, "")
+    done = passed("inspect", run)
     assert "tag         global_step100\n" in done.out
     assert [(name, step, whole) for name, step, _, _, whole in rows(done.out[100:])] == [
         ("best", "90", "yes"),
@@ -153,7 +128,7 @@ def test_a_run_directory_is_inspected_and_its_tags_listed(
     assert streamshard.inspect(run / "best").checkpoints == ()
 
 
-def test_a_broken_newest_tag_is_told_once(run: Path, in_process: Callable[..., Finished]) -> None:
+def test_a_broken_newest_tag_is_told_once(run: Path) -> None:
     lose_rank(run / "global_step110", 0)
     (run / "latest").write_text("global_step100")
     done = in_process("inspect", run)
@@ -171,7 +146,7 @@ def test_what_is_there_of_an_incomplete_checkpoint(stage: int, tmp_path: Path) -
     lose_rank(tag, 3)
     (torn,) = tag.glob("*zero_pp_rank_2_mp_rank_00_optim_states.pt")
     torn.write_bytes(torn.read_bytes()[:1000])
-    done = command("inspect", run)
+    done = in_process("inspect", run)
     assert done.code == 3
     assert f"saved by    ZeRO stage {stage}, world size 4\n" in done.out
     assert "steps       8\n" in done.out
@@ -182,36 +157,35 @@ def test_what_is_there_of_an_incomplete_checkpoint(stage: int, tmp_path: Path) -
     assert [row[4] for row in rows(done.out[100:])] == ["yes", "NO, newest, latest"]
     assert f"The newest whole checkpoint: {run}/global_step7." in done.out
     assert done.err.startswith("streamshard: ")
-    found = json.loads(command("inspect", run, "--json").out)
+    found = json.loads(in_process("inspect", run, "--json").out)
     assert (found["is_whole"], found["tag"], found["zero_stage"]) == (False, "global_step8", stage)
     assert (found["world_size"], found["global_steps"]) == (4, 8)
     held = {file["path"] for file in found["file_list"]}
     assert held == {f"global_step8/{p.name}" for p in tag.iterdir()} | {"zero_to_fp32.py"}
     assert len(found["problems"]) >= 3
-    assert command("inspect", run, "-q").out == ""
-    assert command("inspect", run, "--rank", 0).out == ""
+    assert in_process("inspect", run, "-q").out == ""
+    assert in_process("inspect", run, "--rank", 0).out == ""
 
 
 @pytest.mark.parametrize("content", [None, "", "global_step7"])
-def test_tags_without_a_latest_that_names_one_are_listed(content: str | None, run: Path) -> None:
+def test_tags_without_a_latest_that_names_one_are_listed_with_what_to_give(
+    content: str | None, run: Path
+) -> None:
     (run / "latest").unlink()
     if content is not None:
         (run / "latest").write_text(content)
-    done = command("inspect", run)
+    done = in_process("inspect", run)
     assert done.code == 3
-    assert [row[0] for row in rows(done.out)] == [
-        "global_step90",
-        "global_step100",
-        "global_step110",
-    ]
+    assert [row[0] for row in rows(done.out)] == [f"global_step{n}" for n in (90, 100, 110)]
     assert f"{run}/latest: " in done.err or "no 'latest' file" in done.err
-    found = json.loads(command("inspect", run, "--json").out)
+    assert f"such as {run / 'global_step110'}: global_step110, global_step100" in done.err
+    assert "streamshard inspect" not in done.err
+    found = json.loads(in_process("inspect", run, "--json").out)
     assert [f"streamshard: {problem}\n" for problem in found["problems"]] == [done.err]
+    assert in_process("inspect", run / "global_step110").code == 0
 
 
-def test_what_was_saved_without_zero_is_not_called_broken(
-    run: Path, in_process: Callable[..., Finished]
-) -> None:
+def test_what_was_saved_without_zero_is_not_called_broken(run: Path) -> None:
     for path in (run / "global_step90").glob("*_optim_states.pt"):
         path.unlink()
     edit(run / "global_step90" / "mp_rank_00_model_states.pt", without_zero)
@@ -227,10 +201,12 @@ def without_zero(model: dict[str, Any]) -> None:
 
 
 def test_archives_are_listed_too(run: Path, tmp_path: Path) -> None:
-    for tag in ("global_step90", "global_step100"):
-        streamshard.convert(run / tag, tmp_path / "archive" / f"{tag}.zarr")
-    done = command("inspect", tmp_path / "archive")
-    assert (done.code, done.err) == (0, "")
+    archive = tmp_path / "archive"
+    streamshard.convert(run / "global_step90", archive / "global_step90.zarr")
+    refused = in_process("verify", archive)
+    assert refused.err.endswith(f". Give the one in it: {archive / 'global_step90.zarr'}\n")
+    streamshard.convert(run / "global_step100", archive / "global_step100.zarr")
+    done = passed("inspect", archive)
     assert [(row[0], row[1], row[2], row[4]) for row in rows(done.out)] == [
         ("global_step90.zarr", "90", "3", "yes"),
         ("global_step100.zarr", "100", "3", "yes, newest"),
@@ -238,15 +214,13 @@ def test_archives_are_listed_too(run: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_there_of_dumps(tmp_path: Path) -> None:
-    tag = save_step(tmp_path / "run", 7)
-    for rank, path in enumerate(sorted(tag.glob("*_optim_states.pt"))):
-        save(load(path)["optimizer_state_dict"], tmp_path / f"{rank}.pt")
-    (tmp_path / "1.pt").unlink()
-    done = command("inspect", tmp_path / "{rank}.pt")
+    template = write_dumps(write(JOB, tmp_path / "run"), tmp_path / "dumps")
+    (tmp_path / "dumps/optimizer.01.pt").unlink()
+    done = in_process("inspect", template)
     assert done.code == 3
     assert "saved by    ZeRO stage 2, world size 3\n" in done.out
-    assert re.search(r"^\*\.pt +2 ", done.out, re.MULTILINE)
-    assert re.search(r"PROBLEM  .*/1\.pt: rank 1 is missing", done.out)
+    assert re.search(r"^optimizer\.\*\.pt +2 ", done.out, re.MULTILINE)
+    assert re.search(r"PROBLEM  .*/optimizer\.01\.pt: rank 1 is missing", done.out)
 
 
 def test_a_line_each_fits_a_terminal_of_80_columns(tmp_path: Path) -> None:

@@ -17,17 +17,16 @@ import torch
 
 import streamshard as library
 from streamshard.cli import main
-from tests.cli.conftest import streamshard, tree
+from tests.cli.conftest import flip, in_process, passed, streamshard, tree
 from tests.cli.hostile import (
     MIB,
     MODEL,
     OPTIMIZER,
     Payload,
     elsewhere,
-    optimizer_files,
     with_pickle,
 )
-from tests.fabricated import client_state, edit, load, write
+from tests.fabricated import client_state, edit, load, write, write_dumps
 from tests.job import TAG, Job, ZeroStageEnum
 
 SYSTEM = f"{os.system.__module__}.system"
@@ -76,7 +75,9 @@ def problems(report: dict[str, Any]) -> dict[str, str]:
 
 
 def test_a_checkpoint_that_names_only_what_libraries_write(run: Path) -> None:
+    before = tree(run)
     report = listed(run)
+    assert tree(run) == before
     assert (known(report), unknown(report)) == (LIBRARIES, set())
     assert {one["path"] for one in report["files"]} == {
         str(path.relative_to(run)) for path in run.rglob("*.pt")
@@ -91,7 +92,7 @@ def test_what_a_script_adds_is_marked(tmp_path: Path) -> None:
     assert known(report) >= LIBRARIES
     (keepsake,) = [one for one in report["names"] if one["name"] == KEEPSAKE]
     assert keepsake["files"] == [MODEL]
-    done = streamshard("inspect", run, "--pickles")
+    done = in_process("inspect", run, "--pickles")
     (line,) = [line for line in done.out.splitlines() if KEEPSAKE in line]
     assert line.split() == [KEEPSAKE, "NO", str(keepsake["count"]), MODEL]
     (line,) = [line for line in done.out.splitlines() if "torch.Size" in line]
@@ -131,15 +132,13 @@ def test_pickles_that_follow_one_another(tmp_path: Path) -> None:
 
 
 def test_dumps(run: Path, tmp_path: Path) -> None:
-    dumps = tmp_path / "dumps"
-    dumps.mkdir()
-    for rank, path in enumerate(optimizer_files(run)):
-        shutil.copy(path, dumps / f"{rank}.pt")
-    edit(dumps / "1.pt", lambda content: content.update(x=Payload(tmp_path / "marker")))
-    report = listed(dumps / "{rank}.pt")
-    assert {one["path"] for one in report["files"]} == {"0.pt", "1.pt"}
+    template = write_dumps(run, tmp_path / "dumps")
+    first, second = sorted(template.parent.iterdir())
+    edit(second, lambda content: content.update(x=Payload(tmp_path / "marker")))
+    report = listed(template)
+    assert {one["path"] for one in report["files"]} == {first.name, second.name}
     (system,) = [one for one in report["names"] if one["name"] == SYSTEM]
-    assert (system["files"], system["count"]) == (["1.pt"], 1)
+    assert (system["files"], system["count"]) == ([second.name], 1)
 
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])
@@ -263,7 +262,7 @@ def test_a_hostile_file_is_named_and_the_others_are_listed(name: str, run: Path)
     assert "1 of 3 files" in done.err
     assert OPTIMIZER in done.err
     assert done.own_bytes < 150 * MIB
-    text = streamshard("inspect", run, "--pickles")
+    text = in_process("inspect", run, "--pickles")
     assert (text.code, f"{OPTIMIZER}: " in text.out) == (3, True)
 
 
@@ -272,9 +271,7 @@ def test_a_damaged_store_is_listed_as_far_as_it_goes(run: Path, tmp_path: Path) 
     store = tmp_path / "x.zarr"
     library.convert(run, store)
     state = store / "meta/state/c/0"
-    data = bytearray(state.read_bytes())
-    data[-1] ^= 1
-    state.write_bytes(data)
+    flip(state, 0.99)
     report = listed(store, code=3)
     assert unknown(report) == {SYSTEM}
     assert {*problems(report)} == {"meta/state/c/0", "file"}
@@ -295,43 +292,20 @@ def test_a_store_s_state_may_not_lead_out(run: Path, tmp_path: Path) -> None:
 def test_names_give_no_orders_to_the_terminal(tmp_path: Path) -> None:
     path = tmp_path / "x.pkl"
     path.write_bytes(b"c\x1b]0;owned\x07\nx\n.")
-    done = streamshard("inspect", path, "--pickles")
-    assert done.code == 0
+    done = passed("inspect", path, "--pickles")
     assert r"\x1b]0;owned\x07.x" in done.out
     assert "\x1b" not in done.out
 
 
-# Usage --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        (("nothing",), 3),
-        (("{rank}.pt",), 3),
-        (("{rank}{rank}.pt",), 2),
-        ((".", "--like", "."), 2),
-        ((".", "--source-ds-config", "x"), 2),
-    ],
-    ids=str,
+    ("source", "code"), [("nothing", 3), ("{rank}.pt", 3), ("{rank}{rank}.pt", 2), (".", 3)]
 )
-def test_what_cannot_be_listed(
-    arguments: tuple[str, ...], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_place_without_pickles_is_no_answer(
+    source: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    done = streamshard("inspect", *arguments, "--pickles")
+    (tmp_path / "notes.txt").write_text("none here")
+    done = in_process("inspect", source, "--pickles")
     assert (done.code, done.out) == (code, ""), done.err
     assert done.err.startswith("streamshard: ")
-
-
-def test_nothing_is_changed(run: Path) -> None:
-    before = tree(run)
-    listed(run)
-    assert tree(run) == before
-
-
-def test_a_place_without_pickles_is_no_answer(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("none here")
-    done = streamshard("inspect", "--pickles", tmp_path)
-    assert (done.code, done.out) == (3, "")
-    assert f"{tmp_path}: nothing in it holds a pickle" in done.err
+    assert source != "." or ".: nothing in it holds a pickle" in done.err

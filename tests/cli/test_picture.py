@@ -1,25 +1,37 @@
-"""Pictures of how parameters are cut: their numbers, their names, and where they are written."""
+"""Pictures of how parameters are cut: their numbers and names, on paper and in a real browser."""
 
 import json
+import os
 import re
-from collections.abc import Callable
-from dataclasses import replace
+import shutil
+import struct
+import subprocess
+import zlib
+from dataclasses import dataclass, replace
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import streamshard
 from benchmarks._readme_picture import PICTURE, draw
-from streamshard.drawing.svg import LEFT, PLOT
+from streamshard.drawing.svg import (
+    BACKGROUND,
+    COLOURS,
+    DARK_BACKGROUND,
+    DARK_COLOURS,
+    LEFT,
+    PLOT,
+)
 from streamshard.errors import TargetError, TargetExistsError, UsageError
+from tests.cli.conftest import in_process
+from tests.cli.test_inspect import JOBS, SMALL
 from tests.fabricated import write
-from tests.forked import Finished
-from tests.job import EXPERTS, Job
+from tests.job import Job
 
 SVG = "{http://www.w3.org/2000/svg}"
-SMALL = Job(stage=2, world_size=3)
-Part = tuple[float, float, list[str]]
 Drawn = list[tuple[float, float, str]]
 
 
@@ -42,58 +54,33 @@ def drawn(path: Path) -> list[tuple[str, Drawn]]:
     return [(label, parts) for _, label, parts in rows]
 
 
+# 44, 30 and 24 elements are 98: 102 on 3 ranks, 100 on 2, and half of that is the longest row.
+KNOWN = """\
+rank 0, 0 to 34: embed.weight, elements 0 to 34 of 44
+rank 1, 0 to 10: embed.weight, elements 34 to 44 of 44
+rank 1, 10 to 34: block.0.attn.weight, elements 0 to 24 of 30
+rank 2, 0 to 6: block.0.attn.weight, elements 24 to 30 of 30
+rank 2, 6 to 30: block.0.mlp, elements 0 to 24 of 24
+rank 2, 30 to 34: Padding
+rank 0, 0 to 44: embed.weight, elements 0 to 44 of 44
+rank 0, 44 to 50: block.0.attn.weight, elements 0 to 6 of 30
+rank 1, 0 to 24: block.0.attn.weight, elements 6 to 30 of 30
+rank 1, 24 to 48: block.0.mlp, elements 0 to 24 of 24
+rank 1, 48 to 50: Padding"""
+
+
 def test_a_known_layout_on_3_ranks_is_drawn_by_its_numbers(tmp_path: Path) -> None:
     run, file = write(SMALL, tmp_path / "run"), tmp_path / "cut.svg"
     streamshard.inspect(run, svg=file, world_size=2)
     found = drawn(file)
-    # 44, 30 and 24 elements are 98: 102 on 3 ranks, 100 on 2, and half of that is the longest row.
-    first, second, third, *resized = [
-        [(at * 50 / PLOT, end * 50 / PLOT, text.split("\n")) for at, end, text in parts]
-        for _, parts in found[:5]
+    shown = [
+        f"{label}, {round(at * 50 / PLOT, 1):g} to {round(end * 50 / PLOT, 1):g}: "
+        + ", ".join(text.split("\n")[:-1])
+        for label, parts in found[:5]
+        for at, end, text in parts
     ]
-    assert [label for label, _ in found[:5]] == ["rank 0", "rank 1", "rank 2", "rank 0", "rank 1"]
-
-    def require(
-        row: list[tuple[float, float, list[str]]], *parts: tuple[float, float, str]
-    ) -> None:
-        assert [(a, b, t[0], *t[1:-1]) for a, b, t in row] == [
-            (pytest.approx(at, abs=0.01), pytest.approx(end, abs=0.01), *text.split("|"))
-            for at, end, text in parts
-        ]
-
-    require(first, (0, 34, "embed.weight|elements 0 to 34 of 44"))
-    require(
-        second,
-        (0, 10, "embed.weight|elements 34 to 44 of 44"),
-        (10, 34, "block.0.attn.weight|elements 0 to 24 of 30"),
-    )
-    require(
-        third,
-        (0, 6, "block.0.attn.weight|elements 24 to 30 of 30"),
-        (6, 30, "block.0.mlp|elements 0 to 24 of 24"),
-        (30, 34, "Padding"),
-    )
-    require(
-        resized[0],
-        (0, 44, "embed.weight|elements 0 to 44 of 44"),
-        (44, 50, "block.0.attn.weight|elements 0 to 6 of 30"),
-    )
-    require(
-        resized[1],
-        (0, 24, "block.0.attn.weight|elements 6 to 30 of 30"),
-        (24, 48, "block.0.mlp|elements 0 to 24 of 24"),
-        (48, 50, "Padding"),
-    )
-    assert third[2][2][-1] == "rank 2: 4 elements, 16 B of fp32"
-
-
-JOBS = {
-    "1": Job(stage=1, world_size=3),
-    "2-round-robin": Job(world_size=3, round_robin=True, alignment=True),
-    "3": Job(stage=3, world_size=3, sub_group_size=20),
-    "experts": Job(world_size=4, experts=EXPERTS, expert_parallel=2),
-    "tensor-parallel": Job(world_size=3, parts=2),
-}
+    assert "\n".join(shown) == KNOWN
+    assert found[2][1][2][2].endswith("\nrank 2: 4 elements, 16 B of fp32")
 
 
 @pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
@@ -194,27 +181,15 @@ def test_a_picture_that_exists_is_replaced_only_if_asked(tmp_path: Path) -> None
         streamshard.inspect(run, svg=file, html=file, overwrite=True)
 
 
-def test_a_resize_that_cannot_be_is_refused_and_draws_nothing(
-    tmp_path: Path, in_process: Callable[..., Finished]
-) -> None:
+def test_a_resize_that_cannot_be_is_refused_and_draws_nothing(tmp_path: Path) -> None:
     run = write(replace(SMALL, parts=2), tmp_path / "run")
     done = in_process("inspect", run, "--svg", tmp_path / "cut.svg", "--world-size", 3)
     assert (done.code, done.out) == (2, "")
     assert "give a multiple of 2" in done.err
     assert not (tmp_path / "cut.svg").exists()
-    for alone, message in (
-        (["--world-size", 4], "say where with --svg FILE"),
-        (["--pickles", "--rank", 0], "only --tag"),
-        (["--pickles", "--svg", tmp_path / "cut.svg"], "only --tag"),
-    ):
-        done = in_process("inspect", run, *alone)
-        assert (done.code, done.out) == (2, "")
-        assert message in done.err
 
 
-def test_the_command_tells_what_it_drew(
-    tmp_path: Path, in_process: Callable[..., Finished]
-) -> None:
+def test_the_command_tells_what_it_drew(tmp_path: Path) -> None:
     run = write(SMALL, tmp_path / "run")
     svg, html = tmp_path / "cut.svg", tmp_path / "cut.html"
     done = in_process("inspect", run, "--svg", svg, "--html", html, "--json")
@@ -228,3 +203,130 @@ def test_the_picture_in_the_readme_is_what_its_command_draws(tmp_path: Path) -> 
     draw(tmp_path / "cut.svg")
     root = Path(__file__).parents[2]
     assert (tmp_path / "cut.svg").read_text() == (root / PICTURE).read_text()
+
+
+# In Chromium, headless, by day and by night ------------------------------------------------------
+
+WIDTH, HEIGHT = 960, 400
+SWITCHES = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --hide-scrollbars "
+    "--disable-background-networking --disable-component-update --disable-sync"
+)
+Pixels = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """How the browser showed a page."""
+
+    pixels: Pixels
+    """Rows of pixels of three colours."""
+    document: str
+    """What its scripts had made of it."""
+
+
+@pytest.fixture(scope="module")
+def chromium() -> str:
+    """Where the browser is."""
+    found = shutil.which("chromium") or shutil.which("chromium-browser")
+    if found is None and os.environ.get("CI"):
+        pytest.fail("no chromium: install it, for pictures are to be looked at (.ci/run does)")
+    if found is None:
+        pytest.skip("no chromium to look at pictures with: apt-get install chromium")
+    return found
+
+
+def look(chromium: str, page: Path, scratch: Path, *, dark: bool) -> Seen:
+    """Show a page to the browser."""
+    image = scratch / f"{page.name}-{dark}.png"
+    done = subprocess.run(
+        [
+            chromium,
+            *SWITCHES.split(),
+            *(["--blink-settings=preferredColorScheme=0"] if dark else []),
+            f"--user-data-dir={scratch / f'profile-{dark}'}",
+            f"--window-size={WIDTH},{HEIGHT}",
+            f"--screenshot={image}",
+            "--dump-dom",
+            page.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert image.exists(), done.stderr
+    return Seen(pixels_of(image.read_bytes()), done.stdout)
+
+
+def pixels_of(png: bytes) -> Pixels:
+    """Decode a PNG of 8 bits per colour that is not interlaced."""
+    at, data, header = 8, b"", (0, 0, 0, 0)
+    while at < len(png):
+        length, kind = struct.unpack_from(">I4s", png, at)
+        body = png[at + 8 : at + 8 + length]
+        if kind == b"IHDR":
+            header = struct.unpack_from(">IIBB", body)
+            assert body[8:13] in (b"\x08\x02\0\0\0", b"\x08\x06\0\0\0")
+        data += body if kind == b"IDAT" else b""
+        at += length + 12
+    width, height, _, kind_of_colour = header
+    step = 3 if kind_of_colour == 2 else 4
+    rows = np.frombuffer(zlib.decompress(data), dtype=np.uint8).reshape(height, -1)
+    made = np.zeros((height + 1, step + width * step), dtype=np.uint8)
+    for number, row in enumerate(rows):
+        undo(int(row[0]), row[1:], made[number], made[number + 1], step)
+    return made[1:, step:].reshape(height, width, step)[:, :, :3]
+
+
+def undo(kind: int, row: Pixels, above: Pixels, made: Pixels, step: int) -> None:
+    """Undo the filter of one row; both rows begin with a pixel of zeros."""
+    if kind in (0, 2):
+        made[step:] = row + (above[step:] if kind == 2 else 0)
+        return
+    line, up, out = row.tolist(), above.tolist(), [0] * step
+    for i, value in enumerate(line):
+        a, b, c = out[i], up[i + step], up[i]
+        if kind == 1:
+            guess = a
+        elif kind == 3:
+            guess = (a + b) // 2
+        else:
+            p = a + b - c
+            guess = min((abs(p - a), 0, a), (abs(p - b), 1, b), (abs(p - c), 2, c))[2]
+        out.append((value + guess) & 255)
+    made[:] = out
+
+
+def colour(text: str) -> tuple[int, ...]:
+    """Read a colour as CSS spells it."""
+    return tuple(bytes.fromhex(text[1:]))
+
+
+def test_the_browser_draws_what_the_numbers_say(chromium: str, tmp_path: Path) -> None:
+    run = write(Job(stage=2, world_size=3), tmp_path / "run")
+    svg, html = tmp_path / "cut.svg", tmp_path / "cut.html"
+    streamshard.inspect(run, svg=svg, html=html)
+    day = look(chromium, svg, tmp_path, dark=False).pixels
+    page = look(chromium, html, tmp_path, dark=True)
+    night = page.pixels
+    # Its policy lets the page's own script run, which keeps what is to be said when pointed at.
+    assert html.read_text().count("<title>") > page.document.count("<title>") == 1
+    assert tuple(day[5, 5]) == colour(BACKGROUND)
+    assert tuple(night[5, 5]) == colour(DARK_BACKGROUND)
+    rows = [
+        float(text.attrib["y"])
+        for text in ElementTree.parse(svg).getroot().iter(f"{SVG}text")
+        if text.attrib["class"] == "r"
+    ][:3]
+    # Elements of each rank's partition of 34: which parameter, from where to where.
+    cut = [[(0, 0, 34)], [(0, 0, 10), (1, 10, 34)], [(1, 0, 6), (2, 6, 30)]]
+    for shot, colours in ((day, COLOURS), (night, DARK_COLOURS)):
+        for y, parts in zip(rows, cut, strict=True):
+            line = shot[round(y) - 14 + 3]  # above what is written in the row
+            for unit, start, stop in parts:
+                for edge in (LEFT + start * PLOT / 34 + 3, LEFT + stop * PLOT / 34 - 3):
+                    assert tuple(line[round(edge)]) == colour(colours[unit]), (y, unit, edge)
+        band = shot[round(rows[2]) - 10 : round(rows[2]), :]
+        hatched = band[:, round(LEFT + 30 * PLOT / 34) + 3 : round(LEFT + PLOT) - 3]
+        assert len(np.unique(hatched.reshape(-1, 3), axis=0)) > 2
+        assert not any((hatched == colour(c)).all(axis=2).any() for c in colours)

@@ -1,5 +1,6 @@
-"""The process around a verb: signals while its modules load, and streams that cannot be written."""
+"""The process around a verb: signals, exit codes, and streams: terminals, full or closed ones."""
 
+import json
 import os
 import shlex
 import shutil
@@ -10,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import streamshard
-from tests.forked import Finished
+from tests.cli.conftest import Saved, on_terminal, streamshard, without_progress
+from tests.cli.test_going_on import CUT_OFF
 from tests.job import TAG
 
+PROGRAM = [sys.executable, "-m", "streamshard"]
 INTERRUPT = """
 import os, sys
 class Interrupt:
@@ -62,12 +64,13 @@ def test_the_script_is_the_one_that_is_tested() -> None:
     assert 'streamshard = "streamshard.__main__:program"\n' in pyproject.read_text()
 
 
-def mute(arguments: str, where: str) -> int:
-    """Run the command line with streams of its own; returns the exit code."""
-    line = f"{shlex.quote(sys.executable)} -m streamshard {arguments} {where}"
-    return subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {line}"], capture_output=True
-    ).returncode
+# Streams ------------------------------------------------------------------------------------------
+
+
+def in_shell(arguments: str, where: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a shell that says what becomes of its streams."""
+    line = f"set -o pipefail; {shlex.join(PROGRAM)} {arguments} {where}"
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("where", ["2>/dev/full", "2>&1 >/dev/null | true"])
@@ -75,75 +78,107 @@ def test_the_exit_code_is_that_of_the_outcome_whether_it_can_be_told_or_not(
     where: str, run: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    resize = f"repartition {run} {out} --world-size"
-    assert mute(f"{resize} 1 --progress json", where) == 0
-    assert mute(f"verify {out} --against {run}", where) == 0
-    assert mute(f"{resize} 1", where) == 4
-    assert mute(f"{resize} none", where) == 2
-    assert mute(f"inspect {tmp_path / 'nothing'}", where) == 3
-    assert mute(f"verify {run} --memory-limit 1B", where) == 5
     for step in (8, 9):
         shutil.copytree(run / TAG, run / f"global_step{step}")
+    resize = f"repartition {run} {out} --world-size"
+    for arguments, code in (
+        (f"{resize} 1 --progress json", 0),
+        (f"verify {out} --against {run}", 0),
+        (f"{resize} 1", 4),
+        (f"{resize} none", 2),
+        (f"inspect {tmp_path / 'nothing'}", 3),
+        (f"verify {run} --memory-limit 1B", 5),
+    ):
+        assert in_shell(arguments, where).returncode == code, arguments
     damaged = next((run / TAG).glob("*_rank_0_*optim_states.pt"))
     damaged.write_bytes(damaged.read_bytes()[:-100])
-    assert mute(f"verify {run} --tag {TAG}", where) == 6
+    assert in_shell(f"verify {run} --tag {TAG}", where).returncode == 6
     night = f"compact {run} {tmp_path / 'archive'} --min-age 0s --keep-last 2"
-    assert mute(night, where) == 3
+    assert in_shell(night, where).returncode == 3
 
 
-@pytest.mark.parametrize("arguments", ["--help", "--version", "convert --help"])
-def test_help_that_cannot_be_shown_is_an_error_in_one_line(arguments: str) -> None:
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "streamshard", *arguments.split()],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+@pytest.mark.parametrize(
+    "arguments", ["--help", "--version", "convert --help", "inspect {run} --json", "inspect {run}"]
+)
+def test_a_full_standard_output_is_an_error_in_one_line(arguments: str, run: Path) -> None:
+    done = in_shell(arguments.format(run=run), ">/dev/full")
     message = "streamshard: standard output: cannot be written (No space left on device)\n"
     assert (done.returncode, done.stderr) == (4, message)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "near"),
-    [
-        (("repartion", "a", "b"), "repartition"),
-        (("repartition", "a", "b", "--word-size", "6"), "--world-size"),
-        (("repartition", "a", "b", "--ds_config=ds.json", "--verfy"), "--ds-config --verify"),
-        (("convert", "a", "b.zarr", "--codec", "ztsd"), "zstd"),
-        (("verify", "a", "--agianst", "b"), "--against"),
-    ],
-)
-def test_what_is_mistyped_is_answered_with_what_is_near(
-    arguments: tuple[str, ...], near: str
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_run_needs_no_open_streams(closed: str, run: Path, tmp_path: Path) -> None:
+    for arguments in (f"repartition {run} {tmp_path / 'out'} --world-size 2", f"inspect {run}"):
+        done = in_shell(arguments, closed)
+        assert (done.returncode, without_progress(done.stderr)) == (0, "")
+    assert streamshard("verify", tmp_path / "out", "--against", run).code == 0
+
+
+def test_a_pipe_that_is_closed_is_no_error(saved: Saved) -> None:
+    done = in_shell(f"inspect {saved(2)} -v", "| head -n 1")
+    assert done.stderr == ""
+    assert done.returncode in (0, 128 + signal.SIGPIPE)
+
+
+# Progress -----------------------------------------------------------------------------------------
+
+
+def test_a_terminal_has_a_bar_and_nothing_of_it_is_left(saved: Saved, tmp_path: Path) -> None:
+    command = ("repartition", saved(2), tmp_path / "out", "--world-size", 2)
+    done = on_terminal("-m", "streamshard", *command)
+    assert done.code == 0
+    for text in ("reading headers", "writing:   0%|", "syncing", "committing: 100%|", "B/s"):
+        assert text in done.err
+    assert done.err.endswith("\r\x1b[K")
+    assert "\n" not in done.err
+
+
+@pytest.mark.parametrize("mode", ["-q", "--progress=none"])
+def test_a_terminal_has_nothing_where_that_is_asked_for(
+    saved: Saved, tmp_path: Path, mode: str
 ) -> None:
-    done = streamshard(*arguments)
-    assert done.code == 2
-    assert done.err.endswith(f"; did you mean {near}?\n")
+    done = on_terminal("-m", "streamshard", "convert", saved(2), tmp_path / "out", mode)
+    assert (done.code, done.err) == (0, "")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "end"),
-    [
-        (
-            ("convert", "a", "b.zarr", "--expert-parallel", "1"),
-            "--expert-parallel 1; --expert-parallel is an option of repartition\n",
-        ),
-        (
-            ("diff", "a", "b", "--codec=zstd", "--workrs", "2"),
-            "; --codec is an option of convert, compact; did you mean --workers?\n",
-        ),
-    ],
-)
-def test_an_option_of_other_verbs_is_not_taken_for_a_mistyped_one(
-    arguments: tuple[str, ...], end: str
+def test_cut_off_on_a_terminal_the_message_stands_on_a_line_of_its_own(
+    saved: Saved, tmp_path: Path
 ) -> None:
-    done = streamshard(*arguments)
-    assert done.code == 2
-    assert done.err.endswith(end)
+    command = ("repartition", saved(3), tmp_path / "out", "--world-size", 3)
+    done = on_terminal("-c", CUT_OFF, "after", "note", 2, int(signal.SIGINT), *command)
+    assert done.code == 130
+    bar, _, message = done.err.rpartition("\x1b[K")
+    assert "writing" in bar
+    assert message.startswith("streamshard: interrupted by SIGINT\r\n")
+    assert "\n" not in bar
 
 
-def test_what_is_near_to_nothing_gets_no_advice() -> None:
-    for arguments in (("frobnicate",), ("inspect", "a", "b"), ("inspect", "a", "--qqqqqq")):
-        done: Finished = streamshard(*arguments)
-        assert (done.code, "did you mean" in done.err) == (2, False)
+def test_it_can_be_interrupted_in_the_middle_of_a_file_of_any_size(
+    saved: Saved, tmp_path: Path
+) -> None:
+    """A file of holes takes longer to read than any test may, unless reading it is broken off."""
+    store = tmp_path / "run.zarr"
+    assert streamshard("convert", saved(2), store, "-q").code == 0
+    (store / "meta/manifest/c/0").unlink()
+    with (store / "chunk").open("wb") as stream:
+        stream.truncate(1 << 40)
+    before = {path: path.stat().st_size for path in tmp_path.rglob("*")}
+    # The bar appears when reading begins.
+    done = on_terminal("-m", "streamshard", "verify", store, sent=signal.SIGINT)
+    assert (done.code, done.out) == (130, "")
+    assert "streamshard: interrupted" in done.err
+    assert "Traceback" not in done.err
+    assert {path: path.stat().st_size for path in tmp_path.rglob("*")} == before
+
+
+def test_a_pipe_has_nothing_of_a_run_of_a_moment_but_what_is_asked_for(
+    saved: Saved, tmp_path: Path
+) -> None:
+    command = ("repartition", saved(2), tmp_path / "out", "--world-size", 2, "--json")
+    done = streamshard(*command, "--progress", "json")
+    assert done.code == 0
+    assert json.loads(done.out)["verb"] == "repartition"
+    told = [json.loads(line) for line in done.err.splitlines()]
+    phases = list(dict.fromkeys(one["phase"] for one in told))
+    assert phases == ["reading headers", "writing", "syncing", "committing"]
+    assert told[-1]["done_bytes"] == told[-1]["total_bytes"]

@@ -2,7 +2,8 @@
 
 import shutil
 import signal
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from streamshard.operations.transfer.plan import TransferPlan
 from streamshard.operations.transfer.report import Progress, Report
 from tests.cli.conftest import streamshard
 from tests.cli.test_going_on import cut_off
+from tests.cli.test_targets import mount
 from tests.compact.runs import FIRST, RECORD, actions, bits, make_run, receipt_of, tags_in
 from tests.fabricated import edit
 from tests.job import Job
@@ -96,6 +98,16 @@ def test_a_tag_of_which_something_else_comes_back_stays(
     assert actions(api.compact(run, archive, delete=True))[FIRST] == "deleted"
     assert (failed_checks(archive), own_files(archive)) == ([], [])
     assert "rebuilt_equal" in {check["name"] for check in receipt_of(archive, FIRST)["checks"]}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    where = tmp_path / "disk"
+    where.mkdir()
+    mount("-t", "tmpfs", "-o", "size=1m", "tmpfs", where)
+    yield where
+    subprocess.run(["umount", str(where)], check=True)
 
 
 @pytest.mark.kernel

@@ -1,15 +1,20 @@
 """Small checkpoints of every kind, and ways to damage them."""
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import google_crc32c
 import pytest
 import torch
 
 import streamshard
+from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, serialize_checksum
+from streamshard.formats.zarr.documents import small_array_document
 from tests.fabricated import client_state, write, write_dumps
 from tests.job import Job
 
@@ -23,6 +28,9 @@ SMALL = Job(
 TINY = Job(groups=((("w", (3, 2)),),), frozen=(), tied={}, client_state={"seed": torch.arange(3)})
 
 Damage = Callable[[Path], None]
+Edit = Callable[[dict[str, Any]], object]
+Of = Callable[[str], Path]
+"""Returns a checkpoint of a kind."""
 
 
 def make(kind: str, directory: Path) -> Path:
@@ -43,7 +51,7 @@ KINDS = ("native-1", "native-2", "native-3", "dumps-2", "store-none", "store-lz4
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Of:
     """Make a checkpoint of a kind once; not to be changed."""
     found: dict[str, Path] = {}
 
@@ -56,7 +64,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture
-def fresh(made: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]:
+def fresh(made: Of, tmp_path: Path) -> Of:
     """Make a checkpoint of a kind that a test may damage."""
 
     def of(kind: str) -> Path:
@@ -72,6 +80,16 @@ def files_of(path: Path) -> list[Path]:
     """List the files of a checkpoint, empty ones left out."""
     root = path.parent if "{" in path.name else path
     return sorted(p for p in root.rglob("*") if p.is_file() and p.stat().st_size)
+
+
+def edit_manifest(store: Path, change: Edit) -> None:
+    """Change the manifest, and put its own checksum and document right."""
+    chunk = store / "meta/manifest/c/0"
+    document = json.loads(chunk.read_bytes()[:-CHECKSUM_BYTES])
+    change(document)
+    data = json.dumps(document).encode()
+    chunk.write_bytes(data + serialize_checksum(google_crc32c.value(data)))
+    (store / "meta/manifest/zarr.json").write_bytes(small_array_document(len(data)))
 
 
 @contextmanager

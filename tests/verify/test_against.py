@@ -6,11 +6,13 @@ changed, of every tensor and of all that is not a tensor, and found again.
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import numpy as np
 import pytest
 import torch
@@ -20,7 +22,9 @@ import streamshard
 from streamshard import Difference, Verification
 from streamshard.errors import SourceNotFoundError
 from streamshard.operations.compare import matched_runs
-from tests.fabricated import load, save, write, write_dumps
+from tests.cli.conftest import flip
+from tests.cli.conftest import model_file as model
+from tests.fabricated import edit, load, write, write_dumps
 from tests.job import JOBS, TAG, Job, ds_config
 from tests.samples import sampled
 from tests.verify.conftest import SMALL
@@ -92,10 +96,6 @@ def test_digests_do_not_depend_on_the_cutting(tmp_path: Path) -> None:
 
 
 def direct_digest(data: bytes) -> str:
-    import zlib
-
-    import google_crc32c
-
     return f"{zlib.crc32(data):08x}{google_crc32c.value(data):08x}"
 
 
@@ -172,17 +172,6 @@ def spot(difference: Difference) -> tuple[str, str, int | None, int | None, int 
     )  # fmt: skip
 
 
-def change(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
-    """Change what a torch file holds."""
-    content = load(path)
-    edit(content)
-    save(content, path)
-
-
-def model(run: Path) -> Path:
-    return run / TAG / "mp_rank_00_model_states.pt"
-
-
 @pytest.mark.parametrize("how", ["native", "store"])
 @sampled(11)
 def test_every_single_element_of_the_module_is_found(tmp_path: Path, how: str, one_in: int) -> None:
@@ -196,11 +185,11 @@ def test_every_single_element_of_the_module_is_found(tmp_path: Path, how: str, o
     for name, index in elements[::one_in]:
         changed = Path(shutil.copytree(run, tmp_path / "changed"))
 
-        def edit(content: dict[str, Any], name: str = name, index: int = index) -> None:
+        def change(content: dict[str, Any], name: str = name, index: int = index) -> None:
             flat = content["module"][name].view(-1)
             flat.view({1: torch.uint8, 2: torch.int16}.get(flat.itemsize, flat.dtype))[index] += 1
 
-        change(model(changed), edit)
+        edit(model(changed), change)
         found = [spot(d) for d in streamshard.verify(changed, against=other).differences]
         kept = SMALL.tied.get(name, name)
         assert found == [(f"module/{kept}", "elements", index, 1, module[name].numel())]
@@ -211,12 +200,12 @@ def test_where_first_and_how_many(tmp_path: Path) -> None:
     run = write(SMALL, tmp_path / "run")
     changed = Path(shutil.copytree(run, tmp_path / "changed"))
 
-    def edit(content: dict[str, Any]) -> None:
+    def change(content: dict[str, Any]) -> None:
         content["module"]["v"][2:6] += 1
         content["rng"][7] ^= 1
         content["rng"][100:] ^= 255
 
-    change(model(changed), edit)
+    edit(model(changed), change)
     found = streamshard.verify(changed, against=run).differences
     numel = torch.get_rng_state().numel()
     assert sorted(map(spot, found)) == [
@@ -235,10 +224,10 @@ def test_where_first_in_a_tensor_that_is_compared_in_parts(
     run = write(job, tmp_path / "run")
     changed = Path(shutil.copytree(run, tmp_path / "changed"))
 
-    def edit(content: dict[str, Any]) -> None:
+    def change(content: dict[str, Any]) -> None:
         content["module"]["w"][indices] += 1
 
-    change(model(changed), edit)
+    edit(model(changed), change)
     monkeypatch.setattr(matched_runs, "_RUN_BYTES", 10)
     (found,) = streamshard.verify(changed, against=run).differences
     assert spot(found) == ("module/w", "elements", indices[0], len(indices), 32)
@@ -246,7 +235,7 @@ def test_where_first_in_a_tensor_that_is_compared_in_parts(
 
 def test_weights_that_are_no_casts_are_found_where_one_side_keeps_none(tmp_path: Path) -> None:
     run = write(SMALL, tmp_path / "run")
-    change(model(run), lambda content: content["module"]["v"].view(torch.int16)[3].add_(1))
+    edit(model(run), lambda content: content["module"]["v"].view(torch.int16)[3].add_(1))
     streamshard.repartition(run, tmp_path / "out", world_size=2, zero_stage=3)
     for one, other in ((run, tmp_path / "out"), (tmp_path / "out", run)):
         (found,) = streamshard.verify(one, against=other).differences
@@ -258,7 +247,7 @@ def test_weights_that_are_no_casts_are_found_where_one_side_keeps_none(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("edit", "name"),
+    ("change", "name"),
     [
         (lambda c: c.update(global_steps=8), "model/global_steps"),
         (lambda c: c.update(skipped_steps=1), "model/skipped_steps"),
@@ -274,10 +263,10 @@ def test_weights_that_are_no_casts_are_found_where_one_side_keeps_none(tmp_path:
         (lambda c: c["module"].update(f=c["module"]["f"].float()), "module/f"),
     ],
 )
-def test_a_value_of_the_model_file(tmp_path: Path, edit: Any, name: str) -> None:  # noqa: ANN401
+def test_a_value_of_the_model_file(tmp_path: Path, change: Any, name: str) -> None:  # noqa: ANN401
     run = write(replace(SMALL, stage=1), tmp_path / "run")
     changed = Path(shutil.copytree(run, tmp_path / "changed"))
-    change(model(changed), edit)
+    edit(model(changed), change)
     for one, other in ((changed, run), (run, changed)):
         found = streamshard.verify(one, against=other)
         assert name in {difference.name for difference in found.differences}
@@ -285,13 +274,8 @@ def test_a_value_of_the_model_file(tmp_path: Path, edit: Any, name: str) -> None
             "model/buffer_names[2]", "model/buffer_names[3]"}  # fmt: skip
 
 
-def in_all_ranks(run: Path, edit: Callable[[dict[str, Any]], object]) -> None:
-    for path in sorted((run / TAG).glob("*_optim_states.pt")):
-        change(path, lambda content: edit(content["optimizer_state_dict"]))
-
-
 @pytest.mark.parametrize(
-    ("edit", "name"),
+    ("change", "name"),
     [
         (
             lambda s: s["base_optimizer_state"]["param_groups"][1].update(lr=9.0),
@@ -306,10 +290,11 @@ def in_all_ranks(run: Path, edit: Callable[[dict[str, Any]], object]) -> None:
         (lambda s: s.update(clip_grad=2.0), "optimizer/clip_grad"),
     ],
 )
-def test_a_value_of_the_optimizer(tmp_path: Path, edit: Any, name: str) -> None:  # noqa: ANN401
+def test_a_value_of_the_optimizer(tmp_path: Path, change: Any, name: str) -> None:  # noqa: ANN401
     run = write(SMALL, tmp_path / "run")
     changed = Path(shutil.copytree(run, tmp_path / "changed"))
-    in_all_ranks(changed, edit)
+    for path in (changed / TAG).glob("*_optim_states.pt"):
+        edit(path, lambda content: change(content["optimizer_state_dict"]))
     (found,) = streamshard.verify(changed, against=run).differences
     assert (found.kind, found.name) == ("value", name)
 
@@ -365,7 +350,9 @@ def test_another_count_of_parts_is_one_difference(tmp_path: Path) -> None:
     for parts in (1, 2):
         write(Job(parts=parts), tmp_path / str(parts))
     (found,) = streamshard.verify(tmp_path / "1", against=tmp_path / "2").differences
-    assert "1 and 2" in found.message or "1 here, 2" in found.message
+    assert found.message.endswith("the model: 1 and 2 tensor or pipeline parallel parts")
+    diff = streamshard.diff(tmp_path / "1", tmp_path / "2")
+    assert (diff.tensors, diff.differences, diff.is_equal) == ((), (found,), False)
 
 
 # What cannot be read ------------------------------------------------------------------------------
@@ -393,9 +380,7 @@ def test_all_damaged_chunks_are_problems_and_the_rest_is_compared(
     streamshard.convert(run, store, codec=codec)
     chunks = [store / f"state/{state}/w/c/0/0" for state in ("exp_avg", "exp_avg_sq")]
     for chunk in chunks:
-        data = bytearray(chunk.read_bytes())
-        data[5] ^= 1
-        chunk.write_bytes(data)
+        flip(chunk)
     for one, other in ((store, run), (run, store)):
         found = streamshard.verify(one, against=other)
         assert {problem.kind for problem in found.problems} == {"damaged"}

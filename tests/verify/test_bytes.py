@@ -7,7 +7,7 @@ either: what no reader needs is held against what is written twice, or alike for
 is tried on every single byte in `tests/formats/test_torch_file.py`.
 """
 
-from collections.abc import Callable
+import datetime
 from pathlib import Path
 
 import google_crc32c
@@ -15,11 +15,13 @@ import pytest
 
 import streamshard
 from streamshard.errors import StreamshardError
+from streamshard.formats.torch.zip_audit import DATA, audit
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, serialize_checksum
+from tests.cli.conftest import flip
 from tests.fabricated import write
 from tests.job import Job
 from tests.samples import sampled
-from tests.verify.conftest import KINDS, damaged, files_of, kinds_of
+from tests.verify.conftest import KINDS, Of, damaged, files_of, kinds_of
 
 UNRECORDED = {"zero_to_fp32.py"}
 FLIPS = 400
@@ -28,9 +30,7 @@ FLIPS = 400
 
 @sampled(8)
 @pytest.mark.parametrize("kind", [f"{kind}-tiny" for kind in KINDS])
-def test_no_flipped_byte_goes_unnoticed(
-    fresh: Callable[[str], Path], kind: str, one_in: int
-) -> None:
+def test_no_flipped_byte_goes_unnoticed(fresh: Of, kind: str, one_in: int) -> None:
     path = fresh(kind)
     assert streamshard.verify(path).is_good
     flips = FLIPS // one_in
@@ -53,7 +53,7 @@ def test_no_flipped_byte_goes_unnoticed(
 
 @pytest.mark.parametrize("place", [0, -1], ids=["an element", "past the tensor's end"])
 def test_a_chunk_whose_own_checksum_fits_is_held_against_the_manifest(
-    fresh: Callable[[str], Path], place: int
+    fresh: Of, place: int
 ) -> None:
     """As of a chunk that another program wrote; no digest knows what is past a tensor's end."""
     chunk = fresh("store-none") / "state" / "fp32" / "w" / "c" / "2" / "0"
@@ -79,7 +79,7 @@ def test_each_run_of_damaged_blocks_is_told(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_files_without_checksums_are_named(fresh: Callable[[str], Path]) -> None:
+def test_files_without_checksums_are_named(fresh: Of) -> None:
     path = fresh("native-2")
     (path / "tokenizer.json").write_text("{}")
     (note,) = [note for note in streamshard.verify(path).notes if "without checksums" in note]
@@ -91,7 +91,7 @@ def test_files_without_checksums_are_named(fresh: Callable[[str], Path]) -> None
 @pytest.mark.parametrize(
     "kind", ["native-2-tiny", "native-3-tiny", "dumps-2-tiny", "store-none-tiny", "store-zstd-tiny"]
 )
-def test_every_file_cut_short_or_gone(fresh: Callable[[str], Path], kind: str, how: str) -> None:
+def test_every_file_cut_short_or_gone(fresh: Of, kind: str, how: str) -> None:
     path = fresh(kind)
     for file in files_of(path):
         if file.name in UNRECORDED:
@@ -113,21 +113,17 @@ def test_every_file_cut_short_or_gone(fresh: Callable[[str], Path], kind: str, h
 
 
 @pytest.mark.parametrize("kind", ["native-2", "store-zstd"])
-def test_every_damaged_file_is_listed_not_only_the_first(
-    fresh: Callable[[str], Path], kind: str
-) -> None:
+def test_every_damaged_file_is_listed_not_only_the_first(fresh: Of, kind: str) -> None:
     path = fresh(kind)
     chosen = [f for f in files_of(path) if f.name not in UNRECORDED | {"latest"}]
     chosen = [f for f in chosen if "meta" not in f.parts]
     for file in chosen:
-        data = bytearray(file.read_bytes())
-        data[len(data) // 2] ^= 4
-        file.write_bytes(data)
+        flip(file)
     found = streamshard.verify(path)
     assert {problem.file for problem in found.problems} >= set(map(str, chosen))
 
 
-def test_nothing_is_changed_and_the_count_is_right(made: Callable[[str], Path]) -> None:
+def test_nothing_is_changed_and_the_count_is_right(made: Of) -> None:
     for kind in KINDS:
         path = made(kind)
         before = [(f, f.stat().st_mtime_ns, f.read_bytes()) for f in files_of(path)]
@@ -143,3 +139,74 @@ def test_nothing_is_changed_and_the_count_is_right(made: Callable[[str], Path]) 
         else:
             assert found.files == len(files)
         assert found.peak_bytes <= found.projected_bytes
+
+
+# A part of the bytes each night: together they are all of them, each once -------------------------
+
+NIGHTS = 4
+
+
+def nights(path: Path) -> list[streamshard.Verification]:
+    return [streamshard.verify(path, sample=f"{n}/{NIGHTS}") for n in range(1, NIGHTS + 1)]
+
+
+@pytest.mark.parametrize("kind", ["native-2", "native-3", "dumps-2"])
+def test_damage_in_any_record_is_found_in_exactly_one_night(fresh: Of, kind: str) -> None:
+    path = fresh(kind)
+    tried = 0
+    for file in files_of(path):
+        for record in audit(file).records:
+            if not record.nbytes or not record.name.startswith(DATA):
+                continue
+            place = record.start + record.nbytes - 1
+            with damaged(file, place, file.read_bytes()[place] ^ 1):
+                found = nights(path)
+            # Damage to a step counter is besides noticed every night, by the other ranks.
+            wrong = [[p for p in night.problems if p.kind == "damaged"] for night in found]
+            assert sorted(map(len, wrong)) == [0] * (NIGHTS - 1) + [1]
+            tried += 1
+    assert tried > 20
+
+
+@pytest.mark.parametrize("kind", ["store-none", "store-zstd"])
+def test_every_tensor_of_a_store_is_read_in_exactly_one_night(made: Of, kind: str) -> None:
+    path = made(kind)
+    found = nights(path)
+    whole = streamshard.verify(path)
+    held = [array for night in found for array in night.digests]
+    assert sorted(held) == sorted(whole.digests)
+    assert sum(night.tensors for night in found) == whole.tensors == len(held)
+    assert [night.sample for night in found] == ["1/4", "2/4", "3/4", "4/4"]
+    assert whole.sample == "1/1"
+
+
+def test_structure_is_checked_every_night(fresh: Of) -> None:
+    store = fresh("store-none")
+    (store / "state/exp_avg/w/c/1/0").unlink()
+    (store / "state/exp_avg_sq/w/zarr.json").write_bytes(b"{}")
+    assert all(len(night.problems) >= 2 for night in nights(store))
+    run = fresh("native-2")
+    next(run.rglob("*pp_rank_2*")).unlink()
+    assert all(night.problems for night in nights(run))
+
+
+def test_a_percentage_is_another_part_every_day_and_in_the_end_all(
+    made: Of, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Calendar(datetime.datetime):
+        """A clock that a test can set."""
+
+        days = 0
+
+        @classmethod
+        def now(cls, tz: datetime.tzinfo | None = None) -> "Calendar":
+            return cls(2026, 1, 1, tzinfo=tz) + datetime.timedelta(days=cls.days)
+
+    monkeypatch.setattr("streamshard.operations.verify.verify.datetime", Calendar)
+    seen = []
+    for day in range(8):
+        Calendar.days = day
+        found = [streamshard.verify(made("store-none"), sample="25%") for _ in range(2)]
+        assert found[0].sample == found[1].sample
+        seen.append(found[0].sample)
+    assert sorted(seen[:4]) == sorted(seen[4:]) == ["1/4", "2/4", "3/4", "4/4"]

@@ -3,31 +3,23 @@
 import base64
 import json
 import shutil
+import zipfile
 import zlib
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
 import pytest
 import torch
 
 import streamshard
 from streamshard.errors import SourceNotFoundError, UsageError
-from streamshard.formats.zarr.chunks import serialize_checksum
-from streamshard.formats.zarr.documents import small_array_document
-from tests.fabricated import DUMPS, client_state, edit, load, save, without_zero, write, write_dumps
+from tests.cli.conftest import flip
+from tests.cli.conftest import model_file as model
+from tests.fabricated import DUMPS, client_state, edit, save, without_zero, write, write_dumps
+from tests.fabricated import optimizer_file as shard
 from tests.job import TAG, Job
-from tests.verify.conftest import SMALL, kinds_of
-
-
-def shard(run: Path, rank: int) -> Path:
-    return run / TAG / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-
-
-def model(run: Path, rank: int) -> Path:
-    return run / TAG / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+from tests.verify.conftest import SMALL, Edit, Of, edit_manifest, kinds_of
 
 
 def swap(one: Path, other: Path) -> None:
@@ -40,7 +32,7 @@ def swap(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["native-2", "native-3"])
-def test_every_missing_rank_is_listed(fresh: Callable[[str], Path], kind: str) -> None:
+def test_every_missing_rank_is_listed(fresh: Of, kind: str) -> None:
     run = fresh(kind)
     for rank in (0, 2):
         shard(run, rank).unlink()
@@ -48,22 +40,33 @@ def test_every_missing_rank_is_listed(fresh: Callable[[str], Path], kind: str) -
     assert found == [("missing", shard(run, rank).name) for rank in (0, 2)]
 
 
-def test_torn_files_and_missing_ones_are_listed_together(fresh: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_where_all_are_missing_they_are_named_as_the_job_names_them(
+    stage: int, tmp_path: Path
+) -> None:
+    """Their prefix is known by the config that the model files keep."""
+    run = write(Job(stage=stage), tmp_path / "run")
+    lost = list((run / TAG).glob("*_optim_states.pt"))
+    for path in lost:
+        path.unlink()
+    told = " ".join(problem.message for problem in streamshard.verify(run).problems)
+    assert all(str(path) in told for path in lost), told
+
+
+def test_torn_files_and_missing_ones_are_listed_together(fresh: Of) -> None:
     run = fresh("native-3")
     shard(run, 1).unlink()
     model(run, 0).unlink()
     for path in (shard(run, 0), model(run, 2)):
         path.write_bytes(path.read_bytes()[:-100])
-    found = kinds_of(streamshard.verify(run))
-    assert ("missing", shard(run, 1).name) in found
-    assert ("missing", model(run, 0).name) in found
-    assert ("malformed", shard(run, 0).name) in found
-    assert ("malformed", model(run, 2).name) in found
-    assert len(found) == 4
+    assert kinds_of(streamshard.verify(run)) == [
+        *(("malformed", path.name) for path in (shard(run, 0), model(run, 2))),
+        *(("missing", path.name) for path in (shard(run, 1), model(run, 0))),
+    ]
 
 
 @pytest.mark.parametrize("kind", ["native-1", "native-2", "native-3"])
-def test_swapped_ranks_are_noticed(fresh: Callable[[str], Path], kind: str) -> None:
+def test_swapped_ranks_are_noticed(fresh: Of, kind: str) -> None:
     run = fresh(kind)
     swap(shard(run, 0), shard(run, 1))
     found = streamshard.verify(run)
@@ -72,7 +75,7 @@ def test_swapped_ranks_are_noticed(fresh: Callable[[str], Path], kind: str) -> N
     assert {problem.kind for problem in found.problems} <= {"disagreement", "malformed"}
 
 
-def test_swapped_model_files_are_noticed(fresh: Callable[[str], Path]) -> None:
+def test_swapped_model_files_are_noticed(fresh: Of) -> None:
     run = fresh("native-3")
     swap(model(run, 1), model(run, 2))
     found = kinds_of(streamshard.verify(run))
@@ -80,7 +83,7 @@ def test_swapped_model_files_are_noticed(fresh: Callable[[str], Path]) -> None:
 
 
 def test_a_file_under_another_spelling_of_its_own_name_is_not_swapped(
-    fresh: Callable[[str], Path],
+    fresh: Of,
 ) -> None:
     run = fresh("native-2")
     for rank in range(3):
@@ -90,22 +93,22 @@ def test_a_file_under_another_spelling_of_its_own_name_is_not_swapped(
 
 def other_step(path: Path) -> None:
     """Make a file one of the step before."""
-    content = load(path)
-    if "optimizer_state_dict" in content:
+
+    def change(content: dict[str, Any]) -> None:
+        if "optimizer_state_dict" not in content:
+            content["global_steps"] = 6
+            return
         inner = content["optimizer_state_dict"]
         inner = inner.get("base_optimizer_state") or inner["optimizer_state_dict"]
         for state in inner["state"].values():
             state["step"] = torch.tensor(6.0)
-    else:
-        content["global_steps"] = 6
-    save(content, path)
+
+    edit(path, change)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.parametrize("kind", ["native-2", "native-3"])
-def test_a_rank_of_another_step_is_the_odd_one_out(
-    fresh: Callable[[str], Path], kind: str, rank: int
-) -> None:
+def test_a_rank_of_another_step_is_the_odd_one_out(fresh: Of, kind: str, rank: int) -> None:
     run = fresh(kind)
     other_step(shard(run, rank))
     (problem,) = streamshard.verify(run).problems
@@ -118,7 +121,7 @@ def test_a_rank_of_another_step_is_the_odd_one_out(
         assert ("disagreement", shard(run, rank).name) in found
 
 
-def test_a_rank_of_another_world_size(fresh: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_rank_of_another_world_size(fresh: Of, tmp_path: Path) -> None:
     run = fresh("native-2")
     other = write(replace(SMALL, world_size=5), tmp_path / "other")
     shutil.copy(shard(other, 4), shard(run, 4))
@@ -150,7 +153,7 @@ def test_all_files_of_a_part_of_another_step(tmp_path: Path) -> None:
     assert kinds_of(streamshard.verify(run)) == wanted
 
 
-def test_two_sets_of_files_in_one_place(fresh: Callable[[str], Path]) -> None:
+def test_two_sets_of_files_in_one_place(fresh: Of) -> None:
     run = fresh("native-2")
     twice = shard(run, 1)
     shutil.copy(twice, twice.with_name(twice.name.removeprefix("bf16_")))
@@ -167,7 +170,7 @@ def test_without_zero_no_optimizer_file_is_missing(tmp_path: Path) -> None:
     assert kinds_of(streamshard.verify(run)) == [("disagreement", path.name)]
 
 
-def test_of_experts_without_zero_only_that_is_said(fresh: Callable[[str], Path]) -> None:
+def test_of_experts_without_zero_only_that_is_said(fresh: Of) -> None:
     run = fresh("native-2")
     for path in (run / TAG).glob("*_optim_states.pt"):
         path.unlink()
@@ -177,7 +180,7 @@ def test_of_experts_without_zero_only_that_is_said(fresh: Callable[[str], Path])
     assert "without ZeRO" in problem.message
 
 
-def test_other_files_of_a_tag_are_no_problem(fresh: Callable[[str], Path]) -> None:
+def test_other_files_of_a_tag_are_no_problem(fresh: Of) -> None:
     run = fresh("native-2")
     (run / TAG / "notes.txt").write_text("mine")
     found = streamshard.verify(run)
@@ -186,7 +189,7 @@ def test_other_files_of_a_tag_are_no_problem(fresh: Callable[[str], Path]) -> No
 
 
 def test_torch_files_that_are_not_deepspeed_s_are_checked_too(
-    fresh: Callable[[str], Path],
+    fresh: Of,
 ) -> None:
     run = fresh("native-2")
     extra = run / "training_args.bin"
@@ -198,7 +201,7 @@ def test_torch_files_that_are_not_deepspeed_s_are_checked_too(
     assert kinds_of(streamshard.verify(run)) == [("damaged", "training_args.bin")]
 
 
-def test_checksums_that_a_writer_left_out_are_a_note(fresh: Callable[[str], Path]) -> None:
+def test_checksums_that_a_writer_left_out_are_a_note(fresh: Of) -> None:
     run = fresh("native-2")
     path = shard(run, 1)
     without_checksums(path)
@@ -210,28 +213,18 @@ def test_checksums_that_a_writer_left_out_are_a_note(fresh: Callable[[str], Path
 
 def without_checksums(path: Path) -> None:
     """Set the CRC-32 of every storage to 0, as streamshard's first version and `skip_data` do."""
-    data = bytearray(path.read_bytes())
-    for signature, crc_at in ((b"PK\x07\x08", 4), (b"PK\x01\x02", 16)):
-        at = data.find(signature)
-        while at >= 0:
-            size_at = crc_at + 4
-            name = data[at + 46 : at + 46 + data[at + 28]] if crc_at == 16 else b""
-            is_data = b"/data/" in name if crc_at == 16 else _is_storage(data, at, size_at)
-            if is_data:
-                data[at + crc_at : at + crc_at + 4] = bytes(4)
-            at = data.find(signature, at + 1)
+    data = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        storages = [info for info in archive.infolist() if "/data/" in info.filename]
+    assert storages
+    for info in storages:
+        # So it stands in the data descriptor and in the directory.
+        size = info.file_size.to_bytes(4, "little")
+        data = data.replace(info.CRC.to_bytes(4, "little") + size, bytes(4) + size)
     path.write_bytes(data)
 
 
-def _is_storage(data: bytearray, descriptor: int, size_at: int) -> bool:
-    """Tell whether a descriptor stands behind a storage: by the name in the header before it."""
-    header = data.rfind(b"PK\x03\x04", 0, descriptor)
-    name_bytes = int.from_bytes(data[header + 26 : header + 28], "little")
-    assert int.from_bytes(data[descriptor + size_at : descriptor + size_at + 4], "little")
-    return b"/data/" in data[header + 30 : header + 30 + name_bytes]
-
-
-def test_latest_that_names_nothing(fresh: Callable[[str], Path]) -> None:
+def test_latest_that_names_nothing(fresh: Of) -> None:
     run = fresh("native-2")
     for text in ("", "global_step8", "../run"):
         (run / "latest").write_text(text)
@@ -241,12 +234,10 @@ def test_latest_that_names_nothing(fresh: Callable[[str], Path]) -> None:
     assert streamshard.verify(run / TAG).is_good
 
 
-def test_a_config_in_the_files_that_cannot_be(fresh: Callable[[str], Path]) -> None:
+def test_a_config_in_the_files_that_cannot_be(fresh: Of) -> None:
     run = fresh("native-2")
-    for path in sorted((run / TAG).glob("*.pt")):
-        content = load(path)
-        content["ds_config"]["zero_optimization"]["sub_group_size"] = "many"
-        save(content, path)
+    for path in (run / TAG).glob("*.pt"):
+        edit(path, lambda c: c["ds_config"]["zero_optimization"].update(sub_group_size="many"))
     (problem,) = streamshard.verify(run).problems
     assert problem.kind == "malformed"
     assert "sub_group_size is 'many'" in problem.message
@@ -266,7 +257,7 @@ def test_files_whose_writer_left_out_every_checksum(tmp_path: Path) -> None:
 # Dumps --------------------------------------------------------------------------------------------
 
 
-def test_missing_and_swapped_dumps(fresh: Callable[[str], Path]) -> None:
+def test_missing_and_swapped_dumps(fresh: Of) -> None:
     template = fresh("dumps-2")
     first, second, _ = (template.parent / DUMPS.format(rank=rank) for rank in range(3))
     swap(first, second)
@@ -290,21 +281,10 @@ def test_dumps_of_stage_3_need_another_checkpoint(tmp_path: Path) -> None:
 # Stores -------------------------------------------------------------------------------------------
 
 CHUNK = "state/exp_avg/w/c/1/0"
-Edit = Callable[[dict[str, Any]], object]
-
-
-def edit_manifest(store: Path, edit: Edit) -> None:
-    """Change the manifest, and put its own checksum and document right."""
-    chunk = store / "meta/manifest/c/0"
-    document = json.loads(chunk.read_bytes()[:-4])
-    edit(document)
-    data = json.dumps(document).encode()
-    chunk.write_bytes(data + serialize_checksum(google_crc32c.value(data)))
-    (store / "meta/manifest/zarr.json").write_bytes(small_array_document(len(data)))
 
 
 @pytest.mark.parametrize("kind", ["store-none", "store-zstd"])
-def test_chunks_swapped_replaced_missing_and_extra(fresh: Callable[[str], Path], kind: str) -> None:
+def test_chunks_swapped_replaced_missing_and_extra(fresh: Of, kind: str) -> None:
     store = fresh(kind)
     swap(store / CHUNK, store / CHUNK.replace("c/1/0", "c/0/0"))
     found = streamshard.verify(store)
@@ -342,16 +322,14 @@ def test_chunks_swapped_replaced_missing_and_extra(fresh: Callable[[str], Path],
     ],
 )
 @pytest.mark.parametrize("kind", ["store-none", "store-zstd"])
-def test_an_edited_manifest_is_noticed(
-    fresh: Callable[[str], Path], kind: str, edit: Edit, named: str
-) -> None:
+def test_an_edited_manifest_is_noticed(fresh: Of, kind: str, edit: Edit, named: str) -> None:
     store = fresh(kind)
     edit_manifest(store, edit)
     found = streamshard.verify(store)
     assert any(named in problem.message for problem in found.problems), found.problems
 
 
-def test_a_document_that_tells_another_shape(fresh: Callable[[str], Path]) -> None:
+def test_a_document_that_tells_another_shape(fresh: Of) -> None:
     store = fresh("store-none")
     path = store / "state/exp_avg/w/zarr.json"
     document = json.loads(path.read_bytes())
@@ -369,7 +347,7 @@ def test_a_document_that_tells_another_shape(fresh: Callable[[str], Path]) -> No
     assert "another array" in problem.message
 
 
-def test_a_manifest_without_digests_is_none(fresh: Callable[[str], Path]) -> None:
+def test_a_manifest_without_digests_is_none(fresh: Of) -> None:
     store = fresh("store-zstd")
     edit_manifest(store, lambda manifest: manifest.pop("digests"))
     problem, *_ = streamshard.verify(store).problems
@@ -378,14 +356,10 @@ def test_a_manifest_without_digests_is_none(fresh: Callable[[str], Path]) -> Non
 
 @pytest.mark.parametrize("which", ["meta/manifest/c/0", "meta/state/c/0", "zarr.json"])
 @pytest.mark.parametrize("kind", ["store-none", "store-zstd"])
-def test_damaged_metadata_does_not_hide_damaged_chunks(
-    fresh: Callable[[str], Path], kind: str, which: str
-) -> None:
+def test_damaged_metadata_does_not_hide_damaged_chunks(fresh: Of, kind: str, which: str) -> None:
     store = fresh(kind)
-    for path in (store / which, store / CHUNK):
-        data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 1
-        path.write_bytes(data)
+    flip(store / which)
+    flip(store / CHUNK)
     files = {problem.file for problem in streamshard.verify(store).problems}
     assert files >= {str(store / which), str(store / CHUNK)}
 
@@ -393,7 +367,7 @@ def test_damaged_metadata_does_not_hide_damaged_chunks(
 # What is not a checkpoint -----------------------------------------------------------------------
 
 
-def test_what_is_no_checkpoint_is_an_error(tmp_path: Path, fresh: Callable[[str], Path]) -> None:
+def test_what_is_no_checkpoint_is_an_error(tmp_path: Path, fresh: Of) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "zarr").mkdir()
     (tmp_path / "zarr" / "zarr.json").write_text('{"zarr_format": 3, "node_type": "group"}')
@@ -406,7 +380,7 @@ def test_what_is_no_checkpoint_is_an_error(tmp_path: Path, fresh: Callable[[str]
 
 
 @pytest.mark.parametrize("kind", ["native-2", "store-none", "dumps-2"])
-def test_what_is_given_for_nothing_is_refused(fresh: Callable[[str], Path], kind: str) -> None:
+def test_what_is_given_for_nothing_is_refused(fresh: Of, kind: str) -> None:
     path, other = fresh(kind), fresh("native-3")
     for against in (None, path):
         with pytest.raises(UsageError, match="leave like= out"):
@@ -418,7 +392,7 @@ def test_what_is_given_for_nothing_is_refused(fresh: Callable[[str], Path], kind
             streamshard.verify(path, source_ds_config_file=config)
 
 
-def test_a_store_of_a_later_version_is_left_alone(fresh: Callable[[str], Path]) -> None:
+def test_a_store_of_a_later_version_is_left_alone(fresh: Of) -> None:
     store = fresh("store-none")
     document = json.loads((store / "zarr.json").read_bytes())
     document["attributes"]["streamshard"]["format_version"] = 999

@@ -12,11 +12,11 @@ import streamshard
 from streamshard.errors import IntegrityError
 from streamshard.io.page_cache import drop_cached
 from streamshard.operations.transfer import read_back
-from tests.fabricated import DUMPS, load, save, write, write_dumps
+from tests.cli.conftest import flip as flip_middle
+from tests.cli.conftest import model_file
+from tests.fabricated import DUMPS, edit, save, write, write_dumps
 from tests.job import JOBS, TAG
-from tests.verify.conftest import SMALL, files_of
-
-Damage = Callable[[Path], None]
+from tests.verify.conftest import SMALL, Damage, files_of
 
 
 @pytest.mark.parametrize("target", [1, 2, 3])
@@ -104,27 +104,13 @@ def damage_written(monkeypatch: pytest.MonkeyPatch, damage: Damage) -> list[Path
 
 
 def flip(name: str) -> Damage:
-    """Flip a bit in the middle of a file."""
-
-    def damage(place: Path) -> None:
-        (path,) = place.rglob(name)
-        data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 1
-        path.write_bytes(data)
-
-    return damage
+    return lambda place: flip_middle(next(place.rglob(name)))
 
 
-def rewrite(edit: Callable[[dict[str, Any]], object]) -> Damage:
+def rewrite(change: Callable[[dict[str, Any]], object]) -> Damage:
     """Change a value and write it so that every checksum is right, as a bug of ours might."""
 
-    def damage(place: Path) -> None:
-        path = place / TAG / "mp_rank_00_model_states.pt"
-        content = load(path)
-        edit(content)
-        save(content, path)
-
-    return damage
+    return lambda place: edit(model_file(place), change)
 
 
 def remove(name: str) -> Damage:
@@ -178,12 +164,13 @@ def test_a_bug_in_the_cutting_would_be_found(
     run = write(replace(SMALL, groups=groups, tied={}, world_size=2), tmp_path / "run")
     kept = streamshard.verify(run, digests=True).digests
 
+    def turn(content: dict[str, Any]) -> None:
+        state = content["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
+        state["exp_avg"] = state["exp_avg"].flip(0)
+
     def swap(place: Path) -> None:
-        for path in sorted((place / TAG).glob("*_optim_states.pt")):
-            content = load(path)
-            state = content["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
-            state["exp_avg"] = state["exp_avg"].flip(0)
-            save(content, path)
+        for path in (place / TAG).glob("*_optim_states.pt"):
+            edit(path, turn)
 
     damage_written(monkeypatch, swap)
     with pytest.raises(IntegrityError, match=r"state/exp_avg/a: 6 of 6 elements differ"):

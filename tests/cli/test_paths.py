@@ -1,0 +1,300 @@
+"""Names and links in a checkpoint: they lead nowhere but into it; tags may be paths."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+import streamshard as api
+from tests.cli.conftest import in_process, passed, refused
+from tests.cli.hostile import MODEL, OPTIMIZER, elsewhere, optimizer_files
+from tests.compact.runs import NO_GRACE, actions, age, bits, later, receipt_of
+from tests.fabricated import client_state, edit, write
+from tests.job import EXPERTS, TAG, Job
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        "..", ".", "/etc", "../run", f"{TAG}/..", f"{TAG}\nmore", f"{TAG}\0", "a" * 5000,
+        "\x1b[2J", "\udcff", f"./{TAG}", f"{TAG}/.",
+    ],
+    ids=repr,
+)  # fmt: skip
+@pytest.mark.parametrize("how", ["latest", "--tag"])
+def test_tags_that_are_no_tags(tag: str, how: str, run: Path) -> None:
+    if how == "latest":
+        (run / "latest").write_bytes(tag.encode(errors="surrogateescape"))
+        in_process("inspect", run)
+    else:
+        done = in_process("inspect", run, f"--tag={tag}")
+    assert done.code == 3, done.err
+    # The tag that is there is listed, where none was asked for.
+    assert (f"\n{TAG} " in done.out) == (how == "latest"), done.out
+    assert "\x1b" not in done.out + done.err
+    assert len(done.err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", [MODEL, OPTIMIZER, "latest"])
+def test_links_that_lead_out_are_refused(name: str, run: Path) -> None:
+    if name == "latest":
+        (run / name).write_text("root:x:0:0")
+    place = elsewhere(run / name)
+    done = in_process("inspect", run)
+    assert done.code == 3, done.err
+    assert "root:x" not in done.out + done.err
+    assert f"{run / name}: a symbolic link that leads out of {run}, to {place}" in done.err
+    assert "cp -rL" in done.err
+
+
+def test_a_tag_that_leads_out_is_refused_unless_it_is_what_the_user_gave(run: Path) -> None:
+    place = run.parent / "elsewhere"
+    (run / TAG).rename(place)
+    (run / TAG).symlink_to(place)
+    refused(3, "leads out", "inspect", run)
+    assert in_process("inspect", run / TAG).code == 0
+
+
+def test_links_inside_and_links_to_the_whole_are_followed(run: Path) -> None:
+    link = run.parent / "link"
+    link.symlink_to(run)
+    assert in_process("inspect", link).code == 0
+    (run / OPTIMIZER).rename(run / TAG / "kept.pt")
+    (run / OPTIMIZER).symlink_to("kept.pt")
+    assert in_process("inspect", link).code == 0
+    assert in_process("inspect", run / TAG).code == 0
+
+
+def test_a_tag_and_latest_may_be_links_within_the_run(run: Path) -> None:
+    (run / TAG).rename(run / "first")
+    (run / TAG).symlink_to("first")
+    (run / "latest").rename(run / "newest")
+    (run / "latest").symlink_to("newest")
+    passed("repartition", run, run.parent / "out", "--world-size", 3)
+    assert (run.parent / "out" / TAG).is_dir()
+
+
+def test_files_of_experts_and_dumps_may_not_lead_out(tmp_path: Path) -> None:
+    run = write(Job(world_size=4, experts=EXPERTS, expert_parallel=2), tmp_path / "run")
+    (expert, *_) = sorted((run / TAG).glob("layer_*_expert_*_model_states.pt"))
+    elsewhere(expert)
+    refused(3, f"{expert}: a symbolic link that leads out", "inspect", run)
+    dumps = tmp_path / "dumps"
+    dumps.mkdir()
+    (dumps / "0.pt").symlink_to(run / OPTIMIZER)
+    refused(3, f"{dumps / '0.pt'}: a symbolic link that", "inspect", dumps / "{rank}.pt")
+
+
+def test_a_ring_of_links(run: Path) -> None:
+    (run / OPTIMIZER).unlink()
+    (run / OPTIMIZER).symlink_to(run / OPTIMIZER)
+    assert in_process("inspect", run).code == 3
+
+
+def test_files_of_another_kind_are_looked_at_without_waiting_for_pipes(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "optimizer.0.pt")
+    assert in_process("inspect", tmp_path).code == 3
+    assert in_process("inspect", tmp_path / "optimizer.0.pt").code == 3
+
+
+def test_a_pipe_in_a_file_s_place_is_not_waited_for(run: Path) -> None:
+    (run / "latest").unlink()
+    os.mkfifo(run / "latest")
+    assert in_process("inspect", run).code == 3
+    (run / OPTIMIZER).unlink()
+    os.mkfifo(run / OPTIMIZER)
+    refused(3, "rank_1", "inspect", run, "--tag", TAG)
+
+
+def test_names_in_files_give_no_orders_to_the_terminal(run: Path) -> None:
+    evil = "\x1b]0;owned\x07\u202e"
+    edit(run / MODEL, lambda c: c.update(ds_version=evil))
+    for path in optimizer_files(run):
+        edit(path, lambda c: c.update(ds_version=evil))
+    done = passed("inspect", run, "-v")
+    assert r"\x1b]0;owned\x07\u202e" in done.out
+    assert not set(evil) & set("\x1b\x07\u202e") & set(done.out)
+
+
+# Symbolic links beside the tags -------------------------------------------------------------------
+
+
+def test_a_link_within_the_run_directory_is_carried_as_a_file(run: Path, tmp_path: Path) -> None:
+    (run / "old").mkdir()
+    (run / "old" / "tokenizer.json").write_text("kept")
+    (run / "tokenizer.json").symlink_to("old/tokenizer.json")
+    for source in (run, run / TAG):
+        out = tmp_path / f"out-{source.name}"
+        done = passed("repartition", source, out, "--world-size", 3, "--verify", "--json")
+        assert (out / "tokenizer.json").read_text() == "kept"
+        assert not (out / "tokenizer.json").is_symlink()
+        assert "ymbolic" not in " ".join(json.loads(done.out)["notes"])
+    assert api.verify(run).is_good
+
+
+def test_links_that_are_not_carried_are_named(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret.json").write_text("hidden words")
+    (run / "tokenizer.json").symlink_to(tmp_path / "secret.json")
+    (run / "gone.json").symlink_to("nowhere")
+    (run / "ring.json").symlink_to("ring.json")
+    (run / "best.pt").symlink_to(OPTIMIZER)
+    (run / "data").symlink_to(tmp_path)
+    (run / "newest").symlink_to(TAG)  # another name of what is carried anyway
+    for number, verb in enumerate((("inspect",), ("verify",), ("convert",), ("repartition",))):
+        target = [tmp_path / f"{number}.zarr"] if number > 1 else []
+        more = ["--world-size", 3] if number == 3 else []
+        done = passed(*verb, run, *target, *more, "--json")
+        (note,) = [note for note in json.loads(done.out)["notes"] if "not carried" in note]
+        for name in ("tokenizer.json", "gone.json", "ring.json", "best.pt", "data"):
+            assert f"{name} to " in note
+        assert "newest" not in note
+    names = {path.name for path in (tmp_path / "3.zarr").iterdir()}
+    assert names == {TAG, "latest", "zero_to_fp32.py"}
+    assert b"hidden words" not in b"".join(
+        path.read_bytes() for path in (tmp_path / "2.zarr").rglob("*") if path.is_file()
+    )
+
+
+# Tags that are paths, as `save_checkpoint(dir, tag="epoch/1")` makes them -------------------------
+
+JOB = Job(stage=2, client_state=client_state())
+
+
+@pytest.fixture
+def epochs(tmp_path: Path) -> Path:
+    """A run directory with two such tags, and files of its own beside them."""
+    (tmp_path / "run").mkdir()
+    write(JOB, tmp_path / "run", "epoch/1")
+    write(Job(stage=2, changed=("fp32", "embed.weight", 3)), tmp_path / "run", "epoch/2")
+    (tmp_path / "run/config.json").write_text("{}")
+    return tmp_path / "run"
+
+
+def test_every_verb_takes_it(epochs: Path, tmp_path: Path) -> None:
+    flat = tmp_path / "flat"
+    shutil.copytree(epochs / "epoch/1", flat / "one")
+    for name in ("zero_to_fp32.py", "config.json"):
+        shutil.copy(epochs / name, flat)
+    (flat / "latest").write_text("one")
+    out, store, plan = tmp_path / "out", tmp_path / "x.zarr", tmp_path / "plan.json"
+    tag = ("--tag", "epoch/1")
+    for command in (
+        ("inspect", epochs),
+        ("inspect", epochs, "--pickles"),
+        ("verify", epochs),
+        ("repartition", epochs, out, *tag, "--world-size", 3),
+        ("repartition", flat, tmp_path / "wanted", "--world-size", 3),
+        ("verify", out, "--against", epochs / "epoch/1"),
+        ("convert", epochs, store, *tag),
+        ("verify", store, "--against", epochs / "epoch/1"),
+        ("repartition", store, tmp_path / "back", "--world-size", 3),
+        ("export", epochs, tmp_path / "hf", *tag),
+        ("export", epochs, tmp_path / "universal", *tag, "--format", "universal"),
+        ("repartition", epochs, tmp_path / "planned", *tag, "--world-size", 3, "--dry-run",
+         "--plan-out", plan),
+        ("apply", plan),
+        ("diff", epochs, store, *tag),
+        ("repartition", epochs, out, *tag, "--world-size", 3, "--overwrite"),
+        ("export", epochs, tmp_path / "universal", *tag, "--format", "universal", "--overwrite"),
+    ):  # fmt: skip
+        passed(*command)
+    wanted = bits(tmp_path / "wanted")
+    assert wanted.pop("latest") == b"one"
+    for place in (out, tmp_path / "back", tmp_path / "planned"):
+        found = bits(place)
+        assert found.pop("latest") == b"epoch/1"
+        assert found == {name.replace("one/", "epoch/1/"): data for name, data in wanted.items()}
+    assert (tmp_path / "universal/latest_universal").read_text() == "epoch/1"
+    assert (tmp_path / "universal/epoch/1/zero").is_dir()
+
+
+def test_a_tag_directory_knows_its_run_directory(epochs: Path, tmp_path: Path) -> None:
+    api.repartition(epochs / "epoch/1", tmp_path / "out", world_size=3)
+    assert (tmp_path / "out/latest").read_text() == "epoch/1"
+    assert (tmp_path / "out/config.json").exists()
+    # Put away by hand, it is one by itself.
+    shutil.copytree(epochs / "epoch/1", epochs / "old/epoch/1")
+    assert api.inspect(epochs / "old/epoch/1").tag == "1"
+    (epochs / "latest").write_text("global_step7")
+    assert api.inspect(epochs / "epoch/1").tag == "1"
+
+
+@pytest.mark.parametrize(
+    "tag",
+    ["../run/epoch/1", "/epoch/1", "epoch/../epoch/1", "epoch//1", "epoch/1/", "epoch/away/1",
+     ".streamshard.trash/1", "latest/1"],
+)  # fmt: skip
+def test_what_leads_out_is_refused(epochs: Path, tmp_path: Path, tag: str) -> None:
+    shutil.copytree(epochs / "epoch", tmp_path / "elsewhere")
+    (epochs / "epoch/away").symlink_to(tmp_path / "elsewhere")
+    shutil.copytree(epochs / "epoch/1", epochs / ".streamshard.trash/1")
+    given = in_process("inspect", epochs, "--tag", tag)
+    (epochs / "latest").unlink()
+    (epochs / "latest").write_text(tag)
+    named = in_process("inspect", epochs)
+    assert (given.code, named.code) == (3, 3), given.out + named.out
+    assert str(epochs) in given.err
+    assert str(epochs) in named.err
+    compacted = in_process("compact", epochs, tmp_path / "archive", "--delete", "--min-age", "0s")
+    assert compacted.code == 3
+
+
+def test_the_message_names_the_tags_there_are(epochs: Path) -> None:
+    (epochs / "latest").write_text("epoch/9")
+    done = refused(3, "which is not there. Give one of the 2 checkpoints in it", "inspect", epochs)
+    for tag in ("epoch/1", "epoch/2"):
+        assert tag in done.err
+        assert in_process("inspect", epochs / tag).code == 0
+
+
+def test_a_target_with_more_in_it_is_not_replaced(epochs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    api.repartition(epochs, out, world_size=3)
+    (out / "epoch/notes.txt").write_text("mine")
+    assert in_process("repartition", epochs, out, "--world-size", 3, "--overwrite").code == 4
+    assert (out / "epoch/notes.txt").read_text() == "mine"
+
+
+def make_epochs(run: Path) -> Path:
+    for epoch in (1, 2, 3, 9, 10):
+        write(Job(changed=("fp32", "embed.weight", epoch)), run, f"epoch/{epoch}")
+    write(Job(), run, "epoch%2F1")
+    write(Job(), run, "other_epoch/1")
+    write(Job(), run, "global_step1")
+    (run / "latest").write_text("epoch/10")
+    age(run, 30)
+    return run
+
+
+def test_compact_archives_and_removes_them(tmp_path: Path) -> None:
+    run, archive = make_epochs(tmp_path / "run"), tmp_path / "archive"
+    before = {f"epoch/{n}": bits(run / f"epoch/{n}") for n in (1, 2, 3, 9, 10)}
+    found = actions(api.compact(run, archive, delete=True))
+    kept = ("epoch/3", "epoch/9", "epoch/10", "epoch%2F1", "other_epoch/1", "global_step1")
+    assert found == {**dict.fromkeys(kept, "kept"), "epoch/1": "deleted", "epoch/2": "deleted"}
+    assert sorted(path.name for path in (run / "epoch").iterdir()) == ["10", "3", "9"]
+    assert receipt_of(archive, "epoch%2F1")["tag"] == "epoch/1"
+    api.compact(run, archive, undelete=["epoch/1"])
+    assert bits(run / "epoch/1") == before["epoch/1"]
+    api.compact(run, archive, delete=True)
+    found = actions(api.compact(run, archive, delete=True, grace=NO_GRACE, now=later(1)))
+    assert {found["epoch/1"], found["epoch/2"]} == {"purged"}
+    assert not [*(run / ".streamshard.trash").rglob("*.pt")]
+    assert {p.name for p in archive.glob("*.zarr")} == {"epoch%2F1.zarr", "epoch%2F2.zarr"}
+    api.repartition(archive / "epoch%2F1.zarr", tmp_path / "o", world_size=2)
+    assert (tmp_path / "o/latest").read_text() == "epoch/1"
+
+
+def test_steps_of_several_directories_are_not_compared(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for tag in ("1/5", "1/9", "2/1", "2/2", "2/3"):
+        write(Job(), run, tag)
+    shutil.copytree(run, run / "another_run/of_somebody")
+    age(run, 30)
+    done = api.compact(run, tmp_path / "archive", keep_last=2, dry_run=True)
+    found = {tag.tag: (tag.action, tag.reason) for tag in done.tags}
+    why = "lies in another directory than 2/3, so their steps are not compared"
+    assert found["1/5"] == found["1/9"] == ("kept", why)
+    assert (found["2/1"][0], found["2/2"][0], len(found)) == ("archived", "kept", 5)

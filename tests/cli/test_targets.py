@@ -1,0 +1,393 @@
+"""Targets that exist, are empty, are others', are mounted, or lead elsewhere."""
+
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+import streamshard as api
+from streamshard.engine.journals import journal
+from streamshard.errors import TargetError
+from tests.cli.conftest import (
+    OUTPUTS,
+    Saved,
+    command,
+    in_process,
+    passed,
+    refused,
+    streamshard,
+    tree,
+)
+from tests.cli.test_going_on import cut_off
+from tests.compact.runs import make_run
+from tests.fabricated import write, write_dumps
+from tests.job import Job
+
+# What is there already ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_a_target_is_replaced_only_if_that_is_asked_for(
+    saved: Saved, tmp_path: Path, output: str
+) -> None:
+    out = tmp_path / "out"
+    assert in_process(*command(output, saved(2), out)).code == 0
+    before = tree(out)
+    refused(4, "use --overwrite to replace it", *command(output, saved(3), out))
+    assert tree(out) == before
+    assert in_process(*command(output, saved(3), out), "--overwrite").code == 0
+    assert tree(out) != before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        *(output for output in OUTPUTS if output.startswith("export")),
+        "export --max-shard-size 300000",
+        "export --format dcp --layout titan --ranks 2",
+        "export --format dcp --layout accelerate",
+    ],
+)
+def test_an_export_with_more_in_it_is_not_replaced(
+    saved: Saved, tmp_path: Path, output: str
+) -> None:
+    out = tmp_path / "out"
+    assert in_process(*command(output, saved(2), out)).code == 0
+    (out / "notes.md").write_text("irreplaceable")
+    before = tree(out)
+    assert in_process(*command(output, saved(3), out), "--overwrite").code == 4
+    assert tree(out) == before
+
+
+def thesis(place: Path) -> None:
+    place.mkdir()
+    (place / "chapter").write_text("irreplaceable")
+
+
+def hierarchy(place: Path) -> None:
+    place.mkdir()
+    (place / "zarr.json").write_text('{"zarr_format": 3, "node_type": "group"}')
+
+
+def run_of_two_tags(place: Path) -> None:
+    write(Job(), place)
+    (place / "global_step99").mkdir()
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [(thesis, "remove it yourself"), (hierarchy, ""), (run_of_two_tags, "more than one")],
+)
+@pytest.mark.parametrize("verb", [("repartition", "--world-size", 3), ("convert",)], ids=str)
+def test_overwrite_spares_what_is_not_ours(
+    run: Path,
+    tmp_path: Path,
+    verb: Sequence[object],
+    make: Callable[[Path], None],
+    says: str,
+) -> None:
+    make(tmp_path / "out")
+    before = tree(tmp_path)
+    refused(4, says, verb[0], run, tmp_path / "out", *verb[1:], "--overwrite")
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("inside", "says"),
+    [(".", "is the source itself"), ("../run", "is the source itself"), ("out", "lies in or")],
+)
+@pytest.mark.parametrize("verb", ["repartition", "convert", "export"])
+def test_a_target_in_its_own_source_is_refused(
+    run: Path, verb: str, inside: str, says: str
+) -> None:
+    before = tree(run)
+    for more in ([], ["--overwrite"]):
+        done = refused(2, f"{run / inside}: {says}", verb, run, run / inside, *more)
+        assert done.err.endswith("; choose another place\n")
+    assert tree(run) == before
+
+
+@pytest.mark.parametrize("suffix", [".partial", ".replaced"])
+def test_a_source_in_the_place_of_our_own_directories_is_safe(
+    suffix: str, run: Path, tmp_path: Path
+) -> None:
+    source = run.rename(tmp_path / f"out{suffix}")
+    before = tree(tmp_path)
+    done = in_process("repartition", source, tmp_path / "out", "--world-size", 3)
+    assert done.code in (2, 4)
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("suffix", [".partial", ".replaced"])
+@pytest.mark.parametrize("link", [False, True])
+def test_a_strangers_directory_in_their_place_is_safe(
+    suffix: str, link: bool, run: Path, tmp_path: Path
+) -> None:
+    place = tmp_path / f"out{suffix}"
+    thesis(tmp_path / "thesis" if link else place)
+    if link:
+        place.symlink_to("thesis")
+    before = tree(tmp_path)
+    refused(4, place.name, "repartition", run, tmp_path / "out", "--world-size", 3)
+    assert tree(tmp_path) == before
+
+
+def test_a_replacement_that_fails_brings_the_old_target_back(
+    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    api.repartition(saved(2), out, world_size=2)
+    before, rename = tree(out), Path.rename
+
+    def failing(self: Path, target: Path) -> Path:
+        if self.name == "out.partial":
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(TargetError, match="Input/output error"):
+        api.repartition(saved(2), out, world_size=3, overwrite=True)
+    assert tree(out) == before
+    monkeypatch.undo()
+    # What was to replace it is whole, so that it only has to be renamed.
+    report = api.repartition(saved(2), out, world_size=3)
+    assert report.kept_bytes == report.bytes_written == sum(map(len, tree(out).values()))
+    assert tree(out) != before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+# What somebody put where a run writes -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", ["repartition", "compact"])
+def test_a_lock_that_leads_elsewhere_is_refused_by_name(verb: str, tmp_path: Path) -> None:
+    run, gone = tmp_path / "run", tmp_path / "gone"
+    if verb == "compact":
+        make_run(run)
+        words, lock = ["--delete"], run / ".streamshard.lock"
+    else:
+        write(Job(), run)
+        words, lock = ["--world-size", "3"], tmp_path / ".streamshard.lock.out"
+    lock.symlink_to(gone)
+    done = in_process(verb, run, tmp_path / "out", *words)
+    assert (done.code, done.out) == (4, "")
+    assert f"{lock}: cannot be written (it is a symbolic link" in done.err
+    assert "move it away" in done.err
+    assert lock.is_symlink()
+    assert not gone.exists()
+
+
+def test_a_journal_that_is_a_pipe(run: Path, tmp_path: Path) -> None:
+    journal = tmp_path / "out.partial/.streamshard.journal"
+    journal.parent.mkdir()
+    os.mkfifo(journal)
+    refused(
+        4,
+        f"{journal}: cannot be written (it is a pipe",
+        "repartition",
+        run,
+        tmp_path / "out",
+        "--world-size",
+        "3",
+    )
+
+
+# Empty directories, as `mkdir -p` and `mktemp -d` of job scripts make -----------------------------
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_it_is_taken_and_mode_and_owner_stay(saved: Saved, tmp_path: Path, output: str) -> None:
+    assert in_process(*command(output, saved(2), tmp_path / "absent")).code == 0
+    out = tmp_path / "out"
+    out.mkdir()
+    if os.geteuid() == 0:
+        os.chown(out, 1234, 2345)
+    out.chmod(0o2750)
+    before = out.stat()
+    passed(*command(output, saved(2), out))
+    assert tree(out) == tree(tmp_path / "absent")
+    after = out.stat()
+    assert stat.S_IMODE(after.st_mode) == 0o2750
+    assert (after.st_uid, after.st_gid) == (before.st_uid, before.st_gid)
+    # As in any directory with that bit, what is made in it is of its group.
+    assert {path.stat().st_gid for path in out.rglob("*")} == {before.st_gid}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["absent", "out"]
+
+
+def test_a_directory_of_dumps_is_taken(run: Path, tmp_path: Path) -> None:
+    source, out = write_dumps(run, tmp_path / "dumps"), tmp_path / "out"
+    out.mkdir(mode=0o700)
+    passed("repartition", source, out / source.name, "--world-size", 3)
+    assert len(tree(out)) == 3
+    assert stat.S_IMODE(out.stat().st_mode) == 0o700
+
+
+def test_it_is_as_private_while_it_is_being_made(saved: Saved, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir(mode=0o700)
+    assert cut_off("note", 1, command(OUTPUTS[0], saved(2), out)).code == -signal.SIGKILL
+    assert stat.S_IMODE((tmp_path / "out.partial").stat().st_mode) == 0o700
+    assert tree(out) == {}
+    report = json.loads(in_process(*command(OUTPUTS[0], saved(2), out), "--json").out)
+    assert 0 < report["kept_bytes"] < report["bytes_written"]
+    assert stat.S_IMODE(out.stat().st_mode) == 0o700
+
+
+def test_what_somebody_puts_there_meanwhile_is_not_replaced(
+    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    note_whole = journal.Journal.note_whole
+
+    def late(self: journal.Journal) -> None:
+        note_whole(self)
+        (out / "chapter").write_text("irreplaceable")
+
+    monkeypatch.setattr(journal.Journal, "note_whole", late)
+    with pytest.raises(TargetError, match="not empty"):
+        api.repartition(saved(2), out, world_size=3)
+    assert tree(out) == {"chapter": b"irreplaceable"}
+    assert not (tmp_path / "out.replaced").exists()
+    (out / "chapter").unlink()
+    report = api.repartition(saved(2), out, world_size=3)
+    assert report.kept_bytes == report.bytes_written
+
+
+def test_one_that_was_made_while_the_old_target_is_aside_is_in_nobodys_way(
+    saved: Saved, tmp_path: Path
+) -> None:
+    """A job script does `mkdir -p` and the same command again."""
+    out = tmp_path / "out"
+    assert in_process(*command(OUTPUTS[1], saved(2), tmp_path / "wanted")).code == 0
+    assert in_process("repartition", saved(3), out, "--world-size", 2).code == 0
+    overwriting = (*command(OUTPUTS[1], saved(2), out), "--overwrite")
+    assert cut_off("rename", 0, overwriting).code == -signal.SIGKILL
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".") == [
+        "out.partial",
+        "out.replaced",
+        "wanted",
+    ]
+    out.mkdir()
+    passed(*command(OUTPUTS[1], saved(2), out))
+    assert tree(out) == tree(tmp_path / "wanted")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "wanted"]
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_a_link_to_one_stays_a_link(saved: Saved, tmp_path: Path, output: str) -> None:
+    scratch, out, absent = (tmp_path / name for name in ("scratch", "out", "absent"))
+    (scratch / "big").mkdir(parents=True)
+    out.symlink_to("scratch/big")
+    assert cut_off("note", 0, command(output, saved(2), out)).code == -signal.SIGKILL
+    assert {path.name for path in scratch.iterdir()} > {"big", "big.partial"}
+    # Killed once more when the new directory is there, with its journal.
+    assert cut_off("rename", 0, command(output, saved(2), out)).code == -signal.SIGKILL
+    done = passed(*command(output, saved(2), out), "--json")
+    report = json.loads(done.out)
+    assert report["kept_bytes"] == report["bytes_written"]
+    assert os.readlink(out) == "scratch/big"  # noqa: PTH115 - as it is spelled
+    assert [path.name for path in scratch.iterdir()] == ["big"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "scratch"]
+    assert in_process(*command(output, saved(2), absent)).code == 0
+    assert tree(scratch / "big") == tree(absent)
+    again = in_process(*command(output, saved(2), out))
+    assert (again.code, "exists" in again.err) == (4, True)
+
+
+def mount(*arguments: object) -> None:
+    """Mount something, if this process may."""
+    done = subprocess.run(["mount", *map(str, arguments)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"needs the right to mount: {done.stderr.strip()}")
+
+
+@pytest.fixture(params=["another file system", "within the same one"])
+def mounted(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """An empty directory where something is mounted."""
+    where = tmp_path / "a volume"
+    where.mkdir()
+    (tmp_path / "part").mkdir()
+    if request.param == "within the same one":
+        mount("--bind", tmp_path / "part", where)
+    else:
+        mount("-t", "tmpfs", "-o", "size=16m", "tmpfs", where)
+    yield where
+    subprocess.run(["umount", str(where)], check=True)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_a_mount_point_is_refused_at_once_with_what_does_work(
+    saved: Saved, mounted: Path, output: str
+) -> None:
+    for more in ((), ("--overwrite",), ("--dry-run",)):
+        done = refused(
+            4, f"{mounted}: is a mount point", *command(output, saved(2), mounted), *more
+        )
+        assert f"Give a new name in it: {mounted}/NAME" in done.err
+    assert list(mounted.iterdir()) == []
+    assert in_process(*command(output, saved(2), mounted / "NAME")).code == 0
+    assert [path.name for path in mounted.iterdir()] == ["NAME"]
+
+
+@pytest.fixture
+def lower_layer(saved: Saved, tmp_path: Path) -> Iterator[Path]:
+    """A target in a lower layer of an overlay, as in a container's image."""
+    lower, upper, work, where = (tmp_path / name for name in ("lower", "upper", "work", "merged"))
+    for directory in (lower, upper, work, where):
+        directory.mkdir()
+    api.convert(saved(2), lower / "out")
+    options = f"lowerdir={lower},upperdir={upper},workdir={work},redirect_dir=off"
+    mount("-t", "overlay", "-o", options, "overlay", where)
+    yield where / "out"
+    subprocess.run(["umount", str(where)], check=True)
+
+
+@pytest.mark.kernel
+def test_a_directory_that_cannot_be_renamed_is_named_with_what_does_work(
+    saved: Saved, lower_layer: Path
+) -> None:
+    before = tree(lower_layer)
+    refused(
+        4, "lower layer of an overlay", *command(OUTPUTS[1], saved(2), lower_layer), "--overwrite"
+    )
+    assert tree(lower_layer) == before
+    subprocess.run(["mv", lower_layer, lower_layer.with_name("old")], check=True)
+    assert in_process(*command(OUTPUTS[1], saved(2), lower_layer)).code == 0
+    assert tree(lower_layer) == before
+
+
+@pytest.fixture
+def open_to_all() -> Iterator[Path]:
+    """A directory that others than its owner can reach."""
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o755)
+        yield Path(directory)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives its rights up, which takes some")
+@pytest.mark.parametrize("case", ["parent", "owner"])
+def test_a_place_that_cannot_be_taken_is_refused_at_once(
+    saved: Saved, open_to_all: Path, case: str
+) -> None:
+    source, place = open_to_all / "run", open_to_all / "place"
+    shutil.copytree(saved(2), source)
+    out = place / "out"
+    out.mkdir(parents=True)
+    os.chown(out, *((4321, 4321) if case == "parent" else (1234, 1234)))
+    place.chmod(0o755 if case == "parent" else 0o777)
+    script = "import os\nfrom streamshard.__main__ import program\nos.setuid(4321)\nprogram()\n"
+    done = streamshard("repartition", source, out, "--world-size", 3, script=script)
+    assert done.code == 4, done.err
+    assert ("may not be written" if case == "parent" else "belongs to user 1234") in done.err
+    assert f"Give a new name in it: {out}/NAME" in done.err
+    assert tree(place) == {}

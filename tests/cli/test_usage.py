@@ -1,0 +1,303 @@
+"""The command line itself: its help, what is mistyped or cannot be, and what a shell completes."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from streamshard.cli.parser import arguments_of
+from streamshard.cli.verbs import SHELLS
+from tests.cli.conftest import Saved, in_process, passed, refused
+from tests.fabricated import write
+from tests.job import Job
+
+
+def test_help_teaches_by_example_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    verbs = "repartition convert export verify diff inspect compact apply completion"
+    for verb in verbs.split():
+        done = passed(verb, "--help")
+        example = done.out.splitlines()[-1].removeprefix("Example: streamshard ")
+        words = [word for word in shlex.split(example) if word != ">"]
+        arguments_of().parse_args(words[: 2 if verb == "completion" else None])
+    assert "Exit codes" in in_process("--help").out
+
+
+def test_the_version_is_that_of_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = tmp_path / "streamshard-9.9.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: streamshard\nVersion: 9.9\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    done = in_process("--version")
+    assert (done.code, done.out) == (0, "streamshard 9.9\n")
+    monkeypatch.setattr(sys, "path", [])
+    done = in_process("--version")
+    assert (done.code, "not installed" in done.out) == (0, True)
+
+
+@pytest.mark.parametrize("flag", ["-q", "--json"])
+def test_quiet_and_json_print_nothing_else(flag: str, saved: Saved, tmp_path: Path) -> None:
+    done = passed("repartition", saved(2), tmp_path / "out", "--world-size", 2, flag)
+    if flag == "-q":
+        assert done.out == ""
+    else:
+        report = json.loads(done.out)
+        assert report["peak_bytes"] <= report["projected_bytes"]
+
+
+# What is mistyped or cannot be --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "end"),
+    [
+        ("repartion a b", "; did you mean repartition?\n"),
+        ("repartition a b --word-size 6", "; did you mean --world-size?\n"),
+        ("repartition a b --ds_config=ds.json --verfy", "; did you mean --ds-config --verify?\n"),
+        ("convert a b.zarr --codec ztsd", "; did you mean zstd?\n"),
+        ("verify a --agianst b", "; did you mean --against?\n"),
+        # An option of other verbs is not taken for a mistyped one.
+        (
+            "convert a b.zarr --expert-parallel 1",
+            "--expert-parallel 1; --expert-parallel is an option of repartition\n",
+        ),
+        (
+            "diff a b --codec=zstd --workrs 2",
+            "; --codec is an option of convert, compact; did you mean --workers?\n",
+        ),
+    ],
+)
+def test_what_is_mistyped_is_answered_with_what_is_near(line: str, end: str) -> None:
+    done = in_process(*line.split())
+    assert done.code == 2
+    assert done.err.endswith(end)
+
+
+@pytest.mark.parametrize("line", ["frobnicate", "inspect a b", "inspect a --qqqqqq"])
+def test_what_is_near_to_nothing_gets_no_advice(line: str) -> None:
+    done = in_process(*line.split())
+    assert (done.code, "did you mean" in done.err) == (2, False)
+
+
+RANKS = "1000000", "9" * 40
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "says"),
+    [
+        ("repartition SRC OUT", "", "--world-size"),
+        ("repartition SRC OUT", "--world-size 0", "--world-size 0"),
+        ("repartition SRC OUT", "--world-size many", "invalid int"),
+        *(("repartition SRC OUT", f"-n --world-size {n}", f"{n}: above 131,072") for n in RANKS),
+        *(("inspect SRC", f"--svg OUT --world-size {n}", f"{n}: above 131,072") for n in RANKS),
+        ("repartition SRC OUT", "--world-size 2 --workers 0", "--workers 0"),
+        ("repartition SRC OUT", "--world-size 2 --memory-limit lots", "not a size"),
+        ("repartition SRC OUT", "--world-size 2 --memory-limit 120%", "not a size"),
+        ("repartition SRC OUT", "--world-size 2 --zero-stage 4", "--zero-stage"),
+        ("repartition SRC OUT", "--world-size 2 --ds-config nothing.json", "nothing.json"),
+        ("repartition SRC OUT", "--world-size 2 --like SRC", "leave --like out"),
+        ("convert SRC OUT", "--like SRC", "leave --like out"),
+        ("repartition SRC OUT", "--world-size 2 --print-path --json", "--print-path"),
+        ("repartition SRC OUT", "--world-size 2 --if-needed -n --plan-out OUT", "--if-needed"),
+        ("repartition SRC .", "--world-size 2 --overwrite", "not a name for a new directory"),
+        ("repartition SRC ..", "--world-size 2 --overwrite", "not a name for a new directory"),
+        ("repartition SRC /", "--world-size 2 --overwrite", "not a name for a new directory"),
+        ("repartition SRC .", "--world-size 2 --if-needed", "not a name for a new directory"),
+        ("export SRC OUT", "--dtype int8", "invalid choice"),
+        ("export SRC OUT", "--include nothing", "no tensor has such a name"),
+        ("export SRC OUT", "--max-shard-size many", "is not a size"),
+        ("export SRC OUT.safetensors", "", "go into a directory"),
+        ("export SRC OUT", "--plan-out OUT", "--dry-run"),
+        ("compact SRC OUT", "--keep-last 1", "--keep-last"),
+        ("compact SRC OUT", "--keep-every 0", "--keep-every"),
+        ("compact SRC OUT", "--max-delete -1", "--max-delete"),
+        ("compact SRC OUT", "--grace soon", "--grace"),
+        ("compact SRC OUT", "--min-age 5", "--min-age"),
+        ("compact SRC OUT", "--workers 0", "--workers"),
+        ("compact SRC OUT", "--bwlimit 0", "--bwlimit"),
+        ("compact SRC OUT", "--weights-only-older-than old", "--weights-only-older-than"),
+        ("compact SRC OUT", "--undelete a --purge b", "--undelete"),
+        ("verify SRC", "--sample third", "write 5% or 3/20"),
+        ("verify SRC", "--digests --against SRC", "--digests"),
+        ("inspect SRC", "--rank 4", "--rank 4: there are the data-parallel ranks 0 to 3"),
+        ("inspect SRC", "--rank -1", "--rank -1: there are the data-parallel ranks 0 to 3"),
+        ("inspect SRC", "--param embed.wieght", "such a name; there are embed.we"),
+        ("inspect SRC", "--world-size 4", "say where with --svg FILE"),
+        ("inspect SRC", "--pickles --rank 0", "only --tag"),
+        ("inspect SRC", "--pickles --svg OUT", "only --tag"),
+        ("inspect SRC", "--pickles --like SRC", "only --tag"),
+        ("inspect SRC", "--pickles --source-ds-config x", "only --tag"),
+    ],
+)
+def test_what_cannot_be_is_named_and_leaves_nothing(
+    command: str,
+    options: str,
+    says: str,
+    saved: Saved,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = f"{command} {options}".replace("SRC", str(saved(2))).replace("OUT", str(tmp_path / "o"))
+    done = in_process(*line.split())
+    assert (done.code, done.out) == (2, "")
+    assert says in done.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ("{", "JSON"),
+        ("[]", "not an object"),
+        ('{"bf16": {"enabled": true}}', "stage 0"),
+        ('{"zero_optimization": {"stage": 2}, "fp16": {"enabled": true}}', "loss scale"),
+        ('{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}', "make them agree"),
+    ],
+)
+def test_configs_that_cannot_be_followed(
+    config: str, says: str, saved: Saved, tmp_path: Path
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(config)
+    options = ["--zero-stage", 2] if "agree" in says else []
+    command = ("repartition", saved(2), tmp_path / "out", "--world-size", 2, "--ds-config", path)
+    refused(2, says, *command, *options)
+    assert not (tmp_path / "out").exists()
+
+
+# What must not get into a log ---------------------------------------------------------------------
+
+URLS = (
+    "s3://user:SECRET@bucket/x",
+    "s3:/user:SECRET@bucket/x",
+    "s3://user:SECRET@bucket",
+    "s3://user:SECRET@bucket/x?versionId=3",
+    "s3://bucket/x?X-Amz-Signature=SECRET",
+    "s3://user:SEC/RET@bucket/x",
+    "S3://user:SECRET@bucket/x",
+    "s3a://user:SECRET@bucket/x",
+    "gs://SECRET@bucket/x",
+    "https://user:SECRET@localhost/x",
+    "https://localhost/x#SECRET",
+    "file://user:SECRET@host/x",
+)
+WITH_URL = (
+    "inspect {url}",
+    "verify {url} --against x",
+    "repartition {url} out --world-size 2",
+    "repartition . {url} --world-size 2",
+    "repartition . out --world-size 2 --like {url}",
+    "convert . out too {url}",
+    "inspect --{url}",
+    "{url}",
+    "compact {url} {url} --dry-run",
+    "apply {url}",
+)
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_no_secret_is_printed(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for line in WITH_URL:
+        done = in_process(*line.format(url=url).split())
+        assert done.code in (2, 3), line
+        assert done.err
+        for secret in ("SECRET", "SEC/RET", "RET@"):
+            assert secret not in done.out + done.err, line
+
+
+@pytest.mark.parametrize("letter", ["\n", "\r", "\x1b", "\x85"])
+def test_a_line_break_in_a_path_makes_no_line(tmp_path: Path, letter: str) -> None:
+    forged = "streamshard: forged"
+    run = write(Job(stage=2, world_size=2, parts=1), tmp_path / f"a{letter}{forged}")
+    out = tmp_path / f"b{letter}{forged}"
+    for command in (
+        ["inspect", run],
+        ["inspect", tmp_path / f"none{letter}{forged}"],
+        ["verify", run],
+        ["repartition", run, out, "--world-size", "3"],
+        ["repartition", run, out, "--world-size", "3"],
+        ["diff", run, out],
+        ["inspect", run, "--pickles"],
+        ["verify", run, "--against", out],
+        ["inspect", f"--x{letter}{forged}"],
+    ):
+        done = in_process(*command)
+        for line in (done.out + done.err).replace("\r", "\n").replace("\x85", "\n").split("\n"):
+            assert not line.startswith(forged), command
+        assert "\x1b" not in done.out + done.err
+
+
+# Completion ---------------------------------------------------------------------------------------
+
+ASK = """
+source {script}
+COMP_WORDS=(streamshard {words}) COMP_CWORD={at} COMP_LINE="streamshard {words}"
+COMPREPLY=()
+$(complete -p streamshard | sed 's/.*-F \\([^ ]*\\).*/\\1/') streamshard "{last}" "{before}"
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+
+
+def offered(script: Path, *words: str) -> set[str]:
+    """Ask bash what would come in place of the last word."""
+    before = words[-2] if len(words) > 1 else "streamshard"
+    text = " ".join(word or '""' for word in words)
+    ask = ASK.format(script=script, words=text, at=len(words), last=words[-1], before=before)
+    done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+@pytest.fixture
+def bash(tmp_path: Path) -> Path:
+    """The script for bash."""
+    path = tmp_path / "completion.bash"
+    path.write_text(in_process("completion", "bash").out)
+    return path
+
+
+def test_bash_offers_verbs_options_and_values(bash: Path) -> None:
+    assert offered(bash, "re") == {"repartition"}
+    assert {"--world-size", "--zero-stage"} <= offered(bash, "repartition", "--")
+    assert offered(bash, "export", "--dtype", "") == {"fp32", "bf16", "fp16"}
+    assert offered(bash, "export", "--dtype", "=", "b") == {"bf16"}
+    assert offered(bash, "completion", "") == set(SHELLS)
+    assert offered(bash, "repartition", "--world-size", "") == set()
+
+
+def test_bash_offers_files_wherever_a_path_is_meant(
+    bash: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plan.json").touch()
+    (tmp_path / "run").mkdir()
+    for words in (["apply"], ["diff"], ["diff", "run"], ["inspect"], ["compact", "run"]):
+        assert {"plan.json", "run"} <= offered(bash, *words, ""), words
+    (tmp_path / "my run").mkdir()
+    assert offered(bash, "inspect", "my") == {"my", "run"}  # one offer, of two words
+    assert offered(bash, "repartition", "--like", "pl") == {"plan.json"}
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_every_option_of_every_verb_is_in_every_script(shell: str) -> None:
+    done = passed("completion", shell)
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=done.out, text=True, check=True)
+    lines = done.out.splitlines()
+    verbs = next(one.choices for one in arguments_of()._actions if isinstance(one.choices, dict))
+    for name, verb in verbs.items():
+        (begin,) = [n for n, line in enumerate(lines) if line == f"        {name})"] or [0]
+        own = [line for line in lines if re.search(rf"\b{name}\b", line)]
+        text = "\n".join(own if shell != "zsh" else lines[begin:])
+        for option in verb._option_string_actions:
+            short = f"-{option[1]}" if option[1] != "-" else option
+            told = f"-l {option[2:]} " if option.startswith("--") else f"-s {option[1:]} "
+            assert (told if shell == "fish" else short) in f"{text} ", (name, option)

@@ -1,0 +1,312 @@
+"""What `verify`, `diff`, `export` and plans print, and where; their exit codes and JSON."""
+
+import json
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+import streamshard as api
+from streamshard import Distance, TensorDiff
+from streamshard.cli.text.diff_text import ORDERS, diff_text
+from tests.cli.conftest import Saved, flip, in_process, passed, refused, tree
+from tests.cli.test_going_on import cut_off
+from tests.fabricated import edit, optimizer_file, write
+from tests.job import TAG
+from tests.verify.conftest import SMALL
+
+# verify -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_good_checkpoint_is_called_so(saved: Saved, stage: int) -> None:
+    before = tree(saved(stage))
+    done = passed("verify", saved(stage))
+    for text in ("DeepSpeed shards", "global_step", "checksums", "No problem found."):
+        assert text in done.out
+    assert tree(saved(stage)) == before
+
+
+def test_every_problem_is_printed_and_the_exit_code_is_6(stage_2: Path) -> None:
+    assert json.loads(in_process("verify", stage_2, "--json").out)["problems"] == []
+    missing, damaged = optimizer_file(stage_2, 3), optimizer_file(stage_2, 1)
+    missing.unlink()
+    flip(damaged)
+    done = in_process("verify", stage_2)
+    assert (done.code, done.err) == (6, f"streamshard: {stage_2}: 2 problems\n")
+    for kind, path in (("missing", missing), ("damaged", damaged)):
+        assert f"{kind}: {path}" in done.out
+    done = in_process("verify", stage_2, "-q")
+    assert (done.code, done.out) == (6, "")
+    assert str(damaged) in done.err
+    done = in_process("verify", stage_2, "--json")
+    found = json.loads(done.out)
+    assert [(p["kind"], p["file"]) for p in found["problems"]] == [
+        ("missing", str(missing)),
+        ("damaged", str(damaged)),
+    ]
+    assert done.code == 6
+    assert found["bytes_read"] > 0
+    assert found["peak_bytes"] <= found["projected_bytes"]
+
+
+def test_what_is_written_is_read_back_and_held_against_its_source(
+    saved: Saved, stage_2: Path, tmp_path: Path
+) -> None:
+    out, store = tmp_path / "out", tmp_path / "run.zarr"
+    assert in_process("convert", saved(2), store, "--codec", "zstd", "--verify", "-q").code == 0
+    verb = ("repartition", store, out, "--world-size", 3, "--zero-stage", 3, "--verify")
+    written = in_process(*verb)
+    assert (written.code, "read back: no difference" in written.out) == (0, True)
+    done = passed("verify", out, "--against", saved(2))
+    assert "No difference. Checksums were not looked at" in done.out
+    flip(optimizer_file(stage_2, 1))
+    done = in_process("verify", stage_2, "--against", saved(2))
+    assert done.code == 6
+    assert done.err == f"streamshard: {stage_2}: 1 difference from {saved(2)}\n"
+    assert " elements differ, the first at index " in done.out
+
+
+def test_samples_and_digests(saved: Saved, tmp_path: Path) -> None:
+    done = in_process("verify", saved(2), "--sample", "2/3")
+    assert (done.code, "2/3" in done.out) == (0, True)
+    assert in_process("verify", saved(2), "--sample", "5%", "-q").code == 0
+    in_process("repartition", saved(2), tmp_path / "out", "--world-size", 3, "-q")
+    digests = [
+        json.loads(in_process("verify", path, "--digests", "--json").out)["digests"]
+        for path in (saved(2), tmp_path / "out")
+    ]
+    assert digests[0] == digests[1] != {}
+    table = in_process("verify", saved(2), "--digests").out
+    assert all(f"{digest}  {name}" in table for name, digest in digests[0].items())
+
+
+# diff ---------------------------------------------------------------------------------------------
+
+GOLDEN = """\
+from     A (DeepSpeed shards), global_step7
+to       B (Zarr store), global_step7
+tensors  3 changed, 20 equal
+read     10.9 KiB in 2.0 s, 5.4 KiB/s
+
+state       tensors  elements  changed  relative L2  max abs  mean abs     cosine
+----------  -------  --------  -------  -----------  -------  --------  ---------
+fp32         1 of 3        26    3.85%      0.00105        1    0.0385  >0.999999
+exp_avg      0 of 3        26        0            0        0         0          1
+exp_avg_sq   0 of 3        26        0            0        0         0          1
+module       1 of 8        44    2.27%      7.9e-05        1    0.0227  >0.999999
+training     0 of 5     5,073        0            -        -         -          -
+file         1 of 1        22    4.55%            -        -         -          -
+
+tensor                elements  changed  relative L2  max abs  mean abs     cosine
+--------------------  --------  -------  -----------  -------  --------  ---------
+module/w                    15    6.67%      0.00115        1    0.0667  >0.999999
+state/fp32/w                15    6.67%      0.00115        1    0.0667  >0.999999
+file/zero_to_fp32.py        22    4.55%            -        -         -          -
+
+Other differences:
+value: model/global_steps: 7 here, 8 there"""
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    """A checkpoint, and a store of one that differs a little."""
+    one = write(SMALL, tmp_path / "one")
+    other = write(replace(SMALL, changed=("fp32", "w", 3)), tmp_path / "other")
+    edit(other / TAG / "mp_rank_00_model_states.pt", lambda content: content.update(global_steps=8))
+    (other / "zero_to_fp32.py").write_text("#!/usr/bin/env pythoN\n")
+    api.convert(other, tmp_path / "other.zarr")
+    return one, tmp_path / "other.zarr"
+
+
+def test_the_text_of_a_diff(pair: tuple[Path, Path]) -> None:
+    found = replace(api.diff(*pair), left="A", right="B", seconds=2.0)
+    assert diff_text(found, sort="relative", verbose=False) == GOLDEN
+    full = diff_text(found, sort="name", verbose=True)
+    assert [line.split()[0] for line in full.split("\n\n")[2].splitlines()[2:]] == [
+        tensor.name for tensor in found.tensors
+    ]
+    equal = api.diff(pair[0], pair[0])
+    assert diff_text(equal, sort="max", verbose=False).endswith(
+        "Equal to the bit. Checksums were not looked at: verify does that."
+    )
+    shown = diff_text(replace(equal, states=(), tensors=()), sort="relative", verbose=False)
+    assert "relative L2" not in shown
+    assert "No tensor is in both with the same shape." in shown
+
+
+ALL_CHANGED = Distance(4, 4, 1.0, 1.0, 1.0, 1.0, -1.0, (0, 0), (0, 0))
+
+
+def tensor(name: str, distance: Distance) -> TensorDiff:
+    return TensorDiff(name, "fp32", ("float32",) * 2, (distance.numel,), distance)
+
+
+@pytest.mark.parametrize(
+    ("changed", "cosine", "shown"),
+    [(1, 1.0, ("<0.01%", "1")), (10**7 - 1, 0.25, (">99.99%", "0.250000"))],
+)
+def test_shares_are_not_rounded_to_nothing_or_all(
+    changed: int, cosine: float, shown: tuple[str, str], pair: tuple[Path, Path]
+) -> None:
+    distance = replace(ALL_CHANGED, numel=10**7, changed=changed, cosine=cosine)
+    distance = replace(distance, fraction_changed=changed / 10**7)
+    report = replace(api.diff(*pair), states=(), differences=(), tensors=(tensor("x", distance),))
+    row = diff_text(report, sort="changed", verbose=False).splitlines()[-1].split()
+    assert (row[2], row[-1]) == shown
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_what_cannot_be_told_comes_first_and_what_is_equal_last(order: str) -> None:
+    kinds = {
+        "zeros": replace(ALL_CHANGED, changed=0, fraction_changed=0.0, max_abs=0.0, cosine=None),
+        "bytes": replace(ALL_CHANGED, changed=1, fraction_changed=0.25, max_abs=None),
+        "turned": ALL_CHANGED,
+        "gone": replace(ALL_CHANGED, max_abs=2.0, mean_abs=2.0, relative_l2=None, cosine=None),
+    }
+    tensors = [tensor(name, distance) for name, distance in kinds.items()]
+    names = [t.name for t in sorted(tensors, key=ORDERS[order], reverse=True)]
+    assert sorted(names[:2]) == ["gone", "turned"]
+    assert names[2:] == ["bytes", "zeros"]
+    assert order == "changed" or names[0] == "gone"
+
+
+@pytest.mark.parametrize(("order", "first"), [("max", range(24, 4, -1)), ("mean", range(20))])
+def test_the_most_changed_come_first(order: str, first: range, pair: tuple[Path, Path]) -> None:
+    tensors = tuple(
+        tensor(f"p{n:02d}", replace(ALL_CHANGED, max_abs=1.0 + n, mean_abs=0.9 - n / 100))
+        for n in range(25)
+    )
+    report = replace(api.diff(*pair), states=(), differences=(), tensors=tensors)
+    text = diff_text(report, sort=order, verbose=False)
+    shown = [line.split()[0] for line in text.splitlines() if line.startswith("p")]
+    assert shown == [f"p{n:02d}" for n in first]
+    assert "5 more changed; -v shows all tensors." in text
+
+
+def test_exit_codes_and_streams_of_diff(pair: tuple[Path, Path]) -> None:
+    one, other = pair
+    done = in_process("diff", one, one)
+    assert (done.code, done.err, "Equal to the bit." in done.out) == (0, "", True)
+    done = in_process("diff", one, other, "-q")
+    message = f"streamshard: {one}: differs from {other}: 3 of 23 tensors, 1 other difference\n"
+    assert (done.code, done.out, done.err) == (6, "", message)
+    assert in_process("diff", one, other, "--param", "u", "-q").code == 0
+    assert in_process("diff", one, other, "--param", "nothing").code == 2
+    assert in_process("diff", one, f"{other}.gone").code == 3
+    assert in_process("diff", one, other, "--memory-limit", "1MiB").code == 5
+
+
+def test_json_of_diff_is_complete_and_its_keys_stay(pair: tuple[Path, Path]) -> None:
+    done = in_process("diff", *pair, "--json")
+    found = json.loads(done.out, parse_constant=pytest.fail)
+    assert done.code == 6
+    assert list(found) == [
+        "left", "right", "kinds", "tags", "tensors", "states", "differences", "notes",
+        "bytes_read", "floor_bytes", "limit_bytes", "projected_bytes", "peak_bytes", "seconds",
+    ]  # fmt: skip
+    assert list(found["tensors"][0]) == ["name", "state", "dtypes", "shape", "distance"]
+    assert list(found["states"][0]) == ["state", "tensors", "changed_tensors", "distance"]
+    figures = [
+        "numel", "changed", "fraction_changed", "max_abs", "mean_abs", "relative_l2", "cosine",
+        "nan", "inf",
+    ]  # fmt: skip
+    for held in (*found["tensors"], *found["states"]):
+        assert list(held["distance"]) == figures
+    assert found["tensors"][0]["name"] == "state/fp32/w"
+    assert found["tensors"][0]["distance"]["max_abs"] == 1.0
+    assert [d["name"] for d in found["differences"]] == ["model/global_steps"]
+    assert 0 < found["peak_bytes"] <= found["projected_bytes"]
+
+
+# export, convert ----------------------------------------------------------------------------------
+
+
+def test_options_of_export_do_what_they_say(run: Path, tmp_path: Path) -> None:
+    done = in_process(
+        "export", run, tmp_path / "out", "--dtype", "bf16", "--keep-dtype", "*.bias",
+        "--exclude", "mask", "--exclude", "norm.*", "--strip-prefix", "block.", "--no-frozen",
+        "--verify", "--json",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    report = json.loads(done.out)
+    found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: tensor.dtype for name, tensor in found.items()} == {
+        "embed.weight": torch.bfloat16,
+        "0.attn.weight": torch.bfloat16,
+        "0.mlp": torch.bfloat16,
+        "embed.bias": torch.float32,
+        "0.bias": torch.float32,
+        "1.bias": torch.float32,
+        "rotary.inv_freq": torch.bfloat16,
+        "empty": torch.bfloat16,
+    }
+    assert (report["verb"], report["tensors"], report["dtype"]) == ("export", 8, "bf16")
+    assert report["peak_bytes"] <= report["projected_bytes"]
+    assert report["files"] == len(tree(tmp_path / "out"))
+    lines = in_process("export", run, tmp_path / "fp16", "--dtype", "fp16").out.splitlines()
+    assert lines[0] == f"wrote    {tmp_path / 'fp16'}"
+    assert "tensors  12, fp16" in lines
+
+
+def test_a_store_is_called_one_whatever_its_name(run: Path, tmp_path: Path) -> None:
+    for flags in (["-n"], []):
+        done = in_process("convert", run, tmp_path / "name", *flags)
+        assert f"{tmp_path / 'name'} (Zarr store) " in " ".join(done.out.split())
+        done = in_process("repartition", run, tmp_path / "out", "--world-size", 1, *flags)
+        assert "(Zarr store)" not in done.out
+    assert in_process("verify", tmp_path / "name", "--against", run).code == 0
+
+
+# Plans --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["repartition SRC OUT --world-size 3", "export SRC OUT --format torch --max-shard-size 100KB"],
+)
+def test_a_dry_run_touches_nothing_and_tells_the_exact_size(
+    command: str, saved: Saved, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    words = command.replace("SRC", str(saved(3))).replace("OUT", str(out)).split()
+    planned = json.loads(in_process(*words, "-n", "--json").out)
+    assert list(tmp_path.iterdir()) == []
+    done = json.loads(in_process(*words, "--json").out)
+    assert planned["seconds"] is None
+    assert planned.keys() - done.keys() == {"estimate"}
+    assert planned["files"] == done["files"] == len(tree(out)) > 3
+    assert planned["bytes_written"] == sum(map(len, tree(out).values()))
+    assert planned["estimate"]["written_bytes"] == done["bytes_written"]
+    assert planned["estimate"]["time"]["problem"] is None
+
+
+def test_a_dry_run_tells_what_it_would_write(run: Path, tmp_path: Path) -> None:
+    command = ("repartition", run, tmp_path / "out", "--world-size", 3, "-n")
+    done = passed(*command)
+    for text in ("would write", "which is an estimate", "For the job that resumes:", "left out"):
+        assert text in done.out
+    assert "zero_pp_rank_{0..2}_mp_rank_00" in done.out
+    assert "zero_pp_rank_2_mp_rank_00" in in_process(*command, "-v").out
+
+
+def test_a_plan_is_saved_cut_off_and_gone_on_with(run: Path, tmp_path: Path) -> None:
+    plan, command = tmp_path / "plan.json", ("convert", run, tmp_path / "out", "--chunk-size", 64)
+    assert in_process(*command, "-q", "-n", "--plan-out", plan).out == ""
+    plan.unlink()
+    saved = in_process(*command, "-n", "--plan-out", plan)
+    assert saved.out.endswith(f"\nTo do this: streamshard apply {plan}\n")
+    shown = in_process("apply", plan, "-n")
+    assert shown.code == 0
+    assert shown.out.startswith(f"would write  {tmp_path}/out")
+    for first, second in ((("apply", plan), command), (command, ("apply", plan, "--workers", 1))):
+        assert cut_off("note", 3, first).code == -signal.SIGKILL
+        done = in_process(*second, "--json")
+        assert json.loads(done.out)["kept_bytes"] > 0
+        (tmp_path / "out").rename(tmp_path / f"from {first[0]}")
+    assert tree(tmp_path / "from apply") == tree(tmp_path / "from convert")
+    (run / "zero_to_fp32.py").write_text("another")
+    refused(3, f"{run}/zero_to_fp32.py has changed since", "apply", plan)
