@@ -49,9 +49,9 @@ def test_an_engine_that_loads_directly_holds_the_same(one: Resharding, places: P
 def test_training_goes_on_as_if_uninterrupted(one: Resharding, places: Places) -> None:
     saved, expected, found = places.saved(one), places.uninterrupted(one), places.trained_on(one)
     assert found.counters["global_steps"] == saved.counters["global_steps"] + one.further_steps
-    both = one.alike(expected, found)
+    both = one.trained_alike(expected, found)
     if one.trains_alike:
-        start, _ = one.alike(_begun(saved, expected), found)
+        start, _ = one.trained_alike(_begun(saved, expected), found)
         assert close(*both, start=start, tolerance=one.noise) == []
     else:
         steps = [[group["scalars"] for group in truth.groups] for truth in both]

@@ -95,6 +95,10 @@ class Resharding:
             saved, resumed = (replace(one, scaler={}) for one in (saved, resumed))
         return saved, resumed
 
+    def trained_alike(self, expected: Truth, found: Truth) -> tuple[Truth, Truth]:
+        """Do the same to what both hold that have trained on."""
+        return self.alike(expected, found)
+
     def is_known(self, line: str) -> bool:
         """Tell whether a file that an engine saves again may differ so from what it loaded."""
         return False

@@ -161,7 +161,7 @@ REFUSALS = [
         UnlikeRanks("z3-unlike-ranks", 3, "bf16"),
         "DisagreementError: rank 1: .* settings .*: 999999999.*, that of rank 0 has .*: 1000000000",
     ),
-    Refusal("whole", STAGE_2, "UsageError: rank 0: .*call load_checkpoint", source="like"),
+    Refusal("whole", STAGE_2, "UsageError: rank 0: .*call load_checkpoint", source="like-stage-3"),
 ]
 
 

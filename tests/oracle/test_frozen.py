@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 import streamshard
+from tests.oracle.compare import differences
 from tests.oracle.files import digests, file_differences
+from tests.oracle.jobs import Resume
 from tests.oracle.laws import (  # noqa: F401
     test_an_engine_that_loads_directly_holds_the_same,
     test_both_roads_write_the_same_bytes,
@@ -20,7 +22,9 @@ from tests.oracle.laws import (  # noqa: F401
     test_the_resumed_engine_holds_what_was_saved,
 )
 from tests.oracle.models import WIDTH, Case, TinyLanguageModel
+from tests.oracle.ranks import require_success, run_jobs
 from tests.oracle.reshardings import Places, Resharding
+from tests.oracle.truth import Truth
 
 
 class Adapted(TinyLanguageModel):
@@ -160,18 +164,20 @@ def test_chains_lead_to_the_files_that_an_engine_has_loaded(
     way, ends = _way(kind, *stages), []
     for name, start in (("shards", places.source(way)), ("stores", places.store(way))):
         at = start
-        for number, stage in enumerate(stages[1:]):
-            to, ranks = (
-                tmp_path / f"{name}-{number}",
-                (4, 5)[number] if number < len(stages) - 2 else 3,
-            )
-            streamshard.repartition(at, to, world_size=ranks, zero_stage=stage)
-            at = to
-            if name == "stores" and number < len(stages) - 2:
-                at = tmp_path / f"{number}.zarr"
-                streamshard.convert(to, at)
-        ends.append(to)
+        for number, stage in enumerate(stages[1:-1]):
+            step = tmp_path / f"{name}-{number}"
+            streamshard.repartition(at, step, world_size=4 + number, zero_stage=stage)
+            at = step
+            if name == "stores":
+                at = step.with_suffix(".zarr")
+                streamshard.convert(step, at)
+        ends.append(tmp_path / name)
+        streamshard.repartition(at, ends[-1], world_size=3, zero_stage=stages[-1])
     assert digests(ends[0]) == digests(ends[1])
     tag = (ends[0] / "latest").read_text()
     found = file_differences(ends[0] / tag, places.out(way) / tag)
-    assert found == []
+    assert [line for line in found if "['head.weight']: missing on the left" not in line] == []
+    if found:  # no engine has loaded that: stage 3 in between has left the second name out
+        resume = Resume(way.resuming, ends[0], tmp_path / "truth.pt", seed=way.resume_seed)
+        require_success(run_jobs(3, [resume], tmp_path / "ranks"))
+        assert differences(places.saved(way), Truth.load(resume.truth_path)) == []

@@ -44,6 +44,11 @@ class Between(Resharding):
             saved, resumed = replace(saved, scaler={}), replace(resumed, scaler={})
         return saved, resumed
 
+    def trained_alike(self, expected: Truth, found: Truth) -> tuple[Truth, Truth]:
+        """Leave out the buffers, which are trained on in the dtype that they have."""
+        both = self.alike(expected, found)
+        return replace(both[0], buffers={}), replace(both[1], buffers={})
+
 
 def _to_new(version: str, case: Case, resume: Case | None = None) -> Resharding:
     return Between(case, TRAINED, BY_NEW, resume, saved_by=version)

@@ -42,7 +42,9 @@ def test_the_truth_is_about_something(one: Resharding, places: Places) -> None:
         # Gathered apart from each other: a wrong expert, part or offset would show.
         assert torch.equal(master.to(DTYPES[one.case.dtype]), truth.weights[name]), name
         assert truth.states["exp_avg_sq"][name].count_nonzero(), name
-    assert {float(group["scalars"]["step"]) for group in truth.groups} == {3.0}
+    # Without ZeRO in 16 bits DeepSpeed takes a step of zeros when it makes the optimizer.
+    is_unfused = (one.case.zero_stage, one.case.dtype) == (0, "bf16")
+    assert {float(group["scalars"]["step"]) for group in truth.groups} == {3.0 + is_unfused}
 
 
 def test_padding_below_stage_3_is_one_value(places: Places) -> None:
