@@ -24,11 +24,6 @@ ENGINES: Final = "tests/oracle/"
 """Where real engines are asked about everything; `tests/smoke/` asks them a little."""
 TIERS: Final = ("first", "oracle", "campaign")
 WITH_RANKS: Final = (ENGINES, "tests/smoke/")
-SHARING: Final = {
-    "light": ("test_first_light", "test_export", "test_universal"),
-    "topologies": ("test_topologies", "test_topology_edges"),
-}
-"""Files of `ENGINES` that look at what the same engines have done."""
 CLUSTERS: Final = "tests/cluster/"
 """Its files share clusters, whose processes use the CPU even where they wait."""
 
@@ -78,7 +73,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class ByFile(LoadScopeScheduling):  # type: ignore[misc]
-    """Keeps the tests of a file in one process, and files that share engines or clusters.
+    """Keeps the tests of a file in one process, and files that share clusters.
 
     The files of the most tests come first, and before them those that take longest.
     """
@@ -91,9 +86,6 @@ class ByFile(LoadScopeScheduling):  # type: ignore[misc]
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        for scope, names in SHARING.items():
-            if file.startswith(ENGINES) and Path(file).stem in names:
-                return ENGINES + scope
         return CLUSTERS if file.startswith(CLUSTERS) else file
 
 

@@ -1,8 +1,8 @@
 """What cannot be resharded is refused by name, before anything is written.
 
 Each kind is a fabricated checkpoint that differs from a good one in what a real engine left behind
-when it was tried; the engines that run on CPU are asked in `tests/oracle/test_refused.py`. The good
-ones are read in `test_world_sizes`.
+when it was tried; the engines that run on CPU are asked in `tests/oracle/test_features.py`. The
+good ones are read in `test_world_sizes`.
 """
 
 import json

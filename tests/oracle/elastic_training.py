@@ -41,9 +41,7 @@ def main() -> None:
     options = parser.parse_args()
     run = Run(options.dir)
 
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
+    engine = new_engine(CONFIG)
     found = run.latest()
     _, state = engine.load_checkpoint(run.saves)
     start = 0 if state is None else state["step"]
@@ -58,10 +56,13 @@ def main() -> None:
     distributed.destroy_process_group()
 
 
-def make_model() -> nn.Module:
-    """Make the model of the first step."""
+def new_engine(config: dict[str, Any]) -> Engine:
+    """Make an engine of the job's model."""
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(WIDTH, 19), nn.Tanh(), nn.Linear(19, 1))
+    model = nn.Sequential(nn.Linear(WIDTH, 19), nn.Tanh(), nn.Linear(19, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return engine
 
 
 def train(engine: Engine, step: int) -> float:
@@ -90,7 +91,6 @@ class Run:
         self._death = directory / "dies-in-save-of"
 
     def latest(self) -> str | None:
-        """Return the tag that `latest` names."""
         path = self.saves / "latest"
         return path.read_text() if path.exists() else None
 

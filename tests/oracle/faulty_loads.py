@@ -28,7 +28,6 @@ Fault = Callable[[Path], AbstractContextManager[None]]
 
 @contextmanager
 def no_fault(source: Path) -> Iterator[None]:
-    """Let the load be."""
     yield
 
 
@@ -61,14 +60,12 @@ class Turned(Case):
 
 
 def is_last() -> bool:
-    """Tell whether this is the last rank."""
     return bool(distributed.get_rank() == distributed.get_world_size() - 1)
 
 
 def run(job: FaultyLoad) -> None:
-    """Do a job in this rank."""
     case = job.case_of_last if is_last() and job.case_of_last is not None else job.case
-    engine = jobs._start_engine(case, seed=77, scale=1.7)
+    engine = jobs.start_engine(case, seed=77, scale=1.7)
     distributed.barrier()
     options = dict(job.options_of_last) if is_last() else {}
     plain, files, began = DeepSpeedEngine.load_checkpoint, set(open_files()), time.monotonic()
@@ -94,7 +91,7 @@ def run(job: FaultyLoad) -> None:
         truth = gather_truth(engine, state)
         if distributed.get_rank() == 0:
             truth.save(job.results / "truth.pt")
-    jobs._finish(engine, case)
+    jobs.finish(engine, case)
     distributed.barrier()
 
 

@@ -21,13 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.oracle.fsdp_training import sharded
 from tests.oracle.jobs import after_path
-from tests.oracle.models import (
-    GLOBAL_BATCH,
-    Case,
-    TinyLanguageModel,
-    global_batch,
-    warm_up,
-)
+from tests.oracle.models import Case, TinyLanguageModel, batch_of, warm_up
 
 Loader = Literal["nested", "flattened", "titan", "accelerate"]
 
@@ -60,7 +54,6 @@ class Held:
 
     @classmethod
     def load(cls, path: Path) -> "Held":
-        """Read what a job wrote."""
         return cls(**torch.load(path, weights_only=False))
 
 
@@ -124,7 +117,6 @@ class _CpuAccelerator:
     is_fsdp2: bool = True
 
     def wait_for_everyone(self) -> None:
-        """Meet the other ranks."""
         distributed.barrier()
 
 
@@ -143,10 +135,9 @@ def _load_with_accelerate(job: LoadDcp, model: nn.Module, optimizer: torch.optim
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     """One optimizer step on this rank's slice of the global batch, as the DeepSpeed jobs take."""
-    per_rank = GLOBAL_BATCH // distributed.get_world_size()
-    start = per_rank * distributed.get_rank()
     optimizer.zero_grad()
-    model(global_batch(step)[start : start + per_rank]).backward()
+    batch = batch_of(distributed.get_rank(), distributed.get_world_size(), step)
+    model(batch).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     optimizer.step()
     for group in optimizer.param_groups:

@@ -13,13 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.oracle import jobs as work
-from tests.oracle.models import (
-    GLOBAL_BATCH,
-    TinyLanguageModel,
-    global_batch,
-    param_groups,
-    warm_up,
-)
+from tests.oracle.models import TinyLanguageModel, batch_of, param_groups, warm_up
 
 Style = Literal["torch", "titan", "accelerate", "fsdp1"]
 
@@ -43,7 +37,6 @@ Model = Any
 
 
 def run(job: TrainSharded | work.Job) -> None:
-    """Do `job` in this rank."""
     if isinstance(job, TrainSharded):
         _train(job)
         distributed.barrier()
@@ -106,9 +99,7 @@ def sharded(model: nn.Module, mesh: Any, style: Style) -> Model:  # noqa: ANN401
 
 
 def _step(model: Model, optimizer: Any, step: int, rank: int, ranks: int) -> None:  # noqa: ANN401
-    share = GLOBAL_BATCH // ranks
-    loss = model(global_batch(step)[share * rank : share * (rank + 1)])
-    loss.backward()
+    model(batch_of(rank, ranks, step)).backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -129,7 +120,6 @@ def _save(model: Model, optimizer: Any, job: TrainSharded) -> None:  # noqa: ANN
 
 
 def _write(model: Model, optimizer: Any, path: Path) -> None:  # noqa: ANN401
-    """Gather whole tensors, and write them."""
     whole = StateDictOptions(full_state_dict=True)
     weights, optim = get_state_dict(model, optimizer, options=whole)
     if distributed.get_rank() == 0:

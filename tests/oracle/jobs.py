@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -12,15 +13,9 @@ from torch import distributed
 from torch.nn import functional
 
 from tests.oracle.compare import differences
-from tests.oracle.models import (
-    GLOBAL_BATCH,
-    Case,
-    TinyLanguageModel,
-    client_state,
-    global_batch,
-    warm_up,
-)
+from tests.oracle.models import Case, TinyLanguageModel, Topology, client_state
 from tests.oracle.places import part_of_model
+from tests.oracle.topology.engine import initialize
 from tests.oracle.truth import Engine, Truth, accessor_differences, gather_truth
 
 
@@ -58,6 +53,8 @@ class Resume:
     """Further arguments of ``load_checkpoint()``."""
     reshards: bool = False
     """Whether the load takes a checkpoint of any world size, or a store."""
+    gathers: bool = True
+    """Whether there is a truth: not of an optimizer whose state cannot be gathered."""
 
 
 @dataclass(frozen=True)
@@ -131,18 +128,7 @@ def run(job: Job) -> None:
     """Do `job` in this rank, and leave the process fit for the next one."""
     linear = functional.linear
     try:
-        if isinstance(job, Train):
-            _train(job)
-        elif isinstance(job, Resume):
-            _resume(job)
-        elif isinstance(job, Dump):
-            _dump(job)
-        elif isinstance(job, LoadDumps):
-            _load_dumps(job)
-        elif isinstance(job, RefuseDumps):
-            _refuse_dumps(job)
-        elif distributed.get_rank() == 0:
-            _consolidate(job)
+        _WORK[type(job)](job)
     finally:
         # Stage 3 replaces it for the whole process and never puts it back: a later engine of
         # another stage would round its gradients unlike one in a process of its own.
@@ -152,24 +138,24 @@ def run(job: Job) -> None:
 
 
 def _train(job: Train) -> None:
-    engine = _start_engine(job.case, job.seed)
+    engine = start_engine(job.case, job.seed)
     for step in range(job.steps):
-        _step(engine, job.case, step)
+        take_step(engine, job.case, step)
     state = client_state(job.steps, part_of_model(engine) or 0)
     _save(engine, job.case, job.save_dir, client_state=state, tag=job.tag)
     if job.truth_path is not None:
         truth = gather_truth(engine, state)
-        _write(truth, job.truth_path)
+        write_truth(truth, job.truth_path)
         if job.check_accessors:
             found = accessor_differences(engine, truth)
             assert not found, f"DeepSpeed's accessors disagree: {found}"
         _further(engine, job, job.truth_path, state)
-    _finish(engine, job.case)
+    finish(engine, job.case)
 
 
 def _resume(job: Resume) -> None:
     # Other hyper-parameters than were saved: whatever is right afterwards came from the file.
-    engine = _start_engine(job.case, job.seed, scale=1.7)
+    engine = start_engine(job.case, job.seed, scale=1.7)
     load = engine.load_checkpoint
     if job.reshards:
         from streamshard.deepspeed import load_checkpoint
@@ -184,41 +170,42 @@ def _resume(job: Resume) -> None:
     assert path is not None, f"DeepSpeed found no checkpoint in {job.load_dir}"
     # DeepSpeed returns its own keys among the user's and refuses or obeys them when they come back.
     state = {key: returned[key] for key in client_state(0) if key in returned}
-    truth = gather_truth(engine, state)
-    _write(truth, job.truth_path)
+    if job.gathers:
+        write_truth(gather_truth(engine, state), job.truth_path)
     if job.resave_dir is not None:
-        _save(engine, job.case, job.resave_dir, tag=Path(path).parent.name, client_state=state)
+        tag = str(Path(path).parent.relative_to(job.load_dir))
+        _save(engine, job.case, job.resave_dir, tag=tag, client_state=state)
     _further(engine, job, job.truth_path, state)
-    _finish(engine, job.case)
+    finish(engine, job.case)
 
 
 def _dump(job: Dump) -> None:
-    engine = _start_engine(job.case, job.seed)
+    engine = start_engine(job.case, job.seed)
     for step in range(job.steps):
-        _step(engine, job.case, step)
+        take_step(engine, job.case, step)
     _dump_rank(engine, job.template)
-    _write(gather_truth(engine, {}), job.truth_path)
+    write_truth(gather_truth(engine, {}), job.truth_path)
     _further(engine, job, job.truth_path, {})
-    _finish(engine, job.case)
+    finish(engine, job.case)
 
 
 def _load_dumps(job: LoadDumps) -> None:
-    engine = _start_engine(job.case, job.seed, scale=1.7)
+    engine = start_engine(job.case, job.seed, scale=1.7)
     if job.kept_elsewhere is not None:
         _restore_the_rest(engine, Truth.load(job.kept_elsewhere))
     _load_list_of_dumps(engine, job)
-    _write(gather_truth(engine, {}), job.truth_path)
+    write_truth(gather_truth(engine, {}), job.truth_path)
     _dump_rank(engine, job.again)
     if distributed.get_rank() == 0:
         torch.save(engine._get_zero_param_shapes(), job.shapes_path)
     _further(engine, job, job.truth_path, {})
-    _finish(engine, job.case)
+    finish(engine, job.case)
 
 
 def _refuse_dumps(job: RefuseDumps) -> None:
     streamshard: Any = importlib.import_module("streamshard.deepspeed")
     errors: Any = importlib.import_module("streamshard.errors")
-    engine = _start_engine(job.case, 77)
+    engine = start_engine(job.case, 77)
     before = gather_truth(engine, {})
     message = "was not refused"
     try:
@@ -230,7 +217,7 @@ def _refuse_dumps(job: RefuseDumps) -> None:
     assert not found, f"the refused load changed {found}"
     job.messages.mkdir(parents=True, exist_ok=True)
     (job.messages / f"{distributed.get_rank()}.txt").write_text(message)
-    _finish(engine, job.case)
+    finish(engine, job.case)
 
 
 def _load_list_of_dumps(engine: Engine, job: LoadDumps) -> None:
@@ -271,10 +258,20 @@ def _restore_the_rest(engine: Engine, kept: Truth) -> None:
 
 
 def _consolidate(job: Consolidate) -> None:
-    zero_to_fp32: Any = importlib.import_module("deepspeed.utils.zero_to_fp32")
-    torch.save(
-        zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(job.checkpoint_dir)), job.path
-    )
+    if distributed.get_rank() == 0:
+        zero: Any = importlib.import_module("deepspeed.utils.zero_to_fp32")
+        merged = zero.get_fp32_state_dict_from_zero_checkpoint(str(job.checkpoint_dir))
+        torch.save(merged, job.path)
+
+
+_WORK: dict[type[Job], Callable[[Any], None]] = {
+    Train: _train,
+    Resume: _resume,
+    Dump: _dump,
+    LoadDumps: _load_dumps,
+    RefuseDumps: _refuse_dumps,
+    Consolidate: _consolidate,
+}
 
 
 def _further(
@@ -283,54 +280,34 @@ def _further(
     """Take the job's further steps, if any, and write the truth at their end."""
     if job.further_steps:
         for step in range(engine.global_steps, engine.global_steps + job.further_steps):
-            _step(engine, job.case, step)
-        _write(gather_truth(engine, state), after_path(truth_path))
+            take_step(engine, job.case, step)
+        write_truth(gather_truth(engine, state), after_path(truth_path))
 
 
 def _save(engine: Engine, case: Case, save_dir: Path, **more: object) -> None:
     engine.save_checkpoint(str(save_dir), exclude_frozen_parameters=case.exclude_frozen, **more)
 
 
-def _write(truth: Truth, path: Path) -> None:
+def write_truth(truth: Truth, path: Path) -> None:
     if distributed.get_rank() == 0:
         truth.save(path)
 
 
-def _start_engine(case: Case, seed: int, scale: float = 1.0) -> Engine:
+def start_engine(case: Case, seed: int, scale: float = 1.0, **more: object) -> Engine:
     if case.topology is not None:
         return case.topology.start(case, seed, scale)
     deepspeed: Any = importlib.import_module("deepspeed")
     torch.manual_seed(seed)
-    config = case.ds_config()
-    with deepspeed.zero.Init(config_dict_or_path=config, enabled=case.zero_init):
+    with deepspeed.zero.Init(config_dict_or_path=case.ds_config(), enabled=case.zero_init):
         model = (case.model or TinyLanguageModel)()
-    optimizer = None if case.optimizer is None else case.optimizer(case.groups(model, scale))
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer,
-        model_parameters=case.groups(model, scale) if optimizer is None else None,
-        config=config,
-        lr_scheduler=None
-        if "scheduler" in config or not case.warms_up
-        else lambda basic: torch.optim.lr_scheduler.LambdaLR(basic, warm_up),
-        dist_init_required=False,
-    )
-    return engine
+    return initialize(case, model, case.groups(model, scale), **more)
 
 
-def _step(engine: Engine, case: Case, step: int) -> None:
-    """One optimizer step on this rank's slice of the global batch."""
-    if case.topology is not None:
-        case.topology.step(engine, step)
-        return
-    per_rank = GLOBAL_BATCH // distributed.get_world_size()
-    start = per_rank * distributed.get_rank()
-    loss = engine(global_batch(step)[start : start + per_rank])
-    engine.backward(loss)
-    engine.step()
+def take_step(engine: Engine, case: Case, step: int) -> None:
+    (case.topology or Topology()).step(engine, step)
 
 
-def _finish(engine: Engine, case: Case) -> None:
+def finish(engine: Engine, case: Case) -> None:
     if case.topology is not None:
         case.topology.finish(engine)
     else:

@@ -36,7 +36,6 @@ class WideModel(nn.Module):
         self.mix = nn.Parameter(torch.rand(2))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The mean cross-entropy of predicting each token from the one before it."""
         hidden = self.embed(tokens) * self.gain + self.mix.sum()
         inner = torch.stack([torch.tanh(one(hidden)) for one in self.body]).sum(0)
         hidden = hidden + inner.view(*hidden.shape[:-1], 4, WIDTH).sum(-2)
@@ -76,12 +75,11 @@ class SaveHeld:
 
 
 def save(job: SaveHeld) -> None:
-    """Do a job in this rank."""
-    engine = jobs._start_engine(job.case, seed=11)
-    jobs._step(engine, job.case, 0)
+    engine = jobs.start_engine(job.case, seed=11)
+    jobs.take_step(engine, job.case, 0)
     engine.save_checkpoint(str(job.save_dir), client_state=held_state())
     if job.truth_path is not None:
-        jobs._write(gather_truth(engine, held_state()), job.truth_path)
+        jobs.write_truth(gather_truth(engine, held_state()), job.truth_path)
     engine.destroy()
     distributed.barrier()
 
@@ -103,8 +101,7 @@ class MeasuredLoad:
 
 
 def load(job: MeasuredLoad) -> None:
-    """Do a job in this rank."""
-    engine = jobs._start_engine(job.case, seed=77, scale=1.7)
+    engine = jobs.start_engine(job.case, seed=77, scale=1.7)
     options = {"custom_load_fn": _load_weights} if job.has_function else {}
     gc.collect()
     distributed.barrier()
@@ -130,7 +127,7 @@ def load(job: MeasuredLoad) -> None:
     job.results.mkdir(parents=True, exist_ok=True)
     (job.results / f"{distributed.get_rank()}.json").write_text(json.dumps(said))
     truth = gather_truth(engine, {key: state[key] for key in held_state()})
-    jobs._write(truth, job.results / "truth.pt")
+    jobs.write_truth(truth, job.results / "truth.pt")
     engine.destroy()
     del engine, state, fragments, kept, truth
     gc.collect()

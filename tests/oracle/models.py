@@ -4,11 +4,11 @@ import argparse
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.nn import functional
 
 from tests.oracle.truth import Engine
@@ -22,20 +22,41 @@ GLOBAL_BATCH = 60
 """Samples per step at every world size: divisible by 1 to 6, so each rank has an equal slice."""
 
 
-class Topology(Protocol):
+class Topology:
     """What a job is divided by beside data parallelism: a model made for it, started and fed."""
+
+    @property
+    def ranks_of_a_replica(self) -> int:
+        """How many ranks next to each other see the same samples."""
+        return 1
 
     def config(self) -> Mapping[str, Any]:
         """Return what it adds to the DeepSpeed configuration."""
+        return {}
 
     def start(self, case: "Case", seed: int, scale: float) -> Engine:
         """Make an engine of the ranks that there are; `scale` as in `param_groups`."""
+        raise NotImplementedError
 
     def step(self, engine: Engine, step: int) -> None:
         """Take one optimizer step on this rank's share of the global batch."""
+        engine.backward(engine(self.batch(step)))
+        engine.step()
+
+    def batch(self, step: int) -> torch.Tensor:
+        """Return the tokens of this rank's replica of the model in one step."""
+        ranks = self.ranks_of_a_replica
+        return batch_of(
+            distributed.get_rank() // ranks, distributed.get_world_size() // ranks, step
+        )
 
     def finish(self, engine: Engine) -> None:
-        """Destroy the engine and leave the process fit for one of another topology."""
+        """Destroy the engine, and have DeepSpeed forget the groups of ranks that it was made of."""
+        engine.destroy()
+        groups: Any = importlib.import_module("deepspeed.utils.groups")
+        # What DeepSpeed does when all of torch's process groups are destroyed; it keeps them for as
+        # long as the process lives, and takes them for those of the next engine. Older ones cannot.
+        getattr(groups, "_release_process_group_references", lambda: None)()
 
 
 @dataclass(frozen=True)
@@ -61,6 +82,16 @@ class Case:
     """None for data parallelism alone."""
     warms_up: bool = True
     """Whether the engine gets a learning rate scheduler, if the configuration names none."""
+
+    @property
+    def keeps_scaler(self) -> bool:
+        """Whether it saves a loss scaler, which BF16_Optimizer has no need of."""
+        return "grad_accum_dtype" not in self.ds_overrides.get("data_types", {})
+
+    @property
+    def is_legacy(self) -> bool:
+        """Whether it saves in torch's format from before the zip container."""
+        return self.ds_overrides.get("checkpoint", {}).get("checkpoint_serialization") is False
 
     def groups(self, model: nn.Module, scale: float) -> list[dict[str, Any]]:
         """The param groups to train; see `param_groups` for `scale`."""
@@ -156,7 +187,6 @@ class TinyLanguageModel(nn.Module):
         self.register_buffer("ramp", torch.linspace(-1, 1, SEQUENCE), persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The mean cross-entropy of predicting each token from the one before it."""
         hidden = self.embed(tokens) * self.gain
         hidden = hidden + self.mix.sum() * self.ramp.to(hidden.dtype)[:, None]
         hidden = hidden + self.running.to(hidden.dtype) + self.frozen_shift.sum()
@@ -182,7 +212,6 @@ class FullyTrainedModel(nn.Module):
         self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The mean cross-entropy of predicting each token from the one before it."""
         hidden = torch.tanh(self.up(self.embed(tokens) * self.gain + self.mix.sum()))
         logits = self.head(self.norm(hidden)).float()
         return functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
@@ -231,6 +260,12 @@ def global_batch(step: int) -> torch.Tensor:
     """The tokens of one step: a function of the step alone, whatever the world size."""
     generator = torch.Generator().manual_seed(1000 + step)
     return torch.randint(VOCABULARY, (GLOBAL_BATCH, SEQUENCE), generator=generator)
+
+
+def batch_of(replica: int, replicas: int, step: int) -> torch.Tensor:
+    """Return the tokens of one replica of the model in one step."""
+    share = GLOBAL_BATCH // replicas
+    return global_batch(step)[share * replica : share * (replica + 1)]
 
 
 class TrainingNotes:

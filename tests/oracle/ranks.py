@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed
 
@@ -122,6 +123,16 @@ def require_success(finished: Sequence[Finished]) -> None:
     """Raise with every failed job's error."""
     errors = [f"{one.job}\n{one.error}" for one in finished if one.error is not None]
     assert not errors, "\n\n".join(errors)
+
+
+def older_deepspeed(version: str) -> Path:
+    """Where an older DeepSpeed is; a test that needs it is skipped where it is not."""
+    home = os.environ.get("OLD_DEEPSPEEDS")
+    if home is None:
+        pytest.skip(f"OLD_DEEPSPEEDS names no place of {version}: `nox -s oracle` installs it")
+    place = Path(home) / f"deepspeed-{version}"
+    assert (place / "deepspeed").is_dir(), f"{place}: no DeepSpeed in it"
+    return place
 
 
 @cache

@@ -21,39 +21,43 @@ FROM, TO = 3, 2
 SAVED = BF16[1:]
 
 
-def test_a_load_from_a_bucket_is_a_load(bucket: Bucket, tmp_path: Path) -> None:  # noqa: F811
-    train = [Train(case, tmp_path / case.name, tmp_path / f"{case.name}.pt") for case in SAVED]
-    require_success(run_jobs(FROM, train, tmp_path / "ranks"))
-    ways: dict[tuple[str, str], list[Any]] = {}
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What stages 2 and 3 saved, with the truth of that."""
+    root = tmp_path_factory.mktemp("saved")
+    train = [Train(case, root / case.name, root / f"{case.name}.pt") for case in SAVED]
+    require_success(run_jobs(FROM, train, root / "ranks"))
+    return root
+
+
+def test_a_load_from_a_bucket_is_a_load(bucket: Bucket, saved: Path, tmp_path: Path) -> None:  # noqa: F811
+    jobs: list[Any] = []
     for case in SAVED:
-        run = tmp_path / case.name
+        run = saved / case.name
         shards, store = bucket.put(run, case.name), f"{bucket.url}/{case.name}.zarr"
         streamshard.convert(run, store, codec="zstd")
         fits = f"{bucket.url}/{case.name}-fits"
         streamshard.repartition(shards, fits, world_size=TO)
-        for way, source in (("disk", run), ("shards", shards), ("store", store), ("fits", fits)):
+        for way, source in (("shards", shards), ("store", store), ("fits", fits)):
             truth = tmp_path / f"{case.name}-{way}.pt"
             # Not a Path, which would not survive the way into the ranks: `//` becomes `/`.
-            job: Any = Resume(case, source, truth, reshards=True)  # type: ignore[arg-type]
-            ways[case.name, way] = [job, truth]
-    require_success(run_jobs(TO, [job for job, _ in ways.values()], tmp_path / "ranks"))
-    for case in SAVED:
-        wanted = Truth.load(ways[case.name, "disk"][1])
-        for way in ("shards", "store", "fits"):
-            assert differences(wanted, Truth.load(ways[case.name, way][1])) == [], (case.name, way)
+            jobs.append(Resume(case, source, truth, reshards=True))  # type: ignore[arg-type]
+    require_success(run_jobs(TO, jobs, tmp_path / "ranks"))
+    for job in jobs:
+        wanted = Truth.load(saved / f"{job.case.name}.pt")
+        assert differences(wanted, Truth.load(job.truth_path)) == [], job.truth_path
 
 
 @pytest.mark.parametrize("gets", [1, 2])
 def test_an_object_that_is_replaced_during_a_load_is_named(
     gets: int,
     bucket: Bucket,  # noqa: F811
+    saved: Path,
     tmp_path: Path,
 ) -> None:
     """While rank 0 reads its header, or the other rank its data."""
     case = SAVED[0]
-    run = tmp_path / "run"
-    require_success(run_jobs(FROM, [Train(case, run, None)], tmp_path / "ranks"))
-    shards = bucket.put(run, "run")
+    shards = bucket.put(saved / case.name, "run")
     victim = max(key for key in bucket.keys("run/") if key.endswith("optim_states.pt"))
     content, asked = bucket.get_bytes(victim), count(1)
 

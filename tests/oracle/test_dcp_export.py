@@ -38,7 +38,6 @@ Measured at most: 5.2e-6. Other numbers of ranks add the same gradients up in an
 
 
 def name_of(one: tuple[Case, Loader, int]) -> str:
-    """Name a load."""
     case, loader, ranks = one
     return f"{case.name}-{loader}-{ranks}"
 

@@ -1,10 +1,11 @@
 """Directories of HF Trainer, Accelerate and Lightning stay what they are at another world size.
 
-The frameworks themselves save, resume from what was made of it, and train on.
+The frameworks themselves save, resume from what was made of it, and directly from the source, and
+train on: whatever a job finds after the load and does then is the same in both ways.
 """
 
-import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,47 +17,50 @@ import streamshard
 from streamshard.errors import IncompleteError
 from tests.cli.conftest import streamshard as command
 from tests.oracle.compare import differences
+from tests.oracle.files import digests
 from tests.oracle.frameworks.common import Seen, generator_digest, run
 from tests.oracle.frameworks.hf_trainer import HfTrain
 from tests.oracle.frameworks.journey import (
-    ACCELERATE,
+    ADVISED,
     FURTHER_STEPS,
-    HF,
     KEEPSAKE,
-    LIGHTNING,
     MOVES,
+    STALE,
     Journey,
     Move,
+    Way,
 )
-from tests.oracle.frameworks.lightning_strategy import trainer_state
 from tests.oracle.ranks import require_success, run_jobs
 from tests.oracle.values import value_differences
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def journey(tmp_path_factory: pytest.TempPathFactory) -> Journey:
-    """Every checkpoint of every framework saved, resharded, resumed and saved again."""
+    """Every checkpoint of every framework saved, resharded, and resumed in both ways."""
     journey = Journey(tmp_path_factory.mktemp("frameworks"))
-    journey.run()
+    journey.run(advised=ADVISED)
     return journey
 
 
-@pytest.fixture
-def move(request: pytest.FixtureRequest, journey: Journey) -> Move:
-    """One resharding that was made and resumed without an error."""
-    move: Move = request.param
-    if move.name in journey.errors:
-        pytest.fail(journey.errors[move.name], pytrace=False)
-    return move
-
-
 def _each(moves: list[Move]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("move", moves, indirect=True, ids=lambda move: move.name)
+    return pytest.mark.parametrize("move", moves, ids=lambda move: move.name)
 
 
-@_each(MOVES)
-def test_the_resumed_engine_holds_what_was_saved(move: Move, journey: Journey) -> None:
-    assert differences(journey.saved_truth(move), journey.loaded_truth(move)) == []
+def _of(*kinds: str) -> list[Move]:
+    return [move for move in MOVES if move.kind in kinds]
+
+
+HF, RANKED = _of("hf"), _of("hf", "accelerate")
+"""The latter save random generators of each rank."""
+KNOWN = _of("hf", "accelerate", "lightning", "fabric")
+"""Those of which a truth is gathered."""
+
+
+@_each(KNOWN)
+def test_the_engine_holds_what_was_saved(move: Move, journey: Journey) -> None:
+    saved = journey.saved_truth(move)
+    assert differences(saved, journey.loaded_truth(move)) == []
+    assert differences(saved, journey.loaded_truth(move, "direct")) == []
 
 
 @_each(MOVES)
@@ -64,11 +68,11 @@ def test_the_tag_keeps_its_name(move: Move, journey: Journey) -> None:
     tag = (journey.out(move) / "latest").read_text()
     assert tag == (journey.source(move) / "latest").read_text()
     names = {
-        "hf": f"global_step{journey.steps(move)}",
+        "hf": f"global_step{move.steps}",
         "accelerate": "pytorch_model",
         "lightning": "checkpoint",
     }
-    assert tag == names[move.framework]
+    assert tag == names[move.saved_by]
     assert (journey.out(move) / tag).is_dir()
 
 
@@ -79,65 +83,69 @@ def test_what_belongs_to_no_rank_comes_along(move: Move, journey: Journey) -> No
     for name, path in out.items():
         assert path.read_bytes() == source[name].read_bytes(), name
     assert str(KEEPSAKE) in out
-    if move.framework == "hf":
+    if move.kind == "hf":
         assert {"trainer_state.json", "training_args.bin", "model.safetensors"} <= out.keys()
         assert ("scheduler.pt" in out) == (move.stage != 2)
-    if move.framework == "accelerate":
+    if move.kind == "accelerate":
         assert {"scheduler.bin", "custom_checkpoint_0.pkl"} <= out.keys()
 
 
 @_each(MOVES)
 def test_the_way_through_a_store_gives_the_same_files(move: Move, journey: Journey) -> None:
-    assert _contents(journey.out_of_store(move)) == _contents(journey.out(move))
+    assert digests(journey.out_of_store(move)) == digests(journey.out(move))
 
 
-@_each([*HF, *ACCELERATE])
+@_each(RANKED)
 def test_ranks_before_and_after_keep_their_random_files(move: Move, journey: Journey) -> None:
-    before, after = _rank_files(journey.source(move)), _rank_files(journey.out(move))
-    assert before.keys() == set(range(move.source))
+    before, after = _saved_by_ranks(move, journey), _rank_files(journey.out(move))
     kept = set(range(min(move.source, move.target)))
-    new = set(range(move.source, move.target)) if move.framework == "accelerate" else set()
+    new = set(range(move.source, move.target)) if move.saved_by == "accelerate" else set()
     assert after.keys() == kept | new
     for rank in kept:
         assert after[rank].read_bytes() == before[rank].read_bytes()
 
 
-@_each([*HF, *ACCELERATE])
+@_each(RANKED)
 def test_files_are_named_as_the_framework_names_them(move: Move, journey: Journey) -> None:
     out, resaved = _names(journey.out(move)), _names(journey.resaved(move))
+    if move.target == 1:
+        resaved -= {STALE[move.kind]}  # which was put there for the next move
     new = {f"rng_state_{rank}.pth" for rank in range(move.source, move.target)}
-    assert resaved - out == (new if move.framework == "hf" else set())
+    assert resaved - out == (new if move.saved_by == "hf" else set())
     assert out - resaved == set()
 
 
-@_each([*HF, *ACCELERATE])
-def test_no_rank_gets_another_rank_s_generator(move: Move, journey: Journey) -> None:
-    saved = {
-        rank: generator_digest(_generator(path))
-        for rank, path in _rank_files(journey.source(move)).items()
-    }
-    assert len(set(saved.values())) == move.source
-    for rank, seen in enumerate(journey.resuming_ranks(move)):
-        if rank in saved:
+@_each(RANKED)
+@pytest.mark.parametrize("way", ["converted", "direct"])
+def test_each_rank_gets_its_own_generator_and_no_other(
+    way: Way, move: Move, journey: Journey
+) -> None:
+    files = _rank_files(journey.source(move))
+    if move.source == 1:
+        files |= {1: journey.source(move) / STALE[move.kind]}
+    saved = {rank: generator_digest(_generator(path)) for rank, path in files.items()}
+    assert len(set(saved.values())) == len(files) >= 2
+    for rank, seen in enumerate(journey.seen(move, way)):
+        if rank < move.source:
             assert seen["generator"] == saved[rank]
         else:
             assert seen["generator"] not in saved.values()
             # The job's own seed, untouched. HF Trainer's data loader draws from it on the way.
-            assert move.framework == "hf" or seen["generator"] == seen["generator_before"]
+            assert move.kind == "hf" or seen["generator"] == seen["generator_before"]
 
 
-@_each([*HF, *ACCELERATE])
+@_each(RANKED)
 def test_the_note_says_what_became_of_the_ranks(move: Move, journey: Journey) -> None:
     notes = journey.notes[move.name]
     assert ("no random state for the new rank" in notes) == (move.target > move.source)
     assert ("so the random state of" in notes) == (move.target < move.source)
-    assert ("advances the scheduler" in notes) == (move.framework == "accelerate")
+    assert ("advances the scheduler" in notes) == (move.saved_by == "accelerate")
 
 
 @_each(HF)
 def test_the_trainer_goes_on(move: Move, journey: Journey) -> None:
-    steps = journey.steps(move)
-    ranks = journey.resuming_ranks(move)
+    steps = move.steps
+    ranks = journey.seen(move)
     assert len(ranks) == move.target
     saved = journey.saving_ranks(move)[0]
     assert len(saved["saved_schedule"]) == 2
@@ -149,9 +157,9 @@ def test_the_trainer_goes_on(move: Move, journey: Journey) -> None:
         assert seen["schedule"] == saved["saved_schedule"]
 
 
-@_each(ACCELERATE)
+@_each(_of("accelerate"))
 def test_accelerate_goes_on_with_all_ranks_in_step(move: Move, journey: Journey) -> None:
-    ranks = journey.resuming_ranks(move)
+    ranks = journey.seen(move)
     assert len(ranks) == move.target
     saved = journey.saving_ranks(move)[0]["saved"]
     assert saved["step"] > 0
@@ -160,7 +168,7 @@ def test_accelerate_goes_on_with_all_ranks_in_step(move: Move, journey: Journey)
     assert len({seen["saved"]["step"] for seen in ranks}) == 1
 
 
-@_each([move for move in ACCELERATE if move.target > move.source])
+@_each([move for move in _of("accelerate") if move.target > move.source])
 def test_accelerate_s_new_ranks_get_the_step_and_nothing_else(move: Move, journey: Journey) -> None:
     files = _rank_files(journey.out(move))
     step = journey.saving_ranks(move)[0]["saved"]["step"]
@@ -168,26 +176,133 @@ def test_accelerate_s_new_ranks_get_the_step_and_nothing_else(move: Move, journe
         assert torch.load(files[rank], weights_only=True) == {"step": step}
 
 
-@_each(LIGHTNING)
-def test_lightning_s_state_is_in_every_model_file(move: Move, journey: Journey) -> None:
+@_each(_of("lightning"))
+def test_lightning_s_state_is_in_every_model_file_and_it_goes_on(
+    move: Move, journey: Journey
+) -> None:
+    before, *_ = journey.source(move).glob("checkpoint/*_model_states.pt")
+    held = torch.load(before, weights_only=False)
+    state = {key: held[key] for key in ("epoch", "global_step", "loops", "callbacks")}
     files = sorted((journey.out(move) / "checkpoint").glob("*_model_states.pt"))
     assert len(files) == (move.target if move.stage == 3 else 1)
     for file in files:
         content = torch.load(file, weights_only=False)
-        held = {key: content.get(key) for key in trainer_state()}
-        assert list(value_differences(trainer_state(), held, file.name)) == []
-
-
-@_each(LIGHTNING)
-def test_lightning_s_own_loader_finds_its_state(move: Move, journey: Journey) -> None:
-    ranks = journey.resuming_ranks(move)
-    assert len(ranks) == move.target
-    for seen in ranks:
-        assert seen["returned"] == {key: repr(value) for key, value in trainer_state().items()}
-        assert (seen["first_step"], seen["last_step"]) == (3, 4)
+        found = {key: content.get(key) for key in state}
+        assert list(value_differences(state, found, file.name)) == []
+    for seen in journey.seen(move):
+        assert (seen["last_step"], seen["engine_step"]) == (move.steps + FURTHER_STEPS,) * 2
 
 
 @_each(MOVES)
+def test_ranks_see_the_same_in_both_ways(move: Move, journey: Journey) -> None:
+    """Steps, losses, samples, schedule and random generators of all ranks."""
+    direct = journey.seen(move, "direct")
+    assert len(direct) == move.target
+    assert direct == journey.seen(move)
+    for seen in direct:
+        assert seen["engine_step" if "engine_step" in seen else "first_step"] >= move.steps
+
+
+@_each([*RANKED, *_of("lightning")])
+def test_training_goes_on_to_the_same_bits(move: Move, journey: Journey) -> None:
+    converted = journey.trained_truth(move, "converted")
+    assert converted.counters["global_steps"] == move.steps + FURTHER_STEPS
+    assert differences(converted, journey.trained_truth(move, "direct")) == []
+
+
+@_each(_of("lightning"))
+def test_lightning_s_trainer_saves_the_same_again(move: Move, journey: Journey) -> None:
+    converted, direct = journey.resaved(move, "converted"), journey.resaved(move, "direct")
+    found = streamshard.verify(direct, against=converted)
+    assert (found.problems, found.differences) == ((), ())
+    assert found.tensors > 20
+
+
+@_each(MOVES)
+def test_the_source_is_loaded_once_on_all_ranks(move: Move, journey: Journey) -> None:
+    (report,) = journey.reports(move)
+    assert (report["source_world_size"], report["world_size"]) == (move.source, move.target)
+    assert report["is_plain"] == (move.stage == 0)
+
+
+@_each([*MOVES, *ADVISED])
+def test_notes_tell_what_running_jobs_can_use(move: Move, journey: Journey) -> None:
+    notes = "\n".join(journey.reports(move)[0]["notes"])
+    saves_generators = move.kind in STALE
+    assert ("for the new rank" in notes) == (saves_generators and move.target > move.source)
+    assert ("has no rank 1, so the random state of that rank is not used" in notes) == (
+        saves_generators and move.target < move.source
+    )
+    assert ("not used, because a job of another world size" in notes) == (
+        saves_generators and move.source == 1
+    )
+    assert ("advances the scheduler" in notes) == (move.kind == "accelerate")
+    converted = journey.notes[replace(move, is_advised=False).name]
+    assert "Symbolic links that are not carried" in converted
+    words = ("Symbolic links", "OUT", "ds-config", "copied", "sub_group", "robin", "the old arg")
+    for word in words:
+        assert word not in notes
+
+
+def test_who_loads_weights_alone_gets_no_notes(journey: Journey) -> None:
+    (weights,) = _of("fabric-weights")
+    assert journey.reports(weights)[0]["notes"] == []
+
+
+@_each([*RANKED, *_of("fabric")])
+def test_a_job_with_another_global_batch_gets_the_advice(move: Move, journey: Journey) -> None:
+    """The same as that of the conversion."""
+    notes = journey.reports(move)[0]["notes"]
+    (batch,) = (note for note in notes if "This job has a global batch of " in note)
+    advice = batch.partition(". ")[2]
+    assert advice.startswith("The global batch of " if move.target == 3 else "To keep the global")
+    assert advice in journey.notes[move.name]
+    if move.kind == "hf":
+        size = journey.seen(move, "direct")[0]["global_batch"]
+        (position,) = (note for note in notes if "Trainer skips the data" in note)
+        assert "With this job's arguments (per_device_train_batch_size=2, grad" in position
+        assert f"and so a global batch of {size}, Trainer skips {size * move.steps} " in position
+
+
+def test_a_job_that_follows_the_advice_does_not_get_it_again(journey: Journey) -> None:
+    hf, accelerate, lightning, nearest = (journey.reports(move)[0]["notes"] for move in ADVISED)
+    assert [note.partition(":")[0] for note in hf] == ["HF Trainer"]
+    assert (
+        "With this job's settings, N is the number of samples seen in this epoch / 2 "
+        in (accelerate[1])
+    )
+    assert "Change nothing if the script has these lines already" in accelerate[2]
+    assert len(accelerate) == 3
+    assert [note.partition(" counts")[0] for note in lightning] == ["Lightning"]
+    assert nearest[1].startswith(
+        "This job has a global batch of 6, the job that saved had 8. The global batch of 8 cannot "
+        "be kept on 3 ranks"
+    )
+    assert "TrainingArguments" not in "\n".join(nearest)
+    assert (
+        "With a global batch of 9, Trainer skips 27 samples: 3 samples are left out."
+        in (nearest[2])
+    )
+    assert nearest[2].count("6 samples are seen twice") == 1
+    sizes = [journey.seen(move, "direct")[0]["global_batch"] for move in ADVISED]
+    assert sizes == [8, 8, 8, 6]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_notes_are_printed_once_and_on_rank_0(size: int, journey: Journey) -> None:
+    """At the level at which DeepSpeed prints, unless told otherwise."""
+    moves = [move for move in (*MOVES, *ADVISED) if move.target == size]
+    printed = journey.output(size, 0)
+    for (report,) in map(journey.reports, moves):
+        assert f"{report['source']}, tag {report['tag']}: " in printed
+        for note in report["notes"]:
+            assert note in printed
+    assert printed.count(", tag ") == len(moves)
+    for rank in range(1, size):
+        assert ", tag " not in journey.output(size, rank)
+
+
+@_each(KNOWN)
 def test_exported_weights_are_what_the_engine_held(
     move: Move, journey: Journey, tmp_path: Path
 ) -> None:
@@ -218,15 +333,6 @@ def test_exported_weights_are_those_that_the_trainer_saves_itself(
         assert (tmp_path / "model" / name).read_bytes() == (source / name).read_bytes()
 
 
-def _contents(directory: Path) -> dict[str, str]:
-    """Every file with the digest of its bytes."""
-    return {
-        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in directory.rglob("*")
-        if path.is_file()
-    }
-
-
 def _others(directory: Path) -> dict[str, Path]:
     """The files outside the tag that belong to no rank, by their relative paths."""
     tag = (directory / "latest").read_text()
@@ -240,6 +346,13 @@ def _others(directory: Path) -> dict[str, Path]:
 
 def _names(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir() if path.is_file()}
+
+
+def _saved_by_ranks(move: Move, journey: Journey) -> dict[int, Path]:
+    """The files of the ranks that saved, without what an earlier job has left."""
+    files = _rank_files(journey.source(move))
+    assert files.keys() >= set(range(move.source))
+    return {rank: path for rank, path in files.items() if rank < move.source}
 
 
 def _rank_files(directory: Path) -> dict[int, Path]:

@@ -1,16 +1,152 @@
 """What was exported loads in transformers, and answers as the engine did that was saved."""
 
+import gc
+import importlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from safetensors import safe_open
+from torch import distributed
+from torch.nn import functional
 
 import streamshard
-from tests.oracle.pretrained import CASES, RANKS, PretrainedCase, PretrainedTrain, logits, run
 from tests.oracle.ranks import require_success, run_jobs
+
+VOCABULARY = 41
+SEQUENCE = 6
+RANKS = 2
+
+
+@dataclass(frozen=True)
+class PretrainedCase:
+    """A model made from a configuration, and how it is trained."""
+
+    name: str
+    architecture: Literal["gpt2", "llama", "t5"]
+    tied: bool
+    dtype: Literal["fp32", "bf16"]
+    stage: int = 3
+
+    def config(self) -> Any:  # noqa: ANN401
+        transformers: Any = importlib.import_module("transformers")
+        tokens = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
+        if self.architecture == "gpt2":
+            return transformers.GPT2Config(
+                n_positions=SEQUENCE, n_embd=14, n_layer=2, n_head=2, **tokens,
+                tie_word_embeddings=self.tied, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+            )  # fmt: skip
+        if self.architecture == "t5":
+            return transformers.T5Config(
+                d_model=12, d_kv=6, d_ff=18, num_layers=1, num_heads=2, dropout_rate=0,
+                decoder_start_token_id=0, pad_token_id=0, tie_word_embeddings=self.tied, **tokens,
+            )  # fmt: skip
+        return transformers.LlamaConfig(
+            hidden_size=12, intermediate_size=22, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, tie_word_embeddings=self.tied, **tokens,
+        )  # fmt: skip
+
+    def model(self) -> Any:  # noqa: ANN401
+        return self.model_class().from_config(self.config())
+
+    def model_class(self) -> Any:  # noqa: ANN401
+        """What loads the model by itself."""
+        transformers: Any = importlib.import_module("transformers")
+        if self.architecture == "t5":
+            return transformers.AutoModelForSeq2SeqLM
+        return transformers.AutoModelForCausalLM
+
+    def ds_config(self) -> dict[str, Any]:
+        return {
+            "train_micro_batch_size_per_gpu": 2,
+            "steps_per_print": 10**9,
+            "bf16": {"enabled": self.dtype == "bf16"},
+            "zero_optimization": {
+                "stage": self.stage,
+                "reduce_bucket_size": 2000,
+                "allgather_bucket_size": 2000,
+                "stage3_prefetch_bucket_size": 2000,
+                "stage3_param_persistence_threshold": 40,
+                "stage3_gather_16bit_weights_on_model_save": True,
+            },
+        }
+
+
+CASES = [
+    PretrainedCase("gpt2-tied", "gpt2", tied=True, dtype="fp32"),
+    PretrainedCase("llama", "llama", tied=False, dtype="fp32"),
+    PretrainedCase("llama-tied-bf16", "llama", tied=True, dtype="bf16"),
+    PretrainedCase("t5-tied", "t5", tied=True, dtype="fp32"),
+    PretrainedCase("gpt2-tied-z2", "gpt2", tied=True, dtype="bf16", stage=2),
+]
+
+
+@dataclass(frozen=True)
+class PretrainedTrain:
+    """Train, save a checkpoint, and let DeepSpeed write the weights it consolidates itself."""
+
+    case: PretrainedCase
+    save_dir: Path
+    consolidated_dir: Path
+    logits_path: Path
+
+    def run(self) -> None:
+        linear = functional.linear
+        try:
+            _train(self)
+        finally:
+            functional.linear = linear  # stage 3 replaces it and never puts it back
+            gc.collect()
+        distributed.barrier()
+
+
+def run(job: PretrainedTrain) -> None:
+    job.run()
+
+
+def tokens() -> torch.Tensor:
+    """What the models are asked."""
+    return torch.randint(1, VOCABULARY, (3, SEQUENCE), generator=torch.Generator().manual_seed(3))
+
+
+def logits(model: Any) -> torch.Tensor:  # noqa: ANN401
+    """What a model answers."""
+    given = {"input_ids": tokens()}
+    if model.config.is_encoder_decoder:
+        given["decoder_input_ids"] = tokens().flip(0)
+    with torch.no_grad():
+        answered: torch.Tensor = model.eval()(**given).logits
+    return answered
+
+
+def _train(job: PretrainedTrain) -> None:
+    deepspeed: Any = importlib.import_module("deepspeed")
+    torch.manual_seed(19)
+    model = job.case.model()
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=0.02),
+        config=job.case.ds_config(),
+        dist_init_required=False,
+    )
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + distributed.get_rank())
+        batch = torch.randint(1, VOCABULARY, (2, SEQUENCE), generator=generator)
+        engine.train()
+        engine.backward(engine(input_ids=batch, labels=batch).loss)
+        engine.step()
+    engine.save_checkpoint(str(job.save_dir))
+    engine.save_16bit_model(str(job.consolidated_dir), "pytorch_model.bin")
+    answered = logits(engine.module)
+    if distributed.get_rank() == 0:
+        for place in (job.save_dir, job.consolidated_dir):
+            engine.module.config.save_pretrained(place)
+        torch.save(answered, job.logits_path)
+    engine.destroy()
+
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,14 +11,13 @@ from typing import Any
 
 import deepspeed  # type: ignore[import-untyped,unused-ignore]
 import pytest
-import torch
 from torch import distributed
 
 from streamshard.deepspeed import load_checkpoint, resharding
 from streamshard.errors import StreamshardError
 from tests.oracle import elastic_training
-from tests.oracle.elastic_training import GLOBAL_BATCH, train
-from tests.oracle.ranks import require_success, run_jobs
+from tests.oracle.elastic_training import GLOBAL_BATCH, new_engine, train
+from tests.oracle.ranks import older_deepspeed, require_success, run_jobs
 from tests.oracle.truth import Engine
 
 TOLERANCE = 1e-4
@@ -62,7 +60,6 @@ class Sized:
 
 
 def carry_out(job: Sized) -> None:
-    """Do what a job asks for, on every rank."""
     calls: dict[str, Callable[[Sized], dict[str, Any]]]
     calls = {"": said_by, "Accelerate": under_accelerate, "Lightning": under_lightning}
     said = calls[job.under](job)
@@ -75,7 +72,7 @@ def said_by(job: Sized) -> dict[str, Any]:
     config = job.config()
     with resharding(keeps_global_batch=True) if job.keeps else nullcontext():
         try:
-            engine = engine_of(config)
+            engine = new_engine(config)
         except (StreamshardError, AssertionError) as error:
             return {"error": f"{type(error).__name__}: {error}"}
     before = sizes_of(engine)
@@ -102,16 +99,7 @@ def said_by(job: Sized) -> dict[str, Any]:
 _KEYS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def engine_of(config: dict[str, Any]) -> Engine:
-    """Make an engine of the elastic job's model."""
-    model = elastic_training.make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    return engine
-
-
 def sizes_of(engine: Engine) -> list[int]:
-    """Return the batch sizes that an engine trains with."""
     return [
         engine.train_batch_size(),
         engine.train_micro_batch_size_per_gpu(),
@@ -173,10 +161,7 @@ def test_offloaded_gradients_accumulate_in_older_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There the ZeRO optimizer itself counts the micro batches of a step."""
-    home = os.environ.get("OLD_DEEPSPEEDS")
-    older = Path(home or "", "deepspeed-0.14.5")
-    if home is None or not older.is_dir():
-        pytest.skip("OLD_DEEPSPEEDS names no place of 0.14.5: `nox -s oracle` installs it")
+    older = older_deepspeed("0.14.5")
     saves, saved, kept = (tmp_path / name for name in ("saves", "saved", "kept"))
     jobs = [
         Sized(saved, None, 4, 3, offloads=True, saves=saves),

@@ -62,15 +62,12 @@ class Journey:
         self._do(3, *self._on_three_ranks())
 
     def out(self, framework: str, size: int) -> Path:
-        """What was made for so many ranks."""
         return self.root / f"{framework}-on-{size}"
 
     def seen(self, name: str) -> Path:
-        """What the ranks of a job report."""
         return self.root / f"{name}.json"
 
     def ranks(self, name: str) -> list[Seen]:
-        """Read that."""
         seen: list[Seen] = json.loads(self.seen(name).read_text())
         return seen
 
@@ -171,7 +168,6 @@ def keys(text: str) -> list[dict[str, int]]:
 
 @pytest.fixture(scope="session")
 def journey(tmp_path_factory: pytest.TempPathFactory) -> Journey:
-    """All of it done."""
     journey = Journey(tmp_path_factory.mktemp("job_settings"))
     journey.run()
     return journey

@@ -25,20 +25,17 @@ OFFLOAD = {
     "zero_force_ds_cpu_optimizer": False,
 }
 MAPPED = {
-    "stage 1": Case("w1", 1, "bf16", model=WideModel),
     "stage 2, growing": Case("w2", 2, "bf16", model=WideModel),
     "stage 2, offloaded": Case("w2-offload", 2, "bf16", OFFLOAD, model=WideModel),
     "stage 3, offloaded": Case("w3-offload", 3, "bf16", OFFLOAD, model=WideModel),
     "stage 3": Case("w3", 3, "bf16", model=WideModel),
 }
-LARGE = [Case(f"large{stage}", stage, "bf16", model=LargeModel) for stage in (1, 2, 3)]
+LARGE = [Case(f"large{stage}", stage, "bf16", model=LargeModel) for stage in (2, 3)]
 BY_FUNCTION = "stage 2, by a function"
 
 
 @dataclass(frozen=True)
 class Loads:
-    """Where the loads said what they took."""
-
     root: Path
 
     def source(self, case: Case) -> Path:
@@ -56,7 +53,6 @@ class Loads:
 
 @pytest.fixture(scope="module")
 def loads(tmp_path_factory: pytest.TempPathFactory) -> Loads:
-    """All loads of this file, done."""
     made = Loads(tmp_path_factory.mktemp("loads"))
     saves = [SaveHeld(case, made.source(case), made.truth_path(case)) for case in MAPPED.values()]
     require_success(run_jobs(FROM, saves, made.root / "ranks", measured_loads.save))

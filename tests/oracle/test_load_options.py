@@ -16,11 +16,12 @@ from torch import distributed
 import streamshard
 from tests.oracle.cases import BF16
 from tests.oracle.compare import differences
-from tests.oracle.jobs import Resume, Train, _start_engine
+from tests.oracle.jobs import Resume, Train, start_engine
 from tests.oracle.jobs import run as run_job
 from tests.oracle.models import Case
 from tests.oracle.ranks import require_success, run_jobs
-from tests.oracle.truth import Truth
+from tests.oracle.truth import Truth, gather_truth
+from tests.oracle.values import value_differences
 
 FROM, TO = 3, 2
 SAVED = BF16[1:]
@@ -36,6 +37,13 @@ ELASTIC = Case("elastic", 2, "bf16", {"zero_optimization": {"elastic_checkpoint"
 WITHOUT_ZERO = Case("without-zero", 0, "bf16")
 OTHER_GROUPS = Case("other-groups", 2, "bf16", one_group=True)
 OTHER_SCALING = Case("other-scaling", 2, "fp16")
+CHANGED = {
+    "round robin": ("zero_optimization", "round_robin_gradients", True),
+    "alignment": ("zero_optimization", "parameter_alignment", True),
+    "stage": ("zero_optimization", "stage", 3),
+    "kind": ("data_types", "grad_accum_dtype", "torch.float32"),
+}
+"""What is changed in the config of an engine of stage 1 or 2 that exists already."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,8 @@ class Attempt:
     source: Path
     notes: Path
     options: tuple[tuple[str, object], ...] = ()
+    change: tuple[str, str, object] | None = None
+    """What is changed in the config after the engine is made."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,6 @@ class Reported:
 
 
 def do(job: Resume | Attempt | Reported) -> None:
-    """Do a job in this rank."""
     if isinstance(job, Resume):
         options = dict(job.load_options)
         if "custom_load_fn" in options:
@@ -68,14 +77,20 @@ def do(job: Resume | Attempt | Reported) -> None:
         return
     from streamshard import deepspeed
 
-    engine = _start_engine(job.case, 77)
+    engine = start_engine(job.case, 77)
     if isinstance(job, Attempt):
+        if job.change is not None:
+            section, key, value = job.change
+            engine._config._param_dict.setdefault(section, {})[key] = value
+        before = gather_truth(engine, {})
         try:
             given: dict[str, Any] = dict(job.options)
             deepspeed.load_checkpoint(engine, job.source, **given)
         except Exception as error:
             note = f"{type(error).__name__}: {error}"
             job.notes.with_name(f"{job.notes.name}-{distributed.get_rank()}").write_text(note)
+        found = differences(before, gather_truth(engine, {}))
+        assert not found, f"the refused load changed {found}"
     else:
         with deepspeed.resharding() as reports:
             path, _ = engine.load_checkpoint(str(job.source), tag=job.tag)
@@ -136,6 +151,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Attempt(SAVED[0], run_dir, root / "unknown", (("strict", True),)),
         Attempt(OTHER_GROUPS, run_dir, root / "groups"),
         Attempt(SAVED[0], root / "nowhere", root / "nothing"),
+        *(
+            Attempt(BF16[0] if name == "kind" else SAVED[0], run_dir, root / name, change=change)
+            for name, change in CHANGED.items()
+        ),
     ]
     require_success(run_jobs(TO, loads, root / "ranks", do))
     return root
@@ -148,6 +167,17 @@ def test_an_option_means_the_same(case: Case, name: str, root: Path) -> None:
         Truth.load(root / f"{case.name}-{name}-{way}.pt") for way in ("plain", "direct")
     )
     assert differences(plain, direct) == []
+
+
+@pytest.mark.parametrize("name", ["states-left", "weights"])
+def test_stage_3_loads_the_weights_alone(name: str, root: Path) -> None:
+    """`load_module_only` by itself loads none of them."""
+    case = SAVED[1]
+    saved, loaded = (Truth.load(root / f"{case.name}{end}.pt") for end in ("", f"-{name}-plain"))
+    for field in ("weights", "frozen", "buffers"):
+        found = value_differences(getattr(saved, field), getattr(loaded, field), field)
+        assert list(found) == []
+    assert loaded.states.keys() == {"fp32"}
 
 
 def test_weights_alone_load_into_any_param_groups(root: Path) -> None:
@@ -182,6 +212,8 @@ def test_files_that_fit_are_loaded_by_deepspeed_itself(case: Case, root: Path) -
         ("unknown", "unexpected keyword argument 'strict'"),
         ("groups", "groups of parameters for this rank, the engine's optimizer has 1"),
         ("nothing", "nowhere: no such file or directory"),
+        # What a live engine holds decides, not its config.
+        *((name, "DisagreementError: ") for name in CHANGED),
     ],
 )
 def test_a_refusal_names_the_reason_on_every_rank(name: str, message: str, root: Path) -> None:

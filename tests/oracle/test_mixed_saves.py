@@ -80,25 +80,21 @@ class Harmless:
         return os.getcwd, ()
 
 
-def test_a_live_load_warns_once_of_what_files_call(saves: Path, tmp_path: Path) -> None:
-    run = shutil.copytree(saves / f"{BF16_OPTIMIZER.name}-3", tmp_path / "run")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_live_loads_say_it_once_at_any_count_of_ranks(
+    ranks: int, saves: Path, tmp_path: Path
+) -> None:
+    """That files are of two saves, and which calls they would make."""
+    case, run = BF16_OPTIMIZER, tmp_path / "run"
+    shutil.copytree(saves / f"{case.name}-3", run)
     for path in (run / TAG).glob("*model_states.pt"):
         torch.save({**torch.load(path, weights_only=False), "planted": Harmless()}, path)
-    for ranks in (2, 3):
-        logs = tmp_path / f"at{ranks}"
-        resume = Resume(BF16_OPTIMIZER, run, tmp_path / f"{ranks}.pt", reshards=True)
-        require_success(run_jobs(ranks, [resume], logs))
-        said = [path.read_text() for path in sorted(logs.glob("*/rank*.log"))]
-        assert ["DANGER: the training state calls posix.getcwd" in text for text in said] == [
-            rank == 0 for rank in range(ranks)
-        ]
-
-
-def test_a_live_load_says_so_at_any_count_of_ranks(saves: Path, tmp_path: Path) -> None:
-    case = BF16_OPTIMIZER
-    died = saves / f"{case.name}-died"
-    for ranks in (1, 2):
-        logs = tmp_path / f"at{ranks}"
-        resume = Resume(case, died, tmp_path / f"{ranks}.pt", reshards=True)
-        require_success(run_jobs(ranks, [resume], logs))
-        assert SAID in next(logs.glob("*/rank0.log")).read_text()
+    loads = [
+        Resume(case, source, tmp_path / f"{source.name}.pt", reshards=True)
+        for source in (saves / f"{case.name}-died", run)
+    ]
+    require_success(run_jobs(ranks, loads, tmp_path / "ranks"))
+    logs = [path.read_text() for path in sorted(tmp_path.glob("ranks/*/rank*.log"))]
+    assert SAID in logs[0]
+    calls = [text.count("DANGER: the training state calls posix.getcwd") for text in logs]
+    assert calls == [1, 0][:ranks]

@@ -30,12 +30,10 @@ Ordered = list[list[str]]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Unpack what engines saved."""
     return {version: unpacked(version, tmp_path_factory.mktemp(version)) for version in CASES}
 
 
 def tag(run_dir: Path) -> Path:
-    """Return the one tag directory of a run."""
     return run_dir / (run_dir / "latest").read_text()
 
 

@@ -1,182 +1,174 @@
-"""Optimizers are understood by what their state looks like, and what is not is refused by name."""
+"""Optimizers are understood by what their state looks like."""
 
-import traceback
-from dataclasses import dataclass, field, replace
-from itertools import groupby
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import streamshard
-from tests.oracle.cases import Resharding
-from tests.oracle.compare import close, differences
-from tests.oracle.files import file_differences, padding_found
-from tests.oracle.jobs import Job, Resume, Train, after_path
-from tests.oracle.models import Case
-from tests.oracle.optimizers import TRIALS, Trial
+from tests.oracle.files import padding_found
+from tests.oracle.jobs import Resume, Train
+from tests.oracle.laws import *  # noqa: F403
+from tests.oracle.models import Case, merged
+from tests.oracle.optimizers import (
+    adam_with_tensors,
+    deepspeed_cpu_adagrad,
+    deepspeed_cpu_adam,
+    deepspeed_cpu_lion,
+    deepspeed_fused_adam,
+    missing_extension,
+)
 from tests.oracle.ranks import require_success, run_jobs
+from tests.oracle.reshardings import Places, Resharding, carry
 from tests.oracle.truth import Truth
+from tests.oracle.values import value_differences
 
-FURTHER_STEPS = 3
-TOLERANCE = {"fp32": 1e-4, "fp16": 0.02, "bf16": 0.5}
+UNTESTED = {"zero_allow_untested_optimizer": True}
+ANY_ON_CPU = {"zero_force_ds_cpu_optimizer": False}
+OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": False}}}
+MASTERS = {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+ELASTIC = {"zero_optimization": {"elastic_checkpoint": True}}
+ROUND_ROBIN = {"zero_optimization": {"round_robin_gradients": True}}
+ADAM, NONE = frozenset({"exp_avg", "exp_avg_sq"}), frozenset[str]()
+ADAGRAD = Case("z2-adagrad", 2, "fp32", optimizer=torch.optim.Adagrad, one_group=True)
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where each thing lies, and what went wrong on the way."""
+class Trial(Resharding):
+    """One way to train, at a stage, with what its checkpoint must hold.
 
-    root: Path
-    errors: dict[str, str] = field(default_factory=dict)
+    `resume` is there where DeepSpeed cannot resume its own files of `case`.
+    """
 
-    def source(self, case: Case) -> Path:
-        return self.root / case.name
+    states: frozenset[str] = ADAM
+    """Names of the states that have an element for every element of the parameters."""
+    scalars: frozenset[str] = frozenset({"step"})
+    """Names of the states that a param group has one of."""
+    added: frozenset[str] = NONE
+    """Names of the switches, all off, that DeepSpeed's loading adds to every param group."""
+    extension: str | None = None
+    """DeepSpeed's C++ extension that the optimizer is written in."""
 
-    def out(self, one: Resharding) -> Path:
-        return self.root / one.name
+    def alike(self, saved: Truth, resumed: Truth) -> tuple[Truth, Truth]:
+        for group in saved.groups:
+            group["hyper_parameters"].update(dict.fromkeys(self.added, False))
+        return super().alike(saved, resumed)
 
-    def resaved(self, one: Resharding) -> Path:
-        return self.root / f"{one.name}-resaved"
+    def is_known(self, line: str) -> bool:
+        """The config that comes along is the one of the job that saved."""
+        known = tuple(f"['{switch}']: missing on the left" for switch in self.added)
+        if self.like is not None:
+            known += ("['elastic_checkpoint']: missing on the right",)
+        return line.endswith(known)
 
-    def loaded(self, one: Resharding) -> Path:
-        return self.root / f"{one.name}-loaded"
 
-    def truth_path(self, directory: Path) -> Path:
-        return directory.with_name(f"{directory.name}.truth.pt")
+def trials(stage: int) -> list[Trial]:
+    """List those of a stage; the stages are taken to opposite sides."""
+    sizes = (3, 2) if stage == 3 else (2, 3)
+
+    def trial(name: str, dtype: Any, make: Any = torch.optim.AdamW, **more: Any) -> Trial:  # noqa: ANN401
+        of_case = {key: more.pop(key) for key in ("ds_overrides", "one_group") if key in more}
+        case = Case(f"z{stage}-{name}", stage, dtype, optimizer=make, **of_case)
+        return Trial(case, *sizes, **more)
+
+    amsgrad = partial(torch.optim.Adam, amsgrad=True)
+    sgd: Any = torch.optim.SGD
+    rmsprop = partial(torch.optim.RMSprop, momentum=0.9, centered=True)
+    of_rmsprop = frozenset({"square_avg", "momentum_buffer", "grad_avg"})
+    overflow = {"fp16": {"initial_scale_power": 16}}
+    offload = OFFLOAD | ANY_ON_CPU
+    # A new engine of stage 3 has every sub-group twice in its only param group, and refuses its own
+    # files.
+    adagrad = {"one_group": True, "resume": ADAGRAD if stage == 3 else None}
+    return [
+        trial("amsgrad", "fp32", amsgrad, states=ADAM | {"max_exp_avg_sq"}),
+        trial("sgd", "fp32", sgd, ds_overrides=UNTESTED, states=NONE, scalars=NONE),
+        trial("adagrad", "fp32", torch.optim.Adagrad, states=frozenset({"sum"}), **adagrad),
+        trial("rmsprop", "fp32", rmsprop, ds_overrides=UNTESTED, states=of_rmsprop),
+        trial("tensor-lr", "fp32", adam_with_tensors),
+        trial("before-first-step", "bf16", states=NONE, scalars=NONE, steps=0),
+        trial("overflowed", "fp16", ds_overrides=overflow, states=NONE, scalars=NONE),
+        trial("bf16-masters", "bf16", ds_overrides=MASTERS),
+        trial("offload", "bf16", ds_overrides=offload),
+        trial("cpu-adam", "bf16", deepspeed_cpu_adam, ds_overrides=OFFLOAD, extension="cpu_adam"),
+        trial("fused-adam", "bf16", deepspeed_fused_adam, extension="fused_adam"),
+        # Its exp_avg_sq is never used.
+        trial(
+            "cpu-lion", "bf16", deepspeed_cpu_lion, ds_overrides=OFFLOAD,
+            added=frozenset({"amsgrad"}), extension="cpu_lion",
+        ),
+        trial(
+            "cpu-adagrad", "bf16", deepspeed_cpu_adagrad, ds_overrides=offload,
+            states=frozenset({"exp_avg_sq"}), extension="cpu_adagrad",
+        ),
+    ]  # fmt: skip
+
+
+def elastic(rigid: Case, extension: str | None = None) -> Trial:
+    """What is saved with `elastic_checkpoint`, without hyper-parameters, and resumed without."""
+    overrides = merged(rigid.ds_overrides, ELASTIC)
+    case = replace(rigid, name=f"{rigid.name}-elastic", ds_overrides=overrides)
+    return Trial(case, 2, 3, resume=rigid, like=rigid, extension=extension)
+
+
+FUSED = Case("z2-fused-adam", 2, "bf16", optimizer=deepspeed_fused_adam)
+RESHARDINGS = [
+    *trials(2),
+    *trials(3),
+    elastic(Case("z2", 2, "bf16")),
+    elastic(Case("z1-round-robin", 1, "fp32", ROUND_ROBIN)),
+    elastic(FUSED, "fused_adam"),
+]
+ABLE = [one for one in RESHARDINGS if not missing_extension(one.extension)]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Places:
-    """Every trial trained, taken to its target world size, resumed and saved again."""
-    made = Places(tmp_path_factory.mktemp("optimizers"))
-    able = sorted(
-        (trial for trial in TRIALS if not trial.missing_extension),
-        key=lambda trial: trial.resharding.source,
-    )
-    for ranks, group in groupby(able, lambda trial: trial.resharding.source):
-        trials = list(group)
-        jobs = [_train(made, trial) for trial in trials]
-        jobs += [Train(t.like, made.source(t.like), None, t.steps) for t in trials if t.like]
-        require_success(run_jobs(ranks, jobs, made.root / "ranks"))
-    for trial in able:
-        one = trial.resharding
-        try:
-            streamshard.repartition(
-                made.source(one.case),
-                made.out(one),
-                world_size=one.target,
-                zero_stage=one.resuming.zero_stage,
-                like=made.source(trial.like) if trial.like else None,
-            )
-        except Exception:
-            made.errors[one.name] = traceback.format_exc()
-    done = [t for t in able if t.resharding.name not in made.errors]
-    for ranks, group in groupby(done, lambda trial: trial.resharding.target):
-        _resume(made, ranks, list(group))
-    return made
+def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
+    """What can be done here of them."""
+    return carry(ABLE, tmp_path_factory.mktemp("optimizers"))
 
 
-def _train(made: Places, trial: Trial) -> Job:
-    source = made.source(trial.case)
-    return Train(
-        trial.case, source, made.truth_path(source), trial.steps, further_steps=FURTHER_STEPS
-    )
-
-
-def _resume(made: Places, ranks: int, trials: list[Trial]) -> None:
-    ones = [trial.resharding for trial in trials]
-    jobs = [
-        Resume(
-            one.resuming, made.out(one), made.truth_path(made.out(one)), made.resaved(one),
-            FURTHER_STEPS, seed=trial.resume_seed,
-        )
-        for trial, one in zip(trials, ones, strict=True)
-    ]  # fmt: skip
-    without = [trial for trial in trials if trial.like is None]
-    jobs += [
-        Resume(
-            trial.resharding.resuming, made.source(trial.case),
-            made.truth_path(made.loaded(trial.resharding)), seed=trial.resume_seed, reshards=True,
-        )
-        for trial in without
-    ]  # fmt: skip
-    owners = [*ones, *(trial.resharding for trial in without)]
-    for one, finished in zip(owners, run_jobs(ranks, jobs, made.root / "ranks"), strict=True):
-        if finished.error is not None:
-            made.errors.setdefault(one.name, finished.error)
-
-
-@pytest.fixture(params=TRIALS, ids=lambda trial: trial.resharding.name)
-def trial(request: pytest.FixtureRequest, trained: Places) -> Trial:
+@pytest.fixture
+def one(request: pytest.FixtureRequest, places: Places) -> Trial:
     """One trial that was converted and resumed without an error."""
     found: Trial = request.param
-    if found.missing_extension:
-        pytest.skip(found.missing_extension)
-    if found.resharding.name in trained.errors:
-        pytest.fail(trained.errors[found.resharding.name], pytrace=False)
+    if reason := missing_extension(found.extension):
+        pytest.skip(reason)
+    if found.name in places.errors:
+        pytest.fail(places.errors[found.name], pytrace=False)
     return found
 
 
-def test_the_trial_is_what_it_says(trial: Trial, trained: Places) -> None:
-    saved = Truth.load(trained.truth_path(trained.source(trial.case)))
-    assert saved.states.keys() == {"fp32", *trial.states}
-    assert {key for group in saved.groups for key in group["scalars"]} == trial.scalars
-    assert saved.counters["global_steps"] == trial.steps
-    assert saved.counters["skipped_steps"] == (3 if "overflowed" in trial.case.name else 0)
+def test_the_trial_is_what_it_says(one: Trial, places: Places) -> None:
+    saved = places.saved(one)
+    assert saved.states.keys() == {"fp32", *one.states}
+    assert {key for group in saved.groups for key in group["scalars"]} == one.scalars
+    assert saved.counters["global_steps"] == one.steps
+    assert saved.counters["skipped_steps"] == (3 if "overflowed" in one.name else 0)
 
 
-def test_the_resumed_engine_holds_what_was_saved(trial: Trial, trained: Places) -> None:
-    saved = Truth.load(trained.truth_path(trained.source(trial.case)))
-    resumed = Truth.load(trained.truth_path(trained.out(trial.resharding)))
-    assert differences(_as_loading_leaves(saved, trial), resumed) == []
+def test_padding_below_stage_3_is_one_value(places: Places) -> None:
+    flat = [one for one in ABLE if one.case.zero_stage < 3]
+    assert any(padding_found(places.source(one), like=places.like(one)) for one in flat)
 
 
-def test_an_engine_that_loads_directly_holds_the_same(trial: Trial, trained: Places) -> None:
-    one = trial.resharding
-    if trial.like is None:  # files without hyper-parameters are not loaded directly
-        of_out = Truth.load(trained.truth_path(trained.out(one)))
-        assert differences(of_out, Truth.load(trained.truth_path(trained.loaded(one)))) == []
-
-
-def test_deepspeed_would_have_written_the_same_files(trial: Trial, trained: Places) -> None:
-    one = trial.resharding
-    tag = (trained.out(one) / "latest").read_text()
-    found = file_differences(trained.out(one) / tag, trained.resaved(one) / tag)
-    known = tuple(f"['{switch}']: missing on the left" for switch in trial.added)
-    # The config that comes along is the one of the job that saved.
-    known += ("['elastic_checkpoint']: missing on the right",) if trial.like else ()
-    assert [line for line in found if not line.endswith(known)] == []
-
-
-def test_padding_below_stage_3_is_one_value(trained: Places) -> None:
-    flat = [t for t in TRIALS if t.case.zero_stage < 3 and not t.missing_extension]
-    found = [
-        padding_found(trained.source(t.case), like=trained.source(t.like) if t.like else None)
-        for t in flat
-    ]
-    assert any(found)
-
-
-def test_training_goes_on_as_if_uninterrupted(trial: Trial, trained: Places) -> None:
-    start = trained.truth_path(trained.source(trial.case))
-    expected = _as_loading_leaves(Truth.load(after_path(start)), trial)
-    found = Truth.load(after_path(trained.truth_path(trained.out(trial.resharding))))
-    tolerance = TOLERANCE[trial.case.dtype]
-    assert close(expected, found, start=_begun(start, expected), tolerance=tolerance) == []
-
-
-def _as_loading_leaves(truth: Truth, trial: Trial) -> Truth:
-    """`truth` with what DeepSpeed's loading does to it, whoever wrote the files."""
-    for group in truth.groups:
-        group["hyper_parameters"].update(dict.fromkeys(trial.added, False))
-    return truth
-
-
-def _begun(path: Path, later: Truth) -> Truth:
-    """The truth at `path`, with the states that the first step makes out of nothing."""
-    truth = Truth.load(path)
-    made = {
-        state: {name: torch.zeros_like(value) for name, value in by_name.items()}
-        for state, by_name in later.states.items()
-    }
-    return replace(truth, states={**made, **truth.states})
+def test_states_that_are_no_elements_of_parameters_stay_where_zero_is_not(tmp_path: Path) -> None:
+    """Adafactor's, of which no truth is gathered: an engine saves again what it has loaded."""
+    case = Case("z0-factored", 0, "fp32", optimizer=torch.optim.Adafactor)
+    source, out, again = (tmp_path / name for name in ("saved", "out", "again"))
+    require_success(run_jobs(2, [Train(case, source, None)], tmp_path / "ranks"))
+    streamshard.repartition(source, out, world_size=3, verify=True)
+    require_success(
+        run_jobs(
+            3, [Resume(case, out, tmp_path / "none.pt", again, gathers=False)], tmp_path / "ranks"
+        )
+    )
+    saved, ours, loaded = (
+        torch.load(next(run.glob("*/*.pt")), weights_only=False) for run in (source, out, again)
+    )
+    assert list(value_differences(ours, loaded, "loaded")) == []
+    assert (saved.pop("dp_world_size"), ours.pop("dp_world_size")) == (2, 3)
+    assert list(value_differences(saved, ours, "written")) == []

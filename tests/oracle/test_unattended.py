@@ -18,7 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import streamshard
 from tests.oracle import elastic_training
-from tests.oracle.ranks import LAUNCHED
+from tests.oracle.ranks import LAUNCHED, require_success, run_jobs
 
 STEPS, SAVE_EVERY = 24, 3
 PHASE_SECONDS = 150.0
@@ -45,7 +45,6 @@ class Job:
     """Count of the log's entries that were waited for."""
 
     def start_machine(self, node: str) -> None:
-        """Add an agent that starts one rank."""
         conf = "is_host=0,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=4"
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:3"),
@@ -71,13 +70,11 @@ class Job:
         os.kill(worker, signal.SIGKILL)
 
     def allow(self, step: int) -> None:
-        """Let the job go on to a step."""
         whole = self.directory / "permission"
         whole.write_text(str(step))
         whole.replace(self.directory / "may-go-to")
 
     def log(self) -> list[dict[str, Any]]:
-        """Return what the ranks have logged; a line may be incomplete yet."""
         path = self.directory / "log.jsonl"
         text = path.read_text() if path.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line[-1:] == "\n"]
@@ -130,29 +127,29 @@ def job_in(directory: Path) -> Iterator[Job]:
         del store
 
 
+@dataclass(frozen=True)
+class Undisturbed:
+    """The job on one rank that nothing happens to."""
+
+    losses: Path
+
+
+def train_alone(job: Undisturbed) -> None:
+    """Note the loss of every step."""
+    config = {**elastic_training.CONFIG, "gradient_accumulation_steps": 3}
+    engine = elastic_training.new_engine(config)
+    losses = {step: elastic_training.train(engine, step) for step in range(1, STEPS + 1)}
+    job.losses.write_text(json.dumps(losses))
+
+
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The loss of every step of the job on one rank that nothing happens to."""
-    directory = tmp_path_factory.mktemp("undisturbed")
-    (directory / "may-go-to").write_text(str(STEPS))
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    meeting = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "streamshard.deepspeed", "--keep-global-batch", SCRIPT),
-            *("--dir", str(directory), "--steps", str(STEPS), "--save-every", str(STEPS)),
-        ],
-        env={**os.environ, **ENVIRONMENT, **alone, **meeting},
-        check=True,
-        timeout=PHASE_SECONDS,
-    )
-    log = [json.loads(line) for line in (directory / "log.jsonl").read_text().splitlines()]
-    return {entry["step"]: entry["loss"] for entry in log if "step" in entry}
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    """The losses of that job."""
+    root = tmp_path_factory.mktemp("undisturbed")
+    job = Undisturbed(root / "losses.json")
+    require_success(run_jobs(1, [job], root / "ranks", train_alone))
+    losses: dict[str, float] = json.loads(job.losses.read_text())
+    return losses
 
 
 @pytest.fixture(scope="module")
@@ -221,10 +218,10 @@ def test_the_tag_saved_again_holds_no_files_of_the_lost_rank(directory: Path) ->
 
 
 def test_every_loss_is_that_of_the_undisturbed_job(
-    disturbed: list[dict[str, Any]], undisturbed: dict[int, float]
+    disturbed: list[dict[str, Any]], undisturbed: dict[str, float]
 ) -> None:
     seen = [entry for entry in disturbed if "step" in entry]
     assert {entry["step"] for entry in seen} == set(range(1, STEPS + 1))
     for entry in seen:
-        expected = undisturbed[entry["step"]]
+        expected = undisturbed[str(entry["step"])]
         assert entry["loss"] == pytest.approx(expected, rel=TOLERANCE), entry

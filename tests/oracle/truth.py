@@ -56,7 +56,6 @@ class Truth:
 
     @classmethod
     def load(cls, path: Path) -> "Truth":
-        """Read what ``save`` wrote."""
         return cls(**torch.load(path, weights_only=False))
 
 

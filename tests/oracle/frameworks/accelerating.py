@@ -45,7 +45,6 @@ class AccelerateRun:
     """How often the script calls the scheduler after each optimizer step; else Accelerate does."""
 
     def run(self) -> None:
-        """Do it, in every rank."""
         with framework_process():
             _run(self)
 
@@ -64,7 +63,6 @@ class Progress:
 
 
 def ds_config(stage: int) -> dict[str, Any]:
-    """The configuration file of the job."""
     return {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",

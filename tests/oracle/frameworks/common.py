@@ -34,7 +34,6 @@ class FrameworkJob(Protocol):
 
 
 def run(job: FrameworkJob) -> None:
-    """Do `job` in this rank: what the ranks are started with."""
     job.run()
 
 

@@ -51,7 +51,6 @@ class HfTrain:
     """Train PEFT's LoRA, of which the Trainer saves what is trained alone."""
 
     def run(self) -> None:
-        """Do it, in every rank."""
         with framework_process():
             _train(self)
 
@@ -60,7 +59,6 @@ PLANNED_STEPS = 9
 
 
 def ds_config(stage: int) -> dict[str, Any]:
-    """The configuration file of the job."""
     config: dict[str, Any] = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",

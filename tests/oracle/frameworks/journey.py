@@ -1,197 +1,290 @@
-"""Every framework's checkpoints, taken to other world sizes and resumed there by the framework.
+"""Every framework's checkpoints, resumed there on another number of ranks, in two ways.
 
-One start of the ranks after the other: 2 ranks save; what was made of that is resumed by 3 ranks
-and by 1, which save again; what was made of that is resumed by 2.
+2 ranks save. 1 rank resumes, and saves again; 3 ranks resume from both. Each resume is done twice:
+from what `repartition` wrote, and directly from the source within `resharding()`. Some jobs then do
+as the notes say.
 """
 
 import json
-import traceback
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from torch import distributed
 
 import streamshard
+from streamshard.deepspeed import resharding
 from tests.oracle.frameworks import accelerating, hf_trainer
 from tests.oracle.frameworks.accelerating import AccelerateRun
 from tests.oracle.frameworks.common import FrameworkJob, Seen, run
 from tests.oracle.frameworks.hf_trainer import HfTrain
-from tests.oracle.frameworks.lightning_strategy import LightningLoad, LightningSave
+from tests.oracle.frameworks.lightning_trainer import FabricLoad, LightningFit
 from tests.oracle.ranks import require_success, run_jobs
 from tests.oracle.truth import Truth
 
-Framework = Literal["hf", "accelerate", "lightning"]
-STEPS = 3
-"""Optimizer steps before the first save."""
-FURTHER_STEPS = 2
+Kind = Literal["hf", "accelerate", "lightning", "fabric", "fabric-weights"]
+Way = Literal["converted", "direct"]
+SAVED_STEPS, FURTHER_STEPS = 3, 2
 KEEPSAKE = Path("logs", "first", "events.txt")
 """A file of the user's, in a directory in the checkpoint's directory."""
+LINK = "data"
+"""A link out of the checkpoint, which a conversion leaves behind."""
+STALE = {"hf": "rng_state_1.pth", "accelerate": "random_states_1.pkl"}
+"""What rank 1 of an earlier job left beside a checkpoint that 1 rank saved."""
+
+
+@dataclass(frozen=True)
+class Directly:
+    """A job that loads its checkpoint as the source has it."""
+
+    job: FrameworkJob
+    reports: Path
+
+    def run(self) -> None:
+        with resharding() as reports:
+            self.job.run()
+        _require_no_patches()
+        if distributed.get_rank() == 0:
+            self.reports.write_text(json.dumps([asdict(one) for one in reports], default=str))
+
+
+def _require_no_patches() -> None:
+    """Fail if a function of a framework is still another than its own."""
+    for module, owner, name in (
+        ("transformers.trainer", "Trainer", "_load_rng_state"),
+        ("accelerate", "accelerator", "load_accelerator_state"),
+    ):
+        place = getattr(sys.modules.get(module), owner, None)
+        assert not hasattr(getattr(place, name, None), "__wrapped__"), name
 
 
 @dataclass(frozen=True)
 class Move:
-    """A checkpoint of one framework taken from one world size to another."""
+    """A checkpoint of one framework, saved on some ranks and resumed on others."""
 
-    framework: Framework
+    kind: Kind
     stage: int
     source: int
     target: int
-    give_config: bool = False
-    """Give the converter the job's own configuration file, with all that is "auto" in it."""
+    is_advised: bool = False
+    """Whether the job has the batch that the notes of a conversion advise."""
 
     @property
     def name(self) -> str:
-        """A name for test ids and directories."""
-        return f"{self.framework}-z{self.stage}-{self.source}to{self.target}"
+        advised = "-advised" if self.is_advised else ""
+        return f"{self.kind}-z{self.stage}-{self.source}to{self.target}{advised}"
+
+    @property
+    def saved_by(self) -> Kind:
+        """What saves: Fabric loads what Lightning's Trainer has saved."""
+        return self.kind if self.kind in STALE else "lightning"
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps before the save."""
+        return SAVED_STEPS if self.source == 2 else SAVED_STEPS + FURTHER_STEPS
 
 
-def _moves(framework: Framework, *sizes: tuple[int, int]) -> list[Move]:
-    return [
-        Move(framework, stage, n, m, give_config=(n, m) == (2, 1))
-        for stage in (2, 3)
-        for n, m in sizes
-    ]
-
-
-HF = [*_moves("hf", (2, 3), (2, 1), (1, 2)), Move("hf", 0, 2, 3)]
-ACCELERATE = _moves("accelerate", (2, 3), (2, 1), (3, 2))
-LIGHTNING = _moves("lightning", (2, 3))
-MOVES = [*HF, *ACCELERATE, *LIGHTNING]
-FIRST_SIZE = 2
+SHRINKING = [
+    Move("hf", 0, 2, 1),
+    Move("hf", 3, 2, 1),
+    Move("accelerate", 3, 2, 1),
+    Move("lightning", 2, 2, 1),
+]
+GROWING = [
+    Move("hf", 2, 2, 3),
+    Move("hf", 3, 1, 3),
+    Move("accelerate", 2, 2, 3),
+    Move("accelerate", 3, 1, 3),
+    Move("lightning", 3, 2, 3),
+    Move("fabric", 2, 2, 3),
+    Move("fabric-weights", 3, 2, 3),
+]
+MOVES = [*SHRINKING, *GROWING]
+ADVISED = [
+    Move("hf", 3, 2, 1, is_advised=True),
+    Move("accelerate", 3, 2, 1, is_advised=True),
+    Move("lightning", 2, 2, 1, is_advised=True),
+    Move("hf", 2, 2, 3, is_advised=True),
+]
+FIND_LAST = [GROWING[0], GROWING[2]]
+"""Of these, Trainer and Accelerate are told to look for their last checkpoint."""
+CONFIGURED = {SHRINKING[1]: hf_trainer, SHRINKING[2]: accelerating}
+"""The converter is given the job's own configuration file, with all that is "auto" in it."""
 
 
 @dataclass(frozen=True)
 class Journey:
-    """Where each thing lies, and what went wrong on the way."""
+    """Where each thing lies."""
 
     root: Path
-    moves: Sequence[Move] = tuple(MOVES)
-    errors: dict[str, str] = field(default_factory=dict)
-    """Name of a move to the traceback of its conversion or resume."""
     notes: dict[str, str] = field(default_factory=dict)
-    """Name of a move to what the report of the conversion says."""
+    """Name of a move to what the report of its conversion says."""
 
-    def run(self) -> None:
-        """Do everything."""
-        first = [move for move in self.moves if move.source == FIRST_SIZE]
-        jobs = [
-            self._first_save(*kind) for kind in sorted({(m.framework, m.stage) for m in self.moves})
-        ]
-        require_success(run_jobs(FIRST_SIZE, jobs, self.root / "ranks", run))
-        self._convert(first)
-        for size in (3, 1):
-            self._resume(size, first)
-        second = [move for move in self.moves if move.source != FIRST_SIZE]
-        self._convert(second)
-        self._resume(FIRST_SIZE, second)
+    def run(self, moves: Sequence[Move] = MOVES, advised: Sequence[Move] = ()) -> None:
+        first = sorted({(move.saved_by, move.stage) for move in moves if move.source == 2})
+        self._do(2, [self._save(Move(kind, stage, 2, 2)) for kind, stage in first])
+        for size in (1, 3):
+            self._resume(size, moves, advised)
 
     def source(self, move: Move) -> Path:
-        """The directory that is resharded."""
-        if move.source == FIRST_SIZE:
-            return _checkpoint(self._saved_first(move.framework, move.stage), move.framework, STEPS)
-        return self.resaved(Move(move.framework, move.stage, FIRST_SIZE, move.source))
+        """The checkpoint that is resumed."""
+        if move.source == 1:
+            return self.resaved(self.earlier(move), "converted")
+        place = self.root / f"{move.saved_by}-z{move.stage}"
+        return _checkpoint(place, move.saved_by, SAVED_STEPS)
+
+    def earlier(self, move: Move) -> Move:
+        """What made the checkpoint that 1 rank saved."""
+        return Move(move.kind, move.stage, 2, 1)
 
     def out(self, move: Move) -> Path:
-        """What it was made into."""
         return self.root / f"{move.name}-out" / self.source(move).name
 
     def out_of_store(self, move: Move) -> Path:
         """The same by way of a store."""
         return self.root / f"{move.name}-of-store"
 
-    def resaved(self, move: Move) -> Path:
-        """What the framework saved after it had resumed and trained on."""
-        return _checkpoint(
-            self.root / f"{move.name}-resumed", move.framework, self.steps(move) + FURTHER_STEPS
-        )
-
-    def steps(self, move: Move) -> int:
-        """Optimizer steps at the time of the save that is resharded."""
-        return STEPS if move.source == FIRST_SIZE else STEPS + FURTHER_STEPS
-
-    def saved_truth(self, move: Move) -> Truth:
-        """What the engines held when they saved the source."""
-        return Truth.load(_beside(self.source(move), "truth.pt"))
-
-    def loaded_truth(self, move: Move) -> Truth:
-        """What the engines held after they had loaded the result."""
-        return Truth.load(_beside(self.out(move), "truth.pt"))
+    def resaved(self, move: Move, way: Way = "converted") -> Path:
+        """What a job saved after it had resumed and trained on."""
+        place = self.root / f"{move.name}-{way}"
+        return _checkpoint(place, move.kind, move.steps + FURTHER_STEPS)
 
     def saving_ranks(self, move: Move) -> list[Seen]:
         """What the ranks saw that saved the source."""
-        return _seen(self.source(move))
+        if move.source == 1:
+            return self.seen(self.earlier(move), "converted")
+        return self._read(f"{move.saved_by}-z{move.stage}")
 
-    def resuming_ranks(self, move: Move) -> list[Seen]:
+    def seen(self, move: Move, way: Way = "converted") -> list[Seen]:
         """What the ranks saw that resumed."""
-        return _seen(self.resaved(move))
+        return self._read(f"{move.name}-{way}")
 
-    def _saved_first(self, framework: Framework, stage: int) -> Path:
-        return self.root / f"{framework}-z{stage}-at{FIRST_SIZE}"
+    def saved_truth(self, move: Move) -> Truth:
+        """What the engines held when they saved the source."""
+        return Truth.load(self.source(move).with_name("saved.pt"))
 
-    def _first_save(self, framework: Framework, stage: int) -> FrameworkJob:
-        place = self._saved_first(framework, stage)
-        saved = _checkpoint(place, framework, STEPS)
-        seen, truth = _beside(saved, "seen.json"), _beside(saved, "truth.pt")
-        if framework == "hf":
-            return HfTrain(stage, place, seen, STEPS, saved_truth=truth)
-        if framework == "accelerate":
-            return AccelerateRun(stage, saved, seen, truth, STEPS)
-        return LightningSave(stage, saved, truth)
+    def loaded_truth(self, move: Move, way: Way = "converted") -> Truth:
+        """What the engines held after a load."""
+        return Truth.load(self.root / f"{move.name}-{way}.pt")
 
-    def _convert(self, moves: Iterable[Move]) -> None:
+    def trained_truth(self, move: Move, way: Way) -> Truth:
+        return Truth.load(self.resaved(move, way).with_name("saved.pt"))
+
+    def reports(self, move: Move) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads(self._reports(move).read_text())
+        return found
+
+    def output(self, size: int, rank: int) -> str:
+        """All that a rank printed that resumed, over all jobs."""
+        (log,) = (self.root / "ranks").glob(f"world{size}_*/rank{rank}.log")
+        return log.read_text()
+
+    def _read(self, name: str) -> list[Seen]:
+        seen: list[Seen] = json.loads((self.root / f"{name}.json").read_text())
+        return seen
+
+    def _reports(self, move: Move) -> Path:
+        return self.root / f"{move.name}-reports.json"
+
+    def _do(self, size: int, jobs: Sequence[object]) -> None:
+        require_success(run_jobs(size, jobs, self.root / "ranks", run))
+
+    def _save(self, move: Move) -> FrameworkJob:
+        source = self.source(move)
+        truth, seen = source.with_name("saved.pt"), self.root / f"{move.kind}-z{move.stage}.json"
+        if move.kind == "hf":
+            return HfTrain(move.stage, source.parent, seen, SAVED_STEPS, saved_truth=truth)
+        source.parent.mkdir()
+        if move.kind == "accelerate":
+            return AccelerateRun(move.stage, source, seen, truth, SAVED_STEPS)
+        return LightningFit(move.stage, source, seen, SAVED_STEPS, 2, 2, saved_truth=truth)
+
+    def _resume(self, size: int, moves: Sequence[Move], advised: Sequence[Move]) -> None:
+        jobs: list[FrameworkJob] = []
         for move in moves:
-            source, out = self.source(move), self.out(move)
-            try:
-                (source / KEEPSAKE).parent.mkdir(parents=True, exist_ok=True)
-                (source / KEEPSAKE).write_text("started\n")
-                out.parent.mkdir()
-                store = self.root / f"{move.name}.zarr"
-                streamshard.convert(source, store)
-                config = self._config_file(move) if move.give_config else None
-                for road, target in ((store, self.out_of_store(move)), (source, out)):
-                    report = streamshard.repartition(
-                        road, target, world_size=move.target, ds_config_file=config
-                    )
-                self.notes[move.name] = "\n".join(report.notes)
-            except Exception:
-                self.errors[move.name] = traceback.format_exc()
+            if move.target == size:
+                self._convert(move)
+                direct = self._load(move, "direct", self.source(move))
+                jobs.append(self._load(move, "converted", self.out(move)))
+                jobs.append(Directly(direct, self._reports(move)))
+        for move in advised:
+            if move.target == size:
+                job = self._load(move, "direct", self.source(move))
+                jobs.append(Directly(self._advised(move, job), self._reports(move)))
+        if jobs:
+            self._do(size, jobs)
 
-    def _config_file(self, move: Move) -> Path:
-        module = hf_trainer if move.framework == "hf" else accelerating
-        path = self.root / f"{move.name}.json"
-        path.write_text(json.dumps(module.ds_config(move.stage)))
-        return path
+    def _convert(self, move: Move) -> None:
+        source, out, store = self.source(move), self.out(move), self.root / f"{move.name}.zarr"
+        if move.source == 1:
+            shutil.copy(self.source(self.earlier(move)) / STALE[move.kind], source)
+        (source / KEEPSAKE).parent.mkdir(parents=True, exist_ok=True)
+        (source / KEEPSAKE).write_text("started\n")
+        if not (source / LINK).is_symlink():
+            (source / LINK).symlink_to(self.root)
+        out.parent.mkdir()
+        options: dict[str, Any] = {"world_size": move.target, "workers": 1}
+        if move in CONFIGURED:
+            config = options["ds_config_file"] = self.root / f"{move.name}-config.json"
+            config.write_text(json.dumps(CONFIGURED[move].ds_config(move.stage)))
+        streamshard.convert(source, store)
+        streamshard.repartition(store, self.out_of_store(move), **options)
+        report = streamshard.repartition(source, out, **options)
+        self.notes[move.name] = "\n".join(report.notes)
 
-    def _resume(self, size: int, moves: Sequence[Move]) -> None:
-        due = [move for move in moves if move.target == size and move.name not in self.errors]
-        done = run_jobs(size, [self._resume_job(move) for move in due], self.root / "ranks", run)
-        for move, finished in zip(due, done, strict=True):
-            if finished.error is not None:
-                self.errors[move.name] = finished.error
+    def _advised(self, move: Move, job: FrameworkJob) -> FrameworkJob:
+        """Give a job what the notes advise first."""
+        notes = self.notes[replace(move, is_advised=False).name]
+        micro = _number(r"batch_size=(\d+)", notes)
+        accumulation = _number(r"(?:gradient_accumulation_steps|grad_batches)=(\d+)", notes)
+        if isinstance(job, HfTrain):
+            names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+            return replace(job, arguments=dict(zip(names, (micro, accumulation), strict=True)))
+        if isinstance(job, AccelerateRun):
+            calls = _number(r"for _ in range\((\d+)\):", notes)
+            return replace(job, batch_size=micro, accumulation=accumulation, scheduler_steps=calls)
+        assert isinstance(job, LightningFit)
+        return replace(job, batch_size=micro, accumulation=accumulation)
 
-    def _resume_job(self, move: Move) -> FrameworkJob:
-        out, again = self.out(move), self.resaved(move)
-        loaded, saved = _beside(out, "truth.pt"), _beside(again, "truth.pt")
-        seen = _beside(again, "seen.json")
-        if move.framework == "hf":
-            last = self.steps(move) + FURTHER_STEPS
-            return HfTrain(move.stage, again.parent, seen, last, out, loaded, saved)
-        again.parent.mkdir(parents=True)
-        if move.framework == "accelerate":
-            return AccelerateRun(move.stage, again, seen, saved, FURTHER_STEPS, out, loaded)
-        return LightningLoad(move.stage, out, loaded, seen)
+    def _load(self, move: Move, way: Way, place: Path) -> FrameworkJob:
+        again, loaded = self.resaved(move, way), self.root / f"{move.name}-{way}.pt"
+        seen, saved = self.root / f"{move.name}-{way}.json", again.with_name("saved.pt")
+        finds_last = way == "direct" and move in FIND_LAST
+        last = move.steps + FURTHER_STEPS
+        if move.kind == "hf":
+            job = HfTrain(move.stage, again.parent, seen, last, place, loaded, saved)
+            if finds_last:
+                shutil.copytree(place, again.parent / place.name, symlinks=True)
+                return replace(job, resume_from=True)
+            return job
+        again.parent.mkdir()
+        if move.kind == "accelerate":
+            state = AccelerateRun(move.stage, again, seen, saved, FURTHER_STEPS, place, loaded)
+            if finds_last:
+                states = again.parent / "checkpoints"
+                shutil.copytree(place, states / "checkpoint_3", symlinks=True)
+                (states / "checkpoint_2").mkdir()
+                return replace(state, project_dir=again.parent)
+            return state
+        if move.kind == "lightning":
+            return LightningFit(
+                move.stage, again, seen, last, 2, 2, place, loaded_truth=loaded, saved_truth=saved
+            )
+        return FabricLoad(move.stage, place, loaded, seen, move.kind == "fabric-weights")
 
 
-def _checkpoint(place: Path, framework: Framework, steps: int) -> Path:
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    assert found, text
+    return int(found[1])
+
+
+def _checkpoint(place: Path, kind: Kind, steps: int) -> Path:
     """Name a checkpoint as users of the framework know it."""
-    names = {"hf": f"checkpoint-{steps}", "accelerate": f"state-{steps}", "lightning": "last.ckpt"}
-    return place / names[framework]
-
-
-def _beside(directory: Path, what: str) -> Path:
-    return directory.with_name(f"{directory.name}.{what}")
-
-
-def _seen(directory: Path) -> list[Seen]:
-    seen: list[Seen] = json.loads(_beside(directory, "seen.json").read_text())
-    return seen
+    names = {"hf": f"checkpoint-{steps}", "accelerate": "state"}
+    return place / names.get(kind, "last.ckpt")

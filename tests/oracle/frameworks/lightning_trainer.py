@@ -1,4 +1,4 @@
-"""Lightning's own Trainer with its DeepSpeed strategy, whole runs on a CPU.
+"""Lightning's own Trainer with its DeepSpeed strategy, whole runs on a CPU; and loads with Fabric.
 
 The strategy refuses any accelerator but CUDA, and devices without an index. Beside these two checks
 and a seed, which are left out, all is Lightning's own code.
@@ -19,6 +19,7 @@ from tests.oracle.frameworks.common import (
     language_model,
     samples,
     write_seen,
+    write_truth,
     zero_config,
 )
 
@@ -39,9 +40,12 @@ class LightningFit:
     saves_every: int = 0
     """Steps between the saves of a `ModelCheckpoint`, which keeps all of them, and links the last;
     without them, the job saves when it has ended."""
+    loaded_truth: Path | None = None
+    """For what the engine holds before the first step."""
+    saved_truth: Path | None = None
+    """For what it holds at the end."""
 
     def run(self) -> None:
-        """Do it, in every rank."""
         with framework_process():
             _fit(self)
 
@@ -78,14 +82,22 @@ def _fit(job: LightningFit) -> None:
     }
     if not job.saves_every:
         trainer.save_checkpoint(str(job.checkpoint))
+    if job.saved_truth is not None:
+        write_truth(engine, job.saved_truth)
     write_seen(seen, job.seen_path)
     engine.destroy()
 
 
 def _callbacks(job: LightningFit) -> list[Any]:
-    if not job.saves_every:
-        return []
     callbacks: Any = importlib.import_module("lightning.pytorch.callbacks")
+
+    class Watch(callbacks.Callback):  # type: ignore[misc]
+        def on_train_start(self, trainer: Any, _module: object) -> None:  # noqa: ANN401
+            if job.loaded_truth is not None:
+                write_truth(trainer.strategy.deepspeed_engine, job.loaded_truth)
+
+    if not job.saves_every:
+        return [Watch()]
     return [
         callbacks.ModelCheckpoint(
             dirpath=job.checkpoint.parent,
@@ -111,16 +123,16 @@ def _strategy(stage: int, sizes: Mapping[str, int]) -> Any:  # noqa: ANN401
             self.set_world_ranks()
             self._init_deepspeed_distributed()
 
+    return OnAnyDevice(config=_config(stage) | dict(sizes), process_group_backend="gloo")
+
+
+def _config(stage: int) -> dict[str, Any]:
     buckets = {key: 200 for key, value in zero_config(stage).items() if value == "auto"}
-    return OnAnyDevice(
-        config={
-            "steps_per_print": 10**9,
-            "zero_allow_untested_optimizer": True,
-            "zero_optimization": zero_config(stage) | buckets,
-            **sizes,
-        },
-        process_group_backend="gloo",
-    )
+    return {
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": zero_config(stage) | buckets,
+    }
 
 
 def _module() -> Any:  # noqa: ANN401
@@ -139,3 +151,37 @@ def _module() -> Any:  # noqa: ANN401
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
     return Module()
+
+
+@dataclass(frozen=True)
+class FabricLoad:
+    """Let Fabric load what a Trainer saved into a fresh engine, and see what that computes."""
+
+    stage: int
+    checkpoint: Path
+    loaded_truth: Path
+    seen_path: Path
+    weights_alone: bool
+
+    def run(self) -> None:
+        with framework_process():
+            torch.manual_seed(77)
+            deepspeed: Any = importlib.import_module("deepspeed")
+            strategies: Any = importlib.import_module("lightning.fabric.strategies")
+            module = _module()
+            config = _config(self.stage) | {"train_micro_batch_size_per_gpu": 2}
+            engine, *_ = deepspeed.initialize(
+                model=module,
+                optimizer=module.configure_optimizers(),
+                config=config | {"bf16": {"enabled": True}},
+                dist_init_required=False,
+            )
+            state = {"model": engine}
+            if not self.weights_alone:
+                state["optimizer"] = engine.optimizer
+            strategies.DeepSpeedStrategy(stage=self.stage).load_checkpoint(self.checkpoint, state)
+            write_truth(engine, self.loaded_truth)
+            seen = {"engine_step": engine.global_steps}
+            loss = engine.module.model(**torch.utils.data.default_collate(samples()[:2])).loss
+            write_seen({**seen, "loss": float(loss.detach())}, self.seen_path)
+            engine.destroy()

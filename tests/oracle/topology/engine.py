@@ -1,4 +1,4 @@
-"""What starting, feeding and ending an engine is like in every topology."""
+"""How every engine is made, whatever its job is divided by."""
 
 import importlib
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.oracle.models import GLOBAL_BATCH, Case, global_batch, warm_up
+from tests.oracle.models import Case, warm_up
 from tests.oracle.truth import Engine
 
 
@@ -16,27 +16,17 @@ def initialize(
 ) -> Engine:
     """Make an engine of `model` that trains these param groups."""
     deepspeed: Any = importlib.import_module("deepspeed")
+    config, groups = case.ds_config(), list(groups)
+    optimizer = None if case.optimizer is None else case.optimizer(groups)
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=(case.optimizer or torch.optim.AdamW)(list(groups)),
-        config=case.ds_config(),
-        lr_scheduler=lambda basic: torch.optim.lr_scheduler.LambdaLR(basic, warm_up),
+        optimizer=optimizer,
+        model_parameters=groups if optimizer is None else None,
+        config=config,
+        lr_scheduler=None
+        if "scheduler" in config or not case.warms_up
+        else lambda basic: torch.optim.lr_scheduler.LambdaLR(basic, warm_up),
         dist_init_required=False,
         **more,
     )
     return engine
-
-
-def batch_of(replica: int, replicas: int, step: int) -> torch.Tensor:
-    """Return the tokens of one replica of the model in one step."""
-    share = GLOBAL_BATCH // replicas
-    return global_batch(step)[share * replica : share * (replica + 1)]
-
-
-def finish(engine: Engine) -> None:
-    """Destroy the engine, and have DeepSpeed forget the groups of ranks that it was made of."""
-    engine.destroy()
-    groups: Any = importlib.import_module("deepspeed.utils.groups")
-    # What DeepSpeed does when all of torch's process groups are destroyed; it keeps them for as
-    # long as the process lives, and takes them for those of the next engine.
-    groups._release_process_group_references()

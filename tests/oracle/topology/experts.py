@@ -10,8 +10,8 @@ import torch
 from torch import distributed, nn
 from torch.nn import functional
 
-from tests.oracle.models import SEQUENCE, VOCABULARY, WIDTH, Block, Case
-from tests.oracle.topology.engine import batch_of, finish, initialize
+from tests.oracle.models import SEQUENCE, VOCABULARY, WIDTH, Block, Case, Topology
+from tests.oracle.topology.engine import initialize
 from tests.oracle.topology.grid import TensorGrid, gather_flat
 from tests.oracle.topology.shared_block import SharedBlock, spread, summed
 from tests.oracle.truth import Engine
@@ -21,7 +21,7 @@ Group: TypeAlias = Any
 
 
 @dataclass(frozen=True)
-class ExpertParallel:
+class ExpertParallel(Topology):
     """Two layers of experts, each spread over `degrees` of its own of the data-parallel ranks."""
 
     degrees: tuple[int, int]
@@ -60,23 +60,12 @@ class ExpertParallel:
         groups = utils.split_params_into_different_moe_groups_for_optimizer(groups, **most)
         return initialize(case, model, groups, **({} if grid is None else {"mpu": grid}))
 
-    def step(self, engine: Engine, step: int) -> None:
-        """Take one step; every rank sees samples of its own, or every tensor-parallel group."""
-        replica, replicas = (
-            ranks // self.tensor for ranks in (distributed.get_rank(), distributed.get_world_size())
-        )
-        loss = engine(batch_of(replica, replicas, step))
-        engine.backward(loss)
-        engine.step()
-
-    def finish(self, engine: Engine) -> None:
-        """End the engine."""
-        finish(engine)
+    @property
+    def ranks_of_a_replica(self) -> int:
+        return self.tensor
 
 
 class Expert(nn.Module):
-    """Two small layers with a bend between them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.group: Group = None
@@ -84,7 +73,6 @@ class Expert(nn.Module):
         self.down = nn.Linear(5, WIDTH)
 
     def reset(self) -> None:
-        """Draw new weights."""
         self.up.reset_parameters()
         self.down.reset_parameters()
 
@@ -127,7 +115,6 @@ class MixtureModel(nn.Module):
         self.register_buffer("running", torch.rand(SEQUENCE, WIDTH) - 0.5)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The mean cross-entropy of predicting each token from the one before it."""
         hidden = self.embed(tokens) * self.gain
         hidden = self.block(hidden + self.mix.sum() * self.running.to(hidden.dtype))
         hidden = self.shared(hidden)

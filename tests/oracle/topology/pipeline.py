@@ -9,8 +9,8 @@ import torch
 from torch import distributed, nn
 from torch.nn import functional
 
-from tests.oracle.models import VOCABULARY, WIDTH, Block, Case
-from tests.oracle.topology.engine import batch_of, finish, initialize
+from tests.oracle.models import VOCABULARY, WIDTH, Block, Case, Topology, batch_of
+from tests.oracle.topology.engine import initialize
 from tests.oracle.topology.shared_block import SharedBlock
 from tests.oracle.truth import Engine
 
@@ -21,7 +21,7 @@ STAGES = 2
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class Pipeline(Topology):
     """The layers on two stages, each on `tensor` ranks that share its matrices."""
 
     tensor: int = 1
@@ -38,14 +38,12 @@ class Pipeline:
     """How many a step is."""
 
     def config(self) -> Mapping[str, Any]:
-        """Return how many micro-batches a step is."""
         # Between stages a tensor is sent in as many equal parts as ranks share a stage, if not
         # told otherwise; the odd sizes here do not allow it.
         whole = {"pipe_partitioned": False, "grad_partitioned": False}
         return {"gradient_accumulation_steps": self.micro_batches, "pipeline": whole}
 
     def start(self, case: Case, seed: int, scale: float) -> Engine:
-        """Make an engine of this rank's stage."""
         pipe: Pipe = importlib.import_module("deepspeed.pipe")
         topology: Any = importlib.import_module("deepspeed.runtime.pipe.topology")
         replicas = distributed.get_world_size() // (self.stages * self.tensor)
@@ -101,11 +99,8 @@ class Pipeline:
         """Take one step; the stages and ranks of a replica see the same samples."""
         grid = engine.grid
         tokens = batch_of(grid.get_data_parallel_rank(), grid.get_data_parallel_world_size(), step)
-        engine.train_batch(iter([(part, part) for part in tokens.chunk(self.micro_batches)]))
-
-    def finish(self, engine: Engine) -> None:
-        """End the engine."""
-        finish(engine)
+        parts = tokens.chunk(self.micro_batches)
+        engine.train_batch(iter([(part, part) for part in parts]))
 
 
 def _seed(seed: int) -> None:
@@ -141,7 +136,6 @@ class Scale(nn.Module):
         self.register_buffer("calls", torch.randint(1000, (3,)))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Scale and shift, and count."""
         self.calls += 1
         # Not the same for all features: that would be lost in the next norm, gradient and all.
         shift = self.mix.sum() * self.running.to(hidden.dtype)

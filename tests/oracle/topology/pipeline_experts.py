@@ -59,6 +59,5 @@ class Mixture(nn.Module):
         self.experts = layer.MoE(WIDTH, Expert(), num_experts=EXPERTS, ep_size=2, **room)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Add what the experts make of it, without the loss that balances them."""
         mixed: torch.Tensor = self.experts(hidden)[0]
         return hidden + mixed

@@ -9,25 +9,24 @@ import torch
 from torch import distributed, nn
 from torch.nn import functional
 
-from tests.oracle.models import SEQUENCE, VOCABULARY, WIDTH, Block, Case
-from tests.oracle.topology.engine import batch_of, finish, initialize
+from tests.oracle.models import SEQUENCE, VOCABULARY, WIDTH, Block, Case, Topology
+from tests.oracle.topology.engine import initialize
 from tests.oracle.truth import Engine
 
 HEADS, HEAD_WIDTH = 6, 2
 
 
 @dataclass(frozen=True)
-class SequenceParallel:
+class SequenceParallel(Topology):
     """Every sample's tokens on `degree` ranks next to each other."""
 
     degree: int
 
-    def config(self) -> Mapping[str, Any]:
-        """Return nothing: the ranks are told by an object that is given to DeepSpeed."""
-        return {}
+    @property
+    def ranks_of_a_replica(self) -> int:
+        return self.degree
 
     def start(self, case: Case, seed: int, scale: float) -> Engine:
-        """Make an engine, and the groups of ranks that it needs."""
         parallel: Any = importlib.import_module(
             "deepspeed.runtime.sequence_parallel.parallel_state_sp"
         )
@@ -38,8 +37,7 @@ class SequenceParallel:
 
     def step(self, engine: Engine, step: int) -> None:
         """Take one step; ranks that share samples see other tokens of them."""
-        replica, part = divmod(distributed.get_rank(), self.degree)
-        tokens = batch_of(replica, distributed.get_world_size() // self.degree, step)
+        tokens, part = self.batch(step), distributed.get_rank() % self.degree
         share = (SEQUENCE - 1) // self.degree
         mine = slice(share * part, share * (part + 1))
         loss = engine(tokens[:, :-1][:, mine], tokens[:, 1:][:, mine])
@@ -47,13 +45,9 @@ class SequenceParallel:
         engine.backward(loss / self.degree)
         engine.step()
 
-    def finish(self, engine: Engine) -> None:
-        """End the engine."""
-        finish(engine)
-
 
 @dataclass(frozen=True)
-class SequenceMesh:
+class SequenceMesh(Topology):
     """The same by two numbers in the configuration, of which DeepSpeed makes a mesh.
 
     It adds no gradients up over the ranks of a sequence, so these train on the same tokens here.
@@ -62,8 +56,11 @@ class SequenceMesh:
     data: int
     degree: int = 2
 
+    @property
+    def ranks_of_a_replica(self) -> int:
+        return self.degree
+
     def config(self) -> Mapping[str, Any]:
-        """Return both numbers."""
         return {"data_parallel_size": self.data, "sequence_parallel_size": self.degree}
 
     def start(self, case: Case, seed: int, scale: float) -> Engine:
@@ -74,21 +71,15 @@ class SequenceMesh:
         return initialize(case, model, case.groups(model, scale))
 
     def step(self, engine: Engine, step: int) -> None:
-        """Take one step."""
-        tokens = batch_of(distributed.get_rank() // self.degree, self.data, step)
+        tokens = self.batch(step)
         engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
         engine.step()
-
-    def finish(self, engine: Engine) -> None:
-        """End the engine."""
-        finish(engine)
 
 
 class Heads(nn.Module):
     """Attention to all positions, of the heads that are here."""
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Map (batch, positions, heads, width) to the same shape."""
         query, key, value = (part.transpose(1, 2) for part in (query, key, value))
         mixed = functional.scaled_dot_product_attention(query, key, value)
         return mixed.transpose(1, 2).contiguous()
@@ -124,7 +115,6 @@ class AttentionModel(nn.Module):
         self.register_buffer("running", torch.rand(WIDTH))
 
     def forward(self, tokens: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-        """The mean cross-entropy of predicting `following` from `tokens`."""
         hidden = self.embed(tokens) * self.gain + self.mix.sum()
         hidden = hidden + self.running.to(hidden.dtype)
         parts = self.parts(hidden).unflatten(2, (3, HEADS, HEAD_WIDTH)).unbind(2)

@@ -4,7 +4,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import distributed, nn
-from torch.autograd.function import FunctionCtx
 
 from tests.oracle.models import HIDDEN, WIDTH
 
@@ -23,50 +22,26 @@ class SharedBlock(nn.Module):
         self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Add the units of all ranks up."""
         own = self.down(torch.tanh(self.up(spread(self.norm(hidden), self.group))))
         return hidden + summed(own, self.group)
 
 
 def spread(value: torch.Tensor, group: Group) -> torch.Tensor:
     """Return the same value on all ranks; the gradients of all come back."""
-    out: torch.Tensor = _Spread.apply(value, group)  # type: ignore[no-untyped-call]
-    return out
+    same = value.clone()
+    if group is not None:
+        same.register_hook(  # type: ignore[no-untyped-call]
+            lambda gradient: _total(gradient, group)
+        )
+    return same
 
 
 def summed(value: torch.Tensor, group: Group) -> torch.Tensor:
     """Return the sum over all ranks; each gets its gradient."""
-    out: torch.Tensor = _Sum.apply(value, group)  # type: ignore[no-untyped-call]
-    return out
-
-
-class _Spread(torch.autograd.Function):
-    """The same value for all ranks; the gradients of all come back."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, value: torch.Tensor, group: object) -> torch.Tensor:
-        ctx.group = group  # type: ignore[attr-defined]
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _total(gradient, ctx.group), None  # type: ignore[attr-defined]
-
-
-class _Sum(torch.autograd.Function):
-    """The sum over all ranks; each gets its gradient."""
-
-    @staticmethod
-    def forward(_ctx: FunctionCtx, value: torch.Tensor, group: object) -> torch.Tensor:
-        return _total(value, group)
-
-    @staticmethod
-    def backward(_ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
+    return value if group is None else _total(value, group)
 
 
 def _total(value: torch.Tensor, group: Group) -> torch.Tensor:
     total = value.clone()
-    if group is not None:
-        distributed.all_reduce(total, group=group)
+    distributed.all_reduce(total.detach(), group=group)
     return total

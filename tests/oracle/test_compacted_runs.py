@@ -1,4 +1,4 @@
-"""A month of nights over the saves of a real HF Trainer run, which Trainer's own rotation thins."""
+"""Real runs of HF Trainer and of Lightning are compacted, and come back from their archives."""
 
 import json
 import os
@@ -11,8 +11,10 @@ from transformers.trainer_utils import rotate_checkpoints
 
 import streamshard
 from tests.compact.runs import TRASH, actions, age, bits
+from tests.oracle.files import file_differences
 from tests.oracle.frameworks.common import Seen, run
 from tests.oracle.frameworks.hf_trainer import HfTrain
+from tests.oracle.frameworks.lightning_trainer import LightningFit
 from tests.oracle.ranks import require_success, run_jobs
 
 STAGE, DAYS, LIMIT, KEPT = 2, 30, 5, 3
@@ -45,7 +47,7 @@ def tear(unit: Path, now: datetime) -> None:
 
 
 def test_a_month_of_a_real_trainer_run(tmp_path: Path) -> None:
-    """Each day a step is saved at noon, the rotation keeps five; at night three are kept."""
+    """Each day a step is saved at noon, Trainer's rotation keeps five; at night three are kept."""
     first = train(tmp_path, "saves")
     saves, output, archive = (tmp_path / name for name in ("saves", "output", "archive"))
     output.mkdir()
@@ -88,9 +90,32 @@ def test_a_month_of_a_real_trainer_run(tmp_path: Path) -> None:
 
 
 def steps_in(directory: Path) -> set[int]:
-    """List the steps of the checkpoints in a directory."""
     return {step_of(path.name) for path in directory.glob("checkpoint-*")}
 
 
 def step_of(name: str) -> int:
     return int(name.rpartition("-")[2])
+
+
+def test_a_run_of_lightning(tmp_path: Path) -> None:
+    """Whose last checkpoint is linked."""
+    output, before = tmp_path / "output", tmp_path / "before"
+    job = LightningFit(STAGE, output / "end.ckpt", tmp_path / "seen", 6, 2, 2, saves_every=2)
+    require_success(run_jobs(2, [job], tmp_path / "ranks", run))
+    units = [output / f"epoch=0-step={step}.ckpt" for step in (2, 4, 6)]
+    for number, unit in enumerate(units):
+        age(unit, 9 - number)
+    assert (output / "last.ckpt").is_symlink()
+    shutil.copytree(units[0], before)
+    found = streamshard.compact(output, tmp_path / "archive", keep_last=2, delete=True)
+    done = ("deleted", "kept", "kept")
+    assert actions(found) == dict(zip((unit.name for unit in units), done, strict=True))
+    after = tmp_path / "restored" / units[0].name
+    after.parent.mkdir()
+    streamshard.repartition(tmp_path / "archive" / f"{after.name}.zarr", after)
+    assert file_differences(before / "checkpoint", after / "checkpoint") == []
+    others, found_too = (
+        {path.name: path.read_bytes() for path in unit.iterdir() if path.is_file()}
+        for unit in (before, after)
+    )
+    assert others == found_too

@@ -1,0 +1,104 @@
+"""Experts in divided param groups, and whole on tensor-parallel ranks.
+
+What is refused, and what engines can do then.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import streamshard
+from streamshard.errors import IncompleteError, UnsupportedError
+from tests.oracle.compare import differences
+from tests.oracle.files import file_differences
+from tests.oracle.jobs import Resume, Train
+from tests.oracle.models import Case
+from tests.oracle.ranks import require_success, run_jobs
+from tests.oracle.topology.cases import of_any_degree
+from tests.oracle.topology.experts import ExpertParallel
+from tests.oracle.truth import Truth
+
+MOST = 400
+"""Between the elements of a rank's experts of both degrees."""
+WIDE = Case("wide", 2, "fp32", topology=ExpertParallel((1, 1), max_group=MOST))
+NARROW = replace(WIDE, name="narrow", topology=ExpertParallel((2, 2), max_group=MOST))
+
+
+def test_an_engine_with_fewer_and_with_more_param_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts of so many elements that an engine divides their groups."""
+    wide, narrow = tmp_path / "wide", tmp_path / "narrow"
+    before = [
+        Train(case, run, run.with_suffix(".pt")) for case, run in ((WIDE, wide), (NARROW, narrow))
+    ]
+    require_success(run_jobs(2, before, tmp_path / "ranks"))
+    monkeypatch.setattr("streamshard.formats.deepspeed.expert_order.GROUP_NUMEL", MOST)
+    to_narrow, to_wide = tmp_path / "to-narrow", tmp_path / "to-wide"
+    streamshard.repartition(wide, to_narrow, world_size=2, expert_parallel=2)
+    # What an undivided group does not tell, a save of the target's job does.
+    streamshard.repartition(narrow, to_wide, world_size=2, expert_parallel=1, like=wide)
+    after = [
+        Resume(case, run, run.with_suffix(".pt"), run.with_suffix(".again"))
+        for case, run in ((NARROW, to_narrow), (WIDE, to_wide))
+    ]
+    require_success(run_jobs(2, after, tmp_path / "ranks"))
+    for source, run in ((wide, to_narrow), (narrow, to_wide)):
+        saved, resumed = (Truth.load(path.with_suffix(".pt")) for path in (source, run))
+        assert len(saved.groups) != len(resumed.groups)
+        of_both = (replace(of_any_degree(one), scheduler=None) for one in (saved, resumed))
+        assert differences(*of_both) == []
+        tag = (run / "latest").read_text()
+        assert file_differences(run / tag, run.with_suffix(".again") / tag) == []
+
+
+def on_tensors(degree: int) -> Case:
+    """Make a case whose experts are spread over two tensor-parallel ranks too."""
+    counts = 2 * degree, 2 * degree
+    topology = ExpertParallel((degree, degree), counts=counts, tensor=2, whole_experts=True)
+    return Case(f"whole-experts-{degree}", 2, "bf16", topology=topology)
+
+
+def test_what_is_advised_works_where_tensor_ranks_have_other_experts(tmp_path: Path) -> None:
+    cases = {degree: on_tensors(degree) for degree in (2, 4)}
+    jobs = []
+    for degree, case in cases.items():
+        run = tmp_path / f"run-{degree}"
+        jobs += [
+            Train(case, run, run.with_suffix(".pt")),
+            Resume(case, run, run.with_suffix(".again.pt")),
+        ]
+    require_success(run_jobs(4, jobs, tmp_path / "ranks"))
+    for degree in cases:
+        run = tmp_path / f"run-{degree}"
+        saved, resumed = (Truth.load(run.with_suffix(end)) for end in (".pt", ".again.pt"))
+        assert differences(saved, resumed) == []
+        with pytest.raises(UnsupportedError, match=r"are on 4 ranks.* Resume on the ranks that"):
+            streamshard.repartition(run, tmp_path / "out", world_size=2, expert_parallel=1)
+
+
+@pytest.mark.parametrize(
+    ("degree", "ranks", "complaint", "refusal"),
+    [
+        (
+            1,
+            4,
+            "checkpoint count 1 is different from saved mp_world_size 2",
+            r"DeepSpeed saves neither .* No job can resume then",
+        ),
+        (3, 6, "layer_0_expert_0_mp_rank_01_model_states.pt", "are on 6 ranks"),
+    ],
+)
+def test_an_engine_cannot_load_what_it_saved_where_parts_lack_files(
+    tmp_path: Path, degree: int, ranks: int, complaint: str, refusal: str
+) -> None:
+    """The tensor parallel degree, 2, does not divide the expert parallel size."""
+    case, run = on_tensors(degree), tmp_path / "run"
+    # Its state cannot be gathered: partitions of experts are spread over the parts of the model.
+    jobs = [Train(case, run, None), Resume(case, run, tmp_path / "again.pt")]
+    trained, resumed = run_jobs(ranks, jobs, tmp_path / "ranks")
+    require_success([trained])
+    assert complaint in str(resumed.error)
+    with pytest.raises((IncompleteError, UnsupportedError), match=refusal):
+        streamshard.inspect(run)
