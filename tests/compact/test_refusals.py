@@ -162,6 +162,12 @@ def name_universal(run: Path, _: Path) -> None:
     (run / "latest_universal").write_text(FIRST)
 
 
+def tell(fact: str, value: str, _: Path, archive: Path) -> None:
+    """Change what the receipt tells."""
+    document = receipt_of(archive, FIRST) | {fact: value}
+    (archive / f"{FIRST}.receipt.json").write_text(json.dumps(document))
+
+
 def copy_the_run(run: Path, _: Path) -> None:
     shutil.copytree(run, run.with_name("copy"))
     run.rename(run.with_name("old"))
@@ -263,6 +269,9 @@ ARCHIVED: dict[str, tuple[Change, str, str]] = {
     "latest_universal": (name_universal, "kept", "latest_universal"),
     "a copy of the run directory": (copy_the_run, "ambiguous", "has inode"),
     "another run directory": (move_the_files, "ambiguous", "is another directory"),
+    "a receipt that says it is gone": (
+        partial(tell, "state", "purged"), "ambiguous", "says 'purged'"
+    ),
     "no store": (remove_the_store, "ambiguous", "gone"),
     "no list of checksums": (remove_the_list, "ambiguous", "sha256"),
     "a list that lacks a file": (shorten_the_list, "failed", "not listed in"),
@@ -330,12 +339,6 @@ def add_file_to_the_trash(run: Path, _: Path) -> None:
     (run / TRASH / FIRST / "notes.txt").write_text("learned a lot")
 
 
-def tell(fact: str, value: str, _: Path, archive: Path) -> None:
-    """Change what the receipt tells."""
-    document = receipt_of(archive, FIRST) | {fact: value}
-    (archive / f"{FIRST}.receipt.json").write_text(json.dumps(document))
-
-
 TRASHED: dict[str, tuple[Change, str, str]] = {
     "a link to where it was": (add_link, "in the trash", "link"),
     "a link into the trash": (link_into_the_trash, "in the trash", "link"),
@@ -348,6 +351,12 @@ TRASHED: dict[str, tuple[Change, str, str]] = {
     "an array that another tool wrote": (rewrite, "failed", "embed.weight"),
     "the archive of another run": (put_archive_of_another_run, "ambiguous", "not the list of"),
     "the archive of another tag": (put_archive_of_another_tag, "ambiguous", "not the list of"),
+    "the receipt of another tag": (
+        partial(tell, "tag", tag_of(90)), "ambiguous", "is the receipt of"
+    ),
+    "a receipt that says it has no states": (
+        partial(tell, "state", "weights only"), "ambiguous", "says 'weights only'"
+    ),
     "a receipt of no archive": (partial(tell, "sums_sha256", ""), "ambiguous", "which archive"),
     "a time out of range": (
         partial(tell, "trashed", "9999-12-31T23:59:59-23:59"), "ambiguous", "since when"
@@ -399,9 +408,12 @@ PURGED: dict[str, tuple[Change, str, str]] = {
     "a damaged state": (damage_a_state, "failed", "exp_avg/.*: damaged"),
     "an array that another tool wrote": (rewrite, "ambiguous", "rewritten by another tool"),
     "another run directory": (move_the_files, "ambiguous", "is another directory"),
+    "the receipt of another tag": (
+        partial(tell, "tag", tag_of(90)), "ambiguous", "is the receipt of"
+    ),
     "no time": (partial(tell, "purged", ""), "ambiguous", "since when"),
     "a time without a zone": (partial(tell, "purged", "2020-01-01T00:00:00"), "ambiguous", "zone"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", PURGED)
