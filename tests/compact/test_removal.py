@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import streamshard as api
+from streamshard.engine.journals.journal import Journal
 from streamshard.errors import UsageError
 from streamshard.operations.compact.trash import Trash
 from tests.compact.runs import (
@@ -25,7 +26,7 @@ from tests.compact.runs import (
     tags_in,
 )
 from tests.fabricated_pipes import PipeJob, write_pipe
-from tests.job import TAG
+from tests.job import TAG, Job
 
 
 def test_tags_without_the_file_of_a_layer_are_no_reason_to_remove_another(
@@ -84,6 +85,37 @@ def test_bringing_back(run: Path, archive: Path) -> None:
     assert actions(api.compact(run, archive, delete=True))[FIRST] == "deleted"
 
 
+def test_by_hand_nothing_goes_before_its_time_or_in_a_dry_run(run: Path, archive: Path) -> None:
+    api.compact(run, archive, delete=True)
+    before = bits(run)
+    for asked in ({"undelete": [FIRST]}, {"purge": [FIRST]}):
+        found = api.compact(run, archive, dry_run=True, grace=NO_GRACE, **asked)
+        assert found.exit_code == 0
+    found = api.compact(run, archive, purge=[FIRST])
+    assert (actions(found)[FIRST], found.exit_code) == ("failed", 2)
+    assert bits(run) == before
+
+
+@pytest.mark.parametrize("is_archived", [False, True], ids=["archive", "rebuild"])
+def test_what_was_begun_of_an_earlier_save_is_made_anew(
+    run: Path, archive: Path, monkeypatch: pytest.MonkeyPatch, is_archived: bool
+) -> None:
+    def be_killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if is_archived:
+        api.compact(run, archive)
+    monkeypatch.setattr(Journal, "note", be_killed)
+    with pytest.raises(KeyboardInterrupt):
+        api.compact(run, archive, delete=True, workers=1)
+    monkeypatch.undo()
+    assert tags_in(run) == ALL
+    if not is_archived:
+        shutil.rmtree(run / FIRST)
+        save_again(run, Job(tied={}))
+    assert actions(api.compact(run, archive, delete=True))[FIRST] == "deleted"
+
+
 def test_grace_counts_from_the_move_however_long_the_run_took(run: Path, archive: Path) -> None:
     grace = timedelta(minutes=30)
     api.compact(run, archive, delete=True, now=later(-1 / 24))
@@ -128,10 +160,10 @@ def test_of_what_is_going_the_rest_goes_later(
     assert not [path for path in (run / TRASH).rglob("*") if path.is_file()]
 
 
-def save_again(run: Path) -> None:
-    """Save a tag anew that is in the trash, long ago by now."""
+def save_again(run: Path, job: Job | None = None) -> None:
+    """Save a tag anew, long ago by now."""
     latest = (run / "latest").read_text()
-    save(run, 80)
+    save(run, 80, job)
     (run / "latest").write_text(latest)
 
 

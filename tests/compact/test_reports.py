@@ -156,9 +156,10 @@ def test_a_damaged_receipt_hides_no_other(tmp_path: Path, archive: Path) -> None
         for form in ([], ["--prometheus"], ["--json"]):
             done = streamshard("compact", run, archive, "--status", *form)
             assert done.code == 3, content
-        found = json.loads(done.out)
-        assert {tag["state"] for tag in found["tags"]} == {"unreadable", "archived"}
-    assert path.name in done.err
+        assert path.name in done.err
+        found = api.compact_status(run, archive)
+        assert {tag.state for tag in found.tags} == {"unreadable", "archived"}
+        assert [path.name in problem for problem in found.problems] == [True]
 
 
 def test_prometheus_reads_it(run: Path, tmp_path: Path) -> None:
