@@ -7,6 +7,7 @@ import pickle
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,19 @@ def test_weights_of_data_parallel_wrappers_lose_the_prefix(tmp_path: Path) -> No
     with streamshard.open(tmp_path) as found:
         assert set(found) == set(SHAPES)
         assert "exp_avg" in found["up.bias"].tensors
+
+
+def test_tied_names_share_an_item(tmp_path: Path) -> None:
+    saved = adamw(SHAPES)
+    metadata = saved.write(tmp_path)
+    listed, stored = metadata.state_dict_metadata, metadata.storage_data
+    listed["model.head.weight"] = listed["model.up.weight"]
+    for index, info in list(stored.items()):
+        if index.fqn == "model.up.weight":
+            stored[type(index)("model.head.weight", index.offset, index.index)] = info
+    save_index(metadata, tmp_path)
+    with streamshard.open(tmp_path) as found:
+        assert found["head.weight"].tied_to == "up.weight"
 
 
 def test_weights_are_exported(tmp_path: Path) -> None:
@@ -325,6 +339,28 @@ def test_an_index_of_too_many_boxes_says_how_many_are_read(
     monkeypatch.setattr(inert_load, "LIMIT_OPCODES", 1000)
     with pytest.raises(UnsupportedError, match=r"\.metadata: lists more than about 470,000 boxes"):
         streamshard.inspect(tmp_path)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_changed_bytes_are_refused_or_harmless(name: str, tmp_path: Path) -> None:
+    write(tmp_path)
+    path, random = tmp_path / name, Random(7)
+    whole = path.read_bytes()
+    refusals: list[str] = []
+    for _ in range(150):
+        data = bytearray(whole)
+        for _ in range(random.choice((1, 1, 8))):
+            data[random.randrange(len(data))] = random.randrange(256)
+        path.write_bytes(data)
+        try:
+            with streamshard.open(tmp_path) as found:
+                for parameter in found.values():
+                    for tensor in parameter.tensors.values():
+                        tensor[...]
+        except SourceError as error:
+            refusals.append(str(error))
+    assert refusals
+    assert all(str(tmp_path) in message for message in refusals)
 
 
 def test_a_number_in_a_dtype_that_optimizers_do_not_use_is_named() -> None:
