@@ -12,10 +12,10 @@ from zarr.codecs import BloscCname, BloscCodec, Crc32cCodec
 from zarr.core.buffer import default_buffer_prototype
 from zarr.storage import MemoryStore
 
-from streamshard.defaults import CODECS
 from streamshard.formats.zarr.documents import array_document, chunk_keys, group_document
 from streamshard.formats.zarr.rewritten import is_serialized_anew
 from streamshard.model import ITEMSIZE, LogicalTensor
+from streamshard.options import CODECS
 
 STORED_AS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 QUANTISED = ("qint8", "quint8", "qint32")

@@ -19,16 +19,19 @@ from streamshard.operations.native.target_files import NativeWriter
 from streamshard.operations.source.source import Source, supply
 from streamshard.operations.transfer import needed
 from streamshard.operations.transfer.plan import TransferPlan, plan_transfer
-from streamshard.operations.transfer.plan_file import Command
-from streamshard.operations.transfer.report import Progress, Report
+from streamshard.operations.transfer.report import Report, Watched
 from streamshard.operations.transfer.run_identity import digest_of_settings
 from streamshard.operations.transfer.target_writer import Output
-from streamshard.operations.verb_options import Path_, RepartitionOptions, runs, takes
+from streamshard.options import RepartitionOptions, takes
 from streamshard.sizes import counted
 
 
+class _Repartition(RepartitionOptions, Watched):
+    """What `repartition` takes."""
+
+
 @takes(RepartitionOptions)
-def plan_repartition(source: Path_, target: Path_, options: RepartitionOptions) -> TransferPlan:
+def plan_repartition(options: RepartitionOptions) -> TransferPlan:
     """Read the source's headers and plan a repartition; writes nothing.
 
     Parameters
@@ -97,18 +100,22 @@ def plan_repartition(source: Path_, target: Path_, options: RepartitionOptions) 
     StreamshardError
         One of its subclasses, each with its own exit code; see `streamshard.errors`.
     """
-    template = dump_names.parse(str(target)) if dump_names.is_template(str(target)) else None
+    return _plan(options)
+
+
+@takes(_Repartition)
+def repartition(options: _Repartition) -> Report:
+    """Write a checkpoint's files for another world size; see `plan_repartition`."""
+    return _plan(options).run(options.progress)
+
+
+def _plan(options: RepartitionOptions) -> TransferPlan:
+    target = str(options.target)
+    template = dump_names.parse(target) if dump_names.is_template(target) else None
     config_file = options.ds_config_file
     wanted = ds_config.read_file(as_path(config_file)) if config_file else None
-    prepare = partial(_prepare, str(target), template, options, wanted)
-    command = Command("repartition", source, target, options)
-    return plan_transfer(command, prepare, template=template)
-
-
-@runs(plan_repartition)
-def repartition(plan: TransferPlan, progress: Progress | None) -> Report:
-    """Write a checkpoint's files for another world size; see `plan_repartition`."""
-    return plan.run(progress)
+    prepare = partial(_prepare, target, template, options, wanted)
+    return plan_transfer(options, prepare, template=template)
 
 
 def _prepare(
