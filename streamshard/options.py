@@ -41,9 +41,8 @@ class OptionField(NamedTuple):
     default: Any = None
     choices: Sequence[Any] | None = None
     least: int | None = None
-    """Smallest value that makes sense."""
     few: str = ""
-    """What is said of a smaller one."""
+    """What is said of a value that is less than the least."""
     apart: bool = False
     """Whether it excludes the others that are so."""
 
@@ -114,8 +113,9 @@ def fields_of(kind: type[Options]) -> dict[str, OptionField]:
 
 def types_of(kind: type[Options]) -> dict[str, Any]:
     """Return the type of each field that functions take, by its name."""
-    every = [getattr(one, "__annotations__", {}) for one in kind.__mro__]
-    types = {name: of for own in every for name, of in own.items()}
+    types: dict[str, Any] = {}
+    for one in kind.__mro__[:-1]:
+        types |= one.__annotations__
     return {name: types[name] for name in fields_of(kind) if name in types}
 
 
@@ -134,10 +134,7 @@ def _signature_of(kind: type[Options]) -> "Signature":
 
 
 def takes(kind: Callable[P, Given]) -> Callable[[Callable[[Given], Result]], Callable[P, Result]]:
-    """Let a function, which takes an options object, take each of its fields.
-
-    Type checkers see the keywords too: `P` are the parameters that make the options object.
-    """
+    """Let a function that takes an options object take its fields, for type checkers too."""
 
     def decorate(function: Callable[[Given], Result]) -> Callable[P, Result]:
         @wraps(function)
@@ -161,8 +158,6 @@ SOURCE_HELP: Final = (
     "az://..."
 )
 DRY_RUN: Final = flag("show what would be done, and write nothing", "-n --dry-run")
-
-
 NO_LOCK: Final = (
     "take no lock on {}; for a bucket whose service cannot keep one, and only where nothing else "
     "writes there"

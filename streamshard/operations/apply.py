@@ -55,10 +55,10 @@ def load_plan(options: ApplyOptions) -> TransferPlan:
             message = f"{place}: was made without {replace}. Make a new plan with {_NEW_PLAN}, and"
             error.add_note(f"{message} with {replace}")
         raise
-    difference = plan.identity.difference(saved.identity)
+    difference = plan.identity.difference(saved.purpose)
     if difference is not None:
         own = plan.identity.header
-        same = all(own[key] == saved.identity[key] for key in ("format", "options"))
+        same = all(own[key] == saved.purpose[key] for key in ("format", "options"))
         message = f"{place}: {difference}. Make a new plan with {_NEW_PLAN}"
         raise (SourceError if same else UsageError)(message)
     sizes = plan.sizes()

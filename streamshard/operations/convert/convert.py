@@ -9,7 +9,6 @@ from functools import partial
 from streamshard.errors import Option, SourceError
 from streamshard.formats.deepspeed.model_parallel.cut_rules import read_rules
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_pipeline
-from streamshard.io.object_path import as_path
 from streamshard.layout.memory_plan import MIB
 from streamshard.model import ITEMSIZE
 from streamshard.operations.convert.store_targets import StoreTargets, chunk_of
@@ -79,8 +78,7 @@ def _plan(options: ConvertOptions) -> TransferPlan:
 
 def _prepare(options: ConvertOptions, opened: Source) -> Output:
     """Decide what the store holds: the source's parts of the model, or those of other degrees."""
-    rules_file = options.cut_rules_file
-    rules = read_rules(as_path(rules_file) if rules_file else None)
+    rules = read_rules(options.cut_rules_file)
     cut_anew = at_degrees(
         opened,
         options.tensor_parallel,

@@ -191,8 +191,7 @@ def _prepare(options: ExportOptions, opened: Source) -> Output:
         )
         message = f"{message} with those of files of weights alone"
         raise UsageError(f"{message}; leave {Option('like')} out")
-    rules_file = options.cut_rules_file
-    rules = read_rules(as_path(rules_file) if rules_file else None)
+    rules = read_rules(options.cut_rules_file)
     joined = whole(opened, rules, average=options.average)
     if joined is not None:
         if options.format in (UNIVERSAL, _DCP) and is_pipeline(opened.checkpoint):

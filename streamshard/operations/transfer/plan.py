@@ -145,11 +145,10 @@ def plan_transfer(
         require_named(target)  # its content is compared after planning
     else:
         require_free(target, overwrite=options.overwrite, template=template)
-    config = options.source_ds_config_file
     opened = open_source(
         options.source,
         options.tag,
-        ds_config_file=config,
+        ds_config_file=options.source_ds_config_file,
         like=options.like,
         takes_model=takes_model,
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from os import PathLike
 from pathlib import Path
+from types import UnionType
 from typing import Any, Final, get_args, get_origin
 
 from streamshard import registry
@@ -33,10 +34,10 @@ _LIMIT_COUNT: Final = 1 << 63
 
 def _fits(value: object, of: Any) -> bool:  # noqa: ANN401
     """Tell whether a value of a JSON document is of a type; a path has to be absolute."""
-    kinds = (of,) if get_origin(of) is Sequence else get_args(of) or (of,)
+    kinds = get_args(of) if isinstance(of, UnionType) else (of,)
     if isinstance(value, list):
-        sequences = [get_args(kind)[0] for kind in kinds if get_origin(kind) is Sequence]
-        return bool(sequences) and all(_fits(one, sequences[0]) for one in value)
+        of_each = [get_args(kind)[0] for kind in kinds if get_origin(kind) is Sequence]
+        return bool(of_each) and all(_fits(one, of_each[0]) for one in value)
     if isinstance(value, str):
         is_whole = PathLike[str] not in kinds or as_path(value).is_absolute()
         return str in kinds and "\0" not in value and is_whole
@@ -48,25 +49,17 @@ def _fits(value: object, of: Any) -> bool:  # noqa: ANN401
 def anywhere(options: TransferOptions) -> TransferOptions:
     """Return options with absolute paths: they mean the same in any working directory."""
     paths = {
-        name: _absolute(value)
+        name: str(as_path(str(value)).absolute())
         for name, of in types_of(type(options)).items()
         if PathLike[str] in get_args(of) and (value := getattr(options, name)) is not None
     }
     return options.replaced(**paths)
 
 
-def _absolute(path: Path_) -> str:
-    return str(as_path(str(path)).absolute())
-
-
-def _kinds() -> Mapping[str, type[Options]]:
-    kinds: Mapping[str, type[Options]] = registry.load(registry.OPTIONS)
-    return kinds
-
-
-def _is_saved(verb: str) -> bool:
-    """Whether a verb has plans that can be saved."""
-    return issubclass(_kinds().get(verb, Options), TransferOptions)
+def _kind_of(verb: str) -> type[TransferOptions] | None:
+    """Return the options of a verb whose plans can be saved; None for other verbs."""
+    kind = registry.load(registry.OPTIONS).get(verb, Options)
+    return kind if issubclass(kind, TransferOptions) else None
 
 
 def saved_options(kind: type[Options]) -> dict[str, Any]:
@@ -82,10 +75,10 @@ class SavedPlan:
     """The content of a plan file."""
 
     verb: str
-    source: str
-    target: str
-    options: Mapping[str, Any]
-    identity: Mapping[str, Any]
+    source: Path_
+    target: Path_
+    options: dict  # type: ignore[type-arg]
+    purpose: dict  # type: ignore[type-arg]
     """Header of the journal that the plan's run would begin."""
     files: int
     """Count of files to write."""
@@ -99,7 +92,7 @@ def write(
 ) -> None:
     """Write a plan file."""
     verb = identity.header["options"]["verb"]
-    if not _is_saved(verb):
+    if _kind_of(verb) is None:
         raise UsageError(f"{path}: a part of a larger plan, which cannot be saved by itself")
     source = identity.source
     here = resolve(path.absolute().parent)
@@ -186,31 +179,15 @@ class _MalformedError(Exception):
 
 def _saved(document: Mapping[str, Any]) -> SavedPlan:
     verb = document.get("verb")
-    if not isinstance(verb, str) or not _is_saved(verb):
+    kind = _kind_of(verb) if isinstance(verb, str) else None
+    if kind is None:
         raise _MalformedError(f"{verb!r} is not a verb with a plan")
-    types = {
-        "source": Path_,
-        "target": Path_,
-        "options": dict,
-        "purpose": dict,
-        "files": int,
-        "bytes_written": int,
-        "sizes": str,
-    }
-    _require({k: v for k, v in document.items() if k not in ("kind", "version", "verb")}, types)
-    _require(document["options"], saved_options(_kinds()[verb]))
-    if not is_header(document["purpose"]):
+    values = {key: value for key, value in document.items() if key not in ("kind", "version")}
+    _require(values, SavedPlan.__annotations__)
+    _require(values["options"], saved_options(kind))
+    if not is_header(values["purpose"]):
         raise _MalformedError("'purpose' cannot be what it is")
-    return SavedPlan(
-        verb,
-        document["source"],
-        document["target"],
-        document["options"],
-        document["purpose"],
-        document["files"],
-        document["bytes_written"],
-        document["sizes"],
-    )
+    return SavedPlan(**values)
 
 
 def _require(values: Mapping[str, Any], types: Mapping[str, Any]) -> None:
