@@ -119,7 +119,7 @@ def types_of(kind: type[Options]) -> dict[str, Any]:
     return {name: types[name] for name in fields_of(kind) if name in types}
 
 
-def _signature_of(kind: type[Options]) -> "Signature":
+def _signature_of(kind: type[Options], returned: object = None) -> "Signature":
     """Return the parameters of a function that takes the fields of a class."""
     from inspect import Parameter, Signature  # not at the top: `--help` needs none of it
 
@@ -130,7 +130,7 @@ def _signature_of(kind: type[Options]) -> "Signature":
         return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=of)
 
     parameters = [parameter(name, of) for name, of in types_of(kind).items()]
-    return Signature(sorted(parameters, key=lambda one: one.kind))
+    return Signature(sorted(parameters, key=lambda one: one.kind), return_annotation=returned)
 
 
 def takes(kind: Callable[P, Given]) -> Callable[[Callable[[Given], Result]], Callable[P, Result]]:
@@ -142,7 +142,7 @@ def takes(kind: Callable[P, Given]) -> Callable[[Callable[[Given], Result]], Cal
             return function(kind(*args, **kwargs))
 
         returned = function.__annotations__["return"]
-        signature = _signature_of(kind).replace(return_annotation=returned)  # type: ignore[arg-type]
+        signature = _signature_of(kind, returned)  # type: ignore[arg-type]
         call.__dict__["__signature__"] = signature
         return call
 
