@@ -5,10 +5,10 @@ serializes it; and the files to write. It is not trusted: everything is checked 
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from os import PathLike
 from pathlib import Path
 from types import UnionType
 from typing import Any, Final, get_args, get_origin
@@ -39,7 +39,7 @@ def _fits(value: object, of: Any) -> bool:  # noqa: ANN401
         of_each = [get_args(kind)[0] for kind in kinds if get_origin(kind) is Sequence]
         return bool(of_each) and all(_fits(one, of_each[0]) for one in value)
     if isinstance(value, str):
-        is_whole = PathLike[str] not in kinds or as_path(value).is_absolute()
+        is_whole = os.PathLike[str] not in kinds or as_path(value).is_absolute()
         return str in kinds and "\0" not in value and is_whole
     if type(value) is int:
         return int in kinds and 0 <= value < _LIMIT_COUNT
@@ -51,7 +51,7 @@ def anywhere(options: TransferOptions) -> TransferOptions:
     paths = {
         name: str(as_path(str(value)).absolute())
         for name, of in types_of(type(options)).items()
-        if PathLike[str] in get_args(of) and (value := getattr(options, name)) is not None
+        if os.PathLike[str] in get_args(of) and (value := getattr(options, name)) is not None
     }
     return options.replaced(**paths)
 

@@ -9,11 +9,11 @@ beginning of a name, as those do that DeepSpeed's files have::
     .*norm: replicated
 """
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from os import PathLike
 from typing import Final
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError, UsageError
@@ -104,7 +104,7 @@ def _read(text: str, named: str) -> Iterator[tuple[str, _OneRule]]:
         yield pattern, _OneRule(None if dimension is None else int(dimension), sizes)
 
 
-def read_rules(file: str | PathLike[str] | None) -> CutRules | None:
+def read_rules(file: str | os.PathLike[str] | None) -> CutRules | None:
     """Read a file of rules, if one is given."""
     if not file:
         return None
