@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks._measure import STREAMSHARD, files_in, machine, print_table, succeed, warm
-from streamshard.defaults import CODECS
+from streamshard.options import CODECS
 
 HEAD = ("codec", "MB", "of the size", "convert s", "repartition s", "x none", "x none")
 

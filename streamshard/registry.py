@@ -13,6 +13,8 @@ UPLOADED_TARGET: Final = "streamshard.operations.transfer.uploaded_target:Upload
 """A target that comes into being by uploads; see `operations/transfer/staged_target.py`."""
 REQUIRE_FREE_OBJECTS: Final = "streamshard.operations.transfer.upload_state:require_free_objects"
 """Refuses a target in a bucket that exists; see `operations/transfer/target.py`."""
+OPTIONS: Final = "streamshard.verb_options:OPTIONS"
+"""The options of each verb."""
 _READERS: Final = (
     "streamshard.operations.source.dumps_source:READER",
     "streamshard.operations.source.store_source:READER",

@@ -1,14 +1,23 @@
-"""Shows the options of the verbs that write as keywords, as `help` does; the site runs no code.
+"""Shows what verbs take as parameters, as `help` does; the site runs no code.
 
-`takes(Options)` and `runs(plan)` of `streamshard/operations/verb_options.py` make these keywords.
+`takes(Options)` of `streamshard/options.py` makes these parameters of the fields of a class.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
-from griffe import Class, Expr, Extension, Function, Module, Parameter, ParameterKind, Parameters
-
-_HOME = "operations.verb_options"
+from griffe import (
+    Attribute,
+    Class,
+    ExprCall,
+    ExprKeyword,
+    Extension,
+    Function,
+    Module,
+    Parameter,
+    ParameterKind,
+    Parameters,
+)
 
 
 class VerbSignatures(Extension):
@@ -20,9 +29,12 @@ class VerbSignatures(Extension):
             for decorator in function.decorators:
                 name, _, argument = str(decorator.value).rstrip(")").partition("(")
                 if name == "takes":
-                    _take(function, [*_options(pkg[_HOME], argument)])
-                elif name == "runs":
-                    _run(function, function.parent[argument])
+                    fields: dict[str, Attribute] = {}
+                    for field in _fields(_found(function.parent, argument)):
+                        fields[field.name] = fields.pop(field.name, field)
+                    found = [_parameter(field) for field in fields.values()]
+                    found.sort(key=lambda one: one.kind is ParameterKind.keyword_only)
+                    function.parameters = Parameters(*found)
 
 
 def _functions(module: Module) -> Iterator[Function]:
@@ -32,27 +44,29 @@ def _functions(module: Module) -> Iterator[Function]:
     yield from (function for function in module.functions.values() if not function.is_alias)
 
 
-def _options(module: Module, name: str) -> Iterator[Parameter]:
-    """Yield the keywords of an options class: its own, then inherited ones."""
-    found: list[Class] = [module[name]]
-    while found[-1].bases:
-        found.append(module[str(found[-1].bases[0])])
-    for kind in (found[0], *reversed(found[1:])):
-        for field in kind.members.values():
-            if field.is_attribute:
-                yield _keyword(field.name, field.annotation, str(field.value))
+def _found(module: Module, name: str) -> Any:  # noqa: ANN401
+    """Return what a name stands for in a module."""
+    found = module.members[name]
+    return found.final_target if found.is_alias else found
 
 
-def _keyword(name: str, annotation: str | Expr | None, default: str) -> Parameter:
-    kind = ParameterKind.keyword_only
-    return Parameter(name, annotation=annotation, kind=kind, default=default)
+def _fields(kind: Class) -> Iterator[Attribute]:
+    """Yield the fields of an options class: its own, then inherited ones."""
+    yield from (
+        one for one in kind.members.values() if one.is_attribute and one.annotation and one.value
+    )
+    for base in kind.bases:
+        yield from _fields(_found(kind.module, str(base)))
 
 
-def _take(function: Function, options: list[Parameter]) -> None:
-    function.parameters = Parameters(*list(function.parameters)[:2], *options)
-
-
-def _run(function: Function, plan: Function) -> None:
-    annotation = function.parameters["progress"].annotation
-    progress = _keyword("progress", annotation, "None")
-    function.parameters = Parameters(*plan.parameters, progress)
+def _parameter(field: Attribute) -> Parameter:
+    value: Any = field.value
+    if not isinstance(value, ExprCall):  # the name of a field that several classes have
+        value = _found(field.module, str(value)).value
+    how = str(value.function)
+    given = {one.name: one.value for one in value.arguments if isinstance(one, ExprKeyword)}
+    default = given.get("default", "False" if how == "flag" else "None")
+    is_place = how == "place"
+    kind = ParameterKind.positional_or_keyword if is_place else ParameterKind.keyword_only
+    shown = None if is_place else default
+    return Parameter(field.name, annotation=field.annotation, kind=kind, default=shown)

@@ -9,14 +9,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
-from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, Final
 
 from streamshard.cli.completion import completion_script
 from streamshard.cli.flags import flag
 from streamshard.cli.notice import notify, require_command
-from streamshard.cli.options import require_sense
 from streamshard.cli.parser import arguments_of, parse_command
 from streamshard.cli.progress import display
 from streamshard.cli.signals import SIGNALS, Signals, StoppedBySignal
@@ -48,16 +46,19 @@ from streamshard.operations import apply
 from streamshard.operations.compact import compact
 from streamshard.operations.compact.compact_report import RunRecord
 from streamshard.operations.diff import diff
-from streamshard.operations.inspect import inspect, pickle_report, remains
+from streamshard.operations.inspect import inspect, pickle_report
 from streamshard.operations.inspect.inspect_report import (
     CheckpointList,
     IncompleteCheckpoint,
     Inspection,
 )
+from streamshard.operations.inspect.remains import find_remains
 from streamshard.operations.transfer.estimate import Estimate
 from streamshard.operations.transfer.plan import TransferPlan
 from streamshard.operations.transfer.report import Progress, Report
 from streamshard.operations.verify import verify
+from streamshard.options import SourceOptions, fields_of, types_of
+from streamshard.verb_options import OPTIONS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,7 +88,9 @@ def carry_out(arguments: argparse.Namespace, signals: Signals) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     """Run one verb to its end; returns the exit code."""
     try:
-        require_sense(arguments)
+        if arguments.verb in OPTIONS:
+            OPTIONS[arguments.verb](**_keywords(arguments))  # refuses what makes no sense
+            _require_sense(arguments)
         with _cluster(arguments), memory_errors():
             _VERBS[arguments.verb](arguments)
         sys.stdout.flush()
@@ -97,6 +100,31 @@ def _run(arguments: argparse.Namespace) -> int:
     except BrokenPipeError:
         give_up(sys.stdout)  # the reader has gone
     return 0
+
+
+def _require_sense(arguments: argparse.Namespace) -> None:
+    """Refuse options of the command line alone that contradict each other."""
+    if arguments.plan_out is not None:
+        message = f"--plan-out {arguments.plan_out}: saves"
+        if not arguments.dry_run:
+            raise UsageError(f"{message} a plan; give --dry-run with it")
+        if arguments.if_needed:
+            message = f"{message} what is to be written, whether it is needed or not"
+            raise UsageError(f"{message}; leave --if-needed out")
+    if arguments.prometheus and not arguments.status:
+        raise UsageError("--prometheus: is a form of --status; give both")
+    if arguments.prometheus and arguments.json:
+        raise UsageError("--prometheus and --json: are two forms of --status; give one of them")
+    for name in _CHANGING if arguments.status else ():
+        if getattr(arguments, name):
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"--status: only reports; leave {option} out")
+    if arguments.print_path and arguments.json:
+        raise UsageError("--print-path: is the key 'path' of --json; leave one of them out")
+
+
+_CHANGING: Final = ("delete", "dry_run", "notify", "undelete", "purge", "acknowledge")
+"""Options of `compact` that say what a run is to do."""
 
 
 @contextmanager
@@ -125,30 +153,24 @@ def _tell(message: str, error: BaseException) -> None:
         print(one_line(line), file=sys.stderr)
 
 
-def _keywords(function: Callable[..., object], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the keywords of a function that the command line has a value for."""
-    parameters = signature(function).parameters
-    return {
-        name: value
-        for name, value in vars(arguments).items()
-        if name in parameters and parameters[name].kind is Parameter.KEYWORD_ONLY
-    }
+def _keywords(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the keywords of the verb's function; its parser was made from the same options."""
+    kind = OPTIONS[arguments.verb]
+    fields = fields_of(kind)
+    return {name: getattr(arguments, name) for name in types_of(kind) if fields[name].help}
 
 
 def _transfer(arguments: argparse.Namespace) -> None:
     planner = apply.PLANNERS[arguments.verb]
     with _progress(arguments) as progress:
-        options = _keywords(planner, arguments)
-        plan = planner(arguments.source, arguments.target, **options)
+        plan = planner(**_keywords(arguments))
         done = _carry_out(plan, arguments, progress)
     _show(*done, arguments)
 
 
 def _verify(arguments: argparse.Namespace) -> None:
     with _progress(arguments) as progress:
-        found = verify.verify(
-            arguments.source, progress=progress, **_keywords(verify.verify, arguments)
-        )
+        found = verify.verify(progress=progress, **_keywords(arguments))
     if arguments.json:
         _print(json.dumps(asdict(found), indent=2))
     elif not arguments.quiet:
@@ -165,12 +187,7 @@ def _verify(arguments: argparse.Namespace) -> None:
 
 def _diff(arguments: argparse.Namespace) -> None:
     with _progress(arguments) as progress:
-        found = diff.diff(
-            arguments.source,
-            arguments.other,
-            progress=progress,
-            **_keywords(diff.diff, arguments),
-        )
+        found = diff.diff(progress=progress, **_keywords(arguments))
     if arguments.json:
         _print(json.dumps(asdict(found), indent=2))
     elif not arguments.quiet:
@@ -183,15 +200,13 @@ def _inspect(arguments: argparse.Namespace) -> None:
     if arguments.pickles:
         _inspect_pickles(arguments)
         return
-    options = _keywords(inspect.inspect, arguments)
+    options = _keywords(arguments)
     found: Inspection | CheckpointList | IncompleteCheckpoint | None
     try:
-        found = inspect.inspect(arguments.source, **options)
+        found = inspect.inspect(**options)
     except SourceError as error:
-        own = _keywords(remains.find_remains, arguments)
-        more = (value for name, value in options.items() if name not in own)
-        is_brief = not all(value is None or value is False or value == [] for value in more)
-        found = None if is_brief else remains.find_remains(error, arguments.source, **own)
+        own = {name: options.pop(name) for name in ("source", *types_of(SourceOptions))}
+        found = None if any(map(_is_given, options.values())) else find_remains(error, **own)
         if found is None:
             raise
         _show_inspection(found, arguments)
@@ -201,6 +216,10 @@ def _inspect(arguments: argparse.Namespace) -> None:
             raise
         return
     _show_inspection(found, arguments)
+
+
+def _is_given(value: object) -> bool:
+    return value is not None and value is not False and value != []
 
 
 def _show_inspection(
@@ -222,11 +241,11 @@ def _terminal_width() -> int | None:
 
 
 def _inspect_pickles(arguments: argparse.Namespace) -> None:
-    options = _keywords(inspect.inspect, arguments)
-    tag = options.pop("tag")
-    if not all(value is None or value is False or value == [] for value in options.values()):
+    options = _keywords(arguments)
+    source, tag = options.pop("source"), options.pop("tag")
+    if any(map(_is_given, options.values())):
         raise UsageError("--pickles lists names and nothing else: only --tag may be given with it")
-    found = pickle_report.list_pickles(arguments.source, tag=tag)
+    found = pickle_report.list_pickles(source, tag=tag)
     if arguments.json:
         _print(json.dumps(asdict(found), indent=2))
     elif not arguments.quiet:
@@ -247,15 +266,15 @@ def _inspect_pickles(arguments: argparse.Namespace) -> None:
 
 def _apply(arguments: argparse.Namespace) -> None:
     with _progress(arguments) as progress:
-        plan = apply.load_plan(arguments.plan, **_keywords(apply.load_plan, arguments))
+        plan = apply.load_plan(**_keywords(arguments))
         done = _carry_out(plan, arguments, progress)
     _show(*done, arguments)
 
 
 def _compact(arguments: argparse.Namespace) -> None:
-    runs = compact.runs_like(arguments.source, arguments.target)
+    runs = compact.runs_like(arguments.run_dir, arguments.archive_dir)
     if arguments.status:
-        _compact_status(runs or [(arguments.source, arguments.target)], arguments)
+        _compact_status(runs or [(arguments.run_dir, arguments.archive_dir)], arguments)
         return
     if arguments.notify is not None:
         require_command(arguments.notify)
@@ -265,7 +284,9 @@ def _compact(arguments: argparse.Namespace) -> None:
         if runs is None:
             code = _compact_run(arguments, records)
         elif arguments.undelete or arguments.purge or arguments.acknowledge:
-            raise UsageError(f"{arguments.source}: to name tags, give the one run that they are of")
+            raise UsageError(
+                f"{arguments.run_dir}: to name tags, give the one run that they are of"
+            )
         else:
             codes = [_compact_one_of_many(arguments, records, *run) for run in runs]
             code = next(filter(None, codes), 0)
@@ -281,12 +302,14 @@ def _compact_one_of_many(
     arguments: argparse.Namespace, records: list[RunRecord], run: Path, archive: Path
 ) -> int:
     """Compact one of several runs; an error is reported, and stops no other run."""
-    one = argparse.Namespace(**{**vars(arguments), "source": str(run), "target": str(archive)})
+    one = argparse.Namespace(
+        **{**vars(arguments), "run_dir": str(run), "archive_dir": str(archive)}
+    )
     try:
         return _compact_run(one, records, indent=None)
     except StreamshardError as error:
         if arguments.json:
-            document = {"run_dir": one.source, "archive_dir": one.target, "error": str(error)}
+            document = {"run_dir": one.run_dir, "archive_dir": one.archive_dir, "error": str(error)}
             _print(json.dumps(document))
         elif not arguments.quiet:
             _print(one_line(f"{run}: nothing was done"))
@@ -298,13 +321,10 @@ def _compact_run(
     arguments: argparse.Namespace, records: list[RunRecord], indent: int | None = 2
 ) -> int:
     """Compact one run, and return the exit code; its outcome is added to `records`."""
-    options = _keywords(compact.compact, arguments)
-    record = RunRecord(arguments.source, arguments.target)
+    record = RunRecord(arguments.run_dir, arguments.archive_dir)
     try:
         with _progress(arguments) as progress, memory_errors():
-            found = compact.compact(
-                arguments.source, arguments.target, progress=progress, **options
-            )
+            found = compact.compact(progress=progress, **_keywords(arguments))
     except TargetLockedError as error:
         if arguments.quiet:
             return error.exit_code

@@ -3,18 +3,65 @@
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
-from streamshard.cli.options import with_templates
-from streamshard.cli.reading_verbs import add_compact, add_diff, add_inspect, add_verify
+from streamshard import sizes
 from streamshard.cli.streams import give_up, write_out
 from streamshard.cli.text.escaping import one_line
-from streamshard.cli.verbs import SHELLS, Verbs, add_verb
-from streamshard.cli.writing_verbs import add_apply, add_convert, add_export, add_repartition
 from streamshard.errors import StreamshardError, TargetError
+from streamshard.options import OptionField, Options, fields_of, types_of
+from streamshard.verb_options import OPTIONS
 
+_SUMMARIES: Final = {
+    "repartition": (
+        "write a checkpoint's files for another world size",
+        "streamshard repartition runs/7b runs/7b-on-6 --world-size 6",
+    ),
+    "convert": (
+        "write a checkpoint into a Zarr store",
+        "streamshard convert runs/7b archive/7b.zarr --codec zstd",
+    ),
+    "export": (
+        "write a checkpoint's weights for from_pretrained",
+        "streamshard export runs/7b models/7b --dtype bf16",
+    ),
+    "verify": (
+        "check that a checkpoint is whole and as it was written, or the same as another",
+        "streamshard verify archive/7b.zarr --against runs/7b",
+    ),
+    "diff": (
+        "say how different two checkpoints are, tensor by tensor",
+        "streamshard diff runs/7b/global_step1000 runs/7b/global_step2000 --param 'layers.0.*'",
+    ),
+    "inspect": ("show what is in a checkpoint", "streamshard inspect runs/7b"),
+    "compact": (
+        "archive old tags of a run directory, and remove them if asked to",
+        "streamshard compact runs/7b archive/7b --keep-last 3 --delete --grace 7d",
+    ),
+    "apply": (
+        "run a plan that --dry-run --plan-out has saved, unless something has changed since",
+        "streamshard apply plan.json",
+    ),
+    "completion": (
+        "print what teaches a shell to complete this command line",
+        "streamshard completion bash > ~/.local/share/bash-completion/completions/streamshard",
+    ),
+}
+"""Verb → what it does, and an example."""
+_OF_SOME: Final = {
+    "plan_out": None,
+    **dict.fromkeys(("if_needed", "print_path", "status", "prometheus"), False),
+}
+"""Options that not every verb has, and that are looked at for every one."""
+SHELLS: Final = ("bash", "zsh", "fish")
+"""Shells with a completion script."""
+_EXAMPLE: Final = "Example: "
+_MOST_SOURCES: Final = 2
+"""Maximum number of consecutive sources that a verb takes."""
 _URL: Final = re.compile(r"(?<=:/)\S*[@?#]\S*")
 """What may hold a password, or another secret, in a word that nothing has looked into yet."""
 
@@ -31,28 +78,126 @@ def arguments_of() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version, help="show the version and exit")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
-    add_repartition(verbs)
-    add_convert(verbs)
-    add_export(verbs)
-    add_verify(verbs)
-    add_diff(verbs)
-    add_inspect(verbs)
-    add_compact(verbs)
-    add_apply(verbs)
-    _add_completion(verbs)
-    for verb in verbs.choices.values():
-        verb.verbs = verbs.choices
+    for name, (summary, example) in _SUMMARIES.items():
+        verb: argparse.ArgumentParser = verbs.add_parser(
+            name,
+            help=summary,
+            description=summary.capitalize() + ".",
+            epilog=_EXAMPLE + example,
+            formatter_class=_Help,
+        )
+        verb.set_defaults(verb=name, **_OF_SOME)
+        if name in OPTIONS:
+            _add_options(verb, OPTIONS[name])
+        else:
+            verb.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
+    for one in verbs.choices.values():
+        one.verbs = verbs.choices
     return parser
+
+
+def _add_options(verb: argparse.ArgumentParser, kind: type[Options]) -> None:
+    """Add what a verb takes: what every one does, then what is of this one."""
+    verb.add_argument("--json", action="store_true", help="print one JSON document")
+    volume = verb.add_mutually_exclusive_group()
+    volume.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
+    volume.add_argument("-v", "--verbose", action="store_true", help="print more")
+    types, apart = types_of(kind), None
+    for name, field in fields_of(kind).items():
+        if field.apart:
+            apart = apart or verb.add_mutually_exclusive_group()
+        if field.help:
+            names, how = _argument(name, field, types.get(name))
+            (apart if field.apart and apart else verb).add_argument(*names, help=field.help, **how)
+
+
+def _argument(name: str, field: OptionField, of: object) -> tuple[list[str], dict[str, Any]]:
+    """Return what argparse calls an option, and how it reads it."""
+    words = field.shown.split()
+    flags = [word for word in words if word.startswith("-")]
+    metavar, *more = [None, None] if len(words) == len(flags) else words[len(flags) :]
+    if field.default is ...:
+        return [name], {"metavar": metavar}
+    if isinstance(field.default, bool):
+        no = "no-" * field.default
+        how: dict[str, Any] = {"action": f"store_{str(not field.default).lower()}"}
+        return flags or [f"--{no}{name.replace('_', '-')}"], {"dest": name, **how}
+    how = {"dest": name, "metavar": metavar, "default": field.default, "choices": field.choices}
+    if field.default == ():
+        how |= {"default": [], "nargs": "+"} if more else {"default": [], "action": "append"}
+    elif name == "memory_limit":
+        how["type"] = _memory_size
+    elif metavar in _READ:
+        how["type"] = _READ[metavar]
+    elif of in (int, int | None):
+        how["type"] = int
+    return flags or [f"--{name.replace('_', '-')}"], how
+
+
+def _reads(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Let argparse say what is wrong with a value, in the words of the error."""
+
+    def read(text: str) -> Any:  # noqa: ANN401
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return read
+
+
+@_reads
+def _memory_size(text: str) -> int:
+    """Read a size, or a fraction of the machine's memory: 50%."""
+    from streamshard.engine.run import resident_memory  # not at the top: `--help` needs none of it
+
+    return sizes.parse(text, whole=resident_memory.available_bytes())
+
+
+_READ: Final = {
+    "SIZE": _reads(sizes.parse),
+    "TIME": _reads(sizes.parse_time),
+    "LIST": _reads(sizes.parse_numbers),
+}
+"""What stands for a value → how it is read."""
 
 
 def parse_command(argv: Sequence[str]) -> argparse.Namespace:
     """Parse a command line; ends the process if it is not valid."""
     parser = arguments_of()
     try:
-        words = with_templates(argv)
+        words = _with_templates(argv)
     except StreamshardError as error:
         parser.exit(error.exit_code, one_line(f"streamshard: {error}") + "\n")
     return parser.parse_args(words)
+
+
+def _with_templates(argv: Sequence[str]) -> list[str]:
+    """Replace the files of all ranks, to which a shell expands `raw/*.pt`, by their template."""
+    if len(argv) <= _MOST_SOURCES:  # a verb and one file, or `--help`, which is to be fast
+        return [*argv]
+    found: list[str] = []
+    for (is_one, place), group in groupby(argv, _file_and_place):
+        words = [*group]
+        if is_one and len(words) > 1 and "{" not in str(place):
+            # Not at the top: rarely needed, as most words are not files.
+            from streamshard.formats.deepspeed.dumps import dump_names
+
+            paths = [*map(Path, words)]
+            if len(words) > _MOST_SOURCES or dump_names.fitting([path.name for path in paths]):
+                words = [dump_names.template_for(paths)]
+        found += words
+    return found
+
+
+def _file_and_place(word: str) -> tuple[bool, Path]:
+    from streamshard.io.entries import is_file  # not at the top: `--help` needs none of it
+
+    path = Path(word)
+    try:
+        return is_file(path), path.parent
+    except OSError:  # such as a name that is too long
+        return False, path.parent
 
 
 class _Parser(argparse.ArgumentParser):
@@ -117,6 +262,13 @@ def _hint(near: Iterable[str | None]) -> str:
     return f"; did you mean {' '.join(found)}?" if found else ""
 
 
+class _Help(argparse.HelpFormatter):
+    """Keeps the example in one line, so that it can be copied."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text.startswith(_EXAMPLE) else super()._fill_text(text, width, indent)
+
+
 class _Version(argparse.Action):
     """Prints the version, which it looks up only when asked for."""
 
@@ -132,10 +284,3 @@ class _Version(argparse.Action):
             found = "(not installed, so its version is not known)"
         parser._print_message(f"{parser.prog} {found}\n", sys.stdout)
         parser.exit()
-
-
-def _add_completion(verbs: Verbs) -> None:
-    summary = "print what teaches a shell to complete this command line"
-    example = "streamshard completion bash > ~/.local/share/bash-completion/completions/streamshard"
-    verb = add_verb(verbs, "completion", summary, example, prints=False)
-    verb.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))

@@ -86,7 +86,7 @@ def display(
 ) -> AbstractContextManager[Progress]:
     """Choose how progress is shown until the context ends.
 
-    `mode`: one of `PROGRESS_MODES`. `auto` is a bar on a terminal that can erase a line, else
+    `mode`: as `--progress` takes it. `auto` is a bar on a terminal that can erase a line, else
     lines.
     `stream`: where progress is written; by default standard error.
     """

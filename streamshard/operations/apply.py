@@ -1,8 +1,7 @@
 """`apply`: plans a saved plan's command again, and refuses to run if the result differs."""
 
-import os
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Final
 
 from streamshard.errors import Option, SourceError, TargetExistsError, UsageError
 from streamshard.io.object_path import as_path
@@ -11,6 +10,8 @@ from streamshard.operations.export.export import plan_export
 from streamshard.operations.repartition.repartition import plan_repartition
 from streamshard.operations.transfer import plan_file
 from streamshard.operations.transfer.plan import TransferPlan
+from streamshard.options import takes
+from streamshard.verb_options import ApplyOptions
 
 PLANNERS: Final[Mapping[str, Callable[..., TransferPlan]]] = {
     "repartition": plan_repartition,
@@ -21,12 +22,8 @@ PLANNERS: Final[Mapping[str, Callable[..., TransferPlan]]] = {
 _NEW_PLAN: Final = Option("plan.save()")
 
 
-def load_plan(
-    path: str | os.PathLike[str],
-    *,
-    memory_limit: int | None = None,
-    workers: int | None = None,
-) -> TransferPlan:
+@takes(ApplyOptions)
+def load_plan(options: ApplyOptions) -> TransferPlan:
     """Read a plan that `plan.save` wrote, and plan it again; writes nothing.
 
     Call `run` of the result to carry out the plan. If that run is interrupted, apply the plan
@@ -46,25 +43,22 @@ def load_plan(
     StreamshardError
         Any other error that planning raises.
     """
-    place = as_path(path)
+    place = as_path(options.path)
     saved = plan_file.read(place)
-    options: dict[str, Any] = dict(saved.options)
-    if memory_limit is not None:
-        options["memory_limit"] = memory_limit
-    if workers is not None:
-        options["workers"] = workers
+    limits = {"memory_limit": options.memory_limit, "workers": options.workers}
+    given = {**saved.options, **{k: value for k, value in limits.items() if value is not None}}
     try:
-        plan = PLANNERS[saved.verb](saved.source, saved.target, **options)
+        plan = PLANNERS[saved.verb](saved.source, saved.target, **given)
     except TargetExistsError as error:
-        if not options["overwrite"]:
+        if not given["overwrite"]:
             replace = Option("overwrite", True)
             message = f"{place}: was made without {replace}. Make a new plan with {_NEW_PLAN}, and"
             error.add_note(f"{message} with {replace}")
         raise
-    difference = plan.identity.difference(saved.identity)
+    difference = plan.identity.difference(saved.purpose)
     if difference is not None:
         own = plan.identity.header
-        same = all(own[key] == saved.identity[key] for key in ("format", "options"))
+        same = all(own[key] == saved.purpose[key] for key in ("format", "options"))
         message = f"{place}: {difference}. Make a new plan with {_NEW_PLAN}"
         raise (SourceError if same else UsageError)(message)
     sizes = plan.sizes()

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from streamshard.cli.parser import arguments_of
-from streamshard.cli.verbs import SHELLS
+from streamshard.cli.parser import SHELLS, arguments_of
 from tests.cli.conftest import Saved, in_process, passed, refused
 from tests.fabricated import write
 from tests.job import Job

@@ -2,6 +2,7 @@
 
 import shutil
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,8 @@ def test_bringing_back(run: Path, archive: Path) -> None:
 def test_by_hand_nothing_goes_before_its_time_or_in_a_dry_run(run: Path, archive: Path) -> None:
     api.compact(run, archive, delete=True)
     before = bits(run)
-    for asked in ({"undelete": [FIRST]}, {"purge": [FIRST]}):
-        found = api.compact(run, archive, dry_run=True, grace=NO_GRACE, **asked)
+    dry = partial(api.compact, run, archive, dry_run=True, grace=NO_GRACE)
+    for found in (dry(undelete=[FIRST]), dry(purge=[FIRST])):
         assert found.exit_code == 0
     found = api.compact(run, archive, purge=[FIRST])
     assert (actions(found)[FIRST], found.exit_code) == ("failed", 2)

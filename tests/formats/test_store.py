@@ -21,7 +21,6 @@ from zarr.core.buffer import default_buffer_prototype
 from zarr.storage import MemoryStore
 
 import streamshard
-from streamshard.defaults import CODECS
 from streamshard.formats.zarr.documents import (
     array_document,
     array_path,
@@ -30,6 +29,7 @@ from streamshard.formats.zarr.documents import (
 )
 from streamshard.formats.zarr.rewritten import is_serialized_anew
 from streamshard.model import ITEMSIZE, LogicalTensor
+from streamshard.options import CODECS
 from tests.fabricated import client_state, write
 from tests.formats.conftest import files_of
 from tests.job import Job, expected

@@ -24,6 +24,7 @@ from streamshard.formats.deepspeed import ds_config, names, resume_settings
 from streamshard.formats.deepspeed.model_parallel import cut_rules
 from streamshard.formats.deepspeed.model_parallel.affine_maps import AffineMaps, has_maps
 from streamshard.formats.deepspeed.model_parallel.categories import Categories
+from streamshard.formats.deepspeed.names import latest_of
 from streamshard.formats.pickle import inert_dump, inert_load
 from streamshard.formats.shapes import require_shape
 from streamshard.formats.torch import torch_file
@@ -41,7 +42,6 @@ from streamshard.io.readable import ReadableFile
 from streamshard.layout.boxes import NotTiledError, grid_of
 from streamshard.operations.compact.receipts import ArchivedTag
 from streamshard.operations.transfer import plan_file
-from streamshard.operations.transfer.needed import latest_of
 from streamshard.operations.transfer.run_identity import is_header
 
 FORBIDDEN: Final = ("exec", "import", "compile", "os.", "subprocess.", "socket.", "shutil.")

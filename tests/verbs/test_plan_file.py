@@ -22,6 +22,7 @@ from streamshard.errors import (
 from streamshard.operations.apply import PLANNERS
 from streamshard.operations.transfer import plan_file
 from streamshard.operations.transfer.report import Silent
+from streamshard.verb_options import OPTIONS
 from tests.cli.conftest import tree
 from tests.fabricated import client_state, write
 from tests.job import TAG, Job
@@ -75,7 +76,7 @@ def test_the_options_are_those_of_the_verb(verb: str) -> None:
     names -= {"if_needed"}  # a plan is what is to be written
     PLANS[verb]().save("plan.json")
     saved = json.loads(Path("plan.json").read_text())["options"]
-    assert plan_file.saved_options(plan_file.OPTIONS[verb]).keys() == names == saved.keys()
+    assert plan_file.saved_options(OPTIONS[verb]).keys() == names == saved.keys()
 
 
 class Cut(Silent):

@@ -4,11 +4,17 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from streamshard.cli.text.escaping import one_line
-from streamshard.cli.text.tables import paragraph, table
+from streamshard.cli.text.tables import (
+    facts_text,
+    memory_text,
+    more_text,
+    paragraph,
+    read_text,
+    table,
+)
 from streamshard.operations.diff.diff_report import DiffReport, Distance, TensorDiff
 from streamshard.operations.inspect.inspect_report import KINDS
-from streamshard.sizes import show_bytes
+from streamshard.sizes import counted
 
 _MOST_SHOWN: Final = 20
 """Maximum tensors, and other differences, that are shown without `-v`."""
@@ -49,8 +55,7 @@ def diff_text(found: DiffReport, *, sort: str, verbose: bool) -> str:
         lines = [f"{difference.kind}: {difference.message}" for difference in found.differences]
         shown = lines if verbose else lines[:_MOST_SHOWN]
         blocks.append("\n".join(["Other differences:", *shown]))
-        if len(shown) < len(lines):
-            blocks.append(f"{len(lines) - len(shown):,} more; -v shows all.")
+        blocks += more_text(len(lines) - len(shown))
     if found.is_equal:
         blocks.append("Equal to the bit. Checksums were not looked at: verify does that.")
     return "\n\n".join(blocks)
@@ -60,29 +65,25 @@ def difference_text(found: DiffReport) -> str:
     """Summarize the differences in one line."""
     changed, others = len(found.changed), len(found.differences)
     parts = [f"{changed:,} of {len(found.tensors):,} tensors"] if changed else []
-    parts += [f"{others:,} other difference{'s' * (others != 1)}"] if others else []
+    parts += [counted(others, "other difference")] if others else []
     return f"{found.left}: differs from {found.right}: {', '.join(parts)}"
 
 
 def _summary(found: DiffReport, *, verbose: bool) -> str:
-    read, rate = show_bytes(found.bytes_read), found.bytes_read / max(found.seconds, 1e-9)
     changed = len(found.changed)
-    sides = [
-        one_line(f"{path} ({KINDS[kind]}), {tag}")
+    left, right = (
+        f"{path} ({KINDS[kind]}), {tag}"
         for path, kind, tag in zip((found.left, found.right), found.kinds, found.tags, strict=True)
-    ]
-    lines = [
-        f"from     {sides[0]}",
-        f"to       {sides[1]}",
-        f"tensors  {changed:,} changed, {len(found.tensors) - changed:,} equal",
-        f"read     {read} in {found.seconds:.1f} s, {show_bytes(int(rate))}/s",
+    )
+    facts = [
+        ("from", left),
+        ("to", right),
+        ("tensors", f"{changed:,} changed, {len(found.tensors) - changed:,} equal"),
+        ("read", read_text(found)),
     ]
     if verbose:
-        peak = show_bytes(max(0, found.peak_bytes - found.floor_bytes))
-        projected = show_bytes(found.projected_bytes - found.floor_bytes)
-        above = f"{peak} above the program's {show_bytes(found.floor_bytes)}; projected {projected}"
-        lines.append(f"memory   {above}")
-    return "\n".join(lines)
+        facts.append(("memory", memory_text(found, verbose=True)))
+    return facts_text(facts)
 
 
 def _states(found: DiffReport) -> str:
@@ -101,10 +102,8 @@ def _tensors(found: DiffReport, *, sort: str, verbose: bool) -> list[str]:
     if not shown:
         return []
     rows = [(tensor.name, *_cells(tensor.distance)) for tensor in shown]
-    blocks = [_aligned([("tensor", *_HEAD), *rows])]
-    if len(shown) < len(tensors):
-        blocks.append(f"{len(tensors) - len(shown):,} more changed; -v shows all tensors.")
-    return blocks
+    more = more_text(len(tensors) - len(shown), "more changed; -v shows all tensors.")
+    return [_aligned([("tensor", *_HEAD), *rows]), *more]
 
 
 def _not_finite(found: DiffReport, *, verbose: bool) -> list[str]:
@@ -118,8 +117,7 @@ def _not_finite(found: DiffReport, *, verbose: bool) -> list[str]:
     if not shown:
         return []
     head = ("not finite", "NaN from", "NaN to", "inf from", "inf to")
-    more = [f"{len(rows) - len(shown):,} more; -v shows all."] if len(shown) < len(rows) else []
-    return [_aligned([head, *shown]), *more]
+    return [_aligned([head, *shown]), *more_text(len(rows) - len(shown))]
 
 
 def _cells(distance: Distance) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from streamshard.cli.text.tables import paragraph, table, target_text
+from streamshard.cli.text.tables import paragraph, resize_fact, table, target_text
 from streamshard.operations.transfer.estimate import (
     Estimate,
     FileBytes,
@@ -49,19 +49,12 @@ def plan_text(report: Report, estimate: Estimate, *, verbose: bool) -> str:
 def _summary(report: Report, estimate: Estimate) -> Iterator[tuple[str, str]]:
     yield "would write", target_text(report)
     yield "from", f"{report.source}, tag {report.tag}"
-    if report.tensors is not None:
-        yield "tensors", f"{report.tensors:,}" + (f", {report.dtype}" if report.dtype else "")
-    else:
-        now = "any" if report.world_size is None else str(report.world_size)
-        stage = "" if report.world_size is None else f", ZeRO stage {report.zero_stage}"
-        yield "world size", f"{report.source_world_size} -> {now}{stage}"
+    yield resize_fact(report)
     used = sum(bool(file.nbytes) for file in estimate.reads)
-    yield "reads", f"{show_bytes(estimate.read_bytes)} of content, from {_files_of(used)}"
+    yield "reads", f"{show_bytes(estimate.read_bytes)} of content, from {counted(used, 'file')}"
     most = "at most " if estimate.is_upper_bound else ""
-    yield (
-        "writes",
-        f"{most}{show_bytes(estimate.written_bytes)}, into {_files_of(len(estimate.writes))}",
-    )
+    into = counted(len(estimate.writes), "file")
+    yield "writes", f"{most}{show_bytes(estimate.written_bytes)}, into {into}"
     if report.is_verified:
         yield "verifies", f"and reads {show_bytes(estimate.reread_bytes)} more for that"
     yield "memory", _memory(estimate.memory)
@@ -70,10 +63,6 @@ def _summary(report: Report, estimate: Estimate) -> Iterator[tuple[str, str]]:
     yield "time", _time(estimate)
     if estimate.space is not None:
         yield "space", _space(estimate.space)
-
-
-def _files_of(count: int) -> str:
-    return f"{count:,} file{'s' * (count != 1)}"
 
 
 def _memory(memory: MemoryParts) -> str:

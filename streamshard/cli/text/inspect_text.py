@@ -5,7 +5,7 @@ from datetime import datetime
 from typing import Final
 
 from streamshard.cli.text.escaping import printable
-from streamshard.cli.text.tables import bold, facts_text, paragraph, table
+from streamshard.cli.text.tables import bold, facts_text, more_text, paragraph, table
 from streamshard.operations.inspect.inspect_report import (
     KINDS,
     CheckpointList,
@@ -19,7 +19,7 @@ from streamshard.operations.inspect.inspect_report import (
     ParameterDetail,
     RankDetail,
 )
-from streamshard.sizes import show_bytes
+from streamshard.sizes import counted, show_bytes
 
 _PARAMETERS_SHOWN: Final = 20
 """Maximum parameters, file groups, details and problems that are listed without `-v`."""
@@ -180,12 +180,8 @@ class _Page:
             self.table(*_partition_table(part, None if self._verbose else _ROWS_SHOWN))
 
 
-def _elements(numel: int) -> str:
-    return f"{numel:,} element{'s' * (numel != 1)}"
-
-
 def _more(count: int, hint: str) -> str:
-    return f"{count:,} more: {hint}." if count > 0 else ""
+    return "".join(more_text(count, f"more: {hint}."))
 
 
 def _between(first: object, last: object) -> str:
@@ -220,7 +216,7 @@ def _known(number: int | None) -> str:
 
 def _checkpoints(found: Sequence[CheckpointSummary]) -> str:
     whole = sum(one.is_whole is True for one in found)
-    return f"{len(found):,} checkpoint{'s' * (len(found) != 1)}, {whole:,} whole"
+    return f"{counted(len(found), 'checkpoint')}, {whole:,} whole"
 
 
 def _newest_whole(path: str, found: Sequence[CheckpointSummary]) -> str:
@@ -266,7 +262,7 @@ def _detail_table(
     detail: ParameterDetail, most: int | None
 ) -> tuple[str, Columns, list[list[Cell]], str]:
     """Make the table of a parameter; states with the same elements in the same file share a row."""
-    title = f"{detail.name}: shape {_cell_text(detail.shape)}, {_elements(detail.numel)}"
+    title = f"{detail.name}: shape {_cell_text(detail.shape)}, {counted(detail.numel, 'element')}"
     if detail.model_part:
         title += f", {detail.model_part}"
     title += f", param group {detail.group}" if detail.group is not None else f", {detail.kind}"
@@ -295,7 +291,7 @@ def _partition_table(
     if part.sub_group is not None:
         where += f", sub-group {part.sub_group}"
     offsets = ", ".join(f"{state} at {offset:,}" for state, offset in part.offsets.items())
-    title = f"{where}: {_elements(part.numel)}, {part.padding:,} of them padding\n"
+    title = f"{where}: {counted(part.numel, 'element')}, {part.padding:,} of them padding\n"
     title += f"{part.file}: bytes of {offsets}"
     rows: list[list[Cell]] = [
         [held.name, f"{held.start:,} to {held.stop:,}", f"{held.numel:,}", f"{held.at:,}"]
@@ -335,7 +331,7 @@ def _summary(found: Inspection, *, brief: bool) -> str:
         numel = sum(group.numel for group in found.groups)
         states = dict.fromkeys(key for group in found.groups for key in group.states)
         counts = {"buffer": found.buffers, "tied name": len(found.tied)}
-        also = [f"{count:,} {what}{'s' * (count != 1)}" for what, count in counts.items()]
+        also = [counted(count, what) for what, count in counts.items()]
         facts += [
             ("DeepSpeed", found.deepspeed_version or "version not recorded"),
             ("dtypes", _dtypes(found)),

@@ -18,10 +18,11 @@ from streamshard.operations.compact.compact_report import (
     CompactedTag,
     Compaction,
 )
+from streamshard.operations.diff.diff_report import DiffReport
 from streamshard.operations.inspect.inspect_report import KINDS
 from streamshard.operations.inspect.pickle_report import PickleListing
 from streamshard.operations.transfer.report import Report
-from streamshard.sizes import UNITS, show_bytes, some_of
+from streamshard.sizes import UNITS, counted, show_bytes, some_of
 
 _MOST_SHOWN: Final = 20
 """Maximum problems that are shown without `-v`."""
@@ -154,9 +155,9 @@ def report_text(report: Report, *, verbose: bool) -> str:
     facts: list[tuple[str, object]] = [
         ("wrote" if done else "would write", target_text(report)),
         ("tag", report.tag),
-        ("world size", _resize(report)) if report.tensors is None else ("tensors", _cast(report)),
+        resize_fact(report),
         ("files", f"{report.files:,}, {show_bytes(report.bytes_written)}"),
-        ("memory", _memory(report, verbose=verbose)),
+        ("memory", memory_text(report, verbose=verbose)),
     ]
     if report.is_verified:
         facts.append(("verified", "read back: no difference" if done else "will be"))
@@ -223,23 +224,13 @@ def verification_text(found: Verification, *, verbose: bool, with_digests: bool)
     facts.append(("tag", found.tag or "not known"))
     if found.sample != "1/1":
         facts.append(("sample", found.sample))
-    rate = found.bytes_read / max(found.seconds, 1e-9)
-    facts += [
-        ("files", f"{found.files:,}"),
-        (
-            "read",
-            f"{show_bytes(found.bytes_read)} in {found.seconds:.1f} s, {show_bytes(int(rate))}/s",
-        ),
-    ]
+    facts += [("files", f"{found.files:,}"), ("read", read_text(found))]
     if found.against is None:
         facts.append(("checksums", f"{found.checked:,}"))
     if found.against is not None or found.tensors:
         facts.append(("tensors", f"{found.tensors:,}"))
     if verbose:
-        peak = show_bytes(max(0, found.peak_bytes - found.floor_bytes))
-        projected = show_bytes(found.projected_bytes - found.floor_bytes)
-        above = f"{peak} above the program's {show_bytes(found.floor_bytes)}; projected {projected}"
-        facts.append(("memory", above))
+        facts.append(("memory", memory_text(found, verbose=True)))
     blocks = [facts_text(facts), *map(paragraph, found.notes)]
     if with_digests:
         blocks.append(table([("digest", "tensor"), *((d, n) for n, d in found.digests.items())]))
@@ -250,41 +241,49 @@ def verification_text(found: Verification, *, verbose: bool, with_digests: bool)
     else:
         same = "No difference. Checksums were not looked at: verify does that without --against."
         blocks.append(same if found.against else "No problem found.")
-    if len(shown) < len(wrong):
-        blocks.append(f"{len(wrong) - len(shown):,} more; -v shows all.")
-    return "\n\n".join(blocks)
+    return "\n\n".join([*blocks, *more_text(len(wrong) - len(shown))])
 
 
 def findings_lines(found: Verification, *, verbose: bool) -> list[str]:
     """Summarize the problems in one line; if verbose, with all problems below."""
     wrong: list[Problem | Difference] = [*found.problems, *found.differences]
-    count = f"{len(found.problems):,} problem{'s' * (len(found.problems) != 1)}"
+    count = counted(len(found.problems), "problem")
     if found.differences:
-        many = len(found.differences)
-        differences = f"{many:,} difference{'s' * (many != 1)} from {found.against}"
+        differences = f"{counted(len(found.differences), 'difference')} from {found.against}"
         count = f"{count}, {differences}" if found.problems else differences
     return [f"{found.path}: {count}", *(map(_finding, wrong) if verbose else ())]
+
+
+def read_text(found: Verification | DiffReport) -> str:
+    """Say how much was read, and how fast."""
+    rate = show_bytes(int(found.bytes_read / max(found.seconds, 1e-9)))
+    return f"{show_bytes(found.bytes_read)} in {found.seconds:.1f} s, {rate}/s"
+
+
+def more_text(left: int, hint: str = "more; -v shows all.") -> list[str]:
+    """Return the line about what is left out, if anything is."""
+    return [f"{left:,} {hint}"] if left > 0 else []
 
 
 def _finding(found: Problem | Difference) -> str:
     return f"{found.kind}: {found.message}"
 
 
-def _resize(report: Report) -> str:
+def resize_fact(report: Report) -> tuple[str, str]:
+    """Say for how many ranks a target is, or how many tensors an export has."""
+    if report.tensors is not None:
+        return "tensors", f"{report.tensors:,}" + (f", {report.dtype}" if report.dtype else "")
     if report.world_size is None:
-        return f"{report.source_world_size} -> any"
-    return f"{report.source_world_size} -> {report.world_size}, ZeRO stage {report.zero_stage}"
+        return "world size", f"{report.source_world_size} -> any"
+    now = f"{report.world_size}, ZeRO stage {report.zero_stage}"
+    return "world size", f"{report.source_world_size} -> {now}"
 
 
-def _cast(report: Report) -> str:
-    return f"{report.tensors:,}" + (f", {report.dtype}" if report.dtype else "")
-
-
-def _memory(report: Report, *, verbose: bool) -> str:
+def memory_text(found: Report | Verification | DiffReport, *, verbose: bool) -> str:
     """Format the measured or projected memory above the program's own."""
-    projected = show_bytes(report.projected_bytes - report.floor_bytes)
-    above = f"above the program's {show_bytes(report.floor_bytes)}"
-    if report.peak_bytes is None:
+    projected = show_bytes(found.projected_bytes - found.floor_bytes)
+    above = f"above the program's {show_bytes(found.floor_bytes)}"
+    if found.peak_bytes is None:
         return f"at most {projected} {above}"
-    measured = f"{show_bytes(max(0, report.peak_bytes - report.floor_bytes))} {above}"
+    measured = f"{show_bytes(max(0, found.peak_bytes - found.floor_bytes))} {above}"
     return f"{measured}; projected {projected}" if verbose else measured

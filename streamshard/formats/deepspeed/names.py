@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from streamshard.formats.pickle.inert import Global
-from streamshard.io.entries import read_all
+from streamshard.io.entries import is_file, read_all
 
 LATEST: Final = "latest"
 _LATEST_BYTES: Final = 4096
@@ -137,6 +137,11 @@ class RankFile:
 def read_latest(file: Path) -> str:
     """Read the name of a tag in `latest`, or in a file like it."""
     return read_all(file, _LATEST_BYTES).decode(errors="replace").strip()
+
+
+def latest_of(directory: Path, name: str = LATEST) -> str | None:
+    """Return the tag that `latest` names, or a file like it; None if there is no such file."""
+    return read_latest(directory / name) if is_file(directory / name) else None
 
 
 def parse(name: str) -> RankFile | None:

@@ -12,7 +12,6 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from streamshard.defaults import CODECS
 from streamshard.errors import (
     CorruptFileError,
     IncompleteError,
@@ -51,6 +50,7 @@ from streamshard.formats.zarr.store_paths import read_small, require_inside
 from streamshard.io.entries import examine, is_file
 from streamshard.layout.cutting import Cutting, CuttingBuilder
 from streamshard.model import ITEMSIZE, BlockDigests, Decoder, LogicalTensor, Slot, SourceFile
+from streamshard.options import CODECS
 
 MANIFEST_FILES: Final = (f"{MANIFEST_PATH}/zarr.json", f"{MANIFEST_PATH}/c/0")
 """Files that the manifest itself does not list."""

@@ -33,9 +33,8 @@ from streamshard.operations.convert.convert import store_output
 from streamshard.operations.source.source import Source
 from streamshard.operations.source.unfinished import has_journal, is_unfinished
 from streamshard.operations.transfer.plan import plan_output
-from streamshard.operations.transfer.plan_file import Command
 from streamshard.operations.transfer.target import is_there, require_separate
-from streamshard.operations.verb_options import ConvertOptions
+from streamshard.verb_options import CompactOptions, ConvertOptions
 
 _LINK: Final = f"{names.OWN_PREFIX}.link"
 _SCRIPT: Final = "zero_to_fp32.py"
@@ -45,7 +44,7 @@ _SCRIPT: Final = "zero_to_fp32.py"
 def archive_tag(
     context: RunContext,
     tag: str,
-    storing: ConvertOptions,
+    storing: CompactOptions,
     *,
     stable_since_ns: int,
     rebuilds: bool = False,
@@ -114,18 +113,24 @@ def _write_store(
     context: RunContext,
     small: Source,
     place: ArchivedTag,
-    storing: ConvertOptions,
+    storing: CompactOptions,
     *,
     overwrite: bool,
 ) -> None:
     limits = context.proofs.limits
-    options = replace(
-        storing, memory_limit=limits.memory_limit, workers=limits.workers, overwrite=overwrite
+    options = ConvertOptions(
+        context.run_dir / place.tag,
+        place.store,
+        codec=storing.codec,
+        chunk_size=storing.chunk_size,
+        lock=storing.lock,
+        memory_limit=limits.memory_limit,
+        workers=limits.workers,
+        overwrite=overwrite,
     )
     require_separate(small.path, small.files, place.store)
-    command = Command("compact", context.run_dir / place.tag, place.store, options)
     output = store_output(small, verb="compact", options=options)
-    plan = plan_output(command, output, place.store, limits.floor_bytes)
+    plan = plan_output(options, output, place.store, limits.floor_bytes)
     plan.run(context.proofs.progress)
 
 

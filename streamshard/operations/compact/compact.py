@@ -9,7 +9,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
 
-from streamshard.defaults import DEFAULT_CHUNK_BYTES, DEFAULT_GRACE, DEFAULT_MIN_AGE
 from streamshard.engine.jobs.executor import limited_to
 from streamshard.engine.run import resident_memory
 from streamshard.errors import Option, SourceNotFoundError, UsageError
@@ -24,47 +23,28 @@ from streamshard.operations.compact.compact_report import (
     CompactedTag,
     Compaction,
 )
-from streamshard.operations.compact.compact_run import CompactRun, Settings, TagProgress
-from streamshard.operations.compact.tag_choice import Rules, matches, require_pattern
+from streamshard.operations.compact.compact_run import CompactRun, TagProgress
+from streamshard.operations.compact.tag_choice import matches, require_pattern
 from streamshard.operations.transfer.execution import Limits
-from streamshard.operations.transfer.report import Progress, Silent
+from streamshard.operations.transfer.report import Silent, Watched
 from streamshard.operations.transfer.target import nearest_directory
-from streamshard.operations.verb_options import ConvertOptions
+from streamshard.options import option, takes
 from streamshard.sizes import counted, show_bytes
-
-Path_ = str | os.PathLike[str]
+from streamshard.verb_options import CompactOptions
 
 _WILD: Final = re.compile(r"[*?[]")
 
 _DELETE: Final = Option("delete", True)
 
 
-def compact(
-    run_dir: Path_,
-    archive_dir: Path_,
-    *,
-    keep_last: int = 3,
-    keep_every: int | None = None,
-    keep_tags: Sequence[str] = (),
-    tags: str | None = None,
-    min_age: timedelta = DEFAULT_MIN_AGE,
-    codec: str = "zstd",
-    chunk_size: int = DEFAULT_CHUNK_BYTES,
-    delete: bool = False,
-    grace: timedelta = DEFAULT_GRACE,
-    max_delete: int | None = None,
-    weights_only_older_than: timedelta | None = None,
-    undelete: Sequence[str] = (),
-    purge: Sequence[str] = (),
-    acknowledge: Sequence[str] = (),
-    dry_run: bool = False,
-    lock: bool = True,
-    bytes_per_second: int | None = None,
-    memory_limit: int | None = None,
-    workers: int | None = None,
-    progress: Progress | None = None,
-    now: datetime | None = None,
-) -> Compaction:
+class _Compact(CompactOptions, Watched):
+    """What `compact` takes."""
+
+    now: datetime | None = option()
+
+
+@takes(_Compact)
+def compact(options: _Compact) -> Compaction:
     """Archive the old tags of a run directory, each into a compressed store of its own.
 
     If one tag fails, the result says so, and the run continues with the others.
@@ -125,52 +105,30 @@ def compact(
         Another run is active.
     """
     began = time.monotonic()
-    _require_lists(keep_tags=keep_tags, undelete=undelete, purge=purge, acknowledge=acknowledge)
-    _require_times(
-        now, min_age=min_age, grace=grace, weights_only_older_than=weights_only_older_than
-    )
-    for name, value, least, why in (
-        ("keep_last", keep_last, 2, ", as one may be damaged"),
-        ("keep_every", keep_every, 1, ""),
-        ("max_delete", max_delete, 0, ""),
-        ("bytes_per_second", bytes_per_second, 1, ""),
-        ("workers", workers, 1, ""),
-    ):
-        if value is not None and value < least:
-            raise UsageError(f"{Option(name, value)}: at least {least}{why}")
-    floor_bytes = resident_memory.resident_bytes()
-    min_age_ns = int(min_age.total_seconds() * 10**9)
-    settings = Settings(
-        run_dir=as_path(run_dir).absolute(),
-        archive_dir=as_path(archive_dir).absolute(),
-        rules=Rules(keep_last, min_age_ns, keep_every, tuple(keep_tags), tags),
-        storing=ConvertOptions(codec=codec, chunk_size=chunk_size, lock=lock),
-        limits=Limits(floor_bytes, memory_limit, workers),
-        delete=delete,
-        grace=grace,
-        max_delete=max_delete,
-        dry_run=dry_run,
-        undelete=tuple(undelete),
-        purge=tuple(purge),
-        acknowledge=tuple(acknowledge),
-        weights_only_older_than=weights_only_older_than,
-    )
-    if tags is not None:
-        require_pattern(tags)
-        if settings.is_by_hand:
+    now = options.now or datetime.now(UTC)
+    if now.tzinfo is None:
+        raise UsageError(f"now={now}: has no time zone")
+    limits = Limits(resident_memory.resident_bytes(), options.memory_limit, options.workers)
+    run_dir = as_path(options.run_dir).absolute()
+    archive_dir = as_path(options.archive_dir).absolute()
+    if options.tags is not None:
+        require_pattern(options.tags)
+        if options.is_by_hand:
             message = "chooses for runs by the rules; with the names of tags, leave it out"
-            raise UsageError(f"{Option('tags', tags)}: {message}")
-    _require_apart(settings.run_dir, settings.archive_dir)
-    tag_progress = TagProgress(progress or Silent(), bytes_per_second)
-    with limited_to(bytes_per_second):
-        found = tuple(CompactRun(settings, now or datetime.now(UTC), tag_progress).results())
+            raise UsageError(f"{Option('tags', options.tags)}: {message}")
+    _require_apart(run_dir, archive_dir)
+    progress = TagProgress(options.progress or Silent(), options.bytes_per_second)
+    with limited_to(options.bytes_per_second):
+        run = CompactRun(options, run_dir, archive_dir, limits, now, progress)
+        found = tuple(run.results())
     seconds = time.monotonic() - began
-    patterns = () if settings.is_by_hand else keep_tags
-    notes = [*_unmatched(patterns, found), *_about_trash(found, grace)]
-    if dry_run:
-        notes += _about_space(settings.archive_dir, found)
-        notes += _about_requests(settings, found)
-    return Compaction(str(run_dir), str(archive_dir), dry_run, found, seconds, tuple(notes))
+    patterns = () if options.is_by_hand else options.keep_tags
+    notes = [*_unmatched(patterns, found), *_about_trash(found, options.grace)]
+    if options.dry_run:
+        notes += _about_space(archive_dir, found)
+        notes += _about_requests(run_dir, archive_dir, options.chunk_size, found)
+    places = str(options.run_dir), str(options.archive_dir)
+    return Compaction(*places, options.dry_run, found, seconds, tuple(notes))
 
 
 def _unmatched(patterns: Sequence[str], tags: Sequence[CompactedTag]) -> Iterator[str]:
@@ -209,7 +167,9 @@ def _about_space(archive_dir: Path, tags: Sequence[CompactedTag]) -> Iterator[st
         yield f"{room}; each tag is rebuilt there before it goes, which takes its size {most}"
 
 
-def _about_requests(settings: Settings, tags: Sequence[CompactedTag]) -> Iterator[str]:
+def _about_requests(
+    run_dir: Path, archive_dir: Path, chunk_size: int, tags: Sequence[CompactedTag]
+) -> Iterator[str]:
     """Report the requests for tensors, if a side is in a bucket; archives count uncompressed."""
     down_bytes = up_bytes = 0
     for tag in tags:
@@ -217,32 +177,18 @@ def _about_requests(settings: Settings, tags: Sequence[CompactedTag]) -> Iterato
             continue
         is_new, goes = not tag.archive_bytes, tag.action == DELETED
         # `benchmarks.compact_reads` counts how often the proofs read each side.
-        if is_object(settings.run_dir):
+        if is_object(run_dir):
             down_bytes += (2 * is_new + goes * (1 if is_new else 2)) * tag.source_bytes
-        if is_object(settings.archive_dir):
+        if is_object(archive_dir):
             # With `delete`, the tag is rebuilt next to its archive, and read there.
             down_bytes += 2 * (is_new + goes) * tag.source_bytes
             up_bytes += (is_new + goes) * tag.source_bytes
     if down_bytes:
-        bucket = place_of(next(filter(is_object, (settings.run_dir, settings.archive_dir))))
+        bucket = place_of(next(filter(is_object, (run_dir, archive_dir))))
         down = counted(bucket.requests_to_read(down_bytes), "request")
-        up = counted(-(-up_bytes // settings.storing.chunk_size), "request")
+        up = counted(-(-up_bytes // chunk_size), "request")
         sizes = f"{down} down, {show_bytes(down_bytes)}, and {up} up, {show_bytes(up_bytes)}"
         yield f"about {sizes} before compression, not counting those for headers and listings"
-
-
-def _require_lists(**given: Sequence[str]) -> None:
-    for name, value in given.items():
-        if isinstance(value, str):
-            raise UsageError(f"{name}={value!r}: a list is needed, and this is one name")
-
-
-def _require_times(now: datetime | None, **given: timedelta | None) -> None:
-    if now is not None and now.tzinfo is None:
-        raise UsageError(f"now={now}: has no time zone")
-    for name, value in given.items():
-        if value is not None and value < timedelta(0):
-            raise UsageError(f"{name}={value}: is negative")
 
 
 def _require_apart(run_dir: Path, archive_dir: Path) -> None:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -53,39 +53,10 @@ from streamshard.operations.compact.weights_only import drop_states
 from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Progress
 from streamshard.operations.transfer.target import is_there
-from streamshard.operations.verb_options import ConvertOptions
+from streamshard.verb_options import CompactOptions
 
 _LOCK: Final = f"{names.OWN_PREFIX}.lock"
 _Result = TypeVar("_Result", CompactedTag, CompactedTag | None)
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The options of a run."""
-
-    run_dir: Path
-    archive_dir: Path
-    rules: Rules
-    storing: ConvertOptions
-    limits: Limits
-    delete: bool
-    grace: timedelta
-    max_delete: int | None
-    dry_run: bool
-    undelete: tuple[str, ...]
-    purge: tuple[str, ...]
-    weights_only_older_than: timedelta | None = None
-    acknowledge: tuple[str, ...] = ()
-
-    @property
-    def is_by_hand(self) -> bool:
-        """Whether the run is only about tags that the user names."""
-        return bool(self.undelete or self.purge or self.acknowledge)
-
-    @property
-    def changes_run_dir(self) -> bool:
-        """Whether anything in the run directory may be moved."""
-        return self.delete or bool(self.undelete or self.purge)
 
 
 class TagProgress:
@@ -114,46 +85,55 @@ class TagProgress:
 class CompactRun:
     """One run of the verb, tag by tag; an error of one tag is in the result for that tag."""
 
-    def __init__(self, settings: Settings, now: datetime, progress: TagProgress) -> None:
-        self._settings = settings
+    def __init__(
+        self,
+        options: CompactOptions,
+        run_dir: Path,
+        archive_dir: Path,
+        limits: Limits,
+        now: datetime,
+        progress: TagProgress,
+    ) -> None:
+        self._options = options
         self._progress = progress
-        run_dir, archive_dir = settings.run_dir, settings.archive_dir
-        proofs = ProofContext(settings.limits, progress)
+        self._rules = Rules.of(options)
+        proofs = ProofContext(limits, progress)
         self._context = RunContext(run_dir, archive_dir, Identity.of(run_dir), now, proofs)
         self._deleted: set[str] = set()
         self._dropped = 0
 
     def results(self) -> Iterator[CompactedTag]:
         """Carry out the run, and yield the result for each tag."""
-        settings = self._settings
-        if settings.delete and not settings.is_by_hand:
+        options = self._options
+        if options.delete and not options.is_by_hand:
             self._require_archives()
         with ExitStack() as stack:
-            if not settings.dry_run:
+            if not options.dry_run:
                 self._lock(stack)
-                remove_unfinished(settings.archive_dir)
-                remove_rebuilt(settings.archive_dir)
-            if settings.is_by_hand:
+                remove_unfinished(self._context.archive_dir)
+                remove_rebuilt(self._context.archive_dir)
+            if options.is_by_hand:
                 yield from self._by_hand()
-            elif settings.dry_run:
+            elif options.dry_run:
                 yield from self._by_rules()
             else:
                 yield from self._recorded(self._by_rules())
 
     def _lock(self, stack: ExitStack) -> None:
         """Lock the archives' directory, and the run directory if anything in it may be moved."""
-        settings = self._settings
-        run_dirs = [settings.run_dir] if settings.changes_run_dir else []
-        for place in (settings.archive_dir, *run_dirs):
+        options, archive_dir = self._options, self._context.archive_dir
+        changes_run_dir = options.delete or options.undelete or options.purge
+        run_dirs = [self._context.run_dir] if changes_run_dir else []
+        for place in (archive_dir, *run_dirs):
             with target_errors(place):
                 make_directory(place, parents=True, exist_ok=True)
-                lock = lock_at(place / _LOCK, place, is_wanted=settings.storing.lock)
+                lock = lock_at(place / _LOCK, place, is_wanted=options.lock)
                 lock.take()
             stack.callback(lock.release)
-        if settings.storing.lock:
-            with target_errors(settings.archive_dir):
-                dead = paths_like(settings.archive_dir, f"{_LOCK}.*")
-                place_of(settings.archive_dir).remove_dead_locks(dead)
+        if options.lock:
+            with target_errors(archive_dir):
+                dead = paths_like(archive_dir, f"{_LOCK}.*")
+                place_of(archive_dir).remove_dead_locks(dead)
 
     def _require_archives(self) -> None:
         """Refuse an archive directory that has no receipt of any tag in the trash.
@@ -174,15 +154,15 @@ class CompactRun:
 
         What cannot be recorded stops nothing; in the end it is one result more.
         """
-        settings, now = self._settings, self._context.now
-        path, start = settings.archive_dir / LAST_RUN, time.monotonic()
+        context, options, now = self._context, self._options, self._context.now
+        path, start = context.archive_dir / LAST_RUN, time.monotonic()
         done: list[CompactedTag] = []
         begun = RunRecord(
-            str(settings.run_dir),
-            str(settings.archive_dir),
+            str(context.run_dir),
+            str(context.archive_dir),
             began=show_moment(now),
-            grace_seconds=int(settings.grace.total_seconds()),
-            deletes=settings.delete,
+            grace_seconds=int(options.grace.total_seconds()),
+            deletes=options.delete,
         )
 
         def write(error: StreamshardError | None = None) -> None:
@@ -206,15 +186,15 @@ class CompactRun:
 
     def _by_hand(self) -> Iterator[CompactedTag]:
         """Do what the user asks for with the tags that the user names."""
-        settings, context = self._settings, self._context
-        if settings.acknowledge:
+        options, context = self._options, self._context
+        if options.acknowledge:
             # A tag of any age is there, and has been looked at.
-            policy = Policy.of(context, replace(settings.rules, min_age_ns=0))
-            for tag in settings.acknowledge:
-                yield self._tried(tag, partial(policy.acknowledge, is_dry_run=settings.dry_run))
-        for tag in settings.undelete:
+            policy = Policy.of(context, replace(self._rules, min_age_ns=0))
+            for tag in options.acknowledge:
+                yield self._tried(tag, partial(policy.acknowledge, is_dry_run=options.dry_run))
+        for tag in options.undelete:
             yield self._tried(tag, self._undelete)
-        for tag in settings.purge:
+        for tag in options.purge:
             yield self._tried(tag, self._purge_if_over)
 
     def _tried(self, tag: str, do: Callable[[str], _Result]) -> CompactedTag | _Result:
@@ -226,7 +206,7 @@ class CompactRun:
             return CompactedTag.failed(tag, error)
 
     def _undelete(self, tag: str) -> CompactedTag:
-        if self._settings.dry_run:
+        if self._options.dry_run:
             self._context.trash.require(tag)
         else:
             bring_back(self._context, tag)
@@ -238,7 +218,7 @@ class CompactRun:
         trash = self._context.trash
         if tag not in trash.being_removed():
             trash.require(tag)
-            waits = grace_left(self._context, tag, self._settings.grace)
+            waits = grace_left(self._context, tag, self._options.grace)
             if waits:
                 now = Option("grace", timedelta())
                 raise UsageError(f"in the trash {waits}; give {now} too to remove it for good now")
@@ -248,7 +228,7 @@ class CompactRun:
         self, tag: str, reason: str, require_unprotected: Callable[[], str] | None = None
     ) -> CompactedTag:
         trash = self._context.trash
-        if not self._settings.dry_run:
+        if not self._options.dry_run:
             purge(self._context, tag, require_unprotected)
         elif tag not in trash.being_removed():
             trash.require(tag)
@@ -256,7 +236,7 @@ class CompactRun:
 
     def _by_rules(self) -> Iterator[CompactedTag]:
         """Archive and remove what the rules do not keep."""
-        policy, trash = Policy.of(self._context, self._settings.rules), self._context.trash
+        policy, trash = Policy.of(self._context, self._rules), self._context.trash
         for choice in policy.choices():
             result = self._tried(choice.tag.name, partial(self._carry_out, choice, policy))
             yield replace(result, source_bytes=result.source_bytes or choice.tag.nbytes)
@@ -265,12 +245,12 @@ class CompactRun:
             lambda: {*trash.tags(), *trash.being_removed()} - self._deleted,
             partial(self._empty_trash, policy),
         )
-        if self._settings.weights_only_older_than is not None:
+        if self._options.weights_only_older_than is not None:
             places = partial(ArchivedTag.all_in, self._context.archive_dir)
             yield from self._each(
                 "the archives",
                 lambda: [place.tag for place in places()],
-                partial(self._drop_states, policy, self._settings.weights_only_older_than),
+                partial(self._drop_states, policy, self._options.weights_only_older_than),
             )
 
     def _each(
@@ -281,7 +261,7 @@ class CompactRun:
     ) -> Iterator[CompactedTag]:
         """Do something with the considered ones of some tags, in the order of their steps."""
         try:
-            considered = [tag for tag in tags() if self._settings.rules.considers(tag)]
+            considered = [tag for tag in tags() if self._rules.considers(tag)]
         except StreamshardError as error:
             yield CompactedTag.failed(what, error)
             return
@@ -294,7 +274,7 @@ class CompactRun:
         """Archive a tag, and with `delete` move it to the trash, unless it is kept."""
         if choice.verdict != tag_choice.CANDIDATE:
             return policy.kept(choice)
-        context, is_dry_run = self._context, self._settings.dry_run
+        context, is_dry_run = self._context, self._options.dry_run
         receipt, proof, action = self._archived(tag), None, compact_report.READY
         if receipt is None:
             action = compact_report.ARCHIVED
@@ -302,8 +282,8 @@ class CompactRun:
                 receipt, proof = archive_tag(
                     context,
                     tag,
-                    self._settings.storing,
-                    stable_since_ns=context.now_ns - self._settings.rules.min_age_ns,
+                    self._options,
+                    stable_since_ns=context.now_ns - self._rules.min_age_ns,
                     rebuilds=self._may_delete,
                 )
         elif is_back(context, receipt) and not is_dry_run:
@@ -314,8 +294,8 @@ class CompactRun:
                 move_to_trash(context, tag, partial(policy.require_removable, choice), proof)
             self._deleted.add(tag)
             action = compact_report.DELETED
-        elif self._settings.delete:
-            reason = f"{Option('max_delete', self._settings.max_delete)} is reached"
+        elif self._options.delete:
+            reason = f"{Option('max_delete', self._options.max_delete)} is reached"
         result = CompactedTag(tag, choice.step, action, reason)
         return result if receipt is None else result.with_sizes(receipt)
 
@@ -330,7 +310,7 @@ class CompactRun:
             message = f"{store}: gone, and {place.receipt} says that it was made"
             raise CorruptFileError(f"{message}; remove the receipt to archive {tag} again")
         try:
-            unchanged(receipt, self._settings.run_dir / tag, None)
+            unchanged(receipt, self._context.run_dir / tag, None)
         except SourceError as error:
             message = f"{error}. {store} may be of another save, so this one is kept"
             raise CorruptFileError(f"{message}; move one of them away") from error
@@ -339,24 +319,24 @@ class CompactRun:
     @property
     def _may_delete(self) -> bool:
         """Whether this run may remove one more tag."""
-        most = self._settings.max_delete
-        return self._settings.delete and (most is None or len(self._deleted) < most)
+        most = self._options.max_delete
+        return self._options.delete and (most is None or len(self._deleted) < most)
 
     def _empty_trash(self, policy: Policy, tag: str) -> CompactedTag:
         """Remove a tag for good whose grace time in the trash is over."""
         stays = self._stays_in_trash(policy, tag)
         if stays:
             return CompactedTag(tag, step_of(tag), compact_report.IN_TRASH, stays)
-        over = f"in the trash for longer than {Option('grace', self._settings.grace)}"
+        over = f"in the trash for longer than {Option('grace', self._options.grace)}"
         return self._purge(tag, over, partial(policy.require_unprotected, tag))
 
     def _stays_in_trash(self, policy: Policy, tag: str) -> str:
         """Say why a tag stays in the trash; empty if it is removed for good."""
-        if not self._settings.delete:
+        if not self._options.delete:
             return f"no {Option('delete', True)}"
         if tag in self._context.trash.being_removed():
             return ""
-        waits = grace_left(self._context, tag, self._settings.grace)
+        waits = grace_left(self._context, tag, self._options.grace)
         if waits:
             return waits
         protection = policy.protection_in_trash(tag)
@@ -366,12 +346,12 @@ class CompactRun:
         """Drop the optimizer states of an archive whose original was removed long enough ago."""
         if not may_drop_states(self._context, tag, least_age):
             return None
-        most = self._settings.max_delete
+        most = self._options.max_delete
         reason = policy.protection_of_archive(tag)
         if reason is None and most is not None and len(self._deleted) + self._dropped >= most:
             reason = f"{Option('max_delete', most)} is reached"
         if reason is not None:
             return CompactedTag(tag, step_of(tag), compact_report.KEPT, reason)
-        done = drop_states(self._context, tag, is_dry_run=self._settings.dry_run)
+        done = drop_states(self._context, tag, is_dry_run=self._options.dry_run)
         self._dropped += done.action == compact_report.WEIGHTS_ONLY
         return done

@@ -7,7 +7,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
-from streamshard.defaults import DEFAULT_GRACE
 from streamshard.errors import SourceError
 from streamshard.formats.deepspeed.names import step_of
 from streamshard.io.entries import exists, lexists
@@ -23,6 +22,7 @@ from streamshard.operations.compact.receipts import (
 )
 from streamshard.operations.compact.run_directory import Identity
 from streamshard.operations.compact.trash import Trash, trash_of
+from streamshard.verb_options import DEFAULT_GRACE
 
 _ARCHIVING: Final = "archiving"
 _ARCHIVED: Final = "archived"

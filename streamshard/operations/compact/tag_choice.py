@@ -5,11 +5,12 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
-from typing import Final
+from typing import Final, Self
 
 from streamshard.errors import Option, UsageError
 from streamshard.formats.deepspeed.names import step_of
 from streamshard.sizes import show_duration, show_time
+from streamshard.verb_options import CompactOptions
 
 KEPT: Final = "kept"
 """A rule protects the tag, or a file or link that names it."""
@@ -75,6 +76,13 @@ class Rules:
     tags: str | None = None
     """Pattern of the tags that are considered; None for all. Others are neither touched nor counted
     as one of the newest."""
+
+    @classmethod
+    def of(cls, options: CompactOptions) -> Self:
+        """Return the rules among the options of a run."""
+        min_age_ns = int(options.min_age.total_seconds() * 10**9)
+        keep_tags = tuple(options.keep_tags)
+        return cls(options.keep_last, min_age_ns, options.keep_every, keep_tags, options.tags)
 
     def considers(self, name: str) -> bool:
         """Tell whether a tag is considered; a `*` of the pattern matches within one directory."""

@@ -9,7 +9,6 @@ from functools import partial
 from streamshard.errors import Option, SourceError
 from streamshard.formats.deepspeed.model_parallel.cut_rules import read_rules
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_pipeline
-from streamshard.io.object_path import as_path
 from streamshard.layout.memory_plan import MIB
 from streamshard.model import ITEMSIZE
 from streamshard.operations.convert.store_targets import StoreTargets, chunk_of
@@ -17,14 +16,18 @@ from streamshard.operations.native.other_degrees import at_degrees
 from streamshard.operations.native.recut_source import tells_cut
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.plan import TransferPlan, plan_transfer
-from streamshard.operations.transfer.plan_file import Command
-from streamshard.operations.transfer.report import Progress, Report
+from streamshard.operations.transfer.report import Report, Watched
 from streamshard.operations.transfer.target_writer import Output
-from streamshard.operations.verb_options import ConvertOptions, Path_, runs, takes
+from streamshard.options import takes
+from streamshard.verb_options import ConvertOptions
+
+
+class _Convert(ConvertOptions, Watched):
+    """What `convert` takes."""
 
 
 @takes(ConvertOptions)
-def plan_convert(source: Path_, target: Path_, options: ConvertOptions) -> TransferPlan:
+def plan_convert(options: ConvertOptions) -> TransferPlan:
     """Read the source's headers and plan a conversion; writes nothing.
 
     Parameters
@@ -60,19 +63,22 @@ def plan_convert(source: Path_, target: Path_, options: ConvertOptions) -> Trans
     StreamshardError
         One of its subclasses, each with its own exit code; see `streamshard.errors`.
     """
-    return plan_transfer(Command("convert", source, target, options), partial(_prepare, options))
+    return _plan(options)
 
 
-@runs(plan_convert)
-def convert(plan: TransferPlan, progress: Progress | None) -> Report:
+@takes(_Convert)
+def convert(options: _Convert) -> Report:
     """Write a checkpoint's store; see `plan_convert`."""
-    return plan.run(progress)
+    return _plan(options).run(options.progress)
+
+
+def _plan(options: ConvertOptions) -> TransferPlan:
+    return plan_transfer(options, partial(_prepare, options))
 
 
 def _prepare(options: ConvertOptions, opened: Source) -> Output:
     """Decide what the store holds: the source's parts of the model, or those of other degrees."""
-    rules_file = options.cut_rules_file
-    rules = read_rules(as_path(rules_file) if rules_file else None)
+    rules = read_rules(options.cut_rules_file)
     cut_anew = at_degrees(
         opened,
         options.tensor_parallel,

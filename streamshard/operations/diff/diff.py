@@ -1,6 +1,5 @@
 """`diff`: measures how much two checkpoints differ, in any formats, stages and world sizes."""
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -32,9 +31,9 @@ from streamshard.operations.source.source import Request, Source, read_hints
 from streamshard.operations.source.unfinished import require_finished
 from streamshard.operations.transfer import execution
 from streamshard.operations.transfer.execution import Limits
-from streamshard.operations.transfer.report import Progress, Silent
-
-Path_ = str | os.PathLike[str]
+from streamshard.operations.transfer.report import Silent, Watched
+from streamshard.options import takes
+from streamshard.verb_options import DiffOptions
 
 _TENSOR_BYTES: Final = 4096
 """Most memory that the result takes for each tensor while it is computed."""
@@ -42,19 +41,12 @@ _BITS_ONLY: Final = frozenset({TRAINING, FILE})
 """States that are compared as bytes only: as numbers they have no meaning."""
 
 
-def diff(
-    left: Path_,
-    right: Path_,
-    *,
-    params: Sequence[str] = (),
-    source_ds_config_file: Path_ | None = None,
-    like: Path_ | None = None,
-    tag: str | None = None,
-    against_tag: str | None = None,
-    memory_limit: int | None = None,
-    workers: int | None = None,
-    progress: Progress | None = None,
-) -> DiffReport:
+class _Diff(DiffOptions, Watched):
+    """What `diff` takes."""
+
+
+@takes(_Diff)
+def diff(options: _Diff) -> DiffReport:
     """Measure the differences between the tensors of two checkpoints; changes nothing.
 
     Each side is a run directory with `latest`, a tag directory, a store, or a template of raw
@@ -95,13 +87,14 @@ def diff(
     floor_bytes = resident_memory.resident_bytes()
     resident_memory.restart_peak()
     began = time.monotonic()
+    left, right, params = options.left, options.right, options.params
     for side in (left, right):
         require_finished(as_path(side))
-    config, known = read_hints([left, right], source_ds_config_file, like)
-    limit_bytes = execution.limit_or_default(memory_limit, floor_bytes)
-    limits = Limits(floor_bytes, limit_bytes, workers)
-    one = Request(left, tag, config, known).open()
-    other = Request(right, against_tag, config, known).open()
+    config, known = read_hints([left, right], options.source_ds_config_file, options.like)
+    limit_bytes = execution.limit_or_default(options.memory_limit, floor_bytes)
+    limits = Limits(floor_bytes, limit_bytes, options.workers)
+    one = Request(left, options.tag, config, known).open()
+    other = Request(right, options.against_tag, config, known).open()
     one.require_use_of_like(needed=other.needs_like)
     one, other, joined = in_equal_parts(one, other)
     pairing = pair_up(one, other, by_value=True)
@@ -112,7 +105,7 @@ def diff(
     notes += _notes(pairing.pairs)
     measuring = _Measuring(one, other, pairing.pairs)
     plan = fit_sides(limits, one, other, copies_bytes=_TENSOR_BYTES * len(pairing.pairs))
-    progress = progress or Silent()
+    progress = options.progress or Silent()
     read = Count(progress.advance)
     try:
         for put_together in joined:

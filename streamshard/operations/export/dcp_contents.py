@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from streamshard.defaults import ACCELERATE, TITAN
 from streamshard.errors import UnsupportedError
 from streamshard.formats.checkpoint import Checkpoint, FlatState, ModelPart, ParamGroup, ScalarState
 from streamshard.formats.dcp import dcp_items, dcp_names, torch_optimizers
@@ -13,6 +12,7 @@ from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch.torch_tensor import Tensor, storages_in, tensor_of
 from streamshard.model import MASTER, Whole
 from streamshard.operations.export.weights import Weights, only_model_part
+from streamshard.verb_options import ACCELERATE, TITAN
 
 _NAMELESS: Final = (
     "saved without ZeRO (stage 0), whose optimizer does not name the parameters, and a distributed "

@@ -1,6 +1,5 @@
 """`export`: writes weights, DeepSpeed's universal checkpoint, or PyTorch's distributed one."""
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -8,7 +7,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Final, Self
 
-from streamshard.defaults import DTYPES
 from streamshard.errors import DisagreementError, Option, UnsupportedError, UsageError
 from streamshard.formats import pretrained
 from streamshard.formats.checkpoint import Checkpoint
@@ -33,11 +31,11 @@ from streamshard.operations.native.whole_source import whole
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.byte_accounting import ByteCounts
 from streamshard.operations.transfer.plan import TransferPlan, plan_transfer
-from streamshard.operations.transfer.plan_file import Command
-from streamshard.operations.transfer.report import Progress, Report
+from streamshard.operations.transfer.report import Progress, Report, Watched
 from streamshard.operations.transfer.target_writer import Output, Pass
-from streamshard.operations.verb_options import ExportOptions, Path_, runs, takes
+from streamshard.options import takes
 from streamshard.sizes import some_of
+from streamshard.verb_options import DTYPES, ExportOptions
 
 UNIVERSAL: Final = "universal"
 _DCP: Final = "dcp"
@@ -93,8 +91,12 @@ class ExportWriter:
         return replace(report, overflowed=count, notes=(note, *report.notes))
 
 
+class _Export(ExportOptions, Watched):
+    """What `export` takes."""
+
+
 @takes(ExportOptions)
-def plan_export(source: Path_, target: Path_, options: ExportOptions) -> TransferPlan:
+def plan_export(options: ExportOptions) -> TransferPlan:
     """Read the source's headers and plan an export; writes nothing.
 
     Trained weights are exported from the master weights. Tied weights are stored once, as
@@ -151,16 +153,22 @@ def plan_export(source: Path_, target: Path_, options: ExportOptions) -> Transfe
     StreamshardError
         One of its subclasses, each with its own exit code; see `streamshard.errors`.
     """
-    if (suffix := as_path(target).suffix) in (".safetensors", ".bin", ".pt"):
-        message = f"{target}: the weights go into a directory, with names that from_pretrained"
-        raise UsageError(f"{message} knows; give a name without {suffix}")
-    return plan_transfer(Command("export", source, target, options), partial(_prepare, options))
+    return _plan(options)
 
 
-@runs(plan_export)
-def export(plan: TransferPlan, progress: Progress | None) -> Report:
+@takes(_Export)
+def export(options: _Export) -> Report:
     """Export a checkpoint's weights; see `plan_export`."""
-    return plan.run(progress)
+    return _plan(options).run(options.progress)
+
+
+def _plan(options: ExportOptions) -> TransferPlan:
+    if (suffix := as_path(options.target).suffix) in (".safetensors", ".bin", ".pt"):
+        message = (
+            f"{options.target}: the weights go into a directory, with names that from_pretrained"
+        )
+        raise UsageError(f"{message} knows; give a name without {suffix}")
+    return plan_transfer(options, partial(_prepare, options), takes_model=True)
 
 
 def _prepare(options: ExportOptions, opened: Source) -> Output:
@@ -175,8 +183,7 @@ def _prepare(options: ExportOptions, opened: Source) -> Output:
         )
         message = f"{message} with those of files of weights alone"
         raise UsageError(f"{message}; leave {Option('like')} out")
-    rules_file = options.cut_rules_file
-    rules = read_rules(as_path(rules_file) if rules_file else None)
+    rules = read_rules(options.cut_rules_file)
     joined = whole(opened, rules, average=options.average)
     if joined is not None:
         if options.format in (UNIVERSAL, _DCP) and is_pipeline(opened.checkpoint):
@@ -185,7 +192,7 @@ def _prepare(options: ExportOptions, opened: Source) -> Output:
             )
             form = Option("format", pretrained.SAFETENSORS)
             raise UnsupportedError(f"{message} write: give {form} or {pretrained.TORCH}")
-        output = _prepare(replace(options, cut_rules_file=None, average=False), joined.source)
+        output = _prepare(options.replaced(cut_rules_file=None, average=False), joined.source)
         own = {AVERAGE.name: ""} if options.average else {}
         return replace(output, options={**output.options, **own}, check=joined.require_equal_copies)
     make = {UNIVERSAL: _universal, _DCP: _dcp}.get(options.format, _weights)
@@ -209,8 +216,8 @@ def _weights(source: Source, options: ExportOptions) -> Output:
 
 
 def _universal(source: Source, options: ExportOptions) -> Output:
-    own, default = inspect.get_annotations(ExportOptions), ExportOptions(format=UNIVERSAL)
-    if any(getattr(options, name) != getattr(default, name) for name in own):
+    own = ExportOptions.__annotations__.keys() - {"target", "format"}
+    if any(map(options.is_given, own)):
         message = f"{Option('format', UNIVERSAL)}: holds the whole checkpoint as it is, in files of"
         raise UsageError(f"{message} its own; of the options that shape weights none has a meaning")
     files = UniversalFiles(source)
@@ -229,9 +236,8 @@ def _dcp(source: Source, options: ExportOptions) -> Output:
 
 def _require_defaults(options: ExportOptions, names: Sequence[str], what: str) -> None:
     """Refuse options that have no meaning for a format."""
-    default = ExportOptions()
     for name in names:
-        if getattr(options, name) != getattr(default, name):
+        if options.is_given(name):
             raise UsageError(f"{Option(name)}: is for {what}; leave it out")
 
 

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from streamshard.defaults import DTYPES
 from streamshard.engine.numeric.cast import cast_between
 from streamshard.errors import Option, UnsupportedError, UsageError
 from streamshard.formats.checkpoint import Checkpoint, ModelPart, ModuleEntry
@@ -13,7 +12,7 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.torch.torch_tensor import tensor_of
 from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.model import ITEMSIZE, MASTER, MODULE
-from streamshard.operations.verb_options import ExportOptions
+from streamshard.verb_options import DTYPES, ExportOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ def choose_weights(
     ]
     chosen = [
         Weight(
-            names=tuple(_stripped(name, options) for name in held),
+            names=tuple(_stripped(name, options.strip_prefix) for name in held),
             tensor=one.tensor,
             dtype=_dtype(checkpoint.tensors[one.tensor].dtype, held, options),
             shape=one.shape,
@@ -178,7 +177,7 @@ def _require_sense(found: Sequence[str], options: ExportOptions) -> None:
                 message = f"{Option(option, [pattern])}: no tensor has such a name"
                 raise UsageError(f"{message}; one is '{example}'")
     for number, prefix in enumerate(options.strip_prefix):
-        before = ExportOptions(strip_prefix=options.strip_prefix[:number])
+        before = options.strip_prefix[:number]
         if not any(_stripped(name, before).startswith(prefix) for name in found):
             message = f"{Option('strip_prefix', [prefix])}: no tensor's name begins so"
             raise UsageError(f"{message}; one is '{example}'")
@@ -193,8 +192,8 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _stripped(name: str, options: ExportOptions) -> str:
-    for prefix in options.strip_prefix:
+def _stripped(name: str, prefixes: Sequence[str]) -> str:
+    for prefix in prefixes:
         name = name.removeprefix(prefix)
     return name
 

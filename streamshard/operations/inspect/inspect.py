@@ -1,7 +1,6 @@
 """`inspect`: describes a checkpoint from its headers, without reading tensor data."""
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,26 +33,16 @@ from streamshard.operations.inspect.ownership import (
 from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.source.tag_directory import find_tag
+from streamshard.options import takes
+from streamshard.verb_options import InspectOptions
 
 Plain = Any
 """A value that JSON can hold."""
 
 
+@takes(InspectOptions)
 @listings_kept()
-def inspect(
-    source: str | os.PathLike[str],
-    *,
-    source_ds_config_file: str | os.PathLike[str] | None = None,
-    like: str | os.PathLike[str] | None = None,
-    tag: str | None = None,
-    params: Sequence[str] = (),
-    rank: int | None = None,
-    svg: str | os.PathLike[str] | None = None,
-    html: str | os.PathLike[str] | None = None,
-    world_size: int | None = None,
-    zero_stage: int | None = None,
-    overwrite: bool = False,
-) -> Inspection:
+def inspect(options: InspectOptions) -> Inspection:
     """Read a checkpoint's headers; no tensor data is read.
 
     Parameters
@@ -86,14 +75,18 @@ def inspect(
     # Not at the top: verbs that move bytes import this module, and need no memory for pictures.
     from streamshard.operations.inspect.picture_files import PictureFiles
 
-    files = PictureFiles(as_path(svg) if svg else None, as_path(html) if html else None, overwrite)
+    svg, html = (as_path(path) if path else None for path in (options.svg, options.html))
+    files = PictureFiles(svg, html, options.overwrite)
     files.require_free()
+    source, tag, params, rank = options.source, options.tag, options.params, options.rank
+    world_size, zero_stage = options.world_size, options.zero_stage
     is_resized = world_size is not None or zero_stage is not None
     if is_resized and not files.paths:
         given = f"{Option('world_size')} and {Option('zero_stage')}"
         where = f"{Option('svg', 'FILE')} or {Option('html', 'FILE')}"
         raise UsageError(f"{given} shape a picture: say where with {where}")
-    opened = open_source(source, tag, ds_config_file=source_ds_config_file, like=like)
+    config = options.source_ds_config_file
+    opened = open_source(source, tag, ds_config_file=config, like=options.like)
     stage = zero_stage or opened.checkpoint.layout.stage
     opened.require_use_of_like(
         needed=is_resized and muon_order.needs_order(opened.checkpoint, stage)

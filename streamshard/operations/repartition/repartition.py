@@ -6,7 +6,7 @@ from functools import partial
 
 from streamshard import registry
 from streamshard.errors import Option, UnsupportedError, UsageError
-from streamshard.formats.deepspeed import ds_config
+from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.ds_versions import given_version
 from streamshard.formats.deepspeed.dumps import dump_names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
@@ -17,18 +17,20 @@ from streamshard.operations.native.other_degrees import at_degrees
 from streamshard.operations.native.resharding import Resharding, resharding_of
 from streamshard.operations.native.target_files import NativeWriter
 from streamshard.operations.source.source import Source, supply
-from streamshard.operations.transfer import needed
 from streamshard.operations.transfer.plan import TransferPlan, plan_transfer
-from streamshard.operations.transfer.plan_file import Command
-from streamshard.operations.transfer.report import Progress, Report
+from streamshard.operations.transfer.report import Report, Watched
 from streamshard.operations.transfer.run_identity import digest_of_settings
 from streamshard.operations.transfer.target_writer import Output
-from streamshard.operations.verb_options import Path_, RepartitionOptions, runs, takes
+from streamshard.options import Path_, RepartitionOptions, takes
 from streamshard.sizes import counted
 
 
+class _Repartition(RepartitionOptions, Watched):
+    """What `repartition` takes."""
+
+
 @takes(RepartitionOptions)
-def plan_repartition(source: Path_, target: Path_, options: RepartitionOptions) -> TransferPlan:
+def plan_repartition(options: RepartitionOptions) -> TransferPlan:
     """Read the source's headers and plan a repartition; writes nothing.
 
     Parameters
@@ -97,22 +99,23 @@ def plan_repartition(source: Path_, target: Path_, options: RepartitionOptions) 
     StreamshardError
         One of its subclasses, each with its own exit code; see `streamshard.errors`.
     """
-    template = dump_names.parse(str(target)) if dump_names.is_template(str(target)) else None
-    config_file = options.ds_config_file
-    wanted = ds_config.read_file(as_path(config_file)) if config_file else None
-    prepare = partial(_prepare, str(target), template, options, wanted)
-    command = Command("repartition", source, target, options)
-    return plan_transfer(command, prepare, template=template)
+    return _plan(options)
 
 
-@runs(plan_repartition)
-def repartition(plan: TransferPlan, progress: Progress | None) -> Report:
+@takes(_Repartition)
+def repartition(options: _Repartition) -> Report:
     """Write a checkpoint's files for another world size; see `plan_repartition`."""
-    return plan.run(progress)
+    return _plan(options).run(options.progress)
+
+
+def _plan(options: RepartitionOptions) -> TransferPlan:
+    target = str(options.target)
+    template = dump_names.parse(target) if dump_names.is_template(target) else None
+    wanted = ds_config.read_file(as_path(file)) if (file := options.ds_config_file) else None
+    return plan_transfer(options, partial(_prepare, template, options, wanted), template=template)
 
 
 def _prepare(
-    target: str,
     template: Template | None,
     options: RepartitionOptions,
     wanted: ds_config.Config | None,
@@ -121,10 +124,9 @@ def _prepare(
     """Decide what the files for the new world size are."""
     opened = _with_training_state(opened, options, wanted)
     opened.require_states()
-    _require_same_kind(opened, template, target)
+    _require_same_kind(opened, template, options.target)
     world_size = _own_world_size(opened) if options.world_size is None else options.world_size
-    rules_file = options.cut_rules_file
-    rules = read_rules(as_path(rules_file) if rules_file else None)
+    rules = read_rules(options.cut_rules_file)
     degrees = at_degrees(
         opened,
         options.tensor_parallel,
@@ -164,7 +166,7 @@ def _prepare(
             "ds_config_file": digest_of_settings(shaping),
             **({"OUT": template.name} if template else {}),
         },
-        named=target,
+        named=str(options.target),
         source_world_size=checkpoint.ranks,
         world_size=world_size,
         zero_stage=stage,
@@ -213,7 +215,7 @@ def _own_world_size(source: Source) -> int:
     return source.checkpoint.ranks
 
 
-def _require_same_kind(source: Source, template: Template | None, target: str) -> None:
+def _require_same_kind(source: Source, template: Template | None, target: Path_) -> None:
     """Refuse to make a checkpoint from dumps, which lack the model, or dumps from a checkpoint."""
     if source.checkpoint.is_dumps and template is None:
         message = f"{target}: the source is raw dumps, without the model's files; give a template"
@@ -226,6 +228,6 @@ def _require_same_kind(source: Source, template: Template | None, target: str) -
 def _is_resumed_from(found: Resharding) -> bool:
     """Tell whether `load_checkpoint` without a tag can take the source's own files."""
     source = found.source
-    if source.kind == "native" and needed.latest_of(source.path) != source.checkpoint.tag:
+    if source.kind == "native" and names.latest_of(source.path) != source.checkpoint.tag:
         return False
     return found.has_these_files()

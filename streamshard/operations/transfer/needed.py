@@ -18,7 +18,6 @@ from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.entries import (
     files_below,
     is_directory,
-    is_file,
 )
 from streamshard.io.files import target_errors
 from streamshard.io.object_path import is_object
@@ -83,7 +82,7 @@ class ExistingTarget:
             if is_object(self.target):
                 own = (COMMITTED, JOURNAL)
                 there = {path for path in there if path.partition("/")[0] not in own}
-            named = latest_of(self.target) if self.latest is not None else None
+            named = names.latest_of(self.target) if self.latest is not None else None
         if named != self.latest:
             shown = "there is no 'latest'" if named is None else f"its 'latest' names {named!r}"
             return f"{shown}, not {self.latest!r}"
@@ -117,9 +116,3 @@ def nothing_done(report: Report, found: str, path: str) -> Report:
     return replace(
         report, found=found, path=path, files=0, bytes_written=0, is_verified=False, seconds=0.0
     )
-
-
-def latest_of(run_dir: Path) -> str | None:
-    """Return the tag that a job loads from a run directory; None if there is no `latest`."""
-    path = run_dir / names.LATEST
-    return names.read_latest(path) if is_file(path) else None

@@ -18,7 +18,6 @@ from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.transfer import execution, needed, plan_file, read_back
 from streamshard.operations.transfer.estimate import Estimate, estimate_run
 from streamshard.operations.transfer.file_layout import Divider
-from streamshard.operations.transfer.plan_file import Command
 from streamshard.operations.transfer.report import Progress, Report, Silent
 from streamshard.operations.transfer.run_identity import RunIdentity
 from streamshard.operations.transfer.staged_target import StagedTarget, staged
@@ -31,13 +30,14 @@ from streamshard.operations.transfer.target import (
     require_space,
 )
 from streamshard.operations.transfer.target_writer import Output
+from streamshard.options import TransferOptions
 
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
     """A run that fits memory and disk, ready to be carried out."""
 
-    command: Command
+    options: TransferOptions
     output: Output
     target: Path
     identity: RunIdentity
@@ -64,14 +64,14 @@ class TransferPlan:
             self.memory,
             self.sizes(),
             output.writer.passes(),
-            self.command.options.overwrite,
+            self.options.overwrite,
             latest=output.latest,
             template=output.template,
         ).found(progress)
 
     def run(self, progress: Progress | None = None) -> Report:
         """Write the target."""
-        options, shown = self.command.options, progress or Silent()
+        options, shown = self.options, progress or Silent()
         if options.if_needed and (found := self.found(progress)) is not None:
             return found
         if self.output.check is not None:
@@ -98,7 +98,7 @@ class TransferPlan:
             execution.run(self.source, files, partial_target, self.memory, progress)
         if latest is not None and not partial_target.is_written:
             progress.advance(len(latest.encode()))  # the commit writes it
-        if self.command.options.verify and not partial_target.is_done:
+        if self.options.verify and not partial_target.is_done:
             place = partial_target.path
             read_back.require_no_differences(
                 place, self.source, lambda: writer.differences(place, self.memory, progress)
@@ -112,7 +112,7 @@ class TransferPlan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save the plan to a file, for `load_plan` or `streamshard apply`."""
-        plan_file.write(as_path(path), self.command, self.identity, self.sizes())
+        plan_file.write(as_path(path), self.options, self.identity, self.sizes())
 
     def estimate(self, *, measures_disk: bool = True) -> Estimate:
         """Estimate in detail what the run will do, and how long it may take."""
@@ -130,41 +130,43 @@ class TransferPlan:
 
 
 def plan_transfer(
-    command: Command,
+    options: TransferOptions,
     prepare: Callable[[Source], Output],
     *,
     template: Template | None = None,
+    takes_model: bool = False,
 ) -> TransferPlan:
     """Open the source, and plan to write what `prepare` makes from it; writes nothing.
 
     `template`: names of the dumps, if the target is a directory of dumps.
     """
-    options, floor_bytes = command.options, resident_memory.resident_bytes()
+    floor_bytes = resident_memory.resident_bytes()
     resident_memory.restart_peak()
-    target = place_to_make(template.directory if template else as_path(command.target))
-    require_other(command.source, target)
+    target = place_to_make(template.directory if template else as_path(options.target))
+    require_other(options.source, target)
     if options.if_needed:
         require_named(target)  # its content is compared after planning
     else:
         require_free(target, overwrite=options.overwrite, template=template)
-    config = options.source_ds_config_file
     opened = open_source(
-        command.source,
+        options.source,
         options.tag,
-        ds_config_file=config,
+        ds_config_file=options.source_ds_config_file,
         like=options.like,
-        takes_model=command.verb == "export",
+        takes_model=takes_model,
     )
     require_separate(opened.path, opened.files, target)
-    return plan_output(command, prepare(opened), target, floor_bytes)
+    return plan_output(options, prepare(opened), target, floor_bytes)
 
 
-def plan_output(command: Command, output: Output, target: Path, floor_bytes: int) -> TransferPlan:
+def plan_output(
+    options: TransferOptions, output: Output, target: Path, floor_bytes: int
+) -> TransferPlan:
     """Fit an output into memory and on the disk.
 
     `floor_bytes`: resident memory before anything was opened.
     """
-    options, source, byte_counts = command.options, output.source, output.writer.byte_counts()
+    source, byte_counts = output.source, output.writer.byte_counts()
     count, bytes_written = len(byte_counts.sizes), sum(byte_counts.sizes.values())
     copies_bytes = byte_counts.copies_bytes(options.workers or execution.default_workers())
     largest = max(byte_counts.sizes.values(), default=0)
@@ -188,8 +190,8 @@ def plan_output(command: Command, output: Output, target: Path, floor_bytes: int
     named = output.named or str(target)
     stage = source.checkpoint.layout.stage if output.zero_stage is None else output.zero_stage
     report = Report(
-        verb=command.verb,
-        source=str(command.source),
+        verb=output.options["verb"],
+        source=str(options.source),
         target=named,
         tag=source.checkpoint.tag,
         zero_stage=stage,
@@ -206,4 +208,4 @@ def plan_output(command: Command, output: Output, target: Path, floor_bytes: int
         dtype=output.dtype,
         notes=output.notes,
     )
-    return TransferPlan(command.anywhere(), output, target, identity, memory, report)
+    return TransferPlan(plan_file.anywhere(options), output, target, identity, memory, report)

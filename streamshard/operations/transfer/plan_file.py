@@ -5,12 +5,15 @@ serializes it; and the files to write. It is not trusted: everything is checked 
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Final, Self
+from types import UnionType
+from typing import Any, Final, get_args, get_origin
 
+from streamshard import registry
 from streamshard.errors import Option, TargetError, TargetExistsError, UsageError
 from streamshard.formats import strict_json
 from streamshard.formats.deepspeed import names
@@ -20,14 +23,7 @@ from streamshard.io.files import target_errors
 from streamshard.io.object_path import as_path, is_object
 from streamshard.operations.transfer.run_identity import RunIdentity, is_header
 from streamshard.operations.transfer.target import partial_of, place_to_make
-from streamshard.operations.verb_options import (
-    ConvertOptions,
-    ExportOptions,
-    Path_,
-    RepartitionOptions,
-    TransferOptions,
-    option_types,
-)
+from streamshard.options import Options, Path_, TransferOptions, fields_of, types_of
 
 _KIND: Final = "streamshard plan"
 _VERSION: Final = 1
@@ -35,85 +31,43 @@ _LIMIT_BYTES: Final = 64 << 20
 """Largest plan file that is read; a plan takes 11 bytes per source file, and little more."""
 _LIMIT_COUNT: Final = 1 << 63
 
-Check = Callable[[Any], bool]
+
+def _fits(value: object, of: Any) -> bool:  # noqa: ANN401
+    """Tell whether a value of a JSON document is of a type; a path has to be absolute."""
+    kinds = get_args(of) if isinstance(of, UnionType) else (of,)
+    if isinstance(value, list):
+        of_each = [get_args(kind)[0] for kind in kinds if get_origin(kind) is Sequence]
+        return bool(of_each) and all(_fits(one, of_each[0]) for one in value)
+    if isinstance(value, str):
+        is_whole = os.PathLike[str] not in kinds or as_path(value).is_absolute()
+        return str in kinds and "\0" not in value and is_whole
+    if type(value) is int:
+        return int in kinds and 0 <= value < _LIMIT_COUNT
+    return type(value) in kinds
 
 
-def _count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _LIMIT_COUNT
+def anywhere(options: TransferOptions) -> TransferOptions:
+    """Return options with absolute paths: they mean the same in any working directory."""
+    paths = {
+        name: str(as_path(str(value)).absolute())
+        for name, of in types_of(type(options)).items()
+        if os.PathLike[str] in get_args(of) and (value := getattr(options, name)) is not None
+    }
+    return options.replaced(**paths)
 
 
-def _text(value: object) -> bool:
-    return isinstance(value, str) and "\0" not in value
+def _kind_of(verb: str) -> type[TransferOptions] | None:
+    """Return the options of a verb whose plans can be saved; None for other verbs."""
+    kind = registry.load(registry.OPTIONS).get(verb, Options)
+    return kind if issubclass(kind, TransferOptions) else None
 
 
-def _path(value: object) -> bool:
-    return isinstance(value, str) and _text(value) and as_path(value).is_absolute()
-
-
-def _texts(value: object) -> bool:
-    return isinstance(value, list) and all(map(_text, value))
-
-
-def _counts(value: object) -> bool:
-    return isinstance(value, list) and all(map(_count, value))
-
-
-def _flag(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def _or_none(check: Check) -> Check:
-    return lambda value: value is None or check(value)
-
-
-_CHECKS: Final[Mapping[Any, Check]] = {
-    int: _count,
-    bool: _flag,
-    str: _text,
-    Sequence[str]: _texts,
-    int | None: _or_none(_count),
-    Sequence[int] | None: _or_none(_counts),
-    str | None: _or_none(_text),
-    Path_ | None: _or_none(_path),
-}
-"""Type of an option → check of its value."""
-OPTIONS: Final[Mapping[str, type[TransferOptions]]] = {
-    "repartition": RepartitionOptions,
-    "convert": ConvertOptions,
-    "export": ExportOptions,
-}
-"""Verbs with plans that can be saved, with their options."""
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A verb that writes, with the paths and options that it was called with."""
-
-    verb: str
-    source: Path_
-    target: Path_
-    options: TransferOptions
-
-    def anywhere(self) -> Self:
-        """Return the command with absolute paths: it means the same in any working directory."""
-        types, options = option_types(type(self.options)), self.options
-        paths: dict[str, Any] = {
-            name: _absolute(value)
-            for name, kind in types.items()
-            if kind == Path_ | None and (value := getattr(options, name)) is not None
-        }
-        source, target = _absolute(self.source), _absolute(self.target)
-        return replace(self, source=source, target=target, options=replace(options, **paths))
-
-
-def _absolute(path: Path_) -> str:
-    return str(as_path(str(path)).absolute())
-
-
-def saved_options(kind: type[TransferOptions]) -> dict[str, Any]:
+def saved_options(kind: type[Options]) -> dict[str, Any]:
     """Return the types of the options that a plan file holds, by name."""
     # A plan is what is to be written, whether it is needed or not.
-    return {name: of for name, of in option_types(kind).items() if name != "if_needed"}
+    left_out, fields = ("source", "target", "if_needed"), fields_of(kind)
+    types = types_of(kind).items()
+    return {name: of for name, of in types if name not in left_out and fields[name].help}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +75,10 @@ class SavedPlan:
     """The content of a plan file."""
 
     verb: str
-    source: str
-    target: str
-    options: Mapping[str, Any]
-    identity: Mapping[str, Any]
+    source: Path_
+    target: Path_
+    options: dict  # type: ignore[type-arg]
+    purpose: dict  # type: ignore[type-arg]
     """Header of the journal that the plan's run would begin."""
     files: int
     """Count of files to write."""
@@ -133,33 +87,35 @@ class SavedPlan:
     """Digest of the files' paths and sizes."""
 
 
-def write(path: Path, command: Command, identity: RunIdentity, sizes: Mapping[str, int]) -> None:
+def write(
+    path: Path, options: TransferOptions, identity: RunIdentity, sizes: Mapping[str, int]
+) -> None:
     """Write a plan file."""
-    if command.verb not in OPTIONS:
+    verb = identity.header["options"]["verb"]
+    if _kind_of(verb) is None:
         raise UsageError(f"{path}: a part of a larger plan, which cannot be saved by itself")
     source = identity.source
     here = resolve(path.absolute().parent)
-    target = place_to_make(as_path(command.target))
+    target = place_to_make(as_path(options.target))
     for place in (resolve(source.path), resolve(target), resolve(partial_of(target))):
         if place == here or place in here.parents:
             message = f"{path}: lies in {place}, and would change what the plan is about"
             raise UsageError(f"{message}; choose another place")
     with target_errors(path):
         _require_replaceable(path)
-    saved = saved_options(type(command.options))
-    options = {name: getattr(command.options, name) for name in saved}
-    if source.kind == "native" and options["tag"] is None:
+    saved = {name: getattr(options, name) for name in saved_options(type(options))}
+    if source.kind == "native" and options.tag is None:
         tag = source.checkpoint.tag
         # A later save changes `latest`, so the tag is recorded. The path of a tag directory already
         # contains the tag.
-        options["tag"] = tag if is_directory(as_path(command.source) / tag) else None
+        saved["tag"] = tag if is_directory(as_path(options.source) / tag) else None
     document = {
         "kind": _KIND,
         "version": _VERSION,
-        "verb": command.verb,
-        "source": str(command.source),
-        "target": str(command.target),
-        "options": options,
+        "verb": verb,
+        "source": str(options.source),
+        "target": str(options.target),
+        "options": saved,
         "purpose": dict(identity.header),
         "files": len(sizes),
         "bytes_written": sum(sizes.values()),
@@ -223,39 +179,24 @@ class _MalformedError(Exception):
 
 def _saved(document: Mapping[str, Any]) -> SavedPlan:
     verb = document.get("verb")
-    if not isinstance(verb, str) or verb not in OPTIONS:
+    kind = _kind_of(verb) if isinstance(verb, str) else None
+    if kind is None:
         raise _MalformedError(f"{verb!r} is not a verb with a plan")
-    checks: Mapping[str, Check] = {
-        "source": _path,
-        "target": _path,
-        "options": lambda value: isinstance(value, dict),
-        "purpose": is_header,
-        "files": _count,
-        "bytes_written": _count,
-        "sizes": _text,
-    }
-    _require({k: v for k, v in document.items() if k not in ("kind", "version", "verb")}, checks)
-    types = saved_options(OPTIONS[verb])
-    _require(document["options"], {name: _CHECKS[kind] for name, kind in types.items()})
-    return SavedPlan(
-        verb,
-        document["source"],
-        document["target"],
-        document["options"],
-        document["purpose"],
-        document["files"],
-        document["bytes_written"],
-        document["sizes"],
-    )
+    values = {key: value for key, value in document.items() if key not in ("kind", "version")}
+    _require(values, SavedPlan.__annotations__)
+    _require(values["options"], saved_options(kind))
+    if not is_header(values["purpose"]):
+        raise _MalformedError("'purpose' cannot be what it is")
+    return SavedPlan(**values)
 
 
-def _require(values: Mapping[str, Any], checks: Mapping[str, Check]) -> None:
+def _require(values: Mapping[str, Any], types: Mapping[str, Any]) -> None:
     """Refuse keys that are unknown or missing, and invalid values."""
     for key in values:
-        if key not in checks:
+        if key not in types:
             raise _MalformedError(f"{key!r} is not known here")
-    for key, check in checks.items():
+    for key, of in types.items():
         if key not in values:
             raise _MalformedError(f"{key!r} is missing")
-        if not check(values[key]):
+        if not _fits(values[key], of):
             raise _MalformedError(f"{key!r} cannot be what it is")

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from streamshard.engine.run.phases import READING, Watcher
+from streamshard.options import Options, option
 
 
 class Progress(Watcher, Protocol):
@@ -14,6 +15,12 @@ class Progress(Watcher, Protocol):
 
     def stop(self) -> None:
         """Stop, after success or failure."""
+
+
+class Watched(Options):
+    """What a function takes that shows its progress."""
+
+    progress: Progress | None = option()
 
 
 class Silent:

@@ -177,12 +177,12 @@ def is_ours(target: Path, template: Template | None) -> bool:
     if pretrained.is_export(paths) or dcp_names.is_dcp(paths):
         return True
     found = {entry.name for entry in entries if is_directory(entry)}
-    universal = _named(target / names.LATEST_UNIVERSAL)
+    universal = names.latest_of(target, names.LATEST_UNIVERSAL)
     if universal and {entry.name for entry in entries} == {
         names.LATEST_UNIVERSAL, universal.partition("/")[0]
     }:  # fmt: skip
         return _is_alone(target, universal)
-    tag = _named(target / names.LATEST)
+    tag = names.latest_of(target) or ""
     if framework_of(tag, [entry.name for entry in entries]) is not None:
         return tag.partition("/")[0] in found and _is_alone(target, tag)
     return not entries or (found == {tag.partition("/")[0]} and _is_alone(target, tag))
@@ -198,11 +198,6 @@ def _is_alone(target: Path, tag: str) -> bool:
         [entry.name for entry in paths_in(level)] == [parts[depth]]
         for depth, level in enumerate(levels, start=1)
     )
-
-
-def _named(file: Path) -> str:
-    """Return the tag that a file names; empty if there is no such file."""
-    return names.read_latest(file) if is_file(file) else ""
 
 
 def require_space(target: Path, nbytes: int) -> None:

@@ -1,6 +1,5 @@
 """`verify`: checks that a checkpoint is complete and unchanged, or that it equals another one."""
 
-import os
 import time
 from datetime import UTC, datetime
 
@@ -27,24 +26,17 @@ from streamshard.operations.source.source import Request, read_hints
 from streamshard.operations.source.unfinished import require_finished
 from streamshard.operations.transfer import execution
 from streamshard.operations.transfer.execution import Limits
-from streamshard.operations.transfer.report import Progress, Silent
+from streamshard.operations.transfer.report import Progress, Silent, Watched
+from streamshard.options import takes
+from streamshard.verb_options import VerifyOptions
 
-Path_ = str | os.PathLike[str]
+
+class _Verify(VerifyOptions, Watched):
+    """What `verify` takes."""
 
 
-def verify(
-    path: Path_,
-    *,
-    against: Path_ | None = None,
-    sample: str | None = None,
-    digests: bool = False,
-    source_ds_config_file: Path_ | None = None,
-    like: Path_ | None = None,
-    tag: str | None = None,
-    memory_limit: int | None = None,
-    workers: int | None = None,
-    progress: Progress | None = None,
-) -> Verification:
+@takes(_Verify)
+def verify(options: _Verify) -> Verification:
     """Check a checkpoint, or compare it with another one; changes nothing.
 
     The result lists every problem, not only the first. An error is raised only if there is no
@@ -78,20 +70,21 @@ def verify(
     """
     floor_bytes = resident_memory.resident_bytes()
     resident_memory.restart_peak()
-    if digests and against is not None:
+    if options.digests and options.against is not None:
         message = "tensors that are compared are not digested; leave one out"
         raise UsageError(f"{Option('digests')}: {message}")
+    path, against = options.path, options.against
     paths = [path] if against is None else [path, against]
     for one in paths:
         require_finished(as_path(one))
-    config, known = read_hints(paths, source_ds_config_file, like)
-    request = Request(path, tag, config, known)
-    limit_bytes = execution.limit_or_default(memory_limit, floor_bytes)
-    limits = Limits(floor_bytes, limit_bytes, workers)
-    run = _Run(_sample(sample), limits, progress or Silent())
+    config, known = read_hints(paths, options.source_ds_config_file, options.like)
+    request = Request(path, options.tag, config, known)
+    limit_bytes = execution.limit_or_default(options.memory_limit, floor_bytes)
+    limits = Limits(floor_bytes, limit_bytes, options.workers)
+    run = _Run(_sample(options.sample), limits, options.progress or Silent())
     began = time.monotonic()
     if against is None:
-        run.check(request, digests=digests)
+        run.check(request, digests=options.digests)
     else:
         run.compare(request, Request(against, None, config, known))
     return Verification(

@@ -9,11 +9,11 @@ beginning of a name, as those do that DeepSpeed's files have::
     .*norm: replicated
 """
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError, UsageError
@@ -26,6 +26,7 @@ from streamshard.formats.deepspeed.model_parallel.categories import (
 )
 from streamshard.formats.deepspeed.model_parallel.name_patterns import NamePatterns
 from streamshard.io.entries import read_document
+from streamshard.io.object_path import as_path
 from streamshard.layout.model_cut import ModelCut, Shape, segments_cut
 
 _RULE: Final = re.compile(
@@ -103,10 +104,11 @@ def _read(text: str, named: str) -> Iterator[tuple[str, _OneRule]]:
         yield pattern, _OneRule(None if dimension is None else int(dimension), sizes)
 
 
-def read_rules(path: Path | None) -> CutRules | None:
+def read_rules(file: str | os.PathLike[str] | None) -> CutRules | None:
     """Read a file of rules, if one is given."""
-    if path is None:
+    if not file:
         return None
+    path = as_path(file)
     try:
         return CutRules(read_document(path).decode("utf-8-sig"), str(path))
     except OSError as error:

@@ -1,0 +1,278 @@
+"""What an option is, and the options of `repartition`; `verb_options` has those of other verbs.
+
+A field of a class below makes the option of the command line, the keyword of the function, the type
+in a plan file and the row in `docs/commands.md`. What has no type is of the command line alone, and
+what has no help of Python alone. What they mean is in the docstrings of the verbs' functions.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import wraps
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    NamedTuple,
+    ParamSpec,
+    Self,
+    TypeVar,
+    dataclass_transform,
+)
+
+from streamshard.errors import Option, UsageError
+
+if TYPE_CHECKING:
+    from inspect import Signature
+
+Path_ = str | os.PathLike[str]
+P = ParamSpec("P")
+Given = TypeVar("Given")
+Result = TypeVar("Result")
+
+
+class OptionField(NamedTuple):
+    """How an option looks on the command line, and which values make sense."""
+
+    shown: str
+    """Its names, if they are others than the field's, and what stands for its value: `-n --dry-run`
+    or `--param PATTERN`, and `TAG ...` for several. `SIZE`, `TIME` and `LIST` are read as such."""
+    help: str
+    default: Any = None
+    choices: Sequence[Any] | None = None
+    least: int | None = None
+    few: str = ""
+    """What is said of a value that is less than the least."""
+    apart: bool = False
+    """Whether it excludes the others that are so."""
+
+    def checked(self, name: str, value: Any) -> Any:  # noqa: ANN401
+        """Return a value as it is kept, or refuse it."""
+        if self.default == ():
+            if isinstance(value, str):
+                raise UsageError(f"{name}={value!r}: a list is needed, and this is one name")
+            return tuple(value)
+        if value is None:
+            return None
+        if isinstance(value, timedelta) and value < timedelta(0):
+            raise UsageError(f"{name}={value}: is negative")
+        if self.choices is not None and value not in self.choices:
+            choices = ", ".join(map(str, self.choices))
+            raise UsageError(f"{Option(name, value)}: choose one of {choices}")
+        if self.least is not None and value < self.least:
+            raise UsageError(f"{Option(name, value)}: {self.few or f'at least {self.least}'}")
+        return value
+
+
+def option(shown: str = "", help: str = "", **more: Any) -> Any:  # noqa: ANN401
+    """Make a field of an options class; see `OptionField`."""
+    return OptionField(shown, help, **more)
+
+
+def flag(help: str, shown: str = "") -> Any:  # noqa: ANN401
+    """Make a field that is either given or not."""
+    return OptionField(shown, help, default=False)
+
+
+def place(metavar: str, help: str, *, kw_only: bool = False) -> Any:  # noqa: ANN401
+    """Make a field that is given by its place, without a default; type checkers see `kw_only`."""
+    return OptionField(metavar, help, default=...)
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(place,))
+class Options:
+    """What a verb is given. `dataclasses` takes too long to load for `--help`."""
+
+    def __init__(self, *args: object, **given: object) -> None:
+        bound = _signature_of(type(self)).bind(*args, **given)
+        bound.apply_defaults()
+        fields = fields_of(type(self))
+        vars(self).update({k: fields[k].checked(k, value) for k, value in bound.arguments.items()})
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name}: options do not change")
+
+    def replaced(self, **changes: object) -> Self:
+        """Return the options with some others."""
+        return type(self)(**{**vars(self), **changes})
+
+    def is_given(self, name: str) -> bool:
+        """Whether an option is another one than by default."""
+        return bool(getattr(self, name) != fields_of(type(self))[name].default)
+
+
+def fields_of(kind: type[Options]) -> dict[str, OptionField]:
+    """Return the fields of a class by their names: its own, then inherited ones."""
+    found: dict[str, OptionField] = {}
+    for one in kind.__mro__:
+        for name, field in vars(one).items():
+            if isinstance(field, OptionField):
+                found[name] = found.pop(name, field)
+    return found
+
+
+def types_of(kind: type[Options]) -> dict[str, Any]:
+    """Return the type of each field that functions take, by its name."""
+    types: dict[str, Any] = {}
+    for one in kind.__mro__[:-1]:
+        types |= one.__annotations__
+    return {name: types[name] for name in fields_of(kind) if name in types}
+
+
+def _signature_of(kind: type[Options], returned: object = None) -> "Signature":
+    """Return the parameters of a function that takes the fields of a class."""
+    from inspect import Parameter, Signature  # not at the top: `--help` needs none of it
+
+    def parameter(name: str, of: object) -> Parameter:
+        default = fields_of(kind)[name].default
+        if default is ...:
+            return Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=of)
+        return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=of)
+
+    parameters = [parameter(name, of) for name, of in types_of(kind).items()]
+    return Signature(sorted(parameters, key=lambda one: one.kind), return_annotation=returned)
+
+
+def takes(kind: Callable[P, Given]) -> Callable[[Callable[[Given], Result]], Callable[P, Result]]:
+    """Let a function that takes an options object take its fields, for type checkers too."""
+
+    def decorate(function: Callable[[Given], Result]) -> Callable[P, Result]:
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> Result:
+            return function(kind(*args, **kwargs))
+
+        returned = function.__annotations__["return"]
+        signature = _signature_of(kind, returned)  # type: ignore[arg-type]
+        call.__dict__["__signature__"] = signature
+        return call
+
+    return decorate
+
+
+CODECS: Final = ("none", "lz4", "zstd")
+"""Codecs for the chunks of a store."""
+SOURCE_HELP: Final = (
+    "run directory with 'latest', tag directory, .zarr store, directory of FSDP's .distcp files or "
+    "a model's .safetensors files, or template of raw per-rank dumps such as "
+    "'ckpt/optimizer.{rank:02d}.pt'; as every path here, local or s3://bucket/..., gs://... or "
+    "az://..."
+)
+DRY_RUN: Final = flag("show what would be done, and write nothing", "-n --dry-run")
+NO_LOCK: Final = (
+    "take no lock on {}; for a bucket whose service cannot keep one, and only where nothing else "
+    "writes there"
+)
+
+
+class SourceOptions(Options):
+    """Options that supply what a source lacks: config, reference checkpoint, tag."""
+
+    source_ds_config_file: Path_ | None = option(
+        "--source-ds-config FILE", "DeepSpeed config of the job that saved raw dumps"
+    )
+    like: Path_ | None = option(
+        "SRC", "reference checkpoint of the same job, which supplies what SRC lacks: see the README"
+    )
+    tag: str | None = option("", "tag to read [the one that 'latest' names]")
+
+
+class RunOptions(Options):
+    """Options for a run's memory, workers and progress display."""
+
+    memory_limit: int | None = option(
+        "SIZE",
+        "memory above the program's own: 512MiB, 2GB, or 50%% of the machine's [1GiB, at most half "
+        "of what there is]",
+    )
+    workers: int | None = option(
+        "N",
+        "threads [one per core, at most 4; to compress, one more than there are cores, at most 16; "
+        "8 with object stores; fewer where memory is tight]",
+        least=1,
+        few="at least one is needed",
+    )
+    dask = option(
+        "ADDRESS",
+        "run on a Dask cluster: tcp://scheduler:8786, the path of a scheduler file (*.json), or "
+        "local:N for N processes with --workers threads each [threads of this process]",
+    )
+    progress_mode = option(
+        "--progress",
+        "show progress on standard error: a bar, a line per tenth, or a JSON object a second [a "
+        "bar on a terminal; elsewhere lines, if the run takes more than 5 seconds]",
+        default="auto",
+        choices=("auto", "bar", "lines", "json", "none"),
+    )
+
+
+_IF_NEEDED: Final = (
+    "write nothing, and exit with 0, if OUT already holds what this would write, byte for byte"
+)
+
+
+class _TargetOptions(Options):
+    """Options that say how a target is written."""
+
+    overwrite: bool = flag("replace the target if it exists")
+    if_needed: bool = flag(_IF_NEEDED)
+    lock: bool = option("", NO_LOCK.format("OUT"), default=True)
+    print_path = flag("print only the path of the result on standard output, for scripts")
+    dry_run = DRY_RUN
+    plan_out = option("FILE", "with --dry-run: save the plan, for `streamshard apply`")
+    verify: bool = flag(
+        "read back what was written, and compare it with SRC before it takes its place"
+    )
+
+
+class TransferOptions(SourceOptions, RunOptions, _TargetOptions):
+    """Options of verbs that write."""
+
+    source: Path_ = place("SRC", SOURCE_HELP, kw_only=False)
+    target: Path_ = place("OUT", "", kw_only=False)
+
+
+TENSOR_PARALLEL: Final = (
+    "{}, how many share each tensor; another number than the source's, except 1, takes --like, a "
+    "save of the job that will resume [the source's]"
+)
+PIPELINE_PARALLEL: Final = "{}, how many stages share the layers; as above [the source's]"
+STAGES: Final = option(
+    "LIST", "first layer of each of these stages, in place of --like: 0,4,7 [what --like tells]"
+)
+CUT_RULES: Final = option(
+    "--cut-rules FILE",
+    "how tensor parallelism cut the parameters, where files do not tell: lines such as "
+    "'.*norm: replicated' [what files tell]",
+)
+AVERAGE: Final = flag(
+    "take the mean of parameters that files list as ones to average, of which tensor parallel "
+    "ranks have different copies; not lossless [refuse different copies]"
+)
+
+
+class RepartitionOptions(TransferOptions):
+    """Options of `repartition`."""
+
+    target: Path_ = place("OUT", "run directory to make, or template", kw_only=False)
+    world_size: int | None = option(
+        "M", "number of ranks that will resume [of a store: as many as saved its content]"
+    )
+    tensor_parallel: int | None = option("T", TENSOR_PARALLEL.format("of these ranks"))
+    pipeline_parallel: int | None = option("P", PIPELINE_PARALLEL.format("of these ranks"))
+    stages: Sequence[int] | None = STAGES
+    expert_parallel: int | None = option(
+        "E", "of these ranks, over how many the experts of each layer are spread [the source's]"
+    )
+    cut_rules_file: Path_ | None = CUT_RULES
+    average: bool = AVERAGE
+    zero_stage: int | None = option(
+        "", "stage of the job that will resume [the source's]", choices=(1, 2, 3)
+    )
+    ds_config_file: Path_ | None = option(
+        "--ds-config FILE",
+        "whole DeepSpeed config of the job that will resume [the one kept in the checkpoint]",
+    )
+    ds_version: str | None = option(
+        "VERSION", "DeepSpeed's version in the job that will resume: 0.16.9 [the one that saved]"
+    )
+    if_needed: bool = flag(f"{_IF_NEEDED}, or if a job can resume from SRC as it is")

@@ -1,0 +1,292 @@
+"""The options of all verbs; `options` says what an option is."""
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Final
+
+from streamshard.options import (
+    AVERAGE,
+    CODECS,
+    CUT_RULES,
+    DRY_RUN,
+    NO_LOCK,
+    PIPELINE_PARALLEL,
+    SOURCE_HELP,
+    STAGES,
+    TENSOR_PARALLEL,
+    Options,
+    Path_,
+    RepartitionOptions,
+    RunOptions,
+    SourceOptions,
+    TransferOptions,
+    flag,
+    option,
+    place,
+)
+
+DTYPES: Final[Mapping[str, str]] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""Dtypes that weights may be cast to, with torch's names for them."""
+TITAN: Final = "titan"
+ACCELERATE: Final = "accelerate"
+DEFAULT_GRACE: Final = timedelta(days=7)
+"""How long tags stay in the trash."""
+_OF_STORE: Final = "of the ranks of a job that would resume from the store"
+
+
+class ConvertOptions(TransferOptions):
+    """Options of `convert`."""
+
+    target: Path_ = place("STORE.zarr", "store to make", kw_only=False)
+    codec: str = option("", "compression [none]", default="none", choices=CODECS)
+    chunk_size: int = option(
+        "SIZE",
+        "bytes per chunk at most, before compression [64MiB]",
+        default=64 << 20,
+        least=1,
+        few="at least one byte is needed",
+    )
+    tensor_parallel: int | None = option("T", TENSOR_PARALLEL.format(_OF_STORE))
+    pipeline_parallel: int | None = option("P", PIPELINE_PARALLEL.format(_OF_STORE))
+    stages: Sequence[int] | None = STAGES
+    cut_rules_file: Path_ | None = CUT_RULES
+    average: bool = AVERAGE
+
+
+class ExportOptions(TransferOptions):
+    """Options of `export`."""
+
+    target: Path_ = place("OUT", "model directory to make", kw_only=False)
+    dtype: str = option("", "what to cast weights to [fp32]", default="fp32", choices=tuple(DTYPES))
+    format: str = option(
+        "",
+        "model.safetensors, torch's pytorch_model.bin, DeepSpeed's universal checkpoint, or "
+        "PyTorch's distributed checkpoint, for FSDP [safetensors]",
+        default="safetensors",
+        choices=("safetensors", "torch", "universal", "dcp"),
+    )
+    max_shard_size: int = option(
+        "SIZE",
+        "bytes per file at most, except for a tensor that is larger [5GB]",
+        default=5 * 10**9,
+        least=1,
+        few="at least one byte is needed",
+    )
+    include: Sequence[str] = option(
+        "PATTERN",
+        "take nothing but tensors of such names, as often as needed: 'layers.*' [all]",
+        default=(),
+    )
+    exclude: Sequence[str] = option(
+        "PATTERN", "leave out tensors of such names, as often as needed [none]", default=()
+    )
+    keep_dtype: Sequence[str] = option(
+        "PATTERN",
+        "do not cast tensors of such names, as often as needed: '*norm*' [none]",
+        default=(),
+    )
+    strip_prefix: Sequence[str] = option(
+        "TEXT", "prefix to remove from names: module. [none]", default=()
+    )
+    frozen: bool = option("", "leave out weights that were not trained", default=True)
+    layout: str = option(
+        "",
+        "what loads a distributed checkpoint: torch's own functions, torchtitan, or Accelerate "
+        "[torch]",
+        default="torch",
+        choices=("torch", TITAN, ACCELERATE),
+    )
+    ranks: int = option(
+        "K",
+        "files of a distributed checkpoint, with about as many bytes in each [1]",
+        default=1,
+        least=1,
+        few="at least one is needed",
+    )
+    cut_rules_file: Path_ | None = CUT_RULES
+    average: bool = AVERAGE
+
+
+class VerifyOptions(SourceOptions, RunOptions):
+    """Options of `verify`."""
+
+    path: Path_ = place("PATH", SOURCE_HELP, kw_only=False)
+    against: Path_ | None = option(
+        "SRC",
+        "compare the content with that of another checkpoint, tensor by tensor, whatever its "
+        "format, ZeRO stage and world size; checksums are not looked at then",
+    )
+    sample: str | None = option(
+        "PART", "read a part only: 3/20, or 5%% for the one of twenty whose turn it is today [all]"
+    )
+    digests: bool = flag("list the digest of every tensor, which does not depend on how it is cut")
+
+
+class DiffOptions(SourceOptions, RunOptions):
+    """Options of `diff`."""
+
+    left: Path_ = place("A", SOURCE_HELP, kw_only=False)
+    right: Path_ = place("B", "another one, of any format, stage and world size", kw_only=False)
+    params: Sequence[str] = option(
+        "--param PATTERN",
+        "compare nothing but tensors of such names: 'layers.0.*' [all, and all else]",
+        default=(),
+    )
+    sort = option(
+        "",
+        "the most changed first by relative L2, by the largest or mean difference, by cosine, by "
+        "elements changed; or in the checkpoint's order [relative]",
+        default="relative",
+        choices=("relative", "max", "mean", "cosine", "changed", "name"),
+    )
+    against_tag: str | None = option("TAG", "tag to read of B [the one that 'latest' names]")
+    tag: str | None = option("", "tag to read of A [the one that 'latest' names]")
+
+
+class InspectOptions(SourceOptions):
+    """Options of `inspect`."""
+
+    source: Path_ = place("SRC", SOURCE_HELP, kw_only=False)
+    pickles = flag(
+        "list every name that pickles ask for; SRC may be a single file, and may be damaged"
+    )
+    params: Sequence[str] = option(
+        "--param PATTERN",
+        "show which rank holds which elements of these tensors, in which file, and where",
+        default=(),
+    )
+    rank: int | None = option(
+        "R", "show what data-parallel rank R holds, numbered as in zero_pp_rank_R"
+    )
+    svg: Path_ | None = option("FILE", "draw how each parameter is cut among ranks, as an SVG")
+    html: Path_ | None = option(
+        "FILE", "draw how each parameter is cut among ranks, as a page with names where one points"
+    )
+    world_size: int | None = option("M", "draw too how it would be cut for M ranks")
+    zero_stage: int | None = option(
+        "", "draw too how it would be cut at a stage", choices=(1, 2, 3)
+    )
+    overwrite: bool = flag("replace pictures that exist")
+
+
+class _ReportOptions(Options):
+    """Options of `compact` about its outcome."""
+
+    notify = option(
+        "COMMAND",
+        "run this, without a shell, if a tag is ambiguous or something failed: it gets the outcome "
+        "as JSON on standard input [none]",
+    )
+    status = flag(
+        "only report what is archived, in the trash until when, and how the last run ended"
+    )
+    prometheus = flag("print --status in the text format of Prometheus")
+    lock: bool = option("", NO_LOCK.format("RUN_DIR and ARCHIVE_DIR"), default=True)
+    dry_run: bool = flag("say what would be done, and do nothing", "-n --dry-run")
+
+
+class CompactOptions(RunOptions, _ReportOptions):
+    """Options of `compact`."""
+
+    run_dir: Path_ = place(
+        "RUN_DIR",
+        "directory that holds 'latest' and tags; as ARCHIVE_DIR, local or s3://bucket/..., "
+        "gs://... or az://...; or an output directory of HF Trainer, Accelerate or Lightning; or a "
+        "pattern of many such directories, in quotes",
+        kw_only=False,
+    )
+    archive_dir: Path_ = place("ARCHIVE_DIR", "where TAG.zarr and its receipt go", kw_only=False)
+    keep_last: int = option(
+        "K",
+        "newest complete steps to leave [3]",
+        default=3,
+        least=2,
+        few="at least 2, as one may be damaged",
+    )
+    keep_every: int | None = option(
+        "N", "leave every step that is a multiple of N too [none]", least=1
+    )
+    keep_tags: Sequence[str] = option(
+        "--keep-tag PATTERN",
+        "leave tags of such names too, as often as needed: 'release-*' [none]",
+        default=(),
+    )
+    tags: str | None = option(
+        "PATTERN",
+        "consider only tags that match this, relative to RUN_DIR: 'run*/global_step*'; others are "
+        "neither touched nor counted [all]",
+    )
+    min_age: timedelta = option(
+        "TIME",
+        "leave tags that changed within this time: 90m, 2h, 7d, 4w [2h]",
+        default=timedelta(hours=2),
+    )
+    delete: bool = flag(
+        "move what is archived and proved into a trash in RUN_DIR, and empty it in time"
+    )
+    grace: timedelta = option(
+        "TIME",
+        "time that tags stay in the trash, which takes space all the while [7d]",
+        default=DEFAULT_GRACE,
+    )
+    max_delete: int | None = option(
+        "N", "move at most N tags in a run; tags that lose their states count too [all]", least=0
+    )
+    weights_only_older_than: timedelta | None = option(
+        "TIME",
+        "drop the optimizer states of archives whose originals were removed for good longer ago "
+        "than this; no job can resume from them then [never]",
+    )
+    undelete: Sequence[str] = option(
+        "TAG ...",
+        "bring tags back from the trash; give it behind ARCHIVE_DIR",
+        default=(),
+        apart=True,
+    )
+    purge: Sequence[str] = option(
+        "TAG ...",
+        "remove tags in the trash for good once --grace is over, whatever rules say; give it "
+        "behind ARCHIVE_DIR",
+        default=(),
+        apart=True,
+    )
+    acknowledge: Sequence[str] = option(
+        "TAG ...",
+        "leave ambiguous tags as they are, and report them again only when they change; give it "
+        "behind ARCHIVE_DIR",
+        default=(),
+        apart=True,
+    )
+    codec: str = option("", "compression [zstd]", default="zstd", choices=CODECS)
+    chunk_size: int = option(default=64 << 20, least=1, few="at least one byte is needed")
+    bytes_per_second: int | None = option(
+        "--bwlimit SIZE", "read and write no more than this a second: 200MB [no limit]", least=1
+    )
+
+    @property
+    def is_by_hand(self) -> bool:
+        """Whether the run is only about tags that the user names."""
+        return bool(self.undelete or self.purge or self.acknowledge)
+
+
+class _DryRun(Options):
+    dry_run = DRY_RUN
+
+
+class ApplyOptions(RunOptions, _DryRun):
+    """Options of `apply`."""
+
+    path: Path_ = place("PLAN", "file that --plan-out made", kw_only=False)
+
+
+OPTIONS: Final[Mapping[str, type[Options]]] = {
+    "repartition": RepartitionOptions,
+    "convert": ConvertOptions,
+    "export": ExportOptions,
+    "verify": VerifyOptions,
+    "diff": DiffOptions,
+    "inspect": InspectOptions,
+    "compact": CompactOptions,
+    "apply": ApplyOptions,
+}
+"""Verb → its options."""
