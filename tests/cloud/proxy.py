@@ -1,17 +1,15 @@
-"""A proxy between a client and an S3 server that delays, breaks and forges answers."""
+"""A proxy between a client and an S3 server that holds requests, breaks and forges answers."""
 
 import re
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
 from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
@@ -47,11 +45,17 @@ class Fault(Enum):
     """The last object of a listing is not in it."""
     HELD = "held"
     """The request waits until the proxy is told to go on."""
+    HELD_AND_CLOSED = "held and closed"
+    """It waits as long, and then the connection is closed; the server never gets the request."""
     UNCONDITIONAL = "unconditional"
     """The server does not learn on what condition the object is to be put."""
 
 
-_CONDITIONS: Final = {"if-none-match", "if-match", "x-goog-if-generation-match"}
+_LEFT_OUT: Final[dict[Fault | None, set[str]]] = {
+    Fault.NO_RANGE: {"range"},
+    Fault.UNCONDITIONAL: {"if-none-match", "if-match", "x-goog-if-generation-match"},
+}
+"""Headers that do not reach the server."""
 _SETTLE_SECONDS: Final = 60
 _CODES: Final = {503: "SlowDown", 429: "TooManyRequests", 500: "InternalError", 403: "AccessDenied"}
 
@@ -87,8 +91,6 @@ class FaultProxy:
     def __init__(self, url: str) -> None:
         self.upstream = urlsplit(url).netloc
         self.requests: list[Request] = []
-        self.latency = 0.0
-        """Seconds that each request takes longer."""
         self.plan: Plan = lambda request: None
         self.holding = threading.Event()
         """Set when a request is held."""
@@ -104,12 +106,7 @@ class FaultProxy:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.go_on.set()
         self._server.shutdown()
         self._server.server_close()
@@ -193,11 +190,10 @@ class _Handler(BaseHTTPRequestHandler):
         proxy = self.proxy
         request = proxy.note(self.command, self.path, self.headers.get("Range"), len(body))
         fault = proxy.plan(request)
-        time.sleep(proxy.latency)
-        if fault is Fault.HELD:
+        if fault in (Fault.HELD, Fault.HELD_AND_CLOSED):
             proxy.holding.set()
             proxy.go_on.wait()
-        if fault in (Fault.RESET, Fault.CLOSED):
+        if fault in (Fault.RESET, Fault.CLOSED, Fault.HELD_AND_CLOSED):
             self._break_off(resets=fault is Fault.RESET)
         elif fault is not None and isinstance(fault.value, int) and fault.value in _CODES:
             text = _ERROR.format(code=_CODES[fault.value], key=LEAKED).encode()
@@ -209,11 +205,8 @@ class _Handler(BaseHTTPRequestHandler):
         headers = dict(self.headers.items())
         if fault is Fault.WRONG_RANGE and request.range:
             headers["Range"] = _moved(request.range)
-        if fault is Fault.NO_RANGE:
-            headers.pop("Range", None)
-            headers.pop("range", None)
-        if fault is Fault.UNCONDITIONAL and self.command == "PUT":
-            headers = {k: v for k, v in headers.items() if k.lower() not in _CONDITIONS}
+        left_out = _LEFT_OUT.get(fault, set())
+        headers = {name: value for name, value in headers.items() if name.lower() not in left_out}
         asked = self.command, self.path, headers, body
         method, path, headers, body = self.proxy.to_server(asked)
         connection = HTTPConnection(self.proxy.upstream)
@@ -274,6 +267,4 @@ def _moved(given: str) -> str:
 
 def _without_last(listing: bytes) -> bytes:
     parts = listing.rpartition(b"<Contents>")
-    if not parts[1]:
-        return listing
-    return parts[0] + parts[2].partition(b"</Contents>")[2]
+    return parts[0] + parts[2].partition(b"</Contents>")[2] if parts[1] else listing

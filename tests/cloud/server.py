@@ -4,16 +4,18 @@ import logging
 import threading
 from functools import cache
 from itertools import count
-from types import TracebackType
 from typing import Any, Self
 
 import boto3  # type: ignore[import-untyped, unused-ignore]
+from botocore.config import Config  # type: ignore[import-untyped, unused-ignore]
 from moto.moto_server.werkzeug_app import (  # type: ignore[import-untyped, unused-ignore]
     DomainDispatcherApplication,
     MotoRequestHandler,
     create_backend_app,
 )
 from werkzeug.serving import make_server
+
+from tests.cloud.proxy import FaultProxy
 
 REGION = "us-east-1"
 KEY = "test-key"
@@ -35,6 +37,18 @@ def credentials(url: str) -> dict[str, str]:
     }
 
 
+def s3_client(url: str, key: str = KEY, secret: str = SECRET) -> Any:  # noqa: ANN401
+    """Return a client of a server, for what is no business of streamshard's."""
+    return boto3.client(
+        "s3",
+        endpoint_url=url,
+        region_name=REGION,
+        aws_access_key_id=key,
+        aws_secret_access_key=secret,
+        config=Config(retries={"max_attempts": 1}),
+    )
+
+
 class Dispatcher(DomainDispatcherApplication):
     """Lists the directory of all of moto's services once, not for each request."""
 
@@ -44,6 +58,8 @@ class Dispatcher(DomainDispatcherApplication):
 class S3Server:
     """Runs moto's S3 server in threads of this process. Buckets share moto's global state."""
 
+    name = "moto"
+
     def __init__(self) -> None:
         # werkzeug writes a line for every request.
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -52,19 +68,15 @@ class S3Server:
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
         self.url = f"http://127.0.0.1:{self._server.port}"
+        self.s3 = s3_client(self.url)
 
     def __enter__(self) -> Self:
-        """Return the running server."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Stop the server."""
-        self.stop()
+    def __exit__(self, *raised: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
 
     def new_bucket(self, prefix: str) -> str:
         """Make an empty bucket and return its name, which no other bucket of this process has.
@@ -73,18 +85,17 @@ class S3Server:
         a module of its own, with a count of its own. So the count is here.
         """
         name = f"{prefix}{next(_numbers)}"  # a hyphen is written %2D by the client of gs://
-        client: Any = boto3.client(
-            "s3",
-            endpoint_url=self.url,
-            region_name=REGION,
-            aws_access_key_id=KEY,
-            aws_secret_access_key=SECRET,
-        )
-        client.create_bucket(Bucket=name)
+        self.s3.create_bucket(Bucket=name)
         return name
 
-    def stop(self) -> None:
-        """Stop the server and wait for its thread."""
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+    def make_bucket(self, name: str) -> str:
+        """Make a bucket whose name begins so, and return its URL."""
+        return f"s3://{self.new_bucket(name)}"
+
+    def credentials(self, url: str) -> dict[str, str]:
+        """Return the environment variables with which a client reaches the server at a URL."""
+        return credentials(url)
+
+    def proxy(self) -> FaultProxy:
+        """Return a proxy in front of the server."""
+        return FaultProxy(self.url)

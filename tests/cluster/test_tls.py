@@ -3,10 +3,7 @@
 import os
 import shutil
 import subprocess
-import sys
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +11,7 @@ import pytest
 
 import streamshard
 from tests.cli.conftest import tree
-from tests.cluster.workers import PAUSE, ROOT
+from tests.cluster.workers import dask, scheduler
 from tests.documents import blocks, page
 from tests.fabricated import write
 from tests.forked import run_forked
@@ -33,22 +30,6 @@ class Cluster:
     """Of whoever has the key."""
 
 
-@contextmanager
-def dask(*words: str, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a program of Dask meanwhile."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "dask", *words],
-        env={**os.environ, **environment, "PYTHONPATH": str(ROOT)},
-        stderr=subprocess.DEVNULL,
-        cwd="/",
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     home = tmp_path_factory.mktemp("home")
@@ -61,19 +42,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     settings = dict(line.split("=", 1) for line in done.stdout.decode().split("\0")[:-1])
     keys = {name: value for name, value in settings.items() if name.startswith("DASK_")}
     assert all((home / "dask-tls" / name).stat().st_mode & 0o77 == 0 for name in ("key.pem", "."))
-    file = home / "scheduler.json"
-    encrypted = ["--protocol", "tls", "--scheduler-file", str(file)]
-    with ExitStack() as stack:
-        open_ports = ["--port", "0", "--dashboard-address", "127.0.0.1:0", "--host", "127.0.0.1"]
-        scheduler = stack.enter_context(
-            dask("scheduler", *encrypted, *open_ports, environment=keys)
-        )
-        for _ in range(2):
-            least = ["--nthreads", "1", "--no-nanny", "--no-dashboard"]
-            stack.enter_context(dask("worker", *encrypted, *least, environment=keys))
-        while not file.exists() or not file.read_text().endswith("}"):
-            assert scheduler.poll() is None
-            time.sleep(PAUSE)
+    file, tls = home / "scheduler.json", ("--protocol", "tls")
+    least = (*tls, "--scheduler-file", str(file), "--nthreads", "1", "--no-nanny")
+    with (
+        scheduler(file, *tls, environment=keys),
+        dask("worker", *least, environment=keys),
+        dask("worker", *least, environment=keys),
+    ):
         yield Cluster(file, keys)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from distributed import Client
 
 import streamshard
 from streamshard.engine.jobs import batch_jobs
@@ -19,7 +20,13 @@ from tests.job import TAG, Job
 from tests.verbs.test_spans import CASES
 
 pytestmark = pytest.mark.usefixtures("many_spans")
-WORKERS = (1, 2, 5)
+
+
+def change(path: Path, at: int) -> None:
+    """Change a bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +62,7 @@ def test_files_are_the_same(
     assert not [name for name in names(tmp_path) if name.startswith((".", "out."))]
 
 
-def test_what_is_written_is_verified_by_the_workers(cluster: Any, tmp_path: Path) -> None:  # noqa: ANN401
+def test_what_is_written_is_verified_by_the_workers(cluster: Client, tmp_path: Path) -> None:
     run = write(Job(stage=3), tmp_path / "run")
     done = on(cluster, "convert", run, tmp_path / "a.zarr", codec="zstd", verify=True)
     assert done.is_verified
@@ -64,42 +71,31 @@ def test_what_is_written_is_verified_by_the_workers(cluster: Any, tmp_path: Path
     assert done.is_verified
 
 
-@pytest.mark.parametrize("workers", WORKERS)
-def test_verify_finds_the_same(workers: int, clusters: Any, tmp_path: Path) -> None:  # noqa: ANN401
-    run = write(Job(stage=2), tmp_path / "run")
-    store = tmp_path / "a.zarr"
+def test_verify_and_diff_find_the_same(cluster: Client, tmp_path: Path) -> None:
+    run, store = write(Job(stage=2), tmp_path / "run"), tmp_path / "a.zarr"
     streamshard.convert(run, store, codec="lz4", chunk_size=512)
     files = (path for path in sorted((store / "state").rglob("0")) if path.is_file())
-    chunk = next(path for path in files if path.stat().st_size > 100)
-    data = bytearray(chunk.read_bytes())
-    data[50] ^= 1
-    chunk.write_bytes(data)
+    change(next(path for path in files if path.stat().st_size > 100), 50)
     for place, options in ((run, {"digests": True}), (store, {}), (run, {"against": store})):
         near = streamshard.verify(place, **options)
-        far = on(clusters(workers), "verify", place, **options)
-        assert (far.problems, far.differences, far.digests, far.checked, far.bytes_read) == (
-            near.problems, near.differences, near.digests, near.checked, near.bytes_read,
-        )  # fmt: skip
+        far = on(cluster, "verify", place, **options)
+        for name in ("problems", "differences", "digests", "checked", "bytes_read"):
+            assert getattr(far, name) == getattr(near, name), name
         assert near.is_good == (place == run and not options.get("against"))
-
-
-@pytest.mark.parametrize("workers", WORKERS)
-def test_diff_finds_the_same(workers: int, clusters: Any, tmp_path: Path) -> None:  # noqa: ANN401
-    run, other = write(Job(stage=2), tmp_path / "run"), tmp_path / "other"
+    other = tmp_path / "other"
     shutil.copytree(run, other)
 
-    def change(state: dict[str, Any]) -> None:
+    def edit_one(state: dict[str, Any]) -> None:
         state["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].data[3] = torch.pi
 
-    edit(optimizer_file(other, 1), change)
-    near = streamshard.diff(run, other)
-    far = on(clusters(workers), "diff", run, other)
-    assert not near.is_equal
-    assert (far.tensors, far.states, far.bytes_read) == (near.tensors, near.states, near.bytes_read)
+    edit(optimizer_file(other, 1), edit_one)
+    one, same = streamshard.diff(run, other), on(cluster, "diff", run, other)
+    assert not one.is_equal
+    assert (same.tensors, same.states, same.bytes_read) == (one.tensors, one.states, one.bytes_read)
 
 
 def test_a_target_that_is_there_already_is_compared_by_the_workers(
-    cluster: Any,  # noqa: ANN401
+    cluster: Client,
     tmp_path: Path,
 ) -> None:
     run = write(Job(stage=2), tmp_path / "run")
@@ -107,15 +103,13 @@ def test_a_target_that_is_there_already_is_compared_by_the_workers(
     options = {"world_size": 3, "if_needed": True}
     assert on(cluster, "repartition", run, tmp_path / "out", **options).found == "target"
     path = optimizer_file(tmp_path / "out", 2)
-    data = bytearray(path.read_bytes())
-    data[-2000] ^= 1
-    path.write_bytes(data)
+    change(path, -2000)
     with pytest.raises(streamshard.StreamshardError, match=r"exists; use overwrite=True") as caught:
         on(cluster, "repartition", run, tmp_path / "out", **options)
     assert path.name in "".join(caught.value.__notes__)
 
 
-def test_a_plan_may_be_made_elsewhere(cluster: Any, tmp_path: Path) -> None:  # noqa: ANN401
+def test_a_plan_may_be_made_elsewhere(cluster: Client, tmp_path: Path) -> None:
     run = write(Job(stage=2), tmp_path / "run")
     plan = streamshard.plan_repartition(run, tmp_path / "out", world_size=3)
     with streamshard.executor(cluster):
@@ -128,7 +122,7 @@ def test_a_plan_may_be_made_elsewhere(cluster: Any, tmp_path: Path) -> None:  # 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_workers_read_the_headers_of_many_ranks(
     stage: int,
-    cluster: Any,  # noqa: ANN401
+    cluster: Client,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -143,7 +137,7 @@ def test_workers_read_the_headers_of_many_ranks(
 
 
 def test_a_rank_file_that_cannot_be_read_is_named_by_its_worker(
-    cluster: Any,  # noqa: ANN401
+    cluster: Client,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -156,7 +150,7 @@ def test_a_rank_file_that_cannot_be_read_is_named_by_its_worker(
 
 
 def test_what_the_page_shows_works(
-    cluster: Any,  # noqa: ANN401
+    cluster: Client,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

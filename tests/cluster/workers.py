@@ -1,10 +1,10 @@
-"""Workers that a user starts, also where a directory is another one."""
+"""Schedulers and workers that a user starts, also where a directory is another one."""
 
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,40 @@ def addresses(client: Client) -> set[str]:
 
 
 @contextmanager
+def dask(
+    *words: str,
+    root: Path = ROOT,
+    before: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a program of Dask as a user would, until the block ends."""
+    process = subprocess.Popen(
+        [*before, sys.executable, "-m", "dask", *words, "--no-dashboard"],
+        env={**os.environ, **(environment or {}), "PYTHONPATH": str(root)},
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def scheduler(
+    file: Path, *options: str, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a scheduler that writes to a file where it is."""
+    where = ["--host", "127.0.0.1", "--port", "0", "--scheduler-file", str(file)]
+    with dask("scheduler", *where, *options, environment=environment) as process:
+        while not (file.exists() and file.read_text().endswith("}")):
+            assert process.poll() is None
+            time.sleep(PAUSE)
+        yield process
+
+
+@contextmanager
 def worker(
     client: Client,
     *options: str,
@@ -37,27 +71,17 @@ def worker(
     before: Sequence[str] = (),
     where: str | None = None,
 ) -> Iterator[str]:
-    """Start a worker as a user would; yields its address."""
+    """Start a worker; yields its address."""
     known = addresses(client)
     where = where or client.scheduler_info()["address"]
-    program = [sys.executable, "-m", "dask", "worker", where, "--no-dashboard"]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    process = subprocess.Popen(
-        [*before, *program, "--nthreads", "1", "--no-nanny", *options],
-        env=environment,
-        stderr=subprocess.DEVNULL,
-        cwd="/",
-    )
-    try:
+    small = ("--nthreads", "1", "--no-nanny", *options)
+    with dask("worker", where, *small, root=root, before=before) as process:
         while not (new := addresses(client) - known):
             assert process.poll() is None
             time.sleep(PAUSE)
         yield new.pop()
-    finally:
-        process.kill()
-        process.wait()
-        while addresses(client) - known:
-            time.sleep(PAUSE)
+    while addresses(client) - known:
+        time.sleep(PAUSE)
 
 
 def mounted_elsewhere(place: Path) -> list[str]:

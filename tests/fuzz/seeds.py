@@ -13,12 +13,7 @@ import torch
 import streamshard
 from streamshard.cli.main import main
 from streamshard.io.lock import Holder
-from streamshard.operations.compact.receipts import (
-    ArchivedTag,
-    Check,
-    Receipt,
-    SourceRecord,
-)
+from tests.documents import ROOT
 from tests.fabricated import client_state, write
 from tests.fabricated_dcp import adamw
 from tests.fuzz.targets import TARGETS
@@ -50,22 +45,13 @@ def seeds(directory: Path) -> dict[str, list[bytes]]:
     plan = directory / "plan.json"
     arguments = ["repartition", str(run), str(directory / "out"), "--world-size", "3"]
     assert main([*arguments, "--dry-run", "--quiet", "--plan-out", str(plan)]) == 0
-    half = {"shard_shape": [4, 6], "pieces": [_piece(0)]}
-    other = {"shard_shape": [4, 6], "pieces": [_piece(24)]}
-    maps = {
-        "version": 1,
-        "params": {"^w$": {"logical_shape": [8, 6], "ranks": {0: half, 1: other}}},
-    }
+    ranks = {rank: {"shard_shape": [4, 6], "pieces": [_piece(24 * rank)]} for rank in (0, 1)}
+    maps = {"version": 1, "params": {"^w$": {"logical_shape": [8, 6], "ranks": ranks}}}
     subs = [{"patterns": ["^w$"], "shape": [[4, 4], 6], "partition_dim": 0}]
     listed = {"tp_replicated_parameter_patterns": ["a.*b+c", "^w$"]}
     header = json.loads(plan.read_bytes())["purpose"]
     lines = [json.dumps(line).encode() for line in (header, ["a", 0, 1, 2], "whole")]
-    record = SourceRecord("t/a.pt", 1, 2, 3, 4, "0" * 64)
-    receipt = Receipt(
-        "t", "/run", 1, 2, "archived", source=(record,), checks=(Check("a", True, "2020"),)
-    )
-    place = ArchivedTag(directory, "x")
-    receipt.write(place.receipt)
+    (receipt,) = (ROOT / "tests" / "compact" / "golden").glob("*.receipt.json")
     found = {
         "configs": [
             json.dumps(one).encode()
@@ -79,13 +65,9 @@ def seeds(directory: Path) -> dict[str, list[bytes]]:
         "journals": [b"\n".join(lines), *lines],
         "latest": [b"global_step7", b"epoch/1\n", b"../x"],
         "locks": [json.dumps(asdict(Holder.this_process())).encode()],
-        "receipts": [place.receipt.read_bytes()],
+        "receipts": [receipt.read_bytes()],
         "plans": [plan.read_bytes()],
-        "rules": [
-            b"# ours\n.*w: split 1\n",
-            b".*w: replicated",
-            b"layers.\\d+.w: sub 0 [4, 4]",
-        ],
+        "rules": [b"# ours\n.*w: split 1\n", b".*w: replicated", b"layers.\\d+.w: sub 0 [4, 4]"],
         "safetensors": [path.read_bytes() for path in (directory / "exported").glob("*.safet*")],
         "zarr-documents": [
             path.read_bytes() for path in (directory / "run.zarr").rglob("zarr.json")

@@ -140,17 +140,14 @@ def journals(data: bytes, path: Path) -> None:
 
 
 def receipts(_: bytes, path: Path) -> None:
-    """Read a receipt of `compact`."""
     ArchivedTag(path.parent, "x").read_receipt()
 
 
 def plans(_: bytes, path: Path) -> None:
-    """Read a plan file."""
     plan_file.read(path)
 
 
 def locks(data: bytes, _: Path) -> None:
-    """Read who holds a lock."""
     holder = holder_in(data)
     if holder is None:
         raise SourceError("it names no holder")
@@ -169,14 +166,12 @@ def cuts(data: bytes, _: Path) -> None:
 
 
 def rules(_: bytes, path: Path) -> None:
-    """Read cut rules, and cut a parameter by them."""
     found = cut_rules.read_rules(path)
     assert found is not None
     found.cut("layers.1.w", {0: (4, 6), 1: (4, 6)}, 2)
 
 
 def latest(_: bytes, path: Path) -> None:
-    """Read which tag is the newest."""
     tag = latest_of(path.parent)
     assert tag is not None
     if not names.is_tag(tag):
@@ -185,7 +180,6 @@ def latest(_: bytes, path: Path) -> None:
 
 
 def configs(_: bytes, path: Path) -> None:
-    """Read a DeepSpeed config, and all that shapes a checkpoint in it."""
     config = ds_config.read_file(path)
     for read in (
         partial(ds_config.sequence_mesh, version=None),
