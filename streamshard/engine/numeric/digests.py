@@ -68,8 +68,8 @@ def _product(polynomial: int, a: int, b: int) -> int:
     return product
 
 
-CRC32: Final = Crc(0xEDB88320)
-CRC32C: Final = Crc(0x82F63B78)
+_CRC32: Final = Crc(0xEDB88320)
+_CRC32C: Final = Crc(0x82F63B78)
 
 
 def joined(pieces: Iterable[Digest]) -> Digest:
@@ -77,7 +77,7 @@ def joined(pieces: Iterable[Digest]) -> Digest:
     nbytes = crc32 = crc32c = 0
     for piece in pieces:
         crc32 = join_crc32(crc32, piece.crc32, piece.nbytes)
-        crc32c = CRC32C.joined(crc32c, piece.crc32c, piece.nbytes)
+        crc32c = _CRC32C.joined(crc32c, piece.crc32c, piece.nbytes)
         nbytes += piece.nbytes
     return Digest(nbytes, crc32, crc32c)
 
@@ -86,6 +86,6 @@ def without_zeros(digest: Digest, nbytes: int) -> Digest:
     """Return the digest without the last `nbytes` bytes, which are zeros."""
     return Digest(
         digest.nbytes - nbytes,
-        CRC32.without_zeros(digest.crc32, nbytes),
-        CRC32C.without_zeros(digest.crc32c, nbytes),
+        _CRC32.without_zeros(digest.crc32, nbytes),
+        _CRC32C.without_zeros(digest.crc32c, nbytes),
     )
