@@ -27,9 +27,7 @@ from tests.job import EXPERTS, TAG, Job
 def test_tags_that_are_no_tags(tag: str, how: str, run: Path) -> None:
     if how == "latest":
         (run / "latest").write_bytes(tag.encode(errors="surrogateescape"))
-        in_process("inspect", run)
-    else:
-        done = in_process("inspect", run, f"--tag={tag}")
+    done = in_process("inspect", run, *([] if how == "latest" else [f"--tag={tag}"]))
     assert done.code == 3, done.err
     # The tag that is there is listed, where none was asked for.
     assert (f"\n{TAG} " in done.out) == (how == "latest"), done.out
