@@ -30,11 +30,13 @@ WAIT = 300
 """Seconds, of which a busy machine may need many."""
 COMMAND = """
 from streamshard.__main__ import program
+from streamshard.cli import signals
 from streamshard.io.objects import object_upload
 object_upload._SINGLE_BYTES = 1 << 20
+signals._GRACE_SECONDS = 300
 program()
 """
-"""The command line that uploads in parts what is not small, and not only what is large."""
+"""The command line; it uploads smaller files in parts, and has time to end on a busy machine."""
 LARGE = Job(stage=2, world_size=1, groups=((("embed.weight", (1_500_000,)),),))
 """Its optimizer file, of 18 MB, is uploaded in three parts."""
 LOCK = ".streamshard.lock.out"
