@@ -17,6 +17,7 @@ import pytest
 import streamshard as api
 from streamshard.engine.journals.journal import serialize_line
 from streamshard.errors import IncompleteError, TargetExistsError, TargetLockedError
+from streamshard.io.objects import object_upload
 from tests.cli.conftest import tree
 from tests.cloud.conftest import JOURNAL, RECORD, Bucket
 from tests.cloud.proxy import Fault, Plan, Request
@@ -232,14 +233,17 @@ def test_parts_are_aborted_below_the_target_too(
     assert bucket.uploads() == []
 
 
-def test_parts_that_cannot_be_listed_are_named(bucket: Bucket, run: Path) -> None:
+def test_parts_that_cannot_be_listed_are_named(
+    bucket: Bucket, large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_upload, "_SINGLE_BYTES", 1 << 20)
     target = f"{bucket.url}/out"
-    end_at(bucket, "out/latest", lambda: api.repartition(run, target, world_size=3))
+    end_at(bucket, "out/latest", lambda: api.repartition(large, target, world_size=1))
     bucket.proxy.plan = lambda one: Fault.DENIED if "?uploads&" in one.path else None
-    notes = " ".join(api.repartition(run, target, world_size=3).notes)
+    notes = " ".join(api.repartition(large, target, world_size=1).notes)
     assert "may have left parts of an upload" in notes
     assert "(AbortIncompleteMultipartUpload); the service answers AccessDenied" in notes
-    assert bucket.content()
+    assert bucket.content() == tree(large.with_name("local"))
 
 
 def test_a_lock_that_a_killed_run_was_removing(bucket: Bucket, run: Path) -> None:
