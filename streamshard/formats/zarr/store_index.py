@@ -47,7 +47,7 @@ from streamshard.formats.zarr.rewritten import (
 )
 from streamshard.formats.zarr.store_manifest import BLOCK_BYTES, FileRecord, Manifest
 from streamshard.formats.zarr.store_paths import read_small, require_inside
-from streamshard.io.entries import examine, is_file
+from streamshard.io.entries import examine, is_directory, is_file
 from streamshard.layout.cutting import Cutting, CuttingBuilder
 from streamshard.model import ITEMSIZE, BlockDigests, Decoder, LogicalTensor, Slot, SourceFile
 from streamshard.options import CODECS
@@ -353,7 +353,10 @@ def is_store(root: Path) -> bool:
 
 def may_be_store(root: Path) -> bool:
     """Tell whether a directory looks like a store, which may be damaged."""
-    return any(is_file(root / path) for path in (MANIFEST_FILES[1], STATE_FILES[1]))
+    # In a bucket the first question is answered by a listing that is at hand.
+    return is_directory((root / MANIFEST_PATH).parent) and any(
+        is_file(root / path) for path in (MANIFEST_FILES[1], STATE_FILES[1])
+    )
 
 
 def _described(root: Path) -> Mapping[str, Any] | None:
