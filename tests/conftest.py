@@ -29,10 +29,13 @@ CLUSTERS: Final = "tests/cluster/"
 
 LONGEST: Final = (
     CLUSTERS,
+    "tests/test_memory.py",
+    "tests/cloud/test_kills.py",
     "tests/compact/test_bucket_races.py",
+    "tests/compact/test_refusals.py",
     "tests/compact/test_buckets.py",
     "tests/faults/test_every_call.py",
-    "tests/test_memory.py",
+    "tests/faults/test_histories.py",
     "tests/verify/test_against.py",
     "tests/verify/test_bytes.py",
     "tests/smoke/test_engines.py",

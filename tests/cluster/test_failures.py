@@ -158,7 +158,7 @@ from streamshard.cli.main import main
 file_layout.SPAN_BYTES = 1024
 plain = dask_executor.DaskExecutor.__init__
 def slow(self, client, **options):
-    plain(self, client, worker_bytes_per_second=20_000)
+    plain(self, client, worker_bytes_per_second=5_000)
 dask_executor.DaskExecutor.__init__ = slow
 calls._SILENT_SECONDS = float(sys.argv.pop(1))
 if __name__ == "__main__":
