@@ -217,7 +217,8 @@ class _Runs:
         self.nbytes += part.nbytes
         self.end += part.nbytes
         self._cost += part.nbytes + units * _UNIT_COST
-        if self._cost >= SPAN_BYTES:
+        # A run without bytes would begin where the next one does, and a journal knows them by that.
+        if self._cost >= SPAN_BYTES and self.end > self._start:
             self.skip(0)
 
     def skip(self, nbytes: int) -> None:
