@@ -8,11 +8,17 @@ from typing import Final
 
 import numpy as np
 
+from streamshard.degrees.averaged_parameters import AVERAGE
+from streamshard.degrees.blob_checksums import note_checksums
+from streamshard.degrees.layered import layered
+from streamshard.degrees.recut_source import parts_of, recut_source, require_unused, universal_info
+from streamshard.degrees.shard_values import require_different_shards
 from streamshard.errors import Option, StreamshardError, UnsupportedError, UsageError
 from streamshard.formats.checkpoint import LIKE
-from streamshard.formats.deepspeed.expert_degree import is_own_degree
+from streamshard.formats.deepspeed import ds_config
 from streamshard.formats.deepspeed.model_parallel.affine_maps import has_maps
-from streamshard.formats.deepspeed.model_parallel.cut_rules import CutRules
+from streamshard.formats.deepspeed.model_parallel.cut_rules import CutRules, read_rules
+from streamshard.formats.deepspeed.model_parallel.expert_degree import is_own_degree
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
     Degrees,
     degrees_of,
@@ -28,22 +34,14 @@ from streamshard.formats.deepspeed.model_parallel.stage_starts import (
     STAGES,
     count_stages,
     have_equal_stages,
+    listed,
     with_stages,
 )
 from streamshard.formats.deepspeed.model_parallel.whole_model import whole_model
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.pretrained import CONFIG
 from streamshard.model import FILE
-from streamshard.operations.native.recut_source import (
-    RecutSource,
-    parts_of,
-    recut_source,
-    require_unused,
-    universal_info,
-)
-from streamshard.operations.native.shard_values import require_different_shards
-from streamshard.operations.source.blob_checksums import note_checksums
-from streamshard.operations.source.layered import layered
+from streamshard.operations.source.degree_change import DegreeChange, JobDegrees
 from streamshard.operations.source.source import Source
 from streamshard.operations.source.source_access import SourceAccess
 
@@ -53,57 +51,60 @@ _MOST_BYTES: Final = 1 << 20
 """More than any config has."""
 
 
-def at_degrees(
-    opened: Source,
-    tensor_parallel: int | None,
-    pipeline_parallel: int | None,
-    rules: CutRules | None = None,
-    *,
-    average: bool = False,
-    stages: Sequence[int] | None = None,
-    expert_parallel: int | None = None,
-    if_needed: bool = False,
-) -> RecutSource | None:
-    """Re-cut a checkpoint, if a job is to resume at other degrees than those that saved it.
-
-    `rules`: how both jobs cut parameters; None for what their files tell.
-    `average`: whether to take the mean of the copies of parameters that are to be averaged.
-    `stages`: first layer of each stage of that job; None for what a reference checkpoint tells.
-    `expert_parallel`: count of ranks over which that job's experts are to be spread, if that is
-    asked for too.
-    `if_needed`: whether the stages may be those of the source.
-    """
+def at_degrees(opened: Source, wanted: JobDegrees) -> DegreeChange | None:
+    """Re-cut a checkpoint, if a job is to resume at other degrees than those that saved it."""
+    rules, average = read_rules(wanted.cut_rules_file), wanted.average
+    stages, pipeline = wanted.stages, wanted.pipeline_parallel
     if stages is not None:
-        pipeline_parallel = count_stages(stages, pipeline_parallel)
-    if tensor_parallel is None and pipeline_parallel is None:
+        pipeline = count_stages(stages, pipeline)
+    if wanted.tensor_parallel is None and pipeline is None:
         require_unused(rules, average=average)
         return None
-    _require_ranks(opened, tensor_parallel, pipeline_parallel)
+    _require_ranks(opened, wanted.tensor_parallel, pipeline)
     note_checksums(opened)
     with of_file(opened.path):
         own = degrees_of(opened.checkpoint)
-        wanted = Degrees(tensor_parallel or own.tensor, pipeline_parallel or own.pipeline)
-        keeps_shards = wanted.tensor == own.tensor
-        if opened.like is None and keeps_shards and wanted.pipeline == 1 < own.pipeline:
+        target = Degrees(wanted.tensor_parallel or own.tensor, pipeline or own.pipeline)
+        keeps_shards = target.tensor == own.tensor
+        if opened.like is None and keeps_shards and target.pipeline == 1 < own.pipeline:
             stages = stages or (0,)
         if keeps_shards:
             require_unused(rules, average=average)
         if stages is not None:
-            _require_use_of_stages(opened, stages, wanted, keeps_shards=keeps_shards)
-        elif wanted == own and not _has_other_stages(opened):
+            _require_use_of_stages(opened, stages, target, keeps_shards=keeps_shards)
+        elif target == own and not _has_other_stages(opened):
             return None
-        _require_changeable(opened, wanted, own, expert_parallel)
+        _require_changeable(opened, target, own, wanted.expert_parallel)
         laid, parts = parts_of(opened, rules, keeps_shards=keeps_shards, average=average)
     if stages is None:
-        made = recut_source(laid, parts, _target_parts(laid.source, parts, wanted, rules))
-        return replace(made, takes_means=average)
-    like = _parts_of_stages(opened, parts, stages)
-    if not have_equal_stages(like.checkpoint, opened.checkpoint):
-        return replace(recut_source(laid, parts, like), stages=stages)
-    if if_needed:
-        return None
-    message = f"{opened.path}: {Option(STAGES, stages)}: there its stages begin already"
-    raise UsageError(f"{message}; leave it out")
+        like = _target_parts(laid.source, parts, target, rules)
+    else:
+        like = _parts_of_stages(opened, parts, stages)
+        if have_equal_stages(like.checkpoint, opened.checkpoint):
+            if wanted.if_needed:
+                return None
+            message = f"{opened.path}: {Option(STAGES, stages)}: there its stages begin already"
+            raise UsageError(f"{message}; leave it out")
+    made = recut_source(laid, parts, like)
+    _require_config(made.source, like.degrees, wanted.config)
+    options = {
+        **like.degrees.options,
+        **({} if stages is None else {STAGES: listed(stages)}),
+        **({AVERAGE.name: ""} if average else {}),
+        **({} if rules is None else {"cut_rules_file": rules.text}),
+    }
+    return replace(made, options=options)
+
+
+def _require_config(made: Source, degrees: Degrees, config: ds_config.Config | None) -> None:
+    """Refuse a config of a job with another tensor parallel degree (AutoTP)."""
+    if config is None or is_pipeline(made.checkpoint):
+        return
+    configured = ds_config.features(config).tensor_parallel
+    if configured != degrees.tensor:
+        asked = Option("tensor_parallel", degrees.tensor)
+        message = f"{asked}, but {ds_config.GIVEN} says"
+        raise UsageError(f"{message} autotp_size {configured}; make them agree")
 
 
 def _require_ranks(opened: Source, *degrees: int | None) -> None:
