@@ -1,54 +1,35 @@
 """Takes a checkpoint to other tensor and pipeline parallel degrees."""
 
-import json
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import replace
 from typing import Final
 
-import numpy as np
-
 from streamshard.degrees.averaged_parameters import AVERAGE
 from streamshard.degrees.blob_checksums import note_checksums
-from streamshard.degrees.layered import layered
-from streamshard.degrees.recut_source import parts_of, recut_source, require_unused, universal_info
-from streamshard.degrees.shard_values import require_different_shards
-from streamshard.errors import Option, StreamshardError, UnsupportedError, UsageError
+from streamshard.degrees.recut_source import parts_of, recut_source, require_unused
+from streamshard.degrees.target_parts import TargetJob, instead_of
+from streamshard.errors import Option, UnsupportedError, UsageError
 from streamshard.formats.checkpoint import LIKE
 from streamshard.formats.deepspeed import ds_config
-from streamshard.formats.deepspeed.model_parallel.affine_maps import has_maps
-from streamshard.formats.deepspeed.model_parallel.cut_rules import CutRules, read_rules
+from streamshard.formats.deepspeed.model_parallel.cut_rules import read_rules
 from streamshard.formats.deepspeed.model_parallel.expert_degree import is_own_degree
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
     Degrees,
     degrees_of,
     is_pipeline,
 )
-from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts
-from streamshard.formats.deepspeed.model_parallel.recomputed_widths import (
-    WidthRule,
-    at_degree,
-    grain_of,
-)
 from streamshard.formats.deepspeed.model_parallel.stage_starts import (
     STAGES,
     count_stages,
     have_equal_stages,
     listed,
-    with_stages,
 )
-from streamshard.formats.deepspeed.model_parallel.whole_model import whole_model
 from streamshard.formats.pickle.node_checks import of_file
-from streamshard.formats.pretrained import CONFIG
-from streamshard.model import FILE
 from streamshard.operations.source.degree_change import DegreeChange, JobDegrees
 from streamshard.operations.source.source import Source
-from streamshard.operations.source.source_access import SourceAccess
 
 _MOST_RANKS: Final = 1 << 12
 """More ranks than share a model in any job."""
-_MOST_BYTES: Final = 1 << 20
-"""More than any config has."""
 
 
 def at_degrees(opened: Source, wanted: JobDegrees) -> DegreeChange | None:
@@ -76,15 +57,12 @@ def at_degrees(opened: Source, wanted: JobDegrees) -> DegreeChange | None:
             return None
         _require_changeable(opened, target, own, wanted.expert_parallel)
         laid, parts = parts_of(opened, rules, keeps_shards=keeps_shards, average=average)
-    if stages is None:
-        like = _target_parts(laid.source, parts, target, rules)
-    else:
-        like = _parts_of_stages(opened, parts, stages)
-        if have_equal_stages(like.checkpoint, opened.checkpoint):
-            if wanted.if_needed:
-                return None
-            message = f"{opened.path}: {Option(STAGES, stages)}: there its stages begin already"
-            raise UsageError(f"{message}; leave it out")
+    like = TargetJob(laid.source, parts, target, rules, stages).parts_of_model()
+    if stages is not None and have_equal_stages(like.checkpoint, opened.checkpoint):
+        if wanted.if_needed:
+            return None
+        message = f"{opened.path}: {Option(STAGES, stages)}: there its stages begin already"
+        raise UsageError(f"{message}; leave it out")
     made = recut_source(laid, parts, like)
     _require_config(made.source, like.degrees, wanted.config)
     options = {
@@ -163,90 +141,4 @@ def _require_use_of_stages(
             else "the names of layers' files"
         )
         message = f"{asked}: does not tell {what} in a job with {wanted}"
-        raise UsageError(f"{message}. {_instead(stages)}")
-
-
-def _parts_of_stages(opened: Source, parts: ModelInParts, stages: Sequence[int]) -> ModelInParts:
-    try:
-        with of_file(opened.path):
-            return with_stages(parts, stages)
-    except UnsupportedError as error:
-        raise UnsupportedError(f"{error}. {_instead(stages)}") from error
-
-
-def _instead(stages: Sequence[int]) -> str:
-    degree = Option("pipeline_parallel", len(stages))
-    return f"In place of {Option(STAGES)}, say {degree}, and {_supply()}"
-
-
-def _supply() -> str:
-    return (
-        'start that job, let it call engine.save_checkpoint("RUN") before its first step, and say '
-        f"here {Option('like', 'RUN')} as well"
-    )
-
-
-def _target_parts(
-    opened: Source, parts: ModelInParts, wanted: Degrees, rules: CutRules | None
-) -> ModelInParts:
-    """Find out how a job with the wanted degrees cuts the model."""
-    if opened.like is None:
-        if wanted.parts == 1 and not is_pipeline(opened.checkpoint):
-            with of_file(opened.path):
-                require_different_shards(opened, parts)
-                return whole_model(parts)
-        with of_file(opened.path):
-            if wanted.pipeline == 1 and rules is None and has_maps(universal_info(opened)):
-                grain = grain_of(opened.checkpoint.config)
-                found = at_degree(parts, WidthRule(wanted.tensor, kv_heads(opened), grain))
-                if found is not None:
-                    return found
-        message = f"{opened.path}: saved with {parts.degrees}, and nothing tells how a job with"
-        message = f"{message} {wanted} cuts the model: {_supply()}"
-        if is_pipeline(opened.checkpoint) and wanted.tensor == parts.degrees.tensor:
-            message = f"{message}; or list with {Option(STAGES)} the first layer of each stage"
-        elif has_maps(universal_info(opened)) and kv_heads(opened) is None:
-            message = (
-                f"{message}. If AutoTP cut by heads, the model's {CONFIG} in {opened.path} may do"
-            )
-            message = f"{message}, with num_key_value_heads in it"
-        raise UsageError(message)
-    try:
-        checkpoint = opened.like
-        known = opened.reference
-        if opened.checkpoint.layers and known is not None and is_pipeline(known.checkpoint):
-            checkpoint = layered(known).source.checkpoint
-        like = ModelInParts(checkpoint, rules, keeps_shards=parts.keeps_shards)
-    except StreamshardError as error:
-        raise type(error)(f"{LIKE}: {error}") from error
-    if like.degrees != wanted:
-        message = f"{LIKE} was saved with {like.degrees}, and {wanted} are asked for"
-        raise UsageError(f"{message}: {_supply()}")
-    return like
-
-
-def kv_heads(source: Source) -> int | None:
-    """Return the model's count of key and value heads, if its `config.json` has it by that name.
-
-    AutoTP looks for others too, and for what the model's class calls them; only this name is read,
-    which comes first (`AutoTPMeta.from_model_config` of `deepspeed/module_inject/tp_shard.py`,
-    0.19.8).
-    """
-    for number, tensor in enumerate(source.checkpoint.tensors):
-        if tensor.state == FILE and tensor.name == CONFIG and tensor.numel <= _MOST_BYTES:
-            with closing(SourceAccess(source)) as access:
-                content = np.empty(tensor.numel, dtype=np.uint8)
-                access.fill(content, number, 0, None)
-            return _kv_heads(content.tobytes())
-    return None
-
-
-def _kv_heads(content: bytes) -> int | None:
-    try:
-        config = json.loads(content)  # as transformers reads it, which writes Infinity too
-    except (RecursionError, ValueError):
-        return None
-    inner = config.get("text_config") if isinstance(config, dict) else None
-    held = inner if isinstance(inner, dict) else config
-    found = held.get("num_key_value_heads") if isinstance(held, dict) else None
-    return found if isinstance(found, int) and found > 0 else None
+        raise UsageError(f"{message}. {instead_of(stages)}")

@@ -16,11 +16,9 @@ from streamshard.degrees.recut_checkpoint import recut_checkpoint
 from streamshard.engine.run.phases import COMPARING
 from streamshard.errors import DisagreementError, Option, UsageError
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.model_parallel.affine_maps import has_maps
-from streamshard.formats.deepspeed.model_parallel.categories import has_categories
 from streamshard.formats.deepspeed.model_parallel.cut_rules import CutRules
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import AS_SAVED, is_pipeline
-from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts
+from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts, cuts_in
 from streamshard.formats.deepspeed.model_parallel.pipeline_layers import LayerCopy
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.pickle.node_checks import of_file
@@ -137,7 +135,7 @@ def tells_cut(opened: Source) -> bool:
     """Tell whether the model files tell how parameters are cut."""
     info = universal_info(opened)
     with of_file(opened.path):
-        return has_maps(info) or has_categories(info)
+        return cuts_in(info) is not None
 
 
 def require_unused(rules: CutRules | None, *, average: bool) -> None:
