@@ -15,6 +15,8 @@ REQUIRE_FREE_OBJECTS: Final = "streamshard.operations.transfer.upload_state:requ
 """Refuses a target in a bucket that exists; see `operations/transfer/target.py`."""
 OPTIONS: Final = "streamshard.verb_options:OPTIONS"
 """The options of each verb."""
+OTHER_DEGREES: Final = "streamshard.degrees.degree_changes:OTHER_DEGREES"
+"""Other tensor, pipeline and expert parallel degrees; see `operations/source/degree_change.py`."""
 _READERS: Final = (
     "streamshard.operations.source.dumps_source:READER",
     "streamshard.operations.source.store_source:READER",

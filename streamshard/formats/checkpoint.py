@@ -176,7 +176,7 @@ class ModelPart:
     def trains_experts(self) -> bool:
         """Whether some param group is of experts, each of which has a file of its own."""
         groups = self.wrapped_optimizer["param_groups"] if self.groups else []
-        return any(group.get(names.IS_EXPERTS) is True for group in groups)
+        return any(map(names.is_of_experts, groups))
 
     def is_muon(self, group: ParamGroup) -> bool:
         """Tell whether DeepSpeed's Muon trains a group, and not its auxiliary Adam."""

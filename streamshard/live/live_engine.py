@@ -11,6 +11,7 @@ from streamshard.errors import Option, UnsupportedError, keyword, worded
 from streamshard.formats.deepspeed import ds_config
 from streamshard.formats.deepspeed.ds_versions import recorded_version
 from streamshard.operations.native.resharding import Resharding, resharding_of
+from streamshard.operations.source.degree_change import JobDegrees, other_degrees
 from streamshard.operations.source.source import Source
 
 _OWN_WORDS: Final = {
@@ -80,12 +81,13 @@ def resharding_for(engine: Engine, opened: Source, world_size: int) -> Reshardin
     if experts == opened.checkpoint.expert_parallel:
         experts = None
     with worded(own_words(_OWN_WORDS)):
+        asked = JobDegrees(expert_parallel=experts, world_size=world_size)
         return resharding_of(
             opened,
             world_size,
             wanted=wanted,
             ds_version=recorded_version(deepspeed.__version__),
-            expert_parallel=experts,
+            degrees=other_degrees().change(opened, asked),
         )
 
 

@@ -17,7 +17,7 @@ import pytest
 import streamshard
 from streamshard.errors import StreamshardError
 from streamshard.formats.pickle.inert import Call, Global, Node
-from streamshard.formats.torch import torch_file
+from streamshard.formats.torch import torch_file, zip_layout
 from streamshard.formats.torch.torch_tensor import Storage
 from streamshard.formats.zarr.chunks import serialize_checksum
 from streamshard.operations.convert.convert import plan_convert
@@ -140,7 +140,7 @@ def changed_values(chance: random.Random, path: Path, data: bytes) -> bytes:
             put_at(place, value_at(chance.choice(found)))
         else:
             put_at(place, chance.choice(VALUES)())
-    return put_together(torch_file.lay_out(torch_file.serialize(root), path.stem), data + bytes(64))
+    return put_together(zip_layout.lay_out(zip_layout.serialize(root), path.stem), data + bytes(64))
 
 
 JOBS: dict[str, tuple[Job, Stages]] = {

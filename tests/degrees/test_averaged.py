@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 import streamshard
 from streamshard.cli.main import main
+from streamshard.degrees import averaged_parameters
 from streamshard.errors import DisagreementError, UnsupportedError, UsageError
-from streamshard.operations.native import averaged_parameters
 from tests.comparing import compare
 from tests.exported import same
 from tests.fabricated import write

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import streamshard
+from streamshard.degrees.layered import layered
 from streamshard.errors import (
     DisagreementError,
     IntegrityError,
@@ -19,7 +20,6 @@ from streamshard.errors import (
 )
 from streamshard.layout.cutting import whole_segment
 from streamshard.operations.compact.weights_only import WeightsOnlyStore
-from streamshard.operations.source.layered import layered
 from streamshard.operations.source.source import open_source
 from tests.cli.conftest import tree
 from tests.comparing import compare

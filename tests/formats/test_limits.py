@@ -227,7 +227,8 @@ PIECE = {"shape": [4], "source": [0, [1]], "dest": [0, [1]]}
 
 def cut_by_map(shape: Any, piece: dict[str, Any] = PIECE, count: int = 1) -> object:  # noqa: ANN401
     one = {"logical_shape": shape, "ranks": {0: {"shard_shape": shape, "pieces": [piece] * count}}}
-    return AffineMaps({"affine_map": {"version": 1, "params": {"^w$": one}}}, 1).cut("w")
+    maps = AffineMaps({"affine_map": {"version": 1, "params": {"^w$": one}}})
+    return maps.cut("w", {0: (4, 4)}, 1)
 
 
 def cut_by_subs(shape: list[Any]) -> object:

@@ -13,10 +13,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from streamshard.errors import CorruptFileError
-from streamshard.formats.torch import torch_file
-from streamshard.formats.torch.torch_file import Record, TorchLayout
+from streamshard.formats.torch import torch_file, zip_layout
 from streamshard.formats.torch.torch_tensor import tensor_of
 from streamshard.formats.torch.zip_audit import TorchAudit, audit, is_legacy, is_torch_file
+from streamshard.formats.torch.zip_layout import Record, TorchLayout
 from streamshard.model import Literal
 from tests.formats.graphs import Record as Kept
 
@@ -82,7 +82,7 @@ def put_together(layout: TorchLayout, source: bytes) -> bytes:
 
 def remade(path: Path, target: Path) -> Path:
     """Read a file, and write what was read as a file of ours."""
-    layout = torch_file.lay_out(torch_file.serialize(torch_file.read(path, 0).root), target.stem)
+    layout = zip_layout.lay_out(zip_layout.serialize(torch_file.read(path, 0).root), target.stem)
     target.parent.mkdir(exist_ok=True)
     target.write_bytes(put_together(layout, path.read_bytes()))
     return target

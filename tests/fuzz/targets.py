@@ -22,7 +22,7 @@ from streamshard.formats import pickle_files, safetensors_file, strict_json
 from streamshard.formats.dcp import metadata_reader
 from streamshard.formats.deepspeed import ds_config, names, resume_settings
 from streamshard.formats.deepspeed.model_parallel import cut_rules
-from streamshard.formats.deepspeed.model_parallel.affine_maps import AffineMaps, has_maps
+from streamshard.formats.deepspeed.model_parallel.affine_maps import AffineMaps
 from streamshard.formats.deepspeed.model_parallel.categories import Categories
 from streamshard.formats.deepspeed.names import latest_of
 from streamshard.formats.pickle import inert_dump, inert_load
@@ -159,8 +159,8 @@ def cuts(data: bytes, _: Path) -> None:
     info = inert_load.load(data, lambda identifier: identifier)
     if not isinstance(info, dict):
         return
-    if has_maps(info):
-        AffineMaps(info, 2).cut("w")
+    if AffineMaps.are_in(info):
+        AffineMaps(info).cut("w", {0: (4, 6), 1: (4, 6)}, 2)
     else:
         Categories(info).cut("w", {0: (4, 6), 1: (4, 6)}, 2)
 

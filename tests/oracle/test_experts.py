@@ -34,7 +34,9 @@ def test_an_engine_with_fewer_and_with_more_param_groups(
         Train(case, run, run.with_suffix(".pt")) for case, run in ((WIDE, wide), (NARROW, narrow))
     ]
     require_success(run_jobs(2, before, tmp_path / "ranks"))
-    monkeypatch.setattr("streamshard.formats.deepspeed.expert_order.GROUP_NUMEL", MOST)
+    monkeypatch.setattr(
+        "streamshard.formats.deepspeed.model_parallel.expert_order.GROUP_NUMEL", MOST
+    )
     to_narrow, to_wide = tmp_path / "to-narrow", tmp_path / "to-wide"
     streamshard.repartition(wide, to_narrow, world_size=2, expert_parallel=2)
     # What an undivided group does not tell, a save of the target's job does.

@@ -13,7 +13,7 @@ from streamshard.io.entries import identify
 from streamshard.layout.cutting import Cutting
 from streamshard.model import FILE, ITEMSIZE, MASTER, MODULE, Computed, LogicalTensor
 from streamshard.operations.compact import omissions
-from streamshard.operations.native.whole_source import whole
+from streamshard.operations.source.degree_change import other_degrees
 from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.source.source_access import SourceAccess
 from tests.checkpoints.test_dcp_repartition import saved
@@ -24,7 +24,8 @@ from tests.job import Job
 
 def tensor_parallel(place: Path) -> Source:
     """Open whole tensors, which are cut into boxes of those of ranks."""
-    joined = whole(open_source(write(TensorJob(parts=2, world_size=2).told(), place)))
+    source = open_source(write(TensorJob(parts=2, world_size=2).told(), place))
+    joined = other_degrees().join(source)
     assert joined is not None
     assert joined.source.cutting.of is not None
     return joined.source

@@ -9,9 +9,9 @@ from typing import Final
 
 from streamshard.formats.dcp.dcp_names import ARCHIVE
 from streamshard.formats.pickle.inert import Node
-from streamshard.formats.torch import torch_file
-from streamshard.formats.torch.torch_file import Record, TorchLayout
+from streamshard.formats.torch import zip_layout
 from streamshard.formats.torch.torch_tensor import Storage, make_tensor, storages_in
+from streamshard.formats.torch.zip_layout import Record, TorchLayout
 from streamshard.model import Literal
 
 _ITEM_BYTES: Final = 64 << 20
@@ -69,7 +69,7 @@ def chunks(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[int, tuple[i
 def tensor_frame(dtype: str, shape: tuple[int, ...]) -> ItemFrame:
     """Serialize what is around the elements of a tensor in its item."""
     storage = Storage(dtype, math.prod(shape))
-    layout = torch_file.lay_out(torch_file.serialize(make_tensor(storage, shape)), ARCHIVE)
+    layout = zip_layout.lay_out(zip_layout.serialize(make_tensor(storage, shape)), ARCHIVE)
     records = layout.records
     number = next(n for n, record in enumerate(records) if record.content is storage)
     record, known = records[number], _checksums(layout)
@@ -88,7 +88,7 @@ def value_item(value: Node) -> bytes:
     """Serialize the item of a value that holds no tensor."""
     if next(storages_in(value), None) is not None:
         raise TypeError("a value with a tensor in it")
-    layout = torch_file.lay_out(torch_file.serialize(value), ARCHIVE)
+    layout = zip_layout.lay_out(zip_layout.serialize(value), ARCHIVE)
     return b"".join(map(_literal, layout.records)) + layout.ending(_checksums(layout))
 
 

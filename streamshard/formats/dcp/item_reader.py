@@ -29,7 +29,7 @@ from streamshard.formats.torch import torch_file, zip_audit
 from streamshard.formats.torch.torch_file import TorchFile
 from streamshard.formats.torch.torch_tensor import Tensor, tensor_of
 from streamshard.formats.torch.zip_audit import TorchAudit
-from streamshard.formats.torch.zip_directory import CRC32_IN_ENTRY
+from streamshard.formats.torch.zip_layout import CRC32_IN_ENTRY
 from streamshard.io.entries import identify, open_readable
 from streamshard.io.readable import Readable
 from streamshard.model import ITEMSIZE, SourceFile

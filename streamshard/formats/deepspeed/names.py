@@ -62,6 +62,8 @@ STAGES: Final[Mapping[Any, int]] = {
 """Members of the enum that `ZERO_STAGE` is a member of since 0.7.0."""
 IS_EXPERTS: Final = "moe"
 """Set in a param group of the wrapped optimizer that holds experts."""
+GROUP_NAME: Final = "name"
+"""In a param group: of experts, the name of the ranks that share them."""
 IS_MUON: Final = "use_muon"
 """Set in a param group of the wrapped optimizer that DeepSpeed's Muon trains."""
 MOMENTUM: Final = "momentum_buffer"
@@ -70,6 +72,9 @@ CLIP_GRAD: Final = "clip_grad"
 DS_CONFIG: Final = "ds_config"
 DS_VERSION: Final = "ds_version"
 
+SCHEDULER: Final = "lr_scheduler"
+RATES_PER_GROUP: Final = ("base_lrs", "_last_lr", "lr_lambdas")
+"""Entries of torch's schedulers with an element for each param group."""
 MODULE_STATE: Final = "module"
 BUFFER_NAMES: Final = "buffer_names"
 PARAM_SHAPES: Final = "param_shapes"
@@ -95,27 +100,21 @@ RANDOM_LTD: Final = "random_ltd"
 SWAP_DIR: Final = "offloaded_tensors"
 """Directory next to the shards that holds the states swapped out to NVMe."""
 
-LOOKED_INTO: Final = frozenset(
+CUT_IN_OPTIMIZER: Final = frozenset(
     {
-        OPTIMIZER,
-        BASE_OPTIMIZER,
-        FLAT_GROUPS,
-        FLAT_GROUPS_3,
-        PARTITION_COUNT,
-        GROUP_PADDINGS,
-        ALIGNMENT_PADDINGS,
-        SLICE_MAPPINGS,
-        DS_CONFIG,
-        MODULE_STATE,
-        BUFFER_NAMES,
-        PARAM_SHAPES,
-        FROZEN_SHAPES,
-        FROZEN_FRAGMENTS,
-        SHARED_PARAMS,
-        EXPERT_COUNTS,
-        PARALLEL_DEGREES,
-        UNIVERSAL_INFO,
+        BASE_OPTIMIZER, OPTIMIZER, FLAT_GROUPS, FLAT_GROUPS_3, PARTITION_COUNT, GROUP_PADDINGS,
+        ALIGNMENT_PADDINGS, SLICE_MAPPINGS,
     }
+)  # fmt: skip
+"""Entries of the ZeRO optimizer's state that depend on the partitioning."""
+CUT_IN_MODEL: Final = frozenset(
+    {MODULE_STATE, PARAM_SHAPES, FROZEN_SHAPES, FROZEN_FRAGMENTS, SHARED_PARAMS, DP_WORLD_SIZE}
+)
+"""Entries of a model file that depend on the partitioning, or follow from the module's entries."""
+LOOKED_INTO: Final = (
+    CUT_IN_OPTIMIZER
+    | CUT_IN_MODEL - {DP_WORLD_SIZE}
+    | {DS_CONFIG, BUFFER_NAMES, EXPERT_COUNTS, PARALLEL_DEGREES, UNIVERSAL_INFO}
 )
 """Entries of files and dumps that are interpreted, not only copied, and are more than a number."""
 
@@ -211,6 +210,16 @@ def of_expert_rank(name: str, expert_rank: int, counts: Mapping[str, int]) -> st
     return f"{layer}{counts[layer] * expert_rank + local}{rest}"
 
 
+def is_of_experts(group: Mapping[str, Any]) -> bool:
+    """Tell whether a param group of the wrapped optimizer is of experts."""
+    return group.get(IS_EXPERTS) is True
+
+
+def ranks_name(degree: int) -> str:
+    """Return the name by which an engine knows the ranks that share experts (`groups.py`)."""
+    return f"ep_size_{degree}"
+
+
 def expert_ranks(group: Mapping[str, Any]) -> int | None:
     """Return over how many ranks a param group of experts is spread, as its name tells.
 
@@ -220,8 +229,8 @@ def expert_ranks(group: Mapping[str, Any]) -> int | None:
     >>> expert_ranks({"moe": True, "name": "ep_size_4"})
     4
     """
-    name = group.get("name")
-    is_named = group.get(IS_EXPERTS) is True and isinstance(name, str)
+    name = group.get(GROUP_NAME)
+    is_named = is_of_experts(group) and isinstance(name, str)
     match = re.fullmatch(r"ep_size_(\d{1,9})", str(name)) if is_named else None
     return None if match is None else int(match[1])
 

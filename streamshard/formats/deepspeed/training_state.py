@@ -17,14 +17,6 @@ import numpy as np
 
 from streamshard.formats.checkpoint import Checkpoint, FlatState, ModelPart, ParamGroup, ScalarState
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.expert_groups import (
-    GROUP_NAME,
-    RATES_PER_GROUP,
-    SCHEDULER,
-    is_of_experts,
-    ranks_name,
-)
-from streamshard.formats.deepspeed.read import agreement, module_reader
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.torch.tree_comparison import Disparity, Found, compare_nodes, show_key
 from streamshard.model import ZeroLayout
@@ -67,14 +59,14 @@ def _compare_experts(one: ModelPart, other: ModelPart, prefix: str) -> Iterator[
 def _without_experts(model_part: ModelPart) -> ModelPart:
     """Return a model part without its param groups of experts, and without their learning rates."""
     entries = _entries(model_part)
-    kept = [number for number, entry in enumerate(entries) if not is_of_experts(entry)]
+    kept = [number for number, entry in enumerate(entries) if not names.is_of_experts(entry)]
     state = model_part.optimizer_file[names.OPTIMIZER]
     key = names.BASE_OPTIMIZER if state.get(names.BASE_OPTIMIZER) else names.OPTIMIZER
     wrapped = {**state[key], "param_groups": [entries[number] for number in kept]}
     rates = {key: [held[number] for number in kept] for key, held in _rates(model_part).items()}
     model_state = dict(model_part.model_state)
     if rates:
-        model_state[SCHEDULER] = {**model_state[SCHEDULER], **rates}
+        model_state[names.SCHEDULER] = {**model_state[names.SCHEDULER], **rates}
     return replace(
         model_part,
         groups=tuple(
@@ -114,33 +106,35 @@ def _entries(model_part: ModelPart) -> Sequence[Mapping[str, Node]]:
 
 def _expert_groups(model_part: ModelPart) -> list[ParamGroup]:
     entries = _entries(model_part)
-    return [group for group in model_part.groups if is_of_experts(entries[group.number])]
+    return [group for group in model_part.groups if names.is_of_experts(entries[group.number])]
 
 
 def _options(model_part: ModelPart, group: ParamGroup) -> dict[str, Node]:
     """Return a group's hyper-parameters and learning rates, without the count of its ranks."""
     options = dict(_entries(model_part)[group.number])
-    if options.get(GROUP_NAME) == ranks_name(group.expert_parallel):
-        options[GROUP_NAME] = _ANY_RANKS
-    rates = {f"{SCHEDULER}.{key}": held[group.number] for key, held in _rates(model_part).items()}
+    if options.get(names.GROUP_NAME) == names.ranks_name(group.expert_parallel):
+        options[names.GROUP_NAME] = _ANY_RANKS
+    rates = {
+        f"{names.SCHEDULER}.{key}": held[group.number] for key, held in _rates(model_part).items()
+    }
     return {**options, **rates}
 
 
 def _rates(model_part: ModelPart) -> dict[str, list[Node]]:
     """Return the lists of the scheduler that have an element for each param group."""
-    scheduler = model_part.model_state.get(SCHEDULER)
+    scheduler = model_part.model_state.get(names.SCHEDULER)
     held = scheduler if isinstance(scheduler, dict) else {}
     count = len(_entries(model_part))
     return {
         key: held[key]
-        for key in RATES_PER_GROUP
+        for key in names.RATES_PER_GROUP
         if isinstance(held.get(key), list) and len(held[key]) == count
     }
 
 
-_CUT_IN_MODEL: Final = module_reader.CUT_KEYS - {names.MODULE_STATE}
+_CUT_IN_MODEL: Final = names.CUT_IN_MODEL - {names.MODULE_STATE}
 """Excludes the module's state: its entries other than tensors are compared."""
-_CUT_IN_OPTIMIZER: Final = agreement.CUT_KEYS | {names.ZERO_STAGE}
+_CUT_IN_OPTIMIZER: Final = names.CUT_IN_OPTIMIZER | {names.ZERO_STAGE}
 _PROVENANCE: Final = frozenset({names.DS_CONFIG, names.DS_VERSION})
 """Entries that describe the job that saved. They are not state: a resuming job has its own."""
 

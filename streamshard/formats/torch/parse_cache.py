@@ -26,7 +26,8 @@ from streamshard.formats.pickle.machine import PickleMachine
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_file import TorchFile
 from streamshard.formats.torch.torch_tensor import Storage, storage_from_id, storages_in
-from streamshard.formats.torch.zip_directory import CRC32_IN_ENTRY, NAME_IN_ENTRY, NAME_IN_HEADER
+from streamshard.formats.torch.zip_directory import NAME_IN_ENTRY, NAME_IN_HEADER
+from streamshard.formats.torch.zip_layout import CRC32_IN_ENTRY, PICKLE
 from streamshard.io.entries import examine, open_readable
 
 _NAME: Final = re.compile(
@@ -176,7 +177,7 @@ class Skeleton:
         )
         """Offsets of the root folder's name, with which the name of every record begins."""
         self._name_bytes = len(found.records[0].name.partition("/")[0].encode())
-        pickled = paths.index(torch_file.PICKLE)
+        pickled = paths.index(PICKLE)
         start = int(self._place(np.array([found.records[pickled].start]))[0])
         self._pickle = slice(start, start + found.records[pickled].nbytes)
         filled = np.array([record.nbytes > 0 for record in found.records])

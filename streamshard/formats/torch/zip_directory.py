@@ -14,13 +14,20 @@ from typing import Final
 from streamshard.errors import CorruptFileError, SourceError, UnsupportedError
 from streamshard.formats.pickle.inert import show
 from streamshard.formats.pickle.opcode_arguments import EndedTooEarlyError
+from streamshard.formats.torch.zip_layout import (
+    CENTRAL,
+    END,
+    END_64,
+    LIMIT_32,
+    LOCAL,
+    LOCATOR_64,
+)
 from streamshard.io.readable import Readable
 
 MAGIC: Final = b"PK\x03\x04"
 """First bytes of a zip, unless something was put before it."""
 _LIMIT_BYTES: Final = 1 << 28
 """Size of the largest directory that is read: room for millions of records."""
-_LIMIT_32: Final = 0xFFFFFFFF
 _LIMIT_16: Final = 0xFFFF
 _DESCRIPTOR: Final = 0x0008
 """Flag: checksum and sizes follow the data, and may be missing before it."""
@@ -28,19 +35,12 @@ _ENCRYPTED: Final = 0x0001
 _FLAGS: Final = _DESCRIPTOR | 0x0800
 _ZIP64: Final = 1
 _SHORTEST_DESCRIPTOR: Final = 12
-_LOCAL: Final = struct.Struct("<IHHHHHIIIHH")
-_CENTRAL: Final = struct.Struct("<IHHHHHHIIIHHHHHII")
-_END_64: Final = struct.Struct("<IQHHIIQQQQ")
-_LOCATOR_64: Final = struct.Struct("<IIQI")
-_END: Final = struct.Struct("<IHHHHIIH")
 _USUAL_EXTRA: Final = 96
 """Enough for the extra fields of torch's local headers, so that one read gets a whole header."""
-NAME_IN_HEADER: Final = _LOCAL.size
+NAME_IN_HEADER: Final = LOCAL.size
 """Offset of the record's name in a local header."""
-NAME_IN_ENTRY: Final = _CENTRAL.size
+NAME_IN_ENTRY: Final = CENTRAL.size
 """Offset of the record's name in an entry of the directory."""
-CRC32_IN_ENTRY: Final = 16
-"""Offset of the checksum in an entry of the directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +119,11 @@ def read(source: Readable) -> dict[str, ZipRecord]:
 
 def names(source: Readable) -> list[bytes]:
     """List the names of a zip's records, even if the zip is damaged at one end."""
-    start = source.read_at(0, _LOCAL.size + _LIMIT_16)
+    start = source.read_at(0, LOCAL.size + _LIMIT_16)
     found = []
-    if start.startswith(MAGIC) and len(start) > _LOCAL.size:
-        name_bytes = _LOCAL.unpack_from(start)[-2]
-        found.append(start[_LOCAL.size : _LOCAL.size + name_bytes])
+    if start.startswith(MAGIC) and len(start) > LOCAL.size:
+        name_bytes = LOCAL.unpack_from(start)[-2]
+        found.append(start[LOCAL.size : LOCAL.size + name_bytes])
     with suppress(SourceError):
         found += [entry.name for entry in ZipDirectory(source, lambda _: None).entries]
     return found
@@ -162,21 +162,21 @@ class ZipDirectory:
     def _read(self) -> tuple[int, int, bytes]:
         """Find the directory from the end; return its offset, record count and bytes."""
         size = self._source.nbytes
-        span = _END_64.size + _LOCATOR_64.size + _END.size
+        span = END_64.size + LOCATOR_64.size + END.size
         tail = self._source.read_at(max(size - span, 0), span)
-        if len(tail) < _END.size or tail[-_END.size :][:4] != b"PK\x05\x06":
+        if len(tail) < END.size or tail[-END.size :][:4] != b"PK\x05\x06":
             raise EndedTooEarlyError("no end record of a zip at its end")
-        _, *disks, here, count, nbytes, start, comment = _END.unpack(tail[-_END.size :])
-        stop = size - _END.size
+        _, *disks, here, count, nbytes, start, comment = END.unpack(tail[-END.size :])
+        stop = size - END.size
         if comment or any(disks) or here != count:
             message = "the end record of the zip names a comment or another volume"
             self._report(CorruptFileError(message))
-        locator = tail[: -_END.size][-_LOCATOR_64.size :]
+        locator = tail[: -END.size][-LOCATOR_64.size :]
         if locator[:4] == b"PK\x06\x07" and len(tail) == span:
-            stop -= _LOCATOR_64.size + _END_64.size
+            stop -= LOCATOR_64.size + END_64.size
             small = (count, nbytes, start)
-            count, nbytes, start = self._read_end_64(tail[: _END_64.size], locator, stop)
-            limits = (_LIMIT_16, _LIMIT_32, _LIMIT_32)
+            count, nbytes, start = self._read_end_64(tail[: END_64.size], locator, stop)
+            limits = (_LIMIT_16, LIMIT_32, LIMIT_32)
             for first, second, limit in zip(small, (count, nbytes, start), limits, strict=True):
                 if first not in (min(second, limit), limit):
                     message = "the two end records of the zip do not agree"
@@ -184,16 +184,16 @@ class ZipDirectory:
         if start + nbytes != stop:
             message = f"the zip's directory is said to fill bytes {start} to {start + nbytes}, not"
             raise CorruptFileError(f"{message} to {stop}")
-        if nbytes > _LIMIT_BYTES or count * _CENTRAL.size > nbytes:
+        if nbytes > _LIMIT_BYTES or count * CENTRAL.size > nbytes:
             raise CorruptFileError(f"a zip directory of {nbytes:,} bytes for {count:,} records")
         return start, count, self._source.read_at(start, nbytes)
 
     def _read_end_64(self, end: bytes, locator: bytes, at: int) -> tuple[int, int, int]:
         """Read the Zip64 end record: count of records, size of the directory, its offset."""
-        _, disk, where, disks = _LOCATOR_64.unpack(locator)
-        signature, size, *versions, one, other, here, count, nbytes, start = _END_64.unpack(end)
+        _, disk, where, disks = LOCATOR_64.unpack(locator)
+        signature, size, *versions, one, other, here, count, nbytes, start = END_64.unpack(end)
         self.versions = versions[0], versions[1]
-        if (signature, size, where, disk, disks) != (0x06064B50, _END_64.size - 12, at, 0, 1):
+        if (signature, size, where, disk, disks) != (0x06064B50, END_64.size - 12, at, 0, 1):
             raise CorruptFileError("the zip's Zip64 end record is not where it is said to be")
         if one or other or here != count:
             message = "the zip's Zip64 end record names another volume"
@@ -204,17 +204,17 @@ class ZipDirectory:
         """Read the entries, which must fill the directory."""
         data, at = self._data, 0
         for _ in range(self._count):
-            if len(data) - at < _CENTRAL.size:
+            if len(data) - at < CENTRAL.size:
                 raise CorruptFileError("the zip's directory ends before its last entry")
-            fields = _CENTRAL.unpack_from(data, at)
+            fields = CENTRAL.unpack_from(data, at)
             _, flags, method, _, _, crc32, stored, nbytes = fields[2:10]
             name_bytes, extra_bytes, comment, disk, internal, external, header = fields[10:]
-            begin, middle = at, at + _CENTRAL.size + name_bytes
+            begin, middle = at, at + CENTRAL.size + name_bytes
             name, extra = data[middle - name_bytes : middle], data[middle : middle + extra_bytes]
             at = middle + extra_bytes
             if fields[0] != 0x02014B50 or at > len(data):
                 raise CorruptFileError("the zip's directory holds something that is not an entry")
-            if max(nbytes, stored, header) == _LIMIT_32:
+            if max(nbytes, stored, header) == LIMIT_32:
                 nbytes, stored, header, disk = _large(extra, nbytes, stored, header, disk)
             is_stored = not method and stored == nbytes and not flags & _ENCRYPTED
             if not is_stored or flags & ~_FLAGS or comment or disk:
@@ -229,19 +229,19 @@ class ZipDirectory:
 
     def extra_fields(self, entry: ZipEntry) -> bytes:
         """Return the extra fields of an entry."""
-        at = entry.at - self.start + _CENTRAL.size + len(entry.name)
+        at = entry.at - self.start + CENTRAL.size + len(entry.name)
         return self._data[at : at + entry.extra_bytes]
 
     def header(self, entry: ZipEntry, end: int) -> LocalHeader:
         """Read a record's local header. Its data must not reach past `end`."""
-        wanted = _LOCAL.size + len(entry.name)
+        wanted = LOCAL.size + len(entry.name)
         data = self._source.read_at(entry.header, wanted + _USUAL_EXTRA)
         if len(data) < wanted or not data.startswith(MAGIC):
             raise CorruptFileError(f"record {_shown(entry.name)} has no local header")
-        fields = _LOCAL.unpack_from(data)
+        fields = LOCAL.unpack_from(data)
         common, (name_bytes, extra_bytes) = fields[1:6], fields[9:]
         if common[1:3] != (entry.common[1], 0) or (
-            (name_bytes, data[_LOCAL.size : wanted]) != (len(entry.name), entry.name)
+            (name_bytes, data[LOCAL.size : wanted]) != (len(entry.name), entry.name)
         ):
             raise CorruptFileError(
                 f"record {_shown(entry.name)} is another one in its local header"
@@ -260,7 +260,7 @@ class ZipDirectory:
 def _require_repeated(entry: ZipEntry, header: LocalHeader) -> None:
     """Compare checksum and sizes in a record's local header with its entry."""
     crc32, stored, nbytes = header.numbers
-    if max(nbytes, stored) == _LIMIT_32:
+    if max(nbytes, stored) == LIMIT_32:
         nbytes, stored, *_ = _large(header.extra, nbytes, stored)
     for local, central in ((crc32, entry.crc32), (stored, entry.nbytes), (nbytes, entry.nbytes)):
         if local != central and (local or not entry.follows):
@@ -282,7 +282,7 @@ def _shown(name: bytes) -> str:
 
 def _large(extra: bytes, *numbers: int) -> tuple[int, ...]:
     """Replace numbers that do not fit by those in the Zip64 field, which must hold just these."""
-    limits = (_LIMIT_32, _LIMIT_32, _LIMIT_32, _LIMIT_16)[: len(numbers)]
+    limits = (LIMIT_32, LIMIT_32, LIMIT_32, _LIMIT_16)[: len(numbers)]
     at = 0
     while at + 4 <= len(extra):
         kind, nbytes = struct.unpack_from("<HH", extra, at)

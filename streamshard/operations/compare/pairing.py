@@ -3,9 +3,8 @@
 from dataclasses import dataclass, field
 
 from streamshard.engine.numeric.cast import wider
-from streamshard.formats.deepspeed.model_parallel.pipeline_layers import LayerCopy
 from streamshard.formats.zarr.documents import array_path
-from streamshard.model import ITEMSIZE, MODULE, LogicalTensor
+from streamshard.model import ITEMSIZE, LogicalTensor
 from streamshard.operations.checks.problems import Difference
 
 
@@ -90,11 +89,3 @@ class Pairing:
         dtype = wider(left.dtype, right.dtype) if self.by_value else left.dtype
         if dtype is not None and (self.by_value or left.dtype == right.dtype):
             self.add(tensor, left, right, dtype)
-
-
-def pair_of_copy(copy: LayerCopy) -> Pair:
-    """Pair a tensor of a layer's file with what it must be equal to."""
-    left, right = SideElements(copy.row, copy.dtype), SideElements(copy.like, copy.like_dtype)
-    size = ITEMSIZE[copy.dtype]
-    tensor = LogicalTensor(MODULE, copy.name, copy.dtype, (copy.numel,))
-    return Pair(f"{MODULE} of {copy.name}", left, right, copy.numel, copy.dtype, size, tensor)

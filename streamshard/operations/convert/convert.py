@@ -7,13 +7,11 @@ from dataclasses import replace
 from functools import partial
 
 from streamshard.errors import Option, SourceError
-from streamshard.formats.deepspeed.model_parallel.cut_rules import read_rules
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_pipeline
 from streamshard.layout.memory_plan import MIB
 from streamshard.model import ITEMSIZE
 from streamshard.operations.convert.store_targets import StoreTargets, chunk_of
-from streamshard.operations.native.other_degrees import at_degrees
-from streamshard.operations.native.recut_source import tells_cut
+from streamshard.operations.source.degree_change import JobDegrees, other_degrees
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.plan import TransferPlan, plan_transfer
 from streamshard.operations.transfer.report import Report, Watched
@@ -78,35 +76,36 @@ def _plan(options: ConvertOptions) -> TransferPlan:
 
 def _prepare(options: ConvertOptions, opened: Source) -> Output:
     """Decide what the store holds: the source's parts of the model, or those of other degrees."""
-    rules = read_rules(options.cut_rules_file)
-    cut_anew = at_degrees(
+    cut_anew = other_degrees().change(
         opened,
-        options.tensor_parallel,
-        options.pipeline_parallel,
-        rules,
-        average=options.average,
-        stages=options.stages,
-        if_needed=options.if_needed,
+        JobDegrees(
+            tensor_parallel=options.tensor_parallel,
+            pipeline_parallel=options.pipeline_parallel,
+            stages=options.stages,
+            cut_rules_file=options.cut_rules_file,
+            average=options.average,
+            if_needed=options.if_needed,
+        ),
     )
     opened.require_use_of_like(needed=cut_anew is not None, if_needed=options.if_needed)
     if cut_anew is None:
         output = store_output(opened, verb="convert", options=options)
         return replace(output, notes=(*output.notes, *_kept_apart(opened)))
     output = store_output(cut_anew.source, verb="convert", options=options)
-    own = {"cut_rules_file": rules.text} if rules else {}
     return replace(
         output,
-        options={**output.options, **cut_anew.options, **own},
+        options={**output.options, **cut_anew.options},
         source_world_size=opened.checkpoint.ranks,
-        check=cut_anew.require_equal_copies,
+        check=cut_anew.check,
     )
 
 
 def _kept_apart(opened: Source) -> Iterator[str]:
     """Say that a store keeps parts of tensors, where it might hold whole ones."""
     parts = len(opened.checkpoint.model_parts)
+    degrees = other_degrees()
     with suppress(SourceError):  # parts are stored whatever files tell of their cut
-        if parts > 1 and not is_pipeline(opened.checkpoint) and tells_cut(opened):
+        if parts > 1 and not is_pipeline(opened.checkpoint) and degrees.tells_cut(opened):
             yield (
                 f"The store keeps what each of {parts} tensor-parallel ranks has. With "
                 f"{Option('tensor_parallel', 1)} it holds whole tensors, for any Zarr library."

@@ -14,7 +14,7 @@ from streamshard.engine.numeric.checksums import crc32
 from streamshard.engine.run.work import SpanResult, Trailer
 from streamshard.errors import Option, UnsupportedError
 from streamshard.formats.pickle.node_checks import of_file
-from streamshard.formats.torch.torch_file import ALIGNMENT
+from streamshard.formats.torch.zip_layout import ALIGNMENT
 from streamshard.formats.zarr import store_manifest, store_paths, store_state
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, BloscChunk, serialize_checksum
 from streamshard.formats.zarr.documents import (

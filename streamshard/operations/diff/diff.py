@@ -26,7 +26,7 @@ from streamshard.operations.diff.diff_report import (
     TensorDiff,
     Totals,
 )
-from streamshard.operations.native.whole_source import in_equal_parts
+from streamshard.operations.source.degree_change import other_degrees
 from streamshard.operations.source.source import Request, Source, read_hints
 from streamshard.operations.source.unfinished import require_finished
 from streamshard.operations.transfer import execution
@@ -96,7 +96,7 @@ def diff(options: _Diff) -> DiffReport:
     one = Request(left, options.tag, config, known).open()
     other = Request(right, options.against_tag, config, known).open()
     one.require_use_of_like(needed=other.needs_like)
-    one, other, joined = in_equal_parts(one, other)
+    one, other, joined = other_degrees().join_unequal(one, other)
     pairing = pair_up(one, other, by_value=True)
     notes = list(pairing.notes)
     if params:
@@ -109,7 +109,8 @@ def diff(options: _Diff) -> DiffReport:
     read = Count(progress.advance)
     try:
         for put_together in joined:
-            put_together.require_equal_copies(plan, progress)
+            if put_together.check is not None:
+                put_together.check(plan, progress)
         progress.start(2 * measuring.nbytes)
         totals = measuring.run(plan, read.add)
     finally:

@@ -11,7 +11,6 @@ from streamshard.errors import DisagreementError, Option, UnsupportedError, Usag
 from streamshard.formats import pretrained
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.model_parallel.cut_rules import read_rules
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_pipeline
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.tree_comparison import show_few, show_key
@@ -26,8 +25,7 @@ from streamshard.operations.export.model_sidecars import ModelSidecars, find_mod
 from streamshard.operations.export.universal_files import UniversalFiles
 from streamshard.operations.export.weight_files import WeightFiles
 from streamshard.operations.export.weights import Weight, Weights, choose_weights
-from streamshard.operations.native.averaged_parameters import AVERAGE
-from streamshard.operations.native.whole_source import whole
+from streamshard.operations.source.degree_change import other_degrees
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.byte_accounting import ByteCounts
 from streamshard.operations.transfer.plan import TransferPlan, plan_transfer
@@ -183,8 +181,7 @@ def _prepare(options: ExportOptions, opened: Source) -> Output:
         )
         message = f"{message} with those of files of weights alone"
         raise UsageError(f"{message}; leave {Option('like')} out")
-    rules = read_rules(options.cut_rules_file)
-    joined = whole(opened, rules, average=options.average)
+    joined = other_degrees().join(opened, options.cut_rules_file, average=options.average)
     if joined is not None:
         if options.format in (UNIVERSAL, _DCP) and is_pipeline(opened.checkpoint):
             message = (
@@ -193,8 +190,8 @@ def _prepare(options: ExportOptions, opened: Source) -> Output:
             form = Option("format", pretrained.SAFETENSORS)
             raise UnsupportedError(f"{message} write: give {form} or {pretrained.TORCH}")
         output = _prepare(options.replaced(cut_rules_file=None, average=False), joined.source)
-        own = {AVERAGE.name: ""} if options.average else {}
-        return replace(output, options={**output.options, **own}, check=joined.require_equal_copies)
+        asked = {**output.options, **joined.options}
+        return replace(output, options=asked, check=joined.check)
     make = {UNIVERSAL: _universal, _DCP: _dcp}.get(options.format, _weights)
     try:
         output = make(opened, options)

@@ -6,7 +6,7 @@ from streamshard.engine.run.work import Fixed
 from streamshard.formats import pretrained, safetensors_file
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.safetensors_file import Described
-from streamshard.formats.torch import torch_file
+from streamshard.formats.torch import zip_layout
 from streamshard.formats.torch.torch_tensor import Storage, make_tensor
 from streamshard.model import Whole
 from streamshard.operations.export.weights import Weight
@@ -67,7 +67,7 @@ def _torch(path: str, weights: Sequence[Weight]) -> FileLayout:
         storage = Storage(weight.dtype, weight.numel, Whole(weight.tensor))
         state.update({name: make_tensor(storage, weight.shape) for name in weight.names})
     named = {weight.tensor: weight.names[0] for weight in weights}
-    return torch_layout(path, torch_file.serialize(state), names=named)
+    return torch_layout(path, zip_layout.serialize(state), names=named)
 
 
 def shards(sizes: Sequence[int], most_bytes: int) -> list[range]:

@@ -17,8 +17,8 @@ from streamshard.formats.deepspeed.write.zero_writer import (
     whole_files,
 )
 from streamshard.formats.pickle.inert import Node
-from streamshard.formats.torch.torch_file import Serialized, serialize
 from streamshard.formats.torch.torch_tensor import Storage, make_tensor
+from streamshard.formats.torch.zip_layout import Serialized, serialize
 from streamshard.model import FILE, MASTER, MODULE, Literal, Whole
 from streamshard.operations.native.resharding import Resharding
 from streamshard.operations.native.target_files import targets_of

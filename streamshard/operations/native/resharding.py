@@ -2,28 +2,19 @@
 
 from dataclasses import dataclass, replace
 
-from streamshard.errors import Option, UnsupportedError, UsageError
 from streamshard.formats import frameworks
 from streamshard.formats.deepspeed import ds_config
 from streamshard.formats.deepspeed.cut import muon_order
 from streamshard.formats.deepspeed.ds_versions import Version
-from streamshard.formats.deepspeed.expert_degree import (
-    expert_degree,
-    is_own_degree,
-    spread_note,
-    with_expert_degree,
-)
-from streamshard.formats.deepspeed.expert_groups import AS_SAVED
-from streamshard.formats.pickle.node_checks import of_file
 from streamshard.layout.batch import BatchPlan
-from streamshard.model import Note, ZeroLayout
-from streamshard.operations.native.recut_source import RecutSource
+from streamshard.model import ZeroLayout
 from streamshard.operations.native.target_settings import (
     TargetSettings,
     require_allowed,
     target_settings,
 )
 from streamshard.operations.resume import resizing
+from streamshard.operations.source.degree_change import DegreeChange
 from streamshard.operations.source.source import Source
 
 
@@ -40,9 +31,7 @@ class Resharding:
     """What happens to the files of frameworks."""
     uses_like: bool
     """Whether the parameters' order, or their cut, is the reference checkpoint's."""
-    spreads_experts: bool = False
-    """Whether another count of ranks than in the source shares the experts."""
-    degrees: RecutSource | None = None
+    degrees: DegreeChange | None = None
     """How the model was re-cut for other degrees; None if it was not."""
 
     def explain(self, job: BatchPlan | None = None) -> resizing.Resizing:
@@ -56,7 +45,7 @@ class Resharding:
             self.resized,
             dp_world_size=self.settings.layout.world_size,
             config=self.settings.config,
-            parts=None if self.degrees is None else self.degrees.degrees.parts,
+            parts=None if self.degrees is None else self.degrees.parts,
             job=job,
         )
 
@@ -67,7 +56,7 @@ class Resharding:
         """
         source, settings = self.source, self.settings
         checkpoint = source.checkpoint
-        if self.spreads_experts or self.degrees is not None:
+        if self.degrees is not None:
             return False
         if not source.is_of_ranks or source.is_elastic or checkpoint.ranks != self.world_size:
             return False
@@ -84,8 +73,7 @@ def resharding_of(
     zero_stage: int | None = None,
     wanted: ds_config.Config | None = None,
     ds_version: Version | None = None,
-    expert_parallel: int | None = None,
-    degrees: RecutSource | None = None,
+    degrees: DegreeChange | None = None,
 ) -> Resharding:
     """Decide how a checkpoint is cut for a world size.
 
@@ -93,15 +81,10 @@ def resharding_of(
     `zero_stage` and `wanted`: ZeRO stage and DeepSpeed config of that job; by default those kept in
     the checkpoint.
     `ds_version`: DeepSpeed's version in that job; by default the one that saved.
-    `expert_parallel`: count of ranks over which that job's experts are spread; by default as many
-    as now.
     `degrees`: how the model was re-cut for that job, if it was.
     """
     if degrees is not None:
-        degrees.require_config(wanted)
         opened = degrees.source
-    spread = _at_expert_degree(opened, expert_parallel, world_size)
-    opened = spread or opened
     dp_world_size = require_allowed(opened.checkpoint, world_size)
     settings = target_settings(opened.checkpoint, dp_world_size, zero_stage, wanted, ds_version)
     stage = settings.layout.stage
@@ -114,9 +97,8 @@ def resharding_of(
         world_size=world_size,
     )
     source = replace(opened, checkpoint=checkpoint)
-    uses_like = uses_like or spread is not None or degrees is not None
-    is_spread = spread is not None
-    return Resharding(source, world_size, settings, resized, uses_like, is_spread, degrees)
+    uses_like = uses_like or degrees is not None
+    return Resharding(source, world_size, settings, resized, uses_like, degrees)
 
 
 def _shaping(source: Source, layout: ZeroLayout) -> ZeroLayout:
@@ -134,31 +116,3 @@ def _shaping(source: Source, layout: ZeroLayout) -> ZeroLayout:
         offload=layout.offload and has_muon,
         data_before_experts=layout.data_before_experts and has_experts,
     )
-
-
-def _at_expert_degree(opened: Source, degree: int | None, world_size: int) -> Source | None:
-    """Spread the experts of a checkpoint again; None if they are to stay as they are.
-
-    `degree`: count of ranks that will share the experts; by default as many as in the source, which
-    is 1 without experts.
-    `world_size`: count of all ranks of the job that resumes.
-    """
-    if degree is None:
-        return None
-    with of_file(opened.path):
-        if is_own_degree(opened.checkpoint, degree):
-            return None
-        if opened.is_elastic:
-            message = "its experts cannot be spread over another count of ranks: it was saved with"
-            raise UnsupportedError(f"{message} elastic_checkpoint. {AS_SAVED}")
-        parts = len(opened.checkpoint.model_parts)
-        if degree > 0 and world_size % (degree * parts):
-            asked, spread = Option("world_size", world_size), Option("expert_parallel")
-            message = f"{asked}: the experts are to be spread over {degree} ranks"
-            beside = f" of each of {parts} tensor parallel parts" if parts > 1 else ""
-            few = ", ".join(str(degree * parts * k) for k in (1, 2, 3))
-            message = f"{message} ({spread}){beside}: give a multiple of"
-            raise UsageError(f"{message} {degree * parts} ({few}, …)")
-        checkpoint = with_expert_degree(opened.checkpoint, degree, opened.like)
-    note = spread_note(expert_degree(opened.checkpoint), degree, opened.like)
-    return replace(opened, checkpoint=replace(checkpoint, notes=(*checkpoint.notes, Note(note))))

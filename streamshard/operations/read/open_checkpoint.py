@@ -16,7 +16,7 @@ from streamshard.operations.inspect.inspect import summarize
 from streamshard.operations.inspect.inspect_report import GroupSummary, Inspection
 from streamshard.operations.inspect.notebook import ranks_text
 from streamshard.operations.inspect.ownership import ranks_of
-from streamshard.operations.native.whole_source import whole
+from streamshard.operations.source.degree_change import other_degrees
 from streamshard.operations.source.lazy_tensor import LazyTensor
 from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.source.source_access import SourceAccess
@@ -111,7 +111,7 @@ class OpenCheckpoint(Mapping[str, Parameter]):
     def __init__(self, saved: Source) -> None:
         self._saved = saved
         try:
-            joined = whole(saved)
+            joined = other_degrees().join(saved)
             if joined is not None and joined.averaged:
                 joined = None  # their copies may differ, and none of them is the whole
         except (UnsupportedError, DisagreementError):

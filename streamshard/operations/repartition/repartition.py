@@ -10,12 +10,11 @@ from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.ds_versions import given_version
 from streamshard.formats.deepspeed.dumps import dump_names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
-from streamshard.formats.deepspeed.model_parallel.cut_rules import read_rules
 from streamshard.io.object_path import as_path
 from streamshard.operations.checks.structure import Reader
-from streamshard.operations.native.other_degrees import at_degrees
 from streamshard.operations.native.resharding import Resharding, resharding_of
 from streamshard.operations.native.target_files import NativeWriter
+from streamshard.operations.source.degree_change import JobDegrees, other_degrees
 from streamshard.operations.source.source import Source, supply
 from streamshard.operations.transfer.plan import TransferPlan, plan_transfer
 from streamshard.operations.transfer.report import Report, Watched
@@ -126,16 +125,19 @@ def _prepare(
     opened.require_states()
     _require_same_kind(opened, template, options.target)
     world_size = _own_world_size(opened) if options.world_size is None else options.world_size
-    rules = read_rules(options.cut_rules_file)
-    degrees = at_degrees(
+    degrees = other_degrees().change(
         opened,
-        options.tensor_parallel,
-        options.pipeline_parallel,
-        rules,
-        average=options.average,
-        stages=options.stages,
-        if_needed=options.if_needed,
-        expert_parallel=options.expert_parallel,
+        JobDegrees(
+            tensor_parallel=options.tensor_parallel,
+            pipeline_parallel=options.pipeline_parallel,
+            stages=options.stages,
+            expert_parallel=options.expert_parallel,
+            cut_rules_file=options.cut_rules_file,
+            average=options.average,
+            if_needed=options.if_needed,
+            world_size=world_size,
+            config=wanted,
+        ),
     )
     found = resharding_of(
         opened,
@@ -143,13 +145,11 @@ def _prepare(
         zero_stage=options.zero_stage,
         wanted=wanted,
         ds_version=given_version(options.ds_version),
-        expert_parallel=options.expert_parallel,
         degrees=degrees,
     )
     opened, settings, resized = found.source, found.settings, found.resized
     opened.require_use_of_like(needed=found.uses_like, if_needed=options.if_needed)
     checkpoint, stage = opened.checkpoint, settings.layout.stage
-    experts = checkpoint.expert_parallel
     resizes = found.explain()
     shaping = settings.layout, settings.config, settings.module_dtype, settings.is_bf16
     return Output(
@@ -159,9 +159,7 @@ def _prepare(
             "verb": "repartition",
             "tag": checkpoint.tag,
             "world_size": str(world_size),
-            **({"expert_parallel": str(experts)} if found.spreads_experts else {}),
             **({} if degrees is None else degrees.options),
-            **({} if rules is None else {"cut_rules_file": rules.text}),
             "zero_stage": str(stage),
             "ds_config_file": digest_of_settings(shaping),
             **({"OUT": template.name} if template else {}),
@@ -176,7 +174,7 @@ def _prepare(
         is_reusable=options.if_needed and _is_resumed_from(found),
         changes=resizes.changes,
         new_files=len(resized.new_steps),
-        check=None if degrees is None else degrees.require_equal_copies,
+        check=None if degrees is None else degrees.check,
         reopened=-(-settings.layout.world_size // checkpoint.layout.world_size),
     )
 

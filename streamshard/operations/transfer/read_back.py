@@ -13,8 +13,8 @@ from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.structure import look_at
 from streamshard.operations.compare.comparison import compare
 from streamshard.operations.compare.matching import pair_up
-from streamshard.operations.compare.pairing import pair_of_copy
-from streamshard.operations.source.layered import WithLayerTensors, layered
+from streamshard.operations.compare.pairing import Pair
+from streamshard.operations.source.degree_change import other_degrees
 from streamshard.operations.source.source import Request, Source
 from streamshard.operations.transfer.report import Progress
 from streamshard.sizes import some_of
@@ -52,15 +52,14 @@ def differences(
     looked.read(memory, progress.advance)
     if findings.problems:
         return [problem.message for problem in findings.problems]
-    again = WithLayerTensors(written.open())
+    opened, copies = written.open(), list[Pair]()
     if source.checkpoint.layers:
-        again = layered(again.source)
-    opened = again.source
+        opened, copies = other_degrees().with_layers(opened)
     pairing = pair_up(opened, source, converted=True)
     found = [compare(opened, source, pairing.pairs, memory, progress, phase=COMPARING)]
     # A module that several layers share is in the source once, and in each of their files.
-    if pairs := [pair_of_copy(copy) for copy in again.copies]:
-        found.append(compare(opened, opened, pairs, memory, progress, phase=COMPARING))
+    if copies:
+        found.append(compare(opened, opened, copies, memory, progress, phase=COMPARING))
     problems = [problem.message for each in found for problem in each.findings.problems]
     differences = [*pairing.differences, *(d for each in found for d in each.differences)]
     return [*problems, *(difference.message for difference in differences)]

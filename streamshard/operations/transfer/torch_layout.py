@@ -7,8 +7,8 @@ from typing import Final
 
 from streamshard.engine.numeric.checksums import crc32
 from streamshard.engine.run.work import Ending, Fixed, Trailer
-from streamshard.formats.torch.torch_file import Serialized, lay_out
 from streamshard.formats.torch.torch_tensor import Storage
+from streamshard.formats.torch.zip_layout import Serialized, lay_out
 from streamshard.layout.cutting import Share
 from streamshard.model import Literal, Whole
 from streamshard.operations.transfer.file_layout import Elements, FileLayout

@@ -16,10 +16,11 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.categories import UNSUPPORTED, by_pattern
 from streamshard.formats.deepspeed.model_parallel.name_patterns import NamePatterns
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import AS_SAVED
+from streamshard.formats.deepspeed.model_parallel.told_cuts import CutsInFiles
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.shapes import is_size, require_shape, sizes_of
 from streamshard.layout.boxes import Ints, NotTiledError
-from streamshard.layout.model_cut import ModelCut
+from streamshard.layout.model_cut import ModelCut, Shape
 
 _VERSION: Final = 1
 _MOST_PIECES: Final = 1 << 13
@@ -27,23 +28,21 @@ _MOST_PIECES: Final = 1 << 13
 MAPS: Final = "affine_map"
 
 
-def has_maps(info: Node) -> bool:
-    """Tell whether a model file holds affine maps, as those of AutoTP do since 0.19.8."""
-    held = info.get(MAPS) if isinstance(info, dict) else None
-    if held is None or held == {}:
-        return False
-    maps = held.get("params") if isinstance(held, dict) else held
-    if not isinstance(maps, dict):
-        message = f"'{MAPS}' in '{names.UNIVERSAL_INFO}' has {show(maps)} in place of maps"
-        raise CorruptFileError(message)
-    return True
+class AffineMaps(CutsInFiles):
+    """The cuts of all parameters, as a model file of AutoTP tells them since 0.19.8."""
 
+    @classmethod
+    def are_in(cls, info: Node) -> bool:
+        held = info.get(MAPS) if isinstance(info, dict) else None
+        if held is None or held == {}:
+            return False
+        maps = held.get("params") if isinstance(held, dict) else held
+        if not isinstance(maps, dict):
+            message = f"'{MAPS}' in '{names.UNIVERSAL_INFO}' has {show(maps)} in place of maps"
+            raise CorruptFileError(message)
+        return True
 
-class AffineMaps:
-    """The cuts of all parameters, as a model file of AutoTP tells them."""
-
-    def __init__(self, info: Mapping[str, Node], ranks: int) -> None:
-        self._ranks = ranks
+    def __init__(self, info: Mapping[str, Node]) -> None:
         held = info[MAPS]
         if held.get("version") != _VERSION:
             message = f"affine maps of version {show(held.get('version'))}"
@@ -51,15 +50,14 @@ class AffineMaps:
         self._maps = NamePatterns[Node](held["params"])
         self._refused = NamePatterns(by_pattern(info, UNSUPPORTED))
 
-    def cut(self, name: str) -> ModelCut:
-        """Return how a parameter is cut among the tensor-parallel ranks."""
+    def cut(self, name: str, shards: Mapping[int, Shape], ranks: int) -> ModelCut:
         reason, held = self._refused.find(name), self._maps.find(name)
         if reason is not None:
             raise UnsupportedError(f"'{name}' cannot be re-cut: {show(reason)}")
         if held is None:
             raise UnsupportedError(f"no map tells how '{name}' is cut among the ranks")
         try:
-            return _cut(name, held, self._ranks)
+            return _cut(name, held, ranks)
         except (AttributeError, LookupError, TypeError, ValueError, NotTiledError) as error:
             why = show(error.args[0]) if isinstance(error, KeyError) else str(error)
             message = f"the map of '{name}' is not one of its elements"

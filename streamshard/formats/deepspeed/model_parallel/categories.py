@@ -7,19 +7,26 @@ padding, since the rows that are added to it are trained as all others are.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
+from streamshard.errors import CorruptFileError, UnsupportedError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.name_patterns import NamePatterns
-from streamshard.formats.deepspeed.model_parallel.parallel_degrees import AS_SAVED
+from streamshard.formats.deepspeed.model_parallel.told_cuts import (
+    CutsInFiles,
+    cut_by_rule,
+    even_widths,
+    joined,
+    replicated,
+    split,
+)
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.shapes import LIMIT_DIMENSIONS, is_size, sizes_of
 from streamshard.layout.boxes import NotTiledError
-from streamshard.layout.model_cut import ModelCut, Shape, segments_cut, split_cut, whole_cut
+from streamshard.layout.model_cut import ModelCut, Shape, segments_cut
 
 _REPLICATED: Final = "tp_replicated_parameter_patterns"
 _AVERAGED: Final = "parameter_to_average_patterns"
@@ -41,11 +48,6 @@ _MOST_SUBS: Final = 1 << 12
 """More sub-parameters than any parameter has."""
 
 
-def has_categories(info: Node) -> bool:
-    """Tell whether a model file holds lists that tell how its parameters are cut."""
-    return isinstance(info, dict) and any(info.get(key) for key in _TOLD)
-
-
 @dataclass(frozen=True, slots=True)
 class _Subs:
     """Parameters that consist of several, each of which is cut by itself."""
@@ -55,8 +57,12 @@ class _Subs:
     dimension: int
 
 
-class Categories:
+class Categories(CutsInFiles):
     """The cuts of all parameters, as a model file's lists of patterns tell them."""
+
+    @classmethod
+    def are_in(cls, info: Node) -> bool:
+        return isinstance(info, dict) and any(info.get(key) for key in _TOLD)
 
     def __init__(self, info: Mapping[str, Node]) -> None:
         self._version = info.get(_VERSION, 0.0)
@@ -72,10 +78,6 @@ class Categories:
         self._refused = NamePatterns(by_pattern(info, UNSUPPORTED))
 
     def cut(self, name: str, shards: Mapping[int, Shape], ranks: int) -> ModelCut:
-        """Return how a parameter is cut among the tensor-parallel ranks.
-
-        `shards`: rank → shape of its tensor.
-        """
         reason = self._refused.find(name)
         if reason is not None:
             raise UnsupportedError(f"'{name}' cannot be re-cut: {show(reason)}")
@@ -83,18 +85,16 @@ class Categories:
         return cut_by_rule(name, shards, ranks, rule, partial(self._cut, name))
 
     def is_default(self, name: str) -> bool:
-        """Tell whether a parameter is in no list, but perhaps that of rows."""
+        """Tell whether a parameter is in no list, except perhaps that of rows."""
         return not any(
             patterns.find(name)
             for patterns in (self._replicated, self._averaged, self._halves, self._subs)
         )
 
     def is_averaged(self, name: str) -> bool:
-        """Tell whether each rank has a parameter with values of its own, and the mean counts."""
         return bool(self._averaged.find(name))
 
     def is_vocabulary(self, name: str) -> bool:
-        """Tell whether a parameter has a row for each word, and more for padding."""
         return bool(self._vocabulary.find(name))
 
     def _cut(self, name: str, held: Sequence[Shape]) -> ModelCut:
@@ -143,62 +143,6 @@ def _sizes(node: Node) -> Sequence[int]:
     if not is_list or not all(map(is_size, node)):
         raise CorruptFileError(f"{show(node)} in '{_SUBS}' or '{WIDTHS}' are not sizes")
     return node  # type: ignore[no-any-return]
-
-
-def cut_by_rule(
-    name: str,
-    shards: Mapping[int, Shape],
-    ranks: int,
-    rule: str,
-    cut: Callable[[Sequence[Shape]], ModelCut],
-) -> ModelCut:
-    """Cut a tensor of these shards by a rule.
-
-    `shards`: rank → shape of its tensor.
-    `rule`: what holds the rule, for messages.
-    `cut`: makes the cut of all ranks' shapes.
-    """
-    if len(shards) < ranks:
-        message = f"'{name}' is on {len(shards)} of the {ranks} tensor-parallel ranks"
-        raise UnsupportedError(f"{message}. {AS_SAVED}")
-    held = [shards[rank] for rank in range(ranks)]
-    try:
-        return cut(held)
-    except (IndexError, TypeError, ValueError, NotTiledError) as error:
-        shown = " and ".join(str(list(shape)) for shape in held)
-        message = f"'{name}' is {shown} on its ranks, which is not how {rule} has it"
-        raise DisagreementError(f"{message} ({error})") from error
-
-
-def replicated(held: Sequence[Shape]) -> ModelCut:
-    """Return the cut of a tensor that each rank has whole."""
-    if any(shape != held[0] for shape in held):
-        raise NotTiledError("replicated, so all are alike")
-    return whole_cut(held[0], [True] * len(held))
-
-
-def split(held: Sequence[Shape], dimension: int) -> ModelCut:
-    """Return the cut of a tensor of which each rank has a block along a dimension."""
-    return split_cut(joined(held, dimension), dimension, [shape[dimension] for shape in held])
-
-
-def even_widths(sizes: Sequence[int], ranks: int) -> Sequence[Sequence[int]]:
-    """Return, for each sub-tensor of these sizes, the equal widths of the ranks' parts."""
-    if not sizes or any(size % ranks for size in sizes):
-        message = f"sub-parameters of {show(list(sizes))} on {ranks} ranks"
-        raise NotTiledError(f"{message}, in unequal parts")
-    return [[size // ranks] * ranks for size in sizes]
-
-
-def joined(held: Sequence[Shape], dimension: int) -> Shape:
-    """Return the shape of tensors one after the other, along a dimension."""
-    if len(held[0]) <= dimension:
-        raise NotTiledError(f"cut along dimension {dimension}")
-    rest = {(*shape[:dimension], *shape[dimension + 1 :]) for shape in held}
-    if len(rest) > 1:
-        raise NotTiledError(f"cut along dimension {dimension}, so the others are alike")
-    total = sum(shape[dimension] for shape in held)
-    return (*held[0][:dimension], total, *held[0][dimension + 1 :])
 
 
 def by_pattern(info: Mapping[str, Node], key: str) -> Mapping[str, Node]:

@@ -17,14 +17,15 @@ from functools import partial
 from typing import Final
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError, UsageError
-from streamshard.formats.deepspeed.model_parallel.categories import (
+from streamshard.formats.deepspeed.model_parallel.name_patterns import NamePatterns
+from streamshard.formats.deepspeed.model_parallel.told_cuts import (
+    ToldCuts,
     cut_by_rule,
     even_widths,
     joined,
     replicated,
     split,
 )
-from streamshard.formats.deepspeed.model_parallel.name_patterns import NamePatterns
 from streamshard.io.entries import read_document
 from streamshard.io.object_path import as_path
 from streamshard.layout.model_cut import ModelCut, Shape, segments_cut
@@ -52,7 +53,7 @@ class _OneRule:
         return segments_cut(joined(held, self.dimension), self.dimension, widths)
 
 
-class CutRules:
+class CutRules(ToldCuts):
     """The cut of each parameter that a rule is for."""
 
     def __init__(self, text: str, named: str) -> None:
@@ -70,10 +71,6 @@ class CutRules:
             raise UsageError(f"{named}: {error}; leave one") from error
 
     def cut(self, name: str, shards: Mapping[int, Shape], ranks: int) -> ModelCut:
-        """Return how a parameter is cut among tensor-parallel ranks.
-
-        `shards`: rank → shape of its tensor.
-        """
         found = self._rules.find_all(name)
         if not found:
             raise UsageError(f"{self._named}: no rule is for '{name}'")

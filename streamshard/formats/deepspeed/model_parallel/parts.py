@@ -3,18 +3,20 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from streamshard.errors import DisagreementError, Option, UnsupportedError
 from streamshard.formats.checkpoint import Checkpoint, ModelPart, ModuleEntry
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.model_parallel.affine_maps import AffineMaps, has_maps
-from streamshard.formats.deepspeed.model_parallel.categories import Categories, has_categories
+from streamshard.formats.deepspeed.model_parallel.affine_maps import AffineMaps
+from streamshard.formats.deepspeed.model_parallel.categories import Categories
 from streamshard.formats.deepspeed.model_parallel.cut_rules import CutRules
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
     AS_SAVED,
     Degrees,
     degrees_of,
 )
+from streamshard.formats.deepspeed.model_parallel.told_cuts import CutsInFiles, ToldCuts
 from streamshard.formats.deepspeed.read.fingerprints import fingerprint
 from streamshard.formats.pickle.inert import Node
 from streamshard.layout.model_cut import ModelCut, Shape, split_cut, whole_cut
@@ -33,6 +35,15 @@ class HeldTensor:
     """Model part's number → shape there."""
     group: int | None
     """Number of the param group that trains it."""
+
+
+_IN_FILES: Final[Sequence[type[CutsInFiles]]] = (AffineMaps, Categories)
+"""What may tell cuts in model files, in the order in which it is asked."""
+
+
+def cuts_in(info: Node) -> type[CutsInFiles] | None:
+    """Return what tells cuts in a model file's entry for the universal checkpoint, if any does."""
+    return next((kind for kind in _IN_FILES if kind.are_in(info)), None)
 
 
 class ModelInParts:
@@ -59,7 +70,7 @@ class ModelInParts:
         self.tensors: Mapping[str, HeldTensor] = dict(self._held())
         self._known: dict[str, ModelCut] = {}
 
-    def _told_cuts(self, rules: CutRules | None) -> AffineMaps | Categories | CutRules | None:
+    def _told_cuts(self, rules: CutRules | None) -> ToldCuts | None:
         told, *others = (
             f.model_state.get(names.UNIVERSAL_INFO) for f in self.checkpoint.model_parts
         )
@@ -67,7 +78,8 @@ class ModelInParts:
             return None
         if rules is not None:
             return rules
-        if told is None or not (has_maps(told) or has_categories(told)):
+        kind = cuts_in(told)
+        if kind is None:
             message = f"cut among {self.degrees.tensor} tensor-parallel ranks, and no"
             raise UnsupportedError(
                 f"{message} '{names.UNIVERSAL_INFO}' in its model files tells how, as what AutoTP "
@@ -78,7 +90,7 @@ class ModelInParts:
             if fingerprint(other) != fingerprint(told):
                 message = f"its parts have different '{names.UNIVERSAL_INFO}'"
                 raise DisagreementError(f"{message}: they are not of one run")
-        return AffineMaps(told, self.degrees.tensor) if has_maps(told) else Categories(told)
+        return kind(told)
 
     def _held(self) -> Iterator[tuple[str, HeldTensor]]:
         found: dict[str, dict[int, Shape]] = {}
@@ -123,11 +135,7 @@ class ModelInParts:
                     message = f"'{name}' is {list(first)}, in part {number} {list(shape)}"
                     raise DisagreementError(f"{message}: it is cut, and nothing tells how")
             return whole_cut(first, [number in held.shapes for number in range(count)])
-        if isinstance(self._cuts, AffineMaps):
-            told = self._cuts.cut(name)
-        else:
-            told = self._cuts.cut(name, self.shards(name), self.degrees.tensor)
-        cut = told.spread(
+        cut = self._cuts.cut(name, self.shards(name), self.degrees.tensor).spread(
             [m % self.degrees.tensor if m in held.shapes else None for m in range(count)]
         )
         for number, shard in enumerate(cut.shards):
@@ -141,31 +149,29 @@ class ModelInParts:
 
         One that a job did not list as replicated looks the same, except its values.
         """
-        cuts = self._cuts
-        if not isinstance(cuts, Categories):
+        if self._cuts is None:
             return []
         return [
             name
             for name, held in self.tensors.items()
             if held.kind != "buffer"
             and len(set(held.shapes.values())) == 1
-            and cuts.is_default(name)
+            and self._cuts.is_default(name)
         ]
 
     def averaged(self) -> Sequence[str]:
         """Return the trained parameters of which the mean of the ranks' copies counts."""
-        cuts = self._cuts
-        if not isinstance(cuts, Categories):
+        if self._cuts is None:
             return []
         return [
             name
             for name, held in self.tensors.items()
-            if held.group is not None and cuts.is_averaged(name)
+            if held.group is not None and self._cuts.is_averaged(name)
         ]
 
     def is_vocabulary(self, name: str) -> bool:
         """Tell whether lists say that a tensor has a row for each word, and more for padding."""
-        return isinstance(self._cuts, Categories) and self._cuts.is_vocabulary(name)
+        return self._cuts is not None and self._cuts.is_vocabulary(name)
 
     def shards(self, name: str) -> Mapping[int, Shape]:
         """Return the shape that a tensor has on each tensor-parallel rank of a stage."""

@@ -11,21 +11,6 @@ from streamshard.formats.deepspeed.read.rank_files import ModelPartFiles, requir
 from streamshard.formats.pickle.inert import GETATTR, Call, Node, show
 from streamshard.formats.torch.tree_comparison import show_few
 
-CUT_KEYS: Final = frozenset(
-    {
-        names.BASE_OPTIMIZER,
-        names.OPTIMIZER,
-        names.FLAT_GROUPS,
-        names.FLAT_GROUPS_3,
-        names.PARTITION_COUNT,
-        names.GROUP_PADDINGS,
-        names.ALIGNMENT_PADDINGS,
-        names.SLICE_MAPPINGS,
-    }
-)
-"""Entries of the optimizer's state that depend on the partitioning."""
-
-
 SAME_IN_ALL: Final = ("global_steps", "skipped_steps", "global_samples", names.MP_WORLD_SIZE)
 """Entries that are equal in the model files of all parts of the model."""
 PARAM_GROUPS: Final = "the optimizer's param groups"
@@ -135,7 +120,7 @@ def facts_of_each(
 
 def rank_facts(state: Mapping[str, Node], path: Path) -> Facts:
     """Return fingerprints of the values in an optimizer's state that do not depend on the rank."""
-    return facts_of_each([state], [path], CUT_KEYS)[0]
+    return facts_of_each([state], [path], names.CUT_IN_OPTIMIZER)[0]
 
 
 def group_facts(inner: Mapping[str, Node]) -> Facts:
@@ -169,5 +154,5 @@ def disagreement(path: Path, reference: Path, what: str) -> DisagreementError:
 
 def check_agreement(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> None:
     """Refuse ranks that disagree about values that do not depend on the rank."""
-    facts = facts_of_each(states, paths, CUT_KEYS)
+    facts = facts_of_each(states, paths, names.CUT_IN_OPTIMIZER)
     raise_first(disagreements(dict(zip(paths, facts, strict=True)), paths[0]))

@@ -13,7 +13,6 @@ from streamshard.formats.deepspeed.cut.zero_cutting import ModelPartMap
 from streamshard.formats.deepspeed.ds_versions import Version, recorded_version
 from streamshard.formats.deepspeed.read import elastic_reader
 from streamshard.formats.deepspeed.read.agreement import (
-    CUT_KEYS,
     check_agreement,
     check_world_size,
     disagreement,
@@ -277,7 +276,7 @@ def strip_optimizer(state: dict[str, Node], stage: int) -> None:
     inner["state"] = {}
     for group in inner["param_groups"]:
         group["params"] = []
-    for key in CUT_KEYS - {names.OPTIMIZER, names.BASE_OPTIMIZER}:
+    for key in names.CUT_IN_OPTIMIZER - {names.OPTIMIZER, names.BASE_OPTIMIZER}:
         if key in state:
             state[key] = None
 

@@ -3,7 +3,6 @@
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 import numpy as np
 
@@ -17,18 +16,6 @@ from streamshard.formats.pickle.inert import Node
 from streamshard.formats.pickle.node_checks import name_of, of_file
 from streamshard.formats.torch.torch_tensor import Tensor, shape_of, tensor_of
 from streamshard.model import MODULE, LogicalTensor, Note, Slot
-
-CUT_KEYS: Final = frozenset(
-    {
-        names.MODULE_STATE,
-        names.PARAM_SHAPES,
-        names.FROZEN_SHAPES,
-        names.FROZEN_FRAGMENTS,
-        names.SHARED_PARAMS,
-        names.DP_WORLD_SIZE,
-    }
-)
-"""Entries of a model file that depend on the partitioning, or follow from the module's entries."""
 
 _EXTRA_STATE = "_extra_state"
 """Last part of the key under which `Module.get_extra_state` is saved; it may be a tensor."""
@@ -247,7 +234,7 @@ class ModuleReader:
         kept = [entry.name for entry in entries if entry.kind in ("buffer", "extra")]
 
         def common(file: ModelFile) -> dict[Node, Node]:
-            state = {key: node for key, node in file.root.items() if key not in CUT_KEYS}
+            state = {key: node for key, node in file.root.items() if key not in names.CUT_IN_MODEL}
             return state | {name: file.root[names.MODULE_STATE][name] for name in kept}
 
         differing = {key for _, keys in differences(self._files, common) for key in keys}
@@ -266,7 +253,7 @@ class ModuleReader:
             # DeepSpeed's zero_to_fp32 looks for these names in the module's state dict.
             listed = self._first[names.BUFFER_NAMES]
             self._first[names.BUFFER_NAMES] = [names.without_dropping(name) for name in listed]
-        for key in CUT_KEYS - {names.MODULE_STATE}:
+        for key in names.CUT_IN_MODEL - {names.MODULE_STATE}:
             if self._first.get(key) is not None:
                 # An empty value, because None means that frozen weights were left out.
                 self._first[key] = elsewhere if key == names.SHARED_PARAMS else OrderedDict()

@@ -16,8 +16,8 @@ from streamshard.formats.deepspeed.write.optimizer_writer import OptimizerWriter
 from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
 from streamshard.formats.deepspeed.write.zero_writer import FileImage, model_files
 from streamshard.formats.pickle.inert import Node
-from streamshard.formats.torch.torch_file import serialize
 from streamshard.formats.torch.torch_tensor import Storage, make_tensor
+from streamshard.formats.torch.zip_layout import serialize
 from streamshard.model import MASTER, Literal, Whole
 
 _STATES_3: Final = frozenset({"exp_avg", "exp_avg_sq"})

@@ -13,7 +13,7 @@ from streamshard.formats.deepspeed.write.module_writer import ModuleWriter
 from streamshard.formats.deepspeed.write.optimizer_writer import OptimizerWriter
 from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
 from streamshard.formats.pickle.inert import Node
-from streamshard.formats.torch.torch_file import Serialized, serialize
+from streamshard.formats.torch.zip_layout import Serialized, serialize
 
 
 @dataclass(frozen=True, slots=True)

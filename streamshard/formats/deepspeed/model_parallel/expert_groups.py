@@ -17,11 +17,6 @@ from streamshard.formats.torch.tree_comparison import Disparity, compare_nodes
 
 GROUP_NUMEL: Final = 178_956_971
 """Elements of a rank's experts above which DeepSpeed divides their param group, by default."""
-GROUP_NAME: Final = "name"
-"""Entry of a param group: of experts, the name of the ranks that share them."""
-SCHEDULER: Final = "lr_scheduler"
-RATES_PER_GROUP: Final = ("base_lrs", "_last_lr", "lr_lambdas")
-"""Entries of torch's schedulers with an element for each param group."""
 AS_SAVED: Final = "Resume with the expert parallel size of the job that saved it"
 
 
@@ -65,11 +60,6 @@ class UndividedGroup:
         return [ExpertLayer(name, tuple(each), len(numbers[name])) for name, each in rests.items()]
 
 
-def ranks_name(degree: int) -> str:
-    """Return the name by which an engine knows the ranks that share experts (`groups.py`)."""
-    return f"ep_size_{degree}"
-
-
 def undivided_groups(model_part: ModelPart) -> list[UndividedGroup]:
     """List a model part's param groups, those of experts that may be parts of one as one."""
     entries = model_part.wrapped_optimizer["param_groups"] if model_part.groups else []
@@ -92,7 +82,7 @@ def _undivided(parts: Sequence[Sequence[ParamGroup]], entry: Mapping[str, Node])
     held = tuple(tuple(part[rank].params for part in parts) for rank in range(len(parts[0])))
     return UndividedGroup(
         numbers=tuple(part[0].number for part in parts),
-        has_experts=is_of_experts(entry),
+        has_experts=names.is_of_experts(entry),
         template=first,
         params=tuple(tuple(name for part in each for name in part) for each in held),
         parts=held,
@@ -100,12 +90,7 @@ def _undivided(parts: Sequence[Sequence[ParamGroup]], entry: Mapping[str, Node])
 
 
 def _may_be_parts(one: Mapping[str, Node], other: Mapping[str, Node]) -> bool:
-    return is_of_experts(one) and is_of_experts(other) and is_alike(one, other)
-
-
-def is_of_experts(entry: Mapping[str, Node]) -> bool:
-    """Tell whether an entry of `param_groups` is of experts."""
-    return entry.get(names.IS_EXPERTS) is True
+    return names.is_of_experts(one) and names.is_of_experts(other) and is_alike(one, other)
 
 
 def is_alike(one: Mapping[str, Node], other: Mapping[str, Node], *aside: str) -> bool:

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from streamshard.degrees.recut_checkpoint import MadeTensor, cutting_of
 from streamshard.formats.checkpoint import Reading
 from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts
-from streamshard.formats.deepspeed.model_parallel.recut_checkpoint import MadeTensor, cutting_of
 from streamshard.layout.cutting import Cutting
 from streamshard.layout.model_cut import recut, whole_cut
 from streamshard.model import BLOB, FILE, LogicalTensor

@@ -2,6 +2,16 @@
 
 from dataclasses import replace
 
+from streamshard.degrees.averaged_parameters import AVERAGE
+from streamshard.degrees.blob_checksums import note_checksums
+from streamshard.degrees.layered import WithLayerTensors
+from streamshard.degrees.recut_source import (
+    parts_of,
+    recut_source,
+    require_unused,
+    tells_cut,
+)
+from streamshard.degrees.shard_values import require_different_shards
 from streamshard.errors import UnsupportedError
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.deepspeed.model_parallel.cut_rules import CutRules
@@ -11,22 +21,11 @@ from streamshard.formats.deepspeed.model_parallel.pipeline_layers import as_one_
 from streamshard.formats.deepspeed.model_parallel.whole_model import whole_model
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.model import MASTER
-from streamshard.operations.native.recut_source import (
-    RecutSource,
-    parts_of,
-    recut_source,
-    require_unused,
-    tells_cut,
-)
-from streamshard.operations.native.shard_values import require_different_shards
-from streamshard.operations.source.blob_checksums import note_checksums
-from streamshard.operations.source.layered import WithLayerTensors
+from streamshard.operations.source.degree_change import DegreeChange
 from streamshard.operations.source.source import Source
 
 
-def whole(
-    opened: Source, rules: CutRules | None = None, *, average: bool = False
-) -> RecutSource | None:
+def whole(opened: Source, rules: CutRules | None, *, average: bool) -> DegreeChange | None:
     """Put the tensors of a pipeline or of AutoTP together; None if the checkpoint is of neither.
 
     `rules`: how tensor parallelism cut parameters; None for what files tell.
@@ -42,15 +41,16 @@ def whole(
     try:
         with of_file(opened.path):
             laid, parts = parts_of(opened, rules, keeps_shards=False, average=average)
-            return _whole_of_parts(laid, parts)
+            made = _whole_of_parts(laid, parts)
     except UnsupportedError as error:
         hint = "streamshard.open reads its parts one by one"
         if is_pipe and not opened.checkpoint.layout.stage:
             hint = "Its weights are in the layer_*-model_states.pt files, which torch.load reads"
         raise UnsupportedError(f"{error}. {hint}") from error
+    return replace(made, options={AVERAGE.name: ""} if average else {})
 
 
-def _whole_of_parts(laid: WithLayerTensors, parts: ModelInParts) -> RecutSource:
+def _whole_of_parts(laid: WithLayerTensors, parts: ModelInParts) -> DegreeChange:
     note_checksums(laid.source)
     require_different_shards(laid.source, parts)
     made = recut_source(laid, parts, whole_model(parts))
@@ -61,17 +61,11 @@ def _whole_of_parts(laid: WithLayerTensors, parts: ModelInParts) -> RecutSource:
     )
 
 
-def in_equal_parts(one: Source, other: Source) -> tuple[Source, Source, list[RecutSource]]:
-    """Return two sources, both with whole tensors if their models are in unequal parts.
-
-    Returns
-    -------
-    list
-        What was put together, in which copies were taken for equal.
-    """
+def in_equal_parts(one: Source, other: Source) -> tuple[Source, Source, list[DegreeChange]]:
+    """Return two sources, both with whole tensors if their models are in unequal parts."""
     if _have_equal_parts(one.checkpoint, other.checkpoint):
         return one, other, []
-    found = [whole(side) for side in (one, other)]
+    found = [whole(side, None, average=False) for side in (one, other)]
     left, right = (
         side if joined is None else joined.source
         for joined, side in zip(found, (one, other), strict=True)

@@ -33,7 +33,6 @@ from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
 from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts, with_cut_info
 from streamshard.formats.deepspeed.read.fingerprints import fingerprint
 from streamshard.formats.deepspeed.read.model_part import optimizer_tensors
-from streamshard.formats.deepspeed.read.module_reader import CUT_KEYS
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch.torch_tensor import Storage
 from streamshard.formats.torch.tree_comparison import show_few
@@ -149,7 +148,7 @@ class _MergedParts:
     def model_state(self) -> Mapping[str, Node]:
         """Return the first part's entries, once the others' are known to be alike."""
         first, *others = (model_part.model_state for model_part in self._source.model_parts)
-        aside = {*_OF_DEGREES, *CUT_KEYS}
+        aside = {*_OF_DEGREES, *names.CUT_IN_MODEL}
         for other in others:
             for key in {**first, **other}:
                 if key in aside or _same_entry(key, first, other):

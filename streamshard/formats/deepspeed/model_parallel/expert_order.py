@@ -12,8 +12,7 @@ from typing import Any
 from streamshard.errors import DisagreementError, Option, UnsupportedError
 from streamshard.formats.checkpoint import LIKE, Checkpoint, ModelPart
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.expert_groups import (
-    GROUP_NAME,
+from streamshard.formats.deepspeed.model_parallel.expert_groups import (
     GROUP_NUMEL,
     UndividedGroup,
     divided,
@@ -122,7 +121,7 @@ class _Rule:
             return f"{what} would be divided in another way for each rank"
         if len(group.numbers) == 1 < len(targets[0]):
             return f"{what} has more than {GROUP_NUMEL:,} elements on a rank of that job"
-        aside = (GROUP_NAME, names.IS_EXPERTS)
+        aside = (names.GROUP_NAME, names.IS_EXPERTS)
         entries = self.model_part.wrapped_optimizer["param_groups"]
         alike = [
             other.numbers[0]

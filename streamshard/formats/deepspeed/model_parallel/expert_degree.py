@@ -23,17 +23,13 @@ from typing import Final
 from streamshard.errors import DisagreementError, Option, UnsupportedError, UsageError
 from streamshard.formats.checkpoint import LIKE, Checkpoint, ModelPart, ParamGroup
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.expert_groups import (
+from streamshard.formats.deepspeed.model_parallel.expert_groups import (
     AS_SAVED,
-    GROUP_NAME,
-    RATES_PER_GROUP,
-    SCHEDULER,
     ExpertLayer,
     UndividedGroup,
-    ranks_name,
     undivided_groups,
 )
-from streamshard.formats.deepspeed.expert_order import (
+from streamshard.formats.deepspeed.model_parallel.expert_order import (
     GroupContent,
     order_of_module,
     order_of_reference,
@@ -211,11 +207,12 @@ def _with_groups(
         group = groups[content.source]
         entry = held[group.numbers[0]]
         if group.has_experts:
-            if entry.get(GROUP_NAME) != ranks_name(own):
+            named, own_name = entry.get(names.GROUP_NAME), names.ranks_name(own)
+            if named != own_name:
                 message = f"param group {group.numbers[0]} of experts is named"
-                message = f"{message} {show(entry.get(GROUP_NAME))}, and not '{ranks_name(own)}'"
+                message = f"{message} {show(named)}, and not '{own_name}'"
                 raise UnsupportedError(f"{message}. {AS_SAVED}")
-            entry = {**entry, GROUP_NAME: ranks_name(degree)}
+            entry = {**entry, names.GROUP_NAME: names.ranks_name(degree)}
         entries.append(dict(entry))
     state = model_part.optimizer_file[names.OPTIMIZER]
     wrapped = {**state[names.BASE_OPTIMIZER], "param_groups": entries}
@@ -230,12 +227,11 @@ def _with_rates(
     before = sum(len(group.numbers) for group in groups)
     if len(made) == before:
         return model_state
-    scheduler = model_state.get(SCHEDULER)
-    if scheduler is None:
-        return model_state
-    changed = dict(scheduler) if isinstance(scheduler, dict) else {SCHEDULER: scheduler}
-    for key, value in changed.items():
-        if key in RATES_PER_GROUP and isinstance(value, list) and len(value) == before:
+    scheduler = model_state.get(names.SCHEDULER)
+    held = scheduler if isinstance(scheduler, dict) else {names.SCHEDULER: scheduler}
+    changed = dict(held)
+    for key, value in held.items():
+        if key in names.RATES_PER_GROUP and isinstance(value, list) and len(value) == before:
             changed[key] = [value[groups[content.source].numbers[0]] for content in made]
         elif not isinstance(value, int | float | str | None):
             message = f"an engine has {len(made)} param groups then, instead of {before}, and"
@@ -243,7 +239,7 @@ def _with_rates(
                 f"{message} '{key}' of the learning rate scheduler may have an element for each. "
                 f"{AS_SAVED}"
             )
-    return {**model_state, SCHEDULER: changed}
+    return {**model_state, names.SCHEDULER: changed} if held is scheduler else model_state
 
 
 def spread_note(own: int, degree: int, like: Checkpoint | None) -> str:

@@ -22,7 +22,8 @@ from streamshard.formats.pickle.inert import show
 from streamshard.io.entries import open_readable
 from streamshard.io.readable import Readable
 from streamshard.layout.cutting import Cutting
-from streamshard.model import ITEMSIZE, SourceFile
+from streamshard.model import ITEMSIZE, MODULE, LogicalTensor, SourceFile
+from streamshard.operations.compare.pairing import Pair, SideElements
 from streamshard.operations.source.source import Source
 from streamshard.operations.source.stored_file import StoredFile
 
@@ -46,6 +47,14 @@ def layered(opened: Source) -> WithLayerTensors:
     return WithLayerTensors(
         replace(opened, checkpoint=added.checkpoint, cutting=cutting), added.copies
     )
+
+
+def pair_of_copy(copy: LayerCopy) -> Pair:
+    """Pair a tensor of a layer's file with what it must be equal to."""
+    left, right = SideElements(copy.row, copy.dtype), SideElements(copy.like, copy.like_dtype)
+    size = ITEMSIZE[copy.dtype]
+    tensor = LogicalTensor(MODULE, copy.name, copy.dtype, (copy.numel,))
+    return Pair(f"{MODULE} of {copy.name}", left, right, copy.numel, copy.dtype, size, tensor)
 
 
 def _with_parts(source: Source, parts: Sequence[TensorInFile]) -> Cutting:

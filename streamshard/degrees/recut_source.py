@@ -1,4 +1,4 @@
-"""A source whose model was re-cut for other degrees, and the copies that were taken for equal."""
+"""Re-cuts the model of a source for other degrees, and checks the copies it takes for equal."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -6,86 +6,52 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 
-from streamshard.engine.run.phases import COMPARING
-from streamshard.errors import DisagreementError, Option, UsageError
-from streamshard.formats.deepspeed import ds_config, names
-from streamshard.formats.deepspeed.model_parallel.affine_maps import has_maps
-from streamshard.formats.deepspeed.model_parallel.categories import has_categories
-from streamshard.formats.deepspeed.model_parallel.copies_in_parts import (
+from streamshard.degrees.averaged_parameters import AVERAGE, require_averaged, with_means
+from streamshard.degrees.copies_in_parts import (
     CopiesInParts,
     copies_in_parts,
 )
+from streamshard.degrees.layered import WithLayerTensors, layered, pair_of_copy
+from streamshard.degrees.recut_checkpoint import recut_checkpoint
+from streamshard.engine.run.phases import COMPARING
+from streamshard.errors import DisagreementError, Option, UsageError
+from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.cut_rules import CutRules
-from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
-    AS_SAVED,
-    Degrees,
-    is_pipeline,
-)
-from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts
+from streamshard.formats.deepspeed.model_parallel.parallel_degrees import AS_SAVED, is_pipeline
+from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts, cuts_in
 from streamshard.formats.deepspeed.model_parallel.pipeline_layers import LayerCopy
-from streamshard.formats.deepspeed.model_parallel.recut_checkpoint import recut_checkpoint
-from streamshard.formats.deepspeed.model_parallel.stage_starts import STAGES, listed
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.model import ITEMSIZE
 from streamshard.operations.compare.comparison import compare
-from streamshard.operations.compare.pairing import Pair, SideElements, pair_of_copy
-from streamshard.operations.native.averaged_parameters import AVERAGE, require_averaged, with_means
-from streamshard.operations.source.layered import WithLayerTensors, layered
+from streamshard.operations.compare.pairing import Pair, SideElements
+from streamshard.operations.source.degree_change import DegreeChange
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.report import Progress
 
 
 @dataclass(frozen=True, slots=True)
-class RecutSource:
-    """A checkpoint that was re-cut for other degrees."""
+class _Copies:
+    """What several parts of a checkpoint hold copies of, of which one is taken."""
 
-    source: Source
-    """With the parts of the model of the target, which lie in the files of the original."""
     original: Source
-    degrees: Degrees
-    """Of the target."""
-    copies: CopiesInParts
-    layers: Sequence[LayerCopy] = ()
+    in_parts: CopiesInParts
+    of_layers: Sequence[LayerCopy]
     """What the files of a pipeline's layers must have in common with others."""
-    stages: Sequence[int] | None = None
-    """First layers of the target's stages, if they were given."""
-    averaged: Sequence[str] = ()
+    averaged: Sequence[str]
     """Parameters that are to be averaged."""
-    takes_means: bool = False
-    """Whether the mean of their copies is taken; else these must be equal, as all others."""
 
-    @property
-    def options(self) -> dict[str, str]:
-        """The options that ask for this."""
-        stages = {} if self.stages is None else {STAGES: listed(self.stages)}
-        return {
-            **self.degrees.options,
-            **stages,
-            **({AVERAGE.name: ""} if self.takes_means else {}),
-        }
-
-    def require_config(self, wanted: ds_config.Config | None) -> None:
-        """Refuse a config of a job with another tensor parallel degree (AutoTP)."""
-        if wanted is None or is_pipeline(self.source.checkpoint):
-            return
-        configured = ds_config.features(wanted).tensor_parallel
-        if configured != self.degrees.tensor:
-            asked = Option("tensor_parallel", self.degrees.tensor)
-            message = f"{asked}, but {ds_config.GIVEN} says"
-            raise UsageError(f"{message} autotp_size {configured}; make them agree")
-
-    def require_equal_copies(self, memory: MemoryPlan, progress: Progress) -> None:
-        """Compare what several parts of the original hold copies of, of which one is taken."""
-        copies = self.copies
+    def require_equal(self, memory: MemoryPlan, progress: Progress) -> None:
+        """Compare the copies."""
+        copies = self.in_parts
         first = replace(self.original, cutting=copies.cutting(0))
         for holder in range(1, max(copies.holders, default=1)):
             other = replace(self.original, cutting=copies.cutting(holder))
             holders = partial(self._holders, holder)
             self._require_equal(first, other, list(self._pairs(holder)), holders, memory, progress)
-        for path, held in groupby(self.layers, key=lambda layer: layer.path):
+        for path, held in groupby(self.of_layers, key=lambda layer: layer.path):
             pairs, holders = list(map(pair_of_copy, held)), partial(_file_and_module, path)
             self._require_equal(self.original, self.original, pairs, holders, memory, progress)
 
@@ -112,8 +78,8 @@ class RecutSource:
 
     def _pairs(self, holder: int) -> Iterator[Pair]:
         """List the tensors that have as many copies."""
-        for number, tensor in enumerate(self.copies.tensors):
-            if self.copies.holders[number] > holder:
+        for number, tensor in enumerate(self.in_parts.tensors):
+            if self.in_parts.holders[number] > holder:
                 side, size = SideElements(number, tensor.dtype), ITEMSIZE[tensor.dtype]
                 name = f"{tensor.state} of {tensor.name}"
                 yield Pair(name, side, side, tensor.numel, tensor.dtype, size, tensor)
@@ -121,7 +87,7 @@ class RecutSource:
     def _holders(self, holder: int, pair: Pair) -> str:
         """Name the parts of the model that hold the first copy of a tensor, and another one."""
         number = pair.left.tensor
-        return " and ".join(show_few(self.copies.parts(number, one)) for one in (0, holder))
+        return " and ".join(show_few(self.in_parts.parts(number, one)) for one in (0, holder))
 
 
 def _file_and_module(path: Path, pair: Pair) -> str:
@@ -144,13 +110,20 @@ def parts_of(
     return WithLayerTensors(with_means(laid.source, parts), copies), parts
 
 
-def recut_source(laid: WithLayerTensors, parts: ModelInParts, like: ModelInParts) -> RecutSource:
+def recut_source(laid: WithLayerTensors, parts: ModelInParts, like: ModelInParts) -> DegreeChange:
+    """Cut a source into the parts of another job."""
     opened = laid.source
     with of_file(opened.path):
         source = recut_checkpoint(opened, parts, like)
         copies = copies_in_parts(opened, parts)
     averaged = parts.averaged()
-    return RecutSource(source, opened, like.degrees, copies, laid.copies, averaged=averaged)
+    return DegreeChange(
+        source=source,
+        original=opened,
+        parts=like.degrees.parts,
+        averaged=averaged,
+        check=_Copies(opened, copies, laid.copies, averaged).require_equal,
+    )
 
 
 def universal_info(opened: Source) -> Node:
@@ -162,7 +135,7 @@ def tells_cut(opened: Source) -> bool:
     """Tell whether the model files tell how parameters are cut."""
     info = universal_info(opened)
     with of_file(opened.path):
-        return has_maps(info) or has_categories(info)
+        return cuts_in(info) is not None
 
 
 def require_unused(rules: CutRules | None, *, average: bool) -> None:
