@@ -237,7 +237,7 @@ class StoreIndex:
             builder.assign(index, builder.slot(slot), piece_numel=numel)
         return builder.build()
 
-    def look_at(
+    def add_file(
         self, path: str, nbytes: int | None, decoder: Decoder | None = None
     ) -> Fault | None:
         """Add a regular file of this length; returns what is wrong with any other."""
@@ -304,7 +304,7 @@ class StoreIndex:
             decoder = self._decoder(array, chunk, record, manifest.codec)
             wrong = decoder if isinstance(decoder, CorruptFileError) else None
             known = None if isinstance(decoder, CorruptFileError) else decoder
-            fault = self.look_at(chunk.path, record.nbytes, known)
+            fault = self.add_file(chunk.path, record.nbytes, known)
             if fault is None and wrong is not None:
                 del self.numbers[chunk.path]
                 fault = Fault(self.root / chunk.path, wrong)

@@ -155,7 +155,7 @@ class StoreCheck:
 
     def _add_file(self, path: str, nbytes: int | None) -> bool:
         """Add a file, or what is wrong with it; tells whether it was serialized again instead."""
-        fault = self._index.look_at(path, nbytes)
+        fault = self._index.add_file(path, nbytes)
         if fault is None:
             return False
         if isinstance(fault.error, IntegrityError) and self._is_serialized_anew(path):

@@ -19,7 +19,7 @@ from streamshard.operations.source.source import Request, Source
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class CheckedStructure:
     """A checkpoint whose structure was checked."""
 
     kind: str
@@ -62,7 +62,9 @@ class Reader(ABC):
         """Open the checkpoint in a directory."""
 
     @abstractmethod
-    def look_at(self, place: Path, request: Request, findings: Findings, sample: Sample) -> Looked:
+    def check_structure(
+        self, place: Path, request: Request, findings: Findings, sample: Sample
+    ) -> CheckedStructure:
         """Check its structure; all problems are added to the findings."""
 
     def complete(
@@ -72,9 +74,9 @@ class Reader(ABC):
         raise NotImplementedError
 
 
-def look_at(request: Request, findings: Findings, sample: Sample) -> Looked:
+def check_structure(request: Request, findings: Findings, sample: Sample) -> CheckedStructure:
     """Check the structure of a checkpoint; all problems are added to the findings."""
     with listings_kept(), source_errors(request.root):
         reader, place = request.reader()
-        looked: Looked = reader.look_at(place, request, findings, sample)
-    return looked
+        checked: CheckedStructure = reader.check_structure(place, request, findings, sample)
+    return checked

@@ -75,7 +75,10 @@ class StoreTargets:
             yield self._chunk_layout(tensor, chunk)
 
     def byte_counts(self) -> ByteCounts:
-        """Count the bytes that are written; an upper bound if the store is compressed."""
+        """Count the bytes that are written; an upper bound if the store is compressed.
+
+        Memory for copies is not counted: a file is one chunk, with few of them.
+        """
         counts = ByteCounts(self._source)
         with of_file(self._source.path):
             counts.sizes.update(self._sizes())

@@ -16,7 +16,7 @@ from streamshard.io.entries import is_directory, list_ahead
 from streamshard.layout.sample import Sample
 from streamshard.operations.checks.item_check import ItemFilesCheck
 from streamshard.operations.checks.problems import Findings
-from streamshard.operations.checks.structure import Looked, Reader
+from streamshard.operations.checks.structure import CheckedStructure, Reader
 from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.source import Request, Source
 
@@ -50,7 +50,9 @@ class _DistributedReader(Reader):
     ) -> Checkpoint:
         return with_config(source.checkpoint, config, zero_stage=stage, world_size=world_size)
 
-    def look_at(self, place: Path, request: Request, findings: Findings, sample: Sample) -> Looked:
+    def check_structure(
+        self, place: Path, request: Request, findings: Findings, sample: Sample
+    ) -> CheckedStructure:
         opened: Source | None = None
         try:
             opened = request.open()
@@ -63,7 +65,7 @@ class _DistributedReader(Reader):
         with suppress(SourceError):
             items = dcp_reader.index_of(place).by_file()
         check = ItemFilesCheck.of(items, findings, sample)
-        return Looked(self.kind, place.name, check.files, check.units, source=opened)
+        return CheckedStructure(self.kind, place.name, check.files, check.units, source=opened)
 
 
 READER: Final = _DistributedReader()

@@ -11,7 +11,7 @@ from streamshard.formats.deepspeed.read.validation import validate_dumps
 from streamshard.io.entries import paths_in
 from streamshard.layout.sample import Sample
 from streamshard.operations.checks.problems import Findings
-from streamshard.operations.checks.structure import Looked, Reader
+from streamshard.operations.checks.structure import CheckedStructure, Reader
 from streamshard.operations.checks.torch_check import TorchFiles
 from streamshard.operations.source.readable_files import ReadableFiles, explain
 from streamshard.operations.source.source import Request, Source
@@ -28,7 +28,9 @@ class _DumpsReader(Reader):
         found = dump_reader.read(_template(request), request.config, request.checkpoint_like)
         return Source.of(place, self.kind, found)
 
-    def look_at(self, place: Path, request: Request, findings: Findings, sample: Sample) -> Looked:
+    def check_structure(
+        self, place: Path, request: Request, findings: Findings, sample: Sample
+    ) -> CheckedStructure:
         template, opened = _template(request), None
         try:
             opened = request.open()
@@ -43,7 +45,7 @@ class _DumpsReader(Reader):
             explain(error, findings, place, validate_dumps(template, readable.others), readable)
             paths = readable.files
         torch = TorchFiles.at(paths, template.rank_of, findings, sample)
-        return Looked(self.kind, template.name, torch.files, torch.units, source=opened)
+        return CheckedStructure(self.kind, template.name, torch.files, torch.units, source=opened)
 
 
 def _template(request: Request) -> Template:

@@ -20,7 +20,7 @@ from streamshard.io.entries import is_directory, is_file, paths_below, paths_in
 from streamshard.layout.sample import Sample
 from streamshard.model import Note
 from streamshard.operations.checks.problems import Findings
-from streamshard.operations.checks.structure import Looked, Reader
+from streamshard.operations.checks.structure import CheckedStructure, Reader
 from streamshard.operations.checks.torch_check import TorchFiles, deepspeed_owner
 from streamshard.operations.source.readable_files import ReadableFiles, explain
 from streamshard.operations.source.sidecars import find_beside, has_shards, may_come_along
@@ -52,7 +52,9 @@ class _NativeReader(Reader):
         noted = (*opened.checkpoint.notes, *map(Note, notes))
         return replace(opened, checkpoint=replace(opened.checkpoint, notes=noted))
 
-    def look_at(self, place: Path, request: Request, findings: Findings, sample: Sample) -> Looked:
+    def check_structure(
+        self, place: Path, request: Request, findings: Findings, sample: Sample
+    ) -> CheckedStructure:
         try:
             run_dir, tag_dir = find_tag(place, request.tag)
         except SourceNotFoundError:
@@ -61,7 +63,7 @@ class _NativeReader(Reader):
             if not is_directory(place):
                 raise
             findings.add_error(error, place)
-            return Looked(self.kind, None, (), lambda: iter(()))
+            return CheckedStructure(self.kind, None, (), lambda: iter(()))
         opened: Source | None = None
         try:
             opened = request.open()
@@ -79,7 +81,7 @@ class _NativeReader(Reader):
             paths = readable.files
         torch = TorchFiles.at(paths, deepspeed_owner, findings, sample)
         tag = tag_dir.relative_to(run_dir).as_posix()
-        return Looked(self.kind, tag, torch.files, torch.units, source=opened)
+        return CheckedStructure(self.kind, tag, torch.files, torch.units, source=opened)
 
 
 READER: Final = _NativeReader()

@@ -12,7 +12,7 @@ from streamshard.io.entries import is_file, list_ahead
 from streamshard.layout.sample import Sample
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.store_check import StoreCheck
-from streamshard.operations.checks.structure import Looked, Reader
+from streamshard.operations.checks.structure import CheckedStructure, Reader
 from streamshard.operations.source.source import Request, Source
 
 
@@ -30,7 +30,9 @@ class _StoreReader(Reader):
         list_ahead(place)
         return _source(StoreIndex.opened(place), request.tag)
 
-    def look_at(self, place: Path, request: Request, findings: Findings, sample: Sample) -> Looked:
+    def check_structure(
+        self, place: Path, request: Request, findings: Findings, sample: Sample
+    ) -> CheckedStructure:
         list_ahead(place)
         index = StoreIndex(place)
         errors = [*index.version_errors()]
@@ -39,7 +41,7 @@ class _StoreReader(Reader):
                 raise error
             if isinstance(error, UnsupportedError):
                 findings.add_error(error, place)
-                return Looked(self.kind, None, (), lambda: iter(()))
+                return CheckedStructure(self.kind, None, (), lambda: iter(()))
         for fault in (*index.metadata_faults(), *index.array_faults()):
             findings.add_error(fault.error, fault.path)
         if not findings.problems:
@@ -51,7 +53,7 @@ class _StoreReader(Reader):
         for error in errors:
             findings.add_unexplained(error, place)
         tag = index.checkpoint.tag if index.checkpoint and index.is_described else None
-        return Looked(self.kind, tag, check.files, check.units, index.codec_bytes)
+        return CheckedStructure(self.kind, tag, check.files, check.units, index.codec_bytes)
 
 
 def _source(index: StoreIndex, tag: str | None) -> Source:

@@ -9,7 +9,7 @@ from streamshard.formats.deepspeed import names
 from streamshard.io.entries import is_file
 from streamshard.layout.sample import Sample
 from streamshard.operations.checks.problems import Findings
-from streamshard.operations.checks.structure import Looked, Reader
+from streamshard.operations.checks.structure import CheckedStructure, Reader
 from streamshard.operations.source.candidates import find_candidates
 from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.source import Request, Source
@@ -27,18 +27,22 @@ class _WeightsReader(Reader):
     def open(self, place: Path, request: Request) -> Source:
         return Source.of(place, self.kind, pretrained_reader.read(place))
 
-    def look_at(self, place: Path, request: Request, findings: Findings, sample: Sample) -> Looked:
+    def check_structure(
+        self, place: Path, request: Request, findings: Findings, sample: Sample
+    ) -> CheckedStructure:
         try:
             opened = request.open()
         except SourceError as error:
             release_frames(error)
             findings.add_error(error, place)
-            return Looked(self.kind, place.name, (), lambda: iter(()))
+            return CheckedStructure(self.kind, place.name, (), lambda: iter(()))
         findings.files += len(opened.files)
         findings.notes.append(
             "Files in safetensors format keep no checksums: their headers and sizes were checked."
         )
-        return Looked(self.kind, place.name, opened.files, lambda: iter(()), source=opened)
+        return CheckedStructure(
+            self.kind, place.name, opened.files, lambda: iter(()), source=opened
+        )
 
 
 READER: Final = _WeightsReader()

@@ -10,7 +10,7 @@ from streamshard.io.page_cache import drop_cached
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.sample import EVERYTHING
 from streamshard.operations.checks.problems import Findings
-from streamshard.operations.checks.structure import look_at
+from streamshard.operations.checks.structure import check_structure
 from streamshard.operations.compare.comparison import compare
 from streamshard.operations.compare.matching import pair_up
 from streamshard.operations.compare.pairing import pair_of_copy
@@ -47,9 +47,9 @@ def differences(
 ) -> list[str]:
     """Check the checksums of a written checkpoint, and compare its content with the source."""
     findings = Findings()
-    looked = look_at(written, findings, EVERYTHING)
-    progress.start(looked.nbytes, VERIFYING)
-    looked.read(memory, progress.advance)
+    checked = check_structure(written, findings, EVERYTHING)
+    progress.start(checked.nbytes, VERIFYING)
+    checked.read(memory, progress.advance)
     if findings.problems:
         return [problem.message for problem in findings.problems]
     again = WithLayerTensors(written.open())

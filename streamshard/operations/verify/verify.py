@@ -18,7 +18,7 @@ from streamshard.io.object_path import as_path
 from streamshard.layout.sample import EVERYTHING, Sample
 from streamshard.operations.checks.problems import Difference, Findings, Verification
 from streamshard.operations.checks.scan import scan
-from streamshard.operations.checks.structure import look_at
+from streamshard.operations.checks.structure import check_structure
 from streamshard.operations.checks.tensor_digests import tensor_units
 from streamshard.operations.compare.comparison import EXTRA_BYTES, chosen, compare
 from streamshard.operations.compare.matching import pair_up
@@ -137,7 +137,7 @@ class _Run:
 
     def check(self, request: Request, *, digests: bool) -> None:
         """Check the structure, then read everything that has a checksum."""
-        checked = look_at(request, self.findings, self.sample)
+        checked = check_structure(request, self.findings, self.sample)
         self.kind, self.tag = checked.kind, checked.tag
         if checked.source is not None:
             checked.source.require_use_of_like()
