@@ -15,6 +15,7 @@ from streamshard.layout.sample import Sample
 from streamshard.model import SourceFile
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.scan import Unit, scan
+from streamshard.operations.source.directory_content import DirectoryContent
 from streamshard.operations.source.source import Request, Source
 
 
@@ -56,6 +57,13 @@ class Reader(ABC):
     @abstractmethod
     def recognizes(self, request: Request) -> Path | None:
         """Return the directory of the checkpoint that is asked for; None if it is another kind."""
+
+    def is_alone_in(self, content: DirectoryContent) -> bool | None:
+        """Tell whether all of a directory is one such checkpoint; None if nothing of this kind.
+
+        A target of ours may be replaced only if it is.
+        """
+        return None
 
     @abstractmethod
     def open(self, place: Path, request: Request) -> Source:

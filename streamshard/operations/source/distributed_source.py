@@ -9,7 +9,7 @@ from typing import Final
 from streamshard.errors import IntegrityError, SourceError, release_frames
 from streamshard.formats import detect
 from streamshard.formats.checkpoint import Checkpoint
-from streamshard.formats.dcp import dcp_reader, reference
+from streamshard.formats.dcp import dcp_names, dcp_reader, reference
 from streamshard.formats.dcp.config_completion import with_config
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.io.entries import is_directory, list_ahead
@@ -17,6 +17,7 @@ from streamshard.layout.sample import Sample
 from streamshard.operations.checks.item_check import ItemFilesCheck
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.structure import CheckedStructure, Reader
+from streamshard.operations.source.directory_content import DirectoryContent
 from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.source import Request, Source
 
@@ -34,6 +35,9 @@ class _DistributedReader(Reader):
         if tag is not None and not (names.is_tag(tag) and is_directory(place)):
             return None
         return place if self.holds(place) and not detect.is_megatron(place) else None
+
+    def is_alone_in(self, content: DirectoryContent) -> bool | None:
+        return dcp_names.is_dcp(content.files) or None
 
     def open(self, place: Path, request: Request) -> Source:
         """Open it as it is, or completed by a reference checkpoint."""

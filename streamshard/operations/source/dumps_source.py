@@ -13,6 +13,7 @@ from streamshard.layout.sample import Sample
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.structure import CheckedStructure, Reader
 from streamshard.operations.checks.torch_check import TorchFiles
+from streamshard.operations.source.directory_content import DirectoryContent
 from streamshard.operations.source.readable_files import ReadableFiles, explain
 from streamshard.operations.source.source import Request, Source
 
@@ -23,6 +24,12 @@ class _DumpsReader(Reader):
     def recognizes(self, request: Request) -> Path | None:
         template = request.template
         return template.directory if template is not None else None
+
+    def is_alone_in(self, content: DirectoryContent) -> bool | None:
+        template = content.template
+        if template is None:
+            return None
+        return all(template.rank_of(name) is not None for name in content.names)
 
     def open(self, place: Path, request: Request) -> Source:
         found = dump_reader.read(_template(request), request.config, request.checkpoint_like)

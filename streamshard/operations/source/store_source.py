@@ -7,12 +7,13 @@ from typing import Final
 from streamshard.errors import SourceNotFoundError, UnsupportedError, UsageError
 from streamshard.formats.pickle.inert import show
 from streamshard.formats.zarr.documents import ROOT_DOCUMENT
-from streamshard.formats.zarr.store_index import StoreIndex, may_be_store
+from streamshard.formats.zarr.store_index import StoreIndex, is_store, may_be_store
 from streamshard.io.entries import is_file, list_ahead
 from streamshard.layout.sample import Sample
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.store_check import StoreCheck
 from streamshard.operations.checks.structure import CheckedStructure, Reader
+from streamshard.operations.source.directory_content import DirectoryContent
 from streamshard.operations.source.source import Request, Source
 
 
@@ -25,6 +26,9 @@ class _StoreReader(Reader):
     def recognizes(self, request: Request) -> Path | None:
         root = request.root
         return root if self.holds(root) or may_be_store(root) else None
+
+    def is_alone_in(self, content: DirectoryContent) -> bool | None:
+        return is_store(content.root) if self.holds(content.root) else None
 
     def open(self, place: Path, request: Request) -> Source:
         list_ahead(place)

@@ -4,13 +4,14 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.errors import SourceError, release_frames
-from streamshard.formats import pretrained_reader
+from streamshard.formats import pretrained, pretrained_reader
 from streamshard.formats.deepspeed import names
 from streamshard.io.entries import is_file
 from streamshard.layout.sample import Sample
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.structure import CheckedStructure, Reader
 from streamshard.operations.source.candidates import find_candidates
+from streamshard.operations.source.directory_content import DirectoryContent
 from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.source import Request, Source
 
@@ -23,6 +24,9 @@ class _WeightsReader(Reader):
         if request.tag is not None or not pretrained_reader.is_pretrained(root) or has_shards(root):
             return None
         return None if is_file(root / names.LATEST) or find_candidates(root) else root
+
+    def is_alone_in(self, content: DirectoryContent) -> bool | None:
+        return pretrained.is_export(content.files) or None
 
     def open(self, place: Path, request: Request) -> Source:
         return Source.of(place, self.kind, pretrained_reader.read(place))

@@ -23,12 +23,12 @@ from streamshard.operations.transfer.run_identity import RunIdentity
 from streamshard.operations.transfer.staged_target import StagedTarget, staged
 from streamshard.operations.transfer.target import (
     place_to_make,
-    require_free,
     require_named,
     require_other,
     require_separate,
     require_space,
 )
+from streamshard.operations.transfer.target_state import TargetState
 from streamshard.operations.transfer.target_writer import Output
 from streamshard.options import TransferOptions
 
@@ -147,7 +147,7 @@ def plan_transfer(
     if options.if_needed:
         require_named(target)  # its content is compared after planning
     else:
-        require_free(target, overwrite=options.overwrite, template=template)
+        TargetState.of(target, template).require_free(overwrite=options.overwrite)
     opened = open_source(
         options.source,
         options.tag,
