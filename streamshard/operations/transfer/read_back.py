@@ -1,12 +1,6 @@
-"""Reads the written files back from disk, and compares them with the source."""
-
-from collections.abc import Callable
-from pathlib import Path
+"""Reads a written checkpoint back from disk, and compares it with the source."""
 
 from streamshard.engine.run.phases import COMPARING, VERIFYING
-from streamshard.errors import NotAsWrittenError, SourceError
-from streamshard.io.files import target_errors
-from streamshard.io.page_cache import drop_cached
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.sample import EVERYTHING
 from streamshard.operations.checks.problems import Findings
@@ -17,29 +11,6 @@ from streamshard.operations.compare.pairing import pair_of_copy
 from streamshard.operations.source.layered import WithLayerTensors, layered
 from streamshard.operations.source.source import Request, Source
 from streamshard.operations.transfer.report import Progress
-from streamshard.sizes import some_of
-
-
-def require_no_differences(
-    place: Path, source: Source, differences: Callable[[], list[str]]
-) -> None:
-    """Require that written files are what the source holds.
-
-    `place`: directory of the files, which are synced to the disk already. The system's page cache
-    of them is dropped first.
-    `differences`: reads the files, and describes what is wrong with them.
-    """
-    with target_errors(place):
-        drop_cached(place)
-    try:
-        wrong = differences()
-    except SourceError as error:
-        wrong = [str(error)]
-    if wrong:
-        raise NotAsWrittenError(
-            f"{place}: read back, it is not what {source.path} holds. {some_of(wrong, 1)}. "
-            "It was not put into its place"
-        )
 
 
 def differences(
