@@ -346,6 +346,11 @@ class StoreIndex:
         self.codec_bytes = max(self.codec_bytes, array.codec_bytes)
 
 
+def is_hierarchy(root: Path) -> bool:
+    """Tell whether a directory is the root of a Zarr hierarchy, whatever tool wrote it."""
+    return is_file(root / ROOT_DOCUMENT)
+
+
 def is_store(root: Path) -> bool:
     """Tell whether a Zarr hierarchy is one of streamshard's stores, of any version."""
     return _described(root) is not None

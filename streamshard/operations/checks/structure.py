@@ -56,7 +56,10 @@ class Reader(ABC):
 
     @abstractmethod
     def recognizes(self, request: Request) -> Path | None:
-        """Return the directory of the checkpoint that is asked for; None if it is another kind."""
+        """Return the place of the checkpoint that is asked for; None if it is another kind.
+
+        That is its directory, or the template of its files.
+        """
 
     def is_alone_in(self, content: DirectoryContent) -> bool | None:
         """Tell whether all of a directory is one such checkpoint; None if nothing of this kind.
@@ -67,7 +70,7 @@ class Reader(ABC):
 
     @abstractmethod
     def open(self, place: Path, request: Request) -> Source:
-        """Open the checkpoint in a directory."""
+        """Open the checkpoint at a place."""
 
     @abstractmethod
     def check_structure(

@@ -14,6 +14,7 @@ from streamshard.errors import (
 )
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read.validation import Recorded, recorded
+from streamshard.formats.zarr.store_index import is_hierarchy
 from streamshard.io.entries import exists, is_directory, is_file
 from streamshard.io.object_path import as_path
 from streamshard.layout.sample import EVERYTHING
@@ -63,7 +64,7 @@ def _needs_choice(root: Path) -> bool:
     try:
         find_tag(root, None)
     except (SourceError, OSError):
-        return not is_file(root / "zarr.json")
+        return not is_hierarchy(root)
     return False
 
 

@@ -6,9 +6,8 @@ from typing import Final
 
 from streamshard.errors import SourceNotFoundError, UnsupportedError, UsageError
 from streamshard.formats.pickle.inert import show
-from streamshard.formats.zarr.documents import ROOT_DOCUMENT
-from streamshard.formats.zarr.store_index import StoreIndex, is_store, may_be_store
-from streamshard.io.entries import is_file, list_ahead
+from streamshard.formats.zarr.store_index import StoreIndex, is_hierarchy, is_store, may_be_store
+from streamshard.io.entries import list_ahead
 from streamshard.layout.sample import Sample
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.store_check import StoreCheck
@@ -21,7 +20,7 @@ class _StoreReader(Reader):
     kind = "store"
 
     def holds(self, directory: Path) -> bool:
-        return is_file(directory / ROOT_DOCUMENT)
+        return is_hierarchy(directory)
 
     def recognizes(self, request: Request) -> Path | None:
         root = request.root
