@@ -27,15 +27,14 @@ from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.links import resolved_link
 from streamshard.formats.pickle.inert import show
 from streamshard.formats.zarr import store_manifest, store_state
+from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT, array_path
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, LIMIT_BYTES, BloscChunk, EncodedChunk
 from streamshard.formats.zarr.documents import (
     MANIFEST_PATH,
-    ROOT_DOCUMENT,
     ROOT_KEY,
     STATE_PATH,
     VERSION_KEY,
     WEIGHTS_KEY,
-    array_path,
     chunk_counts,
     chunk_keys,
 )

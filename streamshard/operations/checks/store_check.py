@@ -12,10 +12,10 @@ from streamshard.errors import IntegrityError, SourceError, StreamshardError
 from streamshard.formats import strict_json
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.deepspeed.names import OWN_PREFIX
+from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES
 from streamshard.formats.zarr.documents import (
     MANIFEST_PATH,
-    ROOT_DOCUMENT,
     STATE_PATH,
     forms,
     small_array_document,

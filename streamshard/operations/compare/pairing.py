@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from streamshard.engine.numeric.cast import wider
 from streamshard.formats.deepspeed.model_parallel.pipeline_layers import LayerCopy
-from streamshard.formats.zarr.documents import array_path
+from streamshard.formats.zarr.array_paths import array_path
 from streamshard.model import ITEMSIZE, MODULE, LogicalTensor
 from streamshard.operations.checks.problems import Difference
 

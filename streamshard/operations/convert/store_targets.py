@@ -16,12 +16,11 @@ from streamshard.errors import Option, UnsupportedError
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch.torch_file import ALIGNMENT
 from streamshard.formats.zarr import store_manifest, store_paths, store_state
+from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT, array_path
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, BloscChunk, serialize_checksum
 from streamshard.formats.zarr.documents import (
     MANIFEST_PATH,
-    ROOT_DOCUMENT,
     STATE_PATH,
-    array_path,
     small_array_document,
     store_documents,
 )
