@@ -4,9 +4,10 @@ import base64
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from hashlib import blake2b, sha256
+from pathlib import Path
 from typing import Any, Final, Self
 
-from streamshard.errors import Option
+from streamshard.errors import Option, TargetExistsError
 from streamshard.formats.checkpoint import (
     Checkpoint,
     Dropped,
@@ -73,6 +74,13 @@ class RunIdentity:
             "replaces": replaces,
         }
         return cls(source, header)
+
+    def require_same(self, other: Mapping[str, Any], place: Path) -> None:
+        """Refuse to continue what a run with the header `other` began, if it is another run."""
+        difference = self.difference(other)
+        if difference is not None:
+            message = f"{place}: {difference}. Run that one again to finish it, or give"
+            raise TargetExistsError(f"{message} {Option('overwrite', True)} to start afresh")
 
     def difference(self, other: Mapping[str, Any]) -> str | None:
         """Describe the difference to an earlier run with the header `other`; None if none."""

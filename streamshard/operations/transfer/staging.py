@@ -19,7 +19,7 @@ from typing import Final, Self
 from streamshard.engine.jobs.target_proof import PROOF_PREFIX
 from streamshard.engine.journals.journal import Journal
 from streamshard.engine.journals.staged_files import Partial
-from streamshard.errors import NotAsWrittenError, Option, TargetExistsError
+from streamshard.errors import NotAsWrittenError, Option
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.changes import (
@@ -124,10 +124,7 @@ class PartialTarget:
             self._become_like_empty(state)
             self.journal.begin(self._identity.header)
         else:
-            difference = self._identity.difference(header)
-            if difference is not None:
-                message = f"{self.path}: {difference}. Run that one again to finish it, or give"
-                raise TargetExistsError(f"{message} {Option('overwrite', True)} to start afresh")
+            self._identity.require_same(header, self.path)
             self._is_own = True
             self._become_like_empty(state)
             self.journal.proceed()

@@ -110,10 +110,7 @@ class UploadedTarget:
                 self._abort_strays()
             self.journal.begin(self._identity.header)
         else:
-            difference = self._identity.difference(header)
-            if difference is not None:
-                message = f"{self.path}: {difference}. Run that one again to finish it, or give"
-                raise TargetExistsError(f"{message} {Option('overwrite', True)} to start afresh")
+            self._identity.require_same(header, self.path)
             self._abort_strays()
             self._forget_changed()
         self._is_own = True
