@@ -42,10 +42,14 @@ It goes to standard error. `--progress` chooses one of these:
 
 | key | meaning |
 |---|---|
-| `phase` | `reading headers`, `writing`, `syncing`, `committing`; with `--verify` also `verifying` and `comparing`; with `--if-needed` `comparing` first; `reading` where nothing is written; `compact` puts the tag first: `global_step80: writing` |
+| `phase` | what the run does now |
 | `done_bytes`, `total_bytes` | of this phase, with what an earlier run had written |
 | `bytes_per_second` | without what an earlier run had written |
 | `eta_seconds`, `elapsed_seconds` | time left in this phase; time since the command began |
+
+Phases are `reading headers`, `writing`, `syncing` and `committing`; with `--verify` also `verifying`
+and `comparing`; with `--if-needed` first `comparing`. Commands that write nothing have `reading`.
+`compact` puts the tag first: `global_step80: writing`.
 """
 _GENERAL: Final = ("json", "quiet", "verbose")
 """What every verb takes, and so stands last."""
