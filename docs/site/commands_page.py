@@ -47,7 +47,7 @@ It goes to standard error. `--progress` chooses one of these:
 | `bytes_per_second` | without what an earlier run had written |
 | `eta_seconds`, `elapsed_seconds` | time left in this phase; time since the command began |
 
-Phases are `reading headers`, `writing`, `syncing` and `committing`; with `--verify` also `verifying`
+Phases are `reading headers`, `writing`, `syncing`, `committing`; with `--verify` also `verifying`
 and `comparing`; with `--if-needed` first `comparing`. Commands that write nothing have `reading`.
 `compact` puts the tag first: `global_step80: writing`.
 """
