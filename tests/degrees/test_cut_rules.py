@@ -103,7 +103,7 @@ def test_copies_must_be_equal(tmp_path: Path, rules: Path) -> None:
 
 
 def test_rules_in_the_page_are_rules() -> None:
-    (shown,) = (block for block in blocks(page("resume"), "text") if "replicated" in block)
+    (shown,) = (block for block in blocks(page("parallelism"), "text") if "replicated" in block)
     rules = CutRules(shown, "cut.rules")
     for name, shape, whole in (
         ("layers.0.norm.weight", (8,), (8,)),
