@@ -302,7 +302,7 @@ def test_a_command_that_fails_changes_nothing(
     what: str,
     said: str,
 ) -> None:
-    monkeypatch.setattr("streamshard.cli.notice._SECONDS", 1 if what == "hangs" else 60)
+    monkeypatch.setattr("streamshard.cli.compact_command._SECONDS", 1 if what == "hangs" else 60)
     (run / "latest").unlink()
     commands = {
         "fails": note(told, 9),

@@ -23,9 +23,11 @@ from streamshard.operations.inspect.inspect_report import (
     OwnedPartition,
     OwnedPiece,
     ParameterDetail,
+    ParameterSummary,
     RankDetail,
 )
 from streamshard.operations.source.source import Source
+from streamshard.sizes import some_of
 
 Ints = NDArray[np.int64]
 _NAMES_SHOWN: Final = 5
@@ -40,7 +42,7 @@ def sharing_ranks(group: ParamGroup, layout: ZeroLayout) -> list[int]:
     return [rank for _, rank in sorted(found)]
 
 
-def cut_of(source: Source, tensors: Ints) -> tuple[Ints, Ints]:
+def _pieces_of(source: Source, tensors: Ints) -> tuple[Ints, Ints]:
     """Return the first and the last piece of each tensor; for an empty tensor, the first twice."""
     cutting, held = source.cutting, source.checkpoint.tensors
     numels = np.array([held[tensor].numel for tensor in tensors.tolist()], dtype=np.int64)
@@ -50,24 +52,56 @@ def cut_of(source: Source, tensors: Ints) -> tuple[Ints, Ints]:
     return first, np.where(boxes, boxes - 1, last)
 
 
+@dataclass(frozen=True, slots=True)
+class _CutParameter:
+    """How a trained parameter's master weights are cut."""
+
+    tensor: int
+    group: int
+    """Index of the param group among those of all parts of the model."""
+    sharing: Sequence[int]
+    """Data-parallel ranks that share the group, in the order of its partitions."""
+    first: int
+    """First piece; in a source of ranks, of the first rank that holds some of it."""
+    last: int
+
+
+def _cut_parameters(source: Source) -> Iterator[_CutParameter]:
+    """Yield the trained parameters, group by group."""
+    checkpoint, index = source.checkpoint, source.checkpoint.tensor_index()
+    groups = [(part, group) for part in checkpoint.model_parts for group in part.groups]
+    for number, (part, group) in enumerate(groups):
+        rows = np.array([index[part.name, MASTER, n] for n in group.params], dtype=np.int64)
+        sharing = sharing_ranks(group, checkpoint.layout)
+        columns = (column.tolist() for column in (rows, *_pieces_of(source, rows)))
+        for row, first, last in zip(*columns, strict=True):
+            yield _CutParameter(row, number, sharing, first, last)
+
+
 def ranks_of(source: Source) -> dict[int, tuple[int, tuple[int, ...] | None]]:
     """Return index of a parameter's master weights → (param group, ranks that hold some of them).
 
     The ranks are data-parallel ranks; they are None for a source that ZeRO did not cut.
     """
-    checkpoint, index = source.checkpoint, source.checkpoint.tensor_index()
-    groups = [
-        (model_part, group) for model_part in checkpoint.model_parts for group in model_part.groups
-    ]
-    found: dict[int, tuple[int, tuple[int, ...] | None]] = {}
-    for number, (model_part, group) in enumerate(groups):
-        rows = np.array([index[model_part.name, MASTER, n] for n in group.params], dtype=np.int64)
-        ranks = sharing_ranks(group, checkpoint.layout)
-        columns = (column.tolist() for column in (rows, *cut_of(source, rows)))
-        for row, first, last in zip(*columns, strict=True):
-            held = tuple(ranks[first : last + 1]) if source.is_of_ranks else None
-            found[row] = number, held
-    return found
+    return {
+        p.tensor: (p.group, tuple(p.sharing[p.first : p.last + 1]) if source.is_of_ranks else None)
+        for p in _cut_parameters(source)
+    }
+
+
+def parameter_summaries(source: Source) -> Iterator[ParameterSummary]:
+    """Describe the trained parameters in a few words, group by group."""
+    for cut in _cut_parameters(source):
+        tensor = source.checkpoint.tensors[cut.tensor]
+        yield ParameterSummary(
+            name=tensor.name,
+            shape=tensor.shape,
+            numel=tensor.numel,
+            group=cut.group,
+            pieces=cut.last - cut.first + 1,
+            first_rank=cut.sharing[cut.first] if source.is_of_ranks else None,
+            last_rank=cut.sharing[cut.last] if source.is_of_ranks else None,
+        )
 
 
 def parameter_details(source: Source, patterns: Sequence[str]) -> tuple[ParameterDetail, ...]:
@@ -114,9 +148,9 @@ def _named(checkpoint: Checkpoint) -> Iterator[_Named]:
 def _no_such_name(pattern: str, known: Sequence[str]) -> str:
     from difflib import get_close_matches  # only a mistake needs it
 
-    shown = get_close_matches(pattern, known, _NAMES_SHOWN, 0.4) or known[:_NAMES_SHOWN]
-    more = len(known) - len(shown)
-    listed = ", ".join(shown) + (f", and {more:,} more" if more else "")
+    near = get_close_matches(pattern, known, _NAMES_SHOWN, 0.4)
+    ordered = [*near, *(name for name in known if name not in near)]
+    listed = some_of(ordered, len(near) or _NAMES_SHOWN)
     return f"no tensor of the model has such a name; there are {listed}"
 
 
