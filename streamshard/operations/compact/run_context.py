@@ -86,15 +86,15 @@ class RunContext:
         """The trash of the run directory."""
         return trash_of(self.run_dir)
 
-    def place(self, tag: str) -> ArchivedTag:
-        """Return the place of a tag's archive."""
+    def archived(self, tag: str) -> ArchivedTag:
+        """Return the paths of a tag's archive."""
         return ArchivedTag(self.archive_dir, tag)
 
     def originals(self, tag: str) -> Iterator[Path]:
         """Yield the paths where the original of an archive, or a part of it, still exists."""
         if is_there(self.run_dir / tag):
             yield self.run_dir / tag
-        if tag in (*self.trash.tags(), *self.trash.being_removed()):
+        if tag in self.trash.all_tags():
             yield self.trash.path_of(tag)
 
     def require_same_directory(self, receipt: Receipt) -> str:
