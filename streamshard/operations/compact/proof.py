@@ -15,6 +15,7 @@ from streamshard.io.files import source_errors, target_errors
 from streamshard.io.object_path import is_object
 from streamshard.io.page_cache import drop_cached
 from streamshard.io.place import place_of
+from streamshard.layout.memory_plan import COMPARING_BYTES
 from streamshard.layout.sample import EVERYTHING
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.scan import scan
@@ -131,7 +132,7 @@ def read_archive(store: Path, proofs: ProofContext, findings: Findings) -> dict[
 
     proofs.progress.start(found.nbytes)
     try:
-        plan = proofs.memory(found.codec_bytes, found.files)
+        plan = proofs.limits.fit(found.codec_bytes + COMPARING_BYTES, found.files)
         scan(found.units(), found.files, plan, proofs.progress.advance, note)
     finally:
         proofs.progress.stop()

@@ -202,11 +202,9 @@ def drop_states(context: RunContext, tag: str, *, is_dry_run: bool) -> Compacted
     if receipt.full_bytes:
         nbytes = receipt.full_bytes - receipt.archive_bytes
     return replace(
-        result,
+        result.with_sizes(receipt),
         reason=f"no job can resume from it; {show_bytes(nbytes)} of optimizer states dropped",
-        source_bytes=receipt.source_bytes,
         archive_bytes=receipt.archive_bytes - (0 if receipt.full_bytes else nbytes),
-        shared_bytes=receipt.shared_bytes,
         dropped_bytes=nbytes,
     )
 

@@ -52,22 +52,13 @@ def _pieces_of(source: Source, tensors: Ints) -> tuple[Ints, Ints]:
     return first, np.where(boxes, boxes - 1, last)
 
 
-@dataclass(frozen=True, slots=True)
-class _CutParameter:
-    """How a trained parameter's master weights are cut."""
+def _trained(source: Source) -> Iterator[tuple[int, int, Sequence[int], int, int]]:
+    """Yield of each trained parameter how its master weights are cut.
 
-    tensor: int
-    group: int
-    """Index of the param group among those of all parts of the model."""
-    sharing: Sequence[int]
-    """Data-parallel ranks that share the group, in the order of its partitions."""
-    first: int
-    """First piece; in a source of ranks, of the first rank that holds some of it."""
-    last: int
-
-
-def _cut_parameters(source: Source) -> Iterator[_CutParameter]:
-    """Yield the trained parameters, group by group."""
+    That is their number among the tensors, the number of the param group, the data-parallel ranks
+    that share the group in the order of its partitions, and the first and the last piece, which in
+    a source of ranks tell the first and the last rank.
+    """
     checkpoint, index = source.checkpoint, source.checkpoint.tensor_index()
     groups = [(part, group) for part in checkpoint.model_parts for group in part.groups]
     for number, (part, group) in enumerate(groups):
@@ -75,7 +66,7 @@ def _cut_parameters(source: Source) -> Iterator[_CutParameter]:
         sharing = sharing_ranks(group, checkpoint.layout)
         columns = (column.tolist() for column in (rows, *_pieces_of(source, rows)))
         for row, first, last in zip(*columns, strict=True):
-            yield _CutParameter(row, number, sharing, first, last)
+            yield row, number, sharing, first, last
 
 
 def ranks_of(source: Source) -> dict[int, tuple[int, tuple[int, ...] | None]]:
@@ -84,23 +75,23 @@ def ranks_of(source: Source) -> dict[int, tuple[int, tuple[int, ...] | None]]:
     The ranks are data-parallel ranks; they are None for a source that ZeRO did not cut.
     """
     return {
-        p.tensor: (p.group, tuple(p.sharing[p.first : p.last + 1]) if source.is_of_ranks else None)
-        for p in _cut_parameters(source)
+        row: (group, tuple(sharing[first : last + 1]) if source.is_of_ranks else None)
+        for row, group, sharing, first, last in _trained(source)
     }
 
 
 def parameter_summaries(source: Source) -> Iterator[ParameterSummary]:
     """Describe the trained parameters in a few words, group by group."""
-    for cut in _cut_parameters(source):
-        tensor = source.checkpoint.tensors[cut.tensor]
+    for row, group, sharing, first, last in _trained(source):
+        tensor = source.checkpoint.tensors[row]
         yield ParameterSummary(
             name=tensor.name,
             shape=tensor.shape,
             numel=tensor.numel,
-            group=cut.group,
-            pieces=cut.last - cut.first + 1,
-            first_rank=cut.sharing[cut.first] if source.is_of_ranks else None,
-            last_rank=cut.sharing[cut.last] if source.is_of_ranks else None,
+            group=group,
+            pieces=last - first + 1,
+            first_rank=sharing[first] if source.is_of_ranks else None,
+            last_rank=sharing[last] if source.is_of_ranks else None,
         )
 
 
