@@ -17,8 +17,7 @@ import pytest
 import torch
 
 import streamshard as package
-from streamshard.cli.flags import flag
-from streamshard.cli.parser import arguments_of
+from streamshard.cli.parser import arguments_of, flag
 from streamshard.commands import command
 from streamshard.errors import Option
 from tests.cli.conftest import in_process
@@ -87,7 +86,7 @@ def one_dump(place: Path) -> Words:
 
 
 def torn(place: Path) -> Words:
-    """Tear a file of a tag just now: nights with the usual --min-age leave the tag alone."""
+    """Tear a file of a tag just now: runs with the usual --min-age leave the tag alone."""
     path = next((make_run(place / "my run") / FIRST).glob("*_optim_states.pt"))
     path.write_bytes(path.read_bytes()[:-100])
     return ["compact", str(place / "my run"), str(place / "archive"), "--min-age", "0s", "-q"]
