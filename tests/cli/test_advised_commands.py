@@ -23,6 +23,7 @@ from streamshard.errors import Option
 from tests.cli.conftest import in_process
 from tests.compact.runs import NO_GRACE, STEPS, make_run, tag_of
 from tests.fabricated import load, save, write
+from tests.forked import run_forked
 from tests.job import TAG, Job
 
 ROOT = Path(package.__file__).parent
@@ -170,7 +171,7 @@ ADVICES = {
 def test_advice_can_be_followed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     advice = ADVICES[name]
     given = advice.make(tmp_path)
-    told = in_process(*given)
+    told = run_forked(*map(str, given))
     shown = f"{told.out}\n{told.err}"
     assert told.code == advice.code, shown
     found = re.search(advice.pattern, shown, re.MULTILINE)
@@ -178,7 +179,7 @@ def test_advice_can_be_followed(name: str, tmp_path: Path, monkeypatch: pytest.M
     assert not re.search(r"\w\.\. [A-Z]", shown), shown  # two full stops
     monkeypatch.chdir(tmp_path)  # a relative OUT in a command is then here
     words = [found[1]] if advice.follow is instead else shlex.split(found[1])
-    done = in_process(*advice.follow(given, words))
+    done = run_forked(*map(str, advice.follow(given, words)))
     assert done.code == advice.after, done.err
 
 
