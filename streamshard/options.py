@@ -45,6 +45,10 @@ class OptionField(NamedTuple):
     """What is said of a value that is less than the least."""
     apart: bool = False
     """Whether it excludes the others that are so."""
+    group: str = ""
+    """Heading above it in the help; by default the `group` of its class."""
+    is_rare: bool = False
+    """Whether only `--help-all` shows it."""
 
     def checked(self, name: str, value: Any) -> Any:  # noqa: ANN401
         """Return a value as it is kept, or refuse it."""
@@ -69,9 +73,9 @@ def option(shown: str = "", help: str = "", **more: Any) -> Any:  # noqa: ANN401
     return OptionField(shown, help, **more)
 
 
-def flag(help: str, shown: str = "") -> Any:  # noqa: ANN401
+def flag(help: str, shown: str = "", **more: Any) -> Any:  # noqa: ANN401
     """Make a field that is either given or not."""
-    return OptionField(shown, help, default=False)
+    return OptionField(shown, help, default=False, **more)
 
 
 def place(metavar: str, help: str, *, kw_only: bool = False) -> Any:  # noqa: ANN401
@@ -105,9 +109,11 @@ def fields_of(kind: type[Options]) -> dict[str, OptionField]:
     """Return the fields of a class by their names: its own, then inherited ones."""
     found: dict[str, OptionField] = {}
     for one in kind.__mro__:
+        group = vars(one).get("group", "")
         for name, field in vars(one).items():
             if isinstance(field, OptionField):
-                found[name] = found.pop(name, field)
+                own = field if field.group else field._replace(group=group)
+                found[name] = found.pop(name, own)
     return found
 
 
@@ -149,6 +155,11 @@ def takes(kind: Callable[P, Given]) -> Callable[[Callable[[Given], Result]], Cal
     return decorate
 
 
+JOB: Final = "The job that will resume"
+SOURCE: Final = "What is read"
+PARALLELISM: Final = "Tensor, pipeline and expert parallelism"
+RUN: Final = "Where and how it runs"
+OUTPUT: Final = "Output"
 CODECS: Final = ("none", "lz4", "zstd")
 """Codecs for the chunks of a store."""
 SOURCE_HELP: Final = (
@@ -157,7 +168,7 @@ SOURCE_HELP: Final = (
     "'ckpt/optimizer.{rank:02d}.pt'; as every path here, local or s3://bucket/..., gs://... or "
     "az://..."
 )
-DRY_RUN: Final = flag("show what would be done, and write nothing", "-n --dry-run")
+DRY_RUN: Final = flag("show what would be done, and write nothing", "-n --dry-run", group=RUN)
 NO_LOCK: Final = (
     "take no lock on {}; for a bucket whose service cannot keep one, and only where nothing else "
     "writes there"
@@ -167,8 +178,10 @@ NO_LOCK: Final = (
 class SourceOptions(Options):
     """Options that supply what a source lacks: config, reference checkpoint, tag."""
 
+    group = SOURCE
+
     source_ds_config_file: Path_ | None = option(
-        "--source-ds-config FILE", "DeepSpeed config of the job that saved raw dumps"
+        "--source-ds-config FILE", "DeepSpeed config of the job that saved raw dumps", is_rare=True
     )
     like: Path_ | None = option(
         "SRC", "reference checkpoint of the same job, which supplies what SRC lacks"
@@ -178,6 +191,8 @@ class SourceOptions(Options):
 
 class RunOptions(Options):
     """Options for a run's memory, workers and progress display."""
+
+    group = RUN
 
     memory_limit: int | None = option(
         "SIZE",
@@ -190,11 +205,13 @@ class RunOptions(Options):
         "8 with object stores; fewer where memory is tight]",
         least=1,
         few="at least one is needed",
+        is_rare=True,
     )
     dask = option(
         "ADDRESS",
         "run on a Dask cluster: tcp://scheduler:8786, the path of a scheduler file (*.json), or "
         "local:N for N processes with --workers threads each [threads of this process]",
+        is_rare=True,
     )
     progress_mode = option(
         "--progress",
@@ -202,6 +219,7 @@ class RunOptions(Options):
         "bar on a terminal; elsewhere lines, if the run takes more than 5 seconds]",
         default="auto",
         choices=("auto", "bar", "lines", "json", "none"),
+        is_rare=True,
     )
 
 
@@ -213,12 +231,18 @@ _IF_NEEDED: Final = (
 class _TargetOptions(Options):
     """Options that say how a target is written."""
 
+    group = OUTPUT
+
     overwrite: bool = flag("replace the target if it exists")
     if_needed: bool = flag(_IF_NEEDED)
-    lock: bool = option("", NO_LOCK.format("OUT"), default=True)
-    print_path = flag("print only the path of the result on standard output, for scripts")
+    lock: bool = option("", NO_LOCK.format("OUT"), default=True, is_rare=True)
+    print_path = flag(
+        "print only the path of the result on standard output, for scripts", is_rare=True
+    )
     dry_run = DRY_RUN
-    plan_out = option("FILE", "with --dry-run: save the plan, for `streamshard apply`")
+    plan_out = option(
+        "FILE", "with --dry-run: save the plan, for `streamshard apply`", group=RUN, is_rare=True
+    )
     verify: bool = flag(
         "read back what was written, and compare it with SRC before it takes its place"
     )
@@ -231,36 +255,50 @@ class TransferOptions(SourceOptions, RunOptions, _TargetOptions):
     target: Path_ = place("OUT", "", kw_only=False)
 
 
+def degree(metavar: str, help: str) -> Any:  # noqa: ANN401
+    """Make a field for a degree of parallelism."""
+    return option(metavar, help, group=PARALLELISM, is_rare=True)
+
+
 TENSOR_PARALLEL: Final = (
     "{}, how many share each tensor; another number than the source's, except 1, takes --like, a "
     "save of the job that will resume [the source's]"
 )
 PIPELINE_PARALLEL: Final = "{}, how many stages share the layers; as above [the source's]"
 STAGES: Final = option(
-    "LIST", "first layer of each of these stages, in place of --like: 0,4,7 [what --like tells]"
+    "LIST",
+    "first layer of each of these stages, in place of --like: 0,4,7 [what --like tells]",
+    group=PARALLELISM,
+    is_rare=True,
 )
 CUT_RULES: Final = option(
     "--cut-rules FILE",
     "how tensor parallelism cut the parameters, where files do not tell: lines such as "
     "'.*norm: replicated' [what files tell]",
+    group=PARALLELISM,
+    is_rare=True,
 )
 AVERAGE: Final = flag(
     "take the mean of parameters that files list as ones to average, of which tensor parallel "
-    "ranks have different copies; not lossless [refuse different copies]"
+    "ranks have different copies; not lossless [refuse different copies]",
+    group=PARALLELISM,
+    is_rare=True,
 )
 
 
 class RepartitionOptions(TransferOptions):
     """Options of `repartition`."""
 
+    group = JOB
+
     target: Path_ = place("OUT", "run directory to make, or template", kw_only=False)
     world_size: int | None = option(
         "M", "number of ranks that will resume [of a store: as many as saved its content]"
     )
-    tensor_parallel: int | None = option("T", TENSOR_PARALLEL.format("of these ranks"))
-    pipeline_parallel: int | None = option("P", PIPELINE_PARALLEL.format("of these ranks"))
+    tensor_parallel: int | None = degree("T", TENSOR_PARALLEL.format("of these ranks"))
+    pipeline_parallel: int | None = degree("P", PIPELINE_PARALLEL.format("of these ranks"))
     stages: Sequence[int] | None = STAGES
-    expert_parallel: int | None = option(
+    expert_parallel: int | None = degree(
         "E", "of these ranks, over how many the experts of each layer are spread [the source's]"
     )
     cut_rules_file: Path_ | None = CUT_RULES
@@ -273,6 +311,8 @@ class RepartitionOptions(TransferOptions):
         "whole DeepSpeed config of the job that will resume [the one kept in the checkpoint]",
     )
     ds_version: str | None = option(
-        "VERSION", "DeepSpeed's version in the job that will resume: 0.16.9 [the one that saved]"
+        "VERSION",
+        "DeepSpeed's version in the job that will resume: 0.16.9 [the one that saved]",
+        is_rare=True,
     )
-    if_needed: bool = flag(f"{_IF_NEEDED}, or if a job can resume from SRC as it is")
+    if_needed: bool = flag(f"{_IF_NEEDED}, or if a job can resume from SRC as it is", group=OUTPUT)

@@ -10,7 +10,10 @@ from streamshard.options import (
     CUT_RULES,
     DRY_RUN,
     NO_LOCK,
+    OUTPUT,
     PIPELINE_PARALLEL,
+    RUN,
+    SOURCE,
     SOURCE_HELP,
     STAGES,
     TENSOR_PARALLEL,
@@ -20,11 +23,13 @@ from streamshard.options import (
     RunOptions,
     SourceOptions,
     TransferOptions,
+    degree,
     flag,
     option,
     place,
 )
 
+_OLD_TAGS: Final = "What becomes of the others"
 DTYPES: Final[Mapping[str, str]] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Dtypes that weights may be cast to, with torch's names for them."""
 TITAN: Final = "titan"
@@ -37,6 +42,8 @@ _OF_STORE: Final = "of the ranks of a job that would resume from the store"
 class ConvertOptions(TransferOptions):
     """Options of `convert`."""
 
+    group = OUTPUT
+
     target: Path_ = place("STORE.zarr", "store to make", kw_only=False)
     codec: str = option("", "compression [none]", default="none", choices=CODECS)
     chunk_size: int = option(
@@ -46,8 +53,8 @@ class ConvertOptions(TransferOptions):
         least=1,
         few="at least one byte is needed",
     )
-    tensor_parallel: int | None = option("T", TENSOR_PARALLEL.format(_OF_STORE))
-    pipeline_parallel: int | None = option("P", PIPELINE_PARALLEL.format(_OF_STORE))
+    tensor_parallel: int | None = degree("T", TENSOR_PARALLEL.format(_OF_STORE))
+    pipeline_parallel: int | None = degree("P", PIPELINE_PARALLEL.format(_OF_STORE))
     stages: Sequence[int] | None = STAGES
     cut_rules_file: Path_ | None = CUT_RULES
     average: bool = AVERAGE
@@ -55,6 +62,8 @@ class ConvertOptions(TransferOptions):
 
 class ExportOptions(TransferOptions):
     """Options of `export`."""
+
+    group = OUTPUT
 
     target: Path_ = place("OUT", "model directory to make", kw_only=False)
     dtype: str = option("", "what to cast weights to [fp32]", default="fp32", choices=tuple(DTYPES))
@@ -71,6 +80,7 @@ class ExportOptions(TransferOptions):
         default=5 * 10**9,
         least=1,
         few="at least one byte is needed",
+        is_rare=True,
     )
     include: Sequence[str] = option(
         "PATTERN",
@@ -84,17 +94,19 @@ class ExportOptions(TransferOptions):
         "PATTERN",
         "do not cast tensors of such names, as often as needed: '*norm*' [none]",
         default=(),
+        is_rare=True,
     )
     strip_prefix: Sequence[str] = option(
-        "TEXT", "prefix to remove from names: module. [none]", default=()
+        "TEXT", "prefix to remove from names: module. [none]", default=(), is_rare=True
     )
-    frozen: bool = option("", "leave out weights that were not trained", default=True)
+    frozen: bool = option("", "leave out weights that were not trained", default=True, is_rare=True)
     layout: str = option(
         "",
         "what loads a distributed checkpoint: torch's own functions, torchtitan, or Accelerate "
         "[torch]",
         default="torch",
         choices=("torch", TITAN, ACCELERATE),
+        is_rare=True,
     )
     ranks: int = option(
         "K",
@@ -102,6 +114,7 @@ class ExportOptions(TransferOptions):
         default=1,
         least=1,
         few="at least one is needed",
+        is_rare=True,
     )
     cut_rules_file: Path_ | None = CUT_RULES
     average: bool = AVERAGE
@@ -109,6 +122,8 @@ class ExportOptions(TransferOptions):
 
 class VerifyOptions(SourceOptions, RunOptions):
     """Options of `verify`."""
+
+    group = "What is checked"
 
     path: Path_ = place("PATH", SOURCE_HELP, kw_only=False)
     against: Path_ | None = option(
@@ -125,6 +140,8 @@ class VerifyOptions(SourceOptions, RunOptions):
 class DiffOptions(SourceOptions, RunOptions):
     """Options of `diff`."""
 
+    group = "What is compared"
+
     left: Path_ = place("A", SOURCE_HELP, kw_only=False)
     right: Path_ = place("B", "another one, of any format, stage and world size", kw_only=False)
     params: Sequence[str] = option(
@@ -139,12 +156,16 @@ class DiffOptions(SourceOptions, RunOptions):
         default="relative",
         choices=("relative", "max", "mean", "cosine", "changed", "name"),
     )
-    against_tag: str | None = option("TAG", "tag to read of B [the one that 'latest' names]")
-    tag: str | None = option("", "tag to read of A [the one that 'latest' names]")
+    against_tag: str | None = option(
+        "TAG", "tag to read of B [the one that 'latest' names]", group=SOURCE
+    )
+    tag: str | None = option("", "tag to read of A [the one that 'latest' names]", group=SOURCE)
 
 
 class InspectOptions(SourceOptions):
     """Options of `inspect`."""
+
+    group = "What is shown"
 
     source: Path_ = place("SRC", SOURCE_HELP, kw_only=False)
     pickles = flag(
@@ -172,6 +193,8 @@ class InspectOptions(SourceOptions):
 class _ReportOptions(Options):
     """Options of `compact` about its outcome."""
 
+    group = OUTPUT
+
     notify = option(
         "COMMAND",
         "run this, without a shell, if a tag is ambiguous or something failed: it gets the outcome "
@@ -180,13 +203,15 @@ class _ReportOptions(Options):
     status = flag(
         "only report what is archived, in the trash until when, and how the last run ended"
     )
-    prometheus = flag("print --status in the text format of Prometheus")
-    lock: bool = option("", NO_LOCK.format("RUN_DIR and ARCHIVE_DIR"), default=True)
-    dry_run: bool = flag("say what would be done, and do nothing", "-n --dry-run")
+    prometheus = flag("print --status in the text format of Prometheus", is_rare=True)
+    lock: bool = option("", NO_LOCK.format("RUN_DIR and ARCHIVE_DIR"), default=True, is_rare=True)
+    dry_run: bool = flag("say what would be done, and do nothing", "-n --dry-run", group=RUN)
 
 
 class CompactOptions(RunOptions, _ReportOptions):
     """Options of `compact`."""
+
+    group = "Which tags stay"
 
     run_dir: Path_ = place(
         "RUN_DIR",
@@ -215,6 +240,7 @@ class CompactOptions(RunOptions, _ReportOptions):
         "PATTERN",
         "consider only tags that match this, relative to RUN_DIR: 'run*/global_step*'; others are "
         "neither touched nor counted [all]",
+        is_rare=True,
     )
     min_age: timedelta = option(
         "TIME",
@@ -222,26 +248,36 @@ class CompactOptions(RunOptions, _ReportOptions):
         default=timedelta(hours=2),
     )
     delete: bool = flag(
-        "move what is archived and proved into a trash in RUN_DIR, and empty it in time"
+        "move what is archived and proved into a trash in RUN_DIR, and empty it in time",
+        group=_OLD_TAGS,
     )
     grace: timedelta = option(
         "TIME",
         "time that tags stay in the trash, which takes space all the while [7d]",
         default=DEFAULT_GRACE,
+        group=_OLD_TAGS,
     )
     max_delete: int | None = option(
-        "N", "move at most N tags in a run; tags that lose their states count too [all]", least=0
+        "N",
+        "move at most N tags in a run; tags that lose their states count too [all]",
+        least=0,
+        group=_OLD_TAGS,
+        is_rare=True,
     )
     weights_only_older_than: timedelta | None = option(
         "TIME",
         "drop the optimizer states of archives whose originals were removed for good longer ago "
         "than this; no job can resume from them then [never]",
+        group=_OLD_TAGS,
+        is_rare=True,
     )
     undelete: Sequence[str] = option(
         "TAG ...",
         "bring tags back from the trash; give it behind ARCHIVE_DIR",
         default=(),
         apart=True,
+        group=_OLD_TAGS,
+        is_rare=True,
     )
     purge: Sequence[str] = option(
         "TAG ...",
@@ -249,6 +285,8 @@ class CompactOptions(RunOptions, _ReportOptions):
         "behind ARCHIVE_DIR",
         default=(),
         apart=True,
+        group=_OLD_TAGS,
+        is_rare=True,
     )
     acknowledge: Sequence[str] = option(
         "TAG ...",
@@ -256,11 +294,18 @@ class CompactOptions(RunOptions, _ReportOptions):
         "behind ARCHIVE_DIR",
         default=(),
         apart=True,
+        group=_OLD_TAGS,
+        is_rare=True,
     )
-    codec: str = option("", "compression [zstd]", default="zstd", choices=CODECS)
+    codec: str = option(
+        "", "compression [zstd]", default="zstd", choices=CODECS, group=OUTPUT, is_rare=True
+    )
     chunk_size: int = option(default=64 << 20, least=1, few="at least one byte is needed")
     bytes_per_second: int | None = option(
-        "--bwlimit SIZE", "read and write no more than this a second: 200MB [no limit]", least=1
+        "--bwlimit SIZE",
+        "read and write no more than this a second: 200MB [no limit]",
+        least=1,
+        group=RUN,
     )
 
     @property

@@ -51,6 +51,7 @@ Phases are `reading headers`, `writing`, `syncing`, `committing`; with `--verify
 and `comparing`; with `--if-needed` first `comparing`. Commands that write nothing have `reading`.
 `compact` puts the tag first: `global_step80: writing`.
 """
+_HELP: Final = ("help", argparse.SUPPRESS)
 _GENERAL: Final = ("json", "quiet", "verbose")
 """What every verb takes, and so stands last."""
 
@@ -74,14 +75,15 @@ def _verbs(parser: argparse.ArgumentParser) -> list[tuple[str, str, argparse.Arg
 
 
 def _section(name: str, summary: str, verb: argparse.ArgumentParser) -> Iterator[str]:
-    """Yield a verb's lines: what it does, an example, and a table of all that it takes."""
-    actions = [action for action in verb._actions if action.dest != "help"]
+    """Yield a verb's lines: what it does, examples, and a table of all that it takes."""
+    actions = [action for action in verb._actions if action.dest not in _HELP]
     places = [action for action in actions if not action.option_strings]
     general = [action for action in actions if action.dest in _GENERAL]
     own = [action for action in actions if action not in (*places, *general)]
     usage = " ".join([name, *(str(action.metavar) for action in places)])
     yield from ("", f"## {name}", "", f"`streamshard {usage} [options]`", "", f"{summary}.", "")
-    yield from ("```", (verb.epilog or "").partition(": ")[2], "```", "")
+    examples = (line.strip() for line in (verb.epilog or "").splitlines()[1:])
+    yield from ("```", *examples, "```", "")
     yield from ("| argument | what it does |", "|---|---|")
     for action in (*places, *own, *general):
         yield f"| {_names(action)} | {_cell(action.help)} |"

@@ -15,33 +15,52 @@ from streamshard import sizes
 from streamshard.cli.streams import close_quietly, write_out
 from streamshard.cli.text.escaping import one_line
 from streamshard.errors import Option, StreamshardError, TargetError
-from streamshard.options import OptionField, Options, fields_of, types_of
+from streamshard.options import (
+    OUTPUT,
+    PARALLELISM,
+    RUN,
+    SOURCE,
+    OptionField,
+    Options,
+    fields_of,
+    types_of,
+)
 from streamshard.verb_options import OPTIONS
 
 _SUMMARIES: Final = {
     "repartition": (
         "write a checkpoint's files for another world size",
         "streamshard repartition runs/7b runs/7b-on-6 --world-size 6",
+        "streamshard repartition runs/7b runs/7b-on-6 --world-size 6 --dry-run",
     ),
     "convert": (
         "write a checkpoint into a Zarr store",
         "streamshard convert runs/7b archive/7b.zarr --codec zstd",
+        "streamshard convert runs/7b/global_step1000 s3://bucket/7b.zarr --verify",
     ),
     "export": (
         "write a checkpoint's weights for from_pretrained",
         "streamshard export runs/7b models/7b --dtype bf16",
+        "streamshard export runs/7b dcp/7b --format dcp",
     ),
     "verify": (
         "check that a checkpoint is whole and as it was written, or the same as another",
+        "streamshard verify archive/7b.zarr",
         "streamshard verify archive/7b.zarr --against runs/7b",
     ),
     "diff": (
         "say how different two checkpoints are, tensor by tensor",
+        "streamshard diff runs/7b/global_step1000 runs/7b/global_step2000",
         "streamshard diff runs/7b/global_step1000 runs/7b/global_step2000 --param 'layers.0.*'",
     ),
-    "inspect": ("show what is in a checkpoint", "streamshard inspect runs/7b"),
+    "inspect": (
+        "show what is in a checkpoint",
+        "streamshard inspect runs/7b",
+        "streamshard inspect runs/7b --html cut.html --world-size 6",
+    ),
     "compact": (
         "archive old tags of a run directory, and remove them if asked to",
+        "streamshard compact runs/7b archive/7b --keep-last 3 --dry-run",
         "streamshard compact runs/7b archive/7b --keep-last 3 --delete --grace 7d",
     ),
     "apply": (
@@ -53,7 +72,7 @@ _SUMMARIES: Final = {
         "streamshard completion bash > ~/.local/share/bash-completion/completions/streamshard",
     ),
 }
-"""Verb → what it does, and an example."""
+"""Verb → what it does, and examples."""
 _OF_SOME: Final = {
     "plan_out": None,
     **dict.fromkeys(("if_needed", "print_path"), False),
@@ -61,7 +80,9 @@ _OF_SOME: Final = {
 """Options that not every verb has, and that are looked at for every one."""
 SHELLS: Final = ("bash", "zsh", "fish")
 """Shells with a completion script."""
-_EXAMPLE: Final = "Example: "
+_EXAMPLES: Final = "Examples:"
+_ORDER: Final = ("", SOURCE, PARALLELISM, RUN, OUTPUT)
+"""Headings of a verb's help that come last, in this order; before them its own."""
 _MOST_SOURCES: Final = 2
 """Maximum number of consecutive sources that a verb takes."""
 _NO_KEYWORDS: Final = {"address": "--dask", "plan.save()": "--dry-run --plan-out"}
@@ -82,12 +103,12 @@ def arguments_of() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version, help="show the version and exit")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
-    for name, (summary, example) in _SUMMARIES.items():
-        verb: argparse.ArgumentParser = verbs.add_parser(
+    for name, (summary, *examples) in _SUMMARIES.items():
+        verb: _Parser = verbs.add_parser(
             name,
             help=summary,
             description=summary.capitalize() + ".",
-            epilog=_EXAMPLE + example,
+            epilog="\n  ".join([_EXAMPLES, *examples]),
             formatter_class=_Help,
         )
         verb.set_defaults(verb=name, **_OF_SOME)
@@ -95,24 +116,43 @@ def arguments_of() -> argparse.ArgumentParser:
             _add_options(verb, OPTIONS[name])
         else:
             verb.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
+        places = (action.metavar for action in verb._actions if not action.option_strings)
+        verb.usage = " ".join(["streamshard", name, "[OPTIONS]", *map(str, places)])
     for one in verbs.choices.values():
         one.verbs = verbs.choices
     return parser
 
 
-def _add_options(verb: argparse.ArgumentParser, kind: type[Options]) -> None:
-    """Add what a verb takes: what every one does, then what is of this one."""
-    verb.add_argument("--json", action="store_true", help="print one JSON document")
-    volume = verb.add_mutually_exclusive_group()
+def _add_options(verb: "_Parser", kind: type[Options]) -> None:
+    """Add what a verb takes, under the headings of the help."""
+    types, fields = types_of(kind), {n: f for n, f in fields_of(kind).items() if f.help}
+    for name, field in fields.items():
+        if field.default is ...:
+            names, how = _argument(name, field, types.get(name))
+            verb.add_argument(*names, help=field.help, **how)
+    own = dict.fromkeys(field.group for field in fields.values() if field.group not in _ORDER)
+    for title in (*own, *_ORDER[1:]):
+        group = verb.add_argument_group(title)
+        apart = group.add_mutually_exclusive_group()
+        for name, field in fields.items():
+            if field.group == title and field.default is not ...:
+                names, how = _argument(name, field, types.get(name))
+                added = (apart if field.apart else group).add_argument(
+                    *names, help=field.help, **how
+                )
+                verb.rare += (added,) * field.is_rare
+        if title == OUTPUT:
+            _add_general(group)
+    if verb.rare:
+        verb.add_argument("--help-all", action=_HelpAll, help="show the rarer options too")
+
+
+def _add_general(group: argparse._ArgumentGroup) -> None:
+    """Add what every verb takes."""
+    group.add_argument("--json", action="store_true", help="print one JSON document")
+    volume = group.add_mutually_exclusive_group()
     volume.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
     volume.add_argument("-v", "--verbose", action="store_true", help="print more")
-    types, apart = types_of(kind), None
-    for name, field in fields_of(kind).items():
-        if field.apart:
-            apart = apart or verb.add_mutually_exclusive_group()
-        if field.help:
-            names, how = _argument(name, field, types.get(name))
-            (apart if field.apart and apart else verb).add_argument(*names, help=field.help, **how)
 
 
 def _argument(name: str, field: OptionField, of: object) -> tuple[list[str], dict[str, Any]]:
@@ -169,6 +209,9 @@ _READ: Final = {
 def parse_command(argv: Sequence[str]) -> argparse.Namespace:
     """Parse a command line; ends the process if it is not valid."""
     parser = arguments_of()
+    if not argv:
+        parser.print_help()
+        parser.exit()
     try:
         words = _with_templates(argv)
     except StreamshardError as error:
@@ -247,6 +290,15 @@ class _Parser(argparse.ArgumentParser):
     verbs: Mapping[str, "_Parser"] = MappingProxyType({})
     """The parsers of all verbs, for options that are another verb's."""
 
+    rare: tuple[argparse.Action, ...] = ()
+    """Options that only `--help-all` shows."""
+
+    def _get_formatter(self) -> argparse.HelpFormatter:
+        formatter = super()._get_formatter()
+        if isinstance(formatter, _Help):
+            formatter.hidden = self.rare
+        return formatter
+
     def parse_known_args(  # type: ignore[override]
         self,
         args: Sequence[str] | None = None,
@@ -304,10 +356,30 @@ def _hint(near: Iterable[str | None]) -> str:
 
 
 class _Help(argparse.HelpFormatter):
-    """Keeps the example in one line, so that it can be copied."""
+    """Keeps an example in one line, so that it can be copied, and leaves rare options out."""
+
+    hidden: Sequence[argparse.Action] = ()
+
+    def add_argument(self, action: argparse.Action) -> None:
+        """Add an option to the help, unless it is hidden."""
+        if action not in self.hidden:
+            super().add_argument(action)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return text if text.startswith(_EXAMPLE) else super()._fill_text(text, width, indent)
+        return text if text.startswith(_EXAMPLES) else super()._fill_text(text, width, indent)
+
+
+class _HelpAll(argparse.Action):
+    """Prints the help with all options."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        if isinstance(parser, _Parser):
+            parser.rare = ()
+        parser.print_help()
+        parser.exit()
 
 
 class _Version(argparse.Action):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from streamshard.cli.parser import SHELLS, arguments_of
+from streamshard.verb_options import OPTIONS
 from tests.cli.conftest import Saved, in_process, passed, refused
 from tests.fabricated import write
 from tests.job import Job
@@ -21,10 +22,30 @@ def test_help_teaches_by_example_in_one_line(monkeypatch: pytest.MonkeyPatch) ->
     verbs = "repartition convert export verify diff inspect compact apply completion"
     for verb in verbs.split():
         done = passed(verb, "--help")
-        example = done.out.splitlines()[-1].removeprefix("Example: streamshard ")
-        words = [word for word in shlex.split(example) if word != ">"]
-        arguments_of().parse_args(words[: 2 if verb == "completion" else None])
+        examples = done.out.partition("Examples:\n")[2].splitlines()
+        assert examples
+        for example in examples:
+            words = [word for word in shlex.split(example) if word != ">"]
+            assert words.pop(0) == "streamshard"
+            arguments_of().parse_args(words[: 2 if verb == "completion" else None])
     assert "Exit codes" in in_process("--help").out
+
+
+def test_help_is_short_and_all_of_it_is_there_when_asked_for() -> None:
+    for verb in OPTIONS:
+        shown, every = passed(verb, "--help").out, passed(verb, "--help-all").out
+        short, long = (set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", t, re.M)) for t in (shown, every))
+        assert len(short - {"--help", "--help-all"}) <= 14, verb
+        assert short <= long
+        assert shown.startswith(f"usage: streamshard {verb} [OPTIONS] ")
+        parser = next(a.choices for a in arguments_of()._actions if isinstance(a.choices, dict))
+        known = {option for option in parser[verb]._option_string_actions if option[1] == "-"}
+        assert known == long
+
+
+def test_alone_the_program_shows_its_help() -> None:
+    alone, asked = in_process(), in_process("--help")
+    assert (alone.code, alone.out, alone.err) == (0, asked.out, "")
 
 
 def test_the_version_is_that_of_the_package(
