@@ -1,6 +1,6 @@
 """Reads the written files back from disk, and compares them with the source."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from streamshard.engine.run.phases import COMPARING, VERIFYING
@@ -52,7 +52,8 @@ def differences(
     looked.read(memory, progress.advance)
     if findings.problems:
         return [problem.message for problem in findings.problems]
-    opened, copies = written.open(), list[Pair]()
+    opened = written.open()
+    copies: Sequence[Pair] = ()
     if source.checkpoint.layers:
         opened, copies = other_degrees().with_layers(opened)
     pairing = pair_up(opened, source, converted=True)

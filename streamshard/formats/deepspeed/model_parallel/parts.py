@@ -79,7 +79,7 @@ class ModelInParts:
         if rules is not None:
             return rules
         kind = cuts_in(told)
-        if kind is None:
+        if told is None or kind is None:
             message = f"cut among {self.degrees.tensor} tensor-parallel ranks, and no"
             raise UnsupportedError(
                 f"{message} '{names.UNIVERSAL_INFO}' in its model files tells how, as what AutoTP "
