@@ -133,6 +133,13 @@ def faults(session: nox.Session) -> None:
 
 
 @nox.session(python=False)
+def wander(session: nox.Session) -> None:
+    """Take random jobs to other random ones, `-- FIRST SECONDS`; see `tests/oracle/wander.py`."""
+    arguments = session.posargs or ["0", "600"]
+    run_shared(session, "-m", "tests.oracle.wander", *arguments, groups=["tests"], old_engines=True)
+
+
+@nox.session(python=False)
 def bench(session: nox.Session) -> None:
     """Run every benchmark in its short form, or with the arguments after `--`."""
     for file in sorted(Path("benchmarks").glob("[!_]*.py")):

@@ -98,6 +98,14 @@ class LogicalTensor:
         """Size in bytes, without any padding."""
         return self.numel * ITEMSIZE[self.dtype]
 
+    def dtype_in(self, dtype: str) -> str:
+        """Return as what it is copied to a file of a dtype: a blob is bytes, whatever the file's.
+
+        >>> LogicalTensor(BLOB, "0", "uint8", (8,)).dtype_in("int64")
+        'uint8'
+        """
+        return self.dtype if self.state == BLOB else dtype
+
 
 @dataclass(frozen=True, slots=True)
 class Digest:

@@ -171,7 +171,7 @@ class SourceOptions(Options):
         "--source-ds-config FILE", "DeepSpeed config of the job that saved raw dumps"
     )
     like: Path_ | None = option(
-        "SRC", "reference checkpoint of the same job, which supplies what SRC lacks: see the README"
+        "SRC", "reference checkpoint of the same job, which supplies what SRC lacks"
     )
     tag: str | None = option("", "tag to read [the one that 'latest' names]")
 

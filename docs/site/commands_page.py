@@ -22,6 +22,35 @@ Accelerate or Lightning, a store, or a template of raw per-rank dumps. In square
 what counts without the option. Sizes are written as `64MiB` or `5GB`, times as `90m`, `2h` or `7d`.
 [Exit codes](safety.md#exit-codes) are the same for all commands.
 """
+_TAIL: Final = """\
+
+```
+streamshard completion zsh > ~/.zfunc/_streamshard          # a directory of $fpath
+streamshard completion fish > ~/.config/fish/completions/streamshard.fish
+```
+
+## Progress
+
+It goes to standard error. `--progress` chooses one of these:
+
+| value | what is shown |
+|---|---|
+| `bar` | a bar, which is erased at the end; on a terminal this is the default |
+| `lines` | a line for every tenth and every phase, after 5 seconds; elsewhere this is the default |
+| `json` | a JSON object every second and at every phase |
+| `none` | nothing, as with `-q` |
+
+| key | meaning |
+|---|---|
+| `phase` | what the run does now |
+| `done_bytes`, `total_bytes` | of this phase, with what an earlier run had written |
+| `bytes_per_second` | without what an earlier run had written |
+| `eta_seconds`, `elapsed_seconds` | time left in this phase; time since the command began |
+
+Phases are `reading headers`, `writing`, `syncing`, `committing`; with `--verify` also `verifying`
+and `comparing`; with `--if-needed` first `comparing`. Commands that write nothing have `reading`.
+`compact` puts the tag first: `global_step80: writing`.
+"""
 _GENERAL: Final = ("json", "quiet", "verbose")
 """What every verb takes, and so stands last."""
 
@@ -30,7 +59,8 @@ def page() -> str:
     """Return the whole page."""
     verbs, table = _verbs(arguments_of()), ["| command | what it does |", "|---|---|"]
     table += [f"| [`{name}`](#{name}) | {summary} |" for name, summary, _ in verbs]
-    return "\n".join([_HEAD, *table, *(line for verb in verbs for line in _section(*verb)), ""])
+    lines = [_HEAD, *table, *(line for verb in verbs for line in _section(*verb)), _TAIL]
+    return "\n".join(lines)
 
 
 def _verbs(parser: argparse.ArgumentParser) -> list[tuple[str, str, argparse.ArgumentParser]]:

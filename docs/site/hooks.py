@@ -1,4 +1,4 @@
-"""Makes pages of the README and the changelog, which stand at the root of the repository."""
+"""Makes pages of the README, the changelog and `tests/README.md`, which are not in `docs`."""
 
 import re
 from pathlib import Path
@@ -8,21 +8,25 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 _ROOT = Path(__file__).parent.parent.parent
-_PLACES = {"../README.md": "index.md", "../CHANGELOG.md": "changelog.md"}
-"""How pages call what stands at the root, and what it is called in the site."""
+_PLACES = {
+    "../README.md": "index.md",
+    "../CHANGELOG.md": "changelog.md",
+    "../tests/README.md": "tests.md",
+}
+"""How pages name these files, and their names in the site."""
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what stands at the root, with links as from a page of `docs`."""
+    """Add these files, with links as from a page of `docs`."""
     for place, name in _PLACES.items():
-        text = (_ROOT / Path(place).name).read_text()
-        text = text.replace("](CHANGELOG.md", "](../CHANGELOG.md").replace("](docs/", "](")
+        text = (_ROOT / place.removeprefix("../")).read_text()
+        text = re.sub(r"\]\((?=CHANGELOG\.md|tests/)", "](../", text).replace("](docs/", "](")
         files.append(File.generated(config, name, content=text))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lead links to the root to the pages that were made of it."""
+    """Lead links to these files to the pages that were made of them."""
     for place, name in _PLACES.items():
         markdown = re.sub(rf"\]\({re.escape(place)}(?=[)#])", f"]({name}", markdown)
     return markdown

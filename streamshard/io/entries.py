@@ -52,7 +52,8 @@ def identify(path: Path) -> SourceFile:
     return examine(path).source_file(path)
 
 
-def _examine_if_there(path: Path, *, follows: bool = True) -> Status | None:
+def examine_if_there(path: Path, *, follows: bool = True) -> Status | None:
+    """Return the status of what is at a path, as `examine`; None if nothing is there."""
     try:
         return examine(path, follows=follows)
     except OSError as error:
@@ -65,7 +66,7 @@ def _examine_if_there(path: Path, *, follows: bool = True) -> Status | None:
 
 def exists(path: Path) -> bool:
     """Tell whether a path leads to anything."""
-    return _examine_if_there(path) is not None
+    return examine_if_there(path) is not None
 
 
 def has_file(path: Path) -> bool:
@@ -75,30 +76,30 @@ def has_file(path: Path) -> bool:
 
 def lexists(path: Path) -> bool:
     """Tell whether there is anything at a path, even a link that leads to nothing."""
-    return _examine_if_there(path, follows=False) is not None
+    return examine_if_there(path, follows=False) is not None
 
 
 def is_file(path: Path) -> bool:
     """Tell whether a path leads to a regular file."""
-    found = _examine_if_there(path)
+    found = examine_if_there(path)
     return found is not None and found.is_file
 
 
 def is_directory(path: Path) -> bool:
     """Tell whether a path leads to a directory."""
-    found = _examine_if_there(path)
+    found = examine_if_there(path)
     return found is not None and found.is_directory
 
 
 def is_link(path: Path) -> bool:
     """Tell whether there is a symbolic link at a path."""
-    found = _examine_if_there(path, follows=False)
+    found = examine_if_there(path, follows=False)
     return found is not None and found.is_link
 
 
 def is_real_directory(path: Path) -> bool:
     """Tell whether there is a directory at a path, and no link to one."""
-    found = _examine_if_there(path, follows=False)
+    found = examine_if_there(path, follows=False)
     return found is not None and found.is_directory
 
 

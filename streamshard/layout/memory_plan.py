@@ -17,6 +17,9 @@ WINDOW_BYTES: Final = MIB
 MIN_WINDOW_BYTES: Final = MIB // 4
 SCRATCH_BYTES: Final = 2 * MIB
 """Memory for casts, and for a store's block of which only a part is needed."""
+COMPARING_BYTES: Final = WINDOW_BYTES + SCRATCH_BYTES + 2 * MIB
+"""Memory that a worker takes to compare, besides one window and its scratch: both for the other
+side, and the copies."""
 SLACK_BYTES: Final = 16 * MIB
 """Memory for thread stacks, the allocator's reserves, and the plan of the next file."""
 

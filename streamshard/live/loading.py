@@ -12,8 +12,8 @@ from deepspeed.runtime import engine as ds_engine
 from torch import distributed
 
 from streamshard.errors import SourceNotFoundError, UsageError
+from streamshard.formats.zarr.store_index import is_hierarchy
 from streamshard.io.changes import stub_directory
-from streamshard.io.entries import is_file
 from streamshard.io.files import require_all_unchanged
 from streamshard.io.object_path import is_object
 from streamshard.layout.batch import BatchPlan
@@ -174,7 +174,7 @@ class Loading:
             opened = open_source(path.absolute(), tag)
         except SourceNotFoundError:
             # A store whose metadata is damaged must not count as a fresh start.
-            if may_be_missing and not is_file(path / "zarr.json"):
+            if may_be_missing and not is_hierarchy(path):
                 return False
             raise
         if opened.checkpoint.is_dumps:

@@ -217,3 +217,17 @@ def test_systemd_understands_the_units(tmp_path: Path) -> None:
     command = ["systemd-analyze", "verify", *(str(tmp_path / name) for name in names)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_job_of_kubernetes_runs_what_cron_runs() -> None:
+    (shown,) = blocks(page("archive"), "yaml")
+    spec = pytest.importorskip("yaml").safe_load(shown)["spec"]
+    pod = spec["jobTemplate"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    program, *words = container["command"]
+    line = f"/usr/local/bin/{shlex.join([program, *words])}"
+    assert spec["schedule"] == "30 3 * * *"
+    assert line in CRON
+    mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounted.keys() == {volume["name"] for volume in pod["volumes"]}
+    assert {f"/{word.split('/')[1]}" for word in words if "/" in word} == {*mounted.values()}

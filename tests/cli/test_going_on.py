@@ -284,13 +284,13 @@ def line(text: str) -> bytes:
 
 def header(**changes: object) -> str:
     """Spell a header of the present format that is no run's."""
-    known = {"format": 2, "options": {}, "headers": "", "files": "", "replaces": False}
+    known = {"format": 3, "options": {}, "headers": "", "files": "", "replaces": False}
     return json.dumps({**known, **changes})
 
 
 SPAN = ["a", 0, 1, 2]
 FOREIGN: dict[str, Sequence[str]] = {
-    "a header of another format": [header(format=3)],
+    "a header of another format": [header(format=4)],
     "an empty header": ["{}"],
     "a format that is no number": [header(format=[2])],
     "options that are a list": [header(options=[["verb", "x"]])],

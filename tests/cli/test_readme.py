@@ -14,7 +14,7 @@ from tests.documents import PAGES, README, TEXTS, blocks
 COMMAND = re.compile(r"(?:\$ |30 3 \* \* \* \S*/|ExecStart=\S*/)?(streamshard .*?)(?: +#.*)?")
 """As it is typed, shown, or told to cron and to systemd; what comes behind # is said of it."""
 IN_A_SHELL = re.compile(r"\$\((streamshard .*?)\)")
-MOST_LINES = 250
+MOST_LINES = 180
 """Lines of the README: who comes by reads it to the end."""
 
 

@@ -1,4 +1,4 @@
-"""How parameters are cut: by lists of patterns, by a file of rules, or as AutoTP would cut them."""
+"""How parameters are cut: by lists of patterns, or as AutoTP would cut them."""
 
 import json
 import math
@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import streamshard
-from streamshard.cli.main import main
 from streamshard.errors import (
     CorruptFileError,
     DisagreementError,
@@ -26,15 +25,13 @@ from streamshard.errors import (
     UsageError,
 )
 from streamshard.formats.deepspeed.model_parallel.categories import Categories
-from streamshard.formats.deepspeed.model_parallel.cut_rules import CutRules, read_rules
 from streamshard.formats.deepspeed.model_parallel.name_patterns import NamePatterns
 from streamshard.formats.deepspeed.model_parallel.recomputed_widths import WidthRule
 from streamshard.layout.model_cut import ModelCut
 from tests.comparing import compare
-from tests.documents import blocks, page
 from tests.fabricated import write
 from tests.fabricated_parts import TensorJob, edit_parts, with_degree
-from tests.job import TAG, Job
+from tests.job import TAG
 
 # By lists of patterns -----------------------------------------------------------------------------
 
@@ -250,189 +247,6 @@ def test_parts_are_opened_one_by_one_where_lists_do_not_fit(tmp_path: Path) -> N
         streamshard.export(run, tmp_path / "out")
     with streamshard.open(run) as ckpt:
         assert "mp_rank_01/block.0.bias" in ckpt
-
-
-# By a file of rules -------------------------------------------------------------------------------
-
-RULES = r"""
-# Each as the job's own code cuts it.
-embed\.weight: split 0
-block\.\d+\.attn.weight: split 1
-block.0.mlp: sub 2 [4, 8]
-
-block.0.bias: split 0
-embed\.bias:replicated
-block.1.bias: replicated
-old.*: replicated
-"""
-TWO = TensorJob(
-    parts=2,
-    world_size=3,
-    groups=(
-        (("embed.weight", (11, 4)), ("block.0.attn.weight", (6, 9)), ("block.0.mlp", (3, 2, 12))),
-        (("embed.bias", (1,)), ("block.0.bias", (7,)), ("block.1.bias", (2,))),
-    ),
-    cuts={
-        "embed.weight": (0, (11,)),
-        "block.0.attn.weight": (1, (9,)),
-        "block.0.mlp": (2, (4, 8)),
-        "block.0.bias": (0, (7,)),
-    },
-).told()
-
-
-def untold(run: Path) -> Path:
-    """Take away what model files tell of the cut."""
-    edit_parts(run, lambda held: held.pop("universal_checkpoint_info", None))
-    return run
-
-
-@pytest.fixture
-def rules(tmp_path: Path) -> Path:
-    path = tmp_path / "cut.rules"
-    path.write_text(RULES)
-    return path
-
-
-@pytest.mark.parametrize("degree", [1, 4])
-def test_a_job_that_cuts_its_layers_itself_changes_its_degree(
-    tmp_path: Path, rules: Path, degree: int
-) -> None:
-    run = untold(write(TWO, tmp_path / "run"))
-    wanted = untold(write(with_degree(TWO, degree, 2), tmp_path / "wanted"))
-    options: dict[str, Any] = {"cut_rules_file": rules, "world_size": 2 * degree}
-    if degree > 1:
-        with pytest.raises(UsageError, match="say here like=RUN as well"):
-            streamshard.repartition(run, tmp_path / "out", tensor_parallel=degree, **options)
-        options["like"] = wanted
-    streamshard.repartition(run, tmp_path / "out", tensor_parallel=degree, verify=True, **options)
-    compare(tmp_path / "out" / TAG, wanted / TAG)
-    options |= {"like": run, "world_size": 6}
-    streamshard.repartition(tmp_path / "out", tmp_path / "back", tensor_parallel=2, **options)
-    compare(tmp_path / "back" / TAG, run / TAG)
-
-
-def test_rules_put_whole_tensors_together(tmp_path: Path, rules: Path) -> None:
-    run = untold(write(TWO, tmp_path / "run"))
-    whole = write(with_degree(TWO, 1, 3), tmp_path / "whole")
-    with pytest.raises(UnsupportedError, match="Tell it with cut_rules_file="):
-        streamshard.export(run, tmp_path / "none")
-    streamshard.export(run, tmp_path / "a", cut_rules_file=rules)
-    streamshard.export(whole, tmp_path / "b")
-    found, wanted = ((tmp_path / out / "model.safetensors").read_bytes() for out in "ab")
-    assert found == wanted
-
-
-def test_rules_take_the_place_of_what_files_tell(tmp_path: Path, rules: Path) -> None:
-    run, wrong = write(TWO, tmp_path / "run"), tmp_path / "wrong"
-    wrong.write_text(RULES.replace("attn.weight: split 1", "attn.weight: replicated"))
-    with pytest.raises(DisagreementError, match=r"which is not how .*wrong has it"):
-        streamshard.export(run, tmp_path / "out", cut_rules_file=wrong)
-    streamshard.export(run, tmp_path / "out", cut_rules_file=rules)
-
-
-def test_copies_must_be_equal(tmp_path: Path, rules: Path) -> None:
-    drifted = replace(TWO, changed=("fp32", "block.1.bias", 1))
-    run = untold(write(drifted, tmp_path / "run"))
-    with pytest.raises(DisagreementError, match=r"fp32 of block\.1\.bias: 1 of 2 elements differ"):
-        streamshard.export(run, tmp_path / "out", cut_rules_file=rules)
-
-
-def test_rules_in_the_page_are_rules() -> None:
-    (shown,) = (block for block in blocks(page("resume"), "text") if "replicated" in block)
-    rules = CutRules(shown, "cut.rules")
-    for name, shape, whole in (
-        ("layers.0.norm.weight", (8,), (8,)),
-        ("embed.weight", (16, 8), (32, 8)),
-        ("layers.0.attn.qkv.weight", (3072, 8), (6144, 8)),
-        ("layers.10.attn.dense.weight", (8, 4), (8, 8)),
-    ):
-        assert rules.cut(name, {0: shape, 1: shape}, 2).shape == whole
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("embed: whole", "line 2: 'embed: whole' is no rule"),
-        ("embed", "line 2: 'embed' is no rule"),
-        (": split 0", "line 2: ': split 0' is no rule"),
-        ("embed: split", "is no rule"),
-        ("embed: sub 0 []", "is no rule"),
-        ("embed: sub 0 4, 8", "is no rule"),
-        ("(a|b)+: split 0", "is not a pattern of names that is run here"),
-    ],
-)
-def test_lines_that_are_no_rules_are_refused(line: str, message: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(message)):
-        CutRules(f"# rules\n{line}\n", "cut.rules")
-
-
-BOTH = {0: (2,), 1: (2,)}
-
-
-@pytest.mark.parametrize(
-    ("rule", "shards", "kind", "message"),
-    [
-        ("other: split 0", BOTH, UsageError, "cut.rules: no rule is for 'a'"),
-        ("a: split 1", BOTH, DisagreementError, "(cut along dimension 1)"),
-        ("a: sub 0 [3, 1]", BOTH, DisagreementError, "[3, 1] on 2 ranks, in unequal"),
-        ("a: sub 0 [4]", {0: (3,), 1: (3,)}, DisagreementError, "(parts of 4 in a dimension of 6)"),
-        ("a: replicated", {0: (3,), 1: (2,)}, DisagreementError, "is [3] and [2] on its ranks"),
-        ("a: split 0", {1: (3,)}, UnsupportedError, "is on 1 of the 2 tensor-parallel ranks"),
-        ("a: split 0\na.*: split 0\n.: split 0", BOTH, UsageError, "match 'a': 'a' and 'a.*'; lea"),
-        ("^a$: split 0\n\\S: split 0", BOTH, UsageError, r"match 'a': '^a$' and '\S'; leave one"),
-        ("^a$: split 0\n^a$: split 1", BOTH, UsageError, "'a' is matched by two patterns; leave"),
-    ],
-)
-def test_rules_that_do_not_fit_are_refused(
-    rule: str, shards: dict[int, tuple[int, ...]], kind: type[StreamshardError], message: str
-) -> None:
-    with pytest.raises(kind, match=re.escape(message)):
-        CutRules(rule, "cut.rules").cut("a", shards, 2)
-
-
-def test_a_byte_order_mark_is_no_part_of_the_first_rule(tmp_path: Path) -> None:
-    path = tmp_path / "cut.rules"
-    path.write_text("embed: split 0\n", encoding="utf-8-sig")
-    rules = read_rules(path)
-    assert rules is not None
-    assert rules.cut("embed", BOTH, 2).shape == (4,)
-
-
-def test_rules_that_nothing_is_cut_by_are_refused(tmp_path: Path, rules: Path) -> None:
-    run, out = write(TWO, tmp_path / "run"), tmp_path / "out"
-    single = write(Job(), tmp_path / "single")
-    message = "cut_rules_file=: no tensor is cut otherwise, or put together"
-    for degree in (None, 2):
-        with pytest.raises(UsageError, match=message):
-            streamshard.repartition(
-                run, out, world_size=2, cut_rules_file=rules, tensor_parallel=degree
-            )
-    with pytest.raises(UsageError, match=message):
-        streamshard.export(single, out, cut_rules_file=rules)
-    for path in (tmp_path / "none", tmp_path):
-        with pytest.raises(UsageError, match="cannot be read"):
-            streamshard.export(run, out, cut_rules_file=path)
-    (tmp_path / "binary").write_bytes(b"\xff")
-    with pytest.raises(UsageError, match="not a file of rules"):
-        streamshard.export(run, out, cut_rules_file=tmp_path / "binary")
-
-
-def test_a_saved_plan_is_for_the_rules_that_it_was_made_by(
-    tmp_path: Path, rules: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    untold(write(TWO, tmp_path / "run"))
-    monkeypatch.chdir(tmp_path)
-    options = ["--world-size", "3", "--tensor-parallel", "1", "--cut-rules", "cut.rules"]
-    assert main(["repartition", "run", "out", *options, "-n", "--plan-out", "plan.json"]) == 0
-    assert json.loads(Path("plan.json").read_text())["options"]["cut_rules_file"] == str(rules)
-    rules.write_text(RULES.replace("sub 2 [4, 8]", "sub 2 [8, 4]"))
-    assert main(["apply", "plan.json"]) != 0
-    assert "cut-rules" in capsys.readouterr().err
-    rules.write_text(RULES)
-    assert main(["apply", "plan.json"]) == 0
-    assert main(["repartition", "run", "out", *options, "--if-needed"]) == 0
-    assert "is already what this would make" in capsys.readouterr().out
 
 
 # As AutoTP would cut them -------------------------------------------------------------------------

@@ -160,6 +160,9 @@ def test_what_is_recalled_is_known_as_if_it_were_written(
             os.pwrite(sink.descriptor, bytes([whole[place] ^ 1]), place)
             assert writer.recall(span, sink, found.written) is None
             os.pwrite(sink.descriptor, whole[place : place + 1], place)
+        for nbytes in range(0 if is_encoded else len(whole)):  # what is known is of another span
+            other = Written(nbytes, zlib.crc32(whole[:nbytes]))
+            assert writer.recall(span, sink, other) is None
         os.truncate(sink.descriptor, len(whole) - 1)
         assert writer.recall(span, sink, found.written) is None
 

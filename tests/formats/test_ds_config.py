@@ -68,6 +68,7 @@ SHAPING = (
     "zero_optimization.offload_param.device",
     "zero_optimization.zenflow",
     "zero_optimization.zero_quantized_nontrainable_weights",
+    "zero_optimization.load_from_fp32_weights",
     "zero_optimization.stage3_gather_fp16_weights_on_model_save",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save",
     "bf16",
@@ -131,6 +132,7 @@ def meaning_to_deepspeed(config: Mapping[str, Any]) -> Meaning:
         "tensor_parallel": max(1, parsed.tensor_parallel_config.autotp_size),
         "auto_experts": bool(parsed.expert_parallel_config.enabled),
         "loads_universal": bool(parsed.load_universal_checkpoint),
+        "loads_masters": zero.load_from_fp32_weights,
         "data_before_experts": bool(parsed.use_data_before_expert_parallel_),
     }
 
@@ -155,6 +157,7 @@ def meaning_here(config: Mapping[str, Any]) -> Meaning:
         "tensor_parallel": features.tensor_parallel,
         "auto_experts": features.auto_experts,
         "loads_universal": features.loads_universal,
+        "loads_masters": features.loads_masters,
         "data_before_experts": layout.data_before_experts,
     }
 

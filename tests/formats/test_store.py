@@ -21,12 +21,8 @@ from zarr.core.buffer import default_buffer_prototype
 from zarr.storage import MemoryStore
 
 import streamshard
-from streamshard.formats.zarr.documents import (
-    array_document,
-    array_path,
-    chunk_keys,
-    group_document,
-)
+from streamshard.formats.zarr.array_paths import array_path
+from streamshard.formats.zarr.documents import array_document, chunk_keys, group_document
 from streamshard.formats.zarr.rewritten import is_serialized_anew
 from streamshard.model import ITEMSIZE, LogicalTensor
 from streamshard.options import CODECS

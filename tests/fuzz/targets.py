@@ -40,6 +40,7 @@ from streamshard.formats.zarr import (
 from streamshard.io.lock import holder_in
 from streamshard.io.readable import ReadableFile
 from streamshard.layout.boxes import NotTiledError, grid_of
+from streamshard.model import ZeroLayout
 from streamshard.operations.compact.receipts import ArchivedTag
 from streamshard.operations.transfer import plan_file
 from streamshard.operations.transfer.run_identity import is_header
@@ -188,7 +189,7 @@ def configs(_: bytes, path: Path) -> None:
         ds_config.batch_sizes,
         ds_config.features,
         ds_config.zero_stage,
-        resume_settings.notes,
+        lambda config: list(resume_settings.notes(config, ZeroLayout(2, world_size=1))),
     ):
         with suppress(StreamshardError):
             read(config)

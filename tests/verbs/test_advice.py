@@ -317,6 +317,25 @@ def test_a_config_that_loads_universal_checkpoints_is_noted(tmp_path: Path) -> N
     assert any("checkpoint.load_universal" in note for note in report.notes)
 
 
+@pytest.mark.parametrize(("stage", "is_noted"), [(1, True), (2, True), (3, False)])
+def test_a_config_that_rounds_master_weights_is_noted(
+    stage: int, is_noted: bool, tmp_path: Path
+) -> None:
+    run = write(Job(stage=stage), tmp_path / "run")
+    edit_all(run, "*.pt", zero(load_from_fp32_weights=False))
+    report = streamshard.repartition(run, tmp_path / "out", world_size=3)
+    assert any("load_from_fp32_weights off" in note for note in report.notes) == is_noted
+
+
+def test_a_config_with_which_no_master_weights_are_loaded_is_refused(tmp_path: Path) -> None:
+    run = write(Job(stage=1), tmp_path / "run")
+    path = write_config(tmp_path, run, load_from_fp32_weights=False)
+    given = json.loads(path.read_text()) | {"data_types": {"grad_accum_dtype": "fp32"}}
+    path.write_text(json.dumps(given))
+    with pytest.raises(UsageError, match=r"BF16_Optimizer keeps the master weights.*set it to tr"):
+        streamshard.repartition(run, tmp_path / "out", world_size=3, ds_config_file=path)
+
+
 @pytest.mark.parametrize(
     "section",
     [{"ratio": 1.5}, {"ratio": "much"}, {"super_offload": "perhaps"}],

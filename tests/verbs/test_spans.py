@@ -27,11 +27,12 @@ import streamshard
 from streamshard.engine.journals.journal import Journal, Written
 from streamshard.engine.run import span_writer
 from streamshard.engine.run.window import Window
-from streamshard.engine.run.work import Span, SpanResult
+from streamshard.engine.run.work import Fixed, Span, SpanResult
 from streamshard.errors import StreamshardError, TargetExistsError
 from streamshard.io import sink
 from streamshard.io.readable import read_into
 from streamshard.io.sink import Sink
+from streamshard.operations.source.source import open_source
 from streamshard.operations.transfer import file_layout
 from tests.cli.conftest import tree
 from tests.degrees.test_averaged import TWO as AVERAGED
@@ -150,6 +151,17 @@ def test_spans_of_any_size_and_of_few_copies_make_the_same_files(
         assert made == tree(tmp_path / "whole")
         assert report.bytes_written == sum(map(len, made.values()))
         assert report.overflowed == whole.overflowed
+
+
+def test_no_span_begins_where_another_one_does(tmp_path: Path) -> None:
+    """A journal knows spans by that: what is said of an empty one would count for the next."""
+    few = Fixed(bytes(file_layout.SPAN_BYTES // file_layout.MOST_COPIES))
+    pieces = [Fixed(b"")] * 3000 + [few] * 3000 + [Fixed(b"")] * 3000
+    source = open_source(write(Job(stage=2), tmp_path))
+    divided = file_layout.Divider(source).target(file_layout.FileLayout("a", pieces))
+    offsets = [span.offset for span in divided.spans]
+    assert len(set(offsets)) == len(offsets) > 2
+    assert sum(span.nbytes for span in divided.spans) == divided.span_bytes == 3000 * few.nbytes
 
 
 # Cut off ------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 import streamshard
 from streamshard.errors import IntegrityError
 from streamshard.io.page_cache import drop_cached
-from streamshard.operations.transfer import read_back
+from streamshard.operations.transfer import plan
 from tests.cli.conftest import flip as flip_middle
 from tests.cli.conftest import model_file
 from tests.fabricated import DUMPS, edit, save, write, write_dumps
@@ -99,7 +99,7 @@ def damage_written(monkeypatch: pytest.MonkeyPatch, damage: Damage) -> list[Path
         damage(place)
         drop_cached(place)
 
-    monkeypatch.setattr(read_back, "drop_cached", drop)
+    monkeypatch.setattr(plan, "drop_cached", drop)
     return places
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, BinaryIO, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +64,8 @@ class Journal:
         self.path = path
         self.header: Mapping[str, Any] | None = None
         """Identity of the run; None before it has begun, empty if another version wrote this."""
+        self.is_there = False
+        """Whether there is a journal, of whatever run."""
         self.is_whole = False
         """Whether the earlier run wrote everything."""
         self.is_empty = True
@@ -73,8 +75,10 @@ class Journal:
 
     def _read(self) -> None:
         rows = array("Q")
+        stream = _open_if_there(self.path)
+        self.is_there = stream is not None
         try:
-            for line in _lines_of(self.path):
+            for line in () if stream is None else _lines_of(stream):
                 if isinstance(line, dict):
                     self.header = line if self.header is None else self.header
                 elif line == _WHOLE:
@@ -135,14 +139,17 @@ def serialize_line(line: object) -> bytes:
     return b"\n%08x %s\n" % (zlib.crc32(text), text)
 
 
-def _lines_of(path: Path) -> Iterator[Any]:
+def _open_if_there(path: Path) -> BinaryIO | None:
     try:
         status = examine(path)
         if not (status.is_file or status.is_directory):  # a pipe would wait for a writer
             raise OSError(errno.EINVAL, "it is a pipe or a device; move it away", str(path))
-        stream = stream_of(path)
+        return stream_of(path)
     except (FileNotFoundError, NotADirectoryError):
-        return
+        return None
+
+
+def _lines_of(stream: BinaryIO) -> Iterator[Any]:
     with stream:
         yield from intact_lines(stream)
 

@@ -61,8 +61,9 @@ class UploadJournal:
         self._batch: list[bytes] = []
         self._flushed = clock()
         self._next = 1
-        self._exists = has_file(header_of(path))
-        if self._exists:
+        self.is_there = has_file(header_of(path))
+        """Whether there is a journal, of whatever run."""
+        if self.is_there:
             self._read()
 
     def _read(self) -> None:
@@ -121,10 +122,10 @@ class UploadJournal:
 
     def begin(self, header: Mapping[str, Any]) -> None:
         """Start a new journal, which from now on identifies the target as this run's."""
-        if self._exists:
+        if self.is_there:
             remove(self.path)
         write_new(self.header_path, serialize_line(dict(header)))
-        self.header, self.is_whole, self._next, self._exists = header, False, 1, True
+        self.header, self.is_whole, self._next, self.is_there = header, False, 1, True
         self._names = []
         self._known.clear()
 
@@ -184,7 +185,7 @@ class UploadJournal:
         others = sorted({*own, *self._names} - {_HEADER})
         place_of(self.path).remove_files(self.path / name for name in others)
         remove_file(self.header_path, missing_ok=True)
-        self.header, self.is_whole, self._exists, self._is_noted_whole = None, False, False, False
+        self.header, self.is_whole, self.is_there, self._is_noted_whole = None, False, False, False
         self._batch, self._next, self._names = [], 1, []
         self._known.clear()
 

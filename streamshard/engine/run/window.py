@@ -101,10 +101,12 @@ class Window:
     def recall(self, span: Span, file: Sink, written: Written) -> SpanResult | None:
         """Return the result of a span that an earlier run wrote, as if it were written now.
 
-        Reads the span once. Returns None if its content differs from that run's journal or from
-        the span's fixed parts, or if overflow is to be counted and an element is infinite: it may
-        have been infinite before the cast.
+        Reads the span once. Returns None if its size or content differs from that run's journal or
+        from the span's fixed parts, or if overflow is to be counted and an element is infinite: it
+        may have been infinite before the cast.
         """
+        if written.nbytes != span.nbytes and not span.is_encoded:
+            return None
         self._file, self._offset, self._crc32 = file, span.offset, 0
         end = span.offset + written.nbytes
         regions = []

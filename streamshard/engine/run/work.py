@@ -101,6 +101,11 @@ class Span:
         """Size in the file; an upper bound if a part is encoded."""
         return sum(part.nbytes for part in self.parts)
 
+    @property
+    def is_encoded(self) -> bool:
+        """Whether a part is encoded, so that its size is known once it is written."""
+        return any(isinstance(part, Region) and part.codec is not None for part in self.parts)
+
 
 class LazySpans(Collection[Span]):
     """Spans that are made when they are needed and not kept, because their copies take memory."""

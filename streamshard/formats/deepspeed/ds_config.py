@@ -420,6 +420,9 @@ def batch_sizes(config: Config) -> tuple[int | None, int | None, int | None]:
     )
 
 
+_LOADS_MASTERS: Final = "load_from_fp32_weights"
+
+
 @dataclass(frozen=True, slots=True)
 class Features:
     """Features that keep state outside of ZeRO's files, or change how the files store it.
@@ -444,6 +447,8 @@ class Features:
     """`expert_parallel.enabled`, AutoEP's section."""
     loads_universal: bool
     """`checkpoint.load_universal`."""
+    loads_masters: bool
+    """`load_from_fp32_weights`, which is on by default."""
 
 
 def features(config: Config) -> Features:
@@ -460,6 +465,7 @@ def features(config: Config) -> Features:
         tensor_parallel=top.section("tensor_parallel").count("autotp_size") or 1,
         auto_experts=_expert_parallel(top).plain_flag("enabled"),
         loads_universal=top.section("checkpoint").plain_flag("load_universal"),
+        loads_masters=not zero.has(_LOADS_MASTERS) or zero.flag(_LOADS_MASTERS),
     )
 
 

@@ -3,7 +3,7 @@
 The comments name the DeepSpeed 0.19.8 code behind each rule.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -43,16 +43,23 @@ def objection(job: Resuming) -> str | None:
     return next((text for text in found if text is not None), None)
 
 
-def notes(config: ds_config.Config) -> tuple[str, ...]:
-    """Return notes on config changes that a job needs to load native files."""
-    if not ds_config.features(config).loads_universal:
-        return ()
-    # With it, `DeepSpeedEngine.load_checkpoint` looks for `latest_universal`.
-    text = (
-        "The config has checkpoint.load_universal on, with which DeepSpeed does not load these "
-        "files: set it to false in the DeepSpeed config of the job that resumes."
-    )
-    return (text,)
+def notes(config: ds_config.Config, layout: ZeroLayout) -> Iterator[str]:
+    """Yield notes on settings with which a job does not load native files as they are."""
+    features = ds_config.features(config)
+    if features.loads_universal:
+        # With it, `DeepSpeedEngine.load_checkpoint` looks for `latest_universal`.
+        yield (
+            "The config has checkpoint.load_universal on, with which DeepSpeed does not load these "
+            "files: set it to false in the DeepSpeed config of the job that resumes."
+        )
+    dtype = ds_config.module_dtype(config)
+    # `DeepSpeedZeroOptimizer._restore_from_bit16_weights`; stage 3 does not heed it.
+    if not features.loads_masters and layout.stage in (1, 2) and dtype != "float32":
+        yield (
+            f"The config has load_from_fp32_weights off, with which DeepSpeed rounds the master "
+            f"weights to {dtype} as it loads them: set it to true in the DeepSpeed config of the "
+            "job that resumes."
+        )
 
 
 _Rule = Callable[[Resuming, Features], str | None]
@@ -175,10 +182,21 @@ def _bf16_optimizer(job: Resuming, features: Features) -> str | None:
     return None
 
 
+def _masters_of_bf16_optimizer(job: Resuming, features: Features) -> str | None:
+    # `BF16_Optimizer._load_legacy_checkpoint` leaves its masters as they are.
+    if not job.layout.bf16_optimizer or features.loads_masters:
+        return None
+    return (
+        "has load_from_fp32_weights off, with which BF16_Optimizer keeps the master weights of the "
+        "model that the job starts with, whatever the files hold: set it to true"
+    )
+
+
 _RULES: Final[tuple[_Rule, ...]] = (
     _between_releases,
     _empty_parameters,
     _bf16_optimizer,
+    _masters_of_bf16_optimizer,
     _nvme,
     _partial_offload,
     _super_offload,

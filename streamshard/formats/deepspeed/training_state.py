@@ -63,7 +63,7 @@ def _without_experts(model_part: ModelPart) -> ModelPart:
     state = model_part.optimizer_file[names.OPTIMIZER]
     key = names.BASE_OPTIMIZER if state.get(names.BASE_OPTIMIZER) else names.OPTIMIZER
     wrapped = {**state[key], "param_groups": [entries[number] for number in kept]}
-    rates = {key: [held[number] for number in kept] for key, held in _rates(model_part).items()}
+    rates = {key: [rate[number] for number in kept] for key, rate in _rates(model_part).items()}
     model_state = dict(model_part.model_state)
     if rates:
         model_state[names.SCHEDULER] = {**model_state[names.SCHEDULER], **rates}
@@ -115,7 +115,7 @@ def _options(model_part: ModelPart, group: ParamGroup) -> dict[str, Node]:
     if options.get(names.GROUP_NAME) == names.ranks_name(group.expert_parallel):
         options[names.GROUP_NAME] = _ANY_RANKS
     rates = {
-        f"{names.SCHEDULER}.{key}": held[group.number] for key, held in _rates(model_part).items()
+        f"{names.SCHEDULER}.{key}": rate[group.number] for key, rate in _rates(model_part).items()
     }
     return {**options, **rates}
 
@@ -123,12 +123,12 @@ def _options(model_part: ModelPart, group: ParamGroup) -> dict[str, Node]:
 def _rates(model_part: ModelPart) -> dict[str, list[Node]]:
     """Return the lists of the scheduler that have an element for each param group."""
     scheduler = model_part.model_state.get(names.SCHEDULER)
-    held = scheduler if isinstance(scheduler, dict) else {}
+    entries = scheduler if isinstance(scheduler, dict) else {}
     count = len(_entries(model_part))
     return {
-        key: held[key]
+        key: entries[key]
         for key in names.RATES_PER_GROUP
-        if isinstance(held.get(key), list) and len(held[key]) == count
+        if isinstance(entries.get(key), list) and len(entries[key]) == count
     }
 
 
@@ -212,10 +212,10 @@ def _told(model_part: ModelPart, group: ParamGroup) -> dict[str, str]:
 def _number(state: ScalarState) -> Node:
     """Return the only element of a small tensor; None if it is no number."""
     try:
-        held = np.frombuffer(state.data, dtype=state.dtype).tolist()
+        values = np.frombuffer(state.data, dtype=state.dtype).tolist()
     except (TypeError, ValueError):
         return None
-    return held[0] if len(held) == 1 else None
+    return values[0] if len(values) == 1 else None
 
 
 def _is_plain(value: Node) -> bool:
@@ -235,8 +235,8 @@ def _plain_text(value: Node) -> str:
 def provenance(checkpoint: Checkpoint) -> Mapping[str, Node]:
     """Return the entries that describe the job that saved, by key."""
     first = checkpoint.model_parts[0]
-    held = {**first.model_state, **first.optimizer_file}
-    return {key: held[key] for key in sorted(_PROVENANCE) if held.get(key) is not None}
+    entries = {**first.model_state, **first.optimizer_file}
+    return {key: entries[key] for key in sorted(_PROVENANCE) if entries.get(key) is not None}
 
 
 def differing_keys(left: Node, right: Node) -> list[str]:
@@ -244,8 +244,8 @@ def differing_keys(left: Node, right: Node) -> list[str]:
     return [found.name for found in compare_nodes(left, right, "") if isinstance(found, Disparity)]
 
 
-def _kept(held: Mapping[str, Node], aside: frozenset[str] | set[str]) -> dict[str, Node]:
-    return {key: value for key, value in held.items() if key not in aside}
+def _kept(entries: Mapping[str, Node], aside: frozenset[str] | set[str]) -> dict[str, Node]:
+    return {key: value for key, value in entries.items() if key not in aside}
 
 
 def _compare_optimizers(
@@ -254,12 +254,16 @@ def _compare_optimizers(
     if not one.optimizer_file or not other.optimizer_file:
         return  # at stage 0 the model file holds the optimizer's state, and is compared elsewhere
     aside = _CUT_IN_OPTIMIZER | _PROVENANCE
-    held = [_kept(model_part.optimizer_file[names.OPTIMIZER], aside) for model_part in (one, other)]
-    for mine, layout in ((held[0], right), (held[1], left)):
-        theirs = held[1] if mine is held[0] else held[0]
+    left_entries, right_entries = (
+        _kept(model_part.optimizer_file[names.OPTIMIZER], aside) for model_part in (one, other)
+    )
+    for mine, theirs, layout in (
+        (left_entries, right_entries, right),
+        (right_entries, left_entries, left),
+    ):
         for key in (_KEPT_AT_12 - _kept_by(layout)) & mine.keys() - theirs.keys():
             del mine[key]
-    yield from _compare_dicts(held[0], held[1], f"{prefix}optimizer/")
+    yield from _compare_dicts(left_entries, right_entries, f"{prefix}optimizer/")
     yield from compare_nodes(
         one.wrapped_optimizer, other.wrapped_optimizer, f"{prefix}optimizer/wrapped"
     )
@@ -274,7 +278,7 @@ def _kept_by(layout: ZeroLayout) -> frozenset[str]:
 
 def _compare_scalars(one: ModelPart, other: ModelPart, prefix: str) -> Iterator[Found]:
     """Compare the unpartitioned states of each group, such as step counters."""
-    held = [
+    left, right = (
         {
             f"group {group.number}"
             + (f", expert rank {group.expert_rank}" if experts else ""): _shown_scalars(group)
@@ -282,8 +286,8 @@ def _compare_scalars(one: ModelPart, other: ModelPart, prefix: str) -> Iterator[
             for experts in (group.expert_parallel > 1,)
         }
         for model_part in (one, other)
-    ]
-    yield from compare_nodes(held[0], held[1], f"{prefix}optimizer/state")
+    )
+    yield from compare_nodes(left, right, f"{prefix}optimizer/state")
 
 
 def _compare_dicts(

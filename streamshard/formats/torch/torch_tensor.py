@@ -74,6 +74,13 @@ class Storage:
         """Size in bytes."""
         return self.numel * ITEMSIZE[self.dtype]
 
+    @property
+    def blob(self) -> int:
+        """The logical tensor that holds its bytes, if it belongs to a checkpoint's state."""
+        if not isinstance(self.content, Whole):
+            raise CorruptFileError("a storage of the training state is not a blob")
+        return self.content.tensor
+
     def require_like(self, other: "Storage", key: str) -> "Storage":
         """Return the storage itself if another mention of its key describes the same one."""
         if (self.dtype, self.numel) != (other.dtype, other.numel):

@@ -7,21 +7,17 @@ written stores with zarr-python and TensorStore.
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
-from hashlib import sha256
 from typing import Any, Final
-from urllib.parse import quote
 
 from streamshard.formats.checkpoint import Checkpoint
+from streamshard.formats.zarr.array_paths import array_path, is_shortened
 from streamshard.formats.zarr.chunks import EARLY_SETTINGS, blosc_settings
 from streamshard.formats.zarr.store_state import VERSION, ChunkShapes
 from streamshard.layout.zero import ceil_div
-from streamshard.model import BLOB, FILE, ITEMSIZE, MODULE, LogicalTensor
+from streamshard.model import BLOB, ITEMSIZE, LogicalTensor
 
-ROOT_DOCUMENT: Final = "zarr.json"
-"""The root group's document. A node of this name would replace its parent's document."""
 ROOT_KEY: Final = "streamshard"
 """Attribute of the root group that makes a hierarchy a store."""
 VERSION_KEY: Final = "format_version"
@@ -29,34 +25,8 @@ WEIGHTS_KEY: Final = "weights_only"
 STATE_PATH: Final = "meta/state"
 MANIFEST_PATH: Final = "meta/manifest"
 
-_LIMIT_NAME: Final = 255
-"""Most bytes of a directory's name on nearly every file system."""
-_SHORTENED: Final = "%~"
-"""Stands for the rest of a name that is too long; the SHA-256 of the whole name follows."""
-_CUT_ESCAPE: Final = re.compile("%[0-9A-F]?$")
-
 _STORED_DTYPES: Final = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 """Dtype without a name in Zarr's core → the integer dtype that stores its bits."""
-
-
-def array_path(tensor: LogicalTensor) -> str:
-    """Return the path of a logical tensor's array in the hierarchy."""
-    top = tensor.state if tensor.state in (MODULE, BLOB, FILE) else f"state/{_escape(tensor.state)}"
-    path = f"{top}/{_escape(tensor.name)}"
-    return f"{tensor.model_part}/{path}" if tensor.model_part else path
-
-
-def _escape(name: str) -> str:
-    """Turn any text into a node name that is not reserved, not empty and not too long."""
-    escaped = quote(name, safe=" !#$&'()+,;=@[]{}~^")
-    if not escaped.strip(".") or escaped.startswith("__") or escaped == ROOT_DOCUMENT:
-        escaped = "".join(f"%{byte:02X}" for byte in name[:1].encode()) + escaped[1:]
-    if len(escaped) > _LIMIT_NAME:
-        digest = sha256(name.encode()).hexdigest()
-        # Do not cut within an escape. No escape begins with the mark that follows.
-        start = _CUT_ESCAPE.sub("", escaped[: _LIMIT_NAME - len(_SHORTENED) - len(digest)])
-        escaped = f"{start}{_SHORTENED}{digest}"
-    return escaped or "%"
 
 
 def group_document(attributes: Mapping[str, Any] | None = None) -> bytes:
@@ -69,7 +39,7 @@ def array_document(tensor: LogicalTensor, chunk: tuple[int, ...], codec: str) ->
     stored = _STORED_DTYPES.get(tensor.dtype, tensor.dtype)
     fill: Any = False if stored == "bool" else [0.0, 0.0] if stored.startswith("complex") else 0
     attributes = {"dtype": tensor.dtype} if stored != tensor.dtype else {}
-    if _SHORTENED in array_path(tensor):
+    if is_shortened(array_path(tensor)):
         attributes["name"] = tensor.name
     codecs: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
     if ITEMSIZE[tensor.dtype] == 1:

@@ -31,11 +31,10 @@ from streamshard.formats import strict_json
 from streamshard.formats.links import require_regular
 from streamshard.formats.pickle.inert import show
 from streamshard.formats.shapes import is_size, require_shape
+from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT, array_path
 from streamshard.formats.zarr.chunks import serialize_checksum
 from streamshard.formats.zarr.documents import (
-    ROOT_DOCUMENT,
     array_document,
-    array_path,
     chunk_counts,
     forms,
     small_array_document,

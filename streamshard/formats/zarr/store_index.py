@@ -27,15 +27,14 @@ from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.links import resolved_link
 from streamshard.formats.pickle.inert import show
 from streamshard.formats.zarr import store_manifest, store_state
+from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT, array_path
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, LIMIT_BYTES, BloscChunk, EncodedChunk
 from streamshard.formats.zarr.documents import (
     MANIFEST_PATH,
-    ROOT_DOCUMENT,
     ROOT_KEY,
     STATE_PATH,
     VERSION_KEY,
     WEIGHTS_KEY,
-    array_path,
     chunk_counts,
     chunk_keys,
 )
@@ -237,7 +236,7 @@ class StoreIndex:
             builder.assign(index, builder.slot(slot), piece_numel=numel)
         return builder.build()
 
-    def look_at(
+    def add_file(
         self, path: str, nbytes: int | None, decoder: Decoder | None = None
     ) -> Fault | None:
         """Add a regular file of this length; returns what is wrong with any other."""
@@ -304,7 +303,7 @@ class StoreIndex:
             decoder = self._decoder(array, chunk, record, manifest.codec)
             wrong = decoder if isinstance(decoder, CorruptFileError) else None
             known = None if isinstance(decoder, CorruptFileError) else decoder
-            fault = self.look_at(chunk.path, record.nbytes, known)
+            fault = self.add_file(chunk.path, record.nbytes, known)
             if fault is None and wrong is not None:
                 del self.numbers[chunk.path]
                 fault = Fault(self.root / chunk.path, wrong)
@@ -344,6 +343,11 @@ class StoreIndex:
         # Nothing is read from these; the run ends with an error if one of them changes.
         self.files += array.files.values()
         self.codec_bytes = max(self.codec_bytes, array.codec_bytes)
+
+
+def is_hierarchy(root: Path) -> bool:
+    """Tell whether a directory is the root of a Zarr hierarchy, whatever tool wrote it."""
+    return is_file(root / ROOT_DOCUMENT)
 
 
 def is_store(root: Path) -> bool:

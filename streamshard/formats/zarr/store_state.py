@@ -66,9 +66,7 @@ def dump(
     def persistent_id(node: Node) -> Node | None:
         if not isinstance(node, Storage):
             return None
-        if not isinstance(node.content, Whole):
-            raise CorruptFileError("a storage of the training state is not a blob")
-        tensor = node.content.tensor
+        tensor = node.blob
         return ("blob", node.dtype, node.numel, tensor if numbers is None else numbers[tensor])
 
     # Present only where they are needed.

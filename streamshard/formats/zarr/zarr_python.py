@@ -30,7 +30,7 @@ from zarr.registry import register_codec
 
 from streamshard.errors import CorruptFileError, UnsupportedError
 from streamshard.formats.pickle.inert import show
-from streamshard.formats.zarr.documents import ROOT_DOCUMENT
+from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT
 from streamshard.io.entries import open_readable
 from streamshard.io.files import require_same
 from streamshard.model import SourceFile

@@ -12,10 +12,10 @@ from streamshard.errors import IntegrityError, SourceError, StreamshardError
 from streamshard.formats import strict_json
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.deepspeed.names import OWN_PREFIX
+from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES
 from streamshard.formats.zarr.documents import (
     MANIFEST_PATH,
-    ROOT_DOCUMENT,
     STATE_PATH,
     forms,
     small_array_document,
@@ -76,7 +76,7 @@ class StoreCheck:
         if index.manifest is None:
             self._add_unlisted(present)
             return
-        self._look_at_manifest_document()
+        self._check_manifest_document()
         if index.is_described:
             self._note_state(*index.known())
         self._add_others(index.manifest, present)
@@ -114,8 +114,8 @@ class StoreCheck:
             if not path.endswith(ROOT_DOCUMENT):
                 self._add_file(path, None)
 
-    def _look_at_manifest_document(self) -> None:
-        """Look at the one document that the manifest does not list."""
+    def _check_manifest_document(self) -> None:
+        """Check the one document that the manifest does not list."""
         if MANIFEST_PATH in self._index.not_ours:
             return
         document, nbytes = self._root / MANIFEST_FILES[0], self._index.content_bytes[MANIFEST_PATH]
@@ -155,7 +155,7 @@ class StoreCheck:
 
     def _add_file(self, path: str, nbytes: int | None) -> bool:
         """Add a file, or what is wrong with it; tells whether it was serialized again instead."""
-        fault = self._index.look_at(path, nbytes)
+        fault = self._index.add_file(path, nbytes)
         if fault is None:
             return False
         if isinstance(fault.error, IntegrityError) and self._is_serialized_anew(path):
@@ -245,31 +245,31 @@ class StoreCheck:
         """Check a document, the training state, or a chunk that only the manifest lists."""
         number, full = self._index.numbers[path], self._root / path
         record, document = manifest.records[path], self._documents.get(path)
-        look: Callable[[Result], list[str]]
+        problems_of: Callable[[Result], list[str]]
         if document is not None and record.nbytes > _LIMIT_AGAIN * len(document) + _FREE_BYTES:
             message = f"{full}: {record.nbytes:,} bytes, where the document of an array belongs"
             self._findings.add(MALFORMED, full, message)
             document = None
         if document is not None:
             piece = chunk_check.bytes_piece(number, record.nbytes)
-            look = partial(_look_at_document, full, record, document)
+            problems_of = partial(_document_problems, full, record, document)
         elif path.endswith(ROOT_DOCUMENT) or path in STATE_FILES or manifest.codec != "none":
             return self._whole_unit(number, full, record)
         else:
             content = max(0, record.nbytes - CHECKSUM_BYTES)
             check = ChunkCheck(full, number, record, content, content, is_encoded=False)
-            piece, look = check.piece(), check.problems
+            piece, problems_of = check.piece(), check.problems
 
         def judge(results: Sequence[Result]) -> None:
-            self._take(full, results[0], look)
+            self._take(full, results[0], problems_of)
 
         return Unit([piece], judge)
 
     def _whole_unit(self, number: int, full: Path, record: FileRecord) -> Unit:
-        look = partial(chunk_check.whole_digest, full, record)
+        problems_of = partial(chunk_check.whole_digest, full, record)
 
         def judge(results: Sequence[Result]) -> None:
-            self._take(full, chunk_check.joined(results), look)
+            self._take(full, chunk_check.joined(results), problems_of)
 
         return Unit(chunk_check.digest_pieces(number, record.nbytes), judge)
 
@@ -330,17 +330,17 @@ class StoreCheck:
             message = f"{place}: its elements have the digest {found}, {recorded:.40} was recorded"
             self._findings.add(DAMAGED, place, message)
 
-    def _take(self, path: Path, result: Result, look: Callable[[Result], list[str]]) -> None:
+    def _take(self, path: Path, result: Result, problems_of: Callable[[Result], list[str]]) -> None:
         """Add the problems of a file that was read, or the error if it could not be read."""
         if isinstance(result, StreamshardError):
             self._findings.add_error(result, path)
             return
         self._findings.checked += 1
-        for problem in look(result):
+        for problem in problems_of(result):
             self._findings.add(DAMAGED, path, problem)
 
 
-def _look_at_document(path: Path, record: FileRecord, expected: bytes, found: bytes) -> list[str]:
+def _document_problems(path: Path, record: FileRecord, expected: bytes, found: bytes) -> list[str]:
     problems = chunk_check.whole_file(path, record, crc32(found))
     if not problems and not _is_same_array(found, expected):
         return [f"{path}: describes another array than the training state does"]

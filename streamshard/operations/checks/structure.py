@@ -15,11 +15,12 @@ from streamshard.layout.sample import Sample
 from streamshard.model import SourceFile
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.scan import Unit, scan
+from streamshard.operations.source.directory_content import DirectoryContent
 from streamshard.operations.source.source import Request, Source
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class CheckedStructure:
     """A checkpoint whose structure was checked."""
 
     kind: str
@@ -55,14 +56,26 @@ class Reader(ABC):
 
     @abstractmethod
     def recognizes(self, request: Request) -> Path | None:
-        """Return the directory of the checkpoint that is asked for; None if it is another kind."""
+        """Return the place of the checkpoint that is asked for; None if it is another kind.
+
+        That is its directory, or the template of its files.
+        """
+
+    def is_alone_in(self, content: DirectoryContent) -> bool | None:
+        """Tell whether all of a directory is one such checkpoint; None if nothing of this kind.
+
+        A target of ours may be replaced only if it is.
+        """
+        return None
 
     @abstractmethod
     def open(self, place: Path, request: Request) -> Source:
-        """Open the checkpoint in a directory."""
+        """Open the checkpoint at a place."""
 
     @abstractmethod
-    def look_at(self, place: Path, request: Request, findings: Findings, sample: Sample) -> Looked:
+    def check_structure(
+        self, place: Path, request: Request, findings: Findings, sample: Sample
+    ) -> CheckedStructure:
         """Check its structure; all problems are added to the findings."""
 
     def complete(
@@ -72,9 +85,9 @@ class Reader(ABC):
         raise NotImplementedError
 
 
-def look_at(request: Request, findings: Findings, sample: Sample) -> Looked:
+def check_structure(request: Request, findings: Findings, sample: Sample) -> CheckedStructure:
     """Check the structure of a checkpoint; all problems are added to the findings."""
     with listings_kept(), source_errors(request.root):
         reader, place = request.reader()
-        looked: Looked = reader.look_at(place, request, findings, sample)
-    return looked
+        checked: CheckedStructure = reader.check_structure(place, request, findings, sample)
+    return checked

@@ -8,7 +8,7 @@ from typing import Final
 from streamshard.engine.numeric import digests
 from streamshard.engine.scan.probe import Probe
 from streamshard.errors import StreamshardError
-from streamshard.formats.zarr.documents import array_path
+from streamshard.formats.zarr.array_paths import array_path
 from streamshard.layout.sample import Sample
 from streamshard.model import ITEMSIZE
 from streamshard.operations.checks.problems import Findings

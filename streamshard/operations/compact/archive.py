@@ -9,7 +9,7 @@ from typing import Final
 from streamshard.engine.run import resident_memory
 from streamshard.errors import CorruptFileError, SourceError, StreamshardError, TargetExistsError
 from streamshard.formats.deepspeed import names
-from streamshard.formats.zarr.documents import array_path
+from streamshard.formats.zarr.array_paths import array_path
 from streamshard.io.changes import remove_file, sync_tree
 from streamshard.io.entries import examine, is_same_file, lexists, paths_below
 from streamshard.io.files import source_errors, target_errors

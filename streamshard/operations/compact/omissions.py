@@ -6,7 +6,7 @@ from streamshard.engine.numeric.cast import cast_between
 from streamshard.errors import UnsupportedError
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.zarr import store_state
-from streamshard.formats.zarr.documents import array_path
+from streamshard.formats.zarr.array_paths import array_path
 from streamshard.model import FILE, ITEMSIZE, MASTER, MODULE
 from streamshard.operations.compare.comparison import compare
 from streamshard.operations.compare.pairing import Pair, SideElements

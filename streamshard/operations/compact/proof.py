@@ -18,7 +18,7 @@ from streamshard.io.place import place_of
 from streamshard.layout.sample import EVERYTHING
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.scan import scan
-from streamshard.operations.checks.structure import look_at
+from streamshard.operations.checks.structure import check_structure
 from streamshard.operations.compact import omissions
 from streamshard.operations.compact.receipts import ArchivedTag, Check, CheckLog, Receipt
 from streamshard.operations.compact.run_context import ProofContext
@@ -121,7 +121,7 @@ def read_archive(store: Path, proofs: ProofContext, findings: Findings) -> dict[
     """
     resident_memory.restart_peak()
     drop_cached(store)
-    found = look_at(Request(store), findings, EVERYTHING)
+    found = check_structure(Request(store), findings, EVERYTHING)
     whole: dict[Path, str] = {}
 
     def note(file: int, sha256: str) -> None:

@@ -19,12 +19,11 @@ from streamshard.io.entries import (
 )
 from streamshard.io.object_path import is_object
 from streamshard.io.page_cache import drop_file
-from streamshard.layout.memory_plan import MemoryPlan
+from streamshard.layout.memory_plan import COMPARING_BYTES, MemoryPlan
 from streamshard.model import SourceFile
 from streamshard.operations.compact.receipts import ArchivedTag, Receipt
 from streamshard.operations.compact.run_directory import Identity
 from streamshard.operations.compact.trash import Trash, trash_of
-from streamshard.operations.compare.comparison import EXTRA_BYTES
 from streamshard.operations.transfer import execution
 from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Progress
@@ -42,7 +41,7 @@ class ProofContext:
 
     def memory(self, codec_bytes: int = 0, files: Sequence[SourceFile] = ()) -> MemoryPlan:
         """Fit a comparison of files into the memory limit."""
-        return self.limits.fit(codec_bytes + EXTRA_BYTES, files)
+        return self.limits.fit(codec_bytes + COMPARING_BYTES, files)
 
     def _workers(self, files: Sequence[SourceFile]) -> int:
         """Count the threads that read whole files; for objects each needs memory."""

@@ -22,13 +22,8 @@ from streamshard.errors import (
 from streamshard.formats.checkpoint import Checkpoint, Dropped
 from streamshard.formats.deepspeed.names import step_of
 from streamshard.formats.zarr import store_manifest, store_state
-from streamshard.formats.zarr.documents import (
-    MANIFEST_PATH,
-    ROOT_DOCUMENT,
-    STATE_PATH,
-    array_path,
-    store_documents,
-)
+from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT, array_path
+from streamshard.formats.zarr.documents import MANIFEST_PATH, STATE_PATH, store_documents
 from streamshard.formats.zarr.store_index import StoredArray, StoreIndex
 from streamshard.formats.zarr.store_manifest import FileRecord, Manifest
 from streamshard.io.changes import (

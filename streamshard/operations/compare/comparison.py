@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Final, Self
+from typing import Self
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from streamshard.engine.jobs.executor import Job
 from streamshard.engine.run.phases import READING, Count
 from streamshard.engine.scan.equality import Comparator, Comparison, Mismatch
 from streamshard.errors import SourceError, StreamshardError
-from streamshard.layout.memory_plan import MIB, SCRATCH_BYTES, WINDOW_BYTES, MemoryPlan
+from streamshard.layout.memory_plan import COMPARING_BYTES, MemoryPlan
 from streamshard.layout.sample import Sample
 from streamshard.model import ITEMSIZE
 from streamshard.operations.checks.problems import Difference, Findings
@@ -22,10 +22,6 @@ from streamshard.operations.compare.pairing import Pair
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Progress
-
-EXTRA_BYTES: Final = WINDOW_BYTES + SCRATCH_BYTES + 2 * MIB
-"""Memory that a worker takes besides one window and its scratch: both for the other side, and the
-copies."""
 
 _Result = list[Mismatch] | StreamshardError
 
@@ -86,7 +82,7 @@ def compare(
 
 def fit_sides(limits: Limits, left: Source, right: Source, *, copies_bytes: int = 0) -> MemoryPlan:
     """Fit the reading of two opened checkpoints into the memory limit."""
-    codec_bytes = left.codec_bytes + right.codec_bytes + EXTRA_BYTES
+    codec_bytes = left.codec_bytes + right.codec_bytes + COMPARING_BYTES
     return limits.fit(codec_bytes, (*left.files, *right.files), copies_bytes)
 
 

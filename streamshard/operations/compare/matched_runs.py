@@ -108,7 +108,7 @@ class Runs:
     def _cost(self, pair: Pair, numel: int) -> int:
         """Return the cost of comparing elements: their bytes, and the pieces they lie in."""
         pieces = sum(
-            numel // self._piece_numel(side, half) + 2 for side, half in self._halves(pair)
+            numel // self._piece_numel(side, elements) + 2 for side, elements in self._both(pair)
         )
         return numel * ITEMSIZE[pair.dtype] + pieces * _PIECE_COST
 
@@ -119,20 +119,20 @@ class Runs:
         """
         unit = pair.itemsize // ITEMSIZE[pair.dtype]
         block, least_numel = unit * self._block_numel, 0
-        for side, half in self._halves(pair):
+        for side, elements in self._both(pair):
             if side.codec_bytes:
-                unit = max(unit, self._piece_numel(side, half))
+                unit = max(unit, self._piece_numel(side, elements))
                 least_numel = _LEAST_CHUNKS * unit
         many = _RUN_BYTES // ITEMSIZE[pair.dtype]
         least = max(1, self._cost(pair, many) // _RUN_BYTES)
         step = max(1, many // least // unit) * unit
         return step if self._block_numel == 1 else -(-max(step, least_numel) // block) * block
 
-    def _halves(self, pair: Pair) -> Iterator[tuple[Source, SideElements]]:
+    def _both(self, pair: Pair) -> Iterator[tuple[Source, SideElements]]:
         return zip(self.sides, (pair.left, pair.right), strict=True)
 
-    def _piece_numel(self, side: Source, half: SideElements) -> int:
-        return int(side.cutting.piece_numel[half.tensor])
+    def _piece_numel(self, side: Source, elements: SideElements) -> int:
+        return int(side.cutting.piece_numel[elements.tensor])
 
     def regions(self, run: Sequence[RunPart]) -> tuple[Region, Region]:
         """Return the regions that fill the windows of the left and of the right side."""
@@ -144,12 +144,12 @@ class Runs:
         )
 
     def _region(
-        self, side: Source, halves: Sequence[SideElements], run: Sequence[RunPart], first: Pair
+        self, side: Source, elements: Sequence[SideElements], run: Sequence[RunPart], first: Pair
     ) -> Region:
         """Return the region that fills the windows of one side."""
-        source, target = ITEMSIZE[halves[0].dtype], ITEMSIZE[first.dtype]
-        tensor = np.array([half.tensor for half in halves], dtype=np.int64)
-        shift = np.array([half.start for half in halves], dtype=np.int64)
+        source, target = ITEMSIZE[elements[0].dtype], ITEMSIZE[first.dtype]
+        tensor = np.array([one.tensor for one in elements], dtype=np.int64)
+        shift = np.array([one.start for one in elements], dtype=np.int64)
         start = np.array([part.start for part in run], dtype=np.int64)
         stop = np.array([part.stop for part in run], dtype=np.int64)
         ends = np.cumsum(stop - start) * target
@@ -161,7 +161,7 @@ class Runs:
             copies=coalesce(found, itemsize=source, target_itemsize=target),
             source_itemsize=source * ratio,
             target_itemsize=target * ratio,
-            cast=comparing_cast(halves[0].dtype, first.dtype),
+            cast=comparing_cast(elements[0].dtype, first.dtype),
         )
 
 

@@ -132,7 +132,7 @@ def _own_states(
 class _Weight:
     """An entry of a module's state dict."""
 
-    half: SideElements
+    elements: SideElements
     dtype: str
     shape: tuple[int, ...]
     master: SideElements | None
@@ -185,7 +185,7 @@ class _ModulePairing:
                     message = f"{mine.dtype} here, {theirs.dtype} there"
                     self._found.differ_in("dtype", tensor, message)
                 else:
-                    self._found.add_same(tensor, mine.half, theirs.half)
+                    self._found.add_same(tensor, mine.elements, theirs.elements)
             else:
                 self._pair(tensor, mine, theirs)
 
@@ -193,26 +193,26 @@ class _ModulePairing:
         """Match weights of which one side has no master weights, or not by that name."""
         if mine.master and theirs.master:
             return  # matched as states
-        sides = [[w.half, *([w.master] if w.master else [])] for w in (mine, theirs)]
+        sides = [[w.elements, *([w.master] if w.master else [])] for w in (mine, theirs)]
         same = [(a, b) for a in sides[0] for b in sides[1] if a.dtype == b.dtype]
         self._found.add_same(tensor, *(same[-1] if same else (sides[0][-1], sides[1][-1])))
 
     def _pair(self, tensor: LogicalTensor, mine: _Weight, theirs: _Weight) -> None:
         """Match the weights of one name, unless both sides keep only the master weights."""
-        dtype, right = mine.dtype, theirs.half
+        dtype, right = mine.dtype, theirs.elements
         if mine.dtype != theirs.dtype:
             if mine.is_cast:
                 return
             right = theirs.master or right
         elif mine.is_cast and theirs.is_cast:
             return
-        for half in (mine.half, right):
+        for side in (mine.elements, right):
             try:
-                cast_between(half.dtype, dtype)
+                cast_between(side.dtype, dtype)
             except UnsupportedError as error:
                 self._found.differ_in("dtype", tensor, str(error))
                 return
-        self._found.add(tensor, mine.half, right, dtype)
+        self._found.add(tensor, mine.elements, right, dtype)
 
 
 def _weights(checkpoint: Checkpoint, model_part: ModelPart) -> Iterator[tuple[str, _Weight]]:
@@ -224,9 +224,9 @@ def _weights(checkpoint: Checkpoint, model_part: ModelPart) -> Iterator[tuple[st
             SideElements(tensor, checkpoint.tensors[tensor].dtype) if tensor is not None else None
             for tensor in (index.get((model_part.name, state, name)) for state in (MODULE, MASTER))
         )
-        half = kept or master
-        if half is not None and entry.kind != "extra":
-            yield entry.name, _Weight(half, entry.dtype, entry.shape, master, kept is None)
+        elements = kept or master
+        if elements is not None and entry.kind != "extra":
+            yield entry.name, _Weight(elements, entry.dtype, entry.shape, master, kept is None)
 
 
 def _without_values(checkpoint: Checkpoint, model_part: ModelPart) -> set[str]:
@@ -247,9 +247,9 @@ def _blob_budget(checkpoint: Checkpoint) -> int:
 
 def _pair_blobs(place: BlobPair, found: Pairing) -> None:
     """Match one place of the training state; elements that several places share only once."""
-    halves = [SideElements(tensor, "uint8", start) for tensor, start in (place.left, place.right)]
-    pair = Pair(place.name, halves[0], halves[1], place.nbytes, "uint8", place.itemsize)
-    shown = (halves[0], halves[1], pair.nbytes)
+    sides = [SideElements(tensor, "uint8", start) for tensor, start in (place.left, place.right)]
+    pair = Pair(place.name, sides[0], sides[1], place.nbytes, "uint8", place.itemsize)
+    shown = (sides[0], sides[1], pair.nbytes)
     if shown in found.blobs:
         return
     found.blobs.add(shown)
@@ -281,12 +281,12 @@ def _pair_files(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
         if now not in mine:
             found.only(tensor, is_left=False)
             continue
-        halves = SideElements(mine[now], "uint8"), SideElements(theirs[path], "uint8")
+        sides = SideElements(mine[now], "uint8"), SideElements(theirs[path], "uint8")
         if one.tensors[mine[now]].nbytes != tensor.nbytes:
             message = f"{one.tensors[mine[now]].nbytes} bytes here, {tensor.nbytes} there"
             found.differ_in("shape", tensor, message)
         else:
-            found.add(tensor, *halves, "uint8")
+            found.add(tensor, *sides, "uint8")
     for path in mine.keys() - set(moved.values()) - {*here.new_steps}:
         if path in there.paths:
             found.only(one.tensors[mine[path]], is_left=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from streamshard.engine.numeric.cast import wider
-from streamshard.formats.zarr.documents import array_path
+from streamshard.formats.zarr.array_paths import array_path
 from streamshard.model import ITEMSIZE, LogicalTensor
 from streamshard.operations.checks.problems import Difference
 

@@ -16,12 +16,11 @@ from streamshard.errors import Option, UnsupportedError
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch.zip_layout import ALIGNMENT
 from streamshard.formats.zarr import store_manifest, store_paths, store_state
+from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT, array_path
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, BloscChunk, serialize_checksum
 from streamshard.formats.zarr.documents import (
     MANIFEST_PATH,
-    ROOT_DOCUMENT,
     STATE_PATH,
-    array_path,
     small_array_document,
     store_documents,
 )
@@ -75,7 +74,10 @@ class StoreTargets:
             yield self._chunk_layout(tensor, chunk)
 
     def byte_counts(self) -> ByteCounts:
-        """Count the bytes that are written; an upper bound if the store is compressed."""
+        """Count the bytes that are written; an upper bound if the store is compressed.
+
+        Memory for copies is not counted: a file is one chunk, with few of them.
+        """
         counts = ByteCounts(self._source)
         with of_file(self._source.path):
             counts.sizes.update(self._sizes())

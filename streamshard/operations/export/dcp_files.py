@@ -13,7 +13,7 @@ from streamshard.formats.dcp.dcp_metadata_writer import (
     PlacedEntry,
     serialize_metadata,
 )
-from streamshard.model import BLOB, ITEMSIZE, Whole
+from streamshard.model import ITEMSIZE, LogicalTensor, Whole
 from streamshard.operations.export.dcp_contents import (
     DcpContents,
     DcpEntry,
@@ -89,9 +89,9 @@ class DcpFiles:
         """Count the tensors."""
         return sum(isinstance(entry, TensorEntry) for entry in self._entries)
 
-    def is_raw(self, content: Whole) -> bool:
-        """Tell whether the source holds a tensor as bytes, whatever its dtype."""
-        return self._tensors[content.tensor].state == BLOB
+    def tensor(self, number: int) -> LogicalTensor:
+        """Return one of the source's tensors."""
+        return self._tensors[number]
 
     def layouts(self) -> Iterator[FileLayout]:
         """Yield the layouts of all files; the metadata is last."""

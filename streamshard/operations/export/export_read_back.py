@@ -152,8 +152,7 @@ def _images(place: Path, files: UniversalFiles, source: Source) -> _Written:
             raise CorruptFileError(f"{name} is not what was written")
         for key, tensor in whole.items():
             storage = found.storages[key]
-            is_raw = files.tensor(tensor).state == BLOB  # bytes, whatever its storage says
-            dtype = "uint8" if is_raw else storage.dtype
+            dtype = files.tensor(tensor).dtype_in(storage.dtype)
             rows.append((number, storage.offset, files.tensor(tensor).numel, ITEMSIZE[dtype]))
             names.append((name, tensor, dtype))
     tensors = [replace(files.tensor(tensor), dtype=dtype) for _, tensor, dtype in names]
@@ -173,12 +172,14 @@ def _tensors(place: Path, files: DcpFiles, source: Source) -> _Written:
         for entry in (item.entry for item in items)
         if isinstance(entry, TensorEntry) and isinstance(entry.content, Whole)
     }
-    raw = {key for key, (_, content) in entries.items() if files.is_raw(content)}
+    tensors = {key: files.tensor(content.tensor) for key, (_, content) in entries.items()}
+    raw = {key for key, tensor in tensors.items() if tensor.state == BLOB}
     parts = [(place / path).parent for path in files.documents()]
     written = _Written(place, source, dcp_reader.read_keys(parts, raw))
     rows = {tensor.name: row for row, tensor in enumerate(written.opened.checkpoint.tensors)}
     for key, (entry, content) in entries.items():
-        written.pair(key, rows[key], content.tensor, "uint8" if key in raw else entry.dtype)
+        dtype = tensors[key].dtype_in(entry.dtype)
+        written.pair(key, rows[key], content.tensor, dtype)
     return written
 
 

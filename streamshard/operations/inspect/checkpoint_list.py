@@ -16,6 +16,7 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read import validation
 from streamshard.formats.deepspeed.read.validation import Recorded
 from streamshard.formats.links import is_inside
+from streamshard.formats.zarr.store_index import is_hierarchy
 from streamshard.io.entries import entries_below, is_file, paths_in
 from streamshard.io.files import source_errors
 from streamshard.operations.inspect.inspect_report import CheckpointSummary
@@ -56,7 +57,7 @@ def _latest(root: Path) -> str | None:
 
 def _summary(root: Path, name: str, latest: str | None, opened: Source | None) -> CheckpointSummary:
     place = root / name
-    kind = "store" if is_file(place / "zarr.json") else "native"
+    kind = "store" if is_hierarchy(place) else "native"
     problem, recorded, nbytes, changed, is_known = None, None, 0, None, True
     try:
         nbytes, changed = _size_and_time(place)

@@ -14,6 +14,7 @@ from streamshard.errors import (
 )
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read.validation import Recorded, recorded
+from streamshard.formats.zarr.store_index import is_hierarchy
 from streamshard.io.entries import exists, is_directory, is_file
 from streamshard.io.object_path import as_path
 from streamshard.layout.sample import EVERYTHING
@@ -63,7 +64,7 @@ def _needs_choice(root: Path) -> bool:
     try:
         find_tag(root, None)
     except (SourceError, OSError):
-        return not is_file(root / "zarr.json")
+        return not is_hierarchy(root)
     return False
 
 
@@ -84,33 +85,33 @@ def _is_tag(place: Path) -> bool:
 
 def _incomplete(request: Request) -> IncompleteCheckpoint:
     findings = Findings()
-    looked = structure.look_at(request, findings, EVERYTHING)
+    checked = structure.check_structure(request, findings, EVERYTHING)
     template, root = request.template, as_path(request.path)
     base = template.directory if template else root
     checkpoints: tuple[CheckpointSummary, ...] = ()
-    if looked.kind == "native":
+    if checked.kind == "native":
         base, tag_dir = find_tag(root, request.tag)
         if base == root and request.tag is None and tag_dir.parent == root:
             checkpoints = summaries(root)
     files = tuple(
         sorted(
-            (FileSummary(os.path.relpath(f.path, base), f.nbytes) for f in looked.files),
+            (FileSummary(os.path.relpath(f.path, base), f.nbytes) for f in checked.files),
             key=lambda file: natural_order(file.path),
         )
     )
-    found = _recorded(looked.kind, looked.files)
+    found = _recorded(checked.kind, checked.files)
     return IncompleteCheckpoint(
         path=str(base),
-        kind=looked.kind,
+        kind=checked.kind,
         is_whole=False,
-        tag=looked.tag,
+        tag=checked.tag,
         zero_stage=found.zero_stage,
         world_size=found.world_size,
         global_steps=found.global_steps,
         deepspeed_version=found.version,
         files=len(files),
         file_bytes=sum(file.nbytes for file in files),
-        file_groups=group_files(files, is_store=looked.kind == "store"),
+        file_groups=group_files(files, is_store=checked.kind == "store"),
         file_list=files,
         problems=tuple(problem.message for problem in findings.problems),
         checkpoints=checkpoints,

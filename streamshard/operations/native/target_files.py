@@ -23,12 +23,12 @@ from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.model import FILE, Whole
 from streamshard.operations.native.target_settings import TargetSettings
 from streamshard.operations.source.source import Request, Source
-from streamshard.operations.transfer import read_back
 from streamshard.operations.transfer.byte_accounting import ByteCounts
 from streamshard.operations.transfer.file_layout import Elements, FileLayout, fixed_files
 from streamshard.operations.transfer.report import Progress, Report
 from streamshard.operations.transfer.target_writer import Pass
 from streamshard.operations.transfer.torch_layout import torch_layout
+from streamshard.registry import READ_BACK, load
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,8 @@ class NativeWriter:
         path = place / self.template.name if self.template else place
         config, like = self.settings.config, self.source.like
         written = Request(path, self.source.checkpoint.tag, config=config, like=like)
-        return read_back.differences(written, self.source, memory, progress)
+        found: list[str] = load(READ_BACK)(written, self.source, memory, progress)
+        return found
 
     def finish(self, report: Report, overflowed: Mapping[str, int]) -> Report:
         """Return the report as it is."""

@@ -92,7 +92,7 @@ def target_settings(
     note = _settings_note(checkpoint, layout, dtype, wanted)
     if as_saved and saved_stage == 0 and not _is_pipeline(checkpoint):
         note = f"{note} {_stage_0_note()}"
-    notes = (note, *left_out(checkpoint, stage), *resume_settings.notes(config))
+    notes = (note, *left_out(checkpoint, stage), *resume_settings.notes(config, layout))
     return TargetSettings(layout, config, dtype, is_bf16, notes)
 
 
@@ -131,9 +131,8 @@ def _uncut_settings(
         raise UsageError(f"{message} kind; keep the dtype")
     layout = ds_config.zero_layout(config, stage=0, world_size=dp_world_size)
     _require_resumable(checkpoint, config, layout, version, given=wanted is not None)
-    return TargetSettings(
-        layout, config, dtype, checkpoint.is_bf16, (_NOT_CUT, *resume_settings.notes(config))
-    )
+    notes = (_NOT_CUT, *resume_settings.notes(config, layout))
+    return TargetSettings(layout, config, dtype, checkpoint.is_bf16, notes)
 
 
 def _require_resumable(

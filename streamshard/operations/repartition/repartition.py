@@ -1,6 +1,5 @@
 """`repartition`: writes native files for another world size, from shards or from a store."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +10,6 @@ from streamshard.formats.deepspeed.ds_versions import given_version
 from streamshard.formats.deepspeed.dumps import dump_names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.object_path import as_path
-from streamshard.operations.checks.structure import Reader
 from streamshard.operations.native.resharding import Resharding, resharding_of
 from streamshard.operations.native.target_files import NativeWriter
 from streamshard.operations.source.degree_change import JobDegrees, other_degrees
@@ -183,7 +181,7 @@ def _with_training_state(
     opened: Source, options: RepartitionOptions, wanted: ds_config.Config | None
 ) -> Source:
     """Add what a DeepSpeed job needs to a source, from the job's config if that suffices."""
-    every: Iterator[Reader] = registry.readers()
+    every = registry.readers()
     reader = next((one for one in every if one.kind == opened.kind and one.completes), None)
     if reader is None or not opened.checkpoint.foreign or wanted is None:
         opened.require_training_state()

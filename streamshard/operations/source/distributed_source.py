@@ -9,14 +9,15 @@ from typing import Final
 from streamshard.errors import IntegrityError, SourceError, release_frames
 from streamshard.formats import detect
 from streamshard.formats.checkpoint import Checkpoint
-from streamshard.formats.dcp import dcp_reader, reference
+from streamshard.formats.dcp import dcp_names, dcp_reader, reference
 from streamshard.formats.dcp.config_completion import with_config
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.io.entries import is_directory, list_ahead
 from streamshard.layout.sample import Sample
 from streamshard.operations.checks.item_check import ItemFilesCheck
 from streamshard.operations.checks.problems import Findings
-from streamshard.operations.checks.structure import Looked, Reader
+from streamshard.operations.checks.structure import CheckedStructure, Reader
+from streamshard.operations.source.directory_content import DirectoryContent
 from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.source import Request, Source
 
@@ -35,6 +36,9 @@ class _DistributedReader(Reader):
             return None
         return place if self.holds(place) and not detect.is_megatron(place) else None
 
+    def is_alone_in(self, content: DirectoryContent) -> bool | None:
+        return dcp_names.is_dcp(content.files) or None
+
     def open(self, place: Path, request: Request) -> Source:
         """Open it as it is, or completed by a reference checkpoint."""
         list_ahead(place)
@@ -50,7 +54,9 @@ class _DistributedReader(Reader):
     ) -> Checkpoint:
         return with_config(source.checkpoint, config, zero_stage=stage, world_size=world_size)
 
-    def look_at(self, place: Path, request: Request, findings: Findings, sample: Sample) -> Looked:
+    def check_structure(
+        self, place: Path, request: Request, findings: Findings, sample: Sample
+    ) -> CheckedStructure:
         opened: Source | None = None
         try:
             opened = request.open()
@@ -63,7 +69,7 @@ class _DistributedReader(Reader):
         with suppress(SourceError):
             items = dcp_reader.index_of(place).by_file()
         check = ItemFilesCheck.of(items, findings, sample)
-        return Looked(self.kind, place.name, check.files, check.units, source=opened)
+        return CheckedStructure(self.kind, place.name, check.files, check.units, source=opened)
 
 
 READER: Final = _DistributedReader()

@@ -5,14 +5,15 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.errors import IntegrityError, SourceError, SourceNotFoundError, release_frames
-from streamshard.formats.deepspeed.dumps import dump_names, dump_reader
+from streamshard.formats.deepspeed.dumps import dump_reader
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.formats.deepspeed.read.validation import validate_dumps
 from streamshard.io.entries import paths_in
 from streamshard.layout.sample import Sample
 from streamshard.operations.checks.problems import Findings
-from streamshard.operations.checks.structure import Looked, Reader
+from streamshard.operations.checks.structure import CheckedStructure, Reader
 from streamshard.operations.checks.torch_check import TorchFiles
+from streamshard.operations.source.directory_content import DirectoryContent
 from streamshard.operations.source.readable_files import ReadableFiles, explain
 from streamshard.operations.source.source import Request, Source
 
@@ -22,14 +23,23 @@ class _DumpsReader(Reader):
 
     def recognizes(self, request: Request) -> Path | None:
         template = request.template
-        return template.directory if template is not None else None
+        return template.directory / template.name if template is not None else None
+
+    def is_alone_in(self, content: DirectoryContent) -> bool | None:
+        template = content.template
+        if template is None:
+            return None
+        return all(template.rank_of(name) is not None for name in content.names)
 
     def open(self, place: Path, request: Request) -> Source:
-        found = dump_reader.read(_template(request), request.config, request.checkpoint_like)
-        return Source.of(place, self.kind, found)
+        template = Template(place.parent, place.name)
+        found = dump_reader.read(template, request.config, request.checkpoint_like)
+        return Source.of(template.directory, self.kind, found)
 
-    def look_at(self, place: Path, request: Request, findings: Findings, sample: Sample) -> Looked:
-        template, opened = _template(request), None
+    def check_structure(
+        self, place: Path, request: Request, findings: Findings, sample: Sample
+    ) -> CheckedStructure:
+        template, opened = Template(place.parent, place.name), None
         try:
             opened = request.open()
             paths: Iterable[Path] = [file.path for file in opened.files]
@@ -37,17 +47,14 @@ class _DumpsReader(Reader):
             raise
         except (SourceError, IntegrityError) as error:
             release_frames(error)
-            entries = sorted(paths_in(place))
+            entries = sorted(paths_in(template.directory))
             named = [entry for entry in entries if template.rank_of(entry.name) is not None]
-            readable = ReadableFiles(named, [place], findings)
-            explain(error, findings, place, validate_dumps(template, readable.others), readable)
+            readable = ReadableFiles(named, [template.directory], findings)
+            problems = validate_dumps(template, readable.others)
+            explain(error, findings, template.directory, problems, readable)
             paths = readable.files
         torch = TorchFiles.at(paths, template.rank_of, findings, sample)
-        return Looked(self.kind, template.name, torch.files, torch.units, source=opened)
-
-
-def _template(request: Request) -> Template:
-    return dump_names.parse_source(str(request.path))
+        return CheckedStructure(self.kind, template.name, torch.files, torch.units, source=opened)
 
 
 READER: Final = _DumpsReader()

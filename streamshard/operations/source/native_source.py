@@ -15,13 +15,15 @@ from streamshard.errors import (
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read import zero_reader
 from streamshard.formats.deepspeed.read.validation import validate
+from streamshard.formats.frameworks import framework_of
 from streamshard.formats.links import is_inside, require_inside
 from streamshard.io.entries import is_directory, is_file, paths_below, paths_in
 from streamshard.layout.sample import Sample
 from streamshard.model import Note
 from streamshard.operations.checks.problems import Findings
-from streamshard.operations.checks.structure import Looked, Reader
+from streamshard.operations.checks.structure import CheckedStructure, Reader
 from streamshard.operations.checks.torch_check import TorchFiles, deepspeed_owner
+from streamshard.operations.source.directory_content import DirectoryContent
 from streamshard.operations.source.readable_files import ReadableFiles, explain
 from streamshard.operations.source.sidecars import find_beside, has_shards, may_come_along
 from streamshard.operations.source.source import Request, Source
@@ -41,6 +43,16 @@ class _NativeReader(Reader):
     def recognizes(self, request: Request) -> Path | None:
         return request.root
 
+    def is_alone_in(self, content: DirectoryContent) -> bool | None:
+        root, names_there = content.root, content.names
+        universal = names.latest_of(root, names.LATEST_UNIVERSAL) or ""
+        if universal and names_there == {names.LATEST_UNIVERSAL, _first(universal)}:
+            return _is_alone(root, universal)
+        tag = names.latest_of(root) or ""
+        if framework_of(tag, [*names_there]) is not None:
+            return _first(tag) in content.directories and _is_alone(root, tag)
+        return not names_there or (content.directories == {_first(tag)} and _is_alone(root, tag))
+
     def open(self, place: Path, request: Request) -> Source:
         run_dir, tag_dir = find_tag(place, request.tag)
         for path in paths_below(tag_dir):
@@ -52,7 +64,9 @@ class _NativeReader(Reader):
         noted = (*opened.checkpoint.notes, *map(Note, notes))
         return replace(opened, checkpoint=replace(opened.checkpoint, notes=noted))
 
-    def look_at(self, place: Path, request: Request, findings: Findings, sample: Sample) -> Looked:
+    def check_structure(
+        self, place: Path, request: Request, findings: Findings, sample: Sample
+    ) -> CheckedStructure:
         try:
             run_dir, tag_dir = find_tag(place, request.tag)
         except SourceNotFoundError:
@@ -61,7 +75,7 @@ class _NativeReader(Reader):
             if not is_directory(place):
                 raise
             findings.add_error(error, place)
-            return Looked(self.kind, None, (), lambda: iter(()))
+            return CheckedStructure(self.kind, None, (), lambda: iter(()))
         opened: Source | None = None
         try:
             opened = request.open()
@@ -79,7 +93,23 @@ class _NativeReader(Reader):
             paths = readable.files
         torch = TorchFiles.at(paths, deepspeed_owner, findings, sample)
         tag = tag_dir.relative_to(run_dir).as_posix()
-        return Looked(self.kind, tag, torch.files, torch.units, source=opened)
+        return CheckedStructure(self.kind, tag, torch.files, torch.units, source=opened)
+
+
+def _first(tag: str) -> str:
+    return tag.partition("/")[0]
+
+
+def _is_alone(root: Path, tag: str) -> bool:
+    """Tell whether the parent directories of a tag that is a path hold nothing else."""
+    parts = Path(tag).parts
+    if not names.is_tag(tag) or not is_directory(root / tag):
+        return False
+    levels = [root.joinpath(*parts[:depth]) for depth in range(1, len(parts))]
+    return all(
+        [entry.name for entry in paths_in(level)] == [parts[depth]]
+        for depth, level in enumerate(levels, start=1)
+    )
 
 
 READER: Final = _NativeReader()

@@ -182,7 +182,7 @@ class Request:
         return self.like.checkpoint if isinstance(self.like, Source) else self.like
 
     def reader(self) -> tuple[Any, Path]:
-        """Return the reader of this kind of checkpoint, and the checkpoint's directory."""
+        """Return the reader of this kind of checkpoint, and the checkpoint's place."""
         found = ((reader, reader.recognizes(self)) for reader in registry.readers())
         return next((reader, place) for reader, place in found if place is not None)
 

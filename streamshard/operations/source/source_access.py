@@ -13,7 +13,6 @@ from streamshard.engine.numeric.cast import Cast
 from streamshard.engine.run.region import RegionFiller
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.errors import UsageError
-from streamshard.formats.zarr.rewritten import RewrittenPiece
 from streamshard.layout.memory_plan import SCRATCH_BYTES
 from streamshard.operations.source.source import Source
 from streamshard.sizes import some_of
@@ -78,13 +77,13 @@ def _locate_whole(source: Source, number: int, name: str) -> tuple[int, int, int
     tensor = source.checkpoint.tensors[number]
     copies = source.region(number, 0, tensor.numel).copies
     files = list(dict.fromkeys(copies.file.tolist()))
+    rewritten = {source.path / path for path in source.rewritten}
     why = []
-    held = [source.files[file] for file in files]
     if len(copies) > 1:
         why.append(f"is cut into {len(copies):,} pieces")
-    if any(isinstance(file.decoder, RewrittenPiece) for file in held):
+    if any(source.files[file].path.parent in rewritten for file in files):
         why.append("was rewritten by another tool")
-    elif not all(file.is_plain for file in held):
+    elif not all(source.files[file].is_plain for file in files):
         why.append("is compressed")
     if why:
         message = f"{name} {' and '.join(why)}, in {_listed(source, files)}, so it cannot be mapped"

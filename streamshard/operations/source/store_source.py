@@ -6,13 +6,13 @@ from typing import Final
 
 from streamshard.errors import SourceNotFoundError, UnsupportedError, UsageError
 from streamshard.formats.pickle.inert import show
-from streamshard.formats.zarr.documents import ROOT_DOCUMENT
-from streamshard.formats.zarr.store_index import StoreIndex, may_be_store
-from streamshard.io.entries import is_file, list_ahead
+from streamshard.formats.zarr.store_index import StoreIndex, is_hierarchy, is_store, may_be_store
+from streamshard.io.entries import list_ahead
 from streamshard.layout.sample import Sample
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.store_check import StoreCheck
-from streamshard.operations.checks.structure import Looked, Reader
+from streamshard.operations.checks.structure import CheckedStructure, Reader
+from streamshard.operations.source.directory_content import DirectoryContent
 from streamshard.operations.source.source import Request, Source
 
 
@@ -20,17 +20,22 @@ class _StoreReader(Reader):
     kind = "store"
 
     def holds(self, directory: Path) -> bool:
-        return is_file(directory / ROOT_DOCUMENT)
+        return is_hierarchy(directory)
 
     def recognizes(self, request: Request) -> Path | None:
         root = request.root
         return root if self.holds(root) or may_be_store(root) else None
 
+    def is_alone_in(self, content: DirectoryContent) -> bool | None:
+        return is_store(content.root) if self.holds(content.root) else None
+
     def open(self, place: Path, request: Request) -> Source:
         list_ahead(place)
         return _source(StoreIndex.opened(place), request.tag)
 
-    def look_at(self, place: Path, request: Request, findings: Findings, sample: Sample) -> Looked:
+    def check_structure(
+        self, place: Path, request: Request, findings: Findings, sample: Sample
+    ) -> CheckedStructure:
         list_ahead(place)
         index = StoreIndex(place)
         errors = [*index.version_errors()]
@@ -39,7 +44,7 @@ class _StoreReader(Reader):
                 raise error
             if isinstance(error, UnsupportedError):
                 findings.add_error(error, place)
-                return Looked(self.kind, None, (), lambda: iter(()))
+                return CheckedStructure(self.kind, None, (), lambda: iter(()))
         for fault in (*index.metadata_faults(), *index.array_faults()):
             findings.add_error(fault.error, fault.path)
         if not findings.problems:
@@ -51,7 +56,7 @@ class _StoreReader(Reader):
         for error in errors:
             findings.add_unexplained(error, place)
         tag = index.checkpoint.tag if index.checkpoint and index.is_described else None
-        return Looked(self.kind, tag, check.files, check.units, index.codec_bytes)
+        return CheckedStructure(self.kind, tag, check.files, check.units, index.codec_bytes)
 
 
 def _source(index: StoreIndex, tag: str | None) -> Source:

@@ -4,13 +4,14 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.errors import SourceError, release_frames
-from streamshard.formats import pretrained_reader
+from streamshard.formats import pretrained, pretrained_reader
 from streamshard.formats.deepspeed import names
 from streamshard.io.entries import is_file
 from streamshard.layout.sample import Sample
 from streamshard.operations.checks.problems import Findings
-from streamshard.operations.checks.structure import Looked, Reader
+from streamshard.operations.checks.structure import CheckedStructure, Reader
 from streamshard.operations.source.candidates import find_candidates
+from streamshard.operations.source.directory_content import DirectoryContent
 from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.source import Request, Source
 
@@ -24,21 +25,28 @@ class _WeightsReader(Reader):
             return None
         return None if is_file(root / names.LATEST) or find_candidates(root) else root
 
+    def is_alone_in(self, content: DirectoryContent) -> bool | None:
+        return pretrained.is_export(content.files) or None
+
     def open(self, place: Path, request: Request) -> Source:
         return Source.of(place, self.kind, pretrained_reader.read(place))
 
-    def look_at(self, place: Path, request: Request, findings: Findings, sample: Sample) -> Looked:
+    def check_structure(
+        self, place: Path, request: Request, findings: Findings, sample: Sample
+    ) -> CheckedStructure:
         try:
             opened = request.open()
         except SourceError as error:
             release_frames(error)
             findings.add_error(error, place)
-            return Looked(self.kind, place.name, (), lambda: iter(()))
+            return CheckedStructure(self.kind, place.name, (), lambda: iter(()))
         findings.files += len(opened.files)
         findings.notes.append(
             "Files in safetensors format keep no checksums: their headers and sizes were checked."
         )
-        return Looked(self.kind, place.name, opened.files, lambda: iter(()), source=opened)
+        return CheckedStructure(
+            self.kind, place.name, opened.files, lambda: iter(()), source=opened
+        )
 
 
 READER: Final = _WeightsReader()

@@ -28,7 +28,7 @@ from streamshard.engine.run.work import (
 )
 from streamshard.layout.cutting import Segments, Share, clip
 from streamshard.layout.memory_plan import MIB
-from streamshard.model import BLOB, ITEMSIZE, LogicalTensor, Whole
+from streamshard.model import ITEMSIZE, LogicalTensor, Whole
 from streamshard.operations.source.source import Source
 
 SPAN_BYTES = 128 * MIB
@@ -90,8 +90,7 @@ def dtypes_of(elements: Elements, tensors: Sequence[LogicalTensor]) -> tuple[str
     if isinstance(elements.content, Share):
         return elements.content.dtype, elements.dtype
     tensor = tensors[elements.content.tensor]
-    # A blob is bytes, whatever its dtype in the file.
-    return tensor.dtype, tensor.dtype if tensor.state == BLOB else elements.dtype
+    return tensor.dtype, tensor.dtype_in(elements.dtype)
 
 
 class Divider:
@@ -217,7 +216,8 @@ class _Runs:
         self.nbytes += part.nbytes
         self.end += part.nbytes
         self._cost += part.nbytes + units * _UNIT_COST
-        if self._cost >= SPAN_BYTES:
+        # A run without bytes would begin where the next one does, and a journal knows them by that.
+        if self._cost >= SPAN_BYTES and self.end > self._start:
             self.skip(0)
 
     def skip(self, nbytes: int) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from streamshard.engine.journals.journal import Journal
 from streamshard.engine.run.phases import COMPARING
 from streamshard.engine.scan.target_comparison import first_difference
 from streamshard.errors import TargetExistsError
@@ -23,10 +22,11 @@ from streamshard.io.files import target_errors
 from streamshard.io.object_path import is_object
 from streamshard.layout.memory_plan import SCRATCH_BYTES, MemoryPlan
 from streamshard.operations.source.source import Source
-from streamshard.operations.source.unfinished import COMMITTED, JOURNAL, is_unfinished
+from streamshard.operations.source.unfinished import COMMITTED, JOURNAL
 from streamshard.operations.transfer.file_layout import Divider
 from streamshard.operations.transfer.report import Progress, Report, Silent
-from streamshard.operations.transfer.target import is_vacant, require_free, require_space
+from streamshard.operations.transfer.target import require_space
+from streamshard.operations.transfer.target_state import TargetState
 from streamshard.operations.transfer.target_writer import Pass
 
 
@@ -48,14 +48,8 @@ class ExistingTarget:
 
     def found(self, progress: Progress | None = None) -> Report | None:
         """Return a report if the target holds what the run would write, else None."""
-        difference = None
-        with target_errors(self.target):
-            is_settled = (
-                is_vacant(self.target)
-                or is_unfinished(self.target)
-                or Journal(self.target / JOURNAL).is_whole
-            )
-        if not is_settled:
+        difference, state = None, TargetState.of(self.target, self.template)
+        if not state.is_settled:
             shown = progress or Silent()
             shown.start(self.report.bytes_written, COMPARING)
             try:
@@ -65,7 +59,7 @@ class ExistingTarget:
             if difference is None:
                 return nothing_done(self.report, "target", self.report.target)
         try:
-            require_free(self.target, overwrite=self.overwrite, template=self.template)
+            state.require_free(overwrite=self.overwrite)
         except TargetExistsError as error:
             if difference is not None:
                 error.add_note(f"{self.target}: is not what this command makes: {difference}")

@@ -8,14 +8,16 @@ from pathlib import Path
 
 from streamshard.engine.run import resident_memory
 from streamshard.engine.run.phases import COMMITTING
+from streamshard.errors import NotAsWrittenError, SourceError
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.entries import request_bytes
+from streamshard.io.files import target_errors
 from streamshard.io.object_path import as_path
+from streamshard.io.page_cache import drop_cached
 from streamshard.io.place import place_of
-from streamshard.layout.memory_plan import MemoryPlan
-from streamshard.operations.compare.comparison import EXTRA_BYTES
+from streamshard.layout.memory_plan import COMPARING_BYTES, MemoryPlan
 from streamshard.operations.source.source import Source, open_source
-from streamshard.operations.transfer import execution, needed, plan_file, read_back
+from streamshard.operations.transfer import execution, needed, plan_file
 from streamshard.operations.transfer.estimate import Estimate, estimate_run
 from streamshard.operations.transfer.file_layout import Divider
 from streamshard.operations.transfer.report import Progress, Report, Silent
@@ -23,14 +25,15 @@ from streamshard.operations.transfer.run_identity import RunIdentity
 from streamshard.operations.transfer.staged_target import StagedTarget, staged
 from streamshard.operations.transfer.target import (
     place_to_make,
-    require_free,
     require_named,
     require_other,
     require_separate,
     require_space,
 )
+from streamshard.operations.transfer.target_state import TargetState
 from streamshard.operations.transfer.target_writer import Output
 from streamshard.options import TransferOptions
+from streamshard.sizes import some_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +102,26 @@ class TransferPlan:
         if latest is not None and not partial_target.is_written:
             progress.advance(len(latest.encode()))  # the commit writes it
         if self.options.verify and not partial_target.is_done:
-            place = partial_target.path
-            read_back.require_no_differences(
-                place, self.source, lambda: writer.differences(place, self.memory, progress)
-            )
+            self._read_back(partial_target.path, progress)
         progress.enter(COMMITTING)
         partial_target.commit(latest=latest)
+
+    def _read_back(self, place: Path, progress: Progress) -> None:
+        """Require that the written files, which are synced to the disk, are what the source holds.
+
+        The system's page cache of them is dropped first.
+        """
+        with target_errors(place):
+            drop_cached(place)
+        try:
+            wrong = self.output.writer.differences(place, self.memory, progress)
+        except SourceError as error:
+            wrong = [str(error)]
+        if wrong:
+            raise NotAsWrittenError(
+                f"{place}: read back, it is not what {self.source.path} holds. "
+                f"{some_of(wrong, 1)}. It was not put into its place"
+            )
 
     def sizes(self) -> Mapping[str, int]:
         """Return the size of every file that will be written, by its path."""
@@ -147,7 +164,7 @@ def plan_transfer(
     if options.if_needed:
         require_named(target)  # its content is compared after planning
     else:
-        require_free(target, overwrite=options.overwrite, template=template)
+        TargetState.of(target, template).require_free(overwrite=options.overwrite)
     opened = open_source(
         options.source,
         options.tag,
@@ -176,7 +193,7 @@ def plan_output(
     compares = options.verify or output.check is not None
     memory = execution.fit_memory(
         floor_bytes=floor_bytes,
-        codec_bytes=source.codec_bytes + output.codec_bytes + EXTRA_BYTES * compares,
+        codec_bytes=source.codec_bytes + output.codec_bytes + COMPARING_BYTES * compares,
         workers=options.workers,
         limit_bytes=limit_bytes,
         copies_bytes=copies_bytes,

@@ -2,21 +2,53 @@
 
 import base64
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from hashlib import blake2b, sha256
+from pathlib import Path
 from typing import Any, Final, Self
 
-from streamshard.errors import Option
-from streamshard.formats.zarr import store_state
-from streamshard.model import SourceFile
+from streamshard.errors import Option, TargetExistsError
+from streamshard.formats.checkpoint import (
+    Checkpoint,
+    Dropped,
+    FlatState,
+    LayerFile,
+    ModelPart,
+    ModuleEntry,
+    OtherFile,
+    ParamGroup,
+    ScalarState,
+)
+from streamshard.formats.pickle import inert_dump
+from streamshard.formats.pickle.inert import Node
+from streamshard.formats.torch.torch_tensor import Storage
+from streamshard.model import LogicalTensor, Note, NoteKind, SourceFile, ZeroLayout
 from streamshard.operations.source.source import Source
 
-_FORMAT: Final = 2
-"""Rises whenever the same run makes other bytes: 2 came with Blosc's present settings."""
+_FORMAT: Final = 3
+"""Rises whenever the same run makes other bytes, or has another digest of its headers."""
 _DIGEST_BYTES: Final = 8
 _MOST_SHOWN: Final = 40
 _TARGET: Final = "OUT"
 _LIMIT_FORMAT: Final = 1 << 53
+_FIELDS: Final = {
+    kind: [field.name for field in fields(kind)]
+    for kind in (
+        Checkpoint,
+        Dropped,
+        FlatState,
+        LayerFile,
+        LogicalTensor,
+        ModelPart,
+        ModuleEntry,
+        Note,
+        OtherFile,
+        ParamGroup,
+        ScalarState,
+        ZeroLayout,
+    )
+}
+"""The classes that a checkpoint is made of, besides the nodes of its training state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +69,18 @@ class RunIdentity:
         header = {
             "format": _FORMAT,
             "options": dict(options),
-            "headers": sha256(store_state.dump(source.checkpoint, ())).hexdigest(),
+            "headers": _digest_of_headers(source.checkpoint),
             "files": base64.b64encode(b"".join(map(_digest, source.files))).decode(),
             "replaces": replaces,
         }
         return cls(source, header)
+
+    def require_same(self, other: Mapping[str, Any], place: Path) -> None:
+        """Refuse to continue what a run with the header `other` began, if it is another run."""
+        difference = self.difference(other)
+        if difference is not None:
+            message = f"{place}: {difference}. Run that one again to finish it, or give"
+            raise TargetExistsError(f"{message} {Option('overwrite', True)} to start afresh")
 
     def difference(self, other: Mapping[str, Any]) -> str | None:
         """Describe the difference to an earlier run with the header `other`; None if none."""
@@ -87,6 +126,21 @@ def is_header(value: object) -> bool:
         return len(base64.b64decode(value["files"], validate=True)) % _DIGEST_BYTES == 0
     except ValueError:
         return False
+
+
+def _digest_of_headers(checkpoint: Checkpoint) -> str:
+    """Return a digest of all of a checkpoint except the elements of its logical tensors."""
+    return sha256(inert_dump.dump(checkpoint, _serialized)).hexdigest()
+
+
+def _serialized(part: Node) -> Node | None:
+    """Return what stands for a part that is no plain node; None for all others."""
+    if isinstance(part, Storage):
+        return ("blob", part.dtype, part.numel, part.blob)
+    if isinstance(part, NoteKind):
+        return (str(part),)
+    names = _FIELDS.get(type(part))
+    return None if names is None else (type(part).__name__, *(getattr(part, n) for n in names))
 
 
 def _digest(file: SourceFile) -> bytes:

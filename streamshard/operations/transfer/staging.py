@@ -19,7 +19,7 @@ from typing import Final, Self
 from streamshard.engine.jobs.target_proof import PROOF_PREFIX
 from streamshard.engine.journals.journal import Journal
 from streamshard.engine.journals.staged_files import Partial
-from streamshard.errors import NotAsWrittenError, Option, TargetExistsError
+from streamshard.errors import NotAsWrittenError, Option
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.changes import (
@@ -48,9 +48,8 @@ from streamshard.operations.transfer.target import (
     is_vacant,
     partial_of,
     replaced_of,
-    replaces,
-    require_free,
 )
+from streamshard.operations.transfer.target_state import DiskState, replaces
 
 _RESERVED: Final = f"{names.OWN_PREFIX}.reserved"
 
@@ -90,43 +89,44 @@ class PartialTarget:
             make_directory(self._target.parent, parents=True, exist_ok=True)
             self._lock.take()
             stack.callback(self._lock.release)
-            self.journal = Journal(self.path / JOURNAL)
+            state = self._settled()
+            self.journal = state.begun
             stack.callback(self.journal.close)
             stack.callback(self._remove_if_empty)
-            self._settle()
-            self._prepare()
+            self._prepare(state)
             self._held = stack.pop_all()
         return self
 
-    def _settle(self) -> None:
-        """Finish or undo the renaming that an earlier run was interrupted in."""
+    def _settled(self) -> DiskState:
+        """Look at the target, after an interrupted renaming is finished or undone."""
         self.is_done = False
         """Whether the target exists, and is what this run would make."""
-        done = Journal(self._target / JOURNAL)
+        state = DiskState.at(self._target, self._template)
+        done = state.journal
         if done.is_whole and done.header is not None:
             self._tidy(done)
             self.is_done = self._identity.difference(done.header) is None and not self._overwrite
-        elif replaces(self.journal.header) and lexists(self._replaced) and is_vacant(self._target):
+        elif replaces(state.begun.header) and state.has_replaced and state.is_vacant:
             rename(self._replaced, self._target)
+        else:
+            return state
+        return DiskState.at(self._target, self._template)
 
-    def _prepare(self) -> None:
+    def _prepare(self, state: DiskState) -> None:
         """Start from the beginning, or continue from an earlier run's partial target."""
         if self.is_done:
             return
-        template, header = self._template, self.journal.header
-        require_free(self._target, overwrite=self._overwrite, template=template)
+        state.require_free(overwrite=self._overwrite)
+        header = self.journal.header
         if self._overwrite or header is None:
             self._is_own = True
             make_directory(self.path, exist_ok=True)
-            self._become_like_empty()
+            self._become_like_empty(state)
             self.journal.begin(self._identity.header)
         else:
-            difference = self._identity.difference(header)
-            if difference is not None:
-                message = f"{self.path}: {difference}. Run that one again to finish it, or give"
-                raise TargetExistsError(f"{message} {Option('overwrite', True)} to start afresh")
+            self._identity.require_same(header, self.path)
             self._is_own = True
-            self._become_like_empty()
+            self._become_like_empty(state)
             self.journal.proceed()
         if not self.journal.is_whole:
             self._remove_unknown()
@@ -134,15 +134,14 @@ class PartialTarget:
             self._reservation = Reservation(self.path / _RESERVED, left)
         self.partial = Partial(self.path, self.journal, self._reservation)
 
-    def _become_like_empty(self) -> None:
+    def _become_like_empty(self, state: DiskState) -> None:
         """Take over owner, mode and access list of the empty directory that will be replaced.
 
         This happens before anything is written. So the partial target is as private as that
         directory all the time, and its files get the group that a set-group-ID bit gives them.
         """
-        if not lexists(self._target) or not is_vacant(self._target):
-            return
-        place_of(self.path).take_over_status(self._target, self.path)
+        if state.is_there and state.is_vacant:
+            place_of(self.path).take_over_status(self._target, self.path)
 
     def _remove_unknown(self) -> None:
         """Remove files that the journal does not list: they are not known to be this run's."""

@@ -1,54 +1,25 @@
 """How far a target in a bucket is, and whether a run may write there."""
 
 from dataclasses import dataclass
-from typing import Final
 
 from streamshard.engine.journals.upload_journal import UploadJournal
-from streamshard.errors import Option, TargetExistsError
 from streamshard.formats.deepspeed.dumps.dump_names import Template
-from streamshard.io.entries import has_file, list_ahead, listings_kept
+from streamshard.io.entries import has_file, is_real_directory, list_ahead, listings_kept
 from streamshard.io.object_path import ObjectPath, object_of
 from streamshard.io.objects.clients import together
 from streamshard.io.objects.listings import has_content, holds_objects
+from streamshard.operations.source.directory_content import DirectoryContent
 from streamshard.operations.source.unfinished import COMMITTED, JOURNAL
-from streamshard.operations.transfer.target import is_ours, partial_of, replaces
-
-_OVERWRITE: Final = Option("overwrite", True)
-
-
-def require_free_objects(target: ObjectPath, *, overwrite: bool, template: Template | None) -> None:
-    """Refuse objects below a path that are not to be replaced; see `require_free`."""
-    with listings_kept(anew=True):
-        upload = UploadState.of(target)
-        if upload.is_unfinished or not upload.is_occupied:
-            return
-        # All objects, as a service may list directories that are empty.
-        list_ahead(target)
-        _require_replaceable(upload, overwrite=overwrite, template=template)
-
-
-def _require_replaceable(
-    upload: "UploadState", *, overwrite: bool, template: Template | None
-) -> None:
-    target, begun = upload.target, upload.begun
-    partial = object_of(partial_of(target))
-    if begun.header is None and holds_objects(partial):
-        message = f"{partial}: is in the way, and was not left by a run that was cut off"
-        raise TargetExistsError(f"{message}; move it, or choose another target")
-    # A run that was killed right after it had completed the target left its journal there.
-    is_just_done = upload.is_committed and upload.journal.header is not None
-    if not overwrite and not replaces(begun.header) and not is_just_done:
-        raise TargetExistsError(f"{target}: exists; use {_OVERWRITE} to replace it")
-    if not is_ours(target, template) and not begun.is_whole:
-        message = f"{target}: holds more than one checkpoint or store of ours, so {_OVERWRITE} will"
-        raise TargetExistsError(f"{message} not replace it; remove it yourself")
+from streamshard.operations.transfer.target import partial_of
+from streamshard.operations.transfer.target_state import TargetState, replaces
 
 
 @dataclass(frozen=True, slots=True)
-class UploadState:
+class UploadState(TargetState):
     """How far a target in a bucket is."""
 
     target: ObjectPath
+    template: Template | None
     is_committed: bool
     """Whether it exists: its commit record is there, and whatever else."""
     journal: UploadJournal
@@ -59,18 +30,46 @@ class UploadState:
     """Whether there is any object at its path or below it."""
 
     @classmethod
-    def of(cls, target: ObjectPath) -> "UploadState":
+    def at(cls, target: ObjectPath, template: Template | None = None) -> "UploadState":
         """Ask the service."""
-        is_committed, journal, begun, has_object, is_occupied = together(
-            lambda: has_file(target / COMMITTED),
-            lambda: UploadJournal(target / JOURNAL),
-            lambda: UploadJournal(partial_of(target) / JOURNAL),
-            lambda: has_content(target),
-            lambda: holds_objects(target),
-        )
-        return cls(target, is_committed, journal, begun, has_object or is_occupied)
+        with listings_kept(anew=True):
+            is_committed, journal, begun, has_object, is_occupied = together(
+                lambda: has_file(target / COMMITTED),
+                lambda: UploadJournal(target / JOURNAL),
+                lambda: UploadJournal(partial_of(target) / JOURNAL),
+                lambda: has_content(target),
+                lambda: holds_objects(target),
+            )
+        found = has_object or is_occupied
+        return cls(target, template, is_committed, journal, begun, found)
 
     @property
     def is_unfinished(self) -> bool:
         """Whether a run is uploading the target, or was cut off."""
         return not self.is_committed and self.journal.header is not None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is there to compare: it is free, or a run is not done with it."""
+        return not self.is_occupied or (self.journal.is_there and not self.is_committed)
+
+    def _require_free(self, *, overwrite: bool) -> None:
+        if self.is_unfinished or not self.is_occupied:
+            return
+        with listings_kept(anew=True):
+            # All objects, as a service may list directories that are empty.
+            list_ahead(self.target)
+            self._require_replaceable(overwrite=overwrite)
+
+    def _require_replaceable(self, *, overwrite: bool) -> None:
+        target, begun, partial = self.target, self.begun, object_of(partial_of(self.target))
+        if begun.header is None and holds_objects(partial):
+            raise self._in_the_way(partial)
+        # A run that was killed right after it had completed the target left its journal there.
+        is_just_done = self.is_committed and self.journal.header is not None
+        if not overwrite and not replaces(begun.header) and not is_just_done:
+            raise self._exists()
+        if not begun.is_whole:
+            is_directory = is_real_directory(target)
+            content = DirectoryContent.of(target, self.template) if is_directory else None
+            self._require_ours(content)

@@ -35,7 +35,7 @@ from streamshard.io.readable import Entry
 from streamshard.io.retry import FROM_OUTSIDE, ignored
 from streamshard.operations.source.unfinished import COMMITTED, JOURNAL
 from streamshard.operations.transfer.run_identity import RunIdentity
-from streamshard.operations.transfer.target import partial_of, require_free
+from streamshard.operations.transfer.target import partial_of
 from streamshard.operations.transfer.upload_state import UploadState
 
 _FORMAT: Final = 1
@@ -70,8 +70,6 @@ class UploadedTarget:
         self._lock = lock
         self._is_own = False
         """Whether the journal belongs to this run, or to the earlier run it continues."""
-        self._is_occupied = False
-        """Whether there was any object at the target's path or below it."""
         self.is_done = False
         """Whether the target exists, and is what this run would make."""
         self.notes: tuple[str, ...] = ()
@@ -81,42 +79,38 @@ class UploadedTarget:
         with target_errors(self._target), ExitStack() as stack:
             self._lock.take()
             stack.callback(self._lock.release)
-            self._settle()
-            self._prepare()
+            self._prepare(self._settled())
             self._held = stack.pop_all()
         return self
 
-    def _settle(self) -> None:
+    def _settled(self) -> UploadState:
         """Find where the target is uploaded, and finish a commit that was cut off."""
-        upload = UploadState.of(self._target)
+        upload = UploadState.at(self._target, self._template)
         self.path: Path = self._target
-        self.journal, self._is_occupied = upload.journal, upload.is_occupied
+        self.journal = upload.journal
         if upload.is_committed and self.journal.header is not None:
             is_same = self._identity.difference(self.journal.header) is None
             self.is_done = is_same and not self._overwrite
             self.journal.remove()
         if self.is_done or self.journal.header is not None:
-            return
-        if upload.begun.header is not None or (self._overwrite and self._is_occupied):
+            return upload
+        if upload.begun.header is not None or (self._overwrite and upload.is_occupied):
             self.path, self.journal = partial_of(self._target), upload.begun
+        return upload
 
-    def _prepare(self) -> None:
+    def _prepare(self, upload: UploadState) -> None:
         """Start from the beginning, or continue an earlier run."""
         if self.is_done:
             return
         header = self.journal.header
-        if self._is_occupied:
-            require_free(self._target, overwrite=self._overwrite, template=self._template)
+        upload.require_free(overwrite=self._overwrite)
         if self._overwrite or header is None:
             if header is not None:
                 self._clear()
                 self._abort_strays()
             self.journal.begin(self._identity.header)
         else:
-            difference = self._identity.difference(header)
-            if difference is not None:
-                message = f"{self.path}: {difference}. Run that one again to finish it, or give"
-                raise TargetExistsError(f"{message} {Option('overwrite', True)} to start afresh")
+            self._identity.require_same(header, self.path)
             self._abort_strays()
             self._forget_changed()
         self._is_own = True

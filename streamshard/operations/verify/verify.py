@@ -15,12 +15,13 @@ from streamshard.errors import (
     UsageError,
 )
 from streamshard.io.object_path import as_path
+from streamshard.layout.memory_plan import COMPARING_BYTES
 from streamshard.layout.sample import EVERYTHING, Sample
 from streamshard.operations.checks.problems import Difference, Findings, Verification
 from streamshard.operations.checks.scan import scan
-from streamshard.operations.checks.structure import look_at
+from streamshard.operations.checks.structure import check_structure
 from streamshard.operations.checks.tensor_digests import tensor_units
-from streamshard.operations.compare.comparison import EXTRA_BYTES, chosen, compare
+from streamshard.operations.compare.comparison import chosen, compare
 from streamshard.operations.compare.matching import pair_up
 from streamshard.operations.source.source import Request, read_hints
 from streamshard.operations.source.unfinished import require_finished
@@ -137,7 +138,7 @@ class _Run:
 
     def check(self, request: Request, *, digests: bool) -> None:
         """Check the structure, then read everything that has a checksum."""
-        checked = look_at(request, self.findings, self.sample)
+        checked = check_structure(request, self.findings, self.sample)
         self.kind, self.tag = checked.kind, checked.tag
         if checked.source is not None:
             checked.source.require_use_of_like()
@@ -165,7 +166,7 @@ class _Run:
             raise
         except (SourceError, IntegrityError) as error:
             self.findings.add_error(error, as_path(request.path))
-            self.projected_bytes = self._limits.fit(EXTRA_BYTES).projected_bytes
+            self.projected_bytes = self._limits.fit(COMPARING_BYTES).projected_bytes
             return
         self.kind, self.tag = left.kind, left.checkpoint.tag
         left.require_use_of_like(needed=right.needs_like)

@@ -40,7 +40,7 @@ _ANEW: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class _HeldState:
+class _StateOfRanks:
     """The values that ranks hold under one key of a unit's state."""
 
     what: str
@@ -335,17 +335,17 @@ class OptimizerReader:
         self._add_slot(slot, MASTER, ranks, {rank: self._masters[rank][unit] for rank in ranks})
         if not any(unit in self._inner[rank]["state"] for rank in ranks):
             return None
-        held = {rank: self._inner[rank]["state"].get(unit, {}) for rank in ranks}
+        states_of = {rank: self._inner[rank]["state"].get(unit, {}) for rank in ranks}
         if self._is_muon(unit):
             # A rank that owns no parameter has no momentum. That it owns none is checked later.
-            held = {rank: states for rank, states in held.items() if states} or held
-        first = next(iter(held))
+            states_of = {rank: states for rank, states in states_of.items() if states} or states_of
+        first = next(iter(states_of))
         with of_file(self._paths[first]):
-            keys = [name_of(key) for key in held[first]]
+            keys = [name_of(key) for key in states_of[first]]
         if len(keys) > _STATES_LIMIT:
             message = f"{len(keys)} states of one group, which no optimizer is known to have"
             raise UnsupportedError(message, path=self._paths[first])
-        for rank, states in held.items():
+        for rank, states in states_of.items():
             if list(states) != keys:
                 message = (
                     f"states {show(list(states))} of group {unit}, where "
@@ -353,24 +353,26 @@ class OptimizerReader:
                 )
                 raise DisagreementError(message, path=self._paths[rank])
         return {
-            key: self._state(unit, slot, key, {rank: held[rank][key] for rank in held}, ranks)
-            for key in held[first]
+            key: self._state(
+                unit, slot, key, {rank: states[key] for rank, states in states_of.items()}, ranks
+            )
+            for key in states_of[first]
         }
 
     def _state(
         self, unit: int, slot: int, key: str, nodes: Mapping[int, Node], ranks: Sequence[int]
     ) -> Node:
         """Interpret one state of a unit from the values that the ranks hold under its key."""
-        held = _HeldState(
+        state_of_ranks = _StateOfRanks(
             what=f"optimizer state '{key}' of group {unit}",
             nodes=nodes,
             numels={rank: self._state_numel(unit, rank, ranks[0]) for rank in nodes},
             paths=self._paths,
         )
-        tensors = held.tensors()
+        tensors = state_of_ranks.tensors()
         # A state of whole parameters: its element count on a rank needs the layout's arithmetic.
         whole = self._is_muon(unit) and key == names.MOMENTUM and bool(tensors)
-        state = held.flat(tensors) if whole else held.understand(self._sources)
+        state = state_of_ranks.flat(tensors) if whole else state_of_ranks.understand(self._sources)
         if isinstance(state, FlatState):
             self._add_slot(slot, key, ranks, tensors)
         return state

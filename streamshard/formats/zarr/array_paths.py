@@ -1,0 +1,42 @@
+"""The paths of logical tensors in a store, which also name them in messages and reports."""
+
+import re
+from hashlib import sha256
+from typing import Final
+from urllib.parse import quote
+
+from streamshard.model import BLOB, FILE, MODULE, LogicalTensor
+
+ROOT_DOCUMENT: Final = "zarr.json"
+"""The root group's document. A node of this name would replace its parent's document."""
+
+_LIMIT_NAME: Final = 255
+"""Most bytes of a directory's name on nearly every file system."""
+_SHORTENED: Final = "%~"
+"""Stands for the rest of a name that is too long; the SHA-256 of the whole name follows."""
+_CUT_ESCAPE: Final = re.compile("%[0-9A-F]?$")
+
+
+def array_path(tensor: LogicalTensor) -> str:
+    """Return the path of a logical tensor's array in the hierarchy."""
+    top = tensor.state if tensor.state in (MODULE, BLOB, FILE) else f"state/{_escape(tensor.state)}"
+    path = f"{top}/{_escape(tensor.name)}"
+    return f"{tensor.model_part}/{path}" if tensor.model_part else path
+
+
+def is_shortened(path: str) -> bool:
+    """Tell whether a name was too long for its path, which then does not say it."""
+    return _SHORTENED in path
+
+
+def _escape(name: str) -> str:
+    """Turn any text into a node name that is not reserved, not empty and not too long."""
+    escaped = quote(name, safe=" !#$&'()+,;=@[]{}~^")
+    if not escaped.strip(".") or escaped.startswith("__") or escaped == ROOT_DOCUMENT:
+        escaped = "".join(f"%{byte:02X}" for byte in name[:1].encode()) + escaped[1:]
+    if len(escaped) > _LIMIT_NAME:
+        digest = sha256(name.encode()).hexdigest()
+        # Do not cut within an escape. No escape begins with the mark that follows.
+        start = _CUT_ESCAPE.sub("", escaped[: _LIMIT_NAME - len(_SHORTENED) - len(digest)])
+        escaped = f"{start}{_SHORTENED}{digest}"
+    return escaped or "%"

@@ -1,0 +1,57 @@
+"""What lies in a directory that a target may take the place of."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Self
+
+from streamshard import registry
+from streamshard.formats.deepspeed.dumps.dump_names import Template
+from streamshard.io.entries import entries, files_below, is_directory
+from streamshard.io.readable import Entry
+from streamshard.operations.source.unfinished import COMMITTED, JOURNAL
+
+_MARKS = (COMMITTED, JOURNAL)
+"""What a run leaves in a target, which belongs to no checkpoint."""
+
+
+@dataclass(frozen=True)
+class DirectoryContent:
+    """The entries of a directory, as they were listed."""
+
+    root: Path
+    template: Template | None
+    """Names of the dumps, if it is to be a directory of dumps."""
+    entries: Sequence[Entry]
+
+    @classmethod
+    def of(cls, root: Path, template: Template | None) -> Self:
+        """List a directory."""
+        return cls(root, template, list(entries(root)))
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Names of the entries, without a run's own marks."""
+        return frozenset({entry.name for entry in self.entries}.difference(_MARKS))
+
+    @cached_property
+    def directories(self) -> frozenset[str]:
+        """Names of the entries that lead to directories."""
+        return frozenset(
+            entry.name
+            for entry in self.entries
+            if entry.name in self.names
+            and (entry.is_directory or (entry.is_link and is_directory(entry.path)))
+        )
+
+    @cached_property
+    def files(self) -> Sequence[str]:
+        """Relative paths of all files below it, without a run's own marks."""
+        found = (path.relative_to(self.root) for path in files_below(self.root))
+        return [path.as_posix() for path in found if path.parts[0] not in _MARKS]
+
+    def is_one_checkpoint(self) -> bool:
+        """Tell whether it is one checkpoint, store, set of dumps or export, and no more."""
+        answers = (reader.is_alone_in(self) for reader in registry.readers())
+        return next((answer for answer in answers if answer is not None), False)

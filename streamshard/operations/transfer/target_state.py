@@ -1,0 +1,160 @@
+"""What lies at the place of a target: it is looked at once, and then judged."""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from streamshard.engine.journals.journal import Journal
+from streamshard.errors import Option, TargetExistsError
+from streamshard.formats.deepspeed.dumps.dump_names import Template
+from streamshard.io.entries import examine_if_there, lexists, paths_in
+from streamshard.io.file_system import is_mount_point
+from streamshard.io.files import target_errors
+from streamshard.io.object_path import is_object
+from streamshard.io.place import place_of
+from streamshard.io.readable import Status
+from streamshard.operations.source.directory_content import DirectoryContent
+from streamshard.operations.source.unfinished import JOURNAL
+from streamshard.operations.transfer.target import partial_of, replaced_of, require_named
+from streamshard.registry import UPLOAD_STATE, load
+
+_OVERWRITE: Final = Option("overwrite", True)
+
+
+class TargetState(ABC):
+    """What a run finds at the place of its target, on a disk or in a bucket."""
+
+    target: Path
+
+    @staticmethod
+    def of(target: Path, template: Template | None = None) -> "TargetState":
+        """Look at a target.
+
+        `template`: names of the dumps, if the target is a directory of dumps.
+        """
+        require_named(target)
+        with target_errors(target):
+            kind = load(UPLOAD_STATE) if is_object(target) else DiskState
+            found: TargetState = kind.at(target, template)
+        return found
+
+    @property
+    @abstractmethod
+    def is_settled(self) -> bool:
+        """Whether nothing is there to compare: it is free, or a run is not done with it."""
+
+    def require_free(self, *, overwrite: bool) -> None:
+        """Refuse a target that exists, unless it is empty, or is one of ours and may be replaced.
+
+        A directory of dumps is ours if nothing else is in it. The remains of an earlier run are
+        allowed: the run is continued, or its renaming is finished first.
+        """
+        with target_errors(self.target):
+            self._require_free(overwrite=overwrite)
+
+    @abstractmethod
+    def _require_free(self, *, overwrite: bool) -> None:
+        """See `require_free`; system errors are turned into others there."""
+
+    def _in_the_way(self, path: Path) -> TargetExistsError:
+        message = f"{path}: is in the way, and was not left by a run that was cut off"
+        return TargetExistsError(f"{message}; move it, or choose another target")
+
+    def _exists(self) -> TargetExistsError:
+        return TargetExistsError(f"{self.target}: exists; use {_OVERWRITE} to replace it")
+
+    def _require_ours(self, content: DirectoryContent | None) -> None:
+        """Refuse to replace what is more than one checkpoint, store, set of dumps or export."""
+        if content is None or not content.is_one_checkpoint():
+            message = f"{self.target}: holds more than one checkpoint or store of ours, so"
+            message = f"{message} {_OVERWRITE} will not replace it; remove it yourself"
+            raise TargetExistsError(message)
+
+
+@dataclass(frozen=True, slots=True)
+class DiskState(TargetState):
+    """What a run finds at the place of its target on a disk, and next to it."""
+
+    target: Path
+    is_there: bool
+    """Whether there is anything at its path, even a link that leads to nothing."""
+    content: DirectoryContent | None
+    """What lies in it; None if it is no directory, or a link to one."""
+    journal: Journal
+    """The journal in it: it has taken its place, and the rest is to be tidied."""
+    partial: Status | None
+    """Where it is built, if anything is there."""
+    begun: Journal
+    """The journal there."""
+    has_replaced: bool
+    """Whether there is anything where an old target lies until the new one is in place."""
+
+    @classmethod
+    def at(cls, target: Path, template: Template | None = None) -> "DiskState":
+        """Look at the target, and at the two places next to it."""
+        status, partial = examine_if_there(target, follows=False), partial_of(target)
+        is_directory = status is not None and status.is_directory
+        return cls(
+            target,
+            status is not None,
+            DirectoryContent.of(target, template) if is_directory else None,
+            Journal(target / JOURNAL),
+            examine_if_there(partial, follows=False),
+            Journal(partial / JOURNAL),
+            lexists(replaced_of(target)),
+        )
+
+    @property
+    def is_vacant(self) -> bool:
+        """Whether a directory can be renamed to its path: it is free, or an empty directory."""
+        return not self.is_there if self.content is None else not self.content.entries
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is there to compare: it is free, or a run is not done with it."""
+        return self.is_vacant or self.journal.is_there
+
+    def _require_free(self, *, overwrite: bool) -> None:
+        if self.journal.is_whole:
+            return
+        may_replace = replaces(self.begun.header)
+        if self.has_replaced and not (self.is_vacant and may_replace):
+            raise self._in_the_way(replaced_of(self.target))
+        if self.partial is not None and not self._is_of_a_run(self.partial):
+            raise self._in_the_way(partial_of(self.target))
+        if self.content is not None:
+            _require_place(self.target)
+        if self.is_vacant:
+            return
+        if not overwrite and not may_replace:
+            raise self._exists()
+        self._require_ours(self.content)
+
+    def _is_of_a_run(self, partial: Status) -> bool:
+        """Tell whether a run made the partial target; without a header it holds no more yet."""
+        if not partial.is_directory:
+            return False
+        names = (path.name for path in paths_in(partial_of(self.target)))
+        return self.begun.header is not None or all(name.startswith(JOURNAL) for name in names)
+
+
+def replaces(header: Mapping[str, Any] | None) -> bool:
+    """Tell whether the run that a journal identifies may replace an existing target."""
+    return header is not None and header.get("replaces") is True
+
+
+def _require_place(target: Path) -> None:
+    """Refuse a directory that another one cannot replace by a rename."""
+    reason = None
+    if is_mount_point(target):
+        reason = "is a mount point, which no other directory can take the place of"
+    elif not place_of(target).may_change(target.absolute().parent):
+        reason = f"its place cannot be taken, as {target.absolute().parent} may not be written"
+    elif (owner := place_of(target).foreign_owner(target)) is not None:
+        reason = f"belongs to user {owner}, and user {os.geteuid()} can make no directory for them"
+    if reason is not None:
+        message = f"{target}: {reason}; what is made is built next to its place and then renamed"
+        raise TargetExistsError(f"{message}. Give a new name in it: {target / 'NAME'}")
