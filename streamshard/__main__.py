@@ -12,9 +12,9 @@ from streamshard.cli.signals import Signals
 
 def program() -> NoReturn:
     """Be the process, which ends with its verb."""
-    # The signals are not given back: until the interpreter has gone they end it, without a word.
+    # The handlers stay: until the interpreter has gone, a signal ends it without a word.
     signals = Signals()
-    signals.take(while_loading=True)
+    signals.install(while_loading=True)
     from streamshard.cli import streams
     from streamshard.cli.parser import parse_command
 

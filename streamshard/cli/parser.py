@@ -1,18 +1,20 @@
-"""The parser of the command line: verbs, their options and their help."""
+"""The parser of the command line: verbs, their options and their help; and the options' flags."""
 
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from functools import cache
+from itertools import chain, groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
 from streamshard import sizes
-from streamshard.cli.streams import give_up, write_out
+from streamshard.cli.streams import close_quietly, write_out
 from streamshard.cli.text.escaping import one_line
-from streamshard.errors import StreamshardError, TargetError
+from streamshard.errors import Option, StreamshardError, TargetError
 from streamshard.options import OptionField, Options, fields_of, types_of
 from streamshard.verb_options import OPTIONS
 
@@ -54,7 +56,7 @@ _SUMMARIES: Final = {
 """Verb → what it does, and an example."""
 _OF_SOME: Final = {
     "plan_out": None,
-    **dict.fromkeys(("if_needed", "print_path", "status", "prometheus"), False),
+    **dict.fromkeys(("if_needed", "print_path"), False),
 }
 """Options that not every verb has, and that are looked at for every one."""
 SHELLS: Final = ("bash", "zsh", "fish")
@@ -62,6 +64,8 @@ SHELLS: Final = ("bash", "zsh", "fish")
 _EXAMPLE: Final = "Example: "
 _MOST_SOURCES: Final = 2
 """Maximum number of consecutive sources that a verb takes."""
+_NO_KEYWORDS: Final = {"address": "--dask", "plan.save()": "--dry-run --plan-out"}
+"""Flags of what is no keyword of a verb."""
 _URL: Final = re.compile(r"(?<=:/)\S*[@?#]\S*")
 """What may hold a password, or another secret, in a word that nothing has looked into yet."""
 
@@ -172,6 +176,13 @@ def parse_command(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
+def keywords(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the keywords of the verb's function, which has the same options as its parser."""
+    kind = OPTIONS[arguments.verb]
+    fields = fields_of(kind)
+    return {name: getattr(arguments, name) for name in types_of(kind) if fields[name].help}
+
+
 def _with_templates(argv: Sequence[str]) -> list[str]:
     """Replace the files of all ranks, to which a shell expands `raw/*.pt`, by their template."""
     if len(argv) <= _MOST_SOURCES:  # a verb and one file, or `--help`, which is to be fast
@@ -198,6 +209,36 @@ def _file_and_place(word: str) -> tuple[bool, Path]:
         return is_file(path), path.parent
     except OSError:  # such as a name that is too long
         return False, path.parent
+
+
+def flag(option: Option) -> str:
+    """Word an option as the command line's flag, with its value if it takes one."""
+    text = " ".join([_flags().get(option.name, option.name), *_value(option)])
+    return f"{option.what} given with {text}" if option.what else text
+
+
+def _value(option: Option) -> Iterator[str]:
+    value = option.value
+    if isinstance(value, timedelta):
+        yield sizes.show_duration(value)
+    elif isinstance(value, list | tuple):
+        yield ",".join(map(str, value))
+    elif isinstance(value, int) and option.name == "memory_limit":
+        yield f"{value >> 20}MiB"
+    elif value is not None and not isinstance(value, bool):
+        yield str(value)
+
+
+@cache
+def _flags() -> Mapping[str, str]:
+    """Return the flag of each keyword."""
+    found = dict(_NO_KEYWORDS)
+    actions = arguments_of()._actions
+    verbs = next(one.choices for one in actions if isinstance(one, argparse._SubParsersAction))
+    for option in chain.from_iterable(verb._actions for verb in verbs.values()):
+        if option.option_strings:
+            found.setdefault(option.dest, option.option_strings[-1])
+    return found
 
 
 class _Parser(argparse.ArgumentParser):
@@ -245,7 +286,7 @@ class _Parser(argparse.ArgumentParser):
         try:
             write_out(message)
         except BrokenPipeError:
-            give_up(sys.stdout)  # the reader has gone
+            close_quietly(sys.stdout)  # the reader has gone
         except TargetError as error:
             self.exit(error.exit_code, f"streamshard: {error}\n")
 

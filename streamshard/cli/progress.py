@@ -69,12 +69,11 @@ class Style(Protocol):
 
     interval_seconds: float
     """Minimum time between two calls of `tell` in one phase."""
+    end: str
+    """Text that cleans up at the end."""
 
     def tell(self, moment: Moment, *, is_last: bool) -> str:
         """Return the text to write now; empty if there is none."""
-
-    def end(self) -> str:
-        """Return the text that cleans up at the end."""
 
 
 def display(
@@ -113,6 +112,8 @@ class Display:
         self._style = style
         self._stream = stream
         self._clock = clock
+        self._is_broken = False
+        """Whether progress cannot be written any more."""
         self._lock = threading.Lock()
         self._phase = READING_HEADERS
         self._total_bytes: int | None = None
@@ -136,7 +137,7 @@ class Display:
     ) -> None:
         with self._lock:
             self._show(is_due=True, is_last=True)
-            self._write(self._style.end())
+            self._write(self._style.end)
 
     def start(self, total_bytes: int, phase: str = READING) -> None:
         """Begin a new count; many short sections of one phase are not shown one by one."""
@@ -202,37 +203,24 @@ class Display:
         return int((done - already) / max(now - before, 1e-9)) or None
 
     def _write(self, text: str) -> None:
-        if not text:
+        if not text or self._is_broken:
             return
         try:
             self._stream.write(text)
             self._stream.flush()
         except (OSError, ValueError):
-            self._style = Nothing()
-
-
-class Nothing:
-    """Shows nothing."""
-
-    interval_seconds = float("inf")
-
-    def tell(self, moment: Moment, *, is_last: bool) -> str:
-        """Write nothing."""
-        return ""
-
-    def end(self) -> str:
-        """Leave everything as it is."""
-        return ""
+            self._is_broken = True
 
 
 class Bar:
-    """One terminal line that is redrawn again and again, and erased at the end.
+    """One terminal line that is redrawn, and erased at the end.
 
     tqdm draws it, without colours. The counting is our own: tqdm knows neither phases nor bytes
     that an earlier run wrote.
     """
 
     interval_seconds = 0.1
+    end = f"\r{_ERASE_REST}"
 
     def __init__(self, width: Callable[[], int]) -> None:
         self._width = width
@@ -252,57 +240,47 @@ class Bar:
         )
         return f"\r{drawn}{_ERASE_REST}"
 
-    def end(self) -> str:
-        """Erase the line."""
-        return f"\r{_ERASE_REST}"
-
 
 class Lines:
     """A line for every tenth and every phase, for pipes and log files."""
 
     interval_seconds = 0.5
+    end = ""
 
     def __init__(self) -> None:
-        self._told: tuple[str, int, int | None] | None = None
+        self._last: tuple[str, int, int | None] | None = None
         """Phase, tenth and total of the last line."""
-        self._told_at = 0.0
+        self._last_at = 0.0
 
     def tell(self, moment: Moment, *, is_last: bool) -> str:
         """Write a line, unless nothing is new or the last line is too recent."""
         now = moment.elapsed_seconds
         new = moment.phase, (moment.percent or 0) // 10, moment.total_bytes
         gap = _QUIET_SECONDS
-        if self._told is not None and self._told[0] != moment.phase:
+        if self._last is not None and self._last[0] != moment.phase:
             gap = _PHASE_SECONDS
-        if new == self._told or now < self._told_at + gap:
+        if new == self._last or now < self._last_at + gap:
             return ""
-        self._told, self._told_at = new, now
+        self._last, self._last_at = new, now
         return f"streamshard: {', '.join([_said(moment), *_facts(moment)])}\n"
-
-    def end(self) -> str:
-        """Leave the lines as they are."""
-        return ""
 
 
 class JsonLines:
     """A JSON object on a line for every second and every phase, for programs; see `Moment`."""
 
     interval_seconds = 1.0
+    end = ""
 
     def __init__(self) -> None:
-        self._told: tuple[str, int, int | None] | None = None
+        self._last: tuple[str, int, int | None] | None = None
 
     def tell(self, moment: Moment, *, is_last: bool) -> str:
         """Write an object; the last one is not repeated."""
         new = moment.phase, moment.done_bytes, moment.total_bytes
-        if is_last and new == self._told:
+        if is_last and new == self._last:
             return ""
-        self._told = new
+        self._last = new
         return json.dumps(asdict(moment)) + "\n"
-
-    def end(self) -> str:
-        """Leave the lines as they are."""
-        return ""
 
 
 def _said(moment: Moment) -> str:

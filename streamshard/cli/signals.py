@@ -27,7 +27,7 @@ class Signals:
         self._code: int | None = None
         self._is_loading = False
 
-    def take(self, *, while_loading: bool = False) -> None:
+    def install(self, *, while_loading: bool = False) -> None:
         """Install handlers: from now on the first signal raises `StoppedBySignal`.
 
         `while_loading`: whether to end the process instead, as nothing has begun yet, and code that
@@ -39,11 +39,11 @@ class Signals:
             if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
                 self._before[number] = signal.signal(number, self._stop)
 
-    def over(self, code: int) -> None:
-        """Mark the run as over: from now on a signal ends the process with this exit code."""
+    def finish(self, code: int) -> None:
+        """Mark the run as done: from now on a signal ends the process with this exit code."""
         self._code = code
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Restore the previous signal handlers."""
         if signal.SIGALRM in self._before:
             signal.alarm(0)  # otherwise a pending alarm is the caller's

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TextIO
 
+from streamshard.cli.text.escaping import one_line
 from streamshard.errors import TargetError
 
 if TYPE_CHECKING:
@@ -48,6 +49,17 @@ class _Log(io.FileIO):
         return memoryview(data).nbytes if written is None else written
 
 
+def tell(*lines: str) -> None:
+    """Write lines to standard error, escaped."""
+    for line in lines:
+        sys.stderr.write(one_line(line) + "\n")
+
+
+def tell_error(error: BaseException, text: str = "") -> None:
+    """Write an error, or a text in its place, and its notes to standard error."""
+    tell(f"streamshard: {text or error}", *getattr(error, "__notes__", ()))
+
+
 def write_out(text: str) -> None:
     """Write to standard output, and flush it."""
     try:
@@ -56,11 +68,11 @@ def write_out(text: str) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        give_up(sys.stdout)
+        close_quietly(sys.stdout)
         message = f"standard output: cannot be written ({error.strerror})"
         raise TargetError(message) from error
 
 
-def give_up(stream: TextIO) -> None:
+def close_quietly(stream: TextIO) -> None:
     """Discard a stream's output, so that the interpreter reports no write error at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

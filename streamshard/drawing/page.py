@@ -17,9 +17,9 @@ for (const title of drawing.querySelectorAll("rect > title")) {
 }
 function show(event) {
   const text = texts.get(event.target);
-  const unit = event.target.dataset ? event.target.dataset.u : undefined;
+  const colour = event.target.dataset ? event.target.dataset.u : undefined;
   for (const part of drawing.querySelectorAll("rect[data-u]")) {
-    part.classList.toggle("off", unit !== undefined && part.dataset.u !== unit);
+    part.classList.toggle("off", colour !== undefined && part.dataset.u !== colour);
   }
   tip.hidden = text === undefined;
   if (text === undefined) return;

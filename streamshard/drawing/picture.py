@@ -11,8 +11,8 @@ class Strip:
     """Start in the row, in elements."""
     numel: float
     """Length in elements."""
-    unit: int | None
-    """Index in `Panel.units`; None for padding."""
+    colour: int | None
+    """Index in `Panel.colours`; None for padding."""
     text: str
     """Tooltip; its first line is the heading."""
     label: str = ""
@@ -32,7 +32,7 @@ class PictureRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Half:
+class Side:
     """One way to cut a param group: as saved, or as it would be written."""
 
     title: str
@@ -46,11 +46,11 @@ class Panel:
     """One param group."""
 
     title: str
-    units: tuple[str, ...]
-    """Names of the units that each have a colour, in stored order."""
+    colours: tuple[str, ...]
+    """Names of what has a colour of its own, in stored order."""
     itemsize: int
     """Bytes per element of the master weights."""
-    halves: tuple[Half, ...]
+    sides: tuple[Side, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Final
 
-from streamshard.drawing.picture import Half, Panel, Picture, PictureRow, Strip
+from streamshard.drawing.picture import Panel, Picture, PictureRow, Side, Strip
 from streamshard.sizes import show_bytes
 
 WIDTH: Final = 960
@@ -21,9 +21,9 @@ _CHARACTER: Final = 6.4
 _THIN: Final = 3.0
 """Narrower strips are drawn without an outline, which would cover their colour."""
 _SAME_SCALE: Final = 3.0
-"""If the row lengths of two halves differ by a larger factor, each half has its own scale."""
-_LEGEND_UNITS: Final = 12
-"""A panel with more units than this has no legend of colours."""
+"""If the row lengths of two sides differ by a larger factor, each side has its own scale."""
+_LEGEND_COLOURS: Final = 12
+"""A panel with more colours than this has no legend of them."""
 
 
 def svg(picture: Picture) -> str:
@@ -67,41 +67,41 @@ class _Pen:
 def _draw_panel(pen: _Pen, panel: Panel, number: int) -> None:
     pen.down(26)
     pen.text(_shortened(panel.title, WIDTH - 48, 7.4), 24, pen.y, "h")
-    lengths = [max((row.numel for row in half.rows), default=0) or 1 for half in panel.halves]
+    lengths = [max((row.numel for row in side.rows), default=0) or 1 for side in panel.sides]
     is_shared = max(lengths) <= _SAME_SCALE * min(lengths)
-    for half, length in zip(panel.halves, lengths, strict=True):
+    for side, length in zip(panel.sides, lengths, strict=True):
         scale = PLOT / (max(lengths) if is_shared else length)
-        _draw_half(pen, half, panel, number, scale)
-    if len(panel.halves) > 1 and not is_shared:
+        _draw_side(pen, side, panel, number, scale)
+    if len(panel.sides) > 1 and not is_shared:
         pen.down(18)
         pen.text("The two are drawn to different scales.", LEFT, pen.y, "m")
-    if len(panel.units) <= _LEGEND_UNITS:
+    if len(panel.colours) <= _LEGEND_COLOURS:
         pen.down(20)
-        _draw_units(pen, panel)
+        _draw_colours(pen, panel)
     pen.down(22)
 
 
-def _draw_half(pen: _Pen, half: Half, panel: Panel, number: int, scale: float) -> None:
+def _draw_side(pen: _Pen, side: Side, panel: Panel, number: int, scale: float) -> None:
     pen.down(28)
-    pen.text(half.title, LEFT, pen.y, "b")
-    if half.note:
+    pen.text(side.title, LEFT, pen.y, "b")
+    if side.note:
         pen.down(17)
-        pen.text(_shortened(half.note, PLOT, _CHARACTER), LEFT, pen.y, "m")
+        pen.text(_shortened(side.note, PLOT, _CHARACTER), LEFT, pen.y, "m")
     pen.down(10)
-    height = _row_height(len(half.rows))
-    chosen = _labels(half, scale) if height >= 13 else {}
-    for row in half.rows:
+    height = _row_height(len(side.rows))
+    chosen = _labels(side, scale) if height >= 13 else {}
+    for row in side.rows:
         middle = pen.y + height / 2 + 4
         pen.add(f'<text class="r" x="{LEFT - 10}" y="{_n(middle)}">{escaped(row.label)}</text>')
         for strip in row.strips:
             _draw_strip(pen, strip, number, scale, height)
         _draw_borders(pen, row, scale, height)
         for strip in row.strips:
-            if id(strip) in chosen and strip.unit is not None:
+            if id(strip) in chosen and strip.colour is not None:
                 x = LEFT + (strip.at + strip.numel / 2) * scale
-                pen.text(chosen[id(strip)], x, middle, f"l l{strip.unit % len(COLOURS)}")
+                pen.text(chosen[id(strip)], x, middle, f"l l{strip.colour % len(COLOURS)}")
         pen.down(height + 3)
-    _draw_axis(pen, half, panel.itemsize, scale)
+    _draw_axis(pen, side, panel.itemsize, scale)
 
 
 def _row_height(count: int) -> int:
@@ -110,12 +110,12 @@ def _row_height(count: int) -> int:
 
 def _draw_strip(pen: _Pen, strip: Strip, panel: int, scale: float, height: int) -> None:
     width = strip.numel * scale
-    kind = "p" if strip.unit is None else f"c{strip.unit % len(COLOURS)}"
+    kind = "p" if strip.colour is None else f"c{strip.colour % len(COLOURS)}"
     thin = " n" if width < _THIN else ""
-    unit = "" if strip.unit is None else f' data-u="{panel}.{strip.unit}"'
+    data = "" if strip.colour is None else f' data-u="{panel}.{strip.colour}"'
     place = f'x="{_n(LEFT + strip.at * scale)}" y="{_n(pen.y)}" width="{_n(width)}"'
     title = f"<title>{escaped(strip.text)}</title>"
-    pen.add(f'<rect class="{kind}{thin}"{unit} {place} height="{height}">{title}</rect>')
+    pen.add(f'<rect class="{kind}{thin}"{data} {place} height="{height}">{title}</rect>')
 
 
 def _draw_borders(pen: _Pen, row: PictureRow, scale: float, height: int) -> None:
@@ -130,20 +130,20 @@ def _draw_borders(pen: _Pen, row: PictureRow, scale: float, height: int) -> None
         pen.add(f'<path class="k" d="{"".join(lines)}"/>')
 
 
-def _labels(half: Half, scale: float) -> dict[int, str]:
+def _labels(side: Side, scale: float) -> dict[int, str]:
     """Choose the labels of strips: each name in its longest strip, or in all if they are few.
 
     Returns the label by the identity of the strip.
     """
-    strips = [strip for row in half.rows for strip in row.strips if strip.unit is not None]
-    everywhere = len(strips) <= 2 * _LEGEND_UNITS
+    strips = [strip for row in side.rows for strip in row.strips if strip.colour is not None]
+    everywhere = len(strips) <= 2 * _LEGEND_COLOURS
     if not everywhere:
         widest: dict[int, Strip] = {}
         for strip in strips:
-            if strip.unit is not None and strip.numel > getattr(
-                widest.get(strip.unit), "numel", 0.0
+            if strip.colour is not None and strip.numel > getattr(
+                widest.get(strip.colour), "numel", 0.0
             ):
-                widest[strip.unit] = strip
+                widest[strip.colour] = strip
         strips = list(widest.values())
     chosen: dict[int, str] = {}
     for strip in strips:
@@ -160,9 +160,9 @@ def _labels(half: Half, scale: float) -> dict[int, str]:
     return chosen
 
 
-def _draw_axis(pen: _Pen, half: Half, itemsize: int, scale: float) -> None:
+def _draw_axis(pen: _Pen, side: Side, itemsize: int, scale: float) -> None:
     """Draw a scale below the rows, in elements and in bytes."""
-    length = max((row.numel for row in half.rows), default=0)
+    length = max((row.numel for row in side.rows), default=0)
     step = _nice_step(length, at_most=5 if length * scale > PLOT / 2 else 3)
     pen.down(4)
     count = int(length // step)
@@ -196,16 +196,16 @@ def _nice_step(length: float, *, at_most: int) -> int:
         power *= 10
 
 
-def _draw_units(pen: _Pen, panel: Panel) -> None:
+def _draw_colours(pen: _Pen, panel: Panel) -> None:
     """Draw the legend of a panel's colours."""
     x = float(LEFT)
-    for unit, name in enumerate(panel.units):
+    for number, name in enumerate(panel.colours):
         shown = _shortened(name, PLOT - 30, _CHARACTER)
         width = 18 + len(shown) * _CHARACTER + 18
         if x > LEFT and x + width > LEFT + PLOT:
             x = LEFT
             pen.down(18)
-        colour = f"c{unit % len(COLOURS)}"
+        colour = f"c{number % len(COLOURS)}"
         pen.add(f'<rect class="{colour}" x="{_n(x)}" y="{_n(pen.y - 10)}" width="12" height="12"/>')
         pen.text(shown, x + 18, pen.y, "m")
         x += width
@@ -222,7 +222,7 @@ def _draw_legend(pen: _Pen, picture: Picture) -> None:
         pen.add(f'<path class="k" d="M{_n(x)} {_n(pen.y - 10)}v12"/>')
         pen.text(picture.border, x + 8, pen.y, "m")
         x += 8 + len(picture.border) * _CHARACTER + 20
-    most = max((len(panel.units) for panel in picture.panels), default=0)
+    most = max((len(panel.colours) for panel in picture.panels), default=0)
     if most > len(COLOURS):
         pen.text("colours repeat; point at a part to see its name", x, pen.y, "m")
     for note in picture.notes:

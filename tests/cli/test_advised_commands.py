@@ -17,13 +17,13 @@ import pytest
 import torch
 
 import streamshard as package
-from streamshard.cli.flags import flag
-from streamshard.cli.parser import arguments_of
+from streamshard.cli.parser import arguments_of, flag
 from streamshard.commands import command
 from streamshard.errors import Option
 from tests.cli.conftest import in_process
 from tests.compact.runs import NO_GRACE, STEPS, make_run, tag_of
 from tests.fabricated import load, save, write
+from tests.forked import run_forked
 from tests.job import TAG, Job
 
 ROOT = Path(package.__file__).parent
@@ -87,7 +87,7 @@ def one_dump(place: Path) -> Words:
 
 
 def torn(place: Path) -> Words:
-    """Tear a file of a tag just now: nights with the usual --min-age leave the tag alone."""
+    """Tear a file of a tag just now: runs with the usual --min-age leave the tag alone."""
     path = next((make_run(place / "my run") / FIRST).glob("*_optim_states.pt"))
     path.write_bytes(path.read_bytes()[:-100])
     return ["compact", str(place / "my run"), str(place / "archive"), "--min-age", "0s", "-q"]
@@ -171,7 +171,7 @@ ADVICES = {
 def test_advice_can_be_followed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     advice = ADVICES[name]
     given = advice.make(tmp_path)
-    told = in_process(*given)
+    told = run_forked(*map(str, given))
     shown = f"{told.out}\n{told.err}"
     assert told.code == advice.code, shown
     found = re.search(advice.pattern, shown, re.MULTILINE)
@@ -179,7 +179,7 @@ def test_advice_can_be_followed(name: str, tmp_path: Path, monkeypatch: pytest.M
     assert not re.search(r"\w\.\. [A-Z]", shown), shown  # two full stops
     monkeypatch.chdir(tmp_path)  # a relative OUT in a command is then here
     words = [found[1]] if advice.follow is instead else shlex.split(found[1])
-    done = in_process(*advice.follow(given, words))
+    done = run_forked(*map(str, advice.follow(given, words)))
     assert done.code == advice.after, done.err
 
 

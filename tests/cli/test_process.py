@@ -93,8 +93,8 @@ def test_the_exit_code_is_that_of_the_outcome_whether_it_can_be_told_or_not(
     damaged = next((run / TAG).glob("*_rank_0_*optim_states.pt"))
     damaged.write_bytes(damaged.read_bytes()[:-100])
     assert in_shell(f"verify {run} --tag {TAG}", where).returncode == 6
-    night = f"compact {run} {tmp_path / 'archive'} --min-age 0s --keep-last 2"
-    assert in_shell(night, where).returncode == 3
+    command = f"compact {run} {tmp_path / 'archive'} --min-age 0s --keep-last 2"
+    assert in_shell(command, where).returncode == 3
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def archive(run: Path, tmp_path: Path) -> Path:
 
 
 def own_files(archive: Path) -> list[str]:
-    """List what is in a directory of archives besides them and the record of the last night."""
+    """List what is in a directory of archives besides them and the record of the last run."""
     found = [path.name for path in archive.iterdir() if path.name.startswith(".")]
     return [name for name in found if name != RECORD]
 

@@ -164,7 +164,7 @@ def test_a_replacement_that_fails_brings_the_old_target_back(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-# What somebody put where a run writes -------------------------------------------------------------
+# What someone put where a run writes --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("verb", ["repartition", "compact"])

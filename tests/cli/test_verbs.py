@@ -184,7 +184,7 @@ def test_the_most_changed_come_first(order: str, first: range, pair: tuple[Path,
     text = diff_text(report, sort=order, verbose=False)
     shown = [line.split()[0] for line in text.splitlines() if line.startswith("p")]
     assert shown == [f"p{n:02d}" for n in first]
-    assert "5 more changed; -v shows all tensors." in text
+    assert "5 more changed: -v shows all tensors." in text
 
 
 def test_exit_codes_and_streams_of_diff(pair: tuple[Path, Path]) -> None:

@@ -56,11 +56,11 @@ def make_run(run_dir: Path, job: Job | None = None, steps: Sequence[int] = STEPS
 
 
 RECORD = ".streamshard.last_run.json"
-"""Each night writes it anew, with its times."""
+"""Each run writes it, with its times."""
 
 
 def bits(root: Path) -> dict[str, bytes]:
-    """Every file below a directory with its bytes, but for the record of the last night."""
+    """Every file below a directory with its bytes, except the record of the last run."""
     return {
         path.relative_to(root).as_posix(): path.read_bytes()
         for path in sorted(root.rglob("*"))

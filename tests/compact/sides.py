@@ -48,7 +48,7 @@ class Side:
             self.write(path, data)
 
     def content(self) -> dict[str, bytes]:
-        """Every file or object with its bytes, but for the record of the last night."""
+        """Every file or object with its bytes, except the record of the last run."""
         if self.is_local:
             return bits(Path(self.where))
         root = self._key()
@@ -103,7 +103,7 @@ class Sides:
     tmp: Path
 
     def compact(self, days: float = 1, **options: Any) -> api.Compaction:  # noqa: ANN401
-        """Run a night; objects are as old as their upload, so it is one that is still to come."""
+        """Run it some days later, as objects are as old as their upload."""
         return api.compact(self.run.where, self.archive.where, now=later(days), **options)
 
     def receipt(self) -> dict[str, Any]:
@@ -141,7 +141,7 @@ ONE_IN_A_BUCKET = pytest.mark.parametrize(
 
 def make_sides(s3: Any, server: S3Server, tmp_path: Path, run: str, archive: str) -> Sides:  # noqa: ANN401
     """Make a run directory of which the oldest tag may go, and a place for its archives."""
-    bucket = server.new_bucket("nights")
+    bucket = server.new_bucket("runs")
     places = {"local": str(tmp_path), "bucket": f"s3://{bucket}"}
     made = Sides(Side(f"{places[run]}/runs", s3), Side(f"{places[archive]}/archive", s3), tmp_path)
     made.run.fill(make_run(tmp_path / "made", LEAN))

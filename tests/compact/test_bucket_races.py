@@ -1,4 +1,4 @@
-"""What comes between the nights of a bucket, or into one: other saves, other runs, and kills."""
+"""What comes between runs in a bucket, or into one: other saves, other runs, and kills."""
 
 import shutil
 from datetime import datetime
@@ -38,7 +38,7 @@ ALL_SHARDS = {f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in
 def test_an_object_that_was_replaced_proves_nothing_of_an_earlier_night(sides: Sides) -> None:
     sides.compact()
     sides.archive.write_in_parts(VICTIM)
-    assert actions(sides.compact(2, delete=True))[FIRST] == "deleted"  # all is proved anew
+    assert actions(sides.compact(2, delete=True))[FIRST] == "deleted"  # all is proved again
     path = VICTIM.removeprefix(f"{FIRST}.zarr/")
     assert sides.receipt()["etags"][path] == sides.archive.etag(VICTIM)
     sides.archive.write(VICTIM, sides.archive.read(VICTIM))
@@ -245,7 +245,7 @@ def test_a_tag_that_may_not_be_removed_is_no_checkpoint_once_a_part_of_it_is(
 
 
 KILLED = 99
-NIGHT = """
+SCRIPT = """
 import os, sys, threading
 from datetime import datetime, timedelta
 from itertools import count
@@ -282,7 +282,7 @@ streamshard.compact(run, archive, delete=True, now=datetime.fromisoformat(now))
 
 
 def killed(sides: Sides, at: int, *, days: float) -> int:
-    """Run a night that ends at its so-manieth change in a bucket; returns its exit code."""
+    """Run until a given number of changes in a bucket; returns its exit code."""
     now: datetime = later(days)
     given = (str(at), now.isoformat())
-    return run_forked(sides.run.where, sides.archive.where, *given, script=NIGHT).code
+    return run_forked(sides.run.where, sides.archive.where, *given, script=SCRIPT).code

@@ -161,7 +161,7 @@ def test_the_line_for_cron_does_what_it_says(
 @ONE_IN_A_BUCKET
 def test_one_night_archives_and_removes_and_a_later_one_drops_states(sides: Sides) -> None:
     api.export(sides.tmp / "made" / FIRST, sides.tmp / "wanted")
-    found = sides.compact(delete=True)  # archived and removed in one night
+    found = sides.compact(delete=True)  # archived and removed in one run
     assert (actions(found)[FIRST], found.exit_code) == ("deleted", 0)
     assert sides.original() == bits(sides.tmp / "made" / FIRST)
     assert actions(sides.compact(9, delete=True))[FIRST] == "purged"

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from streamshard.errors import DisagreementError, StreamshardError, UnsupportedError
-from streamshard.operations.compact.originals import accounted_for, padding_alike, ranks_agree
+from streamshard.operations.compact.tag_checks import accounted_for, padding_alike, ranks_agree
 from streamshard.operations.repartition.repartition import repartition
 from streamshard.operations.source.source import open_source
 from tests.checkpoints.test_old_spellings import as_bf16_optimizer, respell
@@ -53,7 +53,7 @@ def increase(value: Any) -> object:  # noqa: ANN401
 
 
 def lengthen(value: Any) -> object:  # noqa: ANN401
-    """Return the value with something behind it, or beside it."""
+    """Return the value with something behind it, or next to it."""
     if isinstance(value, torch.Tensor):
         flat = value.detach().reshape(-1)
         return like(value, torch.cat([flat, torch.ones(1, dtype=flat.dtype)]))
@@ -61,7 +61,7 @@ def lengthen(value: Any) -> object:  # noqa: ANN401
 
 
 def enrich(value: dict[Any, Any]) -> object:
-    """Return the values with a tensor that nobody knows beside them."""
+    """Return the values with a tensor next to them that nobody knows."""
     return with_beside(value, torch.arange(2.0))
 
 

@@ -94,7 +94,7 @@ def test_a_whole_checkpoint_goes_and_comes_back(
 
 def test_what_is_in_the_trash_goes_in_time(output: Path, archive: Path) -> None:
     assert compact(output, archive).exit_code == 0
-    # Another night proves everything anew, before anything goes.
+    # Another run proves everything again, before anything goes.
     assert actions(compact(output, archive, delete=True))["checkpoint-300"] == "deleted"
     found = compact(output, archive, delete=True, grace=NO_GRACE, now=later(1))
     purged = [tag for tag, action in actions(found).items() if action == "purged"]
@@ -267,7 +267,7 @@ def test_only_what_matches_is_touched_and_counted(deep: Path, archive: Path) -> 
         },
         0,
     )
-    # What a night with another pattern moved to the trash stays there.
+    # What a run with another pattern moved to the trash stays there.
     options: dict[str, Any] = {"delete": True, "grace": NO_GRACE, "now": later(9)}
     found = compact(deep, archive, tags="run2/ema*", **options)
     assert actions(found) == {"run2/ema_step11": "kept", "run2/ema_step21": "ambiguous"}

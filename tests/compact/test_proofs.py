@@ -1,4 +1,4 @@
-"""A night reads each side as often as its proofs need, and nothing that changes meanwhile goes."""
+"""A run reads each side as often as its proofs need, and nothing that changes meanwhile goes."""
 
 import os
 import zipfile
@@ -13,9 +13,9 @@ import pytest
 import streamshard as api
 from benchmarks.compact_reads import times_read
 from streamshard.operations.compact import omissions, removal
-from streamshard.operations.compact.originals import unchanged
 from streamshard.operations.compact.receipts import Receipt
 from streamshard.operations.compact.run_context import ProofContext
+from streamshard.operations.compact.tag_checks import unchanged
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Progress
@@ -69,9 +69,9 @@ def failed_checks(archive: Path) -> list[str]:
     return [check["name"] for check in receipt_of(archive, FIRST)["checks"] if not check["holds"]]
 
 
-@pytest.mark.parametrize("nights", [[True], [False, True]], ids=["at once", "later"])
+@pytest.mark.parametrize("runs", [[True], [False, True]], ids=["at once", "later"])
 def test_a_weight_that_was_left_out_and_does_not_follow_keeps_its_tag(
-    run: Path, archive: Path, monkeypatch: pytest.MonkeyPatch, nights: list[bool]
+    run: Path, archive: Path, monkeypatch: pytest.MonkeyPatch, runs: list[bool]
 ) -> None:
     exact_casts = omissions.exact_casts
 
@@ -86,7 +86,7 @@ def test_a_weight_that_was_left_out_and_does_not_follow_keeps_its_tag(
     edit(run / FIRST / MODEL, lambda content: content["module"]["embed.weight"].data.add_(1))
     age(run / FIRST, 30)
     monkeypatch.setattr(omissions, "exact_casts", wrongly)
-    for delete in nights:
+    for delete in runs:
         found = api.compact(run, archive, delete=delete)
     assert (actions(found)[FIRST], tags_in(run)) == ("failed", ALL)
     assert failed_checks(archive) == ["rebuilt_equal"]

@@ -39,7 +39,7 @@ from tests.job import Job
 from tests.rewriting import rewrite_array
 
 CODES = {"kept": 0, "in the trash": 0, "ambiguous": 3, "failed": 6}
-"""What a night says of a tag that stays → its exit code."""
+"""What a run says of a tag that stays → its exit code."""
 Change = Callable[[Path, Path], object]
 """Something that happens to a run directory or to its archives."""
 
@@ -211,7 +211,7 @@ def remove_a_chunk(_: Path, archive: Path) -> None:
 
 
 def rewrite(_: Path, archive: Path) -> None:
-    """Have another tool write an array anew: `verify` finds nothing wrong with it."""
+    """Have another tool write an array again: `verify` finds nothing wrong with it."""
     rewrite_array(archive / f"{FIRST}.zarr", "state/exp_avg/embed.weight", chunks=(3, 2))
     assert api.verify(archive / f"{FIRST}.zarr").is_good
 
@@ -428,7 +428,7 @@ def test_the_archive_of_a_removed_tag_keeps_its_states(run: Path, archive: Path,
     assert bits(archive / f"{FIRST}.zarr") == before
 
 
-# What happens during the night --------------------------------------------------------------------
+# What happens during a run ------------------------------------------------------------------------
 
 
 def tear_a_newer_one(run: Path, _: Path) -> None:

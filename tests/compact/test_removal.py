@@ -166,7 +166,7 @@ def test_of_what_is_going_the_rest_goes_later(
 
 
 def save_again(run: Path, job: Job | None = None) -> None:
-    """Save a tag anew, long ago by now."""
+    """Save a tag again, long ago by now."""
     latest = (run / "latest").read_text()
     save(run, 80, job)
     (run / "latest").write_text(latest)

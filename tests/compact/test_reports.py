@@ -1,4 +1,4 @@
-"""What somebody is told: by `--status`, by `--notify`, of many runs, until they acknowledge it."""
+"""What someone is told: by `--status`, by `--notify`, of many runs, until they acknowledge it."""
 
 import json
 import os
@@ -53,9 +53,9 @@ def states(found: api.CompactStatus) -> dict[str, str]:
 
 
 def last_run(run: Path, archive: Path) -> RunRecord:
-    night = api.compact_status(run, archive).last_run
-    assert night is not None
-    return night
+    record = api.compact_status(run, archive).last_run
+    assert record is not None
+    return record
 
 
 def test_a_tag_from_its_archive_to_its_end(run: Path, archive: Path) -> None:
@@ -76,10 +76,10 @@ def test_a_tag_from_its_archive_to_its_end(run: Path, archive: Path) -> None:
     assert tag.state == "in the trash"
     assert datetime.fromisoformat(tag.trash_until) == after(4)
     assert found.trash_bytes == sum(t.source_bytes for t in found.tags if t.trash_until)
-    night = last_run(run, archive)
-    assert (night.deletes, night.exit_code, night.needs_attention) == (True, 0, False)
-    assert datetime.fromisoformat(night.began) == after(1) <= datetime.fromisoformat(night.ended)
-    assert night.actions["deleted"] == sum(t.state == "in the trash" for t in found.tags)
+    record = last_run(run, archive)
+    assert (record.deletes, record.exit_code, record.needs_attention) == (True, 0, False)
+    assert datetime.fromisoformat(record.began) == after(1) <= datetime.fromisoformat(record.ended)
+    assert record.actions["deleted"] == sum(t.state == "in the trash" for t in found.tags)
 
     api.compact(run, archive, now=after(5), delete=True, grace=timedelta(days=3))
     found = api.compact_status(run, archive)
@@ -98,7 +98,7 @@ def test_what_is_brought_back_is_archived_and_no_more(run: Path, archive: Path) 
     assert "brought back" not in last_run(run, archive).actions  # that was by hand
 
 
-def test_a_night_that_was_killed_has_not_ended(
+def test_a_run_that_was_killed_has_not_ended(
     run: Path, archive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(*arguments: object) -> None:
@@ -136,7 +136,7 @@ def test_a_record_that_is_not_ours_is_refused(run: Path, archive: Path, text: st
     (archive / RECORD).write_text(text)
     with pytest.raises(CorruptFileError, match="not as streamshard writes it"):
         api.compact_status(run, archive)
-    api.compact(run, archive)  # a night needs no earlier one
+    api.compact(run, archive)  # a run needs no record
     assert last_run(run, archive).exit_code == 0
 
 
@@ -232,7 +232,7 @@ def test_what_makes_no_sense_is_refused(run: Path, archive: Path, options: list[
     assert not archive.exists()
 
 
-# Notes to somebody --------------------------------------------------------------------------------
+# Notes to someone ---------------------------------------------------------------------------------
 
 NOTE = """
 import pathlib, sys
@@ -245,7 +245,7 @@ sys.exit(int(sys.argv[2]))
 
 @pytest.fixture
 def told(tmp_path: Path) -> Path:
-    """What somebody was told."""
+    """What someone was told."""
     return tmp_path / "told.json"
 
 
@@ -255,12 +255,12 @@ def note(told: Path, code: int = 0) -> str:
 
 
 def test_somebody_is_told_once_of_all_that_went_wrong(run: Path, archive: Path, told: Path) -> None:
-    night = ("compact", run, archive, "--notify", note(told))
-    assert streamshard(*night).code == 0
+    command = ("compact", run, archive, "--notify", note(told))
+    assert streamshard(*command).code == 0
     assert not told.exists()  # nothing went wrong
     for name in (MODEL, "x.pt"):
         (run / FIRST / name).write_bytes(b"another save")
-    done = streamshard(*night, "--min-age", "0s")
+    done = streamshard(*command, "--min-age", "0s")
     document: dict[str, Any] = json.loads(told.read_text())
     assert document["exit_code"] == done.code != 0
     (one,) = document["runs"]
@@ -273,17 +273,17 @@ def test_of_many_runs_somebody_is_told_once(tmp_path: Path, archive: Path, told:
     runs = [make_run(tmp_path / "runs" / name) for name in "abc"]
     for run in runs[1:]:
         (run / "latest").unlink()
-    nights = ("compact", tmp_path / "runs" / "*", archive)
-    assert streamshard(*nights, "--notify", note(told)).code == 3
+    command = ("compact", tmp_path / "runs" / "*", archive)
+    assert streamshard(*command, "--notify", note(told)).code == 3
     found = json.loads(told.read_text())["runs"]
-    assert [night["run_dir"] for night in found] == [str(run) for run in runs[1:]]
-    assert all("no 'latest'" in night["error"] for night in found)
-    shown = streamshard(*nights, "--status", "--json").out
+    assert [record["run_dir"] for record in found] == [str(run) for run in runs[1:]]
+    assert all("no 'latest'" in record["error"] for record in found)
+    shown = streamshard(*command, "--status", "--json").out
     last = [json.loads(line)["last_run"] for line in shown.splitlines()]
-    assert [(night["exit_code"], "no 'latest'" in night["error"]) for night in last] == [
+    assert [(record["exit_code"], "no 'latest'" in record["error"]) for record in last] == [
         (0, False), (3, True), (3, True)
     ]  # fmt: skip
-    lines = streamshard(*nights, "--status", "--prometheus").out.splitlines()
+    lines = streamshard(*command, "--status", "--prometheus").out.splitlines()
     comments = [line for line in lines if line.startswith("#")]
     assert len(set(comments)) == len(comments)  # each metric stands together, described once
     assert sum(line.startswith("streamshard_compact_last_exit_code{") for line in lines) == 3
@@ -302,7 +302,7 @@ def test_a_command_that_fails_changes_nothing(
     what: str,
     said: str,
 ) -> None:
-    monkeypatch.setattr("streamshard.cli.notice._SECONDS", 1 if what == "hangs" else 60)
+    monkeypatch.setattr("streamshard.cli.compact_command._SECONDS", 1 if what == "hangs" else 60)
     (run / "latest").unlink()
     commands = {
         "fails": note(told, 9),
@@ -321,8 +321,8 @@ def test_one_run_that_fails_stops_no_other(tmp_path: Path, archive: Path) -> Non
     (runs / "b").mkdir(parents=True)  # holds nothing
     for name in ("a", "c"):
         make_run(runs / name)
-    night = ("compact", runs / "*", archive, "--keep-last", "3", "--delete")
-    done = streamshard(*night)
+    command = ("compact", runs / "*", archive, "--keep-last", "3", "--delete")
+    done = streamshard(*command)
     assert done.code == 3
     lines = done.out.splitlines()
     of_runs = [line.partition(":")[0] for line in lines if line.startswith(str(runs))]
@@ -331,10 +331,10 @@ def test_one_run_that_fails_stops_no_other(tmp_path: Path, archive: Path) -> Non
     for name in ("a", "c"):
         assert FIRST not in tags_in(runs / name)
         assert (archive / name / f"{FIRST}.zarr").is_dir()
-    found = [json.loads(line) for line in streamshard(*night, "--json").out.splitlines()]
+    found = [json.loads(line) for line in streamshard(*command, "--json").out.splitlines()]
     assert [one["run_dir"] for one in found] == [str(runs / name) for name in "abc"]
     assert ["error" in one for one in found] == [False, True, False]
-    assert streamshard(*night, "--undelete", FIRST).code == 2
+    assert streamshard(*command, "--undelete", FIRST).code == 2
 
 
 def test_a_pattern_gives_each_run_an_archive_of_its_own(tmp_path: Path) -> None:
@@ -354,7 +354,7 @@ def test_a_pattern_gives_each_run_an_archive_of_its_own(tmp_path: Path) -> None:
             runs_like(pattern, "archive")
 
 
-# What somebody has looked at is told no more, until it is otherwise -------------------------------
+# What someone has acknowledged is told no more, until it is otherwise -----------------------------
 
 
 @pytest.fixture
@@ -367,23 +367,23 @@ def broken(run: Path) -> Path:
 
 
 def test_the_message_says_how_and_that_is_enough(broken: Path, archive: Path) -> None:
-    night = ("compact", broken, archive, "--delete", "-q")
+    scheduled = ("compact", broken, archive, "--delete", "-q")
     before = bits(broken / FIRST)
-    said = streamshard(*night)
+    said = streamshard(*scheduled)
     assert said.code == 3
     found = re.search(r"To leave it as it is: (streamshard compact .*)\n", said.err)
     assert found is not None
     command = shlex.split(found[1])[1:]
     tried = streamshard(*command, "-n", "-v")
-    assert (tried.code, streamshard(*night).code) == (0, 3)
+    assert (tried.code, streamshard(*scheduled).code) == (0, 3)
     kept = bits(archive)
     done = streamshard(*command, "-v")
     assert (done.code, done.err) == (0, "")
     assert re.search(rf"{FIRST} +acknowledged .* reported again", done.out)
     assert set(bits(archive)) - set(kept) == {f"{FIRST}.acknowledged.json"}
-    again = streamshard(*night)
+    again = streamshard(*scheduled)
     assert (again.code, again.out, again.err) == (0, "", "")
-    shown = streamshard(*night[:-1], "-v").out
+    shown = streamshard(*scheduled[:-1], "-v").out
     assert re.search(rf"{FIRST} +kept .*missing.*; acknowledged 20", shown)
     assert bits(broken / FIRST) == before
 

@@ -34,16 +34,16 @@ MONTH = timedelta(days=30)
 JOB = Job(groups=((("embed.weight", (11, 4)),),), frozen=(("old", (3,)),), tied={})
 
 
-def night(run: Path, archive: Path, days: float, **options: object) -> api.Compaction:
-    """Run as every night, so many days from now."""
+def compact(run: Path, archive: Path, days: float, **options: object) -> api.Compaction:
+    """Run it as every time, so many days from now."""
     asked = {"delete": True, "weights_only_older_than": MONTH, "now": later(days), **options}
     return api.compact(run, archive, **asked)  # type: ignore[arg-type]
 
 
 def purge(run: Path, archive: Path, **options: object) -> None:
     """Have the first tag archived and removed for good, eight days from now."""
-    night(run, archive, 0, **options)
-    night(run, archive, 8, **options)
+    compact(run, archive, 0, **options)
+    compact(run, archive, 8, **options)
     assert receipt_of(archive, FIRST)["state"] == "purged"
 
 
@@ -74,7 +74,7 @@ def test_all_but_the_states_is_left_as_it_was(
     purge(run, archive, min_age=timedelta(0))
     before = bits(full)
     api.convert(full, tmp_path / "kept.zarr")
-    found = night(run, archive, 39)
+    found = compact(run, archive, 39)
     assert (actions(found)[FIRST], found.exit_code) == ("weights only", 0)
     assert not full.exists()
     now = bits(weights)
@@ -101,7 +101,7 @@ def test_it_says_of_itself_what_it_lacks(
     run: Path, archive: Path, weights: Path, tmp_path: Path
 ) -> None:
     full_bytes = receipt_of(archive, FIRST)["archive_bytes"]
-    found = {tag.tag: tag for tag in night(run, archive, 39).tags}[FIRST]
+    found = {tag.tag: tag for tag in compact(run, archive, 39).tags}[FIRST]
     api.convert(weights, tmp_path / "again.zarr", codec="none")
     for store in (weights, tmp_path / "again.zarr"):
         inspected = api.inspect(store)
@@ -135,7 +135,7 @@ def test_its_weights_are_exported_and_nothing_resumes(
 ) -> None:
     for form in ("safetensors", "torch"):
         api.export(full, tmp_path / form, format=form)
-    night(run, archive, 39)
+    compact(run, archive, 39)
     for form in ("safetensors", "torch"):
         api.export(weights, tmp_path / f"{form} again", format=form)
         assert bits(tmp_path / f"{form} again") == bits(tmp_path / form)
@@ -156,7 +156,7 @@ def test_its_weights_are_exported_and_nothing_resumes(
 def test_a_store_whose_mark_was_taken_off_is_refused(
     run: Path, archive: Path, weights: Path
 ) -> None:
-    night(run, archive, 39)
+    compact(run, archive, 39)
     document = weights / "zarr.json"
     document.write_text(document.read_text().replace('"weights_only"', '"weights-only"'))
     with pytest.raises(SourceError, match="whether the store holds weights only"):
@@ -166,17 +166,17 @@ def test_a_store_whose_mark_was_taken_off_is_refused(
 
 def test_what_is_not_long_gone_keeps_its_states(run: Path, archive: Path) -> None:
     for days, state in ((0, "trashed"), (6.9, "trashed"), (8, "purged"), (37.9, "purged")):
-        found = night(run, archive, days, weights_only_older_than=MONTH)
+        found = compact(run, archive, days, weights_only_older_than=MONTH)
         assert (receipt_of(archive, FIRST)["state"], found.exit_code) == (state, 0)
     full = bits(archive)
-    night(run, archive, 90, weights_only_older_than=None)
-    night(run, archive, 90, dry_run=True)
-    found = night(run, archive, 90, keep_every=80)
+    compact(run, archive, 90, weights_only_older_than=None)
+    compact(run, archive, 90, dry_run=True)
+    found = compact(run, archive, 90, keep_every=80)
     assert (found.tags[-1].tag, found.tags[-1].reason) == (FIRST, "a multiple of 80")
-    assert night(run, archive, 90, keep_tags=["*8?"]).tags[-1].action == "kept"
-    assert night(run, archive, 90, max_delete=0).tags[-1].reason == "max_delete=0 is reached"
+    assert compact(run, archive, 90, keep_tags=["*8?"]).tags[-1].action == "kept"
+    assert compact(run, archive, 90, max_delete=0).tags[-1].reason == "max_delete=0 is reached"
     assert bits(archive) == full
-    night(run, archive, 90)
+    compact(run, archive, 90)
     assert receipt_of(archive, FIRST)["state"] == "weights only"
 
 
@@ -196,7 +196,7 @@ def test_another_run_directory_takes_nothing_from_archives(
     archive: Path, tmp_path: Path, dry_run: bool
 ) -> None:
     other = make_run(tmp_path / "other", JOB, steps=STEPS[1:])
-    found = night(other, archive, 90, dry_run=dry_run)
+    found = compact(other, archive, 90, dry_run=dry_run)
     assert (actions(found)[FIRST], found.exit_code) == ("ambiguous", 3)
 
 
@@ -213,11 +213,11 @@ def test_what_was_not_written_as_it_should_be_takes_nothing_away(
         damage(target / CHUNK)
 
     monkeypatch.setattr(WeightsOnlyStore, "write", spoil)
-    found = night(run, archive, 39)
+    found = compact(run, archive, 39)
     assert (actions(found)[FIRST], found.exit_code) == ("failed", 6)
     assert bits(full) == before
     monkeypatch.undo()
-    assert actions(night(run, archive, 39))[FIRST] == "weights only"
+    assert actions(compact(run, archive, 39))[FIRST] == "weights only"
 
 
 def test_what_is_left_is_looked_at_again_before_the_rest_goes(
@@ -231,14 +231,14 @@ def test_what_is_left_is_looked_at_again_before_the_rest_goes(
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", refuse)
-    assert night(run, archive, 39).exit_code == 4
+    assert compact(run, archive, 39).exit_code == 4
     assert receipt_of(archive, FIRST)["state"] == "weights only"
     monkeypatch.undo()
     damage(weights / "meta/state/c/0")
-    found = night(run, archive, 39)
+    found = compact(run, archive, 39)
     assert (actions(found)[FIRST], found.exit_code, full.is_dir()) == ("failed", 6, True)
     damage(weights / "meta/state/c/0")
-    assert actions(night(run, archive, 39))[FIRST] == "weights only"
+    assert actions(compact(run, archive, 39))[FIRST] == "weights only"
     assert not full.exists()
 
 
@@ -248,7 +248,7 @@ def test_what_somebody_else_made_is_not_touched(
     before = bits(full)
     for place in (weights, weights.with_name(f"{weights.name}.partial")):
         place.mkdir()
-        found = night(run, archive, 39)
+        found = compact(run, archive, 39)
         assert (actions(found)[FIRST], found.exit_code) == ("failed", 4)
         assert bits(full) == before
         place.rmdir()
@@ -264,21 +264,21 @@ def test_without_hard_links_files_are_copied(
 
     monkeypatch.setattr(os, "link", refuse)
     # What takes the lock does without links too.
-    assert actions(night(run, archive, 39))[FIRST] == "weights only"
+    assert actions(compact(run, archive, 39))[FIRST] == "weights only"
     assert (weights / CHUNK).read_bytes() == wanted
 
 
 def test_what_archives_share_stays_whole(tmp_path: Path, archive: Path) -> None:
     run = make_run(tmp_path / "other", JOB, (1, 2, 3, 4))
-    night(run, archive, 0, keep_last=2)
-    night(run, archive, 8, keep_last=2)
-    found = night(run, archive, 39, keep_last=2, max_delete=1)
+    compact(run, archive, 0, keep_last=2)
+    compact(run, archive, 8, keep_last=2)
+    found = compact(run, archive, 39, keep_last=2, max_delete=1)
     assert [t.action for t in found.tags[-2:]] == ["weights only", "kept"]
     first, second = archive / f"{tag_of(1)}.weights.zarr", archive / f"{tag_of(2)}.zarr"
     assert (first / "module/old/c/0").samefile(second / "module/old/c/0")
     assert api.verify(second).is_good
     save(run, 5, JOB)
-    night(run, archive, 39, keep_last=2, weights_only_older_than=None)
+    compact(run, archive, 39, keep_last=2, weights_only_older_than=None)
     third = archive / f"{tag_of(3)}.zarr"
     assert (first / "module/old/c/0").samefile(third / "module/old/c/0")
     assert receipt_of(archive, tag_of(3))["shared_bytes"] > 0
@@ -287,25 +287,25 @@ def test_what_archives_share_stays_whole(tmp_path: Path, archive: Path) -> None:
 def test_what_has_no_states_keeps_what_it_has(
     run: Path, archive: Path, full: Path, weights: Path
 ) -> None:
-    night(run, archive, 39)
+    compact(run, archive, 39)
     receipt = receipt_of(archive, FIRST)
     # As if an archive of the weights alone had been archived as a full one.
     weights.rename(full)
     (archive / f"{FIRST}.receipt.json").write_text(json.dumps({**receipt, "state": "purged"}))
     before = bits(archive)
-    found = night(run, archive, 90).tags[-1]
+    found = compact(run, archive, 90).tags[-1]
     assert (found.action, found.reason) == ("kept", "its archive holds no optimizer states")
     assert bits(archive) == before
 
 
 @pytest.mark.usefixtures("full")
 def test_a_tag_of_that_name_that_is_saved_again_is_ambiguous(run: Path, archive: Path) -> None:
-    night(run, archive, 39)
+    compact(run, archive, 39)
     save(run, 80, replace(JOB, changed=None))
     (run / "latest").write_text(tag_of(1000))
     held = bits(archive)
     for options in ({}, {"undelete": [FIRST]}):
-        found = night(run, archive, 39, **options)
+        found = compact(run, archive, 39, **options)
         assert found.exit_code != 0
         assert bits(run / FIRST)
         assert bits(archive) == held

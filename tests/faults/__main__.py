@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Final
 
 from tests.faults.campaign import Benches, Case, benches, chosen_kills, every, quick_place
+from tests.faults.compact_scenarios import COMPACT_SCENARIOS, AnyScenario
 from tests.faults.crashing import CrashReport
-from tests.faults.nights import NIGHTS, Night
-from tests.faults.scenarios import SCENARIOS, Scenario
+from tests.faults.scenarios import SCENARIOS
 from tests.faults.shim import compile_shim
 from tests.faults.table import FAULTS
 
@@ -36,7 +36,7 @@ _SECOND_FAILURES: Final = 8
 def main() -> int:
     """Do what the command line asks for; returns the exit code."""
     arguments = _arguments()
-    known: list[Scenario | Night] = [*SCENARIOS, *NIGHTS]
+    known: list[AnyScenario] = [*SCENARIOS, *COMPACT_SCENARIOS]
     scenarios = [s for s in known if arguments.scenario in s.name]
     wrong = 0
     with tempfile.TemporaryDirectory() as directory, quick_place() as place:

@@ -87,7 +87,7 @@ class Targets(Ground[Scenario]):
         return tree(self._out)
 
     def _usable(self) -> Tree:
-        """Look at the target, but for files with names that say that they are streamshard's own."""
+        """Look at the target, except files with names that say that they are streamshard's own."""
         found = self._seen()
         return {name: kept for name, kept in found.items() if not name.startswith(OWN_PREFIX)}
 
@@ -145,7 +145,7 @@ class Targets(Ground[Scenario]):
             problems.append(f"exit codes {codes}: {ended.err}{second.err}")
         if "Traceback" in ended.err + second.err:
             problems.append(f"a traceback: {ended.err}{second.err}")
-        # Either there was a target when it came, or it was told who is making one; but for the
+        # Either there was a target when it came, or it was told who is making one; except for the
         # moment in which the first has locked it and not yet said so.
         is_told = bool({str(ended.process), "exists"} & set(re.findall(r"\w+", second.err)))
         if second.code == _EXISTS and has_begun and not is_told:

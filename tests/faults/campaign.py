@@ -14,14 +14,14 @@ from random import Random
 from typing import Any, Final, TypeVar
 
 from tests.faults.bench import Targets
+from tests.faults.compact_ground import CompactGround
+from tests.faults.compact_scenarios import AnyScenario, CompactScenario, make_setups
 from tests.faults.crashing import Crashing, CrashReport, try_crashes
 from tests.faults.ground import Ground, Undisturbed, Verdict
-from tests.faults.nights import Night, make_setups
 from tests.faults.scenarios import Scenario, make_sources
 from tests.faults.server import Kill, Server
 from tests.faults.shim import Side
 from tests.faults.table import FAULTS, Fault
-from tests.faults.yard import Yard
 
 SIGNALS: Final = {signal.SIGKILL: -9, signal.SIGINT: 130, signal.SIGTERM: 143}
 """Signal → how a run ends then."""
@@ -32,19 +32,21 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A server, and places of its own for targets and for nights."""
+    """A server, and places of its own for targets and for runs of `compact`."""
 
     targets: Targets
-    nights: Yard
+    compact: CompactGround
 
     @classmethod
     def make(cls, server: Server, sources: Path, setups: Path, place: Path) -> "Bench":
         """Make the places; what is read is shared."""
-        return cls(Targets(server, sources, place), Yard(server, setups, place / "yard"))
+        return cls(
+            Targets(server, sources, place), CompactGround(server, setups, place / "compact")
+        )
 
-    def of(self, command: Scenario | Night) -> Ground[Any]:
+    def of(self, command: AnyScenario) -> Ground[Any]:
         """Return where a command is tried."""
-        return self.nights if isinstance(command, Night) else self.targets
+        return self.compact if isinstance(command, CompactScenario) else self.targets
 
 
 Case = Callable[[Bench], Verdict]
@@ -61,12 +63,12 @@ class Benches:
         for bench in benches:
             self._free.put(bench)
 
-    def undisturbed(self, scenario: Scenario | Night) -> Undisturbed:
+    def undisturbed(self, scenario: AnyScenario) -> Undisturbed:
         """Run a scenario to its end; nothing else may be tried meanwhile."""
         return self._first.of(scenario).undisturbed(scenario)
 
     def crashes(
-        self, scenarios: Sequence[Scenario | Night], most: int | None, *, again: int = 0
+        self, scenarios: Sequence[AnyScenario], most: int | None, *, again: int = 0
     ) -> Iterator[CrashReport]:
         """Have the power fail in each scenario, and yield what came of it; see `try_crashes`."""
         return self._on_each(
@@ -75,7 +77,7 @@ class Benches:
         )
 
     @contextmanager
-    def recorded(self, scenario: Scenario | Night) -> Iterator[Crashing]:
+    def recorded(self, scenario: AnyScenario) -> Iterator[Crashing]:
         """Record a run on a bench that tries nothing else meanwhile."""
         bench = self._free.get()
         try:
@@ -125,7 +127,7 @@ def benches(library: Path, place: Path, count: int | None = None) -> Iterator[Be
         )
 
 
-def fault_at(scenario: Scenario | Night, fault: Fault, at: int) -> Case:
+def fault_at(scenario: AnyScenario, fault: Fault, at: int) -> Case:
     """Have a fault happen at a call; see `Ground.try_fault`."""
     return lambda bench: bench.of(scenario).try_fault(scenario, fault, at)
 
@@ -140,7 +142,7 @@ def killed(scenario: Scenario, kill: Kill, code: int) -> Case:
     return lambda bench: bench.targets.try_kill(scenario, kill, code)
 
 
-def rotated(scenario: Scenario | Night, undisturbed: Undisturbed, step: int) -> list[Case]:
+def rotated(scenario: AnyScenario, undisturbed: Undisturbed, step: int) -> list[Case]:
     """Choose a fault for each `step`th of its own calls: in turn, of those that fit its kind."""
     turns: Counter[tuple[int, int]] = Counter()
     cases = []
@@ -152,7 +154,7 @@ def rotated(scenario: Scenario | Night, undisturbed: Undisturbed, step: int) -> 
     return cases
 
 
-def every(scenario: Scenario | Night, undisturbed: Undisturbed, name: str) -> list[Case]:
+def every(scenario: AnyScenario, undisturbed: Undisturbed, name: str) -> list[Case]:
     """List every fault with that in its name at every call that it may happen at."""
     faults = [fault for fault in FAULTS if name in fault.name]
     return [

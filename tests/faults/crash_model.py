@@ -16,7 +16,7 @@ every file system keeps that streamshard is for:
 - Changes of one and the same name become durable in their order.
 
 So a file may have its name and be empty, have its size and hold zeros, or hold a part of what was
-written; a new name may be there without the older one beside it, and so on. Modes and content of
+written; a new name may be there without the older one next to it, and so on. Modes and content of
 directories that are gone do not matter. Times, owners and access lists are not modelled.
 
 The bound. States are chosen at *moments*: after every change, and just before every sync and at

@@ -11,8 +11,8 @@ from pathlib import Path
 from random import Random
 from typing import Final, Protocol
 
+from tests.faults.compact_scenarios import AnyScenario
 from tests.faults.crash_model import History, Node, State
-from tests.faults.nights import Night
 from tests.faults.scenarios import Scenario, empty
 from tests.faults.shim import Option
 
@@ -31,7 +31,7 @@ class CrashDisk:
     Parameters
     ----------
     keep
-        Place beside the directory, for the links; what is there stays.
+        Place next to the directory, for the links; what is there stays.
     stays
         Name of a directory in it that keeps its own inode, too.
     """
@@ -168,12 +168,17 @@ class CrashReport:
 class Crashes(Protocol):
     """What records a run."""
 
-    def crash(self, scenario: Scenario | Night, after: Crashed | None = None) -> Crashing:
+    def crash(self, scenario: AnyScenario, after: Crashed | None = None) -> Crashing:
         """Record a run; see `Ground.crash`."""
 
 
 def try_crashes(
-    bench: Crashes, scenario: Scenario | Night, most: int | None, *, again: int = 0, seed: int = 0
+    bench: Crashes,
+    scenario: AnyScenario,
+    most: int | None,
+    *,
+    again: int = 0,
+    seed: int = 0,
 ) -> CrashReport:
     """Have the power fail in a run, and judge what is left and what running again makes of it.
 

@@ -9,15 +9,15 @@ from typing import Any, Final, Generic, TypeVar
 
 from streamshard.formats.deepspeed.names import OWN_PREFIX
 from streamshard.operations.source.unfinished import JOURNAL
+from tests.faults.compact_scenarios import AnyScenario
 from tests.faults.crash_model import History
 from tests.faults.crashing import CrashDisk, Crashed, Crashing
-from tests.faults.nights import Night
-from tests.faults.scenarios import OUT, Scenario, Tree
+from tests.faults.scenarios import OUT, Tree
 from tests.faults.server import Ended, Server
 from tests.faults.shim import NO_OPTION, NOTHING, Arming, Call, Kind, Option
 from tests.faults.table import Fault
 
-C = TypeVar("C", bound=Scenario | Night)
+C = TypeVar("C", bound=AnyScenario)
 _ORDER_DIFFERS: Final = 25
 """Calls of two threads may change places by so many."""
 _FRAMES: Final = 3

@@ -1,12 +1,12 @@
-"""Any order of saves, nights and mishaps, and what must hold after each: no save is ever lost.
+"""Any order of saves, runs and mishaps, and what must hold after each: no save is ever lost.
 
 A job saves, and two machines run `compact` every night: each with a clock of its own, which may be
 wrong by days. The runs are real ones, in processes of their own, and things happen in the midst of
 them: the disk is full from some call on, the process is killed, the other machine's run begins, the
-job finishes a save, somebody unmounts the archives or moves the run directory. Now and then
-somebody brings a tag back, or removes one for good, and now and then a bit of an archive flips.
+job finishes a save, someone unmounts the archives or moves the run directory. Now and then
+someone brings a tag back, or removes one for good, and now and then a bit of an archive flips.
 
-Every save that was completed, which is one that `latest` has named, is whole beside the others or
+Every save that was completed, which is one that `latest` has named, is whole next to the others or
 in the trash, to the byte; or it was in the trash for its whole grace time, by the clock of the
 machine that removed it, and its archive was whole then and is, unless a bit of it flipped since.
 Beyond that no run ends with a traceback, and the newest saves are never moved.
@@ -28,12 +28,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import streamshard
 from tests.compact.runs import TRASH, damage, save
-from tests.faults.nights import JOB
+from tests.faults.compact_ground import is_as_listed
+from tests.faults.compact_scenarios import JOB
 from tests.faults.scenarios import Tree, tree
 from tests.faults.server import NOTHING_MEANWHILE, Ended, Meanwhile, Server
 from tests.faults.shim import NO_KIND, NOTHING, Action, Arming, Kind, Option, Side
 from tests.faults.table import FAULTS
-from tests.faults.yard import is_as_listed
 
 GRACE: Final = timedelta(days=2)
 KEPT: Final = 2
@@ -46,7 +46,7 @@ _HOUR: Final = 3600.0
 _QUICK: Final = timedelta(hours=1)
 """What a history takes in truth, at most."""
 _USUAL_CALLS: Final = 1000
-"""Calls of a night of which nothing is known."""
+"""Calls of a run of which nothing is known."""
 _REMOVED: Final = {"purged", "dropping", "weights only"}
 """What receipts say of a tag that is gone for good."""
 _FULL: Final = next(fault for fault in FAULTS if fault.name == "target enospc from there on")
@@ -241,16 +241,16 @@ class Histories(RuleBasedStateMachine):
     def _archive_files(self) -> list[Path]:
         return sorted(path for path in self._archive.glob("[!.]*.zarr/**/*") if path.is_file())
 
-    # Nights --------------------------------------------------------------------------------------
+    # Runs of `compact` --------------------------------------------------------------------------
 
     @rule(cron=st.integers(0, 1), days=st.integers(1, 3))
-    def night(self, cron: int, days: int) -> None:
-        """Run as every night, some days later."""
+    def compact(self, cron: int, days: int) -> None:
+        """Run `compact` some days later."""
         self._hours += days * 24
         self._compact(self._crons[cron])
 
     @rule(days=st.integers(1, 3))
-    def nights(self, days: int) -> None:
+    def compact_for_days(self, days: int) -> None:
         """Run on both machines, for some days."""
         for _ in range(days):
             for cron in self._crons:
@@ -258,14 +258,14 @@ class Histories(RuleBasedStateMachine):
                 self._compact(cron)
 
     @rule(cron=st.integers(0, 1), share=st.floats(0, 1), is_full=st.booleans())
-    def night_that_fails(self, cron: int, share: float, is_full: bool) -> None:
+    def compact_and_fail(self, cron: int, share: float, is_full: bool) -> None:
         """Run until the disk is full, or the process is killed."""
         at = int(share * self._calls)
         killed = Arming(at, Action.KILL_BEFORE, 0, _MOVES, Side.TARGET, NO_KIND)
         self._compact(self._crons[cron], arming=_FULL.at(at) if is_full else killed)
 
     @rule(cron=st.integers(0, 1), share=st.floats(0, 1))
-    def two_nights_at_once(self, cron: int, share: float) -> None:
+    def compact_twice_at_once(self, cron: int, share: float) -> None:
         """Run on the other machine in the midst of a run."""
         other = self._crons[1 - cron]
         meanwhile = Meanwhile(
@@ -275,7 +275,7 @@ class Histories(RuleBasedStateMachine):
 
     @precondition(lambda self: self._is_saving)
     @rule(cron=st.integers(0, 1), share=st.floats(0, 1))
-    def save_at_night(self, cron: int, share: float) -> None:
+    def save_meanwhile(self, cron: int, share: float) -> None:
         """Finish a save in the midst of a run."""
         renames = self._rest_of_save()
         ended = self._disturbed(cron, share, renames)
@@ -285,13 +285,13 @@ class Histories(RuleBasedStateMachine):
         self._complete_save()
 
     @rule(cron=st.integers(0, 1), share=st.floats(0, 1))
-    def mount_at_night(self, cron: int, share: float) -> None:
+    def mount_meanwhile(self, cron: int, share: float) -> None:
         """Mount or unmount the archives in the midst of a run."""
         self._disturbed(cron, share, self._mounting())
 
     @precondition(lambda self: self._moves < _MOST_MOVES)
     @rule(cron=st.integers(0, 1), share=st.floats(0, 1))
-    def move_run_at_night(self, cron: int, share: float) -> None:
+    def move_run_meanwhile(self, cron: int, share: float) -> None:
         """Move the run directory in the midst of a run."""
         renames = [(self._run, self._root / f"run{self._moves + 1}")]
         if self._disturbed(cron, share, renames).fired is not None:

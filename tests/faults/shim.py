@@ -60,7 +60,7 @@ class Action(enum.IntEnum):
 
 
 class Option(enum.IntFlag):
-    """What is unlike a usual run besides."""
+    """What else is unlike a usual run."""
 
     HURRY = 1
     """Whatever waits waits for a small part of that time."""

@@ -7,19 +7,19 @@ Here the states at the end of each run and some others, the same ones each time;
 import pytest
 
 from tests.faults.campaign import Benches
-from tests.faults.nights import NIGHTS, Night
+from tests.faults.compact_scenarios import COMPACT_SCENARIOS, AnyScenario, CompactScenario
 from tests.faults.scenarios import SCENARIOS, Scenario
 from tests.samples import sampled
 
-TRIED = {Scenario: 12, Night: 6}
+TRIED = {Scenario: 12, CompactScenario: 6}
 MOST_TOLD = 10
 
 
 @sampled(3)
-@pytest.mark.parametrize("scenario", [*SCENARIOS, *NIGHTS], ids=lambda scenario: scenario.name)
-def test_a_power_failure_loses_nothing(
-    scenario: Scenario | Night, one_in: int, tried: Benches
-) -> None:
+@pytest.mark.parametrize(
+    "scenario", [*SCENARIOS, *COMPACT_SCENARIOS], ids=lambda scenario: scenario.name
+)
+def test_a_power_failure_loses_nothing(scenario: AnyScenario, one_in: int, tried: Benches) -> None:
     again = int(isinstance(scenario, Scenario))
     count = TRIED[type(scenario)] // one_in
     [report] = tried.crashes([scenario], count, again=again)

@@ -92,7 +92,7 @@ def test_it_sees_what_the_kernel_sees(
 
 
 def kernel_calls(log: str, roots: Sequence[Path]) -> Counter[str]:
-    """Count the calls that name something below directories, but for those that libc adds."""
+    """Count the calls that name something below directories, except those that libc adds."""
     found: Counter[str] = Counter()
     for line in log.splitlines():
         begun = re.match(r"\d+ +(\w+)\((.*)", line)

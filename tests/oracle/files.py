@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from streamshard.operations.compact.originals import padding_alike
+from streamshard.operations.compact.tag_checks import padding_alike
 from streamshard.operations.source.source import open_source
 from tests.oracle.values import value_differences
 

@@ -1,17 +1,11 @@
 """Formats the result of `diff` as text for people."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
-from streamshard.cli.text.tables import (
-    facts_text,
-    memory_text,
-    more_text,
-    paragraph,
-    read_text,
-    table,
-)
+from streamshard.cli.text.report_text import memory_text, read_text
+from streamshard.cli.text.tables import facts_text, more_text, paragraph, table
 from streamshard.operations.diff.diff_report import DiffReport, Distance, TensorDiff
 from streamshard.operations.inspect.inspect_report import KINDS
 from streamshard.sizes import counted
@@ -55,10 +49,10 @@ def diff_text(found: DiffReport, *, sort: str, verbose: bool) -> str:
         lines = [f"{difference.kind}: {difference.message}" for difference in found.differences]
         shown = lines if verbose else lines[:_MOST_SHOWN]
         blocks.append("\n".join(["Other differences:", *shown]))
-        blocks += more_text(len(lines) - len(shown))
+        blocks.append(more_text(len(lines) - len(shown)))
     if found.is_equal:
         blocks.append("Equal to the bit. Checksums were not looked at: verify does that.")
-    return "\n\n".join(blocks)
+    return "\n\n".join(filter(None, blocks))
 
 
 def difference_text(found: DiffReport) -> str:
@@ -91,7 +85,7 @@ def _states(found: DiffReport) -> str:
         (state.state, f"{state.changed_tensors:,} of {state.tensors:,}", *_cells(state.distance))
         for state in found.states
     ]
-    return _aligned([("state", "tensors", *_HEAD), *rows])
+    return table([("state", "tensors", *_HEAD), *rows], of_numbers=True)
 
 
 def _tensors(found: DiffReport, *, sort: str, verbose: bool) -> list[str]:
@@ -102,8 +96,8 @@ def _tensors(found: DiffReport, *, sort: str, verbose: bool) -> list[str]:
     if not shown:
         return []
     rows = [(tensor.name, *_cells(tensor.distance)) for tensor in shown]
-    more = more_text(len(tensors) - len(shown), "more changed; -v shows all tensors.")
-    return [_aligned([("tensor", *_HEAD), *rows]), *more]
+    more = more_text(len(tensors) - len(shown), "-v shows all tensors", "more changed")
+    return [table([("tensor", *_HEAD), *rows], of_numbers=True), more]
 
 
 def _not_finite(found: DiffReport, *, verbose: bool) -> list[str]:
@@ -117,24 +111,13 @@ def _not_finite(found: DiffReport, *, verbose: bool) -> list[str]:
     if not shown:
         return []
     head = ("not finite", "NaN from", "NaN to", "inf from", "inf to")
-    return [_aligned([head, *shown]), *more_text(len(rows) - len(shown))]
+    return [table([head, *shown]), more_text(len(rows) - len(shown))]
 
 
 def _cells(distance: Distance) -> tuple[str, ...]:
     numbers = (distance.relative_l2, distance.max_abs, distance.mean_abs)
     cosine = _cosine(distance.cosine)
     return (f"{distance.numel:,}", _percent(distance), *map(_number, numbers), cosine)
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
-    """Make a table in which all columns but the first are aligned right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return table(
-        [
-            (row[0], *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)))
-            for row in rows
-        ]
-    )
 
 
 def _percent(distance: Distance) -> str:

@@ -2,12 +2,11 @@
 
 import os
 import re
-import shutil
-import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from streamshard.cli.text.tables import paragraph, resize_fact, table, target_text
+from streamshard.cli.text.report_text import resize_fact, target_text
+from streamshard.cli.text.tables import facts_text, paragraph, table
 from streamshard.operations.transfer.estimate import (
     Estimate,
     FileBytes,
@@ -24,7 +23,6 @@ _MOST_ROWS: Final = 12
 _NUMBER: Final = re.compile(r"(\d+)")
 _SCHEME: Final = re.compile(r"^(\w+):/(?!/)")
 """Start of an object's path as `commonpath` leaves it."""
-_LEAST_WIDTH: Final = 30
 
 
 def plan_text(report: Report, estimate: Estimate, *, verbose: bool) -> str:
@@ -35,9 +33,9 @@ def plan_text(report: Report, estimate: Estimate, *, verbose: bool) -> str:
     listed = {
         line for change in estimate.changes for line in (change.text, *change.text.split("\n"))
     }
-    blocks = [_aligned(list(_summary(report, estimate))), reads, writes]
+    blocks = [facts_text(list(_summary(report, estimate)), wraps=True), reads, writes]
     if estimate.changes:
-        blocks.append("For the job that resumes:\n" + _aligned(subjects))
+        blocks.append("For the job that resumes:\n" + facts_text(subjects, wraps=True))
     for head, parts in (("left out", estimate.left_out), ("made", estimate.made)):
         if parts:
             blocks.append(_parts(head, parts))
@@ -70,7 +68,7 @@ def _memory(memory: MemoryParts) -> str:
     codec = f" + {show_bytes(memory.codec_bytes)} codec" if memory.codec_bytes else ""
     if memory.requests_bytes:
         codec += f" + {show_bytes(memory.requests_bytes)} requests"
-    workers = f"{memory.workers} worker{'s' * (memory.workers != 1)}"
+    workers = counted(memory.workers, "worker")
     return (
         f"at most {show_bytes(above)} above the program's {show_bytes(memory.floor_bytes)}, of "
         f"{show_bytes(memory.limit_bytes)} allowed: {show_bytes(memory.metadata_bytes)} metadata + "
@@ -171,25 +169,3 @@ def _together(paths: Sequence[str]) -> str:
         else f"{{{min(column, key=int)}..{max(column, key=int)}}}"
         for column in columns
     )
-
-
-def _aligned(facts: Sequence[tuple[str, str]]) -> str:
-    """Format names with their texts, wrapped at the terminal's width."""
-    indent = max(len(name) for name, _ in facts) + 2
-    width = max(min(100, shutil.get_terminal_size((100, 24)).columns) - indent, _LEAST_WIDTH)
-    lines = []
-    for name, text in facts:
-        broken = [
-            piece
-            for line in text.split("\n")
-            for piece in (
-                [line]
-                if line.startswith(" ")
-                else textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)
-            )
-        ]
-        lines += [
-            f"{name if not number else '':{indent}}{piece}".rstrip()
-            for number, piece in enumerate(broken or [""])
-        ]
-    return "\n".join(lines)

@@ -7,6 +7,7 @@ from typing import Final
 from streamshard.cli.text.escaping import printable
 from streamshard.cli.text.tables import bold, facts_text, more_text, paragraph, table
 from streamshard.operations.inspect.inspect_report import (
+    FOREIGN,
     KINDS,
     CheckpointList,
     CheckpointSummary,
@@ -19,7 +20,8 @@ from streamshard.operations.inspect.inspect_report import (
     ParameterDetail,
     RankDetail,
 )
-from streamshard.sizes import counted, show_bytes
+from streamshard.operations.inspect.pickle_report import PickleListing
+from streamshard.sizes import counted, show_bytes, some_of
 
 _PARAMETERS_SHOWN: Final = 20
 """Maximum parameters, file groups, details and problems that are listed without `-v`."""
@@ -32,8 +34,6 @@ _PIECES: Final = {"store": "chunks", "dcp": "pieces"}
 
 Cell = object
 Columns = Sequence[str]
-_FOREIGN: Final = ("dcp", "weights")
-"""Kinds of sources that are not of DeepSpeed."""
 
 
 def inspection_text(
@@ -59,7 +59,7 @@ def inspection_text(
             )
         return page.text()
     is_brief = bool(found.details or found.rank or found.pictures)
-    page.add(_summary(found, brief=is_brief))
+    page.add(printable(facts_text(found.title if is_brief else found.facts)))
     if found.details:
         page.details(found.details)
     if found.rank is not None:
@@ -114,7 +114,7 @@ class _Page:
         self._files(found)
         shown = found.problems if self._verbose else found.problems[:_PARAMETERS_SHOWN]
         self.texts([f"PROBLEM  {problem}" for problem in shown])
-        self.add(_more(len(found.problems) - len(shown), "-v shows all"))
+        self.add(more_text(len(found.problems) - len(shown)))
 
     def table(self, title: str, head: Columns, rows: Iterable[Sequence[Cell]], more: str) -> None:
         """Add a table with a title above it, and a line below it about rows left out."""
@@ -130,20 +130,17 @@ class _Page:
         if found.groups:
             self.table("", *_group_table(found, all_of_them=self._verbose), "")
         sizes = {**found.state_bytes, "all": sum(found.state_bytes.values())}
-        rows = [(state, f"{nbytes:,}", show_bytes(nbytes)) for state, nbytes in sizes.items()]
-        self.table("", ("tensors", "bytes", ""), rows, "")
+        self.table("", ("tensors", "bytes", ""), _sizes(sizes.items()), "")
         self._files(found)
         self._parameters(found)
 
     def _files(self, found: Inspection | IncompleteCheckpoint) -> None:
         if self._verbose:
-            rows = [
-                (file.path, f"{file.nbytes:,}", show_bytes(file.nbytes)) for file in found.file_list
-            ]
-            self.table("", ("file", "bytes", ""), rows, "")
+            files = ((file.path, file.nbytes) for file in found.file_list)
+            self.table("", ("file", "bytes", ""), _sizes(files), "")
             return
         groups = [_file_row(group) for group in found.file_groups[:_PARAMETERS_SHOWN]]
-        more = _more(len(found.file_groups) - len(groups), "-v lists every file")
+        more = more_text(len(found.file_groups) - len(groups), "-v lists every file")
         self.table("", ("files", "count", "each", "all"), groups, more)
 
     def _parameters(self, found: Inspection) -> None:
@@ -156,36 +153,32 @@ class _Page:
                 list(p.shape),
                 f"{p.numel:,}",
                 p.group,
-                p.pieces if pieces else _between(p.first_rank, p.last_rank),
+                p.pieces if pieces else p.ranks_text,
             )
             for p in shown
         ]
         hint = "-v lists all, --param PATTERN shows where the elements of some lie"
-        if not found.zero_stage and found.kind not in _FOREIGN:
+        if not found.zero_stage and found.kind not in FOREIGN:
             return  # only the module's weights are known by name, and they are not cut
-        self.table("", head, rows, _more(len(found.parameters) - len(rows), hint))
+        self.table("", head, rows, more_text(len(found.parameters) - len(rows), hint))
 
     def details(self, details: Sequence[ParameterDetail]) -> None:
         """Add the details of selected parameters."""
         shown = details if self._verbose else details[:_PARAMETERS_SHOWN]
         for detail in shown:
             self.table(*_detail_table(detail, None if self._verbose else _ROWS_SHOWN))
-        self.add(_more(len(details) - len(shown), "-v shows all, --json for programs"))
+        self.add(more_text(len(details) - len(shown), "-v shows all, --json for programs"))
 
     def rank(self, rank: RankDetail) -> None:
         """Add the files and partitions of one rank."""
-        rows = [(file.path, f"{file.nbytes:,}", show_bytes(file.nbytes)) for file in rank.files]
-        self.table("", (f"files of rank {rank.rank}", "bytes", ""), rows, "")
+        files = ((file.path, file.nbytes) for file in rank.files)
+        self.table("", (f"files of rank {rank.rank}", "bytes", ""), _sizes(files), "")
         for part in rank.partitions:
             self.table(*_partition_table(part, None if self._verbose else _ROWS_SHOWN))
 
 
-def _more(count: int, hint: str) -> str:
-    return "".join(more_text(count, f"more: {hint}."))
-
-
-def _between(first: object, last: object) -> str:
-    return str(first) if first == last else f"{first}-{last}"
+def _sizes(named: Iterable[tuple[str, int]]) -> list[tuple[str, str, str]]:
+    return [(name, f"{nbytes:,}", show_bytes(nbytes)) for name, nbytes in named]
 
 
 def _cell_text(value: Cell) -> str:
@@ -281,7 +274,7 @@ def _detail_table(
         rows.append(["all" if piece.rank is None else piece.rank, elements, piece.file, *offsets])
     shown = rows[:most]
     head = ("rank", "elements", "file", *(f"{state} at" for state in detail.states))
-    return title, head, shown, _more(len(rows) - len(shown), "-v shows all")
+    return title, head, shown, more_text(len(rows) - len(shown))
 
 
 def _partition_table(
@@ -298,7 +291,7 @@ def _partition_table(
         for held in part.ranges[:most]
     ]
     head = ("parameter", "elements", "of", "at")
-    return title, head, rows, _more(len(part.ranges) - len(rows), "-v shows all")
+    return title, head, rows, more_text(len(part.ranges) - len(rows))
 
 
 def _incomplete_summary(found: IncompleteCheckpoint) -> str:
@@ -306,105 +299,32 @@ def _incomplete_summary(found: IncompleteCheckpoint) -> str:
     stage = (
         "ZeRO stage not recorded" if found.zero_stage is None else f"ZeRO stage {found.zero_stage}"
     )
-    return _shown(
-        [
-            ("checkpoint", f"{found.path} ({KINDS[found.kind]}), NOT WHOLE"),
-            ("tag", found.tag or "not known"),
-            ("saved by", f"{stage}, world size {found.world_size or 'not recorded'}"),
-            ("DeepSpeed", found.deepspeed_version or "version not recorded"),
-            ("steps", "not recorded" if found.global_steps is None else f"{found.global_steps:,}"),
-            ("on disk", f"{found.files:,} files, {show_bytes(found.file_bytes)}"),
-        ]
-    )
-
-
-def _summary(found: Inspection, *, brief: bool) -> str:
-    """Sum up a whole checkpoint; if brief, only which one it is."""
-    facts: list[tuple[str, object]] = [
-        ("checkpoint", f"{found.path} ({_format(found)})"),
-        ("tag", found.tag),
-        ("saved by", f"{_stage(found)}, world size {found.ranks_text}"),
-    ]
-    if found.kind in _FOREIGN:
-        return _foreign_summary(found, facts[:2], brief=brief)
-    if not brief:
-        numel = sum(group.numel for group in found.groups)
-        states = dict.fromkeys(key for group in found.groups for key in group.states)
-        counts = {"buffer": found.buffers, "tied name": len(found.tied)}
-        also = [counted(count, what) for what, count in counts.items()]
-        facts += [
-            ("DeepSpeed", found.deepspeed_version or "version not recorded"),
-            ("dtypes", _dtypes(found)),
-            ("steps", _steps(found)),
-            ("optimizer", found.optimizer or "type not recorded"),
-            ("states", ", ".join(states) or ("dropped" if found.weights_only else "none yet")),
-            ("parameters", f"{len(found.parameters):,} trained, {numel:,} elements"),
-            ("also", ", ".join([f"{found.frozen:,} frozen", *also])),
-        ]
-        if not found.zero_stage:
-            facts[-3:] = _uncut_facts(found, also)
-        facts += [
-            ("on disk", f"{found.files:,} files, {show_bytes(found.file_bytes)}"),
-        ]
-    return _shown(facts)
-
-
-def _foreign_summary(found: Inspection, facts: list[tuple[str, object]], *, brief: bool) -> str:
-    """Return facts of a checkpoint that is not of DeepSpeed."""
-    numel = sum(group.numel for group in found.groups)
-    states = dict.fromkeys(key for group in found.groups for key in group.states)
-    on_disk = ("on disk", f"{found.files:,} files, {show_bytes(found.file_bytes)}")
-    if not brief and not found.groups:
-        facts += [
-            ("dtypes", found.module_dtype or "not recorded"),
-            ("weights", _uncertain(found)),
-            on_disk,
-        ]
-    elif not brief:
-        facts += [
-            ("dtypes", found.module_dtype or "not recorded"),
-            ("states", ", ".join(states) or "none"),
-            ("parameters", f"{len(found.parameters):,} trained, {numel:,} elements"),
-            ("also", f"{found.weights:,} that are not trained: frozen weights or buffers"),
-            on_disk,
-        ]
-    return _shown(facts)
-
-
-def _uncertain(found: Inspection) -> str:
-    return f"{found.weights:,}, the files do not say which of them are trained"
-
-
-def _stage(found: Inspection) -> str:
-    return f"ZeRO stage {found.zero_stage}" if found.zero_stage else "DeepSpeed without ZeRO"
-
-
-def _uncut_facts(found: Inspection, also: Sequence[str]) -> list[tuple[str, object]]:
-    """Return facts of a checkpoint without ZeRO (stage 0), whose files do not record everything."""
-    return [
-        ("states", "whole, in the model file, by number of the parameter"),
-        ("parameters", _uncertain(found)),
-        ("also", ", ".join(also)),
-    ]
-
-
-def _format(found: Inspection) -> str:
-    return KINDS[found.kind] + (f", {found.codec}" if found.codec else "")
-
-
-def _dtypes(found: Inspection) -> str:
-    if not found.zero_stage:
-        return found.module_dtype or "not recorded"
-    masters = ", ".join(sorted({group.master_dtype for group in found.groups})) or "none"
-    return f"{found.module_dtype or 'not recorded'}, master weights {masters}"
-
-
-def _steps(found: Inspection) -> str:
     steps = "not recorded" if found.global_steps is None else f"{found.global_steps:,}"
-    if found.skipped_steps:
-        steps += f" ({found.skipped_steps:,} skipped)"
-    return steps + (f", {found.global_samples:,} samples" if found.global_samples else "")
-
-
-def _shown(facts: Sequence[tuple[str, object]]) -> str:
+    facts = [
+        ("checkpoint", f"{found.path} ({KINDS[found.kind]}), NOT WHOLE"),
+        ("tag", found.tag or "not known"),
+        ("saved by", f"{stage}, world size {found.world_size or 'not recorded'}"),
+        ("DeepSpeed", found.deepspeed_version or "version not recorded"),
+        ("steps", steps),
+        ("on disk", f"{found.files:,} files, {show_bytes(found.file_bytes)}"),
+    ]
     return printable(facts_text(facts))
+
+
+def pickles_text(found: PickleListing, *, verbose: bool) -> str:
+    """Format the result of `inspect --pickles`."""
+    in_set = sum(name.is_known for name in found.names)
+    facts: list[tuple[str, object]] = [
+        ("looked into", found.path),
+        ("pickles", f"{sum(file.pickles for file in found.files):,} in {len(found.files):,} files"),
+        ("names", f"{len(found.names) - in_set:,} outside the known set, {in_set:,} in it"),
+    ]
+    rows: list[Sequence[object]] = [("name", "known", "times", "files")]
+    for name in found.names:
+        known = "DANGER" if name.is_dangerous else "yes" if name.is_known else "NO"
+        rows.append((name.name, known, f"{name.count:,}", some_of(name.files, 1)))
+    blocks = [facts_text(facts), *([table(rows)] if found.names else [])]
+    if verbose:
+        blocks.append(table([("file", "pickles"), *((f.path, f.pickles) for f in found.files)]))
+    blocks += [f"{file.path}: {file.problem}" for file in found.problems]
+    return "\n\n".join([*blocks, *map(paragraph, found.notes)])

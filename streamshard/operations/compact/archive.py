@@ -16,7 +16,6 @@ from streamshard.io.files import source_errors, target_errors
 from streamshard.io.object_path import is_object
 from streamshard.io.place import place_of
 from streamshard.operations.compact import omissions
-from streamshard.operations.compact.originals import accounted_for, records_of
 from streamshard.operations.compact.proof import Proof, content_equal, prove, rebuilt_equal, sums_of
 from streamshard.operations.compact.receipts import (
     BEGUN,
@@ -29,6 +28,7 @@ from streamshard.operations.compact.receipts import (
 )
 from streamshard.operations.compact.run_context import ProofContext, RunContext
 from streamshard.operations.compact.run_directory import Identity, change_digest, open_tag
+from streamshard.operations.compact.tag_checks import accounted_for, records_of
 from streamshard.operations.convert.convert import store_output
 from streamshard.operations.source.source import Source
 from streamshard.operations.source.unfinished import has_journal, is_unfinished
@@ -55,9 +55,9 @@ def archive_tag(
     `rebuilds`, the tag is compared with files that are rebuilt from the archive, which proves all
     that has to be proved before the tag is removed.
     """
-    place, log, root = context.place(tag), CheckLog(), context.run_dir / tag
-    if is_there(place.store) and place.read_receipt() is None:
-        message = f"{place.store}: is there, and no receipt says that compact made it"
+    archived, log, root = context.archived(tag), CheckLog(), context.run_dir / tag
+    if is_there(archived.store) and archived.read_receipt() is None:
+        message = f"{archived.store}: is there, and no receipt says that compact made it"
         raise TargetExistsError(f"{message}; move it away")
     resident_memory.restart_peak()
     opened = open_tag(context.run_dir, tag)
@@ -69,7 +69,7 @@ def archive_tag(
     records = records_of(opened, context.run_dir)
     here = Identity.of(context.run_dir)
     begun = Receipt(tag, str(context.run_dir), here.device, here.inode, BEGUN, source=(), checks=())
-    begun.write(place.receipt)
+    begun.write(archived.receipt)
     derived = omissions.exact_casts(opened, context.proofs.limits, context.proofs.progress)
     tensors = opened.checkpoint.tensors
     receipt = replace(
@@ -80,20 +80,20 @@ def archive_tag(
         derived=tuple(array_path(tensors[number]) for number in sorted(derived)),
     )
     small, whole = omissions.narrowed(opened, derived), opened if rebuilds else None
-    with target_errors(place.store):
-        is_complete = lexists(place.store) and not has_journal(place.store)
+    with target_errors(archived.store):
+        is_complete = lexists(archived.store) and not has_journal(archived.store)
     if is_complete:
         # An earlier run completed the store; if it is not of this source, it is made again.
         with suppress(StreamshardError):
             return _proved(context, receipt, small, CheckLog(log.checks), whole)
     try:
-        _write_store(context, small, place, storing, overwrite=is_complete)
+        _write_store(context, small, archived, storing, overwrite=is_complete)
     except TargetExistsError:
-        with target_errors(place.store):
-            if lexists(place.store) and not is_unfinished(place.store):
+        with target_errors(archived.store):
+            if lexists(archived.store) and not is_unfinished(archived.store):
                 raise
         # It was begun with another source.
-        _write_store(context, small, place, storing, overwrite=True)
+        _write_store(context, small, archived, storing, overwrite=True)
     return _proved(context, receipt, small, log, whole)
 
 
@@ -112,15 +112,15 @@ def _moving(opened: Source, run_dir: Path, stable_since_ns: int) -> set[int]:
 def _write_store(
     context: RunContext,
     small: Source,
-    place: ArchivedTag,
+    archived: ArchivedTag,
     storing: CompactOptions,
     *,
     overwrite: bool,
 ) -> None:
     limits = context.proofs.limits
     options = ConvertOptions(
-        context.run_dir / place.tag,
-        place.store,
+        context.run_dir / archived.tag,
+        archived.store,
         codec=storing.codec,
         chunk_size=storing.chunk_size,
         lock=storing.lock,
@@ -128,9 +128,9 @@ def _write_store(
         workers=limits.workers,
         overwrite=overwrite,
     )
-    require_separate(small.path, small.files, place.store)
+    require_separate(small.path, small.files, archived.store)
     output = store_output(small, verb="compact", options=options)
-    plan = plan_output(options, output, place.store, limits.floor_bytes)
+    plan = plan_output(options, output, archived.store, limits.floor_bytes)
     plan.run(context.proofs.progress)
 
 
@@ -138,29 +138,29 @@ def _proved(
     context: RunContext, receipt: Receipt, small: Source, log: CheckLog, whole: Source | None
 ) -> tuple[Receipt, Proof | None]:
     """Hash an archive and its source, prove the archive, and write the receipt."""
-    place, proofs, run_dir = context.place(receipt.tag), context.proofs, context.run_dir
+    archived, proofs, run_dir = context.archived(receipt.tag), context.proofs, context.run_dir
     with source_errors(run_dir):
         digests = proofs.hash_all([file.path for file in small.files], run_dir / receipt.tag)
     both = zip(receipt.source, digests, strict=True)
     source = tuple(replace(record, sha256=digest) for record, digest in both)
-    with target_errors(place.store):
-        _remove_own_links(place.store)
-        sums = sums_of(place, proofs)
-        shared = _share(place, sums, proofs)
-        sync_tree(place.store)
+    with target_errors(archived.store):
+        _remove_own_links(archived.store)
+        sums = sums_of(archived, proofs)
+        shared = _share(archived, sums, proofs)
+        sync_tree(archived.store)
         # Before anything is read: what is written from here on is not what was compared.
-        etags, digest = place.etags(), change_digest(place.store)
-    place.write_sums(sums)
-    archive = prove(small, place, proofs, log)
+        etags, digest = archived.etags(), change_digest(archived.store)
+    archived.write_sums(sums)
+    archive = prove(small, archived, proofs, log)
     # If an archive does not give back its tag, the removal of the tag says why.
     comes_back = whole is not None and log.holds(
-        "rebuilt_equal", lambda: rebuilt_equal(whole, place, proofs)
+        "rebuilt_equal", lambda: rebuilt_equal(whole, archived, proofs)
     )
     if not comes_back:
         log.run("content_equal", lambda: content_equal(archive, small, proofs))
     log.run("source_unchanged", lambda: _require_unchanged(small, receipt.source, run_dir))
-    sizes = {path: status.nbytes for path, status in place.statuses().items()}
-    proved = place.record(
+    sizes = {path: status.nbytes for path, status in archived.statuses().items()}
+    proved = archived.record(
         receipt,
         TagEvent.PROVE,
         archived=show_moment(datetime.now(UTC)),
@@ -168,7 +168,7 @@ def _proved(
         archive_bytes=sum(sizes.values()),
         shared_files=len(shared),
         shared_bytes=sum(sizes[path] for path in shared),
-        sums_sha256=place.sums_sha256(),
+        sums_sha256=archived.sums_sha256(),
         etags=etags,
         checks=log.checks,
     )
@@ -192,25 +192,25 @@ def _remove_own_links(store: Path) -> None:
             remove_file(path)
 
 
-def _share(place: ArchivedTag, sums: dict[str, str], proofs: ProofContext) -> list[str]:
+def _share(archived: ArchivedTag, sums: dict[str, str], proofs: ProofContext) -> list[str]:
     """Replace files by links to equal files in earlier archives; return the paths of the links.
 
     If the file system has no hard links, or a file has too many, the file stays as it is. Objects
     have no links, so an archive in a bucket shares nothing.
     """
-    earlier = {} if is_object(place.store) else _earlier_files(place)
+    earlier = {} if is_object(archived.store) else _earlier_files(archived)
     return [
         path
         for path, digest in sums.items()
-        if digest in earlier and _link(earlier[digest], place.store / path, digest, proofs)
+        if digest in earlier and _link(earlier[digest], archived.store / path, digest, proofs)
     ]
 
 
-def _earlier_files(place: ArchivedTag) -> dict[str, Path]:
+def _earlier_files(archived: ArchivedTag) -> dict[str, Path]:
     """Return SHA-256 → a file that has it, according to the lists of earlier archives."""
     found: dict[str, Path] = {}
-    for other in ArchivedTag.all_in(place.directory):
-        if other.tag == place.tag:
+    for other in ArchivedTag.all_in(archived.directory):
+        if other.tag == archived.tag:
             continue
         with suppress(SourceError):  # its files are then stored once more
             receipt = other.read_receipt()

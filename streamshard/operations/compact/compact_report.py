@@ -50,13 +50,18 @@ class CompactedTag:
     """Exit code of the error."""
 
     @classmethod
+    def of(cls, tag: str, action: str, reason: str, exit_code: int = 0) -> "CompactedTag":
+        """Return the result for a tag, without sizes."""
+        return cls(tag, step_of(tag), action, reason, exit_code=exit_code)
+
+    @classmethod
     def failed(cls, tag: str, error: StreamshardError) -> "CompactedTag":
         """Return the result for a tag with an error.
 
         A source that cannot be read, or has changed, is not a failure but an ambiguous tag.
         """
         action = AMBIGUOUS if isinstance(error, SourceError) else _FAILED
-        return cls(tag, step_of(tag), action, str(error), exit_code=error.exit_code)
+        return cls.of(tag, action, str(error), error.exit_code)
 
     def with_sizes(self, receipt: Receipt) -> "CompactedTag":
         """Return the result with the sizes of the tag and of its archive."""

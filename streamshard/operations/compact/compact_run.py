@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 from streamshard.engine.run.phases import READING
 from streamshard.errors import (
@@ -20,16 +20,14 @@ from streamshard.errors import (
     UsageError,
 )
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.names import step_of
 from streamshard.io.changes import lock_at, make_directory
 from streamshard.io.entries import paths_like
 from streamshard.io.files import target_errors
 from streamshard.io.place import place_of
 from streamshard.io.throttle import Throttle
-from streamshard.operations.compact import compact_report, tag_choice
+from streamshard.operations.compact import compact_report
 from streamshard.operations.compact.archive import archive_tag
 from streamshard.operations.compact.compact_report import LAST_RUN, CompactedTag, RunRecord
-from streamshard.operations.compact.originals import unchanged
 from streamshard.operations.compact.policy import Policy, grace_left, may_drop_states
 from streamshard.operations.compact.proof import remove_rebuilt
 from streamshard.operations.compact.receipts import (
@@ -48,7 +46,8 @@ from streamshard.operations.compact.removal import (
 )
 from streamshard.operations.compact.run_context import ProofContext, RunContext
 from streamshard.operations.compact.run_directory import Identity
-from streamshard.operations.compact.tag_choice import Choice, Rules
+from streamshard.operations.compact.tag_checks import unchanged
+from streamshard.operations.compact.tag_choice import CANDIDATE, Choice, Rules, by_step
 from streamshard.operations.compact.weights_only import drop_states
 from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Progress
@@ -56,7 +55,6 @@ from streamshard.operations.transfer.target import is_there
 from streamshard.verb_options import CompactOptions
 
 _LOCK: Final = f"{names.OWN_PREFIX}.lock"
-_Result = TypeVar("_Result", CompactedTag, CompactedTag | None)
 
 
 class TagProgress:
@@ -124,10 +122,10 @@ class CompactRun:
         options, archive_dir = self._options, self._context.archive_dir
         changes_run_dir = options.delete or options.undelete or options.purge
         run_dirs = [self._context.run_dir] if changes_run_dir else []
-        for place in (archive_dir, *run_dirs):
-            with target_errors(place):
-                make_directory(place, parents=True, exist_ok=True)
-                lock = lock_at(place / _LOCK, place, is_wanted=options.lock)
+        for directory in (archive_dir, *run_dirs):
+            with target_errors(directory):
+                make_directory(directory, parents=True, exist_ok=True)
+                lock = lock_at(directory / _LOCK, directory, is_wanted=options.lock)
                 lock.take()
             stack.callback(lock.release)
         if options.lock:
@@ -143,8 +141,8 @@ class CompactRun:
         """
         context, trashed = self._context, set[str]()
         with suppress(TargetError):  # emptying the trash reports this error
-            trashed = {*context.trash.tags(), *context.trash.being_removed()}
-        if trashed and not any(is_there(context.place(tag).receipt) for tag in trashed):
+            trashed = context.trash.all_tags()
+        if trashed and not any(is_there(context.archived(tag).receipt) for tag in trashed):
             message = f"{context.archive_dir}: has no receipt of any of the {len(trashed):,} tags"
             message = f"{message} in the trash of {context.run_dir}. Is it mounted, and is it the"
             raise IncompleteError(f"{message} directory of their archives? Nothing was done")
@@ -190,20 +188,23 @@ class CompactRun:
         if options.acknowledge:
             # A tag of any age is there, and has been looked at.
             policy = Policy.of(context, replace(self._rules, min_age_ns=0))
-            for tag in options.acknowledge:
-                yield self._tried(tag, partial(policy.acknowledge, is_dry_run=options.dry_run))
-        for tag in options.undelete:
-            yield self._tried(tag, self._undelete)
-        for tag in options.purge:
-            yield self._tried(tag, self._purge_if_over)
+            acknowledge = partial(policy.acknowledge, is_dry_run=options.dry_run)
+            yield from self._each(options.acknowledge, acknowledge)
+        yield from self._each(options.undelete, self._undelete)
+        yield from self._each(options.purge, self._purge_if_over)
 
-    def _tried(self, tag: str, do: Callable[[str], _Result]) -> CompactedTag | _Result:
-        """Do something with a tag, and return the result; an error is one too."""
-        self._progress.tag = tag
-        try:
-            return do(tag)
-        except StreamshardError as error:
-            return CompactedTag.failed(tag, error)
+    def _each(
+        self, tags: Iterable[str], do: Callable[[str], CompactedTag | None]
+    ) -> Iterator[CompactedTag]:
+        """Do something with tags, and yield the results, if there are any; an error is one too."""
+        for tag in tags:
+            self._progress.tag = tag
+            try:
+                result = do(tag)
+            except StreamshardError as error:
+                result = CompactedTag.failed(tag, error)
+            if result is not None:
+                yield result
 
     def _undelete(self, tag: str) -> CompactedTag:
         if self._options.dry_run:
@@ -211,7 +212,7 @@ class CompactRun:
         else:
             bring_back(self._context, tag)
         reason = "its archive stays where it is"
-        return CompactedTag(tag, step_of(tag), compact_report.BROUGHT_BACK, reason)
+        return CompactedTag.of(tag, compact_report.BROUGHT_BACK, reason)
 
     def _purge_if_over(self, tag: str) -> CompactedTag:
         """Remove a tag for good, but not before its grace time in the trash is over."""
@@ -219,7 +220,7 @@ class CompactRun:
         if tag not in trash.being_removed():
             trash.require(tag)
             waits = grace_left(self._context, tag, self._options.grace)
-            if waits:
+            if waits is not None:
                 now = Option("grace", timedelta())
                 raise UsageError(f"in the trash {waits}; give {now} too to remove it for good now")
         return self._purge(tag, "asked for")
@@ -232,28 +233,29 @@ class CompactRun:
             purge(self._context, tag, require_unprotected)
         elif tag not in trash.being_removed():
             trash.require(tag)
-        return CompactedTag(tag, step_of(tag), compact_report.PURGED, reason)
+        return CompactedTag.of(tag, compact_report.PURGED, reason)
 
     def _by_rules(self) -> Iterator[CompactedTag]:
         """Archive and remove what the rules do not keep."""
-        policy, trash = Policy.of(self._context, self._rules), self._context.trash
-        for choice in policy.choices():
-            result = self._tried(choice.tag.name, partial(self._carry_out, choice, policy))
-            yield replace(result, source_bytes=result.source_bytes or choice.tag.nbytes)
-        yield from self._each(
+        policy, context = Policy.of(self._context, self._rules), self._context
+        choices = {choice.tag.name: choice for choice in policy.choices()}
+        for result in self._each(choices, lambda tag: self._carry_out(choices[tag], policy)):
+            nbytes = result.source_bytes or choices[result.tag].tag.nbytes
+            yield replace(result, source_bytes=nbytes)
+        yield from self._each_in(
             "the trash",
-            lambda: {*trash.tags(), *trash.being_removed()} - self._deleted,
+            lambda: context.trash.all_tags() - self._deleted,
             partial(self._empty_trash, policy),
         )
-        if self._options.weights_only_older_than is not None:
-            places = partial(ArchivedTag.all_in, self._context.archive_dir)
-            yield from self._each(
+        least_age = self._options.weights_only_older_than
+        if least_age is not None:
+            yield from self._each_in(
                 "the archives",
-                lambda: [place.tag for place in places()],
-                partial(self._drop_states, policy, self._options.weights_only_older_than),
+                lambda: [archived.tag for archived in ArchivedTag.all_in(context.archive_dir)],
+                partial(self._drop_states, policy, least_age),
             )
 
-    def _each(
+    def _each_in(
         self,
         what: str,
         tags: Callable[[], Iterable[str]],
@@ -261,20 +263,19 @@ class CompactRun:
     ) -> Iterator[CompactedTag]:
         """Do something with the considered ones of some tags, in the order of their steps."""
         try:
-            considered = [tag for tag in tags() if self._rules.considers(tag)]
+            considered = sorted(filter(self._rules.considers, tags()), key=by_step)
         except StreamshardError as error:
             yield CompactedTag.failed(what, error)
             return
-        for tag in sorted(considered, key=lambda tag: (step_of(tag) or -1, tag)):
-            result = self._tried(tag, do)
-            if result is not None:
-                yield result
+        yield from self._each(considered, do)
 
-    def _carry_out(self, choice: Choice, policy: Policy, tag: str) -> CompactedTag:
+    def _carry_out(self, choice: Choice, policy: Policy) -> CompactedTag:
         """Archive a tag, and with `delete` move it to the trash, unless it is kept."""
-        if choice.verdict != tag_choice.CANDIDATE:
+        if choice.verdict != CANDIDATE:
             return policy.kept(choice)
-        context, is_dry_run = self._context, self._options.dry_run
+        tag = choice.tag.name
+        context, is_dry_run, limit = self._context, self._options.dry_run, self._limit_reached()
+        is_moved = self._options.delete and limit is None
         receipt, proof, action = self._archived(tag), None, compact_report.READY
         if receipt is None:
             action = compact_report.ARCHIVED
@@ -284,30 +285,28 @@ class CompactRun:
                     tag,
                     self._options,
                     stable_since_ns=context.now_ns - self._rules.min_age_ns,
-                    rebuilds=self._may_delete,
+                    rebuilds=is_moved,
                 )
         elif is_back(context, receipt) and not is_dry_run:
             receipt = record_back(context, receipt)  # an earlier run was interrupted here
-        reason = choice.reason
-        if self._may_delete:
+        if is_moved:
             if not is_dry_run:
                 move_to_trash(context, tag, partial(policy.require_removable, choice), proof)
             self._deleted.add(tag)
             action = compact_report.DELETED
-        elif self._options.delete:
-            reason = f"{Option('max_delete', self._options.max_delete)} is reached"
-        result = CompactedTag(tag, choice.step, action, reason)
+        reason = limit if self._options.delete and limit else choice.reason
+        result = CompactedTag.of(tag, action, reason)
         return result if receipt is None else result.with_sizes(receipt)
 
     def _archived(self, tag: str) -> Receipt | None:
         """Return the receipt of a tag that is archived; None if it is not archived yet."""
-        place = self._context.place(tag)
-        receipt = place.read_receipt()
+        archived = self._context.archived(tag)
+        receipt = archived.read_receipt()
         if receipt is None or receipt.state == BEGUN:
             return None
-        store = place.named_by(receipt).store
+        store = archived.named_by(receipt).store
         if not is_there(store):
-            message = f"{store}: gone, and {place.receipt} says that it was made"
+            message = f"{store}: gone, and {archived.receipt} says that it was made"
             raise CorruptFileError(f"{message}; remove the receipt to archive {tag} again")
         try:
             unchanged(receipt, self._context.run_dir / tag, None)
@@ -316,42 +315,39 @@ class CompactRun:
             raise CorruptFileError(f"{message}; move one of them away") from error
         return receipt
 
-    @property
-    def _may_delete(self) -> bool:
-        """Whether this run may remove one more tag."""
+    def _limit_reached(self) -> str | None:
+        """Say why no more tags may be moved or lose their states in this run, if so."""
         most = self._options.max_delete
-        return self._options.delete and (most is None or len(self._deleted) < most)
+        is_reached = most is not None and len(self._deleted) + self._dropped >= most
+        return f"{Option('max_delete', most)} is reached" if is_reached else None
 
     def _empty_trash(self, policy: Policy, tag: str) -> CompactedTag:
         """Remove a tag for good whose grace time in the trash is over."""
         stays = self._stays_in_trash(policy, tag)
-        if stays:
-            return CompactedTag(tag, step_of(tag), compact_report.IN_TRASH, stays)
+        if stays is not None:
+            return CompactedTag.of(tag, compact_report.IN_TRASH, stays)
         over = f"in the trash for longer than {Option('grace', self._options.grace)}"
         return self._purge(tag, over, partial(policy.require_unprotected, tag))
 
-    def _stays_in_trash(self, policy: Policy, tag: str) -> str:
-        """Say why a tag stays in the trash; empty if it is removed for good."""
+    def _stays_in_trash(self, policy: Policy, tag: str) -> str | None:
+        """Say why a tag stays in the trash; None if it is removed for good."""
         if not self._options.delete:
             return f"no {Option('delete', True)}"
         if tag in self._context.trash.being_removed():
-            return ""
+            return None
         waits = grace_left(self._context, tag, self._options.grace)
-        if waits:
+        if waits is not None:
             return waits
         protection = policy.protection_in_trash(tag)
-        return f"{protection}; {Option('undelete')} brings it back" if protection else ""
+        return f"{protection}; {Option('undelete')} brings it back" if protection else None
 
     def _drop_states(self, policy: Policy, least_age: timedelta, tag: str) -> CompactedTag | None:
         """Drop the optimizer states of an archive whose original was removed long enough ago."""
         if not may_drop_states(self._context, tag, least_age):
             return None
-        most = self._options.max_delete
-        reason = policy.protection_of_archive(tag)
-        if reason is None and most is not None and len(self._deleted) + self._dropped >= most:
-            reason = f"{Option('max_delete', most)} is reached"
+        reason = policy.protection_of_archive(tag) or self._limit_reached()
         if reason is not None:
-            return CompactedTag(tag, step_of(tag), compact_report.KEPT, reason)
+            return CompactedTag.of(tag, compact_report.KEPT, reason)
         done = drop_states(self._context, tag, is_dry_run=self._options.dry_run)
         self._dropped += done.action == compact_report.WEIGHTS_ONLY
         return done

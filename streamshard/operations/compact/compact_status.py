@@ -12,7 +12,7 @@ from streamshard.formats.deepspeed.names import step_of
 from streamshard.io.entries import exists, lexists
 from streamshard.io.files import source_errors
 from streamshard.io.object_path import as_path
-from streamshard.operations.compact.compact_report import RunRecord
+from streamshard.operations.compact.compact_report import IN_TRASH, RunRecord
 from streamshard.operations.compact.receipts import (
     BEGUN,
     WEIGHTS_ONLY,
@@ -21,17 +21,17 @@ from streamshard.operations.compact.receipts import (
     show_moment,
 )
 from streamshard.operations.compact.run_directory import Identity
+from streamshard.operations.compact.tag_choice import by_step
 from streamshard.operations.compact.trash import Trash, trash_of
 from streamshard.verb_options import DEFAULT_GRACE
 
 _ARCHIVING: Final = "archiving"
 _ARCHIVED: Final = "archived"
-_IN_TRASH: Final = "in the trash"
 _GOING: Final = "being removed"
 _REMOVED: Final = "removed"
 _UNREADABLE: Final = "unreadable"
 STATES: Final = (
-    _ARCHIVING, _ARCHIVED, _IN_TRASH, _GOING, _REMOVED, WEIGHTS_ONLY, _UNREADABLE
+    _ARCHIVING, _ARCHIVED, IN_TRASH, _GOING, _REMOVED, WEIGHTS_ONLY, _UNREADABLE
 )  # fmt: skip
 GONE: Final = (_REMOVED, WEIGHTS_ONLY)
 """States in which the original is gone."""
@@ -102,19 +102,19 @@ def compact_status(
     Identity.of(run)
     trash = trash_of(run)
     with source_errors(archive):
-        is_new = not exists(archive) and not [*trash.tags(), *trash.being_removed()]
+        is_new = not exists(archive) and not trash.all_tags()
     if not is_new:
         Identity.of(archive)
     last = RunRecord.last(archive)
     grace = timedelta(seconds=last.grace_seconds) if last else DEFAULT_GRACE
-    found = sorted(_tags(run, archive, grace), key=lambda tag: (tag.step or -1, tag.tag))
+    found = sorted(_tags(run, archive, grace), key=lambda tag: by_step(tag.tag))
     gone = [tag for tag in found if tag.state in GONE]
     return CompactStatus(
         run_dir=str(run),
         archive_dir=str(archive),
         tags=tuple(found),
         archive_bytes=sum(tag.archive_bytes for tag in found),
-        trash_bytes=sum(tag.source_bytes for tag in found if tag.state in (_IN_TRASH, _GOING)),
+        trash_bytes=sum(tag.source_bytes for tag in found if tag.state in (IN_TRASH, _GOING)),
         saved_bytes=sum(tag.source_bytes - tag.archive_bytes for tag in gone),
         last_run=last,
     )
@@ -123,20 +123,20 @@ def compact_status(
 def _tags(run_dir: Path, archive_dir: Path, grace: timedelta) -> Iterator[TagStatus]:
     trash = trash_of(run_dir)
     in_trash, going = {*trash.tags()}, {*trash.being_removed()}
-    for place in ArchivedTag.all_in(archive_dir):
-        step, until = step_of(place.tag), ""
+    for archived in ArchivedTag.all_in(archive_dir):
+        step, until = step_of(archived.tag), ""
         try:
-            receipt = place.read_receipt()
+            receipt = archived.read_receipt()
             if receipt is None:
                 continue  # removed meanwhile
             state = _state(receipt, trash, in_trash, going)
-            if state == _IN_TRASH:
-                until = show_moment(place.since(receipt.trashed, "in the trash") + grace)
+            if state == IN_TRASH:
+                until = show_moment(archived.since(receipt.trashed, "in the trash") + grace)
         except (SourceError, OverflowError) as error:
-            yield TagStatus(place.tag, step, _UNREADABLE, problem=str(error))
+            yield TagStatus(archived.tag, step, _UNREADABLE, problem=str(error))
             continue
         yield TagStatus(
-            place.tag,
+            archived.tag,
             step,
             state,
             archived=receipt.archived,
@@ -152,7 +152,7 @@ def _state(receipt: Receipt, trash: Trash, in_trash: set[str], going: set[str]) 
     if tag in going:
         return _GOING
     if tag in in_trash:
-        return _IN_TRASH
+        return IN_TRASH
     if receipt.state in (BEGUN, WEIGHTS_ONLY):
         return _ARCHIVING if receipt.state == BEGUN else WEIGHTS_ONLY
     original = trash.run_dir / tag

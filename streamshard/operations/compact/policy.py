@@ -4,7 +4,7 @@ It also knows the ambiguous tags that the user acknowledged: they are not report
 """
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Final
@@ -91,18 +91,17 @@ class Policy:
         """Report a tag that is kept; one that is ambiguous only until the user acknowledges it."""
         tag, reason = choice.tag, choice.reason
         if choice.verdict == tag_choice.KEPT:
-            return CompactedTag(tag.name, choice.step, compact_report.KEPT, reason)
+            return CompactedTag.of(tag.name, compact_report.KEPT, reason)
         known = _Acknowledgement.read(self._acknowledgement_of(tag))
         if known is not None and known == _Acknowledgement.of(tag, known.at):
             reason = f"{reason}; acknowledged {known.at[:10]}"
-            return CompactedTag(tag.name, choice.step, compact_report.KEPT, reason)
+            return CompactedTag.of(tag.name, compact_report.KEPT, reason)
         dirs = self.context.run_dir, self.context.archive_dir
         advice = f"To leave it as it is: {command('compact', *dirs, acknowledge=tag.name)}"
         if known is not None:
             since = f"It is not as it was when it was acknowledged on {known.at[:10]}"
             advice = f"{since}. {advice}"
-        ambiguous = CompactedTag.failed(tag.name, SourceError(f"{reason}. {advice}"))
-        return replace(ambiguous, step=choice.step)
+        return CompactedTag.failed(tag.name, SourceError(f"{reason}. {advice}"))
 
     def acknowledge(self, tag: str, *, is_dry_run: bool) -> CompactedTag:
         """Record that a tag stays as it is, and is not reported again until it changes."""
@@ -122,7 +121,7 @@ class Policy:
             at = show_moment(self.context.now)
             _Acknowledgement.of(choice.tag, at).write(self._acknowledgement_of(choice.tag))
         reason = "kept, and reported again when a file in it changes or another problem appears"
-        return CompactedTag(tag, choice.step, compact_report.ACKNOWLEDGED, reason)
+        return CompactedTag.of(tag, compact_report.ACKNOWLEDGED, reason)
 
     def _acknowledgement_of(self, tag: Tag) -> Path:
         return self.context.archive_dir / f"{names.flat(tag.name)}{_ACKNOWLEDGED}"
@@ -178,13 +177,13 @@ class Policy:
         return next((tag.problem for tag in run.tags if tag.problem and tag.name in whole), None)
 
 
-def grace_left(context: RunContext, tag: str, grace: timedelta) -> str:
-    """Say since when a tag has been in the trash; empty if its grace time is over."""
-    place = context.place(tag)
-    receipt = place.require_receipt()
-    since = place.since(receipt.trashed, "in the trash")
+def grace_left(context: RunContext, tag: str, grace: timedelta) -> str | None:
+    """Say since when a tag has been in the trash; None if its grace time is over."""
+    archived = context.archived(tag)
+    receipt = archived.require_receipt()
+    since = archived.since(receipt.trashed, "in the trash")
     if context.now - since > grace:
-        return ""
+        return None
     return f"since {since:%Y-%m-%d %H:%M} UTC, {Option('grace')} is {show_duration(grace)}"
 
 
@@ -194,13 +193,13 @@ def may_drop_states(context: RunContext, tag: str, least_age: timedelta) -> bool
     States are never dropped while the original exists anywhere, or unless the receipt says that it
     was removed.
     """
-    place = context.place(tag)
-    receipt = place.read_receipt()
+    archived = context.archived(tag)
+    receipt = archived.read_receipt()
     if receipt is None or receipt.state not in (PURGED, DROPPING, WEIGHTS_ONLY):
         return False
     if receipt.tag != tag:
-        raise CorruptFileError(f"{place.receipt}: is the receipt of {receipt.tag}")
+        raise CorruptFileError(f"{archived.receipt}: is the receipt of {receipt.tag}")
     if receipt.state == WEIGHTS_ONLY:
-        return any(map(is_there, place.leftovers))
-    is_old = context.now - place.since(receipt.purged, "gone") > least_age
+        return any(map(is_there, archived.leftovers))
+    is_old = context.now - archived.since(receipt.purged, "gone") > least_age
     return is_old and not any(context.originals(tag))

@@ -15,6 +15,7 @@ from streamshard.io.files import source_errors, target_errors
 from streamshard.io.object_path import is_object
 from streamshard.io.page_cache import drop_cached
 from streamshard.io.place import place_of
+from streamshard.layout.memory_plan import COMPARING_BYTES
 from streamshard.layout.sample import EVERYTHING
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.scan import scan
@@ -41,18 +42,20 @@ class Proof:
     """Digest of the archive's entries before the proof read it."""
     checks: tuple[Check, ...]
 
-    def require_unchanged(self, place: ArchivedTag) -> str:
+    def require_unchanged(self, archived: ArchivedTag) -> str:
         """Require that the archive looks as it did before it was read."""
-        with source_errors(place.store):
-            is_same = self.digest == change_digest(place.store)
+        with source_errors(archived.store):
+            is_same = self.digest == change_digest(archived.store)
         if not is_same:
-            raise IntegrityError(f"{place.store}: changed since it was compared with {place.tag}")
+            raise IntegrityError(
+                f"{archived.store}: changed since it was compared with {archived.tag}"
+            )
         return ""
 
 
 def prove(
     source: Source,
-    place: ArchivedTag,
+    archived: ArchivedTag,
     proofs: ProofContext,
     log: CheckLog,
     *,
@@ -64,13 +67,13 @@ def prove(
     `content_equal`, or by files that are rebuilt from it. `tag_only` ignores sidecars next to the
     tag, which may have changed since.
     """
-    log.run("archive_synced", lambda: _synced(place))
+    log.run("archive_synced", lambda: _synced(archived))
     findings = Findings()
-    log.run("archive_bytes", lambda: intact(place, proofs, findings))
+    log.run("archive_bytes", lambda: intact(archived, proofs, findings))
     log.run("archive_verified", lambda: _verified(findings))
     resident_memory.restart_peak()
-    with source_errors(place.store):
-        archive = open_source(place.store)
+    with source_errors(archived.store):
+        archive = open_source(archived.store)
     archive.require_as_written()
     if tag_only:
         archive, source = omissions.tag_only(archive), omissions.tag_only(source)
@@ -78,38 +81,38 @@ def prove(
     return archive
 
 
-def _synced(place: ArchivedTag) -> str:
-    with target_errors(place.store):
-        sync_tree(place.store)
-        sync_path(place.directory)
+def _synced(archived: ArchivedTag) -> str:
+    with target_errors(archived.store):
+        sync_tree(archived.store)
+        sync_path(archived.directory)
     return ""
 
 
-def intact(place: ArchivedTag, proofs: ProofContext, findings: Findings | None = None) -> str:
+def intact(archived: ArchivedTag, proofs: ProofContext, findings: Findings | None = None) -> str:
     """Require that every file of an archive has its SHA-256, read bypassing the page cache.
 
     If there are `findings` to fill, the same reading looks for other damage too.
     """
-    sums, found = place.read_sums(), place.files()
+    sums, found = archived.read_sums(), archived.files()
     if sums.keys() != {*found}:
         wrong = sorted(sums.keys() ^ {*found})[0]
-        message = "missing" if wrong in sums else f"not listed in {place.sums}"
-        raise IntegrityError(f"{place.store / wrong}: {message}")
-    paths = [place.store / path for path in found]
-    with source_errors(place.store):
-        digests = {} if findings is None else read_archive(place.store, proofs, findings)
+        message = "missing" if wrong in sums else f"not listed in {archived.sums}"
+        raise IntegrityError(f"{archived.store / wrong}: {message}")
+    paths = [archived.store / path for path in found]
+    with source_errors(archived.store):
+        digests = {} if findings is None else read_archive(archived.store, proofs, findings)
         rest = [path for path in paths if path not in digests]
-        digests |= zip(rest, proofs.hash_all(rest, place.store), strict=True)
+        digests |= zip(rest, proofs.hash_all(rest, archived.store), strict=True)
     for path in paths:
-        if digests[path] != sums[path.relative_to(place.store).as_posix()]:
+        if digests[path] != sums[path.relative_to(archived.store).as_posix()]:
             raise IntegrityError(f"{path}: damaged: its SHA-256 differs")
     return f"{len(found):,} files"
 
 
-def sums_of(place: ArchivedTag, proofs: ProofContext) -> dict[str, str]:
+def sums_of(archived: ArchivedTag, proofs: ProofContext) -> dict[str, str]:
     """Compute the SHA-256 of each file of an archive, by its path in the store."""
-    found = place.files()
-    digests = proofs.hash_all([place.store / path for path in found], place.store)
+    found = archived.files()
+    digests = proofs.hash_all([archived.store / path for path in found], archived.store)
     return dict(zip(found, digests, strict=True))
 
 
@@ -129,33 +132,37 @@ def read_archive(store: Path, proofs: ProofContext, findings: Findings) -> dict[
 
     proofs.progress.start(found.nbytes)
     try:
-        plan = proofs.memory(found.codec_bytes, found.files)
+        plan = proofs.limits.fit(found.codec_bytes + COMPARING_BYTES, found.files)
         scan(found.units(), found.files, plan, proofs.progress.advance, note)
     finally:
         proofs.progress.stop()
     return whole
 
 
-def same_archive(receipt: Receipt, place: ArchivedTag) -> str:
+def same_archive(receipt: Receipt, archived: ArchivedTag) -> str:
     """Require that an archive is the one that was compared with its source."""
-    if place.sums_sha256() != receipt.sums_sha256:
-        message = f"{place.sums}: not the list of the archive that was compared with {receipt.tag}"
+    if archived.sums_sha256() != receipt.sums_sha256:
+        message = (
+            f"{archived.sums}: not the list of the archive that was compared with {receipt.tag}"
+        )
         if not receipt.sums_sha256:
-            message = f"{place.receipt}: does not say which archive was compared with {receipt.tag}"
+            message = (
+                f"{archived.receipt}: does not say which archive was compared with {receipt.tag}"
+            )
         raise CorruptFileError(f"{message}; put that back, or {_UNDELETE} it and run again")
     return receipt.sums_sha256
 
 
-def same_objects(receipt: Receipt, place: ArchivedTag) -> str:
+def same_objects(receipt: Receipt, archived: ArchivedTag) -> str:
     """Require that the objects of an archive are the very ones that were compared with its source.
 
     On a disk there are none. Objects that were written again since prove nothing of an earlier
-    night, whatever bytes they have; nor does an archive that was copied between disk and bucket.
+    run, whatever bytes they have; nor does an archive that was copied between disk and bucket.
     """
-    known, now = receipt.etags, place.etags()
+    known, now = receipt.etags, archived.etags()
     for path in sorted(known.keys() | now.keys()):
         if known.get(path) != now.get(path):
-            message = f"{place.store / path}: has etag {now.get(path) or 'none'}, and had"
+            message = f"{archived.store / path}: has etag {now.get(path) or 'none'}, and had"
             message = f"{message} {known.get(path) or 'none'} when it was compared with"
             raise CorruptFileError(f"{message} {receipt.tag}; {_UNDELETE} that one and run again")
     return f"{len(now):,} objects"
@@ -194,17 +201,17 @@ def content_equal(archive: Source, source: Source, proofs: ProofContext) -> str:
 
 
 def rebuilt_equal(
-    source: Source, place: ArchivedTag, proofs: ProofContext, *, tag_only: bool = False
+    source: Source, archived: ArchivedTag, proofs: ProofContext, *, tag_only: bool = False
 ) -> str:
     """Write native files from an archive, compare them with the tag, and remove them.
 
     Meanwhile they take as much space next to the archive as the tag itself, in a bucket too.
     """
-    rebuilt_dir = place.directory / _REBUILT / _RUN
-    remove_rebuilt(place.directory)
+    rebuilt_dir = archived.directory / _REBUILT / _RUN
+    remove_rebuilt(archived.directory)
     with ExitStack() as stack:
-        stack.callback(remove_rebuilt, place.directory)
-        _rebuild(place, rebuilt_dir, proofs)
+        stack.callback(remove_rebuilt, archived.directory)
+        _rebuild(archived, rebuilt_dir, proofs)
         resident_memory.restart_peak()
         with source_errors(rebuilt_dir):
             rebuilt = open_source(rebuilt_dir)
@@ -216,7 +223,9 @@ def rebuilt_equal(
             _state_equal(rebuilt, source)
             return content_equal(rebuilt, source, proofs)
         except IntegrityError as error:
-            raise IntegrityError(f"{place.store}: does not give back its tag: {error}") from error
+            raise IntegrityError(
+                f"{archived.store}: does not give back its tag: {error}"
+            ) from error
 
 
 def _without_modes(source: Source) -> Source:
@@ -232,11 +241,11 @@ def remove_rebuilt(directory: Path) -> None:
         place_of(rebuilt).abort_uploads(rebuilt)
 
 
-def _rebuild(place: ArchivedTag, rebuilt_dir: Path, proofs: ProofContext) -> None:
+def _rebuild(archived: ArchivedTag, rebuilt_dir: Path, proofs: ProofContext) -> None:
     limits = proofs.limits
     try:
         plan = plan_repartition(
-            place.store, rebuilt_dir, memory_limit=limits.memory_limit, workers=limits.workers
+            archived.store, rebuilt_dir, memory_limit=limits.memory_limit, workers=limits.workers
         )
         plan.run(proofs.progress)
     except NoSpaceError as error:

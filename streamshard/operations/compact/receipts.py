@@ -268,7 +268,7 @@ class ArchivedTag:
 
     @classmethod
     def all_in(cls, directory: Path) -> "list[ArchivedTag]":
-        """List the places of all archives that have a receipt."""
+        """List all archives that have a receipt."""
         with source_errors(directory):
             found = paths_in(directory) if exists(directory) else iter(())
             known = sorted(entry.name for entry in found if entry.name.endswith(_RECEIPT))
@@ -306,7 +306,7 @@ class ArchivedTag:
         return self.store, self.going, self.sums
 
     def named_by(self, receipt: Receipt) -> "ArchivedTag":
-        """Return the place of the archive that a receipt names: the full one, or only weights."""
+        """Return the archive that a receipt names: the full one, or that of only the weights."""
         return replace(self, of_weights=receipt.state == WEIGHTS_ONLY)
 
     def read_receipt(self) -> Receipt | None:

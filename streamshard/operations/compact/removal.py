@@ -7,12 +7,6 @@ from streamshard.engine.run import resident_memory
 from streamshard.errors import CorruptFileError, SourceError, StreamshardError
 from streamshard.formats.deepspeed import names
 from streamshard.operations.compact import omissions
-from streamshard.operations.compact.originals import (
-    accounted_for,
-    padding_alike,
-    ranks_agree,
-    unchanged,
-)
 from streamshard.operations.compact.proof import (
     Proof,
     intact,
@@ -31,6 +25,12 @@ from streamshard.operations.compact.receipts import (
 )
 from streamshard.operations.compact.run_context import RunContext
 from streamshard.operations.compact.run_directory import open_tag
+from streamshard.operations.compact.tag_checks import (
+    accounted_for,
+    padding_alike,
+    ranks_agree,
+    unchanged,
+)
 from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.transfer.target import is_there
 
@@ -44,28 +44,28 @@ def move_to_trash(
     tag now. A `proof` is of this run, which has just archived the tag: both sides have to be
     unchanged since. Without it everything is proved again.
     """
-    place, log = context.place(tag), CheckLog(proof.checks if proof else ())
-    receipt = place.require_receipt()
-    place.require_possible(receipt, TagEvent.TRASH)
+    archived, log = context.archived(tag), CheckLog(proof.checks if proof else ())
+    receipt = archived.require_receipt()
+    archived.require_possible(receipt, TagEvent.TRASH)
     if tag in context.trash.being_removed():
         message = "another save of that name is not wholly removed yet"
         raise SourceError(f"{context.trash.rest_of(tag)}: {message}")
     try:
-        etags = receipt.etags if proof else place.etags()  # before the archive is read
+        etags = receipt.etags if proof else archived.etags()  # before the archive is read
         _check(context, receipt, log, require_removable, proof)
         # The receipt must say when the tag was moved before the tag is in the trash.
         at = show_moment(max(context.now, datetime.now(UTC)))  # the run may have begun long ago
-        receipt = place.record(
+        receipt = archived.record(
             receipt,
             TagEvent.TRASH,
             trashed=at,
-            sums_sha256=place.sums_sha256(),
+            sums_sha256=archived.sums_sha256(),
             etags=etags,
             checks=log.checks,
         )
         context.trash.move_in(tag)
     except StreamshardError:
-        place.record(receipt, TagEvent.KEEP, trashed="", checks=log.checks)
+        archived.record(receipt, TagEvent.KEEP, trashed="", checks=log.checks)
         raise
     # If this fails, the tag is in the trash all the same, as the receipt says.
     context.trash.make_durable(tag)
@@ -78,7 +78,7 @@ def _check(
     require_removable: Callable[[], str],
     proof: Proof | None,
 ) -> None:
-    root, place = context.run_dir / receipt.tag, context.place(receipt.tag)
+    root, archived = context.run_dir / receipt.tag, context.archived(receipt.tag)
     proofs = None if proof else context.proofs
     log.run("same_run_directory", lambda: context.require_same_directory(receipt))
     log.run("source_as_recorded", lambda: unchanged(receipt, root, proofs))
@@ -88,7 +88,7 @@ def _check(
     log.run("ranks_agree", lambda: ranks_agree(opened))
     log.run("padding_alike", lambda: padding_alike(opened))
     if proof is not None:
-        log.run("archive_unchanged", lambda: proof.require_unchanged(place))
+        log.run("archive_unchanged", lambda: proof.require_unchanged(archived))
     else:
         _prove_again(context, opened, receipt, log)
     log.run("source_unchanged", lambda: unchanged(receipt, root, None))
@@ -97,15 +97,15 @@ def _check(
 
 
 def _prove_again(context: RunContext, opened: Source, receipt: Receipt, log: CheckLog) -> None:
-    place, proofs = context.place(receipt.tag), context.proofs
+    archived, proofs = context.archived(receipt.tag), context.proofs
     candidates = omissions.cast_candidates(opened.checkpoint).items()
     derived = [number for number, pair in candidates if pair.name in receipt.derived]
     # Files next to a tag stay, and those of a framework's checkpoint go with it.
     tag_only = opened.path != context.run_dir / receipt.tag
-    prove(omissions.narrowed(opened, derived), place, proofs, log, tag_only=tag_only)
+    prove(omissions.narrowed(opened, derived), archived, proofs, log, tag_only=tag_only)
     # What the store's reader gives is written into files, and every bit of these is the tag's:
     # so the archive's tensors are the tag's, and weights that it leaves out follow from them.
-    log.run("rebuilt_equal", lambda: rebuilt_equal(opened, place, proofs, tag_only=tag_only))
+    log.run("rebuilt_equal", lambda: rebuilt_equal(opened, archived, proofs, tag_only=tag_only))
 
 
 def purge(
@@ -117,37 +117,37 @@ def purge(
     protect the tag now. It is not called for a tag that is partly removed; None if the user named
     the tag.
     """
-    place, trash = context.place(tag), context.trash
+    archived, trash = context.archived(tag), context.trash
     is_begun = tag in trash.being_removed()
     if not is_begun:
         trash.require(tag)
-    receipt = place.require_receipt()
+    receipt = archived.require_receipt()
     log = CheckLog(receipt.checks)
     log.run("same_run_directory", lambda: context.require_same_directory(receipt))
     if not is_begun:
         root = trash.path_of(tag)
         log.run("trash_as_recorded", lambda: unchanged(receipt, root, None))
     elif receipt.state != PURGED:
-        message = f"{place.receipt}: is of another save than what is left of one in"
+        message = f"{archived.receipt}: is of another save than what is left of one in"
         message = f"{message} {trash.rest_of(tag)}; put back the archive of that, or"
         raise CorruptFileError(f"{message} remove it yourself")
-    place.require_possible(receipt, TagEvent.PURGE)
-    log.run("same_archive", lambda: same_archive(receipt, place))
+    archived.require_possible(receipt, TagEvent.PURGE)
+    log.run("same_archive", lambda: same_archive(receipt, archived))
     if not is_begun:
-        log.run("same_objects", lambda: same_objects(receipt, place))
-    log.run("archive_bytes", lambda: intact(place, context.proofs))
-    log.run("archive_opens", lambda: open_source(place.store).checkpoint.tag)
+        log.run("same_objects", lambda: same_objects(receipt, archived))
+    log.run("archive_bytes", lambda: intact(archived, context.proofs))
+    log.run("archive_opens", lambda: open_source(archived.store).checkpoint.tag)
     if require_unprotected is not None and not is_begun:
         log.run("not_protected", require_unprotected)
     # Before the tag is removed: after an interruption, no later run would record it.
-    place.record(receipt, TagEvent.PURGE, purged=show_moment(context.now), checks=log.checks)
+    archived.record(receipt, TagEvent.PURGE, purged=show_moment(context.now), checks=log.checks)
     trash.mark_for_removal(tag)
     trash.remove(tag, receipt.below_tag())
 
 
 def bring_back(context: RunContext, tag: str) -> None:
     """Move a tag out of the trash to its former place; continue an interrupted run."""
-    receipt = context.place(tag).read_receipt()
+    receipt = context.archived(tag).read_receipt()
     if receipt is not None and receipt.tag != tag:
         receipt = None
     if receipt is None or not is_back(context, receipt):
@@ -168,4 +168,4 @@ def is_back(context: RunContext, receipt: Receipt) -> bool:
 
 def record_back(context: RunContext, receipt: Receipt) -> Receipt:
     """Record in the receipt that a tag is in its place again; return the receipt."""
-    return context.place(receipt.tag).record(receipt, TagEvent.KEEP, trashed="")
+    return context.archived(receipt.tag).record(receipt, TagEvent.KEEP, trashed="")

@@ -19,7 +19,6 @@ from streamshard.io.entries import (
 )
 from streamshard.io.object_path import is_object
 from streamshard.io.page_cache import drop_file
-from streamshard.layout.memory_plan import COMPARING_BYTES, MemoryPlan
 from streamshard.model import SourceFile
 from streamshard.operations.compact.receipts import ArchivedTag, Receipt
 from streamshard.operations.compact.run_directory import Identity
@@ -38,10 +37,6 @@ class ProofContext:
 
     limits: Limits
     progress: Progress
-
-    def memory(self, codec_bytes: int = 0, files: Sequence[SourceFile] = ()) -> MemoryPlan:
-        """Fit a comparison of files into the memory limit."""
-        return self.limits.fit(codec_bytes + COMPARING_BYTES, files)
 
     def _workers(self, files: Sequence[SourceFile]) -> int:
         """Count the threads that read whole files; for objects each needs memory."""
@@ -86,15 +81,15 @@ class RunContext:
         """The trash of the run directory."""
         return trash_of(self.run_dir)
 
-    def place(self, tag: str) -> ArchivedTag:
-        """Return the place of a tag's archive."""
+    def archived(self, tag: str) -> ArchivedTag:
+        """Return the paths of a tag's archive."""
         return ArchivedTag(self.archive_dir, tag)
 
     def originals(self, tag: str) -> Iterator[Path]:
         """Yield the paths where the original of an archive, or a part of it, still exists."""
         if is_there(self.run_dir / tag):
             yield self.run_dir / tag
-        if tag in (*self.trash.tags(), *self.trash.being_removed()):
+        if tag in self.trash.all_tags():
             yield self.trash.path_of(tag)
 
     def require_same_directory(self, receipt: Receipt) -> str:

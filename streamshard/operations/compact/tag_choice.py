@@ -94,7 +94,6 @@ class Choice:
     """The decision about a tag."""
 
     tag: Tag
-    step: int | None
     verdict: str
     """`kept`, `candidate` or `ambiguous`."""
     reason: str
@@ -134,8 +133,13 @@ def choose(run: RunDirectory, rules: Rules, now_ns: int) -> list[Choice]:
     """
     newest = _newest(run, rules)
     considered = [tag for tag in run.tags if rules.considers(tag.name)]
-    ordered = sorted(considered, key=lambda tag: (step_of(tag.name) or -1, tag.name))
+    ordered = sorted(considered, key=lambda tag: by_step(tag.name))
     return [_decide(tag, run, rules, newest, now_ns) for tag in ordered]
+
+
+def by_step(name: str) -> tuple[int, str]:
+    """Return a sort key of tags: by the number at the end of the name, those without one first."""
+    return step_of(name) or -1, name
 
 
 def protection(name: str, run: RunDirectory, rules: Rules) -> str | None:
@@ -190,15 +194,15 @@ def _mixed(tags: Sequence[Tag]) -> Iterator[Tag]:
 def _decide(tag: Tag, run: RunDirectory, rules: Rules, newest: _Newest, now_ns: int) -> Choice:
     step = _step_in(run, tag.name)
     for reason in _young(tag, rules, now_ns):
-        return Choice(tag, step, KEPT, reason)
+        return Choice(tag, KEPT, reason)
     if step is not None or tag.name == run.latest:
         for reason in _unclear(tag, run, step):
-            return Choice(tag, step, AMBIGUOUS, reason)
+            return Choice(tag, AMBIGUOUS, reason)
     for reason in _protected(tag, run, rules, step, newest):
         if tag.name in newest.mixed:
             reason += "; its files may be of two saves, so it does not count as one of the newest"
-        return Choice(tag, step, KEPT, reason)
-    return Choice(tag, step, CANDIDATE, "no rule keeps it")
+        return Choice(tag, KEPT, reason)
+    return Choice(tag, CANDIDATE, "no rule keeps it")
 
 
 def _young(tag: Tag, rules: Rules, now_ns: int) -> Iterator[str]:

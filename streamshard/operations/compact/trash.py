@@ -44,12 +44,12 @@ class Trash:
     run_dir: Path
 
     @property
-    def _place(self) -> Path:
+    def _directory(self) -> Path:
         return self.run_dir / _TRASH
 
     @property
     def _going(self) -> Path:
-        return self._place / _GOING
+        return self._directory / _GOING
 
     def hidden(self) -> set[str]:
         """Name the tags in the trash whose files are next to the other tags nevertheless."""
@@ -57,17 +57,21 @@ class Trash:
 
     def tags(self) -> list[str]:
         """List the tags that can be brought back."""
-        return self._names(self._place)
+        return self._names(self._directory)
 
     def being_removed(self) -> list[str]:
         """List the tags of which a part may be removed already."""
         return self._names(self._going)
 
-    def _names(self, place: Path) -> list[str]:
-        with target_errors(place):
-            self._require_own(place)
+    def all_tags(self) -> set[str]:
+        """Name both: the tags that can be brought back, and those that are being removed."""
+        return {*self.tags(), *self.being_removed()}
+
+    def _names(self, directory: Path) -> list[str]:
+        with target_errors(directory):
+            self._require_own(directory)
             try:
-                found = list(paths_in(place))
+                found = list(paths_in(directory))
             except FileNotFoundError:
                 return []
             kept = (path.name for path in found if not path.name.startswith(names.OWN_PREFIX))
@@ -75,7 +79,7 @@ class Trash:
 
     def path_of(self, tag: str) -> Path:
         """Return the path of a tag in the trash, whether it is there or not."""
-        return self._place / names.flat(tag)
+        return self._directory / names.flat(tag)
 
     def rest_of(self, tag: str) -> Path:
         """Return the path of the rest of a tag while it is removed for good."""
@@ -85,12 +89,12 @@ class Trash:
         """Move a tag into the trash; after this, `make_durable`."""
         source, target = self.run_dir / tag, self.path_of(tag)
         with target_errors(target):
-            self._make(self._place)
+            self._make(self._directory)
             if lexists(target):
                 message = f"{target}: another save of this tag is in the trash; {Option('purge')}"
                 raise TargetExistsError(f"{message} or {Option('undelete')} that one first")
-            if examine(source).device != examine(self._place).device:
-                message = f"{self._place}: on another file system than {source}"
+            if examine(source).device != examine(self._directory).device:
+                message = f"{self._directory}: on another file system than {source}"
                 raise TargetError(f"{message}, so that a tag could not be moved there at once")
             rename(source, target)
 
@@ -132,13 +136,13 @@ class Trash:
             held = ", ".join(self.tags()) or "nothing"
             raise UsageError(f"{self.run_dir}: no tag {tag} in its trash, which holds {held}")
 
-    def _make(self, place: Path) -> None:
-        self._require_own(place)
-        make_directory(place, exist_ok=True)
-        sync_path(place.parent)
+    def _make(self, directory: Path) -> None:
+        self._require_own(directory)
+        make_directory(directory, exist_ok=True)
+        sync_path(directory.parent)
 
-    def _require_own(self, place: Path) -> None:
-        for path in (self._place, place):
+    def _require_own(self, directory: Path) -> None:
+        for path in (self._directory, directory):
             if not is_object(path) and is_link(path):
                 raise TargetError(f"{path}: a symbolic link, where tags are moved to; remove it")
 
@@ -153,7 +157,7 @@ class BucketTrash(Trash):
 
     def hidden(self) -> set[str]:
         """Name all of them: they are where they were."""
-        return {*self.tags(), *self.being_removed()}
+        return self.all_tags()
 
     def path_of(self, tag: str) -> Path:
         """Return the path of a tag."""
@@ -164,7 +168,7 @@ class BucketTrash(Trash):
         return self.run_dir / tag
 
     def _mark(self, tag: str) -> Path:
-        return self._place / names.flat(tag)
+        return self._directory / names.flat(tag)
 
     def _last_mark(self, tag: str) -> Path:
         return self._going / names.flat(tag)

@@ -20,7 +20,6 @@ from streamshard.errors import (
     raise_first,
 )
 from streamshard.formats.checkpoint import Checkpoint, Dropped
-from streamshard.formats.deepspeed.names import step_of
 from streamshard.formats.zarr import store_manifest, store_state
 from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT, array_path
 from streamshard.formats.zarr.documents import MANIFEST_PATH, STATE_PATH, store_documents
@@ -181,9 +180,9 @@ class WeightsOnlyStore:
 
 def drop_states(context: RunContext, tag: str, *, is_dry_run: bool) -> CompactedTag:
     """Drop the states of an archive, or remove the rest of a full one; return the result."""
-    full = context.place(tag)
+    full = context.archived(tag)
     receipt = full.require_receipt()
-    result = CompactedTag(tag, step_of(tag), compact_report.WEIGHTS_ONLY, "")
+    result = CompactedTag.of(tag, compact_report.WEIGHTS_ONLY, "")
     nbytes = 0
     if receipt.state != WEIGHTS_ONLY:
         dropped_at = receipt.dropped or show_moment(context.now)
@@ -203,18 +202,16 @@ def drop_states(context: RunContext, tag: str, *, is_dry_run: bool) -> Compacted
     if receipt.full_bytes:
         nbytes = receipt.full_bytes - receipt.archive_bytes
     return replace(
-        result,
+        result.with_sizes(receipt),
         reason=f"no job can resume from it; {show_bytes(nbytes)} of optimizer states dropped",
-        source_bytes=receipt.source_bytes,
         archive_bytes=receipt.archive_bytes - (0 if receipt.full_bytes else nbytes),
-        shared_bytes=receipt.shared_bytes,
         dropped_bytes=nbytes,
     )
 
 
 def _make(context: RunContext, receipt: Receipt, store: WeightsOnlyStore) -> Receipt:
     """Make and prove the archive of weights, and let the receipt name it."""
-    full = context.place(receipt.tag)
+    full = context.archived(receipt.tag)
     weights = replace(full, of_weights=True)
     log = CheckLog(check for check in receipt.checks if check.holds)
     latest = receipt
@@ -254,7 +251,7 @@ def _proved(
     context: RunContext, receipt: Receipt, store: WeightsOnlyStore, log: CheckLog
 ) -> Receipt:
     """Prove the archive of weights, and let the receipt name it."""
-    full, proofs = context.place(receipt.tag), context.proofs
+    full, proofs = context.archived(receipt.tag), context.proofs
     weights = replace(full, of_weights=True)
     statuses = weights.statuses()
     with source_errors(weights.store):

@@ -1,9 +1,9 @@
 """Lists the checkpoints of a directory: the tags of a run, or a framework's checkpoints."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Final
 
 from streamshard.errors import (
     IncompleteError,
@@ -23,6 +23,8 @@ from streamshard.operations.inspect.inspect_report import CheckpointSummary
 from streamshard.operations.source.candidates import find_candidates, step_of_path
 from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.source.tag_directory import find_tag
+
+_UNKNOWN: Final = Recorded(None, None, None, None)
 
 
 def summaries(root: Path, opened: Source | None = None) -> tuple[CheckpointSummary, ...]:
@@ -58,7 +60,7 @@ def _latest(root: Path) -> str | None:
 def _summary(root: Path, name: str, latest: str | None, opened: Source | None) -> CheckpointSummary:
     place = root / name
     kind = "store" if is_hierarchy(place) else "native"
-    problem, recorded, nbytes, changed, is_known = None, None, 0, None, True
+    problem, recorded, nbytes, changed, is_known = None, _UNKNOWN, 0, None, True
     try:
         nbytes, changed = _size_and_time(place)
         source = opened if opened and latest == name else open_source(place)
@@ -70,13 +72,14 @@ def _summary(root: Path, name: str, latest: str | None, opened: Source | None) -
     except StreamshardError as error:
         release_frames(error)
         problem, is_known = str(error), not isinstance(error, UnsupportedError)
-        recorded = _recorded_in(place) if kind == "native" else None
+        recorded = _recorded_in(place) if kind == "native" else _UNKNOWN
+    step = recorded.global_steps
     return CheckpointSummary(
         path=name,
         kind=kind,
-        step=_first(recorded.global_steps if recorded else None, step_of_path(name)),
-        zero_stage=recorded.zero_stage if recorded else None,
-        world_size=recorded.world_size if recorded else None,
+        step=step_of_path(name) if step is None else step,
+        zero_stage=recorded.zero_stage,
+        world_size=recorded.world_size,
         nbytes=nbytes,
         changed=changed,
         is_whole=problem is None if is_known else None,
@@ -84,10 +87,6 @@ def _summary(root: Path, name: str, latest: str | None, opened: Source | None) -
         is_latest=name == latest,
         problem=problem,
     )
-
-
-def _first(*values: int | None) -> int | None:
-    return next((value for value in values if value is not None), None)
 
 
 def require_named(directory: Path) -> None:
@@ -110,19 +109,15 @@ def _recorded(source: Source) -> Recorded:
     )
 
 
-def _recorded_in(place: Path, tag: str | None = None) -> Recorded | None:
+def _recorded_in(place: Path) -> Recorded:
     """Return what the readable shards record of a checkpoint that cannot be opened."""
     try:
-        run_dir, tag_dir = find_tag(place, tag)
-        return validation.recorded(regular(sorted(paths_in(tag_dir)), run_dir, tag_dir))
+        run_dir, tag_dir = find_tag(place, None)
+        shards = [path for path in sorted(paths_in(tag_dir)) if names.parse(path.name)]
+        regular = [path for path in shards if is_inside(path, run_dir, tag_dir) and is_file(path)]
+        return validation.recorded(regular)
     except (StreamshardError, OSError):
-        return None
-
-
-def regular(paths: Sequence[Path], *roots: Path) -> list[Path]:
-    """Return the shards that are regular files within the given directories."""
-    shards = [path for path in paths if names.parse(path.name)]
-    return [path for path in shards if is_inside(path, *roots) and is_file(path)]
+        return _UNKNOWN
 
 
 def _size_and_time(place: Path) -> tuple[int, str | None]:

@@ -6,18 +6,18 @@ The numbers come from the same arithmetic that reads and reshards the checkpoint
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import Final, Self
+from typing import Final, Self, TypeVar
 
 import numpy as np
 
-from streamshard.drawing.picture import Half, Panel, Picture, PictureRow, Strip
+from streamshard.drawing.picture import Panel, Picture, PictureRow, Side, Strip
 from streamshard.errors import UsageError
 from streamshard.formats.checkpoint import Checkpoint, ModelPart, ParamGroup
 from streamshard.formats.deepspeed.cut import muon_order
 from streamshard.formats.deepspeed.cut.part_cut import cut_model_part, flat_groups
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import known_degrees
 from streamshard.io.entries import resolve
-from streamshard.layout.bands import Band, Cut, flat_cut, shard_cut, tape_cut
+from streamshard.layout.bands import Band, Cut, Row, flat_cut, shard_cut, tape_cut
 from streamshard.model import ITEMSIZE, MASTER, ZeroLayout
 from streamshard.operations.inspect.inspect_report import degrees_text
 from streamshard.operations.inspect.ownership import sharing_ranks
@@ -25,54 +25,61 @@ from streamshard.operations.native.target_settings import require_allowed, targe
 from streamshard.operations.source.source import Source
 from streamshard.sizes import counted, show_bytes
 
+T = TypeVar("T")
+
 _MOST_ROWS: Final = 32
 _MOST_PANELS: Final = 8
 _TAPE_ROWS: Final = 8
-_MOST_UNITS: Final = 96
+_MOST_COLOURS: Final = 96
 """Most colours in a picture; similar ones differ by their places."""
-_MOST_RUNS: Final = 2 * _MOST_UNITS
+_MOST_RUNS: Final = 2 * _MOST_COLOURS
 """Most parts of one param group that are drawn."""
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
-    """The parameters that are drawn together, and their names."""
+class _Colours:
+    """The colours of the parameters, and their names: that of a parameter, or of some together."""
 
-    units: tuple[str, ...]
-    unit_of: dict[str, int]
+    names: tuple[str, ...]
+    colour_of: dict[str, int]
     is_single: bool
     """Whether every parameter has a colour of its own."""
 
     @classmethod
     def of(cls, params: Sequence[str]) -> Self:
         """Give each parameter a colour; if there are too many, one to those of a common prefix."""
-        if len(params) <= _MOST_UNITS:
+        if len(params) <= _MOST_COLOURS:
             return cls(tuple(params), {name: i for i, name in enumerate(params)}, True)
         runs = _alike_by_name(params)
         which = np.repeat(np.arange(len(runs)), [count for _, count in runs]).tolist()
-        units = tuple(key for key, _ in runs)
-        return cls(units, dict(zip(params, which, strict=True)), False)
+        names = tuple(key for key, _ in runs)
+        return cls(names, dict(zip(params, which, strict=True)), False)
 
-    def runs(self, names: Sequence[str]) -> list[tuple[int, list[str]]]:
-        """Group consecutive parameters of the same colour: (unit, its members here).
+    def runs(self, params: Sequence[str]) -> list[tuple[int, list[str]]]:
+        """Group consecutive parameters of the same colour: (colour, its parameters here).
 
         In round-robin order, parameters of one colour lie far apart. If there are too many groups,
         neighbours of different colours are merged, in the colour of the first.
         """
-        found = [(u, list(same)) for u, same in groupby(names, key=self.unit_of.__getitem__)]
+        found = [(c, list(same)) for c, same in groupby(params, key=self.colour_of.__getitem__)]
         if len(found) <= _MOST_RUNS:
             return found
-        size = -(-len(found) // _MOST_RUNS)
-        spans = (found[at : at + size] for at in range(0, len(found), size))
+        spans = _chunked(found, _MOST_RUNS)
         return [(span[0][0], [name for _, some in span for name in some]) for span in spans]
 
-    def title(self, unit: int, members: Sequence[str]) -> str:
+    def title(self, colour: int, params: Sequence[str]) -> str:
         """Return the title of a run, with the count of its parameters."""
-        if len(members) == 1:
-            return members[0]
-        is_one = all(self.unit_of[name] == unit for name in members)
-        name = self.units[unit] if is_one else f"{members[0]} … {members[-1]}"
-        return f"{name}: {len(members):,} parameters"
+        if len(params) == 1:
+            return params[0]
+        is_one = all(self.colour_of[name] == colour for name in params)
+        name = self.names[colour] if is_one else f"{params[0]} … {params[-1]}"
+        return f"{name}: {len(params):,} parameters"
+
+
+def _chunked(found: Sequence[T], most: int) -> list[Sequence[T]]:
+    """Put neighbours together, so many that at most `most` groups are left."""
+    size = -(-len(found) // most)
+    return [found[at : at + size] for at in range(0, len(found), size)]
 
 
 def _alike_by_name(params: Sequence[str]) -> list[tuple[str, int]]:
@@ -89,14 +96,13 @@ def _alike_by_name(params: Sequence[str]) -> list[tuple[str, int]]:
         return [(key, len(list(same))) for key, same in groupby(keys)]
 
     depth = max(map(len, parts))
-    while depth and len(runs(depth)) > _MOST_UNITS:
+    while depth and len(runs(depth)) > _MOST_COLOURS:
         depth -= 1
     found = runs(depth)
-    if depth and len(found) * 4 >= _MOST_UNITS:
+    if depth and len(found) * 4 >= _MOST_COLOURS:
         return found
     finer = runs(depth + 1)
-    size = -(-len(finer) // _MOST_UNITS)
-    spans = (finer[at : at + size] for at in range(0, len(finer), size))
+    spans = _chunked(finer, _MOST_COLOURS)
     return [(f"{span[0][0]} … {span[-1][0]}", sum(count for _, count in span)) for span in spans]
 
 
@@ -159,7 +165,7 @@ def _facts(source: Source) -> str:
 
 def _border(source: Source, ways: Sequence[_Way], panels: Sequence[Panel]) -> str:
     """Return the meaning of the lines within rows."""
-    if not any(row.borders for panel in panels for half in panel.halves for row in half.rows):
+    if not any(row.borders for panel in panels for side in panel.sides for row in side.rows):
         return ""
     meant = []
     if source.kind == "store":
@@ -198,8 +204,8 @@ def _panel(ways: Sequence[_Way], number: int, place: int) -> Panel:
     checkpoint = ways[0].checkpoint
     model_part = checkpoint.model_parts[number]
     group = model_part.groups[place]
-    named = Named.of(group.params)
-    drawings = (_Drawing(way, way.checkpoint.model_parts[number], place, named) for way in ways)
+    colours = _Colours.of(group.params)
+    drawings = (_Drawing(way, way.checkpoint.model_parts[number], place, colours) for way in ways)
     title = f"Param group {group.number}"
     if group.expert_parallel > 1:
         title += f", expert rank {group.expert_rank} of {group.expert_parallel}"
@@ -209,58 +215,52 @@ def _panel(ways: Sequence[_Way], number: int, place: int) -> Panel:
         title = f"{model_part.name}{part}, {title[0].lower()}{title[1:]}"
     numels = checkpoint.master_numels(model_part)
     counts = len(group.params), sum(numels[name] for name in group.params)
-    title += ": " + ", ".join(map(_plural, ("parameter", "element"), counts))
+    title += f": {counted(counts[0], 'parameter')}, {counted(counts[1], 'element')}"
     itemsize = ITEMSIZE[group.master_dtype]
-    return Panel(title, named.units, itemsize, tuple(drawing.half() for drawing in drawings))
+    return Panel(title, colours.names, itemsize, tuple(drawing.side() for drawing in drawings))
 
 
-def _plural(noun: str, count: float) -> str:
-    number = f"{count:,.0f}" if count == int(count) else f"{count:,.1f}"
-    return f"{number} {noun}{'s' * (count != 1)}"
+def _elements(count: float) -> str:
+    return counted(int(count), "element") if count == int(count) else f"{count:,.1f} elements"
 
 
 class _Drawing:
     """Draws one param group in one way."""
 
-    def __init__(self, way: _Way, model_part: ModelPart, place: int, named: Named) -> None:
+    def __init__(self, way: _Way, model_part: ModelPart, place: int, colours: _Colours) -> None:
         self._way = way
+        self._store = way.source if way.source and way.source.kind == "store" else None
+        """The source, if it is a store, which is drawn as one tape."""
         self._model_part = model_part
         self._place = place
         self._group: ParamGroup = model_part.groups[place]
-        self._named = named
+        self._colours = colours
         self._numels = way.checkpoint.master_numels(model_part)
         self._ranks = sharing_ranks(self._group, way.layout)
-        self._units: list[int] = []
-        """The unit of every drawn run of parameters."""
-        self._members: list[list[str]] = []
+        self._drawn: list[tuple[int, list[str]]] = []
+        """Colour and parameters of every run that is drawn."""
 
-    def half(self) -> Half:
+    def side(self) -> Side:
         """Cut the group, and describe every part."""
-        is_store = self._way.source is not None and self._way.source.kind == "store"
-        cut = self._tape() if is_store else self._cut()
+        cut = self._tape(self._store) if self._store else self._cut()
         rows = [
             PictureRow(
-                label=self._tape_label(row.first) if is_store else self._label(row.first, row.stop),
+                label=f"from {row.first:,}" if self._store else self._label(row),
                 numel=row.numel / row.mean_of,
-                strips=tuple(
-                    self._strip(band, cut, is_store=is_store)
-                    for band in cut.bands
-                    if band.row == number
-                ),
+                strips=tuple(self._strip(band, cut) for band in cut.bands if band.row == number),
                 borders=tuple(at / row.mean_of for in_row, at in cut.borders if in_row == number),
             )
             for number, row in enumerate(cut.rows)
         ]
-        return Half(self._way.title, self._note(cut, is_store=is_store), tuple(rows))
+        return Side(self._way.title, self._note(cut), tuple(rows))
 
     def _runs(self, names: Sequence[str]) -> list[range]:
         """Group parameters that follow each other in storage and have the same colour."""
         runs, first = [], 0
-        for unit, members in self._named.runs(names):
-            self._units.append(unit)
-            self._members.append(members)
-            runs.append(range(first, first + len(members)))
-            first += len(members)
+        for colour, params in self._colours.runs(names):
+            self._drawn.append((colour, params))
+            runs.append(range(first, first + len(params)))
+            first += len(params)
         return runs
 
     def _cut(self) -> Cut:
@@ -294,62 +294,56 @@ class _Drawing:
         ]
         return [i for i, (one, other) in enumerate(pairwise(slots), 1) if one != other]
 
-    def _tape(self) -> Cut:
+    def _tape(self, store: Source) -> Cut:
         """Cut a store where chunks of the master weights end."""
-        source, index = self._way.source, self._way.checkpoint.tensor_index()
-        ends, begin = [], 0
-        for name in self._group.params:
-            numel = self._numels[name]
-            if source is not None:
-                tensor = index[self._model_part.name, MASTER, name]
-                piece = int(source.cutting.piece_numel[tensor])
-                ends.append(begin + np.arange(piece, numel, piece, dtype=np.int64))
-            begin += numel
+        index, ends, begin = self._way.checkpoint.tensor_index(), [], 0
         numels = [self._numels[name] for name in self._group.params]
+        for name, numel in zip(self._group.params, numels, strict=True):
+            tensor = index[self._model_part.name, MASTER, name]
+            piece = int(store.cutting.piece_numel[tensor])
+            ends.append(begin + np.arange(piece, numel, piece, dtype=np.int64))
+            begin += numel
         return tape_cut(numels, np.concatenate(ends), self._runs(self._group.params), _TAPE_ROWS)
 
-    def _label(self, first: int, stop: int) -> str:
-        ranks = self._ranks[first:stop]
+    def _label(self, row: Row) -> str:
+        ranks = self._ranks[row.first : row.stop]
         if len(ranks) == 1:
             return f"rank {ranks[0]:,}"
         steps = {other - one for one, other in pairwise(ranks)}
         return f"ranks {ranks[0]:,}{'-' if steps == {1} else ', … '}{ranks[-1]:,}"
 
-    def _tape_label(self, first: int) -> str:
-        return f"from {first:,}"
-
-    def _strip(self, band: Band, cut: Cut, *, is_store: bool) -> Strip:
+    def _strip(self, band: Band, cut: Cut) -> Strip:
         row = cut.rows[band.row]
         at, numel = band.at / row.mean_of, band.numel / row.mean_of
-        where = "in the store" if is_store else self._label(row.first, row.stop)
+        where = "in the store" if self._store else self._label(row)
         if row.mean_of > 1:
             where += ", each" if cut.is_exact else ", on average each"
         bytes_held = show_bytes(round(numel * ITEMSIZE[self._group.master_dtype]))
-        size = f"{_plural('element', numel)}, {bytes_held} of {MASTER}"
+        size = f"{_elements(numel)}, {bytes_held} of {MASTER}"
         if band.unit is None:
             return Strip(at, numel, None, f"Padding\n{where}: {size}")
-        members = self._members[band.unit]
-        whole = sum(self._numels[name] for name in members)
-        name, span, label = self._named.title(self._units[band.unit], members), "", ""
+        colour, params = self._drawn[band.unit]
+        whole = sum(self._numels[name] for name in params)
+        name, span, label = self._colours.title(colour, params), "", ""
         if row.mean_of == 1:
             span = f"elements {band.start:,} to {band.start + band.numel:,} of {whole:,}"
             label = f"{band.start:,} to {band.start + band.numel:,}"
         else:
             span = f"of its {whole:,} elements"
         text = f"{name}\n{span}\n{where}: {size}"
-        return Strip(at, numel, self._units[band.unit], text, label)
+        return Strip(at, numel, colour, text, label)
 
-    def _note(self, cut: Cut, *, is_store: bool) -> str:
-        said = []
+    def _note(self, cut: Cut) -> str:
+        notes = []
         ranks = self._way.layout.world_size // self._group.expert_parallel
-        if not is_store and len(cut.rows) < ranks:
+        if not self._store and len(cut.rows) < ranks:
             count = cut.rows[0].stop - cut.rows[0].first
-            said.append(f"{ranks:,} ranks in {len(cut.rows)} rows")
+            notes.append(f"{ranks:,} ranks in {len(cut.rows)} rows")
             if cut.rows[0].mean_of == 1 and self._way.layout.stage < 3:
-                said[-1] += f", {count} in each, one after the other"
+                notes[-1] += f", {count} in each, one after the other"
             else:
-                said[-1] += " of those alike" if cut.is_exact else ", each the mean of some"
-        if not self._named.is_single:
-            count, drawn = len(self._group.params), len(self._named.units)
-            said.append(f"{count:,} parameters drawn as {drawn}, by how their names begin")
-        return "; ".join(said)
+                notes[-1] += " of those alike" if cut.is_exact else ", each the mean of some"
+        if not self._colours.is_single:
+            count, drawn = len(self._group.params), len(self._colours.names)
+            notes.append(f"{count:,} parameters drawn as {drawn}, by how their names begin")
+        return "; ".join(notes)

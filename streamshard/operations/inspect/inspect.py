@@ -20,15 +20,13 @@ from streamshard.formats.zarr.rewritten import remark
 from streamshard.io.entries import is_directory, is_file, listings_kept, paths_below, paths_in
 from streamshard.io.files import source_errors
 from streamshard.io.object_path import as_path
-from streamshard.model import MASTER
 from streamshard.operations.inspect.checkpoint_list import summaries
 from streamshard.operations.inspect.file_groups import group_files, list_files
-from streamshard.operations.inspect.inspect_report import GroupSummary, Inspection, ParameterSummary
+from streamshard.operations.inspect.inspect_report import GroupSummary, Inspection
 from streamshard.operations.inspect.ownership import (
-    cut_of,
     parameter_details,
+    parameter_summaries,
     rank_detail,
-    sharing_ranks,
 )
 from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.source import Source, open_source
@@ -136,7 +134,7 @@ def summarize(source: Source) -> Inspection:
         skipped_steps=_count(model.get("skipped_steps")),
         global_samples=_count(model.get("global_samples")),
         groups=_groups(checkpoint),
-        parameters=tuple(_parameters(source)),
+        parameters=tuple(parameter_summaries(source)),
         frozen=kinds.count("frozen"),
         weights=kinds.count("weight"),
         buffers=kinds.count("buffer"),
@@ -176,30 +174,6 @@ def _groups(checkpoint: Checkpoint) -> tuple[GroupSummary, ...]:
             for group in model_part.groups
         ]
     return tuple(found)
-
-
-def _parameters(source: Source) -> Iterator[ParameterSummary]:
-    checkpoint, index = source.checkpoint, source.checkpoint.tensor_index()
-    number = 0
-    for model_part in checkpoint.model_parts:
-        for group in model_part.groups:
-            rows = np.array(
-                [index[model_part.name, MASTER, n] for n in group.params], dtype=np.int64
-            )
-            ranks = sharing_ranks(group, checkpoint.layout)
-            columns = (column.tolist() for column in (rows, *cut_of(source, rows)))
-            for row, first, last in zip(*columns, strict=True):
-                tensor = checkpoint.tensors[row]
-                yield ParameterSummary(
-                    name=tensor.name,
-                    shape=tensor.shape,
-                    numel=tensor.numel,
-                    group=number,
-                    pieces=last - first + 1,
-                    first_rank=ranks[first] if source.is_of_ranks else None,
-                    last_rank=ranks[last] if source.is_of_ranks else None,
-                )
-            number += 1
 
 
 def _codec(source: Source) -> str | None:

@@ -1,13 +1,13 @@
 """The report of `inspect`. Field names are the keys of its JSON: they stay, new ones may come."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from streamshard.formats.checkpoint import Dropped
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import Degrees
 from streamshard.operations.inspect import notebook
-from streamshard.sizes import show_bytes
+from streamshard.sizes import counted, show_bytes
 
 KINDS: Final = {
     "native": "DeepSpeed shards",
@@ -17,6 +17,8 @@ KINDS: Final = {
     "weights": "safetensors",
 }
 """Kind of source → its name in text."""
+FOREIGN: Final = ("dcp", "weights")
+"""Kinds of sources that are not of DeepSpeed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,13 @@ class ParameterSummary:
     first_rank: int | None
     """First data-parallel rank that holds some of it; None for a store, which has no ranks."""
     last_rank: int | None
+
+    @property
+    def ranks_text(self) -> str:
+        """The ranks that hold some of it, as `0-3`."""
+        first, last = self.first_rank, self.last_rank
+        ranks = None if first is None or last is None else range(first, last + 1)
+        return notebook.ranks_text(ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +332,22 @@ class Inspection:
         text = degrees_text(parts, self.data_parallel, degrees, expert)
         return f"{self.world_size}: {text}" if text else f"{self.world_size}"
 
+    @property
+    def title(self) -> list[tuple[str, str]]:
+        """The facts that say which checkpoint it is."""
+        codec = f", {self.codec}" if self.codec else ""
+        found = [("checkpoint", f"{self.path} ({KINDS[self.kind]}{codec})"), ("tag", self.tag)]
+        if self.kind not in FOREIGN:
+            stage = f"ZeRO stage {self.zero_stage}" if self.zero_stage else "DeepSpeed without ZeRO"
+            found.append(("saved by", f"{stage}, world size {self.ranks_text}"))
+        return found
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """All of it in a few words: names of facts, and what they are."""
+        on_disk = f"{self.files:,} files, {show_bytes(self.file_bytes)}"
+        return [*self.title, *_facts(self), ("on disk", on_disk)]
+
     def __repr__(self) -> str:
         """Summarize the checkpoint in a line; the attributes hold the details."""
         what = f"{self.tag}, ZeRO stage {self.zero_stage}, world size {self.world_size}"
@@ -333,27 +358,54 @@ class Inspection:
 
     def _repr_html_(self) -> str:
         """Return HTML that a notebook shows."""
-        facts: list[tuple[str, object]] = [
-            ("checkpoint", f"{self.path} ({KINDS[self.kind]})"),
-            ("tag", self.tag),
-            ("saved by", f"ZeRO stage {self.zero_stage}, world size {self.ranks_text}"),
-            ("DeepSpeed", self.deepspeed_version),
-            ("steps", self.global_steps),
-            ("optimizer", self.optimizer),
-            ("on disk", f"{self.files:,} files, {show_bytes(self.file_bytes)}"),
-            *(("problem", problem) for problem in self.problems),
-            *(("note", note) for note in self.notes),
-        ]
+        problems = (("problem", problem) for problem in self.problems)
+        facts = [*self.facts, *problems, *(("note", note) for note in self.notes)]
         sizes = [(state, show_bytes(nbytes)) for state, nbytes in self.state_bytes.items()]
-        rows = [
-            (p.name, list(p.shape), p.numel, p.group, _between(p.first_rank, p.last_rank))
-            for p in self.parameters
-        ]
+        rows = [(p.name, list(p.shape), p.numel, p.group, p.ranks_text) for p in self.parameters]
         head = ("parameter", "shape", "elements", "group", "ranks")
         parameters = notebook.table(head, rows, "the attribute parameters has all")
         return notebook.page(facts, notebook.table(("tensors", "bytes"), sizes), parameters)
 
 
-def _between(first: int | None, last: int | None) -> str:
-    ranks = None if first is None or last is None else range(first, last + 1)
-    return notebook.ranks_text(ranks)
+def _facts(found: Inspection) -> Iterator[tuple[str, str]]:
+    """Yield what is in a checkpoint; one without ZeRO, or of others, does not record everything."""
+    numel = sum(group.numel for group in found.groups)
+    states = ", ".join(dict.fromkeys(key for group in found.groups for key in group.states))
+    trained = f"{len(found.parameters):,} trained, {numel:,} elements"
+    uncertain = f"{found.weights:,}, the files do not say which of them are trained"
+    also = [counted(found.buffers, "buffer"), counted(len(found.tied), "tied name")]
+    if found.kind in FOREIGN:
+        yield "dtypes", found.module_dtype or "not recorded"
+        if not found.groups:
+            yield "weights", uncertain
+            return
+        yield "states", states or "none"
+        yield "parameters", trained
+        yield "also", f"{found.weights:,} that are not trained: frozen weights or buffers"
+        return
+    yield "DeepSpeed", found.deepspeed_version or "version not recorded"
+    yield "dtypes", _dtypes(found)
+    yield "steps", _steps(found)
+    yield "optimizer", found.optimizer or "type not recorded"
+    if found.zero_stage:
+        yield "states", states or ("dropped" if found.weights_only else "none yet")
+        yield "parameters", trained
+        yield "also", ", ".join([f"{found.frozen:,} frozen", *also])
+    else:
+        yield "states", "whole, in the model file, by number of the parameter"
+        yield "parameters", uncertain
+        yield "also", ", ".join(also)
+
+
+def _dtypes(found: Inspection) -> str:
+    if not found.zero_stage:
+        return found.module_dtype or "not recorded"
+    masters = ", ".join(sorted({group.master_dtype for group in found.groups})) or "none"
+    return f"{found.module_dtype or 'not recorded'}, master weights {masters}"
+
+
+def _steps(found: Inspection) -> str:
+    steps = "not recorded" if found.global_steps is None else f"{found.global_steps:,}"
+    if found.skipped_steps:
+        steps += f" ({found.skipped_steps:,} skipped)"
+    return steps + (f", {found.global_samples:,} samples" if found.global_samples else "")

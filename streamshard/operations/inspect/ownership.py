@@ -23,9 +23,11 @@ from streamshard.operations.inspect.inspect_report import (
     OwnedPartition,
     OwnedPiece,
     ParameterDetail,
+    ParameterSummary,
     RankDetail,
 )
 from streamshard.operations.source.source import Source
+from streamshard.sizes import some_of
 
 Ints = NDArray[np.int64]
 _NAMES_SHOWN: Final = 5
@@ -40,7 +42,7 @@ def sharing_ranks(group: ParamGroup, layout: ZeroLayout) -> list[int]:
     return [rank for _, rank in sorted(found)]
 
 
-def cut_of(source: Source, tensors: Ints) -> tuple[Ints, Ints]:
+def _pieces_of(source: Source, tensors: Ints) -> tuple[Ints, Ints]:
     """Return the first and the last piece of each tensor; for an empty tensor, the first twice."""
     cutting, held = source.cutting, source.checkpoint.tensors
     numels = np.array([held[tensor].numel for tensor in tensors.tolist()], dtype=np.int64)
@@ -50,24 +52,47 @@ def cut_of(source: Source, tensors: Ints) -> tuple[Ints, Ints]:
     return first, np.where(boxes, boxes - 1, last)
 
 
+def _trained(source: Source) -> Iterator[tuple[int, int, Sequence[int], int, int]]:
+    """Yield of each trained parameter how its master weights are cut.
+
+    That is their number among the tensors, the number of the param group, the data-parallel ranks
+    that share the group in the order of its partitions, and the first and the last piece, which in
+    a source of ranks tell the first and the last rank.
+    """
+    checkpoint, index = source.checkpoint, source.checkpoint.tensor_index()
+    groups = [(part, group) for part in checkpoint.model_parts for group in part.groups]
+    for number, (part, group) in enumerate(groups):
+        rows = np.array([index[part.name, MASTER, n] for n in group.params], dtype=np.int64)
+        sharing = sharing_ranks(group, checkpoint.layout)
+        columns = (column.tolist() for column in (rows, *_pieces_of(source, rows)))
+        for row, first, last in zip(*columns, strict=True):
+            yield row, number, sharing, first, last
+
+
 def ranks_of(source: Source) -> dict[int, tuple[int, tuple[int, ...] | None]]:
     """Return index of a parameter's master weights → (param group, ranks that hold some of them).
 
     The ranks are data-parallel ranks; they are None for a source that ZeRO did not cut.
     """
-    checkpoint, index = source.checkpoint, source.checkpoint.tensor_index()
-    groups = [
-        (model_part, group) for model_part in checkpoint.model_parts for group in model_part.groups
-    ]
-    found: dict[int, tuple[int, tuple[int, ...] | None]] = {}
-    for number, (model_part, group) in enumerate(groups):
-        rows = np.array([index[model_part.name, MASTER, n] for n in group.params], dtype=np.int64)
-        ranks = sharing_ranks(group, checkpoint.layout)
-        columns = (column.tolist() for column in (rows, *cut_of(source, rows)))
-        for row, first, last in zip(*columns, strict=True):
-            held = tuple(ranks[first : last + 1]) if source.is_of_ranks else None
-            found[row] = number, held
-    return found
+    return {
+        row: (group, tuple(sharing[first : last + 1]) if source.is_of_ranks else None)
+        for row, group, sharing, first, last in _trained(source)
+    }
+
+
+def parameter_summaries(source: Source) -> Iterator[ParameterSummary]:
+    """Describe the trained parameters in a few words, group by group."""
+    for row, group, sharing, first, last in _trained(source):
+        tensor = source.checkpoint.tensors[row]
+        yield ParameterSummary(
+            name=tensor.name,
+            shape=tensor.shape,
+            numel=tensor.numel,
+            group=group,
+            pieces=last - first + 1,
+            first_rank=sharing[first] if source.is_of_ranks else None,
+            last_rank=sharing[last] if source.is_of_ranks else None,
+        )
 
 
 def parameter_details(source: Source, patterns: Sequence[str]) -> tuple[ParameterDetail, ...]:
@@ -114,9 +139,9 @@ def _named(checkpoint: Checkpoint) -> Iterator[_Named]:
 def _no_such_name(pattern: str, known: Sequence[str]) -> str:
     from difflib import get_close_matches  # only a mistake needs it
 
-    shown = get_close_matches(pattern, known, _NAMES_SHOWN, 0.4) or known[:_NAMES_SHOWN]
-    more = len(known) - len(shown)
-    listed = ", ".join(shown) + (f", and {more:,} more" if more else "")
+    near = get_close_matches(pattern, known, _NAMES_SHOWN, 0.4)
+    ordered = [*near, *(name for name in known if name not in near)]
+    listed = some_of(ordered, len(near) or _NAMES_SHOWN)
     return f"no tensor of the model has such a name; there are {listed}"
 
 

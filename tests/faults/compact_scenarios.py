@@ -7,22 +7,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeAlias
 
 import streamshard
 from tests.compact.runs import TRASH, make_run, tag_of
+from tests.faults.scenarios import Scenario
 from tests.faults.shim import NO_OPTION, Option, Side
 from tests.job import Job
 
 JOB: Final = Job(groups=((("weight", (7, 3)),),), frozen=(("old", (3,)),), tied={})
 TAG: Final = tag_of(1)
-"""The tag that all is about, but where one is to be archived beside it."""
+"""The tag that all is about, except where another one is to be archived."""
 RUN: Final = "run"
 ARCHIVE: Final = "archive"
 
 
 @dataclass(frozen=True, slots=True)
-class Night:
+class CompactScenario:
     """A command line of `compact`."""
 
     name: str
@@ -48,12 +49,13 @@ class Night:
         return ["compact", str(place / RUN), str(place / ARCHIVE), *fixed, *self.options]
 
 
-NIGHTS: Final[Sequence[Night]] = (
-    Night("compact: archive", "one archived of four", (), tag=tag_of(2)),
-    Night("compact: delete", "archived", ("--delete",), ends_as="trashed"),
-    Night("compact: archive and delete", "saved", ("--delete",), ends_as="trashed"),
-    Night("compact: undelete", "deleted", ("--undelete", TAG), by_hand=True),
-    Night(
+AnyScenario: TypeAlias = Scenario | CompactScenario
+COMPACT_SCENARIOS: Final[Sequence[CompactScenario]] = (
+    CompactScenario("compact: archive", "one archived of four", (), tag=tag_of(2)),
+    CompactScenario("compact: delete", "archived", ("--delete",), ends_as="trashed"),
+    CompactScenario("compact: archive and delete", "saved", ("--delete",), ends_as="trashed"),
+    CompactScenario("compact: undelete", "deleted", ("--undelete", TAG), by_hand=True),
+    CompactScenario(
         "compact: purge",
         "deleted",
         ("--purge", TAG, "--grace", "0s"),
@@ -61,14 +63,14 @@ NIGHTS: Final[Sequence[Night]] = (
         by_hand=True,
         original_goes=True,
     ),
-    Night(
+    CompactScenario(
         "compact: empty the trash",
         "deleted",
         ("--delete", "--grace", "0s"),
         ends_as="purged",
         original_goes=True,
     ),
-    Night(
+    CompactScenario(
         "compact: drop states",
         "purged",
         ("--weights-only-older-than", "0s"),
@@ -92,7 +94,7 @@ SETUPS: Final[Mapping[str, tuple[Sequence[int], Sequence[Mapping[str, Any]]]]] =
 
 
 def make_setups(root: Path) -> Path:
-    """Make all that nights begin with; returns the directory."""
+    """Make all that the runs begin with; returns the directory."""
     yesterday = datetime.now(UTC) - timedelta(days=1)
     for name, (steps, asked) in SETUPS.items():
         (root / name).mkdir(parents=True)

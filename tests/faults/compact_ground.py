@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from tests.compact.runs import TRASH
+from tests.faults.compact_scenarios import ARCHIVE, RUN, CompactScenario, prepare
 from tests.faults.ground import Ground, in_short
-from tests.faults.nights import ARCHIVE, RUN, Night, prepare
 from tests.faults.scenarios import Tree, tree
 from tests.faults.server import Ended, Server
 from tests.faults.shim import Kind
@@ -26,20 +26,20 @@ _OF_WEIGHTS: Final = ".weights"
 _TORN: Final = "torn"
 
 
-class Yard(Ground[Night]):
-    """Tries nights."""
+class CompactGround(Ground[CompactScenario]):
+    """Tries runs of `compact`."""
 
     def __init__(self, server: Server, setups: Path, place: Path) -> None:
         super().__init__(server, setups, place, stays=RUN)
 
-    def _prepare(self, command: Night) -> None:
+    def _prepare(self, command: CompactScenario) -> None:
         prepare(self._source / command.setup, self._place)
 
-    def _unfinished(self, command: Night) -> str:
+    def _unfinished(self, command: CompactScenario) -> str:
         left, state = self._leftovers(), self._state(command)
         return f"{state}, {left}" if left or state != command.ends_as else ""
 
-    def _after_crash(self, command: Night) -> list[str]:
+    def _after_crash(self, command: CompactScenario) -> list[str]:
         return [*self._unsafe(command), *self._promised()]
 
     def _promised(self) -> list[str]:
@@ -57,7 +57,7 @@ class Yard(Ground[Night]):
                 problems.append(f"a part of the full archive of {tag} has its name")
         return problems
 
-    def _after_fault(self, command: Night, fault: Fault, ended: Ended) -> list[str]:
+    def _after_fault(self, command: CompactScenario, fault: Fault, ended: Ended) -> list[str]:
         is_done, problems = self._is_whole(command), self._unsafe(command)
         right = {0} if fault.must_be_got_over or not ended.fired else {0, *_FAILED}
         if fault.is_death and ended.fired:
@@ -74,7 +74,7 @@ class Yard(Ground[Night]):
             problems.append(f"said to be done, and left {self._leftovers()}")
         return problems
 
-    def _after_rerun(self, command: Night, again: Ended, *, was_whole: bool) -> list[str]:
+    def _after_rerun(self, command: CompactScenario, again: Ended, *, was_whole: bool) -> list[str]:
         problems = [*self._unsafe(command), *self._promised()]
         if again.code != 0 and not (command.by_hand and again.code == _DONE_BEFORE):
             problems.append(f"run again, it ended with {again.code}: {in_short(again.err)}")
@@ -84,16 +84,16 @@ class Yard(Ground[Night]):
             problems.append(f"run again, it is not done: {unfinished}")
         return problems
 
-    def _unsafe(self, night: Night) -> list[str]:
+    def _unsafe(self, command: CompactScenario) -> list[str]:
         """Say what is not whole anywhere."""
-        setup, run = self._source / night.setup, self._place / RUN
+        setup, run = self._source / command.setup, self._place / RUN
         problems = []
         for original in _tags(setup):
             wanted = tree(original)
             places = [run / original.name, run / TRASH / original.name]
             if any(place.is_dir() and tree(place) == wanted for place in places):
                 continue
-            if original.name != night.tag or not night.original_goes:
+            if original.name != command.tag or not command.original_goes:
                 problems.append(f"{original.name} is not whole")
             elif self._archive_of(original.name) is None:
                 problems.append(f"neither {original.name} nor its archive is whole")
@@ -111,8 +111,8 @@ class Yard(Ground[Night]):
         store = self._place / ARCHIVE / name
         return store if is_as_listed(store) else None
 
-    def _state(self, night: Night) -> str | None:
-        return self._state_of(night.tag)
+    def _state(self, command: CompactScenario) -> str | None:
+        return self._state_of(command.tag)
 
     def _state_of(self, tag: str) -> str | None:
         path = self._place / ARCHIVE / f"{tag}.receipt.json"
@@ -134,7 +134,7 @@ class Yard(Ground[Night]):
         }
 
     def _leftovers(self) -> list[str]:
-        """List what is neither saved, nor archived, nor in the trash; but for locks of the dead."""
+        """List what is neither saved, nor archived, nor in the trash, except locks of the dead."""
         known = (TRASH, ".streamshard.going", ".streamshard.last_run.json")
         return sorted(
             str(path.relative_to(self._place))
@@ -160,7 +160,7 @@ def is_as_listed(store: Path) -> bool:
 
 
 def _tags(setup: Path) -> list[Path]:
-    """List the tags that are whole when a night begins."""
+    """List the tags that are whole when a run begins."""
     run = setup / RUN
     return [path for path in (*run.iterdir(), *_below(run / TRASH)) if path.name.startswith("glo")]
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.compact.runs import TRASH
 from tests.faults.campaign import Benches, Case, fault_at, rotated
-from tests.faults.nights import ARCHIVE, NIGHTS, RUN, Night
+from tests.faults.compact_scenarios import ARCHIVE, COMPACT_SCENARIOS, RUN, CompactScenario
 from tests.faults.shim import Action, Call, Kind
 from tests.faults.table import FAULTS
 from tests.faults.test_every_call import judged
@@ -31,31 +31,33 @@ def moves_something(call: Call) -> bool:
     return bool(call.kind & (Kind.MAKE | Kind.DROP)) and bool(names & PLACES)
 
 
-def cases_of(night: Night, tried: Benches) -> list[Case]:
+def cases_of(scenario: CompactScenario, tried: Benches) -> list[Case]:
     """Choose what is tried."""
-    undisturbed = tried.undisturbed(night)
+    undisturbed = tried.undisturbed(scenario)
     moves = [call for call in undisturbed.calls if moves_something(call)]
-    killed = [fault_at(night, KILLED, call.number) for call in moves]
-    failing = [fault_at(night, FAILS, call.number) for call in moves if call.name == "rename"]
-    return [*killed, *failing, *rotated(night, undisturbed, STEP)]
+    killed = [fault_at(scenario, KILLED, call.number) for call in moves]
+    failing = [fault_at(scenario, FAILS, call.number) for call in moves if call.name == "rename"]
+    return [*killed, *failing, *rotated(scenario, undisturbed, STEP)]
 
 
 @sampled(6)
-@pytest.mark.parametrize("night", NIGHTS, ids=lambda night: night.name)
-def test_nothing_is_lost_and_the_next_night_finishes(
-    night: Night, one_in: int, tried: Benches
+@pytest.mark.parametrize("scenario", COMPACT_SCENARIOS, ids=lambda scenario: scenario.name)
+def test_nothing_is_lost_and_the_next_run_finishes(
+    scenario: CompactScenario, one_in: int, tried: Benches
 ) -> None:
-    cases = cases_of(night, tried)
+    cases = cases_of(scenario, tried)
     cases = cases[:: one_in if len(cases) > FEW else 1]
     verdicts = judged(tried, cases)
     assert sum(verdict.has_fired for verdict in verdicts) > len(cases) // 2
     assert {verdict.was_whole for verdict in verdicts} == {True, False}
 
 
-@pytest.mark.parametrize("night", NIGHTS, ids=lambda night: night.name)
-def test_a_move_that_may_not_be_durable_is_a_move(night: Night, tried: Benches) -> None:
-    """A rename was done and the sync of its directory fails: the next night goes on from there."""
-    calls = tried.undisturbed(night).calls
+@pytest.mark.parametrize("scenario", COMPACT_SCENARIOS, ids=lambda scenario: scenario.name)
+def test_a_move_that_may_not_be_durable_is_a_move(
+    scenario: CompactScenario, tried: Benches
+) -> None:
+    """A rename was done and the sync of its directory fails: the next run goes on from there."""
+    calls = tried.undisturbed(scenario).calls
     synced = [call for call in calls if call.kind & Kind.SYNC and Path(call.path).name in PLACES]
     assert synced
-    judged(tried, [fault_at(night, FAILS, call.number) for call in synced])
+    judged(tried, [fault_at(scenario, FAILS, call.number) for call in synced])

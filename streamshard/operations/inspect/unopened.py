@@ -36,7 +36,7 @@ from streamshard.operations.source.unfinished import is_unfinished
 Path_ = str | os.PathLike[str]
 
 
-def find_remains(
+def describe_unopened(
     error: SourceError,
     source: Path_,
     *,

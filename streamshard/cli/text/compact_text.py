@@ -1,4 +1,4 @@
-"""Shows the status of `compact`: for people, and in Prometheus' text format for monitoring."""
+"""Formats what `compact` did and its status: for people, and in Prometheus' text format."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -6,7 +6,13 @@ from datetime import UTC, datetime
 from typing import Final
 
 from streamshard.cli.text.tables import facts_text, table
-from streamshard.operations.compact.compact_report import RunRecord
+from streamshard.operations.compact.compact_report import (
+    ARCHIVED,
+    DELETED,
+    CompactedTag,
+    Compaction,
+    RunRecord,
+)
 from streamshard.operations.compact.compact_status import GONE, STATES, CompactStatus
 from streamshard.sizes import counted, show_bytes
 
@@ -25,17 +31,59 @@ _GAUGES: Final = {
 """Name of a metric, without the prefix → what it is."""
 
 
+def compaction_text(found: Compaction, *, verbose: bool) -> str:
+    """Summarize what `compact` did or would do; if verbose or a dry run, with a table of tags."""
+    counts = Counter(map(_action, found.tags))
+    line = f"{found.run_dir}: {'dry run: ' if found.is_dry_run else ''}{_counts(counts)}"
+    archived = [tag for tag in found.tags if tag.action in (ARCHIVED, DELETED)]
+    if archived and not found.is_dry_run:
+        own = sum(tag.archive_bytes - tag.shared_bytes for tag in archived)
+        whole = sum(tag.source_bytes for tag in archived)
+        line += f"; {show_bytes(whole)} archived in {show_bytes(own)}"
+    line = "\n".join([line, *found.notes])
+    if not (verbose or found.is_dry_run):
+        return line
+    rows: list[Sequence[object]] = [("tag", "what", "size", "archive", "of it shared", "why")]
+    rows += map(_row, found.tags)
+    return "\n\n".join([line, *([table(rows)] if found.tags else [])])
+
+
+def problem_text(tag: CompactedTag) -> str:
+    """Say what is wrong with a tag that needs attention."""
+    return f"{tag.tag}: {tag.action}: {tag.reason}"
+
+
+def _counts(tags: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {what}" for what, count in tags.items()) or "no tags"
+
+
+def _row(tag: CompactedTag) -> Sequence[object]:
+    sizes = map(_size, (tag.source_bytes, tag.archive_bytes, tag.shared_bytes))
+    # An error is long, and standard error shows it anyway.
+    why = "listed on standard error" if tag.needs_attention else tag.reason
+    return tag.tag, _action(tag), *sizes, why
+
+
+def _action(tag: CompactedTag) -> str:
+    # The tag can still be brought back, and its space is not free until the trash is emptied.
+    return "moved to trash" if tag.action == DELETED else tag.action
+
+
+def _size(nbytes: int) -> str:
+    return show_bytes(nbytes) if nbytes else "-"
+
+
 def status_text(found: CompactStatus, *, verbose: bool) -> str:
     """Show what is archived, in the trash and gone, and how the last run ended.
 
     Tags whose originals are gone only add up with time: if not verbose, they are counted.
     """
     counts = Counter(tag.state for tag in found.tags)
-    states = ", ".join(f"{counts[state]:,} {state}" for state in STATES if counts[state])
+    states = {state: counts[state] for state in STATES if counts[state]}
     facts = [
         ("run", found.run_dir),
         ("archives", f"{found.archive_dir}, {show_bytes(found.archive_bytes)}"),
-        ("tags", states or "none archived"),
+        ("tags", _counts(states) if states else "none archived"),
         ("trash", f"{show_bytes(found.trash_bytes)}, free when it is emptied"),
         ("saved", _signed(found.saved_bytes)),
         ("last run", _run_text(found.last_run)),
@@ -60,8 +108,7 @@ def status_text(found: CompactStatus, *, verbose: bool) -> str:
         gone = counted(len(found.tags) - len(shown), "tag")
         blocks.append(f"{gone} more, whose originals are gone; -v lists them")
     if found.last_run is not None:
-        problems = found.last_run.problems
-        blocks += [f"{one.tag}: {one.action}: {one.reason}" for one in problems]
+        blocks += map(problem_text, found.last_run.problems)
     return "\n\n".join(blocks)
 
 
@@ -71,8 +118,7 @@ def _run_text(run: RunRecord | None) -> str:
     began = f"began {_minute(run.began)}"
     if not run.ended:
         return f"{began}, and has not ended: it is running, or was killed"
-    done = ", ".join(f"{count:,} {action}" for action, count in run.actions.items())
-    outcome = run.error or done or "no tags"
+    outcome = run.error or _counts(run.actions)
     return f"{began}, ended {_minute(run.ended)} with exit code {run.exit_code}: {outcome}"
 
 

@@ -1,0 +1,80 @@
+"""Formats what a run did, or would do: what was written, from what, in which memory."""
+
+from collections.abc import Mapping
+
+from streamshard.cli.text.tables import facts_text, paragraph, table
+from streamshard.cluster.worker_rate import WorkerRate
+from streamshard.operations.checks.problems import Verification
+from streamshard.operations.diff.diff_report import DiffReport
+from streamshard.operations.inspect.inspect_report import KINDS
+from streamshard.operations.transfer.report import Report
+from streamshard.sizes import show_bytes
+
+
+def report_text(report: Report, *, verbose: bool) -> str:
+    """Format what a run did, or would do."""
+    if report.found is not None:
+        return _found(report)
+    done = report.seconds is not None
+    facts: list[tuple[str, object]] = [
+        ("wrote" if done else "would write", target_text(report)),
+        ("tag", report.tag),
+        resize_fact(report),
+        ("files", f"{report.files:,}, {show_bytes(report.bytes_written)}"),
+        ("memory", memory_text(report, verbose=verbose)),
+    ]
+    if report.is_verified:
+        facts.append(("verified", "read back: no difference" if done else "will be"))
+    if report.seconds is not None:
+        rate = report.bytes_written / max(report.seconds, 1e-9)
+        facts.append(("took", f"{report.seconds:.1f} s, {show_bytes(int(rate))}/s"))
+    return "\n\n".join([facts_text(facts), *map(paragraph, report.notes)])
+
+
+def target_text(report: Report) -> str:
+    """Name the target; a store is marked as one, as its name need not show that."""
+    is_store = report.tensors is None and report.world_size is None
+    return f"{report.target} ({KINDS['store']})" if is_store else report.target
+
+
+def resize_fact(report: Report) -> tuple[str, str]:
+    """Say for how many ranks a target is, or how many tensors an export has."""
+    if report.tensors is not None:
+        return "tensors", f"{report.tensors:,}" + (f", {report.dtype}" if report.dtype else "")
+    if report.world_size is None:
+        return "world size", f"{report.source_world_size} -> any"
+    now = f"{report.world_size}, ZeRO stage {report.zero_stage}"
+    return "world size", f"{report.source_world_size} -> {now}"
+
+
+def _found(report: Report) -> str:
+    """Say that there is nothing to do, and why."""
+    if report.found == "source":
+        return f"Nothing to do: a job with {report.world_size} ranks resumes from {report.path}."
+    return f"Nothing to do: {report.path} is already what this would make, to the byte."
+
+
+def memory_text(found: Report | Verification | DiffReport, *, verbose: bool) -> str:
+    """Format the measured or projected memory above the program's own."""
+    projected = show_bytes(found.projected_bytes - found.floor_bytes)
+    above = f"above the program's {show_bytes(found.floor_bytes)}"
+    if found.peak_bytes is None:
+        return f"at most {projected} {above}"
+    measured = f"{show_bytes(max(0, found.peak_bytes - found.floor_bytes))} {above}"
+    return f"{measured}; projected {projected}" if verbose else measured
+
+
+def read_text(found: Verification | DiffReport) -> str:
+    """Say how much was read, and how fast."""
+    rate = show_bytes(int(found.bytes_read / max(found.seconds, 1e-9)))
+    return f"{show_bytes(found.bytes_read)} in {found.seconds:.1f} s, {rate}/s"
+
+
+def worker_text(rates: Mapping[str, WorkerRate]) -> str:
+    """Format what each worker of a cluster did; the rate is that of one thread."""
+    rows: list[tuple[str, ...]] = [("worker", "jobs", "bytes", "a second")]
+    for address, rate in sorted(rates.items()):
+        per_second = int(rate.nbytes / rate.seconds) if rate.seconds else 0
+        shown = show_bytes(rate.nbytes), f"{show_bytes(per_second)}/s"
+        rows.append((address, f"{rate.jobs:,}", *shown))
+    return table(rows)
