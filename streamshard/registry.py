@@ -19,6 +19,8 @@ OPTIONS: Final = "streamshard.verb_options:OPTIONS"
 """The options of each verb."""
 OTHER_DEGREES: Final = "streamshard.degrees.degree_changes:OTHER_DEGREES"
 """Other tensor, pipeline and expert parallel degrees; see `operations/source/degree_change.py`."""
+WITH_LAYER_PAIRS: Final = "streamshard.degrees.layered:with_layer_pairs"
+"""Adds the tensors in the files of a pipeline's layers; see `operations/transfer/read_back.py`."""
 _READERS: Final = (
     "streamshard.operations.source.dumps_source:READER",
     "streamshard.operations.source.store_source:READER",

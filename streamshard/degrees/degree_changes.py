@@ -3,13 +3,11 @@
 from collections.abc import Sequence
 from typing import Final
 
-from streamshard.degrees.layered import layered, pair_of_copy
 from streamshard.degrees.other_degrees import at_degrees
 from streamshard.degrees.recut_source import tells_cut
 from streamshard.degrees.spread_experts import spread_experts
 from streamshard.degrees.whole_source import in_equal_parts, whole
 from streamshard.formats.deepspeed.model_parallel.cut_rules import read_rules
-from streamshard.operations.compare.pairing import Pair
 from streamshard.operations.source.degree_change import DegreeChange, JobDegrees, OtherDegrees
 from streamshard.operations.source.source import Source
 from streamshard.options import Path_
@@ -32,10 +30,6 @@ class _ModelParallelism(OtherDegrees):
 
     def tells_cut(self, source: Source) -> bool:
         return tells_cut(source)
-
-    def with_layers(self, source: Source) -> tuple[Source, Sequence[Pair]]:
-        laid = layered(source)
-        return laid.source, [*map(pair_of_copy, laid.copies)]
 
 
 OTHER_DEGREES: Final = _ModelParallelism()

@@ -49,6 +49,12 @@ def layered(opened: Source) -> WithLayerTensors:
     )
 
 
+def with_layer_pairs(opened: Source) -> tuple[Source, Sequence[Pair]]:
+    """Add the tensors of a pipeline's layers to its checkpoint, and pair copies among them."""
+    laid = layered(opened)
+    return laid.source, [*map(pair_of_copy, laid.copies)]
+
+
 def pair_of_copy(copy: LayerCopy) -> Pair:
     """Pair a tensor of a layer's file with what it must be equal to."""
     left, right = SideElements(copy.row, copy.dtype), SideElements(copy.like, copy.like_dtype)

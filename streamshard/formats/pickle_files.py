@@ -9,7 +9,7 @@ from typing import Final
 from streamshard.errors import SourceError
 from streamshard.formats.global_names import NameCounter
 from streamshard.formats.pickle import inert_load
-from streamshard.formats.pickle.inert import Global, Node
+from streamshard.formats.pickle.inert import LIMIT_BYTES, Global, Node
 from streamshard.formats.pickle.opcode_arguments import EndedTooEarlyError
 from streamshard.formats.torch import zip_directory
 from streamshard.formats.torch.legacy_file import MAGIC_NUMBER
@@ -74,7 +74,7 @@ def _in_zip(source: Readable, *, expected: bool) -> Finding | None:
             problem = "holds TorchScript code, which is not read"
         if not record.name.endswith(".pkl"):
             continue
-        if record.nbytes > inert_load.LIMIT_BYTES:
+        if record.nbytes > LIMIT_BYTES:
             problem = f"holds a pickle of {record.nbytes:,} bytes, which is not read"
             continue
         counter = NameCounter(source.read_at(record.start, record.nbytes), 0)
@@ -136,7 +136,7 @@ class _Stream:
 
     def _read_on(self) -> bool:
         """Extend the data to four times its length; False if there is no more."""
-        room = inert_load.LIMIT_BYTES - len(self._data)
+        room = LIMIT_BYTES - len(self._data)
         more = self._source.read_at(len(self._data), min(3 * len(self._data), room))
         self._data += more
         return bool(more)

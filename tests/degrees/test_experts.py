@@ -23,6 +23,7 @@ from tests.fabricated import (
     edit,
     edit_all,
     edit_optimizers,
+    load,
     optimizer_file,
     wrapped,
     write,
@@ -454,3 +455,14 @@ def test_a_scheduler_whose_rates_are_not_told_apart_is_refused(
     run = write(spread(replace(DIVIDED, rates="rates"), 1, 2), tmp_path / "run")
     with pytest.raises(UnsupportedError, match="3 param groups then, instead of 4, and 'rates'"):
         streamshard.repartition(run, tmp_path / "out", world_size=2, expert_parallel=2)
+
+
+def test_a_scheduler_whose_state_is_a_number_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamshard.formats.deepspeed.model_parallel.expert_order.GROUP_NUMEL", 40)
+    run = write(spread(DIVIDED, 1, 2), tmp_path / "run")
+    edit(run / TAG / MODEL, lambda content: content.update(lr_scheduler=7))
+    out = tmp_path / "out"
+    streamshard.repartition(run, out, world_size=2, expert_parallel=2)
+    assert load(out / TAG / MODEL)["lr_scheduler"] == 7

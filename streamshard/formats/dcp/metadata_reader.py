@@ -21,7 +21,7 @@ from streamshard.errors import (
 )
 from streamshard.formats.dcp import dcp_names
 from streamshard.formats.pickle import inert_load
-from streamshard.formats.pickle.inert import Call, Global, Node, show
+from streamshard.formats.pickle.inert import LIMIT_BYTES, Call, Global, Node, show
 from streamshard.formats.pickle.node_checks import name_of, of_file
 from streamshard.formats.torch.torch_tensor import shape_of
 from streamshard.io.entries import examine, read_all
@@ -138,8 +138,8 @@ def read_index(directory: Path) -> Index:
         message = "missing; torch writes it last, so this save did not come to its end"
         raise IncompleteError(f"{message}: take an earlier checkpoint", path=path) from error
     with of_file(path):
-        if nbytes > inert_load.LIMIT_BYTES:
-            raise UnsupportedError(f"{nbytes:,} bytes, {inert_load.LIMIT_BYTES:,} is most")
+        if nbytes > LIMIT_BYTES:
+            raise UnsupportedError(f"{nbytes:,} bytes, {LIMIT_BYTES:,} is most")
         try:
             root = inert_load.load(read_all(path, nbytes + 1), _no_tensors)
             return _IndexReader(path).read(root)

@@ -17,6 +17,9 @@ show them with `repr`: test them with `isinstance`, and quote them with `show`. 
 safe.
 """
 
+LIMIT_BYTES: Final = 1 << 30
+"""Size of the largest pickle that is read; tensors are not part of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Global:

@@ -10,8 +10,7 @@ from threading import RLock
 from typing import Any, ClassVar, Final
 
 from streamshard.errors import UnsupportedError
-from streamshard.formats.pickle.inert import ORDERED_DICT, UNSET, Call, Global, Node
-from streamshard.formats.pickle.inert_load import LIMIT_BYTES
+from streamshard.formats.pickle.inert import LIMIT_BYTES, ORDERED_DICT, UNSET, Call, Global, Node
 
 _PythonPickler: Any = pickle._Pickler
 """The standard library's pickler in Python. The C pickler imports the names that it writes."""

@@ -14,8 +14,6 @@ from streamshard.formats.pickle.inert import FROZENSET, SET, Call, Node
 from streamshard.formats.pickle.machine import PersistentLoad, PickleMachine
 from streamshard.formats.pickle.opcode_arguments import EndedTooEarlyError
 
-LIMIT_BYTES: Final = 1 << 30
-"""Size of the largest pickle that is read; tensors are not part of it."""
 LIMIT_OPCODES: Final = 1 << 25
 """Most opcodes of a pickle. A file of 20,000 tensors takes a million."""
 

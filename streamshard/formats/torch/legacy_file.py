@@ -10,8 +10,7 @@ from typing import Final
 
 from streamshard.errors import CorruptFileError, UnsupportedError
 from streamshard.formats.pickle import inert_load
-from streamshard.formats.pickle.inert import Node, show
-from streamshard.formats.pickle.inert_load import LIMIT_BYTES
+from streamshard.formats.pickle.inert import LIMIT_BYTES, Node, show
 from streamshard.formats.pickle.opcode_arguments import EndedTooEarlyError
 from streamshard.formats.torch.torch_tensor import Storage, storage_from_id
 from streamshard.io.readable import Readable

@@ -12,7 +12,7 @@ from typing import Final
 
 from streamshard.errors import CorruptFileError, UnsupportedError
 from streamshard.formats.pickle import inert_load
-from streamshard.formats.pickle.inert import Node, show
+from streamshard.formats.pickle.inert import LIMIT_BYTES, Node, show
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.pickle.opcode_arguments import EndedTooEarlyError
 from streamshard.formats.torch import legacy_file, zip_directory
@@ -140,7 +140,7 @@ def read_archive(source: Readable) -> TorchFile:
         storages[key] = storage
         return storage
 
-    pickled = _content(source, records[PICKLE], inert_load.LIMIT_BYTES)
+    pickled = _content(source, records[PICKLE], LIMIT_BYTES)
     root_node = inert_load.load(pickled, persistent_load)
     known = _KNOWN | {f"data/{key}" for key in storages}
     unknown = tuple(sorted(records.keys() - known))

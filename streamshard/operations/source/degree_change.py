@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from streamshard import registry
 from streamshard.formats.deepspeed import ds_config
 from streamshard.layout.memory_plan import MemoryPlan
-from streamshard.operations.compare.pairing import Pair
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.report import Progress
 from streamshard.options import Path_
@@ -77,10 +76,6 @@ class OtherDegrees(ABC):
     @abstractmethod
     def tells_cut(self, source: Source) -> bool:
         """Tell whether the model files tell how parameters are cut."""
-
-    @abstractmethod
-    def with_layers(self, source: Source) -> tuple[Source, Sequence[Pair]]:
-        """Add the tensors in the files of a pipeline's layers, and pair copies among them."""
 
 
 def other_degrees() -> OtherDegrees:

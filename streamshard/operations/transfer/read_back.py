@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from streamshard import registry
 from streamshard.engine.run.phases import COMPARING, VERIFYING
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.sample import EVERYTHING
@@ -10,7 +11,6 @@ from streamshard.operations.checks.structure import check_structure
 from streamshard.operations.compare.comparison import compare
 from streamshard.operations.compare.matching import pair_up
 from streamshard.operations.compare.pairing import Pair
-from streamshard.operations.source.degree_change import other_degrees
 from streamshard.operations.source.source import Request, Source
 from streamshard.operations.transfer.report import Progress
 
@@ -28,7 +28,7 @@ def differences(
     opened = written.open()
     copies: Sequence[Pair] = ()
     if source.checkpoint.layers:
-        opened, copies = other_degrees().with_layers(opened)
+        opened, copies = registry.load(registry.WITH_LAYER_PAIRS)(opened)
     pairing = pair_up(opened, source, converted=True)
     found = [compare(opened, source, pairing.pairs, memory, progress, phase=COMPARING)]
     # A module that several layers share is in the source once, and in each of their files.
