@@ -1,22 +1,140 @@
 """Other degrees as verbs ask for them; see `operations/source/degree_change.py`."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
+from streamshard.degrees.averaged_parameters import AVERAGE
+from streamshard.degrees.blob_checksums import note_checksums
+from streamshard.degrees.layered import WithLayerTensors
 from streamshard.degrees.other_degrees import at_degrees
-from streamshard.degrees.recut_source import tells_cut
-from streamshard.degrees.spread_experts import spread_experts
-from streamshard.degrees.whole_source import in_equal_parts, whole
-from streamshard.formats.deepspeed.model_parallel.cut_rules import read_rules
+from streamshard.degrees.recut_source import (
+    parts_of,
+    recut_source,
+    require_unused,
+    tells_cut,
+)
+from streamshard.degrees.shard_values import require_different_shards
+from streamshard.errors import Option, UnsupportedError, UsageError
+from streamshard.formats.checkpoint import Checkpoint
+from streamshard.formats.deepspeed.model_parallel.cut_rules import CutRules, read_rules
+from streamshard.formats.deepspeed.model_parallel.expert_degree import (
+    expert_degree,
+    is_own_degree,
+    spread_note,
+    with_expert_degree,
+)
+from streamshard.formats.deepspeed.model_parallel.expert_groups import AS_SAVED
+from streamshard.formats.deepspeed.model_parallel.parallel_degrees import degrees_of, is_pipeline
+from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts
+from streamshard.formats.deepspeed.model_parallel.pipeline_layers import as_one_module
+from streamshard.formats.deepspeed.model_parallel.whole_model import whole_model
+from streamshard.formats.pickle.node_checks import of_file
+from streamshard.model import MASTER, Note
 from streamshard.operations.source.degree_change import DegreeChange, JobDegrees, OtherDegrees
 from streamshard.operations.source.source import Source
 from streamshard.options import Path_
 
 
+def whole(opened: Source, rules: CutRules | None, *, average: bool) -> DegreeChange | None:
+    """Put the tensors of a pipeline or of AutoTP together; None if the checkpoint is of neither.
+
+    `rules`: how tensor parallelism cut parameters; None for what files tell.
+    `average`: whether to take the mean of the copies of parameters that are to be averaged.
+    """
+    model_parts = opened.checkpoint.model_parts
+    is_pipe = is_pipeline(opened.checkpoint)
+    if len(model_parts) == 1 or (is_pipe and degrees_of(opened.checkpoint).tensor == 1):
+        require_unused(rules, average=average)
+    if not is_pipe and (len(model_parts) == 1 or not (rules or tells_cut(opened))):
+        require_unused(None, average=average)
+        return None
+    try:
+        with of_file(opened.path):
+            laid, parts = parts_of(opened, rules, keeps_shards=False, average=average)
+            made = _whole_of_parts(laid, parts)
+    except UnsupportedError as error:
+        hint = "streamshard.open reads its parts one by one"
+        if is_pipe and not opened.checkpoint.layout.stage:
+            hint = "Its weights are in the layer_*-model_states.pt files, which torch.load reads"
+        raise UnsupportedError(f"{error}. {hint}") from error
+    return replace(made, options={AVERAGE.name: ""} if average else {})
+
+
+def _whole_of_parts(laid: WithLayerTensors, parts: ModelInParts) -> DegreeChange:
+    note_checksums(laid.source)
+    require_different_shards(laid.source, parts)
+    made = recut_source(laid, parts, whole_model(parts))
+    if not is_pipeline(laid.source.checkpoint):
+        return made
+    return replace(
+        made, source=replace(made.source, checkpoint=as_one_module(made.source.checkpoint))
+    )
+
+
+def _in_equal_parts(one: Source, other: Source) -> tuple[Source, Source, list[DegreeChange]]:
+    """Return two sources, both with whole tensors if their models are in unequal parts."""
+    if _have_equal_parts(one.checkpoint, other.checkpoint):
+        return one, other, []
+    found = [whole(side, None, average=False) for side in (one, other)]
+    left, right = (
+        side if joined is None else joined.source
+        for joined, side in zip(found, (one, other), strict=True)
+    )
+    return left, right, [joined for joined in found if joined is not None]
+
+
+def _have_equal_parts(one: Checkpoint, other: Checkpoint) -> bool:
+    if len(one.model_parts) != len(other.model_parts):
+        return False
+    are_pipelines = [is_pipeline(side) for side in (one, other)]
+    if bool(one.layers) != bool(other.layers):
+        return False
+    if one.is_dumps or other.is_dumps or not any(are_pipelines):
+        return True
+    held = [
+        {(t.model_part, t.name) for t in side.tensors if t.state == MASTER} for side in (one, other)
+    ]
+    return all(are_pipelines) and held[0] == held[1]
+
+
+def _spread_experts(opened: Source, degree: int | None, world_size: int) -> DegreeChange | None:
+    """Spread the experts of a checkpoint again; None if they are to stay as they are.
+
+    `degree`: count of ranks that will share the experts; by default as many as in the source, which
+    is 1 without experts.
+    `world_size`: count of all ranks of the job that resumes.
+    """
+    if degree is None:
+        return None
+    with of_file(opened.path):
+        if is_own_degree(opened.checkpoint, degree):
+            return None
+        if opened.is_elastic:
+            message = "its experts cannot be spread over another count of ranks: it was saved with"
+            raise UnsupportedError(f"{message} elastic_checkpoint. {AS_SAVED}")
+        parts = len(opened.checkpoint.model_parts)
+        if degree > 0 and world_size % (degree * parts):
+            asked, spread = Option("world_size", world_size), Option("expert_parallel")
+            message = f"{asked}: the experts are to be spread over {degree} ranks"
+            beside = f" of each of {parts} tensor parallel parts" if parts > 1 else ""
+            few = ", ".join(str(degree * parts * k) for k in (1, 2, 3))
+            message = f"{message} ({spread}){beside}: give a multiple of"
+            raise UsageError(f"{message} {degree * parts} ({few}, …)")
+        checkpoint = with_expert_degree(opened.checkpoint, degree, opened.like)
+    note = spread_note(expert_degree(opened.checkpoint), degree, opened.like)
+    checkpoint = replace(checkpoint, notes=(*checkpoint.notes, Note(note)))
+    return DegreeChange(
+        source=replace(opened, checkpoint=checkpoint),
+        original=opened,
+        options={"expert_parallel": str(checkpoint.expert_parallel)},
+    )
+
+
 class _ModelParallelism(OtherDegrees):
     def change(self, source: Source, wanted: JobDegrees) -> DegreeChange | None:
         made = at_degrees(source, wanted)
-        return made or spread_experts(source, wanted.expert_parallel, wanted.world_size)
+        return made or _spread_experts(source, wanted.expert_parallel, wanted.world_size)
 
     def join(
         self, source: Source, cut_rules_file: Path_ | None = None, *, average: bool = False
@@ -26,7 +144,7 @@ class _ModelParallelism(OtherDegrees):
     def join_unequal(
         self, one: Source, other: Source
     ) -> tuple[Source, Source, Sequence[DegreeChange]]:
-        return in_equal_parts(one, other)
+        return _in_equal_parts(one, other)
 
     def tells_cut(self, source: Source) -> bool:
         return tells_cut(source)

@@ -1,18 +1,138 @@
 """Re-cuts the model of a source for other degrees."""
 
-from streamshard.degrees.averaged_parameters import require_averaged, with_means
-from streamshard.degrees.equal_copies import EqualCopies
-from streamshard.degrees.layered import WithLayerTensors, layered
-from streamshard.degrees.recut_checkpoint import recut_checkpoint
-from streamshard.errors import Option, UsageError
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Self
+
+from streamshard.degrees.averaged_parameters import AVERAGE, require_averaged, with_means
+from streamshard.degrees.layered import WithLayerTensors, layered, pair_of_copy
+from streamshard.degrees.recut_checkpoint import MadeTensor, cutting_of, recut_checkpoint
+from streamshard.engine.run.phases import COMPARING
+from streamshard.errors import DisagreementError, Option, UsageError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.cut_rules import CutRules
-from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_pipeline
+from streamshard.formats.deepspeed.model_parallel.parallel_degrees import AS_SAVED, is_pipeline
 from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts, cuts_in
+from streamshard.formats.deepspeed.model_parallel.pipeline_layers import LayerCopy
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.pickle.node_checks import of_file
+from streamshard.formats.torch.tree_comparison import show_few
+from streamshard.layout.memory_plan import MemoryPlan
+from streamshard.layout.model_cut import recut, whole_cut
+from streamshard.model import BLOB, FILE, ITEMSIZE, LogicalTensor
+from streamshard.operations.compare.comparison import compare
+from streamshard.operations.compare.pairing import Pair, SideElements
 from streamshard.operations.source.degree_change import DegreeChange
 from streamshard.operations.source.source import Source
+from streamshard.operations.transfer.report import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class EqualCopies:
+    """The tensors of which a checkpoint holds copies, which must be equal."""
+
+    original: Source
+    in_parts: Sequence[Sequence[MadeTensor]]
+    """Of each tensor that several parts of the model hold: the whole of it, made of the parts of
+    one holder after the other."""
+    of_layers: Sequence[LayerCopy]
+    """What the files of a pipeline's layers must have in common with others."""
+    averaged: Sequence[str]
+    """Parameters that are to be averaged."""
+
+    @classmethod
+    def of(cls, laid: WithLayerTensors, parts: ModelInParts) -> Self:
+        """Find the copies in a source."""
+        found = list(_copies_in_parts(laid.source, parts))
+        return cls(laid.source, found, laid.copies, parts.averaged())
+
+    def require_equal(self, memory: MemoryPlan, progress: Progress) -> None:
+        """Compare the copies."""
+        first = self._held_by(0)
+        for holder in range(1, max(map(len, self.in_parts), default=1)):
+            pairs, holders = list(self._pairs(holder)), partial(self._holders, holder)
+            self._require_equal(first, self._held_by(holder), pairs, holders, memory, progress)
+        for path, held in groupby(self.of_layers, key=lambda layer: layer.path):
+            pairs, holders = list(map(pair_of_copy, held)), partial(_file_and_module, path)
+            self._require_equal(self.original, self.original, pairs, holders, memory, progress)
+
+    def _require_equal(
+        self,
+        left: Source,
+        right: Source,
+        pairs: Sequence[Pair],
+        holders: Callable[[Pair], str],
+        memory: MemoryPlan,
+        progress: Progress,
+    ) -> None:
+        """Compare pairs; `holders` says whose copies a pair is made of."""
+        compared = compare(left, right, pairs, memory, progress, phase=COMPARING).require_read()
+        if found := compared.differences:
+            pair = next(pair for pair in pairs if pair.name == found[0].name)
+            where = f"{found[0].message}, between {holders(pair)}"
+            message = f"{self.original.path}: {where}. Copies must be equal: they have drifted"
+            message = f"{message} apart in training, and which is right is unknown"
+            if pair.tensor is not None and pair.tensor.name in self.averaged:
+                message = f"{message}. Its files list it as one to be averaged: with {AVERAGE},"
+                message = f"{message} 'repartition', 'convert' and 'export' take the mean"
+            raise DisagreementError(f"{message}. {AS_SAVED}")
+
+    def _held_by(self, holder: int) -> Source:
+        """Return the tensors in the files of one holder, or the last of those that have fewer."""
+        made = [_of_holder(each, holder) for each in self.in_parts]
+        return replace(self.original, cutting=cutting_of(made, self.original.cutting))
+
+    def _pairs(self, holder: int) -> Iterator[Pair]:
+        """List the tensors that have as many copies."""
+        for number, each in enumerate(self.in_parts):
+            if len(each) > holder:
+                tensor = each[holder].tensor
+                side, size = SideElements(number, tensor.dtype), ITEMSIZE[tensor.dtype]
+                name = f"{tensor.state} of {tensor.name}"
+                yield Pair(name, side, side, tensor.numel, tensor.dtype, size, tensor)
+
+    def _holders(self, holder: int, pair: Pair) -> str:
+        """Name the parts of the model that hold the first copy of a tensor, and another one."""
+        made, tensors = self.in_parts[pair.left.tensor], self.original.checkpoint.tensors
+        rows = (_of_holder(made, one).rows for one in (0, holder))
+        parts = (sorted({tensors[row].model_part for row in held}) for held in rows)
+        return " and ".join(map(show_few, parts))
+
+
+def _of_holder(made: Sequence[MadeTensor], holder: int) -> MadeTensor:
+    return made[min(holder, len(made) - 1)]
+
+
+def _file_and_module(path: Path, pair: Pair) -> str:
+    return f"{path.name} and the module that it is taken for a copy of"
+
+
+def _copies_in_parts(source: Source, parts: ModelInParts) -> Iterator[list[MadeTensor]]:
+    """Find all tensors that several parts hold, with all their states."""
+    checkpoint, index = source.checkpoint, source.checkpoint.tensor_index()
+    states = sorted({t.state for t in checkpoint.tensors if t.state not in (BLOB, FILE)})
+    for name in parts.tensors:
+        cut = parts.cut(name)
+        count = cut.most_holders
+        if count == 1:
+            continue
+        one = whole_cut(cut.shape, [True])
+        recuts = [recut(one, 0, cut, holder=holder) for holder in range(count)]
+        for state in states:
+            keys = [
+                [(checkpoint.model_parts[m].name, state, name) for m in each.ranks.tolist()]
+                for each in recuts
+                if each is not None
+            ]
+            # Of a pipeline's weights in 16 bits one stage's are enough; see `pipeline_layers`.
+            if not keys or not all(key in index for each in keys for key in each):
+                continue
+            rows = [[index[key] for key in each] for each in keys]
+            tensor = LogicalTensor(state, name, checkpoint.tensors[rows[0][0]].dtype, cut.shape)
+            yield [MadeTensor(tensor, *both) for both in zip(recuts, rows, strict=True)]
 
 
 def parts_of(

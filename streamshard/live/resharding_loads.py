@@ -2,18 +2,116 @@
 
 import inspect
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import distributed
 
+from streamshard.formats.frameworks import hf_random_file
+from streamshard.io.changes import linked_directory
 from streamshard.io.object_path import as_path
-from streamshard.live.framework_loads import FrameworkLoads
 from streamshard.live.global_batch import fitted_configs
 from streamshard.live.live_engine import Engine
 from streamshard.live.loading import Load, Loading, LoadOptions, LoadReport, replaced
+from streamshard.operations.native.resharding import Resharding
+
+_NO_RANK: Final = -1
+"""Number of no rank: no file of a random state has it in its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """What of a loaded checkpoint its framework goes on with."""
+
+    world_size: int
+    """Count of the ranks that saved."""
+    accelerate_step: int | None
+
+
+class FrameworkLoads:
+    """Functions of frameworks that take a checkpoint's ranks for those of the job.
+
+    They are replaced from the first load on, when the framework of a job is imported, and put back
+    when the stack ends.
+    """
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._saved: dict[Path, _Saved] = {}
+        self._replaced: set[str] = set()
+
+    def prepare(self, directory: Path, resharding: Resharding) -> None:
+        """Prepare for the framework's own part of a load, which follows that of DeepSpeed.
+
+        `directory`: as the framework calls it.
+        """
+        checkpoint = resharding.source.checkpoint
+        self._saved[directory.absolute()] = _Saved(checkpoint.ranks, checkpoint.accelerate_step)
+        self._replace("transformers.trainer", "Trainer", "_load_rng_state", self._trainer_load)
+        self._replace("accelerate.accelerator", "", "load_accelerator_state", self._accelerate_load)
+
+    def _replace(
+        self, module: str, owner: str, name: str, make: Callable[[Any], Callable[..., object]]
+    ) -> None:
+        """Replace a function, if the job has imported its module."""
+        place: Any = sys.modules.get(module)
+        place = getattr(place, owner, None) if owner else place
+        if module not in self._replaced and hasattr(place, name):
+            self._replaced.add(module)
+            self._stack.enter_context(replaced(place, name, make(getattr(place, name))))
+
+    def _of(self, directory: str | os.PathLike[str]) -> _Saved | None:
+        return self._saved.get(as_path(directory).absolute())
+
+    def _trainer_load(self, plain: Callable[..., object]) -> Callable[..., object]:
+        """Return what takes the place of `transformers.Trainer._load_rng_state`.
+
+        Trainer looks for one name if it has one rank, for others if it has more.
+        """
+
+        @wraps(plain)
+        def load(trainer: object, checkpoint: str | None, *args: Any, **kwargs: Any) -> object:
+            saved = None if checkpoint is None else self._of(checkpoint)
+            if checkpoint is None or saved is None:
+                return plain(trainer, checkpoint, *args, **kwargs)
+            rank, links = distributed.get_rank(), {}
+            if rank < saved.world_size:
+                name = hf_random_file(rank, saved.world_size)
+                wanted = hf_random_file(rank, distributed.get_world_size())
+                links[wanted] = as_path(checkpoint).absolute() / name
+            with linked_directory(links) as place:
+                return plain(trainer, str(place), *args, **kwargs)
+
+        return load
+
+    def _accelerate_load(self, plain: Callable[..., object]) -> Callable[..., object]:
+        """Return what takes the place of `accelerate.checkpointing.load_accelerator_state`.
+
+        It reads the step in the file of a rank's random state, and goes on without if there is no
+        such file: new ranks would fall out of step with the others.
+        """
+
+        @wraps(plain)
+        def load(*args: Any, **kwargs: Any) -> object:
+            given = inspect.signature(plain).bind(*args, **kwargs)
+            saved = self._of(given.arguments["input_dir"])
+            if saved is None:
+                return plain(*args, **kwargs)
+            if given.arguments["process_index"] >= saved.world_size:
+                given.arguments["process_index"] = _NO_RANK
+            attributes = plain(*given.args, **given.kwargs)
+            if isinstance(attributes, dict) and saved.accelerate_step is not None:
+                attributes.setdefault("step", saved.accelerate_step)
+            return attributes
+
+        return load
+
 
 _PLAIN: Load = DeepSpeedEngine.load_checkpoint
 

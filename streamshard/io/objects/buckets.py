@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from streamshard.io.lock import AnyLock
-from streamshard.io.object_path import object_of
+from streamshard.io.object_path import ObjectPath, object_of
 from streamshard.io.objects import listings, object_lock
+from streamshard.io.objects.clients import s3_options
 from streamshard.io.objects.object_changes import copy_object, for_each, move_below, remove_below
 from streamshard.io.objects.object_files import ObjectFiles
 from streamshard.io.objects.object_reader import AHEAD_BYTES, READING_BYTES, REQUEST_BYTES
@@ -19,9 +20,42 @@ from streamshard.io.objects.object_upload import (
     upload_bytes,
     upload_requests,
 )
-from streamshard.io.objects.stray_uploads import abort_strays
 from streamshard.io.readable import Entry, ReadAheadBytes
 from streamshard.io.retry import FROM_OUTSIDE, ignored
+
+
+def _abort_strays(*roots: ObjectPath) -> str:
+    """Abort all uploads to objects below paths of one bucket; returns why that cannot be done.
+
+    They are no one's any more: the caller holds the target's lock.
+    """
+    scheme = roots[0].bucket.partition(":")[0]
+    if scheme != "s3":
+        return "" if scheme == "az" else "Google's are not listed by obstore"
+    try:
+        import boto3  # type: ignore[import-untyped]
+        from botocore.exceptions import (  # type: ignore[import-untyped]
+            BotoCoreError,
+            ClientError,
+        )
+    except ImportError:
+        return "without boto3 they are not found: pip install 'streamshard[cloud]'"
+    try:
+        client = boto3.client("s3", **s3_options())
+        pages = client.get_paginator("list_multipart_uploads")
+        for root in roots:
+            bucket = root.parts[1]
+            for page in pages.paginate(Bucket=bucket, Prefix=f"{root.key}/"):
+                for upload in page.get("Uploads", ()):
+                    client.abort_multipart_upload(
+                        Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"]
+                    )
+    except ClientError as error:
+        return f"the service answers {error.response.get('Error', {}).get('Code', 'with an error')}"
+    except BotoCoreError as error:
+        return type(error).__name__
+    return ""
+
 
 _ENDLESS: Final = 1 << 62
 
@@ -104,7 +138,7 @@ class Buckets(ObjectFiles):
         remove_below(object_of(path))
 
     def abort_uploads(self, *roots: Path) -> str:
-        return abort_strays(*map(object_of, roots))
+        return _abort_strays(*map(object_of, roots))
 
     def discard(self, directory: Path) -> None:
         with ignored(FROM_OUTSIDE):

@@ -6,24 +6,83 @@ The numbers come from the same arithmetic that reads and reshards the checkpoint
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from pathlib import Path
 from typing import Final, Self, TypeVar
 
 import numpy as np
 
+from streamshard.drawing.page import page
 from streamshard.drawing.picture import Panel, Picture, PictureRow, Side, Strip
-from streamshard.errors import UsageError
+from streamshard.drawing.svg import svg
+from streamshard.errors import Option, TargetError, TargetExistsError, UsageError
 from streamshard.formats.checkpoint import Checkpoint, ModelPart, ParamGroup
 from streamshard.formats.deepspeed.cut import muon_order
 from streamshard.formats.deepspeed.cut.part_cut import cut_model_part, flat_groups
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import known_degrees
-from streamshard.io.entries import resolve
+from streamshard.io.changes import remove_file, write_durably
+from streamshard.io.entries import is_directory, is_file, lexists, resolve
+from streamshard.io.files import target_errors
 from streamshard.layout.bands import Band, Cut, Row, flat_cut, shard_cut, tape_cut
 from streamshard.model import ITEMSIZE, MASTER, ZeroLayout
-from streamshard.operations.inspect.inspect_report import degrees_text
+from streamshard.operations.inspect.inspect_report import FileSummary, degrees_text
 from streamshard.operations.inspect.ownership import sharing_ranks
 from streamshard.operations.native.target_settings import require_allowed, target_settings
 from streamshard.operations.source.source import Source
+from streamshard.operations.transfer.target import partial_of, require_separate
 from streamshard.sizes import counted, show_bytes
+
+_OVERWRITE: Final = Option("overwrite", True)
+
+
+@dataclass(frozen=True, slots=True)
+class PictureFiles:
+    """The pictures to write, and their paths."""
+
+    svg: Path | None
+    html: Path | None
+    overwrite: bool
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """All files to write."""
+        return tuple(path for path in (self.svg, self.html) if path is not None)
+
+    def require_free(self) -> None:
+        """Refuse files that exist, unless they may be replaced."""
+        if len(set(self.paths)) < len(self.paths):
+            raise UsageError(f"{self.svg}: cannot be {Option('svg')} and {Option('html')} at once")
+        for path in self.paths:
+            with target_errors(path):
+                if not is_directory(path.parent):
+                    message = f"{path}: there is no directory {path.parent}; make it first"
+                    raise TargetError(message)
+                if lexists(path) and not self.overwrite:
+                    raise TargetExistsError(f"{path}: exists; use {_OVERWRITE} to replace it")
+                if lexists(path) and not is_file(path):
+                    message = f"{path}: is not a file, so {_OVERWRITE} will not replace it"
+                    raise TargetExistsError(message)
+
+    def draw(
+        self, source: Source, world_size: int | None, zero_stage: int | None
+    ) -> tuple[FileSummary, ...]:
+        """Draw a checkpoint, and how it would be resized; write complete files or none."""
+        for path in self.paths:
+            require_separate(source.path, source.files, path)
+        picture = _picture_of(source, world_size=world_size, zero_stage=zero_stage)
+        made = [(self.svg, svg), (self.html, page)]
+        return tuple(_write(path, draw(picture)) for path, draw in made if path is not None)
+
+
+def _write(path: Path, text: str) -> FileSummary:
+    data = text.encode()
+    with target_errors(path):
+        try:
+            write_durably(path, data, partial_of(path))
+        except BaseException:
+            remove_file(partial_of(path), missing_ok=True)
+            raise
+    return FileSummary(str(path), len(data))
+
 
 T = TypeVar("T")
 
@@ -118,7 +177,7 @@ class _Way:
     """The source that is cut in this way; None for a cut that would be written."""
 
 
-def picture_of(
+def _picture_of(
     source: Source, *, world_size: int | None = None, zero_stage: int | None = None
 ) -> Picture:
     """Compute the content of a picture of a checkpoint.

@@ -71,7 +71,7 @@ def inspect(options: InspectOptions) -> Inspection:
         A picture exists already, or cannot be written.
     """
     # Not at the top: verbs that move bytes import this module, and need no memory for pictures.
-    from streamshard.operations.inspect.picture_files import PictureFiles
+    from streamshard.operations.inspect.cut_picture import PictureFiles
 
     svg, html = (as_path(path) if path else None for path in (options.svg, options.html))
     files = PictureFiles(svg, html, options.overwrite)

@@ -3,17 +3,234 @@
 Nothing here holds tensor data: each storage describes the content that fills it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from streamshard.formats.checkpoint import Checkpoint
+import numpy as np
+
+from streamshard.errors import UnsupportedError
+from streamshard.formats.checkpoint import Checkpoint, ModuleEntry
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.write.module_writer import ModuleWriter
 from streamshard.formats.deepspeed.write.optimizer_writer import OptimizerWriter
 from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
 from streamshard.formats.pickle.inert import Node
+from streamshard.formats.pickle.inert_dump import dump
+from streamshard.formats.torch.torch_tensor import Storage, make_size, make_tensor
 from streamshard.formats.torch.zip_layout import Serialized, serialize
+from streamshard.layout.cutting import Share, shard_segments
+from streamshard.model import MASTER, MODULE, Literal, Whole
+
+
+class ModuleWriter:
+    """Serializes the model file that all ranks share, or that of each rank in stage 3."""
+
+    def __init__(self, target: ZeroTarget) -> None:
+        self._source = target.checkpoint
+        self._model_part = target.model_part
+        self._mp_rank = target.mp_rank
+        self._layout = target.layout
+        self._config = target.config
+        self._module_dtype = target.module_dtype
+        self._flat_groups = target.cut.flat_groups
+        self._sub_groups = target.cut.sub_groups
+        self._index = target.index
+        # DeepSpeed clones a model with experts to save it: shapes become tuples, nothing is shared.
+        self._is_cloned = bool(self._model_part.model_state.get(names.EXPERT_COUNTS))
+        self._shape: Callable[[tuple[int, ...]], Node] = tuple if self._is_cloned else make_size
+        self._entries = {entry.name: entry for entry in self._model_part.module}
+        self._shapes = {
+            t.name: t.shape
+            for t in self._source.tensors
+            if t.state == MASTER and t.model_part == self._model_part.name
+        }
+
+    def file(self, rank: int | None) -> dict[str, Node]:
+        """Build a rank's model file; without a rank, the file that all ranks share."""
+        source = self._model_part.model_state
+        module = self._module(source[names.MODULE_STATE])
+        if self._layout.stage == 0:
+            return self._uncut(module)
+        shapes, fragments = self._frozen(module, rank)
+        given = {names.DS_CONFIG: self._config} if self._is_config_of_engine() else {}
+        state = {
+            # None with pipeline parallelism, where each layer has a separate file.
+            names.MODULE_STATE: None if source[names.MODULE_STATE] is None else module,
+            names.PARAM_SHAPES: None if self._is_stageless() else self._param_shapes(),
+            names.FROZEN_SHAPES: shapes,
+            names.SHARED_PARAMS: self.shared_params(rank),
+            names.FROZEN_FRAGMENTS: fragments,
+            names.DP_WORLD_SIZE: self._layout.world_size,
+        }
+        # Another stage may need entries that an old DeepSpeed did not save for the source's stage.
+        crosses = self._layout.stage != self._source.layout.stage
+        known = {key: value for key, value in state.items() if crosses or key in source}
+        return {**source, **known, **given}
+
+    def _uncut(self, module: Mapping[str, Node]) -> dict[str, Node]:
+        """Build the model file of stage 0, which also holds the optimizer's state."""
+        source = self._model_part.model_state
+        state: dict[str, Node] = {**source, names.DP_WORLD_SIZE: self._layout.world_size}
+        if source[names.MODULE_STATE] is not None:  # it is None with pipeline parallelism
+            state[names.MODULE_STATE] = module
+        if names.DS_CONFIG in source:
+            state[names.DS_CONFIG] = self._config
+        return state
+
+    def _is_config_of_engine(self) -> bool:
+        """Tell whether the file's config is the engine's, and not client state of that name.
+
+        Client state given to `save_checkpoint` replaces DeepSpeed's own entries.
+        """
+        model, optimizer = self._model_part.model_state, self._model_part.optimizer_file
+        if names.DS_CONFIG not in model or names.DS_CONFIG not in optimizer:
+            return names.DS_CONFIG in model
+        both = model[names.DS_CONFIG], optimizer[names.DS_CONFIG]
+        return dump(both[0], _identity) == dump(both[1], _identity)
+
+    def _module(self, held: Node) -> OrderedDict[str, Node]:
+        """Build the module's state dict."""
+        # Not `OrderedDict[…]()`: this sets an attribute on the object, which would be saved too.
+        module: OrderedDict[str, Node] = OrderedDict()
+        vars(module).update(getattr(held, "__dict__", {}))
+        entries = [entry for entry in self._model_part.module if self._is_held(entry)]
+        kept = {e.name: self._module_entry(e, {}) for e in entries if e.kind != "alias"}
+        for entry in entries:
+            own = kept.get(entry.name)
+            module[entry.name] = self._module_entry(entry, kept) if own is None else own
+        return module
+
+    def _is_held(self, entry: ModuleEntry) -> bool:
+        """Tell whether the target's module lists an entry.
+
+        Stage 3 saved only the name of an excluded entry, without values. Other stages cannot load
+        a weight without values, so the entry is left out, like the excluded weight itself.
+        """
+        key = self._model_part.name, MODULE, entry.name
+        return entry.kind != "excluded" or self._layout.stage == 3 or key in self._index
+
+    def shared_params(self, rank: int | None) -> dict[str, str] | None:
+        """Build the list of tied parameters, which only the first of all ranks saves."""
+        if self._is_stageless():
+            return None
+        if rank or self._mp_rank:
+            return {}
+        buffers = {entry.name for entry in self._model_part.module if entry.kind == "buffer"}
+        tied = {
+            entry.name: entry.alias_of
+            for entry in self._model_part.module
+            if entry.alias_of and entry.alias_of not in buffers
+        }
+        listed = self._model_part.model_state.get(names.SHARED_PARAMS) or {}
+        if self._layout.stage == 3:
+            # There the list alone makes a tie: what only begins at one address must not be in it.
+            listed = {name: kept for name, kept in listed.items() if name not in self._entries}
+        return {**tied, **listed}
+
+    def _module_entry(self, entry: ModuleEntry, made: Mapping[str, Node]) -> Node:
+        if entry.kind == "extra":
+            return self._model_part.model_state[names.MODULE_STATE][entry.name]
+        if entry.kind != "buffer" and self._layout.stage == 3:
+            if entry.kind == "loose" and 0 not in entry.shape:
+                message = (
+                    f"parameter '{entry.name}' is trained by no param group; ZeRO-3 would not "
+                    "save it"
+                )
+                raise UnsupportedError(message)
+            return make_tensor(Storage(self._entry_dtype(entry), 0, Literal(b"")), (0,))
+        if entry.kind == "alias":
+            if self._is_cloned:
+                return self._module_entry(self._entries[entry.alias_of], made)
+            return make_tensor(made[entry.alias_of].args[0], entry.shape)
+        numel = 1
+        for length in entry.shape:
+            numel *= length
+        return make_tensor(
+            Storage(self._entry_dtype(entry), numel, self._entry_content(entry)), entry.shape
+        )
+
+    def _entry_dtype(self, entry: ModuleEntry) -> str:
+        """Return the module's dtype for weights, as `module.to(dtype)` has it; else the entry's."""
+        is_weight = entry.kind != "buffer" and entry.dtype == self._source.module_dtype
+        return self._module_dtype if is_weight else entry.dtype
+
+    def _entry_content(self, entry: ModuleEntry) -> Whole:
+        """Use the module's own bits if the checkpoint has them, else a cast of the masters."""
+        kept = self._index.get((self._model_part.name, MODULE, entry.name))
+        if kept is None or (entry.kind == "param" and entry.dtype != self._module_dtype):
+            kept = self._index[self._model_part.name, MASTER, entry.name]
+        return Whole(kept)
+
+    def _is_stageless(self) -> bool:
+        """Tell whether the target trains without a ZeRO stage, as `BF16_Optimizer` can."""
+        held = self._model_part.model_state[names.PARAM_SHAPES]
+        return held is None and self._layout.bf16_optimizer
+
+    def _param_shapes(self) -> list[Node]:
+        if self._layout.stage == 3:
+            units = [
+                self._model_part.groups[s.group].params[s.first : s.stop] for s in self._sub_groups
+            ]
+        else:
+            units = [
+                tuple(group.params[index] for index in flat.order)
+                for group, flat in zip(self._model_part.groups, self._flat_groups, strict=True)
+                if group.expert_rank == 0
+            ]
+        return [OrderedDict((n, self._shape(self._shapes[n])) for n in unit) for unit in units]
+
+    def _frozen(self, module: Mapping[str, Node], rank: int | None) -> tuple[Node, Node]:
+        """Return shapes and fragments of the frozen parameters; stage 1 saves neither."""
+        if self._layout.stage == 1 or self._lacks_frozen():
+            return None, None
+        shapes: OrderedDict[str, Node] = OrderedDict()
+        fragments: OrderedDict[str, Node] = OrderedDict()
+        for entry in self._model_part.module:
+            if entry.kind == "frozen":
+                shapes[entry.name] = self._shape(entry.shape)
+                fragments[entry.name] = self._frozen_fragment(entry, module, rank)
+        return shapes, fragments
+
+    def _lacks_frozen(self) -> bool:
+        """Tell whether frozen weights were left out, by `exclude_frozen_parameters`.
+
+        A loading engine takes any value but None for a dict of all its frozen parameters
+        (`load_module_state_dict`). So None marks weights that were left out. Stage 1 always saves
+        None: there, the module's entries show it. If there never were frozen weights, None is
+        correct as well.
+        """
+        if self._source.layout.stage > 1:
+            return self._model_part.model_state.get(names.FROZEN_SHAPES, {}) is None
+        entries = self._model_part.module
+        return not any(entry.kind == "frozen" and 0 not in entry.shape for entry in entries)
+
+    def _frozen_fragment(
+        self, entry: ModuleEntry, module: Mapping[str, Node], rank: int | None
+    ) -> Node:
+        if rank is None:
+            if self._is_cloned:
+                return self._module_entry(entry, {})
+            return make_tensor(module[entry.name].args[0], entry.shape)
+        number, world_size = (
+            self._index[self._model_part.name, MODULE, entry.name],
+            self._layout.world_size,
+        )
+        tensor = self._source.tensors[number]
+        tensors, numels = np.array([number]), np.array([tensor.numel])
+        share = Share(
+            tensors,
+            tensor.dtype,
+            partial(shard_segments, numels, world_size, tensors=tensors),
+            rank=None,
+        )
+        numel = -(-tensor.numel // world_size)
+        storage = Storage(self._entry_dtype(entry), numel, share)
+        return make_tensor(storage, (numel,))
+
+
+def _identity(node: Node) -> Node | None:
+    return id(node) if isinstance(node, Storage) else None
 
 
 @dataclass(frozen=True, slots=True)
