@@ -1,8 +1,11 @@
-"""Calls to a Dask cluster, and the errors that they end with."""
+"""Calls to a Dask cluster: what is sent, and the errors that they end with."""
 
 import asyncio
+import io
+import pickle
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent import futures
+from pathlib import PosixPath
 from typing import Any, Final
 
 from distributed import KilledWorker
@@ -17,6 +20,22 @@ CallFuture = futures.Future[Any]
 
 _SILENT_SECONDS: Final = 300.0
 """A scheduler that is busy, and alive, answers sooner."""
+
+
+class _AbsolutePathPickler(pickle.Pickler):
+    """Makes paths absolute: workers have other working directories."""
+
+    def reducer_override(self, obj: object) -> Any:  # noqa: ANN401
+        if type(obj) is PosixPath and not obj.is_absolute():
+            return PosixPath, (str(obj.absolute()),)
+        return NotImplemented
+
+
+def serialized(data: object) -> bytes:
+    """Return a job, a toolkit, or what else workers are to know, as bytes."""
+    buffer = io.BytesIO()
+    _AbsolutePathPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(data)
+    return buffer.getvalue()
 
 
 def begin(client: DaskClient, call: Coroutine[Any, Any, Any]) -> CallFuture:

@@ -5,15 +5,12 @@ they are fetched. What is decided here: how many jobs are under way, and which w
 them.
 """
 
-import io
-import pickle
 import secrets
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import PosixPath
 from typing import Any, Final
 
 import dask.config
@@ -25,6 +22,7 @@ from streamshard.cluster.calls import (
     begin,
     cancel,
     readable_error,
+    serialized,
     workers_died,
 )
 from streamshard.cluster.membership import POLL_SECONDS, Membership, most_threads
@@ -50,21 +48,6 @@ class _Submitted:
     call: CallFuture
     """Fetches the result."""
     losses: int
-
-
-class _AbsolutePathPickler(pickle.Pickler):
-    """Makes paths absolute: workers have other working directories."""
-
-    def reducer_override(self, obj: object) -> Any:  # noqa: ANN401
-        if type(obj) is PosixPath and not obj.is_absolute():
-            return PosixPath, (str(obj.absolute()),)
-        return NotImplemented
-
-
-def _serialized(data: object) -> bytes:
-    buffer = io.BytesIO()
-    _AbsolutePathPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(data)
-    return buffer.getvalue()
 
 
 class DaskExecutor:
@@ -121,8 +104,7 @@ class _ClusterRun:
     ) -> None:
         self._client = client
         self._spec = spec
-        kit = (toolkit, _serialized(toolkit))
-        self._members = Membership(client, kit, _serialized(spec))
+        self._members = Membership(client, toolkit, spec)
         self._worker_rate = worker_rate
         self._jobs: dict[int, _Submitted] = {}
         """Number → job that is under way, or whose result was not taken."""
@@ -135,12 +117,12 @@ class _ClusterRun:
         number = 0
         for job in jobs:
             while not self._has_room(is_barrier=job is None):
-                yield from self._finished(is_ordered=is_ordered)
+                yield from self._wait(is_ordered=is_ordered)
             if job is not None:
-                self._submit(number, _serialized(job))
+                self._submit(number, serialized(job))
                 number += 1
         while self._jobs:
-            yield from self._finished(is_ordered=is_ordered)
+            yield from self._wait(is_ordered=is_ordered)
 
     def _has_room(self, *, is_barrier: bool) -> bool:
         """Tell whether another job may be begun now."""
@@ -166,7 +148,7 @@ class _ClusterRun:
             return self._worker_rate
         return min(total / max(1, len(self._members.addresses)), self._worker_rate or total)
 
-    def _finished(self, *, is_ordered: bool) -> Iterator[tuple[int, Outcome]]:
+    def _wait(self, *, is_ordered: bool) -> Iterator[tuple[int, Outcome]]:
         """Wait a little; yields the numbers and the outcomes of jobs that are done."""
         due = dict(islice(self._jobs.items(), 1 if is_ordered else None))
         calls = [*(job.call for job in due.values()), *self._members.proofs.values()]
@@ -175,12 +157,12 @@ class _ClusterRun:
         else:  # no worker may have jobs
             time.sleep(POLL_SECONDS)
         for number, job in due.items():
-            if job.call.done() and (outcome := self._taken(number, job)):
+            if job.call.done() and (outcome := self._take_outcome(number, job)):
                 yield number, outcome
         if self._members.update():
             self._submit_lost_jobs()
 
-    def _taken(self, number: int, job: _Submitted) -> Outcome | None:
+    def _take_outcome(self, number: int, job: _Submitted) -> Outcome | None:
         """Take the outcome of a job; None if its worker must show anew that it may take part."""
         try:
             outcome: Outcome = job.call.result()
@@ -194,12 +176,14 @@ class _ClusterRun:
         return outcome
 
     def _submit_lost_jobs(self) -> None:
-        """Submit jobs again that only workers might have which are gone, if others have come."""
-        if not self._members.usable_workers():
-            return
-        for number, job in list(self._jobs.items()):
-            if job.call.done() or job.workers & self._members.addresses:
-                continue
+        """Submit jobs again that only workers might have which are gone, or silent, or paused."""
+        usable = self._members.usable_workers()
+        lost = [
+            (number, job)
+            for number, job in self._jobs.items()
+            if usable and not job.call.done() and not job.workers & usable.keys()
+        ]
+        for number, job in lost:
             if job.losses == _MOST_LOSSES:
                 raise workers_died(f"job {number}")
             cancel(self._client, [job.future])

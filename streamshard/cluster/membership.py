@@ -11,14 +11,21 @@ from dataclasses import astuple
 from typing import Any, Final
 
 from streamshard.cluster.build import Build
-from streamshard.cluster.calls import CallFuture, DaskClient, begin, readable_error, workers_of
-from streamshard.cluster.worker_run import prove
+from streamshard.cluster.calls import (
+    CallFuture,
+    DaskClient,
+    begin,
+    readable_error,
+    serialized,
+    workers_of,
+)
+from streamshard.cluster.worker_run import RunSpec, prove
 from streamshard.engine.jobs.executor import Toolkit
 from streamshard.errors import ClusterError, MemoryLimitError, StreamshardError
 
 POLL_SECONDS: Final = 0.5
 _PROOF_SECONDS: Final = 60.0
-"""How long a run that may begin waits for all workers to show what they see."""
+"""How long a run waits at first for workers to show what they see."""
 _SILENT_SECONDS: Final = 15.0
 """A worker that the scheduler has not heard of for so long gets nothing to do."""
 _NO_WORKERS_SECONDS: Final = 300.0
@@ -30,27 +37,26 @@ _PROVING_BYTES: Final = 256 << 20
 class Membership:
     """Who takes part in one run.
 
-    `toolkit`: what a process proves that it can use, and its bytes.
-    `spec`: the bytes of the `RunSpec`.
+    `toolkit`: what a process proves that it can use.
     """
 
-    def __init__(
-        self, client: DaskClient, toolkit: tuple[Toolkit[Any], bytes], spec: bytes
-    ) -> None:
+    def __init__(self, client: DaskClient, toolkit: Toolkit[Any], spec: RunSpec) -> None:
         self._client = client
-        self._toolkit, self._kit = toolkit
-        self._spec = spec
-        self._build = astuple(Build.here())
+        self._toolkit = toolkit
+        self._shown = astuple(Build.here()), serialized(spec), serialized(toolkit)
+        """What a process compares with its own."""
         self._workers: dict[str, dict[str, Any]] = {}
         """Address → what the scheduler says of the worker."""
         self._proved: set[str] = set()
         """Addresses whose process may take part."""
         self.proofs: dict[str, CallFuture] = {}
         """Address → call that asks a worker to show what it sees."""
+        self._polled_at = 0.0
+        self._polls = 0
+        """Polls that found workers."""
         self._unusable_polls = 0
         """Polls, one after the other, that found no worker that may have jobs."""
         self._has_begun = False
-        self._created, self._polled_at = time.monotonic(), 0.0
 
     @property
     def addresses(self) -> Set[str]:
@@ -58,25 +64,27 @@ class Membership:
         return self._workers.keys()
 
     def usable_workers(self) -> dict[str, int]:
-        """Return the addresses and threads of the workers that may have jobs now.
-
-        At first there are none until all workers have shown what they see, or are too slow.
-        """
-        answering = self._answering()
-        usable = self._proved & answering
-        if not self._has_begun:
-            is_late = time.monotonic() > self._created + _PROOF_SECONDS
-            self._has_begun = bool(usable) and (is_late or usable == answering)
-        return {one: self._workers[one]["nthreads"] for one in usable if self._has_begun}
+        """Return the addresses and threads of the workers that may have jobs now."""
+        usable = self._proved & self._answering() if self._has_begun else ()
+        return {address: self._workers[address]["nthreads"] for address in usable}
 
     def update(self) -> bool:
-        """Take note of proofs, and now and then of workers; returns whether it did the latter."""
+        """Take note of proofs, and now and then of workers; returns whether it did the latter.
+
+        A run begins when all workers that are there have shown what they see, or are too slow.
+        """
         for address in [address for address, call in self.proofs.items() if call.done()]:
             self._take_proof(address, self.proofs.pop(address))
-        if time.monotonic() < self._polled_at + POLL_SECONDS:
-            return False
-        self._poll()
-        return True
+        is_due = time.monotonic() > self._polled_at + POLL_SECONDS
+        if is_due:
+            self._poll()
+        answering = self._answering()
+        is_late = self._polls * POLL_SECONDS > _PROOF_SECONDS
+        if is_late or answering <= self._proved:
+            self._has_begun |= bool(answering & self._proved)
+        if self._workers and is_late and not self._has_begun:
+            raise self._unusable(_PROOF_SECONDS)
+        return is_due
 
     def ask_again(self, worker: str) -> None:
         """Let a worker show once more that it may take part."""
@@ -93,15 +101,16 @@ class Membership:
         self._proved &= self.addresses
         for address in self.proofs.keys() - self.addresses:
             self.proofs.pop(address).cancel()
-        most = max(1, _PROVING_BYTES // len(self._kit))
+        most = max(1, _PROVING_BYTES // len(self._shown[2]))
         for address in sorted(self.addresses - self._proved - self.proofs.keys()):
             if len(self.proofs) < most:
-                arguments = prove, self._build, self._spec, self._kit
-                call = self._client.run(*arguments, workers=[address], asynchronous=True)
+                options = {"workers": [address], "asynchronous": True}
+                call = self._client.run(prove, *self._shown, **options)
                 self.proofs[address] = begin(self._client, call)
         self._unusable_polls = 0 if self.usable_workers() else self._unusable_polls + 1
         if self._unusable_polls * POLL_SECONDS > _NO_WORKERS_SECONDS:
-            raise self._unusable()
+            raise self._unusable(_NO_WORKERS_SECONDS)
+        self._polls += bool(self._workers)
         self._polled_at = time.monotonic()
 
     def _take_proof(self, address: str, call: CallFuture) -> None:
@@ -127,14 +136,14 @@ class Membership:
             if one["last_seen"] > heard - _SILENT_SECONDS and one["status"] == "running"
         }
 
-    def _unusable(self) -> StreamshardError:
+    def _unusable(self, seconds: float) -> StreamshardError:
         """Return the error for a cluster that stays without workers that may have jobs."""
         if not self._workers:
             return no_workers(self._client)
         address, one = min(self._workers.items())
         if one["status"] == "paused":
             return MemoryLimitError(f"worker {address}: is paused by Dask, as its memory is full")
-        message = f"worker {address}: has not answered for {_NO_WORKERS_SECONDS:.0f} seconds"
+        message = f"worker {address}: has not answered for {seconds:.0f} seconds"
         return ClusterError(f"{message}; is it busy, does it die, or does its file system hang?")
 
 

@@ -207,9 +207,11 @@ class WorkerRun(WorkerPlugin):
         Nobody says that a run is over: who leads it may have been killed. If it goes on after all,
         the process shows once more that it sees the same files.
         """
+        if self._over.is_set():
+            return
         if self._stops or time.monotonic() < self._used_at + _IDLE_SECONDS:
             worker.loop.call_later(_POLL_SECONDS, self._end_when_idle, worker)
-        elif not self._over.is_set():
+        else:
             worker.loop.add_callback(worker.plugin_remove, self._spec.token)
 
 

@@ -1,11 +1,13 @@
 """What an executor promises of its jobs, however workers and their leader fare."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 from distributed import Client
 
+from streamshard.cluster import membership
 from streamshard.cluster.dask_executor import DaskExecutor
 from streamshard.engine.jobs.executor import Host
 from streamshard.errors import ClusterError
@@ -52,6 +55,15 @@ class Witness:
             (self.place / f"death.{deaths}").touch()
             os._exit(1)
         return deaths
+
+    def freeze(self) -> str:
+        """Stop the process as `kill -STOP` does, once."""
+        try:
+            (self.place / "begun").touch(exist_ok=False)
+        except FileExistsError:
+            return "done by another"
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return "woken up"
 
     def hang(self) -> None:
         """Work until it is stopped."""
@@ -129,6 +141,34 @@ def test_a_job_is_done_again_when_all_workers_that_might_have_it_are_gone(tmp_pa
     with started(1) as client:
         found = list(results(client, tmp_path, [partial(Witness.die, times=2)]))
     assert found == [(0, 2)]
+
+
+def test_a_job_goes_to_a_worker_that_came_later_if_its_own_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership, "_SILENT_SECONDS", 2.0)
+    with started(1) as client, ThreadPoolExecutor() as pool:
+        found = pool.submit(list, results(client, tmp_path, [Witness.freeze]))
+        wait_for(tmp_path / "begun")
+        untyped: Any = client
+        untyped.cluster.scale(2)
+        assert found.result() == [(0, "done by another")]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_that_hang_are_waited_for_only_for_so_long(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership, "_PROOF_SECONDS", 2.0)
+    with started(workers) as client:
+        untyped: Any = client
+        os.kill(next(iter(untyped.cluster.workers.values())).pid, signal.SIGSTOP)
+        found = results(client, tmp_path, numbers(3))
+        if workers == 1:
+            with pytest.raises(ClusterError, match="has not answered for 2 seconds"):
+                next(found)
+        else:
+            assert sorted(found) == [(number, number) for number in range(3)]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
