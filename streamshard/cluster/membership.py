@@ -139,7 +139,7 @@ class Membership:
     def _unusable(self, seconds: float) -> StreamshardError:
         """Return the error for a cluster that stays without workers that may have jobs."""
         if not self._workers:
-            return no_workers(self._client)
+            return _no_workers(self._client)
         address, one = min(self._workers.items())
         if one["status"] == "paused":
             return MemoryLimitError(f"worker {address}: is paused by Dask, as its memory is full")
@@ -152,12 +152,12 @@ def most_threads(client: DaskClient) -> int:
     end = time.monotonic() + _NO_WORKERS_SECONDS
     while not (found := workers_of(client)):
         if time.monotonic() > end:
-            raise no_workers(client)
+            raise _no_workers(client)
         time.sleep(POLL_SECONDS)
     return max(int(one["nthreads"]) for one in found.values())
 
 
-def no_workers(client: DaskClient) -> ClusterError:
+def _no_workers(client: DaskClient) -> ClusterError:
     """Return the error for a cluster that stays without workers."""
     what = f"the cluster has had no workers for {_NO_WORKERS_SECONDS:.0f} seconds"
     return ClusterError(f"{client.scheduler.address}: {what}")
