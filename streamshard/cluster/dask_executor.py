@@ -1,81 +1,53 @@
 """Runs jobs on the workers of a Dask cluster.
 
-Dask gives calls to workers, gives those of a lost worker to another one, and keeps results until
-they are fetched. What is decided here: how many jobs are under way; that a job which takes much
-longer than others is given to a second worker too; and when to give up.
+Dask gives jobs to workers, gives those of a lost worker to another one, and keeps results until
+they are fetched. What is decided here: how many jobs are under way, and which workers may have
+them.
 """
 
-import io
-import pickle
 import secrets
-import statistics
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Set
-from dataclasses import dataclass, field
-from pathlib import PosixPath
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Final
 
-from distributed import KilledWorker
+import dask.config
 
 from streamshard.cluster.calls import (
     CallFuture,
-    Calls,
     DaskClient,
-    Event,
-    asked,
-    is_cancelled,
-    lost,
+    DaskFuture,
+    begin,
+    cancel,
+    readable_error,
+    serialized,
+    workers_died,
 )
-from streamshard.cluster.membership import Membership, most_threads, readable_error
+from streamshard.cluster.membership import POLL_SECONDS, Membership, most_threads
 from streamshard.cluster.worker_rate import WorkerRate
 from streamshard.cluster.worker_run import Outcome, RunSpec, UnknownRunError, perform
 from streamshard.engine.jobs.executor import Job, R, T, Toolkit, rate_limit
-from streamshard.errors import ClusterError
-from streamshard.io.retry import StoppedError
 from streamshard.io.throttle import without_throttle
 
 _MOST_LOSSES: Final = 3
-"""How often a job is tried again after Dask has given it up, because its workers died."""
-_SLOW_SECONDS: Final = 15.0
-_SLOW_FACTOR: Final = 4
-"""A job is given to a second worker when it takes longer than these seconds, and longer than this
-multiple of what jobs usually take."""
+"""How often a job is submitted again because all workers that might have it are gone."""
+_LARGE_GRAPHS: Final = {"distributed.admin.large-graph-warning-threshold": "1 TiB"}
+"""A job may be large: a checkpoint's training state is sent with the file that it is for."""
 
 
-@dataclass(eq=False, slots=True)
-class _Try:
-    """A call for a job; one of the workers that it may go to carries it out."""
-
-    future: CallFuture
-    workers: frozenset[str]
-    began: float
-
-
-@dataclass(eq=False, slots=True)
-class _Task:
+@dataclass(frozen=True, slots=True)
+class _Submitted:
     """A job that is under way."""
 
-    number: int
     blob: bytes
-    losses: int = 0
-    tries: list[_Try] = field(default_factory=list)
-    """More than one if a worker is slow."""
-
-
-class _AbsolutePathPickler(pickle.Pickler):
-    """Makes paths absolute: workers have other working directories."""
-
-    def reducer_override(self, obj: object) -> Any:  # noqa: ANN401
-        if type(obj) is PosixPath and not obj.is_absolute():
-            return PosixPath, (str(obj.absolute()),)
-        return NotImplemented
-
-
-def _serialized(data: object) -> bytes:
-    buffer = io.BytesIO()
-    _AbsolutePathPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(data)
-    return buffer.getvalue()
+    workers: frozenset[str]
+    """One of these carries it out."""
+    future: DaskFuture
+    call: CallFuture
+    """Fetches the result."""
+    losses: int
 
 
 class DaskExecutor:
@@ -110,10 +82,13 @@ class DaskExecutor:
         needed_bytes: int = 0,
     ) -> Generator[tuple[int, R], None, None]:
         """Run all jobs; see `Executor`."""
-        spec = RunSpec(secrets.token_hex(8), self._name, workers, needed_bytes)
-        run = _ClusterRun(self._client, toolkit, spec, self._worker_rate, self.rates)
+        token = f"streamshard-{secrets.token_hex(8)}"
+        spec = RunSpec(token, self._name, workers, needed_bytes)
+        run = _ClusterRun(self._client, toolkit, spec, self._worker_rate)
         try:
             for number, outcome in run.outcomes(jobs, is_ordered=is_ordered):
+                rate = self.rates.setdefault(outcome.worker, WorkerRate())
+                rate.add(outcome.nbytes, outcome.seconds)
                 with without_throttle():
                     progress(outcome.nbytes)
                 yield number, outcome.result
@@ -125,62 +100,46 @@ class _ClusterRun:
     """One run on a cluster. All of it happens in the thread that takes the results."""
 
     def __init__(
-        self,
-        client: DaskClient,
-        toolkit: Toolkit[Any],
-        spec: RunSpec,
-        worker_rate: int | None,
-        rates: dict[str, WorkerRate],
+        self, client: DaskClient, toolkit: Toolkit[Any], spec: RunSpec, worker_rate: int | None
     ) -> None:
+        self._client = client
         self._spec = spec
-        self._calls = Calls(client, spec.token)
-        kit = (toolkit, _serialized(toolkit))
-        self._members = Membership(self._calls, kit, _serialized(spec))
+        self._members = Membership(client, toolkit, spec)
         self._worker_rate = worker_rate
-        self._rates = rates
-        self._tasks: set[_Task] = set()
-        self._usual: deque[float] = deque(maxlen=64)
-        """Seconds that the last jobs took."""
+        self._jobs: dict[int, _Submitted] = {}
+        """Number → job that is under way, or whose result was not taken."""
 
     def outcomes(
         self, jobs: Iterable[Job[Any, Any] | None], *, is_ordered: bool
     ) -> Iterator[tuple[int, Outcome]]:
         """Yield the number and the outcome of each job."""
-        while not self._members.may_begin():
-            self._next()
-        left = _numbered(jobs)
-        ready: dict[int, Outcome] = {}
-        due, waiting = 0, next(left, None)
-        while waiting is not None or self._tasks:
-            while waiting is not None and self._has_room(len(ready), is_barrier=waiting[2]):
-                self._submit(_Task(waiting[0], waiting[1]))
-                waiting = next(left, None)
-            found = self._next()
-            if found is not None:
-                ready[found[0]] = found[1]
-            if not is_ordered:
-                yield from ready.items()
-                ready.clear()
-            while due in ready:
-                yield due, ready.pop(due)
-                due += 1
+        self._members.update()
+        number = 0
+        for job in jobs:
+            while not self._has_room(is_barrier=job is None):
+                yield from self._wait(is_ordered=is_ordered)
+            if job is not None:
+                self._submit(number, serialized(job))
+                number += 1
+        while self._jobs:
+            yield from self._wait(is_ordered=is_ordered)
 
-    def _has_room(self, held: int, *, is_barrier: bool) -> bool:
+    def _has_room(self, *, is_barrier: bool) -> bool:
         """Tell whether another job may be begun now."""
-        workers = self._members.fit()
-        if is_barrier or not workers:
-            return bool(workers) and not self._tasks
-        most = self._spec.workers
-        room = sum(min(self._members.threads_of(one), most) + 1 for one in workers)
-        return len(self._tasks) + held < room
+        if is_barrier:
+            return not self._jobs
+        threads = self._members.usable_workers().values()
+        return len(self._jobs) < sum(min(count, self._spec.workers) + 1 for count in threads)
 
-    def _submit(self, task: _Task, workers: Set[str] | None = None) -> None:
-        """Give a job to one of these workers: by default of all that may have jobs."""
-        fit = frozenset(self._members.fit() if workers is None else workers)
-        arguments = (self._spec.token, task.blob, self._share())
-        future = self._calls.begin(task, perform, *arguments, workers=fit)
-        task.tries.append(_Try(future, fit, time.monotonic()))
-        self._tasks.add(task)
+    def _submit(self, number: int, blob: bytes, losses: int = 0) -> None:
+        """Give a job to one of the workers that may have jobs."""
+        workers = frozenset(self._members.usable_workers())
+        arguments = perform, self._spec.token, blob, self._share()
+        key = f"{self._spec.token}-{number}-{losses}"
+        with dask.config.set(_LARGE_GRAPHS):
+            future = self._client.submit(*arguments, key=key, workers=sorted(workers))
+        call = begin(self._client, self._client.gather(future, asynchronous=True))
+        self._jobs[number] = _Submitted(blob, workers, future, call, losses)
 
     def _share(self) -> float | None:
         """Return how many bytes a second each worker may process now, whoever there is."""
@@ -189,98 +148,49 @@ class _ClusterRun:
             return self._worker_rate
         return min(total / max(1, len(self._members.addresses)), self._worker_rate or total)
 
-    def _next(self) -> tuple[int, Outcome] | None:
-        """Wait for something to happen; returns the outcome of a job if it is that."""
-        event = self._calls.next()
-        if isinstance(event.subject, _Task):
-            return self._take_try(event.subject, event)
-        if event.subject is None:
-            self._members.take_poll(event.found)
-            self._replace_lost()
-            self._help_slow_ones()
-        else:
-            self._members.take_proof(event)
-        return None
+    def _wait(self, *, is_ordered: bool) -> Iterator[tuple[int, Outcome]]:
+        """Wait a little; yields the numbers and the outcomes of jobs that are done."""
+        due = dict(islice(self._jobs.items(), 1 if is_ordered else None))
+        calls = [*(job.call for job in due.values()), *self._members.proofs.values()]
+        if calls:
+            wait(calls, POLL_SECONDS, FIRST_COMPLETED)
+        else:  # no worker may have jobs
+            time.sleep(POLL_SECONDS)
+        for number, job in due.items():
+            if job.call.done() and (outcome := self._take_outcome(number, job)):
+                yield number, outcome
+        if self._members.update():
+            self._submit_lost_jobs()
 
-    def _take_try(self, task: _Task, event: Event) -> tuple[int, Outcome] | None:
-        one = next((one for one in task.tries if one.future is event.future), None)
-        if one is None:
-            return None  # another try was faster, or this one was taken back
-        task.tries.remove(one)
-        found = event.found
-        if not isinstance(found, Outcome):
-            self._require_bearable(found)
-            if not task.tries:
-                self._try_again(task, found)
+    def _take_outcome(self, number: int, job: _Submitted) -> Outcome | None:
+        """Take the outcome of a job; None if its worker must show anew that it may take part."""
+        try:
+            outcome: Outcome = job.call.result()
+        except UnknownRunError as error:
+            self._members.ask_again(str(error))
+            self._jobs[number] = replace(job, workers=frozenset(), call=Future())
             return None
-        self._members.accept(found)
-        self._calls.take_back(other.future for other in task.tries)
-        task.tries.clear()  # what comes of them does not count any more
-        self._tasks.discard(task)
-        self._usual.append(found.seconds)
-        self._rates.setdefault(found.worker, WorkerRate()).add(found.nbytes, found.seconds)
-        return task.number, found
+        except Exception as error:
+            raise readable_error(error) from error.__cause__
+        del self._jobs[number]
+        return outcome
 
-    def _require_bearable(self, error: BaseException) -> None:
-        """Raise any error but the loss of a worker, or of what it held."""
-        if isinstance(error, (KilledWorker, StoppedError)):
-            return
-        if isinstance(error, UnknownRunError):
-            self._members.begin_anew()
-        elif not is_cancelled(error):
-            raise readable_error(error)
-        elif self._calls.client.status != "running":
-            raise lost("the connection to the cluster's scheduler is lost") from error
-
-    def _try_again(self, task: _Task, error: BaseException) -> None:
-        """Give a job once more whose worker was lost."""
-        task.losses += 1
-        if task.losses > _MOST_LOSSES:
-            message = "all workers that were given one of the jobs died, or stopped it"
-            raise ClusterError(f"{message}. Did they run out of memory? ({error})") from error
-        if self._members.fit():
-            self._submit(task)  # else the next poll that finds a worker does
-
-    def _replace_lost(self) -> None:
-        """Give jobs to others that only workers had which are not there any more."""
-        for task in self._tasks:
-            gone = [one for one in task.tries if not one.workers & self._members.addresses]
-            for one in gone:
-                task.tries.remove(one)
-                self._calls.take_back([one.future])
-            if not task.tries and self._members.fit():
-                self._submit(task)
-
-    def _help_slow_ones(self) -> None:
-        """Give jobs that take too long, or whose worker is silent, to a second worker."""
-        usual = statistics.median(self._usual) if self._usual else 0.0
-        late = time.monotonic() - max(_SLOW_SECONDS, _SLOW_FACTOR * usual)
-        slow = [task for task in self._tasks if task.tries and task.tries[-1].began < late]
-        fit = self._members.fit()
-        if not slow or not fit:
-            return
-        client = self._calls.client
-        running: dict[str, list[str]] = asked(client, client.scheduler.processing)
-        where = {key: worker for worker, keys in running.items() for key in keys}
-        for task in slow:
-            others = fit - {where.get(one.future.key, "") for one in task.tries}
-            if others:
-                self._submit(task, others)
+    def _submit_lost_jobs(self) -> None:
+        """Submit jobs again that only workers might have which are gone, or silent, or paused."""
+        usable = self._members.usable_workers()
+        lost = [
+            (number, job)
+            for number, job in self._jobs.items()
+            if usable and not job.call.done() and not job.workers & usable.keys()
+        ]
+        for number, job in lost:
+            if job.losses == _MOST_LOSSES:
+                raise workers_died(f"job {number}")
+            cancel(self._client, [job.future])
+            self._submit(number, job.blob, job.losses + 1)
 
     def close(self) -> None:
         """Take back all that is under way."""
-        self._calls.close()
         self._members.close()
-        self._calls.take_back(one.future for task in self._tasks for one in task.tries)
-        self._tasks.clear()
-
-
-def _numbered(jobs: Iterable[Job[Any, Any] | None]) -> Iterator[tuple[int, bytes, bool]]:
-    """Yield the number of each job, the job as bytes, and whether it waits for those before it."""
-    number, is_barrier = 0, False
-    for job in jobs:
-        if job is None:
-            is_barrier = True
-            continue
-        yield number, _serialized(job), is_barrier
-        number, is_barrier = number + 1, False
+        cancel(self._client, (job.future for job in self._jobs.values()))
+        self._jobs.clear()

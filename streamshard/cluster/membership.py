@@ -4,200 +4,160 @@ A worker gets a job once its process has shown that it runs the same program and
 files as the process that leads the run.
 """
 
-import pkgutil
 import time
 from collections.abc import Set
-from dataclasses import astuple, dataclass
-from itertools import count
+from concurrent.futures import CancelledError
+from dataclasses import astuple
 from typing import Any, Final
-
-from distributed import KilledWorker
 
 from streamshard.cluster.build import Build
 from streamshard.cluster.calls import (
-    POLL_SECONDS,
     CallFuture,
-    Calls,
     DaskClient,
-    Event,
-    asked,
-    is_cancelled,
+    begin,
+    readable_error,
+    serialized,
+    workers_of,
 )
-from streamshard.cluster.worker_run import Outcome, prove
+from streamshard.cluster.worker_run import RunSpec, prove
 from streamshard.engine.jobs.executor import Toolkit
-from streamshard.errors import ClusterError, MemoryLimitError, StreamshardError, UsageError
+from streamshard.errors import ClusterError, MemoryLimitError, StreamshardError
 
+POLL_SECONDS: Final = 0.5
 _PROOF_SECONDS: Final = 60.0
-"""How long a run waits at first for workers that do not answer; they get nothing to do then."""
+"""How long a run waits at first for workers to show what they see."""
 _SILENT_SECONDS: Final = 15.0
 """A worker that the scheduler has not heard of for so long gets nothing to do."""
 _NO_WORKERS_SECONDS: Final = 300.0
-"""How long a run waits while there are no workers: a queue or an autoscaler may bring some."""
+"""How long a run waits while no worker may have jobs: a queue or an autoscaler may bring some."""
 _PROVING_BYTES: Final = 256 << 20
 """Toolkits that are on their way to workers at a time."""
-_MOST_DEATHS: Final = 3
-"""How many workers may die before one has proved that it may take part."""
-
-
-@dataclass(slots=True)
-class _Member:
-    """A worker that is there."""
-
-    threads: int
-    is_paused: bool
-    """Whether Dask gives it nothing to do, because its memory is full."""
-    last_seen: float
-    """When the scheduler heard of it, by the scheduler's clock."""
-    heard_at: float
-    """When that changed, by the clock here."""
 
 
 class Membership:
     """Who takes part in one run.
 
-    `calls`: what reaches the workers.
-    `toolkit`: what a process proves that it can use, and its bytes.
+    `toolkit`: what a process proves that it can use.
     """
 
-    def __init__(self, calls: Calls, toolkit: tuple[Toolkit[Any], bytes], spec: bytes) -> None:
-        self._calls = calls
-        self._toolkit, self._kit = toolkit
-        self._spec = spec
-        self._build = astuple(Build.here())
-        self._deaths = count(1)
-        self._members: dict[str, _Member] = {}
-        self._proving: dict[str, CallFuture] = {}
+    def __init__(self, client: DaskClient, toolkit: Toolkit[Any], spec: RunSpec) -> None:
+        self._client = client
+        self._toolkit = toolkit
+        self._shown = astuple(Build.here()), serialized(spec), serialized(toolkit)
+        """What a process compares with its own."""
+        self._workers: dict[str, dict[str, Any]] = {}
+        """Address → what the scheduler says of the worker."""
         self._proved: set[str] = set()
         """Addresses whose process may take part."""
-        self._accepted: set[str] = set()
-        """Processes whose evidence was seen here."""
-        self._began = self._seen_workers = time.monotonic()
+        self.proofs: dict[str, CallFuture] = {}
+        """Address → call that asks a worker to show what it sees."""
+        self._polled_at = 0.0
+        self._polls = 0
+        """Polls that found workers."""
+        self._unusable_polls = 0
+        """Polls, one after the other, that found no worker that may have jobs."""
+        self._has_begun = False
 
     @property
     def addresses(self) -> Set[str]:
         """Addresses of all workers that are there."""
-        return self._members.keys()
+        return self._workers.keys()
 
-    def may_begin(self) -> bool:
-        """Tell whether all workers that are there have shown what they see, or are too slow."""
-        is_late = time.monotonic() > self._began + _PROOF_SECONDS
-        if is_late and not self._proved and self._members:
-            address, one = next(iter(self._members.items()))
-            if one.is_paused:
-                message = f"worker {address}: is paused by Dask, as its memory is full"
-                raise MemoryLimitError(message)
-            message = f"worker {address}: has not answered for {_PROOF_SECONDS:.0f} seconds"
-            raise ClusterError(f"{message}; is it busy, or does its file system hang?")
-        return bool(self._proved) and (is_late or self._alive() <= self._proved)
+    def usable_workers(self) -> dict[str, int]:
+        """Return the addresses and threads of the workers that may have jobs now."""
+        usable = self._proved & self._answering() if self._has_begun else ()
+        return {address: self._workers[address]["nthreads"] for address in usable}
 
-    def fit(self) -> set[str]:
-        """Return the addresses of the workers that may have jobs now."""
-        return self._proved & self._alive()
+    def update(self) -> bool:
+        """Take note of proofs, and now and then of workers; returns whether it did the latter.
 
-    def threads_of(self, address: str) -> int:
-        """Return how many threads a worker has."""
-        return self._members[address].threads
+        A run begins when all workers that are there have shown what they see, or are too slow.
+        """
+        for address in [address for address, call in self.proofs.items() if call.done()]:
+            self._take_proof(address, self.proofs.pop(address))
+        is_due = time.monotonic() > self._polled_at + POLL_SECONDS
+        if is_due:
+            self._poll()
+        answering = self._answering()
+        is_late = self._polls * POLL_SECONDS > _PROOF_SECONDS
+        if is_late or answering <= self._proved:
+            self._has_begun |= bool(answering & self._proved)
+        if self._workers and is_late and not self._has_begun:
+            raise self._unusable(_PROOF_SECONDS)
+        return is_due
 
-    def accept(self, outcome: Outcome) -> None:
-        """Check what a process has shown, before anything that it did counts."""
-        if outcome.process in self._accepted:
-            return
-        try:
-            self._toolkit.accept(outcome.evidence)
-        except StreamshardError as error:
-            error.add_note(f"on worker {outcome.worker}")
-            raise
-        self._accepted.add(outcome.process)
-
-    def take_poll(self, found: Any) -> None:  # noqa: ANN401
-        """Take note of what the scheduler says of its workers; new ones begin their proof."""
-        self._members = self._heard(found["workers"])
-        now = time.monotonic()
-        if self._members:
-            self._seen_workers = now
-        elif now > self._seen_workers + _NO_WORKERS_SECONDS:
-            raise _no_workers(found["address"])
-        self._proved &= self.addresses
-        for address in self._proving.keys() - self.addresses:
-            self._calls.take_back([self._proving.pop(address)])
-        most = max(1, _PROVING_BYTES // len(self._kit))
-        for address in sorted(self.addresses - self._proved - self._proving.keys()):
-            if len(self._proving) < most:
-                # Dask ends a worker that cannot import a call's function, without a word. So the
-                # first call only imports it, by a function that Python itself has.
-                name = f"{prove.__module__}:{prove.__qualname__}"
-                self._begin(address, pkgutil.resolve_name, name)
-
-    def take_proof(self, event: Event) -> None:
-        """Take note of what a worker has shown."""
-        address, found = event.subject, event.found
-        if self._proving.get(address) is not event.future:
-            return
-        del self._proving[address]
-        if found is prove:
-            self._begin(address, prove, self._build, self._spec, self._kit)
-        elif isinstance(found, Outcome):
-            self.accept(found)
-            self._proved.add(address)
-        elif not (isinstance(found, KilledWorker) or is_cancelled(found)):
-            raise readable_error(found, f"worker {address}")
-        elif not self._proved and (deaths := next(self._deaths)) > _MOST_DEATHS:
-            message = f"{deaths} workers died before they had proved that they may take part"
-            raise ClusterError(f"{message} ({found})")
-
-    def begin_anew(self) -> None:
-        """Let each worker show once more that it may take part."""
-        self._proved.clear()
+    def ask_again(self, worker: str) -> None:
+        """Let a worker show once more that it may take part."""
+        self._proved.discard(worker)
 
     def close(self) -> None:
-        """Take all proofs back that are under way."""
-        self._calls.take_back(self._proving.values())
-        self._proving.clear()
+        """Wait for no proof any more."""
+        for call in self.proofs.values():
+            call.cancel()
 
-    def _alive(self) -> set[str]:
-        """Return the addresses of workers that are heard of."""
-        late = time.monotonic() - _SILENT_SECONDS
-        members = self._members.items()
-        return {address for address, one in members if one.heard_at > late and not one.is_paused}
+    def _poll(self) -> None:
+        """Take note of what the scheduler says of its workers; new ones begin their proof."""
+        self._workers = workers_of(self._client)
+        self._proved &= self.addresses
+        for address in self.proofs.keys() - self.addresses:
+            self.proofs.pop(address).cancel()
+        most = max(1, _PROVING_BYTES // len(self._shown[2]))
+        for address in sorted(self.addresses - self._proved - self.proofs.keys()):
+            if len(self.proofs) < most:
+                options = {"workers": [address], "asynchronous": True}
+                call = self._client.run(prove, *self._shown, **options)
+                self.proofs[address] = begin(self._client, call)
+        self._unusable_polls = 0 if self.usable_workers() else self._unusable_polls + 1
+        if self._unusable_polls * POLL_SECONDS > _NO_WORKERS_SECONDS:
+            raise self._unusable(_NO_WORKERS_SECONDS)
+        self._polls += bool(self._workers)
+        self._polled_at = time.monotonic()
 
-    def _heard(self, workers: Any) -> dict[str, _Member]:  # noqa: ANN401
-        now = time.monotonic()
-        members = {}
-        for address, worker in workers.items():
-            known, last_seen = self._members.get(address), worker["last_seen"]
-            is_new = known is None or known.last_seen != last_seen
-            heard_at = now if known is None or is_new else known.heard_at
-            is_paused = worker["status"] == "paused"
-            members[address] = _Member(worker["nthreads"], is_paused, last_seen, heard_at)
-        return members
+    def _take_proof(self, address: str, call: CallFuture) -> None:
+        """Check what a worker has shown, before it gets any job."""
+        try:
+            self._toolkit.accept(call.result()[address])
+        except (OSError, CancelledError):
+            return  # it was lost, or is asked once more
+        except StreamshardError as error:
+            if address not in str(error):
+                error.add_note(f"on worker {address}")
+            raise
+        except Exception as error:
+            raise readable_error(error, f"worker {address}") from error.__cause__
+        self._proved.add(address)
 
-    def _begin(self, address: str, function: Any, *arguments: object) -> None:  # noqa: ANN401
-        future = self._calls.begin(address, function, *arguments, workers=[address], priority=1)
-        self._proving[address] = future
+    def _answering(self) -> set[str]:
+        """Return the addresses of workers that the scheduler hears of, and gives jobs to."""
+        heard = max((one["last_seen"] for one in self._workers.values()), default=0.0)
+        return {
+            address
+            for address, one in self._workers.items()
+            if one["last_seen"] > heard - _SILENT_SECONDS and one["status"] == "running"
+        }
+
+    def _unusable(self, seconds: float) -> StreamshardError:
+        """Return the error for a cluster that stays without workers that may have jobs."""
+        if not self._workers:
+            return _no_workers(self._client)
+        address, one = min(self._workers.items())
+        if one["status"] == "paused":
+            return MemoryLimitError(f"worker {address}: is paused by Dask, as its memory is full")
+        message = f"worker {address}: has not answered for {seconds:.0f} seconds"
+        return ClusterError(f"{message}; is it busy, does it die, or does its file system hang?")
 
 
 def most_threads(client: DaskClient) -> int:
     """Return the threads of the largest worker; waits until there is one."""
     end = time.monotonic() + _NO_WORKERS_SECONDS
-    while not (found := asked(client, client.scheduler.ncores)):
+    while not (found := workers_of(client)):
         if time.monotonic() > end:
-            raise _no_workers(client.scheduler.address)
+            raise _no_workers(client)
         time.sleep(POLL_SECONDS)
-    return int(max(found.values()))
+    return max(int(one["nthreads"]) for one in found.values())
 
 
-def readable_error(error: BaseException, worker: str = "a worker") -> BaseException:
-    """Return the error to raise for one that a worker or the scheduler met."""
-    if isinstance(error, (ImportError, AttributeError)) and "streamshard" in str(error):
-        return UsageError(f"{worker}: has no streamshard, or another version of it ({error})")
-    if isinstance(error, RuntimeError) and "deserialization" in str(error):
-        message = "the scheduler has no streamshard, or another version of it, or of Dask"
-        return UsageError(f"{message} ({error.__cause__ or error})")
-    return error
-
-
-def _no_workers(address: str) -> ClusterError:
+def _no_workers(client: DaskClient) -> ClusterError:
     """Return the error for a cluster that stays without workers."""
-    return ClusterError(
-        f"{address}: the cluster has had no workers for {_NO_WORKERS_SECONDS:.0f} seconds"
-    )
+    what = f"the cluster has had no workers for {_NO_WORKERS_SECONDS:.0f} seconds"
+    return ClusterError(f"{client.scheduler.address}: {what}")

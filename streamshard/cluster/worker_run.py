@@ -1,30 +1,32 @@
 """The part of a run that is carried out in a process of a cluster.
 
-Each thread of the process has tools of its own, which it keeps from one task to the next. The
-first task of a run finds out whether the process may take part in it at all.
+A plugin of Dask's worker has the tools of each thread, which are kept from one job to the next. It
+is added once the process has shown that it may take part in the run.
 """
 
+import asyncio
 import pickle
-import secrets
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final
 
-from distributed import Worker, get_worker
+from distributed import Reschedule, Worker, WorkerPlugin, get_worker
 
 from streamshard.cluster.build import Build
 from streamshard.engine.jobs.executor import Host, Toolkit, Tools
 from streamshard.engine.run import resident_memory
 from streamshard.errors import MemoryLimitError, UsageError
-from streamshard.io.retry import FROM_OUTSIDE, ignored
+from streamshard.io.retry import FROM_OUTSIDE, StoppedError, ignored
 from streamshard.io.throttle import Throttle
 
 _IDLE_SECONDS: Final = 60.0
 """How long tools are kept that are not used."""
-_POLL_SECONDS: Final = 0.2
+_POLL_SECONDS: Final = 1.0
+_STOP_SECONDS: Final = 10.0
+"""How long a process that ends waits for a job; one that hangs keeps its tools."""
 _MOST_OF_LIMIT: Final = 0.8
 """Part of a worker's memory limit at which Dask stops to give it tasks."""
 _MIB: Final = 1 << 20
@@ -35,6 +37,7 @@ class RunSpec:
     """What each process has to know of a run, besides the toolkit."""
 
     token: str
+    """Name of the plugin."""
     leader: str
     """Who leads it: one run after the other."""
     workers: int
@@ -44,43 +47,43 @@ class RunSpec:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a task returns."""
+    """What a job returns."""
 
     result: Any
-    process: str
-    """Identifies the process."""
     worker: str
-    """Its address."""
-    evidence: str
-    """What the toolkit's `prove` returned there."""
-    nbytes: int = 0
+    """Address of the worker that did it."""
+    nbytes: int
     """Bytes that were processed."""
-    seconds: float = 0.0
+    seconds: float
 
 
 class UnknownRunError(Exception):
-    """This process does not know the run, or has put its tools away meanwhile."""
+    """The worker of this address does not know the run, or has put its tools away meanwhile."""
 
 
-def prove(build: tuple[str, str, str, int], spec_blob: bytes, toolkit: bytes) -> Outcome:
-    """Find out whether this process may take part in a run, and prepare for it.
+async def prove(
+    build: tuple[str, str, str, int], spec_blob: bytes, toolkit: bytes, dask_worker: Worker
+) -> str:
+    """Show that this process may take part in a run, and prepare for it; returns the evidence.
 
     `build`: the fields of the `Build` of who leads the run. All else is read once that is the same.
     """
-    worker = get_worker()
-    differences = list(Build.here().differences(Build(*build)))
+    here = await asyncio.to_thread(Build.here)
+    differences = list(here.differences(Build(*build)))
     if differences:
-        raise UsageError(f"worker {worker.address}: {'; '.join(differences)}")
+        raise UsageError(f"worker {dask_worker.address}: {'; '.join(differences)}")
     spec: RunSpec = pickle.loads(spec_blob)  # noqa: S301
-    with _LOCK:
-        run = _RUNS.get(spec.token)
-        if run is None:
-            _close_idle(lambda other: other.spec.leader == spec.leader)
-            run = _begun(spec, toolkit, worker)
-            _RUNS[spec.token] = run
-            threading.Thread(target=_watch, args=(run,), daemon=True).start()
-        run.used_at = time.monotonic()
-    return Outcome(None, _process(), worker.address, run.evidence)
+    known = dask_worker.plugins.get(spec.token)
+    if isinstance(known, WorkerRun):
+        return known.evidence
+    for name, other in list(dask_worker.plugins.items()):
+        if isinstance(other, WorkerRun) and other.leader == spec.leader and other.is_idle():
+            await dask_worker.plugin_remove(name)
+    _require_memory(spec, dask_worker)
+    loaded: Toolkit[Tools] = await asyncio.to_thread(pickle.loads, toolkit)
+    evidence = await asyncio.to_thread(loaded.prove)
+    await dask_worker.plugin_add(WorkerRun(spec, loaded, evidence), name=spec.token)
+    return evidence
 
 
 def perform(token: str, job: bytes, bytes_per_second: float | None) -> Outcome:
@@ -89,126 +92,127 @@ def perform(token: str, job: bytes, bytes_per_second: float | None) -> Outcome:
     `bytes_per_second`: the share of this process in the run's limit.
     """
     worker = get_worker()
-    with _LOCK:
-        run = _RUNS.get(token)
-        if run is None:
-            raise UnknownRunError(token)
-        run.active += 1
+    run = worker.plugins.get(token)
+    if not isinstance(run, WorkerRun):
+        raise UnknownRunError(worker.address)
     try:
-        with run.gate:
-            began = time.monotonic()
-            tools = run.tools(worker)
-            tools.unwanted.begin(worker)
+        with run.tools(worker) as tools:
             run.throttle.limit(bytes_per_second)
-            tools.nbytes = 0
+            began = time.monotonic()
             result = pickle.loads(job)(tools.own)  # noqa: S301
-            seconds = time.monotonic() - began
-            return Outcome(result, _process(), worker.address, run.evidence, tools.nbytes, seconds)
+            return Outcome(result, worker.address, tools.nbytes, time.monotonic() - began)
+    except StoppedError:  # not wanted when it was stopped; if it is wanted now, it is done again
+        raise Reschedule from None
     except Exception as error:
         error.add_note(f"on worker {worker.address}")
         raise
-    finally:
-        with _LOCK:
-            run.active -= 1
-            run.used_at = time.monotonic()
-
-
-class _Unwanted(threading.Event):
-    """Is set as soon as the scheduler does not want the current task any more.
-
-    It takes tasks back when a run ends, is interrupted, or when the process that leads it is gone,
-    and when another worker was faster. Nothing needs to be sent for that to this process.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._worker: Worker | None = None
-        self._key: Any = None
-
-    def begin(self, worker: Worker) -> None:
-        """Begin the task that this thread carries out."""
-        self._worker, self._key = worker, worker.get_current_task()
-
-    def is_set(self) -> bool:
-        if super().is_set() or self._worker is None:
-            return super().is_set()
-        task = self._worker.state.tasks.get(self._key)
-        return task is None or task.state == "cancelled"
-
-    def wait(self, timeout: float | None = None) -> bool:
-        end = None if timeout is None else time.monotonic() + timeout
-        while not self.is_set():
-            left = _POLL_SECONDS if end is None else min(_POLL_SECONDS, end - time.monotonic())
-            if left <= 0:
-                return False
-            super().wait(left)
-        return True
 
 
 class _ThreadTools:
     """The tools of one thread, and what they have processed."""
 
     def __init__(self, toolkit: Toolkit[Tools], throttle: Throttle, workers: int) -> None:
-        self.unwanted = _Unwanted()
+        self.stop = threading.Event()
         self.nbytes = 0
         self._throttle = throttle
-        self.own = toolkit.make(Host(self._count, self.unwanted, workers))
+        self.own = toolkit.make(Host(self._count, self.stop, workers))
 
     def _count(self, nbytes: int) -> None:
         self.nbytes += nbytes
         self._throttle.advance(nbytes)
 
 
-@dataclass(slots=True)
-class _ProcessRun:
+class WorkerRun(WorkerPlugin):
     """A run in this process."""
 
-    spec: RunSpec
-    toolkit: Toolkit[Tools]
-    evidence: str
-    throttle: Throttle
-    gate: threading.Semaphore
-    active: int = 0
-    """Tasks that are under way; changed while `_LOCK` is held."""
-    used_at: float = 0.0
-    made: dict[int, _ThreadTools] = field(default_factory=dict)
-    """The tools of each thread."""
+    def __init__(self, spec: RunSpec, toolkit: Toolkit[Tools], evidence: str) -> None:
+        self.leader = spec.leader
+        self.evidence = evidence
+        self._spec = spec
+        self._toolkit = toolkit
+        self.throttle = Throttle(_ignore, None)
+        self._gate = threading.Semaphore(spec.workers)
+        self._tools: dict[int, _ThreadTools] = {}
+        """The tools of each thread."""
+        self._stops: dict[Any, threading.Event] = {}
+        """Key of a task that is under way → what stops it."""
+        self._over = threading.Event()
+        self._used_at = time.monotonic()
 
-    def tools(self, worker: Worker) -> _ThreadTools:
-        """Return the tools of this thread."""
+    def setup(self, worker: Worker) -> None:
+        """Watch for the time when nothing is done any more."""
+        self._end_when_idle(worker)
+
+    async def teardown(self, worker: Worker) -> None:
+        """Stop all jobs, and close all tools."""
+        self._over.set()
+        for stop in list(self._stops.values()):
+            stop.set()
+        await asyncio.to_thread(self._close)
+
+    def transition(self, key: Any, start: str, finish: str, **_: Any) -> None:  # noqa: ANN401
+        """Stop a task as soon as the scheduler does not want it any more.
+
+        It takes tasks back when a run ends, is interrupted, or when the process that leads it is
+        gone. Nothing needs to be sent for that to this process.
+        """
+        stop = self._stops.get(key)
+        if stop is not None and start == "executing" and finish == "released":
+            stop.set()
+
+    def is_idle(self) -> bool:
+        """Tell whether no job is under way."""
+        return not self._stops
+
+    @contextmanager
+    def tools(self, worker: Worker) -> Iterator[_ThreadTools]:
+        """Lend this thread its tools, for the task that it carries out."""
+        with self._gate:
+            if self._over.is_set():
+                raise UnknownRunError(worker.address)
+            tools = self._tools_of_thread(worker)
+            tools.nbytes = 0
+            tools.stop.clear()
+            key = worker.get_current_task()
+            self._stops[key] = tools.stop
+            task = worker.state.tasks.get(key)
+            if self._over.is_set() or task is None or task.state != "executing":
+                tools.stop.set()  # it was taken back before there was what stops it
+            try:
+                yield tools
+            finally:
+                self._used_at = time.monotonic()
+                del self._stops[key]
+
+    def _tools_of_thread(self, worker: Worker) -> _ThreadTools:
         thread = threading.get_ident()
-        if thread not in self.made:
-            workers = min(self.spec.workers, worker.state.nthreads)
-            self.made[thread] = _ThreadTools(self.toolkit, self.throttle, workers)
-        return self.made[thread]
+        if thread not in self._tools:
+            workers = min(self._spec.workers, worker.state.nthreads)
+            self._tools[thread] = _ThreadTools(self._toolkit, self.throttle, workers)
+        return self._tools[thread]
 
-    def close(self) -> None:
-        """Close all tools."""
-        for tools in self.made.values():
-            tools.own.close()
-        self.made.clear()
+    def _close(self) -> None:
+        """Close all tools, once the jobs that use them have stopped."""
+        threads = self._spec.workers
+        if all(self._gate.acquire(timeout=_STOP_SECONDS) for _ in range(threads)):
+            for tools in self._tools.values():
+                with ignored(FROM_OUTSIDE):
+                    tools.own.close()
+            self._tools.clear()
+            self._gate.release(threads)
 
+    def _end_when_idle(self, worker: Worker) -> None:
+        """End the run here when nothing was done for a while.
 
-_LOCK = threading.RLock()
-_RUNS: dict[str, _ProcessRun] = {}
-"""Token → run."""
-
-
-@cache
-def _process() -> str:
-    return secrets.token_hex(8)
-
-
-def _begun(spec: RunSpec, toolkit: bytes, worker: Worker) -> _ProcessRun:
-    _require_memory(spec, worker)
-    loaded: Toolkit[Tools] = pickle.loads(toolkit)  # noqa: S301
-    try:
-        evidence = loaded.prove()
-    except Exception as error:
-        error.add_note(f"on worker {worker.address}")
-        raise
-    gate = threading.Semaphore(spec.workers)
-    return _ProcessRun(spec, loaded, evidence, Throttle(_ignore, None), gate)
+        Nobody says that a run is over: who leads it may have been killed. If it goes on after all,
+        the process shows once more that it sees the same files.
+        """
+        if self._over.is_set():
+            return
+        if self._stops or time.monotonic() < self._used_at + _IDLE_SECONDS:
+            worker.loop.call_later(_POLL_SECONDS, self._end_when_idle, worker)
+        else:
+            worker.loop.add_callback(worker.plugin_remove, self._spec.token)
 
 
 def _require_memory(spec: RunSpec, worker: Worker) -> None:
@@ -230,25 +234,3 @@ def _require_memory(spec: RunSpec, worker: Worker) -> None:
 
 def _ignore(nbytes: int) -> None:
     pass
-
-
-def _close_idle(is_over: Callable[[_ProcessRun], bool]) -> None:
-    """Put the tools of runs away that are over; call it while `_LOCK` is held."""
-    for token, run in list(_RUNS.items()):
-        if not run.active and is_over(run):
-            del _RUNS[token]
-            with ignored(FROM_OUTSIDE):
-                run.close()
-
-
-def _watch(run: _ProcessRun) -> None:
-    """Put a run's tools away when nothing was done with them for a while.
-
-    Nobody says that a run is over: who leads it may have been killed. If it goes on after all, the
-    process shows once more that it sees the same files.
-    """
-    pause = threading.Event()
-    while run.spec.token in _RUNS:
-        pause.wait(1.0)
-        with _LOCK:
-            _close_idle(lambda one: time.monotonic() > one.used_at + _IDLE_SECONDS)

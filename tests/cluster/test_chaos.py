@@ -9,11 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import dask.config
 import pytest
 from distributed import Client
 
 import streamshard
-from streamshard.cluster import dask_executor, membership
+from streamshard.cluster import membership
 from streamshard.cluster.dask_executor import DaskExecutor
 from streamshard.engine.jobs.executor import runs_on
 from streamshard.operations.transfer.report import Silent
@@ -26,6 +27,9 @@ from tests.job import Job
 RUNS = 300 if "EVERY_REQUEST" in os.environ else 12
 RATE = 100_000
 """Bytes a second of each worker, so that what happens to it happens within a job."""
+
+SOON_LOST = {"distributed.scheduler.worker-ttl": "5s"}
+"""Dask takes a worker that does not answer for lost."""
 
 pytestmark = pytest.mark.usefixtures("many_spans")
 
@@ -94,12 +98,11 @@ class Chaos(Silent):
 def test_workers_that_die_leave_and_hang_do_no_harm(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dask_executor, "_SLOW_SECONDS", 2.0)
     monkeypatch.setattr(membership, "_SILENT_SECONDS", 4.0)
     run = write(Job(stage=3), tmp_path / "run")
     verb = list(VERBS.values())[seed % len(VERBS)]
     verb(run, tmp_path / "near", None)
-    with started(3, threads=2) as client:
+    with dask.config.set(SOON_LOST), started(3, threads=2) as client:
         chaos = Chaos(client, seed)
         try:
             with runs_on(DaskExecutor(client, worker_bytes_per_second=RATE)):
