@@ -163,7 +163,7 @@ def resharding(number: int) -> Resharding:
         }
         over: dict[str, Any] = {"zero_optimization": zero, **shared}
         over["zero_allow_untested_optimizer"], over["zero_force_ds_cpu_optimizer"] = True, False
-        if rnd.random() < 0.25:
+        if not is_narrow and rnd.random() < 0.25:
             gradients = rnd.choice([*FP32_GRADIENTS, dtype])
             over["data_types"] = {"grad_accum_dtype": gradients}
         if dtype == "bf16" and stage > 1 and is_narrow:

@@ -317,6 +317,18 @@ def test_a_config_that_loads_universal_checkpoints_is_noted(tmp_path: Path) -> N
     assert any("checkpoint.load_universal" in note for note in report.notes)
 
 
+def test_a_key_of_a_newer_version_asks_for_that_version(tmp_path: Path) -> None:
+    """Left out silently, it would make files that the job refuses."""
+    run = write(Job(stage=2), tmp_path / "run")
+    edit_all(run, "*.pt", lambda content: content.update(ds_version="0.16.9"))
+    path = write_config(tmp_path, run, parameter_alignment=True)
+    given: dict[str, Any] = {"world_size": 3, "ds_config_file": path}
+    with pytest.raises(UsageError, match=r"parameter_alignment on.* give ds_version=VERSION"):
+        streamshard.repartition(run, tmp_path / "out", **given)
+    report = streamshard.repartition(run, tmp_path / "out", ds_version="0.19.8", **given)
+    assert any("parameter_alignment on" in note for note in report.notes)
+
+
 @pytest.mark.parametrize(("stage", "is_noted"), [(1, True), (2, True), (3, False)])
 def test_a_config_that_rounds_master_weights_is_noted(
     stage: int, is_noted: bool, tmp_path: Path

@@ -345,6 +345,11 @@ def wants_round_robin(config: Config) -> bool:
     return _zero(config).flag("round_robin_gradients")
 
 
+def wants_alignment(config: Config) -> bool:
+    """Tell whether a config asks for `parameter_alignment`, which older versions refuse."""
+    return _zero(config).flag("parameter_alignment")
+
+
 def _needs_bf16_optimizer(config: Config, version: Version | None) -> bool:
     """Tell whether an engine at stage 1 would choose `BF16_Optimizer`.
 

@@ -152,6 +152,18 @@ def _between_releases(job: Resuming, features: Features) -> str | None:
     )
 
 
+def _alignment(job: Resuming, features: Features) -> str | None:
+    # The model of DeepSpeed's `zero_optimization` refuses keys that it does not know.
+    if not ds_config.wants_alignment(job.config) or job.layout.stage not in (1, 2):
+        return None
+    if ds_versions.has(ds_versions.PARAMETER_ALIGNMENT, job.version):
+        return None
+    return (
+        "has parameter_alignment on, which DeepSpeed knows since 0.19.7, and the files would be "
+        f"for an older version: give {Option('ds_version', 'VERSION')}, that of the job"
+    )
+
+
 def _empty_parameters(job: Resuming, features: Features) -> str | None:
     rule = ds_versions.EMPTY_PARAMETERS_FROZEN
     both = ds_versions.has(rule, job.version), ds_versions.has(rule, job.saved_by)
@@ -194,6 +206,7 @@ def _masters_of_bf16_optimizer(job: Resuming, features: Features) -> str | None:
 
 _RULES: Final[tuple[_Rule, ...]] = (
     _between_releases,
+    _alignment,
     _empty_parameters,
     _bf16_optimizer,
     _masters_of_bf16_optimizer,
