@@ -80,6 +80,11 @@ class RunIdentity:
         }
         return cls(source, header)
 
+    @property
+    def replaces(self) -> bool:
+        """Whether an existing target may be replaced."""
+        return bool(self.header["replaces"])
+
     def require_same(self, other: Mapping[str, Any], place: Path) -> None:
         """Refuse to continue what a run with the header `other` began, if it is another run."""
         difference = self.difference(other)

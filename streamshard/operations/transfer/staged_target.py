@@ -57,7 +57,6 @@ def staged(
     *,
     nbytes: int,
     sizes: Callable[[], Mapping[str, int]],
-    overwrite: bool,
     lock: bool,
     template: Template | None = None,
 ) -> StagedTarget:
@@ -77,10 +76,7 @@ def staged(
             identity,
             nbytes=nbytes,
             sizes=sizes,
-            overwrite=overwrite,
             template=template,
         )
         return uploaded
-    return PartialTarget(
-        target, own, identity, nbytes=nbytes, overwrite=overwrite, template=template
-    )
+    return PartialTarget(target, own, identity, nbytes=nbytes, template=template)

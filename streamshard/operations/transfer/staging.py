@@ -64,13 +64,12 @@ class PartialTarget:
         identity: RunIdentity,
         *,
         nbytes: int,
-        overwrite: bool,
         template: Template | None = None,
     ) -> None:
         self._target = target.absolute()
         self._identity = identity
         self._nbytes = nbytes
-        self._overwrite = overwrite
+        self._overwrite = identity.replaces
         self._template = template
         self._lock = lock
         self._made: list[Path] = []
