@@ -39,8 +39,8 @@ from streamshard.formats.zarr.documents import (
     forms,
     small_array_document,
 )
+from streamshard.formats.zarr.small_files import read_checked, read_small
 from streamshard.formats.zarr.store_manifest import FileRecord, Manifest
-from streamshard.formats.zarr.store_paths import read_checked, read_small
 from streamshard.io.entries import entries_below, examine, identify
 from streamshard.model import ITEMSIZE, LogicalTensor, Memory, SourceFile, StoredBytes
 from streamshard.sizes import some_of
