@@ -7,15 +7,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Self
 
 from streamshard.engine.jobs.executor import Job
-from streamshard.engine.jobs.target_proof import BucketProof
+from streamshard.engine.jobs.target_proof import TargetProof
 from streamshard.engine.journals.upload_journal import UploadJournal
 from streamshard.engine.run.endings import FileEndings
 from streamshard.engine.run.phases import Watcher
 from streamshard.engine.run.span_writer import Resources, SpanWriter
 from streamshard.engine.run.work import SpanResult, TargetFile, are_of, ignore
+from streamshard.errors import TargetError
 from streamshard.io.changes import open_sink
+from streamshard.io.entries import read_all
 from streamshard.io.files import target_errors
 from streamshard.io.retry import try_again
 from streamshard.io.sink import Sink
@@ -40,9 +43,47 @@ class Uploads:
         """Return the jobs that upload the files."""
         return _UploadJobs(self, watcher)
 
-    def begin_proof(self) -> BucketProof:
+    def begin_proof(self) -> TargetProof:
         """Begin to show other processes that they write into this bucket."""
-        return BucketProof.begin(self.journal.header_path)
+        return _BucketProof.begin(self.journal.header_path)
+
+
+@dataclass(frozen=True, slots=True)
+class _BucketProof:
+    """Proof of a target in a bucket: there, the journal's first object tells runs apart."""
+
+    place: Path
+    content: bytes
+
+    @classmethod
+    def begin(cls, header: Path) -> Self:
+        """Read the object."""
+        return cls(header, read_all(header))
+
+    def end(self) -> None:
+        """Leave the object, which belongs to the journal."""
+
+    def shares_cache(self) -> bool:
+        """Whether nothing needs to be synced: what a service acknowledged is durable."""
+        return True
+
+    def prove(self) -> str:
+        """Read the object."""
+        self.require_current()
+        return ""
+
+    def accept(self, evidence: str) -> None:
+        """Accept anything: a bucket is the same everywhere."""
+
+    def require_current(self) -> None:
+        """Require that the run goes on, in the bucket that is seen here; see `StagedProof`."""
+        try:
+            found = read_all(self.place)
+        except OSError as error:
+            raise TargetError(f"cannot be read here ({error.strerror})", path=self.place) from error
+        if found != self.content:
+            message = "is another run's here; are the endpoint and the credentials"
+            raise TargetError(f"{message} the same on all machines?", path=self.place)
 
 
 @dataclass(frozen=True, slots=True)
