@@ -133,8 +133,8 @@ class RewrittenArray:
         stored = max((file.nbytes for file in self.files.values()), default=0)
         # A codec holds what it reads, twice what it makes while that grows, and a copy. Around the
         # codecs are the file and the chunk, twice because the allocator keeps those before them.
-        held = 2 * (nbytes + stored) + 5 * self.steps * nbytes
-        return self.numel * ITEMSIZE[self.dtype] + held
+        buffer_bytes = 2 * (nbytes + stored) + 5 * self.steps * nbytes
+        return self.numel * ITEMSIZE[self.dtype] + buffer_bytes
 
     def piece_bytes(self, number: int) -> int:
         """Return the size of a piece's elements."""

@@ -108,8 +108,8 @@ class StoreTargets:
             zeros = np.zeros(blocks, dtype=np.uint32)
             records[chunk.path] = FileRecord(chunk.nbytes + extra, zeros)
         tensors = self._source.checkpoint.tensors
-        held = {array_path(tensor): digests.EMPTY.text for tensor in tensors}
-        manifest = store_manifest.serialize(records, self._codec, held)
+        tensor_digests = {array_path(tensor): digests.EMPTY.text for tensor in tensors}
+        manifest = store_manifest.serialize(records, self._codec, tensor_digests)
         small = small_array(MANIFEST_PATH, manifest)
         sizes = {path: record.nbytes for path, record in records.items()}
         sizes |= {path: len(data) for path, data in small.items()}
@@ -125,12 +125,14 @@ class StoreTargets:
         pieces: dict[int, list[Digest]] = {}
         for tensor, start in sorted(self._digests):
             pieces.setdefault(tensor, []).append(self._digests[tensor, start])
-        held = {
+        tensor_digests = {
             array_path(tensor): digests.joined(pieces.get(index, ())).text
             for index, tensor in enumerate(self._source.checkpoint.tensors)
         }
         # Sorted, because workers and continued runs record the files in any order.
-        manifest = store_manifest.serialize(dict(sorted(self._records.items())), self._codec, held)
+        manifest = store_manifest.serialize(
+            dict(sorted(self._records.items())), self._codec, tensor_digests
+        )
         small = small_array(MANIFEST_PATH, manifest)
         if self._records:
             written = (record.nbytes for record in self._records.values())
