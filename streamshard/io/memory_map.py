@@ -46,23 +46,23 @@ def map_range(descriptor: int, offset: int, nbytes: int, *, is_private: bool) ->
     address = _map(None, length, access, sharing, descriptor, offset - before)
     if address == _FAILED:
         raise last_error("")
-    held = (ctypes.c_ubyte * length).from_address(address)
+    mapped = (ctypes.c_ubyte * length).from_address(address)
     # At the end of the program arrays may still be there, which others look at even then.
-    weakref.finalize(held, _unmap, address, length).atexit = False
-    view = memoryview(held).cast("B")[before:]
+    weakref.finalize(mapped, _unmap, address, length).atexit = False
+    view = memoryview(mapped).cast("B")[before:]
     return view if is_private else view.toreadonly()
 
 
-def detach_map(held: "ctypes.Array[ctypes.c_ubyte]") -> None:
+def detach_map(mapped: "ctypes.Array[ctypes.c_ubyte]") -> None:
     """Put memory with the same content in the place of a private map, at the same address.
 
     Whatever looks at the map then no longer looks at the file.
 
-    `held`: the object behind the view that `map_range` returned (`memoryview.obj`).
+    `mapped`: the object behind the view that `map_range` returned (`memoryview.obj`).
     """
     if _map is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    address, length = ctypes.addressof(held), ctypes.sizeof(held)
+    address, length = ctypes.addressof(mapped), ctypes.sizeof(mapped)
     access = mmap.PROT_READ | mmap.PROT_WRITE
     way = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED
     for start in range(address, address + length, _WINDOW_BYTES):

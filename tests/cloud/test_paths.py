@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 
 import streamshard as api
-from streamshard.errors import SourceError, UsageError
+from streamshard.errors import SourceError, TargetExistsError, UsageError
 from streamshard.io import entries
 from streamshard.io.entries import listings_kept
 from streamshard.io.object_path import ObjectPath, as_path, is_object
@@ -112,6 +112,15 @@ def test_headers_take_few_requests(bucket: Bucket, tmp_path: Path) -> None:
     source = bucket.put(write(Job(stage=2, world_size=ranks), tmp_path / "run"), "runs/7b")
     assert api.inspect(source).world_size == ranks
     assert len(bucket.proxy.requests) <= ranks + 6
+
+
+def test_a_target_is_looked_at_once(bucket: Bucket, run: Path) -> None:
+    out = f"{bucket.url}/out"
+    api.repartition(run, out, world_size=2)
+    before = len(bucket.proxy.requests)
+    with pytest.raises(TargetExistsError, match="exists"):
+        api.repartition(run, out, world_size=3, if_needed=True)
+    assert len(bucket.proxy.requests) - before <= 14
 
 
 class PlainServer(SimpleHTTPRequestHandler):

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import strategies as st
 
 from streamshard.engine.journals.journal import Journal
-from streamshard.engine.journals.staged_files import Partial
 from streamshard.engine.run.source_reader import SourceReader
+from streamshard.engine.run.staged_files import Partial
 from streamshard.io.entries import identify
 from streamshard.model import Copies, SourceFile
 

@@ -12,7 +12,7 @@ gone when it opens a file, and writes nothing: the file may be another run's by 
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, Protocol, Self
 
 from streamshard.errors import TargetError
 from streamshard.io.changes import make_directory, remove, rename, write_durably
@@ -24,6 +24,25 @@ _NONCE: Final = "run"
 _MOST_UNDER_WAY: Final = 8
 """As many answers may be under way when a run ends: each disturbs one removal."""
 _OTHER: Final = "mount the target's file system at the same path on all machines"
+
+
+class TargetProof(Protocol):
+    """Proof of one run's target; data, so it is sent to all processes."""
+
+    def end(self) -> None:
+        """End the run: from now on no process begins to write."""
+
+    def prove(self) -> str:
+        """Show that this process sees the target; returns what `accept` checks."""
+
+    def accept(self, evidence: str) -> None:
+        """Check what a process returned, in the one that leads the run."""
+
+    def require_current(self) -> None:
+        """Require that the run goes on, in the target that is seen here."""
+
+    def shares_cache(self) -> bool:
+        """Whether what is written here is synced when the leader syncs the target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,47 +123,6 @@ class StagedProof:
         """Whether what is written here is synced when the leader syncs the target."""
         here = boot_id(), examine(self.directory).device
         return bool(self.boot) and here == (self.boot, self.device)
-
-
-@dataclass(frozen=True, slots=True)
-class BucketProof:
-    """Proof of a target in a bucket: there, the journal's first object tells runs apart."""
-
-    place: Path
-    content: bytes
-
-    @classmethod
-    def begin(cls, header: Path) -> Self:
-        """Read the object."""
-        return cls(header, read_all(header))
-
-    def end(self) -> None:
-        """Leave the object, which belongs to the journal."""
-
-    def shares_cache(self) -> bool:
-        """Whether nothing needs to be synced: what a service acknowledged is durable."""
-        return True
-
-    def prove(self) -> str:
-        """Read the object."""
-        self.require_current()
-        return ""
-
-    def accept(self, evidence: str) -> None:
-        """Accept anything: a bucket is the same everywhere."""
-
-    def require_current(self) -> None:
-        """Require that the run goes on, in the bucket that is seen here; see `StagedProof`."""
-        try:
-            found = read_all(self.place)
-        except OSError as error:
-            raise TargetError(f"cannot be read here ({error.strerror})", path=self.place) from error
-        if found != self.content:
-            message = "is another run's here; are the endpoint and the credentials"
-            raise TargetError(f"{message} the same on all machines?", path=self.place)
-
-
-TargetProof = StagedProof | BucketProof
 
 
 def _write(path: Path, text: str) -> None:

@@ -26,6 +26,8 @@ from streamshard.io.sink import AppendedFile
 
 Numbers = NDArray[np.uint64]
 
+HEADER: Final = "0"
+"""Name of the object without which the others of an upload's journal are none."""
 _WHOLE: Final = "whole"
 _CRC_BYTES: Final = 9
 """Eight hexadecimal digits and a space."""
@@ -131,6 +133,11 @@ class Journal:
         """Close the journal, unless that is done."""
         with target_errors(self.path):
             self._file.close()
+
+
+def header_of(path: Path) -> Path:
+    """Return the path of the object that the journal of an upload below a path begins with."""
+    return path / HEADER
 
 
 def serialize_line(line: object) -> bytes:

@@ -12,15 +12,19 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from streamshard.engine.journals.journal import Written, intact_lines, serialize_line
+from streamshard.engine.journals.journal import (
+    HEADER,
+    Written,
+    header_of,
+    intact_lines,
+    serialize_line,
+)
 from streamshard.engine.run.work import RegionResult, SpanResult
 from streamshard.io.changes import remove, remove_file, write_new
 from streamshard.io.entries import entries_below, has_file, read_all
 from streamshard.io.place import place_of
 from streamshard.model import Digest
 
-_HEADER: Final = "0"
-"""Name of the object without which the others are no journal."""
 _WHOLE: Final = "whole"
 _BATCH: Final = 256
 """Uploaded objects that are recorded together, unless a batch takes too long or gets too large."""
@@ -29,11 +33,6 @@ _LIMIT: Final = 1 << 62
 """Larger than any object, offset or checksum."""
 _SECONDS: Final = 5.0
 """How long uploads may last that a killed run has to repeat, besides those that it was at."""
-
-
-def header_of(path: Path) -> Path:
-    """Return the path of the object that a journal below a path begins with."""
-    return path / _HEADER
 
 
 class UploadJournal:
@@ -78,7 +77,7 @@ class UploadJournal:
 
     def _read_object(self, path: Path) -> None:
         lines = intact_lines(read_all(path).splitlines())
-        if path.name == _HEADER:
+        if path.name == HEADER:
             first = next(lines, None)
             self.header = first if isinstance(first, dict) else None
         elif path.name == _WHOLE:
@@ -182,7 +181,7 @@ class UploadJournal:
     def remove(self) -> None:
         """Remove the journal; its header last, so that what is left of it is still a journal."""
         own = [str(number) for number in range(1, self._next)] + [_WHOLE] * self._is_noted_whole
-        others = sorted({*own, *self._names} - {_HEADER})
+        others = sorted({*own, *self._names} - {HEADER})
         place_of(self.path).remove_files(self.path / name for name in others)
         remove_file(self.header_path, missing_ok=True)
         self.header, self.is_whole, self.is_there, self._is_noted_whole = None, False, False, False

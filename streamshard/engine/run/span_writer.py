@@ -11,11 +11,9 @@ from streamshard.engine.jobs.target_proof import TargetProof
 from streamshard.engine.journals.journal import Written
 from streamshard.engine.run import resident_memory
 from streamshard.engine.run.source_reader import SourceReader
-from streamshard.engine.run.uploads import Uploaded, upload_file
 from streamshard.engine.run.window import Window, unwritten_bytes
-from streamshard.engine.run.work import Span, SpanResult, TargetFile
+from streamshard.engine.run.work import Span, SpanResult
 from streamshard.io.files import target_errors
-from streamshard.io.retry import try_again
 from streamshard.io.sink import InnerPages, Sink, open_to_fill
 from streamshard.io.writable import BLOCK_BYTES, aligned
 from streamshard.model import SourceFile
@@ -89,14 +87,15 @@ class SpanWriter:
     def __init__(self, tools: WritingTools, host: Host) -> None:
         resources = tools.resources
         self._target = tools.target
-        self._stop = host.stop
+        self.stop = host.stop
+        """Set when the current job is not wanted any more."""
         self._reader = SourceReader(
             tools.sources,
             drops_behind=resources.drops_behind,
             workers=host.workers,
             stop=host.stop,
         )
-        self._window = Window(
+        self.window = Window(
             aligned(resources.window_bytes),
             memoryview(bytearray(resources.scratch_bytes)),
             self._reader,
@@ -114,10 +113,10 @@ class SpanWriter:
         """Keep a span that an earlier run wrote correctly, else write it, into an open file."""
         with target_errors(task.path):
             if task.known is not None:
-                kept = self._window.recall(task.span, sink, task.known)
+                kept = self.window.recall(task.span, sink, task.known)
                 if kept is not None:
                     return FilledSpan(kept, is_kept=True)
-            result = self._window.write(task.span, sink, is_new=task.is_new)
+            result = self.window.write(task.span, sink, is_new=task.is_new)
             return FilledSpan(result, is_kept=False)
 
     def fill(self, task: SpanTask, *, is_shared: bool, is_direct: bool) -> FilledSpan:
@@ -144,13 +143,7 @@ class SpanWriter:
                     file.sync()
         return FilledSpan(found.result, found.is_kept, tuple(inner.ends))
 
-    def upload(self, file: TargetFile, path: Path) -> Uploaded:
-        """Upload a whole file."""
-        with target_errors(path):
-            return try_again(
-                lambda: upload_file(file, path, self._window, self._require_current), self._stop
-            )
-
-    def _require_current(self) -> None:
+    def require_current(self) -> None:
+        """Require that the run goes on, in the target that is seen here."""
         if self._target is not None:
             self._target.require_current()

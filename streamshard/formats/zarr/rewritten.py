@@ -39,8 +39,8 @@ from streamshard.formats.zarr.documents import (
     forms,
     small_array_document,
 )
+from streamshard.formats.zarr.small_files import read_checked, read_small
 from streamshard.formats.zarr.store_manifest import FileRecord, Manifest
-from streamshard.formats.zarr.store_paths import read_checked, read_small
 from streamshard.io.entries import entries_below, examine, identify
 from streamshard.model import ITEMSIZE, LogicalTensor, Memory, SourceFile, StoredBytes
 from streamshard.sizes import some_of
@@ -133,8 +133,8 @@ class RewrittenArray:
         stored = max((file.nbytes for file in self.files.values()), default=0)
         # A codec holds what it reads, twice what it makes while that grows, and a copy. Around the
         # codecs are the file and the chunk, twice because the allocator keeps those before them.
-        held = 2 * (nbytes + stored) + 5 * self.steps * nbytes
-        return self.numel * ITEMSIZE[self.dtype] + held
+        buffer_bytes = 2 * (nbytes + stored) + 5 * self.steps * nbytes
+        return self.numel * ITEMSIZE[self.dtype] + buffer_bytes
 
     def piece_bytes(self, number: int) -> int:
         """Return the size of a piece's elements."""

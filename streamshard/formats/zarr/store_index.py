@@ -44,8 +44,8 @@ from streamshard.formats.zarr.rewritten import (
     find_rewritten,
     read_small_array,
 )
+from streamshard.formats.zarr.small_files import read_small, require_inside
 from streamshard.formats.zarr.store_manifest import BLOCK_BYTES, FileRecord, Manifest
-from streamshard.formats.zarr.store_paths import read_small, require_inside
 from streamshard.io.entries import examine, is_directory, is_file
 from streamshard.layout.cutting import Cutting, CuttingBuilder
 from streamshard.model import ITEMSIZE, BlockDigests, Decoder, LogicalTensor, Slot, SourceFile

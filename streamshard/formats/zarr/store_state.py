@@ -158,8 +158,8 @@ def without(checkpoint: Checkpoint, left_out: Collection[int]) -> Checkpoint:
     """Return a checkpoint without some tensors and their files, which nothing else may need."""
     kept = [number for number in range(len(checkpoint.tensors)) if number not in left_out]
     tensors = tuple(checkpoint.tensors[number] for number in kept)
-    held = {tensor.name for tensor in tensors if tensor.state == FILE}
-    files = tuple(file for file in checkpoint.files if file.path in held)
+    kept_files = {tensor.name for tensor in tensors if tensor.state == FILE}
+    files = tuple(file for file in checkpoint.files if file.path in kept_files)
     # Nodes deep inside the training state refer to tensors by number.
     numbers = {number: new for new, number in enumerate(kept)}
     smaller = replace(checkpoint, tensors=tensors, files=files)
@@ -375,8 +375,8 @@ def _require_tensors(model_part: ModelPart, index: Mapping[tuple[str, str, str],
             for param in group.params:
                 if (model_part.name, state, param) not in index:
                     raise CorruptFileError(f"{state} of {show(param)} is not there")
-    held = model_part.model_state.get(names.MODULE_STATE)
-    extra = held.keys() if isinstance(held, dict) else ()
+    module_state = model_part.model_state.get(names.MODULE_STATE)
+    extra = module_state.keys() if isinstance(module_state, dict) else ()
     for entry in model_part.module:
         own = {(model_part.name, state, entry.name) for state in (MODULE, MASTER)}
         found = entry.name in extra if entry.kind == "extra" else bool(own & index.keys())

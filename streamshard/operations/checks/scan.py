@@ -75,15 +75,15 @@ def scan(
 def _jobs(units: Iterable[Unit], waiting: deque[Unit]) -> Iterator[Job[Probe, _Bundle]]:
     """Yield bundles of pieces, and add their units to `waiting`."""
     bundle: list[ScanPiece] = []
-    held = 0
+    bundle_bytes = 0
     for unit in units:
         waiting.append(unit)
         for piece in unit.pieces:
             bundle.append(piece)
-            held += piece.nbytes
-            if held >= _JOB_BYTES:
+            bundle_bytes += piece.nbytes
+            if bundle_bytes >= _JOB_BYTES:
                 yield partial(_read, bundle)
-                bundle, held = [], 0
+                bundle, bundle_bytes = [], 0
     # Even an empty bundle: units without pieces may wait to be judged.
     yield partial(_read, bundle)
 

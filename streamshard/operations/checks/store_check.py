@@ -27,6 +27,7 @@ from streamshard.formats.zarr.rewritten import (
     is_serialized_anew,
     remark,
 )
+from streamshard.formats.zarr.small_files import read_small
 from streamshard.formats.zarr.store_index import (
     MANIFEST_FILES,
     STATE_FILES,
@@ -34,7 +35,6 @@ from streamshard.formats.zarr.store_index import (
     StoreIndex,
 )
 from streamshard.formats.zarr.store_manifest import FileRecord, Manifest
-from streamshard.formats.zarr.store_paths import read_small
 from streamshard.io.entries import entries_below
 from streamshard.io.object_path import as_path
 from streamshard.layout.sample import Sample

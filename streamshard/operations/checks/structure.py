@@ -19,14 +19,18 @@ from streamshard.operations.source.directory_content import DirectoryContent
 from streamshard.operations.source.source import Request, Source
 
 
+def _no_units() -> Iterator[Unit]:
+    return iter(())
+
+
 @dataclass(frozen=True, slots=True)
 class CheckedStructure:
     """A checkpoint whose structure was checked."""
 
     kind: str
     tag: str | None
-    files: Sequence[SourceFile]
-    units: Callable[[], Iterator[Unit]]
+    files: Sequence[SourceFile] = ()
+    units: Callable[[], Iterator[Unit]] = _no_units
     """Yields the units to read."""
     codec_bytes: int = 0
     source: Source | None = None

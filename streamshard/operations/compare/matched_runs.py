@@ -92,16 +92,16 @@ class Runs:
 
     def _runs(self, pairs: Iterable[tuple[int, Pair]]) -> Iterator[list[RunPart]]:
         run: list[RunPart] = []
-        held = 0
+        cost = 0
         for number, pair in pairs:
             step = self._step(pair)
             for start in range(0, pair.numel, step):
                 stop = min(start + step, pair.numel)
                 run.append(RunPart(number, start, stop))
-                held += self._cost(pair, stop - start)
-                if held >= _RUN_BYTES:
+                cost += self._cost(pair, stop - start)
+                if cost >= _RUN_BYTES:
                     yield run
-                    run, held = [], 0
+                    run, cost = [], 0
         if run:
             yield run
 

@@ -241,8 +241,8 @@ def _without_values(checkpoint: Checkpoint, model_part: ModelPart) -> set[str]:
 
 def _blob_budget(checkpoint: Checkpoint) -> int:
     """Return how many bytes of training-state tensors are compared at most, counting each view."""
-    held = sum(tensor.nbytes for tensor in checkpoint.tensors if tensor.state == BLOB)
-    return _LIMIT_AGAIN * held + _FREE_BYTES
+    blob_bytes = sum(tensor.nbytes for tensor in checkpoint.tensors if tensor.state == BLOB)
+    return _LIMIT_AGAIN * blob_bytes + _FREE_BYTES
 
 
 def _pair_blobs(place: BlobPair, found: Pairing) -> None:
@@ -306,8 +306,8 @@ def _note_settings(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
     """Add notes on differences that are not state: tag, config, versions."""
     if one.tag != other.tag:
         found.notes.append(f"The tags differ: '{one.tag}' and '{other.tag}'.")
-    held = [dict(training_state.provenance(checkpoint)) for checkpoint in (one, other)]
-    keys = training_state.differing_keys(held[0], held[1])
+    settings = [dict(training_state.provenance(checkpoint)) for checkpoint in (one, other)]
+    keys = training_state.differing_keys(settings[0], settings[1])
     if keys:
         shown = show_few([key.lstrip(".") for key in keys])
         found.notes.append(f"Settings that differ, which are not state: {shown}.")

@@ -15,7 +15,7 @@ from streamshard.engine.run.work import SpanResult, Trailer
 from streamshard.errors import Option, UnsupportedError
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch.zip_layout import ALIGNMENT
-from streamshard.formats.zarr import store_manifest, store_paths, store_state
+from streamshard.formats.zarr import small_files, store_manifest, store_state
 from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT, array_path
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, BloscChunk, serialize_checksum
 from streamshard.formats.zarr.documents import (
@@ -108,15 +108,15 @@ class StoreTargets:
             zeros = np.zeros(blocks, dtype=np.uint32)
             records[chunk.path] = FileRecord(chunk.nbytes + extra, zeros)
         tensors = self._source.checkpoint.tensors
-        held = {array_path(tensor): digests.EMPTY.text for tensor in tensors}
-        manifest = store_manifest.serialize(records, self._codec, held)
+        tensor_digests = {array_path(tensor): digests.EMPTY.text for tensor in tensors}
+        manifest = store_manifest.serialize(records, self._codec, tensor_digests)
         small = small_array(MANIFEST_PATH, manifest)
         sizes = {path: record.nbytes for path, record in records.items()}
         sizes |= {path: len(data) for path, data in small.items()}
         for path in (MANIFEST_FILES[1], STATE_FILES[1]):
-            if sizes[path] > store_paths.LIMIT_BYTES:
+            if sizes[path] > small_files.LIMIT_BYTES:
                 message = f"{path} of its store would have {sizes[path]:,} bytes, and"
-                message = f"{message} {store_paths.LIMIT_BYTES:,} is most that is read"
+                message = f"{message} {small_files.LIMIT_BYTES:,} is most that is read"
                 raise UnsupportedError(f"{message}; use a larger {Option('chunk_size')}")
         return sizes
 
@@ -125,12 +125,14 @@ class StoreTargets:
         pieces: dict[int, list[Digest]] = {}
         for tensor, start in sorted(self._digests):
             pieces.setdefault(tensor, []).append(self._digests[tensor, start])
-        held = {
+        tensor_digests = {
             array_path(tensor): digests.joined(pieces.get(index, ())).text
             for index, tensor in enumerate(self._source.checkpoint.tensors)
         }
         # Sorted, because workers and continued runs record the files in any order.
-        manifest = store_manifest.serialize(dict(sorted(self._records.items())), self._codec, held)
+        manifest = store_manifest.serialize(
+            dict(sorted(self._records.items())), self._codec, tensor_digests
+        )
         small = small_array(MANIFEST_PATH, manifest)
         if self._records:
             written = (record.nbytes for record in self._records.values())

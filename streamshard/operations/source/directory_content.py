@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 from streamshard import registry
 from streamshard.formats.deepspeed.dumps.dump_names import Template
@@ -12,7 +12,7 @@ from streamshard.io.entries import entries, files_below, is_directory
 from streamshard.io.readable import Entry
 from streamshard.operations.source.unfinished import COMMITTED, JOURNAL
 
-_MARKS = (COMMITTED, JOURNAL)
+_MARKS: Final = (COMMITTED, JOURNAL)
 """What a run leaves in a target, which belongs to no checkpoint."""
 
 

@@ -75,7 +75,7 @@ class _NativeReader(Reader):
             if not is_directory(place):
                 raise
             findings.add_error(error, place)
-            return CheckedStructure(self.kind, None, (), lambda: iter(()))
+            return CheckedStructure(self.kind, None)
         opened: Source | None = None
         try:
             opened = request.open()

@@ -68,21 +68,23 @@ class Source(Reading):
 
     def region(self, tensor: int, start: int, stop: int, dtype: str | None = None) -> Region:
         """Return the region that elements of a tensor fill; `dtype` if they are cast."""
-        held = self.checkpoint.tensors[tensor].dtype
+        source_dtype = self.checkpoint.tensors[tensor].dtype
         one = np.array([tensor], dtype=np.int64)
         segments = Segments(one, np.array([start]), np.array([stop]), np.zeros_like(one))
-        made = dtype or held
-        return self.region_of(segments, held, made, (stop - start) * ITEMSIZE[made])
+        dtype = dtype or source_dtype
+        return self.region_of(segments, source_dtype, dtype, (stop - start) * ITEMSIZE[dtype])
 
-    def region_of(self, segments: Segments, held: str, made: str, nbytes: int) -> Region:
+    def region_of(self, segments: Segments, source_dtype: str, dtype: str, nbytes: int) -> Region:
         """Return the region that segments fill: elements of one dtype, cast to another."""
-        found = self.cutting.locate(segments, target_itemsize=ITEMSIZE[made])
+        found = self.cutting.locate(segments, target_itemsize=ITEMSIZE[dtype])
         return Region(
             content_bytes=nbytes,
-            copies=coalesce(found, itemsize=ITEMSIZE[held], target_itemsize=ITEMSIZE[made]),
-            source_itemsize=ITEMSIZE[held],
-            target_itemsize=ITEMSIZE[made],
-            cast=cast_between(held, made),
+            copies=coalesce(
+                found, itemsize=ITEMSIZE[source_dtype], target_itemsize=ITEMSIZE[dtype]
+            ),
+            source_itemsize=ITEMSIZE[source_dtype],
+            target_itemsize=ITEMSIZE[dtype],
+            cast=cast_between(source_dtype, dtype),
         )
 
     @property

@@ -44,7 +44,7 @@ class _StoreReader(Reader):
                 raise error
             if isinstance(error, UnsupportedError):
                 findings.add_error(error, place)
-                return CheckedStructure(self.kind, None, (), lambda: iter(()))
+                return CheckedStructure(self.kind, None)
         for fault in (*index.metadata_faults(), *index.array_faults()):
             findings.add_error(fault.error, fault.path)
         if not findings.problems:

@@ -10,8 +10,7 @@ import errno
 from pathlib import Path
 from typing import Final
 
-from streamshard.engine.journals.journal import Journal
-from streamshard.engine.journals.upload_journal import header_of
+from streamshard.engine.journals.journal import Journal, header_of
 from streamshard.errors import IncompleteError
 from streamshard.formats.deepspeed import names
 from streamshard.io.entries import is_file, paths_in

@@ -39,14 +39,12 @@ class _WeightsReader(Reader):
         except SourceError as error:
             release_frames(error)
             findings.add_error(error, place)
-            return CheckedStructure(self.kind, place.name, (), lambda: iter(()))
+            return CheckedStructure(self.kind, place.name)
         findings.files += len(opened.files)
         findings.notes.append(
             "Files in safetensors format keep no checksums: their headers and sizes were checked."
         )
-        return CheckedStructure(
-            self.kind, place.name, opened.files, lambda: iter(()), source=opened
-        )
+        return CheckedStructure(self.kind, place.name, opened.files, source=opened)
 
 
 READER: Final = _WeightsReader()

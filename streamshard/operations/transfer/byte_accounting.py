@@ -76,21 +76,21 @@ class ByteCounts:
 
         Segments are counted in what takes the memory of a piece.
         """
-        content, (held, made) = elements.content, dtypes_of(elements, self._tensors)
+        content, (source_dtype, dtype) = elements.content, dtypes_of(elements, self._tensors)
         if isinstance(content, Whole):
             if not elements.start:
                 self.times[content.tensor] += count
-            if made != held:
+            if dtype != source_dtype:
                 self.cast_bytes += elements.nbytes * count
             piece_numel = int(self._piece_numel[content.tensor])
-            return elements.nbytes // (ITEMSIZE[made] * piece_numel) + 2, 0
+            return elements.nbytes // (ITEMSIZE[dtype] * piece_numel) + 2, 0
         members, numels = content.tensors, self._numels[content.tensors]
         self.padding_bytes += elements.nbytes * count
         if not content.is_cut or not self._is_counted[members[:1]].all():
             self._is_counted[members] |= content.is_cut
             # These are read once, by one rank or by all ranks together.
             self.times[members] += 1
-            self.padding_bytes -= int(numels.sum()) * ITEMSIZE[made]
+            self.padding_bytes -= int(numels.sum()) * ITEMSIZE[dtype]
         copies = int((numels // self._piece_numel[members] + 2).sum())
         return copies, len(members) * _SEGMENT_BYTES // _PIECE_BYTES
 

@@ -316,9 +316,9 @@ def _left_out(source: Source, byte_counts: ByteCounts, report: Report) -> Iterat
     for (what, why), sizes in found.items():
         yield Part(what, len(sizes), sum(sizes), why)
     if source.kind != "store":
-        held = int(read_bytes(source, np.ones_like(byte_counts.times)).sum())
+        copied = int(read_bytes(source, np.ones_like(byte_counts.times)).sum())
         stored = {file.path: file.nbytes for file in source.files}
-        nbytes = max(0, sum(stored.values()) - held)
+        nbytes = max(0, sum(stored.values()) - copied)
         why = "not copied: newly written, or redundant among ranks"
         yield Part("padding, headers, pickles", 0, nbytes, why)
 

@@ -169,10 +169,10 @@ class Divider:
 
     def _region(self, part: "_Part") -> Region:
         elements = part.elements
-        held, made = dtypes_of(elements, self._tensors)
-        segments = clip(part.segments, part.start, part.stop, itemsize=ITEMSIZE[made])
+        source_dtype, dtype = dtypes_of(elements, self._tensors)
+        segments = clip(part.segments, part.start, part.stop, itemsize=ITEMSIZE[dtype])
         return replace(
-            self._source.region_of(segments, held, made, part.stop - part.start),
+            self._source.region_of(segments, source_dtype, dtype, part.stop - part.start),
             counts_overflow=bool(elements.name),
             trailer=part.trailer,
             codec=elements.codec,

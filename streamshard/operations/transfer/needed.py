@@ -5,7 +5,6 @@ the run would write. That proves more than a name, a size or a date, whoever wro
 costs reading both sides once.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,21 +12,16 @@ from streamshard.engine.run.phases import COMPARING
 from streamshard.engine.scan.target_comparison import first_difference
 from streamshard.errors import TargetExistsError
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.dumps.dump_names import Template
-from streamshard.io.entries import (
-    files_below,
-    is_directory,
-)
+from streamshard.io.entries import files_below, is_directory
 from streamshard.io.files import target_errors
 from streamshard.io.object_path import is_object
 from streamshard.layout.memory_plan import SCRATCH_BYTES, MemoryPlan
-from streamshard.operations.source.source import Source
 from streamshard.operations.source.unfinished import COMMITTED, JOURNAL
 from streamshard.operations.transfer.file_layout import Divider
 from streamshard.operations.transfer.report import Progress, Report, Silent
 from streamshard.operations.transfer.target import require_space
 from streamshard.operations.transfer.target_state import TargetState
-from streamshard.operations.transfer.target_writer import Pass
+from streamshard.operations.transfer.target_writer import Output
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +30,13 @@ class ExistingTarget:
 
     report: Report
     target: Path
-    source: Source
+    output: Output
     memory: MemoryPlan
-    sizes: Mapping[str, int]
-    """Size of every file by its path; an upper bound if files are compressed."""
-    passes: Sequence[Pass]
     overwrite: bool
-    latest: str | None = None
-    """Tag that the `latest` file should name; no pass makes this file."""
-    template: Template | None = None
 
     def found(self, progress: Progress | None = None) -> Report | None:
         """Return a report if the target holds what the run would write, else None."""
-        difference, state = None, TargetState.of(self.target, self.template)
+        difference, state = None, TargetState.of(self.target, self.output.template)
         if not state.is_settled:
             shown = progress or Silent()
             shown.start(self.report.bytes_written, COMPARING)
@@ -69,6 +57,7 @@ class ExistingTarget:
 
     def _difference(self, progress: Progress) -> str | None:
         """Describe the first difference of the target; None if there is none."""
+        output, latest = self.output, self.output.latest
         if not is_directory(self.target):
             return "it is not a directory"
         with target_errors(self.target):
@@ -76,25 +65,26 @@ class ExistingTarget:
             if is_object(self.target):
                 own = (COMMITTED, JOURNAL)
                 there = {path for path in there if path.partition("/")[0] not in own}
-            named = names.latest_of(self.target) if self.latest is not None else None
-        if named != self.latest:
+            named = names.latest_of(self.target) if latest is not None else None
+        if named != latest:
             shown = "there is no 'latest'" if named is None else f"its 'latest' names {named!r}"
-            return f"{shown}, not {self.latest!r}"
+            return f"{shown}, not {latest!r}"
+        paths_to_write = output.writer.byte_counts().sizes.keys()
         for problem, paths in (
-            ("is missing", self.sizes.keys() - there),
-            ("is not one of its files", there - self.sizes.keys()),
+            ("is missing", paths_to_write - there),
+            ("is not one of its files", there - paths_to_write),
         ):
             if paths:
                 more = f", and {len(paths) - 1:,} more" if len(paths) > 1 else ""
                 return f"{min(paths)} {problem}{more}"
-        if self.latest is not None:
-            progress.advance(len(self.latest.encode()))
-        divider = Divider(self.source)
-        for layouts in self.passes:
+        if latest is not None:
+            progress.advance(len(latest.encode()))  # no pass makes this file
+        source, divider = output.source, Divider(output.source)
+        for layouts in output.writer.passes():
             path = first_difference(
                 self.target,
                 map(divider.target, layouts()),
-                self.source.files,
+                source.files,
                 workers=self.memory.workers,
                 window_bytes=self.memory.window_bytes,
                 scratch_bytes=SCRATCH_BYTES // 2,

@@ -60,17 +60,9 @@ class TransferPlan:
             is_native = self.source.kind == "native"
             place = str(self.source.path) if is_native else self.report.source
             return needed.nothing_done(self.report, "source", place)
-        return needed.ExistingTarget(
-            self.report,
-            self.target,
-            self.source,
-            self.memory,
-            self.sizes(),
-            output.writer.passes(),
-            self.options.overwrite,
-            latest=output.latest,
-            template=output.template,
-        ).found(progress)
+        overwrite = self.options.overwrite
+        existing = needed.ExistingTarget(self.report, self.target, output, self.memory, overwrite)
+        return existing.found(progress)
 
     def run(self, progress: Progress | None = None) -> Report:
         """Write the target."""
@@ -84,7 +76,6 @@ class TransferPlan:
             self.identity,
             nbytes=self.report.bytes_written,
             sizes=self.sizes,
-            overwrite=options.overwrite,
             lock=options.lock,
             template=self.output.template,
         ) as partial_target:

@@ -1,9 +1,10 @@
 """The identity of a run: everything that determines the bytes of its target."""
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from hashlib import blake2b, sha256
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -31,24 +32,28 @@ _DIGEST_BYTES: Final = 8
 _MOST_SHOWN: Final = 40
 _TARGET: Final = "OUT"
 _LIMIT_FORMAT: Final = 1 << 53
-_FIELDS: Final = {
-    kind: [field.name for field in fields(kind)]
-    for kind in (
-        Checkpoint,
-        Dropped,
-        FlatState,
-        LayerFile,
-        LogicalTensor,
-        ModelPart,
-        ModuleEntry,
-        Note,
-        OtherFile,
-        ParamGroup,
-        ScalarState,
-        ZeroLayout,
-    )
+_PARTS: Final[Mapping[type, Callable[[Any], Node]]] = {
+    **{
+        kind: attrgetter(*(field.name for field in fields(kind)))
+        for kind in (
+            Checkpoint,
+            Dropped,
+            FlatState,
+            LayerFile,
+            LogicalTensor,
+            ModelPart,
+            ModuleEntry,
+            Note,
+            OtherFile,
+            ParamGroup,
+            ScalarState,
+            ZeroLayout,
+        )
+    },
+    Storage: attrgetter("dtype", "numel", "blob"),
+    NoteKind: str,
 }
-"""The classes that a checkpoint is made of, besides the nodes of its training state."""
+"""What a checkpoint is made of besides plain nodes, and what stands for it in a digest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,11 @@ class RunIdentity:
             "replaces": replaces,
         }
         return cls(source, header)
+
+    @property
+    def replaces(self) -> bool:
+        """Whether an existing target may be replaced."""
+        return bool(self.header["replaces"])
 
     def require_same(self, other: Mapping[str, Any], place: Path) -> None:
         """Refuse to continue what a run with the header `other` began, if it is another run."""
@@ -130,17 +140,12 @@ def is_header(value: object) -> bool:
 
 def _digest_of_headers(checkpoint: Checkpoint) -> str:
     """Return a digest of all of a checkpoint except the elements of its logical tensors."""
-    return sha256(inert_dump.dump(checkpoint, _serialized)).hexdigest()
 
+    def stands_for(part: Node) -> Node | None:
+        serialized = _PARTS.get(type(part))
+        return None if serialized is None else serialized(part)
 
-def _serialized(part: Node) -> Node | None:
-    """Return what stands for a part that is no plain node; None for all others."""
-    if isinstance(part, Storage):
-        return ("blob", part.dtype, part.numel, part.blob)
-    if isinstance(part, NoteKind):
-        return (str(part),)
-    names = _FIELDS.get(type(part))
-    return None if names is None else (type(part).__name__, *(getattr(part, n) for n in names))
+    return sha256(inert_dump.dump(checkpoint, stands_for)).hexdigest()
 
 
 def _digest(file: SourceFile) -> bytes:

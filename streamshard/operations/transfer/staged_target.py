@@ -5,8 +5,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from streamshard.engine.journals.staged_files import Partial
-from streamshard.engine.run.uploads import Uploads
+from streamshard.engine.run.runner import StagedFiles
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.changes import lock_at
 from streamshard.io.object_path import is_object
@@ -26,7 +25,7 @@ class StagedTarget(Protocol):
     """Whether the target exists, and is what this run would make."""
 
     @property
-    def partial(self) -> Partial | Uploads:
+    def partial(self) -> StagedFiles:
         """Its files, and the journal of what is written."""
 
     @property
@@ -58,7 +57,6 @@ def staged(
     *,
     nbytes: int,
     sizes: Callable[[], Mapping[str, int]],
-    overwrite: bool,
     lock: bool,
     template: Template | None = None,
 ) -> StagedTarget:
@@ -78,10 +76,7 @@ def staged(
             identity,
             nbytes=nbytes,
             sizes=sizes,
-            overwrite=overwrite,
             template=template,
         )
         return uploaded
-    return PartialTarget(
-        target, own, identity, nbytes=nbytes, overwrite=overwrite, template=template
-    )
+    return PartialTarget(target, own, identity, nbytes=nbytes, template=template)

@@ -18,7 +18,7 @@ from typing import Final, Self
 
 from streamshard.engine.jobs.target_proof import PROOF_PREFIX
 from streamshard.engine.journals.journal import Journal
-from streamshard.engine.journals.staged_files import Partial
+from streamshard.engine.run.staged_files import Partial
 from streamshard.errors import NotAsWrittenError, Option
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
@@ -64,13 +64,12 @@ class PartialTarget:
         identity: RunIdentity,
         *,
         nbytes: int,
-        overwrite: bool,
         template: Template | None = None,
     ) -> None:
         self._target = target.absolute()
         self._identity = identity
         self._nbytes = nbytes
-        self._overwrite = overwrite
+        self._overwrite = identity.replaces
         self._template = template
         self._lock = lock
         self._made: list[Path] = []

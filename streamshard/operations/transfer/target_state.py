@@ -4,8 +4,9 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from streamshard.engine.journals.journal import Journal
 from streamshard.errors import Option, TargetExistsError
@@ -74,7 +75,7 @@ class TargetState(ABC):
             raise TargetExistsError(message)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DiskState(TargetState):
     """What a run finds at the place of its target on a disk, and next to it."""
 
@@ -85,27 +86,29 @@ class DiskState(TargetState):
     """What lies in it; None if it is no directory, or a link to one."""
     journal: Journal
     """The journal in it: it has taken its place, and the rest is to be tidied."""
-    partial: Status | None
-    """Where it is built, if anything is there."""
-    begun: Journal
-    """The journal there."""
-    has_replaced: bool
-    """Whether there is anything where an old target lies until the new one is in place."""
 
     @classmethod
-    def at(cls, target: Path, template: Template | None = None) -> "DiskState":
-        """Look at the target, and at the two places next to it."""
-        status, partial = examine_if_there(target, follows=False), partial_of(target)
+    def at(cls, target: Path, template: Template | None = None) -> Self:
+        """Look at the target; what lies next to it is looked at when it matters."""
+        status = examine_if_there(target, follows=False)
         is_directory = status is not None and status.is_directory
-        return cls(
-            target,
-            status is not None,
-            DirectoryContent.of(target, template) if is_directory else None,
-            Journal(target / JOURNAL),
-            examine_if_there(partial, follows=False),
-            Journal(partial / JOURNAL),
-            lexists(replaced_of(target)),
-        )
+        content = DirectoryContent.of(target, template) if is_directory else None
+        return cls(target, status is not None, content, Journal(target / JOURNAL))
+
+    @cached_property
+    def partial(self) -> Status | None:
+        """Where the target is built, if anything is there."""
+        return examine_if_there(partial_of(self.target), follows=False)
+
+    @cached_property
+    def begun(self) -> Journal:
+        """The journal there."""
+        return Journal(partial_of(self.target) / JOURNAL)
+
+    @cached_property
+    def has_replaced(self) -> bool:
+        """Whether anything is where an old target lies until the new one is in place."""
+        return lexists(replaced_of(self.target))
 
     @property
     def is_vacant(self) -> bool:

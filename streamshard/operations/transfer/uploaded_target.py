@@ -58,14 +58,13 @@ class UploadedTarget:
         *,
         nbytes: int,
         sizes: Callable[[], Mapping[str, int]],
-        overwrite: bool,
         template: Template | None = None,
     ) -> None:
         self._target = target
         self._sizes = sizes
         self._identity = identity
         self._nbytes = nbytes
-        self._overwrite = overwrite
+        self._overwrite = identity.replaces
         self._template = template
         self._lock = lock
         self._is_own = False
