@@ -41,7 +41,7 @@ VERBS = ("repartition", "convert", "export", "verify", "diff", "inspect", "read"
 CROSSINGS = {("compact", verb) for verb in VERBS} | {("read", "inspect")}
 """`compact` runs other verbs; `open` shows what `inspect` summarizes."""
 CORE = "streamshard.operations.repartition.repartition"
-CORE_MODULES, CORE_LINES = 93, 14_916
+CORE_MODULES, CORE_LINES = 93, 14_920
 """What who touches the core has to know: all that it imports, and what that imports, lazily or for
 type checking as well. Lower them as it gets less; the aim is 110 modules with 18,000 lines."""
 AROUND = ("degrees", "formats.deepspeed.model_parallel")

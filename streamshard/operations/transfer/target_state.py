@@ -23,6 +23,7 @@ from streamshard.operations.transfer.target import partial_of, replaced_of, requ
 from streamshard.registry import UPLOAD_STATE, load
 
 _OVERWRITE: Final = Option("overwrite", True)
+_IF_NEEDED: Final = Option("if_needed", True)
 
 
 class TargetState(ABC):
@@ -65,7 +66,10 @@ class TargetState(ABC):
         return TargetExistsError(f"{message}; move it, or choose another target")
 
     def _exists(self) -> TargetExistsError:
-        return TargetExistsError(f"{self.target}: exists; use {_OVERWRITE} to replace it")
+        message = (
+            f"{self.target}: exists; use {_OVERWRITE} to replace it, or {_IF_NEEDED} if it may"
+        )
+        return TargetExistsError(f"{message} hold the result already")
 
     def _require_ours(self, content: DirectoryContent | None) -> None:
         """Refuse to replace what is more than one checkpoint, store, set of dumps or export."""
