@@ -14,8 +14,8 @@ PAGE: Final = Path(__file__).parent.parent / "commands.md"
 _HEAD: Final = """\
 # Commands
 
-This page is made from the command line's own parser, so it says what `--help` says.
-`python -m docs.site.commands_page` writes it.
+`streamshard` alone prints its help. `streamshard COMMAND --help` shows the usual options in groups,
+and `--help-all` all of them, as this page does. `python -m docs.site.commands_page` writes this page.
 
 SRC is a run directory that holds `latest`, a tag directory, a checkpoint directory of HF Trainer,
 Accelerate or Lightning, a store, or a template of raw per-rank dumps. In square brackets stands
