@@ -15,7 +15,7 @@ _HEAD: Final = """\
 # Commands
 
 `streamshard` alone prints its help. `streamshard COMMAND --help` shows the usual options in groups,
-and `--help-all` all of them, as this page does. `python -m docs.site.commands_page` writes this page.
+and `--help-all` all of them, as this page does. `python -m docs.site.commands_page` writes it.
 
 [SRC](resume.md#convert) may be all that an argument's row names, and a checkpoint directory of HF
 Trainer, Accelerate or Lightning. The default is in square brackets. Sizes are written as `64MiB` or
