@@ -14,12 +14,12 @@ PAGE: Final = Path(__file__).parent.parent / "commands.md"
 _HEAD: Final = """\
 # Commands
 
-This page is made from the command line's own parser, so it says what `--help` says.
-`python -m docs.site.commands_page` writes it.
+`streamshard` alone prints its help. `streamshard COMMAND --help` shows the usual options in groups,
+and `--help-all` all of them, as this page does. `python -m docs.site.commands_page` writes it.
 
-SRC is a run directory that holds `latest`, a tag directory, a checkpoint directory of HF Trainer,
-Accelerate or Lightning, a store, or a template of raw per-rank dumps. In square brackets stands
-what counts without the option. Sizes are written as `64MiB` or `5GB`, times as `90m`, `2h` or `7d`.
+[SRC](resume.md#convert) may be all that an argument's row names, and a checkpoint directory of HF
+Trainer, Accelerate or Lightning. The default is in square brackets. Sizes are written as `64MiB` or
+`5GB`, times as `90m`, `2h` or `7d`.
 [Exit codes](safety.md#exit-codes) are the same for all commands.
 """
 _TAIL: Final = """\
