@@ -31,9 +31,10 @@ def _made(kind: Any, value: Any, at: str) -> Any:  # noqa: ANN401
     if is_dataclass(kind):
         types = _types(cast("type", kind))
         given = _of_type(dict, value, at)
-        required = {f.name for f in fields(kind) if f.default is f.default_factory is MISSING}
-        for name in (*(required - given.keys()), *(given.keys() - types.keys())):
-            raise ValueError(f"{at}.{name} is {'missing' if name in required else 'unknown'}")
+        required = [f.name for f in fields(kind) if f.default is f.default_factory is MISSING]
+        for name in (*required, *given):
+            if name not in given or name not in types:
+                raise ValueError(f"{at}.{name} is {'missing' if name in types else 'unknown'}")
         return cast("Any", kind)(
             **{n: _made(types[n], one, f"{at}.{n}") for n, one in given.items()}
         )

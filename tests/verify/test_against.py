@@ -324,6 +324,16 @@ def test_tensors_and_files_of_one_side_only(tmp_path: Path) -> None:
     }
 
 
+def test_files_of_one_side_only_come_in_the_order_of_their_names(tmp_path: Path) -> None:
+    run, less = write(SMALL, tmp_path / "run"), write(SMALL, tmp_path / "less")
+    names = [f"{letter}.txt" for letter in "abcdefgh"]
+    for name in names:
+        (run / name).write_text(name)
+    for one, other, kind in ((run, less, "extra"), (less, run, "missing")):
+        found = streamshard.verify(one, against=other).differences
+        assert [(d.kind, d.name) for d in found] == [(kind, f"file/{name}") for name in names]
+
+
 def test_another_shape_of_as_many_elements(tmp_path: Path) -> None:
     run = write(SMALL, tmp_path / "run")
     groups = ((("w", (3, 5)), ("u", (2, 2))), (("v", (7,)),))

@@ -287,9 +287,10 @@ def _pair_files(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
             found.differ_in("shape", tensor, message)
         else:
             found.add(tensor, *sides, "uint8")
-    for path in mine.keys() - set(moved.values()) - {*here.new_steps}:
-        if path in there.paths:
-            found.only(one.tensors[mine[path]], is_left=True)
+    matched = {*moved.values(), *here.new_steps}
+    for path, row in mine.items():
+        if path not in matched and path in there.paths:
+            found.only(one.tensors[row], is_left=True)
 
 
 def _files(checkpoint: Checkpoint) -> Mapping[str, int]:
