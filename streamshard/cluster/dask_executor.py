@@ -163,7 +163,7 @@ class _ClusterRun:
             self._submit_lost_jobs()
 
     def _take_outcome(self, number: int, job: _Submitted) -> Outcome | None:
-        """Take the outcome of a job; None if its worker must show anew that it may take part."""
+        """Take the outcome of a job; None if its worker must show again that it may take part."""
         try:
             outcome: Outcome = job.call.result()
         except UnknownRunError as error:

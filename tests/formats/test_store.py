@@ -23,7 +23,7 @@ from zarr.storage import MemoryStore
 import streamshard
 from streamshard.formats.zarr.array_paths import array_path
 from streamshard.formats.zarr.documents import array_document, chunk_keys, group_document
-from streamshard.formats.zarr.rewritten import is_serialized_anew
+from streamshard.formats.zarr.rewritten import is_serialized_again
 from streamshard.model import ITEMSIZE, LogicalTensor
 from streamshard.options import CODECS
 from tests.fabricated import client_state, write
@@ -301,8 +301,8 @@ def test_our_chunk_keys_are_zarr_python_s(shape: tuple[int, ...]) -> None:
 )
 def test_no_flipped_bit_of_a_document_says_the_same(dtype: str, codec: str) -> None:
     ours = array_document(LogicalTensor("fp32", "w", dtype, (4, 6)), (1, 3), codec)
-    assert is_serialized_anew(json.dumps(json.loads(ours), indent=2).encode(), ours)
+    assert is_serialized_again(json.dumps(json.loads(ours), indent=2).encode(), ours)
     for bit in range(8 * len(ours)):
         flipped = bytearray(ours)
         flipped[bit // 8] ^= 1 << bit % 8
-        assert not is_serialized_anew(bytes(flipped), ours), flipped
+        assert not is_serialized_again(bytes(flipped), ours), flipped

@@ -118,7 +118,7 @@ def dcp_metadata(_: bytes, path: Path) -> None:
 def zarr_documents(data: bytes, _: Path) -> None:
     """Compare a document with ours, and open it as an array that another tool rewrote."""
     for ours in (documents.group_document({"a": 1}), documents.small_array_document(40)):
-        rewritten.is_serialized_anew(data, ours)
+        rewritten.is_serialized_again(data, ours)
     try:
         document = strict_json.parse(data)
         shape = require_shape(document["shape"])

@@ -425,7 +425,7 @@ def _named(extension: Any) -> dict[str, Any]:  # noqa: ANN401
     return {**extension, "name": extension.get("name"), "configuration": settings}
 
 
-def is_serialized_anew(found: bytes, expected: bytes) -> bool:
+def is_serialized_again(found: bytes, expected: bytes) -> bool:
     """Tell whether a document differs from ours only in how a JSON library laid it out.
 
     A group's document may have consolidated metadata besides.

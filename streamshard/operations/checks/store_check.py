@@ -24,7 +24,7 @@ from streamshard.formats.zarr.documents import (
 from streamshard.formats.zarr.rewritten import (
     RewrittenArray,
     RewrittenPiece,
-    is_serialized_anew,
+    is_serialized_again,
     remark,
 )
 from streamshard.formats.zarr.small_files import read_small
@@ -124,7 +124,7 @@ class StoreCheck:
         except SourceError as error:
             self._findings.add_error(error, document)
             return
-        if found != expected and not is_serialized_anew(found, expected):
+        if found != expected and not is_serialized_again(found, expected):
             message = f"{document}: not the document of a manifest of {nbytes} bytes"
             self._findings.add(MALFORMED, document, message)
 
@@ -145,12 +145,12 @@ class StoreCheck:
             if not self._is_rewritten(path):
                 full = self._root / path
                 self._findings.add(EXTRA, full, f"{full}: is not a part of the store")
-        anew = 0
+        rewritten = 0
         for path, record in manifest.records.items():
             if path not in self._chunks and not self._is_rewritten(path):
-                anew += self._add_file(path, record.nbytes)
-        if anew:
-            message = f"{anew:,} zarr.json were serialized again by another tool, and say the"
+                rewritten += self._add_file(path, record.nbytes)
+        if rewritten:
+            message = f"{rewritten:,} zarr.json were serialized again by another tool, and say the"
             self._findings.notes.append(f"{message} same.")
 
     def _add_file(self, path: str, nbytes: int | None) -> bool:
@@ -158,18 +158,18 @@ class StoreCheck:
         fault = self._index.add_file(path, nbytes)
         if fault is None:
             return False
-        if isinstance(fault.error, IntegrityError) and self._is_serialized_anew(path):
+        if isinstance(fault.error, IntegrityError) and self._is_serialized_again(path):
             return True
         self._findings.add_error(fault.error, fault.path)
         return False
 
-    def _is_serialized_anew(self, path: str) -> bool:
+    def _is_serialized_again(self, path: str) -> bool:
         """Tell whether a document of another length says the same as ours."""
         try:
             found = read_small(self._root / path) if path in self._documents else b""
         except (OSError, SourceError):
             return False
-        return bool(found) and is_serialized_anew(found, self._documents[path])
+        return bool(found) and is_serialized_again(found, self._documents[path])
 
     def _is_rewritten(self, path: str) -> bool:
         """Tell whether a path is a file of an array that another tool rewrote."""

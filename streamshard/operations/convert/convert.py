@@ -76,7 +76,7 @@ def _plan(options: ConvertOptions) -> TransferPlan:
 
 def _prepare(options: ConvertOptions, opened: Source) -> Output:
     """Decide what the store holds: the source's parts of the model, or those of other degrees."""
-    cut_anew = other_degrees().change(
+    change = other_degrees().change(
         opened,
         JobDegrees(
             tensor_parallel=options.tensor_parallel,
@@ -87,16 +87,16 @@ def _prepare(options: ConvertOptions, opened: Source) -> Output:
             if_needed=options.if_needed,
         ),
     )
-    opened.require_use_of_like(needed=cut_anew is not None, if_needed=options.if_needed)
-    if cut_anew is None:
+    opened.require_use_of_like(needed=change is not None, if_needed=options.if_needed)
+    if change is None:
         output = store_output(opened, verb="convert", options=options)
         return replace(output, notes=(*output.notes, *_kept_apart(opened)))
-    output = store_output(cut_anew.source, verb="convert", options=options)
+    output = store_output(change.source, verb="convert", options=options)
     return replace(
         output,
-        options={**output.options, **cut_anew.options},
+        options={**output.options, **change.options},
         source_world_size=opened.checkpoint.ranks,
-        check=cut_anew.check,
+        check=change.check,
     )
 
 
