@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from streamshard.batches import BatchMapper
-from streamshard.engine.jobs.executor import Host, current_executor, run_ordered
-from streamshard.engine.jobs.source_proof import SourceProof
+from streamshard.engine.jobs.executor import Host, Toolkit, current_executor, run_ordered
+from streamshard.engine.jobs.source_proof import require_seen, some_files
 from streamshard.io.entries import identify
 from streamshard.model import SourceFile
 
@@ -19,27 +19,19 @@ Function = Callable[[Sequence[Path]], Sequence[Any]]
 
 
 class _NoTools:
-    """What a worker needs besides the files: nothing."""
+    """What a worker needs apart from the files: nothing."""
 
     def close(self) -> None:
-        """Do nothing."""
+        pass
 
 
 @dataclass(frozen=True, slots=True)
-class _BatchTools:
-    """Describes workers that examine files; see `Toolkit`."""
+class _BatchTools(Toolkit[_NoTools]):
+    """Describes workers that examine files."""
 
-    files: SourceProof
-
-    def prove(self) -> str:
-        """Show that this process sees the files; see `Toolkit.prove`."""
-        return self.files.prove()
-
-    def accept(self, evidence: str) -> None:
-        """Accept anything: nothing is written."""
+    sources: Sequence[SourceFile]
 
     def make(self, host: Host) -> _NoTools:
-        """Make no tools."""
         return _NoTools()
 
 
@@ -52,14 +44,14 @@ def _map(function: Function, batches: Sequence[Sequence[Path]]) -> Iterable[Sequ
     if len(batches) <= 1:
         return map(function, batches)
     files = [tuple(identify(path) for path in batch) for batch in batches]
-    tools = _BatchTools(SourceProof.of([file for batch in files for file in batch]))
+    tools = _BatchTools(some_files([file for batch in files for file in batch]))
     jobs = (partial(_apply, function=function, files=batch) for batch in files)
     return run_ordered(jobs, tools, workers=current_executor().workers or 1, progress=_ignore)
 
 
 def _apply(_: _NoTools, function: Function, files: tuple[SourceFile, ...]) -> Sequence[Any]:
     """Apply a function where each of the files is the one that the leading process sees."""
-    SourceProof(files).prove()
+    require_seen(files)
     return function([file.path for file in files])
 
 

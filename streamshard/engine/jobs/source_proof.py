@@ -1,7 +1,6 @@
 """Shows that a process on another machine sees the source files that a run was planned for."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from streamshard.errors import SourceError
@@ -13,36 +12,26 @@ _EXAMINED: Final = 64
 """Files that are examined beforehand. Each is examined once more when it is opened."""
 
 
-@dataclass(frozen=True, slots=True)
-class SourceProof:
-    """A part of the files of a source; what proves nothing of a target."""
+def some_files(files: Sequence[SourceFile]) -> list[SourceFile]:
+    """Choose files: of each directory the first one, and others at equal distances."""
+    firsts = {file.path.parent: file for file in reversed(files)}
+    step = -(-len(files) // _EXAMINED) or 1
+    chosen = {file.path: file for file in (*list(firsts.values())[:_EXAMINED], *files[::step])}
+    return list(chosen.values())
 
-    files: tuple[SourceFile, ...]
 
-    @classmethod
-    def of(cls, files: Sequence[SourceFile]) -> "SourceProof":
-        """Choose files: of each directory the first one, and others at equal distances."""
-        firsts = {file.path.parent: file for file in reversed(files)}
-        step = -(-len(files) // _EXAMINED) or 1
-        chosen = {file.path: file for file in (*list(firsts.values())[:_EXAMINED], *files[::step])}
-        return cls(tuple(chosen.values()))
-
-    def prove(self) -> str:
-        """Examine the files."""
-        for file in self.files:
-            try:
-                found = examine(file.path)
-            except OSError as error:
-                message = f"cannot be read here ({error.strerror})"
-                raise SourceError(message, path=file.path) from error
-            seen = found.source_file(file.path)
-            if seen != file:
-                message = f"is another file here ({_described(seen)}) than where the"
-                raise SourceError(f"{message} run was planned ({_described(file)})", path=file.path)
-        return ""
-
-    def accept(self, evidence: str) -> None:
-        """Accept anything: to see the files is enough."""
+def require_seen(files: Sequence[SourceFile]) -> None:
+    """Refuse files that are others here than where the run was planned."""
+    for file in files:
+        try:
+            found = examine(file.path)
+        except OSError as error:
+            message = f"cannot be read here ({error.strerror})"
+            raise SourceError(message, path=file.path) from error
+        seen = found.source_file(file.path)
+        if seen != file:
+            message = f"is another file here ({_described(seen)}) than where the"
+            raise SourceError(f"{message} run was planned ({_described(file)})", path=file.path)
 
 
 def _described(file: SourceFile) -> str:

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from streamshard.engine.jobs.executor import Host
-from streamshard.engine.jobs.source_proof import SourceProof
+from streamshard.engine.jobs.executor import Host, Toolkit
 from streamshard.engine.numeric.checksums import RunningChecksums
 from streamshard.engine.run.region import RegionFiller
 from streamshard.engine.run.source_reader import SourceReader
@@ -15,23 +14,15 @@ from streamshard.model import Digest, SourceFile
 
 
 @dataclass(frozen=True, slots=True)
-class ProbeTools:
-    """Describes probes; see `Toolkit`."""
+class ProbeTools(Toolkit["Probe"]):
+    """Describes probes."""
 
-    files: Sequence[SourceFile]
+    sources: Sequence[SourceFile]
     window_bytes: int
     hashes: bool = False
     """Whether to compute the SHA-256 of files that are read from beginning to end."""
 
-    def prove(self) -> str:
-        """Show that this process sees the files; see `Toolkit.prove`."""
-        return SourceProof.of(self.files).prove()
-
-    def accept(self, evidence: str) -> None:
-        """Accept anything: nothing is written."""
-
     def make(self, host: Host) -> "Probe":
-        """Make a probe."""
         return Probe(self, host)
 
 
@@ -39,8 +30,8 @@ class Probe:
     """A worker's reader and its buffer."""
 
     def __init__(self, tools: ProbeTools, host: Host) -> None:
-        self.hashes = FileHashes(tools.files) if tools.hashes else None
-        self._files = tools.files if self.hashes is None else self.hashes.watched()
+        self.hashes = FileHashes(tools.sources) if tools.hashes else None
+        self._files = tools.sources if self.hashes is None else self.hashes.watched()
         self._reader = SourceReader(self._files, workers=host.workers, stop=host.stop)
         self._window = memoryview(bytearray(tools.window_bytes))
         self._progress = host.progress

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TypeVar
 
-from streamshard.engine.jobs.executor import Host
-from streamshard.engine.jobs.source_proof import SourceProof
+from streamshard.engine.jobs.executor import Host, Toolkit
+from streamshard.engine.jobs.source_proof import require_seen, some_files
 from streamshard.engine.run.region import ReadAhead, RegionFiller
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.work import Region
@@ -62,8 +62,8 @@ K = TypeVar("K", bound=PairReader, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class PairTools(Generic[K]):
-    """Describes workers that read two sources; see `Toolkit`."""
+class PairTools(Toolkit[K]):
+    """Describes workers that read two sources."""
 
     kind: type[K]
     sides: Sequence[tuple[SourceFile, ...]]
@@ -72,16 +72,11 @@ class PairTools(Generic[K]):
     scratch_bytes: int
 
     def prove(self) -> str:
-        """Show that this process sees both sources; see `Toolkit.prove`."""
         for files in self.sides:
-            SourceProof.of(files).prove()
+            require_seen(some_files(files))
         return ""
 
-    def accept(self, evidence: str) -> None:
-        """Accept anything: nothing is written."""
-
     def make(self, host: Host) -> K:
-        """Make a worker."""
         left, right = (
             SourceReader(files, workers=host.workers, stop=host.stop) for files in self.sides
         )
