@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from streamshard.engine.jobs.source_proof import require_seen, some_files
+from streamshard.engine.jobs.proofs import require_seen, some_files
 from streamshard.model import SourceFile
 
 

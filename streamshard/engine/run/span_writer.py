@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.engine.jobs.executor import Host, Toolkit
-from streamshard.engine.jobs.target_proof import TargetProof
+from streamshard.engine.jobs.proofs import TargetProof
 from streamshard.engine.journals.journal import Written
 from streamshard.engine.run import resident_memory
 from streamshard.engine.run.source_reader import SourceReader

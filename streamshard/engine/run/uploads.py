@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from streamshard.engine.jobs.executor import Job
-from streamshard.engine.jobs.target_proof import TargetProof
+from streamshard.engine.jobs.proofs import TargetProof
 from streamshard.engine.journals.upload_journal import UploadJournal
 from streamshard.engine.run.endings import FileEndings
 from streamshard.engine.run.phases import Watcher

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from streamshard.engine.jobs.executor import Host, Toolkit, run_ordered
-from streamshard.engine.jobs.source_proof import require_seen
+from streamshard.engine.jobs.proofs import require_seen
 from streamshard.engine.run.endings import FileEndings
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.window import DifferentError, Window

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from streamshard.engine.jobs.target_proof import PROOF_PREFIX
+from streamshard.engine.jobs.proofs import PROOF_PREFIX
 from streamshard.engine.journals.journal import Journal
 from streamshard.engine.run.staged_files import Partial
 from streamshard.errors import NotAsWrittenError, Option

@@ -27,8 +27,8 @@ from streamshard.io.entries import entries_below
 from streamshard.io.files import target_errors
 from streamshard.io.lock import AnyLock
 from streamshard.io.object_path import ObjectPath, object_of
+from streamshard.io.objects.buckets import copy_object, for_each, moved, objects_below
 from streamshard.io.objects.listings import is_no_marker
-from streamshard.io.objects.object_changes import copy_object, for_each, moved, objects_below
 from streamshard.io.objects.object_upload import create, upload_requests
 from streamshard.io.place import place_of
 from streamshard.io.readable import Entry
