@@ -115,7 +115,6 @@ class Threads:
         is_ordered: bool = False,
         needed_bytes: int = 0,
     ) -> Generator[tuple[int, R], None, None]:
-        """Run all jobs; see `Executor`."""
         host = Host(progress, threading.Event(), workers)
         local = threading.local()
         made: list[T] = []

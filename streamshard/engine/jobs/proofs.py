@@ -155,7 +155,6 @@ class StagedProof:
             raise TargetError(f"{message} {_OTHER}", path=self.directory.parent)
 
     def shares_cache(self) -> bool:
-        """Whether what is written here is synced when the leader syncs the target."""
         here = boot_id(), examine(self.directory).device
         return bool(self.boot) and here == (self.boot, self.device)
 

@@ -72,7 +72,6 @@ class SourceReader:
         """File, number and content of the last block that was checked but only partly needed."""
 
     def close(self) -> None:
-        """Close all files."""
         while self._open:
             self._open.popitem()[1].close()
 

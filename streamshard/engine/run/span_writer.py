@@ -102,7 +102,6 @@ class SpanWriter:
         )
 
     def close(self) -> None:
-        """Close the sources."""
         self._reader.close()
 
     def write(self, task: SpanTask, sink: Sink) -> FilledSpan:

@@ -76,7 +76,6 @@ class _Shown:
     show: Callable[[memoryview], None]
 
     def decode(self, file: StoredBytes, stored: Memory, content: Memory) -> memoryview:
-        """Return the content."""
         held = memoryview(b"")
 
         def keep(nbytes: int) -> memoryview:
@@ -113,7 +112,6 @@ class Probe:
         self._progress = host.progress
 
     def close(self) -> None:
-        """Close all files."""
         self._reader.close()
 
     def crc32(self, file: int, start: int, stop: int) -> int:

@@ -38,7 +38,6 @@ class PairReader:
         self.window_bytes = window_bytes
 
     def close(self) -> None:
-        """Close all files."""
         for reader in self._readers:
             reader.close()
 

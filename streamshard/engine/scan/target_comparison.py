@@ -43,7 +43,6 @@ class Matcher:
         )
 
     def close(self) -> None:
-        """Close all files."""
         self._reader.close()
 
     def result_of(self, there: SourceFile, span: Span) -> SpanResult | None:
