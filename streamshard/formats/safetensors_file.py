@@ -16,6 +16,7 @@ from typing import Any, Final
 from streamshard.errors import CorruptFileError, Option, UnsupportedError
 from streamshard.formats import strict_json
 from streamshard.formats.pickle.inert import show
+from streamshard.formats.pickle.node_checks import is_text
 from streamshard.formats.shapes import is_size, require_shape
 from streamshard.io.entries import open_readable
 from streamshard.model import ITEMSIZE
@@ -96,7 +97,7 @@ def lay_out(tensors: Iterable[Described]) -> SafetensorsLayout:
             message = f"'{tensor.name}' is {tensor.dtype}, which safetensors has no name for"
             way = f"leave it out with {Option('exclude')}, or use {Option('format', 'torch')}"
             raise UnsupportedError(f"{message}: {way}")
-        if tensor.name == _METADATA or not _is_text(tensor.name):
+        if tensor.name == _METADATA or not is_text(tensor.name):
             message = f"safetensors cannot name a tensor {tensor.name!r}"
             raise UnsupportedError(f"{message}: leave it out with {Option('exclude')}")
     described.sort(key=lambda tensor: (_ORDER[tensor.dtype], tensor.name))
@@ -122,10 +123,6 @@ def lay_out(tensors: Iterable[Described]) -> SafetensorsLayout:
         _LENGTH.pack(len(serialized)) + serialized,
         tuple(Stored(tensor, start + offset) for tensor, offset in both),
     )
-
-
-def _is_text(name: str) -> bool:
-    return not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
 def read(path: Path) -> Sequence[Stored]:

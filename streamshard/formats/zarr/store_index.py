@@ -24,7 +24,6 @@ from streamshard.errors import (
 )
 from streamshard.formats import strict_json
 from streamshard.formats.checkpoint import Checkpoint
-from streamshard.formats.links import resolved_link
 from streamshard.formats.pickle.inert import show
 from streamshard.formats.zarr import store_manifest, store_state
 from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT, array_path
@@ -46,7 +45,7 @@ from streamshard.formats.zarr.rewritten import (
 )
 from streamshard.formats.zarr.small_files import read_small, require_inside
 from streamshard.formats.zarr.store_manifest import BLOCK_BYTES, FileRecord, Manifest
-from streamshard.io.entries import examine, is_directory, is_file
+from streamshard.io.entries import examine, is_directory, is_file, resolve
 from streamshard.layout.cutting import Cutting, CuttingBuilder
 from streamshard.model import ITEMSIZE, BlockDigests, Decoder, LogicalTensor, Slot, SourceFile
 from streamshard.options import CODECS
@@ -140,7 +139,7 @@ class StoreIndex:
         self.rewritten: dict[str, RewrittenArray] = {}
         self.not_ours: set[str] = set()
         """Paths of all arrays that another tool rewrote, also of those that cannot be read."""
-        self._resolved = resolved_link(root)
+        self._resolved = resolve(root)
         self._directories: set[str] = set()
         """Directories that are known to lie in the store, with symbolic links resolved."""
 
@@ -244,7 +243,7 @@ class StoreIndex:
         directory = os.path.dirname(path)  # noqa: PTH120
         try:
             if directory not in self._directories:
-                if not resolved_link(full.parent).is_relative_to(self._resolved):
+                if not resolve(full.parent).is_relative_to(self._resolved):
                     require_inside(full.parent, self.root)
                 self._directories.add(directory)
             status = examine(full, follows=False)
