@@ -25,9 +25,8 @@ from streamshard.formats.deepspeed.model_parallel.expert_degree import (
 )
 from streamshard.formats.deepspeed.model_parallel.expert_groups import AS_SAVED
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import degrees_of, is_pipeline
-from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts
+from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts, whole_model
 from streamshard.formats.deepspeed.model_parallel.pipeline_layers import as_one_module
-from streamshard.formats.deepspeed.model_parallel.whole_model import whole_model
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.model import MASTER, Note
 from streamshard.operations.source.degree_change import DegreeChange, JobDegrees, OtherDegrees

@@ -328,8 +328,8 @@ class _Building:
         # In DeepSpeed's own order; what the user saved comes behind.
         order = [*(key for key in like.model_state if key in merged or key in own), *merged]
         model = {key: own.get(key, merged.get(key)) for key in dict.fromkeys(order)}
-        told = like.optimizer_file[names.OPTIMIZER].get(names.UNIVERSAL_INFO)
-        roots = model, with_cut_info(optimizer, told)
+        stated = like.optimizer_file[names.OPTIMIZER].get(names.UNIVERSAL_INFO)
+        roots = model, with_cut_info(optimizer, stated)
         held = [{**root, **self._config(root)} for root in roots]
         made = copied((held[0], held[1]), lambda storage: self._blob(storage, like.name))
         return made[0], made[1]

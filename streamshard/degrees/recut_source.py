@@ -36,8 +36,7 @@ class EqualCopies:
 
     original: Source
     in_parts: Sequence[Sequence[MadeTensor]]
-    """Of each tensor that several parts of the model hold: the whole of it, made of the parts of
-    one holder after the other."""
+    """Tensors that several parts of the model hold, each made whole of each holder's parts."""
     of_layers: Sequence[LayerCopy]
     """What the files of a pipeline's layers must have in common with others."""
     averaged: Sequence[str]

@@ -48,7 +48,7 @@ class BoxGrid:
     lengths: Ints
     """Lengths of each box's holder."""
     edges: tuple[Ints, ...]
-    """Of each dimension: 0, every place where a box begins or ends, the length."""
+    """All edges of boxes in each dimension, from 0 to the length."""
     cells: Ints
     """The box of each cell, the last dimension fastest."""
 

@@ -16,7 +16,7 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.categories import UNSUPPORTED, by_pattern
 from streamshard.formats.deepspeed.model_parallel.name_patterns import NamePatterns
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import AS_SAVED
-from streamshard.formats.deepspeed.model_parallel.told_cuts import CutsInFiles
+from streamshard.formats.deepspeed.model_parallel.stated_cuts import CutsInFiles
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.shapes import is_size, require_shape, sizes_of
 from streamshard.layout.boxes import Ints, NotTiledError

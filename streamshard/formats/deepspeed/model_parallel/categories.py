@@ -15,7 +15,7 @@ from typing import Final
 from streamshard.errors import CorruptFileError, UnsupportedError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.name_patterns import NamePatterns
-from streamshard.formats.deepspeed.model_parallel.told_cuts import (
+from streamshard.formats.deepspeed.model_parallel.stated_cuts import (
     CutsInFiles,
     cut_by_rule,
     even_widths,
@@ -125,17 +125,18 @@ class Categories(CutsInFiles):
 
     def _sub_widths(self, subs: _Subs, held: Sequence[Shape]) -> Sequence[Sequence[int]]:
         """Return, for each sub-parameter, the width of each rank's part."""
-        ranks, told = len(held), subs.shape[subs.dimension]
+        ranks, listed = len(held), subs.shape[subs.dimension]
         if self._version >= _WITH_WIDTHS:
             found = [_sizes(widths) for widths in self._widths.get(subs.pattern) or ()]
             if not found or any(len(widths) != ranks for widths in found):
                 raise NotTiledError(f"'{WIDTHS}' has not its widths on {ranks} ranks")
             return found
-        if isinstance(told, int):
+        if isinstance(listed, int):
             # Early lists have the count of equal sub-parameters there.
             full = joined(held, subs.dimension)[subs.dimension]
-            told = [full // told] * told if 0 < told <= _MOST_SUBS and full % told == 0 else []
-        return even_widths(_sizes(told), ranks)
+            is_possible = 0 < listed <= _MOST_SUBS and full % listed == 0
+            listed = [full // listed] * listed if is_possible else []
+        return even_widths(_sizes(listed), ranks)
 
 
 def _sizes(node: Node) -> Sequence[int]:

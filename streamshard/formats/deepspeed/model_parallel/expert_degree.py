@@ -154,11 +154,11 @@ def _require_all_trained(model_part: ModelPart, layers: Iterable[ExpertLayer]) -
     """Refuse experts that the param groups lack, and counts that the model file does not tell."""
     counts = {layer.name: layer.count for layer in layers}
     listed = model_part.model_state.get(names.EXPERT_COUNTS)
-    told = listed if isinstance(listed, list) else []
-    if Counter(counts.values()) != Counter(told):
+    stated = listed if isinstance(listed, list) else []
+    if Counter(counts.values()) != Counter(stated):
         message = f"its param groups train {sorted(counts.values())} experts of a layer"
         raise UnsupportedError(
-            f"{message}, and its model file lists {show(told)}: experts that are not all trained "
+            f"{message}, and its model file lists {show(stated)}: experts that are not all trained "
             f"cannot be spread over another count of ranks. {AS_SAVED}"
         )
 
@@ -272,10 +272,10 @@ def _objection_to_spreading(checkpoint: Checkpoint) -> str | None:
     listed = [e.name for f in checkpoint.model_parts for e in f.module if names.expert_of(e.name)]
     if listed:
         return f"the model file has a weight of an expert, '{listed[0]}', as of a frozen one"
-    told = (
+    stated = (
         model_part.model_state.get(names.UNIVERSAL_INFO) for model_part in checkpoint.model_parts
     )
-    if any(_LOCAL_EXPERT.search(text) for info in told for text in _strings(info)):
+    if any(_LOCAL_EXPERT.search(text) for info in stated for text in _strings(info)):
         message = f"its '{names.UNIVERSAL_INFO}' names experts as one rank numbers them"
         return f"{message}, as what AutoTP saves does"
     return None

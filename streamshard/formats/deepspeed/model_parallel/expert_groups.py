@@ -41,9 +41,9 @@ class UndividedGroup:
     template: ParamGroup
     """One of its parts, for what all have in common."""
     params: tuple[tuple[str, ...], ...]
-    """Of each expert rank: the parameters of all parts, one after the other."""
+    """The parameters that each expert rank has in all parts, one part after the other."""
     parts: tuple[tuple[tuple[str, ...], ...], ...]
-    """Of each expert rank: the parameters of each part."""
+    """The parameters that each expert rank has in each part."""
 
     def layers(self) -> list[ExpertLayer]:
         """List the layers of experts, in the order of the parameters."""

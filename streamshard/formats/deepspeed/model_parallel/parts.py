@@ -2,24 +2,29 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from streamshard.errors import DisagreementError, Option, UnsupportedError
-from streamshard.formats.checkpoint import Checkpoint, ModelPart, ModuleEntry
+from streamshard.formats.checkpoint import Checkpoint, ModelPart, ModuleEntry, ParamGroup
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.affine_maps import AffineMaps
 from streamshard.formats.deepspeed.model_parallel.categories import Categories
 from streamshard.formats.deepspeed.model_parallel.cut_rules import CutRules
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
     AS_SAVED,
+    TENSOR_PARALLEL,
     Degrees,
     degrees_of,
+    is_pipeline,
 )
-from streamshard.formats.deepspeed.model_parallel.told_cuts import CutsInFiles, ToldCuts
+from streamshard.formats.deepspeed.model_parallel.pipeline_layers import in_order, order_of
+from streamshard.formats.deepspeed.model_parallel.stated_cuts import CutsInFiles, StatedCuts
 from streamshard.formats.deepspeed.read.fingerprints import fingerprint
 from streamshard.formats.pickle.inert import Node
 from streamshard.layout.model_cut import ModelCut, Shape, split_cut, whole_cut
+from streamshard.model import MASTER, LogicalTensor
 
 _TRAINED = "param"
 _HELD = (_TRAINED, "frozen", "buffer", "loose")
@@ -66,20 +71,20 @@ class ModelInParts:
         _require_plain(checkpoint)
         self.degrees: Degrees = degrees_of(checkpoint)
         self.keeps_shards = keeps_shards and self.degrees.tensor > 1
-        self._cuts = self._told_cuts(rules)
+        self._cuts = self._stated_cuts(rules)
         self.tensors: Mapping[str, HeldTensor] = dict(self._held())
         self._known: dict[str, ModelCut] = {}
 
-    def _told_cuts(self, rules: CutRules | None) -> ToldCuts | None:
-        told, *others = (
+    def _stated_cuts(self, rules: CutRules | None) -> StatedCuts | None:
+        stated, *others = (
             f.model_state.get(names.UNIVERSAL_INFO) for f in self.checkpoint.model_parts
         )
         if self.degrees.tensor == 1 or self.keeps_shards:
             return None
         if rules is not None:
             return rules
-        kind = cuts_in(told)
-        if told is None or kind is None:
+        kind = cuts_in(stated)
+        if stated is None or kind is None:
             message = f"cut among {self.degrees.tensor} tensor-parallel ranks, and no"
             raise UnsupportedError(
                 f"{message} '{names.UNIVERSAL_INFO}' in its model files tells how, as what AutoTP "
@@ -87,10 +92,10 @@ class ModelInParts:
                 f"{Option('cut_rules_file')}. {AS_SAVED}"
             )
         for other in others:
-            if fingerprint(other) != fingerprint(told):
+            if fingerprint(other) != fingerprint(stated):
                 message = f"its parts have different '{names.UNIVERSAL_INFO}'"
                 raise DisagreementError(f"{message}: they are not of one run")
-        return kind(told)
+        return kind(stated)
 
     def _held(self) -> Iterator[tuple[str, HeldTensor]]:
         found: dict[str, dict[int, Shape]] = {}
@@ -205,8 +210,8 @@ def with_cut_info(optimizer_file: Mapping[str, Node], info: Node) -> Mapping[str
     (`_enable_universal_checkpoint` of `deepspeed/runtime/zero/stage_1_and_2.py`, 0.19.8).
     """
     state = {k: v for k, v in optimizer_file[names.OPTIMIZER].items() if k != names.UNIVERSAL_INFO}
-    told = {} if info is None else {names.UNIVERSAL_INFO: info}
-    return {**optimizer_file, names.OPTIMIZER: {**state, **told}}
+    stated = {} if info is None else {names.UNIVERSAL_INFO: info}
+    return {**optimizer_file, names.OPTIMIZER: {**state, **stated}}
 
 
 def _place(kind: str, group: int | None) -> str:
@@ -256,3 +261,110 @@ def _require_plain(checkpoint: Checkpoint) -> None:
 def _entries(checkpoint: Checkpoint) -> Iterator[ModuleEntry]:
     for model_part in checkpoint.model_parts:
         yield from model_part.module
+
+
+def whole_model(parts: ModelInParts) -> ModelInParts:
+    """Return the one part of a job that does not cut the model.
+
+    Each tensor is whole, and the order of parameters in the optimizer is that of any part, as
+    AutoTP cuts tensors and leaves the module's names alone. Of a pipeline it is a stage that has
+    all layers, whose optimizer's order is not known: no job can resume from it.
+    """
+    checkpoint = parts.checkpoint
+    first = checkpoint.model_parts[0]
+    shards = {
+        name: [own_shape(name, parts.cut(name).shape, next(iter(held.shapes.values())))]
+        for name, held in parts.tensors.items()
+    }
+    if is_pipeline(checkpoint):
+        held = {
+            entry.name: entry
+            for model_part in checkpoint.model_parts
+            for entry in model_part.module
+        }
+        groups = tuple(map(partial(_with_all_params, checkpoint), first.groups))
+        first = replace(first, groups=groups, module=in_order(tuple(held.values())))
+    return made_parts(checkpoint, first, shards, None)
+
+
+def made_parts(
+    checkpoint: Checkpoint,
+    like: ModelPart,
+    shards: Mapping[str, Sequence[Shape]],
+    info: Mapping[str, Node] | None,
+) -> ModelInParts:
+    """Return the parts of a job that has all that one part has, in other shapes.
+
+    `shards`: tensor → its shape on each tensor-parallel rank.
+    `info`: what model files tell of how tensors are cut; None if they are whole.
+    """
+    count = len(next(iter(shards.values())))
+    own: dict[str, Node] = {
+        names.MP_WORLD_SIZE: count,
+        names.PARALLEL_DEGREES: {"pp_degree": 1, "tp_degree": count},
+        names.UNIVERSAL_INFO: info,
+    }
+    state = {
+        key: own.get(key, node)
+        for key, node in like.model_state.items()
+        if info is not None or key != names.UNIVERSAL_INFO
+    }
+    config = _config(checkpoint.config, count)
+    is_stated = names.UNIVERSAL_INFO in like.optimizer_file[names.OPTIMIZER]
+    optimizer = with_cut_info(like.optimizer_file, info if is_stated else None)
+    model_parts, tensors = [], []
+    for rank in range(count):
+        name = names.model_part(rank) if count > 1 else ""
+        entries = (
+            replace(entry, shape=shards[entry.alias_of or entry.name][rank])
+            for entry in like.module
+        )
+        model_parts.append(
+            replace(
+                like,
+                name=name,
+                module=tuple(entries),
+                model_state=state,
+                optimizer_file={**optimizer, names.DS_CONFIG: config},
+            )
+        )
+        tensors += [
+            LogicalTensor(MASTER, param, group.master_dtype, shards[param][rank], name)
+            for group in like.groups
+            for param in group.params
+        ]
+    made = replace(checkpoint, model_parts=tuple(model_parts), tensors=tuple(tensors), layers=())
+    return ModelInParts(made)
+
+
+def _with_all_params(checkpoint: Checkpoint, group: ParamGroup) -> ParamGroup:
+    """Return a param group with the parameters that it has on all stages, layer by layer."""
+    held = [g.params for model_part in checkpoint.model_parts for g in model_part.groups
+            if g.number == group.number]  # fmt: skip
+    found = dict.fromkeys(name for params in held for name in params)
+    return replace(group, params=tuple(sorted(found, key=order_of)))
+
+
+def own_shape(name: str, mapped: Shape, held: Shape) -> Shape:
+    """Return the shape that a tensor has of its own; its map may be of a view in more dimensions.
+
+    There the last dimension is the tensor's own, and the others are its first one
+    (`_infer_subparam_logical_shapes` of `deepspeed/module_inject/layers.py`, 0.19.8).
+
+    `held`: the shape of some rank's part of it.
+    """
+    if len(mapped) == len(held):
+        return mapped
+    if len(held) == 1:
+        return (math.prod(mapped),)
+    if len(held) == 2:
+        return (math.prod(mapped[:-1]), mapped[-1])
+    message = f"'{name}' is cut in the shape {list(mapped)}, and has {len(held)} dimensions"
+    raise UnsupportedError(f"{message}: its own shape is not known")
+
+
+def _config(config: Node, degree: int) -> Node:
+    section = config.get(TENSOR_PARALLEL)
+    if not isinstance(section, dict):
+        return dict(config)
+    return {**config, TENSOR_PARALLEL: {**section, "autotp_size": degree}}

@@ -288,13 +288,7 @@ class _OneRank:
         tensors: list[LogicalTensor],
         parts: list[TensorInFile],
     ) -> Iterator[LayerFile]:
-        """Add the module's tensors to the model parts' entries and to the tensors.
-
-        Yields
-        ------
-        LayerFile
-            Each file, with the tensors in it.
-        """
+        """Yield each file, and add the module's tensors to the model parts' and to all."""
         first, model_parts = len(tensors), self._checkpoint.model_parts
         reader = self._reader()
         own = reader.entries(self._shapes)

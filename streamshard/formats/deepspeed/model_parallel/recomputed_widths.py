@@ -16,8 +16,7 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.affine_maps import MAPS, map_of
 from streamshard.formats.deepspeed.model_parallel.categories import WIDTHS, by_pattern
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import TENSOR_PARALLEL
-from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts
-from streamshard.formats.deepspeed.model_parallel.whole_model import made_parts, own_shape
+from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts, made_parts, own_shape
 from streamshard.formats.pickle.inert import Node
 from streamshard.layout.boxes import NotTiledError
 from streamshard.layout.model_cut import ModelCut, segments_cut, whole_cut
@@ -77,17 +76,9 @@ def _even(count: int, ranks: int) -> list[int]:
 
 
 def at_degree(parts: ModelInParts, rule: WidthRule) -> ModelInParts | None:
-    """Return the parts of the same job at another tensor parallel degree, above 1.
+    """Return the parts of a job with AutoTP's affine maps at another tensor parallel degree.
 
-    Parameters
-    ----------
-    parts
-        Those of a checkpoint whose files hold affine maps, which AutoTP saves.
-
-    Returns
-    -------
-    ModelParts or None
-        None if it is not known how that job cuts some tensor.
+    It is above 1. None if it is not known how that job cuts some tensor.
     """
     cuts, widths = {}, {}
     for name in parts.tensors:
@@ -154,10 +145,10 @@ def _info(
     ):
         return None
     made = {pattern: map_of(cuts[patterns[pattern]]) for pattern in maps}
-    told: dict[str, Node] = {MAPS: {**held[MAPS], "params": made}}
+    stated: dict[str, Node] = {MAPS: {**held[MAPS], "params": made}}
     if WIDTHS in held:
-        told[WIDTHS] = {pattern: widths[patterns[pattern]] for pattern in of_subs}
-    return {**held, **told}
+        stated[WIDTHS] = {pattern: widths[patterns[pattern]] for pattern in of_subs}
+    return {**held, **stated}
 
 
 def grain_of(config: Mapping[str, Node]) -> int:

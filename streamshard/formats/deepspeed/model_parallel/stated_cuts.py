@@ -10,7 +10,7 @@ from streamshard.layout.boxes import NotTiledError
 from streamshard.layout.model_cut import ModelCut, Shape, split_cut, whole_cut
 
 
-class ToldCuts(ABC):
+class StatedCuts(ABC):
     """Tells how each parameter is cut among the tensor-parallel ranks."""
 
     @abstractmethod
@@ -30,7 +30,7 @@ class ToldCuts(ABC):
         return False
 
 
-class CutsInFiles(ToldCuts):
+class CutsInFiles(StatedCuts):
     """Cuts that model files tell, in what they hold for DeepSpeed's universal checkpoint."""
 
     @abstractmethod
