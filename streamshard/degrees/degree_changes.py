@@ -90,10 +90,10 @@ def _have_equal_parts(one: Checkpoint, other: Checkpoint) -> bool:
         return False
     if one.is_dumps or other.is_dumps or not any(are_pipelines):
         return True
-    held = [
+    masters = [
         {(t.model_part, t.name) for t in side.tensors if t.state == MASTER} for side in (one, other)
     ]
-    return all(are_pipelines) and held[0] == held[1]
+    return all(are_pipelines) and masters[0] == masters[1]
 
 
 def _spread_experts(opened: Source, degree: int | None, world_size: int) -> DegreeChange | None:

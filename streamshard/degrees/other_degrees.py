@@ -172,8 +172,8 @@ def _kv_heads_in(content: bytes) -> int | None:
     except (RecursionError, ValueError):
         return None
     inner = config.get("text_config") if isinstance(config, dict) else None
-    held = inner if isinstance(inner, dict) else config
-    found = held.get("num_key_value_heads") if isinstance(held, dict) else None
+    section = inner if isinstance(inner, dict) else config
+    found = section.get("num_key_value_heads") if isinstance(section, dict) else None
     return found if isinstance(found, int) and found > 0 else None
 
 

@@ -137,7 +137,7 @@ def read(path: Path) -> Sequence[Stored]:
     try:
         header = strict_json.parse(serialized)
         start = _LENGTH.size + length
-        found = [_stored(name, held, start) for name, held in header.items() if name != _METADATA]
+        found = [_stored(name, entry, start) for name, entry in header.items() if name != _METADATA]
     except (AttributeError, CorruptFileError, KeyError, TypeError, ValueError) as error:
         message = f"its header is not a safetensors header ({error})"
         raise CorruptFileError(message, path=path) from error
@@ -153,12 +153,12 @@ def read(path: Path) -> Sequence[Stored]:
     return found
 
 
-def _stored(name: str, held: Any, start: int) -> Stored:  # noqa: ANN401
+def _stored(name: str, entry: Any, start: int) -> Stored:  # noqa: ANN401
     """Read one entry of the header."""
-    first, stop = held["data_offsets"]
+    first, stop = entry["data_offsets"]
     if not is_size(first) or not is_size(stop):
         raise ValueError(f"{show(name)} has no place")
-    tensor = Described(name, _NAMES[held["dtype"]], require_shape(held["shape"]))
+    tensor = Described(name, _NAMES[entry["dtype"]], require_shape(entry["shape"]))
     if stop != first + tensor.nbytes:
         raise ValueError(f"{show(name)} has {stop - first} bytes for {tensor.nbytes}")
     return Stored(tensor, start + first)

@@ -119,7 +119,12 @@ def whole_cut(shape: Shape, holds: Sequence[bool]) -> ModelCut:
     corner = np.zeros((len(ranks), len(shape)), np.int64)
     sizes = np.tile(np.array(shape, np.int64), (len(ranks), 1))
     return ModelCut(
-        shape, tuple(shape if held else None for held in holds), ranks, corner, corner, sizes
+        shape,
+        tuple(shape if is_holder else None for is_holder in holds),
+        ranks,
+        corner,
+        corner,
+        sizes,
     )
 
 

@@ -95,7 +95,7 @@ class ServedFiles:
         A map shows the file: whoever cuts the file off, or writes to it, would reach into the job.
         """
         self.require_unchanged()
-        blocks = [block for held in self._held if (block := held()) is not None]
+        blocks = [block for reference in self._held if (block := reference()) is not None]
         for block in blocks:
             detach_map(block)
         if blocks:  # what they showed until now could change until now

@@ -242,8 +242,8 @@ class _ShortCopies:
         steps = np.diff(places)
         if (steps == steps[0]).all() and steps[0] >= nbytes:
             first, step = int(places[0]), int(steps[0])
-            held = target[first : first + step * (count - 1) + nbytes]
-            np.lib.stride_tricks.as_strided(held, (count, nbytes), (step, 1))[:] = rows
+            span = target[first : first + step * (count - 1) + nbytes]
+            np.lib.stride_tricks.as_strided(span, (count, nbytes), (step, 1))[:] = rows
             return
         for place, row in zip(places.tolist(), rows, strict=True):
             target[place : place + nbytes] = row

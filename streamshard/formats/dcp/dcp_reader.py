@@ -129,10 +129,10 @@ def open_distributed(root: Path, known: Set[str] = frozenset()) -> Distributed:
         files = ItemFiles(index)
         owned = [
             *keys.weights.values(),
-            *(k for held in keys.states.values() for k in held.values()),
+            *(k for by_name in keys.states.values() for k in by_name.values()),
         ]
         options = [*keys.groups.values(), *keys.copies.values()]
-        owned += [key for held in options for key in held.values()]
+        owned += [key for by_name in options for key in by_name.values()]
         places = files.locate({key: index.tensors[key] for key in owned if key in index.tensors})
         return Distributed(
             root, index, keys, files, places, SavedOptimizer(index, keys, files, places)
@@ -240,8 +240,8 @@ def _module_tensors(entries: Iterable[ModuleEntry]) -> list[LogicalTensor]:
 def cut(checkpoint: Checkpoint, found: Distributed) -> Reading:
     """Compute the place of every element of every logical tensor."""
     keys = [found.key_of(tensor) for tensor in checkpoint.tensors]
-    held = [(key, found.tensor(key), found.places[key]) for key in keys]
-    return Reading(checkpoint, _cutting(found.root, held), found.files.files)
+    rows = [(key, found.tensor(key), found.places[key]) for key in keys]
+    return Reading(checkpoint, _cutting(found.root, rows), found.files.files)
 
 
 def read_keys(parts: Sequence[Path], as_bytes: Set[str] = frozenset()) -> Reading:
@@ -258,8 +258,8 @@ def read_keys(parts: Sequence[Path], as_bytes: Set[str] = frozenset()) -> Readin
         module_dtype="float32",
         files=(),
     )
-    held = [(key, tensor, places[key]) for key, tensor in saved.items()]
-    return Reading(checkpoint, _cutting(parts[0], held), files.files)
+    rows = [(key, tensor, places[key]) for key, tensor in saved.items()]
+    return Reading(checkpoint, _cutting(parts[0], rows), files.files)
 
 
 def _as_bytes(tensor: SavedTensor) -> SavedTensor:
@@ -270,9 +270,9 @@ def _as_bytes(tensor: SavedTensor) -> SavedTensor:
     return SavedTensor("uint8", (*tensor.shape, nbytes), offsets, sizes, tensor.items)
 
 
-def _cutting(root: Path, held: Sequence[tuple[str, SavedTensor, TensorPlaces]]) -> Cutting:
-    builder = CuttingBuilder([ITEMSIZE[saved.dtype] for _, saved, _ in held])
-    for number, (key, saved, places) in enumerate(held):
+def _cutting(root: Path, rows: Sequence[tuple[str, SavedTensor, TensorPlaces]]) -> Cutting:
+    builder = CuttingBuilder([ITEMSIZE[saved.dtype] for _, saved, _ in rows])
+    for number, (key, saved, places) in enumerate(rows):
         if not math.prod(saved.shape):
             nothing = np.zeros(1, dtype=np.int64)
             builder.assign(number, builder.slot(Slot(nothing, nothing, nothing)), piece_numel=1)

@@ -187,12 +187,12 @@ class _IndexReader:
     def _add_item(self, key: Node, info: Node) -> None:
         index = _state_of(key, dcp_names.INDEX)
         name, offset = name_of(index["fqn"]), index.get("offset")
-        held = _state_of(info, dcp_names.STORAGE_INFO)
-        if held.get("transform_descriptors"):
-            what = show(held["transform_descriptors"])
+        fields = _state_of(info, dcp_names.STORAGE_INFO)
+        if fields.get("transform_descriptors"):
+            what = show(fields["transform_descriptors"])
             message = f"{show(name)} was transformed while it was saved, by {what}, as extensions"
             raise UnsupportedError(f"{message} of torch's writer do: save it without them")
-        file, start, nbytes = held["relative_path"], held["offset"], held["length"]
+        file, start, nbytes = fields["relative_path"], fields["offset"], fields["length"]
         _require_name(file, name)
         if not all(type(number) is int and 0 <= number < _LIMIT for number in (start, nbytes)):
             message = f"the item of {show(name)} is said to be {show(nbytes)} bytes at"
@@ -212,11 +212,11 @@ class _IndexReader:
     def _tensor(self, name: str, entry: Node) -> SavedTensor:
         if not isinstance(entry, Call) or entry.function != dcp_names.TENSOR:
             raise UnsupportedError(f"{show(name)} is {show(entry)}, which is not known")
-        held = _state_of(entry, dcp_names.TENSOR)
-        shape, dtype = shape_of(held["size"]), _dtype(name, held["properties"])
+        fields = _state_of(entry, dcp_names.TENSOR)
+        shape, dtype = shape_of(fields["size"]), _dtype(name, fields["properties"])
         boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         items: list[tuple[int, int, int]] = []
-        for chunk in held["chunks"]:
+        for chunk in fields["chunks"]:
             box = _state_of(chunk, dcp_names.CHUNK)
             offsets, sizes = shape_of(box["offsets"]), shape_of(box["sizes"])
             if not len(offsets) == len(sizes) == len(shape):

@@ -157,7 +157,7 @@ def _unwrap(found: StateKeys) -> None:
             return
         found.wrapper += wrapper
         found.weights = {n.removeprefix(wrapper): key for n, key in found.weights.items()}
-        found.states = {n.removeprefix(wrapper): held for n, held in found.states.items()}
-        found.copies = {n.removeprefix(wrapper): held for n, held in found.copies.items()}
+        found.states = {n.removeprefix(wrapper): keys for n, keys in found.states.items()}
+        found.copies = {n.removeprefix(wrapper): keys for n, keys in found.copies.items()}
         if found.by_parameter:
-            found.groups = {n.removeprefix(wrapper): held for n, held in found.groups.items()}
+            found.groups = {n.removeprefix(wrapper): keys for n, keys in found.groups.items()}

@@ -133,8 +133,8 @@ def read_archive(source: Readable) -> TorchFile:
         have = -1 if record is None else record.nbytes
         # If a storage's size is not a multiple of the element size, only whole elements count.
         if record is None or not 0 <= have - storage.nbytes < ITEMSIZE[storage.dtype]:
-            held = "no record" if record is None else f"{have} bytes"
-            message = f"storage {show(key)} of {storage.nbytes} bytes has {held} in the file"
+            what = "no record" if record is None else f"{have} bytes"
+            message = f"storage {show(key)} of {storage.nbytes} bytes has {what} in the file"
             raise CorruptFileError(message)
         storage.offset, storage.crc32 = record.start, record.crc32
         storages[key] = storage

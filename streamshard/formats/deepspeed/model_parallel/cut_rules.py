@@ -44,13 +44,13 @@ class _OneRule:
     sizes: Sequence[int] = ()
     """Of sub-tensors that are cut one by one."""
 
-    def cut(self, held: Sequence[Shape]) -> ModelCut:
+    def cut(self, shapes: Sequence[Shape]) -> ModelCut:
         if self.dimension is None:
-            return replicated(held)
+            return replicated(shapes)
         if not self.sizes:
-            return split(held, self.dimension)
-        widths = even_widths(self.sizes, len(held))
-        return segments_cut(joined(held, self.dimension), self.dimension, widths)
+            return split(shapes, self.dimension)
+        widths = even_widths(self.sizes, len(shapes))
+        return segments_cut(joined(shapes, self.dimension), self.dimension, widths)
 
 
 class CutRules(StatedCuts):

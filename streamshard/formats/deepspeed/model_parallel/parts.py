@@ -129,24 +129,24 @@ class ModelInParts:
         return self._known[name]
 
     def _cut_of(self, name: str) -> ModelCut:
-        held = self.tensors[name]
+        tensor = self.tensors[name]
         count = len(self.checkpoint.model_parts)
-        first = next(iter(held.shapes.values()))
+        first = next(iter(tensor.shapes.values()))
         if self.keeps_shards:
-            return self._cut_of_shards(name, held)
-        if held.kind == "buffer" or self._cuts is None:
-            for number, shape in held.shapes.items():
+            return self._cut_of_shards(name, tensor)
+        if tensor.kind == "buffer" or self._cuts is None:
+            for number, shape in tensor.shapes.items():
                 if shape != first:
                     message = f"'{name}' is {list(first)}, in part {number} {list(shape)}"
                     raise DisagreementError(f"{message}: it is cut, and nothing tells how")
-            return whole_cut(first, [number in held.shapes for number in range(count)])
+            return whole_cut(first, [number in tensor.shapes for number in range(count)])
         cut = self._cuts.cut(name, self.shards(name), self.degrees.tensor).spread(
-            [m % self.degrees.tensor if m in held.shapes else None for m in range(count)]
+            [m % self.degrees.tensor if m in tensor.shapes else None for m in range(count)]
         )
         for number, shard in enumerate(cut.shards):
             if shard is not None and 0 not in cut.shape:
                 _require_elements(name, number, shard)
-            _require_shard(name, number, shard, held.shapes.get(number))
+            _require_shard(name, number, shard, tensor.shapes.get(number))
         return cut
 
     def cut_by_default(self) -> Sequence[str]:
@@ -158,9 +158,9 @@ class ModelInParts:
             return []
         return [
             name
-            for name, held in self.tensors.items()
-            if held.kind != "buffer"
-            and len(set(held.shapes.values())) == 1
+            for name, tensor in self.tensors.items()
+            if tensor.kind != "buffer"
+            and len(set(tensor.shapes.values())) == 1
             and self._cuts.is_default(name)
         ]
 
@@ -170,8 +170,8 @@ class ModelInParts:
             return []
         return [
             name
-            for name, held in self.tensors.items()
-            if held.group is not None and self._cuts.is_averaged(name)
+            for name, tensor in self.tensors.items()
+            if tensor.group is not None and self._cuts.is_averaged(name)
         ]
 
     def is_vocabulary(self, name: str) -> bool:
@@ -188,7 +188,7 @@ class ModelInParts:
                 raise DisagreementError(message)
         return found
 
-    def _cut_of_shards(self, name: str, held: HeldTensor) -> ModelCut:
+    def _cut_of_shards(self, name: str, tensor: HeldTensor) -> ModelCut:
         """Return the cut of the elements of all shards, one rank's after the other's."""
         shards, count = self.shards(name), len(self.checkpoint.model_parts)
         ranks = range(self.degrees.tensor)
@@ -199,7 +199,7 @@ class ModelInParts:
             _require_elements(name, rank, shards[rank])
         widths = [math.prod(shards[rank]) for rank in ranks]
         return split_cut((sum(widths),), 0, widths).spread(
-            [m % len(ranks) if m in held.shapes else None for m in range(count)]
+            [m % len(ranks) if m in tensor.shapes else None for m in range(count)]
         )
 
 
@@ -345,7 +345,7 @@ def _with_all_params(checkpoint: Checkpoint, group: ParamGroup) -> ParamGroup:
     return replace(group, params=tuple(sorted(found, key=order_of)))
 
 
-def own_shape(name: str, mapped: Shape, held: Shape) -> Shape:
+def own_shape(name: str, mapped: Shape, shape: Shape) -> Shape:
     """Return the shape that a tensor has of its own; its map may be of a view in more dimensions.
 
     There the last dimension is the tensor's own, and the others are its first one
@@ -353,13 +353,13 @@ def own_shape(name: str, mapped: Shape, held: Shape) -> Shape:
 
     `held`: the shape of some rank's part of it.
     """
-    if len(mapped) == len(held):
+    if len(mapped) == len(shape):
         return mapped
-    if len(held) == 1:
+    if len(shape) == 1:
         return (math.prod(mapped),)
-    if len(held) == 2:
+    if len(shape) == 2:
         return (math.prod(mapped[:-1]), mapped[-1])
-    message = f"'{name}' is cut in the shape {list(mapped)}, and has {len(held)} dimensions"
+    message = f"'{name}' is cut in the shape {list(mapped)}, and has {len(shape)} dimensions"
     raise UnsupportedError(f"{message}: its own shape is not known")
 
 

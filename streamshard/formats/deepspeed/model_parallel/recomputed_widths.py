@@ -133,22 +133,22 @@ def _segments(cut: ModelCut) -> tuple[int, list[Widths]]:
 
 
 def _info(
-    held: Mapping[str, Node],
+    info: Mapping[str, Node],
     cuts: Mapping[str, ModelCut],
     widths: Mapping[str, Sequence[Widths]],
 ) -> Mapping[str, Node] | None:
     """Return what model files tell of the cuts, in the order of the source; None if it has more."""
     patterns = {f"^{re.escape(name)}$": name for name in cuts}
-    maps, of_subs = held[MAPS]["params"], by_pattern(held, WIDTHS)
+    maps, of_subs = info[MAPS]["params"], by_pattern(info, WIDTHS)
     if not patterns.keys() >= {*maps, *of_subs} or any(
         patterns[pattern] not in widths for pattern in of_subs
     ):
         return None
     made = {pattern: map_of(cuts[patterns[pattern]]) for pattern in maps}
-    stated: dict[str, Node] = {MAPS: {**held[MAPS], "params": made}}
-    if WIDTHS in held:
+    stated: dict[str, Node] = {MAPS: {**info[MAPS], "params": made}}
+    if WIDTHS in info:
         stated[WIDTHS] = {pattern: widths[patterns[pattern]] for pattern in of_subs}
-    return {**held, **stated}
+    return {**info, **stated}
 
 
 def grain_of(config: Mapping[str, Node]) -> int:

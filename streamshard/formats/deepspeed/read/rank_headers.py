@@ -77,7 +77,9 @@ class _Parts:
     """The parts of an optimizer file's object, which are compared one by one."""
 
     def __init__(self, found: TorchFile) -> None:
-        self._numbers = {id(held): number for number, held in enumerate(found.storages.values())}
+        self._numbers = {
+            id(storage): number for number, storage in enumerate(found.storages.values())
+        }
         self.nodes = dict(_parts_of(found.root))
         self.serialized: list[bytes] = []
         held_bytes = 0
@@ -167,7 +169,7 @@ class _HeaderReader:
         if own is None:
             return None
         storages = np.array(
-            [_storage_row(held) for held in found.storages.values()], dtype=np.int64
+            [_storage_row(storage) for storage in found.storages.values()], dtype=np.int64
         )
         header = _with_scalars(
             path, RankHeader(own, storages.reshape(-1, 3), b"", found.is_legacy, found.unknown)

@@ -135,8 +135,8 @@ def _require_same_frozen(file: ModelFile, entries: Sequence[ModuleEntry], stage:
 
 def _frozen_shapes(file: ModelFile) -> dict[str, tuple[int, ...]]:
     with of_file(file.path):
-        held = file.root.get(names.FROZEN_SHAPES) or {}
-        return {name: shape_of(node) for name, node in held.items()}
+        shapes = file.root.get(names.FROZEN_SHAPES) or {}
+        return {name: shape_of(node) for name, node in shapes.items()}
 
 
 def alike(one: Tensor | None, other: Tensor | None) -> bool:
