@@ -5,6 +5,7 @@ import typing
 if typing.TYPE_CHECKING:
     from streamshard.cluster.connections import executor
     from streamshard.errors import StreamshardError
+    from streamshard.merging.merge import merge, plan_merge
     from streamshard.operations.apply import load_plan
     from streamshard.operations.checks.problems import Difference, Problem, Verification
     from streamshard.operations.compact.compact import compact
@@ -65,9 +66,11 @@ __all__ = [
     "inspect",
     "list_pickles",
     "load_plan",
+    "merge",
     "open",
     "plan_convert",
     "plan_export",
+    "plan_merge",
     "plan_repartition",
     "repartition",
     "verify",
@@ -105,9 +108,11 @@ _HOMES = {
     "inspect": "operations.inspect.inspect",
     "list_pickles": "operations.inspect.pickle_report",
     "load_plan": "operations.apply",
+    "merge": "merging.merge",
     "open": "operations.read.open_checkpoint",
     "plan_convert": "operations.convert.convert",
     "plan_export": "operations.export.export",
+    "plan_merge": "merging.merge",
     "plan_repartition": "operations.repartition.repartition",
     "repartition": "operations.repartition.repartition",
     "verify": "operations.verify.verify",
