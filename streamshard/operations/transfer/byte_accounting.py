@@ -117,8 +117,8 @@ def read_bytes(source: Source, times: NDArray[np.int64]) -> NDArray[np.int64]:
         nbytes = copies.nbytes * times[copies.target]
         for row in np.flatnonzero(np.isin(copies.file, [*computed])).tolist():
             place = int(copies.source[row]), int(copies.nbytes[row])
-            for file, _, count in computed[int(copies.file[row])].located(*place):
-                found[file] += count * times[copies.target[row]]
+            for held, _, count in computed[int(copies.file[row])].located(*place):
+                found[held] += count * times[copies.target[row]]
                 nbytes[row] = 0
         np.add.at(found, copies.file, nbytes)
     for number, file in enumerate(source.files):
