@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 import argparse
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from streamshard.cli.text.escaping import printable
@@ -97,6 +96,8 @@ def print_result(
     indent: int | None = 2,
 ) -> None:
     """Print a report in the form that was asked for; JSON may have `more` than its fields."""
+    from dataclasses import asdict  # slow to import, and `--help` needs none
+
     if arguments.json:
         print_json({**asdict(found), **(more or {})}, indent)
     elif not arguments.quiet:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from streamshard.engine.jobs.executor import Host, Toolkit
 from streamshard.engine.numeric.checksums import RunningChecksums
+from streamshard.engine.numeric.magnitudes import Magnitudes, Meter, block_bytes, joined
 from streamshard.engine.run.region import RegionFiller
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.work import Region
@@ -110,6 +111,7 @@ class Probe:
         self._reader = SourceReader(self._files, workers=host.workers, stop=host.stop)
         self._window = memoryview(bytearray(tools.window_bytes))
         self._progress = host.progress
+        self._meters: dict[str, Meter] = {}
 
     def close(self) -> None:
         self._reader.close()
@@ -131,17 +133,36 @@ class Probe:
             digest.update(view)
         return digest.digest
 
-    def digest_of(self, region: Region) -> Digest:
-        """Return the digest of the content of a region without a cast."""
-        digest = RunningChecksums(takes_crc32c=True)
+    def content_of(
+        self, region: Region, *, takes_digest: bool, dtype: str | None
+    ) -> tuple[Digest | None, Magnitudes | None]:
+        """Return the digest and the magnitudes of a region without a cast, as far as asked for.
+
+        `dtype`: of the elements, if they are to be measured.
+        """
+        digest = RunningChecksums(takes_crc32c=True) if takes_digest else None
+        meter = None if dtype is None else self._meter(dtype)
+        measured: list[Magnitudes] = []
         filler = RegionFiller(region, self._reader, memoryview(b""))
-        step = len(self._window) // region.target_itemsize * region.target_itemsize
+        unit = region.target_itemsize if meter is None else block_bytes(region.target_itemsize)
+        step = len(self._window) // unit * unit
         for at in range(0, region.content_bytes, step):
             view = self._window[: min(step, region.content_bytes - at)]
             filler.fill(view)
             self._progress(len(view))
-            digest.update(view)
-        return digest.digest
+            if digest is not None:
+                digest.update(view)
+            if meter is not None:
+                measured.append(meter.measure(view))
+        return (
+            None if digest is None else digest.digest,
+            None if meter is None else joined(measured),
+        )
+
+    def _meter(self, dtype: str) -> Meter:
+        if dtype not in self._meters:
+            self._meters[dtype] = Meter(dtype)
+        return self._meters[dtype]
 
     def read(self, file: int, start: int, stop: int) -> bytes:
         """Return a few bytes of a file's content."""

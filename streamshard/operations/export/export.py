@@ -159,15 +159,20 @@ def export(options: _Export) -> Report:
 
 
 def _plan(options: ExportOptions) -> TransferPlan:
+    require_directory(options)
+    return plan_transfer(options, partial(prepare, options), takes_model=True)
+
+
+def require_directory(options: ExportOptions) -> None:
+    """Refuse the name of a file."""
     if (suffix := as_path(options.target).suffix) in (".safetensors", ".bin", ".pt"):
         message = (
             f"{options.target}: the weights go into a directory, with names that from_pretrained"
         )
         raise UsageError(f"{message} knows; give a name without {suffix}")
-    return plan_transfer(options, partial(_prepare, options), takes_model=True)
 
 
-def _prepare(options: ExportOptions, opened: Source) -> Output:
+def prepare(options: ExportOptions, opened: Source) -> Output:
     """Choose what is exported."""
     if options.format in (UNIVERSAL, _DCP):
         opened.require_states()
@@ -187,7 +192,7 @@ def _prepare(options: ExportOptions, opened: Source) -> Output:
             )
             form = Option("format", pretrained.SAFETENSORS)
             raise UnsupportedError(f"{message} write: give {form} or {pretrained.TORCH}")
-        output = _prepare(options.replaced(cut_rules_file=None, average=False), joined.source)
+        output = prepare(options.replaced(cut_rules_file=None, average=False), joined.source)
         asked = {**output.options, **joined.options}
         return replace(output, options=asked, check=joined.check)
     make = {UNIVERSAL: _universal, _DCP: _dcp}.get(options.format, _weights)
