@@ -14,6 +14,7 @@ from streamshard.io.readable import read_into
 from streamshard.io.writable import (
     BLOCK_BYTES,
     LEAST_BYTES,
+    create,
     open_direct,
     open_to_write,
     write_all,
@@ -161,7 +162,7 @@ def open_target(path: Path, *, is_new: bool) -> int:
     if not is_new:
         return open_to_write(path, os.O_RDWR)
     path.parent.mkdir(parents=True, exist_ok=True)
-    return open_to_write(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    return create(path, os.O_RDWR)
 
 
 def write_blocks(descriptor: int, direct: int, view: memoryview, offset: int) -> None:

@@ -96,7 +96,7 @@ class Journal:
 
     def holds(self, path: str) -> bool:
         """Tell whether the earlier run wrote any span of a file."""
-        return _find(self._spans.files, _key(path)) is not None
+        return bool(len(self._spans.files)) and _find(self._spans.files, _key(path)) is not None
 
     def find(self, path: str, offset: int) -> Written | None:
         """Return what the earlier run wrote into the span at an offset of a file, if anything."""
@@ -121,7 +121,12 @@ class Journal:
 
     def note(self, path: str, offset: int, written: Written) -> None:
         """Add the content of a written span; may be called from several threads."""
-        self._file.append(serialize_line([path, offset, written.nbytes, written.crc32]))
+        self.note_all([(path, offset, written)])
+
+    def note_all(self, spans: Iterable[tuple[str, int, Written]]) -> None:
+        """Add the content of written spans, each with its file and its offset there."""
+        lines = (serialize_line([path, at, one.nbytes, one.crc32]) for path, at, one in spans)
+        self._file.append(b"".join(lines))
         self.is_empty = False
 
     def note_whole(self) -> None:

@@ -34,6 +34,7 @@ from streamshard.formats.zarr.store_manifest import BLOCK_BYTES, FileRecord
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.zero import ceil_div
 from streamshard.model import BLOB, FILE, ITEMSIZE, Digest, LogicalTensor, Whole
+from streamshard.operations.convert.small_layouts import together
 from streamshard.operations.source.source import Request, Source
 from streamshard.operations.transfer import read_back
 from streamshard.operations.transfer.byte_accounting import ByteCounts
@@ -86,7 +87,7 @@ class StoreTargets:
 
     def passes(self) -> Sequence[Pass]:
         """Return two passes: the manifest lists the checksums of everything else."""
-        return [self.content, self.manifest]
+        return [lambda: together(self.content(), self._source), self.manifest]
 
     def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
         """Read the written store back, and compare it with the source."""

@@ -83,7 +83,7 @@ class ExistingTarget:
         for layouts in output.writer.passes():
             path = first_difference(
                 self.target,
-                map(divider.target, layouts()),
+                (layout.divided(divider) for layout in layouts()),
                 source.files,
                 workers=self.memory.workers,
                 window_bytes=self.memory.window_bytes,

@@ -88,7 +88,7 @@ class TransferPlan:
         """Write all files, read them back if that is wanted, and rename them into place."""
         writer, latest = self.output.writer, self.output.latest
         for layouts in writer.passes():
-            files = map(divider.target, layouts())
+            files = (layout.divided(divider) for layout in layouts())
             execution.run(self.source, files, partial_target, self.memory, progress)
         if latest is not None and not partial_target.is_written:
             progress.advance(len(latest.encode()))  # the commit writes it
