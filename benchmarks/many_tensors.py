@@ -76,7 +76,10 @@ class Bench:
             yield program(f"convert --codec {codec}", "convert", source, "--codec", codec)
         yield program("export --format dcp", "export", source, "--format", "dcp")
         yield program("export", "export", source)
-        for name, place in (("shards", source), *((f"store, {c}", s) for c, s in self.stores.items())):
+        for name, place in (
+            ("shards", source),
+            *((f"store, {c}", s) for c, s in self.stores.items()),
+        ):
             yield program(f"repartition of {name}", "repartition", place, "--world-size", str(TO))
             for verb in ("inspect", "verify"):
                 yield reader(f"{verb} of {name}", verb, place)

@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
+from json.encoder import encode_basestring_ascii
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Self
 
@@ -125,8 +126,11 @@ class Journal:
 
     def note_all(self, spans: Iterable[tuple[str, int, Written]]) -> None:
         """Add the content of written spans, each with its file and its offset there."""
-        lines = (serialize_line([path, at, one.nbytes, one.crc32]) for path, at, one in spans)
-        self._file.append(b"".join(lines))
+        lines = (  # as `json` does it, faster
+            f"[{encode_basestring_ascii(path)}, {at}, {one.nbytes}, {one.crc32}]"
+            for path, at, one in spans
+        )
+        self._file.append(b"".join(map(_checked, lines)))
         self.is_empty = False
 
     def note_whole(self) -> None:
@@ -147,7 +151,11 @@ def header_of(path: Path) -> Path:
 
 def serialize_line(line: object) -> bytes:
     """Serialize a line; it starts with a line break, so a torn line before it does no harm."""
-    text = json.dumps(line).encode()
+    return _checked(json.dumps(line))
+
+
+def _checked(line: str) -> bytes:
+    text = line.encode()
     return b"\n%08x %s\n" % (zlib.crc32(text), text)
 
 

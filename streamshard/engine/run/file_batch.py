@@ -11,6 +11,7 @@ from streamshard.engine.numeric.checksums import crc32
 from streamshard.engine.run.span_writer import SpanWriter
 from streamshard.engine.run.window import checksums_of
 from streamshard.engine.run.work import Fixed, Region, RegionResult, SpanResult, TargetFile
+from streamshard.io.files import target_errors
 from streamshard.io.new_files import NewFiles
 from streamshard.io.retry import StoppedError
 
@@ -42,9 +43,10 @@ class FileBatch:
     def write(self, worker: SpanWriter, root: Path) -> Sequence[SpanResult]:
         """Write all files."""
         content, new = self.make(), NewFiles(root, worker.stop)
-        if isinstance(content, Fixed):
-            return self._write_fixed(memoryview(content.data), worker, new)
-        return self._write_region(content, worker, new)
+        with target_errors(root):
+            if isinstance(content, Fixed):
+                return self._write_fixed(memoryview(content.data), worker, new)
+            return self._write_region(content, worker, new)
 
     def _write_fixed(self, data: memoryview, worker: SpanWriter, new: NewFiles) -> list[SpanResult]:
         found = []

@@ -120,7 +120,7 @@ class _SpanJobs:
         """Make all files, and yield the jobs that fill them."""
         number = count()
         for some in files:
-            if isinstance(some, TargetFile) or not self._is_new(some):
+            if isinstance(some, TargetFile) or self._is_begun(some):
                 for opened in self._files(some.singly()):
                     for span in opened.file.spans:
                         task = self._task(opened, span)
@@ -130,11 +130,11 @@ class _SpanJobs:
             with target_errors(self._staged.path):
                 self._staged.make_room(some.nbytes)
             self._small[next(number)] = some
-            yield partial(_write_small, files=some, root=self._staged.path)
+            yield partial(some.write, root=self._staged.path)
 
-    def _is_new(self, files: SmallFiles) -> bool:
-        """Tell whether workers can make files, none of which an earlier run wrote."""
-        return self._shares_memory and not any(map(self._staged.journal.holds, files.paths))
+    def _is_begun(self, files: SmallFiles) -> bool:
+        """Tell whether files are looked at one by one: workers cannot make them, or one exists."""
+        return not self._shares_memory or any(map(self._staged.journal.holds, files.paths))
 
     def _files(self, files: Iterable[TargetFile]) -> Iterator[_OpenFile]:
         for file in files:
@@ -215,8 +215,3 @@ class _SpanJobs:
         """Close the files that are not complete."""
         for left in self._opened:
             left.sink.close()
-
-
-def _write_small(worker: SpanWriter, files: SmallFiles, root: Path) -> Sequence[SpanResult]:
-    with target_errors(root):
-        return files.write(worker, root)

@@ -7,7 +7,7 @@ written stores with zarr-python and TensorStore.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import lru_cache
 from typing import Any, Final
@@ -40,9 +40,7 @@ def array_document(tensor: LogicalTensor, chunk: tuple[int, ...], codec: str) ->
     return _array_document(tensor, array_path(tensor), chunk, codec)
 
 
-def _array_document(
-    tensor: LogicalTensor, path: str, chunk: tuple[int, ...], codec: str
-) -> bytes:
+def _array_document(tensor: LogicalTensor, path: str, chunk: tuple[int, ...], codec: str) -> bytes:
     name = tensor.name if is_shortened(path) else None
     return _serialize_array(tensor.dtype, tensor.shape, chunk, codec, name)
 
@@ -82,22 +80,30 @@ def store_documents(
     checkpoint: Checkpoint, chunk_shapes: ChunkShapes, codec: str
 ) -> dict[str, bytes]:
     """Serialize the zarr.json of every group and of every tensor's array, by path."""
-    group = group_document()
-    found = {
-        "zarr.json": group_document({ROOT_KEY: _attributes(checkpoint)}),
-        "meta/zarr.json": group,
-    }
-    known: set[str] = set()
-    for tensor, chunk in zip(checkpoint.tensors, chunk_shapes, strict=True):
-        path = array_path(tensor)
-        above = path.rpartition("/")[0]
-        if above not in known:
-            known.add(above)
-            parents = above.split("/")
-            for depth in range(1, len(parents) + 1):
-                found.setdefault("/".join(parents[:depth]) + "/zarr.json", group)
+    paths = list(map(array_path, checkpoint.tensors))
+    found = dict.fromkeys(_group_paths(paths), group_document())
+    found["zarr.json"] = group_document({ROOT_KEY: _attributes(checkpoint)})
+    for tensor, path, chunk in zip(checkpoint.tensors, paths, chunk_shapes, strict=True):
         found[f"{path}/zarr.json"] = _array_document(tensor, path, chunk, codec)
     return found
+
+
+def document_paths(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield the path of every zarr.json of a store."""
+    paths = list(map(array_path, checkpoint.tensors))
+    yield from _group_paths(paths)
+    yield from (f"{path}/zarr.json" for path in (MANIFEST_PATH, STATE_PATH, *paths))
+
+
+def _group_paths(arrays: Sequence[str]) -> Iterator[str]:
+    """Yield the paths of the documents of all groups."""
+    yield from ("zarr.json", "meta/zarr.json")
+    known: set[str] = set()
+    for above in (path.rpartition("/")[0] for path in arrays):
+        while above and above not in known:
+            known.add(above)
+            yield f"{above}/zarr.json"
+            above = above.rpartition("/")[0]
 
 
 def small_array_document(nbytes: int) -> bytes:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import google_crc32c
@@ -100,7 +100,7 @@ class StoreTargets:
     def _sizes(self) -> dict[str, int]:
         """Compute the size of every file by its path."""
         documents = self._documents()
-        store_state.require_readable(documents[STATE_FILES[1]][:-CHECKSUM_BYTES])
+        store_state.require_readable(self._state)
         records = {path: record_of(data) for path, data in documents.items()}
         for _, chunk in self._chunks():
             blocks = -(-chunk.nbytes // BLOCK_BYTES) if self._codec == "none" else 1
@@ -143,10 +143,13 @@ class StoreTargets:
 
     def _documents(self) -> dict[str, bytes]:
         """Serialize all files of a store except tensors' chunks and the manifest."""
-        checkpoint = self._source.checkpoint
-        state = store_state.dump(checkpoint, self._chunk_shapes)
-        found = store_documents(checkpoint, self._chunk_shapes, self._codec)
-        return {**found, **small_array(STATE_PATH, state)}
+        found = store_documents(self._source.checkpoint, self._chunk_shapes, self._codec)
+        return {**found, **small_array(STATE_PATH, self._state)}
+
+    @cached_property
+    def _state(self) -> bytes:
+        """The training state as the store has it."""
+        return store_state.dump(self._source.checkpoint, self._chunk_shapes)
 
     def _chunks(self) -> Iterator[tuple[int, StoredChunk]]:
         """Yield the number of each tensor with its chunks, in the order of their elements."""
@@ -175,8 +178,10 @@ class StoreTargets:
         crc32s = np.array(region.blocks or [written.crc32], dtype=np.uint32)
         self._records[chunk.path] = FileRecord(written.nbytes, crc32s)
         past_end = chunk.nbytes - (chunk.stop - chunk.start) * itemsize
-        found = digests.without_zeros(region.content, past_end)
-        self._digests[tensor, chunk.start] = found
+        found = region.content
+        self._digests[tensor, chunk.start] = (
+            digests.without_zeros(found, past_end) if past_end else found
+        )
 
 
 def small_array(path: str, data: bytes) -> dict[str, bytes]:
