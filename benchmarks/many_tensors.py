@@ -64,8 +64,7 @@ class Bench:
         source, target = self.source, self.target
 
         def program(name: str, verb: str, place: Path, *options: str) -> Program:
-            command = (*STREAMSHARD, verb, place, target, *options)
-            return Program(name, command, place, target)
+            return Program(name, (*STREAMSHARD, verb, place, target, *options), place, target)
 
         def reader(name: str, verb: str, place: Path) -> Program:
             return Program(name, (*STREAMSHARD, verb, place), place)

@@ -8,13 +8,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from streamshard.io.entries import entries_below, examine
-from streamshard.io.object_path import is_object
+from streamshard.io.place import place_of
 from streamshard.io.readable import Status
+
+
+def is_on_disk(root: Path) -> bool:
+    """Tell whether files lie on a disk of this machine, where symbolic links may be."""
+    return place_of(root) is place_of(Path())
 
 
 def examiner(root: Path) -> Callable[[str], Status]:
     """Return what examines files below a directory; symbolic links are not followed."""
-    if is_object(root):
+    if not is_on_disk(root):
         return lambda path: examine(root / path, follows=False)
     start = f"{root}/"
     return lambda path: Status.of(os.lstat(start + path))
@@ -27,7 +32,7 @@ def names_below(
 
     `skips`: tells whether a directory that cannot be read is passed over.
     """
-    if is_object(root):
+    if not is_on_disk(root):
         below = (entry for entry in entries_below(root, skips=skips) if not entry.is_directory)
         yield from (entry.path.relative_to(root).as_posix() for entry in below)
         return

@@ -121,7 +121,7 @@ class Journal:
         self._file.open()
 
     def note(self, path: str, offset: int, written: Written) -> None:
-        """Add the content of a written span; may be called from several threads."""
+        """Add the content of a written span."""
         self.note_all([(path, offset, written)])
 
     def note_all(self, spans: Iterable[tuple[str, int, Written]]) -> None:

@@ -148,8 +148,9 @@ class SpanWriter:
 class SmallFiles(Protocol):
     """New files that one job makes and fills, where workers are threads of the leading process."""
 
-    paths: Sequence[str]
-    """Relative to the target directory."""
+    @property
+    def paths(self) -> Sequence[str]:
+        """Paths relative to the target directory."""
 
     @property
     def nbytes(self) -> int:

@@ -1,6 +1,5 @@
 """A directory of unfinished target files: its journal, the space for the rest, and its jobs."""
 
-import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -44,12 +43,6 @@ class Partial:
         self.kept_bytes = 0
         """Bytes that an earlier run wrote, and that this run found correct."""
         self._reservation = reservation
-        self._lock = threading.Lock()
-
-    def keep(self, nbytes: int) -> None:
-        """Count bytes that need not be written again."""
-        with self._lock:
-            self.kept_bytes += nbytes
 
     def make_room(self, nbytes: int) -> None:
         """Free preallocated space for bytes that are about to be written."""
@@ -186,7 +179,7 @@ class _SpanJobs:
         with target_errors(opened.path):
             is_last = opened.span_done(done)
             if done.is_kept:
-                self._staged.keep(written.nbytes)
+                self._staged.kept_bytes += written.nbytes
                 self._watcher.keep(span.nbytes)
                 self._watcher.advance(span.nbytes)
             else:

@@ -46,8 +46,7 @@ from streamshard.formats.zarr.rewritten import (
 from streamshard.formats.zarr.small_files import read_small, require_inside
 from streamshard.formats.zarr.store_manifest import BLOCK_BYTES, FileRecord, Manifest
 from streamshard.io.entries import is_directory, is_file
-from streamshard.io.object_path import is_object
-from streamshard.io.relative_paths import examiner
+from streamshard.io.relative_paths import examiner, is_on_disk
 from streamshard.layout.cutting import Cutting, CuttingBuilder
 from streamshard.model import ITEMSIZE, BlockDigests, Decoder, LogicalTensor, Slot, SourceFile
 from streamshard.options import CODECS
@@ -148,6 +147,7 @@ class StoreIndex:
         """Paths of all arrays that another tool rewrote, also of those that cannot be read."""
         self._resolved = resolved_link(root)
         self._examine = examiner(root)
+        self._is_on_disk = is_on_disk(root)
         self._directories: set[str] = set()
         """Directories that are known to lie in the store, with symbolic links resolved."""
 
@@ -280,7 +280,7 @@ class StoreIndex:
 
     def _has_no_link(self, directory: str) -> bool:
         """Tell whether neither a directory in the store nor one above it is a symbolic link."""
-        if not directory or directory in self._directories or is_object(self.root):
+        if not self._is_on_disk or not directory or directory in self._directories:
             return True
         if not self._has_no_link(directory.rpartition("/")[0]):
             return False

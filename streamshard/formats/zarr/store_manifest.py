@@ -42,7 +42,10 @@ class Manifest:
 def serialize(records: Mapping[str, FileRecord], codec: str, digests: Mapping[str, str]) -> bytes:
     """Serialize the manifest; `digests` has the CRC-32 and CRC-32C of each array's elements."""
     files = {
-        path: [record.nbytes, b2a_base64(record.crc32s.astype("<u4"), newline=False).decode()]
+        path: [
+            record.nbytes,
+            b2a_base64(record.crc32s.astype("<u4").tobytes(), newline=False).decode(),
+        ]
         for path, record in records.items()
     }
     document = {"block_bytes": BLOCK_BYTES, "codec": codec, "files": files, "digests": digests}

@@ -63,7 +63,7 @@ class Layout(Protocol):
     """What a target consists of: a file, or many small ones."""
 
     def divided(self, divider: "Divider") -> TargetFiles:
-        """Return the work of writing it."""
+        """Return it as work."""
 
 
 @dataclass(frozen=True, slots=True)
