@@ -185,6 +185,10 @@ class TargetFile:
     take: Callable[[SpanResult], None] = ignore
     """Called with each span's result, in any order, but never twice at the same time."""
 
+    def singly(self) -> "Iterator[TargetFile]":
+        """Yield the file; see `SmallFiles`."""
+        yield self
+
     @property
     def span_bytes(self) -> int:
         """Size of all spans; an upper bound if a part is encoded."""
