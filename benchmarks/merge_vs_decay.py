@@ -16,7 +16,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Final, NoReturn
 
 import deepspeed
@@ -33,7 +33,7 @@ CONTEXT: Final = 16
 RATE: Final = 2e-3
 WARMUP: Final = 50
 CHECKPOINTS: Final = 5
-HEAD = ("weights", "held-out loss", "over seeds", "below the last checkpoint")
+HEAD = ("weights", "held-out loss", "of each seed", "below that seed's last checkpoint")
 LAST, DECAYED = "last checkpoint, constant rate", "decayed run, 1-sqrt"
 MERGES: Final = ("mean", "1-sqrt", "cosine", "ema:0.9")
 
@@ -147,7 +147,7 @@ def main() -> NoReturn:
     for name in found[0]:
         own, gains = [one[name] for one in found], [one[LAST] - one[name] for one in found]
         spread = f"{min(own):.3f} to {max(own):.3f}"
-        gain = "" if name == LAST else f"{mean(gains):.3f} +- {stdev([*gains, *gains]):.3f}"
+        gain = "" if name == LAST else f"{min(gains):.3f} to {max(gains):.3f}"
         rows.append((name, f"{mean(own):.3f}", spread, gain))
     print_table(HEAD, rows)
     os._exit(0)  # past the interpreter's teardown, where gloo's threads now and then abort
