@@ -79,7 +79,7 @@ class Job:
             raise RuntimeError(f"{run}: not loaded")
         windows = text.unfold(0, CONTEXT + 1, 7)
         with torch.no_grad():
-            sums = [self._loss(part).item() * len(part) for part in windows.split(4096)]
+            sums = [self._loss(part).item() * len(part) for part in torch.split(windows, 4096)]
         return sum(sums) / len(windows)
 
     def _loss(self, samples: torch.Tensor) -> torch.Tensor:

@@ -214,6 +214,10 @@ class VerifyOptions(SourceOptions, RunOptions):
         "PART", "read a part only: 3/20, or 5%% for the one of twenty whose turn it is today [all]"
     )
     digests: bool = flag("list the digest of every tensor, which does not depend on how it is cut")
+    health: bool = flag(
+        "look for NaN and infinities in weights and optimizer states; with -v, show how large the "
+        "numbers of every tensor are"
+    )
 
 
 class DiffOptions(SourceOptions, RunOptions):
@@ -393,6 +397,20 @@ class CompactOptions(RunOptions, _ReportOptions):
         return bool(self.undelete or self.purge or self.acknowledge)
 
 
+class NewestOptions(RunOptions):
+    """Options of `newest`."""
+
+    group = "What is looked at"
+
+    run_dir: Path_ = place(
+        "RUN_DIR",
+        "directory that holds 'latest' and tags, local or s3://bucket/..., gs://... or az://...; "
+        "or an output directory of HF Trainer, Accelerate or Lightning; or a directory of stores",
+        kw_only=False,
+    )
+    quick: bool = flag("look at headers alone: damaged bytes and NaN are not noticed")
+
+
 class _DryRun(Options):
     dry_run = DRY_RUN
 
@@ -411,6 +429,7 @@ OPTIONS: Final[Mapping[str, type[Options]]] = {
     "verify": VerifyOptions,
     "diff": DiffOptions,
     "inspect": InspectOptions,
+    "newest": NewestOptions,
     "compact": CompactOptions,
     "apply": ApplyOptions,
 }

@@ -14,7 +14,7 @@ import streamshard
 ROOT = Path(streamshard.__file__).parent
 FLOORS: dict[str, int] = {
     "model": 0, "errors": 0, "sizes": 0, "batches": 0,
-    "commands": 0, "registry": 0,
+    "commands": 0, "registry": 0, "health": 0,
     "layout": 1, "drawing": 1, "io": 1, "options": 1,
     "engine": 2, "formats": 2, "verb_options": 2,
     "operations": 3, "cluster": 3,
@@ -36,7 +36,17 @@ INNER: dict[str, tuple[str, ...]] = {
     "cli.text": ("engine", "formats", "io", "layout"),
 }
 """What a folder may not import although its floor allows it."""
-VERBS = ("repartition", "convert", "export", "verify", "diff", "inspect", "read", "compact")
+VERBS = (
+    "repartition",
+    "convert",
+    "export",
+    "verify",
+    "diff",
+    "inspect",
+    "read",
+    "newest",
+    "compact",
+)
 """Folders of one verb each, and `read`, which is `streamshard.open`."""
 CROSSINGS = {("compact", verb) for verb in VERBS} | {("read", "inspect")}
 """`compact` runs other verbs; `open` shows what `inspect` summarizes."""

@@ -63,6 +63,11 @@ _SUMMARIES: Final = {
         "streamshard inspect runs/7b",
         "streamshard inspect runs/7b --html cut.html --world-size 6",
     ),
+    "newest": (
+        "print the path of the newest checkpoint that is whole and healthy",
+        "streamshard newest runs/7b",
+        'python train.py --resume_from_checkpoint "$(streamshard newest output)"',
+    ),
     "compact": (
         "archive old tags of a run directory, and remove them if asked to",
         "streamshard compact runs/7b archive/7b --keep-last 3 --dry-run",

@@ -17,10 +17,10 @@ WEIGHTS = (0.25, 0.75)
 
 
 def test_an_engine_holds_the_mean_of_what_engines_of_other_ranks_held(tmp_path: Path) -> None:
-    saved, truths = [tmp_path / "older", tmp_path / "newer"], []
+    saved, truths = [tmp_path / "older", tmp_path / "newer"], list[Path]()
     for place, case, ranks, steps in zip(saved, BF16[::2], (2, 4), (3, 5), strict=True):
-        truths.append(tmp_path / f"{place.name}.pt")
-        job = Train(case, place, truths[-1], steps=steps, seed=steps)
+        truths.append(truth := tmp_path / f"{place.name}.pt")
+        job = Train(case, place, truth, steps=steps, seed=steps)
         require_success(run_jobs(ranks, [job], tmp_path / f"{place.name}-ranks"))
     older, newer = map(Truth.load, truths)
     means = {
@@ -39,5 +39,5 @@ def test_an_engine_holds_the_mean_of_what_engines_of_other_ranks_held(tmp_path: 
         streamshard.merge(saved, out, weights=WEIGHTS, verify=True, **options)  # type: ignore[arg-type]
         resumed.append(Resume(case, out, tmp_path / f"resumed-{case.zero_stage}.pt"))
     require_success(run_jobs(3, resumed, tmp_path / "resumed-ranks"))
-    for job in resumed:
-        assert differences(wanted, Truth.load(job.truth_path)) == []
+    for one in resumed:
+        assert differences(wanted, Truth.load(one.truth_path)) == []

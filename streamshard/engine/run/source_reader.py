@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from streamshard.engine.numeric.checksums import crc32
-from streamshard.engine.run.buffers import ReusableBuffer
 from streamshard.errors import CorruptFileError, IntegrityError, SourceError
 from streamshard.io import page_cache
 from streamshard.io.entries import ahead_of, open_readable
@@ -17,6 +16,24 @@ from streamshard.io.memory_map import map_range
 from streamshard.io.readable import OpenedFile
 from streamshard.io.retry import FROM_OUTSIDE, ignored, try_again
 from streamshard.model import BlockDigests, Computed, SourceFile
+
+
+class ReusableBuffer:
+    """A buffer that grows to the largest requested size, in place of a new buffer each time.
+
+    The system has to clear new memory, which can take longer than reading data into it.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = memoryview(b"")
+
+    def __call__(self, nbytes: int) -> memoryview:
+        """Return `nbytes` of memory with any content; memory returned before becomes invalid."""
+        if len(self._buffer) < nbytes:
+            self._buffer = memoryview(b"")  # free the old buffer before allocating a larger one
+            self._buffer = memoryview(bytearray(nbytes))
+        return self._buffer[:nbytes]
+
 
 _OPEN_FILES: Final = 64
 """Source files that one worker keeps open. A run may have more sources than a process may open."""
@@ -69,7 +86,6 @@ class SourceReader:
         self._stored = ReusableBuffer()
 
     def close(self) -> None:
-        """Close all files."""
         while self._open:
             self._open.popitem()[1].close()
 
