@@ -6,7 +6,7 @@ from streamshard.cli.text.escaping import one_line
 from streamshard.cli.text.report_text import memory_text, read_text
 from streamshard.cli.text.tables import facts_text, more_text, paragraph, table
 from streamshard.operations.checks.problems import Difference, Problem, Verification
-from streamshard.operations.inspect.inspect_report import KINDS
+from streamshard.operations.checks.structure import title_of
 from streamshard.sizes import counted
 
 _MOST_SHOWN: Final = 20
@@ -17,7 +17,7 @@ def verification_text(found: Verification, *, verbose: bool, with_digests: bool)
     """Format what `verify` checked and found."""
     facts: list[tuple[str, object]] = [("checkpoint", found.path)]
     if found.kind:
-        facts[0] = ("checkpoint", f"{found.path} ({KINDS[found.kind]})")
+        facts[0] = ("checkpoint", f"{found.path} ({title_of(found.kind)})")
     if found.against is not None:
         facts.append(("against", found.against))
     facts.append(("tag", found.tag or "not known"))
