@@ -163,9 +163,9 @@ OUTPUT: Final = "Output"
 CODECS: Final = ("none", "lz4", "zstd")
 """Codecs for the chunks of a store."""
 SOURCE_HELP: Final = (
-    "run directory with 'latest', tag directory, .zarr store, directory of FSDP's .distcp files or "
-    "a model's .safetensors files, or template of raw per-rank dumps such as "
-    "'ckpt/optimizer.{rank:02d}.pt'; as every path here, local or s3://bucket/..., gs://... or "
+    "run directory with 'latest', tag directory, universal checkpoint, .zarr store, directory of "
+    "FSDP's .distcp files or a model's .safetensors files, or template of raw per-rank dumps such "
+    "as 'ckpt/optimizer.{rank:02d}.pt'; as every path here, local or s3://bucket/..., gs://... or "
     "az://..."
 )
 DRY_RUN: Final = flag("show what would be done, and write nothing", "-n --dry-run", group=RUN)
@@ -248,11 +248,22 @@ class _TargetOptions(Options):
     )
 
 
-class TransferOptions(SourceOptions, RunOptions, _TargetOptions):
-    """Options of verbs that write."""
+class WritingOptions(RunOptions, _TargetOptions):
+    """Options of verbs that write, of one source or of several."""
+
+    source: Path_ | Sequence[Path_] = place("SRC", SOURCE_HELP, kw_only=False)
+    target: Path_ = place("OUT", "", kw_only=False)
+
+    @property
+    def sources(self) -> Sequence[Path_]:
+        """What is read."""
+        return [self.source] if isinstance(self.source, str | os.PathLike) else self.source
+
+
+class TransferOptions(SourceOptions, WritingOptions):
+    """Options of verbs that write what is in one source."""
 
     source: Path_ = place("SRC", SOURCE_HELP, kw_only=False)
-    target: Path_ = place("OUT", "", kw_only=False)
 
 
 def degree(metavar: str, help: str) -> Any:  # noqa: ANN401
