@@ -6,9 +6,9 @@ from typing import Final
 
 from streamshard.cli.text.escaping import printable
 from streamshard.cli.text.tables import bold, facts_text, more_text, paragraph, table
+from streamshard.operations.checks.structure import title_of
 from streamshard.operations.inspect.inspect_report import (
     FOREIGN,
-    KINDS,
     CheckpointList,
     CheckpointSummary,
     FileGroup,
@@ -29,8 +29,6 @@ _ROWS_SHOWN: Final = 40
 """Maximum rows in the table of one parameter or one partition without `-v`."""
 _MAIN_HYPER_PARAMETERS: Final = ("lr", "betas", "momentum", "eps", "weight_decay")
 
-_PIECES: Final = {"store": "chunks", "dcp": "pieces"}
-"""Kind of a source that is not cut among ranks → what its pieces are called."""
 
 Cell = object
 Columns = Sequence[str]
@@ -145,15 +143,17 @@ class _Page:
 
     def _parameters(self, found: Inspection) -> None:
         most = None if self._verbose else _PARAMETERS_SHOWN
-        shown, pieces = found.parameters[:most], _PIECES.get(found.kind)
-        head = ("parameter", "shape", "elements", "group", pieces or "ranks")
+        shown = found.parameters[:most]
+        is_of_ranks = any(p.first_rank is not None for p in shown)
+        pieces = "chunks" if found.kind == "store" else "pieces"
+        head = ("parameter", "shape", "elements", "group", "ranks" if is_of_ranks else pieces)
         rows = [
             (
                 p.name,
                 list(p.shape),
                 f"{p.numel:,}",
                 p.group,
-                p.pieces if pieces else p.ranks_text,
+                p.ranks_text if is_of_ranks else p.pieces,
             )
             for p in shown
         ]
@@ -301,7 +301,7 @@ def _incomplete_summary(found: IncompleteCheckpoint) -> str:
     )
     steps = "not recorded" if found.global_steps is None else f"{found.global_steps:,}"
     facts = [
-        ("checkpoint", f"{found.path} ({KINDS[found.kind]}), NOT WHOLE"),
+        ("checkpoint", f"{found.path} ({title_of(found.kind)}), NOT WHOLE"),
         ("tag", found.tag or "not known"),
         ("saved by", f"{stage}, world size {found.world_size or 'not recorded'}"),
         ("DeepSpeed", found.deepspeed_version or "version not recorded"),

@@ -331,7 +331,11 @@ def open_tag(run_dir: Path, name: str) -> Source:
     """
     directory = run_dir / name
     if not _is_checkpoint(directory):
-        return open_source(run_dir, name)
+        opened = open_source(run_dir, name)
+        if not opened.is_of_ranks:
+            message = "not what an engine saved, but made of it: keep it, or remove it by hand"
+            raise UnsupportedError(f"{directory}: {message}")
+        return opened
     with source_errors(directory):
         named = names.read_latest(directory / names.LATEST)
         latest = identify(directory / names.LATEST)
