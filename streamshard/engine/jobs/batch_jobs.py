@@ -19,7 +19,7 @@ Function = Callable[[Sequence[Path]], Sequence[Any]]
 
 
 class _NoTools:
-    """What a worker needs besides the files: nothing."""
+    """What a worker needs, apart from the files: nothing."""
 
     def close(self) -> None:
         """Do nothing."""
