@@ -1,7 +1,7 @@
 """Formats the result of `inspect` for people: a summary, and tables."""
 
 from collections.abc import Iterable, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Final
 
 from streamshard.cli.text.escaping import printable
@@ -188,9 +188,7 @@ def _cell_text(value: Cell) -> str:
 
 
 def _checkpoint_row(one: CheckpointSummary) -> tuple[Cell, ...]:
-    saved = "-"
-    if one.changed is not None:  # the format of `ls -l`, in local time
-        saved = f"{datetime.fromisoformat(one.changed).astimezone():%b %d %H:%M}"
+    saved = "-" if one.changed is None else _saved(datetime.fromisoformat(one.changed))
     whole = {True: "yes", False: "NO", None: "-"}[one.is_whole]
     marks = {whole: True, "newest": one.is_newest, "latest": one.is_latest}
     return (
@@ -201,6 +199,15 @@ def _checkpoint_row(one: CheckpointSummary) -> tuple[Cell, ...]:
         saved,
         ", ".join(mark for mark, is_set in marks.items() if is_set),
     )
+
+
+def _saved(changed: datetime) -> str:
+    """Say in local time when something was saved, and how long ago."""
+    seconds = max(0, int((datetime.now(UTC) - changed).total_seconds()))
+    if seconds >= 86400:
+        return f"{changed.astimezone():%b %d}, {seconds // 86400} d ago"
+    ago = f"{seconds // 3600} h" if seconds >= 3600 else f"{seconds // 60} min"
+    return f"{changed.astimezone():%H:%M}, {ago} ago"
 
 
 def _known(number: int | None) -> str:

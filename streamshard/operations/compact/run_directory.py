@@ -1,7 +1,7 @@
 """Describes a run directory: its tags, the files that name tags, and the links into tags.
 
 An output directory of HF Trainer, Accelerate, or Lightning with DeepSpeed is one too. Each of its
-checkpoints has a `latest` of its own, and holds besides the engine's tag all that the framework
+checkpoints has a `latest` of its own, and holds, next to the engine's tag, all that the framework
 resumes from: random states, scheduler, tokenizer, `trainer_state.json`. It counts as one tag.
 """
 
