@@ -91,7 +91,7 @@ _MIB: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """What each process has to know of a run, besides the toolkit."""
+    """What each process has to know of a run, apart from the toolkit."""
 
     token: str
     """Name of the plugin."""

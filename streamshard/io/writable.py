@@ -55,6 +55,11 @@ def open_to_write(path: Path, flags: int, mode: int = 0o666) -> int:
     return descriptor
 
 
+def create(path: str | Path, access: int) -> int:
+    """Make a file, which must not exist yet; it is regular and has no other name."""
+    return os.open(path, access | os.O_CREAT | os.O_EXCL | _FLAGS, 0o666)
+
+
 def open_regular(path: Path, flags: int, mode: int = 0o666) -> int:
     """Open a regular file, whatever other names it has; see `open_to_write`."""
     try:

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from streamshard.cli.text.tables import facts_text, paragraph, table
 from streamshard.operations.checks.problems import Verification
+from streamshard.operations.checks.structure import title_of
 from streamshard.operations.diff.diff_report import DiffReport
-from streamshard.operations.inspect.inspect_report import KINDS
 from streamshard.operations.transfer.report import Report
 from streamshard.sizes import show_bytes
 
@@ -37,7 +37,7 @@ def report_text(report: Report, *, verbose: bool) -> str:
 def target_text(report: Report) -> str:
     """Name the target; a store is marked as one, as its name need not show that."""
     is_store = report.tensors is None and report.world_size is None
-    return f"{report.target} ({KINDS['store']})" if is_store else report.target
+    return f"{report.target} ({title_of('store')})" if is_store else report.target
 
 
 def resize_fact(report: Report) -> tuple[str, str]:

@@ -80,7 +80,7 @@ def with_config(
 
 
 def _missing(model_part: ModelPart, config: ds_config.Config) -> Iterator[str]:
-    """Name what an engine with this config would save besides, and the config does not decide."""
+    """Name what an engine with this config would save as well, and the config does not decide."""
     autos = list(_autos(config))
     if autos:
         yield f'the values that "auto" stands for ({show_few(autos)})'

@@ -1,7 +1,7 @@
 """Reads a distributed checkpoint of PyTorch into logical tensors, with the places of their bytes.
 
 It holds a model and the states of its optimizer, each tensor cut into boxes. It does not tell what
-a DeepSpeed job needs besides: see `reference`.
+a DeepSpeed job needs as well: see `reference`.
 """
 
 import math
@@ -144,7 +144,7 @@ def open_distributed(root: Path, known: Set[str] = frozenset()) -> Distributed:
 
 
 def read(root: Path) -> Reading:
-    """Open a distributed checkpoint as it is: without what a DeepSpeed job needs besides."""
+    """Open a distributed checkpoint as it is: without what a DeepSpeed job needs as well."""
     found = open_distributed(root)
     with of_file(root):
         groups = [_group(found, number, g) for number, g in enumerate(found.optimizer.groups())]

@@ -130,7 +130,7 @@ class SavedOptimizer:
     def _require_copies(
         self, params: Sequence[str], number: str, options: Mapping[str, Node]
     ) -> None:
-        """Refuse options that are kept by parameter besides, and differ from their group's."""
+        """Refuse options that are kept by parameter too, and differ from their group's."""
         for name in params:
             for option, key in self._keys.copies.get(name, {}).items():
                 value = self._value(key)

@@ -44,7 +44,7 @@ class StateKeys:
     by_parameter: bool = False
     """Whether each parameter has options of its own, as in a flattened optimizer."""
     copies: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Parameter → option → its key, where options are kept by parameter besides."""
+    """Parameter → option → its key, where options are kept by parameter too."""
     wrapper: str = ""
     """What was taken off the names of all parameters."""
     others: list[str] = field(default_factory=list)

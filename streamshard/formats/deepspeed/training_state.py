@@ -1,4 +1,4 @@
-"""Compares the training state of two checkpoints: everything besides their tensors.
+"""Compares the training state of two checkpoints: everything except their tensors.
 
 Values that depend on the world size or the ZeRO stage are left out. All others must be equal if
 both checkpoints continue the same training run.

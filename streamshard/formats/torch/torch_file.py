@@ -28,7 +28,7 @@ LOOKED_INTO: Final = frozenset({PICKLE, "byteorder"})
 _KNOWN: Final = LOOKED_INTO | {
     "version", ".format_version", ".storage_alignment", ".data/serialization_id"
 }  # fmt: skip
-"""Records that torch writes besides the storages."""
+"""Records that torch writes in addition to the storages."""
 _PIECE_BYTES: Final = 1 << 20
 
 

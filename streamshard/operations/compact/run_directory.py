@@ -1,7 +1,7 @@
 """Describes a run directory: its tags, the files that name tags, and the links into tags.
 
 An output directory of HF Trainer, Accelerate, or Lightning with DeepSpeed is one too. Each of its
-checkpoints has a `latest` of its own, and holds besides the engine's tag all that the framework
+checkpoints has a `latest` of its own, and holds, next to the engine's tag, all that the framework
 resumes from: random states, scheduler, tokenizer, `trainer_state.json`. It counts as one tag.
 """
 
@@ -331,7 +331,11 @@ def open_tag(run_dir: Path, name: str) -> Source:
     """
     directory = run_dir / name
     if not _is_checkpoint(directory):
-        return open_source(run_dir, name)
+        opened = open_source(run_dir, name)
+        if not opened.is_of_ranks:
+            message = "not what an engine saved, but made of it: keep it, or remove it by hand"
+            raise UnsupportedError(f"{directory}: {message}")
+        return opened
     with source_errors(directory):
         named = names.read_latest(directory / names.LATEST)
         latest = identify(directory / names.LATEST)

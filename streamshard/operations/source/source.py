@@ -100,7 +100,7 @@ class Source(Reading):
         return self.kind in ("native", "dumps")
 
     def require_training_state(self) -> None:
-        """Refuse a source that lacks what a DeepSpeed job needs besides tensors."""
+        """Refuse a source that lacks what a DeepSpeed job needs in addition to tensors."""
         if self.kind == "weights":
             message = f"{self.checkpoint.foreign}, without an optimizer's state: a job begins with"
             raise UnsupportedError(f"{message} them, and resumes from nothing", path=self.path)

@@ -18,6 +18,7 @@ from streamshard.operations.source.source import Request, Source
 
 class _WeightsReader(Reader):
     kind = "weights"
+    title = "safetensors"
 
     def recognizes(self, request: Request) -> Path | None:
         root = request.root

@@ -20,7 +20,7 @@ from streamshard.operations.transfer.file_layout import (
 _PIECES_AT_ONCE: Final = 1 << 16
 """Pieces that are located together, which bounds the memory for it."""
 _PIECE_BYTES: Final = 1024
-"""Memory for a piece of a file, besides the segments of a rank's share."""
+"""Memory for a piece of a file, apart from the segments of a rank's share."""
 _SEGMENT_BYTES: Final = 64
 _UNIT_BYTES: Final = 512
 """Memory of a span for each of its pieces and copies."""
