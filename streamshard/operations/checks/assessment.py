@@ -19,10 +19,10 @@ from streamshard.operations.checks.scan import scan
 from streamshard.operations.checks.structure import check_structure
 from streamshard.operations.checks.suspicion import suspicions
 from streamshard.operations.checks.tensor_content import TensorUnits
-from streamshard.operations.source.candidates import find_candidates, step_of_path
 from streamshard.operations.source.completeness import require_named, require_saved_to_end
 from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.source import Request, Source, open_source
+from streamshard.operations.source.tag_directory import find_candidates, step_of_path
 from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Progress
 

@@ -18,10 +18,14 @@ from streamshard.formats.links import is_inside
 from streamshard.io.entries import entries_below, is_file, paths_in
 from streamshard.io.files import source_errors
 from streamshard.operations.inspect.inspect_report import CheckpointSummary
-from streamshard.operations.source.candidates import find_candidates, kind_at, step_of_path
 from streamshard.operations.source.completeness import require_named, require_saved_to_end
 from streamshard.operations.source.source import Source, open_source
-from streamshard.operations.source.tag_directory import find_tag
+from streamshard.operations.source.tag_directory import (
+    find_candidates,
+    find_tag,
+    kind_at,
+    step_of_path,
+)
 
 _UNKNOWN: Final = Recorded(None, None, None, None)
 
