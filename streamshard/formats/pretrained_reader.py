@@ -61,11 +61,15 @@ def read(directory: Path, form: str = pretrained.SAFETENSORS) -> Reading:
         require_regular(path, directory)
         with of_file(path):
             for stored in _stored(path, form):
-                held = stored.tensor
-                if where is not None and where.get(held.name) != name:
-                    message = f"holds {show(held.name)}, which {main} says is in"
-                    raise DisagreementError(f"{message} {show(where.get(held.name))}", path=path)
-                tensors.append(LogicalTensor(MODULE, name_of(held.name), held.dtype, held.shape))
+                described = stored.tensor
+                if where is not None and where.get(described.name) != name:
+                    message = f"holds {show(described.name)}, which {main} says is in"
+                    raise DisagreementError(
+                        f"{message} {show(where.get(described.name))}", path=path
+                    )
+                tensors.append(
+                    LogicalTensor(MODULE, name_of(described.name), described.dtype, described.shape)
+                )
                 slots.append(Slot(np.array([number]), np.array([stored.offset]), np.array([1])))
     _require_complete(directory / main, tensors, where)
     builder = CuttingBuilder([ITEMSIZE[tensor.dtype] for tensor in tensors])
