@@ -14,13 +14,13 @@ from streamshard.errors import CorruptFileError, DisagreementError, IncompleteEr
 from streamshard.formats import pretrained, safetensors_file, strict_json
 from streamshard.formats.checkpoint import Checkpoint, ModelPart, ModuleEntry, Reading
 from streamshard.formats.deepspeed import names
-from streamshard.formats.links import require_regular
 from streamshard.formats.pickle.inert import show
 from streamshard.formats.pickle.node_checks import name_of, of_file
 from streamshard.formats.safetensors_file import Described, Stored
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import tensor_of
 from streamshard.io.entries import exists, identify, is_directory, paths_in, read_all
+from streamshard.io.files import require_regular
 from streamshard.layout.cutting import CuttingBuilder
 from streamshard.model import ITEMSIZE, MODULE, LogicalTensor, Slot, ZeroLayout
 

@@ -14,9 +14,8 @@ from streamshard.errors import (
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read import validation
 from streamshard.formats.deepspeed.read.validation import Recorded
-from streamshard.formats.links import is_inside
 from streamshard.io.entries import entries_below, is_file, paths_in
-from streamshard.io.files import source_errors
+from streamshard.io.files import source_errors, stays_inside
 from streamshard.operations.inspect.inspect_report import CheckpointSummary
 from streamshard.operations.source.completeness import require_named, require_saved_to_end
 from streamshard.operations.source.source import Source, open_source
@@ -109,7 +108,9 @@ def _recorded_in(place: Path) -> Recorded:
     try:
         run_dir, tag_dir = find_tag(place, None)
         shards = [path for path in sorted(paths_in(tag_dir)) if names.parse(path.name)]
-        regular = [path for path in shards if is_inside(path, run_dir, tag_dir) and is_file(path)]
+        regular = [
+            path for path in shards if stays_inside(path, run_dir, tag_dir) and is_file(path)
+        ]
         return validation.recorded(regular)
     except (StreamshardError, OSError):
         return _UNKNOWN

@@ -16,9 +16,9 @@ from streamshard.errors import (
 from streamshard.formats import detect
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.names import step_of
-from streamshard.formats.links import require_inside
 from streamshard.formats.pickle.inert import show
 from streamshard.io.entries import exists, is_directory, is_file, paths_in
+from streamshard.io.files import require_inside
 from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.unfinished import is_unfinished
 from streamshard.sizes import some_of

@@ -5,9 +5,9 @@ from typing import Final
 
 from streamshard.errors import IncompleteError, IntegrityError, SourceError, release_frames
 from streamshard.formats.deepspeed import names
-from streamshard.formats.links import require_inside
 from streamshard.formats.universal import universal_reader
 from streamshard.io.entries import is_directory, is_file, paths_below, paths_in
+from streamshard.io.files import require_inside
 from streamshard.layout.sample import Sample
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.structure import CheckedStructure, Reader
