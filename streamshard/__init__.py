@@ -6,6 +6,7 @@ if typing.TYPE_CHECKING:
     from streamshard.cluster.connections import executor
     from streamshard.errors import StreamshardError
     from streamshard.health import TensorHealth
+    from streamshard.merging.merge import merge, plan_merge
     from streamshard.operations.apply import load_plan
     from streamshard.operations.checks.assessment import AssessedCheckpoint
     from streamshard.operations.checks.problems import Difference, Problem, Verification
@@ -71,10 +72,12 @@ __all__ = [
     "inspect",
     "list_pickles",
     "load_plan",
+    "merge",
     "newest",
     "open",
     "plan_convert",
     "plan_export",
+    "plan_merge",
     "plan_repartition",
     "repartition",
     "verify",
@@ -115,10 +118,12 @@ _HOMES = {
     "inspect": "operations.inspect.inspect",
     "list_pickles": "operations.inspect.pickle_report",
     "load_plan": "operations.apply",
+    "merge": "merging.merge",
     "newest": "operations.newest.newest",
     "open": "operations.read.open_checkpoint",
     "plan_convert": "operations.convert.convert",
     "plan_export": "operations.export.export",
+    "plan_merge": "merging.merge",
     "plan_repartition": "operations.repartition.repartition",
     "repartition": "operations.repartition.repartition",
     "verify": "operations.verify.verify",

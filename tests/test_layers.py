@@ -18,7 +18,7 @@ FLOORS: dict[str, int] = {
     "layout": 1, "drawing": 1, "io": 1, "options": 1,
     "engine": 2, "formats": 2, "verb_options": 2,
     "operations": 3, "cluster": 3,
-    "degrees": 4,
+    "degrees": 4, "merging": 4,
     "": 5, "cli": 5, "live": 5,
     "__main__": 6, "deepspeed": 6,
 }  # fmt: skip
@@ -54,7 +54,7 @@ CORE = "streamshard.operations.repartition.repartition"
 CORE_MODULES, CORE_LINES = 95, 15_000
 """What who touches the core has to know: all that it imports, and what that imports, lazily or for
 type checking as well."""
-AROUND = ("degrees", "formats.deepspeed.model_parallel")
+AROUND = ("degrees", "merging", "formats.deepspeed.model_parallel")
 """Rooms that the core does not import: other degrees, and how models are cut for them."""
 LIVE = "live"
 """Meets live engines, which is why it alone imports torch and deepspeed."""

@@ -12,13 +12,14 @@ from typing import Final
 
 from streamshard.cli.compact_command import run_compact
 from streamshard.cli.completion import completion_script
-from streamshard.cli.output import print_json, print_result
 from streamshard.cli.parser import arguments_of, flag, keywords, parse_command
 from streamshard.cli.progress import display
 from streamshard.cli.signals import SIGNALS, Signals, StoppedBySignal
 from streamshard.cli.streams import (
     close_quietly,
     open_what_was_closed,
+    print_json,
+    print_result,
     tell,
     tell_error,
     write_out,
