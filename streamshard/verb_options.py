@@ -181,7 +181,8 @@ class InspectOptions(SourceOptions):
     )
     svg: Path_ | None = option("FILE", "draw how each parameter is cut among ranks, as an SVG")
     html: Path_ | None = option(
-        "FILE", "draw how each parameter is cut among ranks, as a page with names where one points"
+        "FILE",
+        "draw a page: what is wrong, sizes by rank and group, and where each parameter lies",
     )
     world_size: int | None = option("M", "draw too how it would be cut for M ranks")
     zero_stage: int | None = option(
