@@ -205,6 +205,8 @@ class _ReportOptions(Options):
         "only report what is archived, in the trash until when, and how the last run ended"
     )
     prometheus = flag("print --status in the text format of Prometheus", is_rare=True)
+    html = option("FILE", "draw --status on a page: what became of each checkpoint", is_rare=True)
+    overwrite = flag("replace a page that exists", is_rare=True)
     lock: bool = option("", NO_LOCK.format("RUN_DIR and ARCHIVE_DIR"), default=True, is_rare=True)
     dry_run: bool = flag("say what would be done, and do nothing", "-n --dry-run", group=RUN)
 
