@@ -15,9 +15,12 @@ for (const panel of report.panels ?? []) {
     piece: place.piece ? values(place.piece) : ways[0].piece,
     lead: place.lead ? values(place.lead) : ways[0].at,
   }));
-  panels.push({ ...panel, first, colour: values(panel.colour), ways, places, number: panels.length });
+  panels.push({ ...panel, first, colours: values(panel.colours), colour: values(panel.colour), ways, places, number: panels.length });
   first += panel.count;
 }
+// The same name is in several parts of a model, and in the hands of several expert ranks.
+const several = new Set(params.map((param) => param.name)).size < params.length;
+const partOf = (panel) => clean(panel.title.slice(0, panel.title.lastIndexOf(": ")));
 const panelOf = (i) => panels.find((panel) => i >= panel.first && i < panel.first + panel.count);
 
 /** Return the part of a parameter in a row: [place in the row, first element, elements]. */
@@ -206,7 +209,9 @@ const list = make("ul", { class: "list", id: "list", role: "listbox", "aria-labe
 const count = make("div", { class: "mute", "aria-live": "polite" });
 const detail = make("div", { id: "detail", "aria-live": "polite" });
 const maps = make("div", { id: "maps" });
-const tabs = make("div", { class: "tabs", role: "group", "aria-label": "Param groups" });
+const tabs = panels.length > 6
+  ? make("select", { "aria-label": "Param group", onchange: () => leaf(tabs.selectedIndex) })
+  : make("div", { class: "tabs", role: "group", "aria-label": "Param groups" });
 
 function filter() {
   const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
@@ -225,7 +230,7 @@ function listMatches() {
   list.replaceChildren(...shown.map((i) => {
     const panel = panelOf(i);
     return make("li", { role: "option", id: `p${i}`, "aria-selected": i === chosen ? "true" : "false", onclick: () => select(i) },
-      make("i", { class: panel ? `c${panel.colour[i - panel.first] % 6}` : "c6" }), named(params[i].name));
+      make("i", { class: `c${panel.colour[i - panel.first] % 6}` }), named(params[i].name), several && make("span", { class: "mute" }, partOf(panel)));
   }));
   count.textContent = `${number(matches.length)} of ${counted(params.length, "parameter")}`
     + (shown.length < matches.length ? `; ${number(from + 1)} to ${number(from + shown.length)} listed` : "");
@@ -292,15 +297,24 @@ function showDetail() {
     `${number(one.start)} to ${number(one.stop)}`, number(one.offset), bytes((one.stop - one.start) * one.itemsize),
   ]);
   const command = `streamshard inspect ${report.path} --param '${param.name}'`;
-  detail.replaceChildren(
+  detail.replaceChildren(...[
     make("h3", {}, named(param.name)),
+    several && make("div", { class: "mute" }, partOf(panel)),
     facts([
       ["shape", param.shape.length ? param.shape.map(number).join(" × ") : "a single number"], ["elements", number(param.numel)],
       total ? ["in these files", bytes(total)] : ["fp32", bytes(param.numel * panel.itemsize)], ...where,
     ]),
     rows.length ? table(["state", ">rank", "file", ">elements", ">at byte", ">size"], rows) : make("p", { class: "mute" }, "Where the bytes lie: ", make("code", {}, clean(command))),
-    pieces.length > most ? make("p", { class: "mute" }, `${number(pieces.length - most)} more: `, make("code", {}, clean(command))) : "",
-  );
+    pieces.length > most && make("p", { class: "mute" }, `${number(pieces.length - most)} more: `, make("code", {}, clean(command))),
+  ].filter(Boolean));
+}
+
+/** Turn to another param group. */
+function leaf(number) {
+  chosen = null;
+  showPanel(number);
+  listMatches();
+  showDetail();
 }
 
 function showPanel(number) {
@@ -314,7 +328,8 @@ function showPanel(number) {
   const many = panel.note ? make("span", {}, panel.note) : panel.colours.length > 6 ? make("span", {}, "colours repeat") : null;
   maps.append(make("div", { class: "key" }, ...keys, panel.ways.some((way) => way.ranks.length) && hatched, report.border && make("span", {}, `line: ${report.border}`), many,
     isShared || panel.ways.length < 2 ? null : make("span", {}, "the two are drawn to different scales")));
-  [...tabs.children].forEach((tab, n) => tab.setAttribute("aria-pressed", n === number ? "true" : "false"));
+  if (panels.length > 6) tabs.selectedIndex = number;
+  else [...tabs.children].forEach((tab, n) => tab.setAttribute("aria-pressed", n === number ? "true" : "false"));
   for (const canvas of maps.querySelectorAll("canvas")) canvas.draw();
 }
 
@@ -363,14 +378,14 @@ function sizesByRank() {
     : `${bytes(smallest)} to ${bytes(largest)}`;
   const rest = files.filter((file) => file.rank === null || file.rank === undefined);
   const other = rest.length ? `; ${counted(rest.length, "file")} of no single rank: ${bytes(rest.reduce((sum, file) => sum + file.nbytes, 0))}` : "";
-  return make("div", { class: "card" }, make("h3", {}, "Files of each rank"), make("div", { class: "mute" }, said + other),
+  return make("div", { class: "card" }, make("h3", {}, report.model_parts > 1 ? "Files of each data-parallel rank" : "Files of each rank"), make("div", { class: "mute" }, said + other),
     drawing(`Bytes of the files of each of ${counted(all.length, "rank")}: ${said}`, HEIGHT, draw, { tell }));
 }
 
 function sizes() {
   const states = Object.entries(report.state_bytes ?? {}).map(([name, nbytes]) => ({ name, nbytes }));
   const groups = (report.groups ?? []).map((group, n) => ({
-    name: `group ${n}${group.model_part ? ` of ${group.model_part}` : ""}${group.expert_rank === null ? "" : `, experts ${group.expert_rank}`}`,
+    name: `${group.model_part ? `${group.model_part}, ` : ""}group ${n}${group.expert_rank === null ? "" : `, expert rank ${group.expert_rank}`}`,
     nbytes: group.numel, text: counted(group.parameters, "parameter"),
   }));
   const kinds = (report.file_groups ?? []).map((group) => ({
@@ -433,7 +448,8 @@ function about() {
 
 show(() => {
   const notes = (report.notes ?? []).filter((note) => !report.alarms?.includes(note));
-  panels.forEach((panel) => tabs.append(make("button", { type: "button", onclick: () => { chosen = null; showPanel(panel.number); listMatches(); showDetail(); } }, clean(panel.title))));
+  panels.forEach((panel) => tabs.append(panels.length > 6 ? make("option", {}, clean(panel.title))
+    : make("button", { type: "button", onclick: () => leaf(panel.number) }, clean(panel.title))));
   const keys = make("p", { class: "mute" }, make("kbd", {}, "/"), " finds a parameter, ", make("kbd", {}, "↑"), " ", make("kbd", {}, "↓"), " go through them, ", make("kbd", {}, "Esc"), " shows all again.");
   return [
     make("h1", {}, clean(report.path.split("/").filter(Boolean).at(-1) ?? report.path), make("span", { class: "mute" }, report.tag ? ` at ${clean(report.tag)}` : "")),
@@ -442,7 +458,7 @@ show(() => {
     notes.length ? make("details", { open: notes.length < 3 ? "" : undefined }, make("summary", {}, `Notes (${notes.length})`), make("ul", {}, ...notes.map((note) => make("li", {}, clean(note))))) : null,
     ...checkpoints(), ...sizes(),
     ...(panels.length ? [
-      make("h2", {}, "Who holds what"), make("p", { class: "mute" }, "A row is a rank, and a colour is a parameter or a part of the model."), panels.length > 1 ? tabs : null,
+      make("h2", {}, "Who holds what"), make("p", { class: "mute" }, `${report.kind === "store" ? "Rows follow one another" : "A row is a rank"}, and a colour is a parameter or some whose names begin alike.`), panels.length > 1 ? tabs : null,
       make("div", { class: "split" }, make("div", {}, search, list, count, keys), make("div", {}, maps, detail)),
     ] : []),
   ];

@@ -36,11 +36,12 @@ function bytes(value) {
   }
 }
 
-/** Return the values of a column, which may be runs of whole numbers. */
+/** Return the values of a column: a list, runs of whole numbers, a column several times, or the number of a column. */
 function values(column) {
-  if (!column) return [];
-  if (!column.runs) return column;
-  return column.runs.flatMap(([first, step, count]) => Array.from({ length: count }, (_, i) => first + i * step));
+  if (!column || Array.isArray(column)) return column ?? [];
+  if (column.column !== undefined) return values(report.columns[column.column]);
+  if (column.times) return Array(column.times).fill(values(column.of)).flat();
+  return values(column.runs).flatMap(([first, step, count]) => Array.from({ length: count }, (_, i) => first + i * step));
 }
 
 /** Return the rows of a table of columns. */

@@ -1,6 +1,7 @@
 """Puts a report on an HTML page whose script draws it; the page fetches nothing.
 
-A table is an object of columns, and a column is a list of values, or of runs of whole numbers.
+A table is an object of columns. A column is a list of values, or says how to make it: of runs of
+whole numbers, of a column that is there several times, or as the column of a number in `columns`.
 """
 
 import json
@@ -9,7 +10,7 @@ from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -18,6 +19,9 @@ from streamshard.layout.bands import Ints
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+_MOST_TIMES: Final = 64
+_LONG: Final = 32
 
 
 def page(script: str, title: str, document: Mapping[str, Any]) -> str:
@@ -55,16 +59,16 @@ def table(rows: "Sequence[DataclassInstance]") -> dict[str, Any]:
 
 
 def column(values: Iterable[Any] | Ints) -> list[Any] | dict[str, Any]:
-    """Return a column: its values, or runs (first value, step, count), whichever is shorter.
+    """Return a column: its values, or something shorter that says them.
 
-    >>> column([5, 5, 5, 5, 6, 7, 8]), column([3, 1]), column(["a"] * 9)
-    ({'runs': [[5, 0, 4], [6, 1, 3]]}, [3, 1], ['a', 'a', 'a', 'a', 'a', 'a', 'a', 'a', 'a'])
+    A run is its first value, step and count.
+
+    >>> column([5, 5, 5, 5, 6, 7, 8]), column([3, 1]), column(["a", "b"] * 9)
+    ({'runs': [[5, 0, 4], [6, 1, 3]]}, [3, 1], {'times': 9, 'of': ['a', 'b']})
     """
     found = list(values.tolist() if isinstance(values, np.ndarray) else values)
     runs: list[list[int]] = []
-    for value in found:
-        if type(value) is not int:
-            return found
+    for value in found if all(type(value) is int for value in found) else ():
         run = runs[-1] if runs else [value, 0, 0]
         if run[2] == 1:
             run[1] = value - run[0]
@@ -72,7 +76,25 @@ def column(values: Iterable[Any] | Ints) -> list[Any] | dict[str, Any]:
             run[2] += 1
         else:
             runs.append([value, 0, 1])
-    return {"runs": runs} if len(runs) * 3 < len(found) else found
+    if runs and len(runs) * 3 < len(found):
+        return {"runs": runs}
+    for times in range(min(_MOST_TIMES, len(found) // 2), 1, -1):
+        once = found[: len(found) // times]
+        if once * times == found:
+            return {"times": times, "of": column(once)}
+    return found
+
+
+def pooled(node: Any, pool: dict[str, Any]) -> Any:  # noqa: ANN401
+    """Replace long lists in a document by their numbers in a pool, which holds each once."""
+    if isinstance(node, dict):
+        return {key: pooled(value, pool) for key, value in node.items()}
+    if not isinstance(node, list):
+        return node
+    if len(node) < _LONG or isinstance(node[0], dict):
+        return [pooled(value, pool) for value in node]
+    pool.setdefault(json.dumps(node), node)
+    return {"column": list(pool).index(json.dumps(node))}
 
 
 def _finite(value: Any) -> Any:  # noqa: ANN401

@@ -226,6 +226,8 @@ def values(column: list[Any] | Table) -> list[Any]:
     """Return the values of a column."""
     if isinstance(column, list):
         return column
+    if "times" in column:
+        return values(column["of"]) * int(column["times"])
     return [first + step * k for first, step, count in column["runs"] for k in range(count)]
 
 
@@ -270,9 +272,20 @@ def test_the_page_holds_the_report_and_where_all_bytes_lie(tmp_path: Path, job: 
     assert shown == [one["pieces"] for one in details]
 
 
+def unpooled(node: Any, columns: list[Any]) -> Any:  # noqa: ANN401
+    """Return what a part of a document says."""
+    if isinstance(node, list):
+        return [unpooled(value, columns) for value in node]
+    if not isinstance(node, dict):
+        return node
+    if "column" in node:
+        return columns[node["column"]]
+    return {key: unpooled(value, columns) for key, value in node.items()}
+
+
 def panels_of(document: Table) -> list[tuple[int, Table]]:
     """Return each panel, and the number of its first parameter."""
-    panels = document["panels"]
+    panels = unpooled(document["panels"], document["columns"])
     return list(zip(accumulate((p["count"] for p in panels), initial=0), panels, strict=False))
 
 
@@ -290,6 +303,20 @@ def test_numbers_that_json_lacks_are_text(tmp_path: Path) -> None:
 def test_a_column_gives_back_its_values(numbers: list[int]) -> None:
     assert values(column(numbers)) == numbers
     assert values(column(np.cumsum(numbers, dtype=np.int64))) == np.cumsum(numbers).tolist()
+    assert values(column(numbers * 3)) == numbers * 3
+    assert values(column([str(number) for number in numbers])) == list(map(str, numbers))
+
+
+def test_parts_of_a_model_that_are_alike_are_written_once(tmp_path: Path) -> None:
+    group = tuple((f"layers.{n}.{what}", (3, n % 5 + 1)) for n in range(30) for what in "abc")
+    sizes = []
+    for parts in (2, 4):
+        run = write(Job(groups=(group,), tied={}, parts=parts), tmp_path / f"run{parts}")
+        html = tmp_path / f"{parts}.html"
+        streamshard.inspect(run, html=html)
+        assert len(panels_of(document_of(html))) == parts
+        sizes.append(html.stat().st_size)
+    assert sizes[1] < 1.3 * sizes[0]
 
 
 def test_a_broken_checkpoint_is_drawn_too(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from streamshard.drawing.page import column, page, table
+from streamshard.drawing.page import column, page, pooled, table
 from streamshard.drawing.picture import Panel, Picture, Way
 from streamshard.formats.deepspeed import names
 from streamshard.formats.zarr.rewritten import remark
@@ -23,8 +23,9 @@ from streamshard.operations.inspect.inspect_report import (
 from streamshard.operations.inspect.ownership import ranks_of_files
 from streamshard.operations.source.source import Source
 
-_MOST_PLACES: Final = 1 << 17
-"""A page that lists more than so many files, offsets and slots would be too large."""
+_MOST_CHARACTERS: Final = 1 << 21
+"""Longer columns than these would make a page that is slow to open: without them, it names the
+command that tells where bytes lie."""
 Document = dict[str, Any]
 
 
@@ -46,6 +47,13 @@ def cut_page(found: Inspection, source: Source, picture: Picture) -> str:
     }
     if is_of_ranks:
         _add_places(document["panels"], source, listed)
+    pool: dict[str, Any] = {}
+    pooled(document["panels"], pool)
+    if sum(map(len, pool)) > _MOST_CHARACTERS:
+        document["panels"] = [{**panel, "places": None} for panel in document["panels"]]
+        pool.clear()
+    document["panels"] = pooled(document["panels"], pool)
+    document["columns"] = [*pool.values()]
     return page("inspect", picture.title, document)
 
 
@@ -81,7 +89,7 @@ def _panel(panel: Panel) -> Document:
         "title": panel.title,
         "count": len(panel.params),
         "note": panel.note,
-        "colours": panel.colours,
+        "colours": list(panel.colours),
         "colour": column(panel.colour_of),
         "itemsize": panel.itemsize,
         "ways": [_way(way) for way in panel.ways],
@@ -104,14 +112,14 @@ def _way(way: Way) -> Document:
 
 
 def _add_places(panels: Sequence[Document], source: Source, listed: Ints) -> None:
-    """Add to each param group where each state of its parameters lies; to none, if it is too much.
+    """Add to each param group where each state of its parameters lies.
 
     Element e of a parameter is in piece k = (origin + e) // piece, which has the number `slot` + k,
     at (`lead` + origin + e - k * piece) * itemsize bytes from the piece's offset. A column that the
     group's first way has as well is left out.
     """
     parts = [(p, g) for p in source.checkpoint.model_parts for g in p.groups if g.params]
-    index, count = source.checkpoint.tensor_index(), 0
+    index = source.checkpoint.tensor_index()
     for panel, (model_part, group) in zip(panels, parts, strict=True):
         panel["places"] = []
         for state in (MASTER, *group.flat_states(), MODULE):
@@ -120,10 +128,6 @@ def _add_places(panels: Sequence[Document], source: Source, listed: Ints) -> Non
                 rows = np.array([index[key] for key in keys], dtype=np.int64)
                 place = _place(source, rows, listed, panel["ways"][0])
                 panel["places"] += [{"state": state, **place}] if place else []
-        count += sum(map(_size, panel["places"]))
-    if count > _MOST_PLACES:
-        for panel in panels:
-            panel["places"] = None
 
 
 def _place(source: Source, rows: Ints, listed: Ints, drawn: Mapping[str, Any]) -> Document | None:
@@ -153,9 +157,3 @@ def _place(source: Source, rows: Ints, listed: Ints, drawn: Mapping[str, Any]) -
         "offset": column(cutting.offset[pieces]),
         **{name: values for name, values in packed.items() if values != drawn[same[name]]},
     }
-
-
-def _size(place: Mapping[str, Any]) -> int:
-    """Count the numbers of a place."""
-    found = (place[name] for name in ("slot", "file", "offset"))
-    return sum(len(one["runs"]) * 3 if isinstance(one, dict) else len(one) for one in found)
