@@ -34,12 +34,12 @@ def require_same_optimizer(
     optimizer: Any,
     resharding: Resharding,
     files: FilesOnDemand,
-    place: tuple[int, int],
+    ranks: tuple[int, int],
 ) -> None:
     """Compare the kind of an optimizer, and what it stores in which order, with the plan.
 
     `names`: parameter → its name.
-    `place`: the rank's number among the model-parallel parts, and among the data-parallel ranks.
+    `ranks`: the rank's number among the model-parallel parts, and among the data-parallel ranks.
     """
     where, layout = resharding.source.path, resharding.settings.layout
     own, planned = _kind_of(optimizer), _planned_kind(layout)
@@ -51,8 +51,8 @@ def require_same_optimizer(
         states = "offloads" if optimizer.cpu_offload else "does not offload"
         message = f"{where}: the engine {states} its optimizer, other than its config says"
         raise DisagreementError(f"{message}: nothing was loaded")
-    expected = list(held_groups(resharding, files.cuts, *place))
-    live = list(_held(names, optimizer, own, place[1]))
+    expected = list(held_groups(resharding, files.cuts, *ranks))
+    live = list(_held(names, optimizer, own, ranks[1]))
     if len(expected) != len(live):
         message = f"{where}: has {len(expected)} groups of parameters for this rank, the engine's"
         raise DisagreementError(f"{message} optimizer has {len(live)}")

@@ -114,12 +114,12 @@ def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _autos(config: Mapping[str, Any], place: str = "") -> Iterator[str]:
+def _autos(config: Mapping[str, Any], keys: str = "") -> Iterator[str]:
     for key, value in config.items():
         if isinstance(value, Mapping):
-            yield from _autos(value, f"{place}{key}.")
+            yield from _autos(value, f"{keys}{key}.")
         elif value == "auto":
-            yield f"{place}{key}"
+            yield f"{keys}{key}"
 
 
 def _model_state(config: ds_config.Config) -> dict[str, Node]:

@@ -91,7 +91,11 @@ def parts_of(root: Path) -> list[Path]:
     if is_distributed(_names(root)):
         return [root]
     inside = [root / name for name in _ACCELERATE]
-    found = [place for place in inside if is_directory(place) and is_distributed(_names(place))]
+    found = [
+        directory
+        for directory in inside
+        if is_directory(directory) and is_distributed(_names(directory))
+    ]
     if found and found[0] != inside[0]:
         message = f"holds the optimizer alone, {_ACCELERATE[0]} is not next to it"
         raise IncompleteError(message, path=root)
@@ -192,8 +196,8 @@ def _module_entries(found: Distributed, trained: Set[str]) -> tuple[ModuleEntry,
     for name, key in found.keys.weights.items():
         tensor = found.tensor(key)
         items = tensor.items
-        place = (*items.file.tolist(), *items.offset.tolist())
-        tied_to = first.setdefault(place, name) if len(items) else name
+        extent = (*items.file.tolist(), *items.offset.tolist())
+        tied_to = first.setdefault(extent, name) if len(items) else name
         kind = "param" if name in trained else "weight"
         if tied_to != name and name not in trained:
             entries.append(ModuleEntry(name, "alias", tensor.dtype, tensor.shape, tied_to))

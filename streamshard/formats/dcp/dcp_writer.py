@@ -78,12 +78,12 @@ def tensor_frame(dtype: str, shape: tuple[int, ...]) -> ItemFrame:
     record, known = records[number], _checksums(layout)
     before = b"".join(map(_literal, records[:number])) + record.header()
     after = b"".join(map(_literal, records[number + 1 :]))
-    ending, place = layout.ending(known), list(layout.crc32_places())[number]
+    ending, crc32_at = layout.ending(known), list(layout.crc32_places())[number]
     descriptor = record.descriptor(0)
     if not descriptor:  # without elements, nothing has a checksum
         return ItemFrame(before, (after + ending,), 0)
-    middle = descriptor[_CRC32.stop :] + after + ending[:place]
-    tail = (descriptor[: _CRC32.start], middle, ending[place + 4 :])
+    middle = descriptor[_CRC32.stop :] + after + ending[:crc32_at]
+    tail = (descriptor[: _CRC32.start], middle, ending[crc32_at + 4 :])
     return ItemFrame(before, tail, storage.nbytes)
 
 

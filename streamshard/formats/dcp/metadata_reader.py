@@ -103,7 +103,7 @@ class Index:
             columns = (column.tolist() for column in (items.file, items.offset, items.nbytes))
             for file, offset, nbytes in zip(*columns, strict=True):
                 found[self.files[file]].add((offset, nbytes))
-        return {path: sorted(places) for path, places in found.items()}
+        return {path: sorted(extents) for path, extents in found.items()}
 
 
 def is_distributed(names: Collection[str]) -> bool:
@@ -198,16 +198,16 @@ class _IndexReader:
             message = f"the item of {show(name)} is said to be {show(nbytes)} bytes at"
             raise CorruptFileError(f"{message} {show(start)} of {file}")
         where = None if offset is None else shape_of(offset)
-        place = (self._files.setdefault(file, len(self._files)), start, nbytes)
-        if self._items.setdefault((name, where), place) != place:
+        extent = (self._files.setdefault(file, len(self._files)), start, nbytes)
+        if self._items.setdefault((name, where), extent) != extent:
             raise CorruptFileError(f"two items claim to be {show(name)} at {show(where)}")
 
     def _take(self, name: str, where: tuple[int, ...] | None) -> tuple[int, int, int]:
-        place = self._items.pop((name, where), None)
-        if place is None:
+        extent = self._items.pop((name, where), None)
+        if extent is None:
             at = "" if where is None else f" at {show(where)}"
             raise CorruptFileError(f"lists {show(name)}{at}, but not where it lies")
-        return place
+        return extent
 
     def _tensor(self, name: str, entry: Node) -> SavedTensor:
         if not isinstance(entry, Call) or entry.function != dcp_names.TENSOR:

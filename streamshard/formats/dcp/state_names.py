@@ -61,11 +61,11 @@ def sort_keys(index: Index, known: Set[str] = frozenset()) -> StateKeys:
     optimizers: set[tuple[str, ...]] = set()
     for key in (*index.tensors, *index.values):
         path = index.paths.get(key) or _split(key)
-        place = _of_optimizer(path)
-        if place is None:
+        known_path = _of_optimizer(path)
+        if known_path is None:
             rest[key] = path
             continue
-        container, kind, owner, option = place
+        container, kind, owner, option = known_path
         optimizers.add(container)
         if kind == STATE:
             held = found.states

@@ -96,12 +96,12 @@ class HashProbes:
 
     def _place(self, value: int) -> None:
         slots, mask = self._slots, len(self._slots) - 1
-        place, perturb, steps = value & mask, value & _HASH_MASK, 0
-        while slots[place]:
+        slot, perturb, steps = value & mask, value & _HASH_MASK, 0
+        while slots[slot]:
             perturb >>= _PERTURB_SHIFT
-            place = (place * 5 + perturb + 1) & mask
+            slot = (slot * 5 + perturb + 1) & mask
             steps += 1
-        slots[place] = 1
+        slots[slot] = 1
         self._steps += steps
 
 

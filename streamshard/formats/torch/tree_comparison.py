@@ -67,11 +67,11 @@ class _KeyPath:
         return _KeyPath(self, step)
 
     def __str__(self) -> str:
-        steps, place = [], self
-        while place.above is not None:
-            steps.append(place.step)
-            place = place.above
-        text = place.step + "".join(reversed(steps))
+        steps, at = [], self
+        while at.above is not None:
+            steps.append(at.step)
+            at = at.above
+        text = at.step + "".join(reversed(steps))
         half = _LIMIT_PATH // 2
         return text if len(text) <= _LIMIT_PATH else f"{text[:half]}...{text[-half:]}"
 

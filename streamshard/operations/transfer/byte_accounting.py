@@ -116,8 +116,8 @@ def read_bytes(source: Source, times: NDArray[np.int64]) -> NDArray[np.int64]:
         # With target_itemsize=0, each copy's `target` stays the number of its tensor.
         nbytes = copies.nbytes * times[copies.target]
         for row in np.flatnonzero(np.isin(copies.file, [*computed])).tolist():
-            place = int(copies.source[row]), int(copies.nbytes[row])
-            for held, _, count in computed[int(copies.file[row])].located(*place):
+            copy = int(copies.source[row]), int(copies.nbytes[row])
+            for held, _, count in computed[int(copies.file[row])].located(*copy):
                 found[held] += count * times[copies.target[row]]
                 nbytes[row] = 0
         np.add.at(found, copies.file, nbytes)

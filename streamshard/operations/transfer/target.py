@@ -53,12 +53,12 @@ def place_to_make(target: Path) -> Path:
 def require_separate(source: Path, files: Sequence[SourceFile], target: Path) -> None:
     """Refuse a target that lies in its own source, or the other way round."""
     here = {resolve(source), *{resolve(file.path.parent) for file in files}}
-    for place in (target, partial_of(target), replaced_of(target)):
-        there = resolve(place)
+    for path in (target, partial_of(target), replaced_of(target)):
+        there = resolve(path)
         if any(h == there or h in there.parents or there in h.parents for h in here):
             message = f"{target}: lies in or around the source {source}"
-            if place != target:
-                message = f"{place}: is needed to make {target}, and holds the source"
+            if path != target:
+                message = f"{path}: is needed to make {target}, and holds the source"
             raise UsageError(f"{message}; choose another place")
 
 

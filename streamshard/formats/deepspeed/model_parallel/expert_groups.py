@@ -216,12 +216,12 @@ class _Rule:
 
     def doubt(self) -> str | None:
         """Say what is not sure, if anything is."""
-        place = {entry.name: number for number, entry in enumerate(self.model_part.module)}
+        position = {entry.name: number for number, entry in enumerate(self.model_part.module)}
         for group in self.groups:
             found = (
                 self._doubt_of_experts(group)
                 if group.has_experts
-                else _doubt_of_shared(group, place)
+                else _doubt_of_shared(group, position)
             )
             if found:
                 return found
@@ -275,9 +275,9 @@ class _Rule:
         return None
 
 
-def _doubt_of_shared(group: UndividedGroup, place: Mapping[str, int]) -> str | None:
-    places = [place.get(name, -1) for name in group.params[0]]
-    if places == sorted(places) and -1 not in places:
+def _doubt_of_shared(group: UndividedGroup, position: Mapping[str, int]) -> str | None:
+    positions = [position.get(name, -1) for name in group.params[0]]
+    if positions == sorted(positions) and -1 not in positions:
         return None
     return f"param group {group.numbers[0]} is not in the order of the module"
 

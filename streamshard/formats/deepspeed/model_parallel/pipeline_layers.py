@@ -310,8 +310,8 @@ class _OneRank:
             names.BUFFER_NAMES: list(self._buffers),
             names.SHARED_PARAMS: self._shared,
         }
-        place = self._taken[0][0].path.parent
-        return ModuleReader([ModelFile(place, -1, root)], self._checkpoint.layout.stage, {})
+        directory = self._taken[0][0].path.parent
+        return ModuleReader([ModelFile(directory, -1, root)], self._checkpoint.layout.stage, {})
 
     def _state(
         self, prefix: str, held: Mapping[str, Node], entries: Mapping[str, ModuleEntry]
