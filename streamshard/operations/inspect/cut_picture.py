@@ -67,7 +67,7 @@ class PictureFiles:
     ) -> tuple[FileSummary, ...]:
         """Draw a checkpoint, and how it would be resized; write complete files or none."""
         for path in self.paths:
-            require_separate(source.path, source.files, path)
+            require_separate(source, path)
         picture = _picture_of(source, world_size=world_size, zero_stage=zero_stage)
         made = [(self.svg, svg), (self.html, page)]
         return tuple(_write(path, draw(picture)) for path, draw in made if path is not None)

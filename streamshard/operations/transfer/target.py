@@ -1,7 +1,6 @@
 """The paths at which a target is made, and the space for it."""
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -20,7 +19,7 @@ from streamshard.io.entries import (
 from streamshard.io.files import target_errors
 from streamshard.io.object_path import ObjectPath, as_path, is_object
 from streamshard.io.place import place_of
-from streamshard.model import SourceFile
+from streamshard.operations.source.source import Source
 from streamshard.operations.source.unfinished import JOURNAL
 
 LOCK: Final = f"{names.OWN_PREFIX}.lock"
@@ -50,13 +49,15 @@ def place_to_make(target: Path) -> Path:
     return target
 
 
-def require_separate(source: Path, files: Sequence[SourceFile], target: Path) -> None:
+def require_separate(source: Source, target: Path) -> None:
     """Refuse a target that lies in its own source, or the other way round."""
-    here = {resolve(source), *{resolve(file.path.parent) for file in files}}
+    # No link leads out of a store.
+    files = () if source.kind == "store" else source.files
+    here = {resolve(path) for path in {source.path, *(file.path.parent for file in files)}}
     for place in (target, partial_of(target), replaced_of(target)):
         there = resolve(place)
         if any(h == there or h in there.parents or there in h.parents for h in here):
-            message = f"{target}: lies in or around the source {source}"
+            message = f"{target}: lies in or around the source {source.path}"
             if place != target:
                 message = f"{place}: is needed to make {target}, and holds the source"
             raise UsageError(f"{message}; choose another place")
