@@ -97,9 +97,10 @@ def texts() -> tuple[torch.Tensor, torch.Tensor]:
     return first, second
 
 
-def losses(seed: int, root: Path, *, steps: int, every: int) -> Mapping[str, float]:
+def losses(
+    seed: int, root: Path, trained: torch.Tensor, held: torch.Tensor, *, steps: int, every: int
+) -> Mapping[str, float]:
     """Train, merge and decay with one seed; return all held-out losses."""
-    trained, held = texts()
     run, job = root / f"run-{seed}", Job(seed, trained=trained)
     first = steps - (CHECKPOINTS - 1) * every
     for step in range(1, steps + 1):
@@ -138,7 +139,8 @@ def main() -> NoReturn:
     os.environ |= {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     demo._join_ranks()
     try:
-        found = [losses(seed, root, steps=steps, every=every) for seed in range(seeds)]
+        both = texts()
+        found = [losses(seed, root, *both, steps=steps, every=every) for seed in range(seeds)]
     finally:
         os.chdir(before)
         shutil.rmtree(root)

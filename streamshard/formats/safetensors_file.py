@@ -43,6 +43,8 @@ _DTYPES: Final = {
 _NAMES: Final = {name: dtype for dtype, name in _DTYPES.items()}
 _ORDER: Final = {dtype: place for place, dtype in enumerate(_DTYPES)}
 _METADATA: Final = "__metadata__"
+_SHARDING: Final = "DCP_SHARDING_INFO"
+"""Entry of the metadata in which torch's HuggingFaceStorageWriter (2.13) says where parts begin."""
 _LENGTH: Final = struct.Struct("<Q")
 _ALIGNMENT: Final = 8
 LIMIT_BYTES: Final = 100_000_000
@@ -138,9 +140,13 @@ def read(path: Path) -> Sequence[Stored]:
         header = strict_json.parse(serialized)
         start = _LENGTH.size + length
         found = [_stored(name, entry, start) for name, entry in header.items() if name != _METADATA]
+        part = _part_in(header)
     except (AttributeError, CorruptFileError, KeyError, TypeError, ValueError) as error:
         message = f"its header is not a safetensors header ({error})"
         raise CorruptFileError(message, path=path) from error
+    if part is not None:
+        message = f"holds a part of {show(part)}, as PyTorch's HuggingFaceStorageWriter saves it on"
+        raise UnsupportedError(f"{message} each rank, and not a whole tensor", path=path)
     found.sort(key=lambda one: (one.offset, one.tensor.nbytes))
     at = start
     for one in found:
@@ -151,6 +157,13 @@ def read(path: Path) -> Sequence[Stored]:
     if at != nbytes:
         raise CorruptFileError(f"{nbytes} bytes, its header describes {at}", path=path)
     return found
+
+
+def _part_in(header: dict[str, Any]) -> str | None:
+    """Return a tensor of which a header says that only a later part is in the file."""
+    told = (header.get(_METADATA) or {}).get(_SHARDING)
+    parts = strict_json.parse(told.encode()) if told is not None else {}
+    return next((name for name, entry in parts.items() if any(entry["saved_offsets"])), None)
 
 
 def _stored(name: str, entry: Any, start: int) -> Stored:  # noqa: ANN401

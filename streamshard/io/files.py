@@ -27,7 +27,7 @@ def require_all_unchanged(files: Sequence[SourceFile]) -> None:
         if files:
             root = files[0].path.parent
             for file in files:
-                while root not in file.path.parents:
+                while not str(file.path).startswith(str(root).rstrip("/") + "/"):
                     root = root.parent
             with source_errors(root):
                 list_ahead(root)

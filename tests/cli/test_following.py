@@ -17,9 +17,9 @@ import streamshard
 from docs.site.recording import COMMANDS, PICTURE
 from streamshard.cli.parser import arguments_of
 from tests.cli.conftest import in_process
-from tests.compact.runs import age, make_run
+from tests.compact.runs import age, make_run, tag_of
 from tests.documents import PAGES, TEXTS, blocks
-from tests.fabricated import DUMPS, write, write_dumps
+from tests.fabricated import DUMPS, edit, write, write_dumps
 from tests.job import TAG, Job
 
 TYPED = re.compile(r"(?:\$ |CKPT=\$\()?(streamshard .*?)(?:\) \|\| exit| > .*?)?(?: +#.*)?")
@@ -39,11 +39,21 @@ FINDS_DIFFERENCES = 6
 def runs(path: Path) -> None:
     path.parent.mkdir(exist_ok=True)
     make_run(path, JOB, STEPS)
+    for step in STEPS:
+        record_step(path / tag_of(step), step)
+
+
+def record_step(tag: Path, step: int) -> None:
+    """Let each save be of another step, as a job's saves are."""
+    for path in tag.glob("*_model_states.pt"):
+        edit(path, lambda model: model.update(global_steps=step))
+    age(tag, 30)
 
 
 def trainer_output(path: Path) -> None:
     for step in (500, 1000, 1500, 2000):
-        write(JOB, path / f"checkpoint-{step}", f"global_step{step}")
+        write(JOB, path / f"checkpoint-{step}", tag_of(step))
+        record_step(path / f"checkpoint-{step}" / tag_of(step), step)
         age(path / f"checkpoint-{step}", 30 - step / 1000)
 
 

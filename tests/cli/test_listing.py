@@ -102,7 +102,7 @@ def test_the_age_of_each_is_shown(run: Path, hours: float, age: str) -> None:
 def test_programs_get_the_same_list(trainer_output: Path) -> None:
     done = passed("inspect", trainer_output, "--json")
     found = json.loads(done.out)
-    assert list(found) == ["path", "kind", "checkpoints", "problems"]
+    assert list(found) == ["path", "kind", "checkpoints", "problems", "pictures"]
     assert (found["path"], found["kind"]) == (str(trainer_output), "directory")
     assert found["problems"] == []
     steps = {one["step"]: one["is_whole"] for one in found["checkpoints"]}

@@ -12,6 +12,7 @@ from streamshard.operations.inspect.inspect_report import (
     CheckpointList,
     CheckpointSummary,
     FileGroup,
+    FileSummary,
     GroupSummary,
     IncompleteCheckpoint,
     Inspection,
@@ -48,9 +49,11 @@ def inspection_text(
     if isinstance(found, CheckpointList):
         page.add(f"directory  {printable(found.path)}, {_checkpoints(found.checkpoints)}")
         page.checkpoints(found, ())
+        page.pictures(found.pictures)
         return page.text()
     if isinstance(found, IncompleteCheckpoint):
         page.incomplete(found)
+        page.pictures(found.pictures)
         if len(found.checkpoints) > 1:
             page.checkpoints(
                 found, [one.problem or "" for one in found.checkpoints if one.is_latest]
@@ -64,7 +67,7 @@ def inspection_text(
         page.rank(found.rank)
     if not is_brief:
         page.overview(found)
-    page.add("\n".join(f"drew  {p.path}, {show_bytes(p.nbytes)}" for p in found.pictures))
+    page.pictures(found.pictures)
     if len(found.checkpoints) > 1:
         page.checkpoints(found, found.problems)
     page.texts([*(f"PROBLEM  {problem}" for problem in found.problems), *found.notes])
@@ -90,6 +93,10 @@ class _Page:
         """Add running text."""
         for text in texts:
             self.add(printable(text) if self._width is None else paragraph(printable(text)))
+
+    def pictures(self, pictures: Sequence[FileSummary]) -> None:
+        """Tell what was drawn."""
+        self.add("\n".join(f"drew  {p.path}, {show_bytes(p.nbytes)}" for p in pictures))
 
     def checkpoints(
         self, found: Inspection | CheckpointList | IncompleteCheckpoint, known: Sequence[str]

@@ -88,6 +88,12 @@ class Source(Reading):
         )
 
     @property
+    def directories(self) -> frozenset[Path]:
+        """The directories that its files lie in, and its own; no link leads out of a store."""
+        files = () if self.kind == "store" else self.files
+        return frozenset({self.path, *(file.path.parent for file in files)})
+
+    @property
     def needs_like(self) -> bool:
         """Whether it can only be read with a reference checkpoint."""
         if self.kind == "dcp":
