@@ -19,6 +19,8 @@ OPTIONS: Final = "streamshard.verb_options:OPTIONS"
 """The options of each verb."""
 OTHER_DEGREES: Final = "streamshard.degrees.degree_changes:OTHER_DEGREES"
 """Other tensor, pipeline and expert parallel degrees; see `operations/source/degree_change.py`."""
+PLAN_MERGE: Final = "streamshard.merging.merge:plan_merge"
+"""Plans a weighted mean of checkpoints; see `operations/apply.py`."""
 WITH_LAYER_PAIRS: Final = "streamshard.degrees.layered:with_layer_pairs"
 """Adds the tensors in the files of a pipeline's layers; see `operations/transfer/read_back.py`."""
 _READERS: Final = (

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self
 
 from streamshard.engine.run.runner import StagedFiles
@@ -42,12 +41,7 @@ class StagedTarget(Protocol):
     def __enter__(self) -> Self:
         """Take the lock, and find what an earlier run wrote."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Keep what was written if there is an error, and release the lock."""
 
 
