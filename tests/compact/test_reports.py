@@ -279,7 +279,7 @@ def test_the_page_shows_what_became_of_each_checkpoint(
         [tag_of(1000), "kept"], [tag_of(100), "kept"], [NEXT, "look at it"],
         [FIRST, "in the trash"], [tag_of(70), "archive only"],
     ]  # fmt: skip
-    assert tab.text(".verdict.bad").startswith("Look at this")
+    assert tab.text(".verdict.bad").startswith("1 thing to look at")
     assert f"{SHARD} is missing" in tab.text(".verdict li")
     assert "1\nin the archive only" in tab.text(".big")
     tab.require_at_peace()
