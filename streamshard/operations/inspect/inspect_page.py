@@ -1,5 +1,6 @@
 """Makes the page that `inspect` draws: the report, how parameters are cut, and where bytes lie."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import PurePosixPath
@@ -47,13 +48,13 @@ def cut_page(found: Inspection, source: Source, picture: Picture) -> str:
     }
     if is_of_ranks:
         _add_places(document["panels"], source, listed)
-    pool: dict[str, Any] = {}
+    pool: dict[str, int] = {}
     pooled(document["panels"], pool)
     if sum(map(len, pool)) > _MOST_CHARACTERS:
         document["panels"] = [{**panel, "places": None} for panel in document["panels"]]
         pool.clear()
     document["panels"] = pooled(document["panels"], pool)
-    document["columns"] = [*pool.values()]
+    document["columns"] = [*map(json.loads, pool)]
     return page("inspect", picture.title, document)
 
 
