@@ -281,11 +281,12 @@ class _ReportOptions(Options):
 
     notify = option(
         "COMMAND",
-        "run this, without a shell, if a tag is ambiguous or something failed: it gets the outcome "
-        "as JSON on standard input [none]",
+        "run this, without a shell, if a tag is ambiguous, the newest one holds NaN, or something "
+        "failed: it gets the outcome as JSON on standard input [none]",
     )
     status = flag(
-        "only report what is archived, in the trash until when, and how the last run ended"
+        "only report what is archived, in the trash until when, since when a run saves NaN, and "
+        "how the last run ended"
     )
     prometheus = flag("print --status in the text format of Prometheus", is_rare=True)
     html = option("FILE", "draw --status on a page: what became of each checkpoint", is_rare=True)
@@ -309,7 +310,7 @@ class CompactOptions(RunOptions, _ReportOptions):
     archive_dir: Path_ = place("ARCHIVE_DIR", "where TAG.zarr and its receipt go", kw_only=False)
     keep_last: int = option(
         "K",
-        "newest complete steps to leave [3]",
+        "newest steps to leave that are whole and healthy: without NaN [3]",
         default=3,
         least=2,
         few="at least 2, as one may be damaged",

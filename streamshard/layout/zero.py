@@ -167,10 +167,10 @@ def sub_groups(
     found: list[SubGroup] = []
     for group, numels in enumerate(groups):
         shares = [shard_numel(numel, world_size) for numel in numels]
-        first = held = 0
+        first = filled = 0
         for index, share in enumerate(shares):
-            held += share
-            if held >= sub_group_size or index == len(shares) - 1:
-                found.append(SubGroup(group, first, index + 1, held))
-                first, held = index + 1, 0
+            filled += share
+            if filled >= sub_group_size or index == len(shares) - 1:
+                found.append(SubGroup(group, first, index + 1, filled))
+                first, filled = index + 1, 0
     return tuple(found)

@@ -29,7 +29,7 @@ def draw_status(
     files.require_free()
     for status in found:
         for place in (status.run_dir, status.archive_dir):
-            require_separate(as_path(place), (), path)
+            require_separate(as_path(place), path)
     document = {
         "runs": [{**asdict(status), **_content(as_path(status.run_dir))} for status in found]
     }

@@ -118,7 +118,7 @@ def _draw(
     from streamshard.operations.inspect.inspect_page import cut_page
 
     for path in files.paths:
-        require_separate(source.path, source.files, path)
+        require_separate(source.path, path, source.directories)
     picture = picture_of(source, world_size=options.world_size, zero_stage=options.zero_stage)
     texts: dict[Path, str] = {}
     if files.svg is not None:

@@ -73,7 +73,7 @@ def draw_unopened(
     path = as_path(html)
     files = PictureFiles(None, path, overwrite)
     files.require_free()
-    require_separate(as_path(source), (), path)
+    require_separate(as_path(source), path)
     return replace(found, pictures=files.write({path: unopened_page(found)}))
 
 
