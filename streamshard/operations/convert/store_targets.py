@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 import google_crc32c
@@ -101,13 +101,14 @@ class StoreTargets:
         """Compute the size of every file by its path."""
         documents = self._documents()
         store_state.require_readable(self._state)
-        records = {path: record_of(data) for path, data in documents.items()}
+        # The manifest is as long whatever the checksums are.
+        zeros = cache(partial(np.zeros, dtype=np.uint32))
+        records = {path: FileRecord(len(data), zeros(1)) for path, data in documents.items()}
         for _, chunk in self._chunks():
             blocks = -(-chunk.nbytes // BLOCK_BYTES) if self._codec == "none" else 1
             # Blosc stores incompressible data as it is, after a header.
             extra = CHECKSUM_BYTES if self._codec == "none" else CHECKSUM_BYTES + 16
-            zeros = np.zeros(blocks, dtype=np.uint32)
-            records[chunk.path] = FileRecord(chunk.nbytes + extra, zeros)
+            records[chunk.path] = FileRecord(chunk.nbytes + extra, zeros(blocks))
         tensors = self._source.checkpoint.tensors
         tensor_digests = {array_path(tensor): digests.EMPTY.text for tensor in tensors}
         manifest = store_manifest.serialize(records, self._codec, tensor_digests)
