@@ -1,7 +1,7 @@
 """Opens local files to write them: only regular files of one name, and none through a link.
 
-Whoever may make names in a directory, or made the archive that was unpacked there, may have put a
-link to another file where a run writes.
+Someone else who may write into the directory, or made the archive that was unpacked there, may have
+put a link to another file where a run writes.
 
 Large files are written past the page cache: the disk reads whole blocks directly from the program's
 memory. A write through the cache costs the system a page of memory and a copy for every page, on

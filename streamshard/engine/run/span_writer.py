@@ -32,7 +32,7 @@ class Resources:
     drops_behind: bool = False
     """Whether to drop read and written data from the page cache, to spare other programs' data."""
     needed_bytes: int = 0
-    """Memory of each process with such workers, besides the program's own."""
+    """Memory of each process with such workers, without the program's own."""
 
 
 @dataclass(frozen=True, slots=True)

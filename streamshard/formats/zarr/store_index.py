@@ -23,7 +23,6 @@ from streamshard.errors import (
 )
 from streamshard.formats import strict_json
 from streamshard.formats.checkpoint import Checkpoint
-from streamshard.formats.links import resolved_link
 from streamshard.formats.pickle.inert import show
 from streamshard.formats.zarr import store_manifest, store_state
 from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT, array_path
@@ -45,7 +44,7 @@ from streamshard.formats.zarr.rewritten import (
 )
 from streamshard.formats.zarr.small_files import read_small, require_inside
 from streamshard.formats.zarr.store_manifest import BLOCK_BYTES, FileRecord, Manifest
-from streamshard.io.entries import is_directory, is_file
+from streamshard.io.entries import is_directory, is_file, resolve
 from streamshard.io.relative_paths import examiner, is_on_disk
 from streamshard.layout.cutting import Cutting, CuttingBuilder
 from streamshard.model import ITEMSIZE, BlockDigests, Decoder, LogicalTensor, Slot, SourceFile
@@ -145,7 +144,7 @@ class StoreIndex:
         self.rewritten: dict[str, RewrittenArray] = {}
         self.not_ours: set[str] = set()
         """Paths of all arrays that another tool rewrote, also of those that cannot be read."""
-        self._resolved = resolved_link(root)
+        self._resolved = resolve(root)
         self._examine = examiner(root)
         self._is_on_disk = is_on_disk(root)
         self._directories: set[str] = set()
@@ -274,7 +273,7 @@ class StoreIndex:
         """Refuse a directory to which symbolic links lead out of the store."""
         if not self._has_no_link(directory):
             full = self.root / directory
-            if not resolved_link(full).is_relative_to(self._resolved):
+            if not resolve(full).is_relative_to(self._resolved):
                 require_inside(full, self.root)
             self._directories.add(directory)
 

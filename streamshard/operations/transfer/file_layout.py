@@ -37,7 +37,7 @@ SPAN_BYTES = 128 * MIB
 MOST_COPIES: Final = 1024
 """Copies that cost as much as the bytes of a whole span; no region of one has more."""
 _UNIT_COST: Final = SPAN_BYTES // MOST_COPIES
-"""Bytes that a piece counts as besides its own, and each of its copies."""
+"""Bytes that a piece counts as in addition to its own, and each of its copies."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,7 +180,7 @@ def plan_opened(
     else:
         TargetState.of(target, template).require_free(overwrite=options.overwrite)
     opened = open_all()
-    require_separate(opened, target)
+    require_separate(opened.path, target, opened.directories)
     return plan_output(options, prepare(opened), target, floor_bytes)
 
 
