@@ -3,11 +3,12 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 import google_crc32c
 import numpy as np
+from numpy.typing import NDArray
 
 from streamshard.engine.numeric import digests
 from streamshard.engine.numeric.checksums import crc32
@@ -101,13 +102,13 @@ class StoreTargets:
         """Compute the size of every file by its path."""
         documents = self._documents()
         store_state.require_readable(self._state)
-        records = {path: record_of(data) for path, data in documents.items()}
+        # The manifest is as long whatever the checksums are.
+        records = {path: FileRecord(len(data), _zeros(1)) for path, data in documents.items()}
         for _, chunk in self._chunks():
             blocks = -(-chunk.nbytes // BLOCK_BYTES) if self._codec == "none" else 1
             # Blosc stores incompressible data as it is, after a header.
             extra = CHECKSUM_BYTES if self._codec == "none" else CHECKSUM_BYTES + 16
-            zeros = np.zeros(blocks, dtype=np.uint32)
-            records[chunk.path] = FileRecord(chunk.nbytes + extra, zeros)
+            records[chunk.path] = FileRecord(chunk.nbytes + extra, _zeros(blocks))
         tensors = self._source.checkpoint.tensors
         tensor_digests = {array_path(tensor): digests.EMPTY.text for tensor in tensors}
         manifest = store_manifest.serialize(records, self._codec, tensor_digests)
@@ -182,6 +183,11 @@ class StoreTargets:
         self._digests[tensor, chunk.start] = (
             digests.without_zeros(found, past_end) if past_end else found
         )
+
+
+@cache
+def _zeros(count: int) -> NDArray[np.uint32]:
+    return np.zeros(count, dtype=np.uint32)
 
 
 def small_array(path: str, data: bytes) -> dict[str, bytes]:
