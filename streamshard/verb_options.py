@@ -269,7 +269,8 @@ class InspectOptions(SourceOptions):
     )
     svg: Path_ | None = option("FILE", "draw how each parameter is cut among ranks, as an SVG")
     html: Path_ | None = option(
-        "FILE", "draw how each parameter is cut among ranks, as a page with names where one points"
+        "FILE",
+        "draw a page: what is wrong, sizes by rank and group, and where each parameter lies",
     )
     world_size: int | None = option("M", "draw too how it would be cut for M ranks")
     zero_stage: int | None = option(
@@ -293,6 +294,8 @@ class _ReportOptions(Options):
         "how the last run ended"
     )
     prometheus = flag("print --status in the text format of Prometheus", is_rare=True)
+    html = option("FILE", "draw --status on a page: what became of each checkpoint", is_rare=True)
+    overwrite = flag("replace a page that exists", is_rare=True)
     lock: bool = option("", NO_LOCK.format("RUN_DIR and ARCHIVE_DIR"), default=True, is_rare=True)
     dry_run: bool = flag("say what would be done, and do nothing", "-n --dry-run", group=RUN)
 

@@ -63,11 +63,11 @@ class FrameworkLoads:
         self, module: str, owner: str, name: str, make: Callable[[Any], Callable[..., object]]
     ) -> None:
         """Replace a function, if the job has imported its module."""
-        place: Any = sys.modules.get(module)
-        place = getattr(place, owner, None) if owner else place
-        if module not in self._replaced and hasattr(place, name):
+        holder: Any = sys.modules.get(module)
+        holder = getattr(holder, owner, None) if owner else holder
+        if module not in self._replaced and hasattr(holder, name):
             self._replaced.add(module)
-            self._stack.enter_context(replaced(place, name, make(getattr(place, name))))
+            self._stack.enter_context(replaced(holder, name, make(getattr(holder, name))))
 
     def _of(self, directory: str | os.PathLike[str]) -> _Saved | None:
         return self._saved.get(as_path(directory).absolute())
@@ -88,8 +88,8 @@ class FrameworkLoads:
                 name = hf_random_file(rank, saved.world_size)
                 wanted = hf_random_file(rank, distributed.get_world_size())
                 links[wanted] = as_path(checkpoint).absolute() / name
-            with linked_directory(links) as place:
-                return plain(trainer, str(place), *args, **kwargs)
+            with linked_directory(links) as directory:
+                return plain(trainer, str(directory), *args, **kwargs)
 
         return load
 

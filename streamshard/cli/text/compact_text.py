@@ -154,7 +154,7 @@ def prometheus_text(found: Sequence[CompactStatus]) -> str:
 
 
 def _samples(status: CompactStatus) -> Iterator[tuple[str, Mapping[str, str], float]]:
-    """Yield the name, the labels besides those of the run, and the value of each sample."""
+    """Yield the name, the labels in addition to those of the run, and the value of each sample."""
     counts = Counter(tag.state for tag in status.tags)
     for state in STATES:
         yield "tags", {"state": _label(state)}, counts[state]

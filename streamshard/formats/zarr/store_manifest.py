@@ -1,8 +1,8 @@
 """The manifest of a store: sizes and checksums of its files, digests of its tensors."""
 
-import base64
 import json
 import struct
+from binascii import a2b_base64, b2a_base64
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
@@ -58,7 +58,10 @@ def serialize(
     Its length depends on no number that was measured.
     """
     files = {
-        path: [record.nbytes, base64.b64encode(record.crc32s.astype("<u4").tobytes()).decode()]
+        path: [
+            record.nbytes,
+            b2a_base64(record.crc32s.astype("<u4").tobytes(), newline=False).decode(),
+        ]
         for path, record in records.items()
     }
     document: dict[str, Any] = {"block_bytes": BLOCK_BYTES, "codec": codec, "files": files}
@@ -70,11 +73,11 @@ def serialize(
 
 def _packed(found: TensorHealth) -> str:
     counts = found.numel, found.nans, found.infinities, found.zeros
-    return base64.b64encode(_HEALTH.pack(*counts, found.largest, found.rms)).decode()
+    return b2a_base64(_HEALTH.pack(*counts, found.largest, found.rms), newline=False).decode()
 
 
 def _unpacked(text: str) -> TensorHealth:
-    found = TensorHealth(*_HEALTH.unpack(base64.b64decode(text, validate=True)))
+    found = TensorHealth(*_HEALTH.unpack(a2b_base64(text, strict_mode=True)))
     counts = found.numel, found.nans, found.infinities, found.zeros
     sizes = found.largest, found.rms
     if min(counts) < 0 or sum(counts[1:]) > found.numel or not all(0 <= s < inf for s in sizes):
@@ -88,7 +91,7 @@ def read(data: bytes) -> Manifest:
         document: Any = strict_json.parse(data)
         records = {
             str(path): FileRecord(
-                int(nbytes), np.frombuffer(base64.b64decode(crcs, validate=True), dtype="<u4")
+                int(nbytes), np.frombuffer(a2b_base64(crcs, strict_mode=True), dtype="<u4")
             )
             for path, (nbytes, crcs) in document["files"].items()
         }

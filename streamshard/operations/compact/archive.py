@@ -134,7 +134,7 @@ def _write_store(
         overwrite=overwrite,
         health=True,
     )
-    require_separate(small.path, small.files, archived.store)
+    require_separate(small.path, archived.store, small.directories)
     output = store_output(small, verb="compact", options=options, known=health)
     plan = plan_output(options, output, archived.store, limits.floor_bytes)
     plan.run(context.proofs.progress)
