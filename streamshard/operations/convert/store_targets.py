@@ -32,9 +32,11 @@ from streamshard.formats.zarr.store_index import (
     stored_arrays,
 )
 from streamshard.formats.zarr.store_manifest import BLOCK_BYTES, FileRecord
+from streamshard.health import TensorHealth
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.zero import ceil_div
 from streamshard.model import BLOB, FILE, ITEMSIZE, Digest, LogicalTensor, Whole
+from streamshard.operations.checks.tensor_content import is_measured
 from streamshard.operations.convert.small_layouts import together
 from streamshard.operations.source.source import Request, Source
 from streamshard.operations.transfer import read_back
@@ -47,8 +49,16 @@ from streamshard.operations.transfer.target_writer import Pass
 class StoreTargets:
     """Fills the files of a store from a source, and keeps the manifest's records of them."""
 
-    def __init__(self, source: Source, chunk_shapes: Sequence[tuple[int, ...]], codec: str) -> None:
+    def __init__(
+        self,
+        source: Source,
+        chunk_shapes: Sequence[tuple[int, ...]],
+        codec: str,
+        measure: Callable[[], Mapping[str, TensorHealth]] | None = None,
+    ) -> None:
         self._source = source
+        self._measure = measure
+        """Reads the source to measure its tensors; None if that is not wanted."""
         self._chunk_shapes = chunk_shapes
         self._codec = codec
         self._records: dict[str, FileRecord] = {}
@@ -111,7 +121,11 @@ class StoreTargets:
             records[chunk.path] = FileRecord(chunk.nbytes + extra, _zeros(blocks))
         tensors = self._source.checkpoint.tensors
         tensor_digests = {array_path(tensor): digests.EMPTY.text for tensor in tensors}
-        manifest = store_manifest.serialize(records, self._codec, tensor_digests)
+        health = None
+        if self._measure is not None:
+            nothing = TensorHealth(0, 0, 0, 0, 0.0, 0.0)
+            health = {array_path(tensor): nothing for tensor in tensors if is_measured(tensor)}
+        manifest = store_manifest.serialize(records, self._codec, tensor_digests, health)
         small = small_array(MANIFEST_PATH, manifest)
         sizes = {path: record.nbytes for path, record in records.items()}
         sizes |= {path: len(data) for path, data in small.items()}
@@ -133,7 +147,10 @@ class StoreTargets:
         }
         # Sorted, because workers and continued runs record the files in any order.
         manifest = store_manifest.serialize(
-            dict(sorted(self._records.items())), self._codec, tensor_digests
+            dict(sorted(self._records.items())),
+            self._codec,
+            tensor_digests,
+            None if self._measure is None else self._measure(),
         )
         small = small_array(MANIFEST_PATH, manifest)
         if self._records:
