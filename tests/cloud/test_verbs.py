@@ -65,10 +65,8 @@ def test_merge(bucket: Bucket, tmp_path: Path) -> None:
     for run in (older, newer):
         (run / "zero_to_fp32.py").chmod(0o644)
     api.convert(older, tmp_path / "old.zarr", codec="zstd")
-    near, far = (
-        [tmp_path / "old.zarr", newer],
-        [bucket.put(tmp_path / "old.zarr", "old.zarr"), newer],
-    )
+    near = [tmp_path / "old.zarr", newer]
+    far: list[Path | str] = [bucket.put(near[0], "old.zarr"), newer]
     api.merge(near, tmp_path / "out", weights="ema:0.5")
     api.merge(far, f"{bucket.url}/out", weights="ema:0.5", verify=True)
     assert bucket.content("out") == tree(tmp_path / "out")
