@@ -161,7 +161,7 @@ def _common(paths: Sequence[str]) -> str:
     >>> _common(["s3://a/b/c", "s3://a/d"]), _common(["/a/b", "/c/d"]), _common(["s3://a/b", "/a"])
     ('s3://a', '', '')
     """
-    if len({os.path.isabs(path) for path in paths}) != 1:  # noqa: PTH117
+    if len({path.startswith(os.sep) for path in paths}) != 1:
         return ""
     common = os.path.commonpath([os.path.dirname(path) for path in paths])  # noqa: PTH120
     return "" if common == os.sep or common.endswith(":") else _SCHEME.sub(r"\1://", common)
