@@ -3,13 +3,14 @@
 import errno
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 from streamshard.errors import CorruptFileError, NoSpaceError, SourceError, TargetError
 from streamshard.io.entries import examine, list_ahead, listings_kept, resolve
 from streamshard.io.object_path import as_path
 from streamshard.io.readable import Status
-from streamshard.model import SourceFile
+from streamshard.model import Computed, SourceFile
 
 
 def require_unchanged(source: SourceFile) -> None:
@@ -24,15 +25,23 @@ def require_unchanged(source: SourceFile) -> None:
 def require_all_unchanged(files: Sequence[SourceFile]) -> None:
     """Refuse source files of which one has changed; see `require_unchanged`."""
     with listings_kept(anew=True):
-        if files:
-            root = files[0].path.parent
-            for file in files:
+        for some in filter(None, _by_checkpoint(files)):
+            root = some[0].path.parent
+            for file in some:
                 while not str(file.path).startswith(str(root).rstrip("/") + "/"):
                     root = root.parent
             with source_errors(root):
                 list_ahead(root)
-        for file in files:
-            require_unchanged(file)
+            for file in some:
+                require_unchanged(file)
+
+
+def _by_checkpoint(files: Sequence[SourceFile]) -> Iterator[Sequence[SourceFile]]:
+    """Yield the files of each checkpoint, which have a directory in common, and what is behind."""
+    decoders = enumerate(file.decoder for file in files)
+    first, firsts = next(((n, d.firsts) for n, d in decoders if isinstance(d, Computed)), (0, (0,)))
+    for start, stop in pairwise([*firsts, first or len(files), len(files)]):
+        yield files[start:stop]
 
 
 def require_same(source: SourceFile, status: Status) -> None:
