@@ -24,15 +24,21 @@ def require_unchanged(source: SourceFile) -> None:
 def require_all_unchanged(files: Sequence[SourceFile]) -> None:
     """Refuse source files of which one has changed; see `require_unchanged`."""
     with listings_kept(anew=True):
-        if files:
-            root = files[0].path.parent
-            for file in files:
-                while not str(file.path).startswith(str(root).rstrip("/") + "/"):
-                    root = root.parent
+        root = _common_directory(files)
+        if root is not None:
             with source_errors(root):
                 list_ahead(root)
         for file in files:
             require_unchanged(file)
+
+
+def _common_directory(files: Sequence[SourceFile]) -> Path | None:
+    """Return the deepest directory that all are in; None if they have none, as in two places."""
+    root = files[0].path.parent if files else None
+    for file in files:
+        while root is not None and not str(file.path).startswith(str(root).rstrip("/") + "/"):
+            root = root.parent if root != root.parent else None
+    return root
 
 
 def require_same(source: SourceFile, status: Status) -> None:
