@@ -133,7 +133,7 @@ def _opened(options: MergeOptions, weights: Sequence[float]) -> Merging:
     target = as_path(options.target)
     places = [resolve(place_of(source)) for source in sources]
     for source, place in zip(sources, places, strict=True):
-        require_separate(source.path, source.files, target)
+        require_separate(source.path, target, source.directories)
         if source.checkpoint.is_dumps:
             message = "raw dumps, without the model's files, are not merged; give the whole"
             raise UnsupportedError(f"{message} checkpoint", path=source.path)
