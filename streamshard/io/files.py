@@ -28,12 +28,18 @@ def require_all_unchanged(files: Sequence[SourceFile]) -> None:
         for some in filter(None, _by_checkpoint(files)):
             root = some[0].path.parent
             for file in some:
-                while not str(file.path).startswith(str(root).rstrip("/") + "/"):
+                while not str(file.path).startswith(_below(root)):
                     root = root.parent
             with source_errors(root):
                 list_ahead(root)
             for file in some:
                 require_unchanged(file)
+
+
+def _below(directory: Path) -> str:
+    """Return how the paths of files in a directory begin."""
+    text = str(directory).rstrip("/")
+    return "" if text == "." else f"{text}/"
 
 
 def _by_checkpoint(files: Sequence[SourceFile]) -> Iterator[Sequence[SourceFile]]:
