@@ -194,8 +194,10 @@ def test_dumps_and_models_are_refused_where_a_job_resumes(tmp_path: Path) -> Non
         streamshard.merge([run, dumps], tmp_path / "out")
     with pytest.raises(UnsupportedError, match="a job begins with them"):
         streamshard.merge([tmp_path / "model"], tmp_path / "out")
-    with pytest.raises(DisagreementError, match="lacks fp32 of"):
-        streamshard.merge([tmp_path / "model", run], tmp_path / "out", format="safetensors")
+    both = [tmp_path / "model", run]
+    for sources, message in ((both, "lacks fp32 of"), (both[::-1], "has fp32 of .* lacks")):
+        with pytest.raises(DisagreementError, match=message):
+            streamshard.merge(sources, tmp_path / "out", format="safetensors")
 
 
 def test_one_checkpoint_is_not_given_twice(two: list[Path], tmp_path: Path) -> None:
