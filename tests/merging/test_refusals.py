@@ -100,7 +100,7 @@ def test_another_sum_than_1_is_taken_when_asked_for(two: list[Path], tmp_path: P
     [
         ("0.5,0.5", 3, "2 weights, and 3 checkpoints"),
         ("0.3,0.3,0.3", 3, "their sum is 0.9, not 1"),
-        ("half", 2, "choose one of mean, 1-sqrt, linear, cosine, ema:0.9, or numbers"),
+        ("half", 2, "choose one of mean, linear, 1-sqrt, cosine, ema:0.9, or numbers"),
         ("nan,1", 2, "choose one of"),
         ("inf,-inf", 2, "choose one of"),
         ("", 1, "choose one of"),
