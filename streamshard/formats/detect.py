@@ -249,7 +249,7 @@ def without_shards(tag_dir: Path, models: Sequence[Path], parts: Sequence[Path])
 
     `parts`: files of pipeline layers and experts in the directory.
     """
-    # Weights beside DeepSpeed's model files are not the whole checkpoint.
+    # Weights next to DeepSpeed's model files are not the whole checkpoint.
     text = None if models else directory(tag_dir)
     if text is not None:
         return UnsupportedError(f"{text}", path=tag_dir)

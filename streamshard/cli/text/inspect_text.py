@@ -1,7 +1,7 @@
 """Formats the result of `inspect` for people: a summary, and tables."""
 
 from collections.abc import Iterable, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Final
 
 from streamshard.cli.text.escaping import printable
@@ -12,6 +12,7 @@ from streamshard.operations.inspect.inspect_report import (
     CheckpointList,
     CheckpointSummary,
     FileGroup,
+    FileSummary,
     GroupSummary,
     IncompleteCheckpoint,
     Inspection,
@@ -48,9 +49,11 @@ def inspection_text(
     if isinstance(found, CheckpointList):
         page.add(f"directory  {printable(found.path)}, {_checkpoints(found.checkpoints)}")
         page.checkpoints(found, ())
+        page.pictures(found.pictures)
         return page.text()
     if isinstance(found, IncompleteCheckpoint):
         page.incomplete(found)
+        page.pictures(found.pictures)
         if len(found.checkpoints) > 1:
             page.checkpoints(
                 found, [one.problem or "" for one in found.checkpoints if one.is_latest]
@@ -64,7 +67,7 @@ def inspection_text(
         page.rank(found.rank)
     if not is_brief:
         page.overview(found)
-    page.add("\n".join(f"drew  {p.path}, {show_bytes(p.nbytes)}" for p in found.pictures))
+    page.pictures(found.pictures)
     if len(found.checkpoints) > 1:
         page.checkpoints(found, found.problems)
     page.texts([*(f"PROBLEM  {problem}" for problem in found.problems), *found.notes])
@@ -90,6 +93,10 @@ class _Page:
         """Add running text."""
         for text in texts:
             self.add(printable(text) if self._width is None else paragraph(printable(text)))
+
+    def pictures(self, pictures: Sequence[FileSummary]) -> None:
+        """Tell what was drawn."""
+        self.add("\n".join(f"drew  {p.path}, {show_bytes(p.nbytes)}" for p in pictures))
 
     def checkpoints(
         self, found: Inspection | CheckpointList | IncompleteCheckpoint, known: Sequence[str]
@@ -188,9 +195,7 @@ def _cell_text(value: Cell) -> str:
 
 
 def _checkpoint_row(one: CheckpointSummary) -> tuple[Cell, ...]:
-    saved = "-"
-    if one.changed is not None:  # the format of `ls -l`, in local time
-        saved = f"{datetime.fromisoformat(one.changed).astimezone():%b %d %H:%M}"
+    saved = "-" if one.changed is None else _saved(datetime.fromisoformat(one.changed))
     whole = {True: "yes", False: "NO", None: "-"}[one.is_whole]
     marks = {whole: True, "newest": one.is_newest, "latest": one.is_latest}
     return (
@@ -201,6 +206,15 @@ def _checkpoint_row(one: CheckpointSummary) -> tuple[Cell, ...]:
         saved,
         ", ".join(mark for mark, is_set in marks.items() if is_set),
     )
+
+
+def _saved(changed: datetime) -> str:
+    """Say in local time when something was saved, and how long ago."""
+    seconds = max(0, int((datetime.now(UTC) - changed).total_seconds()))
+    if seconds >= 86400:
+        return f"{changed.astimezone():%b %d}, {seconds // 86400} d ago"
+    ago = f"{seconds // 3600} h" if seconds >= 3600 else f"{seconds // 60} min"
+    return f"{changed.astimezone():%H:%M}, {ago} ago"
 
 
 def _known(number: int | None) -> str:

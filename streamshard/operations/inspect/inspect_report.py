@@ -200,6 +200,8 @@ class CheckpointList:
     """In order of their steps."""
     problems: tuple[str, ...]
     """The reasons why DeepSpeed cannot find the checkpoint to load."""
+    pictures: tuple[FileSummary, ...] = ()
+    """The page that was written, with its size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +228,8 @@ class IncompleteCheckpoint:
     """Everything that is missing or wrong."""
     checkpoints: tuple[CheckpointSummary, ...]
     """All checkpoints in the run directory, if the source is the run directory."""
+    pictures: tuple[FileSummary, ...] = ()
+    """The page that was written, with its size."""
 
 
 def degrees_text(parts: int, data: int, degrees: Degrees | None, expert: int) -> str:
