@@ -12,6 +12,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 import streamshard
 from docs.site.recording import COMMANDS, PICTURE
@@ -96,12 +97,18 @@ def universal(path: Path) -> None:
     tag.rename(path)
 
 
+def verl(path: Path) -> None:
+    path.mkdir()
+    torch.save({"layers.0.weight": torch.ones(90, 8)}, path / "model_world_size_1_rank_0.pt")
+
+
 MAKERS: tuple[tuple[str, Callable[[Path], object]], ...] = (
     (r"runs/7b/\w+_universal", universal),
     (r"runs/[\w-]+", runs),
     (r"output", trainer_output),
     (rf"ckpt/{re.escape(DUMPS)}", dumps),
     (r"fsdp/step-500", of_a_run(lambda path: streamshard.export("runs/7b", path, format="dcp"))),
+    (r"verl/global_step_500/actor", verl),
     (r"models/base", of_a_run(lambda path: streamshard.export("runs/7b", path))),
     (r"archive/7b/\w+\.zarr", archive),
     (r"archive/output/.*\.zarr", trainer_archive),
