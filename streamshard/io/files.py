@@ -1,4 +1,4 @@
-"""Turns system errors into errors that name the file; refuses sources that have changed."""
+"""System errors that name the file; sources that changed, or that lead out of what was given."""
 
 import errno
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from streamshard.errors import CorruptFileError, NoSpaceError, SourceError, TargetError
-from streamshard.io.entries import examine, list_ahead, listings_kept
+from streamshard.io.entries import examine, list_ahead, listings_kept, resolve
 from streamshard.io.object_path import as_path
 from streamshard.io.readable import Status
 from streamshard.model import Computed, SourceFile
@@ -81,3 +81,30 @@ def target_errors(path: Path) -> Iterator[None]:
             message = f"no space left on the target's file system ({error.strerror}); free some and"
             raise NoSpaceError(f"{message} run the same command again", path=named) from error
         raise TargetError(f"cannot be written ({error.strerror})", path=named) from error
+
+
+def require_inside(path: Path, *roots: Path) -> None:
+    """Refuse a symbolic link that leads out of the directories that the user gave."""
+    if not stays_inside(path, *roots):
+        message = (
+            f"a symbolic link that leads out of {roots[0]}, to {resolve(path)}: what is "
+            "read has to lie in the checkpoint itself. Give the directory that the link leads to, "
+            "or copy the checkpoint with 'cp -rL'"
+        )
+        raise SourceError(message, path=path)
+
+
+def require_regular(path: Path, *roots: Path) -> None:
+    """Refuse a path that is not a regular file, or leads out of the directories."""
+    require_inside(path, *roots)
+    if not examine(path).is_file:
+        raise CorruptFileError("not a regular file; move it away, or put a copy there", path=path)
+
+
+def stays_inside(path: Path, *roots: Path) -> bool:
+    """Tell whether a path, with all its symbolic links followed, is in one of these directories.
+
+    Links that form a cycle do not lead out.
+    """
+    resolved = resolve(path)
+    return any(resolved.is_relative_to(resolve(root)) for root in roots)
