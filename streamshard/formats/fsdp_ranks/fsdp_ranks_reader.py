@@ -25,10 +25,10 @@ from streamshard.formats.deepspeed.read.rank_files import SourceFiles, missing_r
 from streamshard.formats.deepspeed.read.redundant_copies import alike
 from streamshard.formats.deepspeed.read.zero_reader import adopt_files, malformed
 from streamshard.formats.fsdp_ranks.sharded_tensors import Box, RankPart, boxes_of, part_of
-from streamshard.io.files import require_regular
 from streamshard.formats.pickle.node_checks import name_of, of_file
 from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.io.entries import is_directory, is_file, paths_in
+from streamshard.io.files import require_regular
 from streamshard.layout.boxes import NotTiledError, grid_of
 from streamshard.layout.cutting import CuttingBuilder
 from streamshard.model import (
