@@ -4,7 +4,10 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-MEASURED: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
+MEASURED: Final = frozenset(
+    {"float64", "float32", "float16", "bfloat16"}
+    | {"float8_e4m3fn", "float8_e5m2", "complex64", "complex128"}
+)
 """Dtypes whose elements are counted; integers are always finite."""
 
 _MOST_NUMEL: Final = 1 << 63

@@ -340,6 +340,46 @@ def test_the_states_of_the_last_good_archive_stay(tmp_path: Path, archive: Path)
     assert actions(found)[tag_of(90)] == "weights only"
 
 
+def test_the_states_stay_if_what_was_good_is_gone_meanwhile(
+    tmp_path: Path, archive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if a job's rotation removed it, or saved it anew, while others were archived."""
+    run = make_run(tmp_path / "run", steps=(80, 90, 100, 110))
+    for days in (0, 1):
+        api.compact(run, archive, keep_last=2, delete=True, grace=NO_GRACE, now=later(days))
+    may_drop = api.operations.compact.policy.may_drop_states
+
+    def change(*arguments: Any) -> bool:  # noqa: ANN401
+        for step in (100, 110):
+            poison(run / tag_of(step))
+        return may_drop(*arguments)
+
+    monkeypatch.setattr("streamshard.operations.compact.compact_run.may_drop_states", change)
+    options: dict[str, Any] = {"delete": True, "weights_only_older_than": timedelta(days=1)}
+    found = api.compact(run, archive, keep_last=2, now=later(10), **options)
+    reasons = {one.tag: one.reason for one in found.tags}
+    assert reasons[tag_of(80)] == "no newer tag is known to be healthy"
+    assert (archive / f"{tag_of(80)}.zarr").is_dir()
+
+
+@pytest.mark.parametrize("is_directory", [False, True])
+def test_what_a_link_leads_to_is_read_again_if_it_changed(
+    tmp_path: Path, archive: Path, *, is_directory: bool
+) -> None:
+    run = make_run(tmp_path / "run", steps=(80, 90, 100))
+    place, elsewhere = run / tag_of(100) / SHARD, run / "elsewhere" / SHARD
+    elsewhere.parent.mkdir()
+    place.rename(elsewhere)
+    if is_directory:
+        (run / tag_of(100) / "link").symlink_to(elsewhere.parent)
+    place.symlink_to(Path("link" if is_directory else "../elsewhere") / SHARD)
+    age(run, 30)
+    api.compact(run, archive, keep_last=2)
+    poison(elsewhere.parent)
+    found = api.compact(run, archive, keep_last=2, delete=True)
+    assert {*actions(found).values()} == {"kept"}
+
+
 def test_the_status_says_since_when(ill_run: Path, archive: Path) -> None:
     new = streamshard("compact", ill_run, archive, "--status")
     assert "no tag read yet" in new.out

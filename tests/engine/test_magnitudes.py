@@ -8,6 +8,9 @@ import pytest
 from numpy.typing import NDArray
 
 from streamshard.engine.numeric.magnitudes import Meter, block_bytes, health_of, joined
+from streamshard.health import MEASURED
+from streamshard.layout.memory_plan import MIN_WINDOW_BYTES
+from streamshard.model import ITEMSIZE
 
 DTYPES = {
     "float64": np.float64,
@@ -15,6 +18,7 @@ DTYPES = {
     "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16,
 }
+FLOAT8 = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}
 SPECIAL = (0.0, -0.0, math.nan, -math.nan, math.inf, -math.inf)
 
 
@@ -84,3 +88,35 @@ def test_it_does_not_matter_how_many_blocks_are_measured_at_once(dtype: str) -> 
     step = block_bytes(values.itemsize)
     parts = [meter.measure(view[at : at + step]) for at in range(0, len(view), step)]
     assert joined(parts) == meter.measure(view)
+
+
+def test_the_smallest_window_holds_a_block_of_every_dtype() -> None:
+    assert all(0 < block_bytes(ITEMSIZE[dtype]) <= MIN_WINDOW_BYTES for dtype in MEASURED)
+    assert all(block_bytes(ITEMSIZE[dtype]) % ITEMSIZE[dtype] == 0 for dtype in MEASURED)
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_each_value_of_float8_is_known(dtype: str) -> None:
+    for bits in range(256):
+        given = np.array([bits], np.uint8).view(FLOAT8[dtype])
+        value = float(given.astype(np.float64)[0])
+        found = Meter(dtype).measure(view_of(given))
+        counts = math.isnan(value), math.isinf(value), value == 0
+        assert (found.numel, found.nans, found.infinities, found.zeros) == (1, *counts)
+        assert found.largest == (abs(value) if math.isfinite(value) else 0)
+        assert found.squares == found.largest**2
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+def test_a_complex_number_is_as_large_as_its_magnitude(dtype: str) -> None:
+    wrong = [
+        complex(0, math.nan),
+        complex(math.nan, 1),
+        complex(-math.inf, 0),
+        complex(1, math.inf),
+    ]
+    given = np.array([3 - 4j, 0, -0.0j, *wrong] * 30_000, dtype)
+    found = health_of(Meter(dtype).measure(view_of(given)))
+    assert (found.nans, found.infinities, found.zeros) == (60_000, 60_000, 60_000)
+    assert found.largest == 5
+    assert found.rms == pytest.approx(math.sqrt(25 / 3))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import streamshard
 from streamshard.engine.run import resident_memory
@@ -20,7 +21,7 @@ from streamshard.operations.checks.assessment import healthy_checkpoints
 from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Silent
 from tests.cli.conftest import streamshard as program
-from tests.compact.runs import SHARD, make_run, save
+from tests.compact.runs import MODEL, SHARD, make_run, save
 from tests.compact.test_families import LIGHTNING, make_output
 from tests.fabricated import edit, write
 from tests.job import Job
@@ -116,6 +117,26 @@ def test_a_wrong_latest_is_told_and_the_steps_count(run: Path, latest: str | Non
     found = streamshard.newest(run)
     assert found.path == f"{run}/global_step1000"
     assert len(found.notes) == (latest is not None)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        (torch.complex64, complex(0, math.nan)),
+        (torch.complex128, complex(math.inf, 0)),
+        (torch.float8_e4m3fn, math.nan),
+        (torch.float8_e5m2, math.inf),
+    ],
+)
+def test_a_buffer_of_any_float_dtype_counts(run: Path, dtype: torch.dtype, value: complex) -> None:
+    def change(content: dict[str, Any]) -> None:
+        content["module"]["rotary"] = torch.tensor([1, value]).to(dtype)
+        content["buffer_names"].append("rotary")
+
+    edit(run / "global_step1000" / MODEL, change)
+    found = streamshard.newest(run)
+    assert found.path == f"{run}/global_step100"
+    assert "of 2 elements" in found.passed_over[0].reason
 
 
 def make_latest_a_directory(path: Path) -> None:

@@ -4,7 +4,7 @@ A block's result depends on nothing but its elements. So it does not matter whic
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,14 +13,19 @@ from numpy.typing import NDArray
 
 from streamshard.engine.numeric.cast import INFINITY
 from streamshard.health import TensorHealth, root_mean_square
+from streamshard.model import ITEMSIZE
 
 _BLOCK_NUMEL: Final = 1 << 15
 """Elements per block: its arrays fit the CPU caches."""
+_BLOCK_BYTES: Final = 1 << 18
+"""Most bytes of a block: the smallest window holds one."""
 _EXACT: Final = 2.0**-40, 2.0**60
 """Largest magnitudes of a block whose squares are summed as float32: smaller ones would vanish,
 larger ones become infinite."""
 
 Floats = NDArray[np.floating[Any]]
+_Doubles = NDArray[np.float64]
+_Widening = Callable[[memoryview], _Doubles]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,7 @@ class Magnitudes:
 
 def block_bytes(itemsize: int) -> int:
     """Return the size of a block; what is measured in several steps is to be cut at blocks."""
-    return _BLOCK_NUMEL * itemsize
+    return min(_BLOCK_NUMEL * itemsize, _BLOCK_BYTES)
 
 
 def joined(parts: Iterable[Magnitudes]) -> Magnitudes:
@@ -63,10 +68,51 @@ def health_of(found: Magnitudes) -> TensorHealth:
     return TensorHealth(*counts, found.largest, rms if math.isfinite(rms) else found.largest)
 
 
+def _absolute(dtype: str) -> _Widening:
+    """Return a function for complex numbers: it returns how far each is from zero."""
+
+    def widen(view: memoryview) -> _Doubles:
+        with np.errstate(over="ignore", invalid="ignore"):
+            return np.abs(np.frombuffer(view, dtype=dtype).astype(np.complex128))
+
+    return widen
+
+
+def _looked_up(values: _Doubles) -> _Widening:
+    """Return a function for elements of one byte each, of which there are 256 values."""
+    return lambda view: values[np.frombuffer(view, dtype=np.uint8)]
+
+
+def _e4m3fn() -> _Doubles:
+    """Return all values of the dtype without infinities, whose NaN is the largest pattern."""
+    bits = np.arange(256)
+    exponent, fraction = bits >> 3 & 15, bits & 7
+    size = np.ldexp(fraction + 8.0 * (exponent > 0), np.maximum(exponent, 1) - 10)
+    size[bits & 127 == 127] = np.nan
+    values: _Doubles = np.where(bits >> 7, -size, size)
+    return values
+
+
+_WIDER: Final[Mapping[str, _Widening]] = {
+    "complex64": _absolute("complex64"),
+    "complex128": _absolute("complex128"),
+    "float8_e4m3fn": _looked_up(_e4m3fn()),
+    "float8_e5m2": _looked_up(
+        (np.arange(256, dtype=np.uint16) << 8).view(np.float16).astype(np.float64)
+    ),
+}
+"""Dtypes that are measured as float64 → a function that returns sizes, or values, as such."""
+
+
 class Meter:
     """Measures elements of one dtype."""
 
     def __init__(self, dtype: str) -> None:
+        self._wider = _WIDER.get(dtype)
+        if self._wider is not None:
+            self._inner = Meter("float64")
+            self._itemsize = ITEMSIZE[dtype]
+            return
         self._word, self._infinity = INFINITY[dtype]
         self._dtype = dtype
         self._itemsize = np.dtype(self._word).itemsize
@@ -84,6 +130,8 @@ class Meter:
         return joined(map(self._measure_block, blocks))
 
     def _measure_block(self, view: memoryview) -> Magnitudes:
+        if self._wider is not None:
+            return self._inner.measure(self._wider(view).data.cast("B"))
         bits = np.frombuffer(view, dtype=self._word)
         numbers = self._numbers(view)
         # The largest positive pattern, and of the negative ones: all of NaNs exceed infinity.

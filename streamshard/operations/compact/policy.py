@@ -176,7 +176,11 @@ class Policy:
 
     def protection_of_archive(self, tag: str) -> str | None:
         """Say what protects the optimizer states in the archive of a removed tag, if anything."""
-        return tag_choice.protection(tag, self.before, self.rules)
+        found = tag_choice.protection(tag, self.before, self.rules)
+        if found is not None:
+            return found
+        run = self._scan_again()  # the run may have begun long ago
+        return refusal(run) or tag_choice.protection(tag, run, self.rules)
 
     def _scan_again(self) -> RunDirectory:
         run = scan_run_directory(self.context.run_dir, self.before, self.rules.tags)

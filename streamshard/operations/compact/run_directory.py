@@ -31,6 +31,7 @@ from streamshard.formats.frameworks import TRAINER_STATE
 from streamshard.io.entries import (
     entries_below,
     examine,
+    examine_if_there,
     exists,
     identify,
     is_directory,
@@ -45,7 +46,7 @@ from streamshard.io.entries import (
 )
 from streamshard.io.files import source_errors
 from streamshard.io.object_path import is_object
-from streamshard.io.readable import Entry
+from streamshard.io.readable import Entry, Status
 from streamshard.operations.compact.receipts import etag_of
 from streamshard.operations.compact.tag_choice import RunDirectory, Tag, is_like
 from streamshard.operations.compact.trash import trash_of
@@ -275,16 +276,35 @@ def _may_hold_tags(directory: Path) -> bool:
 
 
 def change_digest(directory: Path) -> tuple[int, int, str]:
-    """Return the newest time of change in a directory, its size, and a digest of its entries."""
+    """Return the newest time of change in a directory, its size, and a digest of its entries.
+
+    What links in it lead to counts only for the digest.
+    """
     changed, nbytes, digest = 0, 0, sha256()
+    listed = listed_below(directory)
     found = {directory: examine(directory, follows=False)}
-    found |= {entry.path: entry.status() for entry in listed_below(directory)}
-    for path, stat in sorted(found.items(), key=lambda item: item[0]):
+    found |= {entry.path: entry.status() for entry in listed}
+    behind = {path: stat for e in listed if e.is_link for path, stat in _behind(e.path)}
+    for stat in found.values():
         changed = max(changed, stat.modified_ns)
         nbytes += stat.nbytes if stat.is_file else 0
+    for path, stat in (*sorted(found.items(), key=_path), *sorted(behind.items(), key=_path)):
         looks = f"{path}\0{stat.mode}\0{stat.nbytes}\0{stat.modified_ns}\0{stat.file_id}\0"
         digest.update(os.fsencode(looks + etag_of(stat)))
     return changed, nbytes, digest.hexdigest()
+
+
+def _path(item: tuple[Path, Status]) -> Path:
+    return item[0]
+
+
+def _behind(link: Path) -> Iterator[tuple[Path, Status]]:
+    """Yield what a link leads to; of a directory also what is in it, other links not followed."""
+    stat = examine_if_there(link)
+    if stat is not None:
+        yield link, stat
+        if stat.is_directory:
+            yield from ((entry.path, entry.status()) for entry in listed_below(link))
 
 
 def _is_checkpoint(directory: Path) -> bool:
