@@ -1,4 +1,4 @@
-"""Places that hold files: the disks of this machine, and object stores.
+"""Places that hold files: the disks of this machine, object stores, and packed stores.
 
 A bucket has no directories, owners and links, and renames nothing: there these methods copy and
 remove, or have nothing to do. All errors are OSError.
@@ -13,7 +13,6 @@ from typing import Any, Final, Protocol
 from streamshard import registry
 from streamshard.io.disk import Disk
 from streamshard.io.lock import AnyLock
-from streamshard.io.object_path import is_object
 from streamshard.io.readable import ByteSource, Entry, ReadAheadBytes
 from streamshard.io.sink import Sink
 
@@ -21,10 +20,13 @@ from streamshard.io.sink import Sink
 class Place(ByteSource, Protocol):
     """A place that files are read from and written to."""
 
-    read_ahead: ReadAheadBytes
-    """How far a worker reads ahead."""
-    reading_bytes: int
-    """Memory that a worker needs for what it has requested."""
+    @property
+    def read_ahead(self) -> ReadAheadBytes:
+        """How far a worker reads ahead."""
+
+    @property
+    def reading_bytes(self) -> int:
+        """Memory that a worker needs for what it has requested."""
 
     def listed(self, root: Path) -> Mapping[Any, Mapping[str, Entry]]:
         """Return entries by directory and name, where listing all below a path takes one call."""
@@ -146,7 +148,8 @@ _DISK: Final = Disk()
 
 def place_of(path: Path) -> Place:
     """Return the place that a path belongs to."""
-    if not is_object(path):
+    name = getattr(path, "place", None)
+    if name is None:
         return _DISK
-    buckets: Place = registry.load(registry.BUCKETS)
-    return buckets
+    found: Place = registry.load(name)
+    return found

@@ -6,10 +6,12 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from streamshard.errors import Option, SourceError
+from streamshard.errors import Option, SourceError, UsageError
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_pipeline
+from streamshard.io.object_path import as_path, is_packed_name
 from streamshard.layout.memory_plan import MIB
 from streamshard.model import ITEMSIZE
+from streamshard.operations.convert.packed_targets import PackedTargets
 from streamshard.operations.convert.store_targets import StoreTargets, chunk_of
 from streamshard.operations.source.degree_change import JobDegrees, other_degrees
 from streamshard.operations.source.source import Source
@@ -120,7 +122,15 @@ def store_output(opened: Source, *, verb: str, options: ConvertOptions) -> Outpu
     shapes = [chunk_of(tensor, options.chunk_size) for tensor in tensors]
     both = zip(shapes, tensors, strict=True)
     largest = max((math.prod(shape) * ITEMSIZE[t.dtype] for shape, t in both), default=0)
-    writer = StoreTargets(opened, shapes, codec)
+    target = as_path(options.target)
+    packs = is_packed_name(target)
+    if packs and codec != "none":
+        message = f"{target}: a store in one file is not compressed, as the place of each chunk in"
+        message = f"{message} it is known beforehand; leave {Option('codec', codec)} out, or give a"
+        raise UsageError(f"{message} name that ends in .zarr")
+    writer = (
+        PackedTargets(opened, shapes, target.name) if packs else StoreTargets(opened, shapes, codec)
+    )
     return Output(
         source=opened,
         writer=writer,
@@ -134,5 +144,6 @@ def store_output(opened: Source, *, verb: str, options: ConvertOptions) -> Outpu
         notes=checkpoint.remarks,
         # A chunk that is being compressed takes its content, Blosc's buffer and Blosc's result.
         codec_bytes=0 if codec == "none" else 3 * largest + MIB,
+        packs=packs,
         encode=writer.encode,
     )

@@ -53,6 +53,10 @@ class ByteCounts:
         in_flight = (2 * workers + 2) * _UNIT_BYTES + _LOCATE_BYTES
         return self._pieces * _PIECE_BYTES + self._units * in_flight
 
+    def add_section(self, entries: int) -> None:
+        """Count spans of so many pieces, each with a few copies, of a file laid out in sections."""
+        self._units = max(self._units, MOST_COPIES + 1 + 4 * entries)
+
     def add_all(self, layouts: Iterable[FileLayout]) -> None:
         """Add files."""
         for layout in layouts:

@@ -58,10 +58,12 @@ class ExistingTarget:
     def _difference(self, progress: Progress) -> str | None:
         """Describe the first difference of the target; None if there is none."""
         output, latest = self.output, self.output.latest
-        if not is_directory(self.target):
-            return "it is not a directory"
+        root = self.target.parent if output.packs else self.target
+        if is_directory(self.target) == output.packs:
+            return "it is a directory" if output.packs else "it is not a directory"
         with target_errors(self.target):
-            there = {path.relative_to(self.target).as_posix() for path in files_below(self.target)}
+            found = [self.target] if output.packs else files_below(self.target)
+            there = {path.relative_to(root).as_posix() for path in found}
             if is_object(self.target):
                 own = (COMMITTED, JOURNAL)
                 there = {path for path in there if path.partition("/")[0] not in own}
@@ -82,7 +84,7 @@ class ExistingTarget:
         source, divider = output.source, Divider(output.source)
         for layouts in output.writer.passes():
             path = first_difference(
-                self.target,
+                root,
                 map(divider.target, layouts()),
                 source.files,
                 workers=self.memory.workers,

@@ -1,4 +1,4 @@
-"""The two ways in which a target comes into being: by a rename, or by a commit record."""
+"""The ways in which a target comes into being: by a rename, or by a commit record."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,11 +8,11 @@ from typing import Protocol, Self
 from streamshard.engine.run.runner import StagedFiles
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.changes import lock_at
-from streamshard.io.object_path import is_object
+from streamshard.io.object_path import is_object, is_packed_name
 from streamshard.operations.transfer.run_identity import RunIdentity
 from streamshard.operations.transfer.staging import PartialTarget
 from streamshard.operations.transfer.target import LOCK
-from streamshard.registry import UPLOADED_TARGET, load
+from streamshard.registry import PACKED_TARGET, UPLOADED_TARGET, load
 
 
 class StagedTarget(Protocol):
@@ -69,8 +69,9 @@ def staged(
     """
     place = target.absolute().with_name(f"{LOCK}.{target.name}")
     own = lock_at(place, target.absolute(), is_wanted=lock)
-    if is_object(target):
-        uploaded: StagedTarget = load(UPLOADED_TARGET)(
+    if is_packed_name(target) or is_object(target):
+        kind = load(PACKED_TARGET if is_packed_name(target) else UPLOADED_TARGET)
+        found: StagedTarget = kind(
             target,
             own,
             identity,
@@ -78,5 +79,5 @@ def staged(
             sizes=sizes,
             template=template,
         )
-        return uploaded
+        return found
     return PartialTarget(target, own, identity, nbytes=nbytes, template=template)

@@ -57,6 +57,8 @@ class Output:
     notes: tuple[str, ...] = ()
     latest: str | None = None
     """Tag for the `latest` file, which is written after everything else."""
+    packs: bool = False
+    """Whether the target is one file."""
     template: Template | None = None
     """Names of the dumps, if the target is a directory of dumps."""
     is_reusable: bool = False

@@ -1,0 +1,176 @@
+"""Turns a checkpoint into a store in one file: a zip whose entries are the files of a store.
+
+The entries are stored as they are, so the place of each is known before anything is written. First
+come the documents, then the chunks, then the manifest and the root's document, at last the zip's
+directory: what is cut off is no zip.
+"""
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from streamshard.engine.journals.journal import Written
+from streamshard.engine.numeric.checksums import crc32
+from streamshard.engine.run.work import Ending, Fixed, SpanResult
+from streamshard.formats.torch.zip_layout import end_records
+from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT
+from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, serialize_checksum
+from streamshard.formats.zarr.packed_layout import CRC32_IN_DESCRIPTOR, PackedEntry
+from streamshard.formats.zarr.store_index import StoredChunk, stored_arrays
+from streamshard.layout.memory_plan import MemoryPlan
+from streamshard.operations.convert.store_targets import StoreTargets, record_of
+from streamshard.operations.source.source import Request, Source
+from streamshard.operations.transfer import file_layout, read_back
+from streamshard.operations.transfer.byte_accounting import ByteCounts
+from streamshard.operations.transfer.file_layout import Elements, FileLayout, FileSection
+from streamshard.operations.transfer.report import Progress, Report
+from streamshard.operations.transfer.target_writer import Pass
+
+_MOST_ENTRIES: Final = 256
+"""Most entries of the file that one worker gets at once."""
+
+
+class PackedTargets(StoreTargets):
+    """Fills the one file of a store from a source.
+
+    `name`: of the file.
+    """
+
+    def __init__(self, source: Source, chunk_shapes: Sequence[tuple[int, ...]], name: str) -> None:
+        super().__init__(source, chunk_shapes, "none")
+        self._name = name
+        self._arrays = stored_arrays(source.checkpoint, chunk_shapes)
+        self._first = np.cumsum([0, *(array.count for array in self._arrays)])
+        """Number of the first chunk of each array; at the end the count of all."""
+        self._documents_here: Sequence[tuple[str, bytes]] = ()
+        """The documents and the training state, in the order of their entries."""
+        self._starts = array("q")
+        """Byte offset of each entry up to the manifest's, and of what follows them."""
+        self._crc32s = array("I")
+        """CRC-32 of each of these entries, once it is written."""
+        self._sections: dict[int, tuple[int, int]] = {}
+        """Byte offset of a section → the number of its first entry, and of the one after it."""
+
+    def byte_counts(self) -> ByteCounts:
+        """Count the bytes that are written."""
+        counts = super().byte_counts()
+        sizes = counts.sizes
+        root = sizes.pop(ROOT_DOCUMENT)
+        start = directory = count = 0
+        for path, nbytes in chain(sizes.items(), [(ROOT_DOCUMENT, root)]):
+            entry = PackedEntry(path, start, nbytes)
+            start, directory, count = entry.end, directory + len(entry.central(0)), count + 1
+        counts.sizes = {self._name: start + directory + len(end_records(0, 0, 0))}
+        counts.add_section(_MOST_ENTRIES)
+        return counts
+
+    def passes(self) -> Sequence[Pass]:
+        """Return one pass: what depends on all entries comes at the end of the one file."""
+        return [self.content]
+
+    def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
+        """Read the written store back, and compare it with the source."""
+        return read_back.differences(Request(place / self._name), self._source, memory, progress)
+
+    def finish(self, report: Report, overflowed: Mapping[str, int]) -> Report:
+        """Return the report: the size was known before."""
+        return report
+
+    def content(self) -> Iterator[FileLayout]:
+        """Yield the layout of the one file."""
+        documents = self._documents()
+        self._records = {path: record_of(data) for path, data in documents.items()}
+        self._root = documents.pop(ROOT_DOCUMENT)
+        self._documents_here = list(documents.items())
+        self._place()
+        self._crc32s = array("I", bytes(4 * (len(self._starts) - 1)))
+        for number, (path, _) in enumerate(self._documents_here):
+            self._crc32s[number] = int(self._records[path].crc32s[0])
+        sections = [
+            FileSection(start, self._starts[stop] - start, partial(self._pieces, first, stop))
+            for start, (first, stop) in self._sections.items()
+        ]
+        ending = Ending(self._starts[-1], b"", make=self._end)
+        yield FileLayout(self._name, (), [ending], take=self._take_section, sections=sections)
+
+    def _place(self) -> None:
+        """Place the entries, and divide them into sections."""
+        self._starts, self._sections = array("q"), {}
+        first = start = 0
+        for number, (path, nbytes) in enumerate(self._entries()):
+            entry = PackedEntry(path, start, nbytes)
+            self._starts.append(start)
+            start = entry.end
+            begin = self._starts[first]
+            if start - begin >= file_layout.SPAN_BYTES or number + 1 - first == _MOST_ENTRIES:
+                self._sections[begin] = first, number + 1
+                first = number + 1
+        if first < len(self._starts):
+            self._sections[self._starts[first]] = first, len(self._starts)
+        self._starts.append(start)
+
+    def _entries(self) -> Iterator[tuple[str, int]]:
+        """Yield path and size of each entry up to the manifest's."""
+        yield from ((path, len(data)) for path, data in self._documents_here)
+        yield from ((chunk.path, chunk.nbytes + CHECKSUM_BYTES) for _, chunk in self._chunks())
+
+    def _pieces(self, first: int, stop: int) -> list[Fixed | Elements]:
+        """Lay out some of the entries: header, content, descriptor."""
+        pieces = list[Fixed | Elements]()
+        for number, (path, data) in enumerate(self._documents_here[first:stop], first):
+            entry = PackedEntry(path, self._starts[number], len(data))
+            pieces.append(Fixed(entry.whole(data, self._crc32s[number])))
+        for number, tensor, chunk in self._chunks_of(first, stop):
+            nbytes = chunk.nbytes + CHECKSUM_BYTES
+            entry = PackedEntry(chunk.path, self._starts[number], nbytes)
+            descriptor, elements = entry.descriptor(0), self._elements(tensor, chunk)
+            if elements.trailer is None:
+                raise TypeError("a chunk without its checksum")
+            after = descriptor[: CRC32_IN_DESCRIPTOR.start], descriptor[CRC32_IN_DESCRIPTOR.stop :]
+            trailer = replace(elements.trailer, after=after)
+            pieces += [Fixed(entry.header()), replace(elements, trailer=trailer)]
+        return pieces
+
+    def _chunks_of(self, first: int, stop: int) -> Iterator[tuple[int, int, StoredChunk]]:
+        """Yield number of the entry, tensor and chunk, for the chunks among some entries."""
+        before = len(self._documents_here)
+        number, end = max(first - before, 0), stop - before
+        tensor = bisect_right(self._first, number) - 1
+        while number < end:
+            skipped = number - int(self._first[tensor])
+            for chunk in islice(self._arrays[tensor].chunks(), skipped, skipped + end - number):
+                yield number + before, tensor, chunk
+                number += 1
+            tensor += 1
+
+    def _take_section(self, result: SpanResult) -> None:
+        """Note the chunks of a section that is written."""
+        chunks = self._chunks_of(*self._sections[result.offset])
+        for (number, tensor, chunk), region in zip(chunks, result.regions, strict=True):
+            checksum = serialize_checksum(region.content.crc32c)
+            found = crc32(checksum, region.content.crc32)
+            self._crc32s[number] = found
+            self._note(tensor, chunk, region, Written(chunk.nbytes + len(checksum), found))
+
+    def _end(self) -> bytes:
+        """Serialize the manifest, the root's document and the zip's directory."""
+        last = {**self._manifest(), ROOT_DOCUMENT: self._root}
+        parts, central = list[bytes](), list[bytes]()
+        for number, (path, nbytes) in enumerate(self._entries()):
+            entry = PackedEntry(path, self._starts[number], nbytes)
+            central.append(entry.central(self._crc32s[number]))
+        start = self._starts[-1]
+        for path, data in last.items():
+            entry = PackedEntry(path, start, len(data))
+            parts.append(entry.whole(data, crc32(data)))
+            central.append(entry.central(crc32(data)))
+            start = entry.end
+        directory = b"".join(central)
+        return b"".join([*parts, directory, end_records(len(central), len(directory), start)])
