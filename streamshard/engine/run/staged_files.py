@@ -13,6 +13,7 @@ from streamshard.engine.jobs.target_proof import StagedProof
 from streamshard.engine.journals.journal import Journal
 from streamshard.engine.run.endings import FileEndings
 from streamshard.engine.run.phases import Watcher
+from streamshard.engine.run.runner import Jobs
 from streamshard.engine.run.span_writer import FilledSpan, Resources, SpanTask, SpanWriter
 from streamshard.engine.run.work import Span, TargetFile
 from streamshard.io.changes import open_sink
@@ -49,7 +50,7 @@ class Partial:
         if self._reservation is not None:
             self._reservation.give_back(nbytes)
 
-    def jobs(self, resources: Resources, watcher: Watcher) -> "_SpanJobs":
+    def jobs(self, resources: Resources, watcher: Watcher) -> Jobs:
         """Return the jobs that fill the files."""
         return _SpanJobs(self, resources, watcher)
 

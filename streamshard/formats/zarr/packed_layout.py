@@ -85,6 +85,11 @@ class PackedEntry:
         return self.header() + data + self.descriptor(crc32)
 
     @property
+    def content(self) -> int:
+        """Byte offset of the content, which is aligned."""
+        return self._bare + self._gap
+
+    @property
     def end(self) -> int:
         """Byte offset just behind the descriptor."""
-        return self._bare + self._gap + self.nbytes + (24 if self.is_large else 16)
+        return self.content + self.nbytes + (24 if self.is_large else 16)

@@ -1,7 +1,7 @@
 """`convert`: writes a checkpoint as chunked Zarr arrays, which do not depend on the ranks."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -11,7 +11,7 @@ from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_pip
 from streamshard.io.object_path import as_path, is_packed_name
 from streamshard.layout.memory_plan import MIB
 from streamshard.model import ITEMSIZE
-from streamshard.operations.convert.packed_targets import PackedTargets
+from streamshard.operations.convert.packed_targets import PackedTargets, PlacedTargets
 from streamshard.operations.convert.store_targets import StoreTargets, chunk_of
 from streamshard.operations.source.degree_change import JobDegrees, other_degrees
 from streamshard.operations.source.source import Source
@@ -122,15 +122,11 @@ def store_output(opened: Source, *, verb: str, options: ConvertOptions) -> Outpu
     shapes = [chunk_of(tensor, options.chunk_size) for tensor in tensors]
     both = zip(shapes, tensors, strict=True)
     largest = max((math.prod(shape) * ITEMSIZE[t.dtype] for shape, t in both), default=0)
-    target = as_path(options.target)
-    packs = is_packed_name(target)
-    if packs and codec != "none":
-        message = f"{target}: a store in one file is not compressed, as the place of each chunk in"
-        message = f"{message} it is known beforehand; leave {Option('codec', codec)} out, or give a"
-        raise UsageError(f"{message} name that ends in .zarr")
-    writer = (
-        PackedTargets(opened, shapes, target.name) if packs else StoreTargets(opened, shapes, codec)
-    )
+    packs, is_raw = is_packed_name(as_path(options.target)), codec == "none"
+    if packs and not is_raw and options.if_needed:
+        message = f"{options.target}: a compressed store in one file is not compared to the byte;"
+        raise UsageError(f"{message} leave {Option('if_needed', True)} out")
+    writer = _writer(opened, shapes, options) if packs else StoreTargets(opened, shapes, codec)
     return Output(
         source=opened,
         writer=writer,
@@ -142,8 +138,18 @@ def store_output(opened: Source, *, verb: str, options: ConvertOptions) -> Outpu
         },
         source_world_size=checkpoint.ranks,
         notes=checkpoint.remarks,
-        # A chunk that is being compressed takes its content, Blosc's buffer and Blosc's result.
-        codec_bytes=0 if codec == "none" else 3 * largest + MIB,
+        # A chunk that is being compressed takes its content, Blosc's buffer and Blosc's result; and
+        # that once more, if it waits for those before it.
+        codec_bytes=0 if is_raw else (4 if packs else 3) * largest + MIB,
         packs=packs,
         encode=writer.encode,
     )
+
+
+def _writer(
+    opened: Source, shapes: Sequence[tuple[int, ...]], options: ConvertOptions
+) -> PackedTargets:
+    name = as_path(options.target).name
+    if options.codec == "none":
+        return PlacedTargets(opened, shapes, name)
+    return PackedTargets(opened, shapes, options.codec, name)

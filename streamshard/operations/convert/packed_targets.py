@@ -1,8 +1,8 @@
 """Turns a checkpoint into a store in one file: a zip whose entries are the files of a store.
 
-The entries are stored as they are, so the place of each is known before anything is written. First
-come the documents, then the chunks, then the manifest and the root's document, at last the zip's
-directory: what is cut off is no zip.
+First come the documents, then the chunks, then the manifest and the root's document, at last the
+zip's directory: what is cut off is no zip. Without a codec the place of each entry is known before
+anything is written.
 """
 
 from array import array
@@ -24,6 +24,8 @@ from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, serialize_checksum
 from streamshard.formats.zarr.packed_layout import CRC32_IN_DESCRIPTOR, PackedEntry
 from streamshard.formats.zarr.store_index import StoredChunk, stored_arrays
+from streamshard.io.entries import examine
+from streamshard.io.files import target_errors
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.operations.convert.store_targets import StoreTargets, record_of
 from streamshard.operations.source.source import Request, Source
@@ -38,14 +40,44 @@ _MOST_ENTRIES: Final = 256
 
 
 class PackedTargets(StoreTargets):
-    """Fills the one file of a store from a source.
+    """Fills the one file of a store from a source; files of unknown sizes are packed as they come.
 
     `name`: of the file.
     """
 
-    def __init__(self, source: Source, chunk_shapes: Sequence[tuple[int, ...]], name: str) -> None:
-        super().__init__(source, chunk_shapes, "none")
+    def __init__(
+        self, source: Source, chunk_shapes: Sequence[tuple[int, ...]], codec: str, name: str
+    ) -> None:
+        super().__init__(source, chunk_shapes, codec)
         self._name = name
+
+    def byte_counts(self) -> ByteCounts:
+        """Count the bytes that are written; an upper bound if the store is compressed."""
+        counts = super().byte_counts()
+        sizes = counts.sizes
+        root = sizes.pop(ROOT_DOCUMENT)
+        start = directory = 0
+        for path, nbytes in chain(sizes.items(), [(ROOT_DOCUMENT, root)]):
+            entry = PackedEntry(path, start, nbytes)
+            start, directory = entry.end, directory + len(entry.central(0))
+        counts.sizes = {self._name: start + directory + len(end_records(0, 0, 0))}
+        return counts
+
+    def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
+        """Read the written store back, and compare it with the source."""
+        return read_back.differences(Request(place / self._name), self._source, memory, progress)
+
+    def finish(self, report: Report, overflowed: Mapping[str, int]) -> Report:
+        """Report the exact size, which compression determines."""
+        with target_errors(Path(report.target)):
+            return replace(report, bytes_written=examine(Path(report.target)).nbytes)
+
+
+class PlacedTargets(PackedTargets):
+    """Fills the one file of a store that is not compressed: the place of each entry is known."""
+
+    def __init__(self, source: Source, chunk_shapes: Sequence[tuple[int, ...]], name: str) -> None:
+        super().__init__(source, chunk_shapes, "none", name)
         self._arrays = stored_arrays(source.checkpoint, chunk_shapes)
         self._first = np.cumsum([0, *(array.count for array in self._arrays)])
         """Number of the first chunk of each array; at the end the count of all."""
@@ -61,27 +93,12 @@ class PackedTargets(StoreTargets):
     def byte_counts(self) -> ByteCounts:
         """Count the bytes that are written."""
         counts = super().byte_counts()
-        sizes = counts.sizes
-        root = sizes.pop(ROOT_DOCUMENT)
-        start = directory = count = 0
-        for path, nbytes in chain(sizes.items(), [(ROOT_DOCUMENT, root)]):
-            entry = PackedEntry(path, start, nbytes)
-            start, directory, count = entry.end, directory + len(entry.central(0)), count + 1
-        counts.sizes = {self._name: start + directory + len(end_records(0, 0, 0))}
         counts.add_section(_MOST_ENTRIES)
         return counts
 
     def passes(self) -> Sequence[Pass]:
         """Return one pass: what depends on all entries comes at the end of the one file."""
         return [self.content]
-
-    def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
-        """Read the written store back, and compare it with the source."""
-        return read_back.differences(Request(place / self._name), self._source, memory, progress)
-
-    def finish(self, report: Report, overflowed: Mapping[str, int]) -> Report:
-        """Return the report: the size was known before."""
-        return report
 
     def content(self) -> Iterator[FileLayout]:
         """Yield the layout of the one file."""

@@ -23,6 +23,7 @@ from streamshard.io.lock import AnyLock
 from streamshard.io.object_path import is_object
 from streamshard.io.place import place_of
 from streamshard.operations.source.unfinished import JOURNAL
+from streamshard.operations.transfer.packed_files import PackedPartial
 from streamshard.operations.transfer.run_identity import RunIdentity
 from streamshard.operations.transfer.staging import PartialTarget
 from streamshard.operations.transfer.target import partial_of
@@ -107,6 +108,13 @@ class PackedTarget(PartialTarget):
             self._tidy(state.begun)
             return PackedState.at(self._target)
         return state
+
+    def _prepare(self, state: DiskState) -> None:
+        super()._prepare(state)
+        if not self.is_done:
+            self.partial = PackedPartial(
+                self.path, self.journal, self._reservation, self._target.name
+            )
 
     def _swap_in(self) -> None:
         """Move the file to its place; where it may not replace another one, it never does."""
