@@ -3,16 +3,30 @@
 import itertools
 import os
 import shutil
+import threading
+import zipfile
 from pathlib import Path
 
 import pytest
 
 import streamshard
-from streamshard.errors import SourceError, StreamshardError, TargetExistsError, UsageError
+from streamshard.engine.run.span_writer import FilledSpan, SpanTask, SpanWriter
+from streamshard.errors import (
+    IntegrityError,
+    SourceError,
+    StreamshardError,
+    TargetError,
+    TargetExistsError,
+    UsageError,
+)
+from streamshard.formats.zarr.chunks import BloscChunk
 from streamshard.io.place import place_of
+from streamshard.io.sink import Sink
 from streamshard.operations.transfer import file_layout
 from streamshard.operations.transfer.packed_target import PackedTarget
+from streamshard.options import CODECS
 from tests.fabricated import write
+from tests.formats.conftest import files_of
 from tests.job import Job
 from tests.samples import sampled
 from tests.verbs.test_spans import CutOffError, counted_reads, cut_off_after
@@ -39,31 +53,115 @@ def _many_spans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_many_spans")
-def test_any_count_of_workers_makes_the_same_file(run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("codec", CODECS)
+def test_any_count_of_workers_makes_the_same_file(run: Path, tmp_path: Path, codec: str) -> None:
     made = []
     for workers in (1, 2, 5):
         out = tmp_path / f"{workers}.zarr.zip"
-        report = converted(run, out, workers=workers, verify=True)
+        report = converted(run, out, workers=workers, verify=True, codec=codec)
         assert (report.files, report.bytes_written) == (1, out.stat().st_size)
         made.append(out.read_bytes())
     assert made[0] == made[1] == made[2]
+    converted(run, tmp_path / "x.zarr", codec=codec)
+    with zipfile.ZipFile(out) as found:
+        assert found.testzip() is None
+        assert {name: found.read(name) for name in found.namelist()} == files_of(
+            tmp_path / "x.zarr"
+        )
+
+
+def test_files_are_in_the_order_of_the_plan_whichever_is_ready_first(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of each four files is ready last."""
+    converted(run, tmp_path / "one.zarr.zip", codec="zstd", workers=1)
+    lock, ready, write = threading.Lock(), threading.Condition(), SpanWriter.write
+    begun = ended = 0
+
+    def late(self: SpanWriter, task: SpanTask, sink: Sink) -> FilledSpan:
+        nonlocal begun, ended
+        with lock:
+            number, begun = begun, begun + 1
+        done = write(self, task, sink)
+        with ready:
+            if number % 4 == 0:
+                ready.wait_for(lambda: ended > number - number // 4, timeout=0.1)
+            ended += 1
+            ready.notify_all()
+        return done
+
+    monkeypatch.setattr(SpanWriter, "write", late)
+    converted(run, tmp_path / "x.zarr.zip", codec="zstd", workers=4)
+    assert begun == ended
+    one, other = (tmp_path / f"{name}.zarr.zip" for name in ("one", "x"))
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_an_error_in_one_worker_ends_those_that_wait_for_it(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, left = BloscChunk.encode, iter(range(1 << 20))
+
+    def fails(self: BloscChunk, content: memoryview) -> bytes:
+        if next(left) == 9:
+            raise TargetError("this one fails")
+        return real(self, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BloscChunk, "encode", fails)
+        with pytest.raises(TargetError, match="this one fails"):
+            converted(run, tmp_path / "x.zarr.zip", codec="zstd", workers=4)
+    assert names(tmp_path) == ["run", "x.zarr.zip.partial"]
+    assert converted(run, tmp_path / "x.zarr.zip", codec="zstd").kept_bytes
+    assert streamshard.verify(tmp_path / "x.zarr.zip").is_good
+
+
+def test_what_an_earlier_run_wrote_and_another_one_damaged_is_written_again(
+    run: Path, tmp_path: Path
+) -> None:
+    converted(run, tmp_path / "whole.zarr.zip", codec="zstd")
+    whole, out = (tmp_path / "whole.zarr.zip").read_bytes(), tmp_path / "x.zarr.zip"
+    begun = tmp_path / "x.zarr.zip.partial" / "x.zarr.zip"
+    for damage in (lambda data: data[: len(data) // 2], lambda data: bytes(len(data))):
+        with pytest.raises(CutOffError), cut_off_after(30):
+            converted(run, out, codec="zstd")
+        begun.write_bytes(damage(begun.read_bytes()))
+        converted(run, out, codec="zstd")
+        assert out.read_bytes() == whole
+        out.unlink()
+
+
+def test_other_sizes_than_before_start_afresh(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the library that compresses were another one now."""
+    out, real = tmp_path / "x.zarr.zip", BloscChunk.encode
+    with pytest.raises(CutOffError), cut_off_after(70):
+        converted(run, out, codec="zstd")
+    begun = tmp_path / "x.zarr.zip.partial" / "x.zarr.zip"
+    begun.write_bytes(bytes(begun.stat().st_size))
+    monkeypatch.setattr(BloscChunk, "encode", lambda self, content: real(self, content) + b"!")
+    with pytest.raises(IntegrityError, match="overwrite"):
+        converted(run, out, codec="zstd")
 
 
 @sampled(3)
 @pytest.mark.usefixtures("_many_spans")
-def test_a_run_goes_on_after_any_span(run: Path, tmp_path: Path, one_in: int) -> None:
-    converted(run, tmp_path / "whole.zarr.zip")
+@pytest.mark.parametrize("codec", ["none", "lz4"])
+def test_a_run_goes_on_after_any_span(run: Path, tmp_path: Path, codec: str, one_in: int) -> None:
+    converted(run, tmp_path / "whole.zarr.zip", codec=codec)
+    one_in *= 1 if codec == "none" else 10
     whole, out = (tmp_path / "whole.zarr.zip").read_bytes(), tmp_path / "x.zarr.zip"
     for most in itertools.count(0, one_in):
         try:
             with cut_off_after(most):
-                converted(run, out)
+                converted(run, out, codec=codec)
         except CutOffError:
             assert not out.exists()
         else:
             break
         with counted_reads() as counts:
-            report = converted(run, out)
+            report = converted(run, out, codec=codec)
         assert out.read_bytes() == whole
         assert sum(counts) == report.kept_bytes
         assert bool(report.kept_bytes) == bool(most)
@@ -193,8 +291,8 @@ def test_what_cannot_be_packed_is_refused_before_anything_is_written(
     run: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "x.zarr.zip"
-    with pytest.raises(UsageError, match="not compressed"):
-        streamshard.convert(run, out, codec="zstd")
+    with pytest.raises(UsageError, match="not compared to the byte"):
+        streamshard.convert(run, out, codec="zstd", if_needed=True)
     with pytest.raises(UsageError, match="only a store"):
         streamshard.repartition(run, out, world_size=3)
     with pytest.raises(UsageError, match="only a store"):

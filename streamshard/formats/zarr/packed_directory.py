@@ -6,7 +6,6 @@ from the bytes of the zip's directory when it is asked for.
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, overload
@@ -27,7 +26,7 @@ from streamshard.formats.torch.zip_directory import (
     require_repeated,
 )
 from streamshard.formats.torch.zip_layout import CENTRAL, LOCAL
-from streamshard.io.entries import open_readable
+from streamshard.io.entries import open_readable, resolve
 from streamshard.io.readable import OpenedFile, Status
 
 _FILE: int = 0o100000
@@ -72,6 +71,8 @@ class PackedDirectory:
     def __init__(self, archive: Path, status: Status) -> None:
         self.archive = archive
         self.status = status
+        self.around = resolve(archive.parent)
+        """Directory that the file lies in, without links."""
         with of_file(archive), open_readable(archive, status.source_file(archive)) as file:
             try:
                 self._zip = ZipDirectory(file)
@@ -110,6 +111,10 @@ class PackedDirectory:
         row = bisect_left(self._names, name)
         return row if row < len(self._names) and self._names[row] == name else None
 
+    def names(self) -> Iterator[str]:
+        """Yield the paths of all files in the order of their numbers."""
+        return (name.decode() for name in self._names)
+
     def is_directory(self, path: str) -> bool:
         """Tell whether there are files below a path."""
         below = _below(path)
@@ -128,10 +133,11 @@ class PackedDirectory:
 
     def status_of(self, row: int | None) -> Status:
         """Return the status of a file; of a directory for None."""
-        if row is None:
-            return replace(self.status, mode=_DIRECTORY | 0o555, nbytes=0)
-        mode = _FILE | self.status.permissions
-        return replace(self.status, mode=mode, nbytes=int(self._nbytes[row]), links=1)
+        whole = self.status
+        mode = whole.permissions | (_DIRECTORY if row is None else _FILE)
+        nbytes = 0 if row is None else int(self._nbytes[row])
+        ids = whole.file_id, whole.device, 1
+        return Status(mode, nbytes, whole.modified_ns, whole.version, *ids)
 
     @property
     def count(self) -> int:

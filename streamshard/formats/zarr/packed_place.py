@@ -8,6 +8,7 @@ import io
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path, PosixPath
 from types import TracebackType
 from typing import Any, BinaryIO, ClassVar, Final, Never, Self
@@ -15,8 +16,14 @@ from typing import Any, BinaryIO, ClassVar, Final, Never, Self
 from streamshard import registry
 from streamshard.formats.zarr.packed_directory import PackedDirectory
 from streamshard.io.entries import examine, is_file, open_readable, resolve
-from streamshard.io.object_path import PACKED_SUFFIX, ObjectPath, is_object, is_packed_name
-from streamshard.io.place import Place, place_of
+from streamshard.io.object_path import (
+    PACKED_SUFFIX,
+    ObjectPath,
+    as_path,
+    is_object,
+    is_packed_name,
+)
+from streamshard.io.place import Place, kept, place_of
 from streamshard.io.readable import Entry, OpenedFile, ReadAheadBytes, Status
 from streamshard.model import SourceFile
 
@@ -71,10 +78,16 @@ def _is_within(path: Path) -> bool:
 
 def _split(path: Path) -> tuple[Path, str]:
     """Return the file that a packed store is, and the path in it."""
-    parts = path.parts
-    count = 1 + next(number for number, part in enumerate(parts) if part.endswith(PACKED_SUFFIX))
-    kind = ObjectPath if is_object(path) else Path
-    return kind(*parts[:count]), "/".join(parts[count:])
+    text = str(path)
+    end = text.find(f"{PACKED_SUFFIX}/")
+    end = len(text) if end < 0 else end + len(PACKED_SUFFIX)
+    return _archive(text[:end]), text[end + 1 :]
+
+
+@lru_cache(maxsize=64)
+def _archive(text: str) -> Path:
+    """Return the path of a file; a store has very many files, and all of them ask for it."""
+    return as_path(text)
 
 
 class PackedFile:
@@ -162,7 +175,21 @@ class PackedStores:
         return self._directory(_split(root)[0])
 
     def _directory(self, archive: Path, version: str | None = None) -> PackedDirectory:
-        """Return the directory of a file, as it is now or was at a version."""
+        """Return the directory of a file, as it is now or was at a version.
+
+        While a checkpoint is opened, the file is examined once.
+        """
+        listed = kept()
+        if listed is None or version is not None:
+            return self._read(archive, version)
+        here = listed.setdefault(PackedStores, {})
+        if archive not in here:
+            here[archive] = self._read(archive, None)
+        found: PackedDirectory = here[archive]
+        return found
+
+    def _read(self, archive: Path, version: str | None) -> PackedDirectory:
+        """Read a directory, unless it is known."""
         name = str(archive)
         with self._lock:
             found = self._known.get(name)
@@ -202,7 +229,9 @@ class PackedStores:
     def resolve(self, path: Path) -> Path:
         """Return an absolute path; there are no links in the file, and it keeps its name."""
         archive, inner = _split(path)
-        return type(path)(resolve(archive.parent), archive.name, inner)
+        known = self._known.get(str(archive))
+        around = resolve(archive.parent) if known is None else known.around
+        return type(path)(around, archive.name, inner)
 
     def open(self, path: Path, known: SourceFile | None = None) -> PackedFile:
         """Open a file to read ranges of it."""
@@ -226,7 +255,31 @@ class PackedStores:
             return io.BytesIO(file.read_at(0, file.nbytes))
 
     def listed(self, root: Path) -> Mapping[Any, Mapping[str, Entry]]:
-        return {}
+        archive, _ = _split(root)
+        directory = self._directory(archive)
+        paths, found = {"": type(root)(archive)}, dict[Path, dict[str, Entry]]()
+        for row, name in enumerate(directory.names()):
+            around, _, own = name.rpartition("/")
+            here = paths.get(around) or self._add_listed(around, directory, paths, found)
+            status = directory.status_of(row)
+            entry = Entry(here / own, is_directory=False, is_link=False, known=status)
+            found.setdefault(here, {})[own] = entry
+        return found
+
+    def _add_listed(
+        self,
+        path: str,
+        directory: PackedDirectory,
+        paths: dict[str, Path],
+        found: dict[Path, dict[str, Entry]],
+    ) -> Path:
+        """Add a directory to the one around it."""
+        around, _, own = path.rpartition("/")
+        here = paths.get(around) or self._add_listed(around, directory, paths, found)
+        paths[path] = here / own
+        entry = Entry(paths[path], True, is_link=False, known=directory.status_of(None))
+        found.setdefault(here, {})[own] = entry
+        return paths[path]
 
     def keep_listed(self, root: Path) -> None:
         pass
