@@ -5,7 +5,10 @@ import typing
 if typing.TYPE_CHECKING:
     from streamshard.cluster.connections import executor
     from streamshard.errors import StreamshardError
+    from streamshard.health import TensorHealth
+    from streamshard.merging.merge import merge, plan_merge
     from streamshard.operations.apply import load_plan
+    from streamshard.operations.checks.assessment import AssessedCheckpoint
     from streamshard.operations.checks.problems import Difference, Problem, Verification
     from streamshard.operations.compact.compact import compact
     from streamshard.operations.compact.compact_report import CompactedTag, Compaction, RunRecord
@@ -26,6 +29,7 @@ if typing.TYPE_CHECKING:
         PickleListing,
         list_pickles,
     )
+    from streamshard.operations.newest.newest import Newest, newest
     from streamshard.operations.read.open_checkpoint import OpenCheckpoint, Parameter, open
     from streamshard.operations.repartition.repartition import plan_repartition, repartition
     from streamshard.operations.source.lazy_tensor import LazyTensor
@@ -34,6 +38,7 @@ if typing.TYPE_CHECKING:
     from streamshard.operations.verify.verify import verify
 
 __all__ = [
+    "AssessedCheckpoint",
     "CompactStatus",
     "CompactedTag",
     "Compaction",
@@ -44,6 +49,7 @@ __all__ = [
     "Inspection",
     "LazyTensor",
     "NamedGlobal",
+    "Newest",
     "OpenCheckpoint",
     "Parameter",
     "PickleListing",
@@ -55,6 +61,7 @@ __all__ = [
     "StreamshardError",
     "TagStatus",
     "TensorDiff",
+    "TensorHealth",
     "Verification",
     "compact",
     "compact_status",
@@ -65,15 +72,19 @@ __all__ = [
     "inspect",
     "list_pickles",
     "load_plan",
+    "merge",
+    "newest",
     "open",
     "plan_convert",
     "plan_export",
+    "plan_merge",
     "plan_repartition",
     "repartition",
     "verify",
 ]
 
 _HOMES = {
+    "AssessedCheckpoint": "operations.checks.assessment",
     "CompactStatus": "operations.compact.compact_status",
     "CompactedTag": "operations.compact.compact_report",
     "Compaction": "operations.compact.compact_report",
@@ -84,6 +95,7 @@ _HOMES = {
     "Inspection": "operations.inspect.inspect_report",
     "LazyTensor": "operations.source.lazy_tensor",
     "NamedGlobal": "operations.inspect.pickle_report",
+    "Newest": "operations.newest.newest",
     "OpenCheckpoint": "operations.read.open_checkpoint",
     "Parameter": "operations.read.open_checkpoint",
     "PickleListing": "operations.inspect.pickle_report",
@@ -95,6 +107,7 @@ _HOMES = {
     "StreamshardError": "errors",
     "TagStatus": "operations.compact.compact_status",
     "TensorDiff": "operations.diff.diff_report",
+    "TensorHealth": "health",
     "Verification": "operations.checks.problems",
     "compact": "operations.compact.compact",
     "compact_status": "operations.compact.compact_status",
@@ -105,9 +118,12 @@ _HOMES = {
     "inspect": "operations.inspect.inspect",
     "list_pickles": "operations.inspect.pickle_report",
     "load_plan": "operations.apply",
+    "merge": "merging.merge",
+    "newest": "operations.newest.newest",
     "open": "operations.read.open_checkpoint",
     "plan_convert": "operations.convert.convert",
     "plan_export": "operations.export.export",
+    "plan_merge": "merging.merge",
     "plan_repartition": "operations.repartition.repartition",
     "repartition": "operations.repartition.repartition",
     "verify": "operations.verify.verify",

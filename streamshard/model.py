@@ -7,11 +7,12 @@ and keys are in ``formats``.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -257,11 +258,20 @@ class BlockDigests:
     """One per block; the last block may be shorter."""
 
 
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """Content that was computed from the file and others when the run was planned."""
+class Computed(ABC):
+    """Content that is computed from the source's files, when the run is planned or when it runs."""
 
-    content: bytes
+    __slots__ = ()
+    firsts: tuple[int, ...] = (0,)
+    """Number of the first file of each checkpoint that it is computed of; they are read in turn."""
+
+    @abstractmethod
+    def fill(self, view: memoryview, offset: int, reader: Any) -> None:  # noqa: ANN401
+        """Fill a view with content from an offset on; `reader` reads the source's files."""
+
+    def located(self, offset: int, nbytes: int) -> Iterable[tuple[int, int, int]]:
+        """Return file, byte offset and length of all that a range is read from when it runs."""
+        return ()
 
 
 Decoder = BlockDigests | Computed | Encoded

@@ -248,11 +248,22 @@ class _TargetOptions(Options):
     )
 
 
-class TransferOptions(SourceOptions, RunOptions, _TargetOptions):
-    """Options of verbs that write."""
+class WritingOptions(RunOptions, _TargetOptions):
+    """Options of verbs that write, of one source or of several."""
+
+    source: Path_ | Sequence[Path_] = place("SRC", SOURCE_HELP, kw_only=False)
+    target: Path_ = place("OUT", "", kw_only=False)
+
+    @property
+    def sources(self) -> Sequence[Path_]:
+        """What is read."""
+        return [self.source] if isinstance(self.source, str | os.PathLike) else self.source
+
+
+class TransferOptions(SourceOptions, WritingOptions):
+    """Options of verbs that write what is in one source."""
 
     source: Path_ = place("SRC", SOURCE_HELP, kw_only=False)
-    target: Path_ = place("OUT", "", kw_only=False)
 
 
 def degree(metavar: str, help: str) -> Any:  # noqa: ANN401

@@ -9,6 +9,7 @@ from streamshard.options import (
     CODECS,
     CUT_RULES,
     DRY_RUN,
+    JOB,
     NO_LOCK,
     OUTPUT,
     PIPELINE_PARALLEL,
@@ -23,6 +24,7 @@ from streamshard.options import (
     RunOptions,
     SourceOptions,
     TransferOptions,
+    WritingOptions,
     degree,
     flag,
     option,
@@ -120,6 +122,83 @@ class ExportOptions(TransferOptions):
     average: bool = AVERAGE
 
 
+class MergeOptions(WritingOptions):
+    """Options of `merge`."""
+
+    group = "What is merged"
+
+    source: Path_ | Sequence[Path_] = place(
+        "SRC ...",
+        "checkpoints of one model, of any world size, ZeRO stage and kind, the oldest first; each "
+        "as the SRC of convert. With --last one directory that holds them",
+        kw_only=False,
+    )
+    target: Path_ = place(
+        "OUT",
+        "run directory to make; a store if the name ends in .zarr; a model directory with --format",
+        kw_only=False,
+    )
+    weights: str | Sequence[float] = option(
+        "FORM",
+        "weight of each: mean; 1-sqrt, linear or cosine, which amount to such a decay of the "
+        "learning rate; ema:0.9; or numbers such as 0.2,0.3,0.5 [mean]",
+        default="mean",
+    )
+    any_sum: bool = flag("take weights whose sum is not 1", is_rare=True)
+    states: str = option(
+        "",
+        "optimizer states of the newest, or the weighted mean of all [newest]",
+        default="newest",
+        choices=("newest", "mean"),
+    )
+    last: int | None = option(
+        "N", "merge the N newest whole checkpoints of one run directory", least=1
+    )
+    world_size: int | None = option(
+        "M", "number of ranks that will resume [as many as saved the newest]", group=JOB
+    )
+    zero_stage: int | None = option(
+        "", "stage of the job that will resume [the newest's]", choices=(1, 2, 3), group=JOB
+    )
+    ds_config_file: Path_ | None = option(
+        "--ds-config FILE",
+        "whole DeepSpeed config of the job that will resume [the one kept in the newest]",
+        group=JOB,
+        is_rare=True,
+    )
+    codec: str = option(
+        "",
+        "compression of a store [none]",
+        default="none",
+        choices=CODECS,
+        group=OUTPUT,
+        is_rare=True,
+    )
+    chunk_size: int = option(
+        "SIZE",
+        "bytes per chunk of a store at most, before compression [64MiB]",
+        default=64 << 20,
+        least=1,
+        few="at least one byte is needed",
+        group=OUTPUT,
+        is_rare=True,
+    )
+    format: str | None = option(
+        "",
+        "write the model's weights, in this format; see export",
+        choices=("safetensors", "torch", "universal", "dcp"),
+        group=OUTPUT,
+    )
+    dtype: str = option(
+        "",
+        "what to cast them to [fp32]",
+        default="fp32",
+        choices=tuple(DTYPES),
+        group=OUTPUT,
+        is_rare=True,
+    )
+
+
 class VerifyOptions(SourceOptions, RunOptions):
     """Options of `verify`."""
 
@@ -135,6 +214,10 @@ class VerifyOptions(SourceOptions, RunOptions):
         "PART", "read a part only: 3/20, or 5%% for the one of twenty whose turn it is today [all]"
     )
     digests: bool = flag("list the digest of every tensor, which does not depend on how it is cut")
+    health: bool = flag(
+        "look for NaN and infinities in weights and optimizer states; with -v, show how large the "
+        "numbers of every tensor are"
+    )
 
 
 class DiffOptions(SourceOptions, RunOptions):
@@ -314,6 +397,20 @@ class CompactOptions(RunOptions, _ReportOptions):
         return bool(self.undelete or self.purge or self.acknowledge)
 
 
+class NewestOptions(RunOptions):
+    """Options of `newest`."""
+
+    group = "What is looked at"
+
+    run_dir: Path_ = place(
+        "RUN_DIR",
+        "directory that holds 'latest' and tags, local or s3://bucket/..., gs://... or az://...; "
+        "or an output directory of HF Trainer, Accelerate or Lightning; or a directory of stores",
+        kw_only=False,
+    )
+    quick: bool = flag("look at headers alone: damaged bytes and NaN are not noticed")
+
+
 class _DryRun(Options):
     dry_run = DRY_RUN
 
@@ -328,9 +425,11 @@ OPTIONS: Final[Mapping[str, type[Options]]] = {
     "repartition": RepartitionOptions,
     "convert": ConvertOptions,
     "export": ExportOptions,
+    "merge": MergeOptions,
     "verify": VerifyOptions,
     "diff": DiffOptions,
     "inspect": InspectOptions,
+    "newest": NewestOptions,
     "compact": CompactOptions,
     "apply": ApplyOptions,
 }

@@ -89,7 +89,7 @@ def _states(job: Job, group: int, rank: int) -> dict[str, Tensor]:
     wholes = {key: flat(job, key, group, expert_rank)[0] for key in keys}
     cut = {key: whole.chunk(ranks)[at].clone() for key, whole in wholes.items()}
     if group not in job.muon:
-        return _adam(cut)
+        return _adam(job, cut)
     if job.offload:
         return {MOMENTUM: cut[MOMENTUM].bfloat16()}
     numel, start, owned = len(cut[MOMENTUM]), 0, []
@@ -106,8 +106,8 @@ def _lean(states: dict[str, Tensor], padding: int) -> dict[str, Tensor]:
     return {k: v[: len(v) - padding].clone() if v.dim() else v for k, v in states.items()}
 
 
-def _adam(states: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {"step": torch.tensor(7.0), **states}
+def _adam(job: Job, states: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"step": torch.tensor(float(job.step)), **states}
 
 
 def _torch_state(job: Job, states: dict[int, Any], members: list[list[int]]) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def sharded_state(job: Job, rank: int) -> dict[str, Any]:
         if group in job.muon:
             states[unit] = {MOMENTUM: part(MOMENTUM, 0.0).bfloat16()}
         else:
-            states[unit] = _adam({key: part(key, 0.0) for key in STATES})
+            states[unit] = _adam(job, {key: part(key, 0.0) for key in STATES})
     return {
         "zero_stage": ZeroStageEnum(3),
         "loss_scaler": LossScaler(1.0),

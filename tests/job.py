@@ -19,7 +19,8 @@ from torch import Tensor
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
-TAG = "global_step7"
+STEP = 7
+TAG = f"global_step{STEP}"
 STATES = ("exp_avg", "exp_avg_sq")
 MOMENTUM = "momentum_buffer"
 LOCAL_EXPERTS = 2
@@ -134,6 +135,8 @@ class Job:
     offload: bool = False
     """Whether the optimizer's states are kept off the device, where momentum is cut."""
     elastic: bool = False
+    step: int = STEP
+    """After which it is saved; its states have other values after another one."""
     changed: tuple[str, str, int] | None = None
     """(state, parameter, index) of an element that is greater by one than it should be."""
 
@@ -188,6 +191,8 @@ class Job:
         """Make a state of a trained parameter, or of a frozen one."""
         shape = {**self.shapes, **dict(self.frozen)}[name]
         seed = f"{self.part}/{state}" if self.part else state
+        if self.step != STEP and state != "frozen":
+            seed = f"{seed}@{self.step}"
         made = values(seed, self.in_model(name, expert_rank), shape)
         if self.changed is not None and self.changed[:2] == (state, name):
             made.view(-1)[self.changed[2]] += 1

@@ -14,11 +14,11 @@ import streamshard
 ROOT = Path(streamshard.__file__).parent
 FLOORS: dict[str, int] = {
     "model": 0, "errors": 0, "sizes": 0, "batches": 0,
-    "commands": 0, "registry": 0,
+    "commands": 0, "registry": 0, "health": 0,
     "layout": 1, "drawing": 1, "io": 1, "options": 1,
     "engine": 2, "formats": 2, "verb_options": 2,
     "operations": 3, "cluster": 3,
-    "degrees": 4,
+    "degrees": 4, "merging": 4,
     "": 5, "cli": 5, "live": 5,
     "__main__": 6, "deepspeed": 6,
 }  # fmt: skip
@@ -36,7 +36,17 @@ INNER: dict[str, tuple[str, ...]] = {
     "cli.text": ("engine", "formats", "io", "layout"),
 }
 """What a folder may not import although its floor allows it."""
-VERBS = ("repartition", "convert", "export", "verify", "diff", "inspect", "read", "compact")
+VERBS = (
+    "repartition",
+    "convert",
+    "export",
+    "verify",
+    "diff",
+    "inspect",
+    "read",
+    "newest",
+    "compact",
+)
 """Folders of one verb each, and `read`, which is `streamshard.open`."""
 CROSSINGS = {("compact", verb) for verb in VERBS} | {("read", "inspect")}
 """`compact` runs other verbs; `open` shows what `inspect` summarizes."""
@@ -44,7 +54,7 @@ CORE = "streamshard.operations.repartition.repartition"
 CORE_MODULES, CORE_LINES = 95, 15_000
 """What who touches the core has to know: all that it imports, and what that imports, lazily or for
 type checking as well."""
-AROUND = ("degrees", "formats.deepspeed.model_parallel")
+AROUND = ("degrees", "merging", "formats.deepspeed.model_parallel")
 """Rooms that the core does not import: other degrees, and how models are cut for them."""
 LIVE = "live"
 """Meets live engines, which is why it alone imports torch and deepspeed."""

@@ -32,7 +32,7 @@ from tests.job import TAG, Job, Keepsake
 ROOT = Path(streamshard.__file__).parent.parent
 
 SURFACE = streamshard.__all__
-ONE_SOURCE = ("executor", "inspect", "list_pickles", "load_plan", "open", "verify")
+ONE_SOURCE = ("executor", "inspect", "list_pickles", "load_plan", "newest", "open", "verify")
 """Functions that take nothing else by position; others take a target, or a second source."""
 
 

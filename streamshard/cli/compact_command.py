@@ -10,10 +10,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from streamshard.cli.output import print_json, print_result, print_text
 from streamshard.cli.parser import keywords
 from streamshard.cli.progress import display
-from streamshard.cli.streams import tell, tell_error, write_out
+from streamshard.cli.streams import (
+    print_json,
+    print_result,
+    print_text,
+    tell,
+    tell_error,
+    write_out,
+)
 from streamshard.cli.text.compact_text import (
     compaction_text,
     problem_text,

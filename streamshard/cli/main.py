@@ -12,13 +12,14 @@ from typing import Final
 
 from streamshard.cli.compact_command import run_compact
 from streamshard.cli.completion import completion_script
-from streamshard.cli.output import print_json, print_result
 from streamshard.cli.parser import arguments_of, flag, keywords, parse_command
 from streamshard.cli.progress import display
 from streamshard.cli.signals import SIGNALS, Signals, StoppedBySignal
 from streamshard.cli.streams import (
     close_quietly,
     open_what_was_closed,
+    print_json,
+    print_result,
     tell,
     tell_error,
     write_out,
@@ -26,6 +27,7 @@ from streamshard.cli.streams import (
 from streamshard.cli.text.diff_text import diff_text, difference_text
 from streamshard.cli.text.estimate_text import plan_text
 from streamshard.cli.text.inspect_text import inspection_text, pickles_text
+from streamshard.cli.text.newest_text import newest_lines
 from streamshard.cli.text.report_text import report_text, worker_text
 from streamshard.cli.text.verify_text import findings_lines, verification_text
 from streamshard.commands import command
@@ -46,6 +48,7 @@ from streamshard.operations.inspect.inspect_report import (
     Inspection,
 )
 from streamshard.operations.inspect.unopened import describe_unopened
+from streamshard.operations.newest import newest
 from streamshard.operations.transfer.estimate import Estimate
 from streamshard.operations.transfer.plan import TransferPlan
 from streamshard.operations.transfer.report import Progress, Report
@@ -220,6 +223,19 @@ def _inspect_pickles(arguments: argparse.Namespace) -> None:
         raise SourceError(f"{message}, so there may be more names; {first.path}: {first.problem}")
 
 
+def _newest(arguments: argparse.Namespace) -> None:
+    with _progress(arguments) as progress:
+        found = newest.search(progress=progress, **keywords(arguments))
+    if arguments.json:
+        print_json(asdict(found))
+    if found.path is None:
+        raise newest.none_good(found)
+    if not arguments.quiet:
+        tell(*newest_lines(found))
+    if not arguments.json:
+        write_out(f"{found.path}\n")
+
+
 def _apply(arguments: argparse.Namespace) -> None:
     with _progress(arguments) as progress:
         plan = apply.load_plan(**keywords(arguments))
@@ -236,6 +252,7 @@ _VERBS: Final[Mapping[str, Callable[[argparse.Namespace], int | None]]] = {
     "verify": _verify,
     "diff": _diff,
     "inspect": _inspect,
+    "newest": _newest,
     "compact": run_compact,
     "apply": _apply,
     "completion": _completion,

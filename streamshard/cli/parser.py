@@ -43,6 +43,11 @@ _SUMMARIES: Final = {
         "streamshard export runs/7b models/7b --dtype bf16",
         "streamshard export runs/7b dcp/7b --format dcp",
     ),
+    "merge": (
+        "write a weighted mean of checkpoints",
+        "streamshard merge runs/7b runs/7b-merged --last 5 --weights 1-sqrt",
+        "streamshard merge runs/7b/global_step1000 runs/7b/global_step2000 merged.zarr",
+    ),
     "verify": (
         "check that a checkpoint is whole and as it was written, or the same as another",
         "streamshard verify archive/7b.zarr",
@@ -57,6 +62,11 @@ _SUMMARIES: Final = {
         "show what is in a checkpoint",
         "streamshard inspect runs/7b",
         "streamshard inspect runs/7b --html cut.html --world-size 6",
+    ),
+    "newest": (
+        "print the path of the newest checkpoint that is whole and healthy",
+        "streamshard newest runs/7b",
+        'python train.py --resume_from_checkpoint "$(streamshard newest output)"',
     ),
     "compact": (
         "archive old tags of a run directory, and remove them if asked to",
@@ -116,11 +126,15 @@ def arguments_of() -> argparse.ArgumentParser:
             _add_options(verb, OPTIONS[name])
         else:
             verb.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
-        places = (action.metavar for action in verb._actions if not action.option_strings)
+        places = (_shown(action) for action in verb._actions if not action.option_strings)
         verb.usage = " ".join(["streamshard", name, "[OPTIONS]", *map(str, places)])
     for one in verbs.choices.values():
         one.verbs = verbs.choices
     return parser
+
+
+def _shown(place: argparse.Action) -> str:
+    return f"{place.metavar} ..." if place.nargs == "+" else str(place.metavar)
 
 
 def _add_options(verb: "_Parser", kind: type[Options]) -> None:
@@ -161,7 +175,7 @@ def _argument(name: str, field: OptionField, of: object) -> tuple[list[str], dic
     flags = [word for word in words if word.startswith("-")]
     metavar, *more = [None, None] if len(words) == len(flags) else words[len(flags) :]
     if field.default is ...:
-        return [name], {"metavar": metavar}
+        return [name], {"metavar": metavar, **({"nargs": "+"} if more else {})}
     if isinstance(field.default, bool):
         no = "no-" * field.default
         how: dict[str, Any] = {"action": f"store_{str(not field.default).lower()}"}

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from types import TracebackType
 from typing import Final, Protocol, Self, TextIO
 
 from tqdm import tqdm
@@ -129,12 +128,7 @@ class Display:
             self._show(is_due=True)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._lock:
             self._show(is_due=True, is_last=True)
             self._write(self._style.end)
@@ -149,7 +143,6 @@ class Display:
             self._show(is_due=is_new)
 
     def advance(self, nbytes: int) -> None:
-        """Count bytes."""
         with self._lock:
             self._done_bytes += nbytes
             self._show()

@@ -1,4 +1,4 @@
-"""The standard streams of the process, even if they are closed, full, or without a reader."""
+"""The standard streams of the process, even if they are closed or full, and results on them."""
 
 import io
 import os
@@ -11,6 +11,15 @@ from streamshard.errors import TargetError
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from streamshard.cli.text.escaping import printable
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _STDERR: Final = 2
 """The number of standard error."""
@@ -76,3 +85,30 @@ def write_out(text: str) -> None:
 def close_quietly(stream: TextIO) -> None:
     """Discard a stream's output, so that the interpreter reports no write error at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def print_result(
+    found: "DataclassInstance",
+    arguments: argparse.Namespace,
+    text: Callable[[], str],
+    *,
+    more: Mapping[str, Any] | None = None,
+    indent: int | None = 2,
+) -> None:
+    """Print a report in the form that was asked for; JSON may have `more` than its fields."""
+    from dataclasses import asdict  # slow to import, and `--help` needs none
+
+    if arguments.json:
+        print_json({**asdict(found), **(more or {})}, indent)
+    elif not arguments.quiet:
+        print_text(text())
+
+
+def print_json(document: Mapping[str, Any], indent: int | None = 2) -> None:
+    """Print a JSON document; without an indent, in one line."""
+    write_out(json.dumps(document, indent=indent) + "\n")
+
+
+def print_text(text: str) -> None:
+    """Print text, escaped."""
+    write_out(printable(text) + "\n")

@@ -81,7 +81,6 @@ class DaskExecutor:
         is_ordered: bool = False,
         needed_bytes: int = 0,
     ) -> Generator[tuple[int, R], None, None]:
-        """Run all jobs; see `Executor`."""
         token = f"streamshard-{secrets.token_hex(8)}"
         spec = RunSpec(token, self._name, workers, needed_bytes)
         run = _ClusterRun(self._client, toolkit, spec, self._worker_rate)

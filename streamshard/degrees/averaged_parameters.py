@@ -9,7 +9,7 @@ the run is planned, and are in memory from then on.
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Final
 
@@ -35,6 +35,17 @@ _ALIGNMENT: Final = 8
 
 Bits = NDArray[Any]
 """Elements as unsigned integers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held(Computed):
+    """Content that is held in memory."""
+
+    content: bytes
+
+    def fill(self, view: memoryview, offset: int, reader: object) -> None:
+        """Copy a range of it."""
+        view[:] = self.content[offset : offset + len(view)]
 
 
 def with_means(source: Source, parts: ModelInParts) -> Source:
@@ -97,7 +108,7 @@ class _Means:
             "the master weights. The job does not go on exactly as it would have without that."
         )
         checkpoint = replace(source.checkpoint, notes=(*source.checkpoint.notes, Note(note)))
-        file = replace(source.files[0], decoder=Computed(bytes(self._content)))
+        file = replace(source.files[0], decoder=Held(bytes(self._content)))
         rows, offsets = ([place[column] for place in self._places] for column in (0, 1))
         made = source.relocate(rows, file, offsets)
         return replace(made, checkpoint=checkpoint)

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Final
 
 from streamshard.degrees.averaged_parameters import AVERAGE
-from streamshard.degrees.blob_checksums import note_checksums
 from streamshard.degrees.layered import WithLayerTensors
 from streamshard.degrees.other_degrees import at_degrees
 from streamshard.degrees.recut_source import (
@@ -14,7 +13,7 @@ from streamshard.degrees.recut_source import (
     require_unused,
     tells_cut,
 )
-from streamshard.degrees.shard_values import require_different_shards
+from streamshard.degrees.shard_values import note_checksums, require_different_shards
 from streamshard.errors import Option, UnsupportedError, UsageError
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.deepspeed.model_parallel.cut_rules import CutRules, read_rules

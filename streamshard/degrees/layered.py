@@ -86,13 +86,11 @@ class _KeptFiles:
         self._reader = SourceReader(source.files)
 
     def path(self, file: int) -> Path:
-        """Return what messages call the file with this number of its logical tensor."""
         if self._source.kind == "native":
             return self._own(file).path
         return self._source.path / self._source.checkpoint.tensors[file].name
 
     def open(self, file: int) -> AbstractContextManager[Readable]:
-        """Open the file with this number."""
         if self._source.kind == "native":
             return open_readable(self._own(file).path)
         return nullcontext(StoredFile(self._source, self._reader, file))

@@ -9,10 +9,9 @@ from typing import Final
 import numpy as np
 
 from streamshard.degrees.averaged_parameters import AVERAGE
-from streamshard.degrees.blob_checksums import note_checksums
 from streamshard.degrees.layered import layered
 from streamshard.degrees.recut_source import parts_of, recut_source, require_unused, universal_info
-from streamshard.degrees.shard_values import require_different_shards
+from streamshard.degrees.shard_values import note_checksums, require_different_shards
 from streamshard.errors import Option, StreamshardError, UnsupportedError, UsageError
 from streamshard.formats.checkpoint import LIKE
 from streamshard.formats.deepspeed import ds_config

@@ -6,7 +6,7 @@ never gets another rank's random state, only what it needs to stay in step with 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,6 +21,9 @@ LIGHTNING_VERSION: Final = "pytorch-lightning_version"
 """Key of the client state that Lightning's Trainer saves."""
 TRAINER_STATE: Final = "trainer_state.json"
 
+_HF_NAME: Final = re.compile(r"checkpoint-\d+")
+_HF_FIRST: Final = "training_args.bin"
+"""HF Trainer writes it right after the weights, before DeepSpeed saves."""
 _HF_RANK: Final = re.compile(r"rng_state_(\d+)\.pth")
 _HF_ALONE: Final = "rng_state.pth"
 """HF Trainer's file name if there is only one rank."""
@@ -28,6 +31,7 @@ _HF_STEP: Final = re.compile(rb'^  "global_step": (\d{1,15}),?\r?$', re.MULTILIN
 _HF_EPOCH: Final = re.compile(rb'^  "epoch": (\d{1,15}(?:\.\d*)?(?:e-?\d+)?),?\r?$', re.MULTILINE)
 """Trainer writes one key per line, in sorted order, and indents nested keys further."""
 _ACCELERATE_RANK: Final = re.compile(r"random_states_(\d+)\.pkl")
+_ACCELERATE_TAG: Final = "pytorch_model"
 _ACCELERATE_SCHEDULER: Final = re.compile(r"scheduler(_\d+)?\.bin")
 _ACCELERATE_SCHEDULE: Final = """\
 At every optimizer step, Accelerate advances the scheduler once for each process: {before} in \
@@ -97,6 +101,30 @@ def framework_of(tag: str, paths: Sequence[str]) -> str | None:
     if any(_ACCELERATE_RANK.fullmatch(path) for path in top):
         return ACCELERATE
     return LIGHTNING if tag == _LIGHTNING_TAG else None
+
+
+def written_last(directory: str, tag: str, paths: Collection[str], ranks: int) -> tuple[str, ...]:
+    """Name the files that a framework writes after all others of a checkpoint.
+
+    If one of them is missing, its save was cut off after DeepSpeed had ended its part of it.
+
+    >>> written_last("checkpoint-5", "global_step5", ["rng_state_0.pth"], 2)
+    ('trainer_state.json',)
+    >>> written_last("step_5", "pytorch_model", [], 2)
+    ('random_states_0.pkl', 'random_states_1.pkl')
+    """
+    marks = (_HF_FIRST, _HF_ALONE, TRAINER_STATE)
+    is_trainer = any(path in marks or _HF_RANK.fullmatch(path) for path in paths)
+    if is_trainer and _HF_NAME.fullmatch(directory):
+        return (TRAINER_STATE,)
+    if tag == _ACCELERATE_TAG or any(_ACCELERATE_RANK.fullmatch(path) for path in paths):
+        return tuple(map(_accelerate_file, range(ranks)))
+    return ()
+
+
+def is_of_rank(path: str) -> bool:
+    """Tell whether a file is one that each rank saves for itself."""
+    return any(known.fullmatch(path) for known in (_HF_RANK, _ACCELERATE_RANK))
 
 
 def resize(tag: str, paths: Sequence[str], *, source_world_size: int, world_size: int) -> Resized:

@@ -83,6 +83,17 @@ def is_export(paths: Collection[str]) -> bool:
     return bool(weights) and all(path in weights or comes_along(path) for path in paths)
 
 
+def holds_weights(name: str) -> bool:
+    """Tell whether a file holds a model's weights, or an adapter's, or lists such files.
+
+    >>> holds_weights("model.safetensors"), holds_weights("pytorch_model.bin.index.json")
+    (True, True)
+    >>> holds_weights("tokenizer.json")
+    False
+    """
+    return any(fnmatchcase(name, p) for p in (*_WEIGHTS, "*.safetensors", "adapter_model.bin"))
+
+
 def is_weights_only(names: Collection[str]) -> bool:
     """Tell whether none of these files is an optimizer's state.
 

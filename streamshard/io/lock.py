@@ -94,7 +94,6 @@ class Lock:
         self._descriptor = -1
 
     def take(self) -> None:
-        """Take the lock; a lock whose holder is gone is taken over."""
         while not self._make() and not self._try():
             pass
         self._remove_temporary()
@@ -219,7 +218,6 @@ class Lock:
         return True
 
     def release(self) -> None:
-        """Release the lock, if this process holds it."""
         if self._descriptor >= 0:
             with ignored(FROM_OUTSIDE):
                 self._path.unlink()

@@ -20,13 +20,10 @@ from streamshard.io.sink import Sink
 class Place(ByteSource, Protocol):
     """A place that files are read from and written to."""
 
-    @property
-    def read_ahead(self) -> ReadAheadBytes:
-        """How far a worker reads ahead."""
-
-    @property
-    def reading_bytes(self) -> int:
-        """Memory that a worker needs for what it has requested."""
+    read_ahead: ReadAheadBytes
+    """How far a worker reads ahead."""
+    reading_bytes: int
+    """Memory that a worker needs for what it has requested."""
 
     def listed(self, root: Path) -> Mapping[Any, Mapping[str, Entry]]:
         """Return entries by directory and name, where listing all below a path takes one call."""

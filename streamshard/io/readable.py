@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISDIR, S_ISLNK, S_ISREG
-from types import TracebackType
 from typing import BinaryIO, Final, Protocol, Self
 
 from streamshard.io.retry import close_unwritten
@@ -105,12 +104,7 @@ class OpenedFile(Readable, Protocol):
     def __enter__(self) -> Self:
         """Return the file itself."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the file."""
 
 
@@ -135,7 +129,6 @@ class ReadableFile:
         """Do nothing: one call after the other takes no longer."""
 
     def read_into(self, view: memoryview, offset: int) -> int:
-        """Fill a view from an offset; returns the bytes read, fewer only at the file's end."""
         return read_into(self.descriptor, view, offset)
 
     def will_need(self, offset: int, nbytes: int) -> None:
@@ -144,22 +137,15 @@ class ReadableFile:
             os.posix_fadvise(self.descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def status(self) -> Status:
-        """Return the present status of the file that is open."""
         return Status.of(os.fstat(self.descriptor))
 
     def close(self) -> None:
-        """Close the file."""
         close_unwritten(self.descriptor)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -242,26 +228,21 @@ class LocalFiles:
     """The directories of this machine."""
 
     def examine(self, path: Path, *, follows: bool) -> Status:
-        """Return the status of what is at a path, or of the link itself that is there."""
         return Status.of(os.stat(path, follow_symlinks=follows))  # noqa: PTH116
 
     def entries(self, directory: Path) -> Iterator[Entry]:
-        """List a directory."""
         with os.scandir(directory) as found:
             for one in found:
                 is_directory = one.is_dir(follow_symlinks=False)
                 yield Entry(directory / one.name, is_directory, one.is_symlink())
 
     def resolve(self, path: Path) -> Path:
-        """Return an absolute path without symbolic links, as far as it exists."""
         return Path(os.path.realpath(path))
 
     def open(self, path: Path, known: SourceFile | None = None) -> ReadableFile:
-        """Open a file to read ranges of it."""
         return ReadableFile(open_to_read(path))
 
     def stream(self, path: Path) -> BinaryIO:
-        """Open a file, or a pipe, to read it from its beginning."""
         descriptor = open_to_read(path)
         try:
             return os.fdopen(descriptor, "rb")

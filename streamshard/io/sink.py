@@ -67,11 +67,9 @@ class LocalSink:
         return BLOCK_BYTES if self._direct >= 0 else 1
 
     def write(self, view: memoryview, offset: int) -> None:
-        """Write all of a view at an offset; once more does no harm."""
         write_blocks(self.descriptor, self._direct, view, offset)
 
     def read_into(self, view: memoryview, offset: int) -> int:
-        """Read back what is written; returns the bytes read, fewer only at the file's end."""
         return read_into(self.descriptor, view, offset)
 
     def sync(self) -> None:
@@ -85,7 +83,6 @@ class LocalSink:
         self.close()
 
     def close(self) -> None:
-        """Stop writing, unless that is done."""
         # Forgotten first: a descriptor is closed even if that reports an error.
         both, self.descriptor, self._direct = (self.descriptor, self._direct), -1, -1
         for descriptor in both:
@@ -126,7 +123,6 @@ class InnerPages:
 
     @property
     def block_bytes(self) -> int:
-        """Divisor by which a view in memory should be as far from a boundary as in the file."""
         return self._sink.block_bytes
 
     @property
@@ -145,14 +141,12 @@ class InnerPages:
                 self.ends.append((first, bytes(view[first - offset : last - offset])))
 
     def read_into(self, view: memoryview, offset: int) -> int:
-        """Read back what is written; returns the bytes read, fewer only at the file's end."""
         return self._sink.read_into(view, offset)
 
     def finish(self, mode: int | None) -> None:
         """Complete nothing: who made the file does."""
 
     def close(self) -> None:
-        """Stop writing."""
         self._sink.close()
 
 

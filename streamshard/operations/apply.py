@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from streamshard import registry
 from streamshard.errors import Option, SourceError, TargetExistsError, UsageError
 from streamshard.io.object_path import as_path
 from streamshard.operations.convert.convert import plan_convert
@@ -17,6 +18,7 @@ PLANNERS: Final[Mapping[str, Callable[..., TransferPlan]]] = {
     "repartition": plan_repartition,
     "convert": plan_convert,
     "export": plan_export,
+    "merge": registry.load(registry.PLAN_MERGE),
 }
 """The function that plans each verb that writes."""
 _NEW_PLAN: Final = Option("plan.save()")

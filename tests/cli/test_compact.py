@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from streamshard.io.lock import Lock
 from streamshard.sizes import show_bytes
 from tests.cli.conftest import in_process, passed, refused
 from tests.compact.runs import NO_GRACE, STEPS, bits, make_run, save, tag_of
-from tests.documents import TEXTS, blocks, page
+from tests.documents import TEXTS
 
 FIRST = tag_of(STEPS[0])
 
@@ -206,28 +205,3 @@ def test_a_line_for_cron_does_what_it_says(line: str, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert (run / ".streamshard.trash" / FIRST).is_dir()
     assert (tmp_path / "archive" / "7b" / f"{FIRST}.zarr").is_dir()
-
-
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
-def test_systemd_understands_the_units(tmp_path: Path) -> None:
-    units = blocks(page("archive"), "ini")
-    names = ("streamshard-compact.service", "streamshard-compact.timer")
-    for name, text in zip(names, units, strict=True):
-        (tmp_path / name).write_text(text.replace("/usr/local/bin/streamshard", "/bin/true"))
-    command = ["systemd-analyze", "verify", *(str(tmp_path / name) for name in names)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_the_job_of_kubernetes_runs_what_cron_runs() -> None:
-    (shown,) = blocks(page("archive"), "yaml")
-    spec = pytest.importorskip("yaml").safe_load(shown)["spec"]
-    pod = spec["jobTemplate"]["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    program, *words = container["command"]
-    line = f"/usr/local/bin/{shlex.join([program, *words])}"
-    assert spec["schedule"] == "30 3 * * *"
-    assert line in CRON
-    mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-    assert mounted.keys() == {volume["name"] for volume in pod["volumes"]}
-    assert {f"/{word.split('/')[1]}" for word in words if "/" in word} == {*mounted.values()}

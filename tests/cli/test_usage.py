@@ -90,7 +90,7 @@ def test_quiet_and_json_print_nothing_else(flag: str, saved: Saved, tmp_path: Pa
         ),
         (
             "diff a b --codec=zstd --workrs 2",
-            "; --codec is an option of convert, compact; did you mean --workers?\n",
+            "; --codec is an option of convert, merge, compact; did you mean --workers?\n",
         ),
     ],
 )

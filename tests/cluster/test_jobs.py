@@ -18,7 +18,7 @@ from distributed import Client
 
 from streamshard.cluster import membership
 from streamshard.cluster.dask_executor import DaskExecutor
-from streamshard.engine.jobs.executor import Host
+from streamshard.engine.jobs.executor import Host, Toolkit
 from streamshard.errors import ClusterError
 from tests.cluster.conftest import started
 from tests.cluster.workers import PAUSE, ROOT
@@ -73,8 +73,8 @@ class Witness:
 
 
 @dataclass(frozen=True)
-class Witnesses:
-    """Describes witnesses; see `Toolkit`."""
+class Witnesses(Toolkit[Witness]):
+    """Describes witnesses."""
 
     place: Path
 

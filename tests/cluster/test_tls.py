@@ -12,7 +12,7 @@ import pytest
 import streamshard
 from tests.cli.conftest import tree
 from tests.cluster.workers import dask, scheduler
-from tests.documents import blocks, page
+from tests.documents import ROOT
 from tests.fabricated import write
 from tests.forked import run_forked
 from tests.job import Job
@@ -35,8 +35,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     home = tmp_path_factory.mktemp("home")
     if shutil.which("openssl") is None:
         pytest.skip("needs the program openssl")
-    set_up, _ = blocks(page("clusters"), "bash")
-    script = f"set -e\n{set_up}\n. ~/dask-tls/environment\nenv -0"
+    recipe = ROOT / "docs" / "recipes" / "dask-tls.sh"
+    script = f"set -e\nbash {recipe}\n. ~/dask-tls/environment\nenv -0"
     plain = {"HOME": str(home), "PATH": os.environ["PATH"]}
     done = subprocess.run(["bash", "-c", script], env=plain, capture_output=True, check=True)
     settings = dict(line.split("=", 1) for line in done.stdout.decode().split("\0")[:-1])

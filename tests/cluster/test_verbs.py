@@ -10,7 +10,7 @@ import torch
 from distributed import Client
 
 import streamshard
-from streamshard.engine.jobs import batch_jobs
+from streamshard.cluster import connections
 from streamshard.errors import SourceError
 from tests.cli.conftest import tree
 from tests.cluster.conftest import names, on
@@ -126,7 +126,7 @@ def test_workers_read_the_headers_of_many_ranks(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(batch_jobs, "_BATCH_FILES", 2)
+    monkeypatch.setattr(connections, "_BATCH_FILES", 2)
     run = write(Job(stage=stage, world_size=6), tmp_path / "run")
     with streamshard.executor(cluster) as chosen:
         plan = streamshard.plan_repartition(run, tmp_path / "there", world_size=4)
@@ -141,7 +141,7 @@ def test_a_rank_file_that_cannot_be_read_is_named_by_its_worker(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(batch_jobs, "_BATCH_FILES", 2)
+    monkeypatch.setattr(connections, "_BATCH_FILES", 2)
     run = write(Job(stage=2, world_size=6), tmp_path / "run")
     file = optimizer_file(run, 4)
     file.write_bytes(file.read_bytes()[:-100])

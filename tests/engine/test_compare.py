@@ -21,7 +21,7 @@ from streamshard.engine.scan.distance import (
     Measurement,
     Measurer,
 )
-from streamshard.engine.scan.equality import Comparator, Comparison, Mismatch
+from streamshard.engine.scan.region_pair import Comparator, Comparison, Mismatch
 from streamshard.io.entries import identify
 from streamshard.model import Copies
 from streamshard.operations.diff.diff_report import Totals

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from streamshard.engine.numeric import digests
 from streamshard.engine.numeric.checksums import RunningChecksums, crc32, crc32c, join_crc32
-from streamshard.engine.scan.file_hashes import FileHashes
+from streamshard.engine.scan.probe import FileHashes
 from streamshard.io.entries import identify
 from streamshard.model import Digest, SourceFile
 from streamshard.operations.compact.run_context import sha256_of

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from streamshard.engine.jobs.executor import Host, Job, Threads, run_ordered
+from streamshard.engine.jobs.executor import Host, Job, Threads, Toolkit, run_ordered
 from streamshard.engine.run.phases import Count
 
 
@@ -24,7 +24,7 @@ class Bench:
 
 
 @dataclass
-class Benches:
+class Benches(Toolkit[Bench]):
     """Makes benches, and remembers them."""
 
     made: list[Bench] = field(default_factory=list)

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamshard.engine.jobs.source_proof import SourceProof
-from streamshard.engine.jobs.target_proof import PROOF_PREFIX, StagedProof
+from streamshard.engine.jobs.proofs import PROOF_PREFIX, StagedProof, require_seen, some_files
 from streamshard.errors import SourceError, TargetError
 from streamshard.io.entries import identify
 from streamshard.io.sink import InnerPages, open_target, open_to_fill
@@ -118,16 +117,16 @@ def test_a_copy_of_a_source_is_another_file(tmp_path: Path) -> None:
     path = tmp_path / "source"
     path.write_bytes(b"12345678")
     known = identify(path)
-    assert SourceProof.of([known]).prove() == ""
+    require_seen(some_files([known]))
     copy = tmp_path / "copy"
     shutil.copy2(path, copy)
     copy.replace(path)
     assert identify(path).version == known.version
     with pytest.raises(SourceError, match="is another file here"):
-        SourceProof.of([known]).prove()
+        require_seen(some_files([known]))
     path.unlink()
     with pytest.raises(SourceError, match="cannot be read here"):
-        SourceProof.of([known]).prove()
+        require_seen(some_files([known]))
 
 
 def test_a_part_of_many_files_is_examined_and_one_of_each_directory(tmp_path: Path) -> None:
@@ -137,6 +136,6 @@ def test_a_part_of_many_files_is_examined_and_one_of_each_directory(tmp_path: Pa
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"x")
         files.append(identify(path))
-    chosen = SourceProof.of(files).files
+    chosen = some_files(files)
     assert 50 < len(chosen) < 70
     assert {file.path.parent.name for file in chosen} == {"0", "1", "2"}

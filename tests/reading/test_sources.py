@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import streamshard
+from streamshard.degrees.averaged_parameters import Held
 from streamshard.io.entries import identify
 from streamshard.layout.cutting import Cutting
-from streamshard.model import FILE, ITEMSIZE, MASTER, MODULE, Computed, LogicalTensor
+from streamshard.model import FILE, ITEMSIZE, MASTER, MODULE, LogicalTensor
 from streamshard.operations.compact import omissions
 from streamshard.operations.source.degree_change import other_degrees
 from streamshard.operations.source.source import Source, open_source
@@ -116,7 +117,7 @@ def test_tensors_that_are_computed_lie_in_no_file(
     before, tensors = elements(source), source.checkpoint.tensors
     rows = [number for number, tensor in enumerate(tensors) if tensor.state in (MASTER, MODULE)]
     made = [bytes(255 - byte for byte in before[row]) for row in rows]
-    file = replace(source.files[-1], decoder=Computed(b"".join(made)))
+    file = replace(source.files[-1], decoder=Held(b"".join(made)))
     offsets = [sum(map(len, made[:number])) for number in range(len(made))]
     wanted = dict(enumerate(before)) | dict(zip(rows, made, strict=True))
     found = elements(source.relocate(rows, file, offsets))

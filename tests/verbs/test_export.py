@@ -20,7 +20,7 @@ import streamshard
 from streamshard.engine.journals.journal import Journal, Written
 from streamshard.errors import IntegrityError, UnsupportedError, UsageError
 from streamshard.operations.export import export_read_back
-from streamshard.operations.export.weight_files import shards
+from streamshard.operations.export.weights import shards
 from streamshard.operations.transfer.target import partial_of
 from tests.cli.conftest import model_file, tree
 from tests.exported import JOBS, same

@@ -35,6 +35,7 @@ def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a checkpoint in the directory that relative paths begin at."""
     monkeypatch.chdir(tmp_path)
     write(Job(stage=2, world_size=4, client_state=client_state()), Path("run"))
+    write(Job(stage=3, step=5), Path("older"))
 
 
 def plan_repartition(**options: Any) -> Any:  # noqa: ANN401
@@ -47,6 +48,7 @@ PLANS: dict[str, Callable[[], Any]] = {
     "export": lambda: streamshard.plan_export(
         "run", "out", dtype="bf16", exclude=["old.*"], keep_dtype=("embed.*",), max_shard_size=100
     ),
+    "merge": lambda: streamshard.plan_merge(["run", "older"], "out", weights=[0.75, 0.25]),
 }
 
 

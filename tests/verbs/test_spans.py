@@ -103,6 +103,19 @@ def layers(place: Path) -> Path:
     return place / "a.zarr"
 
 
+def trained(place: Path) -> Path:
+    """Save three steps of a run on other ranks each time, one of them as a store."""
+    run = place / "run"
+    for stage in (2, 3, 1):
+        write(
+            Job(stage=stage, world_size=1 + stage, step=9 - stage), run, f"global_step{9 - stage}"
+        )
+    streamshard.convert(run / "global_step6", place / "step6", codec="zstd", chunk_size=64)
+    shutil.rmtree(run / "global_step6")
+    (place / "step6").rename(run / "step6.zarr")
+    return run
+
+
 def dumped(template: Path, out: Path) -> streamshard.Report:
     return streamshard.repartition(template, out / "{rank}.pt", world_size=3)
 
@@ -132,6 +145,7 @@ CASES: dict[str, Case] = {
     "universal": Case(enlarged, partial(streamshard.export, format="universal")),
     "dcp": Case(enlarged, partial(halved, format="dcp", ranks=2)),
     "means": Case(of(AVERAGED), merged),
+    "merge": Case(trained, partial(streamshard.merge, last=3, weights="1-sqrt")),
     "layers in a store": Case(layers, streamshard.export),
 }
 

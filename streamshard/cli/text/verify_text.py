@@ -1,10 +1,12 @@
 """Formats the result of `verify` as text for people."""
 
+from collections.abc import Mapping
 from typing import Final
 
 from streamshard.cli.text.escaping import one_line
 from streamshard.cli.text.report_text import memory_text, read_text
 from streamshard.cli.text.tables import facts_text, more_text, paragraph, table
+from streamshard.health import TensorHealth
 from streamshard.operations.checks.problems import Difference, Problem, Verification
 from streamshard.operations.inspect.inspect_report import KINDS
 from streamshard.sizes import counted
@@ -15,9 +17,8 @@ _MOST_SHOWN: Final = 20
 
 def verification_text(found: Verification, *, verbose: bool, with_digests: bool) -> str:
     """Format what `verify` checked and found."""
-    facts: list[tuple[str, object]] = [("checkpoint", found.path)]
-    if found.kind:
-        facts[0] = ("checkpoint", f"{found.path} ({KINDS[found.kind]})")
+    kind = f" ({KINDS[found.kind]})" if found.kind else ""
+    facts: list[tuple[str, object]] = [("checkpoint", f"{found.path}{kind}")]
     if found.against is not None:
         facts.append(("against", found.against))
     facts.append(("tag", found.tag or "not known"))
@@ -28,11 +29,16 @@ def verification_text(found: Verification, *, verbose: bool, with_digests: bool)
         facts.append(("checksums", f"{found.checked:,}"))
     if found.against is not None or found.tensors:
         facts.append(("tensors", f"{found.tensors:,}"))
+    if found.health:
+        good = sum(one.is_good for one in found.health.values())
+        facts.append(("healthy", f"{good:,} of {len(found.health):,} tensors of floats"))
     if verbose:
         facts.append(("memory", memory_text(found, verbose=True)))
     blocks = [facts_text(facts), *map(paragraph, found.notes)]
     if with_digests:
         blocks.append(table([("digest", "tensor"), *((d, n) for n, d in found.digests.items())]))
+    if verbose and found.health:
+        blocks.append(_health_table(found.health))
     wrong: list[Problem | Difference] = [*found.problems, *found.differences]
     shown = wrong if verbose else wrong[:_MOST_SHOWN]
     if wrong:
@@ -41,6 +47,21 @@ def verification_text(found: Verification, *, verbose: bool, with_digests: bool)
         same = "No difference. Checksums were not looked at: verify does that without --against."
         blocks.append(same if found.against else "No problem found.")
     return "\n\n".join(filter(None, [*blocks, more_text(len(wrong) - len(shown))]))
+
+
+def _health_table(health: Mapping[str, TensorHealth]) -> str:
+    """Show which numbers each tensor holds."""
+    head = ("tensor", "elements", "NaN", "infinite", "zero", "largest", "RMS")
+    rows = [
+        (
+            name,
+            *(f"{count:,}" for count in (one.numel, one.nans, one.infinities, one.zeros)),
+            f"{one.largest:.4g}",
+            f"{one.rms:.4g}",
+        )
+        for name, one in health.items()
+    ]
+    return table([head, *rows])
 
 
 def findings_lines(found: Verification, *, verbose: bool) -> list[str]:

@@ -5,12 +5,16 @@ of functions of modules, frozen dataclasses), so they can be sent to any process
 """
 
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
+
+from streamshard.engine.jobs.proofs import require_seen, some_files
+from streamshard.model import SourceFile
 
 
 class Tools(Protocol):
@@ -37,18 +41,25 @@ class Host:
     """Count of the process's workers for this run."""
 
 
-class Toolkit(Protocol[T_co]):
+class Toolkit(ABC, Generic[T_co]):
     """Describes the tools of a worker."""
 
+    __slots__ = ()
+    sources: Sequence[SourceFile]
+    """The files that the plan was made for."""
+
     def prove(self) -> str:
-        """Show, in another process, that it sees the files that the plan was made for.
+        """Show, in another process, that it sees what the plan was made for.
 
         Called once in each process, before it gets tools. Returns a text that `accept` checks.
         """
+        require_seen(some_files(self.sources))
+        return ""
 
     def accept(self, evidence: str) -> None:
         """Check what `prove` returned, in the process that leads the run."""
 
+    @abstractmethod
     def make(self, host: Host) -> T_co:
         """Make the tools."""
 
@@ -104,7 +115,6 @@ class Threads:
         is_ordered: bool = False,
         needed_bytes: int = 0,
     ) -> Generator[tuple[int, R], None, None]:
-        """Run all jobs; see `Executor`."""
         host = Host(progress, threading.Event(), workers)
         local = threading.local()
         made: list[T] = []

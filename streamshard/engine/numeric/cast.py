@@ -169,7 +169,7 @@ def comparing_cast(source: str, target: str) -> Cast | None:
     return cast_between(source, target)
 
 
-_INFINITY: dict[str, tuple[type[np.unsignedinteger[Any]], int]] = {
+INFINITY: Final[dict[str, tuple[type[np.unsignedinteger[Any]], int]]] = {
     "float64": (np.uint64, 0x7FF0000000000000),
     "float32": (np.uint32, 0x7F800000),
     "float16": (np.uint16, 0x7C00),
@@ -180,9 +180,9 @@ _INFINITY: dict[str, tuple[type[np.unsignedinteger[Any]], int]] = {
 
 def find_nans(view: memoryview, dtype: str) -> NDArray[np.bool_]:
     """Return for each element whether it is a NaN; always False for dtypes without a cast."""
-    if dtype not in _INFINITY:
+    if dtype not in INFINITY:
         return np.zeros(len(view) // ITEMSIZE[dtype], dtype=bool)
-    word, infinity = _INFINITY[dtype]
+    word, infinity = INFINITY[dtype]
     bits = np.frombuffer(view, dtype=word)
     found: NDArray[np.bool_] = (bits & word((1 << (8 * bits.itemsize - 1)) - 1)) > infinity
     return found
@@ -190,7 +190,7 @@ def find_nans(view: memoryview, dtype: str) -> NDArray[np.bool_]:
 
 def count_infinite(view: memoryview, dtype: str) -> int:
     """Count the infinite elements."""
-    word, infinity = _INFINITY[dtype]
+    word, infinity = INFINITY[dtype]
     bits = np.frombuffer(view, dtype=word)
     sign = word(1 << (8 * bits.itemsize - 1))
     return int(np.count_nonzero((bits | sign) == sign | word(infinity)))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from streamshard.engine.jobs.executor import Job, current_executor
-from streamshard.engine.jobs.target_proof import TargetProof
+from streamshard.engine.jobs.proofs import TargetProof
 from streamshard.engine.run.phases import SYNCING, WRITING, Watcher
 from streamshard.engine.run.span_writer import Resources, SpanWriter, WritingTools
 from streamshard.engine.run.work import TargetFile

@@ -1,12 +1,13 @@
 """Reads ranges of source files: checks recorded checksums, decodes, keeps a few files open."""
 
 import threading
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from streamshard.engine.numeric.checksums import crc32
-from streamshard.engine.run.buffers import ReusableBuffer
 from streamshard.errors import CorruptFileError, IntegrityError, SourceError
 from streamshard.io import page_cache
 from streamshard.io.entries import ahead_of, open_readable
@@ -14,12 +15,43 @@ from streamshard.io.files import require_same
 from streamshard.io.memory_map import map_range
 from streamshard.io.readable import OpenedFile
 from streamshard.io.retry import FROM_OUTSIDE, ignored, try_again
-from streamshard.model import BlockDigests, Computed, Encoded, SourceFile
+from streamshard.model import BlockDigests, Computed, SourceFile
+
+
+class ReusableBuffer:
+    """A buffer that grows to the largest requested size, in place of a new buffer each time.
+
+    The system has to clear new memory, which can take longer than reading data into it.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = memoryview(b"")
+
+    def __call__(self, nbytes: int) -> memoryview:
+        """Return `nbytes` of memory with any content; memory returned before becomes invalid."""
+        if len(self._buffer) < nbytes:
+            self._buffer = memoryview(b"")  # free the old buffer before allocating a larger one
+            self._buffer = memoryview(bytearray(nbytes))
+        return self._buffer[:nbytes]
+
 
 _OPEN_FILES: Final = 64
 """Source files that one worker keeps open. A run may have more sources than a process may open."""
 _OPEN_TOGETHER: Final = 512
 """Source files that all workers keep open: half of the usual limit of a process."""
+
+
+@dataclass(slots=True)
+class _Last:
+    """What was read last of a checkpoint's files, as the next read is likely from there too."""
+
+    decoded: tuple[int, memoryview] = (-1, memoryview(b""))
+    """File that was decoded last, and its content."""
+    content: ReusableBuffer = field(default_factory=ReusableBuffer)
+    run: tuple[int, int, int] = (-1, 0, 0)
+    """File, start and stop of the last consecutive reads."""
+    block: tuple[int, int, memoryview] = (-1, -1, memoryview(b""))
+    """File, number and content of the last block that was checked but only partly needed."""
 
 
 class SourceReader:
@@ -41,21 +73,19 @@ class SourceReader:
     ) -> None:
         self._keeps_open = min(_OPEN_FILES, max(1, _OPEN_TOGETHER // workers))
         self._stop = stop
-        self.ahead = ahead_of(file.path for file in files)
+        computed = [file.decoder for file in files if isinstance(file.decoder, Computed)]
+        self._firsts = computed[0].firsts if computed else (0,)
+        self._last = [_Last() for _ in self._firsts]
+        """One for each checkpoint among the files."""
+        limits, sides = ahead_of(file.path for file in files), len(self._firsts)
+        self.ahead = replace(limits, ahead=limits.ahead // sides, request=limits.request // sides)
         """How far to read ahead."""
         self._drops_behind = drops_behind
         self._files = files
         self._open: OrderedDict[int, OpenedFile] = OrderedDict()
-        self._decoded: tuple[int, memoryview] = (-1, memoryview(b""))
-        """File that was decoded last, and its content, as the next read is likely from it too."""
-        self._stored, self._content = ReusableBuffer(), ReusableBuffer()
-        self._run = (-1, 0, 0)
-        """File, start and stop of the last consecutive reads."""
-        self._kept: tuple[int, int, memoryview] = (-1, -1, memoryview(b""))
-        """File, number and content of the last block that was checked but only partly needed."""
+        self._stored = ReusableBuffer()
 
     def close(self) -> None:
-        """Close all files."""
         while self._open:
             self._open.popitem()[1].close()
 
@@ -96,6 +126,11 @@ class SourceReader:
 
     def will_need(self, file: int, offset: int, nbytes: int) -> None:
         """Have the system read a range that is needed soon; its errors are ignored."""
+        decoder = self._files[file].decoder
+        if isinstance(decoder, Computed):
+            for place in decoder.located(offset, nbytes):
+                self.will_need(*place)
+            return
         with ignored(FROM_OUTSIDE):  # the actual read retries, and reports the error
             self._opened(file).will_need(offset, nbytes)
 
@@ -118,12 +153,14 @@ class SourceReader:
             elif isinstance(decoder, BlockDigests):
                 self._read_checked(file, decoder, offset, view)
             elif isinstance(decoder, Computed):
-                view[:] = decoder.content[offset : offset + len(view)]
+                decoder.fill(view, offset, self)
             else:
-                if self._decoded[0] != file:
-                    self._decoded = (-1, memoryview(b""))  # decoding overwrites the content
-                    self._decoded = (file, self._decode(file, decoder))
-                view[:] = self._decoded[1][offset : offset + len(view)]
+                last = self._last_of(file)
+                if last.decoded[0] != file:
+                    last.decoded = (-1, memoryview(b""))  # decoding overwrites the content
+                    decoded = decoder.decode(self._opened(file), self._stored, last.content)
+                    last.decoded = (file, decoded)
+                view[:] = last.decoded[1][offset : offset + len(view)]
         except OSError:
             self._forget(file)
             raise
@@ -133,8 +170,8 @@ class SourceReader:
         if file in self._open:
             self._open.pop(file).close()
 
-    def _decode(self, file: int, decoder: Encoded) -> memoryview:
-        return decoder.decode(self._opened(file), self._stored, self._content)
+    def _last_of(self, file: int) -> _Last:
+        return self._last[bisect_right(self._firsts, file) - 1]
 
     def _read(self, file: int, offset: int, view: memoryview) -> None:
         opened = self._opened(file)
@@ -152,10 +189,11 @@ class SourceReader:
 
     def _drop_read(self, file: int, descriptor: int, offset: int, end: int) -> None:
         """Drop from the cache what this reader read; others may need the data before that."""
-        last, begin, stop = self._run
-        if (last, stop) != (file, offset):
+        last = self._last_of(file)
+        before, begin, stop = last.run
+        if (before, stop) != (file, offset):
             begin = offset
-        self._run = (file, begin, end)
+        last.run = (file, begin, end)
         page_cache.drop_behind(descriptor, begin, end)
 
     def _read_checked(
@@ -177,15 +215,15 @@ class SourceReader:
 
     def _block(self, file: int, digests: BlockDigests, block: int, nbytes: int) -> memoryview:
         """Return a checked block that is only partly needed; the next read may need the rest."""
-        if self._kept[:2] != (file, block):
-            content = (
-                self._kept[2] if len(self._kept[2]) == nbytes else memoryview(bytearray(nbytes))
-            )
-            self._kept = (-1, -1, content)
+        last = self._last_of(file)
+        content = last.block[2]
+        if last.block[:2] != (file, block):
+            content = content if len(content) == nbytes else memoryview(bytearray(nbytes))
+            last.block = (-1, -1, content)
             self._read(file, block * digests.block_bytes, content)
             self._require_intact(file, digests, block, content)
-            self._kept = (file, block, content)
-        return self._kept[2]
+            last.block = (file, block, content)
+        return content
 
     def _require_intact(
         self, file: int, digests: BlockDigests, block: int, content: memoryview

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from streamshard.engine.jobs.executor import Host
-from streamshard.engine.jobs.source_proof import SourceProof
-from streamshard.engine.jobs.target_proof import TargetProof
+from streamshard.engine.jobs.executor import Host, Toolkit
+from streamshard.engine.jobs.proofs import TargetProof
 from streamshard.engine.journals.journal import Written
 from streamshard.engine.run import resident_memory
 from streamshard.engine.run.source_reader import SourceReader
@@ -58,8 +57,8 @@ class FilledSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class WritingTools:
-    """Describes the workers of a run that writes; see `Toolkit`."""
+class WritingTools(Toolkit["SpanWriter"]):
+    """Describes the workers of a run that writes."""
 
     sources: tuple[SourceFile, ...]
     resources: Resources
@@ -67,17 +66,14 @@ class WritingTools:
     """None if all workers are threads of the process that leads the run."""
 
     def prove(self) -> str:
-        """Show that this process sees the sources and the target; see `Toolkit.prove`."""
-        SourceProof.of(self.sources).prove()
+        Toolkit.prove(self)
         return "" if self.target is None else self.target.prove()
 
     def accept(self, evidence: str) -> None:
-        """Check what a process left in the target; see `Toolkit.accept`."""
         if self.target is not None:
             self.target.accept(evidence)
 
     def make(self, host: Host) -> "SpanWriter":
-        """Make a worker."""
         return SpanWriter(self, host)
 
 
@@ -106,7 +102,6 @@ class SpanWriter:
         )
 
     def close(self) -> None:
-        """Close the sources."""
         self._reader.close()
 
     def write(self, task: SpanTask, sink: Sink) -> FilledSpan:

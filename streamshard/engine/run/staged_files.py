@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.engine.jobs.executor import Job, current_executor
-from streamshard.engine.jobs.target_proof import StagedProof
+from streamshard.engine.jobs.proofs import StagedProof
 from streamshard.engine.journals.journal import Journal
 from streamshard.engine.run.endings import FileEndings
 from streamshard.engine.run.phases import Watcher
@@ -51,11 +51,9 @@ class Partial:
             self._reservation.give_back(nbytes)
 
     def jobs(self, resources: Resources, watcher: Watcher) -> Jobs:
-        """Return the jobs that fill the files."""
         return _SpanJobs(self, resources, watcher)
 
     def begin_proof(self) -> StagedProof:
-        """Begin to show other processes that they write into this directory."""
         return StagedProof.begin(self.path)
 
 
@@ -170,10 +168,8 @@ class _SpanJobs:
             drop_file(self._finished.popleft())
 
     def synced(self) -> None:
-        """Take note that all files are on disk."""
         self._drop(keep=0)
 
     def close(self) -> None:
-        """Close the files that are not complete."""
         for left in self._opened:
             left.sink.close()

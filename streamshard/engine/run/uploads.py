@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from streamshard.engine.jobs.executor import Job
-from streamshard.engine.jobs.target_proof import TargetProof
+from streamshard.engine.jobs.proofs import TargetProof
 from streamshard.engine.journals.upload_journal import UploadJournal
 from streamshard.engine.run.endings import FileEndings
 from streamshard.engine.run.phases import Watcher
@@ -40,11 +40,9 @@ class Uploads:
             self.kept_bytes += nbytes
 
     def jobs(self, resources: Resources, watcher: Watcher) -> "_UploadJobs":
-        """Return the jobs that upload the files."""
         return _UploadJobs(self, watcher)
 
     def begin_proof(self) -> TargetProof:
-        """Begin to show other processes that they write into this bucket."""
         return _BucketProof.begin(self.journal.header_path)
 
 
@@ -68,7 +66,6 @@ class _BucketProof:
         return True
 
     def prove(self) -> str:
-        """Read the object."""
         self.require_current()
         return ""
 
@@ -76,7 +73,6 @@ class _BucketProof:
         """Accept anything: a bucket is the same everywhere."""
 
     def require_current(self) -> None:
-        """Require that the run goes on, in the bucket that is seen here; see `StagedProof`."""
         try:
             found = read_all(self.place)
         except OSError as error:

@@ -9,9 +9,8 @@ import numpy as np
 from streamshard.engine.journals.journal import Written
 from streamshard.engine.numeric.cast import count_infinite
 from streamshard.engine.numeric.checksums import RunningChecksums, crc32, join_crc32
-from streamshard.engine.run.buffers import ReusableBuffer
 from streamshard.engine.run.region import ReadAhead, RegionFiller
-from streamshard.engine.run.source_reader import SourceReader
+from streamshard.engine.run.source_reader import ReusableBuffer, SourceReader
 from streamshard.engine.run.work import Codec, Fixed, Region, RegionResult, Span, SpanResult
 from streamshard.io.durability import finish_writeback, start_writeback
 from streamshard.io.page_cache import drop_behind

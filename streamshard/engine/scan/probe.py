@@ -1,37 +1,104 @@
-"""Reads ranges of files, or regions, through one buffer to compute their checksums."""
+"""Reads ranges of files, or regions, through one buffer to compute their checksums.
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+A file that is read from the first byte to the last gets its SHA-256 in passing.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import sha256
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from streamshard.engine.jobs.executor import Host
-from streamshard.engine.jobs.source_proof import SourceProof
+from streamshard.engine.jobs.executor import Host, Toolkit
 from streamshard.engine.numeric.checksums import RunningChecksums
+from streamshard.engine.numeric.magnitudes import Magnitudes, Meter, block_bytes, joined
 from streamshard.engine.run.region import RegionFiller
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.work import Region
-from streamshard.engine.scan.file_hashes import FileHashes
-from streamshard.model import Digest, SourceFile
+from streamshard.model import (
+    BlockDigests,
+    Computed,
+    Digest,
+    Encoded,
+    Memory,
+    SourceFile,
+    StoredBytes,
+)
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
+
+
+class FileHashes:
+    """The hashes of files whose bytes come in order; others are left out."""
+
+    def __init__(self, files: Sequence[SourceFile]) -> None:
+        self._files = files
+        self._whole: dict[int, str] = {}
+        self._running: dict[int, tuple[int, _Hash]] = {}
+        """File → bytes so far, and their hash."""
+
+    def add(self, file: int, offset: int, data: memoryview) -> None:
+        """Add bytes of a file; ignores bytes that do not follow the bytes so far."""
+        at, digest = self._running.pop(file, (0, sha256())) if offset else (0, sha256())
+        if at != offset:
+            return
+        end = offset + len(data)
+        digest.update(data)
+        if end == self._files[file].nbytes:
+            self._whole[file] = digest.hexdigest()
+        else:
+            self._running[file] = end, digest
+
+    def take(self) -> Mapping[int, str]:
+        """Return the hash of each file that is complete since the last call."""
+        found, self._whole = self._whole, {}
+        return found
+
+    def watched(self) -> list[SourceFile]:
+        """Return the files, whose decoders add the stored bytes once they are decoded."""
+        return [self._watched(number, file) for number, file in enumerate(self._files)]
+
+    def _watched(self, number: int, file: SourceFile) -> SourceFile:
+        if file.decoder is None or isinstance(file.decoder, BlockDigests | Computed):
+            return file
+        shown = _Shown(file.decoder, file.nbytes, partial(self.add, number, 0))
+        return replace(file, decoder=shown)
 
 
 @dataclass(frozen=True, slots=True)
-class ProbeTools:
-    """Describes probes; see `Toolkit`."""
+class _Shown:
+    """A decoder that shows the stored bytes of its file, once they are decoded."""
 
-    files: Sequence[SourceFile]
+    decoder: Encoded
+    nbytes: int
+    """Size of the file."""
+    show: Callable[[memoryview], None]
+
+    def decode(self, file: StoredBytes, stored: Memory, content: Memory) -> memoryview:
+        held = memoryview(b"")
+
+        def keep(nbytes: int) -> memoryview:
+            nonlocal held
+            held = stored(nbytes)
+            return held
+
+        found = self.decoder.decode(file, keep, content)
+        self.show(held[: self.nbytes])
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeTools(Toolkit["Probe"]):
+    """Describes probes."""
+
+    sources: Sequence[SourceFile]
     window_bytes: int
     hashes: bool = False
     """Whether to compute the SHA-256 of files that are read from beginning to end."""
 
-    def prove(self) -> str:
-        """Show that this process sees the files; see `Toolkit.prove`."""
-        return SourceProof.of(self.files).prove()
-
-    def accept(self, evidence: str) -> None:
-        """Accept anything: nothing is written."""
-
     def make(self, host: Host) -> "Probe":
-        """Make a probe."""
         return Probe(self, host)
 
 
@@ -39,14 +106,14 @@ class Probe:
     """A worker's reader and its buffer."""
 
     def __init__(self, tools: ProbeTools, host: Host) -> None:
-        self.hashes = FileHashes(tools.files) if tools.hashes else None
-        self._files = tools.files if self.hashes is None else self.hashes.watched()
+        self.hashes = FileHashes(tools.sources) if tools.hashes else None
+        self._files = tools.sources if self.hashes is None else self.hashes.watched()
         self._reader = SourceReader(self._files, workers=host.workers, stop=host.stop)
         self._window = memoryview(bytearray(tools.window_bytes))
         self._progress = host.progress
+        self._meters: dict[str, Meter] = {}
 
     def close(self) -> None:
-        """Close all files."""
         self._reader.close()
 
     def crc32(self, file: int, start: int, stop: int) -> int:
@@ -66,17 +133,36 @@ class Probe:
             digest.update(view)
         return digest.digest
 
-    def digest_of(self, region: Region) -> Digest:
-        """Return the digest of the content of a region without a cast."""
-        digest = RunningChecksums(takes_crc32c=True)
+    def content_of(
+        self, region: Region, *, takes_digest: bool, dtype: str | None
+    ) -> tuple[Digest | None, Magnitudes | None]:
+        """Return the digest and the magnitudes of a region without a cast, as far as asked for.
+
+        `dtype`: of the elements, if they are to be measured.
+        """
+        digest = RunningChecksums(takes_crc32c=True) if takes_digest else None
+        meter = None if dtype is None else self._meter(dtype)
+        measured: list[Magnitudes] = []
         filler = RegionFiller(region, self._reader, memoryview(b""))
-        step = len(self._window) // region.target_itemsize * region.target_itemsize
+        unit = region.target_itemsize if meter is None else block_bytes(region.target_itemsize)
+        step = len(self._window) // unit * unit
         for at in range(0, region.content_bytes, step):
             view = self._window[: min(step, region.content_bytes - at)]
             filler.fill(view)
             self._progress(len(view))
-            digest.update(view)
-        return digest.digest
+            if digest is not None:
+                digest.update(view)
+            if meter is not None:
+                measured.append(meter.measure(view))
+        return (
+            None if digest is None else digest.digest,
+            None if meter is None else joined(measured),
+        )
+
+    def _meter(self, dtype: str) -> Meter:
+        if dtype not in self._meters:
+            self._meters[dtype] = Meter(dtype)
+        return self._meters[dtype]
 
     def read(self, file: int, start: int, stop: int) -> bytes:
         """Return a few bytes of a file's content."""

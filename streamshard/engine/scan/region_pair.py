@@ -1,11 +1,15 @@
-"""Reads two regions side by side, with one buffer for each."""
+"""Reads two regions side by side, with one buffer for each, and compares them bit by bit."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Final, TypeVar
 
-from streamshard.engine.jobs.executor import Host
-from streamshard.engine.jobs.source_proof import SourceProof
+import numpy as np
+from numpy.typing import NDArray
+
+from streamshard.engine.jobs.executor import Host, Toolkit
+from streamshard.engine.jobs.proofs import require_seen, some_files
+from streamshard.engine.numeric.cast import find_nans
 from streamshard.engine.run.region import ReadAhead, RegionFiller
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.work import Region
@@ -34,7 +38,6 @@ class PairReader:
         self.window_bytes = window_bytes
 
     def close(self) -> None:
-        """Close all files."""
         for reader in self._readers:
             reader.close()
 
@@ -62,8 +65,8 @@ K = TypeVar("K", bound=PairReader, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class PairTools(Generic[K]):
-    """Describes workers that read two sources; see `Toolkit`."""
+class PairTools(Toolkit[K]):
+    """Describes workers that read two sources."""
 
     kind: type[K]
     sides: Sequence[tuple[SourceFile, ...]]
@@ -72,16 +75,11 @@ class PairTools(Generic[K]):
     scratch_bytes: int
 
     def prove(self) -> str:
-        """Show that this process sees both sources; see `Toolkit.prove`."""
         for files in self.sides:
-            SourceProof.of(files).prove()
+            require_seen(some_files(files))
         return ""
 
-    def accept(self, evidence: str) -> None:
-        """Accept anything: nothing is written."""
-
     def make(self, host: Host) -> K:
-        """Make a worker."""
         left, right = (
             SourceReader(files, workers=host.workers, stop=host.stop) for files in self.sides
         )
@@ -92,3 +90,79 @@ class PairTools(Generic[K]):
             scratch_bytes=self.scratch_bytes,
             progress=host.progress,
         )
+
+
+Ints = NDArray[np.int64]
+
+_LOOK_NUMEL: Final = 1 << 14
+"""Elements per step of the element-wise comparison, which runs only if a window differs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two regions whose content should be the same."""
+
+    left: Region
+    right: Region
+    starts: Ints
+    """First element of each tensor's part in the regions; the first entry is 0."""
+    dtype: str
+    """Dtype of both regions, after any cast."""
+    any_nan: bool = False
+    """Whether NaNs may differ in their bits, as the NaNs of a cast depend on the processor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Elements that differ in the part of one tensor."""
+
+    part: int
+    """Index in the comparison's `starts`."""
+    first: int
+    """Index in the part of the first element that differs."""
+    count: int
+
+
+class Comparator(PairReader):
+    """A worker that reads and compares pairs of regions."""
+
+    def compare(self, comparison: Comparison) -> list[Mismatch]:
+        """Read both regions; returns the parts that differ."""
+        read = self.begin(comparison.left, comparison.right)
+        itemsize = comparison.right.target_itemsize
+        step = self.window_bytes // itemsize * itemsize
+        found: dict[int, Mismatch] = {}
+        for at in range(0, comparison.right.content_bytes, step):
+            one, other = read(min(step, comparison.right.content_bytes - at))
+            if not _same(one, other):
+                for elements in _differing(one, other, comparison):
+                    _add(found, elements + at // itemsize, comparison.starts)
+        return list(found.values())
+
+
+def _same(left: memoryview, right: memoryview) -> bool:
+    word = np.uint64 if len(left) % 8 == 0 else np.uint8
+    return not (np.frombuffer(left, dtype=word) != np.frombuffer(right, dtype=word)).any()
+
+
+def _differing(left: memoryview, right: memoryview, comparison: Comparison) -> Iterator[Ints]:
+    """Yield the indices of the elements that differ, in small batches to limit memory."""
+    dtype, itemsize = comparison.dtype, comparison.right.target_itemsize
+    step = _LOOK_NUMEL * itemsize
+    for at in range(0, len(left), step):
+        one, other = left[at : at + step], right[at : at + step]
+        rows = [np.frombuffer(v, dtype=np.uint8).reshape(-1, itemsize) for v in (one, other)]
+        differ = (rows[0] != rows[1]).any(axis=1)
+        if comparison.any_nan:
+            differ &= ~(find_nans(one, dtype) & find_nans(other, dtype))
+        yield np.flatnonzero(differ) + at // itemsize
+
+
+def _add(found: dict[int, Mismatch], elements: Ints, starts: Ints) -> None:
+    """Add differing elements to the mismatches of their parts."""
+    parts = np.searchsorted(starts, elements, side="right") - 1
+    which, first, counts = np.unique(parts, return_index=True, return_counts=True)
+    for part, index, count in zip(which.tolist(), first.tolist(), counts.tolist(), strict=True):
+        before = found.get(part)
+        at = before.first if before else int(elements[index] - starts[part])
+        found[part] = Mismatch(part, at, count + (before.count if before else 0))

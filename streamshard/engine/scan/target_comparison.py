@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from streamshard.engine.jobs.executor import Host, run_ordered
-from streamshard.engine.jobs.source_proof import SourceProof
+from streamshard.engine.jobs.executor import Host, Toolkit, run_ordered
+from streamshard.engine.jobs.proofs import require_seen
 from streamshard.engine.run.endings import FileEndings
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.window import DifferentError, Window
@@ -20,22 +20,14 @@ from streamshard.model import SourceFile
 
 
 @dataclass(frozen=True, slots=True)
-class MatchingTools:
-    """Describes matchers; see `Toolkit`."""
+class MatchingTools(Toolkit["Matcher"]):
+    """Describes matchers; they examine the targets one by one."""
 
     sources: Sequence[SourceFile]
     window_bytes: int
     scratch_bytes: int
 
-    def prove(self) -> str:
-        """Show that this process sees the sources; targets are examined one by one."""
-        return SourceProof.of(self.sources).prove()
-
-    def accept(self, evidence: str) -> None:
-        """Accept anything: nothing is written."""
-
     def make(self, host: Host) -> "Matcher":
-        """Make a matcher."""
         return Matcher(self, host)
 
 
@@ -51,14 +43,13 @@ class Matcher:
         )
 
     def close(self) -> None:
-        """Close all files."""
         self._reader.close()
 
     def result_of(self, there: SourceFile, span: Span) -> SpanResult | None:
         """Return the result of a span as if it were written; None if the file differs."""
         with target_errors(there.path):
             if not is_object(there.path):  # a bucket is the same everywhere
-                SourceProof((there,)).prove()
+                require_seen((there,))
             file = place_of(there.path).open_written(there.path)
             try:
                 return self._window.write(span, file)

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from streamshard.errors import Option, UnsupportedError
 from streamshard.formats.checkpoint import Checkpoint, ModelPart
-from streamshard.formats.dcp.torch_optimizers import OF_TORCH
+from streamshard.formats.dcp.optimizer_state import OF_TORCH
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.write.optimizer_writer import unscaled
 from streamshard.formats.pickle.inert import Call, Node

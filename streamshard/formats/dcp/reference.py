@@ -25,8 +25,7 @@ from streamshard.formats.checkpoint import (
     ScalarState,
 )
 from streamshard.formats.dcp.dcp_reader import Distributed, cut, open_distributed
-from streamshard.formats.dcp.optimizer_state import SavedGroup, number_in
-from streamshard.formats.dcp.torch_optimizers import OF_TORCH
+from streamshard.formats.dcp.optimizer_state import OF_TORCH, SavedGroup, number_in
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read.model_part import optimizer_tensors
 from streamshard.formats.pickle.inert import Node, show

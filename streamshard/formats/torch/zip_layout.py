@@ -118,10 +118,7 @@ class TorchLayout:
 
 
 def end_records(count: int, nbytes: int, start: int) -> bytes:
-    """Serialize what follows a central directory of so many entries and bytes, which begins there.
-
-    There is always a Zip64 end record.
-    """
+    """Serialize what follows a directory of so many entries and bytes, which begins at `start`."""
     end_64 = END_64.pack(0x06064B50, 44, 0x031E, 45, 0, 0, count, count, nbytes, start)
     locator = LOCATOR_64.pack(0x07064B50, 0, start + nbytes, 1)
     small, size, at = min(count, 0xFFFF), min(nbytes, LIMIT_32), min(start, LIMIT_32)

@@ -10,8 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path, PosixPath
-from types import TracebackType
-from typing import Any, BinaryIO, ClassVar, Final, Never, Self
+from typing import Any, BinaryIO, ClassVar, Final, Never, Self, cast
 
 from streamshard import registry
 from streamshard.formats.zarr.packed_directory import PackedDirectory
@@ -139,36 +138,25 @@ class PackedFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 class PackedStores:
     """Stores in one file each; see `Place`.
 
-    `around`: any path in the place that holds the files.
+    `inner`: the place that holds the files.
     """
 
-    def __init__(self, around: Path) -> None:
-        self._around = around
+    def __init__(self, inner: Place) -> None:
+        self._inner = inner
+        self.read_ahead: ReadAheadBytes = inner.read_ahead
+        """How far a worker reads ahead."""
+        self.reading_bytes: int = inner.reading_bytes
+        """Memory that a worker needs for what it has requested."""
         self._known: OrderedDict[str, PackedDirectory] = OrderedDict()
         """Path of a file → its directory, the one used last at the end."""
         self._lock = threading.Lock()
-
-    @property
-    def read_ahead(self) -> ReadAheadBytes:
-        """How far a worker reads ahead."""
-        return place_of(self._around).read_ahead
-
-    @property
-    def reading_bytes(self) -> int:
-        """Memory that a worker needs for what it has requested."""
-        return place_of(self._around).reading_bytes
 
     def directory_of(self, root: Path) -> PackedDirectory:
         """Return the directory of the store that a path is the root of."""
@@ -298,7 +286,7 @@ class PackedStores:
         return 0
 
     def requests_to_read(self, nbytes: int) -> int:
-        return place_of(self._around).requests_to_read(nbytes)
+        return self._inner.requests_to_read(nbytes)
 
     def requests_to_write(self, nbytes: int) -> int:
         return 0
@@ -330,11 +318,10 @@ def _absent(path: Path) -> FileNotFoundError:
     return FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
 
 
-PACKED: Final = PackedStores(Path())
-PACKED_OBJECTS: Final = PackedStores(ObjectPath("s3://bucket"))
-_PLACES: Final[Sequence[Place]] = (PACKED, PACKED_OBJECTS)
+PACKED: Final[Place] = PackedStores(place_of(Path()))
 
 
 def directory_of(root: Path) -> PackedDirectory:
     """Return the directory of the packed store that a path is the root of."""
-    return (PACKED_OBJECTS if is_object(root) else PACKED).directory_of(root)
+    found: PackedDirectory = registry.load(cast(PackedPath, root).place).directory_of(root)
+    return found

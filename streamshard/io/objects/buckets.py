@@ -1,15 +1,17 @@
 """Object stores, as a place that files are read from and written to; see `Place`."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from streamshard.io.lock import AnyLock
 from streamshard.io.object_path import ObjectPath, object_of
 from streamshard.io.objects import listings, object_lock
-from streamshard.io.objects.clients import s3_options
-from streamshard.io.objects.object_changes import copy_object, for_each, move_below, remove_below
-from streamshard.io.objects.object_files import ObjectFiles
+from streamshard.io.objects.clients import call, s3_options
+from streamshard.io.objects.listings import forget, list_below
+from streamshard.io.objects.object_files import OBJECTS, ObjectFiles
 from streamshard.io.objects.object_reader import AHEAD_BYTES, READING_BYTES, REQUEST_BYTES
 from streamshard.io.objects.object_upload import (
     ObjectSink,
@@ -22,6 +24,66 @@ from streamshard.io.objects.object_upload import (
 )
 from streamshard.io.readable import Entry, ReadAheadBytes
 from streamshard.io.retry import FROM_OUTSIDE, ignored
+
+T = TypeVar("T")
+
+_THREADS: Final = 16
+_COPIED_BYTES: Final = 5 << 30
+"""Largest object that S3 copies by one request."""
+_STEP_BYTES: Final = 8 << 20
+
+
+def for_each(items: Iterable[T], work: Callable[[T], object]) -> None:
+    """Do something with many objects, side by side; the first error ends it."""
+    remaining = iter(items)
+    try:
+        with ThreadPoolExecutor(_THREADS) as pool:
+            while some := list(islice(remaining, 64 * _THREADS)):
+                list(pool.map(work, some))
+    finally:
+        forget()  # the caller's listings: those of the threads are others
+
+
+def objects_below(root: ObjectPath) -> list[ObjectPath]:
+    """List all objects below a path."""
+    return [object_of(entry.path) for entry in list_below(root)]
+
+
+def copy_object(known: ObjectPath, path: ObjectPath) -> None:
+    """Copy an object; within a bucket the service does it, up to the size that it copies."""
+    forget()
+    with OBJECTS.open(known) as file:
+        if known.bucket == path.bucket and file.nbytes <= _COPIED_BYTES:
+            call(known, lambda client: client.copy(known.key, path.key))
+            return
+        sink = ObjectSink(path, file.nbytes)
+        try:
+            buffer = memoryview(bytearray(_STEP_BYTES))
+            for offset in range(0, file.nbytes, _STEP_BYTES):
+                file.will_need(offset + _STEP_BYTES, _STEP_BYTES)
+                sink.write(buffer[: file.read_into(buffer, offset)], offset)
+            sink.finish(None)
+        finally:
+            sink.close()
+
+
+def _move_below(root: ObjectPath, target: ObjectPath) -> None:
+    """Copy all objects below a path to another path, then remove them."""
+    found = objects_below(root)
+    for_each(found, lambda path: copy_object(path, moved(path, root, target)))
+    for_each(found, remove_object)
+
+
+def moved(path: ObjectPath, root: ObjectPath, target: ObjectPath) -> ObjectPath:
+    """Return the path that an object has below another root."""
+    return target.of_key("/".join([*target.parts[2:], *path.parts[len(root.parts) :]]))
+
+
+def _remove_below(root: ObjectPath) -> None:
+    """Remove all objects below a path, and the one at the path."""
+    for_each(objects_below(root), remove_object)
+    if root.key:
+        remove_object(root)
 
 
 def _abort_strays(*roots: ObjectPath) -> str:
@@ -116,7 +178,7 @@ class Buckets(ObjectFiles):
         put(object_of(path), data)
 
     def rename(self, path: Path, target: Path) -> None:
-        move_below(object_of(path), object_of(target))
+        _move_below(object_of(path), object_of(target))
 
     def replace_file(self, path: Path, target: Path) -> None:
         self.make_link(path, target)
@@ -135,7 +197,7 @@ class Buckets(ObjectFiles):
         for_each(map(object_of, paths), remove_object)
 
     def remove(self, path: Path) -> None:
-        remove_below(object_of(path))
+        _remove_below(object_of(path))
 
     def abort_uploads(self, *roots: Path) -> str:
         return _abort_strays(*map(object_of, roots))

@@ -46,7 +46,6 @@ class ObjectFiles:
         return found
 
     def entries(self, directory: Path) -> Iterator[Entry]:
-        """List a directory."""
         found = listings.entries_of(object_of(directory))
         if not found and listings.is_listed(object_of(directory)):
             raise _absent(directory)
@@ -55,11 +54,9 @@ class ObjectFiles:
         return iter(found)
 
     def resolve(self, path: Path) -> Path:
-        """Return the path: there are no links."""
         return path
 
     def open(self, path: Path, known: SourceFile | None = None) -> ObjectFile:
-        """Open an object to read ranges of it."""
         expected = (
             self.examine(path, follows=True)
             if known is None

@@ -35,7 +35,6 @@ class ObjectLock:
         self._content = b""
 
     def take(self) -> None:
-        """Take the lock; a lock whose holder is surely gone is taken over."""
         # Not even two threads of one process write the same, so it shows whose request succeeded.
         mine = {**asdict(Holder.this_process()), "token": secrets.token_hex(8)}
         content = json.dumps(mine).encode()
@@ -107,7 +106,6 @@ class ObjectLock:
             )
 
     def release(self) -> None:
-        """Release the lock, if this process holds it."""
         if self._content:
             with ignored(FROM_OUTSIDE):
                 if get_small(self._path)[1] == self._content:

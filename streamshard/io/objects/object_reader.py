@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
 from streamshard.errors import CorruptFileError
@@ -131,7 +130,6 @@ class ObjectFile:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return self._expected.nbytes
 
     def read_at(self, offset: int, count: int) -> bytes:
@@ -191,7 +189,6 @@ class ObjectFile:
         return None
 
     def read_into(self, view: memoryview, offset: int) -> int:
-        """Fill a view from an offset; returns the bytes read, fewer only at the object's end."""
         stop = max(offset, min(offset + len(view), self.nbytes))
         known = self._header(offset, stop) if self._headers else None
         if known is not None:
@@ -253,7 +250,6 @@ class ObjectFile:
             self._pieces.pop(start)[1].cancel()
 
     def status(self) -> Status:
-        """Return the status of the version that is read."""
         return self._expected
 
     def close(self) -> None:
@@ -264,10 +260,5 @@ class ObjectFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

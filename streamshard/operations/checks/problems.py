@@ -14,6 +14,7 @@ from streamshard.errors import (
     UnsupportedError,
     UsageError,
 )
+from streamshard.health import TensorHealth
 
 _MISSING: Final = "missing"
 """A file that should exist does not."""
@@ -30,6 +31,9 @@ UNSUPPORTED: Final = "unsupported"
 UNREADABLE: Final = "unreadable"
 """A file cannot be read at all."""
 
+UNHEALTHY: Final = "unhealthy"
+"""A weight or a state of the optimizer holds NaN or infinities."""
+
 _KINDS: Final[Mapping[type[StreamshardError], str]] = {
     CorruptFileError: MALFORMED,
     IncompleteError: _MISSING,
@@ -45,7 +49,8 @@ class Problem:
     """A problem of a checkpoint."""
 
     kind: str
-    """`missing`, `extra`, `malformed`, `damaged`, `disagreement`, `unsupported` or `unreadable`."""
+    """`missing`, `extra`, `malformed`, `damaged`, `disagreement`, `unsupported`, `unreadable` or
+    `unhealthy`."""
     file: str
     """Path of the file, or of the directory if the problem is of no file in particular."""
     message: str
@@ -93,6 +98,8 @@ class Verification:
     differences: tuple[Difference, ...]
     digests: Mapping[str, str]
     """Tensor → digest of its elements, if computed; it does not depend on how they are cut."""
+    health: Mapping[str, TensorHealth]
+    """Tensor → which numbers it holds, if that was asked for."""
     notes: tuple[str, ...]
     floor_bytes: int
     """Resident memory before anything was opened."""
@@ -117,6 +124,7 @@ class Findings:
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)
+    health: dict[str, TensorHealth] = field(default_factory=dict)
     files: int = 0
     checked: int = 0
     tensors: int = 0

@@ -49,7 +49,7 @@ from streamshard.io.readable import Entry
 from streamshard.operations.compact.receipts import etag_of
 from streamshard.operations.compact.tag_choice import RunDirectory, Tag, is_like
 from streamshard.operations.compact.trash import trash_of
-from streamshard.operations.inspect.checkpoint_list import require_named
+from streamshard.operations.source.completeness import require_named, require_saved_to_end
 from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.source import Source, open_source
 
@@ -141,6 +141,7 @@ class _Scan:
             if is_framework:
                 require_named(directory)
             opened = open_tag(self.run_dir, name)
+            require_saved_to_end(opened)
             parts = opened.checkpoint.model_parts
             lags = tuple(optimizer_lag(part.groups, part.model_state) for part in parts)
             found = replace(found, lags=lags)

@@ -25,7 +25,7 @@ from streamshard.io.changes import make_directory, remove, remove_file, rename, 
 from streamshard.io.entries import examine, exists, is_link, lexists, listed_below, paths_in
 from streamshard.io.files import target_errors
 from streamshard.io.object_path import is_object
-from streamshard.io.objects.object_changes import for_each
+from streamshard.io.objects.buckets import for_each
 from streamshard.io.readable import Status
 from streamshard.operations.compact.receipts import SourceRecord
 

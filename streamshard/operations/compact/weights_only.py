@@ -38,7 +38,7 @@ from streamshard.io.changes import (
 from streamshard.io.entries import lexists
 from streamshard.io.files import source_errors, target_errors
 from streamshard.io.object_path import is_object
-from streamshard.io.objects.object_changes import for_each
+from streamshard.io.objects.buckets import for_each
 from streamshard.model import BLOB, FILE, MASTER, MODULE
 from streamshard.operations.compact import compact_report, omissions
 from streamshard.operations.compact.compact_report import CompactedTag

@@ -11,7 +11,7 @@ import numpy as np
 
 from streamshard.engine.jobs.executor import Job
 from streamshard.engine.run.phases import READING, Count
-from streamshard.engine.scan.equality import Comparator, Comparison, Mismatch
+from streamshard.engine.scan.region_pair import Comparator, Comparison, Mismatch
 from streamshard.errors import SourceError, StreamshardError
 from streamshard.layout.memory_plan import COMPARING_BYTES, MemoryPlan
 from streamshard.layout.sample import Sample

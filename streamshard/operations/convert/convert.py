@@ -73,10 +73,10 @@ def convert(options: _Convert) -> Report:
 
 
 def _plan(options: ConvertOptions) -> TransferPlan:
-    return plan_transfer(options, partial(_prepare, options))
+    return plan_transfer(options, partial(prepare, options))
 
 
-def _prepare(options: ConvertOptions, opened: Source) -> Output:
+def prepare(options: ConvertOptions, opened: Source) -> Output:
     """Decide what the store holds: the source's parts of the model, or those of other degrees."""
     change = other_degrees().change(
         opened,

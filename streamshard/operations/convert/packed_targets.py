@@ -18,7 +18,15 @@ import numpy as np
 
 from streamshard.engine.journals.journal import Written
 from streamshard.engine.numeric.checksums import crc32
-from streamshard.engine.run.work import Ending, Fixed, SpanResult
+from streamshard.engine.run.work import (
+    Ending,
+    Fixed,
+    LazySpans,
+    Region,
+    Span,
+    SpanResult,
+    TargetFile,
+)
 from streamshard.formats.torch.zip_layout import end_records
 from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, serialize_checksum
@@ -31,12 +39,14 @@ from streamshard.operations.convert.store_targets import StoreTargets, record_of
 from streamshard.operations.source.source import Request, Source
 from streamshard.operations.transfer import file_layout, read_back
 from streamshard.operations.transfer.byte_accounting import ByteCounts
-from streamshard.operations.transfer.file_layout import Elements, FileLayout, FileSection
+from streamshard.operations.transfer.file_layout import Divider, Elements, FileLayout
 from streamshard.operations.transfer.report import Progress, Report
 from streamshard.operations.transfer.target_writer import Pass
 
 _MOST_ENTRIES: Final = 256
 """Most entries of the file that one worker gets at once."""
+_PER_ENTRY: Final = 6
+"""Header, content and the copies that fill it, more or less."""
 
 
 class PackedTargets(StoreTargets):
@@ -93,7 +103,7 @@ class PlacedTargets(PackedTargets):
     def byte_counts(self) -> ByteCounts:
         """Count the bytes that are written."""
         counts = super().byte_counts()
-        counts.add_section(_MOST_ENTRIES)
+        counts.add(FileLayout(self._name, [Fixed(b"")] * _MOST_ENTRIES * _PER_ENTRY), [])
         return counts
 
     def passes(self) -> Sequence[Pass]:
@@ -110,12 +120,20 @@ class PlacedTargets(PackedTargets):
         self._crc32s = array("I", bytes(4 * (len(self._starts) - 1)))
         for number, (path, _) in enumerate(self._documents_here):
             self._crc32s[number] = int(self._records[path].crc32s[0])
-        sections = [
-            FileSection(start, self._starts[stop] - start, partial(self._pieces, first, stop))
-            for start, (first, stop) in self._sections.items()
-        ]
+        yield FileLayout(self._name, (), divide=self._divided)
+
+    def _divided(self, divider: Divider) -> TargetFile:
+        """Return the one file as work: a span for each section, laid out when it is needed."""
+        makers = [partial(self._span, divider, start) for start in self._sections]
         ending = Ending(self._starts[-1], b"", make=self._end)
-        yield FileLayout(self._name, (), [ending], take=self._take_section, sections=sections)
+        spans = LazySpans(makers, self._starts[-1])
+        return TargetFile(self._name, spans, [ending], take=self._take_section)
+
+    def _span(self, divider: Divider, start: int) -> Span:
+        parts = list[Fixed | Region]()
+        for piece in self._pieces(*self._sections[start]):
+            parts += [piece] if isinstance(piece, Fixed) else divider.regions(piece)
+        return Span(start, parts)
 
     def _place(self) -> None:
         """Place the entries, and divide them into sections."""

@@ -1,17 +1,29 @@
-"""Chooses what a distributed checkpoint holds, and under which keys: one layout per loader."""
+"""Chooses what a distributed checkpoint holds, under which keys, and turns it into files."""
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from streamshard.engine.run.work import Fixed, Trailer
 from streamshard.errors import UnsupportedError
 from streamshard.formats.checkpoint import Checkpoint, FlatState, ModelPart, ParamGroup, ScalarState
-from streamshard.formats.dcp import dcp_items, dcp_names, torch_optimizers
-from streamshard.formats.dcp.dcp_metadata_writer import StatePath
+from streamshard.formats.dcp import dcp_items, dcp_names
+from streamshard.formats.dcp.dcp_items import ItemFrame
+from streamshard.formats.dcp.dcp_metadata_writer import (
+    ItemPlace,
+    PlacedEntry,
+    StatePath,
+    serialize_metadata,
+)
+from streamshard.formats.dcp.optimizer_state import STEP, missing_keys, step_of
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch.torch_tensor import Tensor, storages_in, tensor_of
-from streamshard.model import MASTER, Whole
+from streamshard.model import ITEMSIZE, MASTER, LogicalTensor, Whole
 from streamshard.operations.export.weights import Weights, only_model_part
+from streamshard.operations.source.source import Source
+from streamshard.operations.transfer.file_layout import Elements, FileLayout, fixed_files
 from streamshard.verb_options import ACCELERATE, TITAN
 
 _NAMELESS: Final = (
@@ -180,8 +192,8 @@ class _OptimizerEntries:
             paths = tuple(self.keys.state(name, key) for name in stored)
             if isinstance(value, FlatState) or not paths:
                 continue
-            if key == torch_optimizers.STEP:
-                yield TensorEntry(paths, "float32", (), torch_optimizers.step_of(value))
+            if key == STEP:
+                yield TensorEntry(paths, "float32", (), step_of(value))
             elif isinstance(value, ScalarState):
                 yield TensorEntry(paths, value.dtype, value.shape, value.data)
             else:
@@ -190,7 +202,7 @@ class _OptimizerEntries:
     def _group(self, number: int, group: ParamGroup, stored: Sequence[str]) -> Iterator[DcpEntry]:
         """Yield the hyper-parameters of a group."""
         saved = self.model_part.wrapped_optimizer["param_groups"][group.number]
-        missing = torch_optimizers.missing_keys(saved)
+        missing = missing_keys(saved)
         self.added |= dict.fromkeys(missing)
         values = {**saved, **missing, dcp_names.PARAMS: list(stored)}
         for key, value in values.items():
@@ -229,3 +241,113 @@ def _blob(tensor: Tensor) -> Whole:
     if not isinstance(content, Whole):
         raise TypeError(f"a storage with {content}")
     return content
+
+
+@dataclass(frozen=True, slots=True)
+class DcpItem:
+    """An item, and its place."""
+
+    entry: DcpEntry
+    offset: int
+    """Where it begins in its file."""
+    nbytes: int
+    first: int = 0
+    """First row of its part of a tensor."""
+    shape: tuple[int, ...] = ()
+    """Shape of this part."""
+
+    @property
+    def start(self) -> int:
+        """Index of its first element in the tensor."""
+        return self.first * math.prod(self.shape[1:])
+
+
+class DcpFiles:
+    """Places the items of a distributed checkpoint.
+
+    `ranks`: count of files in each directory: items are divided among them in order, so that each
+    gets about as many bytes.
+    """
+
+    def __init__(self, source: Source, contents: DcpContents, ranks: int) -> None:
+        self._tensors = source.checkpoint.tensors
+        self.notes = contents.notes
+        self.held: dict[str, list[DcpItem]] = {}
+        """File → the items in it, in order."""
+        self._metadata: dict[str, bytes] = {}
+        self._entries = [entry for entries in contents.folders.values() for entry in entries]
+        for folder, entries in contents.folders.items():
+            self._place(f"{folder}/" if folder else "", entries, ranks)
+
+    def _place(self, prefix: str, entries: Sequence[DcpEntry], ranks: int) -> None:
+        """Give every item of a directory its place, and serialize the metadata."""
+        cut = [(entry, list(_parts(entry))) for entry in entries]
+        total = sum(nbytes for _, parts in cut for _, _, nbytes in parts)
+        begun, ends, placed = 0, Counter[int](), []
+        for entry, parts in cut:
+            places = []
+            for first, shape, nbytes in parts:
+                rank = min(ranks - 1, (2 * begun + nbytes) * ranks // (2 * total))
+                name = dcp_names.item_file(rank)
+                item = DcpItem(entry, ends[rank], nbytes, first, shape)
+                self.held.setdefault(prefix + name, []).append(item)
+                places.append(ItemPlace(name, item.offset, nbytes, first, shape))
+                ends[rank] += nbytes
+                begun += nbytes
+            dtype, whole = (
+                (entry.dtype, entry.shape) if isinstance(entry, TensorEntry) else ("", ())
+            )
+            placed.append(PlacedEntry(entry.paths, tuple(places), dtype, whole))
+        self._metadata[prefix + dcp_names.METADATA] = serialize_metadata(placed)
+
+    def documents(self) -> Mapping[str, bytes]:
+        """Return the metadata of each directory."""
+        return self._metadata
+
+    def tensors(self) -> int:
+        """Count the tensors."""
+        return sum(isinstance(entry, TensorEntry) for entry in self._entries)
+
+    def tensor(self, number: int) -> LogicalTensor:
+        """Return one of the source's tensors."""
+        return self._tensors[number]
+
+    def layouts(self) -> Iterator[FileLayout]:
+        """Yield the layouts of all files; the metadata is last."""
+        for path, items in self.held.items():
+            yield FileLayout(path, [piece for item in items for piece in self._pieces(item)])
+        yield from fixed_files(self._metadata, is_last=True)
+
+    def frame(self, item: DcpItem) -> ItemFrame:
+        """Return what is known of an item's bytes without reading the source."""
+        entry = item.entry
+        if isinstance(entry, ValueEntry):
+            return ItemFrame(entry.item, (b"",), 0)
+        frame = dcp_items.tensor_frame(entry.dtype, item.shape)
+        if isinstance(entry.content, bytes):
+            return ItemFrame(frame.around(entry.content), (b"",), 0)
+        return frame
+
+    def _pieces(self, item: DcpItem) -> Iterator[Fixed | Elements]:
+        entry, frame = item.entry, self.frame(item)
+        yield Fixed(frame.head)
+        if not frame.content_bytes:
+            yield Fixed(b"".join(frame.tail))
+        elif isinstance(entry, TensorEntry) and isinstance(entry.content, Whole):
+            yield Elements(
+                entry.content,
+                frame.content_bytes,
+                entry.dtype,
+                item.start,
+                Trailer(frame.tail),
+                str(entry.paths[0][-1]),
+            )
+
+
+def _parts(entry: DcpEntry) -> Iterator[tuple[int, tuple[int, ...], int]]:
+    """Yield the first row, the shape and the size of each item of an entry."""
+    if isinstance(entry, ValueEntry):
+        yield 0, (), len(entry.item)
+        return
+    for first, shape in dcp_items.chunks(entry.shape, ITEMSIZE[entry.dtype]):
+        yield first, shape, dcp_items.tensor_frame(entry.dtype, shape).nbytes

@@ -18,13 +18,11 @@ from streamshard.io.object_path import as_path
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.model import MASTER
 from streamshard.operations.export import export_read_back
-from streamshard.operations.export.dcp_contents import choose_contents
-from streamshard.operations.export.dcp_files import DcpFiles
+from streamshard.operations.export.dcp_contents import DcpFiles, choose_contents
 from streamshard.operations.export.export_read_back import ExportFiles
 from streamshard.operations.export.model_sidecars import ModelSidecars, find_model_sidecars
 from streamshard.operations.export.universal_files import UniversalFiles
-from streamshard.operations.export.weight_files import WeightFiles
-from streamshard.operations.export.weights import Weight, Weights, choose_weights
+from streamshard.operations.export.weights import Weight, WeightFiles, Weights, choose_weights
 from streamshard.operations.source.degree_change import other_degrees
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.byte_accounting import ByteCounts
@@ -161,15 +159,20 @@ def export(options: _Export) -> Report:
 
 
 def _plan(options: ExportOptions) -> TransferPlan:
+    require_directory(options)
+    return plan_transfer(options, partial(prepare, options), takes_model=True)
+
+
+def require_directory(options: ExportOptions) -> None:
+    """Refuse the name of a file."""
     if (suffix := as_path(options.target).suffix) in (".safetensors", ".bin", ".pt"):
         message = (
             f"{options.target}: the weights go into a directory, with names that from_pretrained"
         )
         raise UsageError(f"{message} knows; give a name without {suffix}")
-    return plan_transfer(options, partial(_prepare, options), takes_model=True)
 
 
-def _prepare(options: ExportOptions, opened: Source) -> Output:
+def prepare(options: ExportOptions, opened: Source) -> Output:
     """Choose what is exported."""
     if options.format in (UNIVERSAL, _DCP):
         opened.require_states()
@@ -189,7 +192,7 @@ def _prepare(options: ExportOptions, opened: Source) -> Output:
             )
             form = Option("format", pretrained.SAFETENSORS)
             raise UnsupportedError(f"{message} write: give {form} or {pretrained.TORCH}")
-        output = _prepare(options.replaced(cut_rules_file=None, average=False), joined.source)
+        output = prepare(options.replaced(cut_rules_file=None, average=False), joined.source)
         asked = {**output.options, **joined.options}
         return replace(output, options=asked, check=joined.check)
     make = {UNIVERSAL: _universal, _DCP: _dcp}.get(options.format, _weights)

@@ -27,11 +27,10 @@ from streamshard.operations.checks.scan import Result, ScanPiece, Unit, scan
 from streamshard.operations.checks.torch_check import TorchFiles
 from streamshard.operations.compare.comparison import compare
 from streamshard.operations.compare.pairing import Pair, SideElements
-from streamshard.operations.export.dcp_contents import TensorEntry
-from streamshard.operations.export.dcp_files import DcpFiles
+from streamshard.operations.export.dcp_contents import DcpFiles, TensorEntry
 from streamshard.operations.export.model_sidecars import ModelSidecars
 from streamshard.operations.export.universal_files import UniversalFiles
-from streamshard.operations.export.weight_files import WeightFiles
+from streamshard.operations.export.weights import WeightFiles
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.report import Progress
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.errors import (
-    IncompleteError,
     SourceError,
     StreamshardError,
     UnsupportedError,
@@ -21,6 +20,7 @@ from streamshard.io.entries import entries_below, examine, is_file, paths_in
 from streamshard.io.files import source_errors
 from streamshard.operations.inspect.inspect_report import CheckpointSummary
 from streamshard.operations.source.candidates import find_candidates, step_of_path
+from streamshard.operations.source.completeness import require_named, require_saved_to_end
 from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.source.tag_directory import find_tag
 
@@ -67,6 +67,7 @@ def _summary(root: Path, name: str, latest: str | None, opened: Source | None) -
         recorded = _recorded(source)
         if kind == "native" and place.parent != root and not is_file(place / names.LATEST):
             require_named(place.parent)
+        require_saved_to_end(source)
     except OSError as error:
         problem = f"{error.filename or place}: cannot be read ({error.strerror})"
     except StreamshardError as error:
@@ -87,15 +88,6 @@ def _summary(root: Path, name: str, latest: str | None, opened: Source | None) -
         is_latest=name == latest,
         problem=problem,
     )
-
-
-def require_named(directory: Path) -> None:
-    """Refuse a framework's checkpoint without `latest`: its save is not known to be whole."""
-    latest = directory / names.LATEST
-    if not is_file(latest):
-        message = f"{latest}: not there, so load_checkpoint() finds no tag unless it is given one"
-        why = "DeepSpeed writes it last, so the save may have been cut off"
-        raise IncompleteError(f"{message}; {why}")
 
 
 def _recorded(source: Source) -> Recorded:

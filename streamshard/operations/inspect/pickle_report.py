@@ -10,11 +10,10 @@ from streamshard.engine.run.source_reader import SourceReader
 from streamshard.errors import IntegrityError, SourceError, SourceNotFoundError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.dumps import dump_names
-from streamshard.formats.global_names import KNOWN
 from streamshard.formats.links import is_inside
 from streamshard.formats.pickle.dangerous import is_dangerous
 from streamshard.formats.pickle.inert import Global
-from streamshard.formats.pickle_files import Finding, look_into, look_into_state
+from streamshard.formats.pickle_files import KNOWN, Finding, look_into, look_into_state
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, require_checksum
 from streamshard.formats.zarr.documents import STATE_PATH
 from streamshard.formats.zarr.packed_place import packed

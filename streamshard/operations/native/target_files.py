@@ -76,7 +76,6 @@ class NativeWriter:
         return cls(source, settings, template, resized, images, counts)
 
     def byte_counts(self) -> ByteCounts:
-        """Return the bytes that are written, and how often each tensor is read."""
         return self.counts
 
     def passes(self) -> Sequence[Pass]:

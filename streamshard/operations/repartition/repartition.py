@@ -109,10 +109,10 @@ def _plan(options: RepartitionOptions) -> TransferPlan:
     target = str(options.target)
     template = dump_names.parse(target) if dump_names.is_template(target) else None
     wanted = ds_config.read_file(as_path(file)) if (file := options.ds_config_file) else None
-    return plan_transfer(options, partial(_prepare, template, options, wanted), template=template)
+    return plan_transfer(options, partial(prepare, template, options, wanted), template=template)
 
 
-def _prepare(
+def prepare(
     template: Template | None,
     options: RepartitionOptions,
     wanted: ds_config.Config | None,

@@ -38,7 +38,6 @@ class SourceAccess:
         return self._close.alive
 
     def close(self) -> None:
-        """Close all files."""
         with self._lock:
             self._close()
 

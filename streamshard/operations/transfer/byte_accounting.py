@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from streamshard.formats.zarr.chunks import EncodedChunk
 from streamshard.layout.cutting import Segments
-from streamshard.model import ITEMSIZE, Whole
+from streamshard.model import ITEMSIZE, Computed, Whole
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.file_layout import (
     MOST_COPIES,
@@ -52,10 +52,6 @@ class ByteCounts:
         """Return an upper bound of the memory for files and spans in flight."""
         in_flight = (2 * workers + 2) * _UNIT_BYTES + _LOCATE_BYTES
         return self._pieces * _PIECE_BYTES + self._units * in_flight
-
-    def add_section(self, entries: int) -> None:
-        """Count spans of so many pieces, each with a few copies, of a file laid out in sections."""
-        self._units = max(self._units, MOST_COPIES + 1 + 4 * entries)
 
     def add_all(self, layouts: Iterable[FileLayout]) -> None:
         """Add files."""
@@ -107,6 +103,7 @@ def read_bytes(source: Source, times: NDArray[np.int64]) -> NDArray[np.int64]:
     """
     cutting, tensors = source.cutting, source.checkpoint.tensors
     found = np.zeros(len(source.files), dtype=np.int64)
+    computed = {n: d for n, f in enumerate(source.files) if isinstance(d := f.decoder, Computed)}
     numels = np.array([tensor.numel for tensor in tensors], dtype=np.int64)
     wanted = np.flatnonzero((times > 0) & (numels > 0))
     pieces = np.cumsum(numels[wanted] // cutting.piece_numel[wanted] + 2)
@@ -117,7 +114,13 @@ def read_bytes(source: Source, times: NDArray[np.int64]) -> NDArray[np.int64]:
         zeros = np.zeros_like(some)
         copies = cutting.locate(Segments(some, zeros, numels[some], some), target_itemsize=0)
         # With target_itemsize=0, each copy's `target` stays the number of its tensor.
-        np.add.at(found, copies.file, copies.nbytes * times[copies.target])
+        nbytes = copies.nbytes * times[copies.target]
+        for row in np.flatnonzero(np.isin(copies.file, [*computed])).tolist():
+            place = int(copies.source[row]), int(copies.nbytes[row])
+            for held, _, count in computed[int(copies.file[row])].located(*place):
+                found[held] += count * times[copies.target[row]]
+                nbytes[row] = 0
+        np.add.at(found, copies.file, nbytes)
     for number, file in enumerate(source.files):
         if isinstance(file.decoder, EncodedChunk) and found[number]:
             found[number] = file.nbytes

@@ -295,7 +295,7 @@ def _by_path(files: Sequence[SourceFile], read: Sequence[int]) -> Iterator[FileB
 
 def _left_out(source: Source, byte_counts: ByteCounts, report: Report) -> Iterator[Part]:
     """Yield the parts of the source that are not read, state by state."""
-    checkpoint = source.checkpoint
+    checkpoint, kind = source.checkpoint, "repartition" if report.tensors is None else "export"
     weights = {
         (model_part.name, entry.name)
         for model_part in checkpoint.model_parts
@@ -306,12 +306,12 @@ def _left_out(source: Source, byte_counts: ByteCounts, report: Report) -> Iterat
     for number in np.flatnonzero(byte_counts.times == 0).tolist():
         tensor = checkpoint.tensors[number]
         if tensor.state == MODULE and (tensor.model_part, tensor.name) in weights:
-            key = "module weights", _WHY_NOT.get(report.verb, "")
-        elif tensor.state == FILE and report.verb == "repartition":
+            key = "module weights", _WHY_NOT[kind]
+        elif tensor.state == FILE and kind == "repartition":
             key = tensor.name, "of a rank that the target does not have"
         else:
             other = _OTHERS.get(tensor.state, f"optimizer state {tensor.state}")
-            key = other, _NOT_THERE.get(report.verb, "")
+            key = other, _NOT_THERE[kind]
         found.setdefault(key, []).append(tensor.nbytes)
     for (what, why), sizes in found.items():
         yield Part(what, len(sizes), sum(sizes), why)
@@ -320,13 +320,14 @@ def _left_out(source: Source, byte_counts: ByteCounts, report: Report) -> Iterat
         stored = {file.path: file.nbytes for file in source.files}
         nbytes = max(0, sum(stored.values()) - copied)
         why = "not copied: newly written, or redundant among ranks"
-        yield Part("padding, headers, pickles", 0, nbytes, why)
+        of_others = ", all but the weights of older checkpoints" * (report.verb == "merge")
+        yield Part(f"padding, headers, pickles{of_others}", 0, nbytes, why)
 
 
 def _made(byte_counts: ByteCounts, report: Report, new_files: int) -> Iterator[Part]:
     """Yield the parts of the target that are not copied from the source."""
     if byte_counts.cast_bytes:
-        if report.verb == "export":
+        if report.tensors is not None:
             yield Part("weights", 0, byte_counts.cast_bytes, f"cast to {report.dtype}")
         else:
             why = f"cast from the master weights, for ZeRO stage {report.zero_stage}"

@@ -59,15 +59,6 @@ class Elements:
 
 
 @dataclass(frozen=True, slots=True)
-class FileSection:
-    """Pieces that follow each other in a file and become one span, laid out when it is needed."""
-
-    start: int
-    nbytes: int
-    lay_out: Callable[[], Sequence[Fixed | Elements]]
-
-
-@dataclass(frozen=True, slots=True)
 class FileLayout:
     """A file to write: pieces that follow each other, and endings after them."""
 
@@ -79,8 +70,8 @@ class FileLayout:
     is_last: bool = False
     take: Callable[[SpanResult], None] = ignore
     """See `TargetFile` for these three."""
-    sections: Sequence[FileSection] = ()
-    """In place of the pieces of a file that has very many; a result is then of a section."""
+    divide: Callable[["Divider"], TargetFile] | None = None
+    """Divides a file that has too many pieces to be held, and so has none here."""
 
     @property
     def nbytes(self) -> int:
@@ -115,10 +106,8 @@ class Divider:
 
     def target(self, layout: FileLayout) -> TargetFile:
         """Return a file as work."""
-        if layout.sections:
-            makers = [partial(self._section, section) for section in layout.sections]
-            spans = LazySpans(makers, sum(section.nbytes for section in layout.sections))
-            return TargetFile(layout.path, spans, layout.endings, take=layout.take)
+        if layout.divide is not None:
+            return layout.divide(self)
         runs, late, named = _Runs(), list[Ending](), list[tuple[int, str]]()
         for piece in layout.pieces:
             if isinstance(piece, Fixed):
@@ -144,12 +133,6 @@ class Divider:
         spans = LazySpans([partial(self._span, *run) for run in runs.all()], runs.nbytes)
         endings = [*late, *layout.endings]
         return TargetFile(layout.path, spans, endings, layout.mode, layout.is_last, take)
-
-    def _section(self, section: FileSection) -> Span:
-        parts: list[Fixed | Region] = []
-        for piece in section.lay_out():
-            parts += [piece] if isinstance(piece, Fixed) else self.regions(piece)
-        return Span(section.start, parts)
 
     def _span(self, offset: int, parts: Sequence["Fixed | _Part"]) -> Span:
         return Span(offset, [p if isinstance(p, Fixed) else self._region(p) for p in parts])

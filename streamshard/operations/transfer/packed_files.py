@@ -56,7 +56,7 @@ class _Memory:
         pass
 
 
-class _Part:
+class _PlacedPart:
     """A part of a file that is being written; see `Sink`."""
 
     version = ""
@@ -222,7 +222,7 @@ def _pack(
         entry = places.take(number, path, done.result.written.nbytes, writer.stop)
     else:
         entry = places.take(number, path, task.known.nbytes, writer.stop)
-        done = writer.write(task, _Part(sink, entry.content, entry.nbytes))
+        done = writer.write(task, _PlacedPart(sink, entry.content, entry.nbytes))
         if done.result.written.nbytes != entry.nbytes:
             raise _other_size()
     with target_errors(task.path):

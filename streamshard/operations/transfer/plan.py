@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from streamshard.operations.transfer.target import (
 )
 from streamshard.operations.transfer.target_state import TargetState
 from streamshard.operations.transfer.target_writer import Output
-from streamshard.options import TransferOptions
+from streamshard.options import TransferOptions, WritingOptions
 from streamshard.sizes import some_of
 
 
@@ -40,7 +40,7 @@ from streamshard.sizes import some_of
 class TransferPlan:
     """A run that fits memory and disk, ready to be carried out."""
 
-    options: TransferOptions
+    options: WritingOptions
     output: Output
     target: Path
     identity: RunIdentity
@@ -69,8 +69,8 @@ class TransferPlan:
         options, shown = self.options, progress or Silent()
         if options.if_needed and (found := self.found(progress)) is not None:
             return found
-        if self.output.check is not None:
-            self.output.check(self.memory, shown)
+        check = self.output.check
+        noted = () if check is None else check(self.memory, shown) or ()
         with staged(
             self.target,
             self.identity,
@@ -81,7 +81,8 @@ class TransferPlan:
         ) as partial_target:
             divider = Divider(self.source)
             write = partial(self._write, divider, partial_target, shown)
-            done = execution.measured(self.report, partial_target, shown, write)
+            report = replace(self.report, notes=(*self.report.notes, *noted))
+            done = execution.measured(report, partial_target, shown, write)
             return self.output.writer.finish(done, divider.overflowed)
 
     def _write(self, divider: Divider, partial_target: StagedTarget, progress: Progress) -> None:
@@ -148,27 +149,41 @@ def plan_transfer(
 
     `template`: names of the dumps, if the target is a directory of dumps.
     """
-    floor_bytes = resident_memory.resident_bytes()
-    resident_memory.restart_peak()
-    target = place_to_make(template.directory if template else as_path(options.target))
-    require_other(options.source, target)
-    if options.if_needed:
-        require_named(target)  # its content is compared after planning
-    else:
-        TargetState.of(target, template).require_free(overwrite=options.overwrite)
-    opened = open_source(
+    opened = partial(
+        open_source,
         options.source,
         options.tag,
         ds_config_file=options.source_ds_config_file,
         like=options.like,
         takes_model=takes_model,
     )
+    return plan_opened(options, opened, prepare, template=template)
+
+
+def plan_opened(
+    options: WritingOptions,
+    open_all: Callable[[], Source],
+    prepare: Callable[[Source], Output],
+    *,
+    template: Template | None = None,
+) -> TransferPlan:
+    """Plan to write what `prepare` makes from what `open_all` opens; writes nothing."""
+    floor_bytes = resident_memory.resident_bytes()
+    resident_memory.restart_peak()
+    target = place_to_make(template.directory if template else as_path(options.target))
+    for source in options.sources:
+        require_other(source, target)
+    if options.if_needed:
+        require_named(target)  # its content is compared after planning
+    else:
+        TargetState.of(target, template).require_free(overwrite=options.overwrite)
+    opened = open_all()
     require_separate(opened.path, opened.files, target)
     return plan_output(options, prepare(opened), target, floor_bytes)
 
 
 def plan_output(
-    options: TransferOptions, output: Output, target: Path, floor_bytes: int
+    options: WritingOptions, output: Output, target: Path, floor_bytes: int
 ) -> TransferPlan:
     """Fit an output into memory and on the disk.
 
@@ -201,7 +216,7 @@ def plan_output(
     stage = source.checkpoint.layout.stage if output.zero_stage is None else output.zero_stage
     report = Report(
         verb=output.options["verb"],
-        source=str(options.source),
+        source=", ".join(map(str, options.sources)),
         target=named,
         tag=source.checkpoint.tag,
         zero_stage=stage,

@@ -23,7 +23,7 @@ from streamshard.io.files import target_errors
 from streamshard.io.object_path import as_path, is_object
 from streamshard.operations.transfer.run_identity import RunIdentity, is_header
 from streamshard.operations.transfer.target import partial_of, place_to_make
-from streamshard.options import Options, Path_, TransferOptions, fields_of, types_of
+from streamshard.options import Options, Path_, WritingOptions, fields_of, types_of
 
 _KIND: Final = "streamshard plan"
 _VERSION: Final = 1
@@ -46,20 +46,26 @@ def _fits(value: object, of: Any) -> bool:  # noqa: ANN401
     return type(value) in kinds
 
 
-def anywhere(options: TransferOptions) -> TransferOptions:
+def anywhere(options: WritingOptions) -> WritingOptions:
     """Return options with absolute paths: they mean the same in any working directory."""
     paths = {
-        name: str(as_path(str(value)).absolute())
+        name: _absolute(value)
         for name, of in types_of(type(options)).items()
         if os.PathLike[str] in get_args(of) and (value := getattr(options, name)) is not None
     }
     return options.replaced(**paths)
 
 
-def _kind_of(verb: str) -> type[TransferOptions] | None:
+def _absolute(value: Path_ | Sequence[Path_]) -> str | Sequence[str]:
+    if isinstance(value, str | os.PathLike):
+        return str(as_path(str(value)).absolute())
+    return [str(as_path(str(one)).absolute()) for one in value]
+
+
+def _kind_of(verb: str) -> type[WritingOptions] | None:
     """Return the options of a verb whose plans can be saved; None for other verbs."""
     kind = registry.load(registry.OPTIONS).get(verb, Options)
-    return kind if issubclass(kind, TransferOptions) else None
+    return kind if issubclass(kind, WritingOptions) else None
 
 
 def saved_options(kind: type[Options]) -> dict[str, Any]:
@@ -75,7 +81,7 @@ class SavedPlan:
     """The content of a plan file."""
 
     verb: str
-    source: Path_
+    source: Path_ | Sequence[Path_]
     target: Path_
     options: dict  # type: ignore[type-arg]
     purpose: dict  # type: ignore[type-arg]
@@ -88,7 +94,7 @@ class SavedPlan:
 
 
 def write(
-    path: Path, options: TransferOptions, identity: RunIdentity, sizes: Mapping[str, int]
+    path: Path, options: WritingOptions, identity: RunIdentity, sizes: Mapping[str, int]
 ) -> None:
     """Write a plan file."""
     verb = identity.header["options"]["verb"]
@@ -104,16 +110,16 @@ def write(
     with target_errors(path):
         _require_replaceable(path)
     saved = {name: getattr(options, name) for name in saved_options(type(options))}
-    if source.kind == "native" and options.tag is None:
+    if source.kind == "native" and saved.get("tag", "") is None:
         tag = source.checkpoint.tag
         # A later save changes `latest`, so the tag is recorded. The path of a tag directory already
         # contains the tag.
-        saved["tag"] = tag if is_directory(as_path(options.source) / tag) else None
+        saved["tag"] = tag if is_directory(as_path(options.sources[0]) / tag) else None
     document = {
         "kind": _KIND,
         "version": _VERSION,
         "verb": verb,
-        "source": str(options.source),
+        "source": _absolute(options.source),
         "target": str(options.target),
         "options": saved,
         "purpose": dict(identity.header),
@@ -185,6 +191,7 @@ def _saved(document: Mapping[str, Any]) -> SavedPlan:
     values = {key: value for key, value in document.items() if key not in ("kind", "version")}
     _require(values, SavedPlan.__annotations__)
     _require(values["options"], saved_options(kind))
+    _require({"source": values["source"]}, {"source": types_of(kind)["source"]})
     if not is_header(values["purpose"]):
         raise _MalformedError("'purpose' cannot be what it is")
     return SavedPlan(**values)

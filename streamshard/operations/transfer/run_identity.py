@@ -74,7 +74,7 @@ class RunIdentity:
         header = {
             "format": _FORMAT,
             "options": dict(options),
-            "headers": _digest_of_headers(source.checkpoint),
+            "headers": digest_of_headers(source.checkpoint),
             "files": base64.b64encode(b"".join(map(_digest, source.files))).decode(),
             "replaces": replaces,
         }
@@ -138,7 +138,7 @@ def is_header(value: object) -> bool:
         return False
 
 
-def _digest_of_headers(checkpoint: Checkpoint) -> str:
+def digest_of_headers(checkpoint: Checkpoint) -> str:
     """Return a digest of all of a checkpoint except the elements of its logical tensors."""
 
     def stands_for(part: Node) -> Node | None:

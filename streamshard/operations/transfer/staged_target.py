@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, cast
 
 from streamshard.engine.run.runner import StagedFiles
 from streamshard.formats.deepspeed.dumps.dump_names import Template
@@ -42,12 +41,7 @@ class StagedTarget(Protocol):
     def __enter__(self) -> Self:
         """Take the lock, and find what an earlier run wrote."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Keep what was written if there is an error, and release the lock."""
 
 
@@ -71,13 +65,6 @@ def staged(
     own = lock_at(place, target.absolute(), is_wanted=lock)
     if is_packed_name(target) or is_object(target):
         kind = load(PACKED_TARGET if is_packed_name(target) else UPLOADED_TARGET)
-        found: StagedTarget = kind(
-            target,
-            own,
-            identity,
-            nbytes=nbytes,
-            sizes=sizes,
-            template=template,
-        )
-        return found
+        made = kind(target, own, identity, nbytes=nbytes, sizes=sizes, template=template)
+        return cast(StagedTarget, made)
     return PartialTarget(target, own, identity, nbytes=nbytes, template=template)

@@ -13,10 +13,9 @@ At any moment the disk is in one of these states, and the same command finishes 
 
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
-from streamshard.engine.jobs.target_proof import PROOF_PREFIX
+from streamshard.engine.jobs.proofs import PROOF_PREFIX
 from streamshard.engine.journals.journal import Journal
 from streamshard.engine.run.staged_files import Partial
 from streamshard.errors import NotAsWrittenError, Option
@@ -157,12 +156,7 @@ class PartialTarget:
         """Whether an earlier run wrote everything, so that at most renaming is left to do."""
         return self.is_done or self.journal.is_whole
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         with ignored(FROM_OUTSIDE):
             self._finish_reservation()
         if isinstance(error, NotAsWrittenError):

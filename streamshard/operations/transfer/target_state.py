@@ -39,9 +39,8 @@ class TargetState(ABC):
         """
         require_named(target)
         with target_errors(target):
-            kind = load(UPLOAD_STATE) if is_object(target) else DiskState
-            if is_packed_name(target):
-                kind = load(PACKED_STATE)
+            name = PACKED_STATE if is_packed_name(target) else UPLOAD_STATE
+            kind = load(name) if name == PACKED_STATE or is_object(target) else DiskState
             found: TargetState = kind.at(target, template)
         return found
 

@@ -71,7 +71,8 @@ class Output:
     """Memory of one worker to compress a piece of the target."""
     encode: Encode | None = None
     """The function that compresses the target's data; None if it is not compressed."""
-    check: Callable[[MemoryPlan, Progress], None] | None = None
-    """Reads the source and refuses it, before anything is written; None if nothing is to check."""
+    check: Callable[[MemoryPlan, Progress], Sequence[str] | None] | None = None
+    """Reads the source and refuses it, or returns notes, before anything is written; None if
+    nothing is to check."""
     reopened: int = 1
     """Memory for the headers that are read back, in multiples of the source's."""

@@ -15,7 +15,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 from streamshard.engine.run.uploads import Uploads
@@ -27,8 +26,8 @@ from streamshard.io.entries import entries_below
 from streamshard.io.files import target_errors
 from streamshard.io.lock import AnyLock
 from streamshard.io.object_path import ObjectPath, object_of
+from streamshard.io.objects.buckets import copy_object, for_each, moved, objects_below
 from streamshard.io.objects.listings import is_no_marker
-from streamshard.io.objects.object_changes import copy_object, for_each, moved, objects_below
 from streamshard.io.objects.object_upload import create, upload_requests
 from streamshard.io.place import place_of
 from streamshard.io.readable import Entry
@@ -159,12 +158,7 @@ class UploadedTarget:
         """Bytes that an earlier run uploaded."""
         return self._nbytes if self.is_written else self.partial.kept_bytes
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         with ignored(FROM_OUTSIDE):
             if isinstance(error, NotAsWrittenError):
                 self._clear()

@@ -20,7 +20,8 @@ from streamshard.layout.sample import EVERYTHING, Sample
 from streamshard.operations.checks.problems import Difference, Findings, Verification
 from streamshard.operations.checks.scan import scan
 from streamshard.operations.checks.structure import check_structure
-from streamshard.operations.checks.tensor_digests import tensor_units
+from streamshard.operations.checks.suspicion import suspicions
+from streamshard.operations.checks.tensor_content import TensorUnits
 from streamshard.operations.compare.comparison import chosen, compare
 from streamshard.operations.compare.matching import pair_up
 from streamshard.operations.source.source import Request, read_hints
@@ -56,6 +57,9 @@ def verify(options: _Verify) -> Verification:
     digests
         Compute the digest of every tensor in shards too, which reads the shards a second time. The
         digests of a store are always computed.
+    health
+        Count the NaNs, infinities and zeros of every tensor, which is then read a second time. NaN
+        or infinities are a problem, `unhealthy`.
     source_ds_config_file, like
         For checkpoints that lack information; see `plan_repartition`.
     tag
@@ -71,9 +75,10 @@ def verify(options: _Verify) -> Verification:
     """
     floor_bytes = resident_memory.resident_bytes()
     resident_memory.restart_peak()
-    if options.digests and options.against is not None:
-        message = "tensors that are compared are not digested; leave one out"
-        raise UsageError(f"{Option('digests')}: {message}")
+    for name in ("digests", "health"):
+        if getattr(options, name) and options.against is not None:
+            message = "not computed of tensors that are compared; leave one out"
+            raise UsageError(f"{Option(name)}: {message}")
     path, against = options.path, options.against
     paths = [path] if against is None else [path, against]
     for one in paths:
@@ -85,7 +90,7 @@ def verify(options: _Verify) -> Verification:
     run = _Run(_sample(options.sample), limits, options.progress or Silent())
     began = time.monotonic()
     if against is None:
-        run.check(request, digests=options.digests)
+        run.check(request, digests=options.digests, health=options.health)
     else:
         run.compare(request, Request(against, None, config, known))
     return Verification(
@@ -101,6 +106,7 @@ def verify(options: _Verify) -> Verification:
         problems=tuple(run.findings.problems),
         differences=tuple(run.differences),
         digests=run.findings.digests,
+        health=run.findings.health,
         notes=tuple(run.findings.notes),
         floor_bytes=floor_bytes,
         limit_bytes=limit_bytes,
@@ -136,7 +142,7 @@ class _Run:
         self._limits = limits
         self._progress = progress
 
-    def check(self, request: Request, *, digests: bool) -> None:
+    def check(self, request: Request, *, digests: bool, health: bool) -> None:
         """Check the structure, then read everything that has a checksum."""
         checked = check_structure(request, self.findings, self.sample)
         self.kind, self.tag = checked.kind, checked.tag
@@ -144,18 +150,25 @@ class _Run:
             checked.source.require_use_of_like()
         plan = self._limits.fit(checked.codec_bytes, checked.files)
         self.projected_bytes = plan.projected_bytes
-        source = checked.source if digests else None
+        source = checked.source
+        if health and checked.kind == "store" and not self.findings.problems:
+            source = request.open()  # the digests of a store are computed in any case
+        is_shards = checked.source is not None
+        units = None
+        if source is not None and (health or (digests and is_shards)):
+            units = TensorUnits(source, self.findings, digests and is_shards, health, self.sample)
 
-        times, read = 1 if source is None else 2, Count(self._progress.advance)
-        self._progress.start(times * checked.nbytes // self.sample.parts)
+        total, read = checked.nbytes + (units.nbytes if units else 0), Count(self._progress.advance)
+        self._progress.start(total // self.sample.parts)
         try:
             checked.read(plan, read.add)
-            if source is not None:
-                units = tensor_units(source, self.findings, self.sample)
+            if source is not None and units is not None:
                 scan(units, source.files, plan, read.add)
         finally:
             self._progress.stop()
         self.bytes_read = read.value
+        if health and source is not None:
+            self.findings.notes += suspicions(source.checkpoint, self.findings.health)
 
     def compare(self, request: Request, other: Request) -> None:
         """Compare the content of two checkpoints."""

@@ -15,7 +15,7 @@ import numpy as np
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError, raise_first
 from streamshard.formats.checkpoint import FlatState, ModuleEntry, ParamGroup, ScalarState
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.cut.recorded_cut import RecordedCut, recorded_cut
+from streamshard.formats.deepspeed.cut.zero_cutting import RecordedCut, recorded_cut
 from streamshard.formats.deepspeed.read.agreement import disagreement, disagreements, group_facts
 from streamshard.formats.deepspeed.read.fingerprints import fingerprint, pickled
 from streamshard.formats.deepspeed.read.rank_files import SAVE_AGAIN, SourceFiles, require

@@ -1,23 +1,58 @@
-"""Shows that a process on another machine writes into the directory that a run has staged.
+"""Shows that a process on another machine sees the source, and the target that a run has staged.
 
-The process that leads the run makes a directory of a random name in the staged target, with a file
-in it. Each process that is to write reads that file and leaves an answer next to it, which the
-leader reads before it believes any other result. So neither a copy of the directory nor a file
-system that keeps writes to itself goes unnoticed.
+Of the source some files are examined. In the staged target, the process that leads the run makes a
+directory of a random name, with a file in it. Each process that is to write reads that file and
+leaves an answer next to it, which the leader reads before it believes any other result. So neither
+a copy of the directory nor a file system that keeps writes to itself goes unnoticed.
 
 The directory goes when the run ends. A process that was thought lost and wakes up later finds it
 gone when it opens a file, and writes nothing: the file may be another run's by then.
 """
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol, Self
 
-from streamshard.errors import TargetError
+from streamshard.errors import SourceError, TargetError
 from streamshard.io.changes import make_directory, remove, rename, write_durably
 from streamshard.io.entries import examine, read_all
 from streamshard.io.file_system import boot_id
+from streamshard.io.object_path import is_object
+from streamshard.model import SourceFile
+
+_EXAMINED: Final = 64
+"""Files that are examined beforehand. Each is examined once more when it is opened."""
+
+
+def some_files(files: Sequence[SourceFile]) -> list[SourceFile]:
+    """Choose files: of each directory the first one, and others at equal distances."""
+    firsts = {file.path.parent: file for file in reversed(files)}
+    step = -(-len(files) // _EXAMINED) or 1
+    chosen = {file.path: file for file in (*list(firsts.values())[:_EXAMINED], *files[::step])}
+    return list(chosen.values())
+
+
+def require_seen(files: Sequence[SourceFile]) -> None:
+    """Refuse files that are others here than where the run was planned."""
+    for file in files:
+        try:
+            found = examine(file.path)
+        except OSError as error:
+            message = f"cannot be read here ({error.strerror})"
+            raise SourceError(message, path=file.path) from error
+        seen = found.source_file(file.path)
+        if seen != file:
+            message = f"is another file here ({_described(seen)}) than where the"
+            raise SourceError(f"{message} run was planned ({_described(file)})", path=file.path)
+
+
+def _described(file: SourceFile) -> str:
+    if is_object(file.path):
+        return f"{file.nbytes} bytes, ETag {file.version}"
+    return f"{file.nbytes} bytes, inode {file.file_id}, changed {file.version} ns after 1970"
+
 
 PROOF_PREFIX: Final = ".streamshard.proof."
 _NONCE: Final = "run"
@@ -120,7 +155,6 @@ class StagedProof:
             raise TargetError(f"{message} {_OTHER}", path=self.directory.parent)
 
     def shares_cache(self) -> bool:
-        """Whether what is written here is synced when the leader syncs the target."""
         here = boot_id(), examine(self.directory).device
         return bool(self.boot) and here == (self.boot, self.device)
 

@@ -1,0 +1,269 @@
+"""`merge`: writes a weighted mean of checkpoints, as files for a job, a store, or weights."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from streamshard.errors import Option, UnsupportedError, UsageError
+from streamshard.formats.deepspeed import ds_config, names
+from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_pipeline
+from streamshard.io.entries import listings_kept, resolve
+from streamshard.io.object_path import as_path
+from streamshard.layout.memory_plan import MemoryPlan
+from streamshard.merging.coefficients import coefficients, is_of_age
+from streamshard.merging.last_checkpoints import last_whole
+from streamshard.merging.merged_source import (
+    LINEAR_STATES,
+    Merging,
+    place_of,
+    without_weight_files,
+)
+from streamshard.model import BLOB, FILE, MASTER, MODULE
+from streamshard.operations.convert import convert
+from streamshard.operations.export import export
+from streamshard.operations.repartition import repartition
+from streamshard.operations.source.source import Source, open_source
+from streamshard.operations.transfer.plan import TransferPlan, plan_opened
+from streamshard.operations.transfer.report import Progress, Report, Watched
+from streamshard.operations.transfer.run_identity import digest_of_headers
+from streamshard.operations.transfer.target import require_separate
+from streamshard.operations.transfer.target_writer import Output
+from streamshard.options import Path_, RepartitionOptions, takes
+from streamshard.sizes import some_of
+from streamshard.verb_options import ConvertOptions, ExportOptions, MergeOptions
+
+
+class _Merge(MergeOptions, Watched):
+    """What `merge` takes."""
+
+
+@takes(MergeOptions)
+def plan_merge(options: MergeOptions) -> TransferPlan:
+    """Read the sources' headers and plan their merge; writes nothing.
+
+    The master weights of the target are a weighted sum of those of the sources: added up in
+    float64, in the order of the sources, and rounded once. Weights in 16 bits are cast from them.
+    All else is the newest source's: optimizer states, step, scheduler, random states, client state,
+    buffers and frozen weights. The newest is that of the highest step, or the last one given.
+
+    Parameters
+    ----------
+    source
+        Run directories, tag directories, a framework's checkpoints, stores: whatever `convert`
+        takes, of any world size, ZeRO stage and kind. Their tensors must have the same names and
+        shapes. With `last`, one directory of checkpoints.
+    target
+        Run directory to make; a store if the name ends in `.zarr`; with `format` a model directory.
+    weights
+        `mean`; `1-sqrt`, `linear` or `cosine` for the weights that amount to such a decay of the
+        learning rate; ``ema:0.9``; or numbers, one for each source.
+    any_sum
+        Whether the weights may have another sum than 1.
+    states
+        `newest`, or `mean` to merge optimizer states as the weights are.
+    last
+        Take the newest whole checkpoints of one run directory, so many.
+    world_size, zero_stage, ds_config_file
+        The job that resumes; see `plan_repartition`. By default as the newest source.
+    codec, chunk_size
+        For a store; see `plan_convert`.
+    format, dtype
+        For weights; see `plan_export`.
+    memory_limit
+        Bytes of memory beyond what the program itself takes; by default 1 GiB, but at most half of
+        the remaining memory of the machine or the cgroup.
+    verify
+        Read the written files back from disk, and compare them with the merged sources before they
+        are renamed into place.
+    if_needed
+        Write nothing if the target already holds exactly the bytes that would be written; the
+        report says so.
+    lock
+        Whether to keep other runs from writing the target meanwhile. Only for a bucket whose
+        service cannot keep a lock, and where nothing else writes, it may be left out.
+
+    Raises
+    ------
+    IntegrityError
+        When it runs: a weight is NaN or infinite. The target does not come into being.
+    StreamshardError
+        One of its subclasses, each with its own exit code; see `streamshard.errors`.
+    """
+    return _plan(options)
+
+
+@takes(_Merge)
+def merge(options: _Merge) -> Report:
+    """Write a weighted mean of checkpoints; see `plan_merge`."""
+    return _plan(options).run(options.progress)
+
+
+def _plan(options: MergeOptions) -> TransferPlan:
+    writes = _writer_of(options)
+    asked, notes = options.weights, list[str]()
+    if not isinstance(asked, str):
+        asked = ",".join(repr(float(weight)) for weight in asked)
+    sources: Sequence[Path_] = options.sources
+    if options.last is not None:
+        if len(sources) != 1:
+            message = f"{Option('last', options.last)}: is for one directory of checkpoints"
+            raise UsageError(f"{message}, and there are {len(sources)} sources")
+        sources, notes = last_whole(as_path(sources[0]), options.last)
+    weights = coefficients(asked, len(sources), any_sum=options.any_sum)
+    # A plan that is saved keeps to these checkpoints.
+    chosen = options.replaced(source=[*map(str, sources)], weights=asked, last=None)
+    found: list[Merging] = []
+
+    def open_all() -> Source:
+        found.append(_opened(chosen, weights))
+        return found[0].source()
+
+    def prepare(source: Source) -> Output:
+        output = writes(chosen, source)
+        return _as_merged(output, found[0], chosen, notes)
+
+    return plan_opened(chosen, open_all, prepare)
+
+
+def _opened(options: MergeOptions, weights: Sequence[float]) -> Merging:
+    """Open all sources, and refuse what cannot be merged."""
+    with listings_kept():
+        sources = [open_source(path) for path in options.sources]
+    target = as_path(options.target)
+    places = [resolve(place_of(source)) for source in sources]
+    for source, place in zip(sources, places, strict=True):
+        require_separate(source.path, source.files, target)
+        if source.checkpoint.is_dumps:
+            message = "raw dumps, without the model's files, are not merged; give the whole"
+            raise UnsupportedError(f"{message} checkpoint", path=source.path)
+        if places.count(place) > 1:
+            raise UsageError(f"{place}: given twice; give each checkpoint once, with its weight")
+    newest = _newest(sources, str(options.weights))
+    sources[newest] = without_weight_files(sources[newest])
+    averages_states = options.states != "newest"
+    if averages_states:
+        _require_linear(sources[newest], weights)
+    return Merging(sources, weights, newest, averages_states)
+
+
+def _newest(sources: Sequence[Source], asked: str) -> int:
+    """Return which source has the highest step, or is given last."""
+    steps = [source.checkpoint.model_parts[0].model_state.get("global_steps") for source in sources]
+    known = [step for step in steps if isinstance(step, int)]
+    if len(known) < len(steps):
+        return len(steps) - 1
+    if is_of_age(asked) and known != sorted(known):
+        listed = ", ".join(f"{step:,}" for step in known)
+        message = f"{Option('weights', asked)}: depends on age, and the steps are {listed}; give"
+        raise UsageError(f"{message} the oldest first")
+    return max(range(len(known)), key=lambda number: (known[number], number))
+
+
+def _require_linear(source: Source, weights: Sequence[float]) -> None:
+    """Refuse states of which a mean has no meaning."""
+    asked = Option("states", "mean")
+    states = {t.state for t in source.checkpoint.tensors} - {MASTER, MODULE, BLOB, FILE}
+    if not states:
+        raise UsageError(f"{asked}: there are no optimizer states", path=place_of(source))
+    if others := sorted(states - {*LINEAR_STATES}):
+        message = f"{asked}: a mean of {some_of(others)} has no meaning; leave it out"
+        raise UnsupportedError(message, path=place_of(source))
+    if min(weights) < 0:
+        message = f"{asked}: with a negative weight a second moment may become negative; leave one"
+        raise UsageError(f"{message} of them out")
+
+
+def _writer_of(options: MergeOptions) -> Callable[[MergeOptions, Source], Output]:
+    """Return what decides the target's files, by its name and by the options."""
+    is_store = as_path(options.target).suffix == ".zarr"
+    if options.format is not None:
+        kind, what = _weights, "a model directory"
+    else:
+        kind, what = (_store, "a store") if is_store else (_native, "a run directory")
+    for other, own in _OPTIONS_OF.items():
+        for name in own if other is not kind else ():
+            if options.is_given(name):
+                message = f"{Option(name)}: is of no use for {options.target}, which is {what}"
+                raise UsageError(f"{message}; leave it out")
+    return kind
+
+
+def _native(options: MergeOptions, source: Source) -> Output:
+    source.require_training_state()
+    _require_no_other_copies(source)
+    file = options.ds_config_file
+    wanted = ds_config.read_file(as_path(file)) if file else None
+    given = RepartitionOptions(
+        source.path,
+        options.target,
+        world_size=options.world_size or source.checkpoint.ranks,
+        zero_stage=options.zero_stage,
+        ds_config_file=file,
+    )
+    return repartition.prepare(None, given, wanted, source)
+
+
+def _store(options: MergeOptions, source: Source) -> Output:
+    source.require_training_state()
+    _require_no_other_copies(source)
+    codec, chunk_size = options.codec, options.chunk_size
+    given = ConvertOptions(source.path, options.target, codec=codec, chunk_size=chunk_size)
+    return convert.prepare(given, source)
+
+
+def _weights(options: MergeOptions, source: Source) -> Output:
+    form, dtype = str(options.format), options.dtype
+    given = ExportOptions(source.path, options.target, format=form, dtype=dtype)
+    export.require_directory(given)
+    if options.states != "newest" and form in ("safetensors", "torch"):
+        message = f"{Option('states', options.states)}: weights alone have no optimizer states"
+        raise UsageError(f"{message}; leave it out")
+    return export.prepare(given, source)
+
+
+_OPTIONS_OF = {
+    _native: ("world_size", "zero_stage", "ds_config_file"),
+    _store: ("codec", "chunk_size"),
+    _weights: ("format", "dtype"),
+}
+"""What decides the target's files → the options that it alone has."""
+
+
+def _require_no_other_copies(source: Source) -> None:
+    """Refuse checkpoints with weights in 16 bits that are carried along and not read."""
+    checkpoint, place = source.checkpoint, place_of(source)
+    way = f"write weights instead, with {Option('format', 'safetensors')}"
+    if not checkpoint.layout.stage:
+        message = "saved without ZeRO (stage 0), which does not name the master weights in the"
+        raise UnsupportedError(f"{message} optimizer's state: {way}", path=place)
+    has_experts = any(part.model_state.get(names.EXPERT_COUNTS) for part in checkpoint.model_parts)
+    if is_pipeline(checkpoint) or has_experts:
+        what = "a pipeline's layers" if is_pipeline(checkpoint) else "experts"
+        message = f"has files of {what} with weights in 16 bits, which are not merged yet: {way}"
+        raise UnsupportedError(message, path=place)
+
+
+def _as_merged(
+    output: Output, merging: Merging, options: MergeOptions, notes: Sequence[str]
+) -> Output:
+    """Return the output of another verb as that of a merge."""
+    headers = " ".join(digest_of_headers(source.checkpoint) for source in merging.sources)
+    asked = {
+        **output.options,
+        "verb": "merge",
+        "weights": ",".join(map(repr, merging.weights)),
+        "states": options.states,
+        "sources": headers,
+    }
+
+    def check(memory: MemoryPlan, progress: Progress) -> Sequence[str]:
+        if output.check is not None:
+            output.check(memory, progress)
+        return merging.kept_differ(memory, progress)
+
+    return replace(
+        output,
+        options=asked,
+        notes=(*output.notes, *notes),
+        is_reusable=False,
+        check=check,
+    )

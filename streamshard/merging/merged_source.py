@@ -1,0 +1,269 @@
+"""Makes one source of several: the weighted mean of their weights, and all else of the newest."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamshard.engine.run.phases import COMPARING
+from streamshard.errors import DisagreementError, UnsupportedError
+from streamshard.formats import pretrained
+from streamshard.formats.checkpoint import Checkpoint
+from streamshard.layout.memory_plan import MIB, MemoryPlan
+from streamshard.merging.weighted_mean import SUMMING_BYTES, Summand, WeightedMean
+from streamshard.model import BLOB, FILE, ITEMSIZE, MASTER, MODULE, LogicalTensor, Note
+from streamshard.operations.compact.omissions import narrowed
+from streamshard.operations.compare.comparison import compare
+from streamshard.operations.compare.pairing import Pair, SideElements
+from streamshard.operations.source.source import Source
+from streamshard.operations.transfer.report import Progress
+from streamshard.sizes import counted, some_of
+
+LINEAR_STATES: Final = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+"""Optimizer states that are sums over gradients or their squares, so that a mean has a meaning."""
+_FLOATS: Final = ("float64", "float32", "bfloat16", "float16")
+_BLOCK_BYTES: Final = MIB
+"""Memory for a block of a checkpoint's file of which only a part is needed."""
+_MOST_NAMED: Final = 3
+
+_Key = tuple[int, str, str]
+"""Model part, state and name of a tensor."""
+
+
+def place_of(source: Source) -> Path:
+    """Return what messages call a checkpoint: its tag directory or its store."""
+    is_of_tag = source.kind == "native"
+    return source.path / source.checkpoint.tag if is_of_tag else source.path
+
+
+@dataclass(frozen=True)
+class Merging:
+    """Checkpoints that become one."""
+
+    sources: Sequence[Source]
+    """In the order in which they are added."""
+    weights: Sequence[float]
+    newest: int
+    """Which of them all else is taken of."""
+    averages_states: bool
+
+    @property
+    def base(self) -> Source:
+        """The newest of the checkpoints."""
+        return self.sources[self.newest]
+
+    def source(self) -> Source:
+        """Return the merged checkpoint."""
+        base, others = self.base, [one for one in self.sources if one is not self.base]
+        self._require_alike()
+        made = replace(base, files=tuple(f for one in (base, *others) for f in one.files))
+        for dtype, members in self._groups:
+            made = self._relocated(made, members, dtype, members)
+            for copied, pairs in self._copies(members).items():
+                masters, weights = zip(*pairs, strict=True)
+                made = self._relocated(made, weights, copied, masters)
+        decoding = len(self.sources) * max(one.codec_bytes for one in self.sources)
+        return replace(
+            made,
+            checkpoint=_noted(made.checkpoint, self._note()),
+            codec_bytes=SUMMING_BYTES + len(others) * _BLOCK_BYTES + decoding,
+        )
+
+    def kept_differ(self, memory: MemoryPlan, progress: Progress) -> list[str]:
+        """Compare what is not averaged, and describe the differences."""
+        found, base = [], self.base
+        for one, index in zip(self.sources, self._indices, strict=True):
+            pairs = [] if one is base else list(self._kept_pairs(one, index))
+            if not pairs:
+                continue
+            compared = compare(base, one, pairs, memory, progress, phase=COMPARING).require_read()
+            if names := [difference.name for difference in compared.differences]:
+                found.append(
+                    f"{place_of(one)} has other values of {some_of(names, _MOST_NAMED)}: buffers "
+                    f"and frozen weights are not averaged, and are those of {place_of(base)}. "
+                    "Statistics of activations, as BatchNorm keeps, have to be computed anew."
+                )
+        return found
+
+    @cached_property
+    def averaged(self) -> Sequence[int]:
+        """Tensors of the newest checkpoint of which means are computed."""
+        tensors = self.base.checkpoint.tensors
+        states = {MASTER, *(LINEAR_STATES if self.averages_states else ())}
+        found = [row for row, tensor in enumerate(tensors) if tensor.state in states]
+        if any(tensors[row].state == MASTER for row in found):
+            return found
+        return [r for r, t in enumerate(tensors) if t.state == MODULE and t.dtype in _FLOATS]
+
+    @cached_property
+    def _indices(self) -> Sequence[Mapping[_Key, int]]:
+        return [dict(_keys(one.checkpoint)) for one in self.sources]
+
+    @cached_property
+    def _rows(self) -> Sequence[Mapping[int, int]]:
+        """Of each checkpoint, tensor of the newest one → the same tensor here."""
+        keys = {row: key for key, row in self._indices[self.newest].items()}
+        return [{row: index[keys[row]] for row in self.averaged} for index in self._indices]
+
+    @cached_property
+    def _firsts(self) -> Sequence[int]:
+        """Number of the first file of each checkpoint; those of the newest come first."""
+        base, counts = self.base, [len(one.files) for one in self.sources]
+        own = counts[self.newest]
+        others = [0 if one is base else n for one, n in zip(self.sources, counts, strict=True)]
+        ends = list(accumulate(others, initial=own))
+        return [0 if one is base else end for one, end in zip(self.sources, ends, strict=False)]
+
+    @cached_property
+    def _groups(self) -> Sequence[tuple[str, Sequence[int]]]:
+        """Return the tensors to average, those of the same dtypes in all checkpoints together."""
+        found: dict[tuple[str, ...], list[int]] = {}
+        for row in self.averaged:
+            both = zip(self.sources, self._rows, strict=True)
+            dtypes = (one.checkpoint.tensors[rows[row]].dtype for one, rows in both)
+            found.setdefault((self._tensor(row).dtype, *dtypes), []).append(row)
+        return [(key[0], rows) for key, rows in found.items()]
+
+    def _tensor(self, row: int) -> LogicalTensor:
+        return self.base.checkpoint.tensors[row]
+
+    def _copies(self, members: Sequence[int]) -> Mapping[str, Sequence[tuple[int, int]]]:
+        """Return the module's copies of some master weights, by dtype, each behind its original."""
+        index, found = self.base.checkpoint.tensor_index(), dict[str, list[tuple[int, int]]]()
+        for row in members:
+            master = self._tensor(row)
+            copy = index.get((master.model_part, MODULE, master.name))
+            if master.state == MASTER and copy is not None:
+                found.setdefault(self._tensor(copy).dtype, []).append((row, copy))
+        return found
+
+    def _relocated(
+        self, made: Source, rows: Sequence[int], dtype: str, originals: Sequence[int]
+    ) -> Source:
+        """Let tensors lie where the means of others are computed, as a dtype."""
+        starts = np.cumsum([0, *(self._tensor(row).numel for row in originals)])
+        names = [f"{t.state} of '{t.name}'" for t in map(self._tensor, originals)]
+        mean = WeightedMean(
+            summands=tuple(self._summand(n, originals) for n in range(len(self.sources))),
+            names=tuple(names),
+            starts=starts,
+            dtype=dtype,
+            firsts=tuple(sorted(self._firsts)),
+        )
+        file = replace(self.base.files[0], decoder=mean)
+        offsets: NDArray[np.int64] = starts[:-1] * ITEMSIZE[dtype]
+        return made.relocate(rows, file, offsets.tolist())
+
+    def _summand(self, number: int, originals: Sequence[int]) -> Summand:
+        source, rows = self.sources[number], self._rows[number]
+        numbers = self._firsts[number] + np.arange(len(source.files))
+        own = np.array([rows[row] for row in originals], dtype=np.int64)
+        dtype = source.checkpoint.tensors[own[0]].dtype
+        cutting = source.cutting.in_files(numbers).take(own)
+        return Summand(place_of(source), self.weights[number], dtype, cutting)
+
+    def _kept_pairs(self, other: Source, index: Mapping[_Key, int]) -> Iterator[Pair]:
+        """Pair the tensors of the module that are not averaged with those of another checkpoint."""
+        made = {*self.averaged, *(c for _, rows in self._groups for c in self._copied(rows))}
+        for key, row in self._indices[self.newest].items():
+            tensor, same = self._tensor(row), index.get(key)
+            if tensor.state != MODULE or row in made or same is None:
+                continue
+            theirs = other.checkpoint.tensors[same]
+            if (theirs.dtype, theirs.shape) == (tensor.dtype, tensor.shape):
+                left, right = (SideElements(number, tensor.dtype) for number in (row, same))
+                size, name = ITEMSIZE[tensor.dtype], f"'{tensor.name}'"
+                yield Pair(name, left, right, tensor.numel, tensor.dtype, size, tensor)
+
+    def _copied(self, members: Sequence[int]) -> Iterator[int]:
+        for pairs in self._copies(members).values():
+            yield from (copy for _, copy in pairs)
+
+    def _require_alike(self) -> None:
+        """Refuse checkpoints whose tensors do not match, by names and shapes."""
+        base, own = self.base, self._indices[self.newest]
+        parts, averaged = len(base.checkpoint.model_parts), set(self.averaged)
+        states = {self._tensor(row).state for row in averaged}
+        for row in averaged:
+            if self._tensor(row).dtype not in _FLOATS:
+                message = f"'{self._tensor(row).name}' is of {self._tensor(row).dtype}, which has"
+                raise UnsupportedError(f"{message} no mean", path=place_of(base))
+        wanted = {key: row for key, row in own.items() if row in averaged}
+        for one, index in zip(self.sources, self._indices, strict=True):
+            here, there = place_of(one), place_of(base)
+            if len(one.checkpoint.model_parts) != parts:
+                message = f"{len(one.checkpoint.model_parts)} tensor or pipeline parallel parts, "
+                message = f"{message}{there} has {parts}: take one of them to the degrees of the"
+                raise DisagreementError(
+                    f"{message} other with 'streamshard repartition'", path=here
+                )
+            if lacks := [key for key in wanted if key not in index]:
+                message = f"lacks {_listed(lacks)}, which {there} has"
+                raise DisagreementError(message, path=here)
+            is_only = MASTER in states
+            held = [k for k in index if k[1] == (MASTER if is_only else MODULE) and k not in own]
+            if held:
+                message = f"has {_listed(held)}, which {there} lacks"
+                raise DisagreementError(message, path=here)
+            for key, row in wanted.items():
+                mine, theirs = self._tensor(row), one.checkpoint.tensors[index[key]]
+                if not _is_alike(mine, theirs, base.checkpoint, one.checkpoint):
+                    message = f"{_listed([key])} is {list(theirs.shape)}, in {there}"
+                    raise DisagreementError(f"{message} {list(mine.shape)}", path=here)
+                if theirs.dtype not in _FLOATS:
+                    message = f"{_listed([key])} is of {theirs.dtype}, which has no mean"
+                    raise UnsupportedError(message, path=here)
+
+    def _note(self) -> str:
+        both = zip(self.sources, self.weights, strict=True)
+        listed = ", ".join(f"{one.checkpoint.tag} x {weight:.6g}" for one, weight in both)
+        states = sorted({self._tensor(row).state for row in self.averaged} - {MASTER, MODULE})
+        what = f"Weights and states ({', '.join(states)})" if states else "Weights"
+        count = counted(len(self.sources), "checkpoint")
+        text = f"{what} are the weighted sum of {count}: {listed}. All else is that of"
+        return f"{text} {self.base.checkpoint.tag}."
+
+
+def without_weight_files(source: Source) -> Source:
+    """Leave out the files next to the shards that hold weights, as HF Trainer saves them."""
+    checkpoint = source.checkpoint
+    found = {
+        row: tensor.name
+        for row, tensor in enumerate(checkpoint.tensors)
+        if tensor.state == FILE and pretrained.holds_weights(PurePosixPath(tensor.name).name)
+    }
+    if not found:
+        return source
+    named = some_of(sorted(found.values()), _MOST_NAMED)
+    less = narrowed(source, found.keys())
+    note = f"Left out, as they hold weights of {checkpoint.tag} alone: {named}."
+    return replace(less, checkpoint=_noted(less.checkpoint, note))
+
+
+def _noted(checkpoint: Checkpoint, note: str) -> Checkpoint:
+    return replace(checkpoint, notes=(*checkpoint.notes, Note(note)))
+
+
+def _keys(checkpoint: Checkpoint) -> Iterator[tuple[_Key, int]]:
+    numbers = {part.name: number for number, part in enumerate(checkpoint.model_parts)}
+    for row, tensor in enumerate(checkpoint.tensors):
+        if tensor.state not in (BLOB, FILE):
+            yield (numbers[tensor.model_part], tensor.state, tensor.name), row
+
+
+def _is_alike(
+    one: LogicalTensor, other: LogicalTensor, own: Checkpoint, theirs: Checkpoint
+) -> bool:
+    """Tell whether tensors have one shape; BF16_Optimizer records only how many elements."""
+    is_flat = own.layout.bf16_optimizer or theirs.layout.bf16_optimizer
+    both = {one.shape, other.shape}
+    return len(both) == 1 or (is_flat and one.numel == other.numel and (one.numel,) in both)
+
+
+def _listed(keys: Sequence[_Key]) -> str:
+    return some_of([f"{state} of '{name}'" for _, state, name in keys], _MOST_NAMED)

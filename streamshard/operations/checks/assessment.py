@@ -1,0 +1,225 @@
+"""Assesses the checkpoints of a directory, newest first: whether each is whole, and healthy."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from pathlib import Path
+
+from streamshard.engine.run.phases import Count
+from streamshard.errors import SourceError, StreamshardError, release_frames
+from streamshard.formats.deepspeed import names
+from streamshard.formats.pickle.inert import show
+from streamshard.io.entries import is_file, listings_kept
+from streamshard.io.files import source_errors
+from streamshard.io.object_path import as_path
+from streamshard.layout.sample import EVERYTHING
+from streamshard.operations.checks.problems import UNHEALTHY, Findings
+from streamshard.operations.checks.scan import scan
+from streamshard.operations.checks.structure import check_structure
+from streamshard.operations.checks.suspicion import suspicions
+from streamshard.operations.checks.tensor_content import TensorUnits
+from streamshard.operations.source.candidates import find_candidates, step_of_path
+from streamshard.operations.source.completeness import require_named, require_saved_to_end
+from streamshard.operations.source.sidecars import has_shards
+from streamshard.operations.source.source import Request, Source, open_source
+from streamshard.operations.transfer.execution import Limits
+from streamshard.operations.transfer.report import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class AssessedCheckpoint:
+    """A checkpoint of a run, and whether a job can go on from it."""
+
+    path: str
+    """The directory as it was given, with the name of the checkpoint in it."""
+    step: int | None
+    """As its name tells it, or its files; None if neither does."""
+    is_whole: bool | None = None
+    """Whether all is there, and as it was saved; None if that was not looked at."""
+    is_healthy: bool | None = None
+    """Whether its weights and optimizer states hold neither NaN nor infinities; None if nothing
+    tells, and it was not read."""
+    reason: str = ""
+    """Why a job should not go on from it."""
+    warnings: tuple[str, ...] = ()
+    """What is suspicious."""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether a job can go on from it, as far as it was looked at."""
+        return self.is_whole is True and self.is_healthy is not False
+
+
+@dataclass(frozen=True, slots=True)
+class Assessor:
+    """Reads checkpoints to find out whether they are good."""
+
+    limits: Limits
+    progress: Progress
+    read: Callable[[int], None]
+    """Counts bytes that were read."""
+
+    def find(self, source: Source, request: Request) -> Findings:
+        """Read a checkpoint until there is a problem: first its numbers, then its checksums.
+
+        `request`: how it was opened.
+        """
+        findings = self._measured(source)
+        if findings.problems:
+            return findings
+        checked = check_structure(request, findings, EVERYTHING)
+        if not findings.problems:
+            self.progress.start(checked.nbytes)
+            try:
+                checked.read(self.limits.fit(checked.codec_bytes, checked.files), self.read)
+            finally:
+                self.progress.stop()
+        return findings
+
+    def _measured(self, source: Source) -> Findings:
+        """Read weights and optimizer states, up to the first tensor with NaN or infinities."""
+        findings = Findings()
+        units = TensorUnits(source, findings, health=True)
+        wanted = takewhile(lambda _: not findings.problems, units)
+        self.progress.start(units.nbytes)
+        try:
+            plan = self.limits.fit(source.codec_bytes, source.files)
+            scan(wanted, source.files, plan, self.read)
+        finally:
+            self.progress.stop()
+        return findings
+
+
+class RunAssessment:
+    """A directory with checkpoints, which are assessed one by one."""
+
+    def __init__(
+        self, directory: str, limits: Limits, progress: Progress, *, is_quick: bool = False
+    ) -> None:
+        self._given = directory
+        self._root = as_path(directory)
+        self._is_quick = is_quick
+        self._names: dict[AssessedCheckpoint, str] = {}
+        self._count = Count(progress.advance)
+        self._assessor = Assessor(limits, progress, self._count.add)
+        self.notes: list[str] = []
+        """What is wrong with the directory itself."""
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that were read so far, headers not counted."""
+        return self._count.value
+
+    def order(self) -> list[AssessedCheckpoint]:
+        """List the checkpoints, newest first; of most of them nothing but the name is read.
+
+        Names tell the steps, unless they are of several forms: then files do. If `latest` names a
+        tag, those with a later step have a reason: their saves did not end, or another run left
+        them.
+        """
+        with listings_kept(), source_errors(self._root):
+            found = find_candidates(self._root)
+            latest = self._latest(found)
+            steps = self._steps(found)
+            last = -1 if latest is None else _number(steps[latest])
+            later = {
+                name
+                for name in found
+                if latest is not None and _number(steps[name]) > last and self._is_tag(name, latest)
+            }
+        found.sort(
+            key=lambda n: (_number(steps[n]), n == latest, _number(step_of_path(n)), n),
+            reverse=True,
+        )
+        why = f"its step is above that of {latest}, which 'latest' names, so its save did not end"
+        for name in found:
+            reason = f"{why}, or another run left it" if name in later else ""
+            path = f"{self._given.rstrip('/')}/{name}"
+            self._names[AssessedCheckpoint(path, steps[name], reason=reason)] = name
+        return [*self._names]
+
+    def _latest(self, found: Sequence[str]) -> str | None:
+        try:
+            name = names.latest_of(self._root)
+        except SourceError as error:
+            self.notes.append(str(error))
+            return None
+        if name is None or name in found:
+            return name
+        what = f"names {show(name)}, where no checkpoint is" if name else "is empty"
+        self.notes.append(f"{self._root / names.LATEST}: {what}, so the steps tell which is newest")
+        return None
+
+    def _steps(self, found: Sequence[str]) -> dict[str, int | None]:
+        by_name = {name: step_of_path(name) for name in found}
+        forms = {re.sub(r"\d+", "N", name) for name in found}
+        if len(forms) <= 1 and None not in by_name.values():
+            return by_name
+        return {name: self._recorded(name, step) for name, step in by_name.items()}
+
+    def _recorded(self, name: str, otherwise: int | None) -> int | None:
+        try:
+            model = open_source(self._root / name).checkpoint.model_parts[0].model_state
+        except StreamshardError as error:
+            release_frames(error)
+            return otherwise
+        steps = model.get("global_steps")
+        return steps if isinstance(steps, int) else otherwise
+
+    def _is_tag(self, name: str, latest: str) -> bool:
+        """Tell whether a checkpoint is a tag of the same kind as the one that `latest` names."""
+        place = self._root / name
+        is_beside = name.rpartition("/")[0] == latest.rpartition("/")[0]
+        return is_beside and has_shards(place) and not is_file(place / names.LATEST)
+
+    def assess(self, one: AssessedCheckpoint) -> AssessedCheckpoint:
+        """Look at a checkpoint: at its headers, then at its numbers, then at its checksums."""
+        if one.reason:
+            return one
+        place = self._root / self._names[one]
+        try:
+            return self._assessed(one, place)
+        except StreamshardError as error:
+            release_frames(error)
+            return replace(one, is_whole=False, reason=_short(str(error), place))
+        except OSError as error:
+            reason = f"{error.filename or place}: cannot be read ({error.strerror})"
+            return replace(one, is_whole=False, reason=reason)
+
+    def _assessed(self, one: AssessedCheckpoint, place: Path) -> AssessedCheckpoint:
+        opened = open_source(place)
+        if opened.kind == "native" and place.parent != self._root and opened.path != place:
+            require_named(place.parent)
+        require_saved_to_end(opened)
+        if opened.checkpoint.dropped is not None:
+            opened.require_states()
+        if self._is_quick:
+            warnings = suspicions(opened.checkpoint, {})
+            return replace(one, is_whole=True, warnings=tuple(warnings))
+        found = self._assessor.find(opened, Request(place))
+        for problem in found.problems[:1]:
+            bad = replace(one, reason=_short(problem.message, place))
+            is_read = problem.kind == UNHEALTHY
+            return replace(bad, is_healthy=False) if is_read else replace(bad, is_whole=False)
+        warnings = suspicions(opened.checkpoint, found.health)
+        return replace(one, is_whole=True, is_healthy=True, warnings=tuple(warnings))
+
+
+def healthy_checkpoints(
+    directory: str, limits: Limits, progress: Progress
+) -> Iterator[AssessedCheckpoint]:
+    """Yield the good checkpoints of a directory, newest first; each is read when it is its turn."""
+    assessment = RunAssessment(directory, limits, progress)
+    return filter(lambda one: one.is_good, map(assessment.assess, assessment.order()))
+
+
+def _short(message: str, place: Path) -> str:
+    """Leave out the place of a checkpoint that a message is about."""
+    for known in (place, place.absolute()):
+        message = message.removeprefix(f"{known}: ").removeprefix(f"{known}/")
+    return message
+
+
+def _number(step: int | None) -> int:
+    return -1 if step is None else step

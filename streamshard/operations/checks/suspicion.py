@@ -1,0 +1,49 @@
+"""Says what is suspicious about a checkpoint that holds no NaN: a job may go on, and badly."""
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from streamshard.formats.checkpoint import Checkpoint
+from streamshard.formats.deepspeed import names
+from streamshard.formats.pickle.inert import Call
+from streamshard.formats.zarr.array_paths import array_path
+from streamshard.health import TensorHealth
+from streamshard.model import NoteKind
+
+_SECOND_MOMENT: Final = "exp_avg_sq"
+_NOT_ZERO_AFTER: Final = 1
+"""Steps after which a second moment that is all zeros is suspicious."""
+
+
+def suspicions(checkpoint: Checkpoint, health: Mapping[str, TensorHealth]) -> list[str]:
+    """List what is suspicious; `health` may lack tensors."""
+    return [*_loss_scale(checkpoint), *_moments(checkpoint, health), *_two_saves(checkpoint)]
+
+
+def _loss_scale(checkpoint: Checkpoint) -> Iterator[str]:
+    for part in checkpoint.model_parts[:1]:
+        state = part.optimizer_file.get(names.OPTIMIZER)
+        scaler = state.get("loss_scaler") if isinstance(state, Mapping) else None
+        known = scaler.state if isinstance(scaler, Call) else None
+        if not isinstance(known, Mapping) or known.get("dynamic") is not True:
+            continue
+        scale, least = known.get("cur_scale"), known.get("min_scale")
+        if isinstance(scale, int | float) and isinstance(least, int | float) and scale <= least:
+            yield (
+                f"The loss scale is at its minimum, {least:g}: gradients overflowed at every step "
+                "for a while."
+            )
+
+
+def _moments(checkpoint: Checkpoint, health: Mapping[str, TensorHealth]) -> Iterator[str]:
+    steps = checkpoint.model_parts[0].model_state.get("global_steps")
+    if not isinstance(steps, int) or steps <= _NOT_ZERO_AFTER:
+        return
+    moments = [array_path(t) for t in checkpoint.tensors if t.state == _SECOND_MOMENT]
+    known = [health[name] for name in moments if name in health and health[name].numel]
+    if known and len(known) == len(moments) and all(one.is_zero for one in known):
+        yield f"All second moments ({_SECOND_MOMENT}) are zero after {steps:,} steps."
+
+
+def _two_saves(checkpoint: Checkpoint) -> Iterator[str]:
+    yield from (note.text for note in checkpoint.notes if note.kind is NoteKind.MIXED)

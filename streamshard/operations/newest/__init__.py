@@ -1,0 +1,1 @@
+"""`newest`: finds the newest checkpoint that is whole and healthy."""

@@ -1,0 +1,1 @@
+"""Weighted means of checkpoints: bits, refusals, and what of which checkpoint is kept."""

@@ -1,0 +1,367 @@
+"""What cannot be merged is refused by name, and no target comes of it."""
+
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import streamshard
+from streamshard.errors import (
+    DisagreementError,
+    IncompleteError,
+    IntegrityError,
+    MemoryLimitError,
+    UnsupportedError,
+    UsageError,
+)
+from streamshard.merging.coefficients import coefficients
+from tests.comparing import compare
+from tests.fabricated import edit, edit_optimizers, without_zero, write, write_dumps
+from tests.fabricated_pipes import PipeJob, write_pipe
+from tests.job import JOBS, TAG, Job
+from tests.merging.means import Merged, mean, save
+
+JOBS_OF_TWO = (Job(stage=2, step=5), Job(stage=3, world_size=3, step=6))
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> list[Path]:
+    """Two tag directories."""
+    return save(JOBS_OF_TWO, tmp_path)
+
+
+def spoil(tag: Path, value: float) -> None:
+    """Change an element of the last parameter of the second group, `block.1.bias`."""
+
+    def change(held: dict[str, Any]) -> None:
+        held["optimizer_state_dict"]["single_partition_of_fp32_groups"][1].data[3] = value
+
+    edit(tag / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", change)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("target", ["out", "out.zarr", "model"])
+def test_what_is_no_number_is_refused(
+    value: float, target: str, two: list[Path], tmp_path: Path
+) -> None:
+    spoil(two[0], value)
+    form = {"format": "safetensors"} if target == "model" else {}
+    for _ in range(2):  # and a rerun does not go on past it
+        with pytest.raises(
+            IntegrityError, match=rf"'block\.\d\.bias', element \d: is {value}"
+        ) as e:
+            streamshard.merge(two, tmp_path / target, **form)  # type: ignore[arg-type]
+        assert str(e.value).startswith(str(two[0]))
+        assert e.value.exit_code == 6
+        assert not (tmp_path / target).exists()
+    shutil.rmtree(two[0].parent)
+    save(JOBS_OF_TWO[:1], tmp_path)
+    streamshard.merge(two, tmp_path / target, overwrite=True, verify=True, **form)  # type: ignore[arg-type]
+
+
+def test_what_is_no_number_in_states_is_refused_only_where_they_are_merged(
+    two: list[Path], tmp_path: Path
+) -> None:
+    def change(state: dict[str, Any]) -> None:
+        state["base_optimizer_state"]["state"][0]["exp_avg_sq"][0] = math.nan
+
+    edit(
+        two[0] / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        lambda held: change(held["optimizer_state_dict"]),
+    )
+    streamshard.merge(two, tmp_path / "out")
+    with pytest.raises(IntegrityError, match=r"exp_avg_sq of 'embed.weight', element 0: is nan"):
+        streamshard.merge(two, tmp_path / "other", states="mean")
+
+
+def test_a_sum_that_is_too_large_is_refused(two: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(IntegrityError, match="too large for float32"):
+        streamshard.merge(two, tmp_path / "out", weights=[1e38, 1.0], any_sum=True)
+
+
+def test_another_sum_than_1_is_taken_when_asked_for(two: list[Path], tmp_path: Path) -> None:
+    """As to go on from a checkpoint into the direction in which the last steps went."""
+    weights = [-1.0, 1.5]
+    with pytest.raises(
+        UsageError, match=r"their sum is 0\.5, not 1; if that is meant, say any_sum="
+    ):
+        streamshard.merge(two, tmp_path / "out", weights=weights)
+    streamshard.merge(two, tmp_path / "out", weights=weights, any_sum=True)
+    job = Merged.of(JOBS_OF_TWO, weights)
+    compare(tmp_path / "out" / "global_step6", write(job, tmp_path / "w", "t") / "t")
+
+
+@pytest.mark.parametrize(
+    ("asked", "count", "message"),
+    [
+        ("0.5,0.5", 3, "2 weights, and 3 checkpoints"),
+        ("0.3,0.3,0.3", 3, "their sum is 0.9, not 1"),
+        ("half", 2, "choose one of mean, 1-sqrt, linear, cosine, ema:0.9, or numbers"),
+        ("nan,1", 2, "choose one of"),
+        ("inf,-inf", 2, "choose one of"),
+        ("", 1, "choose one of"),
+        ("ema:", 2, "choose one of"),
+        ("ema:1", 2, "give a part that is kept"),
+        ("ema:-0.1", 2, "give a part that is kept"),
+    ],
+)
+def test_weights_that_make_no_sense(asked: str, count: int, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        coefficients(asked, count)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
+def test_the_weights_of_a_decay_are_how_its_rates_fall(count: int) -> None:
+    """What was learned between two checkpoints counts as its rate: by the sum of later weights."""
+    rates: dict[str, Callable[[float], float]] = {
+        "1-sqrt": lambda t: 1 - t**0.5,
+        "linear": lambda t: 1 - t,
+        "cosine": lambda t: 0.5 + math.cos(math.pi * t) / 2,
+        "mean": lambda t: 1 - t,
+    }
+    for name, rate in rates.items():
+        found = coefficients(name, count)
+        assert sum(found) == pytest.approx(1)
+        for first in range(count):
+            assert sum(found[first:]) == pytest.approx(rate(first / count))
+
+
+def test_an_exponential_mean_is_what_its_steps_make() -> None:
+    values = [3.0, 1.0, 4.0, 1.0, 5.0]
+    average = values[0]
+    for value in values[1:]:
+        average = 0.9 * average + 0.1 * value
+    both = zip(coefficients("ema:0.9", 5), values, strict=True)
+    assert sum(weight * value for weight, value in both) == pytest.approx(average)
+
+
+@pytest.mark.parametrize("weights", ["1-sqrt", "ema:0.9"])
+def test_weights_by_age_take_the_oldest_first(
+    weights: str, two: list[Path], tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match="the steps are 6, 5; give the oldest first"):
+        streamshard.merge(two[::-1], tmp_path / "out", weights=weights)
+    streamshard.merge(two, tmp_path / "out", weights=weights)
+
+
+OTHERS: dict[str, tuple[Job, str]] = {
+    "a name": (replace(Job(), groups=((("embed.weight", (11, 4)),),), tied={}), "lacks fp32 of 'b"),
+    "one more": (
+        replace(Job(), groups=(*Job().groups, (("new", (3,)),))),
+        "has fp32 of 'new', which .* lacks",
+    ),
+    "a shape": (
+        replace(Job(), groups=((("embed.weight", (4, 11)), *Job().groups[0][1:]), Job().groups[1])),
+        r"fp32 of 'embed.weight' is \[4, 11\], in .* \[11, 4\]",
+    ),
+    "parts": (JOBS["tensor-2"], "2 tensor or pipeline parallel parts, .* has 1"),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_tensors_that_do_not_match_are_named(what: str, two: list[Path], tmp_path: Path) -> None:
+    job, message = OTHERS[what]
+    other = write(replace(job, step=4), tmp_path / "other", "t") / "t"
+    with pytest.raises(DisagreementError, match=message) as caught:
+        streamshard.merge([other, *two], tmp_path / "out")
+    assert str(caught.value).startswith(str(other))
+
+
+def pipeline(place: Path) -> Path:
+    return write_pipe(PipeJob(), place)
+
+
+KINDS: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "experts": (lambda place: write(JOBS["expert-2"], place), "files of experts with weights"),
+    "pipeline": (pipeline, "files of a pipeline's layers with weights"),
+    "stage 0": (lambda place: without_zero(write(Job(), place)), "stage 0"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_that_would_not_be_merged_are_refused(kind: str, tmp_path: Path) -> None:
+    make, message = KINDS[kind]
+    runs = [make(tmp_path / str(number)) for number in range(2)]
+    for name in ("out", "out.zarr"):
+        with pytest.raises(UnsupportedError, match=f"{message}.*format=safetensors"):
+            streamshard.merge(runs, tmp_path / name)
+
+
+def test_dumps_and_models_are_refused_where_a_job_resumes(tmp_path: Path) -> None:
+    run = write(Job(), tmp_path / "run")
+    dumps = write_dumps(run, tmp_path / "dumps")
+    streamshard.export(run, tmp_path / "model")
+    with pytest.raises(UnsupportedError, match="raw dumps, without the model's files"):
+        streamshard.merge([run, dumps], tmp_path / "out")
+    with pytest.raises(UnsupportedError, match="a job begins with them"):
+        streamshard.merge([tmp_path / "model"], tmp_path / "out")
+    with pytest.raises(DisagreementError, match="lacks fp32 of"):
+        streamshard.merge([tmp_path / "model", run], tmp_path / "out", format="safetensors")
+
+
+def test_one_checkpoint_is_not_given_twice(two: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"{two[0]}: given twice"):
+        streamshard.merge([two[0], two[1], two[0].parent], tmp_path / "out")
+
+
+def test_a_target_in_any_of_the_sources_is_refused(two: list[Path]) -> None:
+    for place in two:
+        for target in (place, place / "out", place.parent):
+            with pytest.raises(UsageError, match="choose another place"):
+                streamshard.merge(two, target, overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("target", "options"),
+    [
+        ("a.zarr", {"world_size": 2}),
+        ("a.zarr", {"dtype": "bf16"}),
+        ("a", {"codec": "zstd"}),
+        ("a", {"dtype": "bf16"}),
+        ("a", {"format": "torch", "zero_stage": 2}),
+    ],
+)
+def test_options_of_another_target_are_refused(
+    target: str, options: dict[str, Any], two: list[Path], tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match="is of no use for"):
+        streamshard.merge(two, tmp_path / target, **options)
+
+
+def test_states_without_a_mean_are_refused(two: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="weights alone have no optimizer states"):
+        streamshard.merge(two, tmp_path / "out", states="mean", format="safetensors")
+    with pytest.raises(UsageError, match="a second moment may become negative"):
+        streamshard.merge(two, tmp_path / "out", states="mean", weights=[-1, 2])
+
+    def with_greatest(state: dict[str, Any]) -> None:
+        for held in state["base_optimizer_state"]["state"].values():
+            held["max_exp_avg_sq"] = held["exp_avg_sq"].clone()
+
+    run = write(Job(), tmp_path / "run")
+    edit_optimizers(run, with_greatest)
+    with pytest.raises(UnsupportedError, match="a mean of max_exp_avg_sq has no meaning"):
+        streamshard.merge([two[0], run], tmp_path / "out", states="mean")
+
+
+def test_too_little_memory_is_refused_before_anything_is_read(
+    two: list[Path], tmp_path: Path
+) -> None:
+    with pytest.raises(MemoryLimitError, match="Nothing was read or written"):
+        streamshard.merge(two, tmp_path / "out", memory_limit=20 << 20, workers=1)
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_buffers_and_frozen_weights_are_the_newest_s_and_differences_are_told(
+    tmp_path: Path,
+) -> None:
+    jobs = [Job(step=5), Job(step=6)]
+    older, newer = save(jobs, tmp_path)
+
+    def change(model: dict[str, Any]) -> None:
+        model["module"]["rotary.inv_freq"] += 1
+
+    edit(older / "mp_rank_00_model_states.pt", change)
+    done = streamshard.merge([older, newer], tmp_path / "out")
+    told = [note for note in done.notes if "not averaged" in note]
+    assert len(told) == 1
+    assert f"{older} has other values of 'rotary.inv_freq'" in told[0]
+    job = Merged.of(jobs, [0.5, 0.5])
+    compare(tmp_path / "out" / "global_step6", write(job, tmp_path / "w", "t") / "t")
+
+
+def test_files_of_weights_that_lie_beside_are_left_out(two: list[Path], tmp_path: Path) -> None:
+    """As HF Trainer writes them next to the tag: they would be those of one checkpoint."""
+    run = two[1].parent
+    for name in ("model.safetensors", "pytorch_model.bin", "adapter_model.bin", "tokenizer.json"):
+        (run / name).write_bytes(b"x" * 9)
+    done = streamshard.merge([two[0].parent, run], tmp_path / "out")
+    named = "adapter_model.bin, model.safetensors, pytorch_model.bin"
+    assert any(f"weights of global_step6 alone: {named}" in note for note in done.notes)
+    there = {path.name for path in (tmp_path / "out").iterdir()}
+    assert there == {"global_step6", "latest", "tokenizer.json", "zero_to_fp32.py"}
+    streamshard.merge([two[0].parent, run], tmp_path / "out.zarr")
+    streamshard.repartition(tmp_path / "out.zarr", tmp_path / "again", world_size=3)
+    assert {path.name for path in (tmp_path / "again").iterdir()} == there
+
+
+def trained(run: Path, count: int) -> list[Job]:
+    """Save tags one after another in a run directory."""
+    jobs = [Job(step=number, world_size=1 + number % 2) for number in range(1, count + 1)]
+    for job in jobs:
+        write(job, run, f"global_step{job.step}")
+    return jobs
+
+
+def test_the_last_whole_ones_of_a_run_are_found(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    jobs = trained(run, 7)
+    next((run / "global_step5").glob("*optim*")).unlink()
+    streamshard.convert(run / "global_step4", tmp_path / "a.zarr")
+    (tmp_path / "a.zarr").rename(run / "global_step4.zarr")
+    plan = streamshard.plan_merge(run, tmp_path / "out", last=4, weights="1-sqrt")
+    chosen = [jobs[step - 1] for step in (3, 4, 6, 7)]
+    assert plan.report.source == ", ".join(str(run / f"global_step{job.step}") for job in chosen)
+    done = plan.run()
+    assert any("not whole: global_step5" in note for note in done.notes)
+    job = Merged.of(chosen, coefficients("1-sqrt", 4))
+    compare(tmp_path / "out" / "global_step7", write(job, tmp_path / "w", "t") / "t")
+
+
+def test_what_the_job_has_left_behind_is_not_merged(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    trained(run, 5)
+    (run / "latest").write_text("global_step3")
+    plan = streamshard.plan_merge(run, tmp_path / "out", last=2)
+    assert plan.report.source == f"{run / 'global_step2'}, {run / 'global_step3'}"
+    told = "'latest' names an older one: global_step4, global_step5"
+    assert any(told in note for note in plan.report.notes)
+
+
+def test_fewer_than_asked_for_are_not_merged(two: list[Path], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    trained(run, 2)
+    with pytest.raises(IncompleteError, match=f"{run}: last=3: 2 whole checkpoints in it"):
+        streamshard.merge(run, tmp_path / "out", last=3)
+    with pytest.raises(UsageError, match="one directory of checkpoints, and there are 2 sources"):
+        streamshard.merge(two, tmp_path / "out", last=2)
+
+
+def test_what_is_there_already_is_not_written_again(two: list[Path], tmp_path: Path) -> None:
+    streamshard.merge(two, tmp_path / "out", weights="linear")
+    assert (
+        streamshard.merge(two, tmp_path / "out", weights="mean", if_needed=True).found == "target"
+    )
+    with pytest.raises(streamshard.StreamshardError, match="holds other bytes"):
+        streamshard.merge(two, tmp_path / "out", weights="1-sqrt", if_needed=True)
+
+
+def test_an_estimate_counts_what_is_read_of_each_checkpoint(
+    two: list[Path], tmp_path: Path
+) -> None:
+    plan = streamshard.plan_merge(two, tmp_path / "out", zero_stage=2, world_size=2)
+    reads = {Path(one.path): one.nbytes for one in plan.estimate(measures_disk=False).reads}
+    numel = sum(math.prod(shape) for shape in Job().shapes.values())
+    older = {path: count for path, count in reads.items() if two[0] in path.parents}
+    # For the master weights, and once more for the weights in 16 bits that follow from them.
+    assert sum(older.values()) == 2 * 4 * numel
+    newer = sum(reads.values()) - sum(older.values())
+    assert newer >= 4 * 4 * numel
+
+
+def test_the_mean_of_the_tests_is_that_of_torch() -> None:
+    tensors = [torch.randn(99) for _ in range(3)]
+    weights = [0.2, 0.3, 0.5]
+    total = sum(w * t.double() for w, t in zip(weights, tensors, strict=True))
+    assert isinstance(total, torch.Tensor)
+    assert torch.equal(mean(tensors, weights), total.float())
+
+
+def test_tags_are_of_the_newest(two: list[Path], tmp_path: Path) -> None:
+    assert streamshard.merge(two[::-1], tmp_path / "out").tag == "global_step6"
+    assert (tmp_path / "out" / "latest").read_text() == "global_step6" != TAG

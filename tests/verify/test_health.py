@@ -1,0 +1,118 @@
+"""`verify --health`: which numbers the tensors of every kind of checkpoint hold."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import streamshard
+from streamshard.errors import UsageError
+from tests.cli.conftest import streamshard as program
+from tests.fabricated import edit, write
+from tests.verify.conftest import KINDS, SMALL, TINY, Of
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_tensor_of_floats_is_measured(made: Of, kind: str) -> None:
+    """Padding is not: in memory it was whatever lay there."""
+    path = made(kind)
+    found = streamshard.verify(path, health=True)
+    assert found.is_good
+    with streamshard.open(path) as opened:
+        for name in opened:
+            states = {} if opened[name].tied_to else opened[name].states
+            for state, tensor in states.items():
+                values = np.asarray(tensor).astype(np.float64)
+                health = found.health[f"state/{state}/{name}"]
+                assert health.numel == values.size
+                assert health.largest == np.abs(values).max()
+                assert health.rms == pytest.approx(np.sqrt((values**2).mean()), rel=1e-5)
+    assert not any("blob" in name for name in found.health)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_one_number_that_is_none_is_a_problem(tmp_path: Path, stage: int, value: float) -> None:
+    run = write(replace(SMALL, stage=stage), tmp_path / "run")
+    assert streamshard.verify(run, health=True).is_good
+    poison(run, "exp_avg_sq", value)
+    assert streamshard.verify(run).is_good
+    found = streamshard.verify(run, health=True)
+    (problem,) = found.problems
+    what = "1 NaN" if math.isnan(value) else "1 infinite"
+    assert (problem.kind, what in problem.message) == ("unhealthy", True)
+    assert "/exp_avg_sq/" in problem.message
+    done = program("verify", run, "--health")
+    assert done.code == 6
+    assert what in done.out
+
+
+def poison(run: Path, state: str, value: float) -> None:
+    """Put a value into one element of an optimizer's state of the last rank."""
+    path = sorted(run.rglob("*optim_states.pt"))[0]
+
+    def change(content: dict[str, object]) -> None:
+        def tensors(node: object) -> list[torch.Tensor]:
+            found = []
+            if isinstance(node, dict):
+                for key, inner in node.items():
+                    if key == state and isinstance(inner, torch.Tensor):
+                        found.append(inner)
+                    found += tensors(inner)
+            elif isinstance(node, list | tuple):
+                for inner in node:
+                    found += tensors(inner)
+            return found
+
+        tensors(content)[0].view(-1)[1] = value
+
+    edit(path, change)
+
+
+def test_a_part_of_a_store_or_of_shards_can_be_looked_at(made: Of) -> None:
+    whole = streamshard.verify(made("native-2"), health=True).health
+    parts = [streamshard.verify(made("native-2"), health=True, sample=f"{n}/3") for n in (1, 2, 3)]
+    assert sorted(name for part in parts for name in part.health) == sorted(whole)
+
+
+def test_digests_come_with_it_in_one_read(made: Of) -> None:
+    path = made("native-2")
+    both = streamshard.verify(path, health=True, digests=True)
+    assert both.digests == streamshard.verify(path, digests=True).digests
+    assert both.health == streamshard.verify(path, health=True).health
+    assert both.bytes_read == streamshard.verify(path, digests=True).bytes_read
+
+
+def test_the_table_and_the_document_hold_it(made: Of) -> None:
+    shown = program("verify", made("native-2"), "--health", "-v").out
+    assert "infinite  zero  largest" in shown.replace("   ", "  ")
+    document = json.loads(program("verify", made("native-2"), "--health", "--json").out)
+    assert document["health"]["state/fp32/w"].keys() == {
+        "numel", "nans", "infinities", "zeros", "largest", "rms",
+    }  # fmt: skip
+
+
+def test_it_is_not_asked_of_a_comparison(made: Of) -> None:
+    with pytest.raises(UsageError, match="not computed of tensors that are compared"):
+        streamshard.verify(made("native-1"), against=made("native-2"), health=True)
+
+
+def test_second_moments_that_stayed_zero_are_told(tmp_path: Path) -> None:
+    run = write(TINY, tmp_path / "run")
+
+    def zero(content: dict[str, object]) -> None:
+        state = content["optimizer_state_dict"]
+        groups = state["base_optimizer_state"]["state"]  # type: ignore[index]
+        for group in groups.values():
+            group["exp_avg_sq"].zero_()
+
+    assert not any("are zero" in note for note in streamshard.verify(run, health=True).notes)
+    for path in run.rglob("*optim_states.pt"):
+        edit(path, zero)
+    found = streamshard.verify(run, health=True)
+    assert found.is_good
+    assert any("All second moments (exp_avg_sq) are zero" in note for note in found.notes)
