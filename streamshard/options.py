@@ -163,8 +163,8 @@ OUTPUT: Final = "Output"
 CODECS: Final = ("none", "lz4", "zstd")
 """Codecs for the chunks of a store."""
 SOURCE_HELP: Final = (
-    "run directory with 'latest', tag directory, .zarr store, directory of FSDP's .distcp files or "
-    "a model's .safetensors files, or template of raw per-rank dumps such as "
+    "run directory with 'latest', tag directory, .zarr or .zarr.zip store, directory of FSDP's "
+    ".distcp files or a model's .safetensors files, or template of raw per-rank dumps such as "
     "'ckpt/optimizer.{rank:02d}.pt'; as every path here, local or s3://bucket/..., gs://... or "
     "az://..."
 )

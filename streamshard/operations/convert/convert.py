@@ -35,7 +35,7 @@ def plan_convert(options: ConvertOptions) -> TransferPlan:
     source
         Run directory with `latest`, tag directory, or another store.
     target
-        Store to make; by convention it ends in `.zarr`.
+        Store to make; by convention it ends in `.zarr`. If it ends in `.zarr.zip`, it is one file.
     codec
         `none`, `lz4` or `zstd`.
     chunk_size
