@@ -27,7 +27,7 @@ from streamshard.engine.run.work import (
     SpanResult,
     TargetFile,
 )
-from streamshard.formats.torch.zip_layout import end_records
+from streamshard.formats.torch.zip_layout import ALIGNMENT, end_records
 from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, serialize_checksum
 from streamshard.formats.zarr.packed_layout import CRC32_IN_DESCRIPTOR, PackedEntry
@@ -70,6 +70,8 @@ class PackedTargets(StoreTargets):
         for path, nbytes in chain(sizes.items(), [(ROOT_DOCUMENT, root)]):
             entry = PackedEntry(path, start, nbytes)
             start, directory = entry.end, directory + len(entry.central(0))
+            if self.encode is not None:  # then it may lie elsewhere, and need more padding
+                start += ALIGNMENT
         counts.sizes = {self._name: start + directory + len(end_records(0, 0, 0))}
         return counts
 
