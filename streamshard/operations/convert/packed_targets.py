@@ -47,6 +47,8 @@ _MOST_ENTRIES: Final = 256
 """Most entries of the file that one worker gets at once."""
 _PER_ENTRY: Final = 6
 """Header, content and the copies that fill it, more or less."""
+_KNOWN_PER_PIECE: Final = 2
+"""Entries of which what is known until the end takes the memory of one piece of a file."""
 
 
 class PackedTargets(StoreTargets):
@@ -72,6 +74,8 @@ class PackedTargets(StoreTargets):
             start, directory = entry.end, directory + len(entry.central(0))
             if self.encode is not None:  # then it may lie elsewhere, and need more padding
                 start += ALIGNMENT
+        pieces = max(_MOST_ENTRIES * _PER_ENTRY, len(sizes) // _KNOWN_PER_PIECE)
+        counts.add(FileLayout(self._name, [Fixed(b"")] * pieces), [])
         counts.sizes = {self._name: start + directory + len(end_records(0, 0, 0))}
         return counts
 
@@ -101,12 +105,6 @@ class PlacedTargets(PackedTargets):
         """CRC-32 of each of these entries, once it is written."""
         self._sections: dict[int, tuple[int, int]] = {}
         """Byte offset of a section → the number of its first entry, and of the one after it."""
-
-    def byte_counts(self) -> ByteCounts:
-        """Count the bytes that are written."""
-        counts = super().byte_counts()
-        counts.add(FileLayout(self._name, [Fixed(b"")] * _MOST_ENTRIES * _PER_ENTRY), [])
-        return counts
 
     def passes(self) -> Sequence[Pass]:
         """Return one pass: what depends on all entries comes at the end of the one file."""
