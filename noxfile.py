@@ -1,8 +1,12 @@
 """The demo and the checks; every session sets up all it needs from Python and pip."""
 
+import gzip
+import hashlib
+import io
 import os
 import shutil
 import sys
+import tarfile
 from pathlib import Path
 
 import nox
@@ -90,22 +94,114 @@ def docs(session: nox.Session) -> None:
     session.run("mkdocs", "build", "--clean", "--config-file", "docs/site/mkdocs.yml", env=quiet)
 
 
+@nox.session(python=False)
+def recording(session: nox.Session) -> None:
+    """Draw `docs/recording.svg`: commands, run on what DeepSpeed saved, and what they print."""
+    run_shared(session, "-m", "docs.site.recording", groups=["tests"])
+
+
 @nox.session
 def build(session: nox.Session) -> None:
-    """Make sdist and wheel in `dist`, check them, and try the wheel in an empty environment."""
+    """Make sdist and wheel of this tree in `dist`, and try the wheel in an empty environment."""
     session.install(*packages("build"))
-    made = Path("dist")
+    (wheel,) = make_packages(session, Path.cwd(), Path("dist"))
+    try_wheel(session, wheel, sys.executable)
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """Make sdist and wheel of the last commit in `dist`, twice, and try them with every Python.
+
+    Nothing is published: `.github/workflows/release.yml` does that with the same files.
+    """
+    session.install(*packages("build"))
+    scratch = Path(session.create_tmp())
+    commit = str(session.run("git", "rev-parse", "HEAD", external=True, silent=True)).strip()
+    seconds = session.run("git", "log", "-1", "--format=%ct", external=True, silent=True)
+    session.env["SOURCE_DATE_EPOCH"] = str(seconds).strip()
+    trees = [scratch / "one", scratch / "other"]
+    os.umask(0o022)  # a wheel keeps modes
+    for tree in trees:
+        shutil.rmtree(tree, ignore_errors=True)
+        archive = scratch / "commit.tar"
+        session.run("git", "archive", "--output", str(archive), commit, external=True)
+        with tarfile.open(archive) as files:
+            files.extractall(tree / "source", filter="data")
+        (wheel,) = make_packages(session, tree / "source", tree / "dist")
+    made, again = ({path.name: digest(path) for path in (t / "dist").iterdir()} for t in trees)
+    if made != again:
+        session.error(f"two builds of {commit} differ: {made}, {again}")
+    shutil.rmtree("dist", ignore_errors=True)
+    shutil.copytree(trees[0] / "dist", "dist")
+    for version in ("3.11", "3.12", "3.13"):
+        try_wheel(session, Path("dist") / wheel.name, version)
+    for name, sha256 in made.items():
+        session.log(f"{sha256}  dist/{name}")
+
+
+def make_packages(session: nox.Session, source: Path, made: Path) -> list[Path]:
+    """Make the sdist of a tree, and the wheel of that sdist; check both; return the wheel.
+
+    That the wheel is made from the sdist shows that the sdist has all that it needs.
+    """
     shutil.rmtree(made, ignore_errors=True)
-    # The wheel is built from the sdist, which shows that the sdist has all that it needs.
-    session.run("python", "-m", "build", "--outdir", str(made))
+    build = ("python", "-m", "build", "--outdir", str(made))
+    session.run(*build, "--sdist", str(source))
+    (sdist,) = made.glob("*.tar.gz")
+    if "SOURCE_DATE_EPOCH" in session.env:
+        without_circumstances(sdist, int(session.env["SOURCE_DATE_EPOCH"] or 0))
+    unpacked = Path(session.create_tmp()) / "unpacked"
+    shutil.rmtree(unpacked, ignore_errors=True)
+    with tarfile.open(sdist) as files:
+        files.extractall(unpacked, filter="data")
+    session.run(*build, "--wheel", str(unpacked / sdist.name.removesuffix(".tar.gz")))
     session.run("twine", "check", "--strict", *map(str, made.iterdir()))
-    (wheel,) = made.glob("*.whl")
+    return list(made.glob("*.whl"))
+
+
+def without_circumstances(sdist: Path, seconds: int) -> None:
+    """Write an sdist again without times, owners, modes and order of the machine that made it."""
+    with tarfile.open(sdist) as files:
+        found = [(one, files.extractfile(one)) for one in files.getmembers()]
+        content = {one.name: (one, data.read() if data else b"") for one, data in found}
+    with (
+        sdist.open("wb") as raw,
+        gzip.GzipFile("", "wb", fileobj=raw, mtime=seconds) as packed,
+        tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as files,
+    ):
+        for name, (old, data) in sorted(content.items()):
+            one = tarfile.TarInfo(name)
+            one.type, one.size, one.mtime = old.type, len(data), seconds
+            one.mode = 0o755 if old.isdir() else 0o644
+            files.addfile(one, io.BytesIO(data))
+
+
+def digest(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def try_wheel(session: nox.Session, wheel: Path, python: str) -> None:
+    """Install a wheel alone into an empty environment, and repartition what DeepSpeed saved."""
     empty = Path(session.create_tmp()) / "empty"
     shutil.rmtree(empty, ignore_errors=True)
-    session.run("python", "-m", "venv", str(empty))
-    program, pip = str(empty / "bin" / "streamshard"), (str(empty / "bin" / "python"), "-m", "pip")
-    session.run(*pip, "install", "-qq", "--disable-pip-version-check", str(wheel), external=True)
-    for arguments in (["--version"], ["inspect", "--help"]):
+    virtualenv = (sys.executable, "-m", "virtualenv", "--quiet", "--python", python, str(empty))
+    session.run(*virtualenv, external=True, success_codes=[0, 1])
+    if not (empty / "bin" / "python").exists():
+        session.warn(f"Python {python} is not installed: the wheel is not tried with it")
+        return
+    pip = (str(empty / "bin" / "python"), "-m", "pip", "install", "--quiet")
+    session.run(*pip, "--disable-pip-version-check", str(wheel.absolute()), external=True)
+    with tarfile.open("tests/oracle/old_saves/0.12.6.tar.xz") as saved:
+        saved.extractall(empty, filter="data")
+    (run, *_) = sorted(path.parent for path in empty.rglob("latest"))
+    program, out = str(empty / "bin" / "streamshard"), str(empty / "out")
+    for arguments in (
+        ["--version"],
+        ["inspect", "--help"],
+        ["repartition", str(run), out, "--world-size", "3", "--verify"],
+        ["verify", out, "--against", str(run)],
+    ):
         session.run(program, *arguments, external=True)
 
 

@@ -1,4 +1,4 @@
-"""How small do other codecs make the states in archives, each save alone and beside an earlier?"""
+"""How small do other codecs make states in archives, each save alone and after an earlier one?"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -87,7 +87,7 @@ def compare(archives: Sequence[tuple[Path, int]]) -> list[list[str]]:
     for number, (archive, source_bytes) in enumerate(archives):
         save = _states(archive)
         for way in ways:
-            # Beside zeros, every change is the save itself.
+            # As the difference to zeros, every change is the save itself.
             base = first if number else {s: [bits * 0 for bits in first[s]] for s in first}
             _measure(way, save, base, source_bytes)
     early = ways[0].seconds

@@ -1,4 +1,4 @@
-"""How fast archives are made and read, beside the codec by itself on as many threads."""
+"""How fast archives are made and read, compared with the codec by itself on as many threads."""
 
 import os
 import shutil
@@ -102,7 +102,7 @@ def _bare(pool: ThreadPoolExecutor, paths: Sequence[tuple[Path, int]], target: P
 
 
 def _share(seconds: dict[str, list[float]], name: str) -> float:
-    """Tell how fast something is beside the codec in the same round."""
+    """Tell how fast something is, compared with the codec in the same round."""
     alone = seconds[f"{name.partition(',')[0]}, the codec alone"]
     return median(one / other for one, other in zip(alone, seconds[name], strict=True))
 

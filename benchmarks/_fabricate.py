@@ -18,7 +18,7 @@ from benchmarks._layout import TAG, Leaf, NativeLayout, Stored
 from benchmarks._model import PADDING, PIECE_NUMEL, Model, Run, values
 from benchmarks._stand_ins import deepspeed_stand_ins
 
-SCRIPT: Final = ("zero_to_fp32.py", b"# DeepSpeed leaves a script beside its checkpoints.\n")
+SCRIPT: Final = ("zero_to_fp32.py", b"# DeepSpeed leaves a script next to its checkpoints.\n")
 _CENTRAL: Final = struct.Struct("<IHHHHHHIIIHHHHHII")
 _DESCRIPTOR: Final = 0x08074B50
 

@@ -4,11 +4,11 @@
 
 Trains the demo's model with DeepSpeed at stage 2 on one CPU rank, once with all of its weights and
 once with half of them frozen, saves both twice, and lets `compact` archive each first save, then
-each second one beside it. Then trains it with smaller learning rates, saves eight times as often,
+each second one next to it. Then trains it with smaller learning rates, saves eight times as often,
 and stores the states of each save in other ways, also as the change since the first save. Then
 trains a wider model of the same kind, of which a checkpoint takes a gigabyte, for fewer steps, and
-measures how fast its states are encoded and decoded, beside the codec by itself on all cores. That
-takes 12 GB of disk.
+measures how fast its states are encoded and decoded, compared with the codec by itself on all
+cores. That takes 12 GB of disk.
 """
 
 import argparse

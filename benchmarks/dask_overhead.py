@@ -77,7 +77,7 @@ def speed_up(source: Path, place: Path, bytes_per_second: int) -> float:
 
 
 def main() -> None:
-    """Measure, and print what is wanted beside it."""
+    """Measure, and print what is wanted next to it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--short", action="store_true", help="1 GiB in place of 4")
     parser.add_argument("--place", type=Path, help="directory on the disk to measure")

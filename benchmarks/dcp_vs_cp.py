@@ -1,4 +1,4 @@
-"""How fast is the export of a distributed checkpoint, beside `cp` and torch's own save?
+"""How fast is the export of a distributed checkpoint, compared with `cp` and torch's own save?
 
     python -m benchmarks.dcp_vs_cp --size 4GB --stage 3 --runs 5
 

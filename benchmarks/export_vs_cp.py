@@ -1,4 +1,4 @@
-"""How fast is taking the weights out, beside `cp` of as many bytes and DeepSpeed's own script?
+"""How fast is taking the weights out, compared with `cp` of the bytes and DeepSpeed's own script?
 
     python -m benchmarks.export_vs_cp --size 8GB --stage 3 --runs 5
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.load_time --size 1GB
 
-Real DeepSpeed engines on CPU: 4 ranks save, 2 ranks load. A plain load of converted files stands
-beside direct loads of the shards and of a store, and beside conversion and plain load together.
+Real DeepSpeed engines on CPU: 4 ranks save, 2 ranks load. A plain load of converted files is
+compared with direct loads of the shards and of a store, and with conversion and load together.
 Page cache warm; every round does each once, and ratios are taken within a round. Memory is the most
 by which the private memory of a rank grows, in a round of its own. Then planning is timed for many
 parameters, for one rank of 48, without engines.

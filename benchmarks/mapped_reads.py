@@ -47,7 +47,7 @@ _madvise = libc("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A thread's part of a file, whole windows but for the file's last."""
+    """A thread's part of a file, whole windows, except for the file's last."""
 
     descriptor: int
     start: int

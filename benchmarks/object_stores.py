@@ -1,4 +1,4 @@
-"""How fast are runs from and to a bucket, beside obstore's bare get and put of the same objects?
+"""How fast are runs from and to a bucket, compared with obstore's bare get and put of the objects?
 
     python -m benchmarks.object_stores --size 1GB --latency 0,20,80
 

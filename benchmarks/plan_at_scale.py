@@ -84,7 +84,7 @@ def _report(scale: Scale, run: Path) -> None:
         "convert": (run.with_name("out.zarr"), ""),
     }
     for verb, (out, world_size) in verbs.items():
-        # A dry run would look at the disk besides, which takes a second whatever there is to plan.
+        # A dry run would also look at the disk, which takes a second whatever there is to plan.
         done = succeed(sys.executable, "-c", _PLAN, run, out, world_size)
         above = (done.peak_bytes - done.report["floor_bytes"]) / _MIB
         ranks = f"{scale.source} -> {scale.target}" if world_size else str(scale.source)

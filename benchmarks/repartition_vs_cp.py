@@ -1,4 +1,4 @@
-"""How fast is resharding, beside `cp -r` of the same bytes?
+"""How fast is resharding, compared with `cp -r` of the same bytes?
 
     python -m benchmarks.repartition_vs_cp --size 8GB --stage 2 --runs 5
 

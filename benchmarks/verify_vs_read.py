@@ -1,4 +1,4 @@
-"""How fast is verifying, beside reading the same bytes and doing nothing with them?
+"""How fast is verifying, compared with reading the same bytes and doing nothing with them?
 
     python -m benchmarks.verify_vs_read --size 2GB
 

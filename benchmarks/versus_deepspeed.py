@@ -5,7 +5,7 @@
 `ds_to_universal` is what DeepSpeed offers for another number of ranks, `zero_to_fp32` for taking
 the weights out. Memory is that of the whole tree of processes, shared pages counted once, above
 what a Python does that has imported the same packages and nothing else. Temporary disk is what was
-written beside the result and removed again.
+written next to the result and removed again.
 """
 
 import argparse

@@ -4,10 +4,14 @@ Whatever takes time to load is loaded when the arguments are known to ask for it
 ends the process without a traceback.
 """
 
+import gc
 import sys
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from streamshard.cli.signals import Signals
+
+_GARBAGE_OBJECTS: Final = 20_000
+"""New objects between two searches for garbage: plans are made of many objects, and hardly any."""
 
 
 def program() -> NoReturn:
@@ -15,6 +19,7 @@ def program() -> NoReturn:
     # The handlers stay: until the interpreter has gone, a signal ends it without a word.
     signals = Signals()
     signals.install(while_loading=True)
+    gc.set_threshold(_GARBAGE_OBJECTS)
     from streamshard.cli import streams
     from streamshard.cli.parser import parse_command
 

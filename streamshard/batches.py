@@ -1,7 +1,7 @@
 """Where files are examined when there are thousands of them: here, or on workers.
 
-A reader says what is to be done with each item, as a function that can be pickled. Whoever has
-workers says for a while how they do it (`mapped_by`); without them it is done here, one by one.
+A reader says what is to be done with each item, as a function that can be pickled. A context with
+workers (`mapped_by`) sends them batches of items; without one it is done here, one by one.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

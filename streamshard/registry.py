@@ -21,6 +21,8 @@ UPLOADED_TARGET: Final = "streamshard.operations.transfer.uploaded_target:Upload
 """A target that comes into being by uploads; see `operations/transfer/staged_target.py`."""
 UPLOAD_STATE: Final = "streamshard.operations.transfer.upload_state:UploadState"
 """What lies at the place of a target in a bucket; see `operations/transfer/target_state.py`."""
+EXISTING_TARGET: Final = "streamshard.operations.transfer.needed:ExistingTarget"
+"""Compares what is there with what a run would write; see `operations/transfer/needed.py`."""
 READ_BACK: Final = "streamshard.operations.transfer.read_back:differences"
 """Compares a written checkpoint with its source, to verify it."""
 OPTIONS: Final = "streamshard.verb_options:OPTIONS"
@@ -36,6 +38,7 @@ _READERS: Final = (
     "streamshard.operations.source.store_source:READER",
     "streamshard.operations.source.distributed_source:READER",
     "streamshard.operations.source.weights_source:READER",
+    "streamshard.operations.source.universal_source:READER",
     "streamshard.operations.source.native_source:READER",
 )
 """Readers of checkpoints, in the order in which they are asked."""

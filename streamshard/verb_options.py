@@ -264,7 +264,8 @@ class InspectOptions(SourceOptions):
     )
     svg: Path_ | None = option("FILE", "draw how each parameter is cut among ranks, as an SVG")
     html: Path_ | None = option(
-        "FILE", "draw how each parameter is cut among ranks, as a page with names where one points"
+        "FILE",
+        "draw a page: what is wrong, sizes by rank and group, and where each parameter lies",
     )
     world_size: int | None = option("M", "draw too how it would be cut for M ranks")
     zero_stage: int | None = option(
@@ -280,13 +281,16 @@ class _ReportOptions(Options):
 
     notify = option(
         "COMMAND",
-        "run this, without a shell, if a tag is ambiguous or something failed: it gets the outcome "
-        "as JSON on standard input [none]",
+        "run this, without a shell, if a tag is ambiguous, the newest one holds NaN, or something "
+        "failed: it gets the outcome as JSON on standard input [none]",
     )
     status = flag(
-        "only report what is archived, in the trash until when, and how the last run ended"
+        "only report what is archived, in the trash until when, since when a run saves NaN, and "
+        "how the last run ended"
     )
     prometheus = flag("print --status in the text format of Prometheus", is_rare=True)
+    html = option("FILE", "draw --status on a page: what became of each checkpoint", is_rare=True)
+    overwrite = flag("replace a page that exists", is_rare=True)
     lock: bool = option("", NO_LOCK.format("RUN_DIR and ARCHIVE_DIR"), default=True, is_rare=True)
     dry_run: bool = flag("say what would be done, and do nothing", "-n --dry-run", group=RUN)
 
@@ -306,7 +310,7 @@ class CompactOptions(RunOptions, _ReportOptions):
     archive_dir: Path_ = place("ARCHIVE_DIR", "where TAG.zarr and its receipt go", kw_only=False)
     keep_last: int = option(
         "K",
-        "newest complete steps to leave [3]",
+        "newest steps to leave that are whole and healthy: without NaN [3]",
         default=3,
         least=2,
         few="at least 2, as one may be damaged",

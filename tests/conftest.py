@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -11,6 +12,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
+from tests.browser import Browser
 from tests.priority import keep_priority
 
 # A busy machine is no failure, so nothing has a deadline. In CI the same examples every time: what
@@ -44,6 +46,13 @@ LONGEST: Final = (
     "tests/oracle/test_load_memory.py",
 )
 """Files and folders that take long: they are begun first, so that none is left for the end."""
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """Return a browser, one for each worker."""
+    with Browser(tmp_path_factory.mktemp("profile")) as found:
+        yield found
 
 
 def tier(item: pytest.Item) -> str:

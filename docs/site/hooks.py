@@ -1,4 +1,4 @@
-"""Makes pages of the README, the changelog and `tests/README.md`, which are not in `docs`."""
+"""Makes pages of the README, the changelog and the READMEs of folders, which are not in `docs`."""
 
 import re
 from pathlib import Path
@@ -12,6 +12,7 @@ _PLACES = {
     "../README.md": "index.md",
     "../CHANGELOG.md": "changelog.md",
     "../tests/README.md": "tests.md",
+    "../benchmarks/README.md": "benchmarks.md",
 }
 """How pages name these files, and their names in the site."""
 

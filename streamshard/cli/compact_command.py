@@ -38,6 +38,8 @@ from streamshard.io.throttle import lower_priority
 from streamshard.operations.compact import compact
 from streamshard.operations.compact.compact_report import RunRecord
 from streamshard.operations.compact.compact_status import CompactStatus, compact_status
+from streamshard.operations.compact.status_page import draw_status
+from streamshard.sizes import show_bytes
 from streamshard.verb_options import CompactOptions
 
 _CHANGING: Final = ("delete", "dry_run", "notify", "undelete", "purge", "acknowledge")
@@ -73,6 +75,10 @@ def _require_sense(arguments: argparse.Namespace) -> None:
     """Refuse options of the command line alone that contradict each other."""
     if arguments.prometheus and not arguments.status:
         raise UsageError("--prometheus: is a form of --status; give both")
+    if arguments.html and not arguments.status:
+        raise UsageError("--html: is a form of --status; give both")
+    if arguments.overwrite and not arguments.html:
+        raise UsageError("--overwrite: is for the page of --html; leave it out")
     if arguments.prometheus and arguments.json:
         raise UsageError("--prometheus and --json: are two forms of --status; give one of them")
     for name in _CHANGING if arguments.status else ():
@@ -194,13 +200,18 @@ def _show_status(runs: Sequence[_Directories], arguments: argparse.Namespace) ->
         except StreamshardError as error:
             errors.append(error)
     errors += [SourceError(problem) for status in found for problem in status.problems]
+    drawn = ""
+    if arguments.html and found:
+        page = draw_status(found, arguments.html, overwrite=arguments.overwrite)
+        drawn = f"\n\ndrew  {page.path}, {show_bytes(page.nbytes)}"
     if arguments.json:
         for status in found:
             print_json(asdict(status), 2 if len(runs) == 1 else None)
     elif arguments.prometheus:
         write_out(prometheus_text(found) + "\n")
     elif not arguments.quiet and found:
-        print_text("\n\n".join(status_text(one, verbose=arguments.verbose) for one in found))
+        texts = (status_text(one, verbose=arguments.verbose) for one in found)
+        print_text("\n\n".join(texts) + drawn)
     for other in errors[1:]:
         tell_error(other)
     if errors:

@@ -47,7 +47,7 @@ from streamshard.operations.inspect.inspect_report import (
     IncompleteCheckpoint,
     Inspection,
 )
-from streamshard.operations.inspect.unopened import describe_unopened
+from streamshard.operations.inspect.unopened import describe_unopened, draw_unopened
 from streamshard.operations.newest import newest
 from streamshard.operations.transfer.estimate import Estimate
 from streamshard.operations.transfer.plan import TransferPlan
@@ -167,9 +167,12 @@ def _inspect(arguments: argparse.Namespace) -> None:
         found = inspect.inspect(**options)
     except SourceError as error:
         own = {name: options.pop(name) for name in ("source", *types_of(SourceOptions))}
+        html, overwrite = options.pop("html"), options.pop("overwrite")
         found = None if any(map(_is_given, options.values())) else describe_unopened(error, **own)
         if found is None:
             raise
+        if html is not None:
+            found = draw_unopened(found, own["source"], html, overwrite=overwrite)
         _show_inspection(found, arguments)
         if isinstance(found, CheckpointList) and found.problems:
             raise SourceError(found.problems[0]) from None  # without advice to do this

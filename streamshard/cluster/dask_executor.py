@@ -26,7 +26,6 @@ from streamshard.cluster.calls import (
     workers_died,
 )
 from streamshard.cluster.membership import POLL_SECONDS, Membership, most_threads
-from streamshard.cluster.worker_rate import WorkerRate
 from streamshard.cluster.worker_run import Outcome, RunSpec, UnknownRunError, perform
 from streamshard.engine.jobs.executor import Job, R, T, Toolkit, rate_limit
 from streamshard.io.throttle import without_throttle
@@ -35,6 +34,24 @@ _MOST_LOSSES: Final = 3
 """How often a job is submitted again because all workers that might have it are gone."""
 _LARGE_GRAPHS: Final = {"distributed.admin.large-graph-warning-threshold": "1 TiB"}
 """A job may be large: a checkpoint's training state is sent with the file that it is for."""
+
+
+@dataclass(slots=True)
+class WorkerRate:
+    """The work of one process of a cluster."""
+
+    nbytes: int = 0
+    """Bytes that were processed."""
+    seconds: float = 0.0
+    """Time that its threads worked, in total."""
+    jobs: int = 0
+    """Parts of files."""
+
+    def add(self, nbytes: int, seconds: float) -> None:
+        """Add a job."""
+        self.nbytes += nbytes
+        self.seconds += seconds
+        self.jobs += 1
 
 
 @dataclass(frozen=True, slots=True)

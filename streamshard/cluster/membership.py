@@ -10,7 +10,6 @@ from concurrent.futures import CancelledError
 from dataclasses import astuple
 from typing import Any, Final
 
-from streamshard.cluster.build import Build
 from streamshard.cluster.calls import (
     CallFuture,
     DaskClient,
@@ -19,7 +18,7 @@ from streamshard.cluster.calls import (
     serialized,
     workers_of,
 )
-from streamshard.cluster.worker_run import RunSpec, prove
+from streamshard.cluster.worker_run import Build, RunSpec, prove
 from streamshard.engine.jobs.executor import Toolkit
 from streamshard.errors import ClusterError, MemoryLimitError, StreamshardError
 

@@ -25,9 +25,8 @@ from streamshard.formats.deepspeed.model_parallel.expert_degree import (
 )
 from streamshard.formats.deepspeed.model_parallel.expert_groups import AS_SAVED
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import degrees_of, is_pipeline
-from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts
+from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts, whole_model
 from streamshard.formats.deepspeed.model_parallel.pipeline_layers import as_one_module
-from streamshard.formats.deepspeed.model_parallel.whole_model import whole_model
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.model import MASTER, Note
 from streamshard.operations.source.degree_change import DegreeChange, JobDegrees, OtherDegrees
@@ -91,10 +90,10 @@ def _have_equal_parts(one: Checkpoint, other: Checkpoint) -> bool:
         return False
     if one.is_dumps or other.is_dumps or not any(are_pipelines):
         return True
-    held = [
+    masters = [
         {(t.model_part, t.name) for t in side.tensors if t.state == MASTER} for side in (one, other)
     ]
-    return all(are_pipelines) and held[0] == held[1]
+    return all(are_pipelines) and masters[0] == masters[1]
 
 
 def _spread_experts(opened: Source, degree: int | None, world_size: int) -> DegreeChange | None:

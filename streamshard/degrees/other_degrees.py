@@ -23,7 +23,7 @@ from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
     degrees_of,
     is_pipeline,
 )
-from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts
+from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts, whole_model
 from streamshard.formats.deepspeed.model_parallel.recomputed_widths import (
     WidthRule,
     at_degree,
@@ -36,7 +36,6 @@ from streamshard.formats.deepspeed.model_parallel.stage_starts import (
     listed,
     with_stages,
 )
-from streamshard.formats.deepspeed.model_parallel.whole_model import whole_model
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.pretrained import CONFIG
 from streamshard.model import FILE
@@ -67,14 +66,14 @@ class TargetJob:
             found = ask(self)
             if found is not None:
                 return found
-        raise UsageError(self._untold())
+        raise UsageError(self._unstated())
 
     @property
     def has_maps(self) -> bool:
         """Whether the source's files hold AutoTP's maps."""
         return AffineMaps.are_in(universal_info(self.source))
 
-    def _untold(self) -> str:
+    def _unstated(self) -> str:
         source, target = self.source, self.degrees
         message = f"{source.path}: saved with {self.parts.degrees}, and nothing tells how a job"
         message = f"{message} with {target} cuts the model: {_supply()}"
@@ -173,8 +172,8 @@ def _kv_heads_in(content: bytes) -> int | None:
     except (RecursionError, ValueError):
         return None
     inner = config.get("text_config") if isinstance(config, dict) else None
-    held = inner if isinstance(inner, dict) else config
-    found = held.get("num_key_value_heads") if isinstance(held, dict) else None
+    section = inner if isinstance(inner, dict) else config
+    found = section.get("num_key_value_heads") if isinstance(section, dict) else None
     return found if isinstance(found, int) and found > 0 else None
 
 

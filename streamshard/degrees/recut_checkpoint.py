@@ -85,12 +85,12 @@ class _MergedParts:
             raise DisagreementError(f"lacks what {LIKE} has: {show_few(missing)}")
         if extra:
             raise DisagreementError(f"{LIKE} lacks what is in it: {show_few(extra)}")
-        for name, held in mine.items():
+        for name, own in mine.items():
             other = theirs[name]
-            if (held.kind, held.group) != (other.kind, other.group):
+            if (own.kind, own.group) != (other.kind, other.group):
                 one, two = (
                     one.kind if one.group is None else f"in param group {one.group}"
-                    for one in (held, other)
+                    for one in (own, other)
                 )
                 raise DisagreementError(f"'{name}' is {one}, in {LIKE} {two}")
         aliases = [
@@ -133,12 +133,12 @@ class _MergedParts:
         return [self._group(number) for number in range(counts.pop())]
 
     def _group(self, number: int) -> ParamGroup:
-        held = [model_part.groups[number] for model_part in self._source.model_parts]
+        groups = [model_part.groups[number] for model_part in self._source.model_parts]
         for model_part in self._like.checkpoint.model_parts:
-            if not model_part.groups[number].params or not any(group.params for group in held):
+            if not model_part.groups[number].params or not any(group.params for group in groups):
                 message = f"param group {number} has no parameters in {model_part.name or 'it'}"
                 raise UnsupportedError(f"{message}: a part without some group is not supported")
-        filled = [group for group in held if group.params]
+        filled = [group for group in groups if group.params]
         facts = [(group.master_dtype, _facts(group)) for group in filled]
         if any(one != facts[0] for one in facts):
             message = f"the states of param group {number}, such as their step"
@@ -249,12 +249,12 @@ class _Building:
             if one.tensor.state == MODULE
         }
 
-        def storage(held: Storage) -> Storage:
-            if not isinstance(held.content, Whole):
-                return held
-            tensor = like.tensors[held.content.tensor]
+        def storage(saved: Storage) -> Storage:
+            if not isinstance(saved.content, Whole):
+                return saved
+            tensor = like.tensors[saved.content.tensor]
             row = rows[tensor.model_part, tensor.name]
-            return Storage(self._made[row].tensor.dtype, held.numel, Whole(row))
+            return Storage(self._made[row].tensor.dtype, saved.numel, Whole(row))
 
         for layer in like.layers:
             if layer.state is None:
@@ -328,10 +328,10 @@ class _Building:
         # In DeepSpeed's own order; what the user saved comes behind.
         order = [*(key for key in like.model_state if key in merged or key in own), *merged]
         model = {key: own.get(key, merged.get(key)) for key in dict.fromkeys(order)}
-        told = like.optimizer_file[names.OPTIMIZER].get(names.UNIVERSAL_INFO)
-        roots = model, with_cut_info(optimizer, told)
-        held = [{**root, **self._config(root)} for root in roots]
-        made = copied((held[0], held[1]), lambda storage: self._blob(storage, like.name))
+        stated = like.optimizer_file[names.OPTIMIZER].get(names.UNIVERSAL_INFO)
+        roots = model, with_cut_info(optimizer, stated)
+        files = [{**root, **self._config(root)} for root in roots]
+        made = copied((files[0], files[1]), lambda storage: self._blob(storage, like.name))
         return made[0], made[1]
 
     def _config(self, root: Mapping[str, Node]) -> dict[str, Node]:

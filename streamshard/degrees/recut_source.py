@@ -36,8 +36,7 @@ class EqualCopies:
 
     original: Source
     in_parts: Sequence[Sequence[MadeTensor]]
-    """Of each tensor that several parts of the model hold: the whole of it, made of the parts of
-    one holder after the other."""
+    """Tensors that several parts of the model hold, each made whole of each holder's parts."""
     of_layers: Sequence[LayerCopy]
     """What the files of a pipeline's layers must have in common with others."""
     averaged: Sequence[str]
@@ -55,8 +54,8 @@ class EqualCopies:
         for holder in range(1, max(map(len, self.in_parts), default=1)):
             pairs, holders = list(self._pairs(holder)), partial(self._holders, holder)
             self._require_equal(first, self._held_by(holder), pairs, holders, memory, progress)
-        for path, held in groupby(self.of_layers, key=lambda layer: layer.path):
-            pairs, holders = list(map(pair_of_copy, held)), partial(_file_and_module, path)
+        for path, copies in groupby(self.of_layers, key=lambda layer: layer.path):
+            pairs, holders = list(map(pair_of_copy, copies)), partial(_file_and_module, path)
             self._require_equal(self.original, self.original, pairs, holders, memory, progress)
 
     def _require_equal(
@@ -98,7 +97,7 @@ class EqualCopies:
         """Name the parts of the model that hold the first copy of a tensor, and another one."""
         made, tensors = self.in_parts[pair.left.tensor], self.original.checkpoint.tensors
         rows = (_of_holder(made, one).rows for one in (0, holder))
-        parts = (sorted({tensors[row].model_part for row in held}) for held in rows)
+        parts = (sorted({tensors[row].model_part for row in each}) for each in rows)
         return " and ".join(map(show_few, parts))
 
 

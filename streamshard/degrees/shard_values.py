@@ -50,9 +50,9 @@ def require_different_shards(source: Source, parts: ModelInParts) -> None:
     index, model_parts = parts.checkpoint.tensor_index(), parts.checkpoint.model_parts
     with closing(SourceAccess(source)) as access:
         for name in parts.cut_by_default():
-            held = parts.tensors[name]
-            state = MODULE if held.group is None else MASTER
-            first, *others = [index[model_parts[m].name, state, name] for m in held.shapes]
+            tensor = parts.tensors[name]
+            state = MODULE if tensor.group is None else MASTER
+            first, *others = [index[model_parts[m].name, state, name] for m in tensor.shapes]
             if all(_are_equal(source, access, first, other) for other in others):
                 raise UnsupportedError(
                     f"'{name}' is the same on all ranks, and no list says whether each has all of "
@@ -66,9 +66,9 @@ def _are_equal(source: Source, access: SourceAccess, one: int, other: int) -> bo
     size = ITEMSIZE[tensor.dtype]
     pieces = np.empty((2, min(tensor.numel, _PIECE_BYTES // size)), dtype=f"u{size}")
     for start in range(0, tensor.numel, max(1, pieces.shape[1])):
-        held = pieces[:, : tensor.numel - start]
-        for row, number in zip(held, (one, other), strict=True):
+        rows = pieces[:, : tensor.numel - start]
+        for row, number in zip(rows, (one, other), strict=True):
             access.fill(row, number, start, None)
-        if not np.array_equal(held[0], held[1]):
+        if not np.array_equal(rows[0], rows[1]):
             return False
     return True

@@ -1,81 +1,110 @@
-"""Puts a picture on an HTML page that fetches nothing and runs only its own script."""
+"""Puts a report on an HTML page whose script draws it; the page fetches nothing.
 
+A table is an object of columns. A column is a list of values, or says how to make it: of runs of
+whole numbers, of a column that is there several times, or as the column of a number in `columns`.
+"""
+
+import json
+import math
 from base64 import b64encode
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from hashlib import sha256
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
-from streamshard.drawing.picture import Picture
-from streamshard.drawing.svg import escaped, svg
+import numpy as np
 
-_SCRIPT: Final = """
-const tip = document.getElementById("tip");
-const drawing = document.querySelector("svg");
-const texts = new Map();
-for (const title of drawing.querySelectorAll("rect > title")) {
-  texts.set(title.parentNode, title.textContent);
-  title.remove();
-}
-function show(event) {
-  const text = texts.get(event.target);
-  const colour = event.target.dataset ? event.target.dataset.u : undefined;
-  for (const part of drawing.querySelectorAll("rect[data-u]")) {
-    part.classList.toggle("off", colour !== undefined && part.dataset.u !== colour);
-  }
-  tip.hidden = text === undefined;
-  if (text === undefined) return;
-  const lines = text.split("\\n");
-  tip.replaceChildren(...lines.map((line, number) => {
-    const element = document.createElement(number ? "div" : "b");
-    element.textContent = line;
-    return element;
-  }));
-  const right = Math.min(event.clientX + 14, window.innerWidth - tip.offsetWidth - 8);
-  const below = event.clientY + 18 + tip.offsetHeight < window.innerHeight;
-  tip.style.left = Math.max(4, right) + "px";
-  tip.style.top = (below ? event.clientY + 18 : event.clientY - tip.offsetHeight - 10) + "px";
-}
-drawing.addEventListener("pointermove", show);
-drawing.addEventListener("pointerdown", show);
-drawing.addEventListener("pointerleave", () => show({ target: drawing }));
-"""
-_STYLE: Final = """
-:root { color-scheme: light dark; }
-body { margin: 0; background: #ffffff; }
-main { overflow-x: auto; }
-svg { display: block; margin: 0 auto; min-width: 720px; max-width: 1280px; width: 100%;
-  height: auto; }
-.off { opacity: 0.25; }
-#tip { position: fixed; max-width: 30rem; padding: 8px 10px; border-radius: 6px; z-index: 1;
-  font: 12px/1.5 system-ui, sans-serif; background: #1f2328; color: #ffffff;
-  overflow-wrap: anywhere; pointer-events: none; }
-@media (prefers-color-scheme: dark) {
-  body { background: #0d1117; }
-  #tip { background: #e6edf3; color: #0d1117; }
-}
-"""
+from streamshard.drawing.assets import asset, escaped
+from streamshard.layout.bands import Ints
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_MOST_TIMES: Final = 64
+_LONG: Final = 32
 
 
-def page(picture: Picture) -> str:
-    """Draw a picture on an HTML page."""
-    allowed = b64encode(sha256(_SCRIPT.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'"
-    return "\n".join(
-        [
-            "<!DOCTYPE html>",
-            '<html lang="en">',
-            "<head>",
-            '<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escaped(picture.title)}</title>",
-            f"<style>{_STYLE}</style>",
-            "</head>",
-            "<body>",
-            f"<main>{svg(picture)}</main>",
-            '<div id="tip" hidden></div>',
-            f"<script>{_SCRIPT}</script>",
-            "</body>",
-            "</html>",
-            "",
-        ]
+def page(script: str, title: str, document: Mapping[str, Any]) -> str:
+    """Return a page with a document, and with a script that draws it."""
+    style = asset("colours.css") + asset("page.css")
+    code = asset("page.js") + asset(f"{script}.js")
+    policy = (
+        f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(code)}'; "
+        "base-uri 'none'; form-action 'none'"
     )
+    # No text of a document can end the element that it is in.
+    data = json.dumps(_finite(document), separators=(",", ":")).replace("<", "\\u003c")
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escaped(title)}</title>
+<style>{style}</style>
+</head>
+<body>
+<main id="page"><noscript>This page draws with its own script, which is off here.</noscript></main>
+<script type="application/json" id="document">{data}</script>
+<script>{code}</script>
+</body>
+</html>
+"""
+
+
+def table(rows: "Sequence[DataclassInstance]") -> dict[str, Any]:
+    """Return rows as columns."""
+    dicts = [asdict(row) for row in rows]
+    return {name: column([row[name] for row in dicts]) for name in (dicts[0] if dicts else ())}
+
+
+def column(values: Iterable[Any] | Ints) -> list[Any] | dict[str, Any]:
+    """Return a column: its values, or something shorter that says them.
+
+    A run is its first value, step and count.
+
+    >>> column([5, 5, 5, 5, 6, 7, 8]), column([3, 1]), column(["a", "b"] * 9)
+    ({'runs': [[5, 0, 4], [6, 1, 3]]}, [3, 1], {'times': 9, 'of': ['a', 'b']})
+    """
+    found = list(values.tolist() if isinstance(values, np.ndarray) else values)
+    runs: list[list[int]] = []
+    for value in found if all(type(value) is int for value in found) else ():
+        run = runs[-1] if runs else [value, 0, 0]
+        if run[2] == 1:
+            run[1] = value - run[0]
+        if runs and value == run[0] + run[1] * run[2]:
+            run[2] += 1
+        else:
+            runs.append([value, 0, 1])
+    if runs and len(runs) * 3 < len(found):
+        return {"runs": runs}
+    for times in range(min(_MOST_TIMES, len(found) // 2), 1, -1):
+        once = found[: len(found) // times]
+        if once * times == found:
+            return {"times": times, "of": column(once)}
+    return found
+
+
+def pooled(node: Any, pool: dict[str, Any]) -> Any:  # noqa: ANN401
+    """Replace long lists in a document by their numbers in a pool, which holds each once."""
+    if isinstance(node, dict):
+        return {key: pooled(value, pool) for key, value in node.items()}
+    if not isinstance(node, list):
+        return node
+    if len(node) < _LONG or isinstance(node[0], dict):
+        return [pooled(value, pool) for value in node]
+    pool.setdefault(json.dumps(node), node)
+    return {"column": list(pool).index(json.dumps(node))}
+
+
+def _finite(value: Any) -> Any:  # noqa: ANN401
+    """Return a document as JSON knows it, which has neither infinity nor NaN."""
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _digest(text: str) -> str:
+    return f"sha256-{b64encode(sha256(text.encode()).digest()).decode()}"

@@ -1,44 +1,30 @@
 """The content of a picture, before it is drawn."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True)
-class Strip:
-    """A coloured or hatched part of a row."""
-
-    at: float
-    """Start in the row, in elements."""
-    numel: float
-    """Length in elements."""
-    colour: int | None
-    """Index in `Panel.colours`; None for padding."""
-    text: str
-    """Tooltip; its first line is the heading."""
-    label: str = ""
-    """The strip's range of the parameter; it is written into the strip where there is room."""
+from streamshard.layout.bands import Ints, Rows
 
 
 @dataclass(frozen=True, slots=True)
-class PictureRow:
-    """One rank, or several."""
-
-    label: str
-    numel: float
-    """Length in elements."""
-    strips: tuple[Strip, ...]
-    borders: tuple[float, ...] = ()
-    """Where a rank, a sub-group or a chunk ends within the row, in elements."""
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
+class Way:
     """One way to cut a param group: as saved, or as it would be written."""
 
     title: str
-    note: str
-    """Which rows or parameters are drawn together; empty if none are."""
-    rows: tuple[PictureRow, ...]
+    rows: Rows
+    ranks: Sequence[int]
+    """The rank of each row; empty if a row is a piece of a tape."""
+    borders: Sequence[int]
+    """Where a sub-group ends in every row, in elements."""
+    chunks: Ints | None = None
+    """Elements of the chunks of each parameter in a store."""
+
+    def label(self, row: int, stop: int) -> str:
+        """Name a row, or several."""
+        if not self.ranks:
+            return f"from {row * self.rows.length:,}"
+        one, last = self.ranks[row], self.ranks[stop - 1]
+        return f"rank {one:,}" if stop == row + 1 else f"ranks {one:,} to {last:,}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +32,22 @@ class Panel:
     """One param group."""
 
     title: str
-    colours: tuple[str, ...]
-    """Names of what has a colour of its own, in stored order."""
+    params: Sequence[str]
+    colours: Sequence[str]
+    """Names of what has a colour of its own: a parameter, or some whose names begin alike."""
+    colour_of: Ints
+    """Index in `colours` of each parameter."""
     itemsize: int
     """Bytes per element of the master weights."""
-    sides: tuple[Side, ...]
+    ways: Sequence[Way]
+
+    @property
+    def note(self) -> str:
+        """Which parameters are drawn together; empty if each has a colour of its own."""
+        if len(self.colours) == len(self.params):
+            return ""
+        counts = f"{len(self.params):,} parameters drawn as {len(self.colours)}"
+        return f"{counts}, by how their names begin"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +57,6 @@ class Picture:
     title: str
     facts: str
     """A line below the title."""
-    panels: tuple[Panel, ...]
-    notes: tuple[str, ...] = ()
-    border: str = ""
+    panels: Sequence[Panel]
+    border: str
     """Meaning of the lines within rows; empty if there are none."""

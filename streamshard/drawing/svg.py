@@ -1,25 +1,34 @@
 """Draws a picture as self-contained SVG, light or dark as the viewer prefers."""
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator
+from typing import Final, NamedTuple
 
-from streamshard.drawing.picture import Panel, Picture, PictureRow, Side, Strip
-from streamshard.sizes import show_bytes
+import numpy as np
+
+from streamshard.drawing.assets import asset, clean, escaped
+from streamshard.drawing.picture import Panel, Picture, Way
+from streamshard.layout.bands import Bands
+from streamshard.model import MASTER
+from streamshard.sizes import counted, show_bytes
 
 WIDTH: Final = 960
 LEFT: Final = 132
 """Where rows begin; their labels are to the left."""
 PLOT: Final = 796
 """Width of the longest row."""
-COLOURS: Final = ("#0072b2", "#e69f00", "#009e73", "#56b4e9", "#d55e00", "#cc79a7")
-"""Distinct for colour-blind readers too (after Okabe and Ito); neighbours differ in lightness."""
-DARK_COLOURS: Final = ("#3d8fd1", "#f0b429", "#17a67c", "#8fd0f7", "#e8743b", "#e0a3c5")
-BACKGROUND: Final = "#ffffff"
-DARK_BACKGROUND: Final = "#0d1117"
+_COLOURS: Final = 6
+"""Colours there are; parameters take them in turns."""
+_MOST_PANELS: Final = 8
+_MOST_ROWS: Final = 32
+"""More rows than these are drawn without gaps, and those that are alike as one."""
+_HEIGHT: Final = 420
+"""Height of more rows than these."""
 _CHARACTER: Final = 6.4
 """Width of a letter of 11 pixels, rounded up."""
 _THIN: Final = 3.0
 """Narrower strips are drawn without an outline, which would cover their colour."""
+_STEP: Final = 0.5
+"""Edges to the left and right are rounded to this many pixels, so that no gap shows."""
 _SAME_SCALE: Final = 3.0
 """If the row lengths of two sides differ by a larger factor, each side has its own scale."""
 _LEGEND_COLOURS: Final = 12
@@ -32,8 +41,8 @@ def svg(picture: Picture) -> str:
     pen.text(picture.title, 24, 38, "t")
     pen.text(picture.facts, 24, 60, "m")
     pen.down(78)
-    for number, panel in enumerate(picture.panels):
-        _draw_panel(pen, panel, number)
+    for panel in picture.panels[:_MOST_PANELS]:
+        _draw_panel(pen, panel)
     _draw_legend(pen, picture)
     return pen.document(picture.title)
 
@@ -60,19 +69,32 @@ class _Pen:
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
             f'width="{WIDTH}" height="{height}" role="img" aria-label="{escaped(title)}">'
         )
+        style = f"<style>\n{asset('colours.css')}{asset('svg.css')}</style>"
         ground = f'<rect class="g" width="{WIDTH}" height="{height}"/>'
-        return "\n".join([head, _STYLE, _HATCH, ground, *self._parts, "</svg>", ""])
+        return "\n".join([head, style, _HATCH, ground, *self._parts, "</svg>", ""])
 
 
-def _draw_panel(pen: _Pen, panel: Panel, number: int) -> None:
+class _Strip(NamedTuple):
+    """A part of a row, or of several that are alike, in one colour."""
+
+    colour: int
+    row: int
+    stop: int
+    at: int
+    numel: int
+    text: str
+    """Its first line names it."""
+    label: str
+
+
+def _draw_panel(pen: _Pen, panel: Panel) -> None:
     pen.down(26)
     pen.text(_shortened(panel.title, WIDTH - 48, 7.4), 24, pen.y, "h")
-    lengths = [max((row.numel for row in side.rows), default=0) or 1 for side in panel.sides]
+    lengths = [way.rows.length or 1 for way in panel.ways]
     is_shared = max(lengths) <= _SAME_SCALE * min(lengths)
-    for side, length in zip(panel.sides, lengths, strict=True):
-        scale = PLOT / (max(lengths) if is_shared else length)
-        _draw_side(pen, side, panel, number, scale)
-    if len(panel.sides) > 1 and not is_shared:
+    for way, length in zip(panel.ways, lengths, strict=True):
+        _draw_way(pen, way, panel, PLOT / (max(lengths) if is_shared else length))
+    if len(panel.ways) > 1 and not is_shared:
         pen.down(18)
         pen.text("The two are drawn to different scales.", LEFT, pen.y, "m")
     if len(panel.colours) <= _LEGEND_COLOURS:
@@ -81,88 +103,153 @@ def _draw_panel(pen: _Pen, panel: Panel, number: int) -> None:
     pen.down(22)
 
 
-def _draw_side(pen: _Pen, side: Side, panel: Panel, number: int, scale: float) -> None:
+class _Grid(NamedTuple):
+    """Where the rows of a way are, in pixels below the pen."""
+
+    rows: int
+    height: float
+    """Of a row, with the gap below it."""
+    gap: int
+    scale: float
+    """Pixels per element."""
+
+    @classmethod
+    def of(cls, rows: int, scale: float) -> "_Grid":
+        """Return the place of some rows."""
+        if rows > _MOST_ROWS:
+            return cls(rows, _HEIGHT / rows, 0, scale)
+        return cls(rows, 29 if rows <= 8 else 23 if rows <= 16 else 18, 3, scale)
+
+    def y(self, row: int, stop: int) -> tuple[float, float]:
+        """Return the top and the bottom of rows."""
+        return round(row * self.height), round(stop * self.height) - self.gap
+
+    def x(self, at: int, numel: int) -> tuple[float, float]:
+        """Return the left and the right end of elements."""
+        ends = at * self.scale, (at + numel) * self.scale
+        if self.gap:
+            return ends
+        return round(ends[0] / _STEP) * _STEP, round(ends[1] / _STEP) * _STEP
+
+
+def _draw_way(pen: _Pen, way: Way, panel: Panel, scale: float) -> None:
+    grid = _Grid.of(way.rows.count, scale)
+    notes = [panel.note, "" if grid.gap else f"{counted(grid.rows, 'rank')} from top to bottom"]
     pen.down(28)
-    pen.text(side.title, LEFT, pen.y, "b")
-    if side.note:
+    pen.text(way.title, LEFT, pen.y, "b")
+    if any(notes):
         pen.down(17)
-        pen.text(_shortened(side.note, PLOT, _CHARACTER), LEFT, pen.y, "m")
+        pen.text(_shortened("; ".join(filter(None, notes)), PLOT, _CHARACTER), LEFT, pen.y, "m")
     pen.down(10)
-    height = _row_height(len(side.rows))
-    chosen = _labels(side, scale) if height >= 13 else {}
-    for row in side.rows:
-        middle = pen.y + height / 2 + 4
-        pen.add(f'<text class="r" x="{LEFT - 10}" y="{_n(middle)}">{escaped(row.label)}</text>')
-        for strip in row.strips:
-            _draw_strip(pen, strip, number, scale, height)
-        _draw_borders(pen, row, scale, height)
-        for strip in row.strips:
-            if id(strip) in chosen and strip.colour is not None:
-                x = LEFT + (strip.at + strip.numel / 2) * scale
-                pen.text(chosen[id(strip)], x, middle, f"l l{strip.colour % len(COLOURS)}")
-        pen.down(height + 3)
-    _draw_axis(pen, side, panel.itemsize, scale)
+    for row in range(0, grid.rows, 1 if grid.gap else _nice_step(grid.rows, at_most=8)):
+        middle = pen.y + sum(grid.y(row, row + 1)) / 2 + 4
+        label = escaped(way.label(row, row + 1))
+        pen.add(f'<text class="r" x="{LEFT - 10}" y="{_n(middle)}">{label}</text>')
+    bands = way.rows.bands().apart() if grid.gap else way.rows.bands()
+    _draw_padding(pen, way, bands, panel.itemsize, grid)
+    strips = list(_strips(bands, way, panel, scale))
+    for strip in strips:
+        x, y = grid.x(strip.at, strip.numel), grid.y(strip.row, strip.stop)
+        if x[1] > x[0] and y[1] > y[0]:
+            _draw_rect(pen, f"c{strip.colour % _COLOURS}", strip.text, x, y)
+    _draw_borders(pen, way, grid)
+    for strip, label in _labels(strips, grid):
+        middle = pen.y + sum(grid.y(strip.row, strip.stop)) / 2 + 4
+        x_middle = LEFT + (strip.at + strip.numel / 2) * scale
+        pen.text(label, x_middle, middle, f"l l{strip.colour % _COLOURS}")
+    pen.down(grid.rows * grid.height)
+    _draw_axis(pen, way.rows.length, panel.itemsize, scale)
 
 
-def _row_height(count: int) -> int:
-    return 26 if count <= 8 else 20 if count <= 16 else 15
+def _draw_padding(pen: _Pen, way: Way, bands: Bands, itemsize: int, grid: _Grid) -> None:
+    """Draw what is behind the strips: a row for each rank, or one for all of many."""
+    if not way.ranks:
+        return  # a tape has none
+    held = np.bincount(bands.row, bands.numel * (bands.stop - bands.row), grid.rows)
+    rows = range(grid.rows)
+    for row, stop in [(row, row + 1) for row in rows] if grid.gap else [(0, grid.rows)]:
+        numel = (stop - row) * way.rows.length - int(held[row:stop].sum())
+        if numel:
+            size = f"{counted(numel, 'element')}, {show_bytes(numel * itemsize)} of {MASTER}"
+            title = f"Padding\n{way.label(row, stop)}: {size}"
+            _draw_rect(pen, "p", title, grid.x(0, way.rows.length), grid.y(row, stop))
 
 
-def _draw_strip(pen: _Pen, strip: Strip, panel: int, scale: float, height: int) -> None:
-    width = strip.numel * scale
-    kind = "p" if strip.colour is None else f"c{strip.colour % len(COLOURS)}"
-    thin = " n" if width < _THIN else ""
-    data = "" if strip.colour is None else f' data-u="{panel}.{strip.colour}"'
-    place = f'x="{_n(LEFT + strip.at * scale)}" y="{_n(pen.y)}" width="{_n(width)}"'
-    title = f"<title>{escaped(strip.text)}</title>"
-    pen.add(f'<rect class="{kind}{thin}"{data} {place} height="{height}">{title}</rect>')
+def _strips(bands: Bands, way: Way, panel: Panel, scale: float) -> Iterator[_Strip]:
+    """Join neighbours of one colour, and say what each strip is."""
+    colour, end = panel.colour_of[bands.param], bands.at + bands.numel
+    joined = (
+        (colour[1:] == colour[:-1])
+        & (bands.row[1:] == bands.row[:-1])
+        & (bands.stop[1:] == bands.stop[:-1])
+        & ((bands.at[1:] - end[:-1]) * scale < _STEP)
+    )
+    heads = np.flatnonzero(np.concatenate([[True], ~joined])) if len(colour) else bands.row
+    for first, stop in zip(heads.tolist(), [*heads[1:].tolist(), len(colour)], strict=True):
+        row, after, at = int(bands.row[first]), int(bands.stop[first]), int(bands.at[first])
+        held, numel = int(bands.numel[first:stop].sum()), int(end[stop - 1]) - at
+        name, label = panel.params[bands.param[first]], ""
+        where = way.label(row, after) if way.ranks else "in the store"
+        if stop - first > 1:
+            what = [f"{panel.colours[colour[first]]}: {counted(stop - first, 'parameter')}"]
+        elif after == row + 1:
+            begin, whole = int(bands.start[first]), int(way.rows.numel[bands.param[first]])
+            label = f"{begin:,} to {begin + held:,}"
+            what = [name, f"elements {label} of {whole:,}"]
+        else:
+            what = [name, f"{way.rows.numel[bands.param[first]]:,} elements"]
+        each = ", each" if after > row + 1 else ""
+        size = f"{counted(held, 'element')}, {show_bytes(held * panel.itemsize)} of {MASTER}"
+        text = "\n".join([*what, f"{where}{each}: {size}"])
+        yield _Strip(int(colour[first]), row, after, at, numel, text, label)
 
 
-def _draw_borders(pen: _Pen, row: PictureRow, scale: float, height: int) -> None:
-    """Draw lines through a row; lines that would cross a label are short, at the row's foot."""
-    between = {strip.at for strip in row.strips}
-    lines = [
-        f"M{_n(LEFT + at * scale)} {_n(pen.y + top)}v{length}"
-        for at in row.borders
-        for top, length in [(-1, height + 2) if at in between else (height - 3, 4)]
-    ]
+def _draw_rect(
+    pen: _Pen, kind: str, title: str, x: tuple[float, float], y: tuple[float, float]
+) -> None:
+    """Draw from one x to another, and from one y to another below the pen."""
+    width, height = x[1] - x[0], y[1] - y[0]
+    thin = " n" if min(width, height) < _THIN else ""
+    place = f'x="{_n(LEFT + x[0])}" y="{_n(pen.y + y[0])}" width="{_n(width)}"'
+    shown = f"<title>{escaped(title)}</title>"
+    pen.add(f'<rect class="{kind}{thin}" {place} height="{_n(height)}">{shown}</rect>')
+
+
+def _draw_borders(pen: _Pen, way: Way, grid: _Grid) -> None:
+    """Draw lines where sub-groups end, and short ones where chunks do if there is room."""
+    bottom, scale = grid.y(0, grid.rows)[1], grid.scale
+    lines = [f"M{_n(LEFT + at * scale)} {_n(pen.y - 1)}v{_n(bottom + 2)}" for at in way.borders]
+    chunks = [] if way.chunks is None else way.chunks.tolist()
+    columns = way.rows.origin.tolist(), way.rows.numel.tolist(), chunks
+    for origin, numel, chunk in zip(*columns, strict=False):
+        for end in range(origin + chunk, origin + numel, chunk) if chunk * scale > _THIN else ():
+            row, at = divmod(end, way.rows.length)
+            y = pen.y + grid.y(row, row + 1)[1]
+            lines += [f"M{_n(LEFT + at * scale)} {_n(y - 3)}v4"] if at else []
     if lines:
         pen.add(f'<path class="k" d="{"".join(lines)}"/>')
 
 
-def _labels(side: Side, scale: float) -> dict[int, str]:
-    """Choose the labels of strips: each name in its longest strip, or in all if they are few.
-
-    Returns the label by the identity of the strip.
-    """
-    strips = [strip for row in side.rows for strip in row.strips if strip.colour is not None]
+def _labels(strips: list[_Strip], grid: _Grid) -> Iterator[tuple[_Strip, str]]:
+    """Choose the labels of strips: each name in its largest strip, or in all if they are few."""
     everywhere = len(strips) <= 2 * _LEGEND_COLOURS
-    if not everywhere:
-        widest: dict[int, Strip] = {}
-        for strip in strips:
-            if strip.colour is not None and strip.numel > getattr(
-                widest.get(strip.colour), "numel", 0.0
-            ):
-                widest[strip.colour] = strip
-        strips = list(widest.values())
-    chosen: dict[int, str] = {}
-    for strip in strips:
+    largest = {s.colour: s for s in sorted(strips, key=lambda s: s.numel * (s.stop - s.row))}
+    for strip in strips if everywhere else largest.values():
         # Without the count of parameters that it stands for; the tooltip has that.
-        name = _clean(strip.text.split("\n")[0].partition(": ")[0])
+        name = clean(strip.text.split("\n")[0].partition(": ")[0])
         tail = name.split(".") if " " not in name else [name]
-        ways = [name, *("…" + ".".join(tail[k:]) for k in range(1, len(tail)))]
+        ways = [name, *("…" + ".".join(tail[k:]) for k in range(1, len(tail) - 1))]
         if everywhere and strip.label:
             ways = [*(f"{way}  {strip.label}" for way in ways[:2]), *ways, strip.label]
-        room = strip.numel * scale - 8
+        is_tall = grid.height * (strip.stop - strip.row) >= 13
+        room = strip.numel * grid.scale - 8 if is_tall else 0
         fitting = next((way for way in ways if way and len(way) * _CHARACTER <= room), None)
         if fitting:
-            chosen[id(strip)] = fitting
-    return chosen
+            yield strip, fitting
 
 
-def _draw_axis(pen: _Pen, side: Side, itemsize: int, scale: float) -> None:
+def _draw_axis(pen: _Pen, length: int, itemsize: int, scale: float) -> None:
     """Draw a scale below the rows, in elements and in bytes."""
-    length = max((row.numel for row in side.rows), default=0)
     step = _nice_step(length, at_most=5 if length * scale > PLOT / 2 else 3)
     pen.down(4)
     count = int(length // step)
@@ -205,7 +292,7 @@ def _draw_colours(pen: _Pen, panel: Panel) -> None:
         if x > LEFT and x + width > LEFT + PLOT:
             x = LEFT
             pen.down(18)
-        colour = f"c{number % len(COLOURS)}"
+        colour = f"c{number % _COLOURS}"
         pen.add(f'<rect class="{colour}" x="{_n(x)}" y="{_n(pen.y - 10)}" width="12" height="12"/>')
         pen.text(shown, x + 18, pen.y, "m")
         x += width
@@ -222,12 +309,15 @@ def _draw_legend(pen: _Pen, picture: Picture) -> None:
         pen.add(f'<path class="k" d="M{_n(x)} {_n(pen.y - 10)}v12"/>')
         pen.text(picture.border, x + 8, pen.y, "m")
         x += 8 + len(picture.border) * _CHARACTER + 20
-    most = max((len(panel.colours) for panel in picture.panels), default=0)
-    if most > len(COLOURS):
+    if max((len(panel.colours) for panel in picture.panels), default=0) > _COLOURS:
         pen.text("colours repeat; point at a part to see its name", x, pen.y, "m")
-    for note in picture.notes:
+    left = len(picture.panels) - _MOST_PANELS
+    if left > 0:
         pen.down(18)
-        pen.text(_shortened(note, WIDTH - 48, _CHARACTER), 24, pen.y, "m")
+        more = (
+            f"{left:,} more param groups, of other parts of the model or other experts, not drawn."
+        )
+        pen.text(more, 24, pen.y, "m")
     pen.down(20)
 
 
@@ -240,63 +330,11 @@ def _n(value: float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
-def _clean(text: str) -> str:
-    """Replace unprintable characters by their escapes; XML cannot hold control characters."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
-
-
-def escaped(text: str) -> str:
-    """Escape a text for XML and HTML, within elements and within double quotes.
-
-    The standard library is not used: xml.sax imports the HTTP modules, and html loads all entities.
-
-    >>> escaped('<a "b" & c>')
-    '&lt;a &quot;b&quot; &amp; c&gt;'
-    """
-    clean = _clean(text)
-    for letter, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ('"', "&quot;")):
-        clean = clean.replace(letter, entity)
-    return clean
-
-
 def _shortened(text: str, width: float, character: float) -> str:
     most = int(width / character)
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-def _rules(colours: Sequence[str], white_on: Sequence[int]) -> str:
-    """Return the style rules for the colours of strips and of their labels."""
-    numbered = enumerate(colours)
-    return "\n".join(
-        f".c{n}{{fill:{colour}}}.l{n}{{fill:{'#fff' if n in white_on else '#111'}}}"
-        for n, colour in numbered
-    )
-
-
-_STYLE: Final = f"""<style>
-svg{{--bg:{BACKGROUND};--fg:#1f2328;--mute:#59636e;--line:#afb8c1;--pad:#eef1f4;--hatch:#8c959f}}
-text{{font:11px system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif;fill:var(--fg)}}
-.t{{font-size:19px;font-weight:600}}
-.h{{font-size:14px;font-weight:600}}
-.b{{font-size:12px;font-weight:600}}
-.m,.x,.y{{fill:var(--mute)}}
-.r,.y{{text-anchor:end}}
-.l,.x{{text-anchor:middle}}
-.l,.k{{pointer-events:none}}
-.g{{fill:var(--bg)}}
-.p{{fill:url(#hatch)}}
-.q{{fill:var(--pad)}}
-.s{{stroke:var(--hatch);stroke-width:2.5}}
-.p,[class^=c]{{stroke:var(--bg)}}
-.n{{stroke:none!important}}
-.k{{stroke:var(--fg);stroke-width:1.2;fill:none}}
-.a{{stroke:var(--line);fill:none}}
-{_rules(COLOURS, white_on=[0])}
-@media (prefers-color-scheme:dark){{
-svg{{--bg:{DARK_BACKGROUND};--fg:#e6edf3;--mute:#9198a1;--line:#444c56;--pad:#1c2128;--hatch:#768390}}
-{_rules(DARK_COLOURS, white_on=[])}
-}}
-</style>"""
 _HATCH: Final = (
     '<defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
     'patternTransform="rotate(45)"><rect class="q" width="6" height="6"/>'

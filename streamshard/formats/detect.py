@@ -17,8 +17,6 @@ from streamshard.formats.deepspeed.dumps.dump_names import template_of
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch import torch_file
 from streamshard.io.entries import (
-    entries_below,
-    is_denied,
     is_directory,
     is_file,
     is_link,
@@ -41,9 +39,6 @@ _MEGATRON: Final = frozenset(
     {"latest_checkpointed_iteration.txt", "common.pt", "model_optim_rng.pt", "distrib_optim.pt"}
 )
 """Files that Megatron-LM's `checkpointing.py` and `dist_checkpointing` write."""
-_UNIVERSAL_PARAM: Final = "fp32.pt"
-"""File in each parameter's directory (`deepspeed/checkpoint/ds_to_universal.py`, 0.19.8)."""
-
 _TORCH_OPTIMIZER: Final = frozenset({"state", "param_groups"})
 _WHOLE_MASTERS: Final = frozenset({"fp32_groups_flat", "fp32_groups"})
 """Keys of the master weights that DeepSpeed's fused and unfused optimizers save without ZeRO."""
@@ -71,10 +66,10 @@ _PARTS_OF_RANKS: Final = (
         re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors"),
         (
             "files of ranks as PyTorch's HuggingFaceStorageWriter(save_distributed=True) saves "
-            "them, which hold a part of each tensor and are not read here. "
-            "torch.distributed.checkpoint.load() reads them on any count of ranks with "
-            "storage_reader=HuggingFaceStorageReader(DIR); with enable_consolidation=True the "
-            "writer makes whole files also"
+            "them, and with it transformers, which hold a part of each tensor and are not read "
+            "here. torch.distributed.checkpoint.load() reads them on any count of ranks with "
+            "storage_reader=HuggingFaceStorageReader(DIR). consolidate_distributed_checkpoint(DIR) "
+            "of transformers.distributed makes whole files next to them, which are read"
         ),
     ),
 )
@@ -187,20 +182,6 @@ def _parts_of_ranks(path: Path, levels: int = _MOST_LEVELS) -> str | None:
     return found
 
 
-def _universal(path: Path) -> str | None:
-    params = path / "zero"
-    made = is_directory(params) and any(
-        entry.name == _UNIVERSAL_PARAM for entry in entries_below(params, skips=is_denied)
-    )
-    if not made and names.LATEST_UNIVERSAL not in _listed(path):
-        return None
-    return (
-        "a DeepSpeed universal checkpoint, which any count of ranks loads that has "
-        '"checkpoint": {"load_universal": true} in its config; for native files give the '
-        "checkpoint that it was made from"
-    )
-
-
 def is_megatron(path: Path) -> bool:
     """Tell whether a directory holds files that only Megatron writes."""
     return bool(_MEGATRON & _listed(path))
@@ -239,7 +220,6 @@ def _weights(path: Path) -> str | None:
 
 
 _DIRECTORIES: Final[tuple[Callable[[Path], str | None], ...]] = (
-    _universal,
     _parts_of_ranks,
     _megatron,
     _weights,
@@ -269,8 +249,8 @@ def without_shards(tag_dir: Path, models: Sequence[Path], parts: Sequence[Path])
 
     `parts`: files of pipeline layers and experts in the directory.
     """
-    # Weights beside DeepSpeed's model files are not the whole checkpoint.
-    text = _universal(tag_dir) if models else directory(tag_dir)
+    # Weights next to DeepSpeed's model files are not the whole checkpoint.
+    text = None if models else directory(tag_dir)
     if text is not None:
         return UnsupportedError(f"{text}", path=tag_dir)
     if any(path.name.startswith(names.WHOLE_EXPERT_OPTIMIZER) for path in parts):

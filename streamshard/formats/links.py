@@ -10,7 +10,7 @@ def require_inside(path: Path, *roots: Path) -> None:
     """Refuse a symbolic link that leads out of the directories that the user gave."""
     if not is_inside(path, *roots):
         message = (
-            f"a symbolic link that leads out of {roots[0]}, to {resolved_link(path)}: what is "
+            f"a symbolic link that leads out of {roots[0]}, to {resolve(path)}: what is "
             "read has to lie in the checkpoint itself. Give the directory that the link leads to, "
             "or copy the checkpoint with 'cp -rL'"
         )
@@ -29,10 +29,5 @@ def is_inside(path: Path, *roots: Path) -> bool:
 
     Links that form a cycle do not lead out.
     """
-    resolved = resolved_link(path)
-    return any(resolved.is_relative_to(resolved_link(root)) for root in roots)
-
-
-def resolved_link(path: Path) -> Path:
-    """Resolve all symbolic links in a path, as far as possible."""
-    return resolve(path)
+    resolved = resolve(path)
+    return any(resolved.is_relative_to(resolve(root)) for root in roots)

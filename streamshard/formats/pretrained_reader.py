@@ -4,14 +4,19 @@ Such a directory holds weights alone. It tells neither which of them are trained
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from streamshard.errors import CorruptFileError, DisagreementError, IncompleteError
-from streamshard.formats import pretrained, safetensors_file, strict_json
+from streamshard.errors import (
+    CorruptFileError,
+    DisagreementError,
+    IncompleteError,
+    UnsupportedError,
+)
+from streamshard.formats import detect, pretrained, safetensors_file, strict_json
 from streamshard.formats.checkpoint import Checkpoint, ModelPart, ModuleEntry, Reading
 from streamshard.formats.deepspeed import names
 from streamshard.formats.links import require_regular
@@ -20,9 +25,10 @@ from streamshard.formats.pickle.node_checks import name_of, of_file
 from streamshard.formats.safetensors_file import Described, Stored
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import tensor_of
+from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.io.entries import exists, identify, is_directory, paths_in, read_all
 from streamshard.layout.cutting import CuttingBuilder
-from streamshard.model import ITEMSIZE, MODULE, LogicalTensor, Slot, ZeroLayout
+from streamshard.model import ITEMSIZE, MODULE, LogicalTensor, Note, NoteKind, Slot, ZeroLayout
 
 _WHAT: Final = "a model's weights in safetensors files"
 _LIMIT_INDEX: Final = 100_000_000
@@ -45,7 +51,8 @@ def _main(listed: Collection[str], form: str = pretrained.SAFETENSORS) -> str | 
 
 def read(directory: Path, form: str = pretrained.SAFETENSORS) -> Reading:
     """Open a directory of weights."""
-    main = _main([entry.name for entry in paths_in(directory)], form) or ""
+    listed = sorted(entry.name for entry in paths_in(directory))
+    main = _main(listed, form) or ""
     where: Mapping[str, str] | None = None
     files = [main]
     if main.endswith(".json"):
@@ -55,6 +62,8 @@ def read(directory: Path, form: str = pretrained.SAFETENSORS) -> Reading:
     slots: list[Slot] = []
     for number, name in enumerate(files):
         path = directory / name
+        if (part := detect.part_of_rank(path)) is not None:
+            raise UnsupportedError(f"{main} lists one of the {part}", path=path)
         if not exists(path):
             message = f"missing, {main} lists tensors in it; get it from where the model"
             raise IncompleteError(f"{message} was published or exported", path=path)
@@ -80,9 +89,18 @@ def read(directory: Path, form: str = pretrained.SAFETENSORS) -> Reading:
         model_parts=(model_part,),
         module_dtype=next((entry.dtype for entry in entries), "float32"),
         files=(),
+        notes=tuple(_notes(directory, listed)),
         foreign=_WHAT,
     )
     return Reading(checkpoint, builder.build(), tuple(identify(directory / f) for f in files))
+
+
+def _notes(directory: Path, listed: Iterable[str]) -> Iterator[Note]:
+    """Say if files of ranks lie next to the whole ones, which may be those of another save."""
+    parts = [name for name in listed if detect.part_of_rank(directory / name) is not None]
+    if parts:
+        text = f"Not read: {show_few(parts)}, which hold a part of each tensor, of each rank. Only"
+        yield Note(f"{text} the whole files next to them are, which may be older.", NoteKind.MIXED)
 
 
 def _stored(path: Path, form: str) -> Iterable[Stored]:

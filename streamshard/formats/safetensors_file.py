@@ -16,6 +16,7 @@ from typing import Any, Final
 from streamshard.errors import CorruptFileError, Option, UnsupportedError
 from streamshard.formats import strict_json
 from streamshard.formats.pickle.inert import show
+from streamshard.formats.pickle.node_checks import is_text
 from streamshard.formats.shapes import is_size, require_shape
 from streamshard.io.entries import open_readable
 from streamshard.model import ITEMSIZE
@@ -42,6 +43,8 @@ _DTYPES: Final = {
 _NAMES: Final = {name: dtype for dtype, name in _DTYPES.items()}
 _ORDER: Final = {dtype: place for place, dtype in enumerate(_DTYPES)}
 _METADATA: Final = "__metadata__"
+_SHARDING: Final = "DCP_SHARDING_INFO"
+"""Entry of the metadata in which torch's HuggingFaceStorageWriter (2.13) says where parts begin."""
 _LENGTH: Final = struct.Struct("<Q")
 _ALIGNMENT: Final = 8
 LIMIT_BYTES: Final = 100_000_000
@@ -96,7 +99,7 @@ def lay_out(tensors: Iterable[Described]) -> SafetensorsLayout:
             message = f"'{tensor.name}' is {tensor.dtype}, which safetensors has no name for"
             way = f"leave it out with {Option('exclude')}, or use {Option('format', 'torch')}"
             raise UnsupportedError(f"{message}: {way}")
-        if tensor.name == _METADATA or not _is_text(tensor.name):
+        if tensor.name == _METADATA or not is_text(tensor.name):
             message = f"safetensors cannot name a tensor {tensor.name!r}"
             raise UnsupportedError(f"{message}: leave it out with {Option('exclude')}")
     described.sort(key=lambda tensor: (_ORDER[tensor.dtype], tensor.name))
@@ -124,10 +127,6 @@ def lay_out(tensors: Iterable[Described]) -> SafetensorsLayout:
     )
 
 
-def _is_text(name: str) -> bool:
-    return not any("\ud800" <= letter <= "\udfff" for letter in name)
-
-
 def read(path: Path) -> Sequence[Stored]:
     """Read the places of the tensors in a file."""
     with open_readable(path) as file:
@@ -140,10 +139,14 @@ def read(path: Path) -> Sequence[Stored]:
     try:
         header = strict_json.parse(serialized)
         start = _LENGTH.size + length
-        found = [_stored(name, held, start) for name, held in header.items() if name != _METADATA]
+        found = [_stored(name, entry, start) for name, entry in header.items() if name != _METADATA]
+        part = _part_in(header)
     except (AttributeError, CorruptFileError, KeyError, TypeError, ValueError) as error:
         message = f"its header is not a safetensors header ({error})"
         raise CorruptFileError(message, path=path) from error
+    if part is not None:
+        message = f"holds a part of {show(part)}, as PyTorch's HuggingFaceStorageWriter saves it on"
+        raise UnsupportedError(f"{message} each rank, and not a whole tensor", path=path)
     found.sort(key=lambda one: (one.offset, one.tensor.nbytes))
     at = start
     for one in found:
@@ -156,12 +159,19 @@ def read(path: Path) -> Sequence[Stored]:
     return found
 
 
-def _stored(name: str, held: Any, start: int) -> Stored:  # noqa: ANN401
+def _part_in(header: dict[str, Any]) -> str | None:
+    """Return a tensor of which a header says that only a later part is in the file."""
+    told = (header.get(_METADATA) or {}).get(_SHARDING)
+    parts = strict_json.parse(told.encode()) if told is not None else {}
+    return next((name for name, entry in parts.items() if any(entry["saved_offsets"])), None)
+
+
+def _stored(name: str, entry: Any, start: int) -> Stored:  # noqa: ANN401
     """Read one entry of the header."""
-    first, stop = held["data_offsets"]
+    first, stop = entry["data_offsets"]
     if not is_size(first) or not is_size(stop):
         raise ValueError(f"{show(name)} has no place")
-    tensor = Described(name, _NAMES[held["dtype"]], require_shape(held["shape"]))
+    tensor = Described(name, _NAMES[entry["dtype"]], require_shape(entry["shape"]))
     if stop != first + tensor.nbytes:
         raise ValueError(f"{show(name)} has {stop - first} bytes for {tensor.nbytes}")
     return Stored(tensor, start + first)

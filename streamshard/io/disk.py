@@ -3,15 +3,16 @@
 import errno
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from streamshard.io.durability import sync_path, sync_tree
 from streamshard.io.lock import Lock
-from streamshard.io.readable import Entry, LocalFiles, ReadAheadBytes, open_to_read, walk
+from streamshard.io.readable import Entry, ReadableFile, ReadAheadBytes, Status, open_to_read, walk
 from streamshard.io.sink import LocalSink, open_target
 from streamshard.io.writable import LEAST_BYTES, open_direct, write_file
+from streamshard.model import SourceFile
 
 _BLOCK_BYTES: Final = 512
 """The unit of st_blocks in stat(2), whatever the block size of the file system."""
@@ -21,13 +22,36 @@ _NOT_RENAMED: Final = (
 )
 
 
-class Disk(LocalFiles):
+class Disk:
     """The directories of this machine; see `Place`."""
 
     read_ahead = ReadAheadBytes(4 << 20, 1 << 20, 1 << 14)
     """Several windows, so that the disk never waits for a worker; at most what a disk takes at
     once; and what is smaller arrives with its neighbours' pages."""
     reading_bytes = 0
+
+    def examine(self, path: Path, *, follows: bool) -> Status:
+        return Status.of(os.stat(path, follow_symlinks=follows))  # noqa: PTH116
+
+    def entries(self, directory: Path) -> Iterator[Entry]:
+        with os.scandir(directory) as found:
+            for one in found:
+                is_directory = one.is_dir(follow_symlinks=False)
+                yield Entry(directory / one.name, is_directory, one.is_symlink())
+
+    def resolve(self, path: Path) -> Path:
+        return Path(os.path.realpath(path))
+
+    def open(self, path: Path, known: SourceFile | None = None) -> ReadableFile:
+        return ReadableFile(open_to_read(path))
+
+    def stream(self, path: Path) -> BinaryIO:
+        descriptor = open_to_read(path)
+        try:
+            return os.fdopen(descriptor, "rb")
+        except OSError as error:  # it is a directory
+            os.close(descriptor)
+            raise OSError(error.errno, error.strerror, str(path)) from error
 
     def listed(self, root: Path) -> Mapping[Any, Mapping[str, Entry]]:
         return {}

@@ -193,7 +193,7 @@ def paths_like(directory: Path, pattern: str) -> list[Path]:
 
 
 def open_readable(path: Path, known: SourceFile | None = None) -> OpenedFile:
-    """Open a file to read ranges of it, as a context manager too; see `ByteSource.open`."""
+    """Open a file to read ranges of it, as a context manager too; see `Place.open`."""
     return place_of(path).open(path, known)
 
 

@@ -61,8 +61,8 @@ def is_mount_point(directory: Path) -> bool:
     if directory.is_mount():
         return True
     with ignored(FROM_OUTSIDE):
-        place = os.fsencode(directory.resolve())
-        return any(_place(line) == place for line in _MOUNTS.read_bytes().splitlines())
+        wanted = os.fsencode(directory.resolve())
+        return any(_place(line) == wanted for line in _MOUNTS.read_bytes().splitlines())
     return False
 
 

@@ -27,7 +27,7 @@ def require_all_unchanged(files: Sequence[SourceFile]) -> None:
         if files:
             root = files[0].path.parent
             for file in files:
-                while root not in file.path.parents:
+                while not str(file.path).startswith(str(root).rstrip("/") + "/"):
                     root = root.parent
             with source_errors(root):
                 list_ahead(root)
@@ -51,8 +51,8 @@ def source_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        place = as_path(error.filename or path)
-        raise SourceError(f"cannot be read ({error.strerror})", path=place) from error
+        named = as_path(error.filename or path)
+        raise SourceError(f"cannot be read ({error.strerror})", path=named) from error
 
 
 @contextmanager
@@ -61,8 +61,8 @@ def target_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        place = as_path(error.filename or path)
+        named = as_path(error.filename or path)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             message = f"no space left on the target's file system ({error.strerror}); free some and"
-            raise NoSpaceError(f"{message} run the same command again", path=place) from error
-        raise TargetError(f"cannot be written ({error.strerror})", path=place) from error
+            raise NoSpaceError(f"{message} run the same command again", path=named) from error
+        raise TargetError(f"cannot be written ({error.strerror})", path=named) from error

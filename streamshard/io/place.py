@@ -8,22 +8,42 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, BinaryIO, Final, Protocol
 
 from streamshard import registry
 from streamshard.io.disk import Disk
 from streamshard.io.lock import AnyLock
-from streamshard.io.readable import ByteSource, Entry, ReadAheadBytes
+from streamshard.io.readable import Entry, OpenedFile, ReadAheadBytes, Status
 from streamshard.io.sink import Sink
+from streamshard.model import SourceFile
 
 
-class Place(ByteSource, Protocol):
+class Place(Protocol):
     """A place that files are read from and written to."""
 
     read_ahead: ReadAheadBytes
     """How far a worker reads ahead."""
     reading_bytes: int
     """Memory that a worker needs for what it has requested."""
+
+    def examine(self, path: Path, *, follows: bool) -> Status:
+        """Return the status of what is at a path, or of the link itself that is there."""
+
+    def entries(self, directory: Path) -> Iterator[Entry]:
+        """List a directory, perhaps page by page, in any order."""
+
+    def resolve(self, path: Path) -> Path:
+        """Return an absolute path without symbolic links, as far as it exists."""
+
+    def open(self, path: Path, known: SourceFile | None = None) -> OpenedFile:
+        """Open a file to read ranges of it.
+
+        `known`: what was known of the file when the run was planned; a place that can ask for just
+        that content need not examine it again.
+        """
+
+    def stream(self, path: Path) -> BinaryIO:
+        """Open a file, or a pipe, to read it from its beginning."""
 
     def listed(self, root: Path) -> Mapping[Any, Mapping[str, Entry]]:
         """Return entries by directory and name, where listing all below a path takes one call."""

@@ -3,7 +3,6 @@
 import ctypes
 import errno
 import os
-import threading
 from pathlib import Path
 from typing import Final
 
@@ -25,7 +24,6 @@ class Reservation:
         self._path = path
         self._needed_bytes = nbytes
         """Bytes that are still to be written."""
-        self._lock = threading.Lock()
         self._descriptor = open_to_write(path, os.O_RDWR | os.O_CREAT, 0o600)
         self._held_bytes = 0
         try:
@@ -46,13 +44,12 @@ class Reservation:
         return 0
 
     def give_back(self, nbytes: int) -> None:
-        """Free space for bytes that are about to be written; may be called from several threads."""
-        with self._lock:
-            self._needed_bytes = max(0, self._needed_bytes - nbytes)
-            wanted = self._needed_bytes // _STEP_BYTES * _STEP_BYTES
-            if wanted < self._held_bytes:
-                os.ftruncate(self._descriptor, wanted)
-                self._held_bytes = wanted
+        """Free space for bytes that are about to be written."""
+        self._needed_bytes = max(0, self._needed_bytes - nbytes)
+        wanted = self._needed_bytes // _STEP_BYTES * _STEP_BYTES
+        if wanted < self._held_bytes:
+            os.ftruncate(self._descriptor, wanted)
+            self._held_bytes = wanted
 
     def close(self) -> None:
         """Free all space, unless that is done."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISDIR, S_ISLNK, S_ISREG
-from typing import BinaryIO, Final, Protocol, Self
+from typing import Final, Protocol, Self
 
 from streamshard.io.retry import close_unwritten
 from streamshard.model import Decoder, SourceFile
@@ -189,29 +189,6 @@ class Entry:
         return self.known or Status.of(os.stat(self.path, follow_symlinks=False))  # noqa: PTH116
 
 
-class ByteSource(Protocol):
-    """A place that files are read from. All errors are OSError."""
-
-    def examine(self, path: Path, *, follows: bool) -> Status:
-        """Return the status of what is at a path, or of the link itself that is there."""
-
-    def entries(self, directory: Path) -> Iterator[Entry]:
-        """List a directory, perhaps page by page, in any order."""
-
-    def resolve(self, path: Path) -> Path:
-        """Return an absolute path without symbolic links, as far as it exists."""
-
-    def open(self, path: Path, known: SourceFile | None = None) -> OpenedFile:
-        """Open a file to read ranges of it.
-
-        `known`: what was known of the file when the run was planned; a place that can ask for just
-        that content need not examine it again.
-        """
-
-    def stream(self, path: Path) -> BinaryIO:
-        """Open a file, or a pipe, to read it from its beginning."""
-
-
 @dataclass(frozen=True, slots=True)
 class ReadAheadBytes:
     """How far to read ahead, in bytes."""
@@ -222,33 +199,6 @@ class ReadAheadBytes:
     """How much at once at most."""
     least: int
     """Smaller ranges are not requested."""
-
-
-class LocalFiles:
-    """The directories of this machine."""
-
-    def examine(self, path: Path, *, follows: bool) -> Status:
-        return Status.of(os.stat(path, follow_symlinks=follows))  # noqa: PTH116
-
-    def entries(self, directory: Path) -> Iterator[Entry]:
-        with os.scandir(directory) as found:
-            for one in found:
-                is_directory = one.is_dir(follow_symlinks=False)
-                yield Entry(directory / one.name, is_directory, one.is_symlink())
-
-    def resolve(self, path: Path) -> Path:
-        return Path(os.path.realpath(path))
-
-    def open(self, path: Path, known: SourceFile | None = None) -> ReadableFile:
-        return ReadableFile(open_to_read(path))
-
-    def stream(self, path: Path) -> BinaryIO:
-        descriptor = open_to_read(path)
-        try:
-            return os.fdopen(descriptor, "rb")
-        except OSError as error:  # it is a directory
-            os.close(descriptor)
-            raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def walk(root: Path) -> Iterator[Path]:

@@ -6,7 +6,6 @@ when they are complete.
 
 import errno
 import os
-import threading
 from pathlib import Path
 from typing import Protocol
 
@@ -14,6 +13,7 @@ from streamshard.io.readable import read_into
 from streamshard.io.writable import (
     BLOCK_BYTES,
     LEAST_BYTES,
+    create,
     open_direct,
     open_to_write,
     write_all,
@@ -155,7 +155,7 @@ def open_target(path: Path, *, is_new: bool) -> int:
     if not is_new:
         return open_to_write(path, os.O_RDWR)
     path.parent.mkdir(parents=True, exist_ok=True)
-    return open_to_write(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    return create(path, os.O_RDWR)
 
 
 def write_blocks(descriptor: int, direct: int, view: memoryview, offset: int) -> None:
@@ -186,17 +186,15 @@ class AppendedFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptor = -1
-        self._lock = threading.Lock()
 
     def open(self) -> None:
         """Open the file; before that, nothing can be appended."""
         self._descriptor = open_to_write(self._path, os.O_WRONLY | os.O_APPEND)
 
     def append(self, data: bytes) -> None:
-        """Add bytes; may be called from several threads."""
-        with self._lock:
-            while data:
-                data = data[os.write(self._descriptor, data) :]
+        """Add bytes."""
+        while data:
+            data = data[os.write(self._descriptor, data) :]
 
     def sync(self) -> None:
         """Make all bytes durable."""

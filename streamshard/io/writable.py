@@ -1,7 +1,7 @@
 """Opens local files to write them: only regular files of one name, and none through a link.
 
-Whoever may make names in a directory, or made the archive that was unpacked there, may have put a
-link to another file where a run writes.
+Someone else who may write into the directory, or made the archive that was unpacked there, may have
+put a link to another file where a run writes.
 
 Large files are written past the page cache: the disk reads whole blocks directly from the program's
 memory. A write through the cache costs the system a page of memory and a copy for every page, on
@@ -53,6 +53,11 @@ def open_to_write(path: Path, flags: int, mode: int = 0o666) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def create(path: str | Path, access: int) -> int:
+    """Make a file, which must not exist yet; it is regular and has no other name."""
+    return os.open(path, access | os.O_CREAT | os.O_EXCL | _FLAGS, 0o666)
 
 
 def open_regular(path: Path, flags: int, mode: int = 0o666) -> int:

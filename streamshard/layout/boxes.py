@@ -48,7 +48,7 @@ class BoxGrid:
     lengths: Ints
     """Lengths of each box's holder."""
     edges: tuple[Ints, ...]
-    """Of each dimension: 0, every place where a box begins or ends, the length."""
+    """All edges of boxes in each dimension, from 0 to the length."""
     cells: Ints
     """The box of each cell, the last dimension fastest."""
 
@@ -115,12 +115,12 @@ def grid_of(
     cells = np.full(counts, -1, dtype=np.int64)
     spans = zip(first.tolist(), stop.tolist(), strict=True)
     for box, (low, high) in enumerate(spans):
-        place = tuple(map(slice, low, high))
-        taken = cells[place].max()
+        inside = tuple(map(slice, low, high))
+        taken = cells[inside].max()
         if taken >= 0:
             one, other = _shown(offsets, sizes, int(taken)), _shown(offsets, sizes, box)
             raise NotTiledError(f"{one} and {other} overlap")
-        cells[place] = box
+        cells[inside] = box
     for gap in np.argwhere(cells < 0)[:1].tolist():
         where = [int(edges[d][cell]) for d, cell in enumerate(gap)]
         raise NotTiledError(f"no box holds its element {where}")

@@ -18,7 +18,7 @@ MIN_WINDOW_BYTES: Final = MIB // 4
 SCRATCH_BYTES: Final = 2 * MIB
 """Memory for casts, and for a store's block of which only a part is needed."""
 COMPARING_BYTES: Final = WINDOW_BYTES + SCRATCH_BYTES + 2 * MIB
-"""Memory that a worker takes to compare, besides one window and its scratch: both for the other
+"""Memory that a worker takes to compare, apart from one window and its scratch: both for the other
 side, and the copies."""
 SLACK_BYTES: Final = 16 * MIB
 """Memory for thread stacks, the allocator's reserves, and the plan of the next file."""
@@ -44,7 +44,7 @@ class MemoryPlan:
 
     @property
     def process_bytes(self) -> int:
-        """Memory that a process with all workers takes besides the floor and the metadata."""
+        """Memory that a process with all workers takes above the floor and the metadata."""
         per_worker = self.window_bytes + SCRATCH_BYTES + self.codec_bytes + self.requests_bytes
         return self.workers * per_worker + SLACK_BYTES
 

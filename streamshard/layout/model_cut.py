@@ -30,9 +30,9 @@ class ModelCut:
     """How one tensor is cut among model-parallel ranks; pieces are parallel arrays."""
 
     shape: Shape
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     shards: tuple[Shape | None, ...]
-    """Of each rank's tensor; None for a rank that has none. All have the whole tensor's count of
+    """Shape on each rank; None for a rank that has no part. All have the whole tensor's count of
     dimensions. Files may hold the same elements in another shape."""
     rank: Ints
     """The rank that has each piece; in ascending order."""
@@ -119,7 +119,12 @@ def whole_cut(shape: Shape, holds: Sequence[bool]) -> ModelCut:
     corner = np.zeros((len(ranks), len(shape)), np.int64)
     sizes = np.tile(np.array(shape, np.int64), (len(ranks), 1))
     return ModelCut(
-        shape, tuple(shape if held else None for held in holds), ranks, corner, corner, sizes
+        shape,
+        tuple(shape if is_holder else None for is_holder in holds),
+        ranks,
+        corner,
+        corner,
+        sizes,
     )
 
 

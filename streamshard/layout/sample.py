@@ -23,8 +23,8 @@ class Sample:
         >>> [Sample(part, 4).holds(10, 20, 40) for part in (1, 2, 3, 4)]
         [False, True, False, False]
         """
-        place = (start + stop) * self.parts // max(1, 2 * total)
-        return min(place, self.parts - 1) == self.part - 1
+        middle = (start + stop) * self.parts // max(1, 2 * total)
+        return min(middle, self.parts - 1) == self.part - 1
 
 
 EVERYTHING: Final = Sample(1, 1)

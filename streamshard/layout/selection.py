@@ -30,7 +30,7 @@ class Axis:
 def select(key: Key, shape: tuple[int, ...]) -> tuple[Axis, ...]:
     """Return the selection that an index makes in each dimension of a shape."""
     keys: tuple[Any, ...] = key if isinstance(key, tuple) else (key,)
-    dots = [place for place, part in enumerate(keys) if part is ...]
+    dots = [number for number, part in enumerate(keys) if part is ...]
     if len(dots) > 1:
         raise IndexError("an index can have one ellipsis ('...') only")
     given = len(keys) - len(dots)

@@ -82,13 +82,13 @@ class FlatGroup:
         """Return a rank's partition; slices follow the param group's own order."""
         lower = rank * self.partition_numel
         upper = lower + self.partition_numel
-        slices = slices_within(self.starts, self.numels, lower, upper)
+        slices = _slices_within(self.starts, self.numels, lower, upper)
         recorded = slices
         if not any(self.alignments):
             # `_create_param_mapping` (0.19.8) computes offsets as if the parameters were stored in
             # the group's own order. Only with alignment padding does it get the real offsets.
             ends = np.cumsum(self.numels)
-            recorded = slices_within(ends - self.numels, self.numels, lower, upper)
+            recorded = _slices_within(ends - self.numels, self.numels, lower, upper)
         whole = sum(int(self.numels[index]) for index, _, _ in slices)
         return RankPartition(self.partition_numel, self.padding(rank), slices, recorded, whole)
 
@@ -98,7 +98,7 @@ class FlatGroup:
         return tuple(sorted(owned, key=lambda index: int(self.starts[index])))
 
 
-def slices_within(
+def _slices_within(
     starts: NDArray[np.int64], numels: NDArray[np.int64], lower: int, upper: int
 ) -> tuple[tuple[int, int, int], ...]:
     """Cut consecutive items to a range; returns (index, start in the range, numel) of each."""
@@ -167,10 +167,10 @@ def sub_groups(
     found: list[SubGroup] = []
     for group, numels in enumerate(groups):
         shares = [shard_numel(numel, world_size) for numel in numels]
-        first = held = 0
+        first = filled = 0
         for index, share in enumerate(shares):
-            held += share
-            if held >= sub_group_size or index == len(shares) - 1:
-                found.append(SubGroup(group, first, index + 1, held))
-                first, held = index + 1, 0
+            filled += share
+            if filled >= sub_group_size or index == len(shares) - 1:
+                found.append(SubGroup(group, first, index + 1, filled))
+                first, filled = index + 1, 0
     return tuple(found)

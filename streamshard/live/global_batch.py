@@ -143,7 +143,7 @@ def _text(plan: BatchPlan, ranks: int) -> str:
 
 
 def _framework() -> str | None:
-    """Name the framework that counts the accumulation of this process, beside DeepSpeed."""
+    """Name the framework that counts the accumulation of this process, apart from DeepSpeed."""
     state: Any = sys.modules.get("accelerate.state")
     if state is not None and state.is_initialized():
         return "Accelerate"

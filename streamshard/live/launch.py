@@ -76,9 +76,10 @@ def _remove_files_of_other_ranks(engine: Engine, directory: Path) -> None:
 
 
 _KEEP = "--keep-global-batch"
+_NEWEST = "--newest"
 _USAGE = f"""\
-usage: python -m streamshard.deepspeed [{_KEEP}] SCRIPT [ARG ...]
-       python -m streamshard.deepspeed [{_KEEP}] -m MODULE [ARG ...]
+usage: python -m streamshard.deepspeed [OPTIONS] SCRIPT [ARG ...]
+       python -m streamshard.deepspeed [OPTIONS] -m MODULE [ARG ...]
 
 Run a training script; its loads of DeepSpeed checkpoints take checkpoints of any world size, and
 `latest` names a tag only when all ranks have written it.
@@ -88,6 +89,8 @@ accelerate launch (-m streamshard.deepspeed).
 options:
   {_KEEP}  if the world size changed, set micro batch and accumulation so that the
                        global batch stays; stop if that is impossible
+  {_NEWEST}             load the newest checkpoint that is whole and holds no NaN,
+                       not the one that 'latest' names
   -h, --help           show this text"""
 
 
@@ -99,6 +102,7 @@ class _Command:
     """Path of the script, or name of the module."""
     is_module: bool
     keeps_global_batch: bool
+    takes_newest: bool
     arguments: tuple[str, ...]
     """The script's own."""
 
@@ -112,7 +116,11 @@ def launch() -> None:
         # `python -m` put the working directory here; a script expects its own.
         sys.path[0] = str(resolve(Path(command.name)).parent)
     with ExitStack() as patches:
-        patches.enter_context(resharding(keeps_global_batch=command.keeps_global_batch))
+        how = {
+            "keeps_global_batch": command.keeps_global_batch,
+            "takes_newest": command.takes_newest,
+        }
+        patches.enter_context(resharding(**how))
         patches.enter_context(_complete_saves())
         try:
             if command.is_module:
@@ -127,13 +135,15 @@ def launch() -> None:
 
 def _parse(arguments: list[str]) -> _Command:
     rest, ranked = list(arguments), []
-    keeps = is_module = False
+    keeps = takes_newest = is_module = False
     while rest and rest[0].startswith("-") and not is_module:
         option = rest.pop(0)
         if option.startswith(("--local_rank=", "--local-rank=")):
             ranked.append(option)  # launchers put it in front of all; it is for the script
         elif option == _KEEP:
             keeps = True
+        elif option == _NEWEST:
+            takes_newest = True
         elif option == "-m":
             is_module = True
         elif option in ("-h", "--help"):
@@ -143,7 +153,8 @@ def _parse(arguments: list[str]) -> _Command:
             _stop(f"{_USAGE}\n\nerror: unknown option {option}; the script's own follow its name")
     if not rest:
         _stop(f"{_USAGE}\n\nerror: name a training script, or -m and a module")
-    return _Command(rest[0], is_module, keeps, (*ranked, *rest[1:]))
+    own = (*ranked, *rest[1:])
+    return _Command(rest[0], is_module, keeps, takes_newest, own)
 
 
 def _require_there(command: _Command) -> None:

@@ -262,8 +262,8 @@ class Loading:
         """Compare with the live optimizer, unless it is not loaded."""
         engine, loads_states = self._engine, self._options.loads_states
         if loads_states and engine.zero_optimization() and resharding.settings.layout.stage:
-            place = live_engine.rank_and_world_size(engine)
-            require_same_optimizer(engine.param_names, engine.optimizer, resharding, files, place)
+            ranks = live_engine.rank_and_world_size(engine)
+            require_same_optimizer(engine.param_names, engine.optimizer, resharding, files, ranks)
 
 
 _MERGE = "get_fp32_state_dict_from_zero_checkpoint"

@@ -28,16 +28,14 @@ from streamshard.io.object_path import as_path
 from streamshard.live.consensus import Agreement, say
 from streamshard.live.live_engine import own_words
 from streamshard.live.loading import LoadReport
-from streamshard.live.same_optimizer import require_same_optimizer
+from streamshard.live.same_optimizer import BF16, FLAT, STAGE_3, require_same_optimizer
 from streamshard.live.served_files import ServedFiles
 from streamshard.model import MASTER, LogicalTensor, NoteKind
 from streamshard.operations.native.files_on_demand import FilesOnDemand
 from streamshard.operations.native.resharding import Resharding, resharding_of
 from streamshard.operations.source.source import Request, Source, read_hints
 
-_STAGE_3: Final = "DeepSpeedZeroOptimizer_Stage3"
-_BF16: Final = "BF16_Optimizer"
-_KINDS: Final = ("DeepSpeedZeroOptimizer", _STAGE_3, _BF16)
+_KINDS: Final = (FLAT, STAGE_3, BF16)
 """Classes of optimizers that dumps are loaded into, by name; subclasses keep states otherwise."""
 Optimizer = Any
 """One of DeepSpeed's optimizers; what it is depends on the version of DeepSpeed."""
@@ -142,11 +140,11 @@ def _shape(param: Any) -> tuple[int, ...]:
 
 
 def _is_stage_3(optimizer: Optimizer) -> bool:
-    return type(optimizer).__name__ == _STAGE_3
+    return type(optimizer).__name__ == STAGE_3
 
 
 def _is_bf16(optimizer: Optimizer) -> bool:
-    return type(optimizer).__name__ == _BF16
+    return type(optimizer).__name__ == BF16
 
 
 def _config(optimizer: Optimizer) -> ds_config.Config:
@@ -259,17 +257,17 @@ class _OptimizerLoad:
         started = time.perf_counter()
         with self._agreement.step():
             _require_served(self._optimizer)
-            held = LiveOptimizer.of(self._optimizer)
-        first = self._agreement.share(held)
+            live = LiveOptimizer.of(self._optimizer)
+        first = self._agreement.share(live)
         with self._agreement.step():
-            held.require_same_as(first)
+            live.require_same_as(first)
         found: Resharding | None = None
         with self._agreement.step():
             if distributed.get_rank() == 0:
                 with worded(own_words(_OWN_WORDS)):
-                    found = self._open(path, config_file, held)
+                    found = self._open(path, config_file, live)
         resharding = self._agreement.share(found)
-        read_bytes = self._load(resharding, held)
+        read_bytes = self._load(resharding, live)
         source = resharding.source
         report = LoadReport(
             source=path,
@@ -286,12 +284,12 @@ class _OptimizerLoad:
         return report
 
     def _open(
-        self, path: Path, config_file: str | os.PathLike[str] | None, held: LiveOptimizer
+        self, path: Path, config_file: str | os.PathLike[str] | None, live: LiveOptimizer
     ) -> Resharding:
         """Open the dumps, and decide how they are cut for this job."""
         config, _ = read_hints([path], config_file, None)
         hyper_parameters = _hyper_parameters_of(self._optimizer)
-        opened = Request(path, None, config, held.reference(hyper_parameters)).open()
+        opened = Request(path, None, config, live.reference(hyper_parameters)).open()
         if not opened.checkpoint.is_dumps:
             message = f"{path}: a checkpoint with its model, not dumps of an optimizer"
             raise UsageError(f"{message}: call load_checkpoint with the engine")
@@ -301,14 +299,14 @@ class _OptimizerLoad:
             message = f"{path}: saved with elastic_checkpoint, and the hyper-parameters of this"
             raise UnsupportedError(f"{message} job's optimizer are tensors; not supported")
         ranks, version = distributed.get_world_size(), recorded_version(deepspeed.__version__)
-        return resharding_of(opened, ranks, wanted=held.config, ds_version=version)
+        return resharding_of(opened, ranks, wanted=live.config, ds_version=version)
 
-    def _load(self, resharding: Resharding, held: LiveOptimizer) -> int:
+    def _load(self, resharding: Resharding, live: LiveOptimizer) -> int:
         """Let DeepSpeed load this rank's dump; returns how many bytes were read."""
         rank = comm.get_rank(group=self._optimizer.dp_process_group)
         with self._agreement.step():
             files = FilesOnDemand(resharding)
-            _require_same_sizes(resharding, held)
+            _require_same_sizes(resharding, live)
             named = names_in(self._optimizer)
             require_same_optimizer(named, self._optimizer, resharding, files, (0, rank))
             name = files.paths[rank]

@@ -4,7 +4,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -13,13 +13,16 @@ from typing import Any, Final
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import distributed
 
+from streamshard.errors import SourceNotFoundError
 from streamshard.formats.frameworks import hf_random_file
 from streamshard.io.changes import linked_directory
 from streamshard.io.object_path import as_path
+from streamshard.live.consensus import Agreement, say
 from streamshard.live.global_batch import fitted_configs
 from streamshard.live.live_engine import Engine
 from streamshard.live.loading import Load, Loading, LoadOptions, LoadReport, replaced
 from streamshard.operations.native.resharding import Resharding
+from streamshard.operations.newest.newest import newest
 
 _NO_RANK: Final = -1
 """Number of no rank: no file of a random state has it in its name."""
@@ -60,11 +63,11 @@ class FrameworkLoads:
         self, module: str, owner: str, name: str, make: Callable[[Any], Callable[..., object]]
     ) -> None:
         """Replace a function, if the job has imported its module."""
-        place: Any = sys.modules.get(module)
-        place = getattr(place, owner, None) if owner else place
-        if module not in self._replaced and hasattr(place, name):
+        holder: Any = sys.modules.get(module)
+        holder = getattr(holder, owner, None) if owner else holder
+        if module not in self._replaced and hasattr(holder, name):
             self._replaced.add(module)
-            self._stack.enter_context(replaced(place, name, make(getattr(place, name))))
+            self._stack.enter_context(replaced(holder, name, make(getattr(holder, name))))
 
     def _of(self, directory: str | os.PathLike[str]) -> _Saved | None:
         return self._saved.get(as_path(directory).absolute())
@@ -85,8 +88,8 @@ class FrameworkLoads:
                 name = hf_random_file(rank, saved.world_size)
                 wanted = hf_random_file(rank, distributed.get_world_size())
                 links[wanted] = as_path(checkpoint).absolute() / name
-            with linked_directory(links) as place:
-                return plain(trainer, str(place), *args, **kwargs)
+            with linked_directory(links) as directory:
+                return plain(trainer, str(directory), *args, **kwargs)
 
         return load
 
@@ -133,7 +136,7 @@ def load_checkpoint(
     engine
         As `deepspeed.initialize` returns it. Its config says how the checkpoint is cut.
     source
-        Run directory with `latest`, tag directory, or store.
+        Run directory with `latest`, tag directory, or store; or what `streamshard.newest` returns.
     keeps_global_batch
         Whether accumulation is set so that the global batch stays that of the job that saved. The
         micro batch stays as it is; if it does not divide that batch, this is an error. Where a
@@ -157,8 +160,26 @@ def load_checkpoint(
     return path, state
 
 
+def _newest_of(directory: Path) -> Path:
+    """Return the newest good checkpoint of a run, or the directory itself if there is none at all.
+
+    Every rank calls this; rank 0 alone reads.
+    """
+    agreement, found = Agreement(), str(directory)
+    with agreement.step():
+        if distributed.get_rank() == 0:
+            with suppress(SourceNotFoundError):  # the job begins
+                result = newest(directory)
+                found = str(result)
+                passed = [f"passed over {one.path}: {one.reason}" for one in result.passed_over]
+                say("\n".join([*result.notes, *passed, f"newest good checkpoint: {found}"]))
+    return as_path(agreement.share(found))
+
+
 @contextmanager
-def resharding(*, keeps_global_batch: bool = False) -> Iterator[list[LoadReport]]:
+def resharding(
+    *, keeps_global_batch: bool = False, takes_newest: bool = False
+) -> Iterator[list[LoadReport]]:
     """Make `engine.load_checkpoint` load checkpoints of any world size, also within frameworks.
 
     Yields a list that gets a report of each load. Where there is no checkpoint at all, DeepSpeed
@@ -169,6 +190,9 @@ def resharding(*, keeps_global_batch: bool = False) -> Iterator[list[LoadReport]
     accumulation that do not fit the ranks are replaced, also in the config's dict, before the
     script makes its data loaders of `engine.train_micro_batch_size_per_gpu()`. A load then compares
     with the checkpoint, as `load_checkpoint` does.
+    `takes_newest`: whether a load without a tag takes the newest checkpoint of its directory that
+    is whole and healthy, as `streamshard.newest` finds it, and not what `latest` names. Rank 0
+    reads it for this. If there are checkpoints, and none is good, the load is an error.
     """
     reports: list[LoadReport] = []
     stack = ExitStack()
@@ -180,8 +204,9 @@ def resharding(*, keeps_global_batch: bool = False) -> Iterator[list[LoadReport]
         del given["self"]
         directory, tag = as_path(given.pop("load_dir")), given.pop("tag", None)
         options = LoadOptions(**given)
+        place = _newest_of(directory) if takes_newest and tag is None else directory
         loading = Loading(engine, _PLAIN, options, keeps_global_batch=keeps_global_batch)
-        path, state, report = loading.run(directory, tag, may_be_missing=True)
+        path, state, report = loading.run(place, tag, may_be_missing=True)
         reports.extend([report] if report is not None else [])
         if loading.resharding is not None:
             frameworks.prepare(directory, loading.resharding)

@@ -14,13 +14,13 @@ from streamshard.model import ZeroLayout
 from streamshard.operations.native.files_on_demand import FilesOnDemand, HeldGroup, held_groups
 from streamshard.operations.native.resharding import Resharding
 
-_STAGE_3: Final = "DeepSpeedZeroOptimizer_Stage3"
-_FLAT: Final = "DeepSpeedZeroOptimizer"
-_BF16: Final = "BF16_Optimizer"
+STAGE_3: Final = "DeepSpeedZeroOptimizer_Stage3"
+FLAT: Final = "DeepSpeedZeroOptimizer"
+BF16: Final = "BF16_Optimizer"
 _HELD_AS: Final = {
-    _STAGE_3: ("fp16_groups", "fp32_partitioned_groups_flat"),
-    _FLAT: ("round_robin_bit16_groups", "single_partition_of_fp32_groups"),
-    _BF16: ("bf16_groups", "fp32_groups_flat_partition"),
+    STAGE_3: ("fp16_groups", "fp32_partitioned_groups_flat"),
+    FLAT: ("round_robin_bit16_groups", "single_partition_of_fp32_groups"),
+    BF16: ("bf16_groups", "fp32_groups_flat_partition"),
 }
 """Class → its attributes: the parameters of each group as they are stored, a rank's masters."""
 _ALIGNMENTS: Final = "round_robin_bit16_padding"
@@ -34,12 +34,12 @@ def require_same_optimizer(
     optimizer: Any,
     resharding: Resharding,
     files: FilesOnDemand,
-    place: tuple[int, int],
+    ranks: tuple[int, int],
 ) -> None:
     """Compare the kind of an optimizer, and what it stores in which order, with the plan.
 
     `names`: parameter → its name.
-    `place`: the rank's number among the model-parallel parts, and among the data-parallel ranks.
+    `ranks`: the rank's number among the model-parallel parts, and among the data-parallel ranks.
     """
     where, layout = resharding.source.path, resharding.settings.layout
     own, planned = _kind_of(optimizer), _planned_kind(layout)
@@ -47,23 +47,23 @@ def require_same_optimizer(
         message = f"{where}: with its config, the engine should have a {planned} at stage"
         message = f"{message} {layout.stage}; it has a {own}, which cuts its states otherwise"
         raise DisagreementError(f"{message}: nothing was loaded")
-    if own == _FLAT and optimizer.cpu_offload != layout.offload:
+    if own == FLAT and optimizer.cpu_offload != layout.offload:
         states = "offloads" if optimizer.cpu_offload else "does not offload"
         message = f"{where}: the engine {states} its optimizer, other than its config says"
         raise DisagreementError(f"{message}: nothing was loaded")
-    expected = list(held_groups(resharding, files.cuts, *place))
-    live = list(_held(names, optimizer, own, place[1]))
+    expected = list(held_groups(resharding, files.cuts, *ranks))
+    live = list(_held(names, optimizer, own, ranks[1]))
     if len(expected) != len(live):
         message = f"{where}: has {len(expected)} groups of parameters for this rank, the engine's"
         raise DisagreementError(f"{message} optimizer has {len(live)}")
-    for number, (saved, held) in enumerate(zip(expected, live, strict=True)):
-        _require_same_group(f"{where}: group {number}", saved, held)
+    for number, (saved, own_group) in enumerate(zip(expected, live, strict=True)):
+        _require_same_group(f"{where}: group {number}", saved, own_group)
 
 
 def _planned_kind(layout: ZeroLayout) -> str:
     if layout.stage == 3:
-        return _STAGE_3
-    return _BF16 if layout.bf16_optimizer else _FLAT
+        return STAGE_3
+    return BF16 if layout.bf16_optimizer else FLAT
 
 
 def _kind_of(optimizer: Any) -> str:
@@ -80,7 +80,7 @@ def _held(names: Mapping[Any, str], optimizer: Any, kind: str, dp_rank: int) -> 
     params, masters = (getattr(optimizer, attribute) for attribute in _HELD_AS[kind])
     alignments, sharing = getattr(optimizer, _ALIGNMENTS, None), getattr(optimizer, _SHARING, None)
     for number, (group, master) in enumerate(zip(params, masters, strict=True)):
-        flat = kind != _STAGE_3
+        flat = kind != STAGE_3
         gaps = alignments[number] if alignments else [0] * len(group) * flat
         sharer = comm.get_rank(group=sharing[number]) if sharing and flat else dp_rank
         stored = tuple(names[param] for param in group)
@@ -96,13 +96,13 @@ def _require_same_group(where: str, saved: HeldGroup, own: HeldGroup) -> None:
         if theirs != ours:
             message = f"{where}: parameter {at} of the optimizer is '{theirs}', of the engine's it"
             raise DisagreementError(f"{message} is '{ours}': give the parameters in the same order")
-    for what, planned, held in (
+    for what, planned, actual in (
         ("a partition for this job has {} elements", saved.numel, own.numel),
         ("this rank is to hold part {}", saved.sharer, own.sharer),
         ("the padding between parameters is to add up to {}", *_gaps(saved, own)),
     ):
-        if planned != held:
-            message = f"{where}: {what.format(f'{planned:,}')}, in the engine it is {held:,}"
+        if planned != actual:
+            message = f"{where}: {what.format(f'{planned:,}')}, in the engine it is {actual:,}"
             raise DisagreementError(message)
 
 

@@ -95,7 +95,7 @@ class ServedFiles:
         A map shows the file: whoever cuts the file off, or writes to it, would reach into the job.
         """
         self.require_unchanged()
-        blocks = [block for held in self._held if (block := held()) is not None]
+        blocks = [block for reference in self._held if (block := reference()) is not None]
         for block in blocks:
             detach_map(block)
         if blocks:  # what they showed until now could change until now
@@ -112,10 +112,10 @@ class ServedFiles:
         return _Unpickler(content, made).load()
 
     def _storage(self, storage: StorageContent) -> torch.UntypedStorage:
-        place = storage.fragment() if self._maps and storage.nbytes >= _LEAST_MAPPED else None
-        if place is None or not self._is_plain(*place, ITEMSIZE[storage.dtype]):
+        extent = storage.fragment() if self._maps and storage.nbytes >= _LEAST_MAPPED else None
+        if extent is None or not self._is_plain(*extent, ITEMSIZE[storage.dtype]):
             return self._read(storage)
-        view = self._reader.map(*place, storage.nbytes, is_private=True, is_checked=True)
+        view = self._reader.map(*extent, storage.nbytes, is_private=True, is_checked=True)
         mapped = torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
         self.mapped[mapped.data_ptr()] = storage.nbytes
         self._held.append(weakref.ref(view.obj))

@@ -107,7 +107,7 @@ def _plan(options: MergeOptions) -> TransferPlan:
         if len(sources) != 1:
             message = f"{Option('last', options.last)}: is for one directory of checkpoints"
             raise UsageError(f"{message}, and there are {len(sources)} sources")
-        sources, notes = last_whole(as_path(sources[0]), options.last)
+        sources, notes = last_whole(str(sources[0]), options.last)
     weights = coefficients(asked, len(sources), any_sum=options.any_sum)
     # A plan that is saved keeps to these checkpoints.
     chosen = options.replaced(source=[*map(str, sources)], weights=asked, last=None)
@@ -131,7 +131,7 @@ def _opened(options: MergeOptions, weights: Sequence[float]) -> Merging:
     target = as_path(options.target)
     places = [resolve(place_of(source)) for source in sources]
     for source, place in zip(sources, places, strict=True):
-        require_separate(source.path, source.files, target)
+        require_separate(source.path, target, source.directories)
         if source.checkpoint.is_dumps:
             message = "raw dumps, without the model's files, are not merged; give the whole"
             raise UnsupportedError(f"{message} checkpoint", path=source.path)

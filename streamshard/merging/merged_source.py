@@ -220,13 +220,16 @@ class Merging:
                     raise UnsupportedError(message, path=here)
 
     def _note(self) -> str:
-        both = zip(self.sources, self.weights, strict=True)
-        listed = ", ".join(f"{one.checkpoint.tag} x {weight:.6g}" for one, weight in both)
+        named = [one.checkpoint.tag for one in self.sources]
+        if len({*named}) < len(named):  # of several runs
+            named = [f"{place_of(one).parent.name}/{place_of(one).name}" for one in self.sources]
+        both = zip(named, self.weights, strict=True)
+        listed = ", ".join(f"{name} x {weight:.6g}" for name, weight in both)
         states = sorted({self._tensor(row).state for row in self.averaged} - {MASTER, MODULE})
         what = f"Weights and states ({', '.join(states)})" if states else "Weights"
         count = counted(len(self.sources), "checkpoint")
         text = f"{what} are the weighted sum of {count}: {listed}. All else is that of"
-        return f"{text} {self.base.checkpoint.tag}."
+        return f"{text} {named[self.newest]}."
 
 
 def without_weight_files(source: Source) -> Source:

@@ -1,8 +1,10 @@
 """`inspect` of directories with several checkpoints, and of one that is not whole."""
 
 import json
+import os
 import re
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,8 @@ from tests.job import Job
 
 JOB = Job(stage=2, world_size=3)
 ROW = re.compile(
-    r"(\S+) +(\d+|-) +(\d+|-) +([0-9.]+ \S+) +\w{3} \d\d \d\d:\d\d  "
-    r"((?:yes|NO|-)(?:, newest)?(?:, latest)?)"
+    r"(\S+) +(\d+|-) +(\d+|-) +([0-9.]+ \S+) +(?:\d\d:\d\d|\w{3} \d\d), "
+    r"\d+ (?:min|h|d) ago +((?:yes|NO|-)(?:, newest)?(?:, latest)?)"
 )
 
 
@@ -84,10 +86,23 @@ def test_the_output_of_a_trainer_lists_its_checkpoints(trainer_output: Path) -> 
     assert streamshard.inspect(newest).tag == "global_step1000"
 
 
+@pytest.mark.parametrize(
+    ("hours", "age"),
+    [(0.5, r"\d\d:\d\d, 30 min"), (3.5, r"\d\d:\d\d, 3 h"), (75, r"\w{3} \d\d, 3 d")],
+)
+def test_the_age_of_each_is_shown(run: Path, hours: float, age: str) -> None:
+    saved = time.time() - hours * 3600
+    for path in (run / "global_step90").iterdir():
+        os.utime(path, (saved, saved))
+    assert re.search(
+        rf"^global_step90 .*  {age} ago +yes$", passed("inspect", run).out, re.MULTILINE
+    )
+
+
 def test_programs_get_the_same_list(trainer_output: Path) -> None:
     done = passed("inspect", trainer_output, "--json")
     found = json.loads(done.out)
-    assert list(found) == ["path", "kind", "checkpoints", "problems"]
+    assert list(found) == ["path", "kind", "checkpoints", "problems", "pictures"]
     assert (found["path"], found["kind"]) == (str(trainer_output), "directory")
     assert found["problems"] == []
     steps = {one["step"]: one["is_whole"] for one in found["checkpoints"]}

@@ -75,7 +75,7 @@ def commands(path: Path) -> list[list[str]]:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
 def test_every_recipe_is_linked_and_its_commands_are_understood(path: Path) -> None:
     assert any(f"](recipes/{path.name})" in text for text in TEXTS.values())
-    assert path.name in HAVE_NONE or commands(path)
+    assert path.name in HAVE_NONE or path.suffix == ".py" or commands(path)
     for program, *words in commands(path):
         assert Path(program).name == "streamshard"
         arguments_of().parse_args(words)
@@ -172,3 +172,23 @@ def test_a_slurm_job_resumes_on_what_it_got(
     resumed = tmp_path / "runs" / "7b-on-3-17-0"
     assert resumed.exists() == is_converted
     assert tmp_path / asked["--resume"] == (resumed if is_converted else tmp_path / "runs/7b")
+
+
+@pytest.mark.parametrize("name", ["checks", "release"])
+def test_a_workflow_runs_sessions_that_there_are(name: str) -> None:
+    (workflow,) = documents(ROOT / ".github" / "workflows" / f"{name}.yml")
+    text = (ROOT / "noxfile.py").read_text()
+    there = {*re.findall(r"^def (\w+)\(session", text, re.MULTILINE)}
+    there |= {*re.findall(r'name="([\w.-]+)"\)', text)}
+    jobs = list(workflow["jobs"].values())
+    asked = {one for job in jobs for one in matrix(job).get("session", ())}
+    for job in jobs:
+        for step in job["steps"]:
+            asked |= {*re.findall(r"nox -s (\w\S*)", step.get("run", ""))}
+    assert asked
+    assert asked <= there
+
+
+def matrix(job: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = job.get("strategy", {}).get("matrix", {})
+    return found

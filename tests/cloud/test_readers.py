@@ -15,7 +15,7 @@ from zarr.storage import ObjectStore
 import streamshard as api
 from tests.cloud.conftest import Bucket
 from tests.cloud.server import REGION
-from tests.documents import blocks, page
+from tests.documents import ROOT
 from tests.fabricated import write
 from tests.job import Job
 
@@ -55,9 +55,9 @@ def test_what_other_programs_read_is_what_is_there(
             assert read(bucket, f"7b.zarr/state/fp32/{name}") == own
 
 
-@pytest.mark.parametrize("tool", ["ObjectStore", "fsspec", "tensorstore"])
-def test_python_in_the_page_works_as_it_stands(tool: str, bucket: Bucket, tmp_path: Path) -> None:
-    (shown,) = (block for block in blocks(page("object-stores"), "python") if tool in block)
+@pytest.mark.parametrize("tool", ["obstore", "fsspec", "tensorstore"])
+def test_python_in_the_recipe_works_as_it_stands(tool: str, bucket: Bucket, tmp_path: Path) -> None:
+    shown = (ROOT / "docs" / "recipes" / f"read_bucket_{tool}.py").read_text()
     run = write(Job(stage=2, groups=((("layers.0.weight", (3000, 2)),),), tied={}), tmp_path / "7b")
     api.convert(run, f"{bucket.url}/archive/7b.zarr")
     before = len(bucket.proxy.requests)

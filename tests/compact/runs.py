@@ -57,14 +57,16 @@ def make_run(run_dir: Path, job: Job | None = None, steps: Sequence[int] = STEPS
 
 RECORD = ".streamshard.last_run.json"
 """Each run writes it, with its times."""
+HEALTH = ".streamshard.health.json"
+"""What runs have found out about the tags that they have read."""
 
 
 def bits(root: Path) -> dict[str, bytes]:
-    """Every file below a directory with its bytes, except the record of the last run."""
+    """Every file below a directory with its bytes, except the records of runs."""
     return {
         path.relative_to(root).as_posix(): path.read_bytes()
         for path in sorted(root.rglob("*"))
-        if path.is_file() and path.name != RECORD
+        if path.is_file() and path.name not in (RECORD, HEALTH)
     }
 
 

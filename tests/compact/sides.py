@@ -14,7 +14,7 @@ import streamshard as api
 from streamshard.io.objects.clients import client_of
 from tests.cloud.proxy import FaultProxy, Plan
 from tests.cloud.server import S3Server
-from tests.compact.runs import FIRST, RECORD, bits, later, make_run
+from tests.compact.runs import FIRST, HEALTH, RECORD, bits, later, make_run
 from tests.job import LEAN
 
 MARK = f".streamshard.trash/{FIRST}"
@@ -48,7 +48,7 @@ class Side:
             self.write(path, data)
 
     def content(self) -> dict[str, bytes]:
-        """Every file or object with its bytes, except the record of the last run."""
+        """Every file or object with its bytes, except the records of runs."""
         if self.is_local:
             return bits(Path(self.where))
         root = self._key()
@@ -56,7 +56,7 @@ class Side:
         found = pages.paginate(Bucket=root["Bucket"], Prefix=root["Key"])
         keys = [one["Key"] for page in found for one in page.get("Contents", ())]
         paths = [key.removeprefix(root["Key"]) for key in keys]
-        return {path: self.read(path) for path in paths if path != RECORD}
+        return {path: self.read(path) for path in paths if path not in (RECORD, HEALTH)}
 
     def read(self, path: str) -> bytes:
         """Bytes of a file or an object."""

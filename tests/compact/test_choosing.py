@@ -1,6 +1,7 @@
 """Which tags may go: a table, and what must hold of any run directory whatever."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,8 @@ from streamshard.operations.compact.tag_choice import (
     RunDirectory,
     Tag,
     choose,
+    protection,
+    protection_in_trash,
     refusal,
 )
 
@@ -189,3 +192,85 @@ def test_of_any_run_enough_is_left(
         assert step is not None
         assert step < newest[0]
         assert tag.changed_ns == OLD
+
+
+def ill(run: RunDirectory, *names: str) -> RunDirectory:
+    """Return a run in which some tags hold NaN."""
+    return replace(run, unhealthy=lambda tag: "3 NaN" if tag.name in names else "")
+
+
+ILL = {
+    "the newest is": (ill(RUN, "s1000"), RULES, ["s9", "s10"]),
+    "one among the newest is": (ill(RUN, "s100"), RULES, ["s9", "s10"]),
+    "two are": (ill(RUN, "s1000", "s100"), RULES, ["s9"]),
+    "an older one is, and goes as before": (ill(RUN, "s10"), RULES, ["s9", "s10", "s11"]),
+    "fewer are left than are to be kept": (ill(RUN, "s1000", "s100", "s11", "s9"), RULES, []),
+    "none is left": (ill(RUN, "s9", "s10", "s11", "s100", "s1000"), RULES, []),
+    "of a choice": (
+        ill(replace(RUN, tags=(*STEPS, *tags("t10", "t12"))), "s100", "t12"), TAGGED, ["s9", "s10"]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ILL)
+def test_those_that_hold_nan_do_not_count(case: str) -> None:
+    run, rules, wanted = ILL[case]
+    assert candidates(run, rules) == wanted
+
+
+def test_as_few_are_read_as_are_needed() -> None:
+    asked: list[str] = []
+
+    def look(tag: Tag) -> str:
+        asked.append(tag.name)
+        return "3 NaN" if tag.name == "s100" else ""
+
+    choose(replace(RUN, unhealthy=look), RULES, NOW)
+    assert asked == ["s1000", "s100", "s11"]
+
+
+def test_those_after_the_newest_healthy_one_are_told() -> None:
+    run = changed(ill(RUN, "s10", "s100", "s1000"), "s1000", changed_ns=NOW)
+    found = {choice.tag.name: choice for choice in choose(run, RULES, NOW)}
+    assert {name for name, choice in found.items() if choice.unhealthy} == {"s100", "s1000"}
+    told = {name for name, choice in found.items() if "not healthy" in choice.reason}
+    assert told == {"s10", "s100", "s1000"}
+
+
+def test_the_states_of_the_newest_healthy_archive_are_not_dropped() -> None:
+    """It may be the only one that a job can go on from, whatever is left in the run."""
+    of = partial(protection, rules=RULES)
+    assert of("s8", run=RUN) is None
+    assert of("s10", run=replace(RUN, tags=STEPS[2:])) is None
+    late = RunDirectory(tags("s100", "s1000"), "s1000")
+    assert of("s50", run=late) is None
+    assert of("s50", run=ill(late, "s1000")) is None
+    assert of("s50", run=ill(late, "s1000", "s100")) == "no newer tag is known to be healthy"
+
+
+def test_the_trash_keeps_the_newest_healthy_one() -> None:
+    """A tag that was moved there when others counted comes back when these do not."""
+    run = RunDirectory(tags("s100", "s1000"), "s1000", trashed=tags("s9", "s10", "s11"))
+
+    def left(run: RunDirectory) -> list[str]:
+        kept = {t.name: protection_in_trash(t, run, RULES) for t in run.trashed}
+        return [name for name, reason in kept.items() if reason]
+
+    assert left(run) == []
+    assert left(ill(run, "s1000")) == ["s11"]
+    assert left(ill(run, "s1000", "s100", "s11")) == ["s9", "s10", "s11"]
+
+
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=12, unique=True),
+    st.sets(st.integers(1, 60)),
+    st.integers(2, 4),
+)
+def test_the_newest_healthy_one_never_goes(steps: list[int], bad: set[int], keep: int) -> None:
+    names = [f"s{step}" for step in steps]
+    run = ill(RunDirectory(tags(*names), f"s{max(steps)}"), *(f"s{step}" for step in bad))
+    rules = replace(RULES, keep_last=keep)
+    gone = {step_of(c.tag.name) for c in choose(run, rules, NOW) if c.verdict == CANDIDATE}
+    healthy = sorted({*steps} - bad)
+    assert not gone & {*healthy[-keep:]}
+    assert len(healthy) >= keep or not gone

@@ -414,7 +414,9 @@ def test_groups_that_an_engine_divides_for_their_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: int, degree: int
 ) -> None:
     """Each rate of the scheduler goes to the parts of its param group."""
-    monkeypatch.setattr("streamshard.formats.deepspeed.model_parallel.expert_order.GROUP_NUMEL", 40)
+    monkeypatch.setattr(
+        "streamshard.formats.deepspeed.model_parallel.expert_groups.GROUP_NUMEL", 40
+    )
     job, ranks = replace(DIVIDED, parts=parts), 4 * parts
     run = write(spread(job, degree, 4), tmp_path / "run")
     for target in {1, 2, 4} - {degree}:
@@ -451,7 +453,9 @@ def test_groups_that_are_divided_otherwise_are_refused(tmp_path: Path) -> None:
 def test_a_scheduler_whose_rates_are_not_told_apart_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamshard.formats.deepspeed.model_parallel.expert_order.GROUP_NUMEL", 40)
+    monkeypatch.setattr(
+        "streamshard.formats.deepspeed.model_parallel.expert_groups.GROUP_NUMEL", 40
+    )
     run = write(spread(replace(DIVIDED, rates="rates"), 1, 2), tmp_path / "run")
     with pytest.raises(UnsupportedError, match="3 param groups then, instead of 4, and 'rates'"):
         streamshard.repartition(run, tmp_path / "out", world_size=2, expert_parallel=2)
@@ -460,7 +464,9 @@ def test_a_scheduler_whose_rates_are_not_told_apart_is_refused(
 def test_a_scheduler_whose_state_is_a_number_keeps_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamshard.formats.deepspeed.model_parallel.expert_order.GROUP_NUMEL", 40)
+    monkeypatch.setattr(
+        "streamshard.formats.deepspeed.model_parallel.expert_groups.GROUP_NUMEL", 40
+    )
     run = write(spread(DIVIDED, 1, 2), tmp_path / "run")
     edit(run / TAG / MODEL, lambda content: content.update(lr_scheduler=7))
     out = tmp_path / "out"

@@ -18,7 +18,7 @@ from streamshard.engine.numeric.cast import cast_between
 from streamshard.engine.run import phases
 from streamshard.engine.run.runner import Engine
 from streamshard.engine.run.source_reader import SourceReader
-from streamshard.engine.run.span_writer import Resources
+from streamshard.engine.run.span_writer import Resources, TargetFiles
 from streamshard.engine.run.work import Ending, Fixed, Region, Span, TargetFile
 from streamshard.errors import CorruptFileError, NoSpaceError, TargetError
 from streamshard.io import durability
@@ -55,16 +55,16 @@ class Run:
         self.told = Told()
         self.resources = Resources(workers, window, 8)
 
-    def __call__(self, *files: TargetFile) -> None:
+    def __call__(self, *files: TargetFiles) -> None:
         self.over(files)
 
-    def over(self, files: Iterable[TargetFile]) -> int:
+    def over(self, files: Iterable[TargetFiles]) -> int:
         """Run, or go on; returns the bytes that were there already."""
         with opened(self.root) as partial:
             Engine(self.sources, self.resources, self.told, partial).run(files)
             return partial.kept_bytes
 
-    def fails(self, kind: type[Exception], match: str, *files: TargetFile) -> None:
+    def fails(self, kind: type[Exception], match: str, *files: TargetFiles) -> None:
         """Run, expecting an error and nothing left open by it."""
         before = open_files(), running_workers()
         with pytest.raises(kind, match=match) as caught:

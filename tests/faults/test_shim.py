@@ -25,6 +25,7 @@ NAMES = {
     "preadv2": {"preadv64v2"},
     "write": {"write"},
     "pwrite64": {"pwrite64"},
+    "pwritev2": {"pwritev64v2"},
     "newfstatat": {"stat", "lstat", "fstatat"},
     "statfs": {"statvfs"},
     "fstatfs": {"fstatfs"},

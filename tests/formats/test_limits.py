@@ -18,8 +18,8 @@ from streamshard.formats.deepspeed.model_parallel import name_patterns
 from streamshard.formats.deepspeed.model_parallel.affine_maps import AffineMaps
 from streamshard.formats.deepspeed.model_parallel.categories import Categories
 from streamshard.formats.deepspeed.model_parallel.cut_rules import CutRules
-from streamshard.formats.pickle.hash_guard import HashGuard, HashProbes
 from streamshard.formats.pickle.inert import Global, show
+from streamshard.formats.pickle.machine import HashGuard, HashProbes
 from streamshard.formats.pickle.node_checks import name_of, require_unrolled
 from streamshard.formats.shapes import LIMIT_NUMEL
 from streamshard.formats.torch.torch_tensor import storage_from_id

@@ -4,32 +4,40 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamshard.layout.bands import Cut, flat_cut, shard_cut, tape_cut
-from streamshard.layout.cutting import partition_segments, shard_segments
+from streamshard.layout.bands import Bands, Rows
+from streamshard.layout.cutting import Segments, partition_segments, shard_segments
 from streamshard.layout.zero import flat_group
 
-numels_of_groups = st.lists(st.integers(1, 60), min_size=1, max_size=8)
+numels_of_groups = st.lists(st.integers(0, 60), min_size=1, max_size=8)
 world_sizes = st.integers(1, 12)
+Part = tuple[int, int, int, int]
+"""Row, parameter, first element and element after the last."""
 
 
-def single(count: int) -> list[range]:
-    return [range(i, i + 1) for i in range(count)]
+def parts(bands: Bands) -> list[Part]:
+    """List what each row holds."""
+    columns = bands.row, bands.stop, bands.param, bands.start, bands.numel
+    return [
+        (row + k, param, start + k * numel, start + (k + 1) * numel)
+        for row, stop, param, start, numel in zip(*(c.tolist() for c in columns), strict=True)
+        for k in range(stop - row)
+    ]
 
 
-def require_tiled(cut: Cut) -> None:
-    """Require the bands of every row to be the whole row, each beginning where one ends."""
-    for number, row in enumerate(cut.rows):
-        at = 0
-        for band in (band for band in cut.bands if band.row == number):
-            assert band.at == at
-            assert band.numel > 0
-            at += band.numel
-        assert at == row.numel
+def require_apart(rows: Rows) -> None:
+    """Require the same parts row by row, from left to right, none of which covers another."""
+    bands = rows.bands().apart()
+    assert (bands.stop == bands.row + 1).all()
+    assert sorted(parts(bands)) == sorted(parts(rows.bands()))
+    place = bands.row * rows.length + bands.at
+    assert (place[1:] >= (place + bands.numel)[:-1]).all()
+    assert (bands.at + bands.numel <= rows.length).all()
+    assert (bands.numel > 0).all()
 
 
-def held(cut: Cut) -> list[tuple[int, int, int, int]]:
-    """List (row, parameter, first element, numel) of all that is not padding."""
-    return sorted((b.row, b.unit, b.start, b.numel) for b in cut.bands if b.unit is not None)
+def moved(row: int, segments: Segments) -> list[Part]:
+    columns = (c.tolist() for c in (segments.tensor, segments.start, segments.stop))
+    return [(row, tensor, a, b) for tensor, a, b in zip(*columns, strict=True) if b > a]
 
 
 @given(numels_of_groups, world_sizes, st.booleans(), st.sampled_from([1, 8]))
@@ -37,75 +45,40 @@ def test_rows_of_flat_groups_hold_what_the_ranks_are_given(
     numels: list[int], world_size: int, round_robin: bool, alignment: int
 ) -> None:
     group = flat_group(numels, world_size=world_size, round_robin=round_robin, alignment=alignment)
-    cut = flat_cut(group, single(len(numels)), world_size)
-    require_tiled(cut)
-    position = {index: stored for stored, index in enumerate(group.order)}
-    wanted = []
-    for rank in range(world_size):
-        moved = partition_segments(group, rank, np.arange(len(numels)), itemsize=1)
-        columns = zip(moved.tensor, moved.start, moved.stop, strict=True)
-        wanted += [(rank, position[int(t)], int(a), int(b - a)) for t, a, b in columns]
-    assert held(cut) == sorted(wanted)
+    piece = np.full(len(numels), max(1, group.partition_numel))
+    zeros = np.zeros_like(piece)
+    rows = Rows(world_size, group.partition_numel, group.numels, group.starts, piece, zeros)
+    require_apart(rows)
+    every = np.arange(len(numels))
+    wanted = [
+        part
+        for rank in range(world_size)
+        for part in moved(rank, partition_segments(group, rank, every, itemsize=1))
+    ]
+    assert sorted(parts(rows.bands())) == sorted(wanted)
 
 
 @given(numels_of_groups, world_sizes)
 def test_rows_of_shards_hold_what_the_ranks_are_given(numels: list[int], world_size: int) -> None:
-    cut = shard_cut(numels, single(len(numels)), world_size=world_size, most_rows=world_size)
-    require_tiled(cut)
-    wanted = []
-    for rank in range(world_size):
-        every = np.arange(len(numels))
-        moved = shard_segments(np.asarray(numels), world_size, rank, every, itemsize=1)
-        columns = zip(moved.tensor, moved.start, moved.stop, strict=True)
-        wanted += [(rank, int(t), int(a), int(b - a)) for t, a, b in columns if b > a]
-    assert held(cut) == sorted(wanted)
-
-
-@given(numels_of_groups, world_sizes, st.integers(1, 4), st.integers(1, 3))
-def test_nothing_is_lost_where_ranks_and_parameters_are_put_together(
-    numels: list[int], world_size: int, most_rows: int, together: int
-) -> None:
-    units = [range(at, min(at + together, len(numels))) for at in range(0, len(numels), together)]
-    group = flat_group(numels, world_size=world_size, round_robin=False, alignment=1)
-    chunks = np.arange(7, sum(numels), 7)
-    cuts = [
-        flat_cut(group, units, most_rows),
-        shard_cut(numels, units, world_size=world_size, most_rows=most_rows),
-        tape_cut(numels, chunks, units, most_rows),
+    held = np.array(numels)
+    shares = -(-held // world_size)
+    at, piece = np.cumsum(shares) - shares, np.maximum(shares, 1)
+    rows = Rows(world_size, int(shares.sum()), held, np.zeros_like(held), piece, at)
+    require_apart(rows)
+    every = np.arange(len(numels))
+    wanted = [
+        part
+        for rank in range(world_size)
+        for part in moved(rank, shard_segments(held, world_size, rank, every, itemsize=1))
     ]
-    for cut in cuts:
-        require_tiled(cut)
-        assert len(cut.rows) <= most_rows
-        for unit, members in enumerate(units):
-            bands = [band.numel for band in cut.bands if band.unit == unit]
-            assert sum(bands) == sum(numels[members.start : members.stop])
-    assert [row.first for row in cuts[1].rows[1:]] == [row.stop for row in cuts[1].rows[:-1]]
-    length = cuts[2].rows[0].numel
-    assert [row * length + at for row, at in cuts[2].borders] == [
-        end for end in chunks.tolist() if end % length
-    ]
+    assert sorted(parts(rows.bands())) == sorted(wanted)
 
 
-def test_ranks_that_hold_alike_are_one_row() -> None:
-    cut = shard_cut([1000, 10], single(2), world_size=100, most_rows=5)
-    assert [(row.first, row.stop) for row in cut.rows] == [(0, 10), (10, 100)]
-    first, second, padding = (b for b in cut.bands if b.row == 0 or b.unit is None)
-    assert (first.numel / 10, second.numel / 10, padding.numel / 90) == (10, 1, 1)
-    assert cut.is_exact
-
-
-def test_ranks_that_hold_other_amounts_are_their_mean_where_there_are_too_many_kinds() -> None:
-    cut = shard_cut([*range(1, 41)], single(40), world_size=40, most_rows=4)
-    assert [(row.first, row.stop) for row in cut.rows] == [(0, 10), (10, 20), (20, 30), (30, 40)]
-    assert not cut.is_exact
-    # Of the parameter with 15 elements the first 15 of 40 ranks have one each.
-    assert [(b.row, b.numel) for b in cut.bands if b.unit == 14] == [(0, 10), (1, 5)]
-
-
-def test_a_flat_row_of_several_ranks_says_where_each_ends() -> None:
-    group = flat_group([50, 30], world_size=10, round_robin=False, alignment=1)
-    cut = flat_cut(group, single(2), 4)
-    assert [(row.first, row.stop, row.numel) for row in cut.rows] == [
-        (0, 3, 24), (3, 6, 24), (6, 9, 24), (9, 10, 8)
+def test_ranks_that_hold_alike_are_one_band() -> None:
+    numels = np.array([1000, 15])
+    rows = Rows(100, 11, numels, np.array([0, 0]), np.array([10, 4]), np.array([0, 10]))
+    bands = rows.bands()
+    columns = bands.param, bands.row, bands.stop, bands.at, bands.numel, bands.start
+    assert list(zip(*(c.tolist() for c in columns), strict=True)) == [
+        (0, 0, 100, 0, 10, 0), (1, 0, 3, 10, 4, 0), (1, 3, 4, 10, 3, 12)
     ]  # fmt: skip
-    assert cut.borders == ((0, 8), (0, 16), (1, 8), (1, 16), (2, 8), (2, 16))

@@ -35,7 +35,7 @@ def test_an_engine_with_fewer_and_with_more_param_groups(
     ]
     require_success(run_jobs(2, before, tmp_path / "ranks"))
     monkeypatch.setattr(
-        "streamshard.formats.deepspeed.model_parallel.expert_order.GROUP_NUMEL", MOST
+        "streamshard.formats.deepspeed.model_parallel.expert_groups.GROUP_NUMEL", MOST
     )
     to_narrow, to_wide = tmp_path / "to-narrow", tmp_path / "to-wide"
     streamshard.repartition(wide, to_narrow, world_size=2, expert_parallel=2)

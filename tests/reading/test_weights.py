@@ -1,6 +1,7 @@
 """A model's weights in safetensors files: looked at, compared with checkpoints, exported."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+from transformers.distributed.checkpoint import consolidate_distributed_checkpoint
 
 import streamshard
 from streamshard.cli.main import main
@@ -170,3 +174,47 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(SourceError, match=r"model\.safetensors: "):
         streamshard.open(place)
+
+
+def save_parts(place: Path) -> Path:
+    """Save as each rank of transformers' distributed checkpoints does."""
+    writer = HuggingFaceStorageWriter(str(place), save_distributed=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is .*uninitialized")
+        save_distributed(halves()[0], storage_writer=writer, no_dist=True)
+    return place
+
+
+def test_whole_files_are_read_next_to_those_of_ranks(tmp_path: Path) -> None:
+    """As transformers' `consolidate_distributed_checkpoint` makes them; and it is said."""
+    place = save_parts(tmp_path / "model")
+    with pytest.raises(UnsupportedError, match="consolidate_distributed_checkpoint"):
+        streamshard.export(place, tmp_path / "out", dtype="bf16")
+    consolidate_distributed_checkpoint(place)
+    for notes in (streamshard.verify(place).notes, streamshard.inspect(place).notes):
+        assert any("Not read: shard-00001-model-00001-of-00001" in note for note in notes)
+    streamshard.export(place, tmp_path / "out", dtype="bf16")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: held.tolist() for name, held in found.items()} == {
+        name: held.bfloat16().tolist() for name, held in halves()[0].items()
+    }
+
+
+def test_a_part_of_a_tensor_is_not_taken_for_the_whole(tmp_path: Path) -> None:
+    place = save_parts(tmp_path / "model")
+    (shard,) = place.iterdir()
+    names = [*load_file(shard)]
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, shard.name)}
+    (place / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UnsupportedError, match=r"index.json lists one of the files of ranks"):
+        streamshard.inspect(place)
+    told = {name: {"saved_offsets": [0, 0]} for name in names} | {names[1]: {"saved_offsets": [3]}}
+    for path in place.iterdir():
+        path.unlink()
+    held = {name: torch.ones(3) for name in names}
+    save_file(held, place / "model.safetensors", {"DCP_SHARDING_INFO": json.dumps(told)})
+    with pytest.raises(UnsupportedError, match=rf"model.safetensors: holds a part of '{names[1]}'"):
+        streamshard.inspect(place)
+    save_file(held, place / "model.safetensors", {"DCP_SHARDING_INFO": "[1]"})
+    with pytest.raises(SourceError, match="its header is not a safetensors header"):
+        streamshard.inspect(place)

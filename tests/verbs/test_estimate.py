@@ -2,6 +2,7 @@
 
 from dataclasses import fields, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -66,7 +67,9 @@ def test_bytes_are_those_that_the_engine_reads_and_writes(case: str, tmp_path: P
     plan = planned(case, tmp_path)
     told = plan.estimate(measures_disk=False)
     source, writer = plan.source, plan.output.writer
-    files = map(Divider(source).target, writer.passes()[0]())
+    divider = Divider(source)
+    some = (layout.divided(divider) for layout in writer.passes()[0]())
+    files = chain.from_iterable(one.singly() for one in some)
     read, zeros = np.zeros(len(source.files), dtype=np.int64), 0
     for file in files:
         for region in (part for span in file.spans for part in span.parts):

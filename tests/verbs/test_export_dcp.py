@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 import streamshard
 from streamshard.errors import IntegrityError, UnsupportedError, UsageError
-from streamshard.formats.dcp import dcp_items
+from streamshard.formats.dcp import dcp_writer
 from streamshard.operations.export import export_read_back
 from tests.cli.conftest import tree
 from tests.exported import JOBS, in_fp32, items, metadata_of, read, same, states
@@ -83,7 +83,7 @@ def test_torchtitan_and_accelerate_find_their_keys_in_their_directories(
 def test_items_are_whole_rows_of_bounded_size(
     item_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dcp_items, "_ITEM_BYTES", item_bytes)
+    monkeypatch.setattr(dcp_writer, "_ITEM_BYTES", item_bytes)
     job = JOBS["stage 3"]
     out = tmp_path / "out"
     streamshard.export(

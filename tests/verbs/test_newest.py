@@ -234,6 +234,19 @@ def test_two_saves_in_one_tag_are_a_warning(run: Path) -> None:
     assert "of two saves" in program("newest", run).err
 
 
+@pytest.mark.parametrize(("skipped", "is_told"), [(2, True), (1, False)])
+def test_steps_that_were_all_skipped_are_a_warning(run: Path, skipped: int, is_told: bool) -> None:
+    """DeepSpeed skips steps whose gradients overflow, so the weights stay finite."""
+    for path in (run / "global_step1000").glob("*model_states.pt"):
+        edit(path, lambda content: content.update(global_steps=9, skipped_steps=skipped))
+    for quick in (True, False):
+        warnings = streamshard.newest(run, quick=quick).checkpoints[0].warnings
+        told = [line for line in warnings if "were skipped" in line]
+        assert told == (
+            ["All 2 steps since global_step100 were skipped, as gradients overflowed."] * is_told
+        )
+
+
 def test_a_loss_scale_at_its_minimum_is_a_warning(run: Path) -> None:
     def change(content: dict[str, Any]) -> None:
         scaler = content["optimizer_state_dict"]["loss_scaler"]

@@ -14,7 +14,7 @@ from streamshard.operations.compact.compact_report import (
     RunRecord,
 )
 from streamshard.operations.compact.compact_status import GONE, STATES, CompactStatus
-from streamshard.sizes import counted, show_bytes
+from streamshard.sizes import counted, show_bytes, some_of
 
 _PREFIX: Final = "streamshard_compact"
 _GAUGES: Final = {
@@ -23,6 +23,8 @@ _GAUGES: Final = {
     "trash_bytes": "Size of the trash.",
     "saved_bytes": "Size of originals that are gone, less that of their archives.",
     "trash_until_timestamp_seconds": "When the first tag may leave the trash.",
+    "unhealthy_tags": "Tags after the newest healthy one: they hold NaN, or are damaged.",
+    "unhealthy_since_timestamp_seconds": "When the first of them was saved.",
     "last_began_timestamp_seconds": "When the last run began.",
     "last_ended_timestamp_seconds": "When it ended.",
     "last_exit_code": "Its exit code.",
@@ -87,6 +89,7 @@ def status_text(found: CompactStatus, *, verbose: bool) -> str:
         ("trash", f"{show_bytes(found.trash_bytes)}, free when it is emptied"),
         ("saved", _signed(found.saved_bytes)),
         ("last run", _run_text(found.last_run)),
+        ("healthy", _health_text(found)),
     ]
     blocks = [facts_text(facts)]
     shown = [tag for tag in found.tags if verbose or tag.state not in GONE]
@@ -122,6 +125,16 @@ def _run_text(run: RunRecord | None) -> str:
     return f"{began}, ended {_minute(run.ended)} with exit code {run.exit_code}: {outcome}"
 
 
+def _health_text(found: CompactStatus) -> str:
+    newest = found.newest_healthy or "none that is known"
+    if not found.unhealthy:
+        return f"newest {newest}" if found.newest_healthy else "no tag read yet"
+    since, count = _minute(found.unhealthy_since), counted(len(found.unhealthy), "tag")
+    return (
+        f"newest {newest}; {count} after it not healthy, since {since}: {some_of(found.unhealthy)}"
+    )
+
+
 def _signed(nbytes: int) -> str:
     return show_bytes(nbytes) if nbytes >= 0 else f"-{show_bytes(-nbytes)}"
 
@@ -141,7 +154,7 @@ def prometheus_text(found: Sequence[CompactStatus]) -> str:
 
 
 def _samples(status: CompactStatus) -> Iterator[tuple[str, Mapping[str, str], float]]:
-    """Yield the name, the labels besides those of the run, and the value of each sample."""
+    """Yield the name, the labels in addition to those of the run, and the value of each sample."""
     counts = Counter(tag.state for tag in status.tags)
     for state in STATES:
         yield "tags", {"state": _label(state)}, counts[state]
@@ -151,6 +164,9 @@ def _samples(status: CompactStatus) -> Iterator[tuple[str, Mapping[str, str], fl
     ends = [_seconds(tag.trash_until) for tag in status.tags if tag.trash_until]
     if ends:
         yield "trash_until_timestamp_seconds", {}, min(ends)
+    yield "unhealthy_tags", {}, len(status.unhealthy)
+    if status.unhealthy:
+        yield "unhealthy_since_timestamp_seconds", {}, _seconds(status.unhealthy_since)
     run = status.last_run
     if run is None:
         return

@@ -6,8 +6,8 @@ from typing import Final
 
 from streamshard.cli.text.report_text import memory_text, read_text
 from streamshard.cli.text.tables import facts_text, more_text, paragraph, table
+from streamshard.operations.checks.structure import title_of
 from streamshard.operations.diff.diff_report import DiffReport, Distance, TensorDiff
-from streamshard.operations.inspect.inspect_report import KINDS
 from streamshard.sizes import counted
 
 _MOST_SHOWN: Final = 20
@@ -66,7 +66,7 @@ def difference_text(found: DiffReport) -> str:
 def _summary(found: DiffReport, *, verbose: bool) -> str:
     changed = len(found.changed)
     left, right = (
-        f"{path} ({KINDS[kind]}), {tag}"
+        f"{path} ({title_of(kind)}), {tag}"
         for path, kind, tag in zip((found.left, found.right), found.kinds, found.tags, strict=True)
     )
     facts = [

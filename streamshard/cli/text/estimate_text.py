@@ -84,8 +84,9 @@ def _time(estimate: Estimate) -> str:
         return "not estimated"
     if time.seconds is None:
         return f"not estimated: {time.problem}"
+    short = "less than a second" if time.seconds < 1 else f"about {show_time(time.seconds)}"
     said = (
-        f"about {show_time(time.seconds)}, which is an estimate: the source was read at "
+        f"{short}, which is an estimate: the source was read at "
         f"{show_bytes(time.read_bytes_per_second)}/s, as it lies on disk or in the page cache "
         f"({show_bytes(time.read_sample_bytes)} of it)"
     )

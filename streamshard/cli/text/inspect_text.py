@@ -1,17 +1,18 @@
 """Formats the result of `inspect` for people: a summary, and tables."""
 
 from collections.abc import Iterable, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Final
 
 from streamshard.cli.text.escaping import printable
 from streamshard.cli.text.tables import bold, facts_text, more_text, paragraph, table
+from streamshard.operations.checks.structure import title_of
 from streamshard.operations.inspect.inspect_report import (
     FOREIGN,
-    KINDS,
     CheckpointList,
     CheckpointSummary,
     FileGroup,
+    FileSummary,
     GroupSummary,
     IncompleteCheckpoint,
     Inspection,
@@ -29,8 +30,6 @@ _ROWS_SHOWN: Final = 40
 """Maximum rows in the table of one parameter or one partition without `-v`."""
 _MAIN_HYPER_PARAMETERS: Final = ("lr", "betas", "momentum", "eps", "weight_decay")
 
-_PIECES: Final = {"store": "chunks", "dcp": "pieces"}
-"""Kind of a source that is not cut among ranks → what its pieces are called."""
 
 Cell = object
 Columns = Sequence[str]
@@ -50,9 +49,11 @@ def inspection_text(
     if isinstance(found, CheckpointList):
         page.add(f"directory  {printable(found.path)}, {_checkpoints(found.checkpoints)}")
         page.checkpoints(found, ())
+        page.pictures(found.pictures)
         return page.text()
     if isinstance(found, IncompleteCheckpoint):
         page.incomplete(found)
+        page.pictures(found.pictures)
         if len(found.checkpoints) > 1:
             page.checkpoints(
                 found, [one.problem or "" for one in found.checkpoints if one.is_latest]
@@ -66,7 +67,7 @@ def inspection_text(
         page.rank(found.rank)
     if not is_brief:
         page.overview(found)
-    page.add("\n".join(f"drew  {p.path}, {show_bytes(p.nbytes)}" for p in found.pictures))
+    page.pictures(found.pictures)
     if len(found.checkpoints) > 1:
         page.checkpoints(found, found.problems)
     page.texts([*(f"PROBLEM  {problem}" for problem in found.problems), *found.notes])
@@ -92,6 +93,10 @@ class _Page:
         """Add running text."""
         for text in texts:
             self.add(printable(text) if self._width is None else paragraph(printable(text)))
+
+    def pictures(self, pictures: Sequence[FileSummary]) -> None:
+        """Tell what was drawn."""
+        self.add("\n".join(f"drew  {p.path}, {show_bytes(p.nbytes)}" for p in pictures))
 
     def checkpoints(
         self, found: Inspection | CheckpointList | IncompleteCheckpoint, known: Sequence[str]
@@ -145,15 +150,17 @@ class _Page:
 
     def _parameters(self, found: Inspection) -> None:
         most = None if self._verbose else _PARAMETERS_SHOWN
-        shown, pieces = found.parameters[:most], _PIECES.get(found.kind)
-        head = ("parameter", "shape", "elements", "group", pieces or "ranks")
+        shown = found.parameters[:most]
+        is_of_ranks = any(p.first_rank is not None for p in shown)
+        pieces = "chunks" if found.kind == "store" else "pieces"
+        head = ("parameter", "shape", "elements", "group", "ranks" if is_of_ranks else pieces)
         rows = [
             (
                 p.name,
                 list(p.shape),
                 f"{p.numel:,}",
                 p.group,
-                p.pieces if pieces else p.ranks_text,
+                p.ranks_text if is_of_ranks else p.pieces,
             )
             for p in shown
         ]
@@ -188,9 +195,7 @@ def _cell_text(value: Cell) -> str:
 
 
 def _checkpoint_row(one: CheckpointSummary) -> tuple[Cell, ...]:
-    saved = "-"
-    if one.changed is not None:  # the format of `ls -l`, in local time
-        saved = f"{datetime.fromisoformat(one.changed).astimezone():%b %d %H:%M}"
+    saved = "-" if one.changed is None else _saved(datetime.fromisoformat(one.changed))
     whole = {True: "yes", False: "NO", None: "-"}[one.is_whole]
     marks = {whole: True, "newest": one.is_newest, "latest": one.is_latest}
     return (
@@ -201,6 +206,15 @@ def _checkpoint_row(one: CheckpointSummary) -> tuple[Cell, ...]:
         saved,
         ", ".join(mark for mark, is_set in marks.items() if is_set),
     )
+
+
+def _saved(changed: datetime) -> str:
+    """Say in local time when something was saved, and how long ago."""
+    seconds = max(0, int((datetime.now(UTC) - changed).total_seconds()))
+    if seconds >= 86400:
+        return f"{changed.astimezone():%b %d}, {seconds // 86400} d ago"
+    ago = f"{seconds // 3600} h" if seconds >= 3600 else f"{seconds // 60} min"
+    return f"{changed.astimezone():%H:%M}, {ago} ago"
 
 
 def _known(number: int | None) -> str:
@@ -301,7 +315,7 @@ def _incomplete_summary(found: IncompleteCheckpoint) -> str:
     )
     steps = "not recorded" if found.global_steps is None else f"{found.global_steps:,}"
     facts = [
-        ("checkpoint", f"{found.path} ({KINDS[found.kind]}), NOT WHOLE"),
+        ("checkpoint", f"{found.path} ({title_of(found.kind)}), NOT WHOLE"),
         ("tag", found.tag or "not known"),
         ("saved by", f"{stage}, world size {found.world_size or 'not recorded'}"),
         ("DeepSpeed", found.deepspeed_version or "version not recorded"),

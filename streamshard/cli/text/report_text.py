@@ -1,14 +1,17 @@
 """Formats what a run did, or would do: what was written, from what, in which memory."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from streamshard.cli.text.tables import facts_text, paragraph, table
-from streamshard.cluster.worker_rate import WorkerRate
 from streamshard.operations.checks.problems import Verification
+from streamshard.operations.checks.structure import title_of
 from streamshard.operations.diff.diff_report import DiffReport
-from streamshard.operations.inspect.inspect_report import KINDS
 from streamshard.operations.transfer.report import Report
 from streamshard.sizes import show_bytes
+
+if TYPE_CHECKING:
+    from streamshard.cluster.dask_executor import WorkerRate
 
 
 def report_text(report: Report, *, verbose: bool) -> str:
@@ -34,7 +37,7 @@ def report_text(report: Report, *, verbose: bool) -> str:
 def target_text(report: Report) -> str:
     """Name the target; a store is marked as one, as its name need not show that."""
     is_store = report.tensors is None and report.world_size is None
-    return f"{report.target} ({KINDS['store']})" if is_store else report.target
+    return f"{report.target} ({title_of('store')})" if is_store else report.target
 
 
 def resize_fact(report: Report) -> tuple[str, str]:
@@ -70,7 +73,7 @@ def read_text(found: Verification | DiffReport) -> str:
     return f"{show_bytes(found.bytes_read)} in {found.seconds:.1f} s, {rate}/s"
 
 
-def worker_text(rates: Mapping[str, WorkerRate]) -> str:
+def worker_text(rates: Mapping[str, "WorkerRate"]) -> str:
     """Format what each worker of a cluster did; the rate is that of one thread."""
     rows: list[tuple[str, ...]] = [("worker", "jobs", "bytes", "a second")]
     for address, rate in sorted(rates.items()):

@@ -8,7 +8,7 @@ from streamshard.cli.text.report_text import memory_text, read_text
 from streamshard.cli.text.tables import facts_text, more_text, paragraph, table
 from streamshard.health import TensorHealth
 from streamshard.operations.checks.problems import Difference, Problem, Verification
-from streamshard.operations.inspect.inspect_report import KINDS
+from streamshard.operations.checks.structure import title_of
 from streamshard.sizes import counted
 
 _MOST_SHOWN: Final = 20
@@ -17,7 +17,7 @@ _MOST_SHOWN: Final = 20
 
 def verification_text(found: Verification, *, verbose: bool, with_digests: bool) -> str:
     """Format what `verify` checked and found."""
-    kind = f" ({KINDS[found.kind]})" if found.kind else ""
+    kind = f" ({title_of(found.kind)})" if found.kind else ""
     facts: list[tuple[str, object]] = [("checkpoint", f"{found.path}{kind}")]
     if found.against is not None:
         facts.append(("against", found.against))

@@ -121,9 +121,9 @@ class StagedProof:
         """Read what the leader wrote, and leave an answer; returns the answer's name."""
         self.require_current()
         answer = secrets.token_hex(8)
-        place = self.directory / answer
+        path = self.directory / answer
         try:
-            _write(place, answer)
+            _write(path, answer)
         except OSError as error:
             message = f"cannot be written here ({error.strerror})"
             raise TargetError(message, path=self.directory.parent) from error
@@ -131,9 +131,9 @@ class StagedProof:
 
     def accept(self, evidence: str) -> None:
         """Read the answer that a process left."""
-        place = self.directory / evidence
+        path = self.directory / evidence
         try:
-            found = read_all(place, len(evidence))
+            found = read_all(path, len(evidence))
         except OSError:
             found = b""
         if found != evidence.encode():

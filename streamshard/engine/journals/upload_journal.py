@@ -32,7 +32,7 @@ _BATCH_BYTES: Final = 1 << 20
 _LIMIT: Final = 1 << 62
 """Larger than any object, offset or checksum."""
 _SECONDS: Final = 5.0
-"""How long uploads may last that a killed run has to repeat, besides those that it was at."""
+"""How long uploads may last that a killed run has to repeat, apart from those that it was at."""
 
 
 class UploadJournal:

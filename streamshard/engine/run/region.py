@@ -225,25 +225,25 @@ class _ShortCopies:
         self,
         file: int,
         offset: int,
-        places: Ints,
+        offsets: Ints,
         target: NDArray[np.uint8],
         scratch: memoryview,
         nbytes: int,
     ) -> None:
         """Read runs of one length that lie side by side, and put each in its place."""
-        count = len(places)
+        count = len(offsets)
         if count == 1:
-            at = int(places[0])
+            at = int(offsets[0])
             self._reader.read_into(file, offset, target[at : at + nbytes].data)
             return
         read = scratch[: count * nbytes]
         self._reader.read_into(file, offset, read)
         rows = np.frombuffer(read, np.uint8).reshape(count, nbytes)
-        steps = np.diff(places)
+        steps = np.diff(offsets)
         if (steps == steps[0]).all() and steps[0] >= nbytes:
-            first, step = int(places[0]), int(steps[0])
-            held = target[first : first + step * (count - 1) + nbytes]
-            np.lib.stride_tricks.as_strided(held, (count, nbytes), (step, 1))[:] = rows
+            first, step = int(offsets[0]), int(steps[0])
+            span = target[first : first + step * (count - 1) + nbytes]
+            np.lib.stride_tricks.as_strided(span, (count, nbytes), (step, 1))[:] = rows
             return
-        for place, row in zip(places.tolist(), rows, strict=True):
+        for place, row in zip(offsets.tolist(), rows, strict=True):
             target[place : place + nbytes] = row

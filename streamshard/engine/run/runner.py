@@ -9,8 +9,12 @@ from typing import Any, Protocol
 from streamshard.engine.jobs.executor import Job, current_executor
 from streamshard.engine.jobs.proofs import TargetProof
 from streamshard.engine.run.phases import SYNCING, WRITING, Watcher
-from streamshard.engine.run.span_writer import Resources, SpanWriter, WritingTools
-from streamshard.engine.run.work import TargetFile
+from streamshard.engine.run.span_writer import (
+    Resources,
+    SpanWriter,
+    TargetFiles,
+    WritingTools,
+)
 from streamshard.io.changes import sync_tree
 from streamshard.io.files import target_errors
 from streamshard.model import SourceFile
@@ -19,7 +23,7 @@ from streamshard.model import SourceFile
 class Jobs(Protocol):
     """The jobs that write the files of a target. All but the bytes of spans is done here."""
 
-    def all(self, files: Iterable[TargetFile]) -> Iterator[Job[SpanWriter, Any] | None]:
+    def all(self, files: Iterable[TargetFiles]) -> Iterator[Job[SpanWriter, Any] | None]:
         """Yield the jobs; None where all before it have to be done first."""
 
     def take(self, number: int, done: Any) -> None:  # noqa: ANN401
@@ -63,7 +67,7 @@ class Engine:
         self._watcher = watcher
         self._staged = staged
 
-    def run(self, files: Iterable[TargetFile]) -> None:
+    def run(self, files: Iterable[TargetFiles]) -> None:
         """Write all files of a staged target, a bounded number at a time, and sync them.
 
         After the first error or an interrupt, each worker stops within one window.
@@ -77,7 +81,7 @@ class Engine:
                 sync_tree(self._staged.path)
                 jobs.synced()
 
-    def _run(self, jobs: Jobs, files: Iterable[TargetFile], tools: WritingTools) -> None:
+    def _run(self, jobs: Jobs, files: Iterable[TargetFiles], tools: WritingTools) -> None:
         found = current_executor().run(
             jobs.all(files),
             tools,

@@ -1,9 +1,10 @@
 """A worker that writes spans: into files that its process has open, or that another one made."""
 
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol, TypeAlias
 
 from streamshard.engine.jobs.executor import Host, Toolkit
 from streamshard.engine.jobs.proofs import TargetProof
@@ -11,7 +12,7 @@ from streamshard.engine.journals.journal import Written
 from streamshard.engine.run import resident_memory
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.window import Window, unwritten_bytes
-from streamshard.engine.run.work import Span, SpanResult
+from streamshard.engine.run.work import Span, SpanResult, TargetFile
 from streamshard.io.files import target_errors
 from streamshard.io.sink import InnerPages, Sink, open_to_fill
 from streamshard.io.writable import BLOCK_BYTES, aligned
@@ -31,7 +32,7 @@ class Resources:
     drops_behind: bool = False
     """Whether to drop read and written data from the page cache, to spare other programs' data."""
     needed_bytes: int = 0
-    """Memory of each process with such workers, besides the program's own."""
+    """Memory of each process with such workers, without the program's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +143,27 @@ class SpanWriter:
         """Require that the run goes on, in the target that is seen here."""
         if self._target is not None:
             self._target.require_current()
+
+
+class SmallFiles(Protocol):
+    """New files that one job makes and fills, where workers are threads of the leading process."""
+
+    @property
+    def paths(self) -> Sequence[str]:
+        """Paths relative to the target directory."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all; an upper bound if they are encoded."""
+
+    def singly(self) -> Iterator[TargetFile]:
+        """Yield the same files as work of their own."""
+
+    def write(self, worker: SpanWriter, root: Path) -> Sequence[SpanResult]:
+        """Write all, each with one span; returns their results."""
+
+    def take(self, results: Sequence[SpanResult]) -> None:
+        """Take the results that `write` returned."""
+
+
+TargetFiles: TypeAlias = TargetFile | SmallFiles

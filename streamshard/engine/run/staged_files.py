@@ -1,12 +1,11 @@
 """A directory of unfinished target files: its journal, the space for the rest, and its jobs."""
 
-import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from streamshard.engine.jobs.executor import Job, current_executor
 from streamshard.engine.jobs.proofs import StagedProof
@@ -14,8 +13,15 @@ from streamshard.engine.journals.journal import Journal
 from streamshard.engine.run.endings import FileEndings
 from streamshard.engine.run.phases import Watcher
 from streamshard.engine.run.runner import Jobs
-from streamshard.engine.run.span_writer import FilledSpan, Resources, SpanTask, SpanWriter
-from streamshard.engine.run.work import Span, TargetFile
+from streamshard.engine.run.span_writer import (
+    FilledSpan,
+    Resources,
+    SmallFiles,
+    SpanTask,
+    SpanWriter,
+    TargetFiles,
+)
+from streamshard.engine.run.work import Span, SpanResult, TargetFile
 from streamshard.io.changes import open_sink
 from streamshard.io.entries import examine, exists
 from streamshard.io.files import target_errors
@@ -38,12 +44,6 @@ class Partial:
         self.kept_bytes = 0
         """Bytes that an earlier run wrote, and that this run found correct."""
         self._reservation = reservation
-        self._lock = threading.Lock()
-
-    def keep(self, nbytes: int) -> None:
-        """Count bytes that need not be written again."""
-        with self._lock:
-            self.kept_bytes += nbytes
 
     def make_room(self, nbytes: int) -> None:
         """Free preallocated space for bytes that are about to be written."""
@@ -90,7 +90,10 @@ class _OpenFile:
 
 
 class _SpanJobs:
-    """The jobs of local files: a span each. All but the bytes of spans is done here."""
+    """The jobs of local files: a span each. All but the bytes of spans is done here.
+
+    Workers that are threads make small new files too, many in one job.
+    """
 
     def __init__(self, staged: Partial, resources: Resources, watcher: Watcher) -> None:
         self._staged = staged
@@ -99,18 +102,31 @@ class _SpanJobs:
         self._shares_memory = current_executor().shares_memory
         self._waiting: dict[int, tuple[_OpenFile, SpanTask]] = {}
         """Number of a job → its file and its span."""
+        self._small: dict[int, SmallFiles] = {}
+        """Number of a job → its files."""
         self._opened: set[_OpenFile] = set()
         self._finished: deque[Path] = deque()
         """Finished files that are still to be dropped from the page cache."""
 
-    def all(self, files: Iterable[TargetFile]) -> Iterator[Job[SpanWriter, FilledSpan]]:
+    def all(self, files: Iterable[TargetFiles]) -> Iterator[Job[SpanWriter, Any]]:
         """Make all files, and yield the jobs that fill them."""
         number = count()
-        for opened in self._files(files):
-            for span in opened.file.spans:
-                task = self._task(opened, span)
-                self._waiting[next(number)] = opened, task
-                yield self._job(opened, task)
+        for some in files:
+            if isinstance(some, TargetFile) or self._is_begun(some):
+                for opened in self._files(some.singly()):
+                    for span in opened.file.spans:
+                        task = self._task(opened, span)
+                        self._waiting[next(number)] = opened, task
+                        yield self._job(opened, task)
+                continue
+            with target_errors(self._staged.path):
+                self._staged.make_room(some.nbytes)
+            self._small[next(number)] = some
+            yield partial(some.write, root=self._staged.path)
+
+    def _is_begun(self, files: SmallFiles) -> bool:
+        """Tell whether files are looked at one by one: workers cannot make them, or one exists."""
+        return not self._shares_memory or any(map(self._staged.journal.holds, files.paths))
 
     def _files(self, files: Iterable[TargetFile]) -> Iterator[_OpenFile]:
         for file in files:
@@ -141,14 +157,30 @@ class _SpanJobs:
         is_direct = opened.is_new and opened.nbytes >= LEAST_BYTES
         return partial(SpanWriter.fill, task=task, is_shared=is_shared, is_direct=is_direct)
 
-    def take(self, number: int, done: FilledSpan) -> None:
+    def take(self, number: int, done: Any) -> None:  # noqa: ANN401
+        """Record the result of a job."""
+        if number in self._small:
+            self._take_small(self._small.pop(number), done)
+        else:
+            self._take_span(*self._waiting.pop(number), done)
+
+    def _take_small(self, files: SmallFiles, results: Sequence[SpanResult]) -> None:
+        with target_errors(self._staged.path):
+            both = zip(files.paths, results, strict=True)
+            self._staged.journal.note_all((path, 0, result.written) for path, result in both)
+        files.take(results)
+        self._watcher.advance(files.nbytes - sum(result.written.nbytes for result in results))
+        if self._resources.drops_behind:
+            self._finished.extend(self._staged.path / path for path in files.paths)
+            self._drop(keep=_KEPT_FILES)
+
+    def _take_span(self, opened: _OpenFile, task: SpanTask, done: FilledSpan) -> None:
         """Record a span; after the last one of a file, complete the file."""
-        opened, task = self._waiting.pop(number)
         span, written = task.span, done.result.written
         with target_errors(opened.path):
             is_last = opened.span_done(done)
             if done.is_kept:
-                self._staged.keep(written.nbytes)
+                self._staged.kept_bytes += written.nbytes
                 self._watcher.keep(span.nbytes)
                 self._watcher.advance(span.nbytes)
             else:

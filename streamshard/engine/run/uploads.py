@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Self
 
@@ -14,7 +14,7 @@ from streamshard.engine.jobs.proofs import TargetProof
 from streamshard.engine.journals.upload_journal import UploadJournal
 from streamshard.engine.run.endings import FileEndings
 from streamshard.engine.run.phases import Watcher
-from streamshard.engine.run.span_writer import Resources, SpanWriter
+from streamshard.engine.run.span_writer import Resources, SpanWriter, TargetFiles
 from streamshard.engine.run.work import SpanResult, TargetFile, are_of, ignore
 from streamshard.errors import TargetError
 from streamshard.io.changes import open_sink
@@ -102,10 +102,10 @@ class _UploadJobs:
         self._watcher = watcher
         self._waiting: dict[int, TargetFile] = {}
 
-    def all(self, files: Iterable[TargetFile]) -> Iterator[Job[SpanWriter, Uploaded] | None]:
+    def all(self, files: Iterable[TargetFiles]) -> Iterator[Job[SpanWriter, Uploaded] | None]:
         """Yield the jobs that upload files, unless an earlier run did."""
         number = count()
-        for file in files:
+        for file in chain.from_iterable(some.singly() for some in files):
             kept = self._uploads.journal.results_of(file.path)
             if kept is not None and are_of(kept, file):
                 self._keep(file, kept)

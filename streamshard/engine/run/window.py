@@ -59,7 +59,7 @@ class Window:
         self._drops_behind = drops_behind
         self._stop = stop or threading.Event()
         self._unwritten_bytes = unwritten_bytes
-        self._buffer = buffer
+        self.buffer = buffer
         self._scratch = scratch
         self._reader = reader
         self._ahead = ReadAhead((), reader)
@@ -126,7 +126,7 @@ class Window:
         return SpanResult(span.offset, written, tuple(regions))
 
     def _recall_region(self, region: Region, end: int, written: Written) -> RegionResult | None:
-        offset, sums, cast = self._offset, _checksums(region), region.cast
+        offset, sums, cast = self._offset, checksums_of(region), region.cast
         if region.codec is None:
             for view in self._read_back(region.content_bytes, end):
                 if region.counts_overflow and cast and count_infinite(view, cast.target):
@@ -156,8 +156,8 @@ class Window:
         while self._offset < end:
             self._require_going_on()
             # Whole elements of any dtype.
-            room = max(len(self._buffer) // _LONGEST * _LONGEST, 1)
-            view = self._buffer[: min(room, end - self._offset)]
+            room = max(len(self.buffer) // _LONGEST * _LONGEST, 1)
+            view = self.buffer[: min(room, end - self._offset)]
             if self._file.read_into(view, self._offset) < len(view):
                 return  # the file was cut off, maybe within an element
             self._offset += len(view)
@@ -170,12 +170,12 @@ class Window:
     def _flush(self, *, last: bool = False) -> None:
         """Write the buffer's content; zeros are skipped to make a hole, except at the end."""
         self._require_going_on()
-        view = self._buffer[self._begun : self._filled]
+        view = self.buffer[self._begun : self._filled]
         if self._compares:
             self._require_same(view)
         elif last or not (self._makes_holes and _is_hole(view)):
             try_again(lambda: self._file.write(view, self._offset), self._stop)
-        if len(view) > len(self._buffer) // 2 and not self._compares:
+        if len(view) > len(self.buffer) // 2 and not self._compares:
             start_writeback(self._file.descriptor, self._offset, len(view))
             behind = self._offset - self._unwritten_bytes
             if behind >= self._start:
@@ -183,9 +183,13 @@ class Window:
                 if self._drops_behind:
                     drop_behind(self._file.descriptor, self._start, behind + len(view))
         self._offset += len(view)
-        if self._progress is not None:
-            self._progress(len(view))
+        self.advance(len(view))
         self._begin()
+
+    def advance(self, nbytes: int) -> None:
+        """Count bytes that are written."""
+        if self._progress is not None:
+            self._progress(nbytes)
 
     def _require_same(self, view: memoryview) -> None:
         """Compare a view with the file's content; the scratch is free between fills."""
@@ -204,24 +208,24 @@ class Window:
         view = memoryview(data)
         self._crc32 = crc32(view, self._crc32)
         while len(view):
-            if self._filled == len(self._buffer):
+            if self._filled == len(self.buffer):
                 self._flush()
-            piece = view[: len(self._buffer) - self._filled]
-            self._buffer[self._filled : self._filled + len(piece)] = piece
+            piece = view[: len(self.buffer) - self._filled]
+            self.buffer[self._filled : self._filled + len(piece)] = piece
             self._filled += len(piece)
             view = view[len(piece) :]
 
     def _stream(self, region: Region) -> RegionResult:
-        filler, sums = self._filler(region), _checksums(region)
+        filler, sums = self.filler(region, self._ahead), checksums_of(region)
         offset = self._offset + self._filled - self._begun
         left = region.content_bytes
         while left:
-            room = len(self._buffer) - self._filled
+            room = len(self.buffer) - self._filled
             if room < region.target_itemsize:
                 self._flush()
                 continue
             count = min(left, room - room % region.target_itemsize)
-            view = self._buffer[self._filled : self._filled + count]
+            view = self.buffer[self._filled : self._filled + count]
             filler.fill(view)
             sums.update(view)
             self._filled += count
@@ -238,7 +242,7 @@ class Window:
         Each piece passes through all steps at once, while it is in the CPU cache.
         """
         content = self._content(region.content_bytes)
-        filler, sums = self._filler(region), _checksums(region)
+        filler, sums = self.filler(region, self._ahead), checksums_of(region)
         for piece in self._pieces(content, region.target_itemsize):
             self._require_going_on()
             filler.fill(piece)
@@ -252,17 +256,19 @@ class Window:
             self._put(trailer.serialize(found))
         return RegionResult(offset, sums.digest, tuple(sums.blocks), filler.overflowed)
 
-    def _filler(self, region: Region) -> RegionFiller:
-        return RegionFiller(region, self._reader, self._scratch, self._ahead)
+    def filler(self, region: Region, ahead: ReadAhead | None = None) -> RegionFiller:
+        """Return what delivers a region's content."""
+        return RegionFiller(region, self._reader, self._scratch, ahead)
 
     def _pieces(self, view: memoryview, itemsize: int = 1) -> Iterator[memoryview]:
         """Yield a view in pieces of whole elements, each at most as long as the buffer."""
-        step = len(self._buffer) // itemsize * itemsize
+        step = len(self.buffer) // itemsize * itemsize
         for at in range(0, len(view), step):
             yield view[at : at + step]
 
 
-def _checksums(region: Region) -> RunningChecksums:
+def checksums_of(region: Region) -> RunningChecksums:
+    """Return what takes the checksums of a region's content."""
     in_trailer = region.trailer is not None and region.trailer.is_crc32c
     takes_crc32c = region.takes_crc32c or (in_trailer and region.codec is None)
     return RunningChecksums(takes_crc32c=takes_crc32c, block_bytes=region.block_bytes)

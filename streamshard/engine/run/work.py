@@ -79,7 +79,7 @@ class Region:
     codec: Codec | None = None
     """How to encode the content, if it is not stored as it is; the region is alone in its file."""
     takes_crc32c: bool = False
-    """Whether the result has a CRC-32C of the content, besides the CRC-32."""
+    """Whether the result has a CRC-32C of the content, as well as the CRC-32."""
     block_bytes: int = 0
     """Length of the blocks of which the result has a CRC-32 each; 0 for none."""
 
@@ -191,6 +191,10 @@ class TargetFile:
     no rename, it comes after all files before it."""
     take: Callable[[SpanResult], None] = ignore
     """Called with each span's result, in any order, but never twice at the same time."""
+
+    def singly(self) -> "Iterator[TargetFile]":
+        """Yield the file; see `SmallFiles`."""
+        yield self
 
     @property
     def span_bytes(self) -> int:

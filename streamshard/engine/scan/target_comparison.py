@@ -4,12 +4,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from streamshard.engine.jobs.executor import Host, Toolkit, run_ordered
 from streamshard.engine.jobs.proofs import require_seen
 from streamshard.engine.run.endings import FileEndings
 from streamshard.engine.run.source_reader import SourceReader
+from streamshard.engine.run.span_writer import TargetFiles
 from streamshard.engine.run.window import DifferentError, Window
 from streamshard.engine.run.work import Span, SpanResult, TargetFile
 from streamshard.io.entries import identify, open_readable
@@ -61,7 +63,7 @@ class Matcher:
 
 def first_difference(
     root: Path,
-    files: Iterable[TargetFile],
+    files: Iterable[TargetFiles],
     sources: Sequence[SourceFile],
     *,
     workers: int,
@@ -73,7 +75,7 @@ def first_difference(
     waiting: deque[tuple[TargetFile, FileEndings, bool]] = deque()
 
     def jobs() -> Iterator[Callable[[Matcher], SpanResult | None]]:
-        for file in files:
+        for file in chain.from_iterable(some.singly() for some in files):
             spans, endings = file.spans or [Span(0, [])], FileEndings(file)
             there = SourceFile(root / file.path, 0, "", "")
             if not is_object(there.path):

@@ -80,7 +80,7 @@ def with_config(
 
 
 def _missing(model_part: ModelPart, config: ds_config.Config) -> Iterator[str]:
-    """Name what an engine with this config would save besides, and the config does not decide."""
+    """Name what an engine with this config would save as well, and the config does not decide."""
     autos = list(_autos(config))
     if autos:
         yield f'the values that "auto" stands for ({show_few(autos)})'
@@ -104,8 +104,8 @@ def _missing_of_optimizer(model_part: ModelPart, config: ds_config.Config) -> It
             "the kind of the optimizer: the config does not name torch's Adam or AdamW "
             '("optimizer": {"type": "AdamW", "params": {"torch_adam": true, …}})'
         )
-    held = model_part.wrapped_optimizer["param_groups"] if model_part.groups else []
-    if any("betas" not in group or OF_TORCH not in group for group in held):
+    groups = model_part.wrapped_optimizer["param_groups"] if model_part.groups else []
+    if any("betas" not in group or OF_TORCH not in group for group in groups):
         yield "the hyper-parameters of torch's Adam, in each param group"
 
 
@@ -114,12 +114,12 @@ def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _autos(config: Mapping[str, Any], place: str = "") -> Iterator[str]:
+def _autos(config: Mapping[str, Any], keys: str = "") -> Iterator[str]:
     for key, value in config.items():
         if isinstance(value, Mapping):
-            yield from _autos(value, f"{place}{key}.")
+            yield from _autos(value, f"{keys}{key}.")
         elif value == "auto":
-            yield f"{place}{key}"
+            yield f"{keys}{key}"
 
 
 def _model_state(config: ds_config.Config) -> dict[str, Node]:

@@ -1,7 +1,7 @@
 """Reads a distributed checkpoint of PyTorch into logical tensors, with the places of their bytes.
 
 It holds a model and the states of its optimizer, each tensor cut into boxes. It does not tell what
-a DeepSpeed job needs besides: see `reference`.
+a DeepSpeed job needs as well: see `reference`.
 """
 
 import math
@@ -91,7 +91,11 @@ def parts_of(root: Path) -> list[Path]:
     if is_distributed(_names(root)):
         return [root]
     inside = [root / name for name in _ACCELERATE]
-    found = [place for place in inside if is_directory(place) and is_distributed(_names(place))]
+    found = [
+        directory
+        for directory in inside
+        if is_directory(directory) and is_distributed(_names(directory))
+    ]
     if found and found[0] != inside[0]:
         message = f"holds the optimizer alone, {_ACCELERATE[0]} is not next to it"
         raise IncompleteError(message, path=root)
@@ -129,10 +133,10 @@ def open_distributed(root: Path, known: Set[str] = frozenset()) -> Distributed:
         files = ItemFiles(index)
         owned = [
             *keys.weights.values(),
-            *(k for held in keys.states.values() for k in held.values()),
+            *(k for by_name in keys.states.values() for k in by_name.values()),
         ]
         options = [*keys.groups.values(), *keys.copies.values()]
-        owned += [key for held in options for key in held.values()]
+        owned += [key for by_name in options for key in by_name.values()]
         places = files.locate({key: index.tensors[key] for key in owned if key in index.tensors})
         return Distributed(
             root, index, keys, files, places, SavedOptimizer(index, keys, files, places)
@@ -140,7 +144,7 @@ def open_distributed(root: Path, known: Set[str] = frozenset()) -> Distributed:
 
 
 def read(root: Path) -> Reading:
-    """Open a distributed checkpoint as it is: without what a DeepSpeed job needs besides."""
+    """Open a distributed checkpoint as it is: without what a DeepSpeed job needs as well."""
     found = open_distributed(root)
     with of_file(root):
         groups = [_group(found, number, g) for number, g in enumerate(found.optimizer.groups())]
@@ -192,8 +196,8 @@ def _module_entries(found: Distributed, trained: Set[str]) -> tuple[ModuleEntry,
     for name, key in found.keys.weights.items():
         tensor = found.tensor(key)
         items = tensor.items
-        place = (*items.file.tolist(), *items.offset.tolist())
-        tied_to = first.setdefault(place, name) if len(items) else name
+        extent = (*items.file.tolist(), *items.offset.tolist())
+        tied_to = first.setdefault(extent, name) if len(items) else name
         kind = "param" if name in trained else "weight"
         if tied_to != name and name not in trained:
             entries.append(ModuleEntry(name, "alias", tensor.dtype, tensor.shape, tied_to))
@@ -240,8 +244,8 @@ def _module_tensors(entries: Iterable[ModuleEntry]) -> list[LogicalTensor]:
 def cut(checkpoint: Checkpoint, found: Distributed) -> Reading:
     """Compute the place of every element of every logical tensor."""
     keys = [found.key_of(tensor) for tensor in checkpoint.tensors]
-    held = [(key, found.tensor(key), found.places[key]) for key in keys]
-    return Reading(checkpoint, _cutting(found.root, held), found.files.files)
+    rows = [(key, found.tensor(key), found.places[key]) for key in keys]
+    return Reading(checkpoint, _cutting(found.root, rows), found.files.files)
 
 
 def read_keys(parts: Sequence[Path], as_bytes: Set[str] = frozenset()) -> Reading:
@@ -258,8 +262,8 @@ def read_keys(parts: Sequence[Path], as_bytes: Set[str] = frozenset()) -> Readin
         module_dtype="float32",
         files=(),
     )
-    held = [(key, tensor, places[key]) for key, tensor in saved.items()]
-    return Reading(checkpoint, _cutting(parts[0], held), files.files)
+    rows = [(key, tensor, places[key]) for key, tensor in saved.items()]
+    return Reading(checkpoint, _cutting(parts[0], rows), files.files)
 
 
 def _as_bytes(tensor: SavedTensor) -> SavedTensor:
@@ -270,9 +274,9 @@ def _as_bytes(tensor: SavedTensor) -> SavedTensor:
     return SavedTensor("uint8", (*tensor.shape, nbytes), offsets, sizes, tensor.items)
 
 
-def _cutting(root: Path, held: Sequence[tuple[str, SavedTensor, TensorPlaces]]) -> Cutting:
-    builder = CuttingBuilder([ITEMSIZE[saved.dtype] for _, saved, _ in held])
-    for number, (key, saved, places) in enumerate(held):
+def _cutting(root: Path, rows: Sequence[tuple[str, SavedTensor, TensorPlaces]]) -> Cutting:
+    builder = CuttingBuilder([ITEMSIZE[saved.dtype] for _, saved, _ in rows])
+    for number, (key, saved, places) in enumerate(rows):
         if not math.prod(saved.shape):
             nothing = np.zeros(1, dtype=np.int64)
             builder.assign(number, builder.slot(Slot(nothing, nothing, nothing)), piece_numel=1)

@@ -171,8 +171,8 @@ class ItemFiles:
 
     def _overlaps(self) -> Iterator[SourceError]:
         """Find items that overlap, or end behind their file."""
-        held = self._index.every()
-        every = [np.concatenate([getattr(i, n) for i in held] or [np.zeros(0, np.int64)])
+        items = self._index.every()
+        every = [np.concatenate([getattr(i, n) for i in items] or [np.zeros(0, np.int64)])
                  for n in ("file", "offset", "nbytes")]  # fmt: skip
         order = np.lexsort((every[2], every[1], every[0]))
         file, offset, nbytes = (column[order] for column in every)
@@ -222,8 +222,8 @@ class ItemFiles:
 
         Each row begins with file, offset and length; rows are in order.
         """
-        for file, held in groupby(rows, key=lambda row: row[0]):
-            while some := list(islice(held, _TOGETHER)):
+        for file, own in groupby(rows, key=lambda row: row[0]):
+            while some := list(islice(own, _TOGETHER)):
                 with open_readable(self._paths[file], self.files[file]) as source:
                     _get_ends(source, [(start, nbytes) for _, start, nbytes, *_ in some])
                     yield source, some
@@ -262,9 +262,9 @@ class ItemFiles:
     def values(self, names: Iterable[str]) -> dict[str, Node]:
         """Read values that are no tensors, as inert nodes."""
         wanted = list(names)
-        held = [self._index.values[name] for name in wanted]
+        items = [self._index.values[name] for name in wanted]
         rows: list[_Row] = sorted(
-            (int(i.file[0]), int(i.offset[0]), int(i.nbytes[0]), n, 0) for n, i in enumerate(held)
+            (int(i.file[0]), int(i.offset[0]), int(i.nbytes[0]), n, 0) for n, i in enumerate(items)
         )
         found: dict[str, Node] = {}
         for source, some in self._together(rows):

@@ -103,7 +103,7 @@ class Index:
             columns = (column.tolist() for column in (items.file, items.offset, items.nbytes))
             for file, offset, nbytes in zip(*columns, strict=True):
                 found[self.files[file]].add((offset, nbytes))
-        return {path: sorted(places) for path, places in found.items()}
+        return {path: sorted(extents) for path, extents in found.items()}
 
 
 def is_distributed(names: Collection[str]) -> bool:
@@ -187,36 +187,36 @@ class _IndexReader:
     def _add_item(self, key: Node, info: Node) -> None:
         index = _state_of(key, dcp_names.INDEX)
         name, offset = name_of(index["fqn"]), index.get("offset")
-        held = _state_of(info, dcp_names.STORAGE_INFO)
-        if held.get("transform_descriptors"):
-            what = show(held["transform_descriptors"])
+        fields = _state_of(info, dcp_names.STORAGE_INFO)
+        if fields.get("transform_descriptors"):
+            what = show(fields["transform_descriptors"])
             message = f"{show(name)} was transformed while it was saved, by {what}, as extensions"
             raise UnsupportedError(f"{message} of torch's writer do: save it without them")
-        file, start, nbytes = held["relative_path"], held["offset"], held["length"]
+        file, start, nbytes = fields["relative_path"], fields["offset"], fields["length"]
         _require_name(file, name)
         if not all(type(number) is int and 0 <= number < _LIMIT for number in (start, nbytes)):
             message = f"the item of {show(name)} is said to be {show(nbytes)} bytes at"
             raise CorruptFileError(f"{message} {show(start)} of {file}")
         where = None if offset is None else shape_of(offset)
-        place = (self._files.setdefault(file, len(self._files)), start, nbytes)
-        if self._items.setdefault((name, where), place) != place:
+        extent = (self._files.setdefault(file, len(self._files)), start, nbytes)
+        if self._items.setdefault((name, where), extent) != extent:
             raise CorruptFileError(f"two items claim to be {show(name)} at {show(where)}")
 
     def _take(self, name: str, where: tuple[int, ...] | None) -> tuple[int, int, int]:
-        place = self._items.pop((name, where), None)
-        if place is None:
+        extent = self._items.pop((name, where), None)
+        if extent is None:
             at = "" if where is None else f" at {show(where)}"
             raise CorruptFileError(f"lists {show(name)}{at}, but not where it lies")
-        return place
+        return extent
 
     def _tensor(self, name: str, entry: Node) -> SavedTensor:
         if not isinstance(entry, Call) or entry.function != dcp_names.TENSOR:
             raise UnsupportedError(f"{show(name)} is {show(entry)}, which is not known")
-        held = _state_of(entry, dcp_names.TENSOR)
-        shape, dtype = shape_of(held["size"]), _dtype(name, held["properties"])
+        fields = _state_of(entry, dcp_names.TENSOR)
+        shape, dtype = shape_of(fields["size"]), _dtype(name, fields["properties"])
         boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         items: list[tuple[int, int, int]] = []
-        for chunk in held["chunks"]:
+        for chunk in fields["chunks"]:
             box = _state_of(chunk, dcp_names.CHUNK)
             offsets, sizes = shape_of(box["offsets"]), shape_of(box["sizes"])
             if not len(offsets) == len(sizes) == len(shape):

@@ -19,7 +19,8 @@ from streamshard.formats.torch.torch_tensor import tensor_of
 STEP: Final = "step"
 OF_TORCH: Final = "foreach"
 """Hyper-parameter that only torch's own optimizers have: they count steps in a tensor."""
-_BIAS_CORRECTION: Final = "bias_correction"
+OF_DEEPSPEED: Final = "bias_correction"
+"""Hyper-parameter that only DeepSpeed's own Adams have: they count steps in a number."""
 _SWITCHES: Final = {"maximize": False, "foreach": None, "differentiable": False}
 _DEFAULTS: Final[tuple[tuple[frozenset[str], Mapping[str, Node]], ...]] = (
     (
@@ -50,7 +51,7 @@ def missing_keys(group: Mapping[str, Node]) -> dict[str, Node]:
     >>> sorted(missing_keys({"lr": 0.1, "momentum": 0.9, "nesterov": False, "foreach": None}))
     ['differentiable', 'fused', 'maximize']
     """
-    if group.get(_BIAS_CORRECTION, True) is not True and group.get(_BIAS_CORRECTION) != 1:
+    if group.get(OF_DEEPSPEED, True) is not True and group.get(OF_DEEPSPEED) != 1:
         message = "the optimizer runs without bias correction, which torch's Adam always makes"
         raise UnsupportedError(f"{message}: export the weights alone, as safetensors")
     found: dict[str, Node] = {}
@@ -99,7 +100,7 @@ class SavedOptimizer:
         self._keys = keys
         self._places = places
         owned = [*keys.groups.values(), *keys.copies.values(), *keys.states.values()]
-        wanted = [key for held in owned for key in held.values() if key in index.values]
+        wanted = [key for by_option in owned for key in by_option.values() if key in index.values]
         self._values = files.values(wanted)
 
     def groups(self) -> list[SavedGroup]:
@@ -129,7 +130,7 @@ class SavedOptimizer:
     def _require_copies(
         self, params: Sequence[str], number: str, options: Mapping[str, Node]
     ) -> None:
-        """Refuse options that are kept by parameter besides, and differ from their group's."""
+        """Refuse options that are kept by parameter too, and differ from their group's."""
         for name in params:
             for option, key in self._keys.copies.get(name, {}).items():
                 value = self._value(key)
@@ -140,18 +141,18 @@ class SavedOptimizer:
 
     def _by_options(self) -> list[SavedGroup]:
         members: dict[str, list[str]] = {}
-        held: dict[str, dict[str, Node]] = {}
+        by_name: dict[str, dict[str, Node]] = {}
         for name in self._keys.groups:
             options = self.options(name)
             text = repr([(key, _show_value(value)) for key, value in sorted(options.items())])
             text += repr(self._kinds(name))
             members.setdefault(text, []).append(name)
-            held[text] = options
+            by_name[text] = options
         for name in self._keys.states:
             if name not in self._keys.groups:
                 raise CorruptFileError(f"the optimizer has states of {show(name)}, in no group")
         return [
-            SavedGroup(tuple(names), held[text], self.states_of(names))
+            SavedGroup(tuple(names), by_name[text], self.states_of(names))
             for text, names in members.items()
         ]
 

@@ -25,7 +25,13 @@ from streamshard.formats.checkpoint import (
     ScalarState,
 )
 from streamshard.formats.dcp.dcp_reader import Distributed, cut, open_distributed
-from streamshard.formats.dcp.optimizer_state import OF_TORCH, SavedGroup, number_in
+from streamshard.formats.dcp.optimizer_state import (
+    OF_DEEPSPEED,
+    OF_TORCH,
+    STEP,
+    SavedGroup,
+    number_in,
+)
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read.model_part import optimizer_tensors
 from streamshard.formats.pickle.inert import Node, show
@@ -35,9 +41,6 @@ from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.formats.torch.tree_copy import copied
 from streamshard.model import MODULE, LogicalTensor, Note, Whole
 
-_STEP: Final = "step"
-_OF_DEEPSPEED: Final = "bias_correction"
-"""Hyper-parameter that only DeepSpeed's own Adams have: they count steps in a number."""
 _KINDS: Final = ("betas", "momentum", "alpha", "lr_decay")
 """Hyper-parameters that tell optimizers apart; a param group has as many of them as its kind."""
 
@@ -143,12 +146,12 @@ class _Merging:
         """Build the param groups in the reference's order, and their hyper-parameters."""
         saved = self._found.optimizer.groups()
         owner = {name: number for number, group in enumerate(saved) for name in group.params}
-        held = self._model_part.wrapped_optimizer["param_groups"]
+        like_groups = self._model_part.wrapped_optimizer["param_groups"]
         groups, options = [], []
         for group in self._model_part.groups:
             mine = self._group_of(group, saved, owner)
-            groups.append(self._merged(group, mine, held[group.number]))
-            options.append(self._options(group, mine, held[group.number]))
+            groups.append(self._merged(group, mine, like_groups[group.number]))
+            options.append(self._options(group, mine, like_groups[group.number]))
         return groups, options
 
     def _group_of(
@@ -174,7 +177,7 @@ class _Merging:
         return mine
 
     def _merged(
-        self, group: ParamGroup, mine: SavedGroup | None, held: Mapping[str, Node]
+        self, group: ParamGroup, mine: SavedGroup | None, like_group: Mapping[str, Node]
     ) -> ParamGroup:
         for name in group.params:
             dtype = self._found.weight(name).dtype
@@ -200,11 +203,15 @@ class _Merging:
                 message = f"has the states {show_few(sorted(flat))}, {LIKE}"
                 raise DisagreementError(f"{message} {show_few(sorted(wanted))}")
         order = [k for k in theirs or {} if k in states]
-        order += [k for k in (_STEP, *states) if k in states and k not in order]
-        merged = {key: self._state(key, states[key], group, held) for key in dict.fromkeys(order)}
+        order += [k for k in (STEP, *states) if k in states and k not in order]
+        merged = {
+            key: self._state(key, states[key], group, like_group) for key in dict.fromkeys(order)
+        }
         return replace(group, states=merged)
 
-    def _state(self, key: str, value: Node, group: ParamGroup, held: Mapping[str, Node]) -> Node:
+    def _state(
+        self, key: str, value: Node, group: ParamGroup, like_group: Mapping[str, Node]
+    ) -> Node:
         """Return a state in the form that the optimizer of the reference keeps it in."""
         if isinstance(value, FlatState):
             known = (group.states or {}).get(key, value)
@@ -216,8 +223,8 @@ class _Merging:
             if key not in group.states:
                 raise DisagreementError(f"has a state {show(key)}, which {LIKE} has not")
             is_tensor = isinstance(group.states[key], ScalarState)
-        elif OF_TORCH in held or _OF_DEEPSPEED in held:
-            is_tensor = OF_TORCH in held
+        elif OF_TORCH in like_group or OF_DEEPSPEED in like_group:
+            is_tensor = OF_TORCH in like_group
         else:
             message = f"{LIKE} was saved before its first step, and does not tell whether its"
             raise UnsupportedError(f"{message} optimizer keeps '{key}' as a number: save one later")
@@ -226,17 +233,17 @@ class _Merging:
         return _as_number(key, value) if not is_tensor else _as_tensor(key, value)
 
     def _options(
-        self, group: ParamGroup, mine: SavedGroup | None, held: Mapping[str, Node]
+        self, group: ParamGroup, mine: SavedGroup | None, like_group: Mapping[str, Node]
     ) -> Mapping[str, Node]:
         """Return the hyper-parameters that the reference's optimizer has too."""
         if mine is None or not mine.options:
             return {}
-        kinds = [{k for k in _KINDS if k in options} for options in (mine.options, held)]
+        kinds = [{k for k in _KINDS if k in options} for options in (mine.options, like_group)]
         if kinds[0] != kinds[1]:
             message = f"its optimizer has {show_few(sorted(kinds[0]))}, that of {LIKE}"
             raise DisagreementError(f"{message} {show_few(sorted(kinds[1]))}: another kind")
-        self._unlike |= mine.options.keys() ^ (held.keys() - {"params"})
-        return {key: value for key, value in mine.options.items() if key in held}
+        self._unlike |= mine.options.keys() ^ (like_group.keys() - {"params"})
+        return {key: value for key, value in mine.options.items() if key in like_group}
 
     def entries(self) -> tuple[ModuleEntry, ...]:
         """List the reference's entries."""
@@ -300,8 +307,8 @@ def _with_options(
     state = dict(optimizer[names.OPTIMIZER])
     key = names.BASE_OPTIMIZER if state.get(names.BASE_OPTIMIZER) else names.OPTIMIZER
     wrapped = dict(state[key])
-    held = wrapped["param_groups"]
-    both = zip(held, options, strict=True)
+    groups = wrapped["param_groups"]
+    both = zip(groups, options, strict=True)
     wrapped["param_groups"] = [{**one, **changed} for one, changed in both]
     return {**optimizer, names.OPTIMIZER: {**state, key: wrapped}}
 

@@ -44,7 +44,7 @@ class StateKeys:
     by_parameter: bool = False
     """Whether each parameter has options of its own, as in a flattened optimizer."""
     copies: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Parameter → option → its key, where options are kept by parameter besides."""
+    """Parameter → option → its key, where options are kept by parameter too."""
     wrapper: str = ""
     """What was taken off the names of all parameters."""
     others: list[str] = field(default_factory=list)
@@ -61,11 +61,11 @@ def sort_keys(index: Index, known: Set[str] = frozenset()) -> StateKeys:
     optimizers: set[tuple[str, ...]] = set()
     for key in (*index.tensors, *index.values):
         path = index.paths.get(key) or _split(key)
-        place = _of_optimizer(path)
-        if place is None:
+        known_path = _of_optimizer(path)
+        if known_path is None:
             rest[key] = path
             continue
-        container, kind, owner, option = place
+        container, kind, owner, option = known_path
         optimizers.add(container)
         if kind == STATE:
             held = found.states
@@ -157,7 +157,7 @@ def _unwrap(found: StateKeys) -> None:
             return
         found.wrapper += wrapper
         found.weights = {n.removeprefix(wrapper): key for n, key in found.weights.items()}
-        found.states = {n.removeprefix(wrapper): held for n, held in found.states.items()}
-        found.copies = {n.removeprefix(wrapper): held for n, held in found.copies.items()}
+        found.states = {n.removeprefix(wrapper): keys for n, keys in found.states.items()}
+        found.copies = {n.removeprefix(wrapper): keys for n, keys in found.copies.items()}
         if found.by_parameter:
-            found.groups = {n.removeprefix(wrapper): held for n, held in found.groups.items()}
+            found.groups = {n.removeprefix(wrapper): keys for n, keys in found.groups.items()}

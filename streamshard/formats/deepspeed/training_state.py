@@ -1,4 +1,4 @@
-"""Compares the training state of two checkpoints: everything besides their tensors.
+"""Compares the training state of two checkpoints: everything except their tensors.
 
 Values that depend on the world size or the ZeRO stage are left out. All others must be equal if
 both checkpoints continue the same training run.
@@ -187,14 +187,14 @@ def compare_shared(one: ModelPart, other: ModelPart) -> Iterator[Disparity]:
             if counterpart is None or (group.number, counterpart.number) in done:
                 continue
             done.add((group.number, counterpart.number))
-            mine, theirs = _told(one, group), _told(other, counterpart)
+            mine, theirs = _stated(one, group), _stated(other, counterpart)
             for key in mine:
                 if key in theirs and mine[key] != theirs[key]:
                     message = f"{mine[key]} here, {theirs[key]} there"
                     yield Disparity(f"optimizer/group of {show_key(name)}/{key}", message)
 
 
-def _told(model_part: ModelPart, group: ParamGroup) -> dict[str, str]:
+def _stated(model_part: ModelPart, group: ParamGroup) -> dict[str, str]:
     """Return the plain hyper-parameters and scalar states of a group, as text."""
     options = model_part.wrapped_optimizer["param_groups"][group.number]
     states = {

@@ -321,9 +321,9 @@ def _mesh_of_sequences(saved: Saved) -> UnsupportedError | None:
 def _shapes(model: Mapping[str, Node]) -> dict[str, Shape]:
     """Return the shapes of the weights that a model file holds or lists."""
     module = model.get(names.MODULE_STATE) or {}
-    held = {name: tensor.shape for name, node in module.items() if (tensor := tensor_of(node))}
+    shapes = {name: tensor.shape for name, node in module.items() if (tensor := tensor_of(node))}
     listed = [*(model.get(names.PARAM_SHAPES) or []), model.get(names.FROZEN_SHAPES) or {}]
-    return held | {name_of(name): shape_of(s) for unit in listed for name, s in unit.items()}
+    return shapes | {name_of(name): shape_of(s) for unit in listed for name, s in unit.items()}
 
 
 def _second_optimizer(saved: Saved) -> UnsupportedError | None:
@@ -347,10 +347,10 @@ def _replaced(saved: Saved) -> UnsupportedError | None:
     # In `DeepSpeedEngine._save_checkpoint` client state replaces DeepSpeed's entries of that name.
     for model, path in zip(saved.models, saved.model_paths, strict=True):
         for key, is_own in _FORMS.items():
-            held = model.get(key)
-            if held is not None and not is_own(held):
+            value = model.get(key)
+            if value is not None and not is_own(value):
                 return UnsupportedError(
-                    f"'{key}' holds {show(held)}, and not what DeepSpeed saves under that "
+                    f"'{key}' holds {show(value)}, and not what DeepSpeed saves under that "
                     "name: it is client state of that name, or damaged. Save again with a "
                     "client_state that names it otherwise",
                     path=path,

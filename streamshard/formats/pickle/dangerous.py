@@ -4,10 +4,9 @@ The list is short on purpose: what is on it is an attack, or as good as one. A n
 it may be one all the same, since any class of a job can run what it likes.
 """
 
-from collections.abc import Iterator
 from typing import Final
 
-from streamshard.formats.pickle.inert import Call, Global, Node
+from streamshard.formats.pickle.inert import Call, Global, Node, nodes_below
 
 _MODULES: Final = (
     "_io _pickle _posixsubprocess _socket _winapi bdb cProfile cffi commands ctypes importlib imp "
@@ -59,6 +58,9 @@ def is_dangerous(name: Global) -> bool:
     return (parts[0] in _KNOWN_MODULES or is_inside) and text not in _HARMLESS.split()
 
 
+_WITH_PARTS: Final = (Call, Global, dict, list, tuple)
+
+
 def dangerous_in(node: Node) -> set[Global]:
     """Return the dangerous names in a node."""
     found: set[Global] = set()
@@ -72,23 +74,9 @@ def dangerous_in(node: Node) -> set[Global]:
             continue
         if id(node) in seen:
             continue
-        inner = [one for one in _children(node) if isinstance(one, _WITH_PARTS)]
+        inner = [one for one in nodes_below(node) if isinstance(one, _WITH_PARTS)]
         # Most containers are small and plain; to remember those would take most of the memory.
         if inner or isinstance(node, Call) or len(node) > _MOST_PLAIN:
             seen.add(id(node))
         stack += inner
     return found
-
-
-_WITH_PARTS: Final = (Call, Global, dict, list, tuple)
-
-
-def _children(node: Node) -> Iterator[Node]:
-    if isinstance(node, Call):
-        yield from (node.function, node.args, node.kwargs, node.state, node.setter, *node.items)
-        yield from (part for entry in node.entries for part in entry)
-    elif isinstance(node, dict):
-        yield from (part for entry in node.items() for part in entry)
-        yield from getattr(node, "__dict__", {}).values()
-    else:
-        yield from node

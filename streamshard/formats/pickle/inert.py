@@ -86,6 +86,19 @@ SET: Final = Global("__builtin__", "set")
 FROZENSET: Final = Global("__builtin__", "frozenset")
 """Below protocol 4 a set is a call with the list of its members; here it is one always."""
 
+
+def nodes_below(node: Node) -> Sequence[Node]:
+    """List the nodes directly below a node, in the order in which pickle visits them."""
+    if isinstance(node, Call):
+        pairs = [part for entry in node.entries for part in entry]
+        built = [node.function, node.args, node.kwargs, *node.items, *pairs]
+        return [*built, node.setter, node.state]
+    if isinstance(node, dict):
+        extra = vars(node).values() if isinstance(node, OrderedDict) else ()
+        return [*[part for entry in node.items() for part in entry], *extra]
+    return node if isinstance(node, list | tuple) else ()
+
+
 _SHOWN_LETTERS: Final = 80
 _SHOWN_BITS: Final = 128
 _SHOWN_PARTS: Final = 8

@@ -47,7 +47,7 @@ def require_unrolled(nodes: Iterable[Node]) -> None:
 
 def name_of(node: Node) -> str:
     """Return a node as a tensor's name."""
-    if not isinstance(node, str) or len(node) > _LIMIT_NAME or not _is_text(node):
+    if not isinstance(node, str) or len(node) > _LIMIT_NAME or not is_text(node):
         raise CorruptFileError(f"{show(node)} is not a name of a tensor")
     return node
 
@@ -63,5 +63,6 @@ def of_file(path: Path) -> Iterator[None]:
         raise type(error)(*error.args, path=path) from error
 
 
-def _is_text(text: str) -> bool:
+def is_text(text: str) -> bool:
+    """Tell whether a text can be written as UTF-8: it has no half of a surrogate pair."""
     return not any("\ud800" <= letter <= "\udfff" for letter in text)

@@ -7,7 +7,6 @@ which the unpickler puts them on its stack, and nothing is kept but the numbers 
 import pickle
 import struct
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
 from typing import Final
 
 from streamshard.formats.pickle.inert import Global
@@ -22,6 +21,11 @@ class OpcodeWriter:
     def __init__(self) -> None:
         self._data = bytearray(pickle.PROTO + b"\x04")
         self._memo: dict[Hashable, int] = {}
+        self._tuple = _Ended(self._data, pickle.TUPLE)
+        self._list = _Ended(self._data, pickle.APPENDS)
+        self._call = _Ended(self._data, pickle.TUPLE + pickle.REDUCE)
+        self._object = _Ended(self._data, pickle.BUILD)
+        self._dict = _Ended(self._data, pickle.SETITEMS)
 
     def done(self) -> bytes:
         """End the pickle, and return it."""
@@ -79,42 +83,32 @@ class OpcodeWriter:
             self._data += pickle.STACK_GLOBAL
             self.memoize(name)
 
-    @contextmanager
-    def in_tuple(self) -> Iterator[None]:
+    def in_tuple(self) -> "_Ended":
         """Make a tuple of the parts that are written inside."""
         self._data += pickle.MARK
-        yield
-        self._data += pickle.TUPLE
+        return self._tuple
 
-    @contextmanager
-    def in_list(self) -> Iterator[None]:
+    def in_list(self) -> "_Ended":
         """Make a list of the parts that are written inside."""
         self._data += pickle.EMPTY_LIST + pickle.MARK
-        yield
-        self._data += pickle.APPENDS
+        return self._list
 
-    @contextmanager
-    def call(self, function: Global) -> Iterator[None]:
+    def call(self, function: Global) -> "_Ended":
         """Make a call; inside, its arguments are written."""
         self.name(function)
-        with self.in_tuple():
-            yield
-        self._data += pickle.REDUCE
+        self._data += pickle.MARK
+        return self._call
 
-    @contextmanager
-    def new_object(self, kind: Global) -> Iterator[None]:
+    def new_object(self, kind: Global) -> "_Ended":
         """Make a new object; inside, its state is written."""
         self.name(kind)
         self._data += pickle.EMPTY_TUPLE + pickle.NEWOBJ
-        yield
-        self._data += pickle.BUILD
+        return self._object
 
-    @contextmanager
-    def in_dict(self) -> Iterator[None]:
+    def in_dict(self) -> "_Ended":
         """Make a dict of few entries; inside, keys and values are written in turn."""
         self._data += pickle.EMPTY_DICT + pickle.MARK
-        yield
-        self._data += pickle.SETITEMS
+        return self._dict
 
     def in_large_dict(self, count: int) -> Iterator[None]:
         """Make a dict of many entries; each turn of a loop writes one key and its value."""
@@ -125,3 +119,16 @@ class OpcodeWriter:
             yield
             if number % _BATCH == _BATCH - 1 or number == count - 1:
                 self._data += pickle.SETITEMS
+
+
+class _Ended:
+    """Writes what ends a part where a `with` statement ends; it has no state of its own."""
+
+    def __init__(self, data: bytearray, end: bytes) -> None:
+        self._data, self._end = data, end
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        self._data += self._end

@@ -28,7 +28,7 @@ LOOKED_INTO: Final = frozenset({PICKLE, "byteorder"})
 _KNOWN: Final = LOOKED_INTO | {
     "version", ".format_version", ".storage_alignment", ".data/serialization_id"
 }  # fmt: skip
-"""Records that torch writes besides the storages."""
+"""Records that torch writes in addition to the storages."""
 _PIECE_BYTES: Final = 1 << 20
 
 
@@ -133,8 +133,8 @@ def read_archive(source: Readable) -> TorchFile:
         have = -1 if record is None else record.nbytes
         # If a storage's size is not a multiple of the element size, only whole elements count.
         if record is None or not 0 <= have - storage.nbytes < ITEMSIZE[storage.dtype]:
-            held = "no record" if record is None else f"{have} bytes"
-            message = f"storage {show(key)} of {storage.nbytes} bytes has {held} in the file"
+            what = "no record" if record is None else f"{have} bytes"
+            message = f"storage {show(key)} of {storage.nbytes} bytes has {what} in the file"
             raise CorruptFileError(message)
         storage.offset, storage.crc32 = record.start, record.crc32
         storages[key] = storage

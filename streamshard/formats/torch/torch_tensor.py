@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.errors import CorruptFileError, UnsupportedError
-from streamshard.formats.pickle.inert import Call, Global, Node, show
+from streamshard.formats.pickle.inert import Call, Global, Node, nodes_below, show
 from streamshard.formats.shapes import LIMIT_DIMENSIONS, LIMIT_NUMEL, is_size, require_shape
 from streamshard.layout.cutting import Share
 from streamshard.model import ITEMSIZE, Literal, Whole
@@ -268,16 +268,4 @@ def storages_in(node: Node) -> Iterator[Storage]:
         if isinstance(node, Storage):
             yield node
         else:
-            stack.extend(reversed(children(node)))
-
-
-def children(node: Node) -> list[Node]:
-    """List the nodes directly below a node."""
-    if isinstance(node, Call):
-        pairs = [part for entry in node.entries for part in entry]
-        built = [node.function, node.args, node.kwargs, *node.items, *pairs]
-        return [*built, node.setter, node.state]
-    if isinstance(node, dict):
-        extra = list(vars(node).values()) if isinstance(node, OrderedDict) else []
-        return [*[part for entry in node.items() for part in entry], *extra]
-    return list(node) if isinstance(node, list | tuple) else []
+            stack.extend(reversed(nodes_below(node)))

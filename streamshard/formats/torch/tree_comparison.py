@@ -67,11 +67,11 @@ class _KeyPath:
         return _KeyPath(self, step)
 
     def __str__(self) -> str:
-        steps, place = [], self
-        while place.above is not None:
-            steps.append(place.step)
-            place = place.above
-        text = place.step + "".join(reversed(steps))
+        steps, at = [], self
+        while at.above is not None:
+            steps.append(at.step)
+            at = at.above
+        text = at.step + "".join(reversed(steps))
         half = _LIMIT_PATH // 2
         return text if len(text) <= _LIMIT_PATH else f"{text[:half]}...{text[-half:]}"
 
@@ -262,7 +262,7 @@ def _below_dicts(
     for known in dict.fromkeys([*sides[0], *sides[1]]):
         mine, theirs = (side.get(known) for side in sides)
         key, _ = mine or theirs or (None, None)
-        values = [_ABSENT if held is None else held[1] for held in (mine, theirs)]
+        values = [_ABSENT if pair is None else pair[1] for pair in (mine, theirs)]
         found.append((values[0], values[1], at.below(f".{show_key(key)}")))
     return found
 

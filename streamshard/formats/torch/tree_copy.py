@@ -11,22 +11,22 @@ def copied(
     roots: tuple[Mapping[str, Node], ...], copy: Callable[[Storage], Storage]
 ) -> tuple[Mapping[str, Node], ...]:
     """Copy trees; what they share, the copies share. `copy` is called once for each storage."""
-    held: list[Storage] = []
+    storages: list[Storage] = []
     numbers: dict[int, int] = {}
 
     def persistent_id(node: Node) -> Node | None:
         if not isinstance(node, Storage):
             return None
         if id(node) not in numbers:
-            numbers[id(node)] = len(held)
-            held.append(node)
+            numbers[id(node)] = len(storages)
+            storages.append(node)
         return numbers[id(node)]
 
     made: dict[int, Storage] = {}
 
     def persistent_load(number: Node) -> Storage:
         if number not in made:
-            made[number] = copy(held[number])
+            made[number] = copy(storages[number])
         return made[number]
 
     found: tuple[Mapping[str, Node], ...] = inert_load.load(

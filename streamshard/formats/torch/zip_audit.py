@@ -153,11 +153,11 @@ class _Auditor:
         at, is_odd = 0, False
         while at < len(extra):
             kind, nbytes = struct.unpack_from("<HH", extra.ljust(at + 4, b"\0"), at)
-            held = extra[at + 4 : at + 4 + nbytes]
+            field = extra[at + 4 : at + 4 + nbytes]
             at += 4 + nbytes
-            if kind == _ZIP64 and nbytes % 8 == 0 and len(held) == nbytes and not found:
-                found = list(struct.unpack(f"<{nbytes // 8}Q", held))
-            elif kind != _PADDING or held not in (b"Z" * nbytes, bytes(nbytes)):
+            if kind == _ZIP64 and nbytes % 8 == 0 and len(field) == nbytes and not found:
+                found = list(struct.unpack(f"<{nbytes // 8}Q", field))
+            elif kind != _PADDING or field not in (b"Z" * nbytes, bytes(nbytes)):
                 is_odd = True
         if is_odd or at > len(extra):
             self._say(f"the extra fields of {_shown(entry.name)} are not as torch writes them")

@@ -15,6 +15,12 @@ _LIMIT_NAME: Final = 255
 _SHORTENED: Final = "%~"
 """Stands for the rest of a name that is too long; the SHA-256 of the whole name follows."""
 _CUT_ESCAPE: Final = re.compile("%[0-9A-F]?$")
+_SAFE: Final = " !#$&'()+,;=@[]{}~^"
+"""Characters that are kept, besides those that no URL escapes."""
+_PLAIN: Final = re.compile(
+    rf"(?!__|zarr\.json$|\.+$)[\w.\-{re.escape(_SAFE)}]{{1,{_LIMIT_NAME}}}", re.ASCII
+)
+"""Names that stay as they are, as nearly all do."""
 
 
 def array_path(tensor: LogicalTensor) -> str:
@@ -31,7 +37,9 @@ def is_shortened(path: str) -> bool:
 
 def _escape(name: str) -> str:
     """Turn any text into a node name that is not reserved, not empty and not too long."""
-    escaped = quote(name, safe=" !#$&'()+,;=@[]{}~^")
+    if _PLAIN.fullmatch(name):
+        return name
+    escaped = quote(name, safe=_SAFE)
     if not escaped.strip(".") or escaped.startswith("__") or escaped == ROOT_DOCUMENT:
         escaped = "".join(f"%{byte:02X}" for byte in name[:1].encode()) + escaped[1:]
     if len(escaped) > _LIMIT_NAME:

@@ -7,8 +7,9 @@ written stores with zarr-python and TensorStore.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
+from functools import lru_cache
 from typing import Any, Final
 
 from streamshard.formats.checkpoint import Checkpoint
@@ -36,22 +37,34 @@ def group_document(attributes: Mapping[str, Any] | None = None) -> bytes:
 
 def array_document(tensor: LogicalTensor, chunk: tuple[int, ...], codec: str) -> bytes:
     """Serialize the zarr.json of a tensor's array."""
-    stored = _STORED_DTYPES.get(tensor.dtype, tensor.dtype)
+    return _array_document(tensor, array_path(tensor), chunk, codec)
+
+
+def _array_document(tensor: LogicalTensor, path: str, chunk: tuple[int, ...], codec: str) -> bytes:
+    name = tensor.name if is_shortened(path) else None
+    return _serialize_array(tensor.dtype, tensor.shape, chunk, codec, name)
+
+
+@lru_cache(maxsize=256)  # thousands of experts have one shape
+def _serialize_array(
+    dtype: str, shape: tuple[int, ...], chunk: tuple[int, ...], codec: str, name: str | None
+) -> bytes:
+    stored = _STORED_DTYPES.get(dtype, dtype)
     fill: Any = False if stored == "bool" else [0.0, 0.0] if stored.startswith("complex") else 0
-    attributes = {"dtype": tensor.dtype} if stored != tensor.dtype else {}
-    if is_shortened(array_path(tensor)):
-        attributes["name"] = tensor.name
+    attributes = {"dtype": dtype} if stored != dtype else {}
+    if name is not None:
+        attributes["name"] = name
     codecs: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
-    if ITEMSIZE[tensor.dtype] == 1:
+    if ITEMSIZE[dtype] == 1:
         codecs = [{"name": "bytes"}]
     if codec != "none":
-        settings = {"cname": codec, "typesize": ITEMSIZE[tensor.dtype], **blosc_settings(codec)}
+        settings = {"cname": codec, "typesize": ITEMSIZE[dtype], **blosc_settings(codec)}
         codecs.append({"name": "blosc", "configuration": settings})
     return _json(
         {
             "zarr_format": 3,
             "node_type": "array",
-            "shape": list(tensor.shape),
+            "shape": list(shape),
             "data_type": stored,
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
@@ -67,17 +80,30 @@ def store_documents(
     checkpoint: Checkpoint, chunk_shapes: ChunkShapes, codec: str
 ) -> dict[str, bytes]:
     """Serialize the zarr.json of every group and of every tensor's array, by path."""
-    found = {
-        "zarr.json": group_document({ROOT_KEY: _attributes(checkpoint)}),
-        "meta/zarr.json": group_document(),
-    }
-    for tensor, chunk in zip(checkpoint.tensors, chunk_shapes, strict=True):
-        path = array_path(tensor)
-        parents = path.split("/")[:-1]
-        for depth in range(1, len(parents) + 1):
-            found.setdefault("/".join(parents[:depth]) + "/zarr.json", group_document())
-        found[f"{path}/zarr.json"] = array_document(tensor, chunk, codec)
+    paths = list(map(array_path, checkpoint.tensors))
+    found = dict.fromkeys(_group_paths(paths), group_document())
+    found["zarr.json"] = group_document({ROOT_KEY: _attributes(checkpoint)})
+    for tensor, path, chunk in zip(checkpoint.tensors, paths, chunk_shapes, strict=True):
+        found[f"{path}/zarr.json"] = _array_document(tensor, path, chunk, codec)
     return found
+
+
+def document_paths(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield the path of every zarr.json of a store."""
+    paths = list(map(array_path, checkpoint.tensors))
+    yield from _group_paths(paths)
+    yield from (f"{path}/zarr.json" for path in (MANIFEST_PATH, STATE_PATH, *paths))
+
+
+def _group_paths(arrays: Sequence[str]) -> Iterator[str]:
+    """Yield the paths of the documents of all groups."""
+    yield from ("zarr.json", "meta/zarr.json")
+    known: set[str] = set()
+    for above in (path.rpartition("/")[0] for path in arrays):
+        while above and above not in known:
+            known.add(above)
+            yield f"{above}/zarr.json"
+            above = above.rpartition("/")[0]
 
 
 def small_array_document(nbytes: int) -> bytes:

@@ -63,7 +63,7 @@ _MOST_MISSING: Final = 1 << 18
 _COMMON: Final = ("zarr_format", "node_type", "shape", "data_type", "fill_value", "attributes")
 """Keys of a document whose values must be ours, whoever wrote it."""
 _MAY_BE_ADDED: Final = {"consolidated_metadata", "dimension_names"}
-"""Keys that a document which another tool serialized again may have besides ours."""
+"""Keys that a document which another tool serialized again may have in addition to ours."""
 
 
 @dataclass(slots=True)
@@ -428,7 +428,7 @@ def _named(extension: Any) -> dict[str, Any]:  # noqa: ANN401
 def is_serialized_again(found: bytes, expected: bytes) -> bool:
     """Tell whether a document differs from ours only in how a JSON library laid it out.
 
-    A group's document may have consolidated metadata besides.
+    A group's document may have consolidated metadata too.
     """
     try:
         document, wanted = strict_json.parse(found), strict_json.parse(expected)

@@ -4,7 +4,6 @@ What is wrong is yielded as errors: opening a store raises the first, and `verif
 """
 
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +23,6 @@ from streamshard.errors import (
 )
 from streamshard.formats import strict_json
 from streamshard.formats.checkpoint import Checkpoint
-from streamshard.formats.links import resolved_link
 from streamshard.formats.pickle.inert import show
 from streamshard.formats.zarr import store_manifest, store_state
 from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT, array_path
@@ -47,7 +45,8 @@ from streamshard.formats.zarr.rewritten import (
 )
 from streamshard.formats.zarr.small_files import read_small, require_inside
 from streamshard.formats.zarr.store_manifest import BLOCK_BYTES, FileRecord, Manifest
-from streamshard.io.entries import examine, is_directory, is_file
+from streamshard.io.entries import is_directory, is_file, resolve
+from streamshard.io.relative_paths import examiner, is_on_disk
 from streamshard.layout.cutting import Cutting, CuttingBuilder
 from streamshard.model import ITEMSIZE, BlockDigests, Decoder, LogicalTensor, Slot, SourceFile
 from streamshard.options import CODECS
@@ -55,6 +54,8 @@ from streamshard.options import CODECS
 MANIFEST_FILES: Final = (f"{MANIFEST_PATH}/zarr.json", f"{MANIFEST_PATH}/c/0")
 """Files that the manifest itself does not list."""
 STATE_FILES: Final = (f"{STATE_PATH}/zarr.json", f"{STATE_PATH}/c/0")
+_MOST_KNOWN: Final = 4096
+"""Directories that are remembered; there may be hundreds of thousands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,9 @@ class StoredArray:
         """Yield the chunks in the order of their elements."""
         step, end, path = math.prod(self.chunk), self.tensor.numel, self.path
         nbytes = step * self.itemsize
+        if end > 0 and self.chunk == self.tensor.shape:  # as of nearly all small tensors
+            yield StoredChunk(f"{path}/c{'/0' * len(self.chunk)}", 0, end, nbytes)
+            return
         keys = chunk_keys(chunk_counts(self.tensor.shape, self.chunk))
         for number, key in enumerate(keys):
             start = number * step
@@ -141,7 +145,9 @@ class StoreIndex:
         self.rewritten: dict[str, RewrittenArray] = {}
         self.not_ours: set[str] = set()
         """Paths of all arrays that another tool rewrote, also of those that cannot be read."""
-        self._resolved = resolved_link(root)
+        self._resolved = resolve(root)
+        self._examine = examiner(root)
+        self._is_on_disk = is_on_disk(root)
         self._directories: set[str] = set()
         """Directories that are known to lie in the store, with symbolic links resolved."""
 
@@ -208,6 +214,9 @@ class StoreIndex:
             return
         for array in self.arrays:
             self.first[array.path] = len(self.files)
+            if self._has_its_document(array, self.manifest):
+                yield from self._chunk_faults(array, self.manifest)
+                continue
             try:
                 found = find_rewritten(self.root, array.tensor, array.chunk, self.manifest)
             except (SourceError, IntegrityError) as error:
@@ -242,13 +251,9 @@ class StoreIndex:
     ) -> Fault | None:
         """Add a regular file of this length; returns what is wrong with any other."""
         full = self.root / path
-        directory = os.path.dirname(path)  # noqa: PTH120
         try:
-            if directory not in self._directories:
-                if not resolved_link(full.parent).is_relative_to(self._resolved):
-                    require_inside(full.parent, self.root)
-                self._directories.add(directory)
-            status = examine(full, follows=False)
+            self._require_inside(path.rpartition("/")[0])
+            status = self._examine(path)
         except (FileNotFoundError, NotADirectoryError):
             return Fault(full, IncompleteError(f"missing; {nbytes} bytes were written", path=full))
         except OSError as failed:
@@ -264,6 +269,36 @@ class StoreIndex:
         self.numbers[path] = len(self.files)
         self.files.append(status.source_file(full, decoder))
         return None
+
+    def _require_inside(self, directory: str) -> None:
+        """Refuse a directory to which symbolic links lead out of the store."""
+        if not self._has_no_link(directory):
+            full = self.root / directory
+            if not resolve(full).is_relative_to(self._resolved):
+                require_inside(full, self.root)
+            self._directories.add(directory)
+
+    def _has_no_link(self, directory: str) -> bool:
+        """Tell whether neither a directory in the store nor one above it is a symbolic link."""
+        if not self._is_on_disk or not directory or directory in self._directories:
+            return True
+        if not self._has_no_link(directory.rpartition("/")[0]):
+            return False
+        if not self._examine(directory).is_directory:
+            return False
+        if len(self._directories) >= _MOST_KNOWN:
+            self._directories.clear()
+        self._directories.add(directory)
+        return True
+
+    def _has_its_document(self, array: StoredArray, manifest: Manifest) -> bool:
+        """Tell whether an array's document is as long as it was written; a rewritten one is not."""
+        path = f"{array.path}/{ROOT_DOCUMENT}"
+        record = manifest.records.get(path)
+        try:
+            return record is not None and self._examine(path).nbytes == record.nbytes
+        except OSError:
+            return False
 
     def _read_manifest(self) -> Manifest:
         for path in MANIFEST_FILES:
@@ -315,20 +350,20 @@ class StoreIndex:
         self, array: StoredArray, chunk: StoredChunk, record: FileRecord, codec: str
     ) -> Decoder | CorruptFileError:
         """Say how a chunk is decoded, or what is wrong with its record."""
-        full, crc32s, is_raw = self.root / chunk.path, record.crc32s, codec == "none"
+        crc32s, is_raw = record.crc32s, codec == "none"
         blocks = -(-chunk.nbytes // BLOCK_BYTES) if is_raw else 1
         if is_raw and record.nbytes != chunk.nbytes + CHECKSUM_BYTES:
             message = f"{record.nbytes} bytes for {chunk.nbytes} of content"
-            return CorruptFileError(message, path=full)
+            return CorruptFileError(message, path=self.root / chunk.path)
         if len(crc32s) != blocks:
             message = f"the manifest lists {len(crc32s)} checksums where {blocks} belong"
-            return CorruptFileError(message, path=full)
+            return CorruptFileError(message, path=self.root / chunk.path)
         if is_raw:
             return BlockDigests(chunk.nbytes, BLOCK_BYTES, crc32s)
         # Twice, because the allocator keeps the memory of the previous chunk.
         self.codec_bytes = max(self.codec_bytes, 2 * (chunk.nbytes + record.nbytes))
         return EncodedChunk(
-            full,
+            self.root / chunk.path,
             BloscChunk(codec, array.itemsize),
             stored_bytes=record.nbytes,
             stored_crc32=int(crc32s[0]),

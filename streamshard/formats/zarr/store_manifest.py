@@ -1,7 +1,7 @@
 """The manifest of a store: sizes and checksums of its files, digests of its tensors."""
 
-import base64
 import json
+from binascii import a2b_base64, b2a_base64
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -42,7 +42,10 @@ class Manifest:
 def serialize(records: Mapping[str, FileRecord], codec: str, digests: Mapping[str, str]) -> bytes:
     """Serialize the manifest; `digests` has the CRC-32 and CRC-32C of each array's elements."""
     files = {
-        path: [record.nbytes, base64.b64encode(record.crc32s.astype("<u4").tobytes()).decode()]
+        path: [
+            record.nbytes,
+            b2a_base64(record.crc32s.astype("<u4").tobytes(), newline=False).decode(),
+        ]
         for path, record in records.items()
     }
     document = {"block_bytes": BLOCK_BYTES, "codec": codec, "files": files, "digests": digests}
@@ -55,7 +58,7 @@ def read(data: bytes) -> Manifest:
         document: Any = strict_json.parse(data)
         records = {
             str(path): FileRecord(
-                int(nbytes), np.frombuffer(base64.b64decode(crcs, validate=True), dtype="<u4")
+                int(nbytes), np.frombuffer(a2b_base64(crcs, strict_mode=True), dtype="<u4")
             )
             for path, (nbytes, crcs) in document["files"].items()
         }

@@ -1,18 +1,28 @@
 """Object stores, as a place that files are read from and written to; see `Place`."""
 
-from collections.abc import Callable, Iterable, Mapping
+import errno
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, BinaryIO, Final, TypeVar
 
 from streamshard.io.lock import AnyLock
 from streamshard.io.object_path import ObjectPath, object_of
 from streamshard.io.objects import listings, object_lock
 from streamshard.io.objects.clients import call, s3_options
 from streamshard.io.objects.listings import forget, list_below
-from streamshard.io.objects.object_files import OBJECTS, ObjectFiles
-from streamshard.io.objects.object_reader import AHEAD_BYTES, READING_BYTES, REQUEST_BYTES
+from streamshard.io.objects.object_reader import (
+    AHEAD_BYTES,
+    READING_BYTES,
+    REQUEST_BYTES,
+    ObjectFile,
+    absent,
+    examine_object,
+    get,
+)
 from streamshard.io.objects.object_upload import (
     ObjectSink,
     WrittenObject,
@@ -22,8 +32,9 @@ from streamshard.io.objects.object_upload import (
     upload_bytes,
     upload_requests,
 )
-from streamshard.io.readable import Entry, ReadAheadBytes
+from streamshard.io.readable import Entry, ReadAheadBytes, Status
 from streamshard.io.retry import FROM_OUTSIDE, ignored
+from streamshard.model import SourceFile
 
 T = TypeVar("T")
 
@@ -52,7 +63,7 @@ def objects_below(root: ObjectPath) -> list[ObjectPath]:
 def copy_object(known: ObjectPath, path: ObjectPath) -> None:
     """Copy an object; within a bucket the service does it, up to the size that it copies."""
     forget()
-    with OBJECTS.open(known) as file:
+    with ObjectFile(known, examine_object(known)) as file:
         if known.bucket == path.bucket and file.nbytes <= _COPIED_BYTES:
             call(known, lambda client: client.copy(known.key, path.key))
             return
@@ -122,11 +133,49 @@ def _abort_strays(*roots: ObjectPath) -> str:
 _ENDLESS: Final = 1 << 62
 
 
-class Buckets(ObjectFiles):
+def _content(path: ObjectPath) -> bytes:
+    known = listings.known_status(path)
+    if isinstance(known, Status) and known.nbytes:
+        return bytes(get(path, 0, known.nbytes, known))
+    return bytes(call(path, lambda client: client.get(path.key).bytes()))
+
+
+class Buckets:
     """All object stores."""
 
     read_ahead = ReadAheadBytes(AHEAD_BYTES, REQUEST_BYTES, 1)
     reading_bytes = READING_BYTES
+
+    def examine(self, path: Path, *, follows: bool) -> Status:
+        return examine_object(object_of(path))
+
+    def entries(self, directory: Path) -> Iterator[Entry]:
+        found = listings.entries_of(object_of(directory))
+        if not found and listings.is_listed(object_of(directory)):
+            raise absent(directory)
+        if not found:
+            raise OSError(errno.ENOTSUP, "the web server does not list it", str(directory))
+        return iter(found)
+
+    def resolve(self, path: Path) -> Path:
+        return path  # there are no links
+
+    def open(self, path: Path, known: SourceFile | None = None) -> ObjectFile:
+        expected = (
+            examine_object(object_of(path))
+            if known is None
+            else replace(listings.DIRECTORY, nbytes=known.nbytes, version=known.version)
+        )
+        return ObjectFile(object_of(path), expected)
+
+    def stream(self, path: Path) -> BinaryIO:
+        """Return the whole content of a small object."""
+        path = object_of(path)
+        content = listings.kept_content(path)
+        if content is None:
+            content = _content(path)
+            listings.keep_content(path, content)
+        return io.BytesIO(content)
 
     def listed(self, root: Path) -> Mapping[Any, Mapping[str, Entry]]:
         return listings.tree_of(object_of(root))

@@ -267,7 +267,7 @@ def headers_of(path: ObjectPath, version: str) -> Headers:
 def alike_after(path: ObjectPath, most: int) -> list[tuple[ObjectPath, Status]]:
     """Return the objects that follow one in its kept listing, and differ in numbers only.
 
-    Whoever reads the header of one rank's file reads those of the next ranks.
+    After the header of one rank's file, those of the next ranks are read.
     """
     scope = _kept()
     siblings = {} if scope is None else scope.directories.get(_parent(path), {})

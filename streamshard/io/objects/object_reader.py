@@ -1,19 +1,21 @@
 """Reads ranges of an object: of the one version that was examined, several requests at a time."""
 
 import errno
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from streamshard.errors import CorruptFileError
 from streamshard.io.object_path import ObjectPath
 from streamshard.io.objects import listings
-from streamshard.io.objects.clients import call
-from streamshard.io.readable import Status
+from streamshard.io.objects.clients import call, together
+from streamshard.io.readable import Entry, Status
 from streamshard.io.retry import FROM_OUTSIDE, ignored
 
 if TYPE_CHECKING:
@@ -262,3 +264,40 @@ class ObjectFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def examine_object(path: ObjectPath) -> Status:
+    """Return the status of an object, or of the directory that other objects make of a path."""
+    known = listings.known_status(path)
+    if isinstance(known, Status):
+        return known
+    if known is None:
+        raise absent(path)
+    found: Status | None
+    listed: list[Entry]
+    if listings.is_keeping():  # then the listing will be of use, if it is a directory
+        found, listed = together(lambda: listings.head(path), lambda: listings.entries_of(path))
+        may_be_directory = bool(listed)
+    else:
+        found, listed, may_be_directory = listings.head(path), [], True
+    if found is not None and found.nbytes:
+        return found
+    # A service may list directories in it that are empty.
+    if not all(entry.is_directory for entry in listed):
+        return listings.DIRECTORY
+    if may_be_directory and _is_directory(path):
+        return listings.DIRECTORY
+    if found is None:
+        raise absent(path)
+    return found
+
+
+def absent(path: Path) -> FileNotFoundError:
+    """Return the error of a path at which there is nothing."""
+    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+
+def _is_directory(path: ObjectPath) -> bool:
+    if listings.is_listed(path):
+        return listings.holds_objects(path)
+    return bool(listings.entries_of(path))

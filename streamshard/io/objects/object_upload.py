@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from streamshard.io.object_path import ObjectPath
 from streamshard.io.objects.clients import call, quoted
 from streamshard.io.objects.listings import forget
-from streamshard.io.objects.object_files import OBJECTS
+from streamshard.io.objects.object_reader import ObjectFile, examine_object
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -158,7 +158,7 @@ class WrittenObject:
     descriptor = -1
 
     def __init__(self, path: ObjectPath) -> None:
-        self._file = OBJECTS.open(path)
+        self._file = ObjectFile(path, examine_object(path))
 
     def write(self, view: memoryview, offset: int) -> None:
         """Refuse to change what is complete."""

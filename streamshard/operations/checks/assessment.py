@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 from streamshard.engine.run.phases import Count
@@ -101,6 +101,8 @@ class RunAssessment:
         self._root = as_path(directory)
         self._is_quick = is_quick
         self._names: dict[AssessedCheckpoint, str] = {}
+        self._before: dict[str, str] = {}
+        """Name of a checkpoint → that of the one before it."""
         self._count = Count(progress.advance)
         self._assessor = Assessor(limits, progress, self._count.add)
         self.notes: list[str] = []
@@ -137,6 +139,7 @@ class RunAssessment:
             reason = f"{why}, or another run left it" if name in later else ""
             path = f"{self._given.rstrip('/')}/{name}"
             self._names[AssessedCheckpoint(path, steps[name], reason=reason)] = name
+        self._before = dict(pairwise(found))
         return [*self._names]
 
     def _latest(self, found: Sequence[str]) -> str | None:
@@ -194,16 +197,38 @@ class RunAssessment:
         require_saved_to_end(opened)
         if opened.checkpoint.dropped is not None:
             opened.require_states()
+        skipped = [*self._skipped(opened, self._names[one])]
         if self._is_quick:
-            warnings = suspicions(opened.checkpoint, {})
-            return replace(one, is_whole=True, warnings=tuple(warnings))
+            warnings = *suspicions(opened.checkpoint, {}), *skipped
+            return replace(one, is_whole=True, warnings=warnings)
         found = self._assessor.find(opened, Request(place))
         for problem in found.problems[:1]:
             bad = replace(one, reason=_short(problem.message, place))
             is_read = problem.kind == UNHEALTHY
             return replace(bad, is_healthy=False) if is_read else replace(bad, is_whole=False)
-        warnings = suspicions(opened.checkpoint, found.health)
-        return replace(one, is_whole=True, is_healthy=True, warnings=tuple(warnings))
+        warnings = *suspicions(opened.checkpoint, found.health), *skipped
+        return replace(one, is_whole=True, is_healthy=True, warnings=warnings)
+
+    def _skipped(self, opened: Source, name: str) -> Iterator[str]:
+        """Say whether the job took no step since the checkpoint before, as gradients overflowed.
+
+        DeepSpeed skips such steps, also in bf16: a job that has diverged saves the same weights.
+        """
+        before = self._before.get(name)
+        try:
+            older = None if before is None else open_source(self._root / before)
+        except StreamshardError as error:
+            release_frames(error)
+            return
+        if older is None:
+            return
+        sides = [one.checkpoint.model_parts[0].model_state for one in (older, opened)]
+        found = [side.get(key) for key in ("global_steps", "skipped_steps") for side in sides]
+        counts = [count for count in found if isinstance(count, int)]
+        if len(counts) == len(found):
+            steps, skipped = counts[1] - counts[0], counts[3] - counts[2]
+            if 0 < steps == skipped:
+                yield f"All {steps:,} steps since {before} were skipped, as gradients overflowed."
 
 
 def healthy_checkpoints(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from streamshard import registry
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.deepspeed import ds_config
 from streamshard.io.entries import listings_kept
@@ -51,6 +52,8 @@ class Reader(ABC):
 
     kind: ClassVar[str]
     """What `Source.kind` says."""
+    title: ClassVar[str]
+    """What text calls this kind."""
     completes: ClassVar[bool] = False
     """Whether a job's config can tell what the checkpoint lacks."""
 
@@ -87,6 +90,12 @@ class Reader(ABC):
     ) -> Checkpoint:
         """Add what a job's config tells of the training state, where `completes`."""
         raise NotImplementedError
+
+
+def title_of(kind: str) -> str:
+    """Return what text calls a kind of checkpoint."""
+    found: str = next(reader.title for reader in registry.readers() if reader.kind == kind)
+    return found
 
 
 def check_structure(request: Request, findings: Findings, sample: Sample) -> CheckedStructure:

@@ -33,7 +33,7 @@ class TensorUnits:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are read, but for the sample."""
+        """Bytes that are read if no sample is taken."""
         return sum(
             tensor.nbytes for tensor in self.source.checkpoint.tensors if self._takes(tensor)
         )

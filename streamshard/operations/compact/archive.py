@@ -128,7 +128,7 @@ def _write_store(
         workers=limits.workers,
         overwrite=overwrite,
     )
-    require_separate(small.path, small.files, archived.store)
+    require_separate(small.path, archived.store, small.directories)
     output = store_output(small, verb="compact", options=options)
     plan = plan_output(options, output, archived.store, limits.floor_bytes)
     plan.run(context.proofs.progress)

@@ -59,7 +59,8 @@ def compact(options: _Compact) -> Compaction:
         Directory for `TAG.zarr`, its checksums and its receipt, also in a bucket; use one for each
         run directory.
     keep_last
-        How many of the newest complete steps to keep, at least 2.
+        How many of the newest steps to keep that are whole and healthy, at least 2: they are read
+        to look for damage and NaN, each save once. If fewer are healthy, every tag stays.
     keep_every
         Keep steps that are multiples of this.
     keep_tags

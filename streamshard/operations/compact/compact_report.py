@@ -48,6 +48,8 @@ class CompactedTag:
     """Bytes of optimizer states that were dropped from its archive."""
     exit_code: int = 0
     """Exit code of the error."""
+    unhealthy: str = ""
+    """Why no job should go on from it, if no newer tag is good either."""
 
     @classmethod
     def of(cls, tag: str, action: str, reason: str, exit_code: int = 0) -> "CompactedTag":
@@ -75,7 +77,7 @@ class CompactedTag:
     @property
     def needs_attention(self) -> bool:
         """Whether the user has to look at it."""
-        return self.action in (AMBIGUOUS, _FAILED)
+        return self.action in (AMBIGUOUS, _FAILED) or bool(self.unhealthy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ class Compaction:
     @property
     def exit_code(self) -> int:
         """Exit code of the first error; 0 if there was none."""
-        return next((tag.exit_code for tag in self.problems), 0)
+        return next((tag.exit_code for tag in self.problems if tag.exit_code), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,7 @@ class RunRecord(JsonRecord):
 
     @property
     def needs_attention(self) -> bool:
-        """Whether something is ambiguous or failed."""
+        """Whether something is ambiguous or failed, or the newest tags are not healthy."""
         return bool(self.error or self.problems)
 
     def require_sound(self) -> None:
@@ -145,7 +147,7 @@ class RunRecord(JsonRecord):
         """Return the outcome of the run; an error ended it before every tag had its turn."""
         done = [*tags]
         problems = tuple(tag for tag in done if tag.needs_attention)
-        codes = [one.exit_code for one in (error, *problems) if one is not None]
+        codes = [one.exit_code for one in (error, *problems) if one is not None and one.exit_code]
         return replace(
             self,
             ended=at,

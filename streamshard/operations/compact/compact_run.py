@@ -187,7 +187,8 @@ class CompactRun:
         options, context = self._options, self._context
         if options.acknowledge:
             # A tag of any age is there, and has been looked at.
-            policy = Policy.of(context, replace(self._rules, min_age_ns=0))
+            rules = replace(self._rules, min_age_ns=0)
+            policy = Policy.of(context, rules, is_dry_run=options.dry_run)
             acknowledge = partial(policy.acknowledge, is_dry_run=options.dry_run)
             yield from self._each(options.acknowledge, acknowledge)
         yield from self._each(options.undelete, self._undelete)
@@ -237,7 +238,8 @@ class CompactRun:
 
     def _by_rules(self) -> Iterator[CompactedTag]:
         """Archive and remove what the rules do not keep."""
-        policy, context = Policy.of(self._context, self._rules), self._context
+        context, is_dry_run = self._context, self._options.dry_run
+        policy = Policy.of(context, self._rules, is_dry_run=is_dry_run)
         choices = {choice.tag.name: choice for choice in policy.choices()}
         for result in self._each(choices, lambda tag: self._carry_out(choices[tag], policy)):
             nbytes = result.source_bytes or choices[result.tag].tag.nbytes

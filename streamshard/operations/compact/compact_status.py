@@ -22,6 +22,7 @@ from streamshard.operations.compact.receipts import (
 )
 from streamshard.operations.compact.run_directory import Identity
 from streamshard.operations.compact.tag_choice import by_step
+from streamshard.operations.compact.tag_health import HealthRecord, TagHealth
 from streamshard.operations.compact.trash import Trash, trash_of
 from streamshard.verb_options import DEFAULT_GRACE
 
@@ -75,6 +76,12 @@ class CompactStatus:
     """Bytes of originals that are gone, less those of their archives."""
     last_run: RunRecord | None
     """The last run by the rules; None before the first."""
+    newest_healthy: str = ""
+    """The newest tag that a run found whole and without NaN; empty if none is known."""
+    unhealthy: tuple[str, ...] = ()
+    """Newer tags, which a run found not healthy, by step."""
+    unhealthy_since: str = ""
+    """Time in UTC at which the first of these was saved; empty if there is none."""
 
     @property
     def problems(self) -> list[str]:
@@ -109,6 +116,9 @@ def compact_status(
     grace = timedelta(seconds=last.grace_seconds) if last else DEFAULT_GRACE
     found = sorted(_tags(run, archive, grace), key=lambda tag: by_step(tag.tag))
     gone = [tag for tag in found if tag.state in GONE]
+    known = [*_read_tags(run, archive)]
+    good = max((by_step(one.tag) for one in known if not one.unhealthy), default=None)
+    bad = [one for one in known if good is None or by_step(one.tag) > good]
     return CompactStatus(
         run_dir=str(run),
         archive_dir=str(archive),
@@ -117,7 +127,18 @@ def compact_status(
         trash_bytes=sum(tag.source_bytes for tag in found if tag.state in (IN_TRASH, _GOING)),
         saved_bytes=sum(tag.source_bytes - tag.archive_bytes for tag in gone),
         last_run=last,
+        newest_healthy="" if good is None else good[1],
+        unhealthy=tuple(one.tag for one in bad),
+        unhealthy_since=min((one.saved for one in bad), default=""),
     )
+
+
+def _read_tags(run_dir: Path, archive_dir: Path) -> list[TagHealth]:
+    """List the tags that a run of `compact` has read, and that are still there, by step."""
+    known = [one for one in HealthRecord.of(archive_dir).tags if one.saved]
+    with source_errors(run_dir):
+        there = [one for one in known if lexists(run_dir / one.tag)]
+    return sorted(there, key=lambda one: by_step(one.tag))
 
 
 def _tags(run_dir: Path, archive_dir: Path, grace: timedelta) -> Iterator[TagStatus]:

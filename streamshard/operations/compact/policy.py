@@ -4,7 +4,7 @@ It also knows the ambiguous tags that the user acknowledged: they are not report
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Final
@@ -38,6 +38,7 @@ from streamshard.operations.compact.tag_choice import (
     choose,
     refusal,
 )
+from streamshard.operations.compact.tag_health import TagHealths
 from streamshard.operations.transfer.target import is_there
 from streamshard.sizes import show_duration, some_of
 
@@ -69,11 +70,14 @@ class Policy:
     context: RunContext
     rules: Rules
     before: RunDirectory
+    healths: TagHealths
 
     @classmethod
-    def of(cls, context: RunContext, rules: Rules) -> "Policy":
+    def of(cls, context: RunContext, rules: Rules, *, is_dry_run: bool) -> "Policy":
         """Scan a run directory, and refuse it if nothing in it may be removed."""
+        healths = TagHealths(context, remembers=not is_dry_run)
         run = scan_run_directory(context.run_dir, None, rules.tags)
+        run = replace(run, unhealthy=healths.read)
         known = [tag.name for tag in (*run.tags, *run.trashed)]
         if known and not any(map(rules.considers, known)):
             message = f"{context.run_dir}: {Option('tags', rules.tags)} matches no tag; there are"
@@ -81,17 +85,20 @@ class Policy:
         reason = refusal(run)
         if reason is not None:
             raise IncompleteError(f"{context.run_dir}: {reason}. Nothing was done")
-        return cls(context, rules, run)
+        return cls(context, rules, run, healths)
 
     def choices(self) -> list[Choice]:
-        """Decide about the considered tags, in the order of their steps."""
-        return choose(self.before, self.rules, self.context.now_ns)
+        """Decide about the considered tags, in the order of their steps; the newest are read."""
+        found = choose(self.before, self.rules, self.context.now_ns)
+        self.healths.record(self.before)
+        return found
 
     def kept(self, choice: Choice) -> CompactedTag:
         """Report a tag that is kept; one that is ambiguous only until the user acknowledges it."""
         tag, reason = choice.tag, choice.reason
         if choice.verdict == tag_choice.KEPT:
-            return CompactedTag.of(tag.name, compact_report.KEPT, reason)
+            kept = CompactedTag.of(tag.name, compact_report.KEPT, reason)
+            return replace(kept, unhealthy=choice.unhealthy)
         known = _Acknowledgement.read(self._acknowledgement_of(tag))
         if known is not None and known == _Acknowledgement.of(tag, known.at):
             reason = f"{reason}; acknowledged {known.at[:10]}"
@@ -105,7 +112,10 @@ class Policy:
 
     def acknowledge(self, tag: str, *, is_dry_run: bool) -> CompactedTag:
         """Record that a tag stays as it is, and is not reported again until it changes."""
-        choices = {choice.tag.name: choice for choice in self.choices()}
+        # Whether a tag is unclear does not depend on numbers in it, so none is read.
+        run = replace(self.before, unhealthy=lambda _: "")
+        found = choose(run, self.rules, self.context.now_ns)
+        choices = {choice.tag.name: choice for choice in found}
         if tag not in choices:
             message = f"{self.context.run_dir}: no tag {tag} with shards; there are"
             raise UsageError(f"{message} {', '.join(choices) or 'none'}")
@@ -159,14 +169,19 @@ class Policy:
         if reason is not None or trashed is None:
             reason = reason or "its trash cannot be read"
             raise CorruptFileError(f"{self.context.run_dir}: {reason}; {tag} stays in the trash")
-        return tag_choice.protection_in_trash(trashed, run, self.rules)
+        run = replace(run, unhealthy=self.healths.read)
+        found = tag_choice.protection_in_trash(trashed, run, self.rules)
+        self.healths.record(run)
+        return found
 
     def protection_of_archive(self, tag: str) -> str | None:
         """Say what protects the optimizer states in the archive of a removed tag, if anything."""
         return tag_choice.protection(tag, self.before, self.rules)
 
     def _scan_again(self) -> RunDirectory:
-        return scan_run_directory(self.context.run_dir, self.before, self.rules.tags)
+        run = scan_run_directory(self.context.run_dir, self.before, self.rules.tags)
+        # Reading takes time, in which others may go on to change the directory.
+        return replace(run, unhealthy=self.healths.recall)
 
     def _not_read(self, run: RunDirectory) -> str | None:
         """Return the problem of a tag that could be opened when the run began, and now cannot.

@@ -1,7 +1,7 @@
 """Describes a run directory: its tags, the files that name tags, and the links into tags.
 
 An output directory of HF Trainer, Accelerate, or Lightning with DeepSpeed is one too. Each of its
-checkpoints has a `latest` of its own, and holds besides the engine's tag all that the framework
+checkpoints has a `latest` of its own, and holds, next to the engine's tag, all that the framework
 resumes from: random states, scheduler, tokenizer, `trainer_state.json`. It counts as one tag.
 """
 
@@ -28,7 +28,6 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.names import step_of
 from streamshard.formats.deepspeed.read.redundant_copies import optimizer_lag
 from streamshard.formats.frameworks import TRAINER_STATE
-from streamshard.formats.links import resolved_link
 from streamshard.io.entries import (
     entries_below,
     examine,
@@ -42,6 +41,7 @@ from streamshard.io.entries import (
     listings_kept,
     paths_in,
     read_document,
+    resolve,
 )
 from streamshard.io.files import source_errors
 from streamshard.io.object_path import is_object
@@ -102,7 +102,7 @@ class _Scan:
 
     def is_linked(self, *places: Path) -> bool:
         """Tell whether a link leads to one of some places, or into it."""
-        here = {resolved_link(place) for place in places}
+        here = {resolve(place) for place in places}
         return any(not here.isdisjoint((link, *link.parents)) for link in self.links)
 
     def tag(self, entry: Path) -> Tag | None:
@@ -184,7 +184,7 @@ def scan_run_directory(
                 problems.append(f"{run_dir / name}: {getattr(error, 'strerror', None) or error}")
         list_ahead(run_dir)
         known = {tag.looks: tag for tag in (before.tags if before else ()) if tag.looks}
-        scan = _Scan(run_dir, [resolved_link(link) for link in _links(run_dir)], known)
+        scan = _Scan(run_dir, [resolve(link) for link in _links(run_dir)], known)
         hidden = {run_dir / tag for tag in trash_of(run_dir).hidden()}
         if named[0] is None and not problems:
             found = _checkpoints_in(run_dir, hidden, pattern)
@@ -331,7 +331,11 @@ def open_tag(run_dir: Path, name: str) -> Source:
     """
     directory = run_dir / name
     if not _is_checkpoint(directory):
-        return open_source(run_dir, name)
+        opened = open_source(run_dir, name)
+        if not opened.is_of_ranks:
+            message = "not what an engine saved, but made of it: keep it, or remove it by hand"
+            raise UnsupportedError(f"{directory}: {message}")
+        return opened
     with source_errors(directory):
         named = names.read_latest(directory / names.LATEST)
         latest = identify(directory / names.LATEST)

@@ -1,6 +1,6 @@
 """Chooses the tags of a run directory that may be removed, from the descriptions of all tags."""
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from fnmatch import fnmatchcase
@@ -43,6 +43,10 @@ class Tag:
     """For each model part, how many steps its optimizer is behind; None where it is not known."""
 
 
+def _not_judged(_: Tag) -> str:
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
     """A run directory as it was found."""
@@ -59,6 +63,9 @@ class RunDirectory:
     """Whether the tags are whole checkpoints of a framework, and `latest` is the one saved last."""
     best: Mapping[str, str] = field(default_factory=dict)
     """Checkpoint that a framework calls the best → the file or the checkpoint that says so."""
+    unhealthy: Callable[[Tag], str] = field(default=_not_judged, compare=False)
+    """Says why no job should go on from a tag that can be opened: it holds NaN, or is damaged;
+    empty if it is good. It may read the tag, so it is asked of as few as possible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +104,9 @@ class Choice:
     verdict: str
     """`kept`, `candidate` or `ambiguous`."""
     reason: str
+    unhealthy: str = ""
+    """Why the tag is not good, if no newer tag is good either: the run saves what no job should go
+    on from."""
 
 
 def _step_in(run: RunDirectory, name: str) -> int | None:
@@ -144,8 +154,13 @@ def by_step(name: str) -> tuple[int, str]:
 
 def protection(name: str, run: RunDirectory, rules: Rules) -> str | None:
     """Say which rule or name protects the archive of a removed tag; None if none does."""
-    gone = Tag(name, changed_ns=0)
-    return next(_protected(gone, run, rules, _step_in(run, name), _Newest()), None)
+    gone, step = Tag(name, changed_ns=0), _step_in(run, name)
+    for reason in _protected(gone, run, rules, step, _Newest()):
+        return reason
+    good = _newest(run, rules).good
+    if step is None or not good or step > max(good):
+        return "no newer tag is known to be healthy"
+    return None
 
 
 def protection_in_trash(tag: Tag, run: RunDirectory, rules: Rules) -> str | None:
@@ -162,6 +177,10 @@ class _Newest:
     steps: Set[int] = frozenset()
     mixed: Set[str] = frozenset()
     """Tags that may be of two saves: they are not counted, so more steps are kept."""
+    good: Set[int] = frozenset()
+    """Those that are counted: the steps of the newest tags that are whole and healthy."""
+    unhealthy: Mapping[str, str] = field(default_factory=dict)
+    """Tag that is not counted as it is not good → why."""
 
 
 def _newest(run: RunDirectory, rules: Rules) -> _Newest:
@@ -172,9 +191,18 @@ def _newest(run: RunDirectory, rules: Rules) -> _Newest:
     known = [(step, tag) for step, tag in steps if step is not None and step <= up_to]
     known.sort(key=lambda one: (one[0], one[1].name))
     mixed = {tag.name for tag in _mixed([tag for _, tag in known])}
-    counted = sorted({step for step, tag in known if tag.name not in mixed})[-rules.keep_last :]
-    enough = counted[0] if len(counted) == rules.keep_last else 0
-    return _Newest({step for step, _ in known if step >= enough}, mixed)
+    good, unhealthy = set[int](), dict[str, str]()
+    for step, tag in reversed(known):
+        if step in good or tag.name in mixed:
+            continue
+        if len(good) == rules.keep_last:
+            break
+        if reason := run.unhealthy(tag):
+            unhealthy[tag.name] = reason
+        else:
+            good.add(step)
+    enough = min(good) if len(good) == rules.keep_last else 0
+    return _Newest({step for step, _ in known if step >= enough}, mixed, good, unhealthy)
 
 
 def _mixed(tags: Sequence[Tag]) -> Iterator[Tag]:
@@ -194,15 +222,23 @@ def _mixed(tags: Sequence[Tag]) -> Iterator[Tag]:
 def _decide(tag: Tag, run: RunDirectory, rules: Rules, newest: _Newest, now_ns: int) -> Choice:
     step = _step_in(run, tag.name)
     for reason in _young(tag, rules, now_ns):
-        return Choice(tag, KEPT, reason)
+        return _kept(tag, reason, step, newest)
     if step is not None or tag.name == run.latest:
         for reason in _unclear(tag, run, step):
             return Choice(tag, AMBIGUOUS, reason)
     for reason in _protected(tag, run, rules, step, newest):
-        if tag.name in newest.mixed:
-            reason += "; its files may be of two saves, so it does not count as one of the newest"
-        return Choice(tag, KEPT, reason)
+        return _kept(tag, reason, step, newest)
     return Choice(tag, CANDIDATE, "no rule keeps it")
+
+
+def _kept(tag: Tag, reason: str, step: int | None, newest: _Newest) -> Choice:
+    if tag.name in newest.mixed:
+        reason += "; its files may be of two saves, so it does not count as one of the newest"
+    unhealthy = newest.unhealthy.get(tag.name, "")
+    if unhealthy:
+        reason += f"; not healthy, so it does not count as one of the newest: {unhealthy}"
+    is_last = step is not None and step > max(newest.good, default=-1)
+    return Choice(tag, KEPT, reason, unhealthy if is_last else "")
 
 
 def _young(tag: Tag, rules: Rules, now_ns: int) -> Iterator[str]:

@@ -69,7 +69,7 @@ def compare(
     runs = Runs(left, right, pairs)
     plan = memory if isinstance(memory, MemoryPlan) else fit_sides(memory, left, right)
     findings = Findings()
-    read = Count(progress.advance if phase == READING else _BothSides(progress.advance).add)
+    read = Count(progress.advance if phase == READING else _HalvedProgress(progress.advance).add)
     progress.start(runs.nbytes * (2 if phase == READING else 1), phase)
     try:
         differences = _differences(runs, plan, findings, read.add, exactly=exactly)
@@ -86,7 +86,7 @@ def fit_sides(limits: Limits, left: Source, right: Source, *, copies_bytes: int 
     return limits.fit(codec_bytes, (*left.files, *right.files), copies_bytes)
 
 
-class _BothSides:
+class _HalvedProgress:
     """Counts the bytes read on both sides of a comparison, and reports each pair of bytes once."""
 
     def __init__(self, progress: Callable[[int], None]) -> None:

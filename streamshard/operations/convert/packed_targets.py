@@ -39,7 +39,7 @@ from streamshard.operations.convert.store_targets import StoreTargets, record_of
 from streamshard.operations.source.source import Request, Source
 from streamshard.operations.transfer import file_layout, read_back
 from streamshard.operations.transfer.byte_accounting import ByteCounts
-from streamshard.operations.transfer.file_layout import Divider, Elements, FileLayout
+from streamshard.operations.transfer.file_layout import Divider, Elements, FileLayout, Layout
 from streamshard.operations.transfer.report import Progress, Report
 from streamshard.operations.transfer.target_writer import Pass
 
@@ -79,6 +79,10 @@ class PackedTargets(StoreTargets):
         counts.sizes = {self._name: start + directory + len(end_records(0, 0, 0))}
         return counts
 
+    def passes(self) -> Sequence[Pass]:
+        """Return two passes, of files one by one: they lie in their order."""
+        return [self.content, self.manifest]
+
     def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
         """Read the written store back, and compare it with the source."""
         return read_back.differences(Request(place / self._name), self._source, memory, progress)
@@ -108,10 +112,10 @@ class PlacedTargets(PackedTargets):
 
     def passes(self) -> Sequence[Pass]:
         """Return one pass: what depends on all entries comes at the end of the one file."""
-        return [self.content]
+        return [self._layouts]
 
-    def content(self) -> Iterator[FileLayout]:
-        """Yield the layout of the one file."""
+    def _layouts(self) -> Iterator[Layout]:
+        """Yield the layout of the one file: this itself, as it has too many pieces to be held."""
         documents = self._documents()
         self._records = {path: record_of(data) for path, data in documents.items()}
         self._root = documents.pop(ROOT_DOCUMENT)
@@ -120,9 +124,9 @@ class PlacedTargets(PackedTargets):
         self._crc32s = array("I", bytes(4 * (len(self._starts) - 1)))
         for number, (path, _) in enumerate(self._documents_here):
             self._crc32s[number] = int(self._records[path].crc32s[0])
-        yield FileLayout(self._name, (), divide=self._divided)
+        yield self
 
-    def _divided(self, divider: Divider) -> TargetFile:
+    def divided(self, divider: Divider) -> TargetFile:
         """Return the one file as work: a span for each section, laid out when it is needed."""
         makers = [partial(self._span, divider, start) for start in self._sections]
         ending = Ending(self._starts[-1], b"", make=self._end)

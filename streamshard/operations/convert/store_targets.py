@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import google_crc32c
@@ -35,6 +35,7 @@ from streamshard.formats.zarr.store_manifest import BLOCK_BYTES, FileRecord
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.zero import ceil_div
 from streamshard.model import BLOB, FILE, ITEMSIZE, Digest, LogicalTensor, Whole
+from streamshard.operations.convert.small_layouts import together
 from streamshard.operations.source.source import Request, Source
 from streamshard.operations.transfer import read_back
 from streamshard.operations.transfer.byte_accounting import ByteCounts
@@ -87,7 +88,7 @@ class StoreTargets:
 
     def passes(self) -> Sequence[Pass]:
         """Return two passes: the manifest lists the checksums of everything else."""
-        return [self.content, self.manifest]
+        return [lambda: together(self.content(), self._source), self.manifest]
 
     def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
         """Read the written store back, and compare it with the source."""
@@ -100,7 +101,7 @@ class StoreTargets:
     def _sizes(self) -> dict[str, int]:
         """Compute the size of every file by its path."""
         documents = self._documents()
-        store_state.require_readable(documents[STATE_FILES[1]][:-CHECKSUM_BYTES])
+        store_state.require_readable(self._state)
         records = {path: record_of(data) for path, data in documents.items()}
         for _, chunk in self._chunks():
             blocks = -(-chunk.nbytes // BLOCK_BYTES) if self._codec == "none" else 1
@@ -147,10 +148,13 @@ class StoreTargets:
 
     def _documents(self) -> dict[str, bytes]:
         """Serialize all files of a store except tensors' chunks and the manifest."""
-        checkpoint = self._source.checkpoint
-        state = store_state.dump(checkpoint, self._chunk_shapes)
-        found = store_documents(checkpoint, self._chunk_shapes, self._codec)
-        return {**found, **small_array(STATE_PATH, state)}
+        found = store_documents(self._source.checkpoint, self._chunk_shapes, self._codec)
+        return {**found, **small_array(STATE_PATH, self._state)}
+
+    @cached_property
+    def _state(self) -> bytes:
+        """The training state as the store has it."""
+        return store_state.dump(self._source.checkpoint, self._chunk_shapes)
 
     def _chunks(self) -> Iterator[tuple[int, StoredChunk]]:
         """Yield the number of each tensor with its chunks, in the order of their elements."""
@@ -186,8 +190,10 @@ class StoreTargets:
         self._records[chunk.path] = FileRecord(written.nbytes, crc32s)
         itemsize = ITEMSIZE[self._source.checkpoint.tensors[tensor].dtype]
         past_end = chunk.nbytes - (chunk.stop - chunk.start) * itemsize
-        found = digests.without_zeros(region.content, past_end)
-        self._digests[tensor, chunk.start] = found
+        found = region.content
+        self._digests[tensor, chunk.start] = (
+            digests.without_zeros(found, past_end) if past_end else found
+        )
 
 
 def small_array(path: str, data: bytes) -> dict[str, bytes]:

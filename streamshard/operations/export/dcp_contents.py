@@ -9,9 +9,9 @@ from typing import Final
 from streamshard.engine.run.work import Fixed, Trailer
 from streamshard.errors import UnsupportedError
 from streamshard.formats.checkpoint import Checkpoint, FlatState, ModelPart, ParamGroup, ScalarState
-from streamshard.formats.dcp import dcp_items, dcp_names
-from streamshard.formats.dcp.dcp_items import ItemFrame
-from streamshard.formats.dcp.dcp_metadata_writer import (
+from streamshard.formats.dcp import dcp_names, dcp_writer
+from streamshard.formats.dcp.dcp_writer import (
+    ItemFrame,
     ItemPlace,
     PlacedEntry,
     StatePath,
@@ -217,7 +217,7 @@ class _OptimizerEntries:
         if next(storages_in(value), None) is not None:
             key = ".".join(map(str, paths[0]))
             raise UnsupportedError(f"'{key}' holds tensors inside of another object")
-        return ValueEntry(paths, dcp_items.value_item(value))
+        return ValueEntry(paths, dcp_writer.value_item(value))
 
     def notes(self) -> Iterator[str]:
         """Say what torch's optimizers have and the checkpoint has not."""
@@ -323,7 +323,7 @@ class DcpFiles:
         entry = item.entry
         if isinstance(entry, ValueEntry):
             return ItemFrame(entry.item, (b"",), 0)
-        frame = dcp_items.tensor_frame(entry.dtype, item.shape)
+        frame = dcp_writer.tensor_frame(entry.dtype, item.shape)
         if isinstance(entry.content, bytes):
             return ItemFrame(frame.around(entry.content), (b"",), 0)
         return frame
@@ -349,5 +349,5 @@ def _parts(entry: DcpEntry) -> Iterator[tuple[int, tuple[int, ...], int]]:
     if isinstance(entry, ValueEntry):
         yield 0, (), len(entry.item)
         return
-    for first, shape in dcp_items.chunks(entry.shape, ITEMSIZE[entry.dtype]):
-        yield first, shape, dcp_items.tensor_frame(entry.dtype, shape).nbytes
+    for first, shape in dcp_writer.chunks(entry.shape, ITEMSIZE[entry.dtype]):
+        yield first, shape, dcp_writer.tensor_frame(entry.dtype, shape).nbytes

@@ -309,7 +309,7 @@ def _require_same_model(
 
 
 def _require_trained_experts(source: Source) -> None:
-    """Refuse experts with tensors besides master weights, which only their own files hold."""
+    """Refuse experts with tensors other than master weights, which only their own files hold."""
     checkpoint = source.checkpoint
     model_part = checkpoint.model_parts[0]
     counts = model_part.model_state.get(names.EXPERT_COUNTS)

@@ -13,8 +13,7 @@ from streamshard.errors import CorruptFileError, StreamshardError
 from streamshard.formats import pretrained, pretrained_reader
 from streamshard.formats.checkpoint import Reading
 from streamshard.formats.dcp import dcp_reader
-from streamshard.formats.dcp.dcp_items import ItemFrame
-from streamshard.formats.dcp.dcp_metadata_writer import key_of
+from streamshard.formats.dcp.dcp_writer import ItemFrame, key_of
 from streamshard.formats.torch import torch_file
 from streamshard.io.entries import identify, read_all
 from streamshard.io.files import target_errors

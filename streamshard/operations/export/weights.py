@@ -205,16 +205,16 @@ def _stripped(name: str, prefixes: Sequence[str]) -> str:
     return name
 
 
-def _dtype(source: str, held: Sequence[str], options: ExportOptions) -> str:
+def _dtype(source: str, dtypes: Sequence[str], options: ExportOptions) -> str:
     """Return the dtype of a tensor in the export: integers and booleans stay as they are."""
     is_float = source.startswith(("float", "bfloat"))
-    if not is_float or any(_matches(name, options.keep_dtype) for name in held):
+    if not is_float or any(_matches(name, options.keep_dtype) for name in dtypes):
         return source
     try:
         cast_between(source, DTYPES[options.dtype])
     except UnsupportedError as error:
-        way = Option("keep_dtype", [held[0]])
-        message = f"'{held[0]}': {error}; leave it as it is with {way}"
+        way = Option("keep_dtype", [dtypes[0]])
+        message = f"'{dtypes[0]}': {error}; leave it as it is with {way}"
         raise UnsupportedError(message) from error
     return DTYPES[options.dtype]
 
@@ -306,10 +306,10 @@ def shards(sizes: Sequence[int], most_bytes: int) -> list[range]:
     >>> shards([3, 3, 1, 9, 1], 6)
     [range(0, 2), range(2, 3), range(3, 4), range(4, 5)]
     """
-    found, first, held = [], 0, 0
+    found, first, size = [], 0, 0
     for index, nbytes in enumerate(sizes):
-        if index > first and held + nbytes > most_bytes:
+        if index > first and size + nbytes > most_bytes:
             found.append(range(first, index))
-            first, held = index, 0
-        held += nbytes
+            first, size = index, 0
+        size += nbytes
     return [*found, range(first, len(sizes))]

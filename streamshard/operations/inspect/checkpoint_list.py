@@ -15,11 +15,10 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read import validation
 from streamshard.formats.deepspeed.read.validation import Recorded
 from streamshard.formats.links import is_inside
-from streamshard.formats.zarr.store_index import is_hierarchy
 from streamshard.io.entries import entries_below, examine, is_file, paths_in
 from streamshard.io.files import source_errors
 from streamshard.operations.inspect.inspect_report import CheckpointSummary
-from streamshard.operations.source.candidates import find_candidates, step_of_path
+from streamshard.operations.source.candidates import find_candidates, kind_at, step_of_path
 from streamshard.operations.source.completeness import require_named, require_saved_to_end
 from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.source.tag_directory import find_tag
@@ -59,7 +58,7 @@ def _latest(root: Path) -> str | None:
 
 def _summary(root: Path, name: str, latest: str | None, opened: Source | None) -> CheckpointSummary:
     place = root / name
-    kind = "store" if is_hierarchy(place) else "native"
+    kind = kind_at(place)
     problem, recorded, nbytes, changed, is_known = None, _UNKNOWN, 0, None, True
     try:
         nbytes, changed = _size_and_time(place)

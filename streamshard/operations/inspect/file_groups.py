@@ -10,8 +10,11 @@ from typing import Final
 from streamshard.formats.dcp import dcp_reader
 from streamshard.formats.dcp.dcp_names import METADATA
 from streamshard.formats.deepspeed import names
-from streamshard.io.entries import examine, is_file, is_listed, paths_below
+from streamshard.formats.zarr.documents import document_paths
+from streamshard.formats.zarr.store_index import MANIFEST_FILES, STATE_FILES
+from streamshard.io.entries import examine, is_listed
 from streamshard.io.files import source_errors
+from streamshard.io.relative_paths import examiner
 from streamshard.model import MODULE
 from streamshard.operations.inspect.inspect_report import FileGroup, FileSummary
 from streamshard.operations.source.source import Source
@@ -27,6 +30,8 @@ def list_files(source: Source) -> tuple[FileSummary, ...]:
     """
     found = {relative(source, n): f.nbytes for n, f in enumerate(source.files)}
     with source_errors(source.path):
+        if source.kind == "store":
+            found |= _sizes_in_store(source)
         found |= {
             path.relative_to(source.path).as_posix(): examine(path).nbytes
             for path in _without_tensors(source)
@@ -35,13 +40,7 @@ def list_files(source: Source) -> tuple[FileSummary, ...]:
 
 
 def _without_tensors(source: Source) -> Iterator[Path]:
-    if source.kind == "store":
-        if not is_listed(source.path):
-            return
-        known = {file.path for file in source.files}
-        below = (path for path in paths_below(source.path) if path not in known)
-        yield from (path for path in below if is_file(path))
-    elif source.kind == "dcp":
+    if source.kind == "dcp":
         yield from (place / METADATA for place in dcp_reader.parts_of(source.path))
     elif source.kind == "native":
         latest = source.path / names.LATEST
@@ -50,9 +49,22 @@ def _without_tensors(source: Source) -> Iterator[Path]:
                 yield latest
 
 
+def _sizes_in_store(source: Source) -> Iterator[tuple[str, int]]:
+    """Yield path and size of what belongs to a store and holds no tensors."""
+    if not is_listed(source.path):
+        return
+    examined = examiner(source.path)
+    small = (MANIFEST_FILES[1], STATE_FILES[1])
+    for path in (*small, *document_paths(source.checkpoint)):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            status = examined(path)
+            yield path, examine(source.path / path).nbytes if status.is_link else status.nbytes
+
+
 def relative(source: Source, number: int) -> str:
     """Return the path of a file relative to the source."""
-    return os.path.relpath(source.files[number].path, source.path)
+    path, root = str(source.files[number].path), f"{source.path}/"
+    return path.removeprefix(root) if path.startswith(root) else os.path.relpath(path, root)
 
 
 def group_files(files: Sequence[FileSummary], *, is_store: bool) -> tuple[FileGroup, ...]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from streamshard.io.files import source_errors
 from streamshard.io.object_path import as_path
 from streamshard.operations.inspect.checkpoint_list import summaries
 from streamshard.operations.inspect.file_groups import group_files, list_files
-from streamshard.operations.inspect.inspect_report import GroupSummary, Inspection
+from streamshard.operations.inspect.inspect_report import FileSummary, GroupSummary, Inspection
 from streamshard.operations.inspect.ownership import (
     parameter_details,
     parameter_summaries,
@@ -31,8 +31,12 @@ from streamshard.operations.inspect.ownership import (
 from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.source.tag_directory import find_tag
+from streamshard.operations.transfer.target import require_separate
 from streamshard.options import takes
 from streamshard.verb_options import InspectOptions
+
+if TYPE_CHECKING:
+    from streamshard.operations.inspect.picture_files import PictureFiles
 
 Plain = Any
 """A value that JSON can hold."""
@@ -71,7 +75,7 @@ def inspect(options: InspectOptions) -> Inspection:
         A picture exists already, or cannot be written.
     """
     # Not at the top: verbs that move bytes import this module, and need no memory for pictures.
-    from streamshard.operations.inspect.cut_picture import PictureFiles
+    from streamshard.operations.inspect.picture_files import PictureFiles
 
     svg, html = (as_path(path) if path else None for path in (options.svg, options.html))
     files = PictureFiles(svg, html, options.overwrite)
@@ -102,7 +106,26 @@ def inspect(options: InspectOptions) -> Inspection:
         raise UsageError(f"{opened.path}: {error}") from error
     if not files.paths:
         return found
-    return replace(found, pictures=files.draw(opened, world_size, zero_stage))
+    return replace(found, pictures=_draw(opened, found, files, options))
+
+
+def _draw(
+    source: Source, found: Inspection, files: "PictureFiles", options: InspectOptions
+) -> tuple[FileSummary, ...]:
+    """Draw a checkpoint, and how it would be resized; write complete files or none."""
+    from streamshard.drawing.svg import svg
+    from streamshard.operations.inspect.cut_picture import picture_of
+    from streamshard.operations.inspect.inspect_page import cut_page
+
+    for path in files.paths:
+        require_separate(source.path, path, source.directories)
+    picture = picture_of(source, world_size=options.world_size, zero_stage=options.zero_stage)
+    texts: dict[Path, str] = {}
+    if files.svg is not None:
+        texts[files.svg] = svg(picture)
+    if files.html is not None:
+        texts[files.html] = cut_page(found, source, picture)
+    return files.write(texts)
 
 
 def summarize(source: Source) -> Inspection:

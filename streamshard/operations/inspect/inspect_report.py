@@ -6,17 +6,10 @@ from typing import Any, Final
 
 from streamshard.formats.checkpoint import Dropped
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import Degrees
+from streamshard.operations.checks.structure import title_of
 from streamshard.operations.inspect import notebook
 from streamshard.sizes import counted, show_bytes
 
-KINDS: Final = {
-    "native": "DeepSpeed shards",
-    "store": "Zarr store",
-    "dumps": "raw per-rank dumps",
-    "dcp": "PyTorch's distributed checkpoint",
-    "weights": "safetensors",
-}
-"""Kind of source → its name in text."""
 FOREIGN: Final = ("dcp", "weights")
 """Kinds of sources that are not of DeepSpeed."""
 
@@ -207,6 +200,8 @@ class CheckpointList:
     """In order of their steps."""
     problems: tuple[str, ...]
     """The reasons why DeepSpeed cannot find the checkpoint to load."""
+    pictures: tuple[FileSummary, ...] = ()
+    """The page that was written, with its size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +228,8 @@ class IncompleteCheckpoint:
     """Everything that is missing or wrong."""
     checkpoints: tuple[CheckpointSummary, ...]
     """All checkpoints in the run directory, if the source is the run directory."""
+    pictures: tuple[FileSummary, ...] = ()
+    """The page that was written, with its size."""
 
 
 def degrees_text(parts: int, data: int, degrees: Degrees | None, expert: int) -> str:
@@ -336,7 +333,7 @@ class Inspection:
     def title(self) -> list[tuple[str, str]]:
         """The facts that say which checkpoint it is."""
         codec = f", {self.codec}" if self.codec else ""
-        found = [("checkpoint", f"{self.path} ({KINDS[self.kind]}{codec})"), ("tag", self.tag)]
+        found = [("checkpoint", f"{self.path} ({title_of(self.kind)}{codec})"), ("tag", self.tag)]
         if self.kind not in FOREIGN:
             stage = f"ZeRO stage {self.zero_stage}" if self.zero_stage else "DeepSpeed without ZeRO"
             found.append(("saved by", f"{stage}, world size {self.ranks_text}"))

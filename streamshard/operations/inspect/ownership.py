@@ -103,7 +103,7 @@ def parameter_details(source: Source, patterns: Sequence[str]) -> tuple[Paramete
         if not any(fnmatchcase(name, pattern) for name in known):
             asked = Option("params", [pattern])
             raise UsageError(f"{asked}: {_no_such_name(pattern, known)}")
-    index, ranks = source.checkpoint.tensor_index(), _ranks_of_files(source)
+    index, ranks = source.checkpoint.tensor_index(), ranks_of_files(source)
     return tuple(
         _detail(source, one, index, ranks)
         for one in found
@@ -190,7 +190,7 @@ def _pieces(
         yield OwnedPiece(state, ranks[file], relative(source, file), start, stop, offset)
 
 
-def _ranks_of_files(source: Source) -> list[int | None]:
+def ranks_of_files(source: Source) -> list[int | None]:
     """Return for each file the data-parallel rank that saved it; None if it is not a single one."""
     if source.kind == "dumps":
         return list(range(len(source.files)))
@@ -211,7 +211,7 @@ def rank_detail(source: Source, rank: int) -> RankDetail:
     if not 0 <= rank < layout.world_size:
         message = f"{asked}: there are the data-parallel ranks 0 to {layout.world_size - 1}"
         raise UsageError(message)
-    ranks = _ranks_of_files(source)
+    ranks = ranks_of_files(source)
     own = {relative(source, number) for number, held in enumerate(ranks) if held == rank}
     files: list[FileSummary] = [file for file in list_files(source) if file.path in own]
     return RankDetail(rank, tuple(files), tuple(_partitions(source, rank)))

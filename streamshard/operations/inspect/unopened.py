@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from streamshard.errors import (
@@ -29,9 +30,11 @@ from streamshard.operations.inspect.inspect_report import (
     FileSummary,
     IncompleteCheckpoint,
 )
+from streamshard.operations.inspect.picture_files import PictureFiles
 from streamshard.operations.source.source import Request, read_hints
 from streamshard.operations.source.tag_directory import find_tag
 from streamshard.operations.source.unfinished import is_unfinished
+from streamshard.operations.transfer.target import require_separate
 
 Path_ = str | os.PathLike[str]
 
@@ -58,6 +61,20 @@ def describe_unopened(
         return _incomplete(Request(source, tag, config, known))
     except (StreamshardError, OSError):
         return None  # the first error is more useful
+
+
+def draw_unopened(
+    found: CheckpointList | IncompleteCheckpoint, source: Path_, html: Path_, *, overwrite: bool
+) -> CheckpointList | IncompleteCheckpoint:
+    """Draw on a page what there is."""
+    # Not at the top: only few runs draw anything.
+    from streamshard.operations.inspect.inspect_page import unopened_page
+
+    path = as_path(html)
+    files = PictureFiles(None, path, overwrite)
+    files.require_free()
+    require_separate(as_path(source), path)
+    return replace(found, pictures=files.write({path: unopened_page(found)}))
 
 
 def _needs_choice(root: Path) -> bool:

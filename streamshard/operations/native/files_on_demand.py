@@ -45,10 +45,10 @@ class StorageContent:
             copies = region.copies
             if len(copies) != 1 or int(copies.target[0]) or int(copies.nbytes[0]) != region.nbytes:
                 return None
-            place = int(copies.file[0]), int(copies.source[0]) - at
-            if found not in (None, place):
+            extent = int(copies.file[0]), int(copies.source[0]) - at
+            if found not in (None, extent):
                 return None
-            found, at = place, at + region.nbytes
+            found, at = extent, at + region.nbytes
         return found
 
     def source_bytes(self) -> int:

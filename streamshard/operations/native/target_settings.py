@@ -242,10 +242,10 @@ def require_allowed(checkpoint: Checkpoint, world_size: int) -> int:
         message = f"{asked}: above {_MOST_RANKS:,}, the most ranks that files"
         raise UsageError(f"{message} are written for; give the count of GPUs that will resume")
     if world_size < 1 or world_size % unit:
-        held = [f"is in {parts} tensor or pipeline parallel parts"] if parts > 1 else []
-        held += [f"has its experts spread over {experts} ranks"] if experts > 1 else []
-        held += [f"is trained on sequences cut among {replicas} ranks"] if replicas > 1 else []
-        message = f"{asked}: the model {' and '.join(held)}"
+        reasons = [f"is in {parts} tensor or pipeline parallel parts"] if parts > 1 else []
+        reasons += [f"has its experts spread over {experts} ranks"] if experts > 1 else []
+        reasons += [f"is trained on sequences cut among {replicas} ranks"] if replicas > 1 else []
+        message = f"{asked}: the model {' and '.join(reasons)}"
         if unit == 1:
             raise UsageError(f"{asked}: at least one rank is needed")
         few = ", ".join(str(unit * k) for k in (1, 2, 3))

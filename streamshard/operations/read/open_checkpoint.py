@@ -239,7 +239,7 @@ class OpenCheckpoint(Mapping[str, Parameter]):
 
     @property
     def groups(self) -> tuple[GroupSummary, ...]:
-        """Param groups, with hyper-parameters and what their states hold besides tensors."""
+        """Param groups, with hyper-parameters and what their states hold in addition to tensors."""
         return self.inspection.groups
 
     def _tensor(self, number: int) -> LazyTensor:

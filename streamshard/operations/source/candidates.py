@@ -55,6 +55,11 @@ def _is_checkpoint(directory: Path) -> bool:
     return any(reader.holds(directory) for reader in registry.readers())
 
 
+def kind_at(place: Path) -> str:
+    """Return the kind of a checkpoint in a directory; that of a framework's is DeepSpeed's own."""
+    return next((reader.kind for reader in registry.readers() if reader.holds(place)), "native")
+
+
 def step_of_path(path: str) -> int | None:
     """Read the step in the name of a tag, a store or a framework's directory.
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Final, Self
 
 from streamshard import registry
+from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
-from streamshard.io.entries import entries, files_below, is_directory
+from streamshard.io.entries import entries, files_below, is_directory, paths_in
 from streamshard.io.readable import Entry
 from streamshard.operations.source.unfinished import COMMITTED, JOURNAL
 
@@ -50,6 +51,17 @@ class DirectoryContent:
         """Relative paths of all files below it, without a run's own marks."""
         found = (path.relative_to(self.root) for path in files_below(self.root))
         return [path.as_posix() for path in found if path.parts[0] not in _MARKS]
+
+    def is_path_alone(self, tag: str) -> bool:
+        """Tell whether the parent directories of a tag that is a path hold nothing else."""
+        parts = Path(tag).parts
+        if not names.is_tag(tag) or not is_directory(self.root / tag):
+            return False
+        levels = [self.root.joinpath(*parts[:depth]) for depth in range(1, len(parts))]
+        return all(
+            [entry.name for entry in paths_in(level)] == [parts[depth]]
+            for depth, level in enumerate(levels, start=1)
+        )
 
     def is_one_checkpoint(self) -> bool:
         """Tell whether it is one checkpoint, store, set of dumps or export, and no more."""

@@ -24,6 +24,7 @@ from streamshard.operations.source.source import Request, Source
 
 class _DistributedReader(Reader):
     kind = "dcp"
+    title = "PyTorch's distributed checkpoint"
     completes = True
 
     def holds(self, directory: Path) -> bool:

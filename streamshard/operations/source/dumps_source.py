@@ -20,6 +20,7 @@ from streamshard.operations.source.source import Request, Source
 
 class _DumpsReader(Reader):
     kind = "dumps"
+    title = "raw per-rank dumps"
 
     def recognizes(self, request: Request) -> Path | None:
         template = request.template

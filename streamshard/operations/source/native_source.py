@@ -32,26 +32,26 @@ from streamshard.operations.source.tag_directory import find_tag
 
 class _NativeReader(Reader):
     kind = "native"
+    title = "DeepSpeed shards"
 
     def holds(self, directory: Path) -> bool:
         if not has_shards(directory):
             return False
         # DeepSpeed's universal checkpoints hold the model files of their source too.
         kinds = {parsed.kind for f in paths_in(directory) if (parsed := names.parse(f.name))}
-        return "optim" in kinds or not is_directory(directory / "zero")
+        return "optim" in kinds or not is_directory(directory / names.UNIVERSAL_PARAMS)
 
     def recognizes(self, request: Request) -> Path | None:
         return request.root
 
     def is_alone_in(self, content: DirectoryContent) -> bool | None:
         root, names_there = content.root, content.names
-        universal = names.latest_of(root, names.LATEST_UNIVERSAL) or ""
-        if universal and names_there == {names.LATEST_UNIVERSAL, _first(universal)}:
-            return _is_alone(root, universal)
         tag = names.latest_of(root) or ""
         if framework_of(tag, [*names_there]) is not None:
-            return _first(tag) in content.directories and _is_alone(root, tag)
-        return not names_there or (content.directories == {_first(tag)} and _is_alone(root, tag))
+            return _first(tag) in content.directories and content.is_path_alone(tag)
+        return not names_there or (
+            content.directories == {_first(tag)} and content.is_path_alone(tag)
+        )
 
     def open(self, place: Path, request: Request) -> Source:
         run_dir, tag_dir = find_tag(place, request.tag)
@@ -98,18 +98,6 @@ class _NativeReader(Reader):
 
 def _first(tag: str) -> str:
     return tag.partition("/")[0]
-
-
-def _is_alone(root: Path, tag: str) -> bool:
-    """Tell whether the parent directories of a tag that is a path hold nothing else."""
-    parts = Path(tag).parts
-    if not names.is_tag(tag) or not is_directory(root / tag):
-        return False
-    levels = [root.joinpath(*parts[:depth]) for depth in range(1, len(parts))]
-    return all(
-        [entry.name for entry in paths_in(level)] == [parts[depth]]
-        for depth, level in enumerate(levels, start=1)
-    )
 
 
 READER: Final = _NativeReader()

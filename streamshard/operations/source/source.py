@@ -88,6 +88,12 @@ class Source(Reading):
         )
 
     @property
+    def directories(self) -> frozenset[Path]:
+        """The directories that its files lie in, and its own; no link leads out of a store."""
+        files = () if self.kind == "store" else self.files
+        return frozenset({self.path, *(file.path.parent for file in files)})
+
+    @property
     def needs_like(self) -> bool:
         """Whether it can only be read with a reference checkpoint."""
         if self.kind == "dcp":
@@ -100,7 +106,7 @@ class Source(Reading):
         return self.kind in ("native", "dumps")
 
     def require_training_state(self) -> None:
-        """Refuse a source that lacks what a DeepSpeed job needs besides tensors."""
+        """Refuse a source that lacks what a DeepSpeed job needs in addition to tensors."""
         if self.kind == "weights":
             message = f"{self.checkpoint.foreign}, without an optimizer's state: a job begins with"
             raise UnsupportedError(f"{message} them, and resumes from nothing", path=self.path)

@@ -20,6 +20,7 @@ from streamshard.operations.source.source import Request, Source
 
 class _StoreReader(Reader):
     kind = "store"
+    title = "Zarr store"
 
     def holds(self, directory: Path) -> bool:
         return is_hierarchy(directory)

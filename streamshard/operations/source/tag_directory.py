@@ -33,7 +33,7 @@ def find_tag(root: Path, tag: str | None) -> tuple[Path, Path]:
         message = "a file; give the run directory, the tag directory or a .zarr store"
         raise SourceNotFoundError(message, path=root)
     if tag is None and has_shards(root):
-        return _run_directory_of(root.absolute()), root.absolute()
+        return run_directory_of(root.absolute()), root.absolute()
     if tag is None:
         tag = _latest(root)
     elif not names.is_tag(tag):
@@ -47,7 +47,7 @@ def find_tag(root: Path, tag: str | None) -> tuple[Path, Path]:
     return root, root / tag
 
 
-def _run_directory_of(tag_dir: Path) -> Path:
+def run_directory_of(tag_dir: Path) -> Path:
     """Find the run directory of a tag directory: its parent, unless the tag is a path.
 
     For `epoch/1` it is the directory whose `latest` names a tag of the same depth, as `epoch/2`.

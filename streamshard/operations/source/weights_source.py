@@ -18,6 +18,7 @@ from streamshard.operations.source.source import Request, Source
 
 class _WeightsReader(Reader):
     kind = "weights"
+    title = "safetensors"
 
     def recognizes(self, request: Request) -> Path | None:
         root = request.root
@@ -41,6 +42,7 @@ class _WeightsReader(Reader):
             findings.add_error(error, place)
             return CheckedStructure(self.kind, place.name)
         findings.files += len(opened.files)
+        findings.notes += opened.checkpoint.remarks
         findings.notes.append(
             "Files in safetensors format keep no checksums: their headers and sizes were checked."
         )

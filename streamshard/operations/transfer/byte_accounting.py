@@ -20,7 +20,7 @@ from streamshard.operations.transfer.file_layout import (
 _PIECES_AT_ONCE: Final = 1 << 16
 """Pieces that are located together, which bounds the memory for it."""
 _PIECE_BYTES: Final = 1024
-"""Memory for a piece of a file, besides the segments of a rank's share."""
+"""Memory for a piece of a file, apart from the segments of a rank's share."""
 _SEGMENT_BYTES: Final = 64
 _UNIT_BYTES: Final = 512
 """Memory of a span for each of its pieces and copies."""
@@ -116,8 +116,8 @@ def read_bytes(source: Source, times: NDArray[np.int64]) -> NDArray[np.int64]:
         # With target_itemsize=0, each copy's `target` stays the number of its tensor.
         nbytes = copies.nbytes * times[copies.target]
         for row in np.flatnonzero(np.isin(copies.file, [*computed])).tolist():
-            place = int(copies.source[row]), int(copies.nbytes[row])
-            for held, _, count in computed[int(copies.file[row])].located(*place):
+            copy = int(copies.source[row]), int(copies.nbytes[row])
+            for held, _, count in computed[int(copies.file[row])].located(*copy):
                 found[held] += count * times[copies.target[row]]
                 nbytes[row] = 0
         np.add.at(found, copies.file, nbytes)

@@ -11,8 +11,7 @@ from streamshard.engine.jobs.executor import current_executor
 from streamshard.engine.run import resident_memory
 from streamshard.engine.run.phases import WRITING
 from streamshard.engine.run.runner import Engine
-from streamshard.engine.run.span_writer import Resources
-from streamshard.engine.run.work import TargetFile
+from streamshard.engine.run.span_writer import Resources, TargetFiles
 from streamshard.errors import MemoryLimitError, Option, UsageError
 from streamshard.io.entries import request_bytes
 from streamshard.io.files import require_all_unchanged
@@ -124,7 +123,7 @@ class Limits:
 
 def run(
     source: Source,
-    files: Iterable[TargetFile],
+    files: Iterable[TargetFiles],
     target: StagedTarget,
     memory_plan: MemoryPlan,
     progress: Progress,

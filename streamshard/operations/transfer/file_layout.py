@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 
+from streamshard.engine.run.span_writer import TargetFiles
 from streamshard.engine.run.work import (
     Codec,
     Ending,
@@ -36,7 +37,7 @@ SPAN_BYTES = 128 * MIB
 MOST_COPIES: Final = 1024
 """Copies that cost as much as the bytes of a whole span; no region of one has more."""
 _UNIT_COST: Final = SPAN_BYTES // MOST_COPIES
-"""Bytes that a piece counts as besides its own, and each of its copies."""
+"""Bytes that a piece counts as in addition to its own, and each of its copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,13 @@ class Elements:
     """See `Region`, for both."""
 
 
+class Layout(Protocol):
+    """What a target consists of: a file, or many small ones."""
+
+    def divided(self, divider: "Divider") -> TargetFiles:
+        """Return it as work."""
+
+
 @dataclass(frozen=True, slots=True)
 class FileLayout:
     """A file to write: pieces that follow each other, and endings after them."""
@@ -70,8 +78,6 @@ class FileLayout:
     is_last: bool = False
     take: Callable[[SpanResult], None] = ignore
     """See `TargetFile` for these three."""
-    divide: Callable[["Divider"], TargetFile] | None = None
-    """Divides a file that has too many pieces to be held, and so has none here."""
 
     @property
     def nbytes(self) -> int:
@@ -79,6 +85,10 @@ class FileLayout:
         trailers = (p.trailer for p in self.pieces if isinstance(p, Elements))
         parts = (*self.pieces, *filter(None, trailers))
         return sum(part.nbytes for part in parts) + sum(len(e.data) for e in self.endings)
+
+    def divided(self, divider: "Divider") -> TargetFile:
+        """Return the file as work; see `Layout`."""
+        return divider.target(self)
 
 
 def fixed_files(files: Mapping[str, bytes], *, is_last: bool = False) -> Iterator[FileLayout]:
@@ -106,8 +116,6 @@ class Divider:
 
     def target(self, layout: FileLayout) -> TargetFile:
         """Return a file as work."""
-        if layout.divide is not None:
-            return layout.divide(self)
         runs, late, named = _Runs(), list[Ending](), list[tuple[int, str]]()
         for piece in layout.pieces:
             if isinstance(piece, Fixed):

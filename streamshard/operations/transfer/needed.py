@@ -5,7 +5,7 @@ the run would write. That proves more than a name, a size or a date, whoever wro
 costs reading both sides once.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from streamshard.engine.run.phases import COMPARING
@@ -18,7 +18,7 @@ from streamshard.io.object_path import is_object
 from streamshard.layout.memory_plan import SCRATCH_BYTES, MemoryPlan
 from streamshard.operations.source.unfinished import COMMITTED, JOURNAL
 from streamshard.operations.transfer.file_layout import Divider
-from streamshard.operations.transfer.report import Progress, Report, Silent
+from streamshard.operations.transfer.report import Progress, Report, Silent, nothing_done
 from streamshard.operations.transfer.target import require_space
 from streamshard.operations.transfer.target_state import TargetState
 from streamshard.operations.transfer.target_writer import Output
@@ -85,7 +85,7 @@ class ExistingTarget:
         for layouts in output.writer.passes():
             path = first_difference(
                 root,
-                map(divider.target, layouts()),
+                (layout.divided(divider) for layout in layouts()),
                 source.files,
                 workers=self.memory.workers,
                 window_bytes=self.memory.window_bytes,
@@ -95,10 +95,3 @@ class ExistingTarget:
             if path is not None:
                 return f"{path} holds other bytes"
         return None
-
-
-def nothing_done(report: Report, found: str, path: str) -> Report:
-    """Return the report of a run that was not needed."""
-    return replace(
-        report, found=found, path=path, files=0, bytes_written=0, is_verified=False, seconds=0.0
-    )

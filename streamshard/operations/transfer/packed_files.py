@@ -10,13 +10,19 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from streamshard.engine.jobs.executor import Job, current_executor
 from streamshard.engine.journals.journal import Journal
 from streamshard.engine.run.phases import Watcher
 from streamshard.engine.run.runner import Jobs
-from streamshard.engine.run.span_writer import FilledSpan, Resources, SpanTask, SpanWriter
+from streamshard.engine.run.span_writer import (
+    FilledSpan,
+    Resources,
+    SpanTask,
+    SpanWriter,
+    TargetFiles,
+)
 from streamshard.engine.run.staged_files import Partial
 from streamshard.engine.run.work import Span, TargetFile
 from streamshard.errors import IntegrityError, Option, UsageError
@@ -151,9 +157,9 @@ class _PackingJobs:
         self._is_last = False
         """Whether no files come after those that are waiting, neither here nor later."""
 
-    def all(self, files: Iterable[TargetFile]) -> Iterator[Job[SpanWriter, FilledSpan] | None]:
+    def all(self, files: Iterable[TargetFiles]) -> Iterator[Job[SpanWriter, Any] | None]:
         """Yield the jobs that fill the files."""
-        rest = iter(files)
+        rest = _one_by_one(files)
         first = next(rest)
         if first.path == self._staged.name:
             yield from self._plain.all([first])
@@ -192,7 +198,7 @@ class _PackingJobs:
         self._staged.crc32s[number] = written.crc32
         self._watcher.advance(span.nbytes if done.is_kept else span.nbytes - written.nbytes)
         if done.is_kept:
-            self._staged.keep(written.nbytes)
+            self._staged.kept_bytes += written.nbytes
             self._watcher.keep(span.nbytes)
         else:
             self._staged.journal.note(self._staged.name, number, written)
@@ -209,6 +215,11 @@ class _PackingJobs:
         self._plain.close()
         if self._sink is not None:
             self._sink.close()
+
+
+def _one_by_one(files: Iterable[TargetFiles]) -> Iterator[TargetFile]:
+    for some in files:
+        yield from [some] if isinstance(some, TargetFile) else some.singly()
 
 
 def _pack(

@@ -17,10 +17,10 @@ from streamshard.io.page_cache import drop_cached
 from streamshard.io.place import place_of
 from streamshard.layout.memory_plan import COMPARING_BYTES, MemoryPlan
 from streamshard.operations.source.source import Source, open_source
-from streamshard.operations.transfer import execution, needed, plan_file
+from streamshard.operations.transfer import execution, plan_file
 from streamshard.operations.transfer.estimate import Estimate, estimate_run
 from streamshard.operations.transfer.file_layout import Divider
-from streamshard.operations.transfer.report import Progress, Report, Silent
+from streamshard.operations.transfer.report import Progress, Report, Silent, nothing_done
 from streamshard.operations.transfer.run_identity import RunIdentity
 from streamshard.operations.transfer.staged_target import StagedTarget, staged
 from streamshard.operations.transfer.target import (
@@ -33,6 +33,7 @@ from streamshard.operations.transfer.target import (
 from streamshard.operations.transfer.target_state import TargetState
 from streamshard.operations.transfer.target_writer import Output
 from streamshard.options import TransferOptions, WritingOptions
+from streamshard.registry import EXISTING_TARGET, load
 from streamshard.sizes import some_of
 
 
@@ -59,10 +60,11 @@ class TransferPlan:
         if output.is_reusable:
             is_native = self.source.kind == "native"
             place = str(self.source.path) if is_native else self.report.source
-            return needed.nothing_done(self.report, "source", place)
+            return nothing_done(self.report, "source", place)
         overwrite = self.options.overwrite
-        existing = needed.ExistingTarget(self.report, self.target, output, self.memory, overwrite)
-        return existing.found(progress)
+        named = load(EXISTING_TARGET)(self.report, self.target, output, self.memory, overwrite)
+        found: Report | None = named.found(progress)
+        return found
 
     def run(self, progress: Progress | None = None) -> Report:
         """Write the target."""
@@ -89,7 +91,7 @@ class TransferPlan:
         """Write all files, read them back if that is wanted, and rename them into place."""
         writer, latest = self.output.writer, self.output.latest
         for layouts in writer.passes():
-            files = map(divider.target, layouts())
+            files = (layout.divided(divider) for layout in layouts())
             execution.run(self.source, files, partial_target, self.memory, progress)
         if latest is not None and not partial_target.is_written:
             progress.advance(len(latest.encode()))  # the commit writes it
@@ -178,7 +180,7 @@ def plan_opened(
     else:
         TargetState.of(target, template).require_free(overwrite=options.overwrite)
     opened = open_all()
-    require_separate(opened.path, opened.files, target)
+    require_separate(opened.path, target, opened.directories)
     return plan_output(options, prepare(opened), target, floor_bytes)
 
 

@@ -1,6 +1,6 @@
 """The report that a verb returns, and the progress that it gives while it runs."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from streamshard.engine.run.phases import READING, Watcher
@@ -85,3 +85,10 @@ class Report:
     """With `if_needed`, if nothing was written: which one has the result, `source` or `target`."""
     notes: tuple[str, ...] = field(default=())
     """What the user should know or do next."""
+
+
+def nothing_done(report: Report, found: str, path: str) -> Report:
+    """Return the report of a run that was not needed."""
+    return replace(
+        report, found=found, path=path, files=0, bytes_written=0, is_verified=False, seconds=0.0
+    )

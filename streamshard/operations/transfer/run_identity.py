@@ -53,7 +53,7 @@ _PARTS: Final[Mapping[type, Callable[[Any], Node]]] = {
     Storage: attrgetter("dtype", "numel", "blob"),
     NoteKind: str,
 }
-"""What a checkpoint is made of besides plain nodes, and what stands for it in a digest."""
+"""What a checkpoint is made of, apart from plain nodes, and what stands for it in a digest."""
 
 
 @dataclass(frozen=True, slots=True)

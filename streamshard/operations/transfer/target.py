@@ -1,7 +1,7 @@
 """The paths at which a target is made, and the space for it."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -20,7 +20,6 @@ from streamshard.io.entries import (
 from streamshard.io.files import target_errors
 from streamshard.io.object_path import ObjectPath, as_path, is_object
 from streamshard.io.place import place_of
-from streamshard.model import SourceFile
 from streamshard.operations.source.unfinished import JOURNAL
 
 LOCK: Final = f"{names.OWN_PREFIX}.lock"
@@ -50,15 +49,18 @@ def place_to_make(target: Path) -> Path:
     return target
 
 
-def require_separate(source: Path, files: Sequence[SourceFile], target: Path) -> None:
-    """Refuse a target that lies in its own source, or the other way round."""
-    here = {resolve(source), *{resolve(file.path.parent) for file in files}}
-    for place in (target, partial_of(target), replaced_of(target)):
-        there = resolve(place)
+def require_separate(source: Path, target: Path, directories: Iterable[Path] = ()) -> None:
+    """Refuse a target that lies in its own source, or the other way round.
+
+    `directories`: where else the source's files lie.
+    """
+    here = {resolve(path) for path in (source, *directories)}
+    for path in (target, partial_of(target), replaced_of(target)):
+        there = resolve(path)
         if any(h == there or h in there.parents or there in h.parents for h in here):
             message = f"{target}: lies in or around the source {source}"
-            if place != target:
-                message = f"{place}: is needed to make {target}, and holds the source"
+            if path != target:
+                message = f"{path}: is needed to make {target}, and holds the source"
             raise UsageError(f"{message}; choose another place")
 
 

@@ -11,10 +11,10 @@ from streamshard.operations.resume.resizing import Change
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.byte_accounting import ByteCounts
 from streamshard.operations.transfer.estimate import Encode
-from streamshard.operations.transfer.file_layout import FileLayout
+from streamshard.operations.transfer.file_layout import Layout
 from streamshard.operations.transfer.report import Progress, Report
 
-Pass: TypeAlias = Callable[[], Iterable[FileLayout]]
+Pass: TypeAlias = Callable[[], Iterable[Layout]]
 """Lays out the target's files, or a part of them."""
 
 

@@ -53,17 +53,17 @@ def in_order_of(checkpoint: Checkpoint, stage: int, like: Checkpoint | None) -> 
 
 def _reordered(model_part: ModelPart, order: Mapping[int, tuple[str, ...]]) -> ModelPart:
     groups = enumerate(model_part.groups)
-    reordered = (replace(g, params=order.get(place, g.params)) for place, g in groups)
+    reordered = (replace(g, params=order.get(number, g.params)) for number, g in groups)
     return replace(model_part, groups=tuple(reordered))
 
 
 def _sorted(checkpoint: Checkpoint, model_part: ModelPart) -> dict[int, tuple[str, ...]]:
     """Sort as Muon does; parameters that a stage-3 job sorted already stay as they are."""
     found = {}
-    for place, shapes in enumerate(checkpoint.group_shapes(model_part)):
-        if model_part.is_muon(model_part.groups[place]):
+    for number, shapes in enumerate(checkpoint.group_shapes(model_part)):
+        if model_part.is_muon(model_part.groups[number]):
             params = list(shapes)
-            found[place] = tuple(params[index] for index in muon_order(list(shapes.values())))
+            found[number] = tuple(params[index] for index in muon_order(list(shapes.values())))
     return found
 
 

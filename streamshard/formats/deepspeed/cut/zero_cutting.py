@@ -252,11 +252,13 @@ class _Placing:
         dtype = self._checkpoint.module_dtype
         groups = flat_groups(self._checkpoint, self._model_part, self._layout, dtype)
         for (group, state), slot in self._map.partitions.items():
-            flat, held = groups[group], self._model_part.groups[group]
+            flat, param_group = groups[group], self._model_part.groups[group]
             what = f"{state} of param group {group}"
-            tensors = np.array([self._index[self._model_part.name, state, n] for n in held.params])
-            if state in self._model_part.whole_states(held, self._layout):
-                itemsize = ITEMSIZE[held.flat_states()[state]]
+            tensors = np.array(
+                [self._index[self._model_part.name, state, n] for n in param_group.params]
+            )
+            if state in self._model_part.whole_states(param_group, self._layout):
+                itemsize = ITEMSIZE[param_group.flat_states()[state]]
                 whole = _WholeMomentum(flat, slot, itemsize, self._files)
                 if self._map.stripped:
                     whole.require_nothing_lost()
@@ -280,16 +282,16 @@ class _Placing:
 
         The lengths alone do not show it: in another order, parameters take as much room.
         """
-        held = self._model_part.held_by(rank, self._layout)
-        cuts = [groups[group].cut(sharer) for group, sharer in held]
-        names = [self._model_part.serialized(self._model_part.groups[group]) for group, _ in held]
+        own = self._model_part.held_by(rank, self._layout)
+        cuts = [groups[group].cut(sharer) for group, sharer in own]
+        names = [self._model_part.serialized(self._model_part.groups[group]) for group, _ in own]
         slices = tuple(
             tuple((params[index], start, numel) for index, start, numel in cut.recorded)
             for params, cut in zip(names, cuts, strict=True)
         )
-        alignments = tuple(groups[group].alignments for group, _ in held)
+        alignments = tuple(groups[group].alignments for group, _ in own)
         paddings = tuple(cut.padding for cut in cuts)
-        counted_last = tuple(groups[group].padding_counted_last(sharer) for group, sharer in held)
+        counted_last = tuple(groups[group].padding_counted_last(sharer) for group, sharer in own)
         computed = {
             "group_paddings": (recorded.paddings, (paddings, counted_last)),
             "param_alignment_paddings": (recorded.alignments, (alignments,)),
@@ -315,11 +317,11 @@ class _Placing:
             shares = [shard_numel(tensors[tensor].numel, world_size) for tensor in params]
             lengths = [sum(shares)] * world_size
             _require_lengths(slot, lengths, self._files, f"{state} of sub-group {unit}")
-            first, held = self._builder.slot(slot), 0
+            first, filled = self._builder.slot(slot), 0
             for tensor, share in zip(params, shares, strict=True):
-                lead = held * ITEMSIZE[tensors[tensor].dtype]
+                lead = filled * ITEMSIZE[tensors[tensor].dtype]
                 self._builder.assign(tensor, first, piece_numel=share, lead=lead)
-                held += share
+                filled += share
 
 
 def _stripped_lengths(flat: FlatGroup, found: Slot) -> list[int]:

@@ -16,7 +16,7 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.categories import UNSUPPORTED, by_pattern
 from streamshard.formats.deepspeed.model_parallel.name_patterns import NamePatterns
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import AS_SAVED
-from streamshard.formats.deepspeed.model_parallel.told_cuts import CutsInFiles
+from streamshard.formats.deepspeed.model_parallel.stated_cuts import CutsInFiles
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.shapes import is_size, require_shape, sizes_of
 from streamshard.layout.boxes import Ints, NotTiledError
@@ -43,30 +43,30 @@ class AffineMaps(CutsInFiles):
         return True
 
     def __init__(self, info: Mapping[str, Node]) -> None:
-        held = info[MAPS]
-        if held.get("version") != _VERSION:
-            message = f"affine maps of version {show(held.get('version'))}"
+        maps = info[MAPS]
+        if maps.get("version") != _VERSION:
+            message = f"affine maps of version {show(maps.get('version'))}"
             raise UnsupportedError(f"{message}, not {_VERSION}; use a newer streamshard")
-        self._maps = NamePatterns[Node](held["params"])
+        self._maps = NamePatterns[Node](maps["params"])
         self._refused = NamePatterns(by_pattern(info, UNSUPPORTED))
 
     def cut(self, name: str, shards: Mapping[int, Shape], ranks: int) -> ModelCut:
-        reason, held = self._refused.find(name), self._maps.find(name)
+        reason, entry = self._refused.find(name), self._maps.find(name)
         if reason is not None:
             raise UnsupportedError(f"'{name}' cannot be re-cut: {show(reason)}")
-        if held is None:
+        if entry is None:
             raise UnsupportedError(f"no map tells how '{name}' is cut among the ranks")
         try:
-            return _cut(name, held, ranks)
+            return _cut(name, entry, ranks)
         except (AttributeError, LookupError, TypeError, ValueError, NotTiledError) as error:
             why = show(error.args[0]) if isinstance(error, KeyError) else str(error)
             message = f"the map of '{name}' is not one of its elements"
             raise CorruptFileError(f"{message} ({type(error).__name__}: {why})") from error
 
 
-def _cut(name: str, held: Mapping[str, Node], ranks: int) -> ModelCut:
-    shape = require_shape(held["logical_shape"])
-    of_rank = {int(rank): value for rank, value in held["ranks"].items()}
+def _cut(name: str, entry: Mapping[str, Node], ranks: int) -> ModelCut:
+    shape = require_shape(entry["logical_shape"])
+    of_rank = {int(rank): value for rank, value in entry["ranks"].items()}
     if sorted(of_rank) != list(range(ranks)):
         raise DisagreementError(f"the map of '{name}' is of other ranks than 0 to {ranks - 1}")
     shards = tuple(require_shape(of_rank[rank]["shard_shape"]) for rank in range(ranks))

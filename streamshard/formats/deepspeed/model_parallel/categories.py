@@ -15,7 +15,7 @@ from typing import Final
 from streamshard.errors import CorruptFileError, UnsupportedError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.name_patterns import NamePatterns
-from streamshard.formats.deepspeed.model_parallel.told_cuts import (
+from streamshard.formats.deepspeed.model_parallel.stated_cuts import (
     CutsInFiles,
     cut_by_rule,
     even_widths,
@@ -97,45 +97,46 @@ class Categories(CutsInFiles):
     def is_vocabulary(self, name: str) -> bool:
         return bool(self._vocabulary.find(name))
 
-    def _cut(self, name: str, held: Sequence[Shape]) -> ModelCut:
+    def _cut(self, name: str, shapes: Sequence[Shape]) -> ModelCut:
         if self._replicated.find(name) or self.is_averaged(name):
-            return replicated(held)
+            return replicated(shapes)
         if self._halves.find(name):
-            whole = joined(held, 0)
-            widths = [shape[0] // 2 for shape in held]
+            whole = joined(shapes, 0)
+            widths = [shape[0] // 2 for shape in shapes]
             return segments_cut(whole, 0, [widths, widths])
         subs = self._subs.find(name)
         if subs is not None:
-            return self._cut_subs(name, subs, held)
-        return split(held, 1 if self._rows.find(name) else 0)
+            return self._cut_subs(name, subs, shapes)
+        return split(shapes, 1 if self._rows.find(name) else 0)
 
-    def _cut_subs(self, name: str, subs: _Subs, held: Sequence[Shape]) -> ModelCut:
+    def _cut_subs(self, name: str, subs: _Subs, shapes: Sequence[Shape]) -> ModelCut:
         """Cut a parameter of several in a row, in the shape that its list views it in."""
-        widths = self._sub_widths(subs, held)
+        widths = self._sub_widths(subs, shapes)
         sizes = [sum(_sizes(size)) if isinstance(size, tuple | list) else size
                  for size in subs.shape]  # fmt: skip
         sizes[subs.dimension] = sum(map(sum, widths))
         sizes_of([size for size in sizes if size != -1])
-        numel, known = sum(map(math.prod, held)), math.prod(size for size in sizes if size != -1)
+        numel, known = sum(map(math.prod, shapes)), math.prod(size for size in sizes if size != -1)
         if sizes.count(-1) > 1 or known < 1 or numel % known:
             message = f"'{name}' has {numel:,} elements, and not the shape {show(list(subs.shape))}"
             raise CorruptFileError(f"{message} that '{_SUBS}' has")
         shape = tuple(numel // known if size == -1 else size for size in sizes)
         return segments_cut(shape, subs.dimension, widths)
 
-    def _sub_widths(self, subs: _Subs, held: Sequence[Shape]) -> Sequence[Sequence[int]]:
+    def _sub_widths(self, subs: _Subs, shapes: Sequence[Shape]) -> Sequence[Sequence[int]]:
         """Return, for each sub-parameter, the width of each rank's part."""
-        ranks, told = len(held), subs.shape[subs.dimension]
+        ranks, listed = len(shapes), subs.shape[subs.dimension]
         if self._version >= _WITH_WIDTHS:
             found = [_sizes(widths) for widths in self._widths.get(subs.pattern) or ()]
             if not found or any(len(widths) != ranks for widths in found):
                 raise NotTiledError(f"'{WIDTHS}' has not its widths on {ranks} ranks")
             return found
-        if isinstance(told, int):
+        if isinstance(listed, int):
             # Early lists have the count of equal sub-parameters there.
-            full = joined(held, subs.dimension)[subs.dimension]
-            told = [full // told] * told if 0 < told <= _MOST_SUBS and full % told == 0 else []
-        return even_widths(_sizes(told), ranks)
+            full = joined(shapes, subs.dimension)[subs.dimension]
+            is_possible = 0 < listed <= _MOST_SUBS and full % listed == 0
+            listed = [full // listed] * listed if is_possible else []
+        return even_widths(_sizes(listed), ranks)
 
 
 def _sizes(node: Node) -> Sequence[int]:
@@ -147,23 +148,23 @@ def _sizes(node: Node) -> Sequence[int]:
 
 def by_pattern(info: Mapping[str, Node], key: str) -> Mapping[str, Node]:
     """Return what model files tell by pattern; nothing if they do not."""
-    held = info.get(key) or {}
-    if not isinstance(held, dict):
-        raise CorruptFileError(f"'{key}' is {show(held)}, not a dict by patterns")
-    return held
+    entries = info.get(key) or {}
+    if not isinstance(entries, dict):
+        raise CorruptFileError(f"'{key}' is {show(entries)}, not a dict by patterns")
+    return entries
 
 
 def _listed(info: Mapping[str, Node], key: str) -> Sequence[Node]:
-    held = info.get(key) or []
-    if not isinstance(held, list | tuple):
-        raise CorruptFileError(f"'{key}' is {show(held)}, not a list of patterns")
-    return held
+    entries = info.get(key) or []
+    if not isinstance(entries, list | tuple):
+        raise CorruptFileError(f"'{key}' is {show(entries)}, not a list of patterns")
+    return entries
 
 
 def _sub_params(info: Mapping[str, Node]) -> Iterator[_Subs]:
     for entry in _listed(info, _SUBS):
-        held = entry if isinstance(entry, dict) else {}
-        shape, dimension = held.get("shape"), held.get("partition_dim")
+        fields = entry if isinstance(entry, dict) else {}
+        shape, dimension = fields.get("shape"), fields.get("partition_dim")
         if (
             not isinstance(shape, list | tuple)
             or len(shape) > LIMIT_DIMENSIONS
@@ -171,5 +172,5 @@ def _sub_params(info: Mapping[str, Node]) -> Iterator[_Subs]:
             or not 0 <= dimension < len(shape)
         ):
             raise CorruptFileError(f"'{_SUBS}' has {show(entry)}: no shape and dimension of one")
-        for pattern in _listed(held, "patterns"):
+        for pattern in _listed(fields, "patterns"):
             yield _Subs(str(pattern), shape, dimension)

@@ -18,8 +18,8 @@ from typing import Final
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError, UsageError
 from streamshard.formats.deepspeed.model_parallel.name_patterns import NamePatterns
-from streamshard.formats.deepspeed.model_parallel.told_cuts import (
-    ToldCuts,
+from streamshard.formats.deepspeed.model_parallel.stated_cuts import (
+    StatedCuts,
     cut_by_rule,
     even_widths,
     joined,
@@ -44,16 +44,16 @@ class _OneRule:
     sizes: Sequence[int] = ()
     """Of sub-tensors that are cut one by one."""
 
-    def cut(self, held: Sequence[Shape]) -> ModelCut:
+    def cut(self, shapes: Sequence[Shape]) -> ModelCut:
         if self.dimension is None:
-            return replicated(held)
+            return replicated(shapes)
         if not self.sizes:
-            return split(held, self.dimension)
-        widths = even_widths(self.sizes, len(held))
-        return segments_cut(joined(held, self.dimension), self.dimension, widths)
+            return split(shapes, self.dimension)
+        widths = even_widths(self.sizes, len(shapes))
+        return segments_cut(joined(shapes, self.dimension), self.dimension, widths)
 
 
-class CutRules(ToldCuts):
+class CutRules(StatedCuts):
     """The cut of each parameter that a rule is for."""
 
     def __init__(self, text: str, named: str) -> None:
@@ -85,8 +85,8 @@ def _read(text: str, named: str) -> Iterator[tuple[str, _OneRule]]:
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        pattern, _, told = (part.strip() for part in line.rpartition(":"))
-        found = _RULE.fullmatch(told)
+        pattern, _, stated = (part.strip() for part in line.rpartition(":"))
+        found = _RULE.fullmatch(stated)
         if not pattern or found is None:
             raise UsageError(
                 f"{named}, line {number}: '{line.strip()[:80]}' is no rule. A rule is a pattern of "

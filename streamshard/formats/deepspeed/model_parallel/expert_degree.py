@@ -26,14 +26,12 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.expert_groups import (
     AS_SAVED,
     ExpertLayer,
-    UndividedGroup,
-    undivided_groups,
-)
-from streamshard.formats.deepspeed.model_parallel.expert_order import (
     GroupContent,
+    UndividedGroup,
     order_of_module,
     order_of_reference,
     supply,
+    undivided_groups,
 )
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_pipeline
 from streamshard.formats.pickle.inert import Node, show
@@ -154,11 +152,11 @@ def _require_all_trained(model_part: ModelPart, layers: Iterable[ExpertLayer]) -
     """Refuse experts that the param groups lack, and counts that the model file does not tell."""
     counts = {layer.name: layer.count for layer in layers}
     listed = model_part.model_state.get(names.EXPERT_COUNTS)
-    told = listed if isinstance(listed, list) else []
-    if Counter(counts.values()) != Counter(told):
+    stated = listed if isinstance(listed, list) else []
+    if Counter(counts.values()) != Counter(stated):
         message = f"its param groups train {sorted(counts.values())} experts of a layer"
         raise UnsupportedError(
-            f"{message}, and its model file lists {show(told)}: experts that are not all trained "
+            f"{message}, and its model file lists {show(stated)}: experts that are not all trained "
             f"cannot be spread over another count of ranks. {AS_SAVED}"
         )
 
@@ -228,9 +226,9 @@ def _with_rates(
     if len(made) == before:
         return model_state
     scheduler = model_state.get(names.SCHEDULER)
-    held = scheduler if isinstance(scheduler, dict) else {names.SCHEDULER: scheduler}
-    changed = dict(held)
-    for key, value in held.items():
+    state = scheduler if isinstance(scheduler, dict) else {names.SCHEDULER: scheduler}
+    changed = dict(state)
+    for key, value in state.items():
         if key in names.RATES_PER_GROUP and isinstance(value, list) and len(value) == before:
             changed[key] = [value[groups[content.source].numbers[0]] for content in made]
         elif not isinstance(value, int | float | str | None):
@@ -239,7 +237,7 @@ def _with_rates(
                 f"{message} '{key}' of the learning rate scheduler may have an element for each. "
                 f"{AS_SAVED}"
             )
-    return {**model_state, names.SCHEDULER: changed} if held is scheduler else model_state
+    return {**model_state, names.SCHEDULER: changed} if state is scheduler else model_state
 
 
 def spread_note(own: int, degree: int, like: Checkpoint | None) -> str:
@@ -272,10 +270,10 @@ def _objection_to_spreading(checkpoint: Checkpoint) -> str | None:
     listed = [e.name for f in checkpoint.model_parts for e in f.module if names.expert_of(e.name)]
     if listed:
         return f"the model file has a weight of an expert, '{listed[0]}', as of a frozen one"
-    told = (
+    stated = (
         model_part.model_state.get(names.UNIVERSAL_INFO) for model_part in checkpoint.model_parts
     )
-    if any(_LOCAL_EXPERT.search(text) for info in told for text in _strings(info)):
+    if any(_LOCAL_EXPERT.search(text) for info in stated for text in _strings(info)):
         message = f"its '{names.UNIVERSAL_INFO}' names experts as one rank numbers them"
         return f"{message}, as what AutoTP saves does"
     return None
@@ -285,12 +283,12 @@ def _strings(node: Node) -> Iterator[str]:
     """Yield the strings in a tree of dicts and lists, however deep it is."""
     rest, seen = [node], set()
     while rest:
-        held = rest.pop()
-        if isinstance(held, str):
-            yield held
-        elif isinstance(held, dict | list | tuple) and id(held) not in seen:
-            seen.add(id(held))
-            rest += [*held, *held.values()] if isinstance(held, dict) else held
+        part = rest.pop()
+        if isinstance(part, str):
+            yield part
+        elif isinstance(part, dict | list | tuple) and id(part) not in seen:
+            seen.add(id(part))
+            rest += [*part, *part.values()] if isinstance(part, dict) else part
 
 
 def _has_stages(checkpoint: Checkpoint) -> bool:

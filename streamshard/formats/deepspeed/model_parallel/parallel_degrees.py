@@ -44,8 +44,8 @@ class Degrees:
         ('stage 2 of 3, tensor rank 1 of 2', 'tensor rank 1 of 2')
         """
         stage, rank = divmod(part, self.tensor)
-        places = (("stage", stage, self.pipeline), ("tensor rank", rank, self.tensor))
-        return ", ".join(f"{what} {at} of {count}" for what, at, count in places if count > 1)
+        axes = (("stage", stage, self.pipeline), ("tensor rank", rank, self.tensor))
+        return ", ".join(f"{what} {at} of {count}" for what, at, count in axes if count > 1)
 
     def __str__(self) -> str:
         """Return both degrees as options."""

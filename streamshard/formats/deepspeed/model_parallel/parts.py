@@ -2,24 +2,29 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from streamshard.errors import DisagreementError, Option, UnsupportedError
-from streamshard.formats.checkpoint import Checkpoint, ModelPart, ModuleEntry
+from streamshard.formats.checkpoint import Checkpoint, ModelPart, ModuleEntry, ParamGroup
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.affine_maps import AffineMaps
 from streamshard.formats.deepspeed.model_parallel.categories import Categories
 from streamshard.formats.deepspeed.model_parallel.cut_rules import CutRules
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
     AS_SAVED,
+    TENSOR_PARALLEL,
     Degrees,
     degrees_of,
+    is_pipeline,
 )
-from streamshard.formats.deepspeed.model_parallel.told_cuts import CutsInFiles, ToldCuts
+from streamshard.formats.deepspeed.model_parallel.pipeline_layers import in_order, order_of
+from streamshard.formats.deepspeed.model_parallel.stated_cuts import CutsInFiles, StatedCuts
 from streamshard.formats.deepspeed.read.fingerprints import fingerprint
 from streamshard.formats.pickle.inert import Node
 from streamshard.layout.model_cut import ModelCut, Shape, split_cut, whole_cut
+from streamshard.model import MASTER, LogicalTensor
 
 _TRAINED = "param"
 _HELD = (_TRAINED, "frozen", "buffer", "loose")
@@ -66,20 +71,20 @@ class ModelInParts:
         _require_plain(checkpoint)
         self.degrees: Degrees = degrees_of(checkpoint)
         self.keeps_shards = keeps_shards and self.degrees.tensor > 1
-        self._cuts = self._told_cuts(rules)
+        self._cuts = self._stated_cuts(rules)
         self.tensors: Mapping[str, HeldTensor] = dict(self._held())
         self._known: dict[str, ModelCut] = {}
 
-    def _told_cuts(self, rules: CutRules | None) -> ToldCuts | None:
-        told, *others = (
+    def _stated_cuts(self, rules: CutRules | None) -> StatedCuts | None:
+        stated, *others = (
             f.model_state.get(names.UNIVERSAL_INFO) for f in self.checkpoint.model_parts
         )
         if self.degrees.tensor == 1 or self.keeps_shards:
             return None
         if rules is not None:
             return rules
-        kind = cuts_in(told)
-        if told is None or kind is None:
+        kind = cuts_in(stated)
+        if stated is None or kind is None:
             message = f"cut among {self.degrees.tensor} tensor-parallel ranks, and no"
             raise UnsupportedError(
                 f"{message} '{names.UNIVERSAL_INFO}' in its model files tells how, as what AutoTP "
@@ -87,10 +92,10 @@ class ModelInParts:
                 f"{Option('cut_rules_file')}. {AS_SAVED}"
             )
         for other in others:
-            if fingerprint(other) != fingerprint(told):
+            if fingerprint(other) != fingerprint(stated):
                 message = f"its parts have different '{names.UNIVERSAL_INFO}'"
                 raise DisagreementError(f"{message}: they are not of one run")
-        return kind(told)
+        return kind(stated)
 
     def _held(self) -> Iterator[tuple[str, HeldTensor]]:
         found: dict[str, dict[int, Shape]] = {}
@@ -124,24 +129,24 @@ class ModelInParts:
         return self._known[name]
 
     def _cut_of(self, name: str) -> ModelCut:
-        held = self.tensors[name]
+        tensor = self.tensors[name]
         count = len(self.checkpoint.model_parts)
-        first = next(iter(held.shapes.values()))
+        first = next(iter(tensor.shapes.values()))
         if self.keeps_shards:
-            return self._cut_of_shards(name, held)
-        if held.kind == "buffer" or self._cuts is None:
-            for number, shape in held.shapes.items():
+            return self._cut_of_shards(name, tensor)
+        if tensor.kind == "buffer" or self._cuts is None:
+            for number, shape in tensor.shapes.items():
                 if shape != first:
                     message = f"'{name}' is {list(first)}, in part {number} {list(shape)}"
                     raise DisagreementError(f"{message}: it is cut, and nothing tells how")
-            return whole_cut(first, [number in held.shapes for number in range(count)])
+            return whole_cut(first, [number in tensor.shapes for number in range(count)])
         cut = self._cuts.cut(name, self.shards(name), self.degrees.tensor).spread(
-            [m % self.degrees.tensor if m in held.shapes else None for m in range(count)]
+            [m % self.degrees.tensor if m in tensor.shapes else None for m in range(count)]
         )
         for number, shard in enumerate(cut.shards):
             if shard is not None and 0 not in cut.shape:
                 _require_elements(name, number, shard)
-            _require_shard(name, number, shard, held.shapes.get(number))
+            _require_shard(name, number, shard, tensor.shapes.get(number))
         return cut
 
     def cut_by_default(self) -> Sequence[str]:
@@ -153,9 +158,9 @@ class ModelInParts:
             return []
         return [
             name
-            for name, held in self.tensors.items()
-            if held.kind != "buffer"
-            and len(set(held.shapes.values())) == 1
+            for name, tensor in self.tensors.items()
+            if tensor.kind != "buffer"
+            and len(set(tensor.shapes.values())) == 1
             and self._cuts.is_default(name)
         ]
 
@@ -165,8 +170,8 @@ class ModelInParts:
             return []
         return [
             name
-            for name, held in self.tensors.items()
-            if held.group is not None and self._cuts.is_averaged(name)
+            for name, tensor in self.tensors.items()
+            if tensor.group is not None and self._cuts.is_averaged(name)
         ]
 
     def is_vocabulary(self, name: str) -> bool:
@@ -183,7 +188,7 @@ class ModelInParts:
                 raise DisagreementError(message)
         return found
 
-    def _cut_of_shards(self, name: str, held: HeldTensor) -> ModelCut:
+    def _cut_of_shards(self, name: str, tensor: HeldTensor) -> ModelCut:
         """Return the cut of the elements of all shards, one rank's after the other's."""
         shards, count = self.shards(name), len(self.checkpoint.model_parts)
         ranks = range(self.degrees.tensor)
@@ -194,7 +199,7 @@ class ModelInParts:
             _require_elements(name, rank, shards[rank])
         widths = [math.prod(shards[rank]) for rank in ranks]
         return split_cut((sum(widths),), 0, widths).spread(
-            [m % len(ranks) if m in held.shapes else None for m in range(count)]
+            [m % len(ranks) if m in tensor.shapes else None for m in range(count)]
         )
 
 
@@ -205,8 +210,8 @@ def with_cut_info(optimizer_file: Mapping[str, Node], info: Node) -> Mapping[str
     (`_enable_universal_checkpoint` of `deepspeed/runtime/zero/stage_1_and_2.py`, 0.19.8).
     """
     state = {k: v for k, v in optimizer_file[names.OPTIMIZER].items() if k != names.UNIVERSAL_INFO}
-    told = {} if info is None else {names.UNIVERSAL_INFO: info}
-    return {**optimizer_file, names.OPTIMIZER: {**state, **told}}
+    stated = {} if info is None else {names.UNIVERSAL_INFO: info}
+    return {**optimizer_file, names.OPTIMIZER: {**state, **stated}}
 
 
 def _place(kind: str, group: int | None) -> str:
@@ -256,3 +261,110 @@ def _require_plain(checkpoint: Checkpoint) -> None:
 def _entries(checkpoint: Checkpoint) -> Iterator[ModuleEntry]:
     for model_part in checkpoint.model_parts:
         yield from model_part.module
+
+
+def whole_model(parts: ModelInParts) -> ModelInParts:
+    """Return the one part of a job that does not cut the model.
+
+    Each tensor is whole, and the order of parameters in the optimizer is that of any part, as
+    AutoTP cuts tensors and leaves the module's names alone. Of a pipeline it is a stage that has
+    all layers, whose optimizer's order is not known: no job can resume from it.
+    """
+    checkpoint = parts.checkpoint
+    first = checkpoint.model_parts[0]
+    shards = {
+        name: [own_shape(name, parts.cut(name).shape, next(iter(held.shapes.values())))]
+        for name, held in parts.tensors.items()
+    }
+    if is_pipeline(checkpoint):
+        held = {
+            entry.name: entry
+            for model_part in checkpoint.model_parts
+            for entry in model_part.module
+        }
+        groups = tuple(map(partial(_with_all_params, checkpoint), first.groups))
+        first = replace(first, groups=groups, module=in_order(tuple(held.values())))
+    return made_parts(checkpoint, first, shards, None)
+
+
+def made_parts(
+    checkpoint: Checkpoint,
+    like: ModelPart,
+    shards: Mapping[str, Sequence[Shape]],
+    info: Mapping[str, Node] | None,
+) -> ModelInParts:
+    """Return the parts of a job that has all that one part has, in other shapes.
+
+    `shards`: tensor → its shape on each tensor-parallel rank.
+    `info`: what model files tell of how tensors are cut; None if they are whole.
+    """
+    count = len(next(iter(shards.values())))
+    own: dict[str, Node] = {
+        names.MP_WORLD_SIZE: count,
+        names.PARALLEL_DEGREES: {"pp_degree": 1, "tp_degree": count},
+        names.UNIVERSAL_INFO: info,
+    }
+    state = {
+        key: own.get(key, node)
+        for key, node in like.model_state.items()
+        if info is not None or key != names.UNIVERSAL_INFO
+    }
+    config = _config(checkpoint.config, count)
+    is_stated = names.UNIVERSAL_INFO in like.optimizer_file[names.OPTIMIZER]
+    optimizer = with_cut_info(like.optimizer_file, info if is_stated else None)
+    model_parts, tensors = [], []
+    for rank in range(count):
+        name = names.model_part(rank) if count > 1 else ""
+        entries = (
+            replace(entry, shape=shards[entry.alias_of or entry.name][rank])
+            for entry in like.module
+        )
+        model_parts.append(
+            replace(
+                like,
+                name=name,
+                module=tuple(entries),
+                model_state=state,
+                optimizer_file={**optimizer, names.DS_CONFIG: config},
+            )
+        )
+        tensors += [
+            LogicalTensor(MASTER, param, group.master_dtype, shards[param][rank], name)
+            for group in like.groups
+            for param in group.params
+        ]
+    made = replace(checkpoint, model_parts=tuple(model_parts), tensors=tuple(tensors), layers=())
+    return ModelInParts(made)
+
+
+def _with_all_params(checkpoint: Checkpoint, group: ParamGroup) -> ParamGroup:
+    """Return a param group with the parameters that it has on all stages, layer by layer."""
+    held = [g.params for model_part in checkpoint.model_parts for g in model_part.groups
+            if g.number == group.number]  # fmt: skip
+    found = dict.fromkeys(name for params in held for name in params)
+    return replace(group, params=tuple(sorted(found, key=order_of)))
+
+
+def own_shape(name: str, mapped: Shape, shape: Shape) -> Shape:
+    """Return the shape that a tensor has of its own; its map may be of a view in more dimensions.
+
+    There the last dimension is the tensor's own, and the others are its first one
+    (`_infer_subparam_logical_shapes` of `deepspeed/module_inject/layers.py`, 0.19.8).
+
+    `held`: the shape of some rank's part of it.
+    """
+    if len(mapped) == len(shape):
+        return mapped
+    if len(shape) == 1:
+        return (math.prod(mapped),)
+    if len(shape) == 2:
+        return (math.prod(mapped[:-1]), mapped[-1])
+    message = f"'{name}' is cut in the shape {list(mapped)}, and has {len(shape)} dimensions"
+    raise UnsupportedError(f"{message}: its own shape is not known")
+
+
+def _config(config: Node, degree: int) -> Node:
+    section = config.get(TENSOR_PARALLEL)
+    if not isinstance(section, dict):
+        return dict(config)
+    return {**config, TENSOR_PARALLEL: {**section, "autotp_size": degree}}

@@ -201,8 +201,8 @@ class _File:
             for storage in found.storages.values() if with_checksums else ():
                 if storage.crc32 is None:
                     storage.crc32 = torch_file.checksum_in(content, storage, self.path)
-        held: Mapping[str, Node] = found.root
-        return held
+        state: Mapping[str, Node] = found.root
+        return state
 
 
 class _OneRank:
@@ -224,7 +224,7 @@ class _OneRank:
         for number in range(rank, len(checkpoint.model_parts), degree):
             model_part = checkpoint.model_parts[number]
             trained = {
-                k: v for held in checkpoint.group_shapes(model_part) for k, v in held.items()
+                k: v for shapes in checkpoint.group_shapes(model_part) for k, v in shapes.items()
             }
             self._shapes |= trained
             listed = model_part.model_state.get(names.BUFFER_NAMES) or []
@@ -244,13 +244,13 @@ class _OneRank:
         for file in files:
             with of_file(file.path):
                 # Tied tensors are compared by their checksums.
-                held = file.read(kept, with_checksums=bool(self._shared))
-                prefix = self._prefix_of(file, held)
-            self._taken.append((file, prefix, held))
-            for name, node in held.items() if prefix is not None else ():
+                state = file.read(kept, with_checksums=bool(self._shared))
+                prefix = self._prefix_of(file, state)
+            self._taken.append((file, prefix, state))
+            for name, node in state.items() if prefix is not None else ():
                 self._module.setdefault(f"{prefix}{name}", node)
 
-    def _prefix_of(self, file: _File, held: Mapping[str, Node]) -> str | None:
+    def _prefix_of(self, file: _File, state: Mapping[str, Node]) -> str | None:
         """Return with what the names of a file's tensors begin in the module.
 
         None if the file only has the trained weights of one of several shared modules that are
@@ -262,11 +262,11 @@ class _OneRank:
         found = [
             prefix
             for prefix in self._known
-            if prefix.startswith(_TIED) and self._is_of(prefix, held)
+            if prefix.startswith(_TIED) and self._is_of(prefix, state)
         ]
         if len(found) < 2:
             return found[0] if found else own
-        beside = [name for name in held if f"{found[0]}{name}" not in self._shapes]
+        beside = [name for name in state if f"{found[0]}{name}" not in self._shapes]
         if beside:
             message = f"has '{beside[0]}' of a module that several layers share, of"
             raise UnsupportedError(
@@ -274,10 +274,10 @@ class _OneRank:
             )
         return None
 
-    def _is_of(self, prefix: str, held: Mapping[str, Node]) -> bool:
+    def _is_of(self, prefix: str, state: Mapping[str, Node]) -> bool:
         """Tell whether a file has all tensors of a shared module."""
         for name in self._known[prefix]:
-            tensor = tensor_of(held.get(name.removeprefix(prefix)))
+            tensor = tensor_of(state.get(name.removeprefix(prefix)))
             if tensor is None or self._shapes.get(name, tensor.shape) != tensor.shape:
                 return False
         return True
@@ -288,13 +288,7 @@ class _OneRank:
         tensors: list[LogicalTensor],
         parts: list[TensorInFile],
     ) -> Iterator[LayerFile]:
-        """Add the module's tensors to the model parts' entries and to the tensors.
-
-        Yields
-        ------
-        LayerFile
-            Each file, with the tensors in it.
-        """
+        """Yield each file, and add the module's tensors to the model parts' and to all."""
         first, model_parts = len(tensors), self._checkpoint.model_parts
         reader = self._reader()
         own = reader.entries(self._shapes)
@@ -316,8 +310,8 @@ class _OneRank:
             names.BUFFER_NAMES: list(self._buffers),
             names.SHARED_PARAMS: self._shared,
         }
-        place = self._taken[0][0].path.parent
-        return ModuleReader([ModelFile(place, -1, root)], self._checkpoint.layout.stage, {})
+        directory = self._taken[0][0].path.parent
+        return ModuleReader([ModelFile(directory, -1, root)], self._checkpoint.layout.stage, {})
 
     def _state(
         self, prefix: str, held: Mapping[str, Node], entries: Mapping[str, ModuleEntry]
@@ -349,10 +343,10 @@ class _OneRank:
         `tensors`: those of the stages and of the module.
         """
         model_parts = self._checkpoint.model_parts
-        for file, prefix, held in self._taken:
+        for file, prefix, state in self._taken:
             if prefix is None or not prefix.startswith(_TIED):
                 continue
-            for name, tensor in ((f"{prefix}{name}", tensor_of(held[name])) for name in held):
+            for name, tensor in ((f"{prefix}{name}", tensor_of(state[name])) for name in state):
                 if tensor is None or name not in self._rows:
                     continue
                 like = index.get((model_parts[self._owner(name)].name, MASTER, name))

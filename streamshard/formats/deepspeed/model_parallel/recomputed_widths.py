@@ -16,8 +16,7 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.affine_maps import MAPS, map_of
 from streamshard.formats.deepspeed.model_parallel.categories import WIDTHS, by_pattern
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import TENSOR_PARALLEL
-from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts
-from streamshard.formats.deepspeed.model_parallel.whole_model import made_parts, own_shape
+from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts, made_parts, own_shape
 from streamshard.formats.pickle.inert import Node
 from streamshard.layout.boxes import NotTiledError
 from streamshard.layout.model_cut import ModelCut, segments_cut, whole_cut
@@ -77,17 +76,9 @@ def _even(count: int, ranks: int) -> list[int]:
 
 
 def at_degree(parts: ModelInParts, rule: WidthRule) -> ModelInParts | None:
-    """Return the parts of the same job at another tensor parallel degree, above 1.
+    """Return the parts of a job with AutoTP's affine maps at another tensor parallel degree.
 
-    Parameters
-    ----------
-    parts
-        Those of a checkpoint whose files hold affine maps, which AutoTP saves.
-
-    Returns
-    -------
-    ModelParts or None
-        None if it is not known how that job cuts some tensor.
+    It is above 1. None if it is not known how that job cuts some tensor.
     """
     cuts, widths = {}, {}
     for name in parts.tensors:
@@ -142,22 +133,22 @@ def _segments(cut: ModelCut) -> tuple[int, list[Widths]]:
 
 
 def _info(
-    held: Mapping[str, Node],
+    info: Mapping[str, Node],
     cuts: Mapping[str, ModelCut],
     widths: Mapping[str, Sequence[Widths]],
 ) -> Mapping[str, Node] | None:
     """Return what model files tell of the cuts, in the order of the source; None if it has more."""
     patterns = {f"^{re.escape(name)}$": name for name in cuts}
-    maps, of_subs = held[MAPS]["params"], by_pattern(held, WIDTHS)
+    maps, of_subs = info[MAPS]["params"], by_pattern(info, WIDTHS)
     if not patterns.keys() >= {*maps, *of_subs} or any(
         patterns[pattern] not in widths for pattern in of_subs
     ):
         return None
     made = {pattern: map_of(cuts[patterns[pattern]]) for pattern in maps}
-    told: dict[str, Node] = {MAPS: {**held[MAPS], "params": made}}
-    if WIDTHS in held:
-        told[WIDTHS] = {pattern: widths[patterns[pattern]] for pattern in of_subs}
-    return {**held, **told}
+    stated: dict[str, Node] = {MAPS: {**info[MAPS], "params": made}}
+    if WIDTHS in info:
+        stated[WIDTHS] = {pattern: widths[patterns[pattern]] for pattern in of_subs}
+    return {**info, **stated}
 
 
 def grain_of(config: Mapping[str, Node]) -> int:

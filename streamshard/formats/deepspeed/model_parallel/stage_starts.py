@@ -133,8 +133,8 @@ class _Stages:
 
     def _require_order(self) -> None:
         """Refuse stages whose optimizers do not have the order in which DeepSpeed lists layers."""
-        held = [layers for layers in self._layers if layers]
-        if any(max(one) >= min(other) for one, other in pairwise(held)):
+        stages = [layers for layers in self._layers if layers]
+        if any(max(one) >= min(other) for one, other in pairwise(stages)):
             raise DisagreementError("its stages do not have one layer after the other")
         groups = [group for model_part in self._model_parts for group in model_part.groups]
         if any(list(group.params) != sorted(group.params, key=order_of) for group in groups):
@@ -202,13 +202,13 @@ class _Stages:
         return replace(first, groups=groups, model_state=state)
 
     def _group(self, group: ParamGroup, is_held: Callable[[str], bool]) -> ParamGroup:
-        held = (
+        params = (
             one.params
             for model_part in self._model_parts
             for one in model_part.groups
             if one.number == group.number
         )
-        return replace(group, params=_chosen(held, is_held))
+        return replace(group, params=_chosen(params, is_held))
 
     def _has(self, shared: str, layers: range) -> bool:
         """Tell whether some of the layers use a module that several layers share."""

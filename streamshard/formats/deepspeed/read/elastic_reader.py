@@ -46,9 +46,9 @@ def expand_elastic_state(
 
 
 def _expanded(state: dict[str, Node], path: Path, groups: Sequence[Mapping[str, Any]]) -> Node:
-    held = require(state, names.BASE_OPTIMIZER, path)
-    if not isinstance(held, list) or len(held) != len(groups):
-        count = f"{len(held)} groups" if isinstance(held, list) else "no elastic_checkpoint"
+    wrapped = require(state, names.BASE_OPTIMIZER, path)
+    if not isinstance(wrapped, list) or len(wrapped) != len(groups):
+        count = f"{len(wrapped)} groups" if isinstance(wrapped, list) else "no elastic_checkpoint"
         message = f"{count}, {LIKE} has {len(groups)} groups"
         raise DisagreementError(message, path=path)
     counted = names.ELASTIC_STEP in state
@@ -60,7 +60,7 @@ def _expanded(state: dict[str, Node], path: Path, groups: Sequence[Mapping[str, 
             raise DisagreementError(f"{message} groups", path=path)
         own = {"step": step} if counted else {}
         serialized.append({**group, **own, "params": [number]})
-    return {"state": {k: v for k, v in enumerate(held) if v}, "param_groups": serialized}
+    return {"state": {k: v for k, v in enumerate(wrapped) if v}, "param_groups": serialized}
 
 
 def require_same_groups(params: Sequence[Sequence[str]], like: ModelPart, path: Path) -> None:

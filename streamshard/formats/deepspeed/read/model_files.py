@@ -58,22 +58,14 @@ class ParsedModel:
 def match_models(
     parsed: Mapping[int, ParsedModel], paths: Sequence[Path]
 ) -> list[NDArray[np.uint32] | None]:
-    """Compare model files with parsed ones; None for a file that must be parsed itself.
+    """Return the checksums of each file that holds the object of the parsed one of its size.
 
-    Parameters
-    ----------
-    parsed
-        File size → parsed file.
-
-    Returns
-    -------
-    list
-        The checksums of each file that holds the same object; see `CachedParse.crc32s`.
+    They are `CachedParse.crc32s`; None for a file that must be parsed itself.
     """
     found: list[NDArray[np.uint32] | None] = []
     for path in paths:
         cached = None
-        # Whoever parses the file says what is wrong with it.
+        # What is wrong with the file is said when it is parsed.
         with ignored(FROM_OUTSIDE), suppress(SourceError, ValueError):
             like = parsed.get(examine(path).nbytes)
             cache = _cache_of(like) if like is not None else None
@@ -144,7 +136,7 @@ def _open(path: Path, number: int, cache: ParseCache) -> _Opened:
 
 
 @dataclass(frozen=True, slots=True)
-class _Looked:
+class _Compared:
     """The result of comparing one file with the first."""
 
     entries: Entries
@@ -164,7 +156,7 @@ def differences(
     `entries`: selects the entries of a file to compare; called once for each object.
     """
     first: Facts | None = None
-    looked: dict[int, _Looked] = {}
+    compared: dict[int, _Compared] = {}
     for file in files:
         if file.cached is None:
             picked = entries(file)
@@ -172,14 +164,14 @@ def differences(
             first = own if first is None else first
             wrong = differing(first, own)
             places = {key: _places(node) for key, node in picked.items()}
-            looked[id(file.root)] = _Looked(picked, wrong, places)
+            compared[id(file.root)] = _Compared(picked, wrong, places)
         else:
-            wrong = _of_cached(file, file.cached, looked[id(file.root)], first or {})
+            wrong = _of_cached(file, file.cached, compared[id(file.root)], first or {})
         if wrong:
             yield file, wrong
 
 
-def _of_cached(file: ModelFile, cached: CachedParse, like: _Looked, first: Facts) -> list[Node]:
+def _of_cached(file: ModelFile, cached: CachedParse, like: _Compared, first: Facts) -> list[Node]:
     """List the keys of entries in which a file with a shared object differs from the first."""
     changed = cached.changed()
     again = {

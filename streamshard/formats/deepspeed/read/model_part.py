@@ -20,7 +20,7 @@ from streamshard.formats.deepspeed.read.agreement import (
 )
 from streamshard.formats.deepspeed.read.model_files import ModelFile, differences, read_models
 from streamshard.formats.deepspeed.read.module_reader import ModuleReader
-from streamshard.formats.deepspeed.read.optimizer_reader import OptimizerReader
+from streamshard.formats.deepspeed.read.optimizer_reader import OptimizerReader, known_param_ids
 from streamshard.formats.deepspeed.read.rank_files import (
     SAVE_AGAIN,
     ModelPartFiles,
@@ -123,7 +123,7 @@ def read_model_part(
     module_map = module.assign(entries, first=first + len(tensors), model_part=name)
     tensors += module.tensors
 
-    param_ids = optimizer.param_ids([list(unit) for unit in shapes], entries)
+    param_ids = known_param_ids(optimizer.ends(), [list(unit) for unit in shapes], entries)
     where = part_map(optimizer, layout, shapes)  # before the next lines strip what it reads
     strip_optimizer(states[0], stage)
     module.strip(entries)
@@ -166,6 +166,12 @@ def _param_shapes(
         return _with_shapes(
             recorded_units(optimizer, files.optimizer_files), first[names.MODULE_STATE]
         )
+    return listed_shapes(models, files)
+
+
+def listed_shapes(models: Sequence[ModelFile], files: ModelPartFiles) -> list[Shapes]:
+    """Read names and shapes of the trained parameters as the model files list them."""
+    units = models[0].root.get(names.PARAM_SHAPES)
     if not isinstance(units, list) or not all(isinstance(unit, dict) for unit in units):
         message = "no parameter shapes; saved before DeepSpeed 0.6?"
         raise UnsupportedError(f"{message} {SAVE_AGAIN}", path=files.model_files[0])

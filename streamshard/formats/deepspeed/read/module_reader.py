@@ -223,7 +223,7 @@ class ModuleReader:
             return shard.require_contiguous(what)
 
     def _compare_ranks(self, entries: Sequence[ModuleEntry]) -> None:
-        """Note the entries besides the shards about which the ranks' files disagree."""
+        """Note the entries other than the shards about which the ranks' files disagree."""
         for file in self._files[1:]:
             module = file.root.get(names.MODULE_STATE)
             if not isinstance(module, dict):

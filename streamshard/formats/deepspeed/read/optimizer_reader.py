@@ -452,25 +452,29 @@ class OptimizerReader:
             found.append(own)
         return tuple(found)
 
-    def param_ids(
-        self, units: Sequence[Sequence[str]], entries: Sequence[ModuleEntry]
-    ) -> dict[str, int]:
-        """Return ZeRO-3's `ds_id` of the parameters.
+    def ends(self) -> list[Node]:
+        """Return the ids of the first and last parameter of each unit, as ZeRO-3 records them."""
+        return [master.attributes.get("ds_id") for master in self._masters[0]]
 
-        The files record the first and last id of each sub-group. The engine numbers parameters in
-        the module's order unless they were created under `zero.Init`. If the module's order fits
-        every recorded id, all ids are known, else only the recorded ones.
-        """
-        counted = [e.name for e in entries if e.kind in ("param", "frozen")]
-        derived = {name: number for number, name in enumerate(counted)}
-        known: dict[str, int] = {}
-        for params, master in zip(units, self._masters[0], strict=True):
-            ends = master.attributes.get("ds_id")
-            first, _, last = (ends if isinstance(ends, str) else "").partition("_")
-            if first.isdecimal() and last.isdecimal() and params:
-                known |= {params[0]: int(first), params[-1]: int(last)}
-        agrees = all(derived.get(name) == number for name, number in known.items())
-        return derived if agrees else known
+
+def known_param_ids(
+    recorded: Sequence[Node], units: Sequence[Sequence[str]], entries: Sequence[ModuleEntry]
+) -> dict[str, int]:
+    """Return ZeRO-3's `ds_id` of the parameters.
+
+    The files record the first and last id of each sub-group. The engine numbers parameters in the
+    module's order unless they were created under `zero.Init`. If the module's order fits every
+    recorded id, all ids are known, else only the recorded ones.
+    """
+    counted = [e.name for e in entries if e.kind in ("param", "frozen")]
+    derived = {name: number for number, name in enumerate(counted)}
+    known: dict[str, int] = {}
+    for params, ends in zip(units, recorded, strict=True):
+        first, _, last = (ends if isinstance(ends, str) else "").partition("_")
+        if first.isdecimal() and last.isdecimal() and params:
+            known |= {params[0]: int(first), params[-1]: int(last)}
+    agrees = all(derived.get(name) == number for name, number in known.items())
+    return derived if agrees else known
 
 
 def _have_one_object(inner: Mapping[str, Node], other: Mapping[str, Node]) -> bool:

@@ -123,8 +123,8 @@ class TagFiles:
 
     def _lacks_experts(self, mp_rank: int) -> bool:
         """Tell whether other parts of the model have files of experts, and this one has none."""
-        held = {names.part_of_expert_file(path.name) for path in self.parts} - {None}
-        return bool(held) and mp_rank not in held
+        numbers = {names.part_of_expert_file(path.name) for path in self.parts} - {None}
+        return bool(numbers) and mp_rank not in numbers
 
     def incomplete(
         self, mp_rank: int, ranks: int, of: str = "", *, is_bf16: bool = False
@@ -142,22 +142,22 @@ class TagFiles:
             return self.tag_dir / names.optimizer_file(rank, bf16=bf16, mp_rank=mp_rank)
 
         yield from missing_ranks(found.optimizer.keys(), ranks, optimizer_of, of)
-        held = {rank: path for rank, path in found.model.items() if rank is not None}
+        models = {rank: path for rank, path in found.model.items() if rank is not None}
         if None in found.model:
-            for path in list(held.values())[:1]:
+            for path in list(models.values())[:1]:
                 message = f"of stage 3, {found.model[None]} of stage 1 or 2: two runs in one place"
                 yield IncompleteError(f"{message}; move away the set that is older", path=path)
-        elif not held:
+        elif not models:
             missing = self.tag_dir / names.model_file(None, mp_rank)
             hint = _NEVER_SAVED if self._lacks_experts(mp_rank) else ""
             yield IncompleteError(f"the model file is missing{hint}", path=missing)
         else:
-            yield from self._incomplete_models(mp_rank, held, ranks, of, optimizer_of)
+            yield from self._incomplete_models(mp_rank, models, ranks, of, optimizer_of)
 
     def _incomplete_models(
         self,
         mp_rank: int,
-        held: Mapping[int, Path],
+        models: Mapping[int, Path],
         ranks: int,
         of: str,
         optimizer_of: Callable[[int], Path],
@@ -167,9 +167,9 @@ class TagFiles:
         def file_of(rank: int) -> Path:
             return self.tag_dir / names.model_file(rank, mp_rank)
 
-        fit = {rank for rank, path in held.items() if rank < ranks and path == file_of(rank)}
+        fit = {rank for rank, path in models.items() if rank < ranks and path == file_of(rank)}
         yield from missing_ranks(fit, ranks, file_of, of)
-        for rank, path in held.items():
+        for rank, path in models.items():
             if rank not in fit:
                 message = "no optimizer file of this rank; left over from another world"
                 message = f"{message} size? Move it away, or restore {optimizer_of(rank).name}"

@@ -1,9 +1,9 @@
 """Reads the optimizer files of thousands of ranks, in batches that workers can read elsewhere.
 
-Nearly all of a rank's object is the first rank's too. So whoever reads a file parses and checks all
-of it, and tells only the parts that differ from the first rank's, and where the storages lie: some
-hundred bytes. From that the same object is put together again. Parts that are the same are one
-object, which takes the memory of one, and is looked at once.
+Rank files are nearly identical. A worker parses and checks the whole file, but returns only the
+parts that differ from the first rank's, and the offsets of the storages: some hundred bytes. From
+these the same object is put together again. Equal parts of all ranks are one object in memory, and
+are examined once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -77,7 +77,9 @@ class _Parts:
     """The parts of an optimizer file's object, which are compared one by one."""
 
     def __init__(self, found: TorchFile) -> None:
-        self._numbers = {id(held): number for number, held in enumerate(found.storages.values())}
+        self._numbers = {
+            id(storage): number for number, storage in enumerate(found.storages.values())
+        }
         self.nodes = dict(_parts_of(found.root))
         self.serialized: list[bytes] = []
         held_bytes = 0
@@ -167,7 +169,7 @@ class _HeaderReader:
         if own is None:
             return None
         storages = np.array(
-            [_storage_row(held) for held in found.storages.values()], dtype=np.int64
+            [_storage_row(storage) for storage in found.storages.values()], dtype=np.int64
         )
         header = _with_scalars(
             path, RankHeader(own, storages.reshape(-1, 3), b"", found.is_legacy, found.unknown)
@@ -199,7 +201,7 @@ def _with_scalars(path: Path, header: RankHeader) -> RankHeader:
     with open_readable(path) as file:
         file.prepare([(at, at + count) for at, count in wanted])
         scalars = b"".join(file.read_at(at, count) for at, count in wanted)
-    # A file that has become shorter is found out by whoever wants a scalar and does not have it.
+    # If the file has become shorter, an error is raised where a scalar is needed.
     is_whole = len(scalars) == sum(count for _, count in wanted)
     return replace(header, scalars=scalars if is_whole else b"")
 

@@ -20,7 +20,7 @@ _OTHER_COPY: Final = "take another copy of the checkpoint, or an earlier tag"
 
 
 def ranks_differ(keys: set[Node]) -> Note:
-    """Return the note about entries besides the shards about which ranks disagree."""
+    """Return the note about entries other than the shards about which ranks disagree."""
     serialized = show_few(sorted(keys, key=show_key))
     text = f"The ranks' files differ in {serialized}; rank 0's are taken for all."
     return Note(text, NoteKind.LEFT_OUT)
@@ -95,7 +95,7 @@ def require_alike(models: Sequence[ModelFile], entries: Sequence[ModuleEntry], s
 
 
 def _require_placeholders(file: ModelFile, entries: Sequence[ModuleEntry]) -> None:
-    """Refuse partitioned weights that have values in the module besides their fragments."""
+    """Refuse partitioned weights that have values in the module in addition to their fragments."""
     module = file.root.get(names.MODULE_STATE) or {}
     for entry in entries:
         with of_file(file.path):
@@ -135,8 +135,8 @@ def _require_same_frozen(file: ModelFile, entries: Sequence[ModuleEntry], stage:
 
 def _frozen_shapes(file: ModelFile) -> dict[str, tuple[int, ...]]:
     with of_file(file.path):
-        held = file.root.get(names.FROZEN_SHAPES) or {}
-        return {name: shape_of(node) for name, node in held.items()}
+        shapes = file.root.get(names.FROZEN_SHAPES) or {}
+        return {name: shape_of(node) for name, node in shapes.items()}
 
 
 def alike(one: Tensor | None, other: Tensor | None) -> bool:

@@ -67,7 +67,7 @@ def _read_uncut_part(
         message = "holds no optimizer's state, as another part of the model does"
         raise DisagreementError(f"{message}: they are not of one run", path=file.path)
     refuse_uncut(Saved(0, config, (), (), [model], [file.path]))
-    layout = ds_config.zero_layout(config, stage=0, world_size=_world_size(file))
+    layout = ds_config.zero_layout(config, stage=0, world_size=recorded_ranks(file))
     module = ModuleReader([file], 0, {})
     entries = module.entries({})
     where = module.assign(entries, first=first, model_part=name)
@@ -87,7 +87,7 @@ def _read_uncut_part(
     )
 
 
-def _world_size(file: ModelFile) -> int:
+def recorded_ranks(file: ModelFile) -> int:
     """Read the count of data-parallel ranks, which no other entry records."""
     model: Mapping[str, Node] = file.root
     count = require(model, names.DP_WORLD_SIZE, file.path)
@@ -161,7 +161,7 @@ def _read_shards(
             undo_round_robin(model_part, layout.world_size) for model_part in model_parts
         ]
     whole = {k: v for reading in readings for k, v in reading.whole.items()}
-    files_ = _adopt_files(others, sources, tensors, whole)
+    files_ = adopt_files(others, sources, tensors, whole)
     checkpoint = Checkpoint(
         tag=tag,
         layout=layout,
@@ -171,7 +171,7 @@ def _read_shards(
         files=files_,
         notes=(*sources.notes, *dict.fromkeys(note for r in readings for note in r.notes)),
         is_bf16=shards.prefix == "bf16_",
-        accelerate_step=_accelerate_step(others, layout.world_size * len(readings)),
+        accelerate_step=accelerate_step(others, layout.world_size * len(readings)),
     )
     source_map = SourceMap(
         files=tuple(sources.files),
@@ -235,7 +235,7 @@ def _check_parts(shards: ShardSet, model_parts: Sequence[ModelPart]) -> None:
                     raise IncompleteError(f"{message} that saved it", path=shards.tag_dir / wanted)
 
 
-def _accelerate_step(others: Sequence[tuple[Path, str]], world_size: int) -> int | None:
+def accelerate_step(others: Sequence[tuple[Path, str]], world_size: int) -> int | None:
     """Read the step that Accelerate saves with each rank's random state; None if there is none."""
     steps: dict[Path, int | None] = {}
     for path, relative in others:
@@ -252,7 +252,7 @@ def _accelerate_step(others: Sequence[tuple[Path, str]], world_size: int) -> int
     return next(iter(steps.values()), None)
 
 
-def _adopt_files(
+def adopt_files(
     others: Sequence[tuple[Path, str]],
     sources: SourceFiles,
     tensors: list[LogicalTensor],

@@ -94,22 +94,22 @@ class OptimizerWriter:
         given = {names.DS_CONFIG: self._config} if names.DS_CONFIG in source else {}
         return {**source, names.OPTIMIZER: self.dump(rank), **given}
 
-    def _in_order(self, state: Mapping[str, Node], held: Mapping[str, Node]) -> dict[str, Node]:
+    def _in_order(self, state: Mapping[str, Node], entries: Mapping[str, Node]) -> dict[str, Node]:
         """Order a target's entries as in the source, or as the target's kind of optimizer does.
 
         Entries that only other kinds of optimizer have are left out. Unknown entries are kept.
         """
         order = _keys_of(self._layout)
         if order == _keys_of(self._source_layout):
-            kept = {key: state.get(key, value) for key, value in held.items()}
+            kept = {key: state.get(key, value) for key, value in entries.items()}
             # DeepSpeed before 0.19.7 did not write this key. Without it, no padding is expected.
             if any(map(any, state.get(names.ALIGNMENT_PADDINGS, []))):
                 kept[names.ALIGNMENT_PADDINGS] = state[names.ALIGNMENT_PADDINGS]
             return kept
-        merged = {**held, **state}
+        merged = {**entries, **state}
         known = {key: merged[key] for key in order if key in merged}
         foreign = {*_KEYS_12, *_KEYS_3} - set(order)
-        unknown = {k: v for k, v in held.items() if k not in known and k not in foreign}
+        unknown = {k: v for k, v in entries.items() if k not in known and k not in foreign}
         return {**known, **unknown}
 
     def _unkept(self, source: Mapping[str, Node]) -> dict[str, Node]:
@@ -128,24 +128,24 @@ class OptimizerWriter:
 
     def _stage_enum(self) -> Node:
         stage = self._layout.stage
-        held = self._model_part.optimizer_file[names.OPTIMIZER].get(names.ZERO_STAGE)
+        recorded = self._model_part.optimizer_file[names.OPTIMIZER].get(names.ZERO_STAGE)
         # DeepSpeed before 0.7.0 saved a plain int.
-        return stage if isinstance(held, int) else Call(names.STAGE_ENUM, (stage,))
+        return stage if isinstance(recorded, int) else Call(names.STAGE_ENUM, (stage,))
 
     def _stage_12(self, rank: int) -> dict[str, Node]:
         masters, mappings, cuts = [], [], []
         states: dict[int, Node] = {}
         for group, sharer in self._model_part.held_by(rank, self._layout):
-            held, flat = self._model_part.groups[group], self._flat_groups[group]
+            param_group, flat = self._model_part.groups[group], self._flat_groups[group]
             cuts.append((flat, sharer))
             own = flat.cut(sharer)
             padding = 0 if self._layout.bf16_optimizer else own.padding
-            share = self._partition(group, sharer, MASTER, held.master_dtype)
-            storage = Storage(held.master_dtype, own.numel - padding, share)
+            share = self._partition(group, sharer, MASTER, param_group.master_dtype)
+            storage = Storage(param_group.master_dtype, own.numel - padding, share)
             masters.append(make_tensor(storage, (storage.numel,), requires_grad=True))
-            if held.states is not None:
-                states[held.number] = self._states(group, held, own, sharer)
-            mappings.append(self._slice_mapping(held, own))
+            if param_group.states is not None:
+                states[param_group.number] = self._states(group, param_group, own, sharer)
+            mappings.append(self._slice_mapping(param_group, own))
         return {
             names.BASE_OPTIMIZER: self._inner(
                 {number: entry for number, entry in states.items() if entry is not None},
@@ -160,12 +160,12 @@ class OptimizerWriter:
         }
 
     def _states(
-        self, group: int, held: ParamGroup, own: RankPartition, sharer: int
+        self, group: int, param_group: ParamGroup, own: RankPartition, sharer: int
     ) -> dict[str, Node] | None:
         """Build a rank's states of a param group; None if the rank has no entry for the group."""
-        whole = self._model_part.whole_states(held, self._layout)
+        whole = self._model_part.whole_states(param_group, self._layout)
         states: dict[str, Node] = {}
-        for key, value in (held.states or {}).items():
+        for key, value in (param_group.states or {}).items():
             if key not in whole:
                 states[key] = self._state(
                     value, own.numel, partial(self._partition, group, sharer, key)
@@ -195,24 +195,24 @@ class OptimizerWriter:
         masters, states = [], {}
         members: list[list[int]] = [[] for _ in self._model_part.groups]
         for unit, sub_group in enumerate(self._sub_groups):
-            held = self._model_part.groups[sub_group.group]
+            param_group = self._model_part.groups[sub_group.group]
             members[sub_group.group].append(unit)
-            share = self._shards(sub_group, rank, MASTER, held.master_dtype)
-            storage = Storage(held.master_dtype, sub_group.numel, share)
+            share = self._shards(sub_group, rank, MASTER, param_group.master_dtype)
+            storage = Storage(param_group.master_dtype, sub_group.numel, share)
             masters.append(
                 make_tensor(
                     storage,
                     (sub_group.numel,),
                     requires_grad=True,
-                    attributes=self._unit_attributes(held, sub_group),
+                    attributes=self._unit_attributes(param_group, sub_group),
                 )
             )
-            if held.states is not None:
+            if param_group.states is not None:
                 states[unit] = {
                     key: self._state(
                         value, sub_group.numel, partial(self._shards, sub_group, rank, key)
                     )
-                    for key, value in held.states.items()
+                    for key, value in param_group.states.items()
                 }
         return {
             names.ZERO_STAGE: self._stage_enum(),
@@ -273,12 +273,12 @@ class OptimizerWriter:
         return value
 
     def _inner(self, states: Mapping[int, Node], members: Sequence[list[int]]) -> dict[str, Node]:
-        held = self._model_part.wrapped_optimizer
+        wrapped = self._model_part.wrapped_optimizer
         groups = [
             {**group, "params": list(params)}
-            for group, params in zip(held["param_groups"], members, strict=True)
+            for group, params in zip(wrapped["param_groups"], members, strict=True)
         ]
-        return {**held, "state": dict(states), "param_groups": groups}
+        return {**wrapped, "state": dict(states), "param_groups": groups}
 
 
 def unscaled() -> dict[str, Node]:

@@ -23,7 +23,6 @@ from streamshard.model import MASTER, Literal, Whole
 _STATES_3: Final = frozenset({"exp_avg", "exp_avg_sq"})
 """The optimizer states that the loader of stage 3 reads: always both, and no others."""
 _STEP: Final = "step"
-_GLOBAL: Final = "optimizer_state.pt"
 _FLAT: Final = (names.BASE_OPTIMIZER, names.SLICE_MAPPINGS, names.FLAT_GROUPS)
 """Entries of an optimizer's state that the other files hold."""
 _LIMIT_NAME: Final = 255
@@ -46,8 +45,10 @@ class UniversalImages:
     def all(self) -> Iterator[FileImage]:
         """Yield all files."""
         yield from model_files(self._target)
-        place = f"{self._target.checkpoint.tag}/zero"
-        yield FileImage(f"{place}/{_GLOBAL}", partial(serialize, self._global_state()))
+        place = f"{self._target.checkpoint.tag}/{names.UNIVERSAL_PARAMS}"
+        yield FileImage(
+            f"{place}/{names.UNIVERSAL_STATE}", partial(serialize, self._global_state())
+        )
         for group in self._model_part.groups:
             for name in group.params:
                 for key, node in self._states(group, name):
@@ -116,7 +117,11 @@ def _scalar(value: Node) -> Node:
 
 def _require_directory(name: str) -> None:
     """Refuse a name that cannot be a directory name, or leads out of the parent directory."""
-    is_plain = name not in ("", ".", "..", _GLOBAL) and "/" not in name and name.isprintable()
+    is_plain = (
+        name not in ("", ".", "..", names.UNIVERSAL_STATE)
+        and "/" not in name
+        and name.isprintable()
+    )
     if not is_plain or len(name.encode(errors="replace")) > _LIMIT_NAME:
         message = f"parameter {name!r:.100}: a universal checkpoint needs it as a directory's name"
         raise UnsupportedError(f"{message}, which it cannot be")

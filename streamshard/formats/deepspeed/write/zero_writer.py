@@ -164,8 +164,8 @@ class ModuleWriter:
 
     def _is_stageless(self) -> bool:
         """Tell whether the target trains without a ZeRO stage, as `BF16_Optimizer` can."""
-        held = self._model_part.model_state[names.PARAM_SHAPES]
-        return held is None and self._layout.bf16_optimizer
+        shapes = self._model_part.model_state[names.PARAM_SHAPES]
+        return shapes is None and self._layout.bf16_optimizer
 
     def _param_shapes(self) -> list[Node]:
         if self._layout.stage == 3:

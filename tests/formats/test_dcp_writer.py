@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from streamshard.errors import UnsupportedError
-from streamshard.formats.dcp.dcp_metadata_writer import (
+from streamshard.formats.dcp.dcp_writer import (
     ItemPlace,
     PlacedEntry,
     key_of,

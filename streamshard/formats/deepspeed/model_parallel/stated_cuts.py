@@ -10,7 +10,7 @@ from streamshard.layout.boxes import NotTiledError
 from streamshard.layout.model_cut import ModelCut, Shape, split_cut, whole_cut
 
 
-class ToldCuts(ABC):
+class StatedCuts(ABC):
     """Tells how each parameter is cut among the tensor-parallel ranks."""
 
     @abstractmethod
@@ -30,7 +30,7 @@ class ToldCuts(ABC):
         return False
 
 
-class CutsInFiles(ToldCuts):
+class CutsInFiles(StatedCuts):
     """Cuts that model files tell, in what they hold for DeepSpeed's universal checkpoint."""
 
     @abstractmethod
@@ -58,25 +58,25 @@ def cut_by_rule(
     if len(shards) < ranks:
         message = f"'{name}' is on {len(shards)} of the {ranks} tensor-parallel ranks"
         raise UnsupportedError(f"{message}. {AS_SAVED}")
-    held = [shards[rank] for rank in range(ranks)]
+    shapes = [shards[rank] for rank in range(ranks)]
     try:
-        return cut(held)
+        return cut(shapes)
     except (IndexError, TypeError, ValueError, NotTiledError) as error:
-        shown = " and ".join(str(list(shape)) for shape in held)
+        shown = " and ".join(str(list(shape)) for shape in shapes)
         message = f"'{name}' is {shown} on its ranks, which is not how {rule} has it"
         raise DisagreementError(f"{message} ({error})") from error
 
 
-def replicated(held: Sequence[Shape]) -> ModelCut:
+def replicated(shapes: Sequence[Shape]) -> ModelCut:
     """Return the cut of a tensor that each rank has whole."""
-    if any(shape != held[0] for shape in held):
+    if any(shape != shapes[0] for shape in shapes):
         raise NotTiledError("replicated, so all are alike")
-    return whole_cut(held[0], [True] * len(held))
+    return whole_cut(shapes[0], [True] * len(shapes))
 
 
-def split(held: Sequence[Shape], dimension: int) -> ModelCut:
+def split(shapes: Sequence[Shape], dimension: int) -> ModelCut:
     """Return the cut of a tensor of which each rank has a block along a dimension."""
-    return split_cut(joined(held, dimension), dimension, [shape[dimension] for shape in held])
+    return split_cut(joined(shapes, dimension), dimension, [shape[dimension] for shape in shapes])
 
 
 def even_widths(sizes: Sequence[int], ranks: int) -> Sequence[Sequence[int]]:
@@ -87,12 +87,12 @@ def even_widths(sizes: Sequence[int], ranks: int) -> Sequence[Sequence[int]]:
     return [[size // ranks] * ranks for size in sizes]
 
 
-def joined(held: Sequence[Shape], dimension: int) -> Shape:
+def joined(shapes: Sequence[Shape], dimension: int) -> Shape:
     """Return the shape of tensors one after the other, along a dimension."""
-    if len(held[0]) <= dimension:
+    if len(shapes[0]) <= dimension:
         raise NotTiledError(f"cut along dimension {dimension}")
-    rest = {(*shape[:dimension], *shape[dimension + 1 :]) for shape in held}
+    rest = {(*shape[:dimension], *shape[dimension + 1 :]) for shape in shapes}
     if len(rest) > 1:
         raise NotTiledError(f"cut along dimension {dimension}, so the others are alike")
-    total = sum(shape[dimension] for shape in held)
-    return (*held[0][:dimension], total, *held[0][dimension + 1 :])
+    total = sum(shape[dimension] for shape in shapes)
+    return (*shapes[0][:dimension], total, *shapes[0][dimension + 1 :])

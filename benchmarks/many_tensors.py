@@ -1,0 +1,155 @@
+"""How fast are the verbs where a checkpoint has thousands of small tensors, as experts are?
+
+    python -m benchmarks.many_tensors --tensors 1000,4000,16000 --runs 3
+
+Beside each verb stands `cp -r` of what it writes, or reads if it writes nothing, with a sync of
+that file system; each round runs every program once, page cache warm, and ratios are taken within a
+round. Times are of whole processes. A busy machine disturbs them more than the processor time.
+"""
+
+import argparse
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from benchmarks._fabricate import fabricate
+from benchmarks._measure import (
+    STREAMSHARD,
+    Measured,
+    files_in,
+    machine,
+    print_table,
+    ratio_cell,
+    succeed,
+    warm,
+)
+from benchmarks._model import Model, Shape
+
+RANKS, TO = 8, 6
+SHAPE: Shape = (16, 1_024)
+SHORT = "200"
+HEAD = ("program", "files", "seconds", "of CPU", "x cp -r and sync", "x cp -r")
+_PLAN = """
+import sys, streamshard.cli.main
+streamshard.plan_convert(sys.argv[1], sys.argv[2], memory_limit=16 << 30)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A verb: what it reads, and what it writes if it writes anything."""
+
+    name: str
+    command: tuple[str | Path, ...]
+    source: Path
+    target: Path | None = None
+
+
+class Bench:
+    """One checkpoint, its stores, and the programs that are timed."""
+
+    def __init__(self, root: Path, tensors: int, stage: int) -> None:
+        self.source, self.target, self.copy = root / "run", root / "out", root / "copy"
+        self.stores = {codec: root / f"{codec}.zarr" for codec in ("none", "zstd")}
+        fabricate(self.source, experts(tensors), stage=stage, world_size=RANKS)
+        for codec, store in self.stores.items():
+            succeed(*STREAMSHARD, "convert", self.source, store, "--codec", codec)
+
+    def programs(self) -> Iterator[Program]:
+        """Yield every program."""
+        source, target = self.source, self.target
+
+        def program(name: str, verb: str, place: Path, *options: str) -> Program:
+            return Program(name, (*STREAMSHARD, verb, place, target, *options), place, target)
+
+        def reader(name: str, verb: str, place: Path) -> Program:
+            return Program(name, (*STREAMSHARD, verb, place), place)
+
+        planning = (sys.executable, "-c", _PLAN, source, target)
+        yield Program("plan of convert", planning, source)
+        for codec in self.stores:
+            yield program(f"convert --codec {codec}", "convert", source, "--codec", codec)
+        yield program("export --format dcp", "export", source, "--format", "dcp")
+        yield program("export", "export", source)
+        for name, place in (
+            ("shards", source),
+            *((f"store, {c}", s) for c, s in self.stores.items()),
+        ):
+            yield program(f"repartition of {name}", "repartition", place, "--world-size", str(TO))
+            for verb in ("inspect", "verify"):
+                yield reader(f"{verb} of {name}", verb, place)
+
+    def run(self, program: Program) -> tuple[Measured, int, float, float]:
+        """Run a program; returns also the files that it wrote or read, and the times of a copy."""
+        warm(program.source)
+        succeed("sync", "-f", self.source)
+        done = succeed(*program.command)
+        place = program.target if program.target and program.target.exists() else program.source
+        count = len(files_in(place))
+        succeed("sync", "-f", self.source)
+        copying = succeed("cp", "-r", place, self.copy).seconds
+        syncing = succeed("sync", "-f", self.copy).seconds
+        for left in (self.copy, self.target):
+            shutil.rmtree(left, ignore_errors=True)
+        return done, count, copying, syncing
+
+
+def experts(tensors: int) -> Model:
+    """Make up a model of many parameters of one small shape."""
+    shapes = {f"layers.{n // 64}.experts.{n % 64}.weight": SHAPE for n in range(tensors)}
+    return Model((shapes,), sub_group_numel=max(1, tensors * 16 * 1_024 // RANKS // 5))
+
+
+def compare(bench: Bench, runs: int) -> list[list[str]]:
+    """Run everything; returns the table's rows."""
+    programs = list(bench.programs())
+    found: dict[str, list[tuple[Measured, int, float, float]]] = {p.name: [] for p in programs}
+    for _ in range(runs):
+        for program in programs:
+            found[program.name].append(bench.run(program))
+    rows = []
+    for name, times in found.items():
+        seconds = [done.seconds for done, *_ in times]
+        synced = [copying + syncing for *_, copying, syncing in times]
+        rows.append(
+            [
+                name,
+                f"{times[0][1]:,}",
+                f"{median(seconds):.2f}",
+                f"{median(done.cpu_seconds for done, *_ in times):.2f}",
+                ratio_cell(seconds, synced),
+                ratio_cell(seconds, [copying for _, _, copying, _ in times]),
+            ]
+        )
+    return rows
+
+
+def main() -> int:
+    """Run the benchmark; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument(
+        "--tensors", default="1000,4000,16000", help="counts of parameters [1000,4000,16000]"
+    )
+    parser.add_argument("--short", action="store_true", help=f"{SHORT} parameters, one round")
+    parser.add_argument("--stage", type=int, choices=(1, 2, 3), help="ZeRO stage [both 2 and 3]")
+    parser.add_argument("--runs", type=int, default=3, help="rounds [3]")
+    parser.add_argument("--directory", type=Path, help="where to work [a temporary directory]")
+    given = parser.parse_args()
+    counts, runs = (SHORT, 1) if given.short else (given.tensors, given.runs)
+    print(machine())
+    for stage in [given.stage] if given.stage else [2, 3]:
+        for tensors in map(int, counts.split(",")):
+            with tempfile.TemporaryDirectory(dir=given.directory) as directory:
+                rows = compare(Bench(Path(directory), tensors, stage), runs)
+            print(f"\nZeRO stage {stage}, {tensors:,} parameters, {RANKS} ranks, {runs} rounds")
+            print_table(HEAD, rows)
+            sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""Reads the files of a universal checkpoint that hold one state of one parameter each.
+
+`zero/NAME/STATE.pt` holds a tensor at stage 3, and a dict around one at stages 1 and 2; `step.pt`
+holds a number or a tensor of one element (`merge_zero3_slices` and `merge_tp_slices` of
+`deepspeed/checkpoint/ds_to_universal.py`; 0.14.5, 0.16.9 and 0.19.8).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Final
+
+from streamshard.errors import (
+    CorruptFileError,
+    DisagreementError,
+    IncompleteError,
+    UnsupportedError,
+)
+from streamshard.formats.checkpoint import FlatState, ParamGroup, ScalarState
+from streamshard.formats.deepspeed.read.fingerprints import pickled
+from streamshard.formats.deepspeed.read.rank_files import SourceFiles
+from streamshard.formats.pickle.inert import Node, show
+from streamshard.formats.pickle.node_checks import of_file
+from streamshard.formats.torch import torch_file
+from streamshard.formats.torch.torch_tensor import Tensor, storages_in, tensor_of
+from streamshard.model import ITEMSIZE, MASTER
+
+_STEP: Final = "step"
+_PARAM: Final = "param"
+_VOCABULARY: Final = "vocab_tensor"
+_SUFFIX: Final = ".pt"
+_MOST_STATES: Final = 100
+"""Most states of one parameter, as `optimizer_reader` has it for a group."""
+_PLAIN_BYTES: Final = 1024
+"""Most bytes of a step that is not a tensor."""
+AGAIN: Final = "run DeepSpeed's ds_to_universal again, or give the checkpoint that it was made from"
+"""What to do about a universal checkpoint that is not whole."""
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _ParamTensor:
+    """A parameter's tensor in a file of its own."""
+
+    dtype: str
+    place: tuple[int, int]
+    """File, and byte offset in it."""
+    is_merged: bool
+    """Whether the converter merged it of the optimizer's parts, and did not cast a weight."""
+
+
+@dataclass(slots=True)
+class ParamFiles:
+    """The files of all parameters."""
+
+    root: Path
+    sources: SourceFiles
+    paths: Mapping[str, Mapping[str, Path]]
+    """Parameter → state → file."""
+    ranks: int
+    """Count of the ranks that cut each parameter at stage 3, else 0."""
+    places: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    """State and parameter → file and byte offset, of what was read so far."""
+
+    @classmethod
+    def of(
+        cls, root: Path, files: Iterable[Path], sources: SourceFiles, *, ranks: int
+    ) -> "ParamFiles":
+        """Sort the files below `zero` by their directories, which are parameters' names."""
+        paths: dict[str, dict[str, Path]] = {}
+        for path in files:
+            *around, last = path.relative_to(root).parts
+            if around and last.endswith(_SUFFIX):
+                paths.setdefault("/".join(around), {})[last.removesuffix(_SUFFIX)] = path
+        return cls(root, sources, paths, ranks)
+
+    def group(self, number: int, shapes: Mapping[str, Shape], *, casts_lose: bool) -> ParamGroup:
+        """Read a param group; its states are those of its parameters, which must agree.
+
+        `casts_lose`: whether a weight cast to fp32 is less than the master weight was.
+        """
+        states = self._states_of(shapes)
+        dtypes: dict[str, str] = {}
+        scalars: dict[str, Node] = {}
+        for name, shape in shapes.items():
+            files = self.paths[name]
+            for state in states:
+                held = self._tensor(files[state], name, shape)
+                if dtypes.setdefault(state, held.dtype) != held.dtype:
+                    message = f"{held.dtype}, of other parameters of its group {dtypes[state]}"
+                    raise DisagreementError(message, path=files[state])
+                if casts_lose and states == [MASTER] and not held.is_merged:
+                    raise UnsupportedError(_NO_MASTERS, path=files[state])
+                self.places[state, name] = held.place
+            if _STEP in files:
+                self._add_step(scalars, files[_STEP])
+            elif scalars:
+                self._refuse_missing(name, _STEP)
+        flat: dict[str, Node] = {key: FlatState(dtypes[key]) for key in states if key != MASTER}
+        held_states = {**scalars, **flat} or None
+        return ParamGroup(tuple(shapes), dtypes.get(MASTER, "float32"), held_states, number)
+
+    def _states_of(self, shapes: Mapping[str, Shape]) -> list[str]:
+        """List the states of a group's parameters, as an Adam of torch or DeepSpeed has them."""
+        found = {state for name in shapes for state in self.paths.get(name, ())} - {_STEP}
+        if len(found) > _MOST_STATES:
+            message = f"{len(found)} states of one group, which no optimizer is known to have"
+            raise UnsupportedError(message, path=self.root)
+        for name in shapes:
+            for state in sorted(found | {MASTER}):
+                if state not in self.paths.get(name, ()):
+                    self._refuse_missing(name, state)
+        return [MASTER, *sorted(found - {MASTER})] if shapes else []
+
+    def _refuse_missing(self, name: str, state: str) -> None:
+        message = f"missing, where other parameters have their '{state}': {AGAIN}"
+        raise IncompleteError(message, path=self.root / name / f"{state}{_SUFFIX}")
+
+    def _read(self, path: Path) -> tuple[Node, int]:
+        number = self.sources.add(path)
+        found = torch_file.read(path, number)
+        self.sources.note(path, is_legacy=found.is_legacy, unknown=found.unknown)
+        return found.root, number
+
+    def _tensor(self, path: Path, name: str, shape: Shape) -> _ParamTensor:
+        root, _ = self._read(path)
+        beside = set(root) - {_PARAM} if isinstance(root, dict) else set()
+        with of_file(path):
+            tensor = tensor_of(root.get(_PARAM) if isinstance(root, dict) else root)
+            if tensor is None:
+                message = f"holds {show(root)}, not a parameter's state"
+                raise CorruptFileError(message)
+            numel = prod(shape)
+            if tensor.numel not in (numel, _with_padding(numel, self.ranks)):
+                raise _unlike(tensor, name, shape, is_vocabulary=_VOCABULARY in beside)
+            place = tensor.require_contiguous(f"the state of '{name}'").location
+        return _ParamTensor(tensor.dtype, place, bool(beside) or not isinstance(root, dict))
+
+    def _add_step(self, scalars: dict[str, Node], path: Path) -> None:
+        root, _ = self._read(path)
+        with of_file(path):
+            step = scalar_of(root, self.sources)
+            if scalars.setdefault(_STEP, step) != step:
+                message = f"holds {show(root)}: other parameters of its param group have taken"
+                raise DisagreementError(f"{message} another count of steps; ZeRO keeps one for all")
+
+
+def _with_padding(numel: int, ranks: int) -> int:
+    """Count the elements that older converters leave of a parameter at stage 3.
+
+    Of ranks beyond its end they take as many elements of padding as it is short of them, behind its
+    own (`extract_zero_shards_stage3` of 0.14.5 and 0.16.9).
+    """
+    share = -(-numel // ranks) if ranks else 0
+    return sum(min(share, abs(numel - rank * share)) for rank in range(ranks))
+
+
+def scalar_of(node: Node, sources: SourceFiles) -> Node:
+    """Return a state with one value for all parameters of a group: a small tensor, or a number."""
+    tensor = tensor_of(node)
+    if tensor is None:
+        if any(storages_in(node)) or len(pickled(node)) > _PLAIN_BYTES:
+            raise UnsupportedError(f"holds {show(node)} for a count of steps")
+        return node
+    if tensor.shape:
+        raise UnsupportedError(f"holds a tensor of shape {list(tensor.shape)} for a count of steps")
+    nbytes = ITEMSIZE[tensor.dtype]
+    return ScalarState(tensor.dtype, (), sources.read_bytes(tensor.storage, tensor.offset, nbytes))
+
+
+_NO_MASTERS: Final = (
+    "the optimizer had no state of this parameter when it was saved, and DeepSpeed's "
+    "ds_to_universal then keeps its 16-bit weight in place of its master weight, which is lost "
+    "here. Give the checkpoint that it was made from"
+)
+
+
+def _unlike(
+    tensor: Tensor, name: str, shape: Sequence[int], *, is_vocabulary: bool
+) -> CorruptFileError | UnsupportedError:
+    message = f"has shape {list(tensor.shape)}, '{name}' in the model file {list(shape)}"
+    if is_vocabulary:
+        return UnsupportedError(
+            f"{message}: DeepSpeed's ds_to_universal cut off the rows that pad the vocabulary "
+            "(original_vocab_size), which are lost here. Give the checkpoint that it was made from"
+        )
+    return CorruptFileError(f"{message}: they are not of one conversion; {AGAIN}")

@@ -1,0 +1,337 @@
+"""Reads DeepSpeed's universal checkpoints into logical tensors, with the places of their bytes.
+
+`deepspeed/checkpoint/ds_to_universal.py` (0.14.5, 0.16.9 and 0.19.8) copies the model files of a
+ZeRO checkpoint, merges every state of every parameter into a file of its own, and leaves the rest
+of rank 0's optimizer in `zero/optimizer_state.pt`. So nothing is lost of what Adam trained with
+data parallelism alone; where something is, it is refused by name. DeepSpeed itself restores less.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any, Final
+
+from streamshard.errors import (
+    CorruptFileError,
+    DisagreementError,
+    IncompleteError,
+    UnsupportedError,
+    UsageError,
+    raise_first,
+)
+from streamshard.formats.checkpoint import Checkpoint, ModelPart, ParamGroup, Reading
+from streamshard.formats.deepspeed import ds_config, names
+from streamshard.formats.deepspeed.cut.zero_cutting import SourceMap, cut_source
+from streamshard.formats.deepspeed.ds_versions import recorded_version
+from streamshard.formats.deepspeed.read.agreement import model_part_stage
+from streamshard.formats.deepspeed.read.model_files import ModelFile, read_models
+from streamshard.formats.deepspeed.read.model_part import (
+    Shapes,
+    adopt_blobs,
+    listed_shapes,
+    optimizer_tensors,
+    strip_optimizer,
+)
+from streamshard.formats.deepspeed.read.module_reader import ModuleReader
+from streamshard.formats.deepspeed.read.optimizer_reader import known_param_ids
+from streamshard.formats.deepspeed.read.rank_files import (
+    ModelPartFiles,
+    SourceFiles,
+    TagFiles,
+    missing_ranks,
+    require,
+)
+from streamshard.formats.deepspeed.read.redundant_copies import require_alike, steps_apart
+from streamshard.formats.deepspeed.read.zero_reader import (
+    accelerate_step,
+    adopt_files,
+    malformed,
+    recorded_ranks,
+)
+from streamshard.formats.deepspeed.unsupported import Saved, refuse, refuse_files
+from streamshard.formats.pickle.inert import Node, show
+from streamshard.formats.pickle.node_checks import name_of, of_file
+from streamshard.formats.torch.torch_tensor import tensor_of
+from streamshard.formats.universal.param_files import AGAIN, ParamFiles, scalar_of
+from streamshard.io.entries import is_file, paths_below
+from streamshard.model import Note, NoteKind, ZeroLayout
+
+_SUFFIX: Final = "_universal"
+"""What DeepSpeed's examples add to a tag to name the universal checkpoint that is made of it."""
+_SCRATCH: Final = "tmp"
+"""Directory that the converter fills first, and removes unless it is told to keep it."""
+_GROUPS: Final = "param_groups"
+_AFFINE_MAP: Final = "affine_map"
+_UNKEPT: Final = {"amsgrad": "max_exp_avg_sq", "momentum_decay": "mu_product"}
+"""Hyper-parameter of an optimizer → the state that it has besides those that the converter reads.
+
+By torch's Adam, AdamW and NAdam (2.13).
+"""
+
+_GIVE: Final = "Give the checkpoint that it was made from"
+_PARTS: Final = (
+    "of a model with tensor, pipeline or expert parallelism: DeepSpeed's ds_to_universal merged "
+    f"the parameters, and not what is next to them. {_GIVE}, to change its degrees too"
+)
+_AUTO_EXPERTS: Final = (
+    "trained with AutoEP, whose experts are cut in a way of their own, and not read here. "
+    'DeepSpeed loads it as it is with "checkpoint": {"load_universal": true}'
+)
+_ROUND_ROBIN: Final = (
+    "made of a checkpoint with round_robin_gradients, of which DeepSpeed's ds_to_universal puts "
+    f"parameters into each other's places. {_GIVE}"
+)
+
+
+def read(
+    tag_dir: Path, run_files: Sequence[tuple[Path, str]], *, tag: str, notes: Sequence[str] = ()
+) -> Reading:
+    """Open the directory of a universal checkpoint.
+
+    `run_files`: other files to copy: their path, and their path relative to the run directory.
+    `tag`: path of the directory in the run directory.
+    `notes`: what is to be noted besides.
+    """
+    with malformed(tag_dir):
+        try:
+            found = _read(tag_dir, run_files, tag.removesuffix(_SUFFIX) or tag)
+        except UsageError as error:  # in the config that the checkpoint keeps
+            raise CorruptFileError(f"{error}", path=tag_dir) from error
+    noted = (*found.checkpoint.notes, *map(Note, notes))
+    return replace(found, checkpoint=replace(found.checkpoint, notes=noted))
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """The files of a universal checkpoint."""
+
+    tag_dir: Path
+    found: TagFiles
+    params: Sequence[Path]
+    """Those below `zero`."""
+    others: Sequence[Path]
+    """Those that are not DeepSpeed's."""
+    notes: tuple[Note, ...]
+
+    @classmethod
+    def of(cls, tag_dir: Path) -> "_Files":
+        """Sort the files of a directory by their names."""
+        below = sorted(path for path in paths_below(tag_dir) if is_file(path))
+        first = {path: path.relative_to(tag_dir).parts[0] for path in below}
+        params = [path for path in below if first[path] == names.UNIVERSAL_PARAMS]
+        found = TagFiles(tag_dir, [p for p in below if first[p] != names.UNIVERSAL_PARAMS])
+        others = [path for path in found.others if first[path] != _SCRATCH]
+        text = f"Not read: {tag_dir / _SCRATCH}, which ds_to_universal fills before it merges."
+        notes = (Note(text, NoteKind.LEFT_OUT),) if len(others) < len(found.others) else ()
+        return cls(tag_dir, found, params, others, notes)
+
+    @property
+    def state(self) -> Path:
+        """The file of what belongs to no parameter."""
+        return self.tag_dir / names.UNIVERSAL_PARAMS / names.UNIVERSAL_STATE
+
+    def saved(self) -> ModelPartFiles:
+        """Return the files of the only part of the model, which must be there."""
+        refuse_files(self.tag_dir, self.others)
+        parts = self.found.model_parts
+        if not parts or not is_file(self.state):
+            missing = self.state if parts else self.tag_dir / names.model_file(None)
+            message = f"missing: the conversion was cut off before it was written; {AGAIN}"
+            raise IncompleteError(message, path=missing)
+        own = self.found.model_part(0).model
+        if self.found.parts or [*parts] != [0] or not own:
+            path = next(iter([*self.found.parts, *parts[max(parts)].model.values()]), self.tag_dir)
+            raise UnsupportedError(_PARTS, path=path)
+        if None in own:
+            return ModelPartFiles(0, (own[None],), (self.state,))
+        ranks = sorted(rank for rank in own if rank is not None)
+        models = [own[rank] for rank in ranks]
+        raise_first(missing_ranks({*ranks}, ranks[-1] + 1, self._model_of))
+        return ModelPartFiles(0, tuple(models), (self.state,))
+
+    def _model_of(self, rank: int) -> Path:
+        return self.tag_dir / names.model_file(rank)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What the model files and the optimizer's file tell of the job that saved."""
+
+    stage: int
+    config: ds_config.Config
+    models: Sequence[ModelFile]
+    units: Sequence[Shapes]
+    """Shapes of the parameters, per param group or sub-group."""
+    state: dict[str, Any]
+    """The ZeRO optimizer's state, with the entries that the converter took out of it."""
+    layout: ZeroLayout
+
+    @property
+    def wrapped(self) -> Mapping[str, Any]:
+        """The state of the optimizer that ZeRO wraps."""
+        key = names.OPTIMIZER if self.stage == 3 else names.BASE_OPTIMIZER
+        wrapped: Mapping[str, Any] = self.state[key]
+        return wrapped
+
+
+def _read(tag_dir: Path, run_files: Sequence[tuple[Path, str]], tag: str) -> Reading:
+    sources, found = SourceFiles(), _Files.of(tag_dir)
+    job = _job(found, sources)
+    ranks = job.layout.world_size if job.stage == 3 else 0
+    root = tag_dir / names.UNIVERSAL_PARAMS
+    files = ParamFiles.of(root, found.params, sources, ranks=ranks)
+    module = ModuleReader(job.models, job.stage, {})
+    shapes = {name: shape for unit in job.units for name, shape in unit.items()}
+    entries = module.entries(shapes)
+    dtype = module.dtype(entries) or ds_config.module_dtype(job.config)
+    groups = _groups(job, files, sources, found.state, is_16_bit=dtype != "float32")
+    require_alike(job.models, entries, job.stage)
+    tensors = optimizer_tensors(groups, shapes, "")
+    whole = {number: files.places[t.state, t.name] for number, t in enumerate(tensors)}
+    where = module.assign(entries, first=len(tensors), model_part="")
+    tensors += module.tensors
+    whole |= where.whole
+
+    first = job.models[0].root
+    told = (names.DS_CONFIG, names.DS_VERSION)
+    optimizer = {names.OPTIMIZER: job.state, **{key: first[key] for key in told if key in first}}
+    ids = known_param_ids(_ends(job), [list(unit) for unit in job.units], entries)
+    notes = (*found.notes, *sources.notes, *module.notes, *steps_apart(groups, first))
+    strip_optimizer(job.state, job.stage)
+    module.strip(entries)
+    adopt_blobs([first, optimizer], tensors, whole, first=0, model_part="")
+    others = [(path, f"{tag}/{path.relative_to(tag_dir).as_posix()}") for path in found.others]
+    files_ = adopt_files([*run_files, *others], sources, tensors, whole)
+    checkpoint = Checkpoint(
+        tag=tag,
+        layout=job.layout,
+        tensors=tuple(tensors),
+        model_parts=(ModelPart("", groups, entries, first, optimizer, ids),),
+        module_dtype=dtype,
+        files=files_,
+        notes=notes,
+        is_bf16=ds_config.module_dtype(job.config) == "bfloat16"
+        if job.config
+        else dtype == "bfloat16",
+        accelerate_step=accelerate_step(run_files, job.layout.world_size),
+    )
+    source_map = SourceMap(tuple(sources.files), whole=whole, shards=where.shards)
+    return cut_source(checkpoint, source_map)
+
+
+def _job(found: _Files, sources: SourceFiles) -> _Job:
+    """Read the model files and the optimizer's own file, and refuse what is lost in them."""
+    files = found.saved()
+    models = read_models(sources, files.model_files)
+    kept = sources.read(found.state, sources.add(found.state)).root
+    first = models[0].root
+    stage = model_part_stage([kept], files)
+    ranks = recorded_ranks(models[0])
+    if stage == 3 and ranks != len(models):
+        message = f"saved by {ranks} ranks, but there are model files of {len(models)}"
+        raise IncompleteError(message, path=models[0].path)
+    _refuse_parts(first, require(kept, _GROUPS, found.state), models[0].path)
+    config = first.get(names.DS_CONFIG)
+    config = dict(config) if isinstance(config, dict) else {}
+    version = recorded_version(first.get(names.DS_VERSION))
+    layout = ds_config.zero_layout(
+        config,
+        stage=stage,
+        world_size=ranks,
+        bf16_optimizer=names.ZERO_STAGE not in kept,
+        version=version,
+    )
+    if layout.round_robin and ranks > 1:
+        raise UnsupportedError(_ROUND_ROBIN, path=found.state)
+    units = listed_shapes(models, files)
+    state = _restored(kept, stage, len(units))
+    states, paths = [state] * len(models), [found.state] * len(models)
+    roots = [model.root for model in models]
+    refuse(Saved(stage, config, states, paths, roots, files.model_files, version))
+    return _Job(stage, config, models, units, state, layout)
+
+
+def _refuse_parts(model: Mapping[str, Node], groups: Sequence[Node], path: Path) -> None:
+    """Refuse what the converter merged of parts of the model, or cut in another way."""
+    if any(model.get(key) for key in names.AUTO_EXPERTS):
+        raise UnsupportedError(_AUTO_EXPERTS, path=path)
+    has_experts = bool(model.get(names.EXPERT_COUNTS)) or any(map(names.is_of_experts, groups))
+    is_one = model.get(names.MP_WORLD_SIZE, 1) == 1
+    if has_experts or not is_one or model.get(names.MODULE_STATE) is None:
+        raise UnsupportedError(_PARTS, path=path)
+    info = model.get(names.UNIVERSAL_INFO)
+    if isinstance(info, dict) and info.get(_AFFINE_MAP):
+        message = f"its '{names.UNIVERSAL_INFO}' has an '{_AFFINE_MAP}', by which ds_to_universal"
+        raise UnsupportedError(f"{message} moves and scales elements. {_GIVE}", path=path)
+
+
+def _restored(kept: Mapping[str, Node], stage: int, units: int) -> dict[str, Any]:
+    """Return a ZeRO optimizer's state with all its keys, in DeepSpeed's order.
+
+    At stages 1 and 2 the converter takes out what is cut (`_save_optimizer_state`); at stage 3 it
+    leaves rank 0's. At both it adds the param groups at the top.
+    """
+    held = {key: node for key, node in kept.items() if key != _GROUPS}
+    if stage == 3:
+        return {**held, names.FLAT_GROUPS_3: held.get(names.FLAT_GROUPS_3) or [None] * units}
+    wrapped = {"state": {}, _GROUPS: kept[_GROUPS]}
+    behind: dict[str, dict[str, Node]] = {
+        names.CLIP_GRAD: {names.BASE_OPTIMIZER: wrapped, names.FLAT_GROUPS: [None] * units},
+        names.DS_VERSION: {names.SLICE_MAPPINGS: None},
+    }
+    restored: dict[str, Any] = {}
+    for key, node in held.items():
+        restored |= {key: node, **behind.pop(key, {})}
+    return restored | {key: node for others in behind.values() for key, node in others.items()}
+
+
+def _groups(
+    job: _Job, files: ParamFiles, sources: SourceFiles, path: Path, *, is_16_bit: bool
+) -> tuple[ParamGroup, ...]:
+    listed = [group.get("params") for group in job.wrapped[_GROUPS]]
+    if list(chain.from_iterable(listed)) != list(range(len(job.units))):
+        raise CorruptFileError(f"param groups do not number {len(job.units)} groups", path=path)
+    found = []
+    for number, (members, options) in enumerate(zip(listed, job.wrapped[_GROUPS], strict=True)):
+        shapes = {name: shape for unit in members for name, shape in job.units[unit].items()}
+        group = files.group(number, shapes, casts_lose=is_16_bit)
+        if job.stage == 3:
+            with of_file(path):
+                group = replace(group, states=_states_3(job, members, group, sources))
+        for key, state in _UNKEPT.items():
+            if options.get(key) and group.states is not None and state not in group.states:
+                raise UnsupportedError(_unkept(state), path=path)
+        found.append(group)
+    return tuple(found)
+
+
+def _states_3(
+    job: _Job, members: Sequence[int], group: ParamGroup, sources: SourceFiles
+) -> Mapping[str, Node] | None:
+    """Return the states of a group at stage 3, where rank 0's optimizer has the scalars of each."""
+    flat = group.states or {}
+    found: list[Mapping[str, Node]] = []
+    for unit in members:
+        states: dict[str, Node] = {}
+        for key, node in job.wrapped["state"].get(unit, {}).items():
+            tensor = tensor_of(node)
+            if key not in flat and tensor is not None and tensor.shape:
+                raise UnsupportedError(_unkept(key))
+            states[name_of(key)] = flat[key] if key in flat else scalar_of(node, sources)
+        found.append({**states, **{key: flat[key] for key in flat if key not in states}})
+        if found[0] != found[-1]:
+            raise DisagreementError("sub-groups of a param group differ in state")
+    return found[0] if found and found[0] else None
+
+
+def _unkept(state: Node) -> str:
+    message = f"its optimizer has a state {show(state)} too, which DeepSpeed's ds_to_universal does"
+    return f"{message} not keep. {_GIVE}"
+
+
+def _ends(job: _Job) -> list[Node]:
+    """Return the `ds_id` of each unit, which rank 0's master weights have at stage 3."""
+    flats = job.state[names.FLAT_GROUPS_3 if job.stage == 3 else names.FLAT_GROUPS]
+    masters = [tensor_of(node) for node in flats]
+    return [None if master is None else master.attributes.get("ds_id") for master in masters]

@@ -1,0 +1,61 @@
+"""Draws on a page what became of the checkpoints of runs: kept, archived, in the trash, gone."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from streamshard.drawing.page import page
+from streamshard.formats.deepspeed.names import step_of
+from streamshard.io.object_path import as_path
+from streamshard.operations.compact.compact_status import CompactStatus
+from streamshard.operations.compact.receipts import show_moment
+from streamshard.operations.compact.run_directory import scan_run_directory
+from streamshard.operations.compact.tag_choice import Tag, by_step
+from streamshard.operations.inspect.inspect_report import FileSummary
+from streamshard.operations.inspect.picture_files import PictureFiles
+from streamshard.operations.transfer.target import require_separate
+
+
+def draw_status(
+    found: Sequence[CompactStatus], html: str | os.PathLike[str], *, overwrite: bool
+) -> FileSummary:
+    """Write a page of the state of runs, with the tags in them as their headers tell."""
+    path = as_path(html)
+    files = PictureFiles(None, path, overwrite)
+    files.require_free()
+    for status in found:
+        for place in (status.run_dir, status.archive_dir):
+            require_separate(as_path(place), path)
+    document = {
+        "runs": [{**asdict(status), **_content(as_path(status.run_dir))} for status in found]
+    }
+    title = PurePosixPath(found[0].run_dir).name if len(found) == 1 else f"{len(found):,} runs"
+    (drawn,) = files.write({path: page("compact", title, document)})
+    return drawn
+
+
+def _content(run_dir: Path) -> dict[str, Any]:
+    """Describe the tags in a run directory, and say which one a job resumes from."""
+    run = scan_run_directory(run_dir)
+    tags = [_described(tag) for tag in sorted(run.tags, key=lambda tag: by_step(tag.name))]
+    return {"latest": run.latest, "problem": run.problem, "present": tags}
+
+
+def _described(tag: Tag) -> dict[str, Any]:
+    return {
+        "tag": tag.name,
+        "step": step_of(tag.name),
+        "nbytes": tag.nbytes,
+        "changed": _moment(tag.changed_ns),
+        "problem": tag.problem,
+    }
+
+
+def _moment(epoch_ns: int) -> str:
+    try:
+        return show_moment(datetime.fromtimestamp(epoch_ns // 10**9, UTC))
+    except (OSError, OverflowError, ValueError):  # some file systems keep any number
+        return ""

@@ -1,0 +1,116 @@
+"""Finds out which tags are good, and remembers it: each save is read once."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final, Self
+
+from streamshard.errors import CorruptFileError, StreamshardError, TargetError, release_frames
+from streamshard.formats.deepspeed import names
+from streamshard.operations.checks.assessment import Assessor
+from streamshard.operations.compact.receipts import JsonRecord, parse_moment, show_moment
+from streamshard.operations.compact.run_context import RunContext
+from streamshard.operations.compact.run_directory import open_tag
+from streamshard.operations.compact.tag_choice import RunDirectory, Tag
+from streamshard.operations.source.source import Request, open_source
+
+_HEALTH: Final = f"{names.OWN_PREFIX}.health.json"
+"""Name of the record in a directory of archives."""
+
+
+@dataclass(frozen=True, slots=True)
+class TagHealth:
+    """Whether a tag was good when it was read."""
+
+    tag: str
+    looks: str
+    """Digest of how its files looked then; of an archive, that of the list of its checksums."""
+    saved: str
+    """Time of the last change of anything in the tag, in UTC; empty for an archive."""
+    unhealthy: str
+    """Why it is not good; empty if it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class HealthRecord(JsonRecord):
+    """What is known of the tags of a run directory."""
+
+    tags: tuple[TagHealth, ...] = ()
+
+    def require_sound(self) -> None:
+        """Refuse times without a time zone."""
+        for one in self.tags:
+            if one.saved:
+                parse_moment(one.saved)
+
+    @classmethod
+    def of(cls, archive_dir: Path) -> Self:
+        """Read the record of a directory of archives."""
+        return cls.read(archive_dir / _HEALTH) or cls()
+
+
+class TagHealths:
+    """Judges tags: those that look as in the record by the record, others by reading them."""
+
+    def __init__(self, context: RunContext, *, remembers: bool) -> None:
+        self._context = context
+        self._remembers = remembers
+        """Whether what is found out is recorded: a dry run writes nothing."""
+        self._known = dict[tuple[str, str], TagHealth]()
+        with suppress(CorruptFileError):  # then each tag is read again, and the record replaced
+            record = HealthRecord.of(context.archive_dir)
+            self._known = {(one.tag, one.looks): one for one in record.tags}
+
+    def read(self, tag: Tag) -> str:
+        """Say why a tag is not good, empty if it is; read it if that is not known."""
+        return self._judge(tag, self._measured)
+
+    def recall(self, tag: Tag) -> str:
+        """Do the same without reading: a tag that is not known does not count as good."""
+        return self._judge(tag, lambda _tag, _looks: "it was saved or changed since the run began")
+
+    def _judge(self, tag: Tag, otherwise: Callable[[Tag, str], str]) -> str:
+        try:
+            looks = tag.looks or self._looks_of_archive(tag.name)
+            known = self._known.get((tag.name, looks))
+            return otherwise(tag, looks) if known is None else known.unhealthy
+        except StreamshardError as error:
+            release_frames(error)
+            return str(error)
+
+    def _looks_of_archive(self, tag: str) -> str:
+        """Identify what is in the trash by its archive, which holds all of it."""
+        return self._context.archived(tag).require_receipt().sums_sha256
+
+    def _measured(self, tag: Tag, looks: str) -> str:
+        proofs = self._context.proofs
+        if tag.looks:
+            opened = open_tag(self._context.run_dir, tag.name)
+            request = Request(opened.path, opened.checkpoint.tag)
+        else:
+            archived = self._context.archived(tag.name)
+            opened = open_source(archived.store)
+            request = Request(archived.store)
+        progress = proofs.progress
+        found = Assessor(proofs.limits, progress, progress.advance).find(opened, request)
+        unhealthy = found.problems[0].message if found.problems else ""
+        if tag.looks:
+            unhealthy = unhealthy.removeprefix(f"{self._context.run_dir / tag.name}: ")
+        saved = datetime.fromtimestamp(tag.changed_ns / 10**9, UTC) if tag.looks else None
+        when = "" if saved is None else show_moment(saved)
+        self._known[tag.name, looks] = TagHealth(tag.name, looks, when, unhealthy)
+        return unhealthy
+
+    def record(self, run: RunDirectory) -> None:
+        """Record what is known of the tags that are there; that it cannot be stops nothing."""
+        there, trashed = {(t.name, t.looks) for t in run.tags}, {t.name for t in run.trashed}
+        found = tuple(
+            one
+            for key, one in self._known.items()
+            if key in there or (one.tag in trashed and not one.saved)
+        )
+        if self._remembers:
+            with suppress(TargetError):
+                HealthRecord(found).write(self._context.archive_dir / _HEALTH)

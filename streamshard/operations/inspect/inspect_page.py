@@ -1,0 +1,159 @@
+"""Makes the page that `inspect` draws: the report, how parameters are cut, and where bytes lie."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import PurePosixPath
+from typing import Any, Final
+
+import numpy as np
+
+from streamshard.drawing.page import column, page, pooled, table
+from streamshard.drawing.picture import Panel, Picture, Way
+from streamshard.formats.deepspeed import names
+from streamshard.formats.zarr.rewritten import remark
+from streamshard.layout.bands import Ints
+from streamshard.model import MASTER, MODULE, NoteKind
+from streamshard.operations.inspect.file_groups import relative
+from streamshard.operations.inspect.inspect_report import (
+    CheckpointList,
+    FileSummary,
+    IncompleteCheckpoint,
+    Inspection,
+)
+from streamshard.operations.inspect.ownership import ranks_of_files
+from streamshard.operations.source.source import Source
+
+_MOST_CHARACTERS: Final = 1 << 21
+"""Longer columns than these would make a page that is slow to open: without them, it names the
+command that tells where bytes lie."""
+Document = dict[str, Any]
+
+
+def cut_page(found: Inspection, source: Source, picture: Picture) -> str:
+    """Draw a checkpoint on a page."""
+    is_of_ranks = source.is_of_ranks
+    numbers = {file.path: number for number, file in enumerate(found.file_list)}
+    listed = np.array([numbers.get(relative(source, n), -1) for n in range(len(source.files))])
+    ranks = dict(zip(listed.tolist(), ranks_of_files(source), strict=True))
+    document = {
+        **asdict(replace(found, parameters=(), file_list=())),
+        "parameters": table(found.parameters),
+        "file_list": _files(found.file_list, list(map(ranks.get, numbers.values())))
+        if is_of_ranks
+        else {},
+        "alarms": _alarms(source),
+        "border": picture.border,
+        "panels": [_panel(panel) for panel in picture.panels],
+    }
+    if is_of_ranks:
+        _add_places(document["panels"], source, listed)
+    pool: dict[str, Any] = {}
+    pooled(document["panels"], pool)
+    if sum(map(len, pool)) > _MOST_CHARACTERS:
+        document["panels"] = [{**panel, "places": None} for panel in document["panels"]]
+        pool.clear()
+    document["panels"] = pooled(document["panels"], pool)
+    document["columns"] = [*pool.values()]
+    return page("inspect", picture.title, document)
+
+
+def unopened_page(found: CheckpointList | IncompleteCheckpoint) -> str:
+    """Draw what there is of a checkpoint that cannot be opened, or of several."""
+    document = asdict(found)
+    if isinstance(found, IncompleteCheckpoint):
+        parsed = [names.parse(PurePosixPath(file.path).name) for file in found.file_list]
+        ranks = [None if one is None else one.dp_rank for one in parsed]
+        document["file_list"] = _files(found.file_list, ranks)
+        document["model_parts"] = len({one.mp_rank for one in parsed if one is not None})
+    return page("inspect", PurePosixPath(found.path).name, document)
+
+
+def _files(files: Sequence[FileSummary], ranks: Sequence[int | None]) -> Document:
+    return {**table(files), "rank": column(ranks)}
+
+
+def _alarms(source: Source) -> list[str]:
+    """Return those of its notes that put a checkpoint in doubt."""
+    checkpoint = source.checkpoint
+    doubted = replace(
+        checkpoint, notes=tuple(n for n in checkpoint.notes if n.kind is NoteKind.MIXED)
+    )
+    return [
+        *([remark(source.rewritten)] if source.rewritten else []),
+        *replace(doubted, dropped=None).remarks,
+    ]
+
+
+def _panel(panel: Panel) -> Document:
+    return {
+        "title": panel.title,
+        "count": len(panel.params),
+        "note": panel.note,
+        "colours": list(panel.colours),
+        "colour": column(panel.colour_of),
+        "itemsize": panel.itemsize,
+        "ways": [_way(way) for way in panel.ways],
+    }
+
+
+def _way(way: Way) -> Document:
+    rows = way.rows
+    return {
+        "title": way.title,
+        "rows": rows.count,
+        "length": rows.length,
+        "ranks": column(way.ranks),
+        "borders": column(way.borders),
+        "origin": column(rows.origin),
+        "piece": column(rows.piece),
+        "at": column(rows.at),
+        "chunks": None if way.chunks is None else column(way.chunks),
+    }
+
+
+def _add_places(panels: Sequence[Document], source: Source, listed: Ints) -> None:
+    """Add to each param group where each state of its parameters lies.
+
+    Element e of a parameter is in piece k = (origin + e) // piece, which has the number `slot` + k,
+    at (`lead` + origin + e - k * piece) * itemsize bytes from the piece's offset. A column that the
+    group's first way has as well is left out.
+    """
+    parts = [(p, g) for p in source.checkpoint.model_parts for g in p.groups if g.params]
+    index = source.checkpoint.tensor_index()
+    for panel, (model_part, group) in zip(panels, parts, strict=True):
+        panel["places"] = []
+        for state in (MASTER, *group.flat_states(), MODULE):
+            keys = [(model_part.name, state, name) for name in group.params]
+            if all(key in index for key in keys):
+                rows = np.array([index[key] for key in keys], dtype=np.int64)
+                place = _place(source, rows, listed, panel["ways"][0])
+                panel["places"] += [{"state": state, **place}] if place else []
+
+
+def _place(source: Source, rows: Ints, listed: Ints, drawn: Mapping[str, Any]) -> Document | None:
+    """Return where one state of parameters lies; None if it is not cut regularly."""
+    cutting, tensors = source.cutting, source.checkpoint.tensors
+    if cutting.of is not None or cutting.pieces(rows).any():
+        return None
+    held = [tensors[row] for row in rows.tolist()]
+    numels = np.array([tensor.numel for tensor in held], dtype=np.int64)
+    origin, piece, itemsize = (
+        cutting.origin[rows],
+        cutting.piece_numel[rows],
+        cutting.itemsize[rows],
+    )
+    first, last = origin // piece, (origin + np.maximum(numels, 1) - 1) // piece
+    lower, upper = cutting.first_piece[rows] + first, cutting.first_piece[rows] + last + 1
+    ranges = set(zip(lower.tolist(), upper.tolist(), strict=True))
+    pieces = np.unique(np.concatenate([np.arange(*ends) for ends in ranges]))
+    columns = {"origin": origin, "piece": piece, "lead": cutting.lead[rows] // itemsize}
+    packed = {name: column(values) for name, values in columns.items()}
+    same = {"origin": "origin", "piece": "piece", "lead": "at"}
+    return {
+        "dtype": held[0].dtype,
+        "itemsize": int(itemsize[0]),
+        "slot": column(np.searchsorted(pieces, lower) - first),
+        "file": column(listed[cutting.file[pieces]]),
+        "offset": column(cutting.offset[pieces]),
+        **{name: values for name, values in packed.items() if values != drawn[same[name]]},
+    }

@@ -1,0 +1,178 @@
+"""Whoever types what the README and the pages show, block by block, is served.
+
+Buckets, clusters and other parallel degrees have tests of their own, and so have cron's lines.
+"""
+
+import re
+import shlex
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+import streamshard
+from docs.site.recording import COMMANDS, PICTURE
+from streamshard.cli.parser import arguments_of
+from tests.cli.conftest import in_process
+from tests.compact.runs import age, make_run, tag_of
+from tests.documents import PAGES, TEXTS, blocks
+from tests.fabricated import DUMPS, edit, write, write_dumps
+from tests.job import TAG, Job
+
+TYPED = re.compile(r"(?:\$ |CKPT=\$\()?(streamshard .*?)(?:\) \|\| exit| > .*?)?(?: +#.*)?")
+ELSEWHERE = re.compile(
+    r"://| /|--dask|--(?:tensor|pipeline|expert)-parallel|--stages|--notify|fsdp.*--ds-config"
+)
+JOB = Job(
+    world_size=8,
+    groups=((("layers.0.weight", (90, 8)), ("layers.0.norm.weight", (7,))),),
+    frozen=(),
+    tied={},
+)
+STEPS = (1000, 2000, 3000, 4000, 5000)
+FINDS_DIFFERENCES = 6
+
+
+def runs(path: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    make_run(path, JOB, STEPS)
+    for step in STEPS:
+        record_step(path / tag_of(step), step)
+
+
+def record_step(tag: Path, step: int) -> None:
+    """Let each save be of another step, as a job's saves are."""
+    for path in tag.glob("*_model_states.pt"):
+        edit(path, lambda model: model.update(global_steps=step))
+    age(tag, 30)
+
+
+def trainer_output(path: Path) -> None:
+    for step in (500, 1000, 1500, 2000):
+        write(JOB, path / f"checkpoint-{step}", tag_of(step))
+        record_step(path / f"checkpoint-{step}" / tag_of(step), step)
+        age(path / f"checkpoint-{step}", 30 - step / 1000)
+
+
+def dumps(path: Path) -> None:
+    run = write(replace(JOB, world_size=4), path.parent.with_name("of"), TAG)
+    path.parent.rmdir()
+    write_dumps(run, path.parent)
+
+
+def archive(path: Path) -> None:
+    prepare(Path("runs/7b"))
+    streamshard.compact("runs/7b", path.parent, keep_last=3)
+
+
+def trainer_archive(path: Path) -> None:
+    prepare(Path("output"))
+    streamshard.compact("output", path.parent, keep_last=3)
+    shutil.rmtree(f"output/{path.stem}")
+
+
+def of_a_run(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    def made(path: Path) -> None:
+        prepare(Path("runs/7b"))
+        make(path)
+
+    return made
+
+
+def plan(path: Path) -> None:
+    streamshard.plan_repartition("runs/7b", "runs/7b-on-6", world_size=6).save(path)
+
+
+MAKERS: tuple[tuple[str, Callable[[Path], object]], ...] = (
+    (r"runs/[\w-]+", runs),
+    (r"output", trainer_output),
+    (rf"ckpt/{re.escape(DUMPS)}", dumps),
+    (r"fsdp/step-500", of_a_run(lambda path: streamshard.export("runs/7b", path, format="dcp"))),
+    (r"models/base", of_a_run(lambda path: streamshard.export("runs/7b", path))),
+    (r"archive/7b/\w+\.zarr", archive),
+    (r"archive/output/.*\.zarr", trainer_archive),
+    (r"\S+\.zarr", of_a_run(lambda path: streamshard.convert("runs/7b", path))),
+    (r"plan\.json", of_a_run(plan)),
+    (r"ds(_config)?\.json", lambda path: path.write_text(DS_CONFIG)),
+)
+DS_CONFIG = (
+    '{"train_batch_size": 48, "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": true},'
+    ' "optimizer": {"type": "AdamW", "params": {"torch_adam": true}},'
+    ' "zero_optimization": {"stage": 2}}'
+)
+
+
+def prepare(path: Path) -> None:
+    """Make what a command reads, unless an earlier one has made it."""
+    for parent in (path, *path.parents):
+        for pattern, make in MAKERS:
+            if re.fullmatch(pattern, str(parent)) and not parent.exists():
+                parent.parent.mkdir(parents=True, exist_ok=True)
+                make(parent)
+                return
+
+
+def shown(block: str) -> list[list[str]]:
+    """List the commands of a block, as the words that a shell makes of them."""
+    found = (TYPED.fullmatch(line) for line in block.splitlines())
+    commands = [match[1].replace("$N", "6") for match in found if match]
+    return [shlex.split(one)[1:] for one in commands if not ELSEWHERE.search(one)]
+
+
+def followed(page: Path) -> list[list[list[str]]]:
+    """List what is typed in turn: a block, or one of the examples of a command's help."""
+    found = [shown(block) for block in blocks(TEXTS[page], "")]
+    if page.stem == "commands":
+        found = [[command] for block in found for command in block]
+    return [commands for commands in found if commands]
+
+
+BLOCKS = [
+    pytest.param(commands, id=f"{page.stem}-{number}")
+    for page in PAGES
+    for number, commands in enumerate(followed(page))
+]
+
+
+def test_every_page_of_a_user_is_followed() -> None:
+    found = {str(param.id).rpartition("-")[0] for param in BLOCKS}
+    assert found >= {"README", "archive", "checking", "commands", "reading", "resume"}
+    assert len(BLOCKS) > 20
+
+
+@pytest.mark.parametrize("commands", BLOCKS)
+def test_what_a_page_shows_does_what_it_says(
+    commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in commands:
+        given = arguments_of().parse_args(words)
+        for word in words[1:2] + [str(v) for k, v in vars(given).items() if is_read(k, v)]:
+            prepare(Path(word))
+        done = in_process(*words)
+        accepted = {0, FINDS_DIFFERENCES} if words[0] == "diff" else {0}
+        assert done.code in accepted, (words, done.err)
+
+
+def is_read(name: str, value: object) -> bool:
+    """Whether an argument names a file that must be there."""
+    return isinstance(value, (str, Path)) and name in {"right", "like", "against", "ds_config_file"}
+
+
+def test_the_recording_shows_what_commands_still_print(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Figures are those of the recorded run; what they are called is what is called so today."""
+    monkeypatch.chdir(tmp_path)
+    write(replace(JOB, stage=3, world_size=4), tmp_path / "runs" / "demo")
+    texts = [one for one in ElementTree.parse(PICTURE).iter() if one.tag.endswith("}text")]
+    recorded = "\n".join("".join(one.itertext()) for one in texts)
+    for command in COMMANDS:
+        words, _, most = command.partition(" | head -")
+        facts = in_process(*shlex.split(words)[1:]).out.partition("\n\n")[0].splitlines()
+        names = [fact.partition("  ")[0] for fact in facts][: int(most or len(facts))]
+        told = recorded.partition(f"$ {command}\n")[2].splitlines()[: len(names)]
+        assert [fact.partition("  ")[0] for fact in told] == names

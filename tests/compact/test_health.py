@@ -1,0 +1,279 @@
+"""Tags that hold NaN, or are damaged: they do not count, and what is good is never removed."""
+
+import json
+import math
+import shlex
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import streamshard as api
+from streamshard.operations.checks.assessment import Assessor
+from tests.cli.conftest import streamshard
+from tests.compact.runs import (
+    DAY,
+    HEALTH,
+    NO_GRACE,
+    SHARD,
+    TRASH,
+    actions,
+    age,
+    bits,
+    later,
+    make_run,
+    save,
+    tag_of,
+    tags_in,
+)
+from tests.fabricated import edit
+from tests.verbs.test_newest import damage_data
+
+GOOD, BAD = (80, 90, 100), (110, 120, 130)
+
+
+def poison(tag: Path, days: float = 30) -> None:
+    """Put NaN into a master weight of a tag of long ago."""
+
+    def change(content: dict[str, Any]) -> None:
+        content["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].data[3] = math.nan
+
+    edit(tag / SHARD, change)
+    age(tag, days)
+
+
+def heal(run: Path, step: int) -> None:
+    """Save a tag again, without NaN."""
+    for path in (run / tag_of(step)).iterdir():
+        path.unlink()
+    (run / tag_of(step)).rmdir()
+    save(run, step)
+
+
+@pytest.fixture
+def ill_run(tmp_path: Path) -> Path:
+    """A run that was good until a step, and has saved NaN since."""
+    run = make_run(tmp_path / "run", steps=(*GOOD, *BAD))
+    for number, step in enumerate(BAD):
+        poison(run / tag_of(step), 20 - number)
+    return run
+
+
+def known(archive: Path) -> dict[str, str]:
+    """Tell what is recorded of each tag."""
+    document = json.loads((archive / HEALTH).read_text())
+    return {one["tag"]: one["unhealthy"] for one in document["tags"]}
+
+
+def test_the_last_good_one_stays_after_three_that_are_not(ill_run: Path, archive: Path) -> None:
+    """Three whole ones would have been enough."""
+    for step in GOOD[:-1]:
+        poison(ill_run / tag_of(step))
+    found = api.compact(ill_run, archive, keep_last=3, delete=True, grace=NO_GRACE)
+    later_on = api.compact(ill_run, archive, keep_last=3, delete=True, grace=NO_GRACE, now=later(1))
+    assert {*actions(found).values(), *actions(later_on).values()} == {"kept"}
+    assert tags_in(ill_run) == {tag_of(step) for step in (*GOOD, *BAD)}
+    assert api.newest(ill_run).path == str(ill_run / tag_of(100))
+
+
+def test_as_many_healthy_ones_stay_as_are_to_stay(ill_run: Path, archive: Path) -> None:
+    found = api.compact(ill_run, archive, keep_last=2, delete=True)
+    assert actions(found) == {
+        tag_of(80): "deleted", **{tag_of(s): "kept" for s in (90, 100, *BAD)}
+    }  # fmt: skip
+
+
+def test_one_that_is_damaged_does_not_count(tmp_path: Path, archive: Path) -> None:
+    run = make_run(tmp_path / "run", steps=(80, 90, 100))
+    damage_data(run / tag_of(100) / SHARD)
+    age(run / tag_of(100), 30)
+    found = api.compact(run, archive, keep_last=2, delete=True)
+    assert {*actions(found).values()} == {"kept"}
+    assert "CRC-32" in found.tags[-1].reason
+
+
+def test_the_first_night_tells_somebody(ill_run: Path, archive: Path, tmp_path: Path) -> None:
+    told = tmp_path / "told.json"
+    code = f"import sys; open({str(told)!r}, 'w').write(sys.stdin.read())"
+    notify = shlex.join([sys.executable, "-c", code])
+    done = streamshard("compact", ill_run, archive, "--keep-last", "2", "--notify", notify)
+    assert done.code == 0  # compact has done what it should
+    (record,) = json.loads(told.read_text())["runs"]
+    assert [one["tag"] for one in record["problems"]] == [tag_of(step) for step in BAD]
+    assert "1 NaN of" in record["problems"][0]["unhealthy"]
+    assert done.err.count("not healthy, so it does not count") == 3
+    assert "global_step100" not in done.err
+
+
+def test_a_young_one_is_told_as_well(tmp_path: Path, archive: Path) -> None:
+    run = make_run(tmp_path / "run", steps=(80, 90))
+    poison(run / tag_of(90), days=0)
+    (problem,) = api.compact(run, archive).problems
+    assert (problem.tag, problem.reason[:8]) == (tag_of(90), "changed ")
+
+
+def test_a_run_that_has_recovered_is_not_told(ill_run: Path, archive: Path) -> None:
+    save(ill_run, 140)
+    found = api.compact(ill_run, archive, keep_last=2, delete=True)
+    assert not found.problems
+    assert {tag for tag, action in actions(found).items() if action == "deleted"} == {
+        tag_of(80), tag_of(90)
+    }  # fmt: skip
+
+
+def test_an_error_after_one_that_is_told_makes_the_exit_code(ill_run: Path, archive: Path) -> None:
+    save(ill_run, 140)
+    (ill_run / "latest").write_text(tag_of(130))  # the last save did not end
+    found = api.compact(ill_run, archive, keep_last=2)
+    assert [one.exit_code for one in found.problems] == [0, 0, 0, 3]
+    assert found.exit_code == 3
+    assert api.compact_status(ill_run, archive).last_run.exit_code == 3  # type: ignore[union-attr]
+
+
+def test_each_save_is_read_once(
+    ill_run: Path, archive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    find = Assessor.find
+
+    def note(self: Assessor, source: Any, request: Any) -> Any:  # noqa: ANN401
+        read.append(source.checkpoint.tag)
+        return find(self, source, request)
+
+    monkeypatch.setattr(Assessor, "find", note)
+    wanted = [tag_of(step) for step in reversed((90, 100, *BAD))]
+    api.compact(ill_run, archive, keep_last=2, dry_run=True)
+    assert read == wanted
+    assert not (archive / HEALTH).exists()  # a dry run writes nothing
+    api.compact(ill_run, archive, keep_last=2)
+    assert read == 2 * wanted
+    api.compact(ill_run, archive, keep_last=2)
+    api.compact(ill_run, archive, keep_last=2, dry_run=True)
+    assert read == 2 * wanted
+    heal(ill_run, 130)
+    save(ill_run, 140)
+    api.compact(ill_run, archive, keep_last=2)
+    assert read[2 * len(wanted) :] == [tag_of(140), tag_of(130)]
+    assert known(archive)[tag_of(130)] == ""
+
+
+def test_a_record_that_is_damaged_is_made_again(ill_run: Path, archive: Path) -> None:
+    api.compact(ill_run, archive)
+    before = known(archive)
+    (archive / HEALTH).write_text("{")
+    assert api.compact(ill_run, archive).exit_code == 0
+    assert known(archive) == before
+
+
+def test_what_is_saved_meanwhile_does_not_count(
+    tmp_path: Path, archive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not read right before a tag goes, as others may go on to change the directory."""
+    run = make_run(tmp_path / "run", steps=(80, 90, 100))
+    recall = api.operations.compact.tag_health.TagHealths.recall
+    asked: list[str] = []
+
+    def ask(self: Any, tag: Any) -> Any:  # noqa: ANN401
+        if not asked:
+            save(run, 110)
+        asked.append(tag.name)
+        return recall(self, tag)
+
+    monkeypatch.setattr("streamshard.operations.compact.tag_health.TagHealths.recall", ask)
+    found = api.compact(run, archive, keep_last=2, delete=True)
+    assert actions(found)[tag_of(80)] == "deleted"
+    assert asked
+
+
+def test_one_that_turns_bad_meanwhile_keeps_the_next(
+    tmp_path: Path, archive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if a job saved one of those that count again, while another was archived."""
+    run = make_run(tmp_path / "run", steps=(80, 90, 100))
+    moved = api.operations.compact.removal
+    check = moved._check
+
+    def change(*arguments: Any) -> None:  # noqa: ANN401
+        poison(run / tag_of(90))
+        check(*arguments)
+
+    monkeypatch.setattr(moved, "_check", change)
+    found = api.compact(run, archive, keep_last=2, delete=True)
+    assert actions(found)[tag_of(80)] == "ambiguous"
+    assert "may not be removed any more" in found.tags[0].reason
+    assert tag_of(80) in tags_in(run)
+
+
+def test_the_trash_is_not_emptied_of_what_counts_again(tmp_path: Path, archive: Path) -> None:
+    run = make_run(tmp_path / "run", steps=(80, 90, 100, 110))
+    assert api.compact(run, archive, keep_last=2, delete=True).exit_code == 0
+    for step in (100, 110):
+        poison(run / tag_of(step))
+    found = api.compact(run, archive, keep_last=2, delete=True, grace=NO_GRACE, now=later(1))
+    assert {one.tag: one.action for one in found.tags if one.action == "in the trash"} == {
+        tag_of(80): "in the trash", tag_of(90): "in the trash"
+    }  # fmt: skip
+    assert (run / TRASH / tag_of(90)).is_dir()
+    save(run, 120)
+    save(run, 130)
+    found = api.compact(run, archive, keep_last=2, delete=True, grace=NO_GRACE, now=later(2))
+    assert {one.tag for one in found.tags if one.action == "purged"} == {tag_of(80), tag_of(90)}
+
+
+def test_the_trash_is_judged_by_its_archive(tmp_path: Path, archive: Path) -> None:
+    """One of NaN there does not stand for the good one before it."""
+    run = make_run(tmp_path / "run", steps=(80, 90, 100, 110, 120))
+    poison(run / tag_of(90))
+    api.compact(run, archive, keep_last=2, delete=True)
+    assert tags_in(run) == {tag_of(110), tag_of(120)}
+    for step in (110, 120):
+        poison(run / tag_of(step))
+    found = api.compact(run, archive, keep_last=2, delete=True, grace=NO_GRACE, now=later(1))
+    assert actions(found)[tag_of(80)] == "in the trash"
+    assert tag_of(90) in known(archive)
+    assert known(archive)[tag_of(90)]
+
+
+def test_the_states_of_the_last_good_archive_stay(tmp_path: Path, archive: Path) -> None:
+    run = make_run(tmp_path / "run", steps=(80, 90, 100, 110))
+    for days in (0, 1):
+        api.compact(run, archive, keep_last=2, delete=True, grace=NO_GRACE, now=later(days))
+    for step in (100, 110):
+        poison(run / tag_of(step))
+    options: dict[str, Any] = {"delete": True, "weights_only_older_than": timedelta(days=1)}
+    found = api.compact(run, archive, keep_last=2, now=later(10), **options)
+    reasons = {one.tag: one.reason for one in found.tags}
+    assert reasons[tag_of(90)] == "no newer tag is known to be healthy"
+    save(run, 120)
+    found = api.compact(run, archive, keep_last=2, now=later(11), **options)
+    assert actions(found)[tag_of(90)] == "weights only"
+
+
+def test_the_status_says_since_when(ill_run: Path, archive: Path) -> None:
+    new = streamshard("compact", ill_run, archive, "--status")
+    assert "no tag read yet" in new.out
+    api.compact(ill_run, archive, keep_last=2)
+    status = api.compact_status(ill_run, archive)
+    assert (status.newest_healthy, status.unhealthy) == (tag_of(100), tuple(map(tag_of, BAD)))
+    since = datetime.fromisoformat(status.unhealthy_since)
+    assert abs(datetime.now(UTC) - timedelta(days=20) - since) < timedelta(seconds=DAY / 24)
+    shown = streamshard("compact", ill_run, archive, "--status").out
+    assert f"newest {tag_of(100)}; 3 tags after it not healthy, since {since:%Y-%m-%d}" in shown
+    prometheus = streamshard("compact", ill_run, archive, "--status", "--prometheus").out
+    samples = dict(
+        line.rpartition(" ")[::2] for line in prometheus.splitlines() if "unhealthy" in line
+    )
+    values = [int(value) for key, value in samples.items() if not key.startswith("#")]
+    assert values == [3, int(since.timestamp())]
+    save(ill_run, 140)
+    api.compact(ill_run, archive, keep_last=2)
+    status = api.compact_status(ill_run, archive)
+    assert (status.newest_healthy, status.unhealthy) == (tag_of(140), ())
+
+
+def test_it_changes_nothing_in_the_run(ill_run: Path, archive: Path) -> None:
+    before = bits(ill_run)
+    api.compact(ill_run, archive, keep_last=2)
+    assert bits(ill_run) == before
