@@ -142,6 +142,32 @@ class PackedFile:
         self.close()
 
 
+class ComparedFile:
+    """An open file of a packed store that is compared with what a run would write; see `Sink`."""
+
+    version = ""
+    block_bytes = 1
+    descriptor = -1
+
+    def __init__(self, file: PackedFile) -> None:
+        self._file = file
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Refuse to write."""
+        raise OSError(errno.EROFS, "a store in one file is not changed")
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Read bytes; returns their count, fewer only at the file's end."""
+        return self._file.read_into(view, offset)
+
+    def finish(self, mode: int | None) -> None:
+        """Complete nothing."""
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
 class PackedStores:
     """Stores in one file each; see `Place`.
 
@@ -237,6 +263,10 @@ class PackedStores:
             raise
         return PackedFile(file, start, directory.status_of(row), whole)
 
+    def open_written(self, path: Path) -> "ComparedFile":
+        """Open a file only to compare it."""
+        return ComparedFile(self.open(path))
+
     def stream(self, path: Path) -> BinaryIO:
         """Return the whole content of a small file."""
         with self.open(path) as file:
@@ -309,7 +339,7 @@ class PackedStores:
     def _refuse(self, *args: Any, **options: Any) -> Never:  # noqa: ANN401
         raise OSError(errno.EROFS, "a store in one file is not changed", str(args[0]))
 
-    open_sink = open_written = lock = make_directory = write_new = write_durably = _refuse
+    open_sink = lock = make_directory = write_new = write_durably = _refuse
     rename = replace_file = make_link = link_or_copy = remove_file = remove_files = _refuse
     remove = discard = take_over_status = sync_path = sync_tree = _refuse
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from streamshard.errors import Option, SourceError, UsageError
+from streamshard.errors import Option, SourceError
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_pipeline
 from streamshard.io.object_path import as_path, is_packed_name
 from streamshard.layout.memory_plan import MIB
@@ -123,9 +123,6 @@ def store_output(opened: Source, *, verb: str, options: ConvertOptions) -> Outpu
     both = zip(shapes, tensors, strict=True)
     largest = max((math.prod(shape) * ITEMSIZE[t.dtype] for shape, t in both), default=0)
     packs, is_raw = is_packed_name(as_path(options.target)), codec == "none"
-    if packs and not is_raw and options.if_needed:
-        message = f"{options.target}: a compressed store in one file is not compared to the byte;"
-        raise UsageError(f"{message} leave {Option('if_needed', True)} out")
     writer = _writer(opened, shapes, options) if packs else StoreTargets(opened, shapes, codec)
     return Output(
         source=opened,
@@ -142,6 +139,9 @@ def store_output(opened: Source, *, verb: str, options: ConvertOptions) -> Outpu
         # that once more, if it waits for those before it.
         codec_bytes=0 if is_raw else (4 if packs else 3) * largest + MIB,
         packs=packs,
+        is_packed_so=writer.is_packed_so
+        if isinstance(writer, PackedTargets) and not is_raw
+        else None,
         encode=writer.encode,
     )
 

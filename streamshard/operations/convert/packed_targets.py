@@ -32,7 +32,7 @@ from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, serialize_checksum
 from streamshard.formats.zarr.packed_layout import CRC32_IN_DESCRIPTOR, PackedEntry
 from streamshard.formats.zarr.store_index import StoredChunk, stored_arrays
-from streamshard.io.entries import examine
+from streamshard.io.entries import examine, open_readable
 from streamshard.io.files import target_errors
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.operations.convert.store_targets import StoreTargets, record_of
@@ -86,6 +86,28 @@ class PackedTargets(StoreTargets):
     def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
         """Read the written store back, and compare it with the source."""
         return read_back.differences(Request(place / self._name), self._source, memory, progress)
+
+    def is_packed_so(self, file: Path) -> bool:
+        """Tell whether a file has just what belongs around the files that were compared."""
+        last, start, central = self._manifest(), 0, list[bytes]()
+        known = {path: (len(data), crc32(data)) for path, data in last.items()}
+        documents = [path for path in self._documents() if path != ROOT_DOCUMENT]
+        chunks = (chunk.path for _, chunk in self._chunks())
+        with target_errors(file), open_readable(file) as found:
+            for path in chain(documents, chunks, last, [ROOT_DOCUMENT]):
+                record = self._records.get(path)
+                whole = known[path] if record is None else (record.nbytes, int(record.crc32s[0]))
+                entry = PackedEntry(path, start, whole[0])
+                before, after = entry.header(), entry.descriptor(whole[1])
+                if found.read_at(start, len(before)) != before:
+                    return False
+                if found.read_at(entry.end - len(after), len(after)) != after:
+                    return False
+                start = entry.end
+                central.append(entry.central(whole[1]))
+            directory = b"".join(central)
+            rest = directory + end_records(len(central), len(directory), start)
+            return found.read_at(start, len(rest) + 1) == rest
 
     def finish(self, report: Report, overflowed: Mapping[str, int]) -> Report:
         """Report the exact size, which compression determines."""

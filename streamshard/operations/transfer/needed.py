@@ -10,8 +10,9 @@ from pathlib import Path
 
 from streamshard.engine.run.phases import COMPARING
 from streamshard.engine.scan.target_comparison import first_difference
-from streamshard.errors import TargetExistsError
+from streamshard.errors import SourceError, TargetExistsError
 from streamshard.formats.deepspeed import names
+from streamshard.formats.zarr.packed_place import directory_of, packed
 from streamshard.io.entries import files_below, is_directory
 from streamshard.io.files import target_errors
 from streamshard.io.object_path import is_object
@@ -55,8 +56,8 @@ class ExistingTarget:
         require_space(self.target, self.report.bytes_written)
         return None
 
-    def _difference(self, progress: Progress) -> str | None:
-        """Describe the first difference of the target; None if there is none."""
+    def _other_names(self) -> str | None:
+        """Describe a file that is missing, or that is there and should not; None if none is."""
         output, latest = self.output, self.output.latest
         root = self.target.parent if output.packs else self.target
         if is_directory(self.target) == output.packs:
@@ -79,9 +80,23 @@ class ExistingTarget:
             if paths:
                 more = f", and {len(paths) - 1:,} more" if len(paths) > 1 else ""
                 return f"{min(paths)} {problem}{more}"
+        return None
+
+    def _difference(self, progress: Progress) -> str | None:
+        """Describe the first difference of the target; None if there is none."""
+        output, latest, is_packed_so = self.output, self.output.latest, self.output.is_packed_so
+        if (other := self._other_names()) is not None:
+            return other
+        root = self.target.parent if output.packs else self.target
         if latest is not None:
             progress.advance(len(latest.encode()))  # no pass makes this file
         source, divider = output.source, Divider(output.source)
+        if is_packed_so is not None:
+            root = packed(self.target)
+            try:
+                directory_of(root)
+            except SourceError as error:
+                return str(error)
         for layouts in output.writer.passes():
             path = first_difference(
                 root,
@@ -94,4 +109,6 @@ class ExistingTarget:
             )
             if path is not None:
                 return f"{path} holds other bytes"
+        if is_packed_so is not None and not is_packed_so(self.target):
+            return "its files are packed in another way"
         return None
