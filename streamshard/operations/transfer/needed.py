@@ -10,9 +10,9 @@ from pathlib import Path
 
 from streamshard.engine.run.phases import COMPARING
 from streamshard.engine.scan.target_comparison import first_difference
-from streamshard.errors import SourceError, TargetExistsError
+from streamshard.errors import SourceError, StreamshardError, TargetError, TargetExistsError
 from streamshard.formats.deepspeed import names
-from streamshard.formats.zarr.packed_place import directory_of, packed
+from streamshard.formats.zarr.packed_place import packed
 from streamshard.io.entries import files_below, is_directory
 from streamshard.io.files import target_errors
 from streamshard.io.object_path import is_object
@@ -43,6 +43,10 @@ class ExistingTarget:
             shown.start(self.report.bytes_written, COMPARING)
             try:
                 difference = self._difference(shown)
+            except (SourceError, TargetError) as error:
+                if self.output.is_packed_so is None or self._is_elsewhere(error):
+                    raise
+                difference = f"{error}"  # another file is packed in it, or the zip is damaged
             finally:
                 shown.stop()
             if difference is None:
@@ -55,6 +59,10 @@ class ExistingTarget:
             raise
         require_space(self.target, self.report.bytes_written)
         return None
+
+    def _is_elsewhere(self, error: StreamshardError) -> bool:
+        """Tell whether an error is about another file than the target, or one packed in it."""
+        return error.path is None or self.target not in (error.path, *error.path.parents)
 
     def _other_names(self) -> str | None:
         """Describe a file that is missing, or that is there and should not; None if none is."""
@@ -93,10 +101,6 @@ class ExistingTarget:
         source, divider = output.source, Divider(output.source)
         if is_packed_so is not None:
             root = packed(self.target)
-            try:
-                directory_of(root)
-            except SourceError as error:
-                return str(error)
         for layouts in output.writer.passes():
             path = first_difference(
                 root,
