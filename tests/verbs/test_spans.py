@@ -81,11 +81,11 @@ def enlarged(place: Path) -> Path:
     return run
 
 
-def store(codec: str) -> Callable[[Path], Path]:
+def store(codec: str, name: str = "a.zarr") -> Callable[[Path], Path]:
     def make(place: Path) -> Path:
         run = write(Job(stage=3), place / "run")
-        streamshard.convert(run, place / "a.zarr", codec=codec, chunk_size=512)
-        return place / "a.zarr"
+        streamshard.convert(run, place / name, codec=codec, chunk_size=512)
+        return place / name
 
     return make
 
@@ -136,6 +136,7 @@ CASES: dict[str, Case] = {
     "momentum": Case(of(replace(MUON, stage=2)), resized),
     "from a raw store": Case(store("none"), partial(resized, zero_stage=2)),
     "from a compressed store": Case(store("zstd"), partial(resized, zero_stage=2)),
+    "from a packed store": Case(store("lz4", "a.zarr.zip"), partial(resized, zero_stage=2)),
     "dumps": Case(dumps, dumped),
     "raw store": Case(of(Job(stage=2)), partial(converted, codec="none")),
     "packed store": Case(of(Job(stage=2)), packed),
