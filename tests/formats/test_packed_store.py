@@ -277,7 +277,7 @@ def test_halves_that_disagree_are_refused(ours: Path, tmp_path: Path) -> None:
         (central + 8, "<H", 0x0809, "encrypted"),
         (local + 30, "<B", ord("x"), "another one in its local header"),
         (start, "<I", struct.unpack_from("<I", data, start)[0] - 64, "reaches into what follows"),
-        (start, "<I", 0xFFFFFF00, "reaches into what follows"),
+        (start, "<I", 0xFFFFFF00, "reach past the entries' end"),
     ):
         changed = bytearray(data)
         struct.pack_into(form, changed, place, value)

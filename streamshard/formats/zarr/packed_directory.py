@@ -86,6 +86,9 @@ class PackedDirectory:
         """Read the directory, and check that its entries are files of their own."""
         names, rows, bounds = list[bytes](), list[tuple[int, int]](), list[tuple[int, int]]()
         for entry in self._zip.parsed():
+            if entry.header + entry.nbytes > self._zip.start:
+                shown = show(entry.name.decode(errors="replace"))
+                raise CorruptFileError(f"entry {shown} is said to reach past the entries' end")
             bounds.append((entry.header, LOCAL.size + len(entry.name) + entry.nbytes))
             if entry.name.endswith(b"/") and not entry.nbytes:
                 continue  # some programs list directories too
