@@ -32,7 +32,7 @@ from benchmarks._model import Model, Shape
 RANKS, TO = 8, 6
 SHAPE: Shape = (16, 1_024)
 SHORT = "200"
-HEAD = ("program", "files", "seconds", "of CPU", "x cp -r and sync", "x cp -r")
+HEAD = ("program", "files", "seconds", "of CPU", "of cp -r", "x cp -r and sync", "x cp -r")
 _PLAN = """
 import sys, streamshard.cli.main
 streamshard.plan_convert(sys.argv[1], sys.argv[2], memory_limit=16 << 30)
@@ -47,6 +47,17 @@ class Program:
     command: tuple[str | Path, ...]
     source: Path
     target: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A program, and a copy of what it wrote, or read if it wrote nothing."""
+
+    done: Measured
+    copied: Measured
+    files: int
+    synced_seconds: float
+    """Of the copy and its sync."""
 
 
 class Bench:
@@ -91,21 +102,21 @@ class Bench:
             for verb in ("inspect", "verify"):
                 yield reader(f"{verb} of {name}", verb, place)
 
-    def run(self, program: Program) -> tuple[Measured, int, float, float]:
-        """Run a program; returns also the files that it wrote or read, and the times of a copy."""
+    def run(self, program: Program) -> Round:
+        """Run a program, then `cp -r` of what it wrote or read."""
         warm(program.source)
         succeed("sync", "-f", self.source)
         done = succeed(*program.command)
         place = program.target if program.target and program.target.exists() else program.source
         count = len(files_in(place))
         succeed("sync", "-f", self.source)
-        copying = succeed("cp", "-r", place, self.copy).seconds
+        copied = succeed("cp", "-r", place, self.copy)
         syncing = succeed("sync", "-f", self.copy).seconds
         for left in (self.copy, self.target):
             shutil.rmtree(left, ignore_errors=True)
         for file in (self.copy, self.packed):
             file.unlink(missing_ok=True)
-        return done, count, copying, syncing
+        return Round(done, copied, count, copied.seconds + syncing)
 
 
 def experts(tensors: int) -> Model:
@@ -117,22 +128,22 @@ def experts(tensors: int) -> Model:
 def compare(bench: Bench, runs: int) -> list[list[str]]:
     """Run everything; returns the table's rows."""
     programs = list(bench.programs())
-    found: dict[str, list[tuple[Measured, int, float, float]]] = {p.name: [] for p in programs}
+    found: dict[str, list[Round]] = {program.name: [] for program in programs}
     for _ in range(runs):
         for program in programs:
             found[program.name].append(bench.run(program))
     rows = []
     for name, times in found.items():
-        seconds = [done.seconds for done, *_ in times]
-        synced = [copying + syncing for *_, copying, syncing in times]
+        seconds = [one.done.seconds for one in times]
         rows.append(
             [
                 name,
-                f"{times[0][1]:,}",
+                f"{times[0].files:,}",
                 f"{median(seconds):.2f}",
-                f"{median(done.cpu_seconds for done, *_ in times):.2f}",
-                ratio_cell(seconds, synced),
-                ratio_cell(seconds, [copying for _, _, copying, _ in times]),
+                f"{median(one.done.cpu_seconds for one in times):.2f}",
+                f"{median(one.copied.cpu_seconds for one in times):.2f}",
+                ratio_cell(seconds, [one.synced_seconds for one in times]),
+                ratio_cell(seconds, [one.copied.seconds for one in times]),
             ]
         )
     return rows

@@ -38,6 +38,7 @@ _READERS: Final = (
     "streamshard.operations.source.store_source:READER",
     "streamshard.operations.source.distributed_source:READER",
     "streamshard.operations.source.weights_source:READER",
+    "streamshard.operations.source.fsdp_ranks_source:READER",
     "streamshard.operations.source.universal_source:READER",
     "streamshard.operations.source.native_source:READER",
 )

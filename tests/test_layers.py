@@ -54,7 +54,13 @@ CORE = "streamshard.operations.repartition.repartition"
 CORE_MODULES, CORE_LINES = 95, 15_000
 """What who touches the core has to know: all that it imports, and what that imports, lazily or for
 type checking as well."""
-AROUND = ("degrees", "merging", "formats.deepspeed.model_parallel", "formats.universal")
+AROUND = (
+    "degrees",
+    "merging",
+    "formats.deepspeed.model_parallel",
+    "formats.universal",
+    "formats.fsdp_ranks",
+)
 """Rooms that the core does not import: other degrees, how models are cut for them, formats."""
 LIVE = "live"
 """Meets live engines, which is why it alone imports torch and deepspeed."""

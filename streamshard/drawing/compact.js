@@ -103,7 +103,7 @@ function runOf(run, isOne) {
   const count = (...states) => rows.filter((row) => states.includes(row.state)).length;
   const problems = [...(run.problem ? [run.problem] : []), ...(run.last_run?.error ? [`The last run: ${run.last_run.error}`] : []),
     ...bad.map((row) => row.problem.includes(row.tag) ? row.problem : `${row.tag}: ${row.problem}`)];
-  const title = problems.length ? `Look at ${problems.length === 1 ? "this" : `these ${problems.length}`}`
+  const title = problems.length ? `${counted(problems.length, "thing")} to look at`
     : rows.length ? `All ${counted(rows.length, "checkpoint")} can be opened or ${count(...GONE) === 1 ? "is" : "are"} archived` : "No checkpoints yet";
   const cells = rows.toReversed().map((row) => {
     const state = STATES[row.state] ?? STATES.unhealthy, saved = GONE.includes(row.state) ? row.original - row.archive_bytes : 0;
@@ -118,7 +118,7 @@ function runOf(run, isOne) {
     isOne ? make("h1", {}, clean(run.run_dir.split("/").filter(Boolean).at(-1))) : make("h2", {}, clean(run.run_dir)),
     verdict(problems.length ? "bad" : "good", title, problems),
     big([
-      [number(rows.length), "checkpoints, with those that are gone"], [number(count("kept")), "kept"], [number(count("archived", "archiving")), "archived too"],
+      [number(rows.length), "checkpoints, with those that are gone"], [number(count("kept")), "kept"], [number(count("archived", "archiving")), "archived, original still there"],
       [number(count("in the trash", "being removed")), run.trash_bytes ? `in the trash: ${bytes(run.trash_bytes)}` : "in the trash"],
       [number(count(...GONE)), "in the archive only"], [bytes(run.saved_bytes), "saved"], [bytes(run.archive_bytes), "size of the archives"],
     ]),

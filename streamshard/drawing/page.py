@@ -85,16 +85,15 @@ def column(values: Iterable[Any] | Ints) -> list[Any] | dict[str, Any]:
     return found
 
 
-def pooled(node: Any, pool: dict[str, Any]) -> Any:  # noqa: ANN401
-    """Replace long lists in a document by their numbers in a pool, which holds each once."""
+def pooled(node: Any, pool: dict[str, int]) -> Any:  # noqa: ANN401
+    """Replace long lists in a document by their numbers in a pool, which has each once, as JSON."""
     if isinstance(node, dict):
         return {key: pooled(value, pool) for key, value in node.items()}
     if not isinstance(node, list):
         return node
     if len(node) < _LONG or isinstance(node[0], dict):
         return [pooled(value, pool) for value in node]
-    pool.setdefault(json.dumps(node), node)
-    return {"column": list(pool).index(json.dumps(node))}
+    return {"column": pool.setdefault(json.dumps(node), len(pool))}
 
 
 def _finite(value: Any) -> Any:  # noqa: ANN401

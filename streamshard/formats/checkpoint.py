@@ -194,12 +194,12 @@ class ModelPart:
 
     def held_by(self, rank: int, layout: ZeroLayout) -> list[tuple[int, int]]:
         """List a data-parallel rank's groups: (index in `groups`, rank among those sharing it)."""
-        held = []
+        found = []
         for index, group in enumerate(self.groups):
             expert_rank, sharer = layout.expert_place(rank, group.expert_parallel)
             if expert_rank == group.expert_rank:
-                held.append((index, sharer))
-        return held
+                found.append((index, sharer))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,7 +398,7 @@ class Reading:
         """Return where some tensors of a regular cutting lie, and the files that hold them."""
         numels = np.array([self.checkpoint.tensors[row].numel for row in rows], dtype=np.int64)
         found = self.cutting.pieces_of(np.array(rows, dtype=np.int64), numels)
-        held = list(dict.fromkeys(found.file.tolist()))
+        used = list(dict.fromkeys(found.file.tolist()))
         numbers = np.full(len(self.files), -1)
-        numbers[held] = np.arange(len(held))
-        return found.in_files(numbers), [self.files[number] for number in held]
+        numbers[used] = np.arange(len(used))
+        return found.in_files(numbers), [self.files[number] for number in used]

@@ -49,9 +49,9 @@ _PARTS_OF_RANKS: Final = (
     (
         re.compile(r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt"),
         (
-            "files of FSDP's ranks as verl saves them, which hold a part of each tensor and are "
-            "not read here; they load on as many ranks as saved them. Whole weights: python -m "
-            "verl.model_merger merge --backend fsdp --local_dir {directory} --target_dir OUT"
+            "files of FSDP's ranks as verl saves them, which hold a part of each tensor; give the "
+            "directory of all ranks' model files, {directory}, to read or export the weights. The "
+            "optimizer's state is not read; it loads on as many ranks as saved it"
         ),
     ),
     (

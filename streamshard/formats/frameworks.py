@@ -185,12 +185,12 @@ def _accelerate(paths: Sequence[str], source_world_size: int, world_size: int) -
 def _rank_notes(
     framework: str, ranks: Mapping[str, int | None], world_size: int
 ) -> tuple[str, ...]:
-    held = {rank for rank in ranks.values() if rank is not None and rank != _STALE}
+    present = {rank for rank in ranks.values() if rank is not None and rank != _STALE}
     stale = sorted(path for path, rank in ranks.items() if rank == _STALE)
-    new = [rank for rank in range(world_size) if rank not in held]
-    gone = sorted(rank for rank in held if rank >= world_size)
+    new = [rank for rank in range(world_size) if rank not in present]
+    gone = sorted(rank for rank in present if rank >= world_size)
     notes = []
-    if held and new:
+    if present and new:
         notes.append(
             f"{framework}: the checkpoint has no random state for the new {_ranks(new)}. The job "
             f"seeds {'it' if len(new) == 1 else 'them'} as at a fresh start, so dropout and other "

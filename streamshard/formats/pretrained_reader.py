@@ -19,7 +19,6 @@ from streamshard.errors import (
 from streamshard.formats import detect, pretrained, safetensors_file, strict_json
 from streamshard.formats.checkpoint import Checkpoint, ModelPart, ModuleEntry, Reading
 from streamshard.formats.deepspeed import names
-from streamshard.formats.links import require_regular
 from streamshard.formats.pickle.inert import show
 from streamshard.formats.pickle.node_checks import name_of, of_file
 from streamshard.formats.safetensors_file import Described, Stored
@@ -27,6 +26,7 @@ from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import tensor_of
 from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.io.entries import exists, identify, is_directory, paths_in, read_all
+from streamshard.io.files import require_regular
 from streamshard.layout.cutting import CuttingBuilder
 from streamshard.model import ITEMSIZE, MODULE, LogicalTensor, Note, NoteKind, Slot, ZeroLayout
 
@@ -70,11 +70,15 @@ def read(directory: Path, form: str = pretrained.SAFETENSORS) -> Reading:
         require_regular(path, directory)
         with of_file(path):
             for stored in _stored(path, form):
-                held = stored.tensor
-                if where is not None and where.get(held.name) != name:
-                    message = f"holds {show(held.name)}, which {main} says is in"
-                    raise DisagreementError(f"{message} {show(where.get(held.name))}", path=path)
-                tensors.append(LogicalTensor(MODULE, name_of(held.name), held.dtype, held.shape))
+                described = stored.tensor
+                if where is not None and where.get(described.name) != name:
+                    message = f"holds {show(described.name)}, which {main} says is in"
+                    raise DisagreementError(
+                        f"{message} {show(where.get(described.name))}", path=path
+                    )
+                tensors.append(
+                    LogicalTensor(MODULE, name_of(described.name), described.dtype, described.shape)
+                )
                 slots.append(Slot(np.array([number]), np.array([stored.offset]), np.array([1])))
     _require_complete(directory / main, tensors, where)
     builder = CuttingBuilder([ITEMSIZE[tensor.dtype] for tensor in tensors])

@@ -1,15 +1,16 @@
-"""Turns system errors into errors that name the file; refuses sources that have changed."""
+"""System errors that name the file; sources that changed, or that lead out of what was given."""
 
 import errno
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 from streamshard.errors import CorruptFileError, NoSpaceError, SourceError, TargetError
-from streamshard.io.entries import examine, list_ahead, listings_kept
+from streamshard.io.entries import examine, list_ahead, listings_kept, resolve
 from streamshard.io.object_path import as_path
 from streamshard.io.readable import Status
-from streamshard.model import SourceFile
+from streamshard.model import Computed, SourceFile
 
 
 def require_unchanged(source: SourceFile) -> None:
@@ -24,15 +25,23 @@ def require_unchanged(source: SourceFile) -> None:
 def require_all_unchanged(files: Sequence[SourceFile]) -> None:
     """Refuse source files of which one has changed; see `require_unchanged`."""
     with listings_kept(anew=True):
-        if files:
-            root = files[0].path.parent
-            for file in files:
+        for some in filter(None, _by_checkpoint(files)):
+            root = some[0].path.parent
+            for file in some:
                 while not str(file.path).startswith(str(root).rstrip("/") + "/"):
                     root = root.parent
             with source_errors(root):
                 list_ahead(root)
-        for file in files:
-            require_unchanged(file)
+            for file in some:
+                require_unchanged(file)
+
+
+def _by_checkpoint(files: Sequence[SourceFile]) -> Iterator[Sequence[SourceFile]]:
+    """Yield the files of each checkpoint, which have a directory in common, and what is behind."""
+    decoders = enumerate(file.decoder for file in files)
+    first, firsts = next(((n, d.firsts) for n, d in decoders if isinstance(d, Computed)), (0, (0,)))
+    for start, stop in pairwise([*firsts, first or len(files), len(files)]):
+        yield files[start:stop]
 
 
 def require_same(source: SourceFile, status: Status) -> None:
@@ -66,3 +75,30 @@ def target_errors(path: Path) -> Iterator[None]:
             message = f"no space left on the target's file system ({error.strerror}); free some and"
             raise NoSpaceError(f"{message} run the same command again", path=named) from error
         raise TargetError(f"cannot be written ({error.strerror})", path=named) from error
+
+
+def require_inside(path: Path, *roots: Path) -> None:
+    """Refuse a symbolic link that leads out of the directories that the user gave."""
+    if not stays_inside(path, *roots):
+        message = (
+            f"a symbolic link that leads out of {roots[0]}, to {resolve(path)}: what is "
+            "read has to lie in the checkpoint itself. Give the directory that the link leads to, "
+            "or copy the checkpoint with 'cp -rL'"
+        )
+        raise SourceError(message, path=path)
+
+
+def require_regular(path: Path, *roots: Path) -> None:
+    """Refuse a path that is not a regular file, or leads out of the directories."""
+    require_inside(path, *roots)
+    if not examine(path).is_file:
+        raise CorruptFileError("not a regular file; move it away, or put a copy there", path=path)
+
+
+def stays_inside(path: Path, *roots: Path) -> bool:
+    """Tell whether a path, with all its symbolic links followed, is in one of these directories.
+
+    Links that form a cycle do not lead out.
+    """
+    resolved = resolve(path)
+    return any(resolved.is_relative_to(resolve(root)) for root in roots)

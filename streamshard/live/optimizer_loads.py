@@ -339,9 +339,9 @@ class _OptimizerLoad:
         return (_STALE_WEIGHTS,) if any(self._agreement.gather(is_stale)) else ()
 
 
-def _require_same_sizes(resharding: Resharding, held: LiveOptimizer) -> None:
+def _require_same_sizes(resharding: Resharding, optimizer: LiveOptimizer) -> None:
     """Refuse dumps of a parameter that has another size than the live one."""
-    checkpoint, live = resharding.source.checkpoint, held.numels
+    checkpoint, live = resharding.source.checkpoint, optimizer.numels
     for name, numel in checkpoint.master_numels(checkpoint.model_parts[0]).items():
         if live.get(name, numel) != numel:
             message = f"{resharding.source.path}: '{name}' has {numel:,} elements, in this job's"

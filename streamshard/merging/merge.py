@@ -18,6 +18,7 @@ from streamshard.merging.merged_source import (
     without_weight_files,
 )
 from streamshard.model import BLOB, FILE, MASTER, MODULE
+from streamshard.operations.compare.pairing import Pair
 from streamshard.operations.convert import convert
 from streamshard.operations.export import export
 from streamshard.operations.repartition import repartition
@@ -28,6 +29,7 @@ from streamshard.operations.transfer.run_identity import digest_of_headers
 from streamshard.operations.transfer.target import require_separate
 from streamshard.operations.transfer.target_writer import Output
 from streamshard.options import Path_, RepartitionOptions, takes
+from streamshard.registry import WITH_LAYER_PAIRS, load
 from streamshard.sizes import some_of
 from streamshard.verb_options import ConvertOptions, ExportOptions, MergeOptions
 
@@ -138,11 +140,14 @@ def _opened(options: MergeOptions, weights: Sequence[float]) -> Merging:
         if places.count(place) > 1:
             raise UsageError(f"{place}: given twice; give each checkpoint once, with its weight")
     newest = _newest(sources, str(options.weights))
+    copies: Sequence[Pair] = ()
+    if is_pipeline(sources[newest].checkpoint):
+        sources[newest], copies = load(WITH_LAYER_PAIRS)(sources[newest])
     sources[newest] = without_weight_files(sources[newest])
     averages_states = options.states != "newest"
     if averages_states:
         _require_linear(sources[newest], weights)
-    return Merging(sources, weights, newest, averages_states)
+    return Merging(sources, weights, newest, averages_states, copies)
 
 
 def _newest(sources: Sequence[Source], asked: str) -> int:
@@ -236,9 +241,8 @@ def _require_no_other_copies(source: Source) -> None:
         message = "saved without ZeRO (stage 0), which does not name the master weights in the"
         raise UnsupportedError(f"{message} optimizer's state: {way}", path=place)
     has_experts = any(part.model_state.get(names.EXPERT_COUNTS) for part in checkpoint.model_parts)
-    if is_pipeline(checkpoint) or has_experts:
-        what = "a pipeline's layers" if is_pipeline(checkpoint) else "experts"
-        message = f"has files of {what} with weights in 16 bits, which are not merged yet: {way}"
+    if has_experts:
+        message = f"has files of experts with weights in 16 bits, which are not merged yet: {way}"
         raise UnsupportedError(message, path=place)
 
 

@@ -51,6 +51,8 @@ class Merging:
     newest: int
     """Which of them all else is taken of."""
     averages_states: bool
+    copies: Sequence[Pair] = ()
+    """What the files of a pipeline's layers must have in common with the newest's masters."""
 
     @property
     def base(self) -> Source:
@@ -77,6 +79,11 @@ class Merging:
     def kept_differ(self, memory: MemoryPlan, progress: Progress) -> list[str]:
         """Compare what is not averaged, and describe the differences."""
         found, base = [], self.base
+        if self.copies:
+            same = compare(base, base, self.copies, memory, progress, phase=COMPARING)
+            for difference in same.require_read().differences:
+                message = f"{difference.message}: the file of a layer is no copy of its module, so"
+                raise DisagreementError(f"{message} what it holds is unknown", path=place_of(base))
         for one, index in zip(self.sources, self._indices, strict=True):
             pairs = [] if one is base else list(self._kept_pairs(one, index))
             if not pairs:

@@ -109,6 +109,7 @@ def save_fsdp2(place: Path, name: str = "{}_world_size_2_rank_0.pt") -> Path:
 
 def verl(place: Path) -> Path:
     save_fsdp2(place / "global_step_5" / "actor")
+    (place / "global_step_5" / "actor" / "model_world_size_2_rank_0.pt").unlink()
     (place / "latest_checkpointed_iteration.txt").write_text("5")
     return place
 
@@ -136,7 +137,7 @@ DIRECTORIES: list[tuple[Callable[[Path], Path], str]] = [
     (megatron_distributed, r"a checkpoint in Megatron's own format"),
     (adapter, rf"a model's weights without an optimizer's state; {NOTHING_CUT}"),
     (trainer_without_deepspeed, rf"saved without ZeRO; {NOTHING_CUT}"),
-    (verl, r"files of FSDP's ranks as verl saves them.*--local_dir \S*/global_step_5/actor --"),
+    (verl, r"files of FSDP's ranks as verl saves them.*files, \S*/global_step_5/actor, to read"),
     (local_of_accelerate, r"files of FSDP's ranks as Accelerate saves.*SHARDED_STATE_DICT"),
     (distributed_safetensors, r"a part of each tensor.*HuggingFaceStorageReader"),
     (dumps, r"raw dumps of the optimizer; .*'\S*/optimizer\.\{rank:02d\}\.pt'"),

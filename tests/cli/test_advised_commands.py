@@ -146,7 +146,7 @@ def ranks_dumps_without_zero(place: Path) -> Words:
 
 COMMAND = r": (streamshard .*)$"
 ADVICES = {
-    "several": Advice(several, 3, COMMAND, of="operations.source.candidates"),
+    "several": Advice(several, 3, COMMAND, of="operations.source.tag_directory"),
     "only one": Advice(only_one, 3, r"Give the one in it: (.*)$", instead),
     "one file": Advice(one_file, 3, r"give its directory, (.*)$", instead),
     "one dump": Advice(one_dump, 3, r"by a template, '(.*)'$", instead),
@@ -203,6 +203,7 @@ OTHERS = {
     "--make-vocab-size-divisible-by", "--per_device_train_batch_size", "--backend", "--local_dir",
     "--gradient_accumulation_steps", "--ignore_data_skip", "--target_dir", "--module", "--job.",
     "--checkpoint", "--local_rank", "--local-rank", "--keep-global-batch", "--no-build-isolation",
+    "--resume_from_checkpoint", "--newest",
 }  # fmt: skip
 """Options of other programs, and of `python -m streamshard.deepspeed`."""
 

@@ -26,7 +26,7 @@ KEYS = {
     "tensor_parallel pipeline_parallel expert_parallel "
     "module_dtype optimizer deepspeed_version global_steps skipped_steps global_samples groups "
     "parameters frozen buffers tied state_bytes files file_bytes file_groups file_list tensors "
-    "codec problems notes weights_only details rank weights pictures checkpoints",
+    "codec problems notes weights_only health details rank weights pictures checkpoints",
     "checkpoints": "path kind step zero_stage world_size nbytes changed is_whole is_newest "
     "is_latest problem",
     "groups": "model_part expert_rank parameters numel master_dtype states hyper_parameters",

@@ -243,7 +243,7 @@ def pieces_of(panel: Table, place: Table, files: list[Table], k: int, numel: int
     names = {"origin": "origin", "piece": "piece", "lead": "at"}
     origin, piece, lead = (values(place.get(a, way[b]))[k] for a, b in names.items())
     slot, file, offset = (values(place[name]) for name in ("slot", "file", "offset"))
-    for n in range(origin // piece, (origin + numel - 1) // piece + 1):
+    for n in range(origin // piece, (origin + numel - 1) // piece + 1) if numel else ():
         start = max(n * piece - origin, 0)
         at = offset[slot[k] + n] + (lead + start - n * piece + origin) * place["itemsize"]
         where, stop = files[file[slot[k] + n]], min((n + 1) * piece - origin, numel)
@@ -252,7 +252,10 @@ def pieces_of(panel: Table, place: Table, files: list[Table], k: int, numel: int
     return found
 
 
-@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
+EMPTY = Job(groups=((("a", (4, 3)), ("none", (0, 3)), ("b", (5,)), ("end", (0,))),), tied={})
+
+
+@pytest.mark.parametrize("job", [*JOBS.values(), EMPTY], ids=[*JOBS, "empty"])
 def test_the_page_holds_the_report_and_where_all_bytes_lie(tmp_path: Path, job: Job) -> None:
     run, html = write(job, tmp_path / "run"), tmp_path / "cut.html"
     found = streamshard.inspect(run, params=["*"], html=html)

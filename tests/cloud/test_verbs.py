@@ -1,5 +1,6 @@
 """All verbs do with buckets what they do with directories, to the byte."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,22 @@ def test_export(run: Path, bucket: Bucket, tmp_path: Path, form: str) -> None:
     api.export(run, tmp_path / "local", format=form)
     api.export(source, f"{bucket.url}/weights", format=form, verify=True)
     assert bucket.content("weights") == tree(tmp_path / "local")
+
+
+def test_merge(bucket: Bucket, tmp_path: Path) -> None:
+    """Of runs and stores, here and there, into a run and into a store."""
+    jobs = [replace(LEAN, step=step, world_size=step - 3) for step in (5, 6)]
+    older, newer = (write(job, tmp_path / f"run-{job.step}") for job in jobs)
+    for run in (older, newer):
+        (run / "zero_to_fp32.py").chmod(0o644)
+    api.convert(older, tmp_path / "old.zarr", codec="zstd")
+    near = [tmp_path / "old.zarr", newer]
+    far: list[Path | str] = [bucket.put(near[0], "old.zarr"), newer]
+    api.merge(near, tmp_path / "out", weights="ema:0.5")
+    api.merge(far, f"{bucket.url}/out", weights="ema:0.5", verify=True)
+    assert bucket.content("out") == tree(tmp_path / "out")
+    api.merge([older, bucket.put(newer, "newer")], tmp_path / "down", weights="ema:0.5")
+    assert tree(tmp_path / "down") == tree(tmp_path / "out")
 
 
 def test_open_and_diff(run: Path, bucket: Bucket) -> None:

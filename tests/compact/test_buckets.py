@@ -62,7 +62,7 @@ def test_a_dry_run_tells_requests_and_bytes(sides: Sides) -> None:
     tags = sides.compact(dry_run=True).tags
     nbytes = sum(tag.source_bytes for tag in tags if tag.action == "archived")
     (told,) = [note for note in sides.compact(dry_run=True).notes if "not counting those" in note]
-    read = 2 * (not sides.run.is_local) + 2 * (not sides.archive.is_local)
+    read = 3 * (not sides.run.is_local) + 2 * (not sides.archive.is_local)
     assert f"down, {show_bytes(read * nbytes)}" in told
     assert f"up, {show_bytes(nbytes * (not sides.archive.is_local))}" in told
 

@@ -28,6 +28,7 @@ from tests.compact.runs import (
     tag_of,
     tags_in,
 )
+from tests.compact.sides import Sides
 from tests.fabricated import edit
 from tests.verbs.test_newest import damage_data
 
@@ -277,3 +278,32 @@ def test_it_changes_nothing_in_the_run(ill_run: Path, archive: Path) -> None:
     before = bits(ill_run)
     api.compact(ill_run, archive, keep_last=2)
     assert bits(ill_run) == before
+
+
+def test_what_was_measured_of_a_newest_tag_is_not_read_again_to_archive_it(
+    tmp_path: Path, archive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", steps=(80, 90))
+    wanted = api.verify(run, tag=tag_of(80), health=True).health
+    api.compact(run, archive, keep_last=2)
+    save(run, 100)
+    save(run, 110)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("read to measure it")
+
+    monkeypatch.setattr("streamshard.operations.checks.tensor_content.scan", refuse)
+    assert actions(api.compact(run, archive, keep_last=2))[tag_of(80)] == "archived"
+    found = api.inspect(archive / f"{tag_of(80)}.zarr").health
+    assert found
+    assert found.items() <= wanted.items()
+
+
+def test_it_is_the_same_in_a_bucket(buckets: Sides) -> None:
+    run = buckets.run
+    assert str(api.newest(run.where)) == f"{run.where}/{tag_of(1000)}"
+    run.write(f"{tag_of(1000)}/{SHARD}", b"")
+    assert str(api.newest(run.where, quick=True)) == f"{run.where}/{tag_of(100)}"
+    buckets.compact()
+    status = api.compact_status(run.where, buckets.archive.where)
+    assert (status.newest_healthy, status.unhealthy) == (tag_of(100), ())

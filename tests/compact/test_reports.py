@@ -279,7 +279,7 @@ def test_the_page_shows_what_became_of_each_checkpoint(
         [tag_of(1000), "kept"], [tag_of(100), "kept"], [NEXT, "look at it"],
         [FIRST, "in the trash"], [tag_of(70), "archive only"],
     ]  # fmt: skip
-    assert tab.text(".verdict.bad").startswith("Look at this")
+    assert tab.text(".verdict.bad").startswith("1 thing to look at")
     assert f"{SHARD} is missing" in tab.text(".verdict li")
     assert "1\nin the archive only" in tab.text(".big")
     tab.require_at_peace()
@@ -290,13 +290,18 @@ def test_a_page_of_many_runs_hides_none_for_another(
 ) -> None:
     hostile = "<b>\"'&\n</script>".replace("/", "")
     (tmp_path / "runs").mkdir()
-    runs = [make_run(tmp_path / "runs" / name) for name in ("a", hostile)]
+    runs = [make_run(tmp_path / "runs" / name) for name in ("a", hostile, "odd")]
+    for name in ("checkpoint-1", "step_1"):
+        (runs[2] / name).mkdir()
+        (runs[2] / name / "latest").write_text("x")
+    (runs[2] / "latest").unlink()
     (tmp_path / "page").mkdir()
     html = tmp_path / "page" / "status.html"
     command = ("compact", tmp_path / "runs" / "*", archive, "--status", "--html", html)
     assert streamshard(*command).code == 0
     tab = browser.open(html.as_uri())
-    assert tab.text("h1") == "2 runs"
+    assert tab.text("h1") == "3 runs"
+    assert "whose numbers do not tell which is newer" in tab.text(".verdict.bad li")
     heads = tab.value("[...document.querySelectorAll('h2')].map((head) => head.innerText)")
     assert sorted(heads) == sorted(str(run).replace("\n", "\\u{a}") for run in runs)
     assert tab.value("document.querySelectorAll('script').length") == 2

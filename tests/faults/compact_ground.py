@@ -24,6 +24,8 @@ _OWN: Final = ".streamshard."
 _LOCK: Final = ".streamshard.lock"
 _OF_WEIGHTS: Final = ".weights"
 _TORN: Final = "torn"
+_RECORDS: Final = (".streamshard.last_run.json", ".streamshard.health.json")
+"""What runs record of themselves, and of the tags that they have read."""
 
 
 class CompactGround(Ground[CompactScenario]):
@@ -128,14 +130,14 @@ class CompactGround(Ground[CompactScenario]):
         return {
             path: kept
             for path, kept in found.items()
-            if not path.endswith((".receipt.json", ".last_run.json", f"{_OF_WEIGHTS}.zarr.sha256"))
+            if not path.endswith((".receipt.json", *_RECORDS, f"{_OF_WEIGHTS}.zarr.sha256"))
             and not _is_dated(path)
             and _LOCK not in path
         }
 
     def _leftovers(self) -> list[str]:
         """List what is neither saved, nor archived, nor in the trash, except locks of the dead."""
-        known = (TRASH, ".streamshard.going", ".streamshard.last_run.json")
+        known = (TRASH, ".streamshard.going", *_RECORDS)
         return sorted(
             str(path.relative_to(self._place))
             for path in self._place.rglob("*")

@@ -96,9 +96,11 @@ def manifests(data: bytes, _: Path) -> None:
         assert list(same_shapes) == list(chunk_shapes)
     else:
         serialized = store_manifest.serialize(
-            manifest.records, manifest.codec, manifest.digests or {}
+            manifest.records, manifest.codec, manifest.digests or {}, manifest.health
         )
-        assert store_manifest.read(serialized).records.keys() == manifest.records.keys()
+        reread = store_manifest.read(serialized)
+        assert reread.records.keys() == manifest.records.keys()
+        assert reread.health == manifest.health
 
 
 def safetensors(_: bytes, path: Path) -> None:

@@ -22,7 +22,6 @@ from streamshard.errors import (
 from streamshard.merging.coefficients import coefficients
 from tests.comparing import compare
 from tests.fabricated import edit, edit_optimizers, without_zero, write, write_dumps
-from tests.fabricated_pipes import PipeJob, write_pipe
 from tests.job import JOBS, TAG, Job
 from tests.merging.means import Merged, mean, save
 
@@ -172,13 +171,8 @@ def test_tensors_that_do_not_match_are_named(what: str, two: list[Path], tmp_pat
     assert str(caught.value).startswith(str(other))
 
 
-def pipeline(place: Path) -> Path:
-    return write_pipe(PipeJob(), place)
-
-
 KINDS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "experts": (lambda place: write(JOBS["expert-2"], place), "files of experts with weights"),
-    "pipeline": (pipeline, "files of a pipeline's layers with weights"),
     "stage 0": (lambda place: without_zero(write(Job(), place)), "stage 0"),
 }
 

@@ -134,8 +134,7 @@ def _parts(head: str, parts: Sequence[Part]) -> str:
 
 def _files(head: str, files: Sequence[FileBytes], *, verbose: bool) -> str:
     """List files; unless verbose, group paths that differ only in numbers, largest group first."""
-    common = os.path.commonpath([os.path.dirname(f.path) for f in files]) if files else ""  # noqa: PTH120
-    common = _SCHEME.sub(r"\1://", common)
+    common = _common([file.path for file in files])
     start = len(common) + 1 if common else 0
     name = f"{head}, in {common}" if common else head
     named = [(file.path[start:], file.nbytes) for file in files]
@@ -155,6 +154,18 @@ def _files(head: str, files: Sequence[FileBytes], *, verbose: bool) -> str:
         nbytes = sum(nbytes for _, nbytes in rest)
         rows.append(("others, which -v lists", f"{len(rest):,}", f"{nbytes:,}"))
     return table(rows)
+
+
+def _common(paths: Sequence[str]) -> str:
+    """Return the directory that all paths are in; empty if there is none but the root.
+
+    >>> _common(["s3://a/b/c", "s3://a/d"]), _common(["/a/b", "/c/d"]), _common(["s3://a/b", "/a"])
+    ('s3://a', '', '')
+    """
+    if len({path.startswith(os.sep) for path in paths}) != 1:
+        return ""
+    common = os.path.commonpath([os.path.dirname(path) for path in paths])  # noqa: PTH120
+    return "" if common == os.sep or common.endswith(":") else _SCHEME.sub(r"\1://", common)
 
 
 def _together(paths: Sequence[str]) -> str:

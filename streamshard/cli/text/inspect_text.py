@@ -1,11 +1,13 @@
 """Formats the result of `inspect` for people: a summary, and tables."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
 from streamshard.cli.text.escaping import printable
+from streamshard.cli.text.health_text import health_table, healthy_text
 from streamshard.cli.text.tables import bold, facts_text, more_text, paragraph, table
+from streamshard.health import TensorHealth
 from streamshard.operations.checks.structure import title_of
 from streamshard.operations.inspect.inspect_report import (
     FOREIGN,
@@ -67,6 +69,8 @@ def inspection_text(
         page.rank(found.rank)
     if not is_brief:
         page.overview(found)
+    if found.health is not None and not is_brief:
+        page.health(found.health)
     page.pictures(found.pictures)
     if len(found.checkpoints) > 1:
         page.checkpoints(found, found.problems)
@@ -129,6 +133,13 @@ class _Page:
             cells = [[_cell_text(cell) for cell in row] for row in rows]
             blocks.append(table([head, *cells], self._width))
         self.add("\n".join([*blocks, *([more] if more else [])]))
+
+    def health(self, health: Mapping[str, TensorHealth]) -> None:
+        """Add what was measured when a store was made: of all tensors, or of those with NaN."""
+        shown = {n: one for n, one in health.items() if self._verbose or not one.is_good}
+        self.add(f"healthy  {healthy_text(health)}, as measured when it was made")
+        if shown:
+            self.add(printable(health_table(shown)))
 
     def overview(self, found: Inspection) -> None:
         """Add the tables of a whole checkpoint."""

@@ -1,12 +1,11 @@
 """Formats the result of `verify` as text for people."""
 
-from collections.abc import Mapping
 from typing import Final
 
 from streamshard.cli.text.escaping import one_line
+from streamshard.cli.text.health_text import health_table, healthy_text
 from streamshard.cli.text.report_text import memory_text, read_text
 from streamshard.cli.text.tables import facts_text, more_text, paragraph, table
-from streamshard.health import TensorHealth
 from streamshard.operations.checks.problems import Difference, Problem, Verification
 from streamshard.operations.checks.structure import title_of
 from streamshard.sizes import counted
@@ -30,15 +29,14 @@ def verification_text(found: Verification, *, verbose: bool, with_digests: bool)
     if found.against is not None or found.tensors:
         facts.append(("tensors", f"{found.tensors:,}"))
     if found.health:
-        good = sum(one.is_good for one in found.health.values())
-        facts.append(("healthy", f"{good:,} of {len(found.health):,} tensors of floats"))
+        facts.append(("healthy", healthy_text(found.health)))
     if verbose:
         facts.append(("memory", memory_text(found, verbose=True)))
     blocks = [facts_text(facts), *map(paragraph, found.notes)]
     if with_digests:
         blocks.append(table([("digest", "tensor"), *((d, n) for n, d in found.digests.items())]))
     if verbose and found.health:
-        blocks.append(_health_table(found.health))
+        blocks.append(health_table(found.health))
     wrong: list[Problem | Difference] = [*found.problems, *found.differences]
     shown = wrong if verbose else wrong[:_MOST_SHOWN]
     if wrong:
@@ -47,21 +45,6 @@ def verification_text(found: Verification, *, verbose: bool, with_digests: bool)
         same = "No difference. Checksums were not looked at: verify does that without --against."
         blocks.append(same if found.against else "No problem found.")
     return "\n\n".join(filter(None, [*blocks, more_text(len(wrong) - len(shown))]))
-
-
-def _health_table(health: Mapping[str, TensorHealth]) -> str:
-    """Show which numbers each tensor holds."""
-    head = ("tensor", "elements", "NaN", "infinite", "zero", "largest", "RMS")
-    rows = [
-        (
-            name,
-            *(f"{count:,}" for count in (one.numel, one.nans, one.infinities, one.zeros)),
-            f"{one.largest:.4g}",
-            f"{one.rms:.4g}",
-        )
-        for name, one in health.items()
-    ]
-    return table([head, *rows])
 
 
 def findings_lines(found: Verification, *, verbose: bool) -> list[str]:

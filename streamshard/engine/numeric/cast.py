@@ -157,7 +157,7 @@ def wider(one: str, other: str) -> str | None:
     True
     """
     for dtype in (one, other, "float32", "float64"):
-        if all(held == dtype or (held, dtype) in _WIDENINGS for held in (one, other)):
+        if all(each == dtype or (each, dtype) in _WIDENINGS for each in (one, other)):
             return dtype
     return None
 

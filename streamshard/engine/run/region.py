@@ -132,12 +132,12 @@ class RegionFiller:
         filled = source_bytes // region.source_itemsize * region.target_itemsize
         self._ahead.advance(source_bytes)
         read, into = self._scratch[:half], view[:filled]
-        held = into if region.cast is None else self._scratch[half : half + source_bytes]
-        self._short.read(self._next, count, held, read)
+        content = into if region.cast is None else self._scratch[half : half + source_bytes]
+        self._short.read(self._next, count, content, read)
         if region.cast is not None and region.counts_overflow:
-            self.overflowed += region.cast.count_overflow(held, into)
+            self.overflowed += region.cast.count_overflow(content, into)
         elif region.cast is not None:
-            region.cast(held, into)
+            region.cast(content, into)
         self._next += count
         return filled
 

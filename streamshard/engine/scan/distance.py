@@ -77,16 +77,16 @@ class Measurer(PairReader):
         """Yield (part, left block, right block); each read fills a window with blocks."""
         read = self.begin(wanted.left, wanted.right)
         itemsize = wanted.left.target_itemsize
-        for held in self._in_windows(wanted.numels, itemsize):
-            one, other = read(sum(size for _, size in held))
+        for window in self._in_windows(wanted.numels, itemsize):
+            one, other = read(sum(size for _, size in window))
             at = 0
-            for part, size in held:
+            for part, size in window:
                 yield part, one[at : at + size], other[at : at + size]
                 at += size
 
     def _in_windows(self, numels: Sequence[int], itemsize: int) -> Iterator[list[tuple[int, int]]]:
         """Yield as many blocks as fit a window: (part, bytes)."""
-        held: list[tuple[int, int]] = []
+        window: list[tuple[int, int]] = []
         room = self.window_bytes
         # Only blocks of 16-byte elements may exceed the smallest window; they are never summed,
         # so that shorter blocks change no result.
@@ -95,12 +95,12 @@ class Measurer(PairReader):
             for start in range(0, numel, block):
                 size = min(block, numel - start) * itemsize
                 if size > room:
-                    yield held
-                    held, room = [], self.window_bytes
-                held.append((part, size))
+                    yield window
+                    window, room = [], self.window_bytes
+                window.append((part, size))
                 room -= size
-        if held:
-            yield held
+        if window:
+            yield window
 
 
 class _Meter:

@@ -28,11 +28,11 @@ from streamshard.formats.dcp.optimizer_state import SavedGroup, SavedOptimizer
 from streamshard.formats.dcp.state_names import StateKeys, sort_keys
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read.model_part import optimizer_tensors
-from streamshard.formats.links import require_inside
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.io.entries import is_directory, paths_in
+from streamshard.io.files import require_inside
 from streamshard.layout.boxes import NotTiledError, grid_of
 from streamshard.layout.cutting import Cutting, CuttingBuilder
 from streamshard.model import ITEMSIZE, MASTER, MODULE, LogicalTensor, Note, Slot, ZeroLayout

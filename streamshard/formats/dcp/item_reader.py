@@ -22,7 +22,6 @@ from streamshard.errors import (
 )
 from streamshard.formats.dcp.dcp_names import METADATA
 from streamshard.formats.dcp.metadata_reader import Index, SavedTensor
-from streamshard.formats.links import require_regular
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch import torch_file, zip_audit
@@ -31,6 +30,7 @@ from streamshard.formats.torch.torch_tensor import Tensor, tensor_of
 from streamshard.formats.torch.zip_audit import TorchAudit
 from streamshard.formats.torch.zip_layout import CRC32_IN_ENTRY
 from streamshard.io.entries import identify, open_readable
+from streamshard.io.files import require_regular
 from streamshard.io.readable import Readable
 from streamshard.model import ITEMSIZE, SourceFile
 

@@ -68,12 +68,12 @@ def sort_keys(index: Index, known: Set[str] = frozenset()) -> StateKeys:
         container, kind, owner, option = known_path
         optimizers.add(container)
         if kind == STATE:
-            held = found.states
+            by_owner = found.states
         else:
             is_of_group = owner.isdecimal() and (len(path) > len(container) + 1 or not index.paths)
-            held = found.groups if is_of_group else found.copies
-        if held.setdefault(owner, {}).setdefault(option, key) != key:
-            raise CorruptFileError(f"{show(key)} and {show(held[owner][option])} mean the same")
+            by_owner = found.groups if is_of_group else found.copies
+        if by_owner.setdefault(owner, {}).setdefault(option, key) != key:
+            raise CorruptFileError(f"{show(key)} and {show(by_owner[owner][option])} mean the same")
     if not found.groups:
         found.groups, found.copies, found.by_parameter = found.copies, {}, True
     if len(optimizers) > 1:

@@ -135,11 +135,11 @@ def _units_without_state(saved: Saved) -> list[int]:
     if saved.stage < 3:
         return []
     wrapped = [state.get(names.OPTIMIZER) or {} for state in saved.states]
-    held = {unit for optimizer in wrapped for unit in optimizer.get("state", {})}
-    if not held and not any(map(_has_stepped, saved.models)):
+    with_state = {unit for optimizer in wrapped for unit in optimizer.get("state", {})}
+    if not with_state and not any(map(_has_stepped, saved.models)):
         return []
     units = range(len(saved.states[0].get(names.FLAT_GROUPS_3) or []))
-    return [unit for unit in units if unit not in held]
+    return [unit for unit in units if unit not in with_state]
 
 
 def _has_stepped(model: Mapping[str, Node]) -> bool:

@@ -166,16 +166,16 @@ class _Auditor:
     def _record(self, entry: ZipEntry, header: LocalHeader, stop: int) -> StoredRecord:
         """Compare a record's own header, and the bytes after its data, with the directory."""
         crc32, packed, nbytes = header.numbers
-        held = self._zip64(header.extra, entry)
+        in_zip64 = self._zip64(header.extra, entry)
         sizes = [entry.nbytes, entry.nbytes]
-        small = _LIMIT_32 if held == sizes else min(entry.nbytes, _LIMIT_32)
+        small = _LIMIT_32 if in_zip64 == sizes else min(entry.nbytes, _LIMIT_32)
         later = entry.follows and crc32 == 0 and packed == nbytes and nbytes in (0, small)
         is_same = later or (crc32, packed, nbytes) == (entry.crc32, small, small)
         if not is_same or header.common != entry.common:
             self._say(f"record {_shown(entry.name)}: its header and the directory disagree")
         # torch does not know the packed size yet; zipfile, into a pipe, knows neither size.
         early: list[list[int]] = [[], sizes, [entry.nbytes, 0], [0, 0]]
-        if held not in (*early, *([*numbers, entry.header] for numbers in early)):
+        if in_zip64 not in (*early, *([*numbers, entry.header] for numbers in early)):
             self._say(f"record {_shown(entry.name)}: its Zip64 field and the directory disagree")
         self._check_end(entry, header.start + entry.nbytes, stop)
         folder, _, own = entry.name.partition(b"/")

@@ -28,7 +28,6 @@ from streamshard.errors import (
     UnsupportedError,
 )
 from streamshard.formats import strict_json
-from streamshard.formats.links import require_regular
 from streamshard.formats.pickle.inert import show
 from streamshard.formats.shapes import is_size, require_shape
 from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT, array_path
@@ -42,6 +41,7 @@ from streamshard.formats.zarr.documents import (
 from streamshard.formats.zarr.small_files import read_checked, read_small
 from streamshard.formats.zarr.store_manifest import FileRecord, Manifest
 from streamshard.io.entries import entries_below, examine, identify
+from streamshard.io.files import require_regular
 from streamshard.model import ITEMSIZE, LogicalTensor, Memory, SourceFile, StoredBytes
 from streamshard.sizes import some_of
 

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.errors import CorruptFileError, IncompleteError, SourceError
-from streamshard.formats.links import is_inside
 from streamshard.formats.zarr.chunks import require_checksum
 from streamshard.io.entries import examine, read_all, resolve
+from streamshard.io.files import stays_inside
 
 LIMIT_BYTES: Final = 1 << 30
 """Most bytes of a document, manifest or training state. A sparse file can claim any size."""
@@ -14,7 +14,7 @@ LIMIT_BYTES: Final = 1 << 30
 
 def require_inside(path: Path, root: Path) -> None:
     """Refuse a path in which a symbolic link leads out of the store."""
-    if not is_inside(path, root):
+    if not stays_inside(path, root):
         message = f"a symbolic link leads out of the store here, to {resolve(path)}"
         raise SourceError(f"{message}; copy the store with 'cp -rL'", path=path)
 

@@ -1,9 +1,11 @@
 """The manifest of a store: sizes and checksums of its files, digests of its tensors."""
 
 import json
+import struct
 from binascii import a2b_base64, b2a_base64
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Final
 
 import numpy as np
@@ -13,9 +15,13 @@ from streamshard.errors import CorruptFileError
 from streamshard.formats import strict_json
 from streamshard.formats.deepspeed.names import is_inside
 from streamshard.formats.pickle.inert import show
+from streamshard.health import TensorHealth
 
 BLOCK_BYTES: Final = 1 << 20
 """Bytes of uncompressed chunks that share a CRC-32, so that a part can be read and checked."""
+
+_HEALTH: Final = struct.Struct("<4q2d")
+"""A tensor's health: counts of elements, NaNs, infinities and zeros; largest magnitude, RMS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +43,20 @@ class Manifest:
     codec: str
     digests: Mapping[str, str]
     """Array → the digest of its tensor's elements."""
+    health: Mapping[str, TensorHealth] | None = None
+    """Array → which numbers its tensor holds; None if that was not measured."""
 
 
-def serialize(records: Mapping[str, FileRecord], codec: str, digests: Mapping[str, str]) -> bytes:
-    """Serialize the manifest; `digests` has the CRC-32 and CRC-32C of each array's elements."""
+def serialize(
+    records: Mapping[str, FileRecord],
+    codec: str,
+    digests: Mapping[str, str],
+    health: Mapping[str, TensorHealth] | None = None,
+) -> bytes:
+    """Serialize the manifest; `digests` has the CRC-32 and CRC-32C of each array's elements.
+
+    Its length depends on no number that was measured.
+    """
     files = {
         path: [
             record.nbytes,
@@ -48,8 +64,25 @@ def serialize(records: Mapping[str, FileRecord], codec: str, digests: Mapping[st
         ]
         for path, record in records.items()
     }
-    document = {"block_bytes": BLOCK_BYTES, "codec": codec, "files": files, "digests": digests}
+    document: dict[str, Any] = {"block_bytes": BLOCK_BYTES, "codec": codec, "files": files}
+    document["digests"] = digests
+    if health is not None:
+        document["health"] = {array: _packed(found) for array, found in health.items()}
     return json.dumps(document).encode()
+
+
+def _packed(found: TensorHealth) -> str:
+    counts = found.numel, found.nans, found.infinities, found.zeros
+    return b2a_base64(_HEALTH.pack(*counts, found.largest, found.rms), newline=False).decode()
+
+
+def _unpacked(text: str) -> TensorHealth:
+    found = TensorHealth(*_HEALTH.unpack(a2b_base64(text, strict_mode=True)))
+    counts = found.numel, found.nans, found.infinities, found.zeros
+    sizes = found.largest, found.rms
+    if min(counts) < 0 or sum(counts[1:]) > found.numel or not all(0 <= s < inf for s in sizes):
+        raise ValueError("a tensor's health that cannot be")
+    return found
 
 
 def read(data: bytes) -> Manifest:
@@ -64,7 +97,11 @@ def read(data: bytes) -> Manifest:
         }
         block_bytes, codec = document["block_bytes"], str(document["codec"])
         digests = {str(array): str(digest) for array, digest in document["digests"].items()}
+        health = document.get("health")
+        if health is not None:
+            health = {str(array): _unpacked(text) for array, text in health.items()}
     except (
+        struct.error,
         ArithmeticError,
         AttributeError,
         KeyError,
@@ -77,4 +114,4 @@ def read(data: bytes) -> Manifest:
             raise CorruptFileError(f"manifest lists {show(path)}, which leads out of the store")
     if block_bytes != BLOCK_BYTES:
         raise CorruptFileError(f"manifest has blocks of {block_bytes} bytes, not {BLOCK_BYTES}")
-    return Manifest(records, codec, digests)
+    return Manifest(records, codec, digests, health)

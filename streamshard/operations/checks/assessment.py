@@ -18,11 +18,12 @@ from streamshard.operations.checks.problems import UNHEALTHY, Findings
 from streamshard.operations.checks.scan import scan
 from streamshard.operations.checks.structure import check_structure
 from streamshard.operations.checks.suspicion import suspicions
-from streamshard.operations.checks.tensor_content import TensorUnits
-from streamshard.operations.source.candidates import find_candidates, step_of_path
+from streamshard.operations.checks.tensor_content import TensorUnits, recorded
 from streamshard.operations.source.completeness import require_named, require_saved_to_end
 from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.source import Request, Source, open_source
+from streamshard.operations.source.store_source import recorded_health
+from streamshard.operations.source.tag_directory import find_candidates, step_of_path
 from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Progress
 
@@ -65,7 +66,8 @@ class Assessor:
 
         `request`: how it was opened.
         """
-        findings = self._measured(source)
+        known = recorded_health(source.path) if source.kind == "store" else None
+        findings = self._measured(source) if known is None else recorded(source.path, known)
         if findings.problems:
             return findings
         checked = check_structure(request, findings, EVERYTHING)

@@ -1,6 +1,6 @@
 """Computes the digest and the health of every logical tensor of a checkpoint, however it is cut."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -8,14 +8,15 @@ from typing import Final
 
 from streamshard.engine.numeric import digests, magnitudes
 from streamshard.engine.scan.probe import Probe
-from streamshard.errors import StreamshardError
+from streamshard.errors import SourceError, StreamshardError
 from streamshard.formats.zarr.array_paths import array_path
-from streamshard.health import MEASURED
+from streamshard.health import MEASURED, TensorHealth
 from streamshard.layout.sample import EVERYTHING, Sample
 from streamshard.model import BLOB, FILE, ITEMSIZE, LogicalTensor
 from streamshard.operations.checks.problems import UNHEALTHY, Findings
-from streamshard.operations.checks.scan import Result, ScanPiece, Unit
+from streamshard.operations.checks.scan import Result, ScanPiece, Unit, scan
 from streamshard.operations.source.source import Source
+from streamshard.operations.transfer.execution import Limits
 
 _PIECE_BYTES: Final = 8 << 20
 """Workers get large tensors in pieces of this size."""
@@ -54,11 +55,11 @@ class TensorUnits:
         return self.source.path / self.source.checkpoint.tag if is_tag else self.source.path
 
     def _takes(self, tensor: LogicalTensor) -> bool:
-        return self.digests or (self.health and _is_measured(tensor))
+        return self.digests or (self.health and is_measured(tensor))
 
     def _pieces(self, index: int, tensor: LogicalTensor) -> Iterator[ScanPiece]:
         step = _PIECE_BYTES // ITEMSIZE[tensor.dtype]
-        dtype = tensor.dtype if self.health and _is_measured(tensor) else None
+        dtype = tensor.dtype if self.health and is_measured(tensor) else None
         for first in range(0, tensor.numel, step):
             region = self.source.region(index, first, min(first + step, tensor.numel))
             read = partial(Probe.content_of, region=region, takes_digest=self.digests, dtype=dtype)
@@ -72,14 +73,43 @@ class TensorUnits:
         name = array_path(tensor)
         if self.digests:
             self.findings.digests[name] = digests.joined(one for one, _ in results).text
-        if self.health and _is_measured(tensor):
+        if self.health and is_measured(tensor):
             found = magnitudes.health_of(magnitudes.joined(one for _, one in results))
-            self.findings.health[name] = found
-            if not found.is_good:
-                place = self._place
-                self.findings.add(UNHEALTHY, place, f"{place}: {name}: {found}")
+            _add_health(self.findings, self._place, name, found)
 
 
-def _is_measured(tensor: LogicalTensor) -> bool:
+def _add_health(findings: Findings, place: Path, name: str, found: TensorHealth) -> None:
+    """Note which numbers a tensor holds; NaN and infinities are a problem."""
+    findings.health[name] = found
+    if not found.is_good:
+        findings.add(UNHEALTHY, place, f"{place}: {name}: {found}")
+
+
+def recorded(place: Path, health: Mapping[str, TensorHealth]) -> Findings:
+    """Return as findings what was measured when a store was made."""
+    findings = Findings()
+    for name, found in health.items():
+        _add_health(findings, place, name, found)
+    return findings
+
+
+def is_measured(tensor: LogicalTensor) -> bool:
     """Tell whether a tensor is one of floats, and a weight, a buffer or an optimizer's state."""
     return tensor.dtype in MEASURED and tensor.state not in (BLOB, FILE)
+
+
+def measured(
+    source: Source, limits: Limits, known: Mapping[str, TensorHealth]
+) -> dict[str, TensorHealth]:
+    """Return which numbers each tensor of floats holds; they are read unless all are known."""
+    names = [array_path(tensor) for tensor in source.checkpoint.tensors if is_measured(tensor)]
+    if known.keys() >= {*names}:
+        return {name: known[name] for name in names}
+    findings = Findings()
+    units = TensorUnits(source, findings, health=True)
+    plan = limits.fit(source.codec_bytes, source.files)
+    scan(units, source.files, plan, lambda _: None)
+    for problem in findings.problems:
+        if problem.kind != UNHEALTHY:
+            raise SourceError(problem.message)
+    return findings.health

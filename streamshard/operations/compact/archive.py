@@ -1,5 +1,6 @@
 """Makes the archive of one tag: a store without derived weights, which shares equal files."""
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -10,6 +11,7 @@ from streamshard.engine.run import resident_memory
 from streamshard.errors import CorruptFileError, SourceError, StreamshardError, TargetExistsError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.zarr.array_paths import array_path
+from streamshard.health import TensorHealth
 from streamshard.io.changes import remove_file, sync_tree
 from streamshard.io.entries import examine, is_same_file, lexists, paths_below
 from streamshard.io.files import source_errors, target_errors
@@ -47,10 +49,12 @@ def archive_tag(
     storing: CompactOptions,
     *,
     stable_since_ns: int,
+    health: Mapping[str, TensorHealth],
     rebuilds: bool = False,
 ) -> tuple[Receipt, Proof | None]:
     """Archive a tag and prove the archive; continue an interrupted run.
 
+    `health`: what was measured of the tag's tensors earlier; they are read if some is missing.
     Sidecars next to the tag that changed after `stable_since_ns` are left out, such as logs. If it
     `rebuilds`, the tag is compared with files that are rebuilt from the archive, which proves all
     that has to be proved before the tag is removed.
@@ -87,13 +91,13 @@ def archive_tag(
         with suppress(StreamshardError):
             return _proved(context, receipt, small, CheckLog(log.checks), whole)
     try:
-        _write_store(context, small, archived, storing, overwrite=is_complete)
+        _write_store(context, small, archived, storing, health, overwrite=is_complete)
     except TargetExistsError:
         with target_errors(archived.store):
             if lexists(archived.store) and not is_unfinished(archived.store):
                 raise
         # It was begun with another source.
-        _write_store(context, small, archived, storing, overwrite=True)
+        _write_store(context, small, archived, storing, health, overwrite=True)
     return _proved(context, receipt, small, log, whole)
 
 
@@ -114,6 +118,7 @@ def _write_store(
     small: Source,
     archived: ArchivedTag,
     storing: CompactOptions,
+    health: Mapping[str, TensorHealth],
     *,
     overwrite: bool,
 ) -> None:
@@ -127,9 +132,10 @@ def _write_store(
         memory_limit=limits.memory_limit,
         workers=limits.workers,
         overwrite=overwrite,
+        health=True,
     )
     require_separate(small.path, archived.store, small.directories)
-    output = store_output(small, verb="compact", options=options)
+    output = store_output(small, verb="compact", options=options, known=health)
     plan = plan_output(options, output, archived.store, limits.floor_bytes)
     plan.run(context.proofs.progress)
 

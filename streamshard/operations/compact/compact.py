@@ -179,7 +179,7 @@ def _about_requests(
         is_new, goes = not tag.archive_bytes, tag.action == DELETED
         # `benchmarks.compact_reads` counts how often the proofs read each side.
         if is_object(run_dir):
-            down_bytes += (2 * is_new + goes * (1 if is_new else 2)) * tag.source_bytes
+            down_bytes += (3 * is_new + goes * (1 if is_new else 2)) * tag.source_bytes
         if is_object(archive_dir):
             # With `delete`, the tag is rebuilt next to its archive, and read there.
             down_bytes += 2 * (is_new + goes) * tag.source_bytes

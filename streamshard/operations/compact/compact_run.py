@@ -287,6 +287,7 @@ class CompactRun:
                     tag,
                     self._options,
                     stable_since_ns=context.now_ns - self._rules.min_age_ns,
+                    health=policy.healths.tensors(choice.tag),
                     rebuilds=is_moved,
                 )
         elif is_back(context, receipt) and not is_dry_run:

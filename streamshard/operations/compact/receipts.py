@@ -13,10 +13,9 @@ from typing import Any, ClassVar, Final, Self
 from streamshard.errors import CorruptFileError, SourceError, StreamshardError
 from streamshard.formats import strict_json
 from streamshard.formats.deepspeed import names
-from streamshard.formats.links import require_regular
 from streamshard.io.changes import remove_file, write_durably
 from streamshard.io.entries import exists, listed_below, paths_in, paths_like, read_document
-from streamshard.io.files import source_errors, target_errors
+from streamshard.io.files import require_regular, source_errors, target_errors
 from streamshard.io.object_path import is_object
 from streamshard.io.readable import Status
 

@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from streamshard.drawing.page import page
+from streamshard.errors import StreamshardError, release_frames
 from streamshard.formats.deepspeed.names import step_of
 from streamshard.io.object_path import as_path
 from streamshard.operations.compact.compact_status import CompactStatus
@@ -39,7 +40,11 @@ def draw_status(
 
 def _content(run_dir: Path) -> dict[str, Any]:
     """Describe the tags in a run directory, and say which one a job resumes from."""
-    run = scan_run_directory(run_dir)
+    try:
+        run = scan_run_directory(run_dir)
+    except StreamshardError as error:
+        release_frames(error)
+        return {"latest": None, "problem": str(error), "present": []}
     tags = [_described(tag) for tag in sorted(run.tags, key=lambda tag: by_step(tag.name))]
     return {"latest": run.latest, "problem": run.problem, "present": tags}
 

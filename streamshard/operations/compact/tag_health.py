@@ -1,14 +1,15 @@
 """Finds out which tags are good, and remembers it: each save is read once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, Self
 
 from streamshard.errors import CorruptFileError, StreamshardError, TargetError, release_frames
 from streamshard.formats.deepspeed import names
+from streamshard.health import TensorHealth
 from streamshard.operations.checks.assessment import Assessor
 from streamshard.operations.compact.receipts import JsonRecord, parse_moment, show_moment
 from streamshard.operations.compact.run_context import RunContext
@@ -31,6 +32,8 @@ class TagHealth:
     """Time of the last change of anything in the tag, in UTC; empty for an archive."""
     unhealthy: str
     """Why it is not good; empty if it is."""
+    tensors: Mapping[str, TensorHealth] = field(default_factory=dict)
+    """Array → which numbers its tensor holds; of a good tag all that are measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +103,14 @@ class TagHealths:
             unhealthy = unhealthy.removeprefix(f"{self._context.run_dir / tag.name}: ")
         saved = datetime.fromtimestamp(tag.changed_ns / 10**9, UTC) if tag.looks else None
         when = "" if saved is None else show_moment(saved)
-        self._known[tag.name, looks] = TagHealth(tag.name, looks, when, unhealthy)
+        tensors = {} if unhealthy or not tag.looks else found.health
+        self._known[tag.name, looks] = TagHealth(tag.name, looks, when, unhealthy, tensors)
         return unhealthy
+
+    def tensors(self, tag: Tag) -> Mapping[str, TensorHealth]:
+        """Return what was measured of the tensors of a tag; empty if that is not known."""
+        known = self._known.get((tag.name, tag.looks))
+        return {} if known is None else known.tensors
 
     def record(self, run: RunDirectory) -> None:
         """Record what is known of the tags that are there; that it cannot be stops nothing."""

@@ -174,7 +174,10 @@ class WeightsOnlyStore:
         written = {path: data for path, data in written.items() if path not in kept}
         records = {**kept, **{path: record_of(data) for path, data in written.items()}}
         digests = {array: self.manifest.digests[array] for array in arrays}
-        manifest = store_manifest.serialize(dict(sorted(records.items())), codec, digests)
+        health = self.manifest.health
+        if health is not None:
+            health = {array: health[array] for array in arrays if array in health}
+        manifest = store_manifest.serialize(dict(sorted(records.items())), codec, digests, health)
         return {**written, **small_array(MANIFEST_PATH, manifest)}
 
 

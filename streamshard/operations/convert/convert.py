@@ -1,20 +1,24 @@
 """`convert`: writes a checkpoint as chunked Zarr arrays, which do not depend on the ranks."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
+from streamshard.engine.run.resident_memory import resident_bytes
 from streamshard.errors import Option, SourceError
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_pipeline
+from streamshard.health import TensorHealth
 from streamshard.io.object_path import as_path, is_packed_name
 from streamshard.layout.memory_plan import MIB
 from streamshard.model import ITEMSIZE
+from streamshard.operations.checks.tensor_content import measured
 from streamshard.operations.convert.packed_targets import PackedTargets, PlacedTargets
 from streamshard.operations.convert.store_targets import StoreTargets, chunk_of
 from streamshard.operations.source.degree_change import JobDegrees, other_degrees
 from streamshard.operations.source.source import Source
+from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.plan import TransferPlan, plan_transfer
 from streamshard.operations.transfer.report import Report, Watched
 from streamshard.operations.transfer.target_writer import Output
@@ -40,6 +44,9 @@ def plan_convert(options: ConvertOptions) -> TransferPlan:
         `none`, `lz4` or `zstd`.
     chunk_size
         Bytes per chunk at most, before compression.
+    health
+        Record in the manifest how many NaNs, infinities and zeros each tensor holds, and how large
+        its numbers are. `inspect` shows it, and `newest` needs not read the store for it.
     tensor_parallel, pipeline_parallel, stages, cut_rules_file, average
         Degrees of the job that the store holds a checkpoint of, by default the source's; see
         `plan_repartition`. At a tensor parallel degree of 1 its arrays are whole tensors.
@@ -114,16 +121,30 @@ def _kept_apart(opened: Source) -> Iterator[str]:
             )
 
 
-def store_output(opened: Source, *, verb: str, options: ConvertOptions) -> Output:
-    """Describe the store of an opened source; `verb` is the verb that writes it."""
+def store_output(
+    opened: Source,
+    *,
+    verb: str,
+    options: ConvertOptions,
+    known: Mapping[str, TensorHealth] | None = None,
+) -> Output:
+    """Describe the store of an opened source; `verb` is the verb that writes it.
+
+    `known`: what was measured of its tensors earlier; they are read if some is missing.
+    """
     opened.require_training_state()
     checkpoint, codec = opened.checkpoint, options.codec
     tensors = checkpoint.tensors
     shapes = [chunk_of(tensor, options.chunk_size) for tensor in tensors]
     both = zip(shapes, tensors, strict=True)
     largest = max((math.prod(shape) * ITEMSIZE[t.dtype] for shape, t in both), default=0)
+    limits = Limits(resident_bytes(), options.memory_limit, options.workers)
+    measure = partial(measured, opened, limits, known or {}) if options.health else None
     packs, is_raw = is_packed_name(as_path(options.target)), codec == "none"
-    writer = _writer(opened, shapes, options) if packs else StoreTargets(opened, shapes, codec)
+    kind = StoreTargets if not packs else PlacedTargets if is_raw else PackedTargets
+    writer = kind(opened, shapes, codec, measure)
+    if isinstance(writer, PackedTargets):
+        writer.name = as_path(options.target).name
     return Output(
         source=opened,
         writer=writer,
@@ -132,6 +153,7 @@ def store_output(opened: Source, *, verb: str, options: ConvertOptions) -> Outpu
             "tag": checkpoint.tag,
             "codec": codec,
             "chunk_size": str(options.chunk_size),
+            **({"health": "measured"} if options.health else {}),
         },
         source_world_size=checkpoint.ranks,
         notes=checkpoint.remarks,
@@ -144,12 +166,3 @@ def store_output(opened: Source, *, verb: str, options: ConvertOptions) -> Outpu
         else None,
         encode=writer.encode,
     )
-
-
-def _writer(
-    opened: Source, shapes: Sequence[tuple[int, ...]], options: ConvertOptions
-) -> PackedTargets:
-    name = as_path(options.target).name
-    if options.codec == "none":
-        return PlacedTargets(opened, shapes, name)
-    return PackedTargets(opened, shapes, options.codec, name)

@@ -7,7 +7,7 @@ anything is written.
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
@@ -32,6 +32,7 @@ from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, serialize_checksum
 from streamshard.formats.zarr.packed_layout import CRC32_IN_DESCRIPTOR, PackedEntry
 from streamshard.formats.zarr.store_index import StoredChunk, stored_arrays
+from streamshard.health import TensorHealth
 from streamshard.io.entries import examine, open_readable
 from streamshard.io.files import target_errors
 from streamshard.layout.memory_plan import MemoryPlan
@@ -52,16 +53,16 @@ _KNOWN_PER_PIECE: Final = 2
 
 
 class PackedTargets(StoreTargets):
-    """Fills the one file of a store from a source; files of unknown sizes are packed as they come.
+    """Fills the one file of a store from a source; compressed files are packed as they come."""
 
-    `name`: of the file.
-    """
+    name = ""
+    """Of the file."""
+    _last: dict[str, bytes] | None = None
+    """The manifest's files, which may take a reading of the source, once they are made."""
 
-    def __init__(
-        self, source: Source, chunk_shapes: Sequence[tuple[int, ...]], codec: str, name: str
-    ) -> None:
-        super().__init__(source, chunk_shapes, codec)
-        self._name = name
+    def _manifest(self) -> dict[str, bytes]:
+        self._last = super()._manifest()
+        return self._last
 
     def byte_counts(self) -> ByteCounts:
         """Count the bytes that are written; an upper bound if the store is compressed."""
@@ -75,8 +76,8 @@ class PackedTargets(StoreTargets):
             if self.encode is not None:  # then it may lie elsewhere, and need more padding
                 start += ALIGNMENT
         pieces = max(_MOST_ENTRIES * _PER_ENTRY, len(sizes) // _KNOWN_PER_PIECE)
-        counts.add(FileLayout(self._name, [Fixed(b"")] * pieces), [])
-        counts.sizes = {self._name: start + directory + len(end_records(0, 0, 0))}
+        counts.add(FileLayout(self.name, [Fixed(b"")] * pieces), [])
+        counts.sizes = {self.name: start + directory + len(end_records(0, 0, 0))}
         return counts
 
     def passes(self) -> Sequence[Pass]:
@@ -85,11 +86,11 @@ class PackedTargets(StoreTargets):
 
     def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
         """Read the written store back, and compare it with the source."""
-        return read_back.differences(Request(place / self._name), self._source, memory, progress)
+        return read_back.differences(Request(place / self.name), self._source, memory, progress)
 
     def is_packed_so(self, file: Path) -> bool:
         """Tell whether a file has just what belongs around the files that were compared."""
-        last, start, central = self._manifest(), 0, list[bytes]()
+        last, start, central = self._last or {}, 0, list[bytes]()
         known = {path: (len(data), crc32(data)) for path, data in last.items()}
         documents = [path for path in self._documents() if path != ROOT_DOCUMENT]
         chunks = (chunk.path for _, chunk in self._chunks())
@@ -118,8 +119,14 @@ class PackedTargets(StoreTargets):
 class PlacedTargets(PackedTargets):
     """Fills the one file of a store that is not compressed: the place of each entry is known."""
 
-    def __init__(self, source: Source, chunk_shapes: Sequence[tuple[int, ...]], name: str) -> None:
-        super().__init__(source, chunk_shapes, "none", name)
+    def __init__(
+        self,
+        source: Source,
+        chunk_shapes: Sequence[tuple[int, ...]],
+        codec: str,
+        measure: Callable[[], Mapping[str, TensorHealth]] | None = None,
+    ) -> None:
+        super().__init__(source, chunk_shapes, codec, measure)
         self._arrays = stored_arrays(source.checkpoint, chunk_shapes)
         self._first = np.cumsum([0, *(array.count for array in self._arrays)])
         """Number of the first chunk of each array; at the end the count of all."""
@@ -153,7 +160,7 @@ class PlacedTargets(PackedTargets):
         makers = [partial(self._span, divider, start) for start in self._sections]
         ending = Ending(self._starts[-1], b"", make=self._end)
         spans = LazySpans(makers, self._starts[-1])
-        return TargetFile(self._name, spans, [ending], take=self._take_section)
+        return TargetFile(self.name, spans, [ending], take=self._take_section)
 
     def _span(self, divider: Divider, start: int) -> Span:
         parts = list[Fixed | Region]()

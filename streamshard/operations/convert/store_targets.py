@@ -3,11 +3,12 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 import google_crc32c
 import numpy as np
+from numpy.typing import NDArray
 
 from streamshard.engine.journals.journal import Written
 from streamshard.engine.numeric import digests
@@ -32,9 +33,11 @@ from streamshard.formats.zarr.store_index import (
     stored_arrays,
 )
 from streamshard.formats.zarr.store_manifest import BLOCK_BYTES, FileRecord
+from streamshard.health import TensorHealth
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.zero import ceil_div
 from streamshard.model import BLOB, FILE, ITEMSIZE, Digest, LogicalTensor, Whole
+from streamshard.operations.checks.tensor_content import is_measured
 from streamshard.operations.convert.small_layouts import together
 from streamshard.operations.source.source import Request, Source
 from streamshard.operations.transfer import read_back
@@ -47,8 +50,16 @@ from streamshard.operations.transfer.target_writer import Pass
 class StoreTargets:
     """Fills the files of a store from a source, and keeps the manifest's records of them."""
 
-    def __init__(self, source: Source, chunk_shapes: Sequence[tuple[int, ...]], codec: str) -> None:
+    def __init__(
+        self,
+        source: Source,
+        chunk_shapes: Sequence[tuple[int, ...]],
+        codec: str,
+        measure: Callable[[], Mapping[str, TensorHealth]] | None = None,
+    ) -> None:
         self._source = source
+        self._measure = measure
+        """Reads the source to measure its tensors; None if that is not wanted."""
         self._chunk_shapes = chunk_shapes
         self._codec = codec
         self._records: dict[str, FileRecord] = {}
@@ -102,16 +113,20 @@ class StoreTargets:
         """Compute the size of every file by its path."""
         documents = self._documents()
         store_state.require_readable(self._state)
-        records = {path: record_of(data) for path, data in documents.items()}
+        # The manifest is as long whatever the checksums are.
+        records = {path: FileRecord(len(data), _zeros(1)) for path, data in documents.items()}
         for _, chunk in self._chunks():
             blocks = -(-chunk.nbytes // BLOCK_BYTES) if self._codec == "none" else 1
             # Blosc stores incompressible data as it is, after a header.
             extra = CHECKSUM_BYTES if self._codec == "none" else CHECKSUM_BYTES + 16
-            zeros = np.zeros(blocks, dtype=np.uint32)
-            records[chunk.path] = FileRecord(chunk.nbytes + extra, zeros)
+            records[chunk.path] = FileRecord(chunk.nbytes + extra, _zeros(blocks))
         tensors = self._source.checkpoint.tensors
         tensor_digests = {array_path(tensor): digests.EMPTY.text for tensor in tensors}
-        manifest = store_manifest.serialize(records, self._codec, tensor_digests)
+        health = None
+        if self._measure is not None:
+            nothing = TensorHealth(0, 0, 0, 0, 0.0, 0.0)
+            health = {array_path(tensor): nothing for tensor in tensors if is_measured(tensor)}
+        manifest = store_manifest.serialize(records, self._codec, tensor_digests, health)
         small = small_array(MANIFEST_PATH, manifest)
         sizes = {path: record.nbytes for path, record in records.items()}
         sizes |= {path: len(data) for path, data in small.items()}
@@ -138,7 +153,10 @@ class StoreTargets:
         }
         # Sorted, because workers and continued runs record the files in any order.
         manifest = store_manifest.serialize(
-            dict(sorted(self._records.items())), self._codec, tensor_digests
+            dict(sorted(self._records.items())),
+            self._codec,
+            tensor_digests,
+            None if self._measure is None else self._measure(),
         )
         small = small_array(MANIFEST_PATH, manifest)
         if self._records:
@@ -194,6 +212,11 @@ class StoreTargets:
         self._digests[tensor, chunk.start] = (
             digests.without_zeros(found, past_end) if past_end else found
         )
+
+
+@cache
+def _zeros(count: int) -> NDArray[np.uint32]:
+    return np.zeros(count, dtype=np.uint32)
 
 
 def small_array(path: str, data: bytes) -> dict[str, bytes]:

@@ -138,10 +138,10 @@ def _choose(pairing: Pairing, one: Source, other: Source, patterns: Sequence[str
     """Keep only the tensors whose names match a pattern."""
     names = _Names(one, other)
     known = [p.tensor for p in pairing.pairs if p.tensor is not None]
-    held = [name for t in (*known, *pairing.tensors.values()) for name in names.of(t)]
+    known_names = [name for t in (*known, *pairing.tensors.values()) for name in names.of(t)]
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in held):
-            example = f"; one is '{held[0]}'" if held else ""
+        if not any(fnmatchcase(name, pattern) for name in known_names):
+            example = f"; one is '{known_names[0]}'" if known_names else ""
             raise UsageError(f"{Option('params', [pattern])}: no tensor has such a name{example}")
 
     def is_wanted(tensor: LogicalTensor | None) -> bool:

@@ -330,9 +330,9 @@ def _require_trained_experts(source: Source) -> None:
                 raise UnsupportedError(f"{message} model file lists it: not exported")
             path = source.path / name
             root = torch_file.read(path, -1).root
-            held = root if isinstance(root, dict) else {path.name: root}
-            beside = [name for name in held if name not in trained]
-            if beside or not held:
+            entries = root if isinstance(root, dict) else {path.name: root}
+            beside = [name for name in entries if name not in trained]
+            if beside or not entries:
                 what = f"'{show_key(beside[0])}'" if beside else "nothing"
                 message = f"{path}: has {what}, and not trained weights of an expert alone"
                 raise UnsupportedError(f"{message}: frozen weights and buffers are not exported")

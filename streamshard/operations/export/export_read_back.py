@@ -69,9 +69,9 @@ class _Written:
 
     def pair(self, name: str, row: int, tensor: int, dtype: str) -> None:
         """Pair a written tensor with one of the source's."""
-        held = self._source.checkpoint.tensors[tensor]
-        sides = SideElements(row, dtype), SideElements(tensor, held.dtype)
-        self.pairs.append(Pair(name, *sides, held.numel, dtype, ITEMSIZE[dtype]))
+        of_source = self._source.checkpoint.tensors[tensor]
+        sides = SideElements(row, dtype), SideElements(tensor, of_source.dtype)
+        self.pairs.append(Pair(name, *sides, of_source.numel, dtype, ITEMSIZE[dtype]))
 
     def add_companions(self, sidecars: ModelSidecars) -> None:
         """Pair copied files with what they are copies of."""
@@ -108,9 +108,9 @@ def _opened(
         written = _weights(place, files, source)
         if files.form == pretrained.SAFETENSORS:
             return written, 0, ()
-    held = written.opened.files
-    units = TorchFiles(held, str, findings, EVERYTHING).units()
-    return written, sum(file.nbytes for file in held), units
+    files_found = written.opened.files
+    units = TorchFiles(files_found, str, findings, EVERYTHING).units()
+    return written, sum(file.nbytes for file in files_found), units
 
 
 def _pieces(rows: Sequence[tuple[int, int, int, int]]) -> Cutting:
@@ -143,8 +143,8 @@ def _images(place: Path, files: UniversalFiles, source: Source) -> _Written:
     """Pair the storages that hold one whole tensor; other storages are checked by checksum only."""
     rows: list[tuple[int, int, int, int]] = []
     names: list[tuple[str, int, str]] = []
-    held = list(files.held())
-    for number, (name, pickled, whole) in enumerate(held):
+    listed = list(files.held())
+    for number, (name, pickled, whole) in enumerate(listed):
         found = torch_file.read(place / name, 0)
         if torch_file.pickled(place / name, found) != pickled:
             raise CorruptFileError(f"{name} is not what was written")
@@ -155,7 +155,7 @@ def _images(place: Path, files: UniversalFiles, source: Source) -> _Written:
             names.append((name, tensor, dtype))
     tensors = [replace(files.tensor(tensor), dtype=dtype) for _, tensor, dtype in names]
     checkpoint = replace(source.checkpoint, tensors=tuple(tensors))
-    paths = [identify(place / name) for name, _, _ in held]
+    paths = [identify(place / name) for name, _, _ in listed]
     written = _Written(place, source, Reading(checkpoint, _pieces(rows), tuple(paths)))
     for row, each in enumerate(names):
         written.pair(each[0], row, *each[1:])

@@ -8,8 +8,8 @@ import numpy as np
 
 from streamshard.formats import pretrained
 from streamshard.formats.checkpoint import OtherFile
-from streamshard.formats.links import is_inside
 from streamshard.io.entries import examine, identify, is_file, is_link, paths_in
+from streamshard.io.files import stays_inside
 from streamshard.layout.cutting import Cutting
 from streamshard.model import FILE, LogicalTensor, Whole
 from streamshard.operations.source.source import Source
@@ -79,7 +79,7 @@ def _beside(place: Path, known: Mapping[str, str]) -> tuple[dict[str, Path], lis
         name = entry.name
         if name in known or not name.isprintable() or not pretrained.comes_along(name):
             continue
-        if is_file(entry) and is_inside(entry, place):
+        if is_file(entry) and stays_inside(entry, place):
             found[name] = entry
         elif is_link(entry):
             left.append(name)

@@ -14,14 +14,17 @@ from streamshard.errors import (
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read import validation
 from streamshard.formats.deepspeed.read.validation import Recorded
-from streamshard.formats.links import is_inside
 from streamshard.io.entries import entries_below, examine, is_file, paths_in
-from streamshard.io.files import source_errors
+from streamshard.io.files import source_errors, stays_inside
 from streamshard.operations.inspect.inspect_report import CheckpointSummary
-from streamshard.operations.source.candidates import find_candidates, kind_at, step_of_path
 from streamshard.operations.source.completeness import require_named, require_saved_to_end
 from streamshard.operations.source.source import Source, open_source
-from streamshard.operations.source.tag_directory import find_tag
+from streamshard.operations.source.tag_directory import (
+    find_candidates,
+    find_tag,
+    kind_at,
+    step_of_path,
+)
 
 _UNKNOWN: Final = Recorded(None, None, None, None)
 
@@ -105,7 +108,9 @@ def _recorded_in(place: Path) -> Recorded:
     try:
         run_dir, tag_dir = find_tag(place, None)
         shards = [path for path in sorted(paths_in(tag_dir)) if names.parse(path.name)]
-        regular = [path for path in shards if is_inside(path, run_dir, tag_dir) and is_file(path)]
+        regular = [
+            path for path in shards if stays_inside(path, run_dir, tag_dir) and is_file(path)
+        ]
         return validation.recorded(regular)
     except (StreamshardError, OSError):
         return _UNKNOWN

@@ -41,7 +41,7 @@ def picture_of(
     `world_size` and `zero_stage`: show next to it how `repartition` would cut it. If only one is
     given, the other one stays as it was saved.
     """
-    if source.kind in ("dcp", "weights"):
+    if source.checkpoint.foreign:
         raise UsageError("not cut among ZeRO's ranks: nothing to draw")
     cuts = [_as_it_is(source)]
     if world_size is not None or zero_stage is not None:

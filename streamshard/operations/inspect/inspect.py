@@ -30,6 +30,7 @@ from streamshard.operations.inspect.ownership import (
 )
 from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.source import Source, open_source
+from streamshard.operations.source.store_source import recorded_health
 from streamshard.operations.source.tag_directory import find_tag
 from streamshard.operations.transfer.target import require_separate
 from streamshard.options import takes
@@ -172,6 +173,7 @@ def summarize(source: Source) -> Inspection:
         problems=_problems_of(source),
         notes=(*([remark(source.rewritten)] if source.rewritten else []), *checkpoint.remarks),
         weights_only=checkpoint.dropped,
+        health=recorded_health(source.path) if source.kind == "store" else None,
     )
 
 

@@ -1,5 +1,6 @@
 """Makes the page that `inspect` draws: the report, how parameters are cut, and where bytes lie."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import PurePosixPath
@@ -47,13 +48,13 @@ def cut_page(found: Inspection, source: Source, picture: Picture) -> str:
     }
     if is_of_ranks:
         _add_places(document["panels"], source, listed)
-    pool: dict[str, Any] = {}
+    pool: dict[str, int] = {}
     pooled(document["panels"], pool)
     if sum(map(len, pool)) > _MOST_CHARACTERS:
         document["panels"] = [{**panel, "places": None} for panel in document["panels"]]
         pool.clear()
     document["panels"] = pooled(document["panels"], pool)
-    document["columns"] = [*pool.values()]
+    document["columns"] = [*map(json.loads, pool)]
     return page("inspect", picture.title, document)
 
 
@@ -121,35 +122,38 @@ def _add_places(panels: Sequence[Document], source: Source, listed: Ints) -> Non
     parts = [(p, g) for p in source.checkpoint.model_parts for g in p.groups if g.params]
     index = source.checkpoint.tensor_index()
     for panel, (model_part, group) in zip(panels, parts, strict=True):
-        panel["places"] = []
+        places = []
         for state in (MASTER, *group.flat_states(), MODULE):
             keys = [(model_part.name, state, name) for name in group.params]
             if all(key in index for key in keys):
                 rows = np.array([index[key] for key in keys], dtype=np.int64)
-                place = _place(source, rows, listed, panel["ways"][0])
-                panel["places"] += [{"state": state, **place}] if place else []
+                places.append(_place(source, state, rows, listed, panel["ways"][0]))
+        panel["places"] = None if None in places else places
 
 
-def _place(source: Source, rows: Ints, listed: Ints, drawn: Mapping[str, Any]) -> Document | None:
-    """Return where one state of parameters lies; None if it is not cut regularly."""
+def _place(
+    source: Source, state: str, rows: Ints, listed: Ints, drawn: Mapping[str, Any]
+) -> Document | None:
+    """Return where one state of parameters lies; None if it is not cut regularly, or too much."""
     cutting, tensors = source.cutting, source.checkpoint.tensors
     if cutting.of is not None or cutting.pieces(rows).any():
         return None
     held = [tensors[row] for row in rows.tolist()]
     numels = np.array([tensor.numel for tensor in held], dtype=np.int64)
-    origin, piece, itemsize = (
-        cutting.origin[rows],
-        cutting.piece_numel[rows],
-        cutting.itemsize[rows],
-    )
-    first, last = origin // piece, (origin + np.maximum(numels, 1) - 1) // piece
-    lower, upper = cutting.first_piece[rows] + first, cutting.first_piece[rows] + last + 1
+    origin, piece = cutting.origin[rows], cutting.piece_numel[rows]
+    itemsize = cutting.itemsize[rows]
+    first = origin // piece
+    lower = cutting.first_piece[rows] + first
+    upper = np.where(numels > 0, lower + (origin + numels - 1) // piece - first + 1, lower)
     ranges = set(zip(lower.tolist(), upper.tolist(), strict=True))
+    if sum(stop - start for start, stop in ranges) > _MOST_CHARACTERS:
+        return None
     pieces = np.unique(np.concatenate([np.arange(*ends) for ends in ranges]))
     columns = {"origin": origin, "piece": piece, "lead": cutting.lead[rows] // itemsize}
     packed = {name: column(values) for name, values in columns.items()}
     same = {"origin": "origin", "piece": "piece", "lead": "at"}
     return {
+        "state": state,
         "dtype": held[0].dtype,
         "itemsize": int(itemsize[0]),
         "slot": column(np.searchsorted(pieces, lower) - first),

@@ -6,11 +6,12 @@ from typing import Any, Final
 
 from streamshard.formats.checkpoint import Dropped
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import Degrees
+from streamshard.health import TensorHealth
 from streamshard.operations.checks.structure import title_of
 from streamshard.operations.inspect import notebook
 from streamshard.sizes import counted, show_bytes
 
-FOREIGN: Final = ("dcp", "weights")
+FOREIGN: Final = ("dcp", "weights", "fsdp-ranks")
 """Kinds of sources that are not of DeepSpeed."""
 
 
@@ -308,6 +309,8 @@ class Inspection:
     weights_only: Dropped | None = None
     """For a store whose optimizer states were dropped: which, when and why; no job can resume from
     it. None for other sources."""
+    health: Mapping[str, TensorHealth] | None = None
+    """Tensor → which numbers it holds; None unless a store recorded it when it was made."""
     details: tuple[ParameterDetail, ...] = ()
     """The tensors that `params` names."""
     rank: RankDetail | None = None

@@ -10,7 +10,6 @@ from streamshard.engine.run.source_reader import SourceReader
 from streamshard.errors import IntegrityError, SourceError, SourceNotFoundError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.dumps import dump_names
-from streamshard.formats.links import is_inside
 from streamshard.formats.pickle.dangerous import is_dangerous
 from streamshard.formats.pickle.inert import Global
 from streamshard.formats.pickle_files import KNOWN, Finding, look_into, look_into_state
@@ -28,7 +27,7 @@ from streamshard.io.entries import (
     read_all,
     resolve,
 )
-from streamshard.io.files import source_errors
+from streamshard.io.files import source_errors, stays_inside
 from streamshard.io.object_path import as_path
 from streamshard.model import FILE
 from streamshard.operations.source.source import open_source
@@ -168,7 +167,7 @@ def _in_files(root: Path, paths: list[Path]) -> Iterator[tuple[str, Finding]]:
 def _in_file(path: Path, base: Path, *, given: bool) -> Finding | None:
     """Search one file; a link is followed if it stays inside, or if the user gave it."""
     try:
-        if not given and not is_inside(path, base):
+        if not given and not stays_inside(path, base):
             return Finding(0, {}, f"a symbolic link that leads out, to {resolve(path)}")
         if is_directory(path):
             return None  # a link to a directory whose files are listed themselves

@@ -16,8 +16,8 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read import zero_reader
 from streamshard.formats.deepspeed.read.validation import validate
 from streamshard.formats.frameworks import framework_of
-from streamshard.formats.links import is_inside, require_inside
 from streamshard.io.entries import is_directory, is_file, paths_below, paths_in
+from streamshard.io.files import require_inside, stays_inside
 from streamshard.layout.sample import Sample
 from streamshard.model import Note
 from streamshard.operations.checks.problems import Findings
@@ -86,7 +86,7 @@ class _NativeReader(Reader):
         # The user's options were checked before, so a UsageError is about a config in the files.
         except (SourceError, IntegrityError, UsageError) as error:
             release_frames(error)
-            beside = [p for p in may_come_along(run_dir) if is_file(p) and is_inside(p, run_dir)]
+            beside = [p for p in may_come_along(run_dir) if is_file(p) and stays_inside(p, run_dir)]
             entries = [*sorted(paths_below(tag_dir)), *sorted(beside)]
             readable = ReadableFiles(entries, [run_dir, tag_dir], findings)
             explain(error, findings, tag_dir, validate(tag_dir, readable.others), readable)

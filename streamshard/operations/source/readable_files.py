@@ -5,8 +5,8 @@ from pathlib import Path
 
 from streamshard.errors import SourceError, StreamshardError, UnsupportedError
 from streamshard.formats.deepspeed.read.validation import SetErrors
-from streamshard.formats.links import is_inside, require_regular
 from streamshard.io.entries import is_directory
+from streamshard.io.files import require_regular, stays_inside
 from streamshard.operations.checks.problems import UNREADABLE, Findings
 
 
@@ -18,7 +18,7 @@ class ReadableFiles:
         self.others: set[Path] = set()
         for entry in entries:
             try:
-                if is_directory(entry) and is_inside(entry, *roots):
+                if is_directory(entry) and stays_inside(entry, *roots):
                     continue
                 require_regular(entry, *roots)
                 self.files.append(entry)

@@ -6,7 +6,6 @@ from pathlib import Path
 from streamshard.errors import UnsupportedError
 from streamshard.formats import frameworks
 from streamshard.formats.deepspeed import names
-from streamshard.formats.links import is_inside
 from streamshard.io.entries import (
     is_directory,
     is_file,
@@ -17,6 +16,7 @@ from streamshard.io.entries import (
     paths_in,
     resolve,
 )
+from streamshard.io.files import stays_inside
 from streamshard.sizes import some_of
 
 
@@ -67,11 +67,11 @@ def _carried(entries: Iterable[Path], run_dir: Path, left: list[Path]) -> list[P
     found = []
     for entry in sorted(entries):
         if is_link(entry):
-            is_whole = is_file(entry) and is_inside(entry, run_dir)
+            is_whole = is_file(entry) and stays_inside(entry, run_dir)
             # A link to a shard is not carried: as a file it would be a shard of the old ranks.
             if is_whole and names.parse(resolve(entry).name) is None:
                 found.append(entry)
-            elif is_whole or not is_directory(entry) or not is_inside(entry, run_dir):
+            elif is_whole or not is_directory(entry) or not stays_inside(entry, run_dir):
                 left.append(entry)
         elif is_file(entry):
             found.append(entry)

@@ -101,13 +101,18 @@ class Source(Reading):
         return self.is_elastic or (self.kind == "dumps" and self.checkpoint.layout.stage == 3)
 
     @property
+    def is_weights_alone(self) -> bool:
+        """Whether it is a model's weights, and no state of a job."""
+        return bool(self.checkpoint.foreign) and self.kind != "dcp"
+
+    @property
     def is_of_ranks(self) -> bool:
         """Whether its files are those of data-parallel ranks, as ZeRO cuts."""
         return self.kind in ("native", "dumps")
 
     def require_training_state(self) -> None:
         """Refuse a source that lacks what a DeepSpeed job needs in addition to tensors."""
-        if self.kind == "weights":
+        if self.is_weights_alone:
             message = f"{self.checkpoint.foreign}, without an optimizer's state: a job begins with"
             raise UnsupportedError(f"{message} them, and resumes from nothing", path=self.path)
         if self.checkpoint.foreign:
@@ -231,7 +236,7 @@ def open_source(
     compared.
     """
     config, known = read_hints([path], ds_config_file, like, takes_model=takes_model)
-    is_model = known is not None and known.kind == "weights"
+    is_model = known is not None and known.is_weights_alone
     with listings_kept():
         require_finished(as_path(path))
         opened = Request(path, tag, config, None if is_model else known).open()
@@ -260,12 +265,12 @@ def read_hints(
         raise UsageError(f"{message}; leave {Option('source_ds_config_file')} out")
     known = open_source(like) if like is not None else None
     config = ds_config.read_file(as_path(ds_config_file)) if ds_config_file else None
-    if known is None or (takes_model and known.kind == "weights"):
+    if known is None or (takes_model and known.is_weights_alone):
         return config, known
     if known.checkpoint.foreign:
         message = f"{like}: {known.checkpoint.foreign}, which does not tell what is lacking; give"
         message = f"{message} a checkpoint that DeepSpeed saved with {Option('like')}"
-        model = ". A base model is compared by 'export' alone" if known.kind == "weights" else ""
+        model = ". A base model is compared by 'export' alone" if known.is_weights_alone else ""
         raise UsageError(f"{message}{model}")
     if not known.checkpoint.layout.stage:
         message = f"{like}: saved without ZeRO (stage 0), which does not name the parameters of its"

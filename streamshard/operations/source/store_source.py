@@ -1,14 +1,20 @@
 """Reads a store, which may be damaged."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from streamshard.errors import SourceNotFoundError, UnsupportedError, UsageError
 from streamshard.formats.pickle.inert import show
+from streamshard.formats.zarr import store_manifest
+from streamshard.formats.zarr.documents import MANIFEST_PATH
 from streamshard.formats.zarr.packed_place import is_packed, packed
+from streamshard.formats.zarr.rewritten import read_small_array
 from streamshard.formats.zarr.store_index import StoreIndex, is_hierarchy, is_store, may_be_store
+from streamshard.health import TensorHealth
 from streamshard.io.entries import list_ahead
+from streamshard.io.files import source_errors
 from streamshard.layout.sample import Sample
 from streamshard.operations.checks.packed_check import check_packed, has_directory
 from streamshard.operations.checks.problems import Findings
@@ -64,6 +70,12 @@ class _StoreReader(Reader):
             findings.add_unexplained(error, place)
         tag = index.checkpoint.tag if index.checkpoint and index.is_described else None
         return CheckedStructure(self.kind, tag, check.files, check.units, index.codec_bytes)
+
+
+def recorded_health(store: Path) -> Mapping[str, TensorHealth] | None:
+    """Return which numbers the tensors of a store hold, as measured when it was made, if at all."""
+    with source_errors(store):
+        return store_manifest.read(read_small_array(packed(store), MANIFEST_PATH).content).health
 
 
 def _source(index: StoreIndex, tag: str | None) -> Source:

@@ -5,19 +5,18 @@ from typing import Final
 
 from streamshard.errors import IncompleteError, IntegrityError, SourceError, release_frames
 from streamshard.formats.deepspeed import names
-from streamshard.formats.links import require_inside
 from streamshard.formats.universal import universal_reader
 from streamshard.io.entries import is_directory, is_file, paths_below, paths_in
+from streamshard.io.files import require_inside
 from streamshard.layout.sample import Sample
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.structure import CheckedStructure, Reader
 from streamshard.operations.checks.torch_check import TorchFiles, deepspeed_owner
-from streamshard.operations.source.candidates import find_candidates
 from streamshard.operations.source.directory_content import DirectoryContent
 from streamshard.operations.source.readable_files import ReadableFiles
 from streamshard.operations.source.sidecars import find_beside
 from streamshard.operations.source.source import Request, Source
-from streamshard.operations.source.tag_directory import run_directory_of
+from streamshard.operations.source.tag_directory import find_candidates, run_directory_of
 
 _MASTERS: Final = "fp32.pt"
 

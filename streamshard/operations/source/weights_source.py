@@ -10,10 +10,10 @@ from streamshard.io.entries import is_file
 from streamshard.layout.sample import Sample
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.structure import CheckedStructure, Reader
-from streamshard.operations.source.candidates import find_candidates
 from streamshard.operations.source.directory_content import DirectoryContent
 from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.source import Request, Source
+from streamshard.operations.source.tag_directory import find_candidates
 
 
 class _WeightsReader(Reader):

@@ -32,9 +32,9 @@ from streamshard.formats.deepspeed.read.rank_headers import read_optimizers
 from streamshard.formats.deepspeed.read.zero_reader import malformed
 from streamshard.formats.deepspeed.unsupported import Saved, refuse
 from streamshard.formats.detect import is_cut, kind_of_whole_dump, part_of_rank
-from streamshard.formats.links import require_inside
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.torch.tree_comparison import show_few
+from streamshard.io.files import require_inside
 from streamshard.model import Note, NoteKind, ZeroLayout
 
 ASSUMED: Final = (

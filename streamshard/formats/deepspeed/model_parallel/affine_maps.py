@@ -33,10 +33,10 @@ class AffineMaps(CutsInFiles):
 
     @classmethod
     def are_in(cls, info: Node) -> bool:
-        held = info.get(MAPS) if isinstance(info, dict) else None
-        if held is None or held == {}:
+        saved = info.get(MAPS) if isinstance(info, dict) else None
+        if saved is None or saved == {}:
             return False
-        maps = held.get("params") if isinstance(held, dict) else held
+        maps = saved.get("params") if isinstance(saved, dict) else saved
         if not isinstance(maps, dict):
             message = f"'{MAPS}' in '{names.UNIVERSAL_INFO}' has {show(maps)} in place of maps"
             raise CorruptFileError(message)

@@ -199,11 +199,11 @@ def _with_groups(
 
     Groups of experts have the name of the ranks that share these, as an engine looks for it.
     """
-    held = model_part.wrapped_optimizer["param_groups"]
+    saved = model_part.wrapped_optimizer["param_groups"]
     entries: list[Mapping[str, Node]] = []
     for content in made:
         group = groups[content.source]
-        entry = held[group.numbers[0]]
+        entry = saved[group.numbers[0]]
         if group.has_experts:
             named, own_name = entry.get(names.GROUP_NAME), names.ranks_name(own)
             if named != own_name:

@@ -225,10 +225,10 @@ def _require_elements(name: str, number: int, shape: Shape) -> None:
         raise UnsupportedError(f"{message} parameter keeps it out of its optimizer; not supported")
 
 
-def _require_shard(name: str, number: int, mapped: Shape | None, held: Shape | None) -> None:
-    numels = [None if shape is None else math.prod(shape) for shape in (mapped, held)]
+def _require_shard(name: str, number: int, mapped: Shape | None, own: Shape | None) -> None:
+    numels = [None if shape is None else math.prod(shape) for shape in (mapped, own)]
     if numels[0] != numels[1]:
-        shown = [shape and list(shape) for shape in (mapped, held)]
+        shown = [shape and list(shape) for shape in (mapped, own)]
         message = f"'{name}' is {shown[1]} on rank {number}, and {shown[0]} as its cut is told"
         raise DisagreementError(message)
 
@@ -339,9 +339,9 @@ def made_parts(
 
 def _with_all_params(checkpoint: Checkpoint, group: ParamGroup) -> ParamGroup:
     """Return a param group with the parameters that it has on all stages, layer by layer."""
-    held = [g.params for model_part in checkpoint.model_parts for g in model_part.groups
+    listed = [g.params for model_part in checkpoint.model_parts for g in model_part.groups
             if g.number == group.number]  # fmt: skip
-    found = dict.fromkeys(name for params in held for name in params)
+    found = dict.fromkeys(name for params in listed for name in params)
     return replace(group, params=tuple(sorted(found, key=order_of)))
 
 

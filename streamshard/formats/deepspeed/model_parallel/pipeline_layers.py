@@ -120,7 +120,7 @@ def with_layers(checkpoint: Checkpoint, kept: KeptFiles) -> WithLayers:
         copies.append(replace(copy, row=len(tensors) + len(copies)))
         parts.append(part)
     notes = dict.fromkeys(note for rank in ranks for note in rank.notes())
-    held = replace(
+    made = replace(
         checkpoint,
         tensors=tuple(tensors),
         model_parts=tuple(
@@ -131,7 +131,7 @@ def with_layers(checkpoint: Checkpoint, kept: KeptFiles) -> WithLayers:
         files=tuple(file for file in checkpoint.files if not _layer_in(file.path)),
         notes=(*checkpoint.notes, *map(Note, notes)),
     )
-    return WithLayers(held, parts, copies)
+    return WithLayers(made, parts, copies)
 
 
 def _files(checkpoint: Checkpoint, kept: KeptFiles) -> Iterator["_File"]:
@@ -300,8 +300,8 @@ class _OneRank:
         for entry in own:
             entries[self._owner(entry.name)].append(entry)
         by_name = {entry.name: entry for entry in own}
-        for file, prefix, held in self._taken:
-            state = None if prefix is None else self._state(prefix, held, by_name)
+        for file, prefix, saved in self._taken:
+            state = None if prefix is None else self._state(prefix, saved, by_name)
             yield LayerFile(file.path.name, state)
 
     def _reader(self) -> ModuleReader:
@@ -314,13 +314,13 @@ class _OneRank:
         return ModuleReader([ModelFile(directory, -1, root)], self._checkpoint.layout.stage, {})
 
     def _state(
-        self, prefix: str, held: Mapping[str, Node], entries: Mapping[str, ModuleEntry]
+        self, prefix: str, saved: Mapping[str, Node], entries: Mapping[str, ModuleEntry]
     ) -> Node:
         """Return a file's state dict with the module's tensors in the place of its own."""
         state: OrderedDict[str, Node] = OrderedDict()
-        vars(state).update(getattr(held, "__dict__", {}))
+        vars(state).update(getattr(saved, "__dict__", {}))
         storages: dict[str, Storage] = {}
-        for name, node in held.items():
+        for name, node in saved.items():
             entry = entries[f"{prefix}{name}"]
             row = self._rows.get(entry.held_as)
             if row is None:

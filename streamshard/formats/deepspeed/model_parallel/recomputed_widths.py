@@ -93,9 +93,9 @@ def at_degree(parts: ModelInParts, rule: WidthRule) -> ModelInParts | None:
         widths[name] = [list(each) for each in found if each is not None]
         cuts[name] = segments_cut(cut.shape, dimension, widths[name])
     shards = {
-        name: [own_shape(name, shard or (), held) for shard in cuts[name].shards]
+        name: [own_shape(name, shard or (), own) for shard in cuts[name].shards]
         for name in cuts
-        for held in [next(iter(parts.tensors[name].shapes.values()))]
+        for own in [next(iter(parts.tensors[name].shapes.values()))]
     }
     first = parts.checkpoint.model_parts[0]
     info = _info(first.model_state[names.UNIVERSAL_INFO], cuts, widths)

@@ -181,14 +181,16 @@ class _Stages:
 
     def _stage(self, layers: range) -> ModelPart:
         shared = {key for keys in self._layer_keys for key in keys if isinstance(key, str)}
-        held = {key for key in sorted(shared) if self._has(key, layers)}
-        if len(held) > 1 and layers.start:
-            message = f"the stage from layer {layers.start} on has {show_few(sorted(held))}, which"
+        modules = {key for key in sorted(shared) if self._has(key, layers)}
+        if len(modules) > 1 and layers.start:
+            message = (
+                f"the stage from layer {layers.start} on has {show_few(sorted(modules))}, which"
+            )
             raise UnsupportedError(f"{message} several layers share: not known which it uses first")
 
         def is_held(name: str) -> bool:
             key = _layer_key(name)
-            return key in held if isinstance(key, str) else key in layers
+            return key in modules if isinstance(key, str) else key in layers
 
         first = self._model_parts[0]
         groups = tuple(self._group(group, is_held) for group in first.groups)

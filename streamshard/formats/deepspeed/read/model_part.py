@@ -208,8 +208,8 @@ def recorded_units(optimizer: OptimizerReader, paths: Sequence[Path]) -> list[Sh
 
 def _with_shapes(units: Sequence[Shapes], module: Node) -> list[Shapes]:
     """Replace flat shapes by those of the module's weights, if the module has the weights."""
-    held = module if isinstance(module, dict) else {}
-    weights = {name: tensor_of(held.get(name)) for unit in units for name in unit}
+    entries = module if isinstance(module, dict) else {}
+    weights = {name: tensor_of(entries.get(name)) for unit in units for name in unit}
     return [
         {
             name: weight.shape if (weight := weights[name]) and (weight.numel,) == flat else flat

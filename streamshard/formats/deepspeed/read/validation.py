@@ -75,8 +75,10 @@ def validate(tag_dir: Path, aside: Set[Path]) -> SetErrors:
     roots = dict(_readable(files.shards - aside, found.own))
     ranks, models = {}, {}
     for mp_rank, model_part in files.model_parts.items():
-        held = {path: roots[path] for path in model_part.optimizer.values() if path in roots}
-        ranks[mp_rank] = {p: _state(root) for p, root in held.items() if names.OPTIMIZER in root}
+        optimizers = {path: roots[path] for path in model_part.optimizer.values() if path in roots}
+        ranks[mp_rank] = {
+            p: _state(root) for p, root in optimizers.items() if names.OPTIMIZER in root
+        }
         models[mp_rank] = {path: roots[path] for path in model_part.model.values() if path in roots}
     errors += files.mixed()
     errors += _contradictions(ranks, _facts_of_rank, {PARAM_GROUPS})
@@ -177,8 +179,8 @@ def _is_whole(root: Root) -> bool:
 
 
 def _state(root: Root) -> Root:
-    held = root[names.OPTIMIZER]
-    return held if isinstance(held, dict) else {}
+    state = root[names.OPTIMIZER]
+    return state if isinstance(state, dict) else {}
 
 
 def _of_each(
@@ -233,8 +235,8 @@ def _facts_of_rank(state: Root, path: Path) -> Facts:
     units = inner.get("state")
     single = {
         (unit, key): value
-        for unit, held in (units if isinstance(units, dict) else {}).items()
-        for key, value in (held if isinstance(held, dict) else {}).items()
+        for unit, group in (units if isinstance(units, dict) else {}).items()
+        for key, value in (group if isinstance(group, dict) else {}).items()
         for tensor in (tensor_of(value),)
         if tensor is None or tensor.numel == 1
     }

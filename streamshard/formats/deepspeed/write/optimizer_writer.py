@@ -83,10 +83,10 @@ class OptimizerWriter:
         """Build a rank's optimizer state alone, as in raw dumps."""
         source = self._model_part.optimizer_file
         state = self._stage_3(rank) if self._layout.stage == 3 else self._stage_12(rank)
-        held = source[names.OPTIMIZER]
+        saved = source[names.OPTIMIZER]
         if _keys_of(self._layout) != _keys_of(self._source_layout):
-            held = {**self._unkept(source), **held}
-        return self._in_order(state, held)
+            saved = {**self._unkept(source), **saved}
+        return self._in_order(state, saved)
 
     def file(self, rank: int) -> dict[str, Node]:
         """Build a rank's whole optimizer file."""

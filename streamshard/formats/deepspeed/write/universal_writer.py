@@ -98,8 +98,8 @@ class UniversalImages:
         states = group.states or {}
         flat = group.flat_states().keys()
         if self._is_stage_3 and flat != _STATES_3:
-            held = ", ".join(flat) or "none"
-            message = f"the optimizer's states are {held}; of a universal checkpoint of stage 3"
+            listed = ", ".join(flat) or "none"
+            message = f"the optimizer's states are {listed}; of a universal checkpoint of stage 3"
             raise UnsupportedError(f"{message} DeepSpeed loads exp_avg and exp_avg_sq, always both")
         lost = [k for k, v in states.items() if not isinstance(v, FlatState) and k != _STEP]
         if lost:

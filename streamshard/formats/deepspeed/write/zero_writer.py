@@ -89,11 +89,11 @@ class ModuleWriter:
         both = model[names.DS_CONFIG], optimizer[names.DS_CONFIG]
         return dump(both[0], _identity) == dump(both[1], _identity)
 
-    def _module(self, held: Node) -> OrderedDict[str, Node]:
+    def _module(self, saved: Node) -> OrderedDict[str, Node]:
         """Build the module's state dict."""
         # Not `OrderedDict[…]()`: this sets an attribute on the object, which would be saved too.
         module: OrderedDict[str, Node] = OrderedDict()
-        vars(module).update(getattr(held, "__dict__", {}))
+        vars(module).update(getattr(saved, "__dict__", {}))
         entries = [entry for entry in self._model_part.module if self._is_held(entry)]
         kept = {e.name: self._module_entry(e, {}) for e in entries if e.kind != "alias"}
         for entry in entries:

@@ -1,0 +1,27 @@
+"""Shows which numbers tensors hold: how many of them are NaN, and how large the others are."""
+
+from collections.abc import Mapping
+
+from streamshard.cli.text.tables import table
+from streamshard.health import TensorHealth
+
+
+def healthy_text(health: Mapping[str, TensorHealth]) -> str:
+    """Count the tensors without NaN and infinities."""
+    good = sum(one.is_good for one in health.values())
+    return f"{good:,} of {len(health):,} tensors of floats"
+
+
+def health_table(health: Mapping[str, TensorHealth]) -> str:
+    """Show which numbers each tensor holds."""
+    head = ("tensor", "elements", "NaN", "infinite", "zero", "largest", "RMS")
+    rows = [
+        (
+            name,
+            *(f"{count:,}" for count in (one.numel, one.nans, one.infinities, one.zeros)),
+            f"{one.largest:.4g}",
+            f"{one.rms:.4g}",
+        )
+        for name, one in health.items()
+    ]
+    return table([head, *rows])
