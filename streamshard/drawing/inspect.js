@@ -2,6 +2,7 @@
 const params = rowsOf(report.parameters);
 const files = rowsOf(report.file_list);
 const LEFT = 86;
+const MOST_BARS = 8;
 const panels = [];
 let first = 0;
 for (const panel of report.panels ?? []) {
@@ -46,7 +47,7 @@ function bands(way, numel, i) {
 const rankName = (way, row) => way.ranks.length ? `rank ${number(way.ranks[row])}` : `from ${number(row * way.length)}`;
 
 function rowsText(way, [row, stop]) {
-  if (!way.ranks.length) return "in the store";
+  if (!way.ranks.length) return "in this row";
   return stop === row + 1 ? rankName(way, row) : `ranks ${number(way.ranks[row])} to ${number(way.ranks[stop - 1])}`;
 }
 
@@ -287,7 +288,7 @@ function showDetail() {
   const pieces = piecesOf(panel, k), total = pieces.reduce((sum, one) => sum + (one.stop - one.start) * one.itemsize, 0);
   const where = panel.ways.map((way) => {
     const found = bands(way, param.numel, k);
-    if (!way.ranks.length) return [way.title, counted(param.pieces, "chunk")];
+    if (!way.ranks.length) return [way.title, report.kind === "store" ? counted(param.pieces, "chunk") : "whole"];
     const rows = [found[0]?.[0], found.at(-1)?.[1]];
     return [way.title, found.length ? rowsText(way, rows) : "nowhere: it has no elements"];
   });
@@ -296,7 +297,7 @@ function showDetail() {
     one.state, one.file && one.file.rank !== null ? String(one.file.rank) : "-", named(one.file?.path ?? "?"),
     `${number(one.start)} to ${number(one.stop)}`, number(one.offset), bytes((one.stop - one.start) * one.itemsize),
   ]);
-  const command = `streamshard inspect ${report.path} --param '${param.name}'`;
+  const byCommand = () => command("inspect", report.path, "--param", param.name);
   detail.replaceChildren(...[
     make("h3", {}, named(param.name)),
     several && make("div", { class: "mute" }, partOf(panel)),
@@ -304,8 +305,8 @@ function showDetail() {
       ["shape", param.shape.length ? param.shape.map(number).join(" × ") : "a single number"], ["elements", number(param.numel)],
       total ? ["in these files", bytes(total)] : ["fp32", bytes(param.numel * panel.itemsize)], ...where,
     ]),
-    rows.length ? table(["state", ">rank", "file", ">elements", ">at byte", ">size"], rows) : make("p", { class: "mute" }, "Where the bytes lie: ", make("code", {}, clean(command))),
-    pieces.length > most && make("p", { class: "mute" }, `${number(pieces.length - most)} more: `, make("code", {}, clean(command))),
+    rows.length ? table(["state", ">rank", "file", ">elements", ">at byte", ">size"], rows) : make("p", { class: "mute" }, "Where the bytes lie: ", byCommand()),
+    pieces.length > most && make("p", { class: "mute" }, `${number(pieces.length - most)} more: `, byCommand()),
   ].filter(Boolean));
 }
 
@@ -391,8 +392,8 @@ function sizes() {
   const kinds = (report.file_groups ?? []).map((group) => ({
     name: group.pattern, nbytes: group.nbytes, text: `${counted(group.files, "file")}, ${bytes(group.nbytes)}`,
   })).sort((one, other) => other.nbytes - one.nbytes);
-  const card = (title, rows) => rows.length > 0 && make("div", { class: "card" }, make("h3", {}, title), bars(rows.slice(0, 16)),
-    rows.length > 16 ? make("p", { class: "mute" }, `${number(rows.length - 16)} more`) : null);
+  const card = (title, rows) => rows.length > 0 && make("div", { class: "card" }, make("h3", {}, title), bars(rows.slice(0, MOST_BARS)),
+    rows.length > MOST_BARS ? make("p", { class: "mute" }, `${number(rows.length - MOST_BARS)} more`) : null);
   const cards = [
     sizesByRank(), card("Tensors by state, without padding", states), card("Param groups", groups), card("Files by kind", kinds),
   ].filter(Boolean);
@@ -401,11 +402,9 @@ function sizes() {
 
 // The page ---------------------------------------------------------------------------------------
 
-const KINDS = { directory: "directory of checkpoints", native: "DeepSpeed shards", store: "Zarr store", dumps: "raw per-rank dumps", dcp: "PyTorch's distributed checkpoint", weights: "safetensors" };
-
 function judged() {
   const problems = [...(report.problems ?? []), ...(report.alarms ?? [])];
-  const check = make("p", { class: "mute" }, "Only headers and sizes were read. This reads and checks every byte: ", make("code", {}, clean(`streamshard verify ${report.path}`)));
+  const check = make("p", { class: "mute" }, "Only headers and sizes were read. This reads and checks every byte: ", command("verify", report.path));
   if (report.is_whole === false) return verdict("bad", "Not whole: no job can resume from it", problems);
   if (report.kind === "directory") {
     const known = report.checkpoints, whole = known.filter((one) => one.is_whole);
@@ -414,7 +413,8 @@ function judged() {
   }
   if (problems.length) return verdict("warn", `Readable, but look at ${problems.length === 1 ? "this" : `these ${problems.length}`} first`, problems, check);
   if (report.weights_only) return verdict("warn", "Weights only: its optimizer states were dropped, so no job can resume from it", [], check);
-  const what = report.kind === "store" ? "all arrays are there and agree" : `the files of all ${number(report.world_size)} ranks are there and agree`;
+  const isOfRanks = ["native", "dumps"].includes(report.kind);
+  const what = isOfRanks ? `the files of all ${number(report.world_size)} ranks are there and agree` : "all files are there and agree";
   return verdict("good", `Whole: ${what}`, [], check);
 }
 
@@ -436,7 +436,7 @@ function about() {
   const degrees = [["tensor", report.tensor_parallel], ["pipeline", report.pipeline_parallel], ["expert", report.expert_parallel]];
   const shared = degrees.filter(([, count]) => count > 1).map(([kind, count]) => `${count} ${kind}-parallel`);
   return facts([
-    ["kind", KINDS[report.kind] + (report.codec ? `, ${report.codec}` : "")],
+    ["kind", report.kind_title + (report.codec ? `, ${report.codec}` : "")],
     ["saved by", typeof report.zero_stage !== "number" || typeof report.world_size !== "number" ? null : `${counted(report.world_size, "rank")}, ZeRO stage ${report.zero_stage}`],
     ["parallel degrees", shared.length ? `${report.data_parallel} data-parallel, ${shared.join(", ")}` : null],
     ["step", typeof report.global_steps === "number" ? number(report.global_steps) : null],
@@ -458,7 +458,7 @@ show(() => {
     notes.length ? make("details", { open: notes.length < 3 ? "" : undefined }, make("summary", {}, `Notes (${notes.length})`), make("ul", {}, ...notes.map((note) => make("li", {}, clean(note))))) : null,
     ...checkpoints(), ...sizes(),
     ...(panels.length ? [
-      make("h2", {}, "Who holds what"), make("p", { class: "mute" }, `${report.kind === "store" ? "Rows follow one another" : "A row is a rank"}, and a colour is a parameter or some whose names begin alike.`), panels.length > 1 ? tabs : null,
+      make("h2", {}, "Who holds what"), make("p", { class: "mute" }, `${!panels[0].ways[0].ranks.length ? "Rows follow one another" : "A row is a rank"}, and a colour is a parameter or some whose names begin alike.`), panels.length > 1 ? tabs : null,
       make("div", { class: "split" }, make("div", {}, search, list, count, keys), make("div", {}, maps, detail)),
     ] : []),
   ];

@@ -19,6 +19,12 @@ function clean(text) {
   return String(text).replace(/[\p{C}\p{Zl}\p{Zp}]/gu, (c) => "\\u{" + c.codePointAt(0).toString(16) + "}");
 }
 
+/** Show a command; what comes from a checkpoint is quoted, for a shell may read it. */
+function command(...words) {
+  const quote = (word) => /^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", `'"'"'`)}'`;
+  return make("code", {}, clean(["streamshard", ...words.map(quote)].join(" ")));
+}
+
 /** Show a name of a parameter or a file; a line may break after its dots and underlines. */
 function named(text) {
   const parts = clean(text).split(/(?<=[._/])/);

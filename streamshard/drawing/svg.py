@@ -189,7 +189,7 @@ def _strips(bands: Bands, way: Way, panel: Panel, scale: float) -> Iterator[_Str
         row, after, at = int(bands.row[first]), int(bands.stop[first]), int(bands.at[first])
         held, numel = int(bands.numel[first:stop].sum()), int(end[stop - 1]) - at
         name, label = panel.params[bands.param[first]], ""
-        where = way.label(row, after) if way.ranks else "in the store"
+        where = way.label(row, after) if way.ranks else "in this row"
         if stop - first > 1:
             what = [f"{panel.colours[colour[first]]}: {counted(stop - first, 'parameter')}"]
         elif after == row + 1:

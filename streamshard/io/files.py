@@ -25,13 +25,11 @@ def require_unchanged(source: SourceFile) -> None:
 def require_all_unchanged(files: Sequence[SourceFile]) -> None:
     """Refuse source files of which one has changed; see `require_unchanged`."""
     with listings_kept(anew=True):
-        for some in filter(None, _by_checkpoint(files)):
-            root = some[0].path.parent
-            for file in some:
-                while not str(file.path).startswith(str(root).rstrip("/") + "/"):
-                    root = root.parent
-            with source_errors(root):
-                list_ahead(root)
+        for some in _by_checkpoint(files):
+            root = _common_directory(some)
+            if root is not None:
+                with source_errors(root):
+                    list_ahead(root)
             for file in some:
                 require_unchanged(file)
 
@@ -42,6 +40,15 @@ def _by_checkpoint(files: Sequence[SourceFile]) -> Iterator[Sequence[SourceFile]
     first, firsts = next(((n, d.firsts) for n, d in decoders if isinstance(d, Computed)), (0, (0,)))
     for start, stop in pairwise([*firsts, first or len(files), len(files)]):
         yield files[start:stop]
+
+
+def _common_directory(files: Sequence[SourceFile]) -> Path | None:
+    """Return the deepest directory that all are in; None if they have none, as in two places."""
+    root = files[0].path.parent if files else None
+    for file in files:
+        while root is not None and not str(file.path).startswith(str(root).rstrip("/") + "/"):
+            root = root.parent if root != root.parent else None
+    return root
 
 
 def require_same(source: SourceFile, status: Status) -> None:

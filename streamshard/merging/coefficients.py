@@ -14,13 +14,13 @@ from streamshard.errors import Option, UsageError
 
 _CURVES: Final[Mapping[str, Callable[[float], float]]] = {
     "1-sqrt": lambda at: 1 - math.sqrt(at),
-    "linear": lambda at: 1 - at,
     "cosine": lambda at: (1 + math.cos(math.pi * at)) / 2,
 }
 """Name → learning rate at a part of the decay."""
-_MEAN: Final = "mean"
+_MEANS: Final = ("mean", "linear")
+"""Names of equal weights, which are also those of a decay along a line."""
 _EMA: Final = "ema:"
-_FORMS: Final = f"{_MEAN}, {', '.join(_CURVES)}, {_EMA}0.9, or numbers such as 0.2,0.3,0.5"
+_FORMS: Final = f"{', '.join((*_MEANS, *_CURVES))}, {_EMA}0.9, or numbers such as 0.2,0.3,0.5"
 _TOLERANCE: Final = 1e-9
 """What the sum of weights may be off; in float32 it makes no difference."""
 
@@ -44,7 +44,7 @@ def coefficients(asked: str, count: int, *, any_sum: bool = False) -> list[float
     >>> coefficients("ema:0.5", 3)
     [0.25, 0.25, 0.5]
     """
-    if asked == _MEAN:
+    if asked in _MEANS:
         return [1 / count] * count
     if asked in _CURVES:
         rates = [_CURVES[asked](place / count) for place in range(count)]

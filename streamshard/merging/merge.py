@@ -140,10 +140,9 @@ def _opened(options: MergeOptions, weights: Sequence[float]) -> Merging:
         if places.count(place) > 1:
             raise UsageError(f"{place}: given twice; give each checkpoint once, with its weight")
     newest = _newest(sources, str(options.weights))
-    copies: Sequence[Pair] = ()
+    sources[newest], copies = without_weight_files(sources[newest]), list[Pair]()
     if is_pipeline(sources[newest].checkpoint):
         sources[newest], copies = load(WITH_LAYER_PAIRS)(sources[newest])
-    sources[newest] = without_weight_files(sources[newest])
     averages_states = options.states != "newest"
     if averages_states:
         _require_linear(sources[newest], weights)

@@ -195,7 +195,8 @@ class Merging:
         """Refuse checkpoints whose tensors do not match, by names and shapes."""
         base, own = self.base, self._indices[self.newest]
         parts, averaged = len(base.checkpoint.model_parts), set(self.averaged)
-        states = {self._tensor(row).state for row in averaged}
+        has_masters = any(self._tensor(row).state == MASTER for row in averaged)
+        weights = MASTER if has_masters else MODULE
         for row in averaged:
             if self._tensor(row).dtype not in _FLOATS:
                 message = f"'{self._tensor(row).name}' is of {self._tensor(row).dtype}, which has"
@@ -212,8 +213,7 @@ class Merging:
             if lacks := [key for key in wanted if key not in index]:
                 message = f"lacks {_listed(lacks)}, which {there} has"
                 raise DisagreementError(message, path=here)
-            is_only = MASTER in states
-            held = [k for k in index if k[1] == (MASTER if is_only else MODULE) and k not in own]
+            held = [key for key in index if key[1] in (weights, MASTER) and key not in own]
             if held:
                 message = f"has {_listed(held)}, which {there} lacks"
                 raise DisagreementError(message, path=here)

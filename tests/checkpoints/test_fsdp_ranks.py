@@ -65,6 +65,7 @@ class Model(nn.Module):
         self.one = nn.Parameter(torch.full((1,), 3.0))
         self.frozen = nn.Parameter(torch.arange(4.0), requires_grad=False)
         self.register_buffer("freq", torch.arange(5.0))
+        self.register_buffer("count", torch.tensor(3))
 
 
 def fsdp2(model: Model) -> State:
@@ -121,7 +122,7 @@ def fsdp1(model: Model) -> State:
     rank = distributed.get_rank()
     return {
         name: held
-        if name == "freq"
+        if name in ("freq", "count")
         else _create_chunk_sharded_tensor(held, rank, RANKS, RANKS, group)
         for name, held in model.state_dict().items()
     }
@@ -182,7 +183,7 @@ def test_what_it_says_of_them(made: Path, tmp_path: Path) -> None:
     place = shutil.copytree(made / "FSDP2", tmp_path / "run" / "global_step_5" / "actor")
     torch.save({}, place / "optim_world_size_4_rank_0.pt")
     found = streamshard.inspect(place)
-    assert (found.kind, found.world_size, found.weights) == ("fsdp-ranks", 4, 7)
+    assert (found.kind, found.world_size, found.weights) == ("fsdp-ranks", 4, 8)
     assert any("Not read: the optimizer's state" in note for note in found.notes)
     with pytest.raises(SourceError, match=rf"Give the one in it: {place}"):
         streamshard.export(tmp_path / "run", tmp_path / "out")

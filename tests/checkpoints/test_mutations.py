@@ -23,6 +23,7 @@ from streamshard.formats.zarr.chunks import serialize_checksum
 from streamshard.operations.convert.convert import plan_convert
 from streamshard.operations.repartition.repartition import plan_repartition
 from tests.fabricated import client_state, write
+from tests.fabricated_universal import write_universal
 from tests.formats.test_torch_file import put_together
 from tests.job import EXPERTS, Job
 from tests.samples import sampled
@@ -169,6 +170,22 @@ def test_values_in_rank_files(tmp_path: Path, name: str, one_in: int) -> None:
             return data
 
     check_all(sorted(whole.values()), change, run, one_in=one_in, stages=stages, like=like)
+
+
+@sampled(3)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_values_in_universal_checkpoints(tmp_path: Path, stage: int, one_in: int) -> None:
+    made = write_universal(Job(stage=stage), tmp_path / "made")
+    run = tmp_path / f"universal-{stage}"
+    run.mkdir()
+    (run / "latest_universal").write_text(made.name)
+    made.rename(run / made.name)
+    whole = {path.read_bytes(): path for path in run.rglob("*.pt")}
+
+    def change(chance: random.Random, data: bytes) -> bytes:
+        return changed_values(chance, whole[data], data)
+
+    check_all(sorted(whole.values()), change, run, one_in=one_in)
 
 
 # Stores -------------------------------------------------------------------------------------------

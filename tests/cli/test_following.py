@@ -12,6 +12,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 import streamshard
 from docs.site.recording import COMMANDS, PICTURE
@@ -32,7 +33,7 @@ JOB = Job(
     frozen=(),
     tied={},
 )
-STEPS = (1000, 2000, 3000, 4000, 5000)
+STEPS = (1000, 1200, 2000, 3000, 4000, 5000)
 FINDS_DIFFERENCES = 6
 
 
@@ -86,14 +87,35 @@ def plan(path: Path) -> None:
     streamshard.plan_repartition("runs/7b", "runs/7b-on-6", world_size=6).save(path)
 
 
+def universal(path: Path) -> None:
+    """Make what DeepSpeed's converter makes of a tag."""
+    if not any(path.parent.iterdir()):
+        path.parent.rmdir()
+    prepare(path.parent)
+    streamshard.export("runs/7b", "universal", format="universal")
+    (tag,) = (one for one in Path("universal").iterdir() if one.is_dir())
+    tag.rename(path)
+
+
+def verl(path: Path) -> None:
+    path.mkdir()
+    torch.save({"layers.0.weight": torch.ones(90, 8)}, path / "model_world_size_1_rank_0.pt")
+
+
 MAKERS: tuple[tuple[str, Callable[[Path], object]], ...] = (
+    (r"runs/7b/\w+_universal", universal),
     (r"runs/[\w-]+", runs),
     (r"output", trainer_output),
     (rf"ckpt/{re.escape(DUMPS)}", dumps),
     (r"fsdp/step-500", of_a_run(lambda path: streamshard.export("runs/7b", path, format="dcp"))),
+    (r"verl/global_step_500/actor", verl),
     (r"models/base", of_a_run(lambda path: streamshard.export("runs/7b", path))),
     (r"archive/7b/\w+\.zarr", archive),
     (r"archive/output/.*\.zarr", trainer_archive),
+    (
+        r"old/7b\.zarr",
+        of_a_run(lambda path: streamshard.convert("runs/7b", path, tag=tag_of(1000))),
+    ),
     (r"\S+\.zarr", of_a_run(lambda path: streamshard.convert("runs/7b", path))),
     (r"plan\.json", of_a_run(plan)),
     (r"ds(_config)?\.json", lambda path: path.write_text(DS_CONFIG)),

@@ -296,3 +296,15 @@ def test_steps_of_several_directories_are_not_compared(tmp_path: Path) -> None:
     why = "lies in another directory than 2/3, so their steps are not compared"
     assert found["1/5"] == found["1/9"] == ("kept", why)
     assert (found["2/1"][0], found["2/2"][0], len(found)) == ("archived", "kept", 5)
+
+
+@pytest.mark.parametrize("place", [".", "tag", ".."])
+def test_the_source_is_where_the_command_runs(
+    place: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files have no directory in their paths, or lead upwards."""
+    monkeypatch.chdir({".": run, "tag": run / TAG, "..": run / TAG}[place])
+    api.repartition("." if place == "tag" else place, tmp_path / "out", world_size=3)
+    api.repartition(run, tmp_path / "wanted", world_size=3)
+    for path in (tmp_path / "wanted" / TAG).iterdir():
+        assert (tmp_path / "out" / TAG / path.name).read_bytes() == path.read_bytes()

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import accumulate
@@ -27,6 +28,7 @@ from tests.browser import Browser, Pixels, document_of
 from tests.cli.conftest import in_process
 from tests.cli.test_inspect import JOBS, SMALL
 from tests.fabricated import write
+from tests.fabricated_universal import write_universal
 from tests.job import Job
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -292,6 +294,18 @@ def panels_of(document: Table) -> list[tuple[int, Table]]:
     return list(zip(accumulate((p["count"] for p in panels), initial=0), panels, strict=False))
 
 
+def test_a_universal_checkpoint_is_cut_among_no_ranks(browser: Browser, tmp_path: Path) -> None:
+    made, html = write_universal(SMALL, tmp_path / "run"), tmp_path / "cut.html"
+    streamshard.inspect(made, html=html, svg=tmp_path / "cut.svg", world_size=2)
+    labels = [label for label, _ in drawn(tmp_path / "cut.svg")]
+    assert labels[:10] == [*(f"from {13 * n}" for n in range(8)), "rank 0", "rank 1"]
+    tab = browser.open(f"{html.as_uri()}#embed.weight")
+    assert "DeepSpeed's universal checkpoint" in tab.text(".facts")
+    assert "One tensor after the other, cut among no ranks\nwhole\n" in tab.text("#detail")
+    assert f"streamshard inspect {tmp_path / 'run'} --param embed.weight" in tab.text("#detail")
+    tab.require_at_peace()
+
+
 def test_numbers_that_json_lacks_are_text(tmp_path: Path) -> None:
     column = {"a": math.nan, "b": [math.inf, 1.5], "c": {"d": -math.inf}}
     (tmp_path / "page.html").write_text(page("inspect", "t", column))
@@ -441,6 +455,8 @@ def test_hostile_names_and_paths_do_nothing_in_a_browser(browser: Browser, tmp_p
     assert "<img src=x onerror=alert(1)>\"'&amp;\\u{a}\\u{2028}" in tab.text("h1")
     assert tab.value("document.querySelectorAll('script').length") == 2
     tab.require_at_peace()
+    shown = tab.text(".verdict code").replace("\\u{a}", "\n").replace("\\u{2028}", "\u2028")
+    assert shlex.split(shown) == ["streamshard", "verify", str(where)]
 
 
 def test_1000_ranks_of_5000_parameters_are_small_and_soon_drawn(

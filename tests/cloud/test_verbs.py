@@ -124,3 +124,13 @@ def test_checkpoints_of_other_programs(bucket: Bucket, tmp_path: Path) -> None:
     weights = bucket.put(tmp_path / "model", "models/7b")
     assert api.inspect(weights).kind == "weights"
     assert not api.diff(weights, run).changed
+
+
+def test_a_universal_checkpoint(run: Path, bucket: Bucket, tmp_path: Path) -> None:
+    api.export(run, tmp_path / "local", format="universal")
+    api.repartition(tmp_path / "local", tmp_path / "wanted", world_size=3)
+    source = bucket.put(tmp_path / "local", "runs/universal")
+    assert api.inspect(source).kind == "universal"
+    assert api.verify(source).problems == ()
+    api.repartition(source, tmp_path / "out", world_size=3)
+    assert tree(tmp_path / "out") == tree(tmp_path / "wanted")

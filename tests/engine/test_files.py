@@ -39,7 +39,7 @@ from streamshard.io.entries import (
     paths_like,
     read_all,
 )
-from streamshard.io.files import target_errors
+from streamshard.io.files import require_all_unchanged, target_errors
 from streamshard.io.sink import open_target
 from streamshard.io.writable import write_all
 from streamshard.model import BlockDigests, Decoder, Memory, SourceFile, StoredBytes
@@ -365,3 +365,18 @@ def test_a_finished_file_has_its_mode_and_is_closed_once(tmp_path: Path) -> None
     assert (path.read_bytes(), path.stat().st_mode & 0o777) == (DATA, 0o640)
     with pytest.raises(FileExistsError):
         open_sink(path, is_new=True, nbytes=0)
+
+
+def test_files_of_two_relative_directories_are_each_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = []
+    for name in ("run", "reference"):
+        Path(name).mkdir()
+        Path(name, "weights").write_bytes(b"1234")
+        files.append(identify(Path(name, "weights")))
+    require_all_unchanged(files)
+    Path("reference/weights").write_bytes(b"12345")
+    with pytest.raises(CorruptFileError, match="4 bytes when the run began, 5 now"):
+        require_all_unchanged(files)

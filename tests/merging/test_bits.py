@@ -181,6 +181,15 @@ def test_weights_are_exported_as_of_the_merged_checkpoint(dtype: str, tmp_path: 
     assert torch.equal(weights_of(tmp_path / "direct")[name], cast)
 
 
+@pytest.mark.parametrize("form", ["universal", "dcp"])
+def test_older_checkpoints_may_be_of_other_kinds(form: str, tmp_path: Path) -> None:
+    jobs, weights = trained(2), [0.25, 0.75]
+    older, newer = save(jobs, tmp_path)
+    streamshard.export(older, tmp_path / "older", format=form)
+    streamshard.merge([tmp_path / "older", newer], tmp_path / "out", weights=weights, verify=True)
+    compare(tmp_path / "out" / "global_step6", wanted(Merged.of(jobs, weights), tmp_path / "w"))
+
+
 def test_models_without_an_optimizer_are_merged_too(tmp_path: Path) -> None:
     jobs = trained(2)
     models = [tmp_path / f"model-{n}" for n in range(2)]

@@ -48,6 +48,7 @@ def test_files_of_layers_follow_from_the_means(
     runs: tuple[list[Path], Path], tmp_path: Path
 ) -> None:
     sources, wanted = runs
+    (sources[1] / "model.safetensors").write_bytes(b"of one checkpoint")
     streamshard.merge(sources, tmp_path / "out", weights=WEIGHTS, verify=True)
     compare(tmp_path / "out" / TAG, wanted / TAG)
     streamshard.merge(sources, tmp_path / "out.zarr", weights=WEIGHTS, verify=True)

@@ -100,7 +100,7 @@ def test_another_sum_than_1_is_taken_when_asked_for(two: list[Path], tmp_path: P
     [
         ("0.5,0.5", 3, "2 weights, and 3 checkpoints"),
         ("0.3,0.3,0.3", 3, "their sum is 0.9, not 1"),
-        ("half", 2, "choose one of mean, 1-sqrt, linear, cosine, ema:0.9, or numbers"),
+        ("half", 2, "choose one of mean, linear, 1-sqrt, cosine, ema:0.9, or numbers"),
         ("nan,1", 2, "choose one of"),
         ("inf,-inf", 2, "choose one of"),
         ("", 1, "choose one of"),
@@ -194,8 +194,10 @@ def test_dumps_and_models_are_refused_where_a_job_resumes(tmp_path: Path) -> Non
         streamshard.merge([run, dumps], tmp_path / "out")
     with pytest.raises(UnsupportedError, match="a job begins with them"):
         streamshard.merge([tmp_path / "model"], tmp_path / "out")
-    with pytest.raises(DisagreementError, match="lacks fp32 of"):
-        streamshard.merge([tmp_path / "model", run], tmp_path / "out", format="safetensors")
+    both = [tmp_path / "model", run]
+    for sources, message in ((both, "lacks fp32 of"), (both[::-1], "has fp32 of .* lacks")):
+        with pytest.raises(DisagreementError, match=message):
+            streamshard.merge(sources, tmp_path / "out", format="safetensors")
 
 
 def test_one_checkpoint_is_not_given_twice(two: list[Path], tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ class _Page:
             for p in shown
         ]
         hint = "-v lists all, --param PATTERN shows where the elements of some lie"
-        if not found.zero_stage and found.kind not in FOREIGN:
+        if not rows or (not found.zero_stage and found.kind not in FOREIGN):
             return  # only the module's weights are known by name, and they are not cut
         self.table("", head, rows, more_text(len(found.parameters) - len(rows), hint))
 

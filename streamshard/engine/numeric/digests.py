@@ -74,12 +74,15 @@ _CRC32C: Final = Crc(0x82F63B78)
 
 def joined(pieces: Iterable[Digest]) -> Digest:
     """Return the digest of consecutive pieces."""
-    nbytes = crc32 = crc32c = 0
+    found = EMPTY
     for piece in pieces:
-        crc32 = join_crc32(crc32, piece.crc32, piece.nbytes)
-        crc32c = _CRC32C.joined(crc32c, piece.crc32c, piece.nbytes)
-        nbytes += piece.nbytes
-    return Digest(nbytes, crc32, crc32c)
+        if not found.nbytes:  # mostly there is one piece
+            found = piece
+            continue
+        crc32 = join_crc32(found.crc32, piece.crc32, piece.nbytes)
+        crc32c = _CRC32C.joined(found.crc32c, piece.crc32c, piece.nbytes)
+        found = Digest(found.nbytes + piece.nbytes, crc32, crc32c)
+    return found
 
 
 def without_zeros(digest: Digest, nbytes: int) -> Digest:

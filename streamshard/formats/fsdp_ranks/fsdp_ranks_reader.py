@@ -177,9 +177,9 @@ def _place(
         return
     what = f"'{entry.name}'"
     held = [box.tensor.require_contiguous(f"{place}: {what}") for box in boxes]
-    rows = len(entry.shape)
-    offsets = np.array([box.offset for box in boxes], dtype=np.int64).reshape(-1, rows)
-    sizes = np.array([tensor.shape for tensor in held], dtype=np.int64).reshape(-1, rows)
+    form = len(held), len(entry.shape)
+    offsets = np.array([box.offset for box in boxes], dtype=np.int64).reshape(form)
+    sizes = np.array([tensor.shape for tensor in held], dtype=np.int64).reshape(form)
     try:
         grid = grid_of(entry.shape, offsets, sizes)
     except NotTiledError as error:

@@ -70,9 +70,9 @@ class _Cut:
     """The source that is cut in this way; None for a cut that would be written."""
 
     @property
-    def store(self) -> Source | None:
-        """The source, if it is a store, which is drawn as a tape that is wrapped into rows."""
-        return self.source if self.source and self.source.kind == "store" else None
+    def tape(self) -> Source | None:
+        """The source, if no ranks cut it: then it is drawn as a tape that is wrapped into rows."""
+        return self.source if self.source and not self.source.is_of_ranks else None
 
 
 def _facts(source: Source) -> str:
@@ -89,7 +89,7 @@ def _facts(source: Source) -> str:
 
 def _border(cuts: Sequence[_Cut], panels: Sequence[Panel]) -> str:
     """Return the meaning of the lines within rows."""
-    meant = ["chunk"] if cuts[0].store else []
+    meant = ["chunk"] if cuts[0].source and cuts[0].source.kind == "store" else []
     meant += ["sub-group"] if any(way.borders for panel in panels for way in panel.ways) else []
     return f"a {' or '.join(meant)} ends" if meant else ""
 
@@ -97,8 +97,9 @@ def _border(cuts: Sequence[_Cut], panels: Sequence[Panel]) -> str:
 def _as_it_is(source: Source) -> _Cut:
     layout, checkpoint = source.checkpoint.layout, source.checkpoint
     title = f"As saved by {_ranks(checkpoint, layout)}, ZeRO stage {layout.stage}"
-    if source.kind == "store":
-        title = "In the store, one tensor after the other, cut among no ranks"
+    if not source.is_of_ranks:
+        where = "In the store, one" if source.kind == "store" else "One"
+        title = f"{where} tensor after the other, cut among no ranks"
     return _Cut(checkpoint, layout, checkpoint.module_dtype, title, source)
 
 
@@ -183,11 +184,11 @@ def _way(cut: _Cut, model_part: ModelPart, place: int, params: Sequence[str]) ->
     before, ranks = np.cumsum(own) - own, sharing_ranks(group, layout)
     borders: list[int] = []
     chunks: Ints | None = None
-    if cut.store is not None:
+    if cut.tape is not None:
         length, ranks = max(1, ceil_div(int(own.sum()), _TAPE_ROWS)), []
         origin, piece, at = before, np.full_like(own, length), np.zeros_like(own)
         rows = [cut.checkpoint.tensor_index()[model_part.name, MASTER, name] for name in params]
-        chunks = cut.store.cutting.piece_numel[rows]
+        chunks = cut.tape.cutting.piece_numel[rows]
     elif layout.stage < 3:
         flat = flat_groups(cut.checkpoint, model_part, layout, cut.module_dtype)[place]
         length = flat.partition_numel

@@ -14,6 +14,7 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.zarr.rewritten import remark
 from streamshard.layout.bands import Ints
 from streamshard.model import MASTER, MODULE, NoteKind
+from streamshard.operations.checks.structure import title_of
 from streamshard.operations.inspect.file_groups import relative
 from streamshard.operations.inspect.inspect_report import (
     CheckpointList,
@@ -42,6 +43,7 @@ def cut_page(found: Inspection, source: Source, picture: Picture) -> str:
         "file_list": _files(found.file_list, list(map(ranks.get, numbers.values())))
         if is_of_ranks
         else {},
+        "kind_title": title_of(found.kind),
         "alarms": _alarms(source),
         "border": picture.border,
         "panels": [_panel(panel) for panel in picture.panels],
@@ -60,8 +62,9 @@ def cut_page(found: Inspection, source: Source, picture: Picture) -> str:
 
 def unopened_page(found: CheckpointList | IncompleteCheckpoint) -> str:
     """Draw what there is of a checkpoint that cannot be opened, or of several."""
-    document = asdict(found)
+    document: Document = {**asdict(found), "kind_title": "directory of checkpoints"}
     if isinstance(found, IncompleteCheckpoint):
+        document["kind_title"] = title_of(found.kind)
         parsed = [names.parse(PurePosixPath(file.path).name) for file in found.file_list]
         ranks = [None if one is None else one.dp_rank for one in parsed]
         document["file_list"] = _files(found.file_list, ranks)
