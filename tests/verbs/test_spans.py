@@ -4,7 +4,7 @@ import itertools
 import pickle
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -188,17 +188,18 @@ class CutOffError(StreamshardError):
 @contextmanager
 def cut_off_after(spans: int | None) -> Iterator[None]:
     """Cut off the run that has noted so many spans; None for never."""
-    left, note = spans, Journal.note
+    left, note_all = spans, Journal.note_all
 
-    def cut_off(self: Journal, path: str, offset: int, written: Written) -> None:
+    def cut_off(self: Journal, spans: Iterable[tuple[str, int, Written]]) -> None:
         nonlocal left
-        if left == 0:
-            raise CutOffError
-        left = None if left is None else left - 1
-        note(self, path, offset, written)
+        for span in spans:
+            if left == 0:
+                raise CutOffError
+            left = None if left is None else left - 1
+            note_all(self, [span])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Journal, "note", cut_off)
+        patch.setattr(Journal, "note_all", cut_off)
         yield
 
 
