@@ -314,6 +314,8 @@ def test_two_saves_in_one_tag_are_a_warning(run: Path) -> None:
     assert found.path == f"{run}/global_step1000"
     assert "of two saves" in found.checkpoints[0].warnings[0]
     assert "of two saves" in program("newest", run).err
+    notes = streamshard.verify(run, health=True).notes
+    assert [("of two saves" in note) for note in notes].count(True) == 1
 
 
 @pytest.mark.parametrize(("skipped", "is_told"), [(2, True), (1, False)])
