@@ -81,8 +81,8 @@ def warm(root: Path) -> None:
 
 
 def files_in(root: Path) -> list[Path]:
-    """List the files below a directory."""
-    return sorted(path for path in root.rglob("*") if path.is_file())
+    """List the files below a directory; a file is all there is of itself."""
+    return [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file())
 
 
 def machine() -> str:

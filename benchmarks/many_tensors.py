@@ -65,10 +65,14 @@ class Bench:
 
     def __init__(self, root: Path, tensors: int, stage: int) -> None:
         self.source, self.target, self.copy = root / "run", root / "out", root / "copy"
-        self.stores = {codec: root / f"{codec}.zarr" for codec in ("none", "zstd")}
+        self.packed = root / "out.zarr.zip"
+        codecs = "none", "zstd"
+        self.stores = {codec: root / f"{codec}.zarr" for codec in codecs}
+        self.files = {codec: root / f"{codec}.zarr.zip" for codec in codecs}
         fabricate(self.source, experts(tensors), stage=stage, world_size=RANKS)
-        for codec, store in self.stores.items():
-            succeed(*STREAMSHARD, "convert", self.source, store, "--codec", codec)
+        for stores in (self.stores, self.files):
+            for codec, store in stores.items():
+                succeed(*STREAMSHARD, "convert", self.source, store, "--codec", codec)
 
     def programs(self) -> Iterator[Program]:
         """Yield every program."""
@@ -84,11 +88,15 @@ class Bench:
         yield Program("plan of convert", planning, source)
         for codec in self.stores:
             yield program(f"convert --codec {codec}", "convert", source, "--codec", codec)
+            name = f"convert --codec {codec}, into one file"
+            command = (*STREAMSHARD, "convert", source, self.packed, "--codec", codec)
+            yield Program(name, command, source, self.packed)
         yield program("export --format dcp", "export", source, "--format", "dcp")
         yield program("export", "export", source)
         for name, place in (
             ("shards", source),
             *((f"store, {c}", s) for c, s in self.stores.items()),
+            *((f"store in one file, {c}", s) for c, s in self.files.items()),
         ):
             yield program(f"repartition of {name}", "repartition", place, "--world-size", str(TO))
             for verb in ("inspect", "verify"):
@@ -106,6 +114,8 @@ class Bench:
         syncing = succeed("sync", "-f", self.copy).seconds
         for left in (self.copy, self.target):
             shutil.rmtree(left, ignore_errors=True)
+        for file in (self.copy, self.packed):
+            file.unlink(missing_ok=True)
         return Round(done, copied, count, copied.seconds + syncing)
 
 

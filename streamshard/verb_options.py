@@ -46,7 +46,7 @@ class ConvertOptions(TransferOptions):
 
     group = OUTPUT
 
-    target: Path_ = place("STORE.zarr", "store to make", kw_only=False)
+    target: Path_ = place("STORE.zarr", "store to make; STORE.zarr.zip is one file", kw_only=False)
     codec: str = option("", "compression [none]", default="none", choices=CODECS)
     chunk_size: int = option(
         "SIZE",

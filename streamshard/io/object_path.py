@@ -8,11 +8,14 @@ import errno
 import os
 import re
 from pathlib import Path, PosixPath
-from typing import Any, Final, Never, Self
+from typing import Any, ClassVar, Final, Never, Self
 from urllib.parse import unquote, urlsplit
 
 from streamshard.errors import UsageError
+from streamshard.registry import BUCKETS
 
+PACKED_SUFFIX: Final = ".zarr.zip"
+"""What the name of a store in one file ends in."""
 _SCHEMES: Final = ("s3", "gs", "az", "http", "https")
 """What a path of an object begins with, before `://`."""
 _URL: Final = re.compile(rf"({'|'.join(_SCHEMES)}):/+([^/]+)(/|$)")
@@ -27,6 +30,8 @@ class ObjectPath(PosixPath):
     """The path of an object, or of all objects below it; the first two parts are its bucket."""
 
     __slots__ = ()
+    place: ClassVar[str] = BUCKETS
+    """Name in `registry` of the `Place` that it belongs to."""
 
     def __str__(self) -> str:
         """Return the URL; of a relative path the part of it."""
@@ -104,6 +109,11 @@ def object_of(path: Path) -> ObjectPath:
     if not isinstance(path, ObjectPath):
         raise TypeError(f"{path}: not the path of an object")
     return path
+
+
+def is_packed_name(path: Path) -> bool:
+    """Tell whether a path is named like a store in one file."""
+    return path.name.endswith(PACKED_SUFFIX)
 
 
 def is_object(path: Path) -> bool:

@@ -34,7 +34,7 @@ def drop_file(path: Path) -> None:
     if is_object(path):
         return
     with open_readable(path) as file:
-        _drop(file.descriptor, 0, file.nbytes)
+        _drop(file.descriptor, file.origin, file.origin + file.nbytes)
 
 
 def drop_cached(root: Path) -> None:

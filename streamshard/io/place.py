@@ -1,4 +1,4 @@
-"""Places that hold files: the disks of this machine, and object stores.
+"""Places that hold files: the disks of this machine, object stores, and packed stores.
 
 A bucket has no directories, owners and links, and renames nothing: there these methods copy and
 remove, or have nothing to do. All errors are OSError.
@@ -13,7 +13,6 @@ from typing import Any, BinaryIO, Final, Protocol
 from streamshard import registry
 from streamshard.io.disk import Disk
 from streamshard.io.lock import AnyLock
-from streamshard.io.object_path import is_object
 from streamshard.io.readable import Entry, OpenedFile, ReadAheadBytes, Status
 from streamshard.io.sink import Sink
 from streamshard.model import SourceFile
@@ -166,7 +165,8 @@ _DISK: Final = Disk()
 
 def place_of(path: Path) -> Place:
     """Return the place that a path belongs to."""
-    if not is_object(path):
+    name = getattr(path, "place", None)
+    if name is None:
         return _DISK
-    buckets: Place = registry.load(registry.BUCKETS)
-    return buckets
+    found: Place = registry.load(name)
+    return found

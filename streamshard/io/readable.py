@@ -85,6 +85,10 @@ class OpenedFile(Readable, Protocol):
     def descriptor(self) -> int:
         """Descriptor, for the page cache and for memory maps; -1 if the file is not local."""
 
+    @property
+    def origin(self) -> int:
+        """Byte offset in what the descriptor is of, where the file begins."""
+
     def read_into(self, view: memoryview, offset: int) -> int:
         """Fill a view from an offset; returns the bytes read, fewer only at the file's end."""
 
@@ -106,6 +110,8 @@ class OpenedFile(Readable, Protocol):
 
 class ReadableFile:
     """An open local file, which closes its descriptor."""
+
+    origin = 0
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor

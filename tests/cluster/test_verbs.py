@@ -11,7 +11,7 @@ from distributed import Client
 
 import streamshard
 from streamshard.cluster import connections
-from streamshard.errors import SourceError
+from streamshard.errors import SourceError, UsageError
 from tests.cli.conftest import tree
 from tests.cluster.conftest import names, on
 from tests.documents import blocks, page
@@ -159,3 +159,17 @@ def test_what_the_page_shows_works(
     (shown,) = blocks(page("clusters"), "python")
     exec(shown.replace("tcp://scheduler:8786", cluster.scheduler_info()["address"]), {})
     assert not streamshard.verify("7b.zarr").problems
+
+
+def test_a_compressed_store_in_one_file_is_written_by_threads_alone(
+    cluster: Client, tmp_path: Path
+) -> None:
+    run = write(Job(stage=2), tmp_path / "run")
+    with (
+        streamshard.executor(cluster),
+        pytest.raises(UsageError, match="written by threads, not by a cluster"),
+    ):
+        streamshard.convert(run, tmp_path / "x.zarr.zip", codec="zstd")
+    assert names(tmp_path) == ["run"]
+    on(cluster, "convert", run, tmp_path / "x.zarr.zip")
+    assert streamshard.verify(tmp_path / "x.zarr.zip").is_good

@@ -4,7 +4,7 @@ import itertools
 import pickle
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -81,11 +81,11 @@ def enlarged(place: Path) -> Path:
     return run
 
 
-def store(codec: str) -> Callable[[Path], Path]:
+def store(codec: str, name: str = "a.zarr") -> Callable[[Path], Path]:
     def make(place: Path) -> Path:
         run = write(Job(stage=3), place / "run")
-        streamshard.convert(run, place / "a.zarr", codec=codec, chunk_size=512)
-        return place / "a.zarr"
+        streamshard.convert(run, place / name, codec=codec, chunk_size=512)
+        return place / name
 
     return make
 
@@ -120,6 +120,10 @@ def dumped(template: Path, out: Path) -> streamshard.Report:
     return streamshard.repartition(template, out / "{rank}.pt", world_size=3)
 
 
+def packed(run: Path, out: Path) -> streamshard.Report:
+    return streamshard.convert(run, out / "x.zarr.zip", chunk_size=SPAN_BYTES)
+
+
 resized = partial(streamshard.repartition, world_size=3)
 converted = partial(streamshard.convert, chunk_size=SPAN_BYTES)
 halved = partial(streamshard.export, dtype="fp16")
@@ -132,8 +136,10 @@ CASES: dict[str, Case] = {
     "momentum": Case(of(replace(MUON, stage=2)), resized),
     "from a raw store": Case(store("none"), partial(resized, zero_stage=2)),
     "from a compressed store": Case(store("zstd"), partial(resized, zero_stage=2)),
+    "from a packed store": Case(store("none", "a.zarr.zip"), partial(resized, zero_stage=2)),
     "dumps": Case(dumps, dumped),
     "raw store": Case(of(Job(stage=2)), partial(converted, codec="none")),
+    "packed store": Case(of(Job(stage=2)), packed),
     "compressed store": Case(enlarged, partial(converted, codec="lz4")),
     "safetensors": Case(enlarged, partial(halved, max_shard_size=2 * SPAN_BYTES)),
     "torch": Case(enlarged, partial(halved, format="torch")),
@@ -151,7 +157,9 @@ def _many_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_layout, "SPAN_BYTES", SPAN_BYTES)
 
 
-@pytest.mark.parametrize("case", ["stage 2 to 1", "stage 3 to 3", "safetensors", "torch", "dcp"])
+@pytest.mark.parametrize(
+    "case", ["stage 2 to 1", "stage 3 to 3", "packed store", "safetensors", "torch", "dcp"]
+)
 def test_spans_of_any_size_and_of_few_copies_make_the_same_files(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,17 +196,18 @@ class CutOffError(StreamshardError):
 @contextmanager
 def cut_off_after(spans: int | None) -> Iterator[None]:
     """Cut off the run that has noted so many spans; None for never."""
-    left, note = spans, Journal.note
+    left, note_all = spans, Journal.note_all
 
-    def cut_off(self: Journal, path: str, offset: int, written: Written) -> None:
+    def cut_off(self: Journal, spans: Iterable[tuple[str, int, Written]]) -> None:
         nonlocal left
-        if left == 0:
-            raise CutOffError
-        left = None if left is None else left - 1
-        note(self, path, offset, written)
+        for span in spans:
+            if left == 0:
+                raise CutOffError
+            left = None if left is None else left - 1
+            note_all(self, [span])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Journal, "note", cut_off)
+        patch.setattr(Journal, "note_all", cut_off)
         yield
 
 

@@ -139,7 +139,8 @@ class SourceReader:
             opened = self._opened(file)
             # It may have been open for long, and a map that leaves the file ends the process.
             require_same(self._files[file], opened.status())
-            return map_range(opened.descriptor, offset, nbytes, is_private=is_private)
+            start = opened.origin + offset
+            return map_range(opened.descriptor, start, nbytes, is_private=is_private)
         except OSError:
             self._forget(file)
             raise
@@ -183,7 +184,8 @@ class SourceReader:
             )
             raise CorruptFileError(message, path=source.path)
         if self._drops_behind and len(view) >= page_cache.LEAST_BYTES:
-            self._drop_read(file, opened.descriptor, offset, offset + len(view))
+            start = opened.origin + offset
+            self._drop_read(file, opened.descriptor, start, start + len(view))
 
     def _drop_read(self, file: int, descriptor: int, offset: int, end: int) -> None:
         """Drop from the cache what this reader read; others may need the data before that."""

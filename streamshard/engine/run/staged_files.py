@@ -12,6 +12,7 @@ from streamshard.engine.jobs.proofs import StagedProof
 from streamshard.engine.journals.journal import Journal
 from streamshard.engine.run.endings import FileEndings
 from streamshard.engine.run.phases import Watcher
+from streamshard.engine.run.runner import Jobs
 from streamshard.engine.run.span_writer import (
     FilledSpan,
     Resources,
@@ -49,7 +50,7 @@ class Partial:
         if self._reservation is not None:
             self._reservation.give_back(nbytes)
 
-    def jobs(self, resources: Resources, watcher: Watcher) -> "_SpanJobs":
+    def jobs(self, resources: Resources, watcher: Watcher) -> Jobs:
         return _SpanJobs(self, resources, watcher)
 
     def begin_proof(self) -> StagedProof:

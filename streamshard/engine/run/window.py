@@ -233,7 +233,7 @@ class Window:
         self._crc32 = join_crc32(self._crc32, sums.crc32, sums.nbytes)
         if region.trailer is not None:
             checksum = sums.crc32c if region.trailer.is_crc32c else sums.crc32
-            self._put(region.trailer.serialize(checksum))
+            self._put(region.trailer.serialize(checksum, sums.crc32))
         return RegionResult(offset, sums.digest, tuple(sums.blocks), filler.overflowed)
 
     def _put_encoded(self, region: Region, codec: Codec) -> RegionResult:

@@ -1,14 +1,15 @@
-"""Reads a zip's directory as torch.save writes it, and trusts nothing in it.
+"""Reads a zip's directory, and trusts nothing in it; the data must be stored as it is.
 
 A zip stores most values twice, and readers that use different copies see different files in it. So
-both copies must agree here, and records must not overlap. Features that torch never uses, such as
-compression or comments, are refused.
+both copies must agree here, and records must not overlap. What neither torch's files nor packed
+stores have, such as compression or comments, is refused.
 """
 
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 from streamshard.errors import CorruptFileError, SourceError, UnsupportedError
@@ -107,7 +108,7 @@ def read(source: Readable) -> dict[str, ZipRecord]:
     found: dict[str, ZipRecord] = {}
     for entry, end in directory.bounded():
         header = directory.header(entry, end)
-        _require_repeated(entry, header)
+        require_repeated(entry, header)
         # For a record that is not empty, 0 means that torch was told to leave checksums out.
         crc32 = entry.crc32 if entry.crc32 or not entry.nbytes else None
         name = _decoded(entry.name)
@@ -144,10 +145,13 @@ class ZipDirectory:
         self._report = report
         self.versions: tuple[int, int] | None = None
         """Version made by and version needed in the Zip64 end record; None without one."""
-        self.start, self._count, self._data = self._read()
-        """`start` is the byte offset of the directory."""
-        self.entries = sorted(self._entries(), key=lambda entry: entry.header)
-        """In the order of the records in the file."""
+        self.start, self._count, self.data = self._read()
+        """`start` is the byte offset of the directory, `data` its bytes."""
+
+    @cached_property
+    def entries(self) -> list[ZipEntry]:
+        """The entries in the order of the records in the file."""
+        return sorted(self.parsed(), key=lambda entry: entry.header)
 
     def bounded(self) -> Iterator[tuple[ZipEntry, int]]:
         """Yield the entries, each with the offset where what follows its record begins."""
@@ -200,64 +204,77 @@ class ZipDirectory:
             self._report(CorruptFileError(message))
         return count, nbytes, start
 
-    def _entries(self) -> Iterator[ZipEntry]:
-        """Read the entries, which must fill the directory."""
-        data, at = self._data, 0
+    def parsed(self) -> Iterator[ZipEntry]:
+        """Read the entries in the directory's own order; they must fill it."""
+        at = self.start
         for _ in range(self._count):
-            if len(data) - at < CENTRAL.size:
-                raise CorruptFileError("the zip's directory ends before its last entry")
-            fields = CENTRAL.unpack_from(data, at)
-            _, flags, method, _, _, crc32, stored, nbytes = fields[2:10]
-            name_bytes, extra_bytes, comment, disk, internal, external, header = fields[10:]
-            begin, middle = at, at + CENTRAL.size + name_bytes
-            name, extra = data[middle - name_bytes : middle], data[middle : middle + extra_bytes]
-            at = middle + extra_bytes
-            if fields[0] != 0x02014B50 or at > len(data):
-                raise CorruptFileError("the zip's directory holds something that is not an entry")
-            if max(nbytes, stored, header) == LIMIT_32:
-                nbytes, stored, header, disk = _large(extra, nbytes, stored, header, disk)
-            is_stored = not method and stored == nbytes and not flags & _ENCRYPTED
-            if not is_stored or flags & ~_FLAGS or comment or disk:
-                self._report(_not_plain(name, flags, method))
-            at += comment
-            yield ZipEntry(
-                name, fields[2:7], (fields[1], internal, external), crc32, nbytes, is_stored,
-                extra_bytes, header, self.start + begin,
-            )  # fmt: skip
-        if at != len(data):
-            raise CorruptFileError(f"{len(data) - at} bytes of the zip's directory are no entry")
+            entry, at = self._parse(at)
+            yield entry
+        if at != self.start + len(self.data):
+            message = f"{self.start + len(self.data) - at} bytes of the zip's directory"
+            raise CorruptFileError(f"{message} are no entry")
+
+    def entry_at(self, at: int) -> ZipEntry:
+        """Read the entry at a byte offset of the file, where there is one."""
+        return self._parse(at)[0]
+
+    def _parse(self, at: int) -> tuple[ZipEntry, int]:
+        """Read an entry; returns the byte offset after it too."""
+        data, begin = self.data, at - self.start
+        if len(data) - begin < CENTRAL.size:
+            raise CorruptFileError("the zip's directory ends before its last entry")
+        fields = CENTRAL.unpack_from(data, begin)
+        _, flags, method, _, _, crc32, stored, nbytes = fields[2:10]
+        name_bytes, extra_bytes, comment, disk, internal, external, header = fields[10:]
+        middle = begin + CENTRAL.size + name_bytes
+        name, extra = data[middle - name_bytes : middle], data[middle : middle + extra_bytes]
+        if fields[0] != 0x02014B50 or middle + extra_bytes > len(data):
+            raise CorruptFileError("the zip's directory holds something that is not an entry")
+        if max(nbytes, stored, header) == LIMIT_32:
+            nbytes, stored, header, disk = _large(extra, nbytes, stored, header, disk)
+        is_stored = not method and stored == nbytes and not flags & _ENCRYPTED
+        if not is_stored or flags & ~_FLAGS or comment or disk:
+            self._report(_not_plain(name, flags, method))
+        entry = ZipEntry(
+            name, fields[2:7], (fields[1], internal, external), crc32, nbytes, is_stored,
+            extra_bytes, header, at,
+        )  # fmt: skip
+        return entry, self.start + middle + extra_bytes + comment
 
     def extra_fields(self, entry: ZipEntry) -> bytes:
         """Return the extra fields of an entry."""
         at = entry.at - self.start + CENTRAL.size + len(entry.name)
-        return self._data[at : at + entry.extra_bytes]
+        return self.data[at : at + entry.extra_bytes]
 
     def header(self, entry: ZipEntry, end: int) -> LocalHeader:
-        """Read a record's local header. Its data must not reach past `end`."""
-        wanted = LOCAL.size + len(entry.name)
-        data = self._source.read_at(entry.header, wanted + _USUAL_EXTRA)
-        if len(data) < wanted or not data.startswith(MAGIC):
-            raise CorruptFileError(f"record {_shown(entry.name)} has no local header")
-        fields = LOCAL.unpack_from(data)
-        common, (name_bytes, extra_bytes) = fields[1:6], fields[9:]
-        if common[1:3] != (entry.common[1], 0) or (
-            (name_bytes, data[LOCAL.size : wanted]) != (len(entry.name), entry.name)
-        ):
-            raise CorruptFileError(
-                f"record {_shown(entry.name)} is another one in its local header"
-            )
-        start = entry.header + wanted + extra_bytes
-        stop = start + entry.nbytes + (_SHORTEST_DESCRIPTOR if entry.follows else 0)
-        if stop > end:
-            message = f"record {_shown(entry.name)} reaches to byte {stop}, others begin at {end}"
-            raise CorruptFileError(message)
-        extra = data[wanted : wanted + extra_bytes]
-        if extra_bytes > _USUAL_EXTRA:
-            extra = self._source.read_at(entry.header + wanted, extra_bytes)
-        return LocalHeader(common, fields[6:9], extra, start)
+        """Read a record's local header; see `read_header`."""
+        return read_header(self._source, entry, end)
 
 
-def _require_repeated(entry: ZipEntry, header: LocalHeader) -> None:
+def read_header(source: Readable, entry: ZipEntry, end: int) -> LocalHeader:
+    """Read a record's local header. Its data must not reach past `end`."""
+    wanted = LOCAL.size + len(entry.name)
+    data = source.read_at(entry.header, wanted + _USUAL_EXTRA)
+    if len(data) < wanted or not data.startswith(MAGIC):
+        raise CorruptFileError(f"record {_shown(entry.name)} has no local header")
+    fields = LOCAL.unpack_from(data)
+    common, (name_bytes, extra_bytes) = fields[1:6], fields[9:]
+    if common[1:3] != (entry.common[1], 0) or (
+        (name_bytes, data[LOCAL.size : wanted]) != (len(entry.name), entry.name)
+    ):
+        raise CorruptFileError(f"record {_shown(entry.name)} is another one in its local header")
+    start = entry.header + wanted + extra_bytes
+    stop = start + entry.nbytes + (_SHORTEST_DESCRIPTOR if entry.follows else 0)
+    if stop > end:
+        message = f"record {_shown(entry.name)} reaches to byte {stop}, others begin at {end}"
+        raise CorruptFileError(message)
+    extra = data[wanted : wanted + extra_bytes]
+    if extra_bytes > _USUAL_EXTRA:
+        extra = source.read_at(entry.header + wanted, extra_bytes)
+    return LocalHeader(common, fields[6:9], extra, start)
+
+
+def require_repeated(entry: ZipEntry, header: LocalHeader) -> None:
     """Compare checksum and sizes in a record's local header with its entry."""
     crc32, stored, nbytes = header.numbers
     if max(nbytes, stored) == LIMIT_32:

@@ -111,16 +111,18 @@ class TorchLayout:
 
     def ending(self, crc32s: Sequence[int]) -> bytes:
         """Serialize the central directory and the end records, given each record's CRC-32."""
-        start = self.records[-1].end
         central = b"".join(
             record.central(crc) for record, crc in zip(self.records, crc32s, strict=True)
         )
-        count, size = len(self.records), len(central)
-        end_64 = END_64.pack(0x06064B50, 44, 0x031E, 45, 0, 0, count, count, size, start)
-        locator = LOCATOR_64.pack(0x07064B50, 0, start + size, 1)
-        small = min(count, 0xFFFF)
-        end = END.pack(0x06054B50, 0, 0, small, small, min(size, LIMIT_32), min(start, LIMIT_32), 0)
-        return central + end_64 + locator + end
+        return central + end_records(len(self.records), len(central), self.records[-1].end)
+
+
+def end_records(count: int, nbytes: int, start: int) -> bytes:
+    """Serialize what follows a directory of so many entries and bytes, which begins at `start`."""
+    end_64 = END_64.pack(0x06064B50, 44, 0x031E, 45, 0, 0, count, count, nbytes, start)
+    locator = LOCATOR_64.pack(0x07064B50, 0, start + nbytes, 1)
+    small, size, at = min(count, 0xFFFF), min(nbytes, LIMIT_32), min(start, LIMIT_32)
+    return end_64 + locator + END.pack(0x06054B50, 0, 0, small, small, size, at, 0)
 
 
 @dataclass(frozen=True, slots=True)

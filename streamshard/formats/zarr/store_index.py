@@ -36,6 +36,7 @@ from streamshard.formats.zarr.documents import (
     chunk_counts,
     chunk_keys,
 )
+from streamshard.formats.zarr.packed_place import is_packed, packed
 from streamshard.formats.zarr.rewritten import (
     RewrittenArray,
     RewrittenPiece,
@@ -381,13 +382,17 @@ class StoreIndex:
 
 
 def is_hierarchy(root: Path) -> bool:
-    """Tell whether a directory is the root of a Zarr hierarchy, whatever tool wrote it."""
-    return is_file(root / ROOT_DOCUMENT)
+    """Tell whether a path is the root of a Zarr hierarchy, whatever tool wrote it."""
+    place = packed(root)
+    try:
+        return is_file(place / ROOT_DOCUMENT)
+    except SourceError:  # opening it tells what is wrong with it
+        return is_packed(place)
 
 
 def is_store(root: Path) -> bool:
     """Tell whether a Zarr hierarchy is one of streamshard's stores, of any version."""
-    return _described(root) is not None
+    return _described(packed(root)) is not None
 
 
 def may_be_store(root: Path) -> bool:

@@ -119,6 +119,7 @@ class ObjectFile:
     """
 
     descriptor = -1
+    origin = 0
 
     def __init__(self, path: ObjectPath, expected: Status) -> None:
         self._path = path

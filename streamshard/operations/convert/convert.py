@@ -10,9 +10,11 @@ from streamshard.engine.run.resident_memory import resident_bytes
 from streamshard.errors import Option, SourceError
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_pipeline
 from streamshard.health import TensorHealth
+from streamshard.io.object_path import as_path, is_packed_name
 from streamshard.layout.memory_plan import MIB
 from streamshard.model import ITEMSIZE
 from streamshard.operations.checks.tensor_content import measured
+from streamshard.operations.convert.packed_targets import PackedTargets, PlacedTargets
 from streamshard.operations.convert.store_targets import StoreTargets, chunk_of
 from streamshard.operations.source.degree_change import JobDegrees, other_degrees
 from streamshard.operations.source.source import Source
@@ -37,7 +39,7 @@ def plan_convert(options: ConvertOptions) -> TransferPlan:
     source
         Run directory with `latest`, tag directory, or another store.
     target
-        Store to make; by convention it ends in `.zarr`.
+        Store to make; by convention it ends in `.zarr`. If it ends in `.zarr.zip`, it is one file.
     codec
         `none`, `lz4` or `zstd`.
     chunk_size
@@ -138,7 +140,11 @@ def store_output(
     largest = max((math.prod(shape) * ITEMSIZE[t.dtype] for shape, t in both), default=0)
     limits = Limits(resident_bytes(), options.memory_limit, options.workers)
     measure = partial(measured, opened, limits, known or {}) if options.health else None
-    writer = StoreTargets(opened, shapes, codec, measure)
+    packs, is_raw = is_packed_name(as_path(options.target)), codec == "none"
+    kind = StoreTargets if not packs else PlacedTargets if is_raw else PackedTargets
+    writer = kind(opened, shapes, codec, measure)
+    if isinstance(writer, PackedTargets):
+        writer.name = as_path(options.target).name
     return Output(
         source=opened,
         writer=writer,
@@ -151,7 +157,12 @@ def store_output(
         },
         source_world_size=checkpoint.ranks,
         notes=checkpoint.remarks,
-        # A chunk that is being compressed takes its content, Blosc's buffer and Blosc's result.
-        codec_bytes=0 if codec == "none" else 3 * largest + MIB,
+        # A chunk that is being compressed takes its content, Blosc's buffer and Blosc's result; and
+        # that once more, if it waits for those before it.
+        codec_bytes=0 if is_raw else (4 if packs else 3) * largest + MIB,
+        packs=packs,
+        is_packed_so=writer.is_packed_so
+        if isinstance(writer, PackedTargets) and not is_raw
+        else None,
         encode=writer.encode,
     )

@@ -10,9 +10,10 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
+from streamshard.engine.journals.journal import Written
 from streamshard.engine.numeric import digests
 from streamshard.engine.numeric.checksums import crc32
-from streamshard.engine.run.work import SpanResult, Trailer
+from streamshard.engine.run.work import RegionResult, SpanResult, Trailer
 from streamshard.errors import Option, UnsupportedError
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch.zip_layout import ALIGNMENT
@@ -138,6 +139,11 @@ class StoreTargets:
 
     def manifest(self) -> Iterator[FileLayout]:
         """Yield the layouts of the manifest, after everything else is written, and of the root."""
+        yield from fixed_files(self._manifest())
+        yield from fixed_files({ROOT_DOCUMENT: self._root}, is_last=True)
+
+    def _manifest(self) -> dict[str, bytes]:
+        """Serialize the files of the manifest, after everything else is written."""
         pieces: dict[int, list[Digest]] = {}
         for tensor, start in sorted(self._digests):
             pieces.setdefault(tensor, []).append(self._digests[tensor, start])
@@ -156,8 +162,7 @@ class StoreTargets:
         if self._records:
             written = (record.nbytes for record in self._records.values())
             self.nbytes = sum(written) + sum(map(len, small.values()))
-        yield from fixed_files(small)
-        yield from fixed_files({ROOT_DOCUMENT: self._root}, is_last=True)
+        return small
 
     def _documents(self) -> dict[str, bytes]:
         """Serialize all files of a store except tensors' chunks and the manifest."""
@@ -177,24 +182,31 @@ class StoreTargets:
                 yield number, chunk
 
     def _chunk_layout(self, tensor: int, chunk: StoredChunk) -> FileLayout:
+        take = partial(self._take, tensor, chunk)
+        return FileLayout(chunk.path, [self._elements(tensor, chunk)], take=take)
+
+    def _elements(self, tensor: int, chunk: StoredChunk) -> Elements:
         dtype, is_raw = self._source.checkpoint.tensors[tensor].dtype, self._codec == "none"
-        itemsize = ITEMSIZE[dtype]
-        piece = Elements(
+        return Elements(
             Whole(tensor),
             chunk.nbytes,  # zeros past the tensor's end are stored too
             dtype,
             chunk.start,
             Trailer(is_crc32c=True),
-            codec=None if is_raw else BloscChunk(self._codec, itemsize),
+            codec=None if is_raw else BloscChunk(self._codec, ITEMSIZE[dtype]),
             block_bytes=BLOCK_BYTES if is_raw else 0,
         )
-        return FileLayout(chunk.path, [piece], take=partial(self._take, tensor, chunk, itemsize))
 
-    def _take(self, tensor: int, chunk: StoredChunk, itemsize: int, result: SpanResult) -> None:
+    def _take(self, tensor: int, chunk: StoredChunk, result: SpanResult) -> None:
+        self._note(tensor, chunk, result.regions[0], result.written)
+
+    def _note(
+        self, tensor: int, chunk: StoredChunk, region: RegionResult, written: Written
+    ) -> None:
         """Note a chunk, and the digest of its elements without the zeros past the tensor's end."""
-        region, written = result.regions[0], result.written
         crc32s = np.array(region.blocks or [written.crc32], dtype=np.uint32)
         self._records[chunk.path] = FileRecord(written.nbytes, crc32s)
+        itemsize = ITEMSIZE[self._source.checkpoint.tensors[tensor].dtype]
         past_end = chunk.nbytes - (chunk.stop - chunk.start) * itemsize
         found = region.content
         self._digests[tensor, chunk.start] = (

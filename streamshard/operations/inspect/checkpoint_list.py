@@ -14,7 +14,7 @@ from streamshard.errors import (
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read import validation
 from streamshard.formats.deepspeed.read.validation import Recorded
-from streamshard.io.entries import entries_below, is_file, paths_in
+from streamshard.io.entries import entries_below, examine, is_file, paths_in
 from streamshard.io.files import source_errors, stays_inside
 from streamshard.operations.inspect.inspect_report import CheckpointSummary
 from streamshard.operations.source.completeness import require_named, require_saved_to_end
@@ -118,7 +118,9 @@ def _recorded_in(place: Path) -> Recorded:
 
 def _size_and_time(place: Path) -> tuple[int, str | None]:
     """Return the size of all files, and the time at which the newest was written."""
-    stats = [stat for entry in entries_below(place) if (stat := entry.status()).is_file]
+    own = examine(place)
+    found = [own] if own.is_file else [entry.status() for entry in entries_below(place)]
+    stats = [status for status in found if status.is_file]
     newest = max((stat.modified_ns for stat in stats), default=None)
     time = None if newest is None else datetime.fromtimestamp(newest // 10**9, UTC).isoformat()
     return sum(stat.nbytes for stat in stats), time

@@ -15,6 +15,7 @@ from streamshard.formats.pickle.inert import Global
 from streamshard.formats.pickle_files import KNOWN, Finding, look_into, look_into_state
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, require_checksum
 from streamshard.formats.zarr.documents import STATE_PATH
+from streamshard.formats.zarr.packed_place import packed
 from streamshard.formats.zarr.store_index import is_hierarchy
 from streamshard.io.entries import (
     exists,
@@ -99,7 +100,7 @@ def list_pickles(source: str | os.PathLike[str], *, tag: str | None = None) -> P
 def _list(root: Path, tag: str | None) -> PickleListing:
     notes: list[str] = []
     if is_hierarchy(root):
-        found = _in_store(root, tag)
+        found = _in_store(packed(root), tag)
     else:
         found = _in_files(root, _files(root, tag, notes))
     files: list[PickledFile] = []

@@ -9,12 +9,14 @@ from streamshard.errors import SourceNotFoundError, UnsupportedError, UsageError
 from streamshard.formats.pickle.inert import show
 from streamshard.formats.zarr import store_manifest
 from streamshard.formats.zarr.documents import MANIFEST_PATH
+from streamshard.formats.zarr.packed_place import is_packed, packed
 from streamshard.formats.zarr.rewritten import read_small_array
 from streamshard.formats.zarr.store_index import StoreIndex, is_hierarchy, is_store, may_be_store
 from streamshard.health import TensorHealth
 from streamshard.io.entries import list_ahead
 from streamshard.io.files import source_errors
 from streamshard.layout.sample import Sample
+from streamshard.operations.checks.packed_check import check_packed, has_directory
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.store_check import StoreCheck
 from streamshard.operations.checks.structure import CheckedStructure, Reader
@@ -30,8 +32,9 @@ class _StoreReader(Reader):
         return is_hierarchy(directory)
 
     def recognizes(self, request: Request) -> Path | None:
-        root = request.root
-        return root if self.holds(root) or may_be_store(root) else None
+        root = packed(request.root)
+        is_ours = is_packed(root) or self.holds(root) or may_be_store(root)
+        return root if is_ours else None
 
     def is_alone_in(self, content: DirectoryContent) -> bool | None:
         return is_store(content.root) if self.holds(content.root) else None
@@ -44,6 +47,8 @@ class _StoreReader(Reader):
         self, place: Path, request: Request, findings: Findings, sample: Sample
     ) -> CheckedStructure:
         list_ahead(place)
+        if not has_directory(place, findings):
+            return CheckedStructure(self.kind, None)
         index = StoreIndex(place)
         errors = [*index.version_errors()]
         for error in errors:
@@ -60,6 +65,7 @@ class _StoreReader(Reader):
             opened = _source(index, request.tag)
             replace(opened, like=request.checkpoint_like).require_use_of_like()
         check = StoreCheck(index, findings, sample)
+        check_packed(index, findings)
         for error in errors:
             findings.add_unexplained(error, place)
         tag = index.checkpoint.tag if index.checkpoint and index.is_described else None
@@ -69,7 +75,7 @@ class _StoreReader(Reader):
 def recorded_health(store: Path) -> Mapping[str, TensorHealth] | None:
     """Return which numbers the tensors of a store hold, as measured when it was made, if at all."""
     with source_errors(store):
-        return store_manifest.read(read_small_array(store, MANIFEST_PATH).content).health
+        return store_manifest.read(read_small_array(packed(store), MANIFEST_PATH).content).health
 
 
 def _source(index: StoreIndex, tag: str | None) -> Source:

@@ -19,12 +19,13 @@ from streamshard.formats.deepspeed.names import step_of
 from streamshard.formats.pickle.inert import show
 from streamshard.io.entries import exists, is_directory, is_file, paths_in
 from streamshard.io.files import require_inside
+from streamshard.io.object_path import is_packed_name
 from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.unfinished import is_unfinished
 from streamshard.sizes import some_of
 
-_SUFFIXES: Final = (".zarr", ".ckpt")
-"""Suffixes of stores, and of the directories that Lightning saves."""
+_SUFFIXES: Final = (".zip", ".zarr", ".ckpt")
+"""Suffixes of stores, packed or not, and of the directories that Lightning saves."""
 
 
 def find_candidates(root: Path) -> list[str]:
@@ -37,7 +38,11 @@ def find_candidates(root: Path) -> list[str]:
     found: list[str] = []
     for entry in paths_in(root):
         try:
-            if is_directory(entry) and not entry.name.startswith(names.OWN_PREFIX):
+            if entry.name.startswith(names.OWN_PREFIX):
+                continue
+            if is_packed_name(entry) and is_file(entry):
+                found.append(entry.name)  # opening it tells whether it is a store
+            elif is_directory(entry):
                 found += _candidates_at(entry)
         except FileNotFoundError:  # removed meanwhile, as by Trainer's save_total_limit
             continue

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from streamshard.engine.run.phases import COMPARING
 from streamshard.engine.scan.target_comparison import first_difference
-from streamshard.errors import TargetExistsError
+from streamshard.errors import SourceError, StreamshardError, TargetError, TargetExistsError
 from streamshard.formats.deepspeed import names
+from streamshard.formats.zarr.packed_place import packed
 from streamshard.io.entries import files_below, is_directory
 from streamshard.io.files import target_errors
 from streamshard.io.object_path import is_object
@@ -42,6 +43,10 @@ class ExistingTarget:
             shown.start(self.report.bytes_written, COMPARING)
             try:
                 difference = self._difference(shown)
+            except (SourceError, TargetError) as error:
+                if self.output.is_packed_so is None or self._is_elsewhere(error):
+                    raise
+                difference = f"{error}"  # another file is packed in it, or the zip is damaged
             finally:
                 shown.stop()
             if difference is None:
@@ -55,13 +60,19 @@ class ExistingTarget:
         require_space(self.target, self.report.bytes_written)
         return None
 
-    def _difference(self, progress: Progress) -> str | None:
-        """Describe the first difference of the target; None if there is none."""
+    def _is_elsewhere(self, error: StreamshardError) -> bool:
+        """Tell whether an error is about another file than the target, or one packed in it."""
+        return error.path is None or self.target not in (error.path, *error.path.parents)
+
+    def _other_names(self) -> str | None:
+        """Describe a file that is missing, or that is there and should not; None if none is."""
         output, latest = self.output, self.output.latest
-        if not is_directory(self.target):
-            return "it is not a directory"
+        root = self.target.parent if output.packs else self.target
+        if is_directory(self.target) == output.packs:
+            return "it is a directory" if output.packs else "it is not a directory"
         with target_errors(self.target):
-            there = {path.relative_to(self.target).as_posix() for path in files_below(self.target)}
+            found = [self.target] if output.packs else files_below(self.target)
+            there = {path.relative_to(root).as_posix() for path in found}
             if is_object(self.target):
                 own = (COMMITTED, JOURNAL)
                 there = {path for path in there if path.partition("/")[0] not in own}
@@ -77,12 +88,22 @@ class ExistingTarget:
             if paths:
                 more = f", and {len(paths) - 1:,} more" if len(paths) > 1 else ""
                 return f"{min(paths)} {problem}{more}"
+        return None
+
+    def _difference(self, progress: Progress) -> str | None:
+        """Describe the first difference of the target; None if there is none."""
+        output, latest, is_packed_so = self.output, self.output.latest, self.output.is_packed_so
+        if (other := self._other_names()) is not None:
+            return other
+        root = self.target.parent if output.packs else self.target
         if latest is not None:
             progress.advance(len(latest.encode()))  # no pass makes this file
         source, divider = output.source, Divider(output.source)
+        if is_packed_so is not None:
+            root = packed(self.target)
         for layouts in output.writer.passes():
             path = first_difference(
-                self.target,
+                root,
                 (layout.divided(divider) for layout in layouts()),
                 source.files,
                 workers=self.memory.workers,
@@ -92,4 +113,6 @@ class ExistingTarget:
             )
             if path is not None:
                 return f"{path} holds other bytes"
+        if is_packed_so is not None and not is_packed_so(self.target):
+            return "its files are packed in another way"
         return None

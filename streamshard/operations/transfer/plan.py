@@ -8,11 +8,11 @@ from pathlib import Path
 
 from streamshard.engine.run import resident_memory
 from streamshard.engine.run.phases import COMMITTING
-from streamshard.errors import NotAsWrittenError, SourceError
+from streamshard.errors import NotAsWrittenError, SourceError, UsageError
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.entries import request_bytes
 from streamshard.io.files import target_errors
-from streamshard.io.object_path import as_path
+from streamshard.io.object_path import as_path, is_packed_name
 from streamshard.io.page_cache import drop_cached
 from streamshard.io.place import place_of
 from streamshard.layout.memory_plan import COMPARING_BYTES, MemoryPlan
@@ -191,6 +191,8 @@ def plan_output(
 
     `floor_bytes`: resident memory before anything was opened.
     """
+    if is_packed_name(target) and not output.packs:
+        raise UsageError(f"{target}: only a store is packed into one file; choose another name")
     source, byte_counts = output.source, output.writer.byte_counts()
     count, bytes_written = len(byte_counts.sizes), sum(byte_counts.sizes.values())
     copies_bytes = byte_counts.copies_bytes(options.workers or execution.default_workers())

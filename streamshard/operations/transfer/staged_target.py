@@ -1,17 +1,17 @@
-"""The two ways in which a target comes into being: by a rename, or by a commit record."""
+"""The ways in which a target comes into being: by a rename, or by a commit record."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Protocol, Self, cast
 
 from streamshard.engine.run.runner import StagedFiles
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.changes import lock_at
-from streamshard.io.object_path import is_object
+from streamshard.io.object_path import is_object, is_packed_name
 from streamshard.operations.transfer.run_identity import RunIdentity
 from streamshard.operations.transfer.staging import PartialTarget
 from streamshard.operations.transfer.target import LOCK
-from streamshard.registry import UPLOADED_TARGET, load
+from streamshard.registry import PACKED_TARGET, UPLOADED_TARGET, load
 
 
 class StagedTarget(Protocol):
@@ -63,14 +63,8 @@ def staged(
     """
     place = target.absolute().with_name(f"{LOCK}.{target.name}")
     own = lock_at(place, target.absolute(), is_wanted=lock)
-    if is_object(target):
-        uploaded: StagedTarget = load(UPLOADED_TARGET)(
-            target,
-            own,
-            identity,
-            nbytes=nbytes,
-            sizes=sizes,
-            template=template,
-        )
-        return uploaded
+    if is_packed_name(target) or is_object(target):
+        kind = load(PACKED_TARGET if is_packed_name(target) else UPLOADED_TARGET)
+        made = kind(target, own, identity, nbytes=nbytes, sizes=sizes, template=template)
+        return cast(StagedTarget, made)
     return PartialTarget(target, own, identity, nbytes=nbytes, template=template)

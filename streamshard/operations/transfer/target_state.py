@@ -14,13 +14,13 @@ from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.entries import examine_if_there, lexists, paths_in
 from streamshard.io.file_system import is_mount_point
 from streamshard.io.files import target_errors
-from streamshard.io.object_path import is_object
+from streamshard.io.object_path import is_object, is_packed_name
 from streamshard.io.place import place_of
 from streamshard.io.readable import Status
 from streamshard.operations.source.directory_content import DirectoryContent
 from streamshard.operations.source.unfinished import JOURNAL
 from streamshard.operations.transfer.target import partial_of, replaced_of, require_named
-from streamshard.registry import UPLOAD_STATE, load
+from streamshard.registry import PACKED_STATE, UPLOAD_STATE, load
 
 _OVERWRITE: Final = Option("overwrite", True)
 _IF_NEEDED: Final = Option("if_needed", True)
@@ -39,7 +39,8 @@ class TargetState(ABC):
         """
         require_named(target)
         with target_errors(target):
-            kind = load(UPLOAD_STATE) if is_object(target) else DiskState
+            name = PACKED_STATE if is_packed_name(target) else UPLOAD_STATE
+            kind = load(name) if name == PACKED_STATE or is_object(target) else DiskState
             found: TargetState = kind.at(target, template)
         return found
 

@@ -57,6 +57,11 @@ class Output:
     notes: tuple[str, ...] = ()
     latest: str | None = None
     """Tag for the `latest` file, which is written after everything else."""
+    packs: bool = False
+    """Whether the target is one file."""
+    is_packed_so: Callable[[Path], bool] | None = None
+    """Tells whether a file has what is around the files packed in it, which were compared one by
+    one; None if files are not compared so."""
     template: Template | None = None
     """Names of the dumps, if the target is a directory of dumps."""
     is_reusable: bool = False

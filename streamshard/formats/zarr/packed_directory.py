@@ -1,0 +1,185 @@
+"""The directory of a packed store: where in its file each of the store's files lies.
+
+A store may have hundreds of thousands of files: what is known of them is kept in arrays, and read
+from the bytes of the zip's directory when it is asked for.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamshard.errors import CorruptFileError
+from streamshard.formats.deepspeed.names import is_inside
+from streamshard.formats.pickle.inert import show
+from streamshard.formats.pickle.node_checks import of_file
+from streamshard.formats.pickle.opcode_arguments import EndedTooEarlyError
+from streamshard.formats.torch.zip_directory import (
+    LocalHeader,
+    ZipDirectory,
+    ZipEntry,
+    read_header,
+    require_repeated,
+)
+from streamshard.formats.torch.zip_layout import CENTRAL, LOCAL
+from streamshard.io.entries import open_readable, resolve
+from streamshard.io.readable import OpenedFile, Status
+
+_FILE: int = 0o100000
+_DIRECTORY: int = 0o040000
+
+
+class Child(NamedTuple):
+    """What lies in a directory of a packed store."""
+
+    name: str
+    row: int | None
+    """Number of the file; None for a directory."""
+
+
+class _EntryNames(Sequence[bytes]):
+    """The names of the files in ascending order, read from the zip's directory."""
+
+    def __init__(self, data: bytes, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> None:
+        self._data = data
+        self._starts = starts
+        self._stops = stops
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @overload
+    def __getitem__(self, row: int) -> bytes: ...
+    @overload
+    def __getitem__(self, row: slice) -> Sequence[bytes]: ...
+    def __getitem__(self, row: int | slice) -> bytes | Sequence[bytes]:
+        if isinstance(row, slice):
+            return [self[one] for one in range(*row.indices(len(self)))]
+        return self._data[self._starts[row] : self._stops[row]]
+
+
+class PackedDirectory:
+    """The files of a packed store, by numbers in the order of their names.
+
+    `status`: of the whole file, as it is now.
+    """
+
+    def __init__(self, archive: Path, status: Status) -> None:
+        self.archive = archive
+        self.status = status
+        self.around = resolve(archive.parent)
+        """Directory that the file lies in, without links."""
+        with of_file(archive), open_readable(archive, status.source_file(archive)) as file:
+            try:
+                self._zip = ZipDirectory(file)
+                self._read()
+            except EndedTooEarlyError as error:
+                message = f"not a whole store in one file ({error}; {status.nbytes:,} bytes). Was"
+                message = f"{message} its copying or writing interrupted? Copy or write it again"
+                raise CorruptFileError(message) from error
+
+    def _read(self) -> None:
+        """Read the directory, and check that its entries are files of their own."""
+        names, rows, bounds = list[bytes](), list[tuple[int, int]](), list[tuple[int, int]]()
+        for entry in self._zip.parsed():
+            if entry.header + entry.nbytes > self._zip.start:
+                shown = show(entry.name.decode(errors="replace"))
+                raise CorruptFileError(f"entry {shown} is said to reach past the entries' end")
+            bounds.append((entry.header, LOCAL.size + len(entry.name) + entry.nbytes))
+            if entry.name.endswith(b"/") and not entry.nbytes:
+                continue  # some programs list directories too
+            if not _is_path(entry.name):
+                message = f"entry {show(entry.name.decode(errors='replace'))} is no path in a store"
+                raise CorruptFileError(message)
+            names.append(entry.name)
+            rows.append((entry.at, entry.nbytes))
+        self._headers = _require_apart(bounds, self._zip.start)
+        order = sorted(range(len(names)), key=names.__getitem__)
+        for one, other in pairwise(order):
+            if names[one] == names[other]:
+                raise CorruptFileError(f"two entries are called {show(names[one].decode())}")
+        numbers = np.array(rows, dtype=np.int64).reshape(-1, 2)[order]
+        lengths = np.array([len(name) for name in names], dtype=np.int64)[order]
+        self._at, self._nbytes = numbers[:, 0], numbers[:, 1]
+        starts = self._at - self._zip.start + CENTRAL.size
+        self._names = _EntryNames(self._zip.data, starts, starts + lengths)
+
+    def find(self, path: str) -> int | None:
+        """Return the number of a file; None if there is none at this path."""
+        name = path.encode(errors="surrogateescape")
+        row = bisect_left(self._names, name)
+        return row if row < len(self._names) and self._names[row] == name else None
+
+    def names(self) -> Iterator[str]:
+        """Yield the paths of all files in the order of their numbers."""
+        return (name.decode() for name in self._names)
+
+    def is_directory(self, path: str) -> bool:
+        """Tell whether there are files below a path."""
+        below = _below(path)
+        row = bisect_left(self._names, below)
+        return row < len(self._names) and self._names[row].startswith(below)
+
+    def children(self, path: str) -> Iterator[Child]:
+        """List a directory."""
+        below = _below(path)
+        row = bisect_left(self._names, below)
+        while row < len(self._names) and (name := self._names[row]).startswith(below):
+            own, is_deeper, _ = name[len(below) :].partition(b"/")
+            yield Child(own.decode(), None if is_deeper else row)
+            # `0` follows `/`.
+            row = bisect_left(self._names, below + own + b"0", row) if is_deeper else row + 1
+
+    def status_of(self, row: int | None) -> Status:
+        """Return the status of a file; of a directory for None."""
+        whole = self.status
+        mode = whole.permissions | (_DIRECTORY if row is None else _FILE)
+        nbytes = 0 if row is None else int(self._nbytes[row])
+        ids = whole.file_id, whole.device, 1
+        return Status(mode, nbytes, whole.modified_ns, whole.version, *ids)
+
+    @property
+    def count(self) -> int:
+        """Count of the files."""
+        return len(self._names)
+
+    def entry_of(self, row: int) -> tuple[ZipEntry, int]:
+        """Return the entry of a file, and where what follows it in the zip begins."""
+        entry = self._zip.entry_at(int(self._at[row]))
+        return entry, int(self._headers[np.searchsorted(self._headers, entry.header, side="right")])
+
+    def header_of(self, row: int, file: OpenedFile) -> LocalHeader:
+        """Read the header of a file from the open zip; it must agree with the zip's directory."""
+        entry, end = self.entry_of(row)
+        with of_file(self.archive):
+            header = read_header(file, entry, end)
+            require_repeated(entry, header)
+        return header
+
+
+def _is_path(name: bytes) -> bool:
+    try:
+        return is_inside(name.decode())
+    except UnicodeDecodeError:
+        return False
+
+
+def _below(path: str) -> bytes:
+    return f"{path}/".encode(errors="surrogateescape") if path else b""
+
+
+def _require_apart(bounds: Sequence[tuple[int, int]], end: int) -> NDArray[np.int64]:
+    """Require that entries fill a zip up to its directory; return where they and that begin."""
+    columns = np.array(sorted(bounds), dtype=np.int64).reshape(-1, 2)
+    starts = np.append(columns[:, 0], end)
+    if starts[0]:
+        raise CorruptFileError(f"{starts[0]:,} bytes before its first entry")
+    over = np.flatnonzero(starts[:-1] + columns[:, 1] > starts[1:])
+    if len(over):
+        at = int(starts[over[0]])
+        raise CorruptFileError(f"the entry at byte {at:,} reaches into what follows it")
+    return starts

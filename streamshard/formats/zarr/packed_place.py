@@ -1,0 +1,357 @@
+"""Stores in one file, as a place: a zip whose entries are the store's files, stored as they are.
+
+Any tool may have made the zip, such as `zip -0` or zarr-python's ZipStore. The place is only read.
+"""
+
+import errno
+import io
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path, PosixPath
+from typing import Any, BinaryIO, ClassVar, Final, Never, Self, cast
+
+from streamshard import registry
+from streamshard.formats.zarr.packed_directory import PackedDirectory
+from streamshard.io.entries import examine, is_file, open_readable, resolve
+from streamshard.io.object_path import (
+    PACKED_SUFFIX,
+    ObjectPath,
+    as_path,
+    is_object,
+    is_packed_name,
+)
+from streamshard.io.place import Place, kept, place_of
+from streamshard.io.readable import Entry, OpenedFile, ReadAheadBytes, Status
+from streamshard.model import SourceFile
+
+_KEPT: Final = 4
+"""Directories that are kept in memory."""
+
+
+class PackedPath(PosixPath):
+    """The path of a store in one file on a disk, or of a file in it."""
+
+    __slots__ = ()
+    place: ClassVar[str] = registry.PACKED
+
+    @property
+    def parent(self) -> Any:  # noqa: ANN401
+        """The directory in the file; of the root the directory that the file lies in."""
+        found = super().parent
+        return found if _is_within(found) else Path(found)
+
+
+class PackedObject(ObjectPath):
+    """The path of a store in one object, or of a file in it."""
+
+    __slots__ = ()
+    place: ClassVar[str] = registry.PACKED_OBJECTS
+
+    @property
+    def parent(self) -> Any:  # noqa: ANN401
+        """The directory in the object; of the root the directory that the object lies in."""
+        found = super().parent
+        return found if _is_within(found) else ObjectPath(found)
+
+
+def is_packed(path: Path) -> bool:
+    """Tell whether a path is that of a packed store, or of a file in it."""
+    return isinstance(path, PackedPath | PackedObject)
+
+
+def packed(path: Path) -> Path:
+    """Return the root of the store in a file that is named like one; of others the path itself."""
+    around = path.absolute().parent.parts
+    if not is_packed_name(path) or any(part.endswith(PACKED_SUFFIX) for part in around):
+        return path
+    if is_packed(path) or not is_file(path):
+        return path
+    return PackedObject(path) if is_object(path) else PackedPath(path)
+
+
+def _is_within(path: Path) -> bool:
+    return any(part.endswith(PACKED_SUFFIX) for part in path.parts)
+
+
+def _split(path: Path) -> tuple[Path, str]:
+    """Return the file that a packed store is, and the path in it."""
+    text = str(path)
+    end = text.find(f"{PACKED_SUFFIX}/")
+    end = len(text) if end < 0 else end + len(PACKED_SUFFIX)
+    return _archive(text[:end]), text[end + 1 :]
+
+
+@lru_cache(maxsize=64)
+def _archive(text: str) -> Path:
+    """Return the path of a file; a store has very many files, and all of them ask for it."""
+    return as_path(text)
+
+
+class PackedFile:
+    """An open file of a packed store: a range of the store's one file."""
+
+    def __init__(self, file: OpenedFile, start: int, status: Status, whole: Status) -> None:
+        self._file = file
+        self._status = status
+        self._whole = whole
+        self.nbytes = status.nbytes
+        """Size in bytes."""
+        self.descriptor = file.descriptor
+        """Descriptor of the one file."""
+        self.origin = file.origin + start
+        """Byte offset in that file."""
+        self._start = start
+
+    def read_at(self, offset: int, count: int) -> bytes:
+        """Read bytes from an offset; fewer than requested only at the end of the file."""
+        count = max(0, min(count, self.nbytes - offset))
+        return self._file.read_at(self._start + offset, count) if count else b""
+
+    def prepare(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Get small ranges that are read next."""
+        at = self._start
+        self._file.prepare([(at + start, at + min(stop, self.nbytes)) for start, stop in ranges])
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Fill a view from an offset; returns the bytes read, fewer only at the file's end."""
+        count = max(0, min(len(view), self.nbytes - offset))
+        return self._file.read_into(view[:count], self._start + offset) if count else 0
+
+    def will_need(self, offset: int, nbytes: int) -> None:
+        """Start reading a range that is needed soon, without waiting."""
+        count = min(nbytes, self.nbytes - offset)
+        if count > 0:
+            self._file.will_need(self._start + offset, count)
+
+    def status(self) -> Status:
+        """Return the present status: if the one file has changed, this one has another size too."""
+        now = self._file.status()
+        is_same = (now.nbytes, now.version) == (self._whole.nbytes, self._whole.version)
+        return self._status if is_same else now
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class ComparedFile:
+    """An open file of a packed store that is compared with what a run would write; see `Sink`."""
+
+    version = ""
+    block_bytes = 1
+    descriptor = -1
+
+    def __init__(self, file: PackedFile) -> None:
+        self._file = file
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Refuse to write."""
+        raise OSError(errno.EROFS, "a store in one file is not changed")
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Read bytes; returns their count, fewer only at the file's end."""
+        return self._file.read_into(view, offset)
+
+    def finish(self, mode: int | None) -> None:
+        """Complete nothing."""
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class PackedStores:
+    """Stores in one file each; see `Place`.
+
+    `inner`: the place that holds the files.
+    """
+
+    def __init__(self, inner: Place) -> None:
+        self._inner = inner
+        self.read_ahead: ReadAheadBytes = inner.read_ahead
+        """How far a worker reads ahead."""
+        self.reading_bytes: int = inner.reading_bytes
+        """Memory that a worker needs for what it has requested."""
+        self._known: OrderedDict[str, PackedDirectory] = OrderedDict()
+        """Path of a file → its directory, the one used last at the end."""
+        self._lock = threading.Lock()
+
+    def directory_of(self, root: Path) -> PackedDirectory:
+        """Return the directory of the store that a path is the root of."""
+        return self._directory(_split(root)[0])
+
+    def _directory(self, archive: Path, version: str | None = None) -> PackedDirectory:
+        """Return the directory of a file, as it is now or was at a version.
+
+        While a checkpoint is opened, the file is examined once.
+        """
+        listed = kept()
+        if listed is None or version is not None:
+            return self._read(archive, version)
+        here = listed.setdefault(PackedStores, {})
+        if archive not in here:
+            here[archive] = self._read(archive, None)
+        found: PackedDirectory = here[archive]
+        return found
+
+    def _read(self, archive: Path, version: str | None) -> PackedDirectory:
+        """Read a directory, unless it is known."""
+        name = str(archive)
+        with self._lock:
+            found = self._known.get(name)
+            if found is None or found.status.version != version:
+                status = examine(archive)
+                if found is None or found.status != status:
+                    found = PackedDirectory(archive, status)
+            self._known[name] = found
+            self._known.move_to_end(name)
+            while len(self._known) > _KEPT:
+                self._known.popitem(last=False)
+        return found
+
+    def _find(self, path: Path) -> tuple[PackedDirectory, int | None]:
+        """Return a file's directory and its number there; None for the number of a directory."""
+        archive, inner = _split(path)
+        directory = self._directory(archive)
+        row = directory.find(inner)
+        if row is None and inner and not directory.is_directory(inner):
+            raise _absent(path)
+        return directory, row
+
+    def examine(self, path: Path, *, follows: bool) -> Status:
+        """Return the status of what is at a path."""
+        directory, row = self._find(path)
+        return directory.status_of(row)
+
+    def entries(self, directory: Path) -> Iterator[Entry]:
+        """List a directory."""
+        found, row = self._find(directory)
+        if row is not None:
+            raise NotADirectoryError(errno.ENOTDIR, "Not a directory", str(directory))
+        for name, number in found.children(_split(directory)[1]):
+            status = found.status_of(number)
+            yield Entry(directory / name, status.is_directory, is_link=False, known=status)
+
+    def resolve(self, path: Path) -> Path:
+        """Return an absolute path; there are no links in the file, and it keeps its name."""
+        archive, inner = _split(path)
+        known = self._known.get(str(archive))
+        around = resolve(archive.parent) if known is None else known.around
+        return type(path)(around, archive.name, inner)
+
+    def open(self, path: Path, known: SourceFile | None = None) -> PackedFile:
+        """Open a file to read ranges of it."""
+        archive, inner = _split(path)
+        directory = self._directory(archive, known.version if known else None)
+        row = directory.find(inner)
+        if row is None:
+            raise _absent(path)
+        whole = directory.status
+        file = open_readable(archive, whole.source_file(archive))
+        try:
+            start = directory.header_of(row, file).start
+        except BaseException:
+            file.close()
+            raise
+        return PackedFile(file, start, directory.status_of(row), whole)
+
+    def open_written(self, path: Path) -> "ComparedFile":
+        """Open a file only to compare it."""
+        return ComparedFile(self.open(path))
+
+    def stream(self, path: Path) -> BinaryIO:
+        """Return the whole content of a small file."""
+        with self.open(path) as file:
+            return io.BytesIO(file.read_at(0, file.nbytes))
+
+    def listed(self, root: Path) -> Mapping[Any, Mapping[str, Entry]]:
+        archive, _ = _split(root)
+        directory = self._directory(archive)
+        paths, found = {"": type(root)(archive)}, dict[Path, dict[str, Entry]]()
+        for row, name in enumerate(directory.names()):
+            around, _, own = name.rpartition("/")
+            here = paths.get(around) or self._add_listed(around, directory, paths, found)
+            status = directory.status_of(row)
+            entry = Entry(here / own, is_directory=False, is_link=False, known=status)
+            found.setdefault(here, {})[own] = entry
+        return found
+
+    def _add_listed(
+        self,
+        path: str,
+        directory: PackedDirectory,
+        paths: dict[str, Path],
+        found: dict[Path, dict[str, Entry]],
+    ) -> Path:
+        """Add a directory to the one around it."""
+        around, _, own = path.rpartition("/")
+        here = paths.get(around) or self._add_listed(around, directory, paths, found)
+        paths[path] = here / own
+        entry = Entry(paths[path], True, is_link=False, known=directory.status_of(None))
+        found.setdefault(here, {})[own] = entry
+        return paths[path]
+
+    def keep_listed(self, root: Path) -> None:
+        pass
+
+    def is_listed(self, directory: Path) -> bool:
+        return True
+
+    def has_file(self, path: Path) -> bool:
+        archive, inner = _split(path)
+        return self._directory(archive).find(inner) is not None
+
+    def free_bytes(self, directory: Path) -> int:
+        return 0
+
+    def allocated_bytes(self, root: Path) -> int:
+        return 0
+
+    def requests_to_read(self, nbytes: int) -> int:
+        return self._inner.requests_to_read(nbytes)
+
+    def requests_to_write(self, nbytes: int) -> int:
+        return 0
+
+    def writing_bytes(self, largest_bytes: int) -> int:
+        return 0
+
+    def remove_dead_locks(self, paths: object) -> None:
+        pass
+
+    def abort_uploads(self, *roots: Path) -> str:
+        return ""
+
+    def may_change(self, directory: Path) -> bool:
+        return False
+
+    def foreign_owner(self, path: Path) -> int | None:
+        return None
+
+    def _refuse(self, *args: Any, **options: Any) -> Never:  # noqa: ANN401
+        raise OSError(errno.EROFS, "a store in one file is not changed", str(args[0]))
+
+    open_sink = lock = make_directory = write_new = write_durably = _refuse
+    rename = replace_file = make_link = link_or_copy = remove_file = remove_files = _refuse
+    remove = discard = take_over_status = sync_path = sync_tree = _refuse
+
+
+def _absent(path: Path) -> FileNotFoundError:
+    return FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+
+
+PACKED: Final[Place] = PackedStores(place_of(Path()))
+
+
+def directory_of(root: Path) -> PackedDirectory:
+    """Return the directory of the packed store that a path is the root of."""
+    found: PackedDirectory = registry.load(cast(PackedPath, root).place).directory_of(root)
+    return found

@@ -1,0 +1,348 @@
+"""Stores in one file: the same bytes, cut off or not, and no other file is replaced."""
+
+import itertools
+import os
+import shutil
+import threading
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import streamshard
+from streamshard.engine.run.span_writer import FilledSpan, SpanTask, SpanWriter
+from streamshard.errors import (
+    IntegrityError,
+    SourceError,
+    StreamshardError,
+    TargetError,
+    TargetExistsError,
+    UsageError,
+)
+from streamshard.formats.zarr.chunks import BloscChunk
+from streamshard.io.place import place_of
+from streamshard.io.sink import Sink
+from streamshard.operations.transfer import file_layout
+from streamshard.operations.transfer.packed_target import PackedTarget
+from streamshard.options import CODECS
+from tests.fabricated import write
+from tests.formats.conftest import files_of
+from tests.job import Job
+from tests.samples import sampled
+from tests.verbs.test_spans import CutOffError, counted_reads, cut_off_after
+
+CHUNK = 500
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write(Job(stage=2), tmp_path / "run")
+
+
+def converted(run: Path, out: Path, **options: object) -> streamshard.Report:
+    return streamshard.convert(run, out, chunk_size=CHUNK, **options)  # type: ignore[arg-type]
+
+
+def names(place: Path) -> list[str]:
+    return sorted(path.name for path in place.iterdir())
+
+
+@pytest.fixture
+def _many_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_layout, "SPAN_BYTES", 2048)
+
+
+@pytest.mark.usefixtures("_many_spans")
+@pytest.mark.parametrize("codec", CODECS)
+def test_any_count_of_workers_makes_the_same_file(run: Path, tmp_path: Path, codec: str) -> None:
+    made = []
+    for workers in (1, 2, 5):
+        out = tmp_path / f"{workers}.zarr.zip"
+        report = converted(run, out, workers=workers, verify=True, codec=codec)
+        assert (report.files, report.bytes_written) == (1, out.stat().st_size)
+        made.append(out.read_bytes())
+    assert made[0] == made[1] == made[2]
+    converted(run, tmp_path / "x.zarr", codec=codec)
+    with zipfile.ZipFile(out) as found:
+        assert found.testzip() is None
+        assert {name: found.read(name) for name in found.namelist()} == files_of(
+            tmp_path / "x.zarr"
+        )
+
+
+def test_files_are_in_the_order_of_the_plan_whichever_is_ready_first(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of each four files is ready last."""
+    converted(run, tmp_path / "one.zarr.zip", codec="zstd", workers=1)
+    lock, ready, write = threading.Lock(), threading.Condition(), SpanWriter.write
+    begun = ended = 0
+
+    def late(self: SpanWriter, task: SpanTask, sink: Sink) -> FilledSpan:
+        nonlocal begun, ended
+        with lock:
+            number, begun = begun, begun + 1
+        done = write(self, task, sink)
+        with ready:
+            if number % 4 == 0:
+                ready.wait_for(lambda: ended > number - number // 4, timeout=0.1)
+            ended += 1
+            ready.notify_all()
+        return done
+
+    monkeypatch.setattr(SpanWriter, "write", late)
+    converted(run, tmp_path / "x.zarr.zip", codec="zstd", workers=4)
+    assert begun == ended
+    one, other = (tmp_path / f"{name}.zarr.zip" for name in ("one", "x"))
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_an_error_in_one_worker_ends_those_that_wait_for_it(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, left = BloscChunk.encode, iter(range(1 << 20))
+
+    def fails(self: BloscChunk, content: memoryview) -> bytes:
+        if next(left) == 9:
+            raise TargetError("this one fails")
+        return real(self, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BloscChunk, "encode", fails)
+        with pytest.raises(TargetError, match="this one fails"):
+            converted(run, tmp_path / "x.zarr.zip", codec="zstd", workers=4)
+    assert names(tmp_path) == ["run", "x.zarr.zip.partial"]
+    assert converted(run, tmp_path / "x.zarr.zip", codec="zstd").kept_bytes
+    assert streamshard.verify(tmp_path / "x.zarr.zip").is_good
+
+
+def test_what_an_earlier_run_wrote_and_another_one_damaged_is_written_again(
+    run: Path, tmp_path: Path
+) -> None:
+    converted(run, tmp_path / "whole.zarr.zip", codec="zstd")
+    whole, out = (tmp_path / "whole.zarr.zip").read_bytes(), tmp_path / "x.zarr.zip"
+    begun = tmp_path / "x.zarr.zip.partial" / "x.zarr.zip"
+    for damage in (lambda data: data[: len(data) // 2], lambda data: bytes(len(data))):
+        with pytest.raises(CutOffError), cut_off_after(30):
+            converted(run, out, codec="zstd")
+        begun.write_bytes(damage(begun.read_bytes()))
+        converted(run, out, codec="zstd")
+        assert out.read_bytes() == whole
+        out.unlink()
+
+
+def test_other_sizes_than_before_start_afresh(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the library that compresses were another one now."""
+    out, real = tmp_path / "x.zarr.zip", BloscChunk.encode
+    with pytest.raises(CutOffError), cut_off_after(70):
+        converted(run, out, codec="zstd")
+    begun = tmp_path / "x.zarr.zip.partial" / "x.zarr.zip"
+    begun.write_bytes(bytes(begun.stat().st_size))
+    monkeypatch.setattr(BloscChunk, "encode", lambda self, content: real(self, content) + b"!")
+    with pytest.raises(IntegrityError, match="overwrite"):
+        converted(run, out, codec="zstd")
+
+
+@sampled(3)
+@pytest.mark.usefixtures("_many_spans")
+@pytest.mark.parametrize("codec", ["none", "lz4"])
+def test_a_run_goes_on_after_any_span(run: Path, tmp_path: Path, codec: str, one_in: int) -> None:
+    converted(run, tmp_path / "whole.zarr.zip", codec=codec)
+    one_in *= 1 if codec == "none" else 10
+    whole, out = (tmp_path / "whole.zarr.zip").read_bytes(), tmp_path / "x.zarr.zip"
+    for most in itertools.count(0, one_in):
+        try:
+            with cut_off_after(most):
+                converted(run, out, codec=codec)
+        except CutOffError:
+            assert not out.exists()
+        else:
+            break
+        with counted_reads() as counts:
+            report = converted(run, out, codec=codec)
+        assert out.read_bytes() == whole
+        assert sum(counts) == report.kept_bytes
+        assert bool(report.kept_bytes) == bool(most)
+        assert names(tmp_path) == ["run", "whole.zarr.zip", "x.zarr.zip"]
+        out.unlink()
+    assert most > 8
+
+
+class KilledError(BaseException):
+    """Raised where a run is killed: nothing is tidied up after it."""
+
+
+@pytest.mark.parametrize("where", ["make_link", "replace_file", "remove_file", "remove"])
+@pytest.mark.parametrize("is_before", [True, False])
+def test_killed_while_the_file_is_moved_the_same_command_finishes(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, *, is_before: bool
+) -> None:
+    out, overwrite = tmp_path / "x.zarr.zip", where == "replace_file"
+    if overwrite:
+        streamshard.convert(run, out, chunk_size=77)
+    disk = type(place_of(tmp_path))
+    real = getattr(disk, where)
+
+    def killed(self: object, path: Path, *rest: object, **more: object) -> None:
+        if "x.zarr.zip" not in str(path) or path.name.startswith(".streamshard.lock"):
+            real(self, path, *rest, **more)
+            return
+        if not is_before:
+            real(self, path, *rest, **more)
+        raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, where, killed)
+        with pytest.raises(KilledError):
+            converted(run, out, overwrite=overwrite)
+    left = names(tmp_path)
+    assert "x.zarr.zip.partial" in left or (where, is_before) == ("remove", False)
+    if "x.zarr.zip.partial" in left:
+        converted(run, out)
+    assert names(tmp_path) == ["run", "x.zarr.zip"]
+    converted(run, tmp_path / "whole.zarr.zip")
+    assert out.read_bytes() == (tmp_path / "whole.zarr.zip").read_bytes()
+    assert out.stat().st_nlink == 1
+
+
+def test_what_was_moved_and_then_removed_is_made_again(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "x.zarr.zip"
+    with monkeypatch.context() as patch:
+        patch.setattr(PackedTarget, "_tidy", lambda *_: (_ for _ in ()).throw(KilledError))
+        with pytest.raises(KilledError):
+            converted(run, out)
+    (tmp_path / "x.zarr.zip.partial" / "x.zarr.zip").unlink()
+    out.unlink()
+    converted(run, out)
+    assert names(tmp_path) == ["run", "x.zarr.zip"]
+    assert streamshard.verify(out).is_good
+
+
+def test_where_there_are_no_links_it_is_renamed(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    converted(run, tmp_path / "x.zarr.zip")
+    assert streamshard.verify(tmp_path / "x.zarr.zip").is_good
+    assert names(tmp_path) == ["run", "x.zarr.zip"]
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_what_someone_puts_there_meanwhile_stays(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_links: bool
+) -> None:
+    out, real = tmp_path / "x.zarr.zip", PackedTarget._swap_in
+
+    def late(self: PackedTarget) -> None:
+        out.write_text("of someone else")
+        if not has_links:
+            monkeypatch.setattr(os, "link", lambda *_, **__: (_ for _ in ()).throw(OSError(95, "")))
+        real(self)
+
+    monkeypatch.setattr(PackedTarget, "_swap_in", late)
+    with pytest.raises(StreamshardError, match=r"x\.zarr\.zip"):
+        converted(run, out)
+    assert out.read_text() == "of someone else"
+
+
+def test_only_a_store_in_one_file_is_replaced(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "x.zarr.zip"
+    converted(run, out)
+    with pytest.raises(TargetExistsError, match="exists; use"):
+        converted(run, out)
+    streamshard.convert(run, out, chunk_size=77, overwrite=True)
+    small = out.stat().st_size
+    converted(run, out, overwrite=True)
+    assert out.stat().st_size != small
+    for other in (b"of someone else", out.read_bytes()[:-1]):
+        out.write_bytes(other)
+        with pytest.raises(TargetExistsError, match="remove it yourself"):
+            converted(run, out, overwrite=True)
+        assert out.read_bytes() == other
+    out.unlink()
+    out.mkdir()
+    for overwrite in (True, False):
+        with pytest.raises(TargetExistsError):
+            converted(run, out, overwrite=overwrite)
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_if_needed_compares_every_byte(run: Path, tmp_path: Path, codec: str) -> None:
+    out = tmp_path / "x.zarr.zip"
+    assert converted(run, out, codec=codec, if_needed=True).found is None
+    whole = out.read_bytes()
+    assert converted(run, out, codec=codec, if_needed=True).found == "target"
+    places = (
+        0,
+        6,
+        40,
+        50,
+        len(whole) // 3,
+        len(whole) // 2,
+        *range(len(whole) - 120, len(whole), 9),
+    )
+    for at in places:
+        out.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(TargetExistsError):
+            converted(run, out, codec=codec, if_needed=True)
+    for other in (whole + b"\0", whole[:-1], b"", repacked(out, whole)):
+        out.write_bytes(other)
+        with pytest.raises(TargetExistsError):
+            converted(run, out, codec=codec, if_needed=True)
+
+
+def repacked(place: Path, whole: bytes) -> bytes:
+    """Pack the same files by another tool."""
+    place.write_bytes(whole)
+    with zipfile.ZipFile(place) as found:
+        files = {name: found.read(name) for name in found.namelist()}
+    with zipfile.ZipFile(place, "w") as made:
+        for name, data in files.items():
+            made.writestr(name, data)
+    return place.read_bytes()
+
+
+def test_what_cannot_be_packed_is_refused_before_anything_is_written(
+    run: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "x.zarr.zip"
+    with pytest.raises(UsageError, match="only a store"):
+        streamshard.repartition(run, out, world_size=3)
+    with pytest.raises(UsageError, match="only a store"):
+        streamshard.export(run, out)
+    assert names(tmp_path) == ["run"]
+
+
+def test_a_file_that_is_cut_off_is_no_store(run: Path, tmp_path: Path) -> None:
+    out, cut = tmp_path / "x.zarr.zip", tmp_path / "cut.zarr.zip"
+    converted(run, out)
+    whole = out.read_bytes()
+    for nbytes in (0, 1, 1000, len(whole) - 5000, len(whole) - 98, len(whole) - 22, len(whole) - 1):
+        cut.write_bytes(whole[:nbytes])
+        with pytest.raises(SourceError, match=r"cut\.zarr\.zip.*not a whole store in one file"):
+            streamshard.open(cut)
+        found = streamshard.verify(cut)
+        assert not found.is_good
+
+
+def test_a_store_is_repacked_from_a_directory_and_back(run: Path, tmp_path: Path) -> None:
+    converted(run, tmp_path / "a.zarr.zip")
+    converted(run, tmp_path / "a.zarr")
+    converted(tmp_path / "a.zarr.zip", tmp_path / "b.zarr")
+    converted(tmp_path / "a.zarr", tmp_path / "b.zarr.zip")
+    assert (tmp_path / "a.zarr.zip").read_bytes() == (tmp_path / "b.zarr.zip").read_bytes()
+    both = (tmp_path / "a.zarr", tmp_path / "b.zarr")
+    files = [
+        {p.relative_to(root): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+        for root in both
+    ]
+    assert files[0] == files[1]
+    shutil.copy(tmp_path / "a.zarr.zip", tmp_path / "copy.zarr.zip")
+    assert streamshard.diff(tmp_path / "copy.zarr.zip", run).is_equal
