@@ -67,6 +67,11 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target.read_text()), link
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_table_is_cut_in_two(page: Path) -> None:
+    assert not re.search(r"\|\n\n\|(?!.*\n\|-)", TEXTS[page])
+
+
 def test_every_page_is_named_in_the_readme() -> None:
     links = re.findall(r"\]\(([^)#]+)\)", TEXTS[README])
     assert {README.parent / link for link in links} >= {*PAGES} - {README}

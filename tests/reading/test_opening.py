@@ -382,7 +382,8 @@ def test_python_in_the_readme_and_the_pages_works_as_it_stands(
 ) -> None:
     job = Job(stage=2, groups=((("layers.0.weight", (3000, 2)),),), tied={})
     write(job, tmp_path / "runs" / "7b")
-    streamshard.convert(tmp_path / "runs" / "7b", tmp_path / "7b.zarr")
+    for store in ("7b.zarr", "7b.zarr.zip"):
+        streamshard.convert(tmp_path / "runs" / "7b", tmp_path / store)
     monkeypatch.chdir(tmp_path)
     shown = [block for text in TEXTS.values() for block in blocks(text, "python")]
     assert any("streamshard.open(" in block for block in shown)

@@ -313,9 +313,9 @@ def test_what_cannot_be_packed_is_refused_before_anything_is_written(
     run: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "x.zarr.zip"
-    with pytest.raises(UsageError, match="only a store"):
+    with pytest.raises(UsageError, match="only convert writes a store in one file"):
         streamshard.repartition(run, out, world_size=3)
-    with pytest.raises(UsageError, match="only a store"):
+    with pytest.raises(UsageError, match="only convert writes a store in one file"):
         streamshard.export(run, out)
     assert names(tmp_path) == ["run"]
 

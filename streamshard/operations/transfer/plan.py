@@ -192,7 +192,8 @@ def plan_output(
     `floor_bytes`: resident memory before anything was opened.
     """
     if is_packed_name(target) and not output.packs:
-        raise UsageError(f"{target}: only a store is packed into one file; choose another name")
+        message = "only convert writes a store in one file, .zarr.zip; choose another name"
+        raise UsageError(f"{target}: {message}")
     source, byte_counts = output.source, output.writer.byte_counts()
     count, bytes_written = len(byte_counts.sizes), sum(byte_counts.sizes.values())
     copies_bytes = byte_counts.copies_bytes(options.workers or execution.default_workers())
