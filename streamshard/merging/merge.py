@@ -9,7 +9,7 @@ from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_pip
 from streamshard.io.entries import listings_kept, resolve
 from streamshard.io.object_path import as_path, is_packed_name
 from streamshard.layout.memory_plan import MemoryPlan
-from streamshard.merging.coefficients import coefficients, is_of_age
+from streamshard.merging.coefficients import as_text, coefficients, is_of_age
 from streamshard.merging.last_checkpoints import last_whole
 from streamshard.merging.merged_source import (
     LINEAR_STATES,
@@ -102,10 +102,10 @@ def merge(options: _Merge) -> Report:
 
 def _plan(options: MergeOptions) -> TransferPlan:
     writes = _writer_of(options)
-    asked, notes = options.weights, list[str]()
-    if not isinstance(asked, str):
-        asked = ",".join(repr(float(weight)) for weight in asked)
+    asked, notes = as_text(options.weights), list[str]()
     sources: Sequence[Path_] = options.sources
+    if not sources:
+        raise UsageError("no checkpoint to merge is given; does a pattern match nothing?")
     if options.last is not None:
         if len(sources) != 1:
             message = f"{Option('last', options.last)}: is for one directory of checkpoints"
