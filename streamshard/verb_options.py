@@ -140,7 +140,8 @@ class MergeOptions(WritingOptions):
     )
     target: Path_ = place(
         "OUT",
-        "run directory to make; a store if the name ends in .zarr; a model directory with --format",
+        "run directory to make; a store if the name ends in .zarr or .zarr.zip; a model directory "
+        "with --format",
         kw_only=False,
     )
     weights: str | Sequence[float] = option(

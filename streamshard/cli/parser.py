@@ -93,6 +93,8 @@ SHELLS: Final = ("bash", "zsh", "fish")
 _EXAMPLES: Final = "Examples:"
 _ORDER: Final = ("", SOURCE, PARALLELISM, RUN, OUTPUT)
 """Headings of a verb's help that come last, in this order; before them its own."""
+_OF_MANY: Final = "merge"
+"""The verb that takes any number of sources, each of them whole."""
 _MOST_SOURCES: Final = 2
 """Maximum number of consecutive sources that a verb takes."""
 _NO_KEYWORDS: Final = {"address": "--dask", "plan.save()": "--dry-run --plan-out"}
@@ -242,7 +244,8 @@ def keywords(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _with_templates(argv: Sequence[str]) -> list[str]:
     """Replace the files of all ranks, to which a shell expands `raw/*.pt`, by their template."""
-    if len(argv) <= _MOST_SOURCES:  # a verb and one file, or `--help`, which is to be fast
+    # A verb and one file, or `--help`, which is to be fast; or a verb that takes many sources.
+    if len(argv) <= _MOST_SOURCES or argv[0] == _OF_MANY:
         return [*argv]
     found: list[str] = []
     for (is_one, place), group in groupby(argv, _file_and_place):
@@ -259,11 +262,13 @@ def _with_templates(argv: Sequence[str]) -> list[str]:
 
 
 def _file_and_place(word: str) -> tuple[bool, Path]:
-    from streamshard.io.entries import is_file  # not at the top: `--help` needs none of it
+    # Not at the top: `--help` needs none of it.
+    from streamshard.io.entries import is_file
+    from streamshard.io.object_path import is_packed_name
 
     path = Path(word)
     try:
-        return is_file(path), path.parent
+        return is_file(path) and not is_packed_name(path), path.parent
     except OSError:  # such as a name that is too long
         return False, path.parent
 
@@ -320,6 +325,7 @@ class _Parser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse arguments and refuse unknown ones; a verb's parser gets only the words after it."""
         parsed, unknown = super().parse_known_args(args, namespace)
+        unknown = self._with_places(parsed, unknown)
         if unknown:
             options = [word.partition("=")[0] for word in unknown if word.startswith("-")]
             owners = {option: self._verbs_with(option) for option in options}
@@ -329,6 +335,22 @@ class _Parser(argparse.ArgumentParser):
             message = f"unrecognized arguments: {' '.join(unknown)}"
             self.error(f"{message}{''.join(whose)}{_hint(near)}")
         return parsed, unknown
+
+    def _with_places(self, parsed: argparse.Namespace, unknown: list[str]) -> list[str]:
+        """Take places behind options too: argparse ends `SRC ... OUT` at the first option.
+
+        Returns what is unknown still.
+        """
+        places = [action for action in self._actions if not action.option_strings]
+        if not unknown or not places or places[0].nargs != "+":
+            return unknown
+        if any(word.startswith("-") for word in unknown):
+            return unknown
+        first, last = (place.dest for place in places)
+        words = [*getattr(parsed, first), getattr(parsed, last), *unknown]
+        setattr(parsed, first, words[:-1])
+        setattr(parsed, last, words[-1])
+        return []
 
     def _verbs_with(self, option: str) -> list[str]:
         """List the verbs that have an option."""

@@ -34,6 +34,21 @@ def is_of_age(asked: str) -> bool:
     return asked in _CURVES or asked.startswith(_EMA)
 
 
+def as_text(weights: str | Sequence[float]) -> str:
+    """Return weights as they are written on the command line.
+
+    >>> as_text([0.25, 0.75]), as_text("mean")
+    ('0.25,0.75', 'mean')
+    """
+    if isinstance(weights, str):
+        return weights
+    try:
+        return ",".join(repr(float(weight)) for weight in weights)
+    except (TypeError, ValueError) as error:
+        message = f"{Option('weights', f'{weights}')}: choose one of {_FORMS}"
+        raise UsageError(message) from error
+
+
 def coefficients(asked: str, count: int, *, any_sum: bool = False) -> list[float]:
     """Return the weight of each of some checkpoints, the oldest first.
 

@@ -1,6 +1,7 @@
 """Finds the newest whole checkpoints of a run directory."""
 
 from streamshard.errors import IncompleteError, Option
+from streamshard.io.object_path import PACKED_SUFFIX
 from streamshard.operations.checks.assessment import AssessedCheckpoint, RunAssessment
 from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Silent
@@ -36,4 +37,4 @@ def last_whole(directory: str, count: int) -> tuple[list[str], list[str]]:
 
 def _rank(one: AssessedCheckpoint) -> tuple[int, bool]:
     """Return a sort key: newest first, and of one step the store last."""
-    return -(one.step or 0), one.path.endswith(".zarr")
+    return -(one.step or 0), one.path.endswith((".zarr", PACKED_SUFFIX))

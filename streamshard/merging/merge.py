@@ -7,9 +7,9 @@ from streamshard.errors import Option, UnsupportedError, UsageError
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_pipeline
 from streamshard.io.entries import listings_kept, resolve
-from streamshard.io.object_path import as_path
+from streamshard.io.object_path import as_path, is_packed_name
 from streamshard.layout.memory_plan import MemoryPlan
-from streamshard.merging.coefficients import coefficients, is_of_age
+from streamshard.merging.coefficients import as_text, coefficients, is_of_age
 from streamshard.merging.last_checkpoints import last_whole
 from streamshard.merging.merged_source import (
     LINEAR_STATES,
@@ -54,7 +54,8 @@ def plan_merge(options: MergeOptions) -> TransferPlan:
         takes, of any world size, ZeRO stage and kind. Their tensors must have the same names and
         shapes. With `last`, one directory of checkpoints.
     target
-        Run directory to make; a store if the name ends in `.zarr`; with `format` a model directory.
+        Run directory to make; a store if the name ends in `.zarr` or `.zarr.zip`; with `format` a
+        model directory.
     weights
         `mean`; `1-sqrt`, `linear` or `cosine` for the weights that amount to such a decay of the
         learning rate; ``ema:0.9``; or numbers, one for each source.
@@ -101,10 +102,10 @@ def merge(options: _Merge) -> Report:
 
 def _plan(options: MergeOptions) -> TransferPlan:
     writes = _writer_of(options)
-    asked, notes = options.weights, list[str]()
-    if not isinstance(asked, str):
-        asked = ",".join(repr(float(weight)) for weight in asked)
+    asked, notes = as_text(options.weights), list[str]()
     sources: Sequence[Path_] = options.sources
+    if not sources:
+        raise UsageError("no checkpoint to merge is given; does a pattern match nothing?")
     if options.last is not None:
         if len(sources) != 1:
             message = f"{Option('last', options.last)}: is for one directory of checkpoints"
@@ -178,7 +179,8 @@ def _require_linear(source: Source, weights: Sequence[float]) -> None:
 
 def _writer_of(options: MergeOptions) -> Callable[[MergeOptions, Source], Output]:
     """Return what decides the target's files, by its name and by the options."""
-    is_store = as_path(options.target).suffix == ".zarr"
+    target = as_path(options.target)
+    is_store = target.suffix == ".zarr" or is_packed_name(target)
     if options.format is not None:
         kind, what = _weights, "a model directory"
     else:

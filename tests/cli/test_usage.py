@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from streamshard.cli.parser import SHELLS, arguments_of
+from streamshard.cli.parser import SHELLS, arguments_of, parse_command
 from streamshard.verb_options import OPTIONS
 from tests.cli.conftest import Saved, in_process, passed, refused
 from tests.fabricated import write
@@ -323,3 +323,37 @@ def test_every_option_of_every_verb_is_in_every_script(shell: str) -> None:
             short = f"-{option[1]}" if option[1] != "-" else option
             told = f"-l {option[2:]} " if option.startswith("--") else f"-s {option[1:]} "
             assert (told if shell == "fish" else short) in f"{text} ", (name, option)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "a b out --weights 0.5,0.5 --last 2",
+        "--weights 0.5,0.5 --last 2 a b out",
+        "a b --weights 0.5,0.5 --last 2 out",
+        "a --weights 0.5,0.5 b --last 2 out",
+        "--last 2 a --weights 0.5,0.5 b out",
+        "a --last 2 b out --weights 0.5,0.5",
+    ],
+)
+def test_options_may_stand_between_sources(line: str) -> None:
+    found = parse_command(["merge", *line.split()])
+    assert (found.source, found.target) == (["a", "b"], "out")
+    assert (found.weights, found.last) == ("0.5,0.5", 2)
+
+
+def test_what_is_mistyped_between_sources_is_told() -> None:
+    refused(2, "did you mean --weights", "merge", "a", "--wieghts", "1", "b", "out")
+
+
+def test_files_that_are_whole_checkpoints_are_no_ranks_dumps(tmp_path: Path) -> None:
+    """Stores in one file each, and model files, with numbers in their names."""
+    stores = [str(tmp_path / f"{number}.zarr.zip") for number in range(2)]
+    models = [str(tmp_path / f"model-{number}.pt") for number in range(2)]
+    for path in (*stores, *models):
+        Path(path).touch()
+    out = str(tmp_path / "out")
+    assert parse_command(["merge", *stores, out]).source == stores
+    assert parse_command(["merge", *models, out]).source == models
+    found = parse_command(["diff", *stores])
+    assert [found.left, found.right] == stores

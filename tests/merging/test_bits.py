@@ -65,6 +65,19 @@ def test_shards_and_stores_give_the_same_bytes(codec: str, tmp_path: Path) -> No
     compare(tmp_path / "0-run" / "global_step7", wanted(job, tmp_path / "wanted"))
 
 
+def test_stores_in_one_file_are_merged_into_one_file(tmp_path: Path) -> None:
+    jobs = trained(2)
+    sources, stores = save(jobs, tmp_path), [tmp_path / f"{n}.zarr.zip" for n in range(2)]
+    for source, store in zip(sources, stores, strict=True):
+        streamshard.convert(source, store)
+    out = tmp_path / "out.zarr.zip"
+    assert streamshard.merge(stores, out, verify=True).bytes_written
+    assert out.is_file()
+    streamshard.repartition(out, tmp_path / "run", world_size=3)
+    job = Merged.of(jobs, [0.5, 0.5], world_size=3)
+    compare(tmp_path / "run" / "global_step6", wanted(job, tmp_path / "wanted"))
+
+
 def test_the_bytes_depend_neither_on_workers_nor_on_windows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,6 +115,17 @@ def test_weights_that_make_no_sense(asked: str, count: int, message: str) -> Non
         coefficients(asked, count)
 
 
+@pytest.mark.parametrize("weights", [[0.5, "half"], [0.5, None], 5, None])
+def test_weights_that_are_no_numbers(weights: Any, tmp_path: Path) -> None:  # noqa: ANN401
+    with pytest.raises(UsageError, match=r"weights=.*: choose one of mean"):
+        streamshard.merge(["one", "other"], tmp_path / "out", weights=weights)
+
+
+def test_at_least_one_checkpoint_is_given(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no checkpoint to merge is given"):
+        streamshard.merge([], tmp_path / "out")
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
 def test_the_weights_of_a_decay_are_how_its_rates_fall(count: int) -> None:
     """What was learned between two checkpoints counts as its rate: by the sum of later weights."""
