@@ -287,6 +287,17 @@ def test_halves_that_disagree_are_refused(ours: Path, tmp_path: Path) -> None:
         assert not streamshard.verify(one).is_good
 
 
+@pytest.mark.parametrize("names", [(), ("a/",)])
+def test_one_without_files_is_no_store(names: tuple[str, ...], tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "x.zarr.zip", "w") as made:
+        for name in names:
+            made.writestr(name, b"")
+    (problem,) = streamshard.verify(tmp_path / "x.zarr.zip").problems
+    assert "the store is not whole" in problem.message
+    with pytest.raises(SourceError):
+        streamshard.open(tmp_path / "x.zarr.zip")
+
+
 def test_damage_in_a_chunk_is_named(ours: Path, tmp_path: Path) -> None:
     data, one = bytearray(ours.read_bytes()), tmp_path / "x.zarr.zip"
     local, _ = fields(bytes(data), CHUNK)

@@ -43,10 +43,12 @@ class HealthRecord(JsonRecord):
     tags: tuple[TagHealth, ...] = ()
 
     def require_sound(self) -> None:
-        """Refuse times without a time zone."""
+        """Refuse times without a time zone, and numbers that no tensor has."""
         for one in self.tags:
             if one.saved:
                 parse_moment(one.saved)
+            for health in one.tensors.values():
+                health.require_possible()
 
     @classmethod
     def of(cls, archive_dir: Path) -> Self:
