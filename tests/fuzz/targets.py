@@ -191,8 +191,9 @@ def packed_stores(data: bytes, path: Path) -> None:
         assert 0 <= entry.header <= entry.header + entry.nbytes <= stop <= len(data)
     pending, found = list[Path]([root]), list[str]()
     while pending:
-        for one in place.entries(pending.pop()):
-            assert one.path not in pending
+        entries = [*place.entries(pending.pop())]
+        assert len({one.name for one in entries}) == len(entries)
+        for one in entries:
             if one.is_directory:
                 pending.append(one.path)
             else:
