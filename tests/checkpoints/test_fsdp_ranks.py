@@ -117,7 +117,7 @@ def distributed_as(model: Model, shape: tuple[int, ...], placements: list[Placem
     }
 
 
-def fsdp1(model: Model) -> State:
+def fsdp1(model: nn.Module) -> State:
     group = distributed.distributed_c10d._get_default_group()
     rank = distributed.get_rank()
     return {

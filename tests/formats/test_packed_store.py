@@ -241,6 +241,7 @@ def rename(name: str) -> Callable[[zipfile.ZipInfo], None]:
         (rename("../../outside"), CorruptFileError, "no path in a store"),
         (rename("a/./b"), CorruptFileError, "no path in a store"),
         (rename("zarr.json"), CorruptFileError, "two entries are called 'zarr.json'"),
+        (rename("state/exp_avg"), CorruptFileError, "'state/exp_avg' is a file and a directory"),
         (rename("elsewhere"), IncompleteError, CHUNK),
     ],
 )
@@ -285,6 +286,31 @@ def test_halves_that_disagree_are_refused(ours: Path, tmp_path: Path) -> None:
         with pytest.raises(SourceError, match=message), streamshard.open(one) as opened:
             opened["embed.weight"].exp_avg.numpy()
         assert not streamshard.verify(one).is_good
+
+
+@pytest.mark.parametrize("names", [(), ("a/",)])
+def test_one_without_files_is_no_store(names: tuple[str, ...], tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "x.zarr.zip", "w") as made:
+        for name in names:
+            made.writestr(name, b"")
+    (problem,) = streamshard.verify(tmp_path / "x.zarr.zip").problems
+    assert "the store is not whole" in problem.message
+    with pytest.raises(SourceError):
+        streamshard.open(tmp_path / "x.zarr.zip")
+
+
+@pytest.mark.parametrize("names", ["a a-b a/c", "a a- a-b a.c/d a/c", "a/b a/b/c/d a/bc"])
+def test_a_file_is_no_directory_too(names: str, tmp_path: Path) -> None:
+    place = tmp_path / "x.zarr.zip"
+    with zipfile.ZipFile(place, "w") as made:
+        for name in names.split():
+            made.writestr(name, b"")
+    with pytest.raises(CorruptFileError, match="is a file and a directory"):
+        packed_directory.PackedDirectory(place, examine(place))
+    with zipfile.ZipFile(place, "w") as made:
+        for name in names.split()[1:]:
+            made.writestr(name, b"")
+    assert packed_directory.PackedDirectory(place, examine(place)).count == len(names.split()) - 1
 
 
 def test_damage_in_a_chunk_is_named(ours: Path, tmp_path: Path) -> None:

@@ -3,20 +3,32 @@
 import io
 import json
 import pickle
+import zipfile
+import zlib
 from collections import OrderedDict
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import streamshard
 from streamshard.cli.main import main
+from streamshard.formats.torch.zip_layout import end_records
+from streamshard.formats.zarr.packed_layout import PackedEntry
+from streamshard.formats.zarr.store_manifest import read as read_manifest
 from streamshard.io.lock import Holder
+from streamshard.operations.compact.tag_health import HealthRecord, TagHealth
+from tests.checkpoints.test_fsdp_ranks import RANKS, fsdp1, in_rank
 from tests.documents import ROOT
-from tests.fabricated import client_state, write
+from tests.fabricated import client_state, load, write
 from tests.fabricated_dcp import adamw
-from tests.fuzz.targets import TARGETS
+from tests.fuzz.targets import BETWEEN, FILES, TARGETS
 from tests.job import TAG, Job, ds_config, stand_ins
 
 SMALL = Job(
@@ -32,9 +44,16 @@ def seeds(directory: Path) -> dict[str, list[bytes]]:
     """Make what every target begins with, in an empty directory."""
     run = write(SMALL, directory / "run")
     streamshard.convert(run, directory / "run.zarr")
-    meta = directory / "run.zarr" / "meta"
+    streamshard.convert(run, directory / "measured.zarr", health=True)
     # Behind the content are four bytes of checksum.
-    held = [(meta / name / "c/0").read_bytes()[:-4] for name in ("manifest", "state")]
+    held = [
+        (directory / store / "meta" / name / "c/0").read_bytes()[:-4]
+        for store, name in (
+            ("run.zarr", "manifest"),
+            ("run.zarr", "state"),
+            ("measured.zarr", "manifest"),
+        )
+    ]
     saved = [path.read_bytes() for path in sorted((run / TAG).iterdir())]
     objects = _objects()
     with stand_ins():
@@ -62,10 +81,13 @@ def seeds(directory: Path) -> dict[str, list[bytes]]:
             for one in ({"affine_map": maps}, listed, {"parameter_with_sub_params": subs})
         ],
         "dcp-metadata": [(directory / "dcp/.metadata").read_bytes()],
+        "fsdp-ranks": _fsdp_ranks(directory / "ranks"),
+        "healths": _healths(held[2]),
         "journals": [b"\n".join(lines), *lines],
         "latest": [b"global_step7", b"epoch/1\n", b"../x"],
         "locks": [json.dumps(asdict(Holder.this_process())).encode()],
         "receipts": [receipt.read_bytes()],
+        "packed-stores": _packed_stores(),
         "plans": [plan.read_bytes()],
         "rules": [b"# ours\n.*w: split 1\n", b".*w: replicated", b"layers.\\d+.w: sub 0 [4, 4]"],
         "safetensors": [path.read_bytes() for path in (directory / "exported").glob("*.safet*")],
@@ -74,6 +96,7 @@ def seeds(directory: Path) -> dict[str, list[bytes]]:
         ],
         "manifests": held,
         "torch-files": [*saved, *zips, *legacy],
+        "universal": [one for stage in (2, 3) for one in _universal(stage, directory)],
         "unpickler": [*pickles, held[1], *_pickles_in(saved)],
     }
     assert found.keys() == TARGETS.keys()
@@ -82,6 +105,80 @@ def seeds(directory: Path) -> dict[str, list[bytes]]:
 
 def _piece(at: int) -> dict[str, Any]:
     return {"shape": [4, 6], "source": [at, [6, 1]], "dest": [0, [6, 1]]}
+
+
+def _fsdp_ranks(directory: Path) -> list[bytes]:
+    """Save small models as ranks do, in the old form of torch's files: nothing has a checksum."""
+    directory.mkdir()
+    for rank in range(RANKS):
+        in_rank(rank, partial(_save_ranks, directory, rank))
+    found = []
+    for form in ("fsdp1", "rows", "boxes", "strided", "replicas"):
+        parts = [(directory / f"{form}-{rank}").read_bytes() for rank in range(RANKS)]
+        found.append(BETWEEN.join(parts))
+    return found
+
+
+def _save_ranks(directory: Path, rank: int) -> None:
+    model = torch.nn.ParameterDict({"w": torch.arange(15.0).reshape(5, 3), "b": torch.ones(2)})
+    rows, boxes = init_device_mesh("cpu", (RANKS,)), init_device_mesh("cpu", (2, RANKS // 2))
+    cuts: dict[str, tuple[DeviceMesh, list[Placement]]] = {
+        "rows": (rows, [Shard(0)]),
+        "boxes": (boxes, [Shard(1), Shard(0)]),
+        "strided": (boxes, [_StridedShard(0, split_factor=2), Shard(0)]),
+        "replicas": (boxes, [Replicate(), Shard(0)]),
+    }
+    saved = {
+        form: {"w": distribute_tensor(model["w"], *cut, src_data_rank=None), "b": model["b"]}
+        for form, cut in cuts.items()
+    }
+    for form, state in {"fsdp1": fsdp1(model), **saved}.items():
+        (directory / f"{form}-{rank}").write_bytes(_saved(state, new=False))
+
+
+def _universal(stage: int, directory: Path) -> Iterator[bytes]:
+    """Export a small run; yield its files, and the same in the old form without checksums."""
+    run = write(replace(SMALL, stage=stage), directory / f"run-{stage}")
+    out = directory / f"universal-{stage}"
+    streamshard.export(run, out, format="universal")
+    (made,) = (path.parent for path in out.rglob("zero"))
+    paths = [made / name for name in FILES["universal"]]
+    assert {path for path in made.rglob("*") if path.is_file()} <= {*paths}
+    yield BETWEEN.join(path.read_bytes() if path.exists() else b"" for path in paths)
+    again = [load(path) if path.exists() else None for path in paths]
+    with stand_ins():
+        yield BETWEEN.join(b"" if one is None else _saved(one, new=False) for one in again)
+
+
+def _healths(manifest: bytes) -> list[bytes]:
+    measured = read_manifest(manifest).health
+    assert measured
+    saved = "2026-11-20T22:00:00+00:00"
+    good = TagHealth("global_step7", "a" * 64, saved, "", measured)
+    others = TagHealth("global_step8", "b" * 64, saved, "3 NaN"), TagHealth("x/y", "c", "", "")
+    return [
+        json.dumps({"format": 1, **asdict(HealthRecord(tags))}).encode()
+        for tags in ((), (good,), (good, *others))
+    ]
+
+
+def _packed_stores() -> list[bytes]:
+    """Pack a few files as streamshard does, and as another tool does, with directories."""
+    files = {"a/c/0": b"chunk", "a/zarr.json": b"{}", "empty": b"", "zarr.json": b"{}"}
+    ours, central = b"", b""
+    for path, data in files.items():
+        entry = PackedEntry(path, len(ours), len(data))
+        ours += entry.whole(data, zlib.crc32(data))
+        central += entry.central(zlib.crc32(data))
+    ours += central + end_records(len(files), len(central), len(ours))
+    found = [ours]
+    for names in (["a/", "a/c/", *files], files, []):
+        stream = io.BytesIO()
+        with zipfile.ZipFile(stream, "w") as made:
+            for name in names:
+                made.writestr(name, files.get(name, b""))
+        found.append(stream.getvalue())
+    return found
 
 
 def _objects() -> list[Any]:

@@ -6,47 +6,66 @@ proportion to the input's length.
 """
 
 import codecs
+import json
 import sys
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
+from streamshard.cli.text.health_text import health_table
 from streamshard.engine.journals.journal import Journal
 from streamshard.engine.run.resident_memory import peak_bytes, resident_bytes, restart_peak
 from streamshard.errors import SourceError, StreamshardError
 from streamshard.formats import pickle_files, safetensors_file, strict_json
+from streamshard.formats.checkpoint import Reading
 from streamshard.formats.dcp import metadata_reader
 from streamshard.formats.deepspeed import ds_config, names, resume_settings
 from streamshard.formats.deepspeed.model_parallel import cut_rules
 from streamshard.formats.deepspeed.model_parallel.affine_maps import AffineMaps
 from streamshard.formats.deepspeed.model_parallel.categories import Categories
-from streamshard.formats.deepspeed.names import latest_of
+from streamshard.formats.deepspeed.names import is_inside, latest_of
+from streamshard.formats.fsdp_ranks import fsdp_ranks_reader
 from streamshard.formats.pickle import inert_dump, inert_load
 from streamshard.formats.shapes import require_shape
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import Storage, tensor_of
 from streamshard.formats.torch.tree_comparison import compare_nodes
+from streamshard.formats.universal import universal_reader
 from streamshard.formats.zarr import (
     documents,
+    packed_audit,
     rewritten,
     store_manifest,
     store_state,
     zarr_python,
 )
+from streamshard.formats.zarr.packed_place import PackedPath, PackedStores
 from streamshard.io.lock import holder_in
+from streamshard.io.place import place_of
 from streamshard.io.readable import ReadableFile
 from streamshard.layout.boxes import NotTiledError, grid_of
-from streamshard.model import ZeroLayout
+from streamshard.layout.cutting import Segments
+from streamshard.model import ITEMSIZE, ZeroLayout
+from streamshard.operations.checks.suspicion import suspicions
+from streamshard.operations.checks.tensor_content import recorded
+from streamshard.operations.compact.compact_status import _read_tags
 from streamshard.operations.compact.receipts import ArchivedTag
+from streamshard.operations.compact.tag_health import HealthRecord
 from streamshard.operations.transfer import plan_file
 from streamshard.operations.transfer.run_identity import is_header
 
 FORBIDDEN: Final = ("exec", "import", "compile", "os.", "subprocess.", "socket.", "shutil.")
-"""Audit events that no input may cause; with `open`, but for the one file that is read."""
+"""Audit events that no input may cause."""
+READS: Final = ("open", "os.listdir", "os.scandir")
+"""Audit events that an input may cause only where its own files lie."""
 
 
 class SideEffectError(BaseException):
@@ -85,7 +104,7 @@ def torch_files(data: bytes, path: Path) -> None:
     inert_dump.dump(found.root, lambda part: "storage" if isinstance(part, Storage) else None)
 
 
-def manifests(data: bytes, _: Path) -> None:
+def manifests(data: bytes, path: Path) -> None:
     """Read a store's manifest, or its training state: either may be what the bytes are."""
     try:
         manifest = store_manifest.read(data)
@@ -101,6 +120,8 @@ def manifests(data: bytes, _: Path) -> None:
         reread = store_manifest.read(serialized)
         assert reread.records.keys() == manifest.records.keys()
         assert reread.health == manifest.health
+        recorded(path, manifest.health or {})
+        health_table(manifest.health or {})
 
 
 def safetensors(_: bytes, path: Path) -> None:
@@ -146,6 +167,44 @@ def receipts(_: bytes, path: Path) -> None:
     ArchivedTag(path.parent, "x").read_receipt()
 
 
+def healths(_: bytes, path: Path) -> None:
+    """Read a record of tags' health, and tell of it; a manifest takes all the health in it."""
+    record = HealthRecord.of(path.parent)
+    again = {"format": HealthRecord.FORMAT, **asdict(record)}
+    assert HealthRecord._parsed(json.dumps(again).encode()) == record
+    _read_tags(path.parent, path.parent)
+    for one in record.tags:
+        serialized = store_manifest.serialize({}, "zstd", {}, one.tensors)
+        assert store_manifest.read(serialized).health == one.tensors
+        health_table(one.tensors)
+
+
+def packed_stores(data: bytes, path: Path) -> None:
+    """Read a packed store's directory; its files lie in it, apart, where its listings lead."""
+    place, root = PackedStores(place_of(path)), PackedPath(path)
+    directory = place.directory_of(root)
+    names = [*directory.names()]
+    assert [directory.find(name) for name in names] == [*range(len(names))]
+    assert all(map(is_inside, names))
+    for row in range(len(names)):
+        entry, stop = directory.entry_of(row)
+        assert 0 <= entry.header <= entry.header + entry.nbytes <= stop <= len(data)
+    pending, found = list[Path]([root]), list[str]()
+    while pending:
+        entries = [*place.entries(pending.pop())]
+        assert len({one.name for one in entries}) == len(entries)
+        for one in entries:
+            if one.is_directory:
+                pending.append(one.path)
+            else:
+                found.append(one.path.relative_to(root).as_posix())
+    assert sorted(found) == sorted(names)
+    assert [one.path for one in packed_audit.audit(directory)] == names
+    for name in names:
+        with suppress(StreamshardError), place.open(root / name) as file:
+            assert len(file.read_at(0, file.nbytes)) == file.nbytes
+
+
 def plans(_: bytes, path: Path) -> None:
     plan_file.read(path)
 
@@ -166,6 +225,29 @@ def cuts(data: bytes, _: Path) -> None:
         AffineMaps(info).cut("w", {0: (4, 6), 1: (4, 6)}, 2)
     else:
         Categories(info).cut("w", {0: (4, 6), 1: (4, 6)}, 2)
+
+
+def fsdp_ranks(_: bytes, path: Path) -> None:
+    """Open the weights in files of four ranks; what is read of them lies in the files."""
+    _require_inside(fsdp_ranks_reader.read(path.parent))
+
+
+def universal(_: bytes, path: Path) -> None:
+    """Open a universal checkpoint; what is read of it lies in its files."""
+    reading = universal_reader.read(path.parent, [], tag=path.parent.name)
+    _require_inside(reading)
+    suspicions(reading.checkpoint, {})
+
+
+def _require_inside(reading: Reading) -> None:
+    """Require that the pieces of all tensors lie in the files, and are as large as the tensors."""
+    sizes = np.array([file.nbytes for file in reading.files])
+    for number, tensor in enumerate(reading.checkpoint.tensors):
+        numbers = (np.array([one]) for one in (number, 0, tensor.numel, 0))
+        copies = reading.cutting.locate(Segments(*numbers), target_itemsize=ITEMSIZE[tensor.dtype])
+        assert (copies.source >= 0).all()
+        assert (copies.source + copies.nbytes <= sizes[copies.file]).all()
+        assert copies.nbytes.sum() == tensor.nbytes
 
 
 def rules(_: bytes, path: Path) -> None:
@@ -201,22 +283,41 @@ TARGETS: Final[Mapping[str, Callable[[bytes, Path], None]]] = {
     "configs": configs,
     "cuts": cuts,
     "dcp-metadata": dcp_metadata,
+    "fsdp-ranks": fsdp_ranks,
+    "healths": healths,
     "journals": journals,
     "latest": latest,
     "locks": locks,
     "manifests": manifests,
+    "packed-stores": packed_stores,
     "plans": plans,
     "receipts": receipts,
     "rules": rules,
     "safetensors": safetensors,
     "zarr-documents": zarr_documents,
     "torch-files": torch_files,
+    "universal": universal,
     "unpickler": unpickler,
 }
 
 
-FILES: Final = {"dcp-metadata": ".metadata", "latest": "latest", "receipts": "x.receipt.json"}
-"""Name of the file that an input is, where a reader looks for a certain one."""
+FILES: Final[Mapping[str, Sequence[str]]] = {
+    "dcp-metadata": [".metadata"],
+    "fsdp-ranks": [f"model_world_size_4_rank_{rank}.pt" for rank in range(4)],
+    "healths": [".streamshard.health.json"],
+    "latest": ["latest"],
+    "packed-stores": ["x.zarr.zip"],
+    "receipts": ["x.receipt.json"],
+    "universal": [
+        "mp_rank_00_model_states.pt",
+        *(f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(2)),
+        "zero/optimizer_state.pt",
+        *(f"zero/w/{state}.pt" for state in ("fp32", "exp_avg", "exp_avg_sq", "step")),
+    ],
+}
+"""Names of the files that an input is, where a reader looks for certain ones."""
+BETWEEN: Final = b"\n-- next --\n"
+"""What is between the files that an input is; of an empty one there is no file."""
 FREE_SECONDS: Final = 1.0
 FREE_BYTES: Final = 50 << 20
 SECONDS_PER_BYTE: Final = 1e-6
@@ -228,10 +329,13 @@ class Harness:
 
     def __init__(self, name: str, directory: Path) -> None:
         self._target = TARGETS[name]
-        self._path = directory / "own" / FILES.get(name, "input.pt")
-        """The one file that may be opened."""
+        own = directory / "own"
+        self._paths = [own / one for one in FILES.get(name, ["input.pt"])]
+        self._readable = {str(one) for path in self._paths for one in (path, path.parent)}
+        """The files that may be opened, and the directories that may be listed."""
         self._is_watching = False
-        self._path.parent.mkdir()
+        for path in self._paths:
+            path.parent.mkdir(parents=True, exist_ok=True)
         for encoding in ("raw_unicode_escape", "utf-8-sig"):
             codecs.lookup(encoding)  # imported on first use
         # Such a hook can never be taken away again.
@@ -241,10 +345,19 @@ class Harness:
         if not self._is_watching:
             return
         # What has a number was opened before, and looked at then.
-        elsewhere = event == "open" and str(args[0]) != str(self._path) and type(args[0]) is not int
-        if elsewhere or event.startswith(FORBIDDEN):
+        if event in READS and (type(args[0]) is int or str(args[0]) in self._readable):
+            return
+        if event.startswith((*READS, *FORBIDDEN)):
             self._is_watching = False
             raise SideEffectError(f"{event} {args}")
+
+    def _write(self, data: bytes) -> None:
+        """Write the files that an input is."""
+        parts = data.split(BETWEEN, len(self._paths) - 1) if len(self._paths) > 1 else [data]
+        for path, part in zip_longest(self._paths, parts):
+            path.unlink(missing_ok=True)
+            if part or len(self._paths) == 1:
+                path.write_bytes(part)
 
     def try_one(self, data: bytes) -> bool:
         """Give bytes to the reader; tell whether it took them.
@@ -254,12 +367,12 @@ class Harness:
         BaseException
             Whatever is a finding.
         """
-        self._path.write_bytes(data)
+        self._write(data)
         restart_peak()
         before, start = resident_bytes(), time.process_time()
         self._is_watching = is_taken = True
         try:
-            self._target(data, self._path)
+            self._target(data, self._paths[0])
         except StreamshardError:
             is_taken = False
         finally:

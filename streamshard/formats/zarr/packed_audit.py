@@ -34,10 +34,11 @@ class AuditedEntry:
 
 def audit(directory: PackedDirectory) -> Iterator[AuditedEntry]:
     """Yield what is known of each file from what is around its content."""
-    ends = {directory.entry_of(row)[0].unrepeated for row in (0, directory.count - 1)}
+    rows = range(directory.count)
+    ends = {directory.entry_of(row)[0].unrepeated for row in (*rows[:1], *rows[-1:])}
     is_ours = OURS in ends
     with open_readable(directory.archive) as file:
-        for row in range(directory.count):
+        for row in rows:
             entry, stop = directory.entry_of(row)
             path, last, problem = entry.name.decode(), b"", ""
             try:

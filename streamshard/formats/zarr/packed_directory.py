@@ -5,8 +5,7 @@ from the bytes of the zip's directory when it is asked for.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, overload
 
@@ -99,9 +98,7 @@ class PackedDirectory:
             rows.append((entry.at, entry.nbytes))
         self._headers = _require_apart(bounds, self._zip.start)
         order = sorted(range(len(names)), key=names.__getitem__)
-        for one, other in pairwise(order):
-            if names[one] == names[other]:
-                raise CorruptFileError(f"two entries are called {show(names[one].decode())}")
+        _require_distinct(names[row] for row in order)
         numbers = np.array(rows, dtype=np.int64).reshape(-1, 2)[order]
         lengths = np.array([len(name) for name in names], dtype=np.int64)[order]
         self._at, self._nbytes = numbers[:, 0], numbers[:, 1]
@@ -170,6 +167,20 @@ def _is_path(name: bytes) -> bool:
 
 def _below(path: str) -> bytes:
     return f"{path}/".encode(errors="surrogateescape") if path else b""
+
+
+def _require_distinct(names: Iterable[bytes]) -> None:
+    """Require of names in order that each is one file's, and no directory's too."""
+    begins: list[bytes] = []
+    for name in names:
+        while begins and not name.startswith(begins[-1]):
+            begins.pop()
+        for one in begins:
+            if len(name) == len(one):
+                raise CorruptFileError(f"two entries are called {show(one.decode())}")
+            if name.startswith(b"/", len(one)):
+                raise CorruptFileError(f"entry {show(one.decode())} is a file and a directory")
+        begins.append(name)
 
 
 def _require_apart(bounds: Sequence[tuple[int, int]], end: int) -> NDArray[np.int64]:
