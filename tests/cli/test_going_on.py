@@ -23,7 +23,7 @@ import os, pathlib, signal, sys
 from streamshard.cli.main import main
 from streamshard.engine.journals import journal
 where, what, count, signals = sys.argv[1:5]
-owner = {"note": journal.Journal, "rename": pathlib.Path, "unlink": pathlib.Path}[what]
+owner = {"note_all": journal.Journal, "rename": pathlib.Path, "unlink": pathlib.Path}[what]
 real, left = getattr(owner, what), int(count)
 def cut_off(self, *rest, **options):
     global left
@@ -61,7 +61,7 @@ def test_asked_to_stop_it_keeps_what_there_is_and_says_so(
     saved: Saved, tmp_path: Path, number: signal.Signals
 ) -> None:
     command = ("repartition", saved(3), tmp_path / "out", "--world-size", 3)
-    done = cut_off("note", 2, command, signals=[number])
+    done = cut_off("note_all", 2, command, signals=[number])
     assert done.code == 128 + number, done.err
     assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
     lines = done.err.splitlines()
@@ -81,7 +81,7 @@ def test_what_is_unfinished_is_called_so(
     shutil.copytree(saved(3), tmp_path / "run")
     command = (options[0], saved(3), tmp_path / "out.zarr", *options[1:])
     partial = tmp_path / "out.zarr.partial"
-    assert cut_off("note", 2, command, signals=[signal.SIGINT]).code == 128 + signal.SIGINT
+    assert cut_off("note_all", 2, command, signals=[signal.SIGINT]).code == 128 + signal.SIGINT
     for words in (["inspect"], ["inspect", "--json"], ["verify"], ["diff", tmp_path / "run"]):
         done = in_process(*words, partial)
         assert (done.code, done.out) == (3, "")
@@ -97,7 +97,7 @@ def test_what_is_unfinished_is_called_so(
 
 def test_asked_twice_it_stops_at_once(saved: Saved, tmp_path: Path) -> None:
     command = ("repartition", saved(3), tmp_path / "out", "--world-size", 3, "--workers", 1)
-    done = cut_off("note", 2, command, signals=[signal.SIGTERM, signal.SIGTERM])
+    done = cut_off("note_all", 2, command, signals=[signal.SIGTERM, signal.SIGTERM])
     assert done.code == 143
     assert not (tmp_path / "out").exists()
     assert streamshard(*command).code == 0
@@ -164,7 +164,7 @@ def test_what_does_not_read_back_is_written_again(saved: Saved, tmp_path: Path) 
     """A power failure may take what was written, and leave the note of it."""
     command = ("repartition", saved(2), tmp_path / "out", "--world-size", 3)
     assert streamshard("repartition", saved(2), tmp_path / "whole", "--world-size", 3).code == 0
-    assert cut_off("note", 3, command).code == -signal.SIGKILL
+    assert cut_off("note_all", 3, command).code == -signal.SIGKILL
     partial = tmp_path / "out.partial"
     flip(max(partial.rglob("*optim_states.pt"), key=lambda path: path.stat().st_size))
     (partial / "stranger").write_text("nobody knows")
@@ -177,7 +177,7 @@ def begun(saved: Saved, tmp_path: Path) -> Path:
     """A partial target of stage 2 for 3 ranks."""
     shutil.copytree(saved(2), tmp_path / "run", copy_function=shutil.copy2)
     command = ("repartition", tmp_path / "run", tmp_path / "out", "--world-size", 3)
-    assert cut_off("note", 2, command).code == -signal.SIGKILL
+    assert cut_off("note_all", 2, command).code == -signal.SIGKILL
     return tmp_path / "out.partial"
 
 
@@ -225,12 +225,12 @@ def test_a_target_that_was_to_be_replaced(saved: Saved, tmp_path: Path) -> None:
     assert streamshard("repartition", saved(2), out, "--world-size", 2).code == 0
     before = tree(out)
     command = ("repartition", saved(2), out, "--world-size", 3)
-    assert cut_off("note", 2, (*command, "--overwrite")).code == -signal.SIGKILL
+    assert cut_off("note_all", 2, (*command, "--overwrite")).code == -signal.SIGKILL
     assert tree(out) == before
-    done = cut_off("note", 1, (*command,), signals=[signal.SIGTERM])
+    done = cut_off("note_all", 1, (*command,), signals=[signal.SIGTERM])
     assert (done.code, "the same command again" in done.err) == (143, True)
     assert tree(out) == before
-    done = cut_off("note", 1, (*command, "--overwrite"), signals=[signal.SIGTERM])
+    done = cut_off("note_all", 1, (*command, "--overwrite"), signals=[signal.SIGTERM])
     assert (done.code, "the same command without --overwrite" in done.err) == (143, True)
     report = json.loads(streamshard(*command, "--json").out)
     assert 0 < report["kept_bytes"] < report["bytes_written"]

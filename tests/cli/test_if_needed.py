@@ -158,7 +158,7 @@ def test_what_is_done_needs_neither_lock_nor_space(saved: Saved, tmp_path: Path)
 def test_killed_it_goes_on(saved: Saved, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = ("repartition", saved(2), out, "--world-size", 3, "--if-needed")
-    assert cut_off("note", 2, command).code == -signal.SIGKILL
+    assert cut_off("note_all", 2, command).code == -signal.SIGKILL
     assert cut_off("rename", 0, command).code == -signal.SIGKILL
     report = json.loads(streamshard(*command, "--json").out)
     assert (report["found"], report["path"]) == (None, str(out))

@@ -145,7 +145,7 @@ def test_cut_off_on_a_terminal_the_message_stands_on_a_line_of_its_own(
     saved: Saved, tmp_path: Path
 ) -> None:
     command = ("repartition", saved(3), tmp_path / "out", "--world-size", 3)
-    done = on_terminal("-c", CUT_OFF, "after", "note", 2, int(signal.SIGINT), *command)
+    done = on_terminal("-c", CUT_OFF, "after", "note_all", 2, int(signal.SIGINT), *command)
     assert done.code == 130
     bar, _, message = done.err.rpartition("\x1b[K")
     assert "writing" in bar

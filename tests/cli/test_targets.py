@@ -233,7 +233,7 @@ def test_a_directory_of_dumps_is_taken(run: Path, tmp_path: Path) -> None:
 def test_it_is_as_private_while_it_is_being_made(saved: Saved, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir(mode=0o700)
-    assert cut_off("note", 1, command(OUTPUTS[0], saved(2), out)).code == -signal.SIGKILL
+    assert cut_off("note_all", 1, command(OUTPUTS[0], saved(2), out)).code == -signal.SIGKILL
     assert stat.S_IMODE((tmp_path / "out.partial").stat().st_mode) == 0o700
     assert tree(out) == {}
     report = json.loads(in_process(*command(OUTPUTS[0], saved(2), out), "--json").out)
@@ -287,7 +287,7 @@ def test_a_link_to_one_stays_a_link(saved: Saved, tmp_path: Path, output: str) -
     scratch, out, absent = (tmp_path / name for name in ("scratch", "out", "absent"))
     (scratch / "big").mkdir(parents=True)
     out.symlink_to("scratch/big")
-    assert cut_off("note", 0, command(output, saved(2), out)).code == -signal.SIGKILL
+    assert cut_off("note_all", 0, command(output, saved(2), out)).code == -signal.SIGKILL
     assert {path.name for path in scratch.iterdir()} > {"big", "big.partial"}
     # Killed once more when the new directory is there, with its journal.
     assert cut_off("rename", 0, command(output, saved(2), out)).code == -signal.SIGKILL

@@ -303,7 +303,7 @@ def test_a_plan_is_saved_cut_off_and_gone_on_with(run: Path, tmp_path: Path) -> 
     assert shown.code == 0
     assert shown.out.startswith(f"would write  {tmp_path}/out")
     for first, second in ((("apply", plan), command), (command, ("apply", plan, "--workers", 1))):
-        assert cut_off("note", 3, first).code == -signal.SIGKILL
+        assert cut_off("note_all", 3, first).code == -signal.SIGKILL
         done = in_process(*second, "--json")
         assert json.loads(done.out)["kept_bytes"] > 0
         (tmp_path / "out").rename(tmp_path / f"from {first[0]}")

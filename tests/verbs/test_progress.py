@@ -337,7 +337,9 @@ def test_a_night_names_the_tag_that_it_deals_with(tmp_path: Path) -> None:
     run, told = make_run(tmp_path / "run"), Told()
     streamshard.compact(run, tmp_path / "archive", keep_last=2, delete=True, progress=told)
     tags, phases = zip(*(phase.split(": ") for phase in told.phases), strict=True)
-    assert list(dict.fromkeys(tags)) == ["global_step80", "global_step90"]
+    health, archiving = tags[:4], tags[4:]
+    assert list(dict.fromkeys(health)) == ["global_step1000", "global_step100"]
+    assert list(dict.fromkeys(archiving)) == ["global_step80", "global_step90"]
     assert {*phases} == {"reading", "writing", "syncing", "committing"}
     told = Told()
     streamshard.compact(run, tmp_path / "archive", undelete=["global_step90"], progress=told)

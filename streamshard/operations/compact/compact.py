@@ -23,7 +23,8 @@ from streamshard.operations.compact.compact_report import (
     CompactedTag,
     Compaction,
 )
-from streamshard.operations.compact.compact_run import CompactRun, TagProgress
+from streamshard.operations.compact.compact_run import CompactRun
+from streamshard.operations.compact.run_context import TagProgress
 from streamshard.operations.compact.tag_choice import matches, require_pattern
 from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Silent, Watched

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from streamshard.engine.run.phases import READING
 from streamshard.errors import (
     CorruptFileError,
     IncompleteError,
@@ -24,7 +23,6 @@ from streamshard.io.changes import lock_at, make_directory
 from streamshard.io.entries import paths_like
 from streamshard.io.files import target_errors
 from streamshard.io.place import place_of
-from streamshard.io.throttle import Throttle
 from streamshard.operations.compact import compact_report
 from streamshard.operations.compact.archive import archive_tag
 from streamshard.operations.compact.compact_report import LAST_RUN, CompactedTag, RunRecord
@@ -44,40 +42,16 @@ from streamshard.operations.compact.removal import (
     purge,
     record_back,
 )
-from streamshard.operations.compact.run_context import ProofContext, RunContext
+from streamshard.operations.compact.run_context import ProofContext, RunContext, TagProgress
 from streamshard.operations.compact.run_directory import Identity
 from streamshard.operations.compact.tag_checks import unchanged
 from streamshard.operations.compact.tag_choice import CANDIDATE, Choice, Rules, by_step
 from streamshard.operations.compact.weights_only import drop_states
 from streamshard.operations.transfer.execution import Limits
-from streamshard.operations.transfer.report import Progress
 from streamshard.operations.transfer.target import is_there
 from streamshard.verb_options import CompactOptions
 
 _LOCK: Final = f"{names.OWN_PREFIX}.lock"
-
-
-class TagProgress:
-    """Passes progress on with the name of the tag, and slows the run down to the allowed rate."""
-
-    def __init__(self, inner: Progress, bytes_per_second: int | None) -> None:
-        self._inner = inner
-        self.tag = ""
-        self.keep, self.stop = inner.keep, inner.stop
-        self.advance = inner.advance
-        if bytes_per_second is not None:
-            self.advance = Throttle(inner.advance, bytes_per_second).advance
-
-    def start(self, total_bytes: int, phase: str = READING) -> None:
-        """Start with the total of bytes and the first phase."""
-        self._inner.start(total_bytes, self._named(phase))
-
-    def enter(self, phase: str) -> None:
-        """Enter a phase."""
-        self._inner.enter(self._named(phase))
-
-    def _named(self, phase: str) -> str:
-        return f"{self.tag}: {phase}" if self.tag else phase
 
 
 class CompactRun:

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
+from streamshard.engine.run.phases import READING
 from streamshard.errors import CorruptFileError
 from streamshard.io.entries import (
     ahead_of,
@@ -19,6 +21,7 @@ from streamshard.io.entries import (
 )
 from streamshard.io.object_path import is_object
 from streamshard.io.page_cache import drop_file
+from streamshard.io.throttle import Throttle
 from streamshard.model import SourceFile
 from streamshard.operations.compact.receipts import ArchivedTag, Receipt
 from streamshard.operations.compact.run_directory import Identity
@@ -31,12 +34,44 @@ from streamshard.operations.transfer.target import is_there
 _READ_BYTES: Final = 1 << 20
 
 
+class TagProgress:
+    """Passes progress on with the name of the tag, and slows the run down to the allowed rate."""
+
+    def __init__(self, inner: Progress, bytes_per_second: int | None) -> None:
+        self._inner = inner
+        self.tag = ""
+        self.keep, self.stop = inner.keep, inner.stop
+        self.advance = inner.advance
+        if bytes_per_second is not None:
+            self.advance = Throttle(inner.advance, bytes_per_second).advance
+
+    @contextmanager
+    def at(self, tag: str) -> Iterator[Self]:
+        """Name another tag meanwhile."""
+        before, self.tag = self.tag, tag
+        try:
+            yield self
+        finally:
+            self.tag = before
+
+    def start(self, total_bytes: int, phase: str = READING) -> None:
+        """Start with the total of bytes and the first phase."""
+        self._inner.start(total_bytes, self._named(phase))
+
+    def enter(self, phase: str) -> None:
+        """Enter a phase."""
+        self._inner.enter(self._named(phase))
+
+    def _named(self, phase: str) -> str:
+        return f"{self.tag}: {phase}" if self.tag else phase
+
+
 @dataclass(frozen=True, slots=True)
 class ProofContext:
     """The limits and the progress of proving."""
 
     limits: Limits
-    progress: Progress
+    progress: TagProgress
 
     def _workers(self, files: Sequence[SourceFile]) -> int:
         """Count the threads that read whole files; for objects each needs memory."""

@@ -103,8 +103,8 @@ class TagHealths:
             archived = self._context.archived(tag.name)
             opened = open_source(archived.store)
             request = Request(archived.store)
-        progress = proofs.progress
-        found = Assessor(proofs.limits, progress, progress.advance).find(opened, request)
+        with proofs.progress.at(tag.name) as progress:
+            found = Assessor(proofs.limits, progress, progress.advance).find(opened, request)
         if any(problem.kind == UNREADABLE for problem in found.problems):
             self._unread.add((tag.name, looks))
         unhealthy = found.problems[0].message if found.problems else ""

@@ -10,11 +10,10 @@ from typing import Final
 from streamshard.formats.dcp import dcp_reader
 from streamshard.formats.dcp.dcp_names import METADATA
 from streamshard.formats.deepspeed import names
-from streamshard.formats.zarr.documents import document_paths
-from streamshard.formats.zarr.store_index import MANIFEST_FILES, STATE_FILES
+from streamshard.formats.zarr.documents import MANIFEST_PATH, STATE_PATH, document_paths
 from streamshard.io.entries import examine, is_listed
 from streamshard.io.files import source_errors
-from streamshard.io.relative_paths import examiner
+from streamshard.io.relative_paths import examiner, names_below
 from streamshard.model import MODULE
 from streamshard.operations.inspect.inspect_report import FileGroup, FileSummary
 from streamshard.operations.source.source import Source
@@ -54,11 +53,18 @@ def _sizes_in_store(source: Source) -> Iterator[tuple[str, int]]:
     if not is_listed(source.path):
         return
     examined = examiner(source.path)
-    small = (MANIFEST_FILES[1], STATE_FILES[1])
-    for path in (*small, *document_paths(source.checkpoint)):
+    # Another tool may have cut the manifest and the state into several chunks.
+    for path in (*_chunks_of(source.path), *document_paths(source.checkpoint)):
         with suppress(FileNotFoundError, NotADirectoryError):
             status = examined(path)
             yield path, examine(source.path / path).nbytes if status.is_link else status.nbytes
+
+
+def _chunks_of(store: Path) -> Iterator[str]:
+    for array in (MANIFEST_PATH, STATE_PATH):
+        chunks = f"{array}/c"
+        with suppress(FileNotFoundError, NotADirectoryError):
+            yield from (f"{chunks}/{name}" for name in names_below(store / chunks))
 
 
 def relative(source: Source, number: int) -> str:
