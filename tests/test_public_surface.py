@@ -232,7 +232,7 @@ ONLY_IN_PYTHON = {
     "compact": {"progress", "now", "chunk_size"},
 }
 FUNCTIONS: dict[str, Callable[..., object]] = {
-    **PLANNERS,
+    **{verb: getattr(streamshard, f"plan_{verb}") for verb in PLANNERS},
     "verify": streamshard.verify,
     "diff": streamshard.diff,
     "inspect": streamshard.inspect,

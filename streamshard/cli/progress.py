@@ -11,8 +11,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Final, Protocol, Self, TextIO
 
-from tqdm import tqdm
-
 from streamshard.engine.run.phases import READING, READING_HEADERS
 from streamshard.operations.transfer.report import Progress, Silent
 from streamshard.sizes import show_bytes, show_time
@@ -222,6 +220,8 @@ class Bar:
         """Redraw the line."""
         if moment.total_bytes is None:
             return f"\r{moment.phase}{_ERASE_REST}"
+        from tqdm import tqdm  # slow to import, and only a terminal needs it
+
         drawn = tqdm.format_meter(
             moment.done_bytes,
             moment.total_bytes,
