@@ -214,15 +214,16 @@ class Bar:
     end = f"\r{_ERASE_REST}"
 
     def __init__(self, width: Callable[[], int]) -> None:
+        from tqdm import tqdm  # slow to import, and only a terminal needs it
+
         self._width = width
+        self._draw = tqdm.format_meter
 
     def tell(self, moment: Moment, *, is_last: bool) -> str:
         """Redraw the line."""
         if moment.total_bytes is None:
             return f"\r{moment.phase}{_ERASE_REST}"
-        from tqdm import tqdm  # slow to import, and only a terminal needs it
-
-        drawn = tqdm.format_meter(
+        drawn = self._draw(
             moment.done_bytes,
             moment.total_bytes,
             moment.elapsed_seconds,
