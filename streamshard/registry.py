@@ -32,6 +32,7 @@ OTHER_DEGREES: Final = "streamshard.degrees.degree_changes:OTHER_DEGREES"
 """Other tensor, pipeline and expert parallel degrees; see `operations/source/degree_change.py`."""
 WITH_LAYER_PAIRS: Final = "streamshard.degrees.layered:with_layer_pairs"
 """Adds the tensors in the files of a pipeline's layers; see `operations/transfer/read_back.py`."""
+_BLOSC: Final = "numcodecs.blosc:Blosc"
 _READERS: Final = (
     "streamshard.operations.source.dumps_source:READER",
     "streamshard.operations.source.store_source:READER",
@@ -48,6 +49,12 @@ def load(name: str) -> Any:  # noqa: ANN401
     """Return what one of the names above stands for."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)
+
+
+def load_ahead() -> None:
+    """Load what runs load when they need it, so that it does not count as memory of the run."""
+    list(readers())
+    load(_BLOSC)
 
 
 def readers() -> Iterator[Any]:
