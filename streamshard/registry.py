@@ -1,6 +1,7 @@
 """Names the rooms around the core by text, so that the core imports none of them.
 
-This is the only module that imports by text, except the package itself.
+This is the only module that imports by text, except the package itself. It also loads what a verb
+needs when that verb is called, by the names in `cli/main.py` and `operations/apply.py`.
 """
 
 from collections.abc import Iterator
@@ -29,10 +30,9 @@ OPTIONS: Final = "streamshard.verb_options:OPTIONS"
 """The options of each verb."""
 OTHER_DEGREES: Final = "streamshard.degrees.degree_changes:OTHER_DEGREES"
 """Other tensor, pipeline and expert parallel degrees; see `operations/source/degree_change.py`."""
-PLAN_MERGE: Final = "streamshard.merging.merge:plan_merge"
-"""Plans a weighted mean of checkpoints; see `operations/apply.py`."""
 WITH_LAYER_PAIRS: Final = "streamshard.degrees.layered:with_layer_pairs"
 """Adds the tensors in the files of a pipeline's layers; see `operations/transfer/read_back.py`."""
+_BLOSC: Final = "numcodecs.blosc:Blosc"
 _READERS: Final = (
     "streamshard.operations.source.dumps_source:READER",
     "streamshard.operations.source.store_source:READER",
@@ -49,6 +49,12 @@ def load(name: str) -> Any:  # noqa: ANN401
     """Return what one of the names above stands for."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)
+
+
+def load_ahead() -> None:
+    """Load what runs load when they need it, so that it does not count as memory of the run."""
+    list(readers())
+    load(_BLOSC)
 
 
 def readers() -> Iterator[Any]:

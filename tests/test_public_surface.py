@@ -62,18 +62,34 @@ def test_what_is_imported_at_first_use_is_what_a_type_checker_sees() -> None:
     assert {name: getattr(streamshard, name) for name in SURFACE} == seen
 
 
-@pytest.mark.parametrize("arguments", ["--help", "--version", "repartition --help", "repartion"])
-def test_nothing_heavy_is_loaded_to_show_help(arguments: str) -> None:
+def loaded_by(arguments: str, code: int) -> set[str]:
+    """Name the modules that a command loads; it ends with an exit code."""
     script = "import atexit, sys\natexit.register(lambda: print(*sys.modules, file=sys.stderr))\n"
     script += f"sys.argv = ['streamshard', *{arguments.split()!r}]\n"
     script += "from streamshard.__main__ import program\nprogram()\n"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == (2 if arguments == "repartion" else 0)
-    loaded = set(done.stderr.splitlines()[-1].split())
+    assert done.returncode == code
+    return set(done.stderr.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize("arguments", ["--help", "--version", "repartition --help", "repartion"])
+def test_nothing_heavy_is_loaded_to_show_help(arguments: str) -> None:
+    loaded = loaded_by(arguments, 2 if arguments == "repartion" else 0)
     assert "streamshard.cli.parser" in loaded
     heavy = {"numpy", "zarr", "tqdm", "numcodecs", "isal", "google_crc32c", "dataclasses"}
     assert loaded & heavy == set()
     assert not [name for name in loaded if name.startswith("streamshard.operations")]
+
+
+@pytest.mark.parametrize("verb", ["inspect", "newest"])
+def test_a_verb_loads_no_other(tmp_path: Path, verb: str) -> None:
+    write(Job(stage=2), tmp_path / "run")
+    loaded = loaded_by(f"{verb} {tmp_path / 'run'}", 0)
+    assert f"streamshard.operations.{verb}.{verb}" in loaded
+    others = {"tqdm", "streamshard.merging", "streamshard.degrees"}
+    others |= {"numcodecs"} if verb == "inspect" else set()
+    others |= {f"streamshard.operations.{other}" for other in ("compact", "convert", "export")}
+    assert loaded & others == set()
 
 
 @pytest.mark.parametrize("name", SURFACE)
@@ -232,7 +248,7 @@ ONLY_IN_PYTHON = {
     "compact": {"progress", "now", "chunk_size"},
 }
 FUNCTIONS: dict[str, Callable[..., object]] = {
-    **PLANNERS,
+    **{verb: getattr(streamshard, f"plan_{verb}") for verb in PLANNERS},
     "verify": streamshard.verify,
     "diff": streamshard.diff,
     "inspect": streamshard.inspect,

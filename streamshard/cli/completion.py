@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from streamshard.cli.parser import arguments_of
+from streamshard.cli.streams import write_out
+
 _PATHS: Final = frozenset(
     {"SRC", "OUT", "PATH", "STORE.zarr", "RUN_DIR", "ARCHIVE_DIR", "FILE", "PLAN", "A", "B"}
 )
@@ -59,10 +62,11 @@ class _Verb:
         return tuple(word for one in self.arguments if not one.names for word in one.words)
 
 
-def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """Return the script by which one of `SHELLS` completes this command line."""
-    lines = _SCRIPTS[shell](parser.prog, list(_verbs_of(parser)))
-    return "\n".join(lines)
+def run_completion(arguments: argparse.Namespace) -> None:
+    """Print the script by which a shell completes this command line."""
+    parser = arguments_of()
+    lines = _SCRIPTS[arguments.shell](parser.prog, list(_verbs_of(parser)))
+    write_out("\n".join(lines) + "\n")
 
 
 def _verbs_of(parser: argparse.ArgumentParser) -> Iterator[_Verb]:

@@ -11,8 +11,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Final, Protocol, Self, TextIO
 
-from tqdm import tqdm
-
 from streamshard.engine.run.phases import READING, READING_HEADERS
 from streamshard.operations.transfer.report import Progress, Silent
 from streamshard.sizes import show_bytes, show_time
@@ -216,13 +214,16 @@ class Bar:
     end = f"\r{_ERASE_REST}"
 
     def __init__(self, width: Callable[[], int]) -> None:
+        from tqdm import tqdm  # slow to import, and only a terminal needs it
+
         self._width = width
+        self._draw = tqdm.format_meter
 
     def tell(self, moment: Moment, *, is_last: bool) -> str:
         """Redraw the line."""
         if moment.total_bytes is None:
             return f"\r{moment.phase}{_ERASE_REST}"
-        drawn = tqdm.format_meter(
+        drawn = self._draw(
             moment.done_bytes,
             moment.total_bytes,
             moment.elapsed_seconds,

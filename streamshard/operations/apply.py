@@ -1,26 +1,23 @@
 """`apply`: plans a saved plan's command again, and refuses to run if the result differs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 from streamshard import registry
 from streamshard.errors import Option, SourceError, TargetExistsError, UsageError
 from streamshard.io.object_path import as_path
-from streamshard.operations.convert.convert import plan_convert
-from streamshard.operations.export.export import plan_export
-from streamshard.operations.repartition.repartition import plan_repartition
 from streamshard.operations.transfer import plan_file
 from streamshard.operations.transfer.plan import TransferPlan
 from streamshard.options import takes
 from streamshard.verb_options import ApplyOptions
 
-PLANNERS: Final[Mapping[str, Callable[..., TransferPlan]]] = {
-    "repartition": plan_repartition,
-    "convert": plan_convert,
-    "export": plan_export,
-    "merge": registry.load(registry.PLAN_MERGE),
+PLANNERS: Final[Mapping[str, str]] = {
+    "repartition": "streamshard.operations.repartition.repartition:plan_repartition",
+    "convert": "streamshard.operations.convert.convert:plan_convert",
+    "export": "streamshard.operations.export.export:plan_export",
+    "merge": "streamshard.merging.merge:plan_merge",
 }
-"""The function that plans each verb that writes."""
+"""The function that plans each verb that writes, by text: a verb loads only its own."""
 _NEW_PLAN: Final = Option("plan.save()")
 
 
@@ -50,7 +47,9 @@ def load_plan(options: ApplyOptions) -> TransferPlan:
     limits = {"memory_limit": options.memory_limit, "workers": options.workers}
     given = {**saved.options, **{k: value for k, value in limits.items() if value is not None}}
     try:
-        plan = PLANNERS[saved.verb](saved.source, saved.target, **given)
+        plan: TransferPlan = registry.load(PLANNERS[saved.verb])(
+            saved.source, saved.target, **given
+        )
     except TargetExistsError as error:
         if not given["overwrite"]:
             replace = Option("overwrite", True)

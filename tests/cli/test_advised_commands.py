@@ -155,7 +155,7 @@ ADVICES = {
     "sound": Advice(
         acknowledged_sound, 2, r"(--keep-tag \S+) in", lambda given, copied: [*given[:3], *copied]
     ),
-    "plan": Advice(saved_plan, 0, COMMAND, of="cli.main"),
+    "plan": Advice(saved_plan, 0, COMMAND, of="cli.transfer_command"),
     "weights": Advice(weights_only, 3, COMMAND, of="operations.source.source"),
     "trash": Advice(in_the_trash, 2, r"give (--grace 0s) too", also),
     "exists": Advice(existing, 4, r"use (--overwrite) to replace it", also),

@@ -35,7 +35,14 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
-    "module", ["argparse", "streamshard.cli.main", "numpy", "numpy._core._multiarray_umath", "zlib"]
+    "module",
+    [
+        "argparse",
+        "streamshard.cli.inspect_command",
+        "numpy",
+        "numpy._core._multiarray_umath",
+        "zlib",
+    ],
 )
 @pytest.mark.parametrize("how", ["script", "module"])
 def test_a_signal_while_modules_load_is_no_traceback(

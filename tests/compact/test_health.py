@@ -17,7 +17,9 @@ import streamshard as api
 from streamshard.engine.scan.probe import Probe
 from streamshard.errors import CorruptFileError, SourceError
 from streamshard.operations.checks.assessment import Assessor
+from streamshard.operations.compact import removal
 from streamshard.operations.compact.run_directory import scan_run_directory
+from streamshard.operations.compact.tag_health import TagHealths
 from tests.cli.conftest import streamshard
 from tests.compact.runs import (
     DAY,
@@ -261,7 +263,7 @@ def test_what_is_saved_meanwhile_does_not_count(
 ) -> None:
     """It is not read right before a tag goes, as others may go on to change the directory."""
     run = make_run(tmp_path / "run", steps=(80, 90, 100))
-    recall = api.operations.compact.tag_health.TagHealths.recall
+    recall = TagHealths.recall
     asked: list[str] = []
 
     def ask(self: Any, tag: Any) -> Any:  # noqa: ANN401
@@ -270,7 +272,7 @@ def test_what_is_saved_meanwhile_does_not_count(
         asked.append(tag.name)
         return recall(self, tag)
 
-    monkeypatch.setattr("streamshard.operations.compact.tag_health.TagHealths.recall", ask)
+    monkeypatch.setattr(TagHealths, "recall", ask)
     found = api.compact(run, archive, keep_last=2, delete=True)
     assert actions(found)[tag_of(80)] == "deleted"
     assert asked
@@ -281,14 +283,13 @@ def test_one_that_turns_bad_meanwhile_keeps_the_next(
 ) -> None:
     """As if a job saved one of those that count again, while another was archived."""
     run = make_run(tmp_path / "run", steps=(80, 90, 100))
-    moved = api.operations.compact.removal
-    check = moved._check
+    check = removal._check
 
     def change(*arguments: Any) -> None:  # noqa: ANN401
         poison(run / tag_of(90))
         check(*arguments)
 
-    monkeypatch.setattr(moved, "_check", change)
+    monkeypatch.setattr(removal, "_check", change)
     found = api.compact(run, archive, keep_last=2, delete=True)
     assert actions(found)[tag_of(80)] == "ambiguous"
     assert "may not be removed any more" in found.tags[0].reason

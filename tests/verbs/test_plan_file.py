@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import streamshard
+from streamshard import registry
 from streamshard.engine.run import phases
 from streamshard.errors import (
     SourceError,
@@ -73,7 +74,7 @@ def test_a_saved_plan_does_what_the_command_does(
 
 @pytest.mark.parametrize("verb", PLANS)
 def test_the_options_are_those_of_the_verb(verb: str) -> None:
-    parameters = inspect.signature(PLANNERS[verb]).parameters.values()
+    parameters = inspect.signature(registry.load(PLANNERS[verb])).parameters.values()
     names = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
     names -= {"if_needed"}  # a plan is what is to be written
     PLANS[verb]().save("plan.json")

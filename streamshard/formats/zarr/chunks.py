@@ -3,15 +3,17 @@
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import google_crc32c
 import numpy as np
 from isal import isal_zlib
-from numcodecs.blosc import Blosc
 
 from streamshard.errors import IntegrityError
 from streamshard.model import Memory, StoredBytes
+
+if TYPE_CHECKING:
+    from numcodecs.blosc import Blosc
 
 Stored = bytes | bytearray | memoryview
 
@@ -22,7 +24,6 @@ CHECKSUM_BYTES: Final = 4
 _BLOSC_HEADER_BYTES: Final = 16
 _BLOSC_SIZE: Final = slice(4, 8)
 """Place of the uncompressed size in Blosc's header. Blosc allocates that many bytes."""
-_SHUFFLES: Final = {"shuffle": Blosc.SHUFFLE, "bitshuffle": Blosc.BITSHUFFLE}
 EARLY_SETTINGS: Final = {"clevel": 5, "shuffle": "bitshuffle", "blocksize": 0}
 """Blosc's settings in early stores, for all codecs. A frame says itself how it was made."""
 _ZSTD_SETTINGS: Final = {"clevel": 1, "shuffle": "shuffle", "blocksize": 512 << 10}
@@ -52,9 +53,13 @@ class BloscChunk:
     itemsize: int
 
     @property
-    def _blosc(self) -> Blosc:
+    def _blosc(self) -> "Blosc":
+        # Not at the top: it is slow to import, and only compressed stores need it.
+        from numcodecs.blosc import Blosc
+
         settings = blosc_settings(self.name)
-        return Blosc(cname=self.name, **settings | {"shuffle": _SHUFFLES[settings["shuffle"]]})
+        shuffle = getattr(Blosc, settings["shuffle"].upper())
+        return Blosc(cname=self.name, **settings | {"shuffle": shuffle})
 
     def encode(self, content: memoryview) -> bytes:
         """Compress a chunk's content."""
