@@ -7,6 +7,8 @@ from typing import Final
 MEASURED: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
 """Dtypes whose elements are counted; integers are always finite."""
 
+_MOST_NUMEL: Final = 1 << 63
+
 
 @dataclass(frozen=True, slots=True)
 class TensorHealth:
@@ -22,6 +24,13 @@ class TensorHealth:
     """Largest magnitude of the finite elements; 0 if there are none."""
     rms: float
     """Root mean square of the finite elements; 0 if there are none."""
+
+    def require_possible(self) -> None:
+        """Refuse, with a `ValueError`, numbers that no tensor has, as a record may hold them."""
+        counts, sizes = (self.nans, self.infinities, self.zeros), (self.largest, self.rms)
+        is_possible = min(counts) >= 0 and sum(counts) <= self.numel < _MOST_NUMEL
+        if not is_possible or not all(0 <= size < math.inf for size in sizes):
+            raise ValueError("a tensor's health that cannot be")
 
     @property
     def is_good(self) -> bool:

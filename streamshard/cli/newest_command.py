@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 from streamshard.cli.parser import keywords
 from streamshard.cli.progress import display
-from streamshard.cli.streams import print_json, tell, write_out
+from streamshard.cli.streams import print_json, tell, write_path
 from streamshard.cli.text.newest_text import newest_lines
 from streamshard.operations.newest import newest
 
@@ -21,4 +21,4 @@ def run_newest(arguments: argparse.Namespace) -> None:
     if not arguments.quiet:
         tell(*newest_lines(found))
     if not arguments.json:
-        write_out(f"{found.path}\n")
+        write_path(found.path)

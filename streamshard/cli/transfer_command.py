@@ -6,7 +6,7 @@ from dataclasses import asdict
 from streamshard import registry
 from streamshard.cli.parser import keywords
 from streamshard.cli.progress import display
-from streamshard.cli.streams import print_result, write_out
+from streamshard.cli.streams import print_result, write_path
 from streamshard.cli.text.estimate_text import plan_text
 from streamshard.cli.text.report_text import report_text
 from streamshard.commands import command
@@ -48,7 +48,7 @@ def _carry_out(
 
 def _show(report: Report, estimate: Estimate | None, arguments: argparse.Namespace) -> None:
     if arguments.print_path:
-        write_out(report.path + "\n")
+        write_path(report.path)
     elif estimate is None:
         print_result(report, arguments, lambda: report_text(report, verbose=arguments.verbose))
     else:

@@ -5,7 +5,6 @@ import struct
 from binascii import a2b_base64, b2a_base64
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import inf
 from typing import Any, Final
 
 import numpy as np
@@ -78,10 +77,7 @@ def _packed(found: TensorHealth) -> str:
 
 def _unpacked(text: str) -> TensorHealth:
     found = TensorHealth(*_HEALTH.unpack(a2b_base64(text, strict_mode=True)))
-    counts = found.numel, found.nans, found.infinities, found.zeros
-    sizes = found.largest, found.rms
-    if min(counts) < 0 or sum(counts[1:]) > found.numel or not all(0 <= s < inf for s in sizes):
-        raise ValueError("a tensor's health that cannot be")
+    found.require_possible()
     return found
 
 
