@@ -6,6 +6,7 @@ from typing import Final
 
 MEASURED: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
 """Dtypes whose elements are counted; integers are always finite."""
+
 _MOST_NUMEL: Final = 1 << 63
 
 
@@ -25,10 +26,10 @@ class TensorHealth:
     """Root mean square of the finite elements; 0 if there are none."""
 
     def require_possible(self) -> None:
-        """Refuse, with a `ValueError`, numbers that no tensor has."""
-        counts = self.numel, self.nans, self.infinities, self.zeros
-        is_possible = min(counts) >= 0 and sum(counts[1:]) <= self.numel < _MOST_NUMEL
-        if not is_possible or not all(0 <= size < math.inf for size in (self.largest, self.rms)):
+        """Refuse, with a `ValueError`, numbers that no tensor has, as a record may hold them."""
+        counts, sizes = (self.nans, self.infinities, self.zeros), (self.largest, self.rms)
+        is_possible = min(counts) >= 0 and sum(counts) <= self.numel < _MOST_NUMEL
+        if not is_possible or not all(0 <= size < math.inf for size in sizes):
             raise ValueError("a tensor's health that cannot be")
 
     @property

@@ -23,6 +23,7 @@ from streamshard.cli.streams import (
     tell,
     tell_error,
     write_out,
+    write_path,
 )
 from streamshard.cli.text.diff_text import diff_text, difference_text
 from streamshard.cli.text.estimate_text import plan_text
@@ -236,7 +237,7 @@ def _newest(arguments: argparse.Namespace) -> None:
     if not arguments.quiet:
         tell(*newest_lines(found))
     if not arguments.json:
-        write_out(f"{found.path}\n")
+        write_path(found.path)
 
 
 def _apply(arguments: argparse.Namespace) -> None:
@@ -278,7 +279,7 @@ def _carry_out(
 
 def _show(report: Report, estimate: Estimate | None, arguments: argparse.Namespace) -> None:
     if arguments.print_path:
-        write_out(report.path + "\n")
+        write_path(report.path)
     elif estimate is None:
         print_result(report, arguments, lambda: report_text(report, verbose=arguments.verbose))
     else:

@@ -117,7 +117,7 @@ def arguments_of() -> argparse.ArgumentParser:
         verb: _Parser = verbs.add_parser(
             name,
             help=summary,
-            description=summary.capitalize() + ".",
+            description=f"{summary[0].upper()}{summary[1:]}.",
             epilog="\n  ".join([_EXAMPLES, *examples]),
             formatter_class=_Help,
         )

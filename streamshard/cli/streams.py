@@ -4,7 +4,7 @@ import io
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TextIO
+from typing import TYPE_CHECKING, BinaryIO, Final, TextIO
 
 from streamshard.cli.text.escaping import one_line
 from streamshard.errors import TargetError
@@ -69,10 +69,15 @@ def tell_error(error: BaseException, text: str = "") -> None:
     tell(f"streamshard: {text or error}", *getattr(error, "__notes__", ()))
 
 
-def write_out(text: str) -> None:
-    """Write to standard output, and flush it."""
+def write_path(path: str) -> None:
+    """Write a path in a line of its own, byte for byte, whatever the encoding of the output."""
+    write_out(f"{path}\n", sys.stdout.buffer)
+
+
+def write_out(text: str, raw: BinaryIO | None = None) -> None:
+    """Write to standard output, and flush it; to its `raw` stream as file names are encoded."""
     try:
-        sys.stdout.write(text)
+        sys.stdout.write(text) if raw is None else raw.write(os.fsencode(text))
         sys.stdout.flush()
     except BrokenPipeError:
         raise

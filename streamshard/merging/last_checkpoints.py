@@ -25,10 +25,9 @@ def last_whole(directory: str, count: int) -> tuple[list[str], list[str]]:
             else:
                 passed_over.append(f"Passed over {found.path}: {found.reason}.")
     if len(chosen) < count:
-        message = (
-            f"{directory}: {Option('last', count)}: {counted(len(chosen), 'checkpoint')} in it"
-        )
-        error = IncompleteError(f"{message} with a known step, and whole")
+        known = f"it holds {counted(len(chosen), 'whole checkpoint')} with a known step"
+        advice = f"; write {Option('last', len(chosen))}" if chosen else ""
+        error = IncompleteError(f"{directory}: {Option('last', count)}: {known}{advice}")
         for reason in passed_over:
             error.add_note(reason)
         raise error

@@ -90,12 +90,27 @@ class Merging:
                 continue
             compared = compare(base, one, pairs, memory, progress, phase=COMPARING).require_read()
             if names := [difference.name for difference in compared.differences]:
+                self._require_not_quantized(one, [p.tensor for p in pairs if p.name in names])
                 found.append(
                     f"{place_of(one)} has other values of {some_of(names, _MOST_NAMED)}: buffers "
                     f"and frozen weights are not averaged, and are those of {place_of(base)}. "
                     "Statistics of activations, as BatchNorm keeps, have to be computed anew."
                 )
         return found
+
+    def _require_not_quantized(
+        self, one: Source, differing: Sequence[LogicalTensor | None]
+    ) -> None:
+        """Refuse models with tables of integers of their own, which their scales belong to."""
+        if any(self._tensor(row).state == MASTER for row in self.averaged):
+            return
+        for tensor in differing:
+            if tensor is not None and len(tensor.shape) > 1 and tensor.dtype != "bool":
+                message = f"has other values of '{tensor.name}', of {tensor.dtype}: quantized"
+                message = f"{message} weights have no mean. Merge the checkpoints that they were"
+                raise UnsupportedError(
+                    f"{message} made from, and quantize that", path=place_of(one)
+                )
 
     @cached_property
     def averaged(self) -> Sequence[int]:
@@ -105,7 +120,7 @@ class Merging:
         found = [row for row, tensor in enumerate(tensors) if tensor.state in states]
         if any(tensors[row].state == MASTER for row in found):
             return found
-        return [r for r, t in enumerate(tensors) if t.state == MODULE and t.dtype in _FLOATS]
+        return [r for r, t in enumerate(tensors) if t.state == MODULE and "float" in t.dtype]
 
     @cached_property
     def _indices(self) -> Sequence[Mapping[_Key, int]]:

@@ -202,17 +202,51 @@ def test_buffers_that_differ_are_noted(made: Path, tmp_path: Path) -> None:
     assert any("The ranks' files differ in freq; rank 0's are taken" in note for note in notes)
 
 
+def test_replicas_that_differ_are_noted_also_where_padding_is_saved(
+    made: Path, tmp_path: Path
+) -> None:
+    place = shutil.copytree(made / "HSDP", tmp_path / "actor")
+    assert not any("differ" in note for note in streamshard.inspect(place).notes)
+
+    def another(held: State) -> State:
+        part = held["up.bias"].to_local()
+        assert part.untyped_storage().nbytes() == 16
+        part += 1
+        return held
+
+    changed(another, 3)(place)
+    notes = streamshard.inspect(place).notes
+    wanted = "differ in up.bias, or in memory that was saved with it; rank 0's are taken"
+    assert any(wanted in note for note in notes)
+
+
+@pytest.mark.parametrize("first", ["whole", "part"])
+def test_a_part_of_a_weight_is_a_weight_of_its_own(first: str, tmp_path: Path) -> None:
+    """It begins where the other does in the file, and is not tied to it."""
+    whole = torch.arange(12.0).reshape(4, 3)
+    held = {"whole": whole, "part": whole[:2], "flat": whole.view(-1), "tied": whole[:]}
+    place = tmp_path / "actor"
+    place.mkdir()
+    for rank in range(2):
+        torch.save({first: held[first], **held}, place / name(rank, 2))
+    streamshard.export(place, tmp_path / "out", verify=True)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert {key: held.tolist() for key, held in found.items()} == {
+        key: held[key].tolist() for key in ("whole", "part", "flat")
+    }
+
+
 def name(rank: int, ranks: int = RANKS) -> str:
     return f"model_world_size_{ranks}_rank_{rank}.pt"
 
 
-def changed(change: Callable[[State], State]) -> Callable[[Path], None]:
-    """Return what changes what the second rank saved."""
+def changed(change: Callable[[State], State], rank: int = 1) -> Callable[[Path], None]:
+    """Return what changes what a rank saved."""
 
     def save_again(path: Path) -> None:
         torch.save(change(torch.load(path, weights_only=False)), path)
 
-    return lambda place: in_rank(1, partial(save_again, place / name(1)))
+    return lambda place: in_rank(rank, partial(save_again, place / name(rank)))
 
 
 def summed(held: State) -> State:

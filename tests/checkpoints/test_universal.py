@@ -24,6 +24,8 @@ from tests.fabricated import client_state, edit, edit_all, write
 from tests.fabricated_universal import UNIVERSAL, convert, write_universal
 from tests.job import TAG, Job
 
+PARAM = "block.0.bias"
+
 STATE = {key: value for key, value in client_state().items() if key != "keepsake"}
 """What a converter can load that does not know the training script."""
 JOBS = {
@@ -154,6 +156,16 @@ def test_padding_that_older_converters_leave_is_not_read(tmp_path: Path) -> None
     assert files_of(tmp_path / "out") == files_of(tmp_path / "wanted")
 
 
+@pytest.mark.parametrize("name", ["old.name", f"{PARAM}/more"])
+def test_files_of_what_the_model_does_not_have_are_told(name: str, tmp_path: Path) -> None:
+    made = write_universal(Job(), tmp_path / "run")
+    assert not any("Not read" in note for note in streamshard.inspect(made).notes)
+    (made / "zero" / name).mkdir()
+    shutil.copy(made / "zero" / PARAM / "fp32.pt", made / "zero" / name)
+    notes = streamshard.inspect(made).notes
+    assert any(f"Not read: files of {name}, which the model file" in note for note in notes)
+
+
 def forget_states(run: Path) -> None:
     """Leave the optimizer as it is before its first step."""
     edit_all(
@@ -161,9 +173,6 @@ def forget_states(run: Path) -> None:
         "*_optim_states.pt",
         lambda held: held["optimizer_state_dict"]["base_optimizer_state"]["state"].clear(),
     )
-
-
-PARAM = "block.0.bias"
 
 
 def param(state: str, change: Callable[[Any], Any]) -> Callable[[Path], None]:
@@ -294,6 +303,14 @@ REFUSED: dict[str, tuple[Job, Callable[[Path], object], type[SourceError], str]]
     "another shape": (
         Job(stage=3), param("fp32", lambda held: held[:-1]),
         CorruptFileError, r"has shape \[6\], 'block.0.bias' in the model file \[7\]",
+    ),
+    "no elements": (
+        Job(), param("fp32", lambda held: held[:0].clone()),
+        CorruptFileError, r"has shape \[0\], 'block.0.bias' in the model file \[7\]",
+    ),
+    "as many elements": (
+        Job(), param("fp32", lambda held: held.reshape(7, 1)),
+        CorruptFileError, r"has shape \[7, 1\], 'block.0.bias' in the model file \[7\]",
     ),
     "no tensor": (
         Job(stage=3), param("fp32", lambda held: "weights"), CorruptFileError, "not a parameter's",

@@ -38,6 +38,7 @@ def test_help_is_short_and_all_of_it_is_there_when_asked_for() -> None:
         assert len(short - {"--help", "--help-all"}) <= 14, verb
         assert short <= long
         assert shown.startswith(f"usage: streamshard {verb} [OPTIONS] ")
+        assert "zarr store" not in shown.partition("positional")[0]
         parser = next(a.choices for a in arguments_of()._actions if isinstance(a.choices, dict))
         known = {option for option in parser[verb]._option_string_actions if option[1] == "-"}
         assert known == long
@@ -135,6 +136,7 @@ RANKS = "1000000", "9" * 40
         ("export SRC OUT", "--max-shard-size many", "is not a size"),
         ("export SRC OUT.safetensors", "", "go into a directory"),
         ("export SRC OUT", "--plan-out OUT", "--dry-run"),
+        ("export SRC OUT", "--format universal --dtype bf16", "--dtype: is for files of weights"),
         ("compact SRC OUT", "--keep-last 1", "--keep-last"),
         ("compact SRC OUT", "--keep-every 0", "--keep-every"),
         ("compact SRC OUT", "--max-delete -1", "--max-delete"),

@@ -77,6 +77,7 @@ def test_a_tag_from_its_archive_to_its_end(run: Path, archive: Path) -> None:
     (tag,) = [tag for tag in found.tags if tag.tag == FIRST]
     assert tag.state == "in the trash"
     assert datetime.fromisoformat(tag.trash_until) == after(4)
+    assert "moved to trash" in streamshard("compact", run, archive, "--status").out
     assert found.trash_bytes == sum(t.source_bytes for t in found.tags if t.trash_until)
     record = last_run(run, archive)
     assert (record.deletes, record.exit_code, record.needs_attention) == (True, 0, False)

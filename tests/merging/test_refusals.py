@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import streamshard
 from streamshard.errors import (
@@ -200,6 +201,25 @@ def test_dumps_and_models_are_refused_where_a_job_resumes(tmp_path: Path) -> Non
             streamshard.merge(sources, tmp_path / "out", format="safetensors")
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int32, torch.uint8])
+def test_quantized_weights_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    """A mean of their scales alone, next to the weights of one of them, would be of no model."""
+    models = [tmp_path / "one", tmp_path / "other"]
+    for number, model in enumerate(models):
+        model.mkdir()
+        held = {"seen": torch.arange(3) + number, "scale": torch.ones(3) + number}
+        held["w"] = torch.full((3, 3), number + 1.0).to(dtype)
+        save_file(held, model / "model.safetensors")
+    with pytest.raises(UnsupportedError, match=r"weights have no mean|which has no mean"):
+        streamshard.merge(models, tmp_path / "out", format="safetensors")
+    assert not (tmp_path / "out").exists()
+    for model in models:
+        held = load_file(model / "model.safetensors")
+        save_file({**held, "w": torch.ones(3, 3).int()}, model / "model.safetensors")
+    done = streamshard.merge(models, tmp_path / "out", format="safetensors")
+    assert any("has other values of 'seen'" in note for note in done.notes)
+
+
 def test_one_checkpoint_is_not_given_twice(two: list[Path], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=f"{two[0]}: given twice"):
         streamshard.merge([two[0], two[1], two[0].parent], tmp_path / "out")
@@ -324,7 +344,7 @@ def test_what_the_job_has_left_behind_is_not_merged(tmp_path: Path) -> None:
 def test_fewer_than_asked_for_are_not_merged(two: list[Path], tmp_path: Path) -> None:
     run = tmp_path / "run"
     trained(run, 2)
-    with pytest.raises(IncompleteError, match=f"{run}: last=3: 2 checkpoints in it"):
+    with pytest.raises(IncompleteError, match=f"{run}: last=3: it holds 2 .*; write last=2"):
         streamshard.merge(run, tmp_path / "out", last=3)
     with pytest.raises(UsageError, match="one directory of checkpoints, and there are 2 sources"):
         streamshard.merge(two, tmp_path / "out", last=2)

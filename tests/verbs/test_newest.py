@@ -2,7 +2,10 @@
 
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,8 @@ from streamshard.operations.transfer.report import Silent
 from tests.cli.conftest import streamshard as program
 from tests.compact.runs import SHARD, make_run, save
 from tests.compact.test_families import LIGHTNING, make_output
-from tests.fabricated import edit
+from tests.fabricated import edit, write
+from tests.job import Job
 
 STEPS = (80, 90, 100, 1000)
 DAMAGES: dict[str, Callable[[Path], object]] = {
@@ -112,6 +116,63 @@ def test_a_wrong_latest_is_told_and_the_steps_count(run: Path, latest: str | Non
     found = streamshard.newest(run)
     assert found.path == f"{run}/global_step1000"
     assert len(found.notes) == (latest is not None)
+
+
+def make_latest_a_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def make_latest_lead_nowhere(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+@pytest.mark.parametrize("change", [make_latest_a_directory, make_latest_lead_nowhere])
+def test_a_latest_that_is_no_file_is_told(run: Path, change: Callable[[Path], None]) -> None:
+    change(run / "latest")
+    found = streamshard.newest(run)
+    assert found.path == f"{run}/global_step1000"
+    (note,) = found.notes
+    assert "not a file" in note
+
+
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii"])
+def test_the_path_is_printed_byte_for_byte(tmp_path: Path, encoding: str) -> None:
+    """As the file system has it, which may be no text."""
+    run = make_run(tmp_path / os.fsdecode(b"\xff \xc3\xa9"), steps=(5,))
+    done = subprocess.run(
+        [sys.executable, "-m", "streamshard", "newest", run],
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, os.fsencode(run / "global_step5") + b"\n")
+
+
+@pytest.mark.parametrize("around", ["epochs", "epochs/all"])
+def test_a_tag_may_be_a_path(run: Path, around: str) -> None:
+    """DeepSpeed takes `save_checkpoint(dir, tag="epochs/global_step5")`."""
+    (run / around).mkdir(parents=True)
+    for step in STEPS:
+        (run / f"global_step{step}").rename(run / around / f"global_step{step}")
+    (run / "latest").write_text(f"{around}/global_step100")
+    assert streamshard.newest(run).path == f"{run}/{around}/global_step100"
+    (run / "latest").write_text(f"{around}/global_step1000")
+    assert streamshard.newest(run).path == f"{run}/{around}/global_step1000"
+    poison(run / around / "global_step1000")
+    found = streamshard.newest(run)
+    assert (found.path, found.notes) == (f"{run}/{around}/global_step100", ())
+
+
+def test_steps_in_several_directories_are_those_of_their_files(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for tag, step in (("epoch_1/step_9", 90), ("epoch_2/step_3", 120)):
+        write(Job(client_state={"global_steps": step}), run, tag)
+    assert (run / "latest").read_text() == "epoch_2/step_3"
+    assert streamshard.newest(run).path == f"{run}/epoch_2/step_3"
+    poison(run / "epoch_2/step_3")
+    assert streamshard.newest(run).path == f"{run}/epoch_1/step_9"
 
 
 PATTERNS = ("checkpoint-{}", "checkpoint_{}", "epoch_{}", LIGHTNING)
@@ -232,6 +293,8 @@ def test_two_saves_in_one_tag_are_a_warning(run: Path) -> None:
     assert found.path == f"{run}/global_step1000"
     assert "of two saves" in found.checkpoints[0].warnings[0]
     assert "of two saves" in program("newest", run).err
+    notes = streamshard.verify(run, health=True).notes
+    assert [("of two saves" in note) for note in notes].count(True) == 1
 
 
 @pytest.mark.parametrize(("skipped", "is_told"), [(2, True), (1, False)])

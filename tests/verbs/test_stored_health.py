@@ -72,6 +72,21 @@ def test_nothing_is_read_to_show_it(run: Path, tmp_path: Path) -> None:
     assert found["bytes_read"] == 0
 
 
+def test_what_is_recorded_of_some_tensors_says_nothing_of_others(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(run / TAG)
+    serialize = store_manifest.serialize
+
+    def partly(records: Any, codec: str, found: Any, health: Any) -> bytes:  # noqa: ANN401
+        return serialize(records, codec, found, {k: v for k, v in health.items() if v.is_good})
+
+    monkeypatch.setattr(store_manifest, "serialize", partly)
+    streamshard.convert(run, tmp_path / "stores" / "run.zarr", health=True)
+    found = json.loads(program("newest", tmp_path / "stores", "--json").out)
+    assert [one["is_healthy"] for one in found["checkpoints"]] == [False]
+
+
 def test_archives_have_it_also_those_of_weights_alone(tmp_path: Path) -> None:
     run, archive = make_run(tmp_path / "run"), tmp_path / "archive"
     wanted = streamshard.verify(run, tag=tag_of(STEPS[0]), health=True).health

@@ -35,7 +35,7 @@ _GAUGES: Final = {
 
 def compaction_text(found: Compaction, *, verbose: bool) -> str:
     """Summarize what `compact` did or would do; if verbose or a dry run, with a table of tags."""
-    counts = Counter(map(_action, found.tags))
+    counts = Counter(_shown(tag.action) for tag in found.tags)
     line = f"{found.run_dir}: {'dry run: ' if found.is_dry_run else ''}{_counts(counts)}"
     archived = [tag for tag in found.tags if tag.action in (ARCHIVED, DELETED)]
     if archived and not found.is_dry_run:
@@ -63,12 +63,12 @@ def _row(tag: CompactedTag) -> Sequence[object]:
     sizes = map(_size, (tag.source_bytes, tag.archive_bytes, tag.shared_bytes))
     # An error is long, and standard error shows it anyway.
     why = "listed on standard error" if tag.needs_attention else tag.reason
-    return tag.tag, _action(tag), *sizes, why
+    return tag.tag, _shown(tag.action), *sizes, why
 
 
-def _action(tag: CompactedTag) -> str:
+def _shown(action: str) -> str:
     # The tag can still be brought back, and its space is not free until the trash is emptied.
-    return "moved to trash" if tag.action == DELETED else tag.action
+    return "moved to trash" if action == DELETED else action
 
 
 def _size(nbytes: int) -> str:
@@ -121,7 +121,7 @@ def _run_text(run: RunRecord | None) -> str:
     began = f"began {_minute(run.began)}"
     if not run.ended:
         return f"{began}, and has not ended: it is running, or was killed"
-    outcome = run.error or _counts(run.actions)
+    outcome = run.error or _counts({_shown(what): n for what, n in run.actions.items()})
     return f"{began}, ended {_minute(run.ended)} with exit code {run.exit_code}: {outcome}"
 
 

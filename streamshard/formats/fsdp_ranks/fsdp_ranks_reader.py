@@ -121,11 +121,12 @@ def _opened(
     boxes: Mapping[str, Sequence[Box]],
     notes: Sequence[Note],
 ) -> Reading:
-    entries, first = [], dict[tuple[tuple[int, int], ...], str]()
+    entries, first = [], dict[tuple[object, ...], str]()
     for name, own in parts.items():
         dtype = _dtype(directory, name, own)
-        place = tuple(box.tensor.location for box in boxes[name])
-        tied = first.setdefault(place, name) if place else name
+        places = [(box.offset, box.tensor.shape, box.tensor.location) for box in boxes[name]]
+        key = dtype, own[0].shape, *places
+        tied = first.setdefault(key, name) if places else name
         kind = "weight" if tied == name else "alias"
         entries.append(ModuleEntry(name, kind, dtype, own[0].shape, "" if tied == name else tied))
     held = [entry for entry in entries if entry.kind != "alias"]
@@ -212,16 +213,20 @@ def _notes(
     if skipped:
         text = f"Not read, as they are no tensors: {show_few(skipped)}."
         yield Note(text, NoteKind.LEFT_OUT)
-    differing = [name for name, held in boxes.items() if not all(map(_is_alike, held))]
+    differing = [
+        name
+        for name, held in boxes.items()
+        if not all(alike(box.tensor, copy) for box in held for copy in box.copies)
+    ]
     if differing:
-        text = f"The ranks' files differ in {show_few(differing)}; rank 0's are taken for all."
+        text = f"The ranks' files differ in {show_few(differing)}"
+        # The checksums that tell are those of storages.
+        more = f", or in memory that was saved with {'it' if len(differing) == 1 else 'them'}"
+        held_alone = all(map(_is_alone, (box for name in differing for box in boxes[name])))
+        text = f"{text}{'' if held_alone else more}; rank 0's are taken for all."
         yield Note(text, NoteKind.LEFT_OUT)
 
 
-def _is_alike(box: Box) -> bool:
-    """Tell whether ranks that hold the same part hold the same values, by checksums.
-
-    The checksum is that of a storage, which may have padding behind the part.
-    """
-    is_all = box.tensor.storage.numel == box.tensor.numel
-    return not is_all or all(alike(box.tensor, copy) for copy in box.copies)
+def _is_alone(box: Box) -> bool:
+    """Tell whether storages hold this part alone, without padding."""
+    return all(held.storage.numel == held.numel for held in (box.tensor, *box.copies))

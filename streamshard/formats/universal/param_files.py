@@ -102,6 +102,10 @@ class ParamFiles:
         held_states = {**scalars, **flat} or None
         return ParamGroup(tuple(shapes), dtypes.get(MASTER, "float32"), held_states, number)
 
+    def beyond(self, known: Iterable[str]) -> list[str]:
+        """List the names that have files and are not known."""
+        return sorted(self.paths.keys() - {*known})
+
     def _states_of(self, shapes: Mapping[str, Shape]) -> list[str]:
         """List the states of a group's parameters, as an Adam of torch or DeepSpeed has them."""
         found = {state for name in shapes for state in self.paths.get(name, ())} - {_STEP}
@@ -132,8 +136,7 @@ class ParamFiles:
             if tensor is None:
                 message = f"holds {show(root)}, not a parameter's state"
                 raise CorruptFileError(message)
-            numel = prod(shape)
-            if tensor.numel not in (numel, _with_padding(numel, self.ranks)):
+            if tensor.shape not in _shapes_of(shape, self.ranks):
                 raise _unlike(tensor, name, shape, is_vocabulary=_VOCABULARY in beside)
             place = tensor.require_contiguous(f"the state of '{name}'").location
         return _ParamTensor(tensor.dtype, place, bool(beside) or not isinstance(root, dict))
@@ -147,14 +150,16 @@ class ParamFiles:
                 raise DisagreementError(f"{message} another count of steps; ZeRO keeps one for all")
 
 
-def _with_padding(numel: int, ranks: int) -> int:
-    """Count the elements that older converters leave of a parameter at stage 3.
+def _shapes_of(shape: Shape, ranks: int) -> set[Shape]:
+    """Return the shapes that a state may have: the parameter's own, or a flat one as at stage 3.
 
-    Of ranks beyond its end they take as many elements of padding as it is short of them, behind its
-    own (`extract_zero_shards_stage3` of 0.14.5 and 0.16.9).
+    Of ranks beyond its end older converters take as many elements of padding as it is short of
+    them, behind its own (`extract_zero_shards_stage3` of 0.14.5 and 0.16.9).
     """
-    share = -(-numel // ranks) if ranks else 0
-    return sum(min(share, abs(numel - rank * share)) for rank in range(ranks))
+    numel = prod(shape)
+    share = -(-numel // max(ranks, 1))
+    padded = sum(min(share, abs(numel - rank * share)) for rank in range(max(ranks, 1)))
+    return {shape, (numel,), (padded,)}
 
 
 def scalar_of(node: Node, sources: SourceFiles) -> Node:

@@ -6,7 +6,7 @@ of rank 0's optimizer in `zero/optimizer_state.pt`. So nothing is lost of what A
 data parallelism alone; where something is, it is refused by name. DeepSpeed itself restores less.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -53,6 +53,7 @@ from streamshard.formats.deepspeed.unsupported import Saved, refuse, refuse_file
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import name_of, of_file
 from streamshard.formats.torch.torch_tensor import tensor_of
+from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.formats.universal.param_files import AGAIN, ParamFiles, scalar_of
 from streamshard.io.entries import is_file, paths_below
 from streamshard.model import Note, NoteKind, ZeroLayout
@@ -197,7 +198,9 @@ def _read(tag_dir: Path, run_files: Sequence[tuple[Path, str]], tag: str) -> Rea
     told = (names.DS_CONFIG, names.DS_VERSION)
     optimizer = {names.OPTIMIZER: job.state, **{key: first[key] for key in told if key in first}}
     ids = known_param_ids(_ends(job), [list(unit) for unit in job.units], entries)
-    notes = (*found.notes, *sources.notes, *module.notes, *steps_apart(groups, first))
+    # Of what is no parameter the converter may write files too (`inject_missing_state`).
+    beyond = _beyond(files.beyond({*shapes, *(entry.name for entry in entries)}))
+    notes = (*found.notes, *beyond, *sources.notes, *module.notes, *steps_apart(groups, first))
     strip_optimizer(job.state, job.stage)
     module.strip(entries)
     adopt_blobs([first, optimizer], tensors, whole, first=0, model_part="")
@@ -218,6 +221,13 @@ def _read(tag_dir: Path, run_files: Sequence[tuple[Path, str]], tag: str) -> Rea
     )
     source_map = SourceMap(tuple(sources.files), whole=whole, shards=where.shards)
     return cut_source(checkpoint, source_map)
+
+
+def _beyond(others: Sequence[str]) -> Iterator[Note]:
+    """Yield a note about what an earlier conversion may have left, of another model."""
+    if others:
+        text = f"Not read: files of {show_few(others)}, which the model file does not have."
+        yield Note(text, NoteKind.LEFT_OUT)
 
 
 def _job(found: _Files, sources: SourceFiles) -> _Job:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -10,7 +11,7 @@ from streamshard.engine.run.phases import Count
 from streamshard.errors import SourceError, StreamshardError, release_frames
 from streamshard.formats.deepspeed import names
 from streamshard.formats.pickle.inert import show
-from streamshard.io.entries import is_file, listings_kept
+from streamshard.io.entries import is_directory, is_file, lexists, listings_kept, paths_in
 from streamshard.io.files import source_errors
 from streamshard.io.object_path import as_path
 from streamshard.layout.sample import EVERYTHING
@@ -18,7 +19,7 @@ from streamshard.operations.checks.problems import UNHEALTHY, Findings
 from streamshard.operations.checks.scan import scan
 from streamshard.operations.checks.structure import check_structure
 from streamshard.operations.checks.suspicion import suspicions
-from streamshard.operations.checks.tensor_content import TensorUnits, recorded
+from streamshard.operations.checks.tensor_content import TensorUnits, known_of_all, recorded
 from streamshard.operations.source.completeness import require_named, require_saved_to_end
 from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.source import Request, Source, open_source
@@ -67,6 +68,7 @@ class Assessor:
         `request`: how it was opened.
         """
         known = recorded_health(source.path) if source.kind == "store" else None
+        known = None if known is None else known_of_all(source, known)
         findings = self._measured(source) if known is None else recorded(source.path, known)
         if findings.problems:
             return findings
@@ -105,6 +107,8 @@ class RunAssessment:
         self._names: dict[AssessedCheckpoint, str] = {}
         self._before: dict[str, str] = {}
         """Name of a checkpoint → that of the one before it."""
+        self._depth = 0
+        """How many directories lie between the run directory and the tag that `latest` names."""
         self._count = Count(progress.advance)
         self._assessor = Assessor(limits, progress, self._count.add)
         self.notes: list[str] = []
@@ -124,13 +128,14 @@ class RunAssessment:
         """
         with listings_kept(), source_errors(self._root):
             found = find_candidates(self._root)
+            found += self._deeper(found)
             latest = self._latest(found)
             steps = self._steps(found)
             last = -1 if latest is None else _number(steps[latest])
             later = {
                 name
                 for name in found
-                if latest is not None and _number(steps[name]) > last and self._is_tag(name, latest)
+                if latest is not None and _number(steps[name]) > last and self._is_tag(name)
             }
         found.sort(
             key=lambda n: (_number(steps[n]), n == latest, _number(step_of_path(n)), n),
@@ -144,13 +149,28 @@ class RunAssessment:
         self._before = dict(pairwise(found))
         return [*self._names]
 
+    def _deeper(self, found: Sequence[str]) -> list[str]:
+        """List the tags beside the one that `latest` names, if that lies deeper than others can."""
+        with suppress(SourceError):  # reported where it is read for what it says
+            name = names.latest_of(self._root) or ""
+            place = self._root / name
+            if names.is_tag(name) and name not in found and is_directory(place):
+                beside = [p for p in paths_in(place.parent) if is_directory(p) and has_shards(p)]
+                listed = [path.relative_to(self._root).as_posix() for path in beside]
+                return [path for path in listed if path not in found]
+        return []
+
     def _latest(self, found: Sequence[str]) -> str | None:
         try:
             name = names.latest_of(self._root)
         except SourceError as error:
             self.notes.append(str(error))
             return None
+        if name is None and lexists(self._root / names.LATEST):
+            message = "not a file that can be read, so the steps tell which is newest"
+            self.notes.append(f"{self._root / names.LATEST}: {message}")
         if name is None or name in found:
+            self._depth = 0 if name is None else name.count("/")
             return name
         what = f"names {show(name)}, where no checkpoint is" if name else "is empty"
         self.notes.append(f"{self._root / names.LATEST}: {what}, so the steps tell which is newest")
@@ -158,7 +178,9 @@ class RunAssessment:
 
     def _steps(self, found: Sequence[str]) -> dict[str, int | None]:
         by_name = {name: step_of_path(name) for name in found}
-        forms = {re.sub(r"\d+", "N", name) for name in found}
+        # The numbers of `epoch_1/step_9` and `epoch_2/step_3` do not say which one is newer.
+        parts = [name.rpartition("/") for name in found]
+        forms = {(around, re.sub(r"\d+", "N", name)) for around, _, name in parts}
         if len(forms) <= 1 and None not in by_name.values():
             return by_name
         return {name: self._recorded(name, step) for name, step in by_name.items()}
@@ -172,11 +194,12 @@ class RunAssessment:
         steps = model.get("global_steps")
         return steps if isinstance(steps, int) else otherwise
 
-    def _is_tag(self, name: str, latest: str) -> bool:
-        """Tell whether a checkpoint is a tag of the same kind as the one that `latest` names."""
-        place = self._root / name
-        is_beside = name.rpartition("/")[0] == latest.rpartition("/")[0]
-        return is_beside and has_shards(place) and not is_file(place / names.LATEST)
+    def _is_tag(self, name: str) -> bool:
+        """Tell whether a checkpoint is a tag as deep as the one that the run's `latest` names."""
+        if name.count("/") != self._depth:
+            return False
+        inside = [self._root / name, *(self._root / name).parents[: self._depth]]
+        return has_shards(inside[0]) and not any(is_file(p / names.LATEST) for p in inside)
 
     def assess(self, one: AssessedCheckpoint) -> AssessedCheckpoint:
         """Look at a checkpoint: at its headers, then at its numbers, then at its checksums."""
@@ -194,12 +217,14 @@ class RunAssessment:
 
     def _assessed(self, one: AssessedCheckpoint, place: Path) -> AssessedCheckpoint:
         opened = open_source(place)
-        if opened.kind == "native" and place.parent != self._root and opened.path != place:
+        name = self._names[one]
+        is_inner = opened.kind == "native" and "/" in name and opened.path != place
+        if is_inner and not self._is_tag(name):
             require_named(place.parent)
         require_saved_to_end(opened)
         if opened.checkpoint.dropped is not None:
             opened.require_states()
-        skipped = [*self._skipped(opened, self._names[one])]
+        skipped = [*self._skipped(opened, name)]
         if self._is_quick:
             warnings = *suspicions(opened.checkpoint, {}), *skipped
             return replace(one, is_whole=True, warnings=warnings)

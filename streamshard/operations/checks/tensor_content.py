@@ -98,13 +98,22 @@ def is_measured(tensor: LogicalTensor) -> bool:
     return tensor.dtype in MEASURED and tensor.state not in (BLOB, FILE)
 
 
+def known_of_all(
+    source: Source, known: Mapping[str, TensorHealth]
+) -> dict[str, TensorHealth] | None:
+    """Return what is known of the tensors of floats; None unless it is known of each."""
+    floats = {array_path(t): t.numel for t in source.checkpoint.tensors if is_measured(t)}
+    found = {name: known[name] for name in floats if name in known}
+    is_whole = {name: one.numel for name, one in found.items()} == floats
+    return found if is_whole else None
+
+
 def measured(
     source: Source, limits: Limits, known: Mapping[str, TensorHealth]
 ) -> dict[str, TensorHealth]:
     """Return which numbers each tensor of floats holds; they are read unless all are known."""
-    names = [array_path(tensor) for tensor in source.checkpoint.tensors if is_measured(tensor)]
-    if known.keys() >= {*names}:
-        return {name: known[name] for name in names}
+    if (found := known_of_all(source, known)) is not None:
+        return found
     findings = Findings()
     units = TensorUnits(source, findings, health=True)
     plan = limits.fit(source.codec_bytes, source.files)

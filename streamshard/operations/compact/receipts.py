@@ -26,6 +26,8 @@ _RECEIPT: Final = ".receipt.json"
 """Suffix of the names of receipts."""
 _SUM_LETTERS: Final = 64
 _MOST_BYTES: Final = 1 << 63
+_FIRST: Final = int(datetime(1, 1, 1, tzinfo=UTC).timestamp())
+_LAST: Final = int(datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC).timestamp())
 
 _TIME: Final = "time of change"
 _LOOKS: Final = {
@@ -432,6 +434,15 @@ def parse_moment(text: str) -> datetime:
     if moment.tzinfo is None:
         raise ValueError(f"{text!r} is without a time zone")
     return moment
+
+
+def moment_of(epoch_ns: int) -> datetime:
+    """Return a time of change, or the closest that can be shown: file systems keep any number.
+
+    >>> str(moment_of(1 << 90))
+    '9999-12-31 23:59:59+00:00'
+    """
+    return datetime.fromtimestamp(min(max(epoch_ns // 10**9, _FIRST), _LAST), UTC)
 
 
 def show_moment(at: datetime) -> str:

@@ -3,15 +3,16 @@
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, Self
 
-from streamshard.errors import CorruptFileError, StreamshardError, TargetError, release_frames
+from streamshard.errors import SourceError, StreamshardError, TargetError, release_frames
 from streamshard.formats.deepspeed import names
+from streamshard.formats.pickle.inert import show
 from streamshard.health import TensorHealth
 from streamshard.operations.checks.assessment import Assessor
-from streamshard.operations.compact.receipts import JsonRecord, parse_moment, show_moment
+from streamshard.operations.checks.problems import UNREADABLE
+from streamshard.operations.compact.receipts import JsonRecord, moment_of, parse_moment, show_moment
 from streamshard.operations.compact.run_context import RunContext
 from streamshard.operations.compact.run_directory import open_tag
 from streamshard.operations.compact.tag_choice import RunDirectory, Tag
@@ -43,12 +44,14 @@ class HealthRecord(JsonRecord):
     tags: tuple[TagHealth, ...] = ()
 
     def require_sound(self) -> None:
-        """Refuse times without a time zone, and numbers that no tensor has."""
+        """Refuse what is no tag, times without a time zone, and counts that cannot be."""
         for one in self.tags:
+            if not names.is_tag(one.tag):
+                raise ValueError(f"{show(one.tag)} is not a tag")
             if one.saved:
                 parse_moment(one.saved)
-            for health in one.tensors.values():
-                health.require_possible()
+            for found in one.tensors.values():
+                found.require_possible()
 
     @classmethod
     def of(cls, archive_dir: Path) -> Self:
@@ -64,7 +67,9 @@ class TagHealths:
         self._remembers = remembers
         """Whether what is found out is recorded: a dry run writes nothing."""
         self._known = dict[tuple[str, str], TagHealth]()
-        with suppress(CorruptFileError):  # then each tag is read again, and the record replaced
+        self._unread = set[tuple[str, str]]()
+        """What could not be read, which says nothing about what another run will find."""
+        with suppress(SourceError):  # then each tag is read again, and the record replaced
             record = HealthRecord.of(context.archive_dir)
             self._known = {(one.tag, one.looks): one for one in record.tags}
 
@@ -100,11 +105,12 @@ class TagHealths:
             request = Request(archived.store)
         progress = proofs.progress
         found = Assessor(proofs.limits, progress, progress.advance).find(opened, request)
+        if any(problem.kind == UNREADABLE for problem in found.problems):
+            self._unread.add((tag.name, looks))
         unhealthy = found.problems[0].message if found.problems else ""
         if tag.looks:
             unhealthy = unhealthy.removeprefix(f"{self._context.run_dir / tag.name}: ")
-        saved = datetime.fromtimestamp(tag.changed_ns / 10**9, UTC) if tag.looks else None
-        when = "" if saved is None else show_moment(saved)
+        when = show_moment(moment_of(tag.changed_ns)) if tag.looks else ""
         tensors = {} if unhealthy or not tag.looks else found.health
         self._known[tag.name, looks] = TagHealth(tag.name, looks, when, unhealthy, tensors)
         return unhealthy
@@ -120,7 +126,7 @@ class TagHealths:
         found = tuple(
             one
             for key, one in self._known.items()
-            if key in there or (one.tag in trashed and not one.saved)
+            if key not in self._unread and (key in there or (one.tag in trashed and not one.saved))
         )
         if self._remembers:
             with suppress(TargetError):

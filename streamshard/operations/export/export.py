@@ -216,10 +216,8 @@ def _weights(source: Source, options: ExportOptions) -> Output:
 
 
 def _universal(source: Source, options: ExportOptions) -> Output:
-    own = ExportOptions.__annotations__.keys() - {"target", "format"}
-    if any(map(options.is_given, own)):
-        message = f"{Option('format', UNIVERSAL)}: holds the whole checkpoint as it is, in files of"
-        raise UsageError(f"{message} its own; of the options that shape weights none has a meaning")
+    own = [name for name in ExportOptions.__annotations__ if name not in {"target", "format"}]
+    _require_defaults(options, own, "files of weights, not a universal checkpoint")
     files = UniversalFiles(source)
     writer = ExportWriter.of(files, ModelSidecars(source, (), ()))
     return _output(writer, options, files.tensors(), tuple(files.notes()))

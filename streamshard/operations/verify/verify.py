@@ -107,7 +107,7 @@ def verify(options: _Verify) -> Verification:
         differences=tuple(run.differences),
         digests=run.findings.digests,
         health=run.findings.health,
-        notes=tuple(run.findings.notes),
+        notes=tuple(dict.fromkeys(run.findings.notes)),
         floor_bytes=floor_bytes,
         limit_bytes=limit_bytes,
         projected_bytes=run.projected_bytes,
