@@ -116,7 +116,7 @@ def _fsdp_ranks(directory: Path) -> list[bytes]:
     for form in ("fsdp1", "rows", "boxes", "strided", "replicas"):
         parts = [(directory / f"{form}-{rank}").read_bytes() for rank in range(RANKS)]
         found.append(BETWEEN.join(parts))
-    return found
+    return [*found, BETWEEN * RANKS + (directory / "alone-0").read_bytes()]
 
 
 def _save_ranks(directory: Path, rank: int) -> None:
@@ -128,6 +128,8 @@ def _save_ranks(directory: Path, rank: int) -> None:
         "strided": (boxes, [_StridedShard(0, split_factor=2), Shard(0)]),
         "replicas": (boxes, [Replicate(), Shard(0)]),
     }
+    if rank == 0:  # no other rank disagrees with what is changed in it
+        cuts["alone"] = DeviceMesh("cpu", [[0]]), [_StridedShard(0, split_factor=1), Shard(1)]
     saved = {
         form: {"w": distribute_tensor(model["w"], *cut, src_data_rank=None), "b": model["b"]}
         for form, cut in cuts.items()

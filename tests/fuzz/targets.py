@@ -228,7 +228,7 @@ def cuts(data: bytes, _: Path) -> None:
 
 
 def fsdp_ranks(_: bytes, path: Path) -> None:
-    """Open the weights in files of four ranks; what is read of them lies in the files."""
+    """Open the weights in files of four ranks, or one; what is read of them lies in the files."""
     _require_inside(fsdp_ranks_reader.read(path.parent))
 
 
@@ -303,7 +303,10 @@ TARGETS: Final[Mapping[str, Callable[[bytes, Path], None]]] = {
 
 FILES: Final[Mapping[str, Sequence[str]]] = {
     "dcp-metadata": [".metadata"],
-    "fsdp-ranks": [f"model_world_size_4_rank_{rank}.pt" for rank in range(4)],
+    "fsdp-ranks": [
+        *(f"model_world_size_4_rank_{rank}.pt" for rank in range(4)),
+        "model_world_size_1_rank_0.pt",
+    ],
     "healths": [".streamshard.health.json"],
     "latest": ["latest"],
     "packed-stores": ["x.zarr.zip"],
