@@ -15,11 +15,7 @@ import pytest
 
 import streamshard as api
 from streamshard.engine.scan.probe import Probe
-<<<<<<< HEAD
-from streamshard.errors import CorruptFileError, SourceError
-=======
 from streamshard.errors import SourceError
->>>>>>> fuzzers
 from streamshard.operations.checks.assessment import Assessor
 from streamshard.operations.compact import policy, removal
 from streamshard.operations.compact.run_directory import scan_run_directory
