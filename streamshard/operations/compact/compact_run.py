@@ -46,6 +46,7 @@ from streamshard.operations.compact.run_context import ProofContext, RunContext,
 from streamshard.operations.compact.run_directory import Identity
 from streamshard.operations.compact.tag_checks import unchanged
 from streamshard.operations.compact.tag_choice import CANDIDATE, Choice, Rules, by_step
+from streamshard.operations.compact.tag_health import growth
 from streamshard.operations.compact.weights_only import drop_states
 from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.target import is_there
@@ -252,7 +253,7 @@ class CompactRun:
         tag = choice.tag.name
         context, is_dry_run, limit = self._context, self._options.dry_run, self._limit_reached()
         is_moved = self._options.delete and limit is None
-        receipt, proof, action = self._archived(tag), None, compact_report.READY
+        receipt, proof, action, grown = self._archived(tag), None, compact_report.READY, ""
         if receipt is None:
             action = compact_report.ARCHIVED
             if not is_dry_run:
@@ -264,6 +265,7 @@ class CompactRun:
                     health=policy.healths.tensors(choice.tag),
                     rebuilds=is_moved,
                 )
+                grown = growth(context, tag)
         elif is_back(context, receipt) and not is_dry_run:
             receipt = record_back(context, receipt)  # an earlier run was interrupted here
         if is_moved:
@@ -272,6 +274,7 @@ class CompactRun:
             self._deleted.add(tag)
             action = compact_report.DELETED
         reason = limit if self._options.delete and limit else choice.reason
+        reason = "; ".join(filter(None, (reason, grown)))
         result = CompactedTag.of(tag, action, reason)
         return result if receipt is None else result.with_sizes(receipt)
 

@@ -10,13 +10,21 @@ from streamshard.errors import SourceError, StreamshardError, TargetError, relea
 from streamshard.formats.deepspeed import names
 from streamshard.formats.pickle.inert import show
 from streamshard.health import TensorHealth
+from streamshard.operations.checks import suspicion
 from streamshard.operations.checks.assessment import Assessor
 from streamshard.operations.checks.problems import UNREADABLE
-from streamshard.operations.compact.receipts import JsonRecord, moment_of, parse_moment, show_moment
+from streamshard.operations.compact.receipts import (
+    ArchivedTag,
+    JsonRecord,
+    moment_of,
+    parse_moment,
+    show_moment,
+)
 from streamshard.operations.compact.run_context import RunContext
 from streamshard.operations.compact.run_directory import open_tag
-from streamshard.operations.compact.tag_choice import RunDirectory, Tag
+from streamshard.operations.compact.tag_choice import RunDirectory, Tag, by_step
 from streamshard.operations.source.source import Request, open_source
+from streamshard.operations.source.store_source import recorded_health
 
 _HEALTH: Final = f"{names.OWN_PREFIX}.health.json"
 """Name of the record in a directory of archives."""
@@ -131,3 +139,15 @@ class TagHealths:
         if self._remembers:
             with suppress(TargetError):
                 HealthRecord(found).write(self._context.archive_dir / _HEALTH)
+
+
+def growth(context: RunContext, tag: str) -> str:
+    """Say which weights are far larger than in the archive before; empty if none is."""
+    with suppress(StreamshardError):  # it is only a hint
+        archives = sorted((one.tag for one in ArchivedTag.all_in(context.archive_dir)), key=by_step)
+        number = archives.index(tag)
+        before = archives[max(0, number - 1)]
+        found = (recorded_health(context.archived(one).store) or {} for one in (tag, before))
+        if grown := suspicion.growth(*found):
+            return f"{grown} since {before}"
+    return ""
