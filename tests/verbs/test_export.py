@@ -265,14 +265,14 @@ def test_a_universal_checkpoint_has_a_file_for_each_state(stage: int, tmp_path: 
 
 def test_what_no_engine_would_load_as_universal_is_refused(tmp_path: Path) -> None:
     jobs = {
-        "has a meaning": Job(stage=2),
+        "is for files of weights": Job(stage=2),
         "Muon": Job(stage=2, muon=(0,)),
         "directory's name": Job(stage=2, groups=((("../up", (3,)),),), tied={}),
         "experts": Job(stage=2, experts=EXPERTS, expert_parallel=2),
     }
     for number, (said, job) in enumerate(jobs.items()):
         source = write(job, tmp_path / f"run{number}")
-        dtype = "bf16" if said == "has a meaning" else "fp32"
+        dtype = "bf16" if said == "is for files of weights" else "fp32"
         with pytest.raises((UsageError, UnsupportedError), match=said):
             streamshard.export(source, tmp_path / "out", format="universal", dtype=dtype)
         assert not (tmp_path / "out").exists()
