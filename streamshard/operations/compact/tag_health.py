@@ -145,9 +145,8 @@ def growth(context: RunContext, tag: str) -> str:
     """Say which weights are far larger than in the archive before; empty if none is."""
     with suppress(StreamshardError):  # it is only a hint
         archives = sorted((one.tag for one in ArchivedTag.all_in(context.archive_dir)), key=by_step)
-        number = archives.index(tag)
-        before = archives[max(0, number - 1)]
-        found = (recorded_health(context.archived(one).store) or {} for one in (tag, before))
-        if grown := suspicion.growth(*found):
-            return f"{grown} since {before}"
+        for before in archives[: archives.index(tag)][-1:]:
+            found = (recorded_health(context.archived(one).store) or {} for one in (tag, before))
+            if grown := suspicion.growth(*found):
+                return f"{grown} since {before}"
     return ""
