@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Final
 
 from streamshard.errors import Option, UsageError
+from streamshard.sizes import counted
 
 _CURVES: Final[Mapping[str, Callable[[float], float]]] = {
     "1-sqrt": lambda at: 1 - math.sqrt(at),
@@ -77,8 +78,8 @@ def _listed(asked: str, count: int, *, any_sum: bool) -> list[float]:
     words, option = asked.split(","), Option("weights", asked)
     found = _numbers(asked, words)
     if len(found) != count:
-        one = "one for each of them"
-        raise UsageError(f"{option}: {len(found)} weights, and {count} checkpoints; give {one}")
+        both = f"{counted(len(found), 'weight')}, and {counted(count, 'checkpoint')}"
+        raise UsageError(f"{option}: {both}; give one for each of them")
     total = math.fsum(found)
     if abs(total - 1) > _TOLERANCE and not any_sum:
         say = Option("any_sum", True)
