@@ -273,7 +273,7 @@ def test_none_is_an_error_that_says_why(run: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(SourceNotFoundError, match="no checkpoint in it"):
         streamshard.newest(tmp_path / "empty")
-    with pytest.raises(SourceError, match="No such file"):
+    with pytest.raises(SourceError, match="no such file or directory"):
         streamshard.newest(tmp_path / "nowhere")
 
 

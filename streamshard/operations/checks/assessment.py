@@ -24,7 +24,7 @@ from streamshard.operations.source.completeness import require_named, require_sa
 from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.source import Request, Source, open_source
 from streamshard.operations.source.store_source import recorded_health
-from streamshard.operations.source.tag_directory import find_candidates, step_of_path
+from streamshard.operations.source.tag_directory import find_candidates, require_there, step_of_path
 from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Progress
 
@@ -127,6 +127,7 @@ class RunAssessment:
         them.
         """
         with listings_kept(), source_errors(self._root):
+            require_there(self._root)
             found = find_candidates(self._root)
             found += self._deeper(found)
             latest = self._latest(found)

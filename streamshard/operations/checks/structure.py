@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from streamshard import registry
+from streamshard.errors import IntegrityError, SourceError, release_frames
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.deepspeed import ds_config
 from streamshard.io.entries import listings_kept
@@ -90,6 +91,18 @@ class Reader(ABC):
     ) -> Checkpoint:
         """Add what a job's config tells of the training state, where `completes`."""
         raise NotImplementedError
+
+
+def opened_to_check(place: Path, request: Request, findings: Findings) -> Source | None:
+    """Open a checkpoint and find what is wrong with it; None if it cannot be opened."""
+    try:
+        opened = request.open()
+    except (SourceError, IntegrityError) as error:
+        release_frames(error)
+        findings.add_error(error, place)
+        return None
+    findings.notes += opened.checkpoint.remarks
+    return opened
 
 
 def title_of(kind: str) -> str:

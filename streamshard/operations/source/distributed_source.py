@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Self
 
-from streamshard.errors import IntegrityError, SourceError, release_frames
+from streamshard.errors import SourceError
 from streamshard.formats import detect
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.dcp import dcp_names, dcp_reader, reference
@@ -17,7 +17,7 @@ from streamshard.formats.torch.zip_audit import StoredRecord
 from streamshard.io.entries import identify, is_directory, is_file, list_ahead
 from streamshard.layout.sample import Sample
 from streamshard.operations.checks.problems import MALFORMED, Findings
-from streamshard.operations.checks.structure import CheckedStructure, Reader
+from streamshard.operations.checks.structure import CheckedStructure, Reader, opened_to_check
 from streamshard.operations.checks.torch_check import TorchFiles
 from streamshard.operations.source.directory_content import DirectoryContent
 from streamshard.operations.source.sidecars import has_shards
@@ -60,13 +60,7 @@ class _DistributedReader(Reader):
     def check_structure(
         self, place: Path, request: Request, findings: Findings, sample: Sample
     ) -> CheckedStructure:
-        opened: Source | None = None
-        try:
-            opened = request.open()
-            findings.notes += opened.checkpoint.remarks
-        except (SourceError, IntegrityError) as error:
-            release_frames(error)
-            findings.add_error(error, place)
+        opened = opened_to_check(place, request, findings)
         items: Mapping[Path, Sequence[tuple[int, int]]] = {}
         # Without an index it is not known where items lie, which is a problem already.
         with suppress(SourceError):

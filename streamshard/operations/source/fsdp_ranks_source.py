@@ -3,12 +3,11 @@
 from pathlib import Path
 from typing import Final
 
-from streamshard.errors import IntegrityError, SourceError, release_frames
 from streamshard.formats.fsdp_ranks import fsdp_ranks_reader
 from streamshard.io.entries import is_file, paths_in
 from streamshard.layout.sample import Sample
 from streamshard.operations.checks.problems import Findings
-from streamshard.operations.checks.structure import CheckedStructure, Reader
+from streamshard.operations.checks.structure import CheckedStructure, Reader, opened_to_check
 from streamshard.operations.checks.torch_check import TorchFiles
 from streamshard.operations.source.readable_files import ReadableFiles
 from streamshard.operations.source.source import Request, Source
@@ -30,13 +29,7 @@ class _FsdpRanksReader(Reader):
     def check_structure(
         self, place: Path, request: Request, findings: Findings, sample: Sample
     ) -> CheckedStructure:
-        opened: Source | None = None
-        try:
-            opened = request.open()
-            findings.notes += opened.checkpoint.remarks
-        except (SourceError, IntegrityError) as error:
-            release_frames(error)
-            findings.add_error(error, place)
+        opened = opened_to_check(place, request, findings)
         entries = sorted(path for path in paths_in(place) if is_file(path))
         readable = ReadableFiles(entries, [place], findings)
         torch = TorchFiles.at(readable.files, lambda _: None, findings, sample)

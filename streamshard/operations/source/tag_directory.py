@@ -100,10 +100,15 @@ _MOST_DEEP: Final = 4
 """How many directories around a tag directory are searched for its run directory."""
 
 
-def find_tag(root: Path, tag: str | None) -> tuple[Path, Path]:
-    """Return the run directory and the tag directory in it."""
+def require_there(root: Path) -> None:
+    """Refuse a path where nothing is."""
     if not exists(root):
         raise SourceNotFoundError("no such file or directory", path=root)
+
+
+def find_tag(root: Path, tag: str | None) -> tuple[Path, Path]:
+    """Return the run directory and the tag directory in it."""
+    require_there(root)
     if not is_directory(root):
         what = detect.file(root)
         if what is not None:

@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import Final
 
-from streamshard.errors import IncompleteError, IntegrityError, SourceError, release_frames
+from streamshard.errors import IncompleteError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.universal import universal_reader
 from streamshard.io.entries import is_directory, is_file, paths_below, paths_in
 from streamshard.io.files import require_inside
 from streamshard.layout.sample import Sample
 from streamshard.operations.checks.problems import Findings
-from streamshard.operations.checks.structure import CheckedStructure, Reader
+from streamshard.operations.checks.structure import CheckedStructure, Reader, opened_to_check
 from streamshard.operations.checks.torch_check import TorchFiles, deepspeed_owner
 from streamshard.operations.source.directory_content import DirectoryContent
 from streamshard.operations.source.readable_files import ReadableFiles
@@ -69,15 +69,8 @@ class _UniversalReader(Reader):
     def check_structure(
         self, place: Path, request: Request, findings: Findings, sample: Sample
     ) -> CheckedStructure:
-        opened: Source | None = None
-        beside: list[Path] = []
-        try:
-            opened = request.open()
-            beside = [file.path for file in opened.files]
-            findings.notes += opened.checkpoint.remarks
-        except (SourceError, IntegrityError) as error:
-            release_frames(error)
-            findings.add_error(error, place)
+        opened = opened_to_check(place, request, findings)
+        beside = [file.path for file in opened.files] if opened is not None else []
         run_dir, tag = _parts(place, request.root)
         readable = ReadableFiles(sorted(paths_below(place)), [run_dir, place], findings)
         torch = TorchFiles.at([*readable.files, *beside], deepspeed_owner, findings, sample)
