@@ -196,12 +196,13 @@ def plan_output(
         raise UsageError(f"{target}: {message}")
     source, byte_counts = output.source, output.writer.byte_counts()
     count, bytes_written = len(byte_counts.sizes), sum(byte_counts.sizes.values())
-    copies_bytes = byte_counts.copies_bytes(options.workers or execution.default_workers())
+    copies_bytes = byte_counts.copies_bytes()
     largest = max(byte_counts.sizes.values(), default=0)
     del byte_counts  # it is large for a large store
     identity = RunIdentity.of(source, output.options, replaces=options.overwrite)
     limit_bytes = execution.limit_or_default(options.memory_limit, floor_bytes)
     compares = options.verify or output.check is not None
+    encodes = output.encode is not None
     memory = execution.fit_memory(
         floor_bytes=floor_bytes,
         codec_bytes=source.codec_bytes + output.codec_bytes + COMPARING_BYTES * compares,
@@ -209,7 +210,8 @@ def plan_output(
         limit_bytes=limit_bytes,
         copies_bytes=copies_bytes,
         reopened=output.reopened * options.verify,
-        encodes=output.encode is not None,
+        copies=not (encodes or source.codec_bytes),
+        encodes=encodes,
         requests_bytes=request_bytes(file.path for file in source.files)
         + place_of(target).writing_bytes(largest),
     )
