@@ -71,6 +71,10 @@ class Readable(Protocol):
     def nbytes(self) -> int:
         """Size in bytes."""
 
+    @property
+    def takes_requests(self) -> bool:
+        """Whether each reading takes a request to a service, which takes long."""
+
     def read_at(self, offset: int, count: int) -> bytes:
         """Read bytes from an offset; fewer than requested only at the end of the file."""
 
@@ -112,6 +116,7 @@ class ReadableFile:
     """An open local file, which closes its descriptor."""
 
     origin = 0
+    takes_requests = False
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor

@@ -64,6 +64,8 @@ class TensorPlaces:
 class _ItemBytes:
     """An item as a file of its own, with both of its ends in memory."""
 
+    takes_requests = False
+
     def __init__(self, source: Readable, offset: int, nbytes: int) -> None:
         self._source = source
         self._offset = offset

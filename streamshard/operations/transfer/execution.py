@@ -14,7 +14,6 @@ from streamshard.engine.run.runner import Engine
 from streamshard.engine.run.span_writer import Resources, TargetFiles
 from streamshard.errors import MemoryLimitError, Option, UsageError
 from streamshard.io.entries import request_bytes
-from streamshard.io.files import require_all_unchanged
 from streamshard.layout.memory_plan import MIB, SCRATCH_BYTES, MemoryPlan, plan_memory
 from streamshard.model import SourceFile
 from streamshard.operations.source.source import Source
@@ -60,6 +59,7 @@ def fit_memory(
     copies: bool = False,
     encodes: bool = False,
     requests_bytes: int = 0,
+    upload_bytes: int = 0,
 ) -> MemoryPlan:
     """Fit a run into the memory limit; call it after everything is planned.
 
@@ -71,12 +71,13 @@ def fit_memory(
     `reopened`: memory for the headers that are read back after the run, in multiples of the
     source's.
     `requests_bytes`: memory of one worker for requests to an object store.
+    `upload_bytes`: memory for an object that all workers write together.
     """
     if workers is not None and workers < 1:
         raise UsageError(f"{Option('workers', workers)}: at least one is needed")
     workers = workers or current_executor().workers
-    held_bytes = (1 + reopened) * max(0, resident_memory.peak_bytes() - floor_bytes)
-    if requests_bytes:
+    held_bytes = (1 + reopened) * max(0, resident_memory.peak_bytes() - floor_bytes) + upload_bytes
+    if requests_bytes or upload_bytes:
         held_bytes += _CLIENT_BYTES
 
     def fit(count: int) -> MemoryPlan:
@@ -142,8 +143,6 @@ def run(
         memory_plan.process_bytes,
     )
     Engine(source.files, resources, progress, target.partial).run(files)
-    # If a file changed during the run, the bytes read before and after do not belong together.
-    require_all_unchanged(source.files)
 
 
 def _is_large(source: Source) -> bool:
