@@ -96,7 +96,8 @@ class JsonRecord:
                 require_regular(path, path.parent)
                 return cls._parsed(read_document(path, _MOST_DOCUMENT_BYTES))
         except ValueError as error:
-            message = f"{path}: not as streamshard writes it ({error}); {cls.ADVICE}"
+            message = f"{path}: not as this version of streamshard writes it ({error})"
+            message = f"{message}; {cls.ADVICE}"
             raise CorruptFileError(message) from error
 
     @classmethod
