@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # ranks are forks: what FSDP loads late is loaded once
 from safetensors.torch import load_file, save_file
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -23,8 +23,7 @@ from tests.dtensor_parts import load, rank_differences
 SOURCE = 4
 FORM = "fsdp-ranks"
 MESHES: dict[tuple[str, int], tuple[int, ...]] = {
-    ("FSDP2", 4): (4,), ("FSDP2", 3): (3,), ("FSDP2", 6): (6,), ("FSDP2", 1): (1,),
-    ("HSDP", 4): (2, 2), ("HSDP", 6): (3, 2), ("HSDP", 1): (1,),
+    ("FSDP2", 4): (4,), ("FSDP2", 3): (3,), ("HSDP", 4): (2, 2), ("HSDP", 2): (2,),
 }  # fmt: skip
 """Form and ranks → the mesh of verl's `create_device_mesh` with one `fsdp_size`."""
 KEYED = {"FSDP2": "numbers", "HSDP": "numbers", "by names": "names", "flat": "flat"}
@@ -108,7 +107,7 @@ def test_each_rank_gets_what_torch_saves_there(
     files = sorted(path.name for path in out.glob("*.pt"))
     assert files == sorted(path.name for path in wanted.iterdir())
     for file in files:
-        assert rank_differences(out / file, wanted / file) == []
+        assert rank_differences(out / file, wanted / file, names_groups=name != "HSDP") == []
     assert json.loads((out / "fsdp_config.json").read_text())["world_size"] == ranks
     assert (out / "huggingface" / "config.json").read_text() == '{"model_type": "own"}'
     assert (out / "lora_train_meta.json").read_text() == "{}"
@@ -138,7 +137,7 @@ def test_there_and_back_again_is_the_same(name: str, root: Path, tmp_path: Path)
     streamshard.repartition(source, there, world_size=6, format=FORM)
     streamshard.repartition(there, back, world_size=SOURCE, format=FORM)
     for path in source.glob("*.pt"):
-        assert rank_differences(back / path.name, path) == []
+        assert rank_differences(back / path.name, path, names_groups=name != "HSDP") == []
     streamshard.repartition(back, again, world_size=SOURCE, format=FORM)
     for path in back.glob("[mo]*.pt"):
         assert (again / path.name).read_bytes() == path.read_bytes()
@@ -148,7 +147,7 @@ def test_states_have_the_names_of_their_parameters(root: Path) -> None:
     for name in ("FSDP2", "by names"):
         with streamshard.open(root / f"{name} {SOURCE}") as opened:
             found = opened["up.weight"].exp_avg[...]
-            assert opened["embed.weight"].fp32.shape == (11, 6)
+            assert opened["embed.weight"].module.shape == (11, 6)
             assert opened["frozen"].module[...].tolist() == [0, 1, 2, 3]
         wanted = [
             load(root / f"FSDP2 {SOURCE}" / f"optim_world_size_{SOURCE}_rank_{rank}.pt")
@@ -166,8 +165,8 @@ def saved(place: Path, held: object, rank: int, ranks: int, kind: str = "optim")
 def test_fsdp1_is_refused_by_name(tmp_path: Path) -> None:
     place = tmp_path / "actor"
     place.mkdir()
-    for rank in range(2):
-        in_rank(rank, partial(_save_fsdp1, place), 2)
+    for rank in range(SOURCE):
+        in_rank(rank, partial(_save_fsdp1, place), SOURCE)
     notes = streamshard.inspect(place).notes
     assert any("is another plain tensor on each rank" in note for note in notes)
     with pytest.raises(UnsupportedError, match="its tensors are FSDP1's ShardedTensors"):
@@ -177,9 +176,9 @@ def test_fsdp1_is_refused_by_name(tmp_path: Path) -> None:
 
 def _save_fsdp1(place: Path) -> None:
     rank = distributed.get_rank()
-    saved(place, fsdp1(Model()), rank, 2, "model")
+    saved(place, fsdp1(Model()), rank, SOURCE, "model")
     flat = {"exp_avg": torch.arange(8.0) + rank, "step": torch.tensor(1.0)}
-    saved(place, {"state": {0: flat}, "param_groups": [{"lr": 0.1, "params": [0]}]}, rank, 2)
+    saved(place, {"state": {0: flat}, "param_groups": [{"lr": 0.1, "params": [0]}]}, rank, SOURCE)
 
 
 def without(kind: str, rank: int) -> Callable[[Path], object]:
@@ -217,7 +216,7 @@ def test_what_does_not_fit_is_refused(
         streamshard.repartition(place, tmp_path / "out", format=FORM, **options)
     if error is UnsupportedError:
         assert streamshard.verify(place).problems
-        streamshard.export(place, tmp_path / "model")
+        streamshard.export(place, tmp_path / "model", dtype="bf16")
 
 
 def test_replicas_keep_their_size(root: Path, tmp_path: Path) -> None:

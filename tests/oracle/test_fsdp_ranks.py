@@ -98,4 +98,5 @@ def test_what_they_save_is_what_was_written(move: Move, root: Path) -> None:
         if name.endswith(".json"):
             assert (again / name).read_text() == (made / name).read_text()
             continue
-        assert not rank_differences(made / name, again / name)
+        is_alone = len(move.source) == len(move.target) == 1
+        assert not rank_differences(made / name, again / name, names_groups=is_alone)

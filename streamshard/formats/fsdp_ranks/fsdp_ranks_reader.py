@@ -33,7 +33,7 @@ from streamshard.formats.fsdp_ranks import rank_names
 from streamshard.formats.fsdp_ranks.device_meshes import with_local
 from streamshard.formats.fsdp_ranks.optimizer_files import RanksOptimizer, read_optimizer
 from streamshard.formats.fsdp_ranks.rank_names import EXTRA, KINDS, MODEL, OPTIMIZER
-from streamshard.formats.fsdp_ranks.rank_trees import Template
+from streamshard.formats.fsdp_ranks.rank_trees import TreeShape
 from streamshard.formats.fsdp_ranks.sharded_tensors import Box, RankPart, boxes_of, part_of
 from streamshard.formats.pickle.inert import Call, Node
 from streamshard.formats.pickle.node_checks import name_of, of_file
@@ -229,15 +229,15 @@ class _Ranks:
             storage = storages.setdefault(held, _storage(entry.dtype, entry.shape, row))
             node = self.root[entry.name]
             replaced[id(node)] = _whole(node, part, storage)
-        template = Template.of(self.root)
+        template = TreeShape.of(self.root)
         leaves = [replaced.get(id(leaf), leaf) for leaf in template.leaves]
         kept: dict[str, Node] = {MODEL: template.filled(leaves)}
         if optimizer is not None:
-            leaves = list(optimizer.template.leaves)
+            states = list(optimizer.template.leaves)
             for n, one in optimizer.cut.items():
                 storage = _storage(one.dtype, one.shape, number[one.state, one.name])
-                leaves[n] = with_local(leaves[n], make_tensor(storage, one.shape))
-            kept[OPTIMIZER] = optimizer.template.filled(leaves)
+                states[n] = with_local(states[n], make_tensor(storage, one.shape))
+            kept[OPTIMIZER] = optimizer.template.filled(states)
         return kept
 
     def _sidecars(self) -> list[tuple[Path, str]]:

@@ -16,7 +16,7 @@ from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedE
 from streamshard.formats.checkpoint import FlatState, ParamGroup, ScalarState
 from streamshard.formats.deepspeed.read.rank_files import SourceFiles
 from streamshard.formats.deepspeed.read.redundant_copies import alike
-from streamshard.formats.fsdp_ranks.rank_trees import Template, paths_to_tensors
+from streamshard.formats.fsdp_ranks.rank_trees import TreeShape, paths_to_tensors
 from streamshard.formats.fsdp_ranks.sharded_tensors import Box, RankPart, Shape, boxes_of, part_of
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import name_of, of_file
@@ -49,7 +49,7 @@ class RanksOptimizer:
 
     root: dict[str, Any]
     """What rank 0 saved."""
-    template: Template
+    template: TreeShape
     """The same without tensors."""
     cut: Mapping[int, CutState]
     """Number of a tensor in the template → what it is."""
@@ -75,7 +75,7 @@ def read_optimizer(
     for path in paths:
         roots.append(sources.read(path, sources.add(path)).root)
         with of_file(path):
-            templates.append(Template.of(roots[-1]))
+            templates.append(TreeShape.of(roots[-1]))
         if templates[-1].skeleton != templates[0].skeleton:
             raise DisagreementError(f"differs from {paths[0]} in more than tensors", path=path)
     if not roots[0]:
@@ -90,7 +90,7 @@ class _Reading:
     def __init__(
         self,
         root: dict[str, Any],
-        templates: Sequence[Template],
+        templates: Sequence[TreeShape],
         sources: SourceFiles,
         weights: Mapping[str, RankPart],
     ) -> None:

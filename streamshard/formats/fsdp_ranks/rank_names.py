@@ -16,6 +16,8 @@ KINDS: Final = (MODEL, OPTIMIZER, EXTRA)
 """What each rank saves, a file of each."""
 CONFIG: Final = "fsdp_config.json"
 """File in which verl keeps the count of ranks (`verl/model_merger` reads it)."""
+LORA: Final = "lora_train_meta.json"
+"""File in which verl keeps rank and alpha of LoRA."""
 PRETRAINED: Final = "huggingface"
 """Directory next to the files in which verl keeps the model's config and tokenizer."""
 _FILE: Final = re.compile(rf"({'|'.join(KINDS)})_world_size_(\d{{1,6}})_rank_(\d{{1,6}})\.pt")

@@ -14,7 +14,7 @@ Path = tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Template:
+class TreeShape:
     """A tree without its tensors."""
 
     skeleton: bytes

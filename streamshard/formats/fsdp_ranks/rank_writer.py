@@ -18,7 +18,7 @@ from streamshard.formats.fsdp_ranks.device_meshes import (
     require_fsdp,
 )
 from streamshard.formats.fsdp_ranks.rank_names import EXTRA, MODEL, OPTIMIZER, rank_file
-from streamshard.formats.fsdp_ranks.rank_trees import Template
+from streamshard.formats.fsdp_ranks.rank_trees import TreeShape
 from streamshard.formats.fsdp_ranks.sharded_tensors import Shape, box_of, part_of
 from streamshard.formats.pickle.inert import Call, Node
 from streamshard.formats.torch import zip_layout
@@ -45,7 +45,7 @@ class RankImage:
 class RankImages:
     """The files of all ranks of a job."""
 
-    trees: Mapping[str, Template]
+    trees: Mapping[str, TreeShape]
     """What each rank saves of the model and of the optimizer."""
     extra: Sequence[Node]
     """The other state of the ranks that saved."""
@@ -61,7 +61,7 @@ class RankImages:
             message = "its tensors are FSDP1's ShardedTensors, and no file tells how FSDP1 keeps"
             message = f"{message} its optimizer's state in flat parameters; of FSDP2 the files"
             raise UnsupportedError(f"{message} of ranks are written")
-        trees = {kind: Template.of(state[kind]) for kind in (MODEL, OPTIMIZER) if kind in state}
+        trees = {kind: TreeShape.of(state[kind]) for kind in (MODEL, OPTIMIZER) if kind in state}
         meshes = set()
         for leaf in (leaf for template in trees.values() for leaf in template.leaves):
             part = part_of(leaf)
@@ -86,7 +86,7 @@ class RankImages:
                 path = rank_file(EXTRA, ranks, rank)
                 yield RankImage(path, partial(zip_layout.serialize, self._extra(rank)))
 
-    def _serialized(self, template: Template, rank: int) -> Serialized:
+    def _serialized(self, template: TreeShape, rank: int) -> Serialized:
         change, storages = MeshChange.to(self.mesh, rank), dict[int, Storage]()
         leaves = [self._leaf(leaf, change, storages) for leaf in template.leaves]
         return zip_layout.serialize(template.filled(leaves))
@@ -135,7 +135,7 @@ class RankImages:
             {key: node for key, node in root.items() if key not in (_RNG, _RANK)}
             for root in self.extra
         ]
-        skeletons = [Template.of(root).skeleton for root in own]
+        skeletons = [TreeShape.of(root).skeleton for root in own]
         differing = [rank for rank, found in enumerate(skeletons) if found != skeletons[0]]
         if differing:
             what = show_few(sorted({str(key) for key in own[0]}))

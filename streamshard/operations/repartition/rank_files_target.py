@@ -1,4 +1,4 @@
-"""Writes files of FSDP's ranks for another count of ranks, `--format fsdp-ranks`."""
+"""Writes files of FSDP's ranks for another count of ranks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from streamshard.errors import Option, UnsupportedError, UsageError
+from streamshard.formats.deepspeed.read.zero_reader import malformed
 from streamshard.formats.fsdp_ranks import rank_names, rank_writer
 from streamshard.formats.fsdp_ranks.rank_writer import RankImages
 from streamshard.formats.pickle.node_checks import of_file
@@ -52,6 +53,7 @@ class RankFilesWriter:
         """Count the bytes of the files."""
         sidecars, counts = list(_sidecars(source, images.mesh.ranks)), ByteCounts(source)
         counts.add_all(chain(_layouts(images), sidecars))
+        counts.padding_bytes = 0  # what replicas hold again was counted as such
         return cls(source, images, sidecars, counts)
 
     def byte_counts(self) -> ByteCounts:
@@ -75,12 +77,13 @@ class RankFilesWriter:
 def prepare(options: RepartitionOptions, opened: Source) -> Output:
     """Decide what the files of the ranks are."""
     ranks = _ranks(options, opened)
-    with of_file(opened.path):
-        images = RankImages.of(opened.checkpoint, ranks)
     checkpoint = opened.checkpoint
+    with malformed(opened.path):
+        images = RankImages.of(checkpoint, ranks)
+        writer = RankFilesWriter.of(opened, images)
     return Output(
         source=opened,
-        writer=RankFilesWriter.of(opened, images),
+        writer=writer,
         options={
             "verb": "repartition",
             "tag": checkpoint.tag,

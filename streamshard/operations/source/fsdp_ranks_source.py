@@ -27,7 +27,7 @@ class _FsdpRanksReader(Reader):
         return request.root if request.tag is None and self.holds(request.root) else None
 
     def is_alone_in(self, content: DirectoryContent) -> bool | None:
-        others = content.names - {rank_names.PRETRAINED, rank_names.CONFIG}
+        others = content.names - {rank_names.PRETRAINED, rank_names.CONFIG, rank_names.LORA}
         is_one = any(rank_names.is_rank_file(name, rank_names.MODEL) for name in others)
         return all(map(rank_names.is_rank_file, others)) if is_one else None
 
