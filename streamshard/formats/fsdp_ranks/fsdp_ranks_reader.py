@@ -243,14 +243,15 @@ class _Ranks:
     def _sidecars(self) -> list[tuple[Path, str]]:
         """List the model's config and tokenizer by the names that they have next to weights.
 
-        Other files have a path that begins with the directory.
+        Other files have a path that begins with the directory, but for the one of verl that tells
+        the count of ranks, as a file of each target has its own.
         """
         place = self.directory / rank_names.PRETRAINED
         found = [(path, path.name) for path in _files_in(place)]
         found += [
             (path, f"{self.directory.name}/{path.name}")
             for path in _files_in(self.directory)
-            if not rank_names.is_rank_file(path.name)
+            if path.name != rank_names.CONFIG and not rank_names.is_rank_file(path.name)
         ]
         for path, _ in found:
             require_regular(path, self.directory)

@@ -45,8 +45,8 @@ def is_rank_file(name: str, kind: str = "") -> bool:
 def path_of_file(name: str, directory: str) -> str:
     """Return the path of a file that is no rank's, from the name that a checkpoint gives to it.
 
-    >>> path_of_file("config.json", "actor"), path_of_file("actor/fsdp_config.json", "actor")
-    ('huggingface/config.json', 'fsdp_config.json')
+    >>> path_of_file("config.json", "actor"), path_of_file("actor/notes.md", "actor")
+    ('huggingface/config.json', 'notes.md')
     """
     own = f"{directory}/"
     return name.removeprefix(own) if name.startswith(own) else f"{PRETRAINED}/{name}"

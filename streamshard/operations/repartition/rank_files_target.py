@@ -11,7 +11,7 @@ from streamshard.formats.deepspeed.read.zero_reader import malformed
 from streamshard.formats.fsdp_ranks import rank_names, rank_writer
 from streamshard.formats.fsdp_ranks.rank_writer import RankImages
 from streamshard.formats.pickle.node_checks import of_file
-from streamshard.io.entries import read_document
+from streamshard.io.entries import is_file, read_document
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.model import FILE, Whole
 from streamshard.operations.source.source import Request, Source
@@ -117,17 +117,14 @@ def _layouts(images: RankImages) -> Iterator[FileLayout]:
 
 def _sidecars(source: Source, ranks: int) -> Iterator[FileLayout]:
     """Lay out what is next to the ranks' files; only verl's own file tells the count of ranks."""
-    checkpoint = source.checkpoint
+    checkpoint, config = source.checkpoint, source.path / rank_names.CONFIG
+    if is_file(config):
+        with of_file(config):
+            data = rank_writer.config_for(read_document(config), ranks)
+        yield from fixed_files({rank_names.CONFIG: data})
     modes = {file.path: file.mode for file in checkpoint.files}
     for number, tensor in enumerate(checkpoint.tensors):
-        if tensor.state != FILE:
-            continue
-        path = rank_names.path_of_file(tensor.name, checkpoint.tag)
-        if path == rank_names.CONFIG:
-            place = source.path / path
-            with of_file(place):
-                data = rank_writer.config_for(read_document(place), ranks)
-            yield from fixed_files({path: data})
-        else:
+        if tensor.state == FILE:
+            path = rank_names.path_of_file(tensor.name, checkpoint.tag)
             content = [Elements(Whole(number), tensor.nbytes, tensor.dtype)]
             yield FileLayout(path, content, mode=modes[tensor.name])
