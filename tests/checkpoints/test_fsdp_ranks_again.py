@@ -219,6 +219,41 @@ def test_what_does_not_fit_is_refused(
         streamshard.export(place, tmp_path / "model", dtype="bf16")
 
 
+class Quantised:
+    """An optimizer's own object around tensors."""
+
+    def __init__(self, held: torch.Tensor) -> None:
+        self.held = held
+
+
+def hide(place: Path, kind: str) -> None:
+    """Put a tensor of each rank into an object."""
+    for rank in range(SOURCE):
+        path = place / f"{kind}_world_size_{SOURCE}_rank_{rank}.pt"
+        held = load(path)
+        if kind == "optim":
+            states = held["state"][3]
+            states["exp_avg"] = Quantised(states["exp_avg"])
+        else:
+            held["_extra_state"] = Quantised(held["up.bias"].detach())
+        torch.save(held, path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("optim", "a tensor inside of another object, as quantised states are"),
+        ("model", "holds a DTensor inside of another object"),
+    ],
+)
+def test_what_is_hidden_is_refused(kind: str, message: str, root: Path, tmp_path: Path) -> None:
+    place = shutil.copytree(root / f"FSDP2 {SOURCE}", tmp_path / "actor")
+    hide(place, kind)
+    with pytest.raises(UnsupportedError, match=message):
+        streamshard.repartition(place, tmp_path / "out", world_size=3, format=FORM)
+    streamshard.export(place, tmp_path / "model", dtype="bf16")
+
+
 def test_replicas_keep_their_size(root: Path, tmp_path: Path) -> None:
     place = root / f"HSDP {SOURCE}"
     with pytest.raises(UnsupportedError, match="HSDP with 2 ranks in each replica: 5 ranks are no"):

@@ -101,8 +101,12 @@ class _Reading:
     def optimizer(self) -> RanksOptimizer:
         names, untold = self._names()
         cut: dict[int, CutState] = {}
-        for path, leaf in paths_to_tensors(self._root):
-            number = self._numbers[id(leaf)]
+        paths = {id(leaf): path for path, leaf in paths_to_tensors(self._root)}
+        for number, leaf in enumerate(self._templates[0].leaves):
+            path = paths.get(id(leaf))
+            if path is None:
+                message = "holds a tensor inside of another object, as quantised states are"
+                raise UnsupportedError(message)
             parts = [part_of(template.leaves[number]) for template in self._templates]
             held = [part for part in parts if part is not None]
             if all(part.is_plain for part in held):

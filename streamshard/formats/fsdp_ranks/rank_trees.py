@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Final, Self
 
 from streamshard.formats.fsdp_ranks.sharded_tensors import is_tensor
 from streamshard.formats.pickle import inert_dump, inert_load
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch.torch_tensor import Storage
+
+_LIMIT_DEPTH: Final = 8
 
 Path = tuple[Node, ...]
 """Keys and indices that lead to a part of a tree."""
@@ -44,14 +46,18 @@ class TreeShape:
 
 
 def paths_to_tensors(root: Node) -> Iterator[tuple[Path, Node]]:
-    """Yield the tensors in a tree of dicts, lists and tuples, and what leads to each."""
+    """Yield the tensors in a tree of dicts, lists and tuples, and what leads to each.
+
+    Those that lie deeper than an optimizer's are left out.
+    """
     seen: set[int] = set()
     stack: list[tuple[Path, Node]] = [((), root)]
     while stack:
         path, node = stack.pop()
         if is_tensor(node):
             yield path, node
-        if not isinstance(node, dict | list | tuple) or id(node) in seen:
+        is_deep = len(path) == _LIMIT_DEPTH or id(node) in seen
+        if is_deep or not isinstance(node, dict | list | tuple):
             continue
         seen.add(id(node))
         below = node.items() if isinstance(node, dict) else enumerate(node)

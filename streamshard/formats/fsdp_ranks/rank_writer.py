@@ -67,6 +67,8 @@ class RankImages:
             part = part_of(leaf)
             if part is not None and part.is_dtensor:
                 require_fsdp(part)
+                if checkpoint.tensors[part.local[0].storage.blob].shape != part.shape:
+                    raise UnsupportedError("holds a DTensor inside of another object")
                 meshes.add(MeshShape.of(leaf))
         if len(meshes) > 1:
             raise UnsupportedError("its DTensors lie on meshes of different shapes")
