@@ -321,6 +321,13 @@ class RepartitionOptions(TransferOptions):
         "--ds-config FILE",
         "whole DeepSpeed config of the job that will resume [the one kept in the checkpoint]",
     )
+    format: str = option(
+        "",
+        "files of DeepSpeed, or of FSDP's ranks as verl saves them, from such files [deepspeed]",
+        default="deepspeed",
+        choices=("deepspeed", "fsdp-ranks"),
+        is_rare=True,
+    )
     ds_version: str | None = option(
         "VERSION",
         "DeepSpeed's version in the job that will resume: 0.16.9 [the one that saved]",

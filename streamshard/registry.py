@@ -36,6 +36,8 @@ OTHER_DEGREES: Final = "streamshard.degrees.degree_changes:OTHER_DEGREES"
 """Other tensor, pipeline and expert parallel degrees; see `operations/source/degree_change.py`."""
 WITH_LAYER_PAIRS: Final = "streamshard.degrees.layered:with_layer_pairs"
 """Adds the tensors in the files of a pipeline's layers; see `operations/transfer/read_back.py`."""
+RANK_FILES: Final = "streamshard.operations.repartition.rank_files_target:prepare"
+"""Plans files of FSDP's ranks; see `operations/repartition/repartition.py`."""
 _BLOSC: Final = "numcodecs.blosc:Blosc"
 _READERS: Final = (
     "streamshard.operations.source.dumps_source:READER",

@@ -225,7 +225,9 @@ def plan_output(
     if not options.if_needed:
         require_space(target, bytes_written)
     named = output.named or str(target)
-    stage = source.checkpoint.layout.stage if output.zero_stage is None else output.zero_stage
+    stage = output.zero_stage
+    if stage is None and not (source.checkpoint.foreign and output.world_size):
+        stage = source.checkpoint.layout.stage
     report = Report(
         verb=output.options["verb"],
         source=", ".join(map(str, options.sources)),
