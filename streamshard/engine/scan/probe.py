@@ -76,7 +76,9 @@ class _Shown:
     """Size of the file."""
     show: Callable[[memoryview], None]
 
-    def decode(self, file: StoredBytes, stored: Memory, content: Memory) -> memoryview:
+    def decode(
+        self, file: StoredBytes, stored: Memory, content: Memory, part: tuple[int, int] | None
+    ) -> tuple[int, memoryview]:
         held = memoryview(b"")
 
         def keep(nbytes: int) -> memoryview:
@@ -84,7 +86,7 @@ class _Shown:
             held = stored(nbytes)
             return held
 
-        found = self.decoder.decode(file, keep, content)
+        found = self.decoder.decode(file, keep, content, part)
         self.show(held[: self.nbytes])
         return found
 
