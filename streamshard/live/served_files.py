@@ -12,8 +12,8 @@ import torch
 from streamshard.engine.run.region import RegionFiller
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.work import Region
-from streamshard.io.detached_map import detach_map
 from streamshard.io.files import require_all_unchanged
+from streamshard.io.memory_pages import detach_map, populate
 from streamshard.io.object_path import is_object
 from streamshard.live.node_share import NodeShare
 from streamshard.model import ITEMSIZE
@@ -173,7 +173,9 @@ class ServedFiles:
         filler = RegionFiller(region, self._reader, self._scratch)
         step = max(_WINDOW_BYTES, region.nbytes if self._source.codec_bytes else 0)
         for start in range(0, region.nbytes, step):
-            filler.fill(view[start : start + step])
+            window = view[start : start + step]
+            populate(window)
+            filler.fill(window)
         self.read_bytes += int(region.copies.nbytes.sum())
 
 
