@@ -169,13 +169,15 @@ class ServedFiles:
         return made
 
     def fill(self, region: Region, view: memoryview) -> None:
-        """Fill a view with a region: in windows, but for a chunk that is decoded at once."""
+        """Fill a view with a region: in windows, but for chunks that are decoded at once."""
         filler = RegionFiller(region, self._reader, self._scratch)
-        step = max(_WINDOW_BYTES, region.nbytes if self._source.codec_bytes else 0)
-        for start in range(0, region.nbytes, step):
-            window = view[start : start + step]
-            populate(window)
-            filler.fill(window)
+        if self._source.codec_bytes:
+            filler.fill(view)
+        else:
+            for start in range(0, region.nbytes, _WINDOW_BYTES):
+                window = view[start : start + _WINDOW_BYTES]
+                populate(window)
+                filler.fill(window)
         self.read_bytes += int(region.copies.nbytes.sum())
 
 
