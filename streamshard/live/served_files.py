@@ -12,8 +12,8 @@ import torch
 from streamshard.engine.run.region import RegionFiller
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.work import Region
-from streamshard.io.detached_map import detach_map
 from streamshard.io.files import require_all_unchanged
+from streamshard.io.memory_pages import detach_map, populate
 from streamshard.io.object_path import is_object
 from streamshard.live.node_share import NodeShare
 from streamshard.model import ITEMSIZE
@@ -169,11 +169,15 @@ class ServedFiles:
         return made
 
     def fill(self, region: Region, view: memoryview) -> None:
-        """Fill a view with a region: in windows, but for a chunk that is decoded at once."""
+        """Fill a view with a region: in windows, but for chunks that are decoded at once."""
         filler = RegionFiller(region, self._reader, self._scratch)
-        step = max(_WINDOW_BYTES, region.nbytes if self._source.codec_bytes else 0)
-        for start in range(0, region.nbytes, step):
-            filler.fill(view[start : start + step])
+        if self._source.codec_bytes:
+            filler.fill(view)
+        else:
+            for start in range(0, region.nbytes, _WINDOW_BYTES):
+                window = view[start : start + _WINDOW_BYTES]
+                populate(window)
+                filler.fill(window)
         self.read_bytes += int(region.copies.nbytes.sum())
 
 
