@@ -268,8 +268,8 @@ class _Ranks:
             form = Option("format", "fsdp-ranks")
             yield Note(f"{text}. Only repartition takes these states, with {form}.")
         if self.others:
-            text = f"Not read, as they are no tensors: {show_few(self.others)}."
-            yield Note(text, NoteKind.LEFT_OUT)
+            text = f"Not read, as they are no tensors: {show_few(self.others)}"
+            yield Note(f"{text}. Files for other ranks get rank 0's.", NoteKind.LEFT_OUT)
         boxes = dict(self.boxes)
         for one in () if optimizer is None else optimizer.cut.values():
             boxes[f"{one.state} of {one.name}"] = list(one.boxes)

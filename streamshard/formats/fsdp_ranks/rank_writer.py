@@ -122,6 +122,11 @@ class RankImages:
     def notes(self) -> Iterator[str]:
         """Say what is lost, and what is new."""
         ranks, saved = self.mesh.ranks, len(self.extra)
+        if len(self.mesh.lengths) > 1:
+            yield (
+                "The meshes in the files name no process groups, which a job with replicas numbers "
+                "itself: it trains on and saves, but cannot gather whole states of the optimizer."
+            )
         if not saved:
             yield "There is no state of the learning rate scheduler in it, and no random states."
             return
