@@ -6,7 +6,7 @@ frozen weights or buffers, which names are tied, dtypes, the config, scalers and
 must describe the same model: every difference is refused.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -24,7 +24,7 @@ from streamshard.formats.checkpoint import (
     Reading,
     ScalarState,
 )
-from streamshard.formats.dcp.dcp_reader import Distributed, cut, open_distributed
+from streamshard.formats.dcp.dcp_reader import Distributed, cut
 from streamshard.formats.dcp.optimizer_state import (
     OF_DEEPSPEED,
     OF_TORCH,
@@ -45,12 +45,15 @@ _KINDS: Final = ("betas", "momentum", "alpha", "lr_decay")
 """Hyper-parameters that tell optimizers apart; a param group has as many of them as its kind."""
 
 
-def read_like(root: Path, like: Reading) -> Reading:
-    """Open a distributed checkpoint, and complete it by a reference checkpoint."""
+def read_like(root: Path, like: Reading, opened: Callable[[Set[str]], Distributed]) -> Reading:
+    """Complete a distributed checkpoint by a reference checkpoint.
+
+    `opened`: opens it, for known names of the model's parameters.
+    """
     reference = like.checkpoint
     model_part = _only_model_part(root, reference)
     known = {name for group in model_part.groups for name in group.params}
-    found = open_distributed(root, known)
+    found = opened(known)
     with of_file(root):
         merging = _Merging(found, reference, model_part)
         merging.require_same_names()
@@ -144,7 +147,7 @@ class _Merging:
 
     def groups(self) -> tuple[list[ParamGroup], list[Mapping[str, Node]]]:
         """Build the param groups in the reference's order, and their hyper-parameters."""
-        saved = self._found.optimizer.groups()
+        saved = self._found.groups()
         owner = {name: number for number, group in enumerate(saved) for name in group.params}
         like_groups = self._model_part.wrapped_optimizer["param_groups"]
         groups, options = [], []
