@@ -119,6 +119,13 @@ def test_master_weights_are_exported(saves: Path, tmp_path: Path) -> None:
         assert digest(tensor) == loaded[f"optimizer.state.param.{name}"][1]
 
 
+def test_weights_without_masters_are_exported(saves: Path, tmp_path: Path) -> None:
+    streamshard.export(saves / BUFFERS, tmp_path / "out", dtype="bf16")
+    loaded = json.loads((saves / BUFFERS / "loaded.json").read_text())
+    for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
+        assert digest(tensor) == loaded[name][1]
+
+
 def test_it_goes_into_a_zero_job(
     saves: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
