@@ -164,9 +164,10 @@ CODECS: Final = ("none", "lz4", "zstd")
 """Codecs for the chunks of a store."""
 SOURCE_HELP: Final = (
     "run directory with 'latest', tag directory, universal checkpoint, .zarr or .zarr.zip store, "
-    "directory of FSDP's .distcp files or model_world_size_*.pt, or of a model's .safetensors "
-    "files, or template of raw per-rank dumps such as 'ckpt/optimizer.{rank:02d}.pt'; as every "
-    "path here, local or s3://bucket/..., gs://... or az://..."
+    "directory of FSDP's or Megatron's .distcp files or of model_world_size_*.pt, or of a model's "
+    ".safetensors files, or template of raw per-rank dumps such as "
+    "'ckpt/optimizer.{rank:02d}.pt'; as every path here, local or s3://bucket/..., gs://... or "
+    "az://..."
 )
 DRY_RUN: Final = flag("show what would be done, and write nothing", "-n --dry-run", group=RUN)
 NO_LOCK: Final = (

@@ -26,7 +26,7 @@ from streamshard.formats.checkpoint import (
     ScalarState,
 )
 from streamshard.formats.dcp.dcp_names import PARAMS
-from streamshard.formats.dcp.dcp_reader import cut, open_distributed
+from streamshard.formats.dcp.dcp_reader import Distributed, cut
 from streamshard.formats.dcp.optimizer_state import (
     OF_DEEPSPEED,
     OF_TORCH,
@@ -63,17 +63,20 @@ class Incomplete:
     """Finds its tensors for a checkpoint."""
 
 
-def read_like(root: Path, like: Reading) -> Reading:
-    """Open a distributed checkpoint, and complete it by a reference checkpoint."""
+def read_like(root: Path, like: Reading, opened: Callable[[Set[str]], Distributed]) -> Reading:
+    """Complete a distributed checkpoint by a reference checkpoint.
+
+    `opened`: opens it, for known names of the model's parameters.
+    """
     model_part = _only_model_part(root, like.checkpoint)
-    found = open_distributed(root, {name for group in model_part.groups for name in group.params})
+    found = opened({name for group in model_part.groups for name in group.params})
     with of_file(root):
         weights = {name: found.weight(name) for name in found.keys.weights}
         incomplete = Incomplete(
             root,
             {name: (weight.dtype, weight.shape) for name, weight in weights.items()},
             found.keys.states.keys(),
-            found.optimizer.groups(),
+            found.groups(),
             found.keys.by_parameter,
             found.left_out,
             partial(cut, found=found),

@@ -39,7 +39,7 @@ def list_files(source: Source) -> tuple[FileSummary, ...]:
 
 
 def _without_tensors(source: Source) -> Iterator[Path]:
-    if source.kind == "dcp":
+    if source.kind in ("dcp", "megatron"):
         yield from (place / METADATA for place in dcp_reader.parts_of(source.path))
     elif source.kind == "native":
         latest = source.path / names.LATEST

@@ -36,6 +36,8 @@ _ELASTIC: Final = (
     "the learning rates among them, are those of {like} at {tag}. What is written is not elastic."
 )
 
+_DISTRIBUTED: Final = ("dcp", "megatron")
+"""Kinds of others that hold the state of a job."""
 _UNTOLD: Final = (
     "what else a DeepSpeed job needs: the order of the parameters in the optimizer, which "
     "tensors are frozen weights and which buffers, which names are tied, the DeepSpeed config, the "
@@ -50,7 +52,7 @@ class Source(Reading):
     path: Path
     """The run directory, the store, or the directory of the dumps."""
     kind: str
-    """`native`, `store`, `dumps`, `dcp` or `weights`."""
+    """Of its reader: `native`, `store`, `dumps`, `dcp`, …"""
     codec_bytes: int = 0
     """Memory that decoding one file takes."""
     like: Checkpoint | None = None
@@ -96,7 +98,7 @@ class Source(Reading):
     @property
     def needs_like(self) -> bool:
         """Whether it can only be read with a reference checkpoint."""
-        if self.kind in ("dcp", "fsdp-ranks"):
+        if self.kind in (*_DISTRIBUTED, "fsdp-ranks"):
             return True
         return self.is_elastic or (self.kind == "dumps" and self.checkpoint.layout.stage == 3)
 
@@ -105,7 +107,7 @@ class Source(Reading):
         """Whether it is a model's weights, and no state of a job."""
         checkpoint = self.checkpoint
         has_states = any(model_part.groups for model_part in checkpoint.model_parts)
-        return bool(checkpoint.foreign) and self.kind != "dcp" and not has_states
+        return bool(checkpoint.foreign) and self.kind not in _DISTRIBUTED and not has_states
 
     @property
     def is_of_ranks(self) -> bool:
