@@ -12,6 +12,7 @@ import pytest
 
 import streamshard as api
 from streamshard.errors import SourceError, StreamshardError, TargetExistsError
+from streamshard.operations.compact.receipts import ArchivedTag, TagEvent
 from streamshard.operations.compact.tag_health import HealthRecord
 from tests.comparing import compare
 from tests.released.keep import KEPT, STATES
@@ -78,3 +79,16 @@ def test_a_plan_is_known_as_one_of_other_files(root: Path, tmp_path: Path) -> No
     with pytest.raises(StreamshardError, match=r"changed since|another version") as caught:
         api.load_plan(tmp_path / "plan.json")
     assert isinstance(caught.value, SourceError) or "version" in str(caught.value)
+
+
+def test_what_receipts_say_is_understood(root: Path) -> None:
+    allowed = {
+        "global_step20": TagEvent.DROP,
+        "global_step30": TagEvent.KEEP,
+        "global_step40": TagEvent.TRASH,
+    }
+    for tag, event in allowed.items():
+        archived = ArchivedTag(root / "archive", tag)
+        archived.require_possible(archived.require_receipt(), event)
+    dropped = ArchivedTag(root / "archive", "global_step10")
+    assert dropped.named_by(dropped.require_receipt()).store.is_dir()
