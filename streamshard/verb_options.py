@@ -394,6 +394,12 @@ class CompactOptions(RunOptions, _ReportOptions):
     codec: str = option(
         "", "compression [zstd]", default="zstd", choices=CODECS, group=OUTPUT, is_rare=True
     )
+    packed: bool = flag(
+        "make each archive one file, TAG.zarr.zip, where many small files are slow or counted; it "
+        "shares none with other archives, and the run says what that costs",
+        group=OUTPUT,
+        is_rare=True,
+    )
     chunk_size: int = option(default=64 << 20, least=1, few="at least one byte is needed")
     bytes_per_second: int | None = option(
         "--bwlimit SIZE",

@@ -32,6 +32,10 @@ class FileRecord:
     crc32s: NDArray[np.uint32]
     """CRC-32 of each block of a raw chunk's content; of all bytes for any other file."""
 
+    def is_equal(self, other: "FileRecord") -> bool:
+        """Tell whether another record is of the same bytes."""
+        return self.nbytes == other.nbytes and np.array_equal(self.crc32s, other.crc32s)
+
 
 @dataclass(frozen=True, slots=True)
 class Manifest:

@@ -12,6 +12,7 @@ from streamshard.formats.zarr.documents import MANIFEST_PATH
 from streamshard.formats.zarr.packed_place import is_packed, packed
 from streamshard.formats.zarr.rewritten import read_small_array
 from streamshard.formats.zarr.store_index import StoreIndex, is_hierarchy, is_store, may_be_store
+from streamshard.formats.zarr.store_manifest import Manifest
 from streamshard.health import TensorHealth
 from streamshard.io.entries import list_ahead
 from streamshard.io.files import source_errors
@@ -74,8 +75,13 @@ class _StoreReader(Reader):
 
 def recorded_health(store: Path) -> Mapping[str, TensorHealth] | None:
     """Return which numbers the tensors of a store hold, as measured when it was made, if at all."""
+    return recorded_manifest(store).health
+
+
+def recorded_manifest(store: Path) -> Manifest:
+    """Read the manifest of a store."""
     with source_errors(store):
-        return store_manifest.read(read_small_array(packed(store), MANIFEST_PATH).content).health
+        return store_manifest.read(read_small_array(packed(store), MANIFEST_PATH).content)
 
 
 def _source(index: StoreIndex, tag: str | None) -> Source:
