@@ -107,7 +107,7 @@ class ExportOptions(TransferOptions):
         "TEXT", "prefix to remove from names: module. [none]", default=(), is_rare=True
     )
     frozen: bool = option("", "leave out weights that were not trained", default=True, is_rare=True)
-    adapter: bool = flag("write LoRA's weights alone, for PeftModel.from_pretrained")
+    adapter: bool = flag("write LoRA's weights alone, for PeftModel.from_pretrained", is_rare=True)
     layout: str = option(
         "",
         "what loads a distributed checkpoint: torch's own functions, torchtitan, or Accelerate "

@@ -129,6 +129,21 @@ class Probe:
         """Return the digests of the ranges of a file's content between consecutive cuts."""
         return [self._digest(file, start, stop) for start, stop in pairwise(cuts)]
 
+    def digests_and_end(
+        self, file: int, cuts: Sequence[int], stop: int
+    ) -> tuple[list[Digest], bytes]:
+        """Return `digests`, and the few bytes from the last cut to `stop`; together if small."""
+        first = cuts[0]
+        if stop - first > len(self._window):
+            return self.digests(file, cuts), self.read(file, cuts[-1], stop)
+        (view,) = self._windows(file, first, stop)
+        found = []
+        for start, end in pairwise(cuts):
+            digest = RunningChecksums(takes_crc32c=True)
+            digest.update(view[start - first : end - first])
+            found.append(digest.digest)
+        return found, bytes(view[cuts[-1] - first :])
+
     def _digest(self, file: int, start: int, stop: int) -> Digest:
         digest = RunningChecksums(takes_crc32c=True)
         for view in self._windows(file, start, stop):

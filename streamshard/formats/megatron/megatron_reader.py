@@ -161,7 +161,7 @@ def _remarks(found: _Sorted) -> Iterator[str]:
             f"Not read: the optimizer's state, {counted(len(found.buffers), 'flat buffer')} "
             "(saved as dp_reshardable) in which nothing tells where a parameter lies. To keep it, "
             "load the checkpoint into Megatron, and save it with "
-            "--dist-ckpt-optim-fully-reshardable."
+            "dist-ckpt-optim-fully-reshardable."
         )
     if found.objects:
         kinds = sorted({name.rpartition(".")[2] for name in found.objects})

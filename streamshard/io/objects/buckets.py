@@ -4,7 +4,6 @@ import errno
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Final, TypeVar
@@ -166,7 +165,7 @@ class Buckets:
         expected = (
             examine_object(object_of(path))
             if known is None
-            else replace(listings.DIRECTORY, nbytes=known.nbytes, version=known.version)
+            else listings.DIRECTORY._replace(nbytes=known.nbytes, version=known.version)
         )
         return ObjectFile(object_of(path), expected)
 
