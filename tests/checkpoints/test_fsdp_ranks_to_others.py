@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import streamshard
-from streamshard.errors import UnsupportedError, UsageError
+from streamshard.errors import DisagreementError, UnsupportedError, UsageError
 from tests.checkpoints.test_dcp_repartition import BESIDE, require_moved, saved
 from tests.checkpoints.test_fsdp_ranks import in_rank
 from tests.fabricated import write
@@ -94,6 +94,18 @@ def test_a_distributed_checkpoint_holds_the_same(made: Saved, ranks: Path, tmp_p
     assert streamshard.diff(ranks, tmp_path / "dcp").is_equal
     made.write(tmp_path / "wanted")
     assert streamshard.diff(tmp_path / "wanted", tmp_path / "dcp").is_equal
+
+
+def test_a_job_does_not_go_on_without_its_steps(ranks: Path, tmp_path: Path) -> None:
+    place = shutil.copytree(ranks, tmp_path / "actor")
+    for path in place.glob("optim_*"):
+        held = torch.load(path, weights_only=False)
+        for state in held["state"].values():
+            del state["step"]
+        torch.save(held, path)
+    reference = write(Job(world_size=2), tmp_path / "like")
+    with pytest.raises(DisagreementError, match=r"tells no count of steps, which .*like= has"):
+        streamshard.repartition(place, tmp_path / "out", world_size=3, like=reference)
 
 
 def test_a_learning_rate_in_a_tensor_is_a_number_elsewhere(

@@ -7,7 +7,9 @@ returns.
 
 import hashlib
 import json
+import shutil
 import tarfile
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 import streamshard
-from streamshard.errors import CorruptFileError, DisagreementError, IncompleteError
+from streamshard.errors import CorruptFileError, DisagreementError, IncompleteError, SourceError
 from streamshard.formats.dcp.item_reader import TensorPlaces
 from streamshard.formats.dcp.metadata_reader import SavedItems, SavedTensor
 from streamshard.formats.megatron.flattened import unflattened
@@ -174,6 +176,8 @@ def test_ranges_are_boxes_in_any_number_of_dimensions() -> None:
         assert np.array_equal(seen, whole)
     with pytest.raises(CorruptFileError, match="is said to be flattened"):
         unflattened("x", flat, places, (5, 5))
+    with pytest.raises(CorruptFileError, match="is said to be flattened"):
+        unflattened("x", replace(flat, shape=(1,)), places, ())
 
 
 def test_options_by_parameter_of_megatrons_fsdp(tmp_path: Path) -> None:
@@ -201,3 +205,25 @@ def test_steps_that_differ_are_refused(saves: Path, tmp_path: Path) -> None:
     torch.save(common, path)
     with pytest.raises(DisagreementError, match="at different steps, 2 and 3"):
         streamshard.inspect(tmp_path / WHOLE)
+
+
+ENDLESS: dict[int, object] = {}
+ENDLESS[0] = ENDLESS
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        ({"param_groups": [{"step": float("inf")}]}, "inf is not a count of steps"),
+        ({"param_groups": [{"step": torch.tensor(float("nan"))}]}, "is not a count of steps"),
+        ({"param_groups": None}, "lists no param groups"),
+        (ENDLESS, "nested more than 100 deep"),
+    ],
+)
+def test_an_optimizer_of_nonsense_is_refused(
+    optimizer: object, said: str, saves: Path, tmp_path: Path
+) -> None:
+    place = shutil.copytree(saves / WHOLE, tmp_path / "save")
+    torch.save({"optimizer": optimizer}, place / "common.pt")
+    with pytest.raises(SourceError, match=said):
+        streamshard.inspect(place)

@@ -269,6 +269,8 @@ class _Merging:
         if states is None:
             return replace(group, states=None)
         theirs = group.states
+        if STEP in (theirs or {}) and STEP not in states:
+            raise DisagreementError(f"tells no count of steps, which {LIKE} has")
         flat = {key for key, value in states.items() if isinstance(value, FlatState)}
         if theirs is not None:
             wanted = group.flat_states().keys()

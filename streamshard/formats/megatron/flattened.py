@@ -26,7 +26,12 @@ def unflattened(
     counts = saved.shape[:-1]
     box = tuple(length // max(1, count) for length, count in zip(shape, counts, strict=False))
     evenly = tuple(length * count for length, count in zip(box, counts, strict=False))
-    if len(counts) != len(shape) or evenly != shape or math.prod(box) != saved.shape[-1]:
+    if (
+        not shape
+        or len(counts) != len(shape)
+        or evenly != shape
+        or math.prod(box) != saved.shape[-1]
+    ):
         message = f"{show(name)} of {show(shape)} is said to be flattened to {show(saved.shape)}"
         raise CorruptFileError(message)
     rows: list[tuple[Shape, Shape, int, int]] = []

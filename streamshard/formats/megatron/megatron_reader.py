@@ -28,7 +28,7 @@ from streamshard.formats.dcp.optimizer_state import STEP, SavedGroup, is_plain, 
 from streamshard.formats.dcp.state_names import StateKeys
 from streamshard.formats.megatron.flattened import unflattened
 from streamshard.formats.pickle.inert import Node, show
-from streamshard.formats.pickle.node_checks import of_file
+from streamshard.formats.pickle.node_checks import of_file, require_unrolled
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import tensor_of
 from streamshard.formats.torch.tree_comparison import show_few
@@ -192,8 +192,10 @@ class _Common:
         with of_file(path):
             root = torch_file.read(path, 0).root
             held = root.get(_OPTIMIZER) if isinstance(root, dict) else None
+            require_unrolled((held,))
             optimizers = list(_optimizers(held))
-            groups = [group for one in optimizers for group in one.get(dcp_names.PARAM_GROUPS, ())]
+            listed = [one[dcp_names.PARAM_GROUPS] for one in optimizers]
+            groups = [group for own in listed if isinstance(own, list) for group in own]
             if not groups or not all(isinstance(group, dict) for group in groups):
                 raise CorruptFileError("lists no param groups of the optimizer")
             steps = [_step(path, group[STEP]) for group in groups if group.get(STEP) is not None]
@@ -246,7 +248,8 @@ def _step(path: Path, node: Node) -> int:
         with open_readable(path) as source:
             data = source.read_at(tensor.offset, ITEMSIZE[tensor.dtype])
         number = number_in(STEP, ScalarState(tensor.dtype, (), data))
-    if isinstance(number, bool) or not isinstance(number, int | float) or number != int(number):
+    is_whole = isinstance(number, int) or (isinstance(number, float) and number.is_integer())
+    if isinstance(number, bool) or not is_whole:
         raise CorruptFileError(f"{show(node)} is not a count of steps")
     return int(number)
 
