@@ -224,6 +224,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], dict[str, Any], type[Exceptio
     "no count of ranks": (
         lambda _: None, {}, UsageError, "has files for 4 ranks already; say with world_size",
     ),
+    "no ranks": (lambda _: None, {"world_size": 0}, UsageError, "a job has one rank or more"),
     "a ZeRO stage": (
         lambda _: None, {"world_size": 3, "zero_stage": 2}, UsageError, "is for DeepSpeed's files",
     ),
@@ -307,6 +308,14 @@ def test_what_is_hidden_is_refused(kind: str, message: str, root: Path, tmp_path
     with pytest.raises(UnsupportedError, match=message):
         streamshard.repartition(place, tmp_path / "out", world_size=3, format=FORM)
     streamshard.export(place, tmp_path / "model", dtype="bf16")
+
+
+def test_a_plan_is_of_the_config_that_was_there(root: Path, tmp_path: Path) -> None:
+    place = shutil.copytree(root / f"FSDP2 {SOURCE}", tmp_path / "actor")
+    plan = streamshard.plan_repartition(place, tmp_path / "out", world_size=3, format=FORM)
+    another_config(b'{"FSDP_version": 1, "world_size": 4}')(place)
+    with pytest.raises(SourceError, match=r"fsdp_config\.json"):
+        plan.run()
 
 
 def test_replicas_keep_their_size(root: Path, tmp_path: Path) -> None:

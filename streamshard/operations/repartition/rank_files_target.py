@@ -1,7 +1,7 @@
 """Writes files of FSDP's ranks for another count of ranks."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Final, Self
@@ -11,7 +11,7 @@ from streamshard.formats.deepspeed.read.zero_reader import malformed
 from streamshard.formats.fsdp_ranks import rank_names, rank_writer
 from streamshard.formats.fsdp_ranks.rank_writer import RankImages
 from streamshard.formats.pickle.node_checks import of_file
-from streamshard.io.entries import is_file, read_document
+from streamshard.io.entries import identify, is_file, read_document
 from streamshard.io.files import require_regular
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.model import FILE, Whole
@@ -78,7 +78,10 @@ class RankFilesWriter:
 def prepare(options: RepartitionOptions, opened: Source) -> Output:
     """Decide what the files of the ranks are."""
     ranks = _ranks(options, opened)
-    checkpoint = opened.checkpoint
+    checkpoint, config = opened.checkpoint, opened.path / rank_names.CONFIG
+    if is_file(config):
+        require_regular(config, opened.path)
+        opened = replace(opened, files=(*opened.files, identify(config)))
     with malformed(opened.path):
         images = RankImages.of(checkpoint, ranks)
         writer = RankFilesWriter.of(opened, images)
@@ -109,6 +112,9 @@ def _ranks(options: RepartitionOptions, opened: Source) -> int:
         message = f"has files for {opened.checkpoint.ranks} ranks already; say with"
         message = f"{message} {Option('world_size')} for how many they are to be written"
         raise UsageError(message, path=opened.path)
+    if options.world_size < 1:
+        message = f"{Option('world_size', options.world_size)}: a job has one rank or more"
+        raise UsageError(message)
     return options.world_size
 
 
@@ -120,7 +126,6 @@ def _sidecars(source: Source, ranks: int) -> Iterator[FileLayout]:
     """Lay out what is next to the ranks' files; only verl's own file tells the count of ranks."""
     checkpoint, config = source.checkpoint, source.path / rank_names.CONFIG
     if is_file(config):
-        require_regular(config, source.path)
         with of_file(config):
             data = rank_writer.config_for(read_document(config), ranks)
         yield from fixed_files({rank_names.CONFIG: data})
