@@ -224,7 +224,8 @@ REFUSED: dict[str, tuple[Callable[[Path], object], dict[str, Any], type[Exceptio
     "no count of ranks": (
         lambda _: None, {}, UsageError, "has files for 4 ranks already; say with world_size",
     ),
-    "no ranks": (lambda _: None, {"world_size": 0}, UsageError, "a job has one rank or more"),
+    "no ranks": (lambda _: None, {"world_size": 0}, UsageError, "a job has 1 to "),
+    "too many ranks": (lambda _: None, {"world_size": 10**9}, UsageError, "a job has 1 to "),
     "a ZeRO stage": (
         lambda _: None, {"world_size": 3, "zero_stage": 2}, UsageError, "is for DeepSpeed's files",
     ),

@@ -10,7 +10,7 @@ from streamshard.formats.deepspeed import ds_config, names, resume_settings
 from streamshard.formats.deepspeed.ds_versions import Version
 from streamshard.model import MODULE, ZeroLayout
 
-_MOST_RANKS: Final = 1 << 17
+MOST_RANKS: Final = 1 << 17
 """More GPUs than any job has. A plan for so many takes minutes; a larger number is a mistake."""
 _NOT_CUT: Final = (
     "Saved without ZeRO (stage 0), which cuts nothing: DeepSpeed loads the source itself on any "
@@ -238,8 +238,8 @@ def require_allowed(checkpoint: Checkpoint, world_size: int) -> int:
     parts, experts = len(checkpoint.model_parts), checkpoint.expert_parallel
     replicas = checkpoint.replicas
     unit, asked = parts * experts * replicas, Option("world_size", world_size)
-    if world_size > _MOST_RANKS:
-        message = f"{asked}: above {_MOST_RANKS:,}, the most ranks that files"
+    if world_size > MOST_RANKS:
+        message = f"{asked}: above {MOST_RANKS:,}, the most ranks that files"
         raise UsageError(f"{message} are written for; give the count of GPUs that will resume")
     if world_size < 1 or world_size % unit:
         reasons = [f"is in {parts} tensor or pipeline parallel parts"] if parts > 1 else []

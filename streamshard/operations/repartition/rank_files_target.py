@@ -15,6 +15,7 @@ from streamshard.io.entries import identify, is_file, read_document
 from streamshard.io.files import require_regular
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.model import FILE, Whole
+from streamshard.operations.native.target_settings import MOST_RANKS
 from streamshard.operations.source.source import Request, Source
 from streamshard.operations.transfer.byte_accounting import ByteCounts
 from streamshard.operations.transfer.file_layout import Elements, FileLayout, fixed_files
@@ -112,8 +113,8 @@ def _ranks(options: RepartitionOptions, opened: Source) -> int:
         message = f"has files for {opened.checkpoint.ranks} ranks already; say with"
         message = f"{message} {Option('world_size')} for how many they are to be written"
         raise UsageError(message, path=opened.path)
-    if options.world_size < 1:
-        message = f"{Option('world_size', options.world_size)}: a job has one rank or more"
+    if not 0 < options.world_size <= MOST_RANKS:
+        message = f"{Option('world_size', options.world_size)}: a job has 1 to {MOST_RANKS:,} ranks"
         raise UsageError(message)
     return options.world_size
 
