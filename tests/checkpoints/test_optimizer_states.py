@@ -240,10 +240,16 @@ def small(numel: int) -> States:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_states_of_bitsandbytes_with_32_bits_are_like_any_other(tmp_path: Path, stage: int) -> None:
     """The dict that newer versions wrap them in changes nothing: each version loads either form."""
-    kept = []
-    for form in (small, lambda n: as_of_today(small(n))):
-        run = tmp_path / f"{len(kept)}" / "run"
-        with_states(Job(stage=stage), run, lambda rank, group, n, form=form: form(n))
+
+    def own(rank: int, group: int, numel: int) -> States:
+        return small(numel)
+
+    def of_today(rank: int, group: int, numel: int) -> States:
+        return as_of_today(small(numel))
+
+    kept: list[list[Any]] = []
+    for form in (own, of_today):
+        run = with_states(Job(stage=stage), tmp_path / form.__name__ / "run", form)
         kept += [
             [wrapped(optimizer_state(out, rank))["state"] for rank in range(3)]
             for out in both_roads(run, world_size=3)
