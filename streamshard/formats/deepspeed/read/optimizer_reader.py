@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError, raise_first
-from streamshard.formats.checkpoint import FlatState, ModuleEntry, ParamGroup, ScalarState
+from streamshard.formats.checkpoint import CODES, FlatState, ModuleEntry, ParamGroup, ScalarState
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.cut.zero_cutting import RecordedCut, recorded_cut
 from streamshard.formats.deepspeed.read.agreement import disagreement, disagreements, group_facts
@@ -25,8 +25,6 @@ from streamshard.formats.torch import torch_tensor
 from streamshard.formats.torch.torch_tensor import Tensor, storages_in, tensor_of
 from streamshard.model import ITEMSIZE, MASTER, Slot, ZeroLayout
 
-_CODES: Final = frozenset({"uint8", "int8", "float8_e4m3fn", "float8_e5m2"})
-"""Dtypes whose values mean nothing without the scale of their block."""
 _PLAIN_LIMIT_BYTES: Final = 1024
 """Most bytes of a plain value: values that are not tensors are written into every rank's file."""
 _REBUILDS: Final = {
@@ -101,7 +99,7 @@ class _StateOfRanks:
         for rank, tensor in tensors.items():
             if len(tensor.shape) != 1:
                 raise self._not_understood(rank, tensor)
-            if tensor.dtype in _CODES:
+            if tensor.dtype in CODES:
                 message = (
                     f"{self._place(rank)} holds codes of {tensor.dtype}: 8-bit optimizers such as "
                     "those of bitsandbytes keep a scale for every block of them, and parts of "
