@@ -108,6 +108,12 @@ def build(session: nox.Session) -> None:
     try_wheel(session, wheel, sys.executable)
 
 
+@nox.session(python=False)
+def keep(session: nox.Session) -> None:
+    """Keep in the tests what the last commit writes, as what its version wrote."""
+    run_shared(session, "-m", "tests.released.keep", groups=["tests"])
+
+
 @nox.session
 def release(session: nox.Session) -> None:
     """Make sdist and wheel of the last commit in `dist`, twice, and try them with every Python.
@@ -224,7 +230,11 @@ def faults(session: nox.Session) -> None:
         run_shared(session, "-m", "tests.faults", "--crashes", groups=["tests"])
         session.env.update(EVERY_HISTORY="3000", EVERY_REQUEST="1")
         run_tests(session, "campaign")
-        on_request = ("tests/faults/test_histories.py", "tests/cloud")
+        on_request = (
+            "tests/faults/test_histories.py",
+            "tests/released/test_machine.py",
+            "tests/cloud",
+        )
         run_shared(session, "-m", "pytest", *on_request, groups=["tests"])
 
 

@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 
 import streamshard
@@ -37,17 +38,25 @@ def main() -> int:
     given = parser.parse_args()
     nbytes = sizes.parse(SHORT if given.short else given.size)
     print(machine())
-    for name, deletes in (("archive and delete", [True]), ("delete later", [False, True])):
+    nights = (("archive and delete", [True]), ("delete later", [False, True]))
+    for (name, deletes), packed in product(nights, (False, True)):
         with tempfile.TemporaryDirectory(dir=given.directory) as directory:
-            found = times_read(Path(directory), nbytes, given.stage, deletes)
-        print(f"\n{name}, stage {given.stage}, {nbytes:,} bytes: times that each is read in full\n")
+            found = times_read(Path(directory), nbytes, given.stage, deletes, packed=packed)
+        title = f"{name}, {'one file' if packed else 'a directory'}, stage {given.stage}"
+        print(f"\n{title}, {nbytes:,} bytes: times that each is read in full\n")
         rows = {**found, "total": [sum(column) for column in zip(*found.values(), strict=True)]}
         print_table(HEAD, [[proof, *(f"{n:.2f}" for n in times)] for proof, times in rows.items()])
     return 0
 
 
 def times_read(
-    root: Path, nbytes: int, stage: int, deletes: list[bool], codec: str = "zstd"
+    root: Path,
+    nbytes: int,
+    stage: int,
+    deletes: list[bool],
+    codec: str = "zstd",
+    *,
+    packed: bool = False,
 ) -> dict[str, list[float]]:
     """Compact a run directory night by night; returns how often the last night reads each side.
 
@@ -60,17 +69,19 @@ def times_read(
         shutil.rmtree(root / "one")
         (run / TAG).rename(run / f"global_step{step}")
     (run / "latest").write_text("global_step3")
-    source, store = run / OLD, archive / f"{OLD}.zarr"
+    source, store = run / OLD, archive / f"{OLD}.zarr{'.zip' if packed else ''}"
     source_bytes = sum(path.stat().st_size for path in files_in(source))
     for delete in deletes:
         # The archive is renamed when it is complete, and is written to before.
         with counted(source, store, store.with_name(f"{store.name}.partial")) as reads:
             done = streamshard.compact(
-                run, archive, keep_last=2, min_age=timedelta(0), codec=codec, delete=delete
-            )
+                run, archive, keep_last=2, min_age=timedelta(0), codec=codec, delete=delete,
+                packed=packed,
+            )  # fmt: skip
             if done.problems:
                 raise RuntimeError(done.problems[0].reason)
-    totals = source_bytes, sum(path.stat().st_size for path in files_in(store))
+    stored = files_in(store) if store.is_dir() else [store]
+    totals = source_bytes, sum(path.stat().st_size for path in stored)
     both = list(zip((source, store), totals, strict=True))
     return {
         proof: [reads.nbytes[place, proof] / total for place, total in both]

@@ -3,10 +3,11 @@
     python -m benchmarks.load_time --size 1GB
 
 Real DeepSpeed engines on CPU: 4 ranks save, 2 ranks load. A plain load of converted files is
-compared with direct loads of the shards and of a store, and with conversion and load together.
-Page cache warm; every round does each once, and ratios are taken within a round. Memory is the most
-by which the private memory of a rank grows, in a round of its own. Then planning is timed for many
-parameters, for one rank of 48, without engines.
+compared with direct loads of the shards and of a store with zstd, and with conversion and load
+together. The size is what each of the 2 ranks loads. Page cache warm; every round does each once,
+and ratios are taken within a round. Memory is the most by which the private memory of a rank grows,
+in a round of its own. Then planning is timed for many parameters, for one rank of 48, without
+engines. What lies in --directory is used again, and stays: --runs 0 makes it and loads nothing.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from torch.multiprocessing.spawn import spawn
 
 import streamshard.deepspeed
 from benchmarks._fabricate import fabricate
-from benchmarks._measure import machine, print_table, warm
+from benchmarks._measure import machine, print_table, ratio_cell, warm
 from benchmarks.plan_at_scale import model as model_of
 from streamshard import sizes
 from streamshard.operations.native.files_on_demand import FilesOnDemand
@@ -43,13 +44,15 @@ from streamshard.operations.native.resharding import resharding_of
 from streamshard.operations.source.source import open_source
 
 FROM, TO = 4, 2
-SHORT, SHORT_PARAMS = "64MB", 200
-HEAD = ("load", "stage", "seconds", "x plain", "private MiB per rank")
+SHORT, SHORT_PARAMS = "32MB", 200
+HEAD = ("load", "stage", "seconds", "x plain", "CPU s per rank", "x plain", "private MiB per rank")
 PLAIN, DIRECT, STORE, TOTAL = (
     "plain, of converted files", "direct, of shards", "direct, of a store",
     "convert, then plain",
 )  # fmt: skip
 _LAYERS: Final = 8
+_STEPS: Final = 3
+"""Steps of training, after which moments have as many different bits as those of a real job."""
 _EVERY_SECONDS: Final = 0.002
 _MIB: Final = 1 << 20
 
@@ -77,7 +80,7 @@ class Job:
 def main() -> int:
     """Run the benchmark; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--size", default="300MB", help="size of the checkpoint [300MB]")
+    parser.add_argument("--size", default="1GB", help="what each rank loads [1GB]")
     parser.add_argument("--short", action="store_true", help=f"{SHORT}, two rounds")
     parser.add_argument("--stage", type=int, choices=(1, 2, 3), help="ZeRO stage [both 2 and 3]")
     parser.add_argument("--runs", type=int, default=5, help="rounds [5]")
@@ -88,38 +91,53 @@ def main() -> int:
     print(f"{machine()}; load {os.getloadavg()[0]:.1f}")
     rows = []
     for stage in [given.stage] if given.stage else [2, 3]:
-        with tempfile.TemporaryDirectory(dir=given.directory) as directory:
-            width = math.isqrt(sizes.parse(size) // (12 if stage == 3 else 14) // _LAYERS)
-            rows += _compare(Job(Path(directory), stage, width, runs))
+        with _directory(given.directory, f"load-stage{stage}") as directory:
+            width = math.isqrt(sizes.parse(size) // (6 if stage == 3 else 8) // _LAYERS)
+            rows += _compare(Job(directory, stage, width, runs))
     print_table(HEAD, rows)
-    with tempfile.TemporaryDirectory(dir=given.directory) as directory:
-        _plan(Path(directory), SHORT_PARAMS if given.short else given.params)
+    with _directory(given.directory, "plan") as directory:
+        _plan(directory, SHORT_PARAMS if given.short else given.params)
     return 0
+
+
+@contextmanager
+def _directory(given: Path | None, name: str) -> Iterator[Path]:
+    """Make a directory to work in, which goes at the end if none was given."""
+    if given is not None:
+        (given / name).mkdir(parents=True, exist_ok=True)
+        yield given / name
+        return
+    with tempfile.TemporaryDirectory() as made:
+        yield Path(made)
 
 
 def _compare(job: Job) -> list[list[str]]:
     """Save with some ranks, load with others; returns the table's rows."""
-    _start(FROM, job, _save)
-    streamshard.convert(job.source, job.store)
+    if not job.store.exists():
+        _start(FROM, job, _save)
+        streamshard.convert(job.source, job.store, codec="zstd")
+    if not job.rounds:
+        return []
     _start(TO, job, _load)
     found = json.loads((job.root / "found.json").read_text())
-    seconds, peaks = found["seconds"], found["peaks"]
+    seconds, cpu, peaks = found["seconds"], found["cpu"], found["peaks"]
     seconds[TOTAL] = [sum(pair) for pair in zip(seconds[TOTAL], seconds[PLAIN], strict=True)]
+    cpu[TOTAL] = [sum(pair) for pair in zip(cpu[TOTAL], cpu[PLAIN], strict=True)]
     return [
         [
-            name,
-            str(job.stage),
-            f"{median(seconds[name]):.2f}",
-            f"{median(a / b for a, b in zip(seconds[name], seconds[PLAIN], strict=True)):.2f}",
+            name, str(job.stage),
+            f"{median(seconds[name]):.2f}", ratio_cell(seconds[name], seconds[PLAIN]),
+            f"{median(cpu[name]):.2f}", ratio_cell(cpu[name], cpu[PLAIN]),
             f"{peaks[PLAIN if name == TOTAL else name] / _MIB:.0f}",
         ]
         for name in (PLAIN, DIRECT, STORE, TOTAL)
-    ]
+    ]  # fmt: skip
 
 
 def _start(world_size: int, job: Job, do: Callable[[Job], None]) -> None:
     """Do something on real ranks."""
     meeting = job.root / f"meeting-{world_size}"
+    meeting.unlink(missing_ok=True)
     spawn(_rank, (world_size, job, do, meeting), nprocs=world_size)  # type: ignore[no-untyped-call]
 
 
@@ -160,9 +178,10 @@ def _engine(job: Job) -> Any:  # noqa: ANN401
 
 def _save(job: Job) -> None:
     engine = _engine(job)
-    batch = torch.ones(FROM // distributed.get_world_size(), job.width, dtype=torch.bfloat16)
-    engine.backward(engine(batch).float().square().mean())
-    engine.step()
+    for _ in range(_STEPS):
+        batch = torch.randn(FROM // distributed.get_world_size(), job.width, dtype=torch.bfloat16)
+        engine.backward(engine(batch).float().square().mean())
+        engine.step()
     engine.save_checkpoint(str(job.source))
 
 
@@ -175,25 +194,33 @@ def _load(job: Job) -> None:
         STORE: (job.store, lambda path: streamshard.deepspeed.load_checkpoint(engine, path)),
     }
     seconds: dict[str, list[float]] = {name: [] for name in (*ways, TOTAL)}
+    cpu: dict[str, list[float]] = {name: [] for name in seconds}
     peaks: dict[str, int] = {}
     for number in range(job.rounds + 1):
+        before = time.process_time()
         seconds[TOTAL].append(_convert(job.source, converted))
+        cpu[TOTAL].append(time.process_time() - before)
         for name, (path, load) in ways.items():
             if distributed.get_rank() == 0:
                 warm(path)
             distributed.barrier()
-            began = time.perf_counter()
+            began, before = time.perf_counter(), time.process_time()
             if number:
                 load(path)
             else:
                 with _peak() as peak:
                     load(path)
-                peaks[name] = _largest(peak[0])
+                peaks[name] = int(_largest(peak[0]))
+            cpu_seconds = time.process_time() - before
             distributed.barrier()
             seconds[name].append(time.perf_counter() - began)
+            cpu[name].append(_largest(cpu_seconds))
     if distributed.get_rank() == 0:
-        timed = {name: found[1:] for name, found in seconds.items()}
-        (job.root / "found.json").write_text(json.dumps({"seconds": timed, "peaks": peaks}))
+        both = (
+            {name: found[1:] for name, found in each.items()} for each in (seconds, cpu)
+        )  # the first is the round in which memory is measured
+        said = dict(zip(("seconds", "cpu"), both, strict=True), peaks=peaks)
+        (job.root / "found.json").write_text(json.dumps(said))
 
 
 def _convert(source: Path, converted: Path) -> float:
@@ -208,10 +235,10 @@ def _convert(source: Path, converted: Path) -> float:
     return seconds
 
 
-def _largest(value: int) -> int:
-    found = torch.tensor(value)
+def _largest(value: float) -> float:
+    found = torch.tensor(value, dtype=torch.float64)
     distributed.all_reduce(found, distributed.ReduceOp.MAX)
-    return int(found)
+    return float(found)
 
 
 @contextmanager
@@ -243,8 +270,9 @@ def _plan(root: Path, params: int, ranks: Sequence[int] = (64, 48)) -> None:
     source, target = ranks
     rows = []
     for stage in (2, 3):
-        run = root / f"stage{stage}"
-        fabricate(run, model_of(params), stage=stage, world_size=source, sparse=True)
+        run = root / f"stage{stage}-{params}"
+        if not run.exists():
+            fabricate(run, model_of(params), stage=stage, world_size=source, sparse=True)
         times = [time.perf_counter()]
         resharding = resharding_of(open_source(run), target)
         times.append(time.perf_counter())

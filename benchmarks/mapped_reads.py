@@ -9,10 +9,11 @@ into the page cache, one of them straight out of the map. Warm: the page cache h
 cold: it has forgotten it. "Asked ahead": the system is told of every window 4 MiB before it is
 read, as streamshard does. Every round goes each way once, in another order; shown are medians and
 the range, and the CPU time, which other programs on the machine disturb least.
+
+Then whole commands, as they are and as they would be with maps: see `_mapped_commands`.
 """
 
 import argparse
-import ctypes
 import mmap
 import os
 import sys
@@ -27,22 +28,29 @@ from typing import Final
 
 import numpy as np
 
-from benchmarks._measure import machine, print_table
+from benchmarks._fabricate import fabricate
+from benchmarks._mapped_commands import POPULATE_READ, advise
+from benchmarks._measure import (
+    STREAMSHARD,
+    Measured,
+    files_in,
+    machine,
+    print_table,
+    ratio_cell,
+    succeed,
+    warm,
+)
+from benchmarks._model import transformer
 from streamshard import sizes
 from streamshard.engine.numeric.checksums import crc32
 from streamshard.io import page_cache
-from streamshard.io.file_system import last_error, libc
 from streamshard.io.memory_map import map_range
 from streamshard.io.readable import open_to_read, read_into
 from streamshard.io.writable import write_all
 
 WINDOW: Final = 1 << 20
 AHEAD: Final = 4 << 20
-POPULATE_READ: Final = 22
-"""By madvise(2), since Linux 5.14: fails with EFAULT behind the end of a file, where touching the
-page would end the process. Python has no name for it."""
-_madvise = libc("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-"""Python's own keeps other threads of Python waiting while it waits for the disk."""
+COMMANDS_HEAD: Final = ("command", "read, s", "map, x", "map, x of CPU", "MiB: read, map")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +120,12 @@ def _mapped(share: Share, *, is_populated: bool) -> list[int]:
     for start, stop in share.windows():
         place, nbytes = address + start - share.start, stop - start
         if is_populated:
-            _advise(place, nbytes, POPULATE_READ)
+            advise(place, nbytes, POPULATE_READ)
         window = view[start - share.start : stop - share.start]
         found.append(crc32(window))
         share.write(window, start)
-        _advise(place, nbytes, mmap.MADV_DONTNEED)
+        advise(place, nbytes, mmap.MADV_DONTNEED)
     return found
-
-
-def _advise(address: int, nbytes: int, advice: int) -> None:
-    if _madvise is None or _madvise(address, nbytes, advice) != 0:
-        raise last_error("madvise")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +187,9 @@ def main() -> int:
             print()
             table = [_row(way.name, nbytes, given.threads, passes) for way in WAYS]
             print_table(["cold" if is_cold else "warm", *head], table)
+        path.unlink()
+        print()
+        print_table(COMMANDS_HEAD, commands(Path(directory), nbytes, runs))
     return 0
 
 
@@ -250,6 +256,49 @@ def once(path: Path, nbytes: int, way: Way, threads: int) -> Pass:
         raise RuntimeError(f"{way.name}: a thread has failed")
     checksums = [checksum for start in sorted(found) for checksum in found[start]]
     return Pass(seconds, cpu_seconds, checksums)
+
+
+def commands(root: Path, nbytes: int, runs: int) -> list[list[str]]:
+    """Verify and compare, through a buffer and through maps; returns the table's rows."""
+    source, target = root / "source", root / "target"
+    fabricate(source, transformer(nbytes, stage=2), stage=2, world_size=8)
+    succeed(*STREAMSHARD, "repartition", source, target, "--world-size", "6")
+    rows = []
+    for name, command in (
+        ("verify", ("verify", source)),
+        ("verify --against", ("verify", target, "--against", source)),
+    ):
+        for is_cold in (False, True):
+            times = [
+                (
+                    _command("read", command, is_cold=is_cold),
+                    _command("map", command, is_cold=is_cold),
+                )
+                for _ in range(runs)
+            ]
+            rows.append([f"{name}, {'cold' if is_cold else 'warm'}", *_compared(times)])
+    return rows
+
+
+def _command(way: str, command: tuple[str | Path, ...], *, is_cold: bool) -> Measured:
+    for root in (part for part in command if isinstance(part, Path)):
+        if is_cold:
+            for path in files_in(root):
+                page_cache.drop_file(path)
+        else:
+            warm(root)
+    return succeed(sys.executable, "-m", "benchmarks._mapped_commands", way, *command, "-q")
+
+
+def _compared(times: list[tuple[Measured, Measured]]) -> list[str]:
+    read, mapped = zip(*times, strict=True)
+    memory = [max(done.peak_bytes for done in some) / (1 << 20) for some in (read, mapped)]
+    return [
+        f"{median(done.seconds for done in read):.2f}",
+        ratio_cell([done.seconds for done in mapped], [done.seconds for done in read]),
+        ratio_cell([done.cpu_seconds for done in mapped], [done.cpu_seconds for done in read]),
+        f"{memory[0]:.0f}, {memory[1]:.0f}",
+    ]
 
 
 def _row(name: str, nbytes: int, threads: list[int], passes: Passes) -> list[str]:

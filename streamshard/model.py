@@ -238,12 +238,15 @@ class StoredBytes(Protocol):
 
 
 class Encoded(Protocol):
-    """How to decode content that can only be decoded as a whole."""
+    """How to decode content that can only be read as a whole."""
 
-    def decode(self, file: StoredBytes, stored: Memory, content: Memory) -> memoryview:
-        """Return the content, checked against its recorded checksums.
+    def decode(
+        self, file: StoredBytes, stored: Memory, content: Memory, part: tuple[int, int] | None
+    ) -> tuple[int, memoryview]:
+        """Return content, checked against its recorded checksums, and where it begins.
 
         `stored` and `content` provide memory for the file's bytes, and for the decoded content.
+        `part`: start and end of what is wanted, so that the rest may be left out; None for all.
         """
 
 

@@ -164,9 +164,10 @@ CODECS: Final = ("none", "lz4", "zstd")
 """Codecs for the chunks of a store."""
 SOURCE_HELP: Final = (
     "run directory with 'latest', tag directory, universal checkpoint, .zarr or .zarr.zip store, "
-    "directory of FSDP's .distcp files or model_world_size_*.pt, or of a model's .safetensors "
-    "files, or template of raw per-rank dumps such as 'ckpt/optimizer.{rank:02d}.pt'; as every "
-    "path here, local or s3://bucket/..., gs://... or az://..."
+    "directory of FSDP's or Megatron's .distcp files or of model_world_size_*.pt, or of a model's "
+    ".safetensors files, or template of raw per-rank dumps such as "
+    "'ckpt/optimizer.{rank:02d}.pt'; as every path here, local or s3://bucket/..., gs://... or "
+    "az://..."
 )
 DRY_RUN: Final = flag("show what would be done, and write nothing", "-n --dry-run", group=RUN)
 NO_LOCK: Final = (
@@ -320,6 +321,13 @@ class RepartitionOptions(TransferOptions):
     ds_config_file: Path_ | None = option(
         "--ds-config FILE",
         "whole DeepSpeed config of the job that will resume [the one kept in the checkpoint]",
+    )
+    format: str = option(
+        "",
+        "files of DeepSpeed, or of FSDP's ranks as verl saves them, from such files [deepspeed]",
+        default="deepspeed",
+        choices=("deepspeed", "fsdp-ranks"),
+        is_rare=True,
     )
     ds_version: str | None = option(
         "VERSION",

@@ -18,6 +18,10 @@ PACKED_TARGET: Final = "streamshard.operations.transfer.packed_target:PackedTarg
 """A target that is one file; see `operations/transfer/staged_target.py`."""
 PACKED_STATE: Final = "streamshard.operations.transfer.packed_target:PackedState"
 """What lies at its place; see `operations/transfer/target_state.py`."""
+PACKED_UPLOAD: Final = "streamshard.operations.transfer.packed_upload:PackedUploadTarget"
+"""A target that is one object; see `operations/transfer/staged_target.py`."""
+PACKED_UPLOAD_STATE: Final = "streamshard.operations.transfer.packed_upload:PackedUploadState"
+"""What lies at its place; see `operations/transfer/target_state.py`."""
 UPLOADED_TARGET: Final = "streamshard.operations.transfer.uploaded_target:UploadedTarget"
 """A target that comes into being by uploads; see `operations/transfer/staged_target.py`."""
 UPLOAD_STATE: Final = "streamshard.operations.transfer.upload_state:UploadState"
@@ -32,10 +36,13 @@ OTHER_DEGREES: Final = "streamshard.degrees.degree_changes:OTHER_DEGREES"
 """Other tensor, pipeline and expert parallel degrees; see `operations/source/degree_change.py`."""
 WITH_LAYER_PAIRS: Final = "streamshard.degrees.layered:with_layer_pairs"
 """Adds the tensors in the files of a pipeline's layers; see `operations/transfer/read_back.py`."""
+RANK_FILES: Final = "streamshard.operations.repartition.rank_files_target:prepare"
+"""Plans files of FSDP's ranks; see `operations/repartition/repartition.py`."""
 _BLOSC: Final = "numcodecs.blosc:Blosc"
 _READERS: Final = (
     "streamshard.operations.source.dumps_source:READER",
     "streamshard.operations.source.store_source:READER",
+    "streamshard.operations.source.megatron_source:READER",
     "streamshard.operations.source.distributed_source:READER",
     "streamshard.operations.source.weights_source:READER",
     "streamshard.operations.source.fsdp_ranks_source:READER",

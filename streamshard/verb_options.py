@@ -107,6 +107,7 @@ class ExportOptions(TransferOptions):
         "TEXT", "prefix to remove from names: module. [none]", default=(), is_rare=True
     )
     frozen: bool = option("", "leave out weights that were not trained", default=True, is_rare=True)
+    adapter: bool = flag("write LoRA's weights alone, for PeftModel.from_pretrained", is_rare=True)
     layout: str = option(
         "",
         "what loads a distributed checkpoint: torch's own functions, torchtitan, or Accelerate "
@@ -392,6 +393,12 @@ class CompactOptions(RunOptions, _ReportOptions):
     )
     codec: str = option(
         "", "compression [zstd]", default="zstd", choices=CODECS, group=OUTPUT, is_rare=True
+    )
+    packed: bool = flag(
+        "make each archive one file, TAG.zarr.zip, where many small files are slow or counted; it "
+        "shares none with other archives, and the run says what that costs",
+        group=OUTPUT,
+        is_rare=True,
     )
     chunk_size: int = option(default=64 << 20, least=1, few="at least one byte is needed")
     bytes_per_second: int | None = option(

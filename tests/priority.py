@@ -5,9 +5,9 @@ beside other tests on every core, a second's work would take minutes. `tests/eng
 shows what it does.
 """
 
-from streamshard.cli import main
+from streamshard.cli import compact_command
 
 
 def keep_priority() -> None:
     """Leave this process's priority alone, whatever it runs."""
-    vars(main)["yield_to_others"] = lambda: None
+    vars(compact_command)["lower_priority"] = lambda: None

@@ -51,7 +51,7 @@ VERBS = (
 CROSSINGS = {("compact", verb) for verb in VERBS} | {("read", "inspect")}
 """`compact` runs other verbs; `open` shows what `inspect` summarizes."""
 CORE = "streamshard.operations.repartition.repartition"
-CORE_MODULES, CORE_LINES = 95, 15_000
+CORE_MODULES, CORE_LINES = 95, 15_200
 """What who touches the core has to know: all that it imports, and what that imports, lazily or for
 type checking as well."""
 AROUND = (
@@ -229,6 +229,7 @@ def test_the_rules_themselves(module: str, imported: str, rule: str | None) -> N
 OPENS_TO_WRITE = {
     "streamshard.io.writable": "refuses links and what is no file of its own",
     "streamshard.io.disk_speed": "makes a file without a name",
+    "streamshard.io.node_memory": "makes memory without a name, and opens that of other processes",
     "streamshard.cli.streams": "opens the null device",
     "streamshard.engine.run.resident_memory": "writes to a file of /proc",
     "streamshard.demo.rank": "writes into a directory that the demo has just made",

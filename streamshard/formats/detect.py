@@ -191,8 +191,8 @@ def _megatron(path: Path) -> str | None:
     if not any(map(is_megatron, _with_children(path))):
         return None
     return (
-        "a checkpoint in Megatron's own format, not DeepSpeed's; only DeepSpeed's ZeRO is "
-        "resharded here, Megatron's distributed checkpoints by Megatron when it loads them"
+        "a checkpoint in Megatron's own format, not DeepSpeed's; of these only distributed "
+        "checkpoints (torch_dist) are read, which Megatron itself reshards when it loads them"
     )
 
 

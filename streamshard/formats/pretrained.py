@@ -14,6 +14,10 @@ TORCH: Final = "torch"
 CONFIG: Final = "config.json"
 """`from_pretrained` needs this file to interpret the weights."""
 
+ADAPTER_CONFIG: Final = "adapter_config.json"
+"""`PeftModel.from_pretrained` needs this file to interpret an adapter's weights."""
+ADAPTER_FILES: Final = {SAFETENSORS: "adapter_model.safetensors", TORCH: "adapter_model.bin"}
+
 _STEMS: Final = {SAFETENSORS: ("model", "safetensors"), TORCH: ("pytorch_model", "bin")}
 _COME_ALONG: Final = (
     CONFIG,
@@ -36,10 +40,13 @@ _COME_ALONG: Final = (
 """Names of configurations, tokenizers, processors and chat templates."""
 _OPTIMIZERS: Final = ("optimizer.pt", "optimizer.bin", "optimizer_[0-9]*")
 """Names of an optimizer's state next to the weights, as HF Trainer and Accelerate save it."""
-_WEIGHTS: Final = tuple(
-    f"{stem}{part}.{suffix}{index}"
-    for stem, suffix in _STEMS.values()
-    for part, index in (("", ""), ("-[0-9]*-of-[0-9]*", ""), ("", ".index.json"))
+_WEIGHTS: Final = (
+    *ADAPTER_FILES.values(),
+    *(
+        f"{stem}{part}.{suffix}{index}"
+        for stem, suffix in _STEMS.values()
+        for part, index in (("", ""), ("-[0-9]*-of-[0-9]*", ""), ("", ".index.json"))
+    ),
 )
 
 
@@ -80,7 +87,8 @@ def comes_along(path: str) -> bool:
 def is_export(paths: Collection[str]) -> bool:
     """Tell whether the files of a directory are a model's weights and files copied with them."""
     weights = [path for path in paths if any(fnmatchcase(path, p) for p in _WEIGHTS)]
-    return bool(weights) and all(path in weights or comes_along(path) for path in paths)
+    known = {*weights, ADAPTER_CONFIG}
+    return bool(weights) and all(path in known or comes_along(path) for path in paths)
 
 
 def holds_weights(name: str) -> bool:
@@ -91,7 +99,7 @@ def holds_weights(name: str) -> bool:
     >>> holds_weights("tokenizer.json")
     False
     """
-    return any(fnmatchcase(name, p) for p in (*_WEIGHTS, "*.safetensors", "adapter_model.bin"))
+    return any(fnmatchcase(name, p) for p in (*_WEIGHTS, "*.safetensors"))
 
 
 def is_weights_only(names: Collection[str]) -> bool:
@@ -103,15 +111,18 @@ def is_weights_only(names: Collection[str]) -> bool:
     return not any(fnmatchcase(name, p) for name in names for p in _OPTIMIZERS)
 
 
-def in_order_of_preference(paths: Sequence[str], tag: str) -> dict[str, str]:
+def in_order_of_preference(
+    paths: Sequence[str], tag: str, also: Collection[str] = ()
+) -> dict[str, str]:
     """Choose the files to copy with the weights: name in the model's directory → source path.
 
     If the run directory and the tag directory have a file of the same name, the first is chosen.
+    `also`: names of more files to copy.
     """
     found: dict[str, str] = {}
     for prefix in ("", f"{tag}/"):
         for path in sorted(paths):
             name = path.removeprefix(prefix)
-            if path.startswith(prefix) and comes_along(name):
+            if path.startswith(prefix) and (name in also or comes_along(name)):
                 found.setdefault(name, path)
     return found

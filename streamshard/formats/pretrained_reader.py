@@ -45,7 +45,8 @@ def is_pretrained(directory: Path) -> bool:
 
 def _main(listed: Collection[str], form: str = pretrained.SAFETENSORS) -> str | None:
     """Return the index, or the only file of weights."""
-    wanted = (pretrained.index_file(form), *pretrained.weight_files(form, 1))
+    whole = (pretrained.index_file(form), *pretrained.weight_files(form, 1))
+    wanted = (*whole, pretrained.ADAPTER_FILES[form])
     return next((name for name in wanted if name in listed), None)
 
 

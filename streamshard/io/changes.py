@@ -67,7 +67,7 @@ def remove(path: Path) -> None:
 
 
 def discard(directory: Path) -> None:
-    """Remove what can be removed of a directory; errors are ignored."""
+    """Remove what can be removed of a directory, errors ignored; or a file."""
     place_of(directory).discard(directory)
 
 

@@ -156,7 +156,10 @@ class Disk:
         return ""
 
     def discard(self, directory: Path) -> None:
-        shutil.rmtree(directory, ignore_errors=True)
+        if directory.is_dir():
+            shutil.rmtree(directory, ignore_errors=True)
+        else:
+            directory.unlink(missing_ok=True)
 
     def take_over_status(self, known: Path, path: Path) -> None:
         wanted, own = known.stat(), path.stat()

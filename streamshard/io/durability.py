@@ -62,7 +62,7 @@ def finish_writeback(descriptor: int, offset: int, nbytes: int) -> None:
 
 
 def sync_tree(root: Path) -> None:
-    """Make all files in a directory tree durable, with their names."""
+    """Make all files in a directory tree durable, with their names; or one file."""
     descriptor = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if _syncs_as_a_whole(descriptor):
@@ -73,7 +73,8 @@ def sync_tree(root: Path) -> None:
     with ThreadPoolExecutor(_THREADS) as pool:
         # A name must not be durable before what it names.
         for wanted in (False, True):
-            paths = (path for path in chain(walk(root), [root]) if path.is_dir() == wanted)
+            found = chain(walk(root) if root.is_dir() else (), [root])
+            paths = (path for path in found if path.is_dir() == wanted)
             while some := list(islice(paths, 64 * _THREADS)):
                 list(pool.map(sync_path, some))
 

@@ -13,16 +13,12 @@ from typing import Final
 
 from streamshard.io.file_system import last_error, libc
 
-_FAILED: Final = ctypes.c_void_p(-1).value
-_map = libc(
+FAILED: Final = ctypes.c_void_p(-1).value
+map_pages = libc(
     "mmap",
     ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
     result=ctypes.c_void_p,
 )  # fmt: skip
-_FIXED: Final = 0x10
-"""MAP_FIXED, which Python does not name: the new map takes the place of the old one."""
-_WINDOW_BYTES: Final = 8 << 20
-"""Memory that is copied at once; a multiple of any page's size."""
 _unmap = libc("munmap", ctypes.c_void_p, ctypes.c_size_t)
 
 
@@ -37,36 +33,17 @@ def map_range(descriptor: int, offset: int, nbytes: int, *, is_private: bool) ->
     """
     if descriptor < 0:
         raise OSError(errno.ENOTSUP, "it is an object, not a local file")
-    if _map is None or _unmap is None:
+    if map_pages is None or _unmap is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     before = offset % mmap.ALLOCATIONGRANULARITY
     length = before + nbytes
     access = mmap.PROT_READ | (mmap.PROT_WRITE if is_private else 0)
     sharing = mmap.MAP_PRIVATE if is_private else mmap.MAP_SHARED
-    address = _map(None, length, access, sharing, descriptor, offset - before)
-    if address == _FAILED:
+    address = map_pages(None, length, access, sharing, descriptor, offset - before)
+    if address == FAILED:
         raise last_error("")
     mapped = (ctypes.c_ubyte * length).from_address(address)
     # At the end of the program arrays may still be there, which others look at even then.
     weakref.finalize(mapped, _unmap, address, length).atexit = False
     view = memoryview(mapped).cast("B")[before:]
     return view if is_private else view.toreadonly()
-
-
-def detach_map(mapped: "ctypes.Array[ctypes.c_ubyte]") -> None:
-    """Put memory with the same content in the place of a private map, at the same address.
-
-    Whatever looks at the map then no longer looks at the file.
-
-    `mapped`: the object behind the view that `map_range` returned (`memoryview.obj`).
-    """
-    if _map is None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    address, length = ctypes.addressof(mapped), ctypes.sizeof(mapped)
-    access = mmap.PROT_READ | mmap.PROT_WRITE
-    way = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED
-    for start in range(address, address + length, _WINDOW_BYTES):
-        content = ctypes.string_at(start, min(_WINDOW_BYTES, address + length - start))
-        if _map(start, len(content), access, way, -1, 0) == _FAILED:
-            raise last_error("")
-        ctypes.memmove(start, content, len(content))

@@ -6,9 +6,10 @@ Not even the access time of a local file changes, where the system allows.
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from stat import S_ISDIR, S_ISLNK, S_ISREG
-from typing import Final, Protocol, Self
+from typing import Final, NamedTuple, Protocol, Self
 
 from streamshard.io.retry import close_unwritten
 from streamshard.model import Decoder, SourceFile
@@ -17,8 +18,7 @@ _QUIET: Final = getattr(os, "O_NOATIME", 0)
 """Flag of open(2) that keeps the access time; allowed only for the owner of a file."""
 
 
-@dataclass(frozen=True, slots=True)
-class Status:
+class Status(NamedTuple):
     """What a place tells of a file or a directory without opening it."""
 
     mode: int
@@ -71,6 +71,10 @@ class Readable(Protocol):
     def nbytes(self) -> int:
         """Size in bytes."""
 
+    @property
+    def takes_requests(self) -> bool:
+        """Whether each reading takes a request to a service, which takes long."""
+
     def read_at(self, offset: int, count: int) -> bytes:
         """Read bytes from an offset; fewer than requested only at the end of the file."""
 
@@ -112,12 +116,16 @@ class ReadableFile:
     """An open local file, which closes its descriptor."""
 
     origin = 0
+    takes_requests = False
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         """Descriptor of the file."""
-        self.nbytes = os.fstat(descriptor).st_size
-        """Size in bytes."""
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Size in bytes, once it was asked for."""
+        return os.fstat(self.descriptor).st_size
 
     def read_at(self, offset: int, count: int) -> bytes:
         """Read bytes from an offset; fewer than requested only at the end of the file."""

@@ -5,6 +5,7 @@ To make the paths would take longer than to ask the system.
 
 import os
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 from streamshard.io.entries import entries_below, examine
@@ -12,17 +13,34 @@ from streamshard.io.place import place_of
 from streamshard.io.readable import Status
 
 
-def is_on_disk(root: Path) -> bool:
+def _is_on_disk(root: Path) -> bool:
     """Tell whether files lie on a disk of this machine, where symbolic links may be."""
     return place_of(root) is place_of(Path())
 
 
 def examiner(root: Path) -> Callable[[str], Status]:
     """Return what examines files below a directory; symbolic links are not followed."""
-    if not is_on_disk(root):
+    if not _is_on_disk(root):
         return lambda path: examine(root / path, follows=False)
     start = f"{root}/"
     return lambda path: Status.of(os.lstat(start + path))
+
+
+def inside_test(root: Path) -> Callable[[str], bool]:
+    """Return what tells whether a directory below another lies in it, links followed.
+
+    Then as many steps up as its path has names end in the other one. Where links lead to another
+    depth of it, the answer is no, although they stay inside.
+    """
+    if not _is_on_disk(root):
+        return lambda path: True
+    start, top = f"{root}/", cache(root.stat)
+
+    def leads_inside(path: str) -> bool:
+        above = os.stat(f"{start}{path}{'/..' * (path.count('/') + 1)}")  # noqa: PTH116
+        return os.path.samestat(above, top())
+
+    return leads_inside
 
 
 def names_below(
@@ -32,7 +50,7 @@ def names_below(
 
     `skips`: tells whether a directory that cannot be read is passed over.
     """
-    if not is_on_disk(root):
+    if not _is_on_disk(root):
         below = (entry for entry in entries_below(root, skips=skips) if not entry.is_directory)
         yield from (entry.path.relative_to(root).as_posix() for entry in below)
         return

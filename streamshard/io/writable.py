@@ -9,6 +9,7 @@ the cores that prepare the next data. A virtual machine may also have to request
 host. Other programs lose the cached data that they need.
 """
 
+import ctypes
 import errno
 import mmap
 import os
@@ -24,6 +25,8 @@ BLOCK_BYTES: Final = max(4096, mmap.PAGESIZE)
 of a page, so that no page is partly in the cache."""
 LEAST_BYTES: Final = 1 << 17
 """For smaller writes, waiting for the disk costs more than the cache."""
+_HUGE_BYTES: Final = 1 << 21
+"""Size and boundary of a huge page."""
 _FILE_SYSTEMS: Final = {EXT4, XFS}
 """Local file systems that pass all direct writes on to the disk. Over a network every write would
 wait for its answer."""
@@ -126,5 +129,15 @@ def open_direct(path: Path, descriptor: int) -> int:
 
 
 def aligned(nbytes: int) -> memoryview:
-    """Return memory that begins at a block boundary."""
-    return memoryview(mmap.mmap(-1, nbytes))
+    """Return memory that begins at a block boundary; whole huge pages of it stay in one piece.
+
+    A request to a disk holds few pieces of memory. A window of scattered pages takes two requests,
+    and can fill the queue of a virtual disk, so that no other write is under way.
+    """
+    mapped = mmap.mmap(-1, nbytes + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(mapped)) % _HUGE_BYTES
+    huge_bytes = nbytes // _HUGE_BYTES * _HUGE_BYTES
+    if huge_bytes and hasattr(mmap, "MADV_HUGEPAGE"):
+        with ignored(UNSUPPORTED):  # not every kernel has huge pages
+            mapped.madvise(mmap.MADV_HUGEPAGE, start, huge_bytes)
+    return memoryview(mapped)[start : start + nbytes]

@@ -22,7 +22,7 @@ from streamshard.live.consensus import Agreement, say
 from streamshard.live.global_batch import plan_batch, set_batch
 from streamshard.live.live_engine import Engine
 from streamshard.live.same_optimizer import require_same_optimizer
-from streamshard.live.served_files import ServedFiles
+from streamshard.live.served_files import WEIGHTS, ServedFiles
 from streamshard.model import NoteKind
 from streamshard.operations.native.files_on_demand import FilesOnDemand
 from streamshard.operations.native.resharding import Resharding
@@ -228,12 +228,27 @@ class Loading:
                 served = ServedFiles(source, files, maps=maps)
                 stack.callback(served.close)
                 self._require_fit(resharding, files)
-                for name in self._own_files(tag):
+                names = [*self._own_files(tag)]
+                for name in names:
                     served.prepare(name)
+            self._share(served, WEIGHTS if WEIGHTS in names else names[0])
             path, state = self._load_served(served, tag)
         if path is not None:
             path = str(source.path / path)
         return (path, state), (served.read_bytes, sum(served.mapped.values()))
+
+    def _share(self, served: ServedFiles, path: str) -> None:
+        """Read what ranks of one machine need alike of a file once for all of them."""
+        rank, step, gather = distributed.get_rank(), self._agreement.step, self._agreement.gather
+        with step():
+            share = served.share(path, distributed.get_world_size())
+            own = share.ask()
+        wanted = gather(own)
+        with step():
+            has_joined = share.join(wanted, rank)
+        have_joined = gather(has_joined)
+        with step():
+            share.fill(have_joined, rank, served.fill)
 
     def _load_served(self, served: ServedFiles, tag: str) -> tuple[str | None, Any]:
         """Let DeepSpeed load; returns the path as it is in the run directory, and the state."""
@@ -246,17 +261,21 @@ class Loading:
                 # With it ranks load one after the other; then none would wait for all.
                 replaced(engine._config.zero_config, _ONE_BY_ONE, False),
                 replaced(engine, "checkpoint_engine", stand_in),
-                replaced(ds_engine, _MERGE, lambda *args, **kwargs: served.weights()),
+                replaced(ds_engine, _MERGE, lambda *args, **kwargs: served.load(WEIGHTS)),
             ):
                 path, state = self._plain(engine, str(root), tag, **self._options.as_arguments())
             served.settle()
             return None if path is None else os.path.relpath(path, root), state
 
     def _own_files(self, tag: str) -> Iterator[str]:
-        """Yield the paths of the files that this rank loads in any case."""
+        """Yield the paths of what this rank loads in any case, the module first."""
         yield os.path.relpath(self._engine._get_ckpt_name("/", tag), "/")
         if self._options.loads_states and self._engine.zero_optimization():
             yield os.path.relpath(self._engine._get_zero_ckpt_name("/", tag), "/")
+        # As in `DeepSpeedEngine._load_checkpoint`.
+        leaves_states = not self._options.load_optimizer_states and not self._engine.has_moe_layers
+        if leaves_states and self._engine.zero_optimization_partition_weights():
+            yield WEIGHTS
 
     def _require_fit(self, resharding: Resharding, files: FilesOnDemand) -> None:
         """Compare with the live optimizer, unless it is not loaded."""

@@ -3,6 +3,7 @@
 import io
 import pickle
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,13 +11,17 @@ import torch
 
 from streamshard.engine.run.region import RegionFiller
 from streamshard.engine.run.source_reader import SourceReader
+from streamshard.engine.run.work import Region
 from streamshard.io.files import require_all_unchanged
-from streamshard.io.memory_map import detach_map
+from streamshard.io.memory_pages import detach_map, populate
 from streamshard.io.object_path import is_object
+from streamshard.live.node_share import NodeShare
 from streamshard.model import ITEMSIZE
 from streamshard.operations.native.files_on_demand import FileContent, FilesOnDemand, StorageContent
 from streamshard.operations.source.source import Source
 
+WEIGHTS: Final = "weights"
+"""Path of what is no file: the module's state dict; see `FilesOnDemand.weights`."""
 _LEAST_MAPPED: Final = 1 << 20
 """Smaller storages are read: a process may have some 65,000 maps, and models many small tensors."""
 _WINDOW_BYTES: Final = 8 << 20
@@ -27,7 +32,8 @@ class ServedFiles:
     """Loads the files of a target from the fragments of a source, for one rank.
 
     A storage that is one fragment of a file, as it is there, is a private map of that file, which
-    ranks of one machine share in the page cache. Other storages are read.
+    ranks of one machine share in the page cache. Other storages are read, or mapped where the ranks
+    of the machine have read them together.
 
     `maps`: whether anything is mapped.
     """
@@ -36,9 +42,10 @@ class ServedFiles:
         self._source = source
         self._files = files
         self._maps = maps
-        self._reader = SourceReader(source.files)
+        self._reader = SourceReader(source.files, reads_once=True)
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self._prepared: dict[str, FileContent] = {}
+        self._shares: dict[str, NodeShare] = {}
         self._sidecars = files.sidecars()
         self.read_bytes = 0
         self.mapped: dict[int, int] = {}
@@ -66,11 +73,18 @@ class ServedFiles:
 
     def prepare(self, path: str) -> None:
         """Find what fills a file, and open the source's files that hold it."""
-        content = self._files.content(path)
+        content = self._content(path)
         if self._source.kind != "store":  # a store has a file for each chunk, which it lists
             for file in sorted(content.source_files()):
                 self._reader.require_unchanged(file)
         self._prepared[path] = content
+
+    def share(self, path: str, ranks: int) -> NodeShare:
+        """Return how ranks of one machine share what is read of a file that is prepared."""
+        numbered = enumerate(self._prepared[path].storages)
+        read = {n: each for n, each in numbered if each.regions and self._extent(each) is None}
+        self._shares[path] = NodeShare(path, read, ranks)
+        return self._shares[path]
 
     def load(self, path: str) -> Any:
         """Return the object in a file."""
@@ -78,12 +92,9 @@ class ServedFiles:
             storage = self._files.sidecar(self._sidecars[path]).storages[0]
             data = memoryview(_bytes_of(self._read(storage))).tobytes()
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-        content = self._prepared.pop(path, None) or self._files.content(path)
-        return self._load(content)
-
-    def weights(self) -> Any:
-        """Return the module's state dict with master weights; see `FilesOnDemand.weights`."""
-        return self._load(self._files.weights())
+        content = self._prepared.pop(path, None) or self._content(path)
+        shared = self._shares[path].maps() if path in self._shares else {}
+        return self._load(content, shared)
 
     def require_unchanged(self) -> None:
         """Refuse what was loaded if its files have changed since they were opened."""
@@ -102,45 +113,72 @@ class ServedFiles:
             self.require_unchanged()
 
     def close(self) -> None:
-        """Close the source's files; what is mapped stays."""
+        """Close the source's files, and shared memory; what is mapped stays."""
         self._reader.close()
+        for share in self._shares.values():
+            share.close()
 
-    def _load(self, content: FileContent) -> Any:
+    def _content(self, path: str) -> FileContent:
+        return self._files.weights() if path == WEIGHTS else self._files.content(path)
+
+    def _load(self, content: FileContent, shared: Mapping[int, memoryview]) -> Any:
+        """Return the object in a file; `shared`: storages that are filled, by their numbers."""
         self._used |= content.source_files()
-        made = [self._storage(storage) for storage in content.storages]
+        numbered = enumerate(content.storages)
+        made = [self._storage(storage, shared.get(number)) for number, storage in numbered]
         self.require_unchanged()
         return _Unpickler(content, made).load()
 
-    def _storage(self, storage: StorageContent) -> torch.UntypedStorage:
-        extent = storage.fragment() if self._maps and storage.nbytes >= _LEAST_MAPPED else None
-        if extent is None or not self._is_plain(*extent, ITEMSIZE[storage.dtype]):
-            return self._read(storage)
-        view = self._reader.map(*extent, storage.nbytes, is_private=True, is_checked=True)
+    def _storage(self, storage: StorageContent, view: memoryview | None) -> torch.UntypedStorage:
+        """Make a storage; `view`: what is in it, if it is in memory of all ranks."""
+        extent = self._extent(storage) if view is None else None
+        if extent is not None:
+            view = self._reader.map(*extent, storage.nbytes, is_private=True, is_checked=True)
+        elif view is None or not self._is_mapped(storage):
+            return self._read(storage, view)
         mapped = torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
         self.mapped[mapped.data_ptr()] = storage.nbytes
         self._held.append(weakref.ref(view.obj))
         return mapped
 
-    def _is_plain(self, file: int, offset: int, itemsize: int) -> bool:
-        return self._source.files[file].is_plain and offset % itemsize == 0
+    def _is_mapped(self, storage: StorageContent) -> bool:
+        return self._maps and storage.nbytes >= _LEAST_MAPPED
 
-    def _read(self, storage: StorageContent) -> torch.UntypedStorage:
+    def _extent(self, storage: StorageContent) -> tuple[int, int] | None:
+        """Return (file, byte offset) of a storage that can be mapped there."""
+        found = storage.fragment() if self._is_mapped(storage) else None
+        if found is None or not self._source.files[found[0]].is_plain:
+            return None
+        return None if found[1] % ITEMSIZE[storage.dtype] else found
+
+    def _read(
+        self, storage: StorageContent, shared: memoryview | None = None
+    ) -> torch.UntypedStorage:
         made = torch.UntypedStorage(storage.nbytes)  # type: ignore[no-untyped-call]
         if not storage.nbytes:
             return made
         view = memoryview(_bytes_of(made))
-        if storage.data is not None:
-            view[:] = storage.data
+        known = storage.data if shared is None else shared
+        if known is not None:
+            view[:] = known
             return made
         at = 0
         for region in storage.regions:
-            filler = RegionFiller(region, self._reader, self._scratch)
-            stop = at + region.nbytes
-            for start in range(at, stop, _WINDOW_BYTES):
-                filler.fill(view[start : min(start + _WINDOW_BYTES, stop)])
-            at = stop
-        self.read_bytes += storage.source_bytes()
+            self.fill(region, view[at : at + region.nbytes])
+            at += region.nbytes
         return made
+
+    def fill(self, region: Region, view: memoryview) -> None:
+        """Fill a view with a region: in windows, but for chunks that are decoded at once."""
+        filler = RegionFiller(region, self._reader, self._scratch)
+        if self._source.codec_bytes:
+            filler.fill(view)
+        else:
+            for start in range(0, region.nbytes, _WINDOW_BYTES):
+                window = view[start : start + _WINDOW_BYTES]
+                populate(window)
+                filler.fill(window)
+        self.read_bytes += int(region.copies.nbytes.sum())
 
 
 class _Unpickler(pickle.Unpickler):

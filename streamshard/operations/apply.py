@@ -51,7 +51,7 @@ def load_plan(options: ApplyOptions) -> TransferPlan:
             saved.source, saved.target, **given
         )
     except TargetExistsError as error:
-        if not given["overwrite"]:
+        if not given.get("overwrite"):
             replace = Option("overwrite", True)
             message = f"{place}: was made without {replace}. Make a new plan with {_NEW_PLAN}, and"
             error.add_note(f"{message} with {replace}")

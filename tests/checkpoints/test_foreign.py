@@ -134,7 +134,7 @@ DISTRIBUTED = r"one file of a distributed checkpoint of PyTorch"
 NOTHING_CUT = r"nothing in it depends on the count of ranks"
 DIRECTORIES: list[tuple[Callable[[Path], Path], str]] = [
     (megatron, r"a checkpoint in Megatron's own format"),
-    (megatron_distributed, r"a checkpoint in Megatron's own format"),
+    (megatron_distributed, r"a distributed checkpoint of Megatron, which does not tell what else"),
     (adapter, rf"a model's weights without an optimizer's state; {NOTHING_CUT}"),
     (trainer_without_deepspeed, rf"saved without ZeRO; {NOTHING_CUT}"),
     (verl, r"files of FSDP's ranks as verl saves them.*files, \S*/global_step_5/actor, to read"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # ranks are forks: what FSDP loads late is loaded once
 from safetensors.torch import load_file, save_file
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,18 +37,18 @@ State = dict[str, Any]
 RANKS = 4
 
 
-def in_rank(rank: int, do: Callable[[], object]) -> None:
+def in_rank(rank: int, do: Callable[[], object], ranks: int = RANKS) -> None:
     """Do something in a process of its own: torch keeps meshes for as long as a process lives."""
-    child = multiprocessing.get_context("fork").Process(target=_do, args=(rank, do))
+    child = multiprocessing.get_context("fork").Process(target=_do, args=(rank, do, ranks))
     child.start()
     child.join()
     assert child.exitcode == 0
 
 
-def _do(rank: int, do: Callable[[], object]) -> None:
+def _do(rank: int, do: Callable[[], object], ranks: int) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    distributed.init_process_group("fake", rank=rank, world_size=RANKS, store=FakeStore())
+    distributed.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     do()
 
 

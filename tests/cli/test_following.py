@@ -8,15 +8,19 @@ import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import streamshard
 from docs.site.recording import COMMANDS, PICTURE
 from streamshard.cli.parser import arguments_of
+from tests.checkpoints.test_fsdp_ranks import in_rank
 from tests.cli.conftest import in_process
 from tests.compact.runs import age, make_run, tag_of
 from tests.documents import PAGES, TEXTS, blocks
@@ -99,7 +103,13 @@ def universal(path: Path) -> None:
 
 def verl(path: Path) -> None:
     path.mkdir()
-    torch.save({"layers.0.weight": torch.ones(90, 8)}, path / "model_world_size_1_rank_0.pt")
+    in_rank(0, partial(_save_rank, path), 1)
+
+
+def _save_rank(path: Path) -> None:
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
+    weight = distribute_tensor(torch.ones(90, 8), mesh, [Shard(0)], src_data_rank=None)
+    torch.save({"layers.0.weight": weight}, path / "model_world_size_1_rank_0.pt")
 
 
 MAKERS: tuple[tuple[str, Callable[[Path], object]], ...] = (

@@ -153,9 +153,9 @@ def sends_part(request: Request) -> bool:
 
 
 def completes(request: Request) -> bool:
-    """Tell whether a request makes parts one object, by S3's protocol or Azure's."""
+    """Tell whether a request makes the largest object of its parts, by S3's protocol or Azure's."""
     is_of_s3 = request.method == "POST" and "uploadId=" in request.path
-    return is_of_s3 or "comp=blocklist" in request.path
+    return "optim_states" in request.path and (is_of_s3 or "comp=blocklist" in request.path)
 
 
 def comes_after_parts(request: Request) -> bool:

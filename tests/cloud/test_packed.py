@@ -1,15 +1,32 @@
-"""A store in one object: read by ranges, by all verbs, and not written."""
+"""A store in one object: written by one upload, and read by ranges, by all verbs."""
 
 from pathlib import Path
+from typing import Any
 
+import fsspec  # type: ignore[import-untyped, unused-ignore]
 import pytest
+import zarr
+from fsspec.implementations.asyn_wrapper import (  # type: ignore[import-untyped, unused-ignore]
+    AsyncFileSystemWrapper,
+)
+from obstore.fsspec import FsspecStore
 
 import streamshard
-from streamshard.errors import SourceError, UsageError
+from streamshard.errors import (
+    CorruptFileError,
+    SourceError,
+    StreamshardError,
+    TargetExistsError,
+)
+from streamshard.io.objects import object_upload
 from tests.cloud.conftest import Bucket
+from tests.cloud.proxy import Request
 from tests.fabricated import write
 from tests.formats.conftest import files_of
 from tests.job import Job
+
+LARGE = Job(stage=2, world_size=1, groups=((("embed.weight", (1_500_000,)),),))
+"""Its store, of 20 MB, is uploaded in parts."""
 
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])
@@ -43,8 +60,111 @@ def test_an_object_that_is_replaced_meanwhile_is_refused(bucket: Bucket, tmp_pat
             opened["embed.weight"].fp32.numpy()
 
 
-def test_it_is_written_to_a_disk_alone(bucket: Bucket, tmp_path: Path) -> None:
-    run = write(Job(stage=2), tmp_path / "run")
-    with pytest.raises(UsageError, match="to a disk alone"):
-        streamshard.convert(run, f"{bucket.url}/7b.zarr.zip")
-    assert not list(bucket.keys(""))
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("part", [None, 5 << 20])
+def test_it_is_written_as_on_a_disk(
+    codec: str, part: int | None, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one request, or in parts; from here and from a bucket."""
+    run, file = write(LARGE if part else Job(stage=2), tmp_path / "run"), tmp_path / "7b.zarr.zip"
+    (run / "zero_to_fp32.py").chmod(0o644)  # an object has no permission bits
+    if part:
+        monkeypatch.setattr(object_upload, "_SINGLE_BYTES", 1 << 20)
+        monkeypatch.setattr(object_upload, "_PART_BYTES", part)
+    options: dict[str, Any] = {"codec": codec, "chunk_size": (1 << 20) if part else 500}
+    streamshard.convert(run, file, **options)
+    for source, name in ((str(run), "a.zarr.zip"), (bucket.put(run, "run"), "b.zarr.zip")):
+        before = len(bucket.proxy.requests)
+        report = streamshard.convert(source, f"{bucket.url}/{name}", **options)
+        asked = [one for one in bucket.proxy.requests[before:] if f"/{name}" in one.path]
+        assert len([one for one in asked if "partNumber" in one.path]) == bool(part) * -(
+            -file.stat().st_size // (part or 1)
+        )
+        assert bucket.get_bytes(name) == file.read_bytes()
+        assert report.bytes_written == file.stat().st_size
+    assert bucket.keys("a") | bucket.keys("b") == {"a.zarr.zip", "b.zarr.zip"}
+    assert not bucket.uploads()
+
+
+def test_all_verbs_and_zarr_python_read_it(bucket: Bucket, tmp_path: Path) -> None:
+    run, store = write(Job(stage=2), tmp_path / "run"), f"{bucket.url}/7b.zarr.zip"
+    streamshard.convert(run, store)
+    assert streamshard.verify(store).is_good
+    assert streamshard.verify(run, against=store).differences == ()
+    assert streamshard.diff(store, run).is_equal
+    assert streamshard.convert(run, store, if_needed=True).found == "target"
+    streamshard.repartition(store, f"{bucket.url}/out", world_size=3)
+    streamshard.repartition(run, tmp_path / "out", world_size=3)
+    assert bucket.content("out") == files_of(tmp_path / "out")
+    file = FsspecStore("s3", client_options={"allow_http": True}).open(store)
+    within = AsyncFileSystemWrapper(fsspec.filesystem("zip", fo=file), asynchronous=True)
+    group = zarr.open_group(zarr.storage.FsspecStore(within, read_only=True, path=""), mode="r")
+    found: Any = group["state/fp32/embed.weight"]
+    with streamshard.open(store) as tensors:
+        wanted = tensors["embed.weight"].fp32.numpy()
+    assert (found[:] == wanted).all()
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_it_replaces_only_a_store(verify: bool, bucket: Bucket, tmp_path: Path) -> None:
+    run, store = write(Job(stage=2), tmp_path / "run"), f"{bucket.url}/7b.zarr.zip"
+    bucket.put_bytes("7b.zarr.zip", b"mine")
+    with pytest.raises(TargetExistsError, match="exists"):
+        streamshard.convert(run, store)
+    with pytest.raises(TargetExistsError, match="no store of ours"):
+        streamshard.convert(run, store, overwrite=True)
+    bucket.remove("7b.zarr.zip")
+    streamshard.convert(run, store, codec="zstd", verify=verify)
+    old = bucket.get_bytes("7b.zarr.zip")
+    streamshard.convert(run, store, overwrite=True, verify=verify)
+    assert bucket.get_bytes("7b.zarr.zip") != old
+    assert bucket.keys() == {"7b.zarr.zip"}
+    assert streamshard.verify(store).is_good
+
+
+def test_what_comes_meanwhile_is_not_replaced(bucket: Bucket, tmp_path: Path) -> None:
+    run, store = write(LARGE, tmp_path / "run"), f"{bucket.url}/7b.zarr.zip"
+
+    def intrude(request: Request) -> None:
+        if request.path.endswith("?uploads="):
+            bucket.put_bytes("7b.zarr.zip", b"mine")
+
+    bucket.proxy.plan = intrude
+    with pytest.raises(TargetExistsError, match="by someone else meanwhile"):
+        streamshard.convert(run, store)
+    assert bucket.get_bytes("7b.zarr.zip") == b"mine"
+    assert bucket.keys() == {"7b.zarr.zip"}
+    assert not bucket.uploads()
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_a_run_that_fails_leaves_nothing(codec: str, bucket: Bucket, tmp_path: Path) -> None:
+    run = write(LARGE, tmp_path / "run")
+    source, store = bucket.put(run, "run"), f"{bucket.url}/7b.zarr.zip"
+    plan = streamshard.plan_convert(source, store, codec=codec, chunk_size=1 << 20)
+    bucket.damage(next(key for key in bucket.keys("run") if "optim_states" in key))
+    with pytest.raises(CorruptFileError, match="replaced by another object"):
+        plan.run()
+    assert bucket.keys("7b") == set()
+    assert not bucket.uploads()
+
+
+def test_what_is_damaged_on_its_way_is_not_put_into_its_place(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    run, store = write(Job(stage=2), tmp_path / "run"), f"{bucket.url}/7b.zarr.zip"
+    staged = "7b.zarr.zip.partial/7b.zarr.zip"
+
+    def damage(request: Request) -> None:
+        if request.range and request.path.endswith(staged) and not damaged:
+            data = bytearray(bucket.get_bytes(staged))
+            data[len(data) // 2] ^= 1
+            damaged.append(bytes(data))
+            bucket.put_bytes(staged, damaged[0])
+
+    damaged: list[bytes] = []
+    bucket.proxy.plan = damage
+    with pytest.raises(StreamshardError, match="read back"):
+        streamshard.convert(run, store, verify=True)
+    assert damaged
+    assert bucket.keys() == set()

@@ -137,7 +137,7 @@ def test_a_record_that_cannot_be_written_is_one_result_more(
 def test_a_record_that_is_not_ours_is_refused(run: Path, archive: Path, text: str) -> None:
     api.compact(run, archive)
     (archive / RECORD).write_text(text)
-    with pytest.raises(CorruptFileError, match="not as streamshard writes it"):
+    with pytest.raises(CorruptFileError, match="not as this version of streamshard writes it"):
         api.compact_status(run, archive)
     api.compact(run, archive)  # a run needs no record
     assert last_run(run, archive).exit_code == 0

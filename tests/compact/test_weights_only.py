@@ -205,7 +205,7 @@ def test_what_was_not_written_as_it_should_be_takes_nothing_away(
 ) -> None:
     before, write = bits(full), WeightsOnlyStore.write
 
-    def spoil(self: WeightsOnlyStore, target: Path) -> None:
+    def spoil(self: WeightsOnlyStore, target: Path, progress: object) -> None:
         write(self, target)
         content = (target / CHUNK).read_bytes()
         (target / CHUNK).unlink()  # the full archive has it too

@@ -192,10 +192,12 @@ class Reversed:
         self.name = name
         self.log = log
 
-    def decode(self, file: StoredBytes, stored: Memory, content: Memory) -> memoryview:
+    def decode(
+        self, file: StoredBytes, stored: Memory, content: Memory, part: tuple[int, int] | None
+    ) -> tuple[int, memoryview]:
         self.log.append(self.name)
         data = bytearray(10_000)
-        return memoryview(data[: file.read_into(memoryview(data), 0)][::-1])
+        return 0, memoryview(data[: file.read_into(memoryview(data), 0)][::-1])
 
 
 def test_an_encoded_file_is_decoded_once_while_it_is_wanted(tmp_path: Path) -> None:
@@ -211,6 +213,56 @@ def test_an_encoded_file_is_decoded_once_while_it_is_wanted(tmp_path: Path) -> N
     assert log == ["a", "b"]
     assert read(reader, 0, 0, 1) == DATA[:1]
     assert log == ["a", "b", "a"]
+    reader.close()
+
+
+class Partial:
+    """Decodes a multiple of 100 bytes, and notes which."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[int, int]] = []
+
+    def decode(
+        self, file: StoredBytes, stored: Memory, content: Memory, part: tuple[int, int] | None
+    ) -> tuple[int, memoryview]:
+        start, stop = part or (0, len(DATA))
+        start, stop = start // 100 * 100, -(-stop // 100) * 100
+        view = content(stop - start)
+        view[:] = DATA[start:stop]
+        self.log.append((start, stop))
+        return start, view
+
+
+def test_what_is_read_once_is_decoded_in_part(tmp_path: Path) -> None:
+    (file,) = on_disk(tmp_path, [DATA])
+    partial = Partial()
+    reader = SourceReader([replace(file, decoder=partial)], reads_once=True)
+    for start, stop in ((250, 260), (210, 300), (300, 500), (0, 1000), (250, 990)):
+        assert read(reader, 0, start, stop) == DATA[start:stop]
+    assert partial.log == [(200, 300), (300, 500), (0, 1000), (200, 1000)]
+    reader.close()
+
+
+@pytest.mark.parametrize("reads_once", [False, True])
+def test_all_that_is_read_at_once_is_decoded_in_its_place(tmp_path: Path, reads_once: bool) -> None:
+    (file,) = on_disk(tmp_path, [DATA])
+    partial, places = Partial(), list[memoryview]()
+    plain = partial.decode
+
+    def decode(
+        file: StoredBytes, stored: Memory, content: Memory, part: tuple[int, int] | None
+    ) -> tuple[int, memoryview]:
+        start, view = plain(file, stored, content, part)
+        places.append(view)
+        return start, view
+
+    partial.decode = decode  # type: ignore[method-assign]
+    reader = SourceReader([replace(file, decoder=partial)], reads_once=reads_once)
+    whole = memoryview(bytearray(2000))
+    for start in (0, 1000):
+        reader.read_into(0, 0, whole[start : start + 1000])
+    assert whole == DATA * 2
+    assert [place.obj is whole.obj for place in places] == [True, True]
     reader.close()
 
 

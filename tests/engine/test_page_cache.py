@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -112,6 +113,21 @@ def test_what_the_disk_does_not_take_goes_through_the_cache(
     rest = [] if taken_at_first is None else [(past, taken_at_first)]
     assert calls == [(past, 0), *rest, (through, 0)]
     assert target.read_bytes() == wanted
+
+
+def test_a_window_with_its_scratch_may_be_one_huge_page() -> None:
+    window = aligned(2 * MIB)
+    address = np.frombuffer(window, dtype=np.uint8).ctypes.data
+    assert address % (2 * MIB) == 0
+    if not Path("/sys/kernel/mm/transparent_hugepage").is_dir():
+        pytest.skip("this kernel has no huge pages")
+    start, flags = 0, dict[int, list[str]]()
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-[0-9a-f]+ ", line):
+            start = int(found[1], 16)
+        elif line.startswith("VmFlags:"):
+            flags[start] = line.split()
+    assert "hg" in flags[address]
 
 
 def test_other_errors_are_errors(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from streamshard.io.entries import examine, files_below
-from streamshard.io.relative_paths import examiner, names_below
+from streamshard.io.relative_paths import examiner, inside_test, names_below
 
 
 class Skipping:
@@ -46,6 +46,32 @@ def test_what_is_examined_is_the_same(root: Path) -> None:
         assert found(name) == examine(root / name, follows=False)
     with pytest.raises(FileNotFoundError, match="gone"):
         found("a/gone")
+
+
+def test_a_directory_lies_inside_however_links_lead_there(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "other/deep/one").mkdir(parents=True)
+    for name, target in {
+        "same": "a",
+        "out": "../other",
+        "a/up": "..",
+        "a/far": "../..",
+        "b": ".",
+    }.items():
+        (root / name).symlink_to(target)
+    (tmp_path / "linked").symlink_to(root)
+    for place in (root, tmp_path / "linked"):
+        leads_inside = inside_test(place)
+        for name in ("a", "a/deep", "a/deep/one", "empty", "same", "same/deep/one"):
+            assert leads_inside(name), name
+        for name in ("out", "out/deep", "out/deep/one", "a/away", "a/away/other", "a/far"):
+            assert not leads_inside(name), name
+        for name in ("a/up", "b"):
+            assert not leads_inside(name), f"{name} is of another depth"
+        for name in ("gone", "a/gone/one", "a/nowhere", "out/gone"):
+            with pytest.raises(FileNotFoundError):
+                leads_inside(name)
+        with pytest.raises(NotADirectoryError):
+            leads_inside("top/one")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every directory")

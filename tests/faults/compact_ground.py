@@ -23,6 +23,9 @@ _DONE_BEFORE: Final = 2
 _OWN: Final = ".streamshard."
 _LOCK: Final = ".streamshard.lock"
 _OF_WEIGHTS: Final = ".weights"
+_SUFFIXES: Final = (".zarr", ".zarr.zip")
+"""What the name of an archive ends in: of a directory, of one file."""
+_DATED: Final = ("/zarr.json", ".sha256", ".zip", ".zip.sha256")
 _TORN: Final = "torn"
 _RECORDS: Final = (".streamshard.last_run.json", ".streamshard.health.json")
 """What runs record of themselves, and of the tags that they have read."""
@@ -54,8 +57,8 @@ class CompactGround(Ground[CompactScenario]):
                 problems.append(
                     f"the receipt of {tag} says '{state}', and its archive is not whole"
                 )
-            full = receipt.with_name(f"{tag}.zarr")
-            if state == "weights only" and full.exists() and not is_as_listed(full):
+            full = [receipt.with_name(f"{tag}{end}") for end in _SUFFIXES]
+            if state == "weights only" and any(p.exists() and not is_as_listed(p) for p in full):
                 problems.append(f"a part of the full archive of {tag} has its name")
         return problems
 
@@ -109,9 +112,9 @@ class CompactGround(Ground[CompactScenario]):
 
     def _archive_of(self, tag: str) -> Path | None:
         """Return the whole archive of a tag: the one that its receipt names."""
-        name = f"{tag}{_OF_WEIGHTS if self._state_of(tag) == 'weights only' else ''}.zarr"
-        store = self._place / ARCHIVE / name
-        return store if is_as_listed(store) else None
+        name = f"{tag}{_OF_WEIGHTS if self._state_of(tag) == 'weights only' else ''}"
+        stores = (self._place / ARCHIVE / f"{name}{end}" for end in _SUFFIXES)
+        return next(filter(is_as_listed, stores), None)
 
     def _state(self, command: CompactScenario) -> str | None:
         return self._state_of(command.tag)
@@ -130,7 +133,7 @@ class CompactGround(Ground[CompactScenario]):
         return {
             path: kept
             for path, kept in found.items()
-            if not path.endswith((".receipt.json", *_RECORDS, f"{_OF_WEIGHTS}.zarr.sha256"))
+            if not path.endswith((".receipt.json", *_RECORDS))
             and not _is_dated(path)
             and _LOCK not in path
         }
@@ -144,17 +147,18 @@ class CompactGround(Ground[CompactScenario]):
             if (_OWN in path.name or ".partial" in path.name)
             and path.name not in known
             # Where nothing was left to write, nobody was there to remove it.
-            and not (path.name.startswith(f"{_LOCK}.") and path.name.endswith(".zarr"))
+            and not (path.name.startswith(f"{_LOCK}.") and path.name.endswith(_SUFFIXES))
         )
 
 
 def is_as_listed(store: Path) -> bool:
     """Tell whether an archive has the files of its list of checksums, each as the list says."""
     sums = store.with_name(f"{store.name}.sha256")
-    if not sums.exists() or not store.is_dir():
+    if not sums.exists() or not store.exists():
         return False
     listed = dict(line.split("  ")[::-1] for line in sums.read_text().splitlines())
-    files = [path for path in store.rglob("*") if path.is_file() and _OWN not in path.name]
+    paths = store.rglob("*") if store.is_dir() else [store]
+    files = [path for path in paths if path.is_file() and _OWN not in path.name]
     found = {
         str(path.relative_to(store.parent)): sha256(path.read_bytes()).hexdigest() for path in files
     }
@@ -172,6 +176,6 @@ def _below(directory: Path) -> list[Path]:
 
 
 def _is_dated(path: str) -> bool:
-    """Tell whether a file says when an archive of weights was made."""
-    _, found, inside = path.partition(f"{_OF_WEIGHTS}.zarr/")
-    return bool(found) and (inside.startswith("meta/") or inside == "zarr.json")
+    """Tell whether a file says when an archive of weights was made, or is the sum of one."""
+    _, found, inside = path.partition(f"{_OF_WEIGHTS}.zarr")
+    return bool(found) and (inside.startswith("/meta/") or inside in _DATED)

@@ -54,6 +54,12 @@ COMPACT_SCENARIOS: Final[Sequence[CompactScenario]] = (
     CompactScenario("compact: archive", "one archived of four", (), tag=tag_of(2)),
     CompactScenario("compact: delete", "archived", ("--delete",), ends_as="trashed"),
     CompactScenario("compact: archive and delete", "saved", ("--delete",), ends_as="trashed"),
+    CompactScenario(
+        "compact: archive in one file and delete",
+        "saved",
+        ("--delete", "--packed"),
+        ends_as="trashed",
+    ),
     CompactScenario("compact: undelete", "deleted", ("--undelete", TAG), by_hand=True),
     CompactScenario(
         "compact: purge",
@@ -77,19 +83,25 @@ COMPACT_SCENARIOS: Final[Sequence[CompactScenario]] = (
         ends_as="weights only",
         original_goes=True,
     ),
+    CompactScenario(
+        "compact: drop states in one file",
+        "purged in one file",
+        ("--weights-only-older-than", "0s"),
+        ends_as="weights only",
+        original_goes=True,
+    ),
 )
 
 _KEPT: Final[Mapping[str, Any]] = {"keep_last": 2}
+_PURGE: Final[Mapping[str, Any]] = {"purge": [TAG], "grace": timedelta(0), "now": None}
 SETUPS: Final[Mapping[str, tuple[Sequence[int], Sequence[Mapping[str, Any]]]]] = {
     # What was saved, and what `compact` was asked for in turn.
     "one archived of four": ((1, 2, 3, 4), ({"keep_tags": [tag_of(2)]},)),
     "saved": ((1, 2, 3), ()),
     "archived": ((1, 2, 3), ({},)),
     "deleted": ((1, 2, 3), ({"delete": True},)),
-    "purged": (
-        (1, 2, 3),
-        ({"delete": True}, {"purge": [TAG], "grace": timedelta(0), "now": None}),
-    ),
+    "purged": ((1, 2, 3), ({"delete": True}, _PURGE)),
+    "purged in one file": ((1, 2, 3), ({"delete": True, "packed": True}, _PURGE)),
 }
 
 

@@ -16,7 +16,7 @@ import torch
 import zarr
 from numcodecs.blosc import Blosc
 from numpy.typing import NDArray
-from zarr.codecs import BloscCname, BloscCodec, Crc32cCodec
+from zarr.codecs import BloscCodec, Crc32cCodec
 from zarr.core.buffer import default_buffer_prototype
 from zarr.storage import MemoryStore
 
@@ -245,7 +245,8 @@ def theirs(tensor: LogicalTensor, chunk: tuple[int, ...], codec: str) -> dict[st
     store, size = MemoryStore(), ITEMSIZE[tensor.dtype]
     blosc = []
     if codec != "none":
-        blosc = [BloscCodec(cname=BloscCname(codec), typesize=size, **SETTINGS[codec])]
+        settings = {"cname": codec, "typesize": size, **SETTINGS[codec]}
+        blosc = [BloscCodec(**settings)]
     zarr.create_array(
         store,
         shape=tensor.shape,

@@ -121,6 +121,7 @@ def load(job: MeasuredLoad) -> None:
         "peak_bytes": peak[0],
         "maps": mapped,
         "mapped_bytes": [list(report.mapped_bytes) for report in reports],
+        "read_bytes": [list(report.read_bytes) for report in reports],
         "is_shared": _address(state["view"]) == _address(state["holder"].tensor),
         "is_kept": all(torch.equal(kept[name], fragments[name]) for name in kept),
     }

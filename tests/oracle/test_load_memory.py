@@ -109,6 +109,16 @@ def test_nothing_is_mapped_for_a_function_of_the_job(loads: Loads) -> None:
     assert differences(saved, loaded) == []
 
 
+def test_ranks_of_a_machine_read_the_module_of_a_store_once(loads: Loads) -> None:
+    """Each file that `repartition` writes holds just that, apart from a few kilobytes."""
+    plain = [*(loads.root / f"{LARGE[0].name}-plain").rglob("*_states.pt")]
+    for said in loads.said(f"{LARGE[0].name}.zarr"):
+        (read,), (mapped,) = said["read_bytes"], said["mapped_bytes"]
+        assert min(mapped) > 16 * MIB
+        assert max(read) - min(read) < 8 * MIB
+        assert sum(read) == pytest.approx(sum(path.stat().st_size for path in plain), abs=MIB)
+
+
 @pytest.mark.memory
 @pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
 @pytest.mark.parametrize("end", ["", ".zarr"], ids=["shards", "store"])

@@ -4,18 +4,26 @@ The Trainer saves such models with `exclude_frozen_parameters`, and under one of
 embedding is saved all the same.
 """
 
+import copy
+import importlib
+import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import streamshard
+from streamshard.operations.export.adapter import renamed
 from tests.oracle.compare import differences
-from tests.oracle.frameworks.common import run
+from tests.oracle.frameworks.common import language_model, run, samples
 from tests.oracle.frameworks.hf_trainer import HfTrain
 from tests.oracle.ranks import require_success, run_jobs
 from tests.oracle.truth import Truth
+
+peft: Any = importlib.import_module("peft")
 
 STAGES = (1, 2, 3)
 STEPS = 3
@@ -72,3 +80,67 @@ def test_the_trainer_resumes(way: tuple[int, int], root: Path) -> None:
         saved, resumed = (replace(one, weights={}) for one in (saved, resumed))
     assert saved.frozen.keys() > {"base_model.model.transformer.wte.weight"}
     assert differences(saved, resumed) == []
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_adapter_is_the_one_that_the_trainer_saves(stage: int, root: Path) -> None:
+    place, out = source(root, stage), root / f"adapter-{stage}"
+    streamshard.export(place, out, adapter=True, verify=True)
+    assert {p.name for p in out.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    theirs = load_file(place / "adapter_model.safetensors")
+    ours = load_file(out / "adapter_model.safetensors")
+    assert ours.keys() == theirs.keys()
+    # In bf16, where the Trainer saves what the engine computes with.
+    assert all(torch.equal(ours[name].to(theirs[name].dtype), theirs[name]) for name in ours)
+    masters = Truth.load(truth(root, stage)).states["fp32"]
+    assert {name.replace(".default", ""): m.flatten().tolist() for name, m in masters.items()} == {
+        name: weight.flatten().tolist() for name, weight in ours.items()
+    }
+
+
+def test_the_adapter_answers_like_the_one_that_was_trained(root: Path) -> None:
+    out = root / "adapter"
+    streamshard.export(source(root, 3), out, adapter=True)
+    torch.manual_seed(7)
+    base = language_model().eval()
+    rows = torch.stack([row["input_ids"] for row in samples()[:3]])
+    before = base(rows).logits
+    with warnings.catch_warnings(action="ignore"):  # names of transformers that go in its v6
+        loaded = peft.PeftModel.from_pretrained(copy.deepcopy(base), out).eval()
+        trained = peft.get_peft_model(base, peft.LoraConfig.from_pretrained(out)).eval()
+    masters = Truth.load(truth(root, 3)).states["fp32"]
+    missing = trained.load_state_dict(masters, strict=False)
+    assert not missing.unexpected_keys
+    assert torch.equal(loaded(rows).logits, trained(rows).logits)
+    assert not torch.equal(loaded(rows).logits, before)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "dora": {"use_dora": True},
+    "bias": {"lora_bias": True},
+    "all biases": {"bias": "all"},
+    "biases of LoRA's layers": {"bias": "lora_only"},
+    "modules": {"modules_to_save": ["ln_f", "lm_head"]},
+    "tokens": {"trainable_token_indices": {"wte": [1, 2]}},
+    "embedding": {"target_modules": ["wte", "c_attn"]},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_are_those_of_peft(kind: str) -> None:
+    given = {"r": 3, "target_modules": ["c_attn"], "fan_in_fan_out": True, **KINDS[kind]}
+    with warnings.catch_warnings(action="ignore"):  # about tied and trained embeddings
+        model = peft.get_peft_model(language_model(), peft.LoraConfig(**given))
+        known = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    trained = {name for name, param in model.named_parameters() if param.requires_grad}
+    ours = {
+        to: value
+        for name, value in model.state_dict().items()
+        if (to := renamed(name, "default", is_trained=name in trained)) is not None
+    }
+    assert known.keys() <= ours.keys()
+    assert all(torch.equal(known[name], ours[name]) for name in known)
+    # PEFT leaves out the second name of a tensor that is tied.
+    held = {value.data_ptr() for value in known.values()}
+    assert {value.data_ptr() for value in ours.values()} == held
+    assert held >= {model.get_parameter(name).data_ptr() for name in trained}

@@ -1,5 +1,6 @@
 """What a dry run tells, held against what a run then reads and writes; and its text."""
 
+import os
 from dataclasses import fields, replace
 from functools import partial
 from itertools import chain
@@ -101,6 +102,21 @@ def test_bytes_are_those_that_the_engine_reads_and_writes(case: str, tmp_path: P
         + memory.workers * per_worker
         + memory.slack_bytes
     )
+
+
+def test_workers_that_only_copy_wait_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for cores, copy, encode, decode in ((1, 2, 2, 1), (2, 4, 3, 2), (8, 4, 9, 4)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        at = tmp_path / str(cores)
+        for case, workers in (
+            ("stage 2 to 1", copy),
+            ("raw store", copy),
+            ("compressed store", encode),
+            ("from a compressed store", decode),
+        ):
+            assert planned(case, at / case).memory.workers == workers, case
 
 
 def test_of_what_is_compressed_whole_files_are_read(tmp_path: Path) -> None:

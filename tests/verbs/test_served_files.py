@@ -4,9 +4,11 @@ Real engines load them in `tests/oracle`; this asks the same often, in seconds.
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from streamshard.operations.source.source import open_source
 from tests.checkpoints.test_world_sizes import SIZES
 from tests.comparing import differences
 from tests.fabricated import load, write
+from tests.held import open_files
 from tests.job import Job, stand_ins
 
 
@@ -127,3 +130,93 @@ def test_what_is_settled_does_not_see_the_file_any_more(tmp_path: Path) -> None:
 
 def pointers(module: dict[str, torch.Tensor], *, but: str) -> set[int]:
     return {value.data_ptr() for name, value in module.items() if name != but}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What goes otherwise than it should among ranks of a machine; each is a rank's number."""
+
+    elsewhere: int | None = None
+    """Runs on another machine."""
+    without: int | None = None
+    """Has no memory to offer."""
+    shut_out: int | None = None
+    """May not open the memory of the others."""
+    mistaken: int | None = None
+    """Fills memory that is not that of the others."""
+
+    def load(self, ranks: Sequence[ServedFiles], path: str) -> list[Any]:
+        """Load a file on ranks that need it alike, step by step."""
+        for one in ranks:
+            one.prepare(path)
+        shares = [one.share(path, len(ranks)) for one in ranks]
+        wanted = [share.ask() for share in shares]
+        for rank, own in enumerate(wanted):
+            if own.offer is not None and rank == self.elsewhere:
+                wanted[rank] = replace(own, offer=replace(own.offer, machine=("another",)))
+            elif rank == self.without:
+                wanted[rank] = replace(own, offer=None)
+        joined = [share.join(wanted, rank) for rank, share in enumerate(shares)]
+        for rank, share in enumerate(shares):
+            have_joined = [ok and rank != self.shut_out for rank, ok in enumerate(joined)]
+            if rank != self.mistaken:
+                share.fill(have_joined, rank, ranks[rank].fill)
+        return [one.load(path) for one in ranks]
+
+
+@pytest.fixture(params=["mapped", "copied"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "mapped":
+        monkeypatch.setattr(served_files, "_LEAST_MAPPED", 1)
+    return str(request.param)
+
+
+@pytest.mark.parametrize(
+    ("machine", "times"),
+    [
+        (Machine(), 1),
+        (Machine(elsewhere=0), 2),
+        (Machine(without=2), 2),
+        (Machine(shut_out=1), 3),
+        (Machine(mistaken=1), 3),
+    ],
+    ids=lambda value: next((n for n, v in vars(value).items() if v is not None), "all")
+    if isinstance(value, Machine) else "",
+)  # fmt: skip
+def test_ranks_of_a_machine_read_together(
+    tmp_path: Path, way: str, machine: Machine, times: int
+) -> None:
+    """The module is read as many times as there are ranks that do not share."""
+    run = write(Job(stage=2, world_size=2), tmp_path / "run")
+    streamshard.repartition(run, tmp_path / "out", world_size=3)
+    streamshard.convert(run, tmp_path / "run.zarr", codec="zstd")
+    before = open_files()
+    with ExitStack() as stack:
+        alone, *ranks = [
+            stack.enter_context(serving(tmp_path / "run.zarr", 3)) for _ in range(1 + 3)
+        ]
+        path = alone.paths[0]
+        expected = load(tmp_path / "out" / path)
+        assert differences(alone.load(path), expected, path) == []
+        for loaded in machine.load(ranks, path):
+            assert differences(loaded, expected, path) == []
+        read = [one.read_bytes for one in ranks]
+        if machine.mistaken is None:
+            assert sum(read) == times * alone.read_bytes
+        assert (way == "mapped" and times < 3) == bool(ranks[1].mapped)
+    assert open_files() == before
+
+
+@pytest.mark.usefixtures("maps_all")
+def test_what_ranks_read_together_is_of_each_alone(tmp_path: Path) -> None:
+    run = write(Job(stage=2, world_size=2), tmp_path / "run")
+    streamshard.convert(run, tmp_path / "run.zarr", codec="zstd")
+    with serving(tmp_path / "run.zarr", 3) as one, serving(tmp_path / "run.zarr", 3) as other:
+        first, second = Machine().load([one, other], one.paths[0])
+        for value in first["module"].values():
+            value.zero_()
+        assert any(value.any() for value in second["module"].values())
+        again = one.load(one.paths[0])
+        assert differences(second, again, "module") == []
+        one.settle()
+        assert not any(value.any() for value in first["module"].values())

@@ -8,6 +8,8 @@ is tried on every single byte in `tests/formats/test_torch_file.py`.
 """
 
 import datetime
+import os
+import re
 from pathlib import Path
 
 import google_crc32c
@@ -17,6 +19,7 @@ import streamshard
 from streamshard.errors import StreamshardError
 from streamshard.formats.torch.zip_audit import DATA, audit
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, serialize_checksum
+from streamshard.operations.transfer.report import Silent
 from tests.cli.conftest import flip
 from tests.fabricated import write
 from tests.job import Job
@@ -110,6 +113,35 @@ def test_every_file_cut_short_or_gone(fresh: Of, kind: str, how: str) -> None:
             assert not found.is_good
         file.write_bytes(data)
     assert streamshard.verify(path).is_good
+
+
+class CuttingOff(Silent):
+    """Cuts off all files of a checkpoint once something of it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self._files = [file for file in files_of(path) if file.name not in UNRECORDED]
+
+    def advance(self, nbytes: int) -> None:
+        while self._files:
+            os.truncate(self._files.pop(), 1)
+
+
+CUT = r"ends at byte \d+; it had|changed while it was being read \(\d+ bytes .*, 1 now"
+
+
+@pytest.mark.parametrize("kind", ["native-2", "native-3", "dumps-2", "store-none", "store-zstd"])
+def test_files_that_are_cut_off_while_they_are_read_are_problems(fresh: Of, kind: str) -> None:
+    path = fresh(kind)
+    found = streamshard.verify(path, workers=1, progress=CuttingOff(path))
+    told = [problem for problem in found.problems if re.search(CUT, problem.message)]
+    assert len({problem.file for problem in told}) >= len(files_of(path)) // 2
+
+
+@pytest.mark.parametrize("kind", ["native-2", "store-none"])
+def test_what_is_cut_off_while_it_is_compared_is_a_problem(fresh: Of, made: Of, kind: str) -> None:
+    path = fresh(kind)
+    found = streamshard.verify(path, against=made(kind), workers=1, progress=CuttingOff(path))
+    assert any(re.search(CUT, problem.message) for problem in found.problems)
 
 
 @pytest.mark.parametrize("kind", ["native-2", "store-zstd"])

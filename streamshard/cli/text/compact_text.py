@@ -42,6 +42,8 @@ def compaction_text(found: Compaction, *, verbose: bool) -> str:
         own = sum(tag.archive_bytes - tag.shared_bytes for tag in archived)
         whole = sum(tag.source_bytes for tag in archived)
         line += f"; {show_bytes(whole)} archived in {show_bytes(own)}"
+        if again := sum(tag.repeated_bytes for tag in archived):
+            line += f", {show_bytes(again)} of it stored again: one file shares none with others"
     line = "\n".join([line, *found.notes])
     if not (verbose or found.is_dry_run):
         return line

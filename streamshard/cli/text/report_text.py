@@ -46,8 +46,8 @@ def resize_fact(report: Report) -> tuple[str, str]:
         return "tensors", f"{report.tensors:,}" + (f", {report.dtype}" if report.dtype else "")
     if report.world_size is None:
         return "world size", f"{report.source_world_size} -> any"
-    now = f"{report.world_size}, ZeRO stage {report.zero_stage}"
-    return "world size", f"{report.source_world_size} -> {now}"
+    stage = "" if report.zero_stage is None else f", ZeRO stage {report.zero_stage}"
+    return "world size", f"{report.source_world_size} -> {report.world_size}{stage}"
 
 
 def _found(report: Report) -> str:

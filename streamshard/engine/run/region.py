@@ -15,6 +15,8 @@ Ints = NDArray[np.int64]
 
 _FEWEST: Final = 16
 """Fewer copies than this are read one by one."""
+_RUNS_AHEAD: Final = 16
+"""Runs that are requested before the first of them is read, where requests take long."""
 _SHORT_BYTES: Final = 1 << 16
 """Longer copies, on average, are read one by one."""
 
@@ -214,7 +216,14 @@ class _ShortCopies:
         heads = np.flatnonzero(np.concatenate([[True], ~joined]))
         stops = np.append(heads[1:], count)
         target = np.frombuffer(into, np.uint8)
-        for head, stop in zip(heads.tolist(), stops.tolist(), strict=True):
+        sizes = np.add.reduceat(nbytes, heads)
+        asked = 0
+        for number, (head, stop) in enumerate(zip(heads.tolist(), stops.tolist(), strict=True)):
+            while asked < min(number + _RUNS_AHEAD, len(heads)):
+                if sizes[asked] >= self._reader.ahead.least:
+                    at = heads[asked]
+                    self._reader.will_need(int(file[at]), int(source[at]), int(sizes[asked]))
+                asked += 1
             step = max(1, len(scratch) // int(nbytes[head]))
             for start in range(head, stop, step):
                 some = slice(start, min(start + step, stop))

@@ -15,7 +15,7 @@ from streamshard.io.files import require_same
 from streamshard.io.memory_map import map_range
 from streamshard.io.readable import OpenedFile
 from streamshard.io.retry import FROM_OUTSIDE, ignored, try_again
-from streamshard.model import BlockDigests, Computed, SourceFile
+from streamshard.model import BlockDigests, Computed, Encoded, SourceFile
 
 
 class ReusableBuffer:
@@ -31,7 +31,7 @@ class ReusableBuffer:
         """Return `nbytes` of memory with any content; memory returned before becomes invalid."""
         if len(self._buffer) < nbytes:
             self._buffer = memoryview(b"")  # free the old buffer before allocating a larger one
-            self._buffer = memoryview(bytearray(nbytes))
+            self._buffer = memoryview(bytearray(nbytes + nbytes // 8))  # the next may be larger
         return self._buffer[:nbytes]
 
 
@@ -45,8 +45,8 @@ _OPEN_TOGETHER: Final = 512
 class _Last:
     """What was read last of a checkpoint's files, as the next read is likely from there too."""
 
-    decoded: tuple[int, memoryview] = (-1, memoryview(b""))
-    """File that was decoded last, and its content."""
+    decoded: tuple[int, int, memoryview] = (-1, 0, memoryview(b""))
+    """File that was decoded last, and what of its content, from which byte on."""
     content: ReusableBuffer = field(default_factory=ReusableBuffer)
     run: tuple[int, int, int] = (-1, 0, 0)
     """File, start and stop of the last consecutive reads."""
@@ -61,6 +61,7 @@ class SourceReader:
     programs keep their cached data.
     `workers`: number of workers; the more there are, the fewer files each keeps open.
     `stop`: if set, failed reads are not retried.
+    `reads_once`: whether what is not read at once is not read at all; then it is not decoded.
     """
 
     def __init__(
@@ -70,7 +71,9 @@ class SourceReader:
         drops_behind: bool = False,
         workers: int = 1,
         stop: threading.Event | None = None,
+        reads_once: bool = False,
     ) -> None:
+        self._reads_once = reads_once
         self._keeps_open = min(_OPEN_FILES, max(1, _OPEN_TOGETHER // workers))
         self._stop = stop
         computed = [file.decoder for file in files if isinstance(file.decoder, Computed)]
@@ -155,15 +158,27 @@ class SourceReader:
             elif isinstance(decoder, Computed):
                 decoder.fill(view, offset, self)
             else:
-                last = self._last_of(file)
-                if last.decoded[0] != file:
-                    last.decoded = (-1, memoryview(b""))  # decoding overwrites the content
-                    decoded = decoder.decode(self._opened(file), self._stored, last.content)
-                    last.decoded = (file, decoded)
-                view[:] = last.decoded[1][offset : offset + len(view)]
+                self._decode(file, decoder, offset, view)
         except OSError:
             self._forget(file)
             raise
+
+    def _decode(self, file: int, decoder: Encoded, offset: int, view: memoryview) -> None:
+        """Fill a view with decoded content: where it lies, if that is just what is wanted."""
+        last, end = self._last_of(file), offset + len(view)
+        number, first, content = last.decoded
+        if number != file or not first <= offset <= end <= first + len(content):
+            last.decoded = (-1, 0, memoryview(b""))  # decoding overwrites the content
+            first, content = decoder.decode(
+                self._opened(file),
+                self._stored,
+                lambda nbytes: view if nbytes == len(view) else last.content(nbytes),
+                (offset, end) if self._reads_once else None,
+            )
+            if content.obj is view.obj:
+                return
+            last.decoded = (file, first, content)
+        view[:] = content[offset - first : end - first]
 
     def _forget(self, file: int) -> None:
         """Close a file: its server may no longer know it, so the next try opens it again."""

@@ -92,9 +92,12 @@ class SpanWriter:
             workers=host.workers,
             stop=host.stop,
         )
+        # A window and its scratch, each from a block boundary: of their usual size, one huge page.
+        scratch_start = -(-resources.window_bytes // BLOCK_BYTES) * BLOCK_BYTES
+        buffers = aligned(scratch_start + resources.scratch_bytes)
         self.window = Window(
-            aligned(resources.window_bytes),
-            memoryview(bytearray(resources.scratch_bytes)),
+            buffers[: resources.window_bytes],
+            buffers[scratch_start:],
             self._reader,
             unwritten_bytes(resident_memory.available_bytes()),
             drops_behind=resources.drops_behind,

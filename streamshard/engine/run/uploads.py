@@ -3,11 +3,13 @@
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 from streamshard.engine.jobs.executor import Job
 from streamshard.engine.jobs.proofs import TargetProof
@@ -22,6 +24,11 @@ from streamshard.io.entries import read_all
 from streamshard.io.files import target_errors
 from streamshard.io.retry import try_again
 from streamshard.io.sink import Sink
+
+_SMALL_BYTES: Final = 1 << 20
+"""Largest file for which a request takes much longer than its bytes do."""
+_TOGETHER: Final = 16
+"""Such files that a worker uploads side by side."""
 
 
 class Uploads:
@@ -100,21 +107,28 @@ class _UploadJobs:
     def __init__(self, uploads: Uploads, watcher: Watcher) -> None:
         self._uploads = uploads
         self._watcher = watcher
-        self._waiting: dict[int, TargetFile] = {}
+        self._waiting: dict[int, Sequence[TargetFile]] = {}
 
-    def all(self, files: Iterable[TargetFiles]) -> Iterator[Job[SpanWriter, Uploaded] | None]:
+    def all(
+        self, files: Iterable[TargetFiles]
+    ) -> Iterator[Job[SpanWriter, Sequence[Uploaded]] | None]:
         """Yield the jobs that upload files, unless an earlier run did."""
         number = count()
+        for some in _grouped(self._left(files)):
+            if some[0].is_last:
+                yield None
+            self._waiting[next(number)] = some
+            sent = [replace(file, take=ignore) for file in some]
+            yield partial(_upload, files=sent, root=self._uploads.path)
+
+    def _left(self, files: Iterable[TargetFiles]) -> Iterator[TargetFile]:
+        """Yield the files that are not uploaded yet."""
         for file in chain.from_iterable(some.singly() for some in files):
             kept = self._uploads.journal.results_of(file.path)
             if kept is not None and are_of(kept, file):
                 self._keep(file, kept)
-                continue
-            if file.is_last:
-                yield None
-            self._waiting[next(number)] = file
-            path = self._uploads.path / file.path
-            yield partial(_upload, file=replace(file, take=ignore), path=path)
+            else:
+                yield file
 
     def _keep(self, file: TargetFile, results: Sequence[SpanResult]) -> None:
         ending_bytes = sum(len(ending.data) for ending in file.endings)
@@ -124,12 +138,12 @@ class _UploadJobs:
         self._watcher.advance(nbytes)
         self._finish(file, results, ending_bytes)
 
-    def take(self, number: int, done: Uploaded) -> None:
-        """Record an upload."""
-        file = self._waiting.pop(number)
-        with target_errors(self._uploads.path / file.path):
-            self._uploads.journal.note(file.path, done.version, done.results)
-        self._finish(file, done.results, done.ending_bytes)
+    def take(self, number: int, done: Sequence[Uploaded]) -> None:
+        """Record uploads."""
+        for file, one in zip(self._waiting.pop(number), done, strict=True):
+            with target_errors(self._uploads.path / file.path):
+                self._uploads.journal.note(file.path, one.version, one.results)
+            self._finish(file, one.results, one.ending_bytes)
 
     def _finish(self, file: TargetFile, results: Sequence[SpanResult], ending_bytes: int) -> None:
         for result in results:
@@ -145,16 +159,71 @@ class _UploadJobs:
         """Do nothing: no file is open."""
 
 
-def _upload(writer: SpanWriter, file: TargetFile, path: Path) -> Uploaded:
-    """Upload a whole file, as a worker's job."""
-    with target_errors(path):
-        return try_again(lambda: _upload_once(writer, file, path), writer.stop)
+def _grouped(files: Iterable[TargetFile]) -> Iterator[Sequence[TargetFile]]:
+    """Yield files that are uploaded by one job each: small ones together, the last one alone."""
+    small: list[TargetFile] = []
+    for file in files:
+        is_small = _bytes_of(file) <= _SMALL_BYTES and not file.is_last
+        if is_small:
+            small.append(file)
+        if small and (file.is_last or len(small) == _TOGETHER):
+            yield small
+            small = []
+        if not is_small:
+            yield [file]
+    if small:
+        yield small
+
+
+def _bytes_of(file: TargetFile) -> int:
+    return file.span_bytes + sum(len(ending.data) for ending in file.endings)
+
+
+def _upload(writer: SpanWriter, files: Sequence[TargetFile], root: Path) -> Sequence[Uploaded]:
+    """Upload whole files, as a worker's job; several small ones side by side."""
+    if len(files) == 1:
+        whole = partial(_upload_once, writer, files[0], root / files[0].path)
+        with target_errors(root / files[0].path):
+            return [try_again(whole, writer.stop)]
+    with ExitStack() as stack:
+        filled = list[_Filled]()
+        for file in files:
+            with target_errors(root / file.path):
+                fill = partial(_fill, writer, file, root / file.path)
+                filled.append(try_again(fill, writer.stop))
+            stack.callback(filled[-1].sink.close)
+        writer.require_current()  # the next requests make the objects exist
+        with ThreadPoolExecutor(len(filled)) as pool:
+            return list(pool.map(_Filled.finish, filled))
 
 
 def _upload_once(writer: SpanWriter, file: TargetFile, path: Path) -> Uploaded:
-    """Upload a file, span after span, in the order of their bytes."""
-    nbytes = file.span_bytes + sum(len(ending.data) for ending in file.endings)
-    sink = open_sink(path, is_new=True, nbytes=nbytes, is_last=file.is_last)
+    filled = _fill(writer, file, path)
+    with closing(filled.sink):
+        writer.require_current()  # the next request makes the object exist
+        return filled.finish()
+
+
+@dataclass(frozen=True, slots=True)
+class _Filled:
+    """A file whose bytes are all handed over; it is there once it is finished."""
+
+    path: Path
+    sink: Sink
+    mode: int | None
+    results: tuple[SpanResult, ...]
+    ending_bytes: int
+
+    def finish(self) -> Uploaded:
+        """Complete the object."""
+        with target_errors(self.path):
+            self.sink.finish(self.mode)
+        return Uploaded(self.sink.version, self.results, self.ending_bytes)
+
+
+def _fill(writer: SpanWriter, file: TargetFile, path: Path) -> _Filled:
+    """Hand a file over, span after span, in the order of their bytes."""
+    sink = open_sink(path, is_new=True, nbytes=_bytes_of(file), is_last=file.is_last)
     results: list[SpanResult] = []
     late = _LateEndings(file, sink)
     try:
@@ -163,11 +232,10 @@ def _upload_once(writer: SpanWriter, file: TargetFile, path: Path) -> Uploaded:
             results.append(writer.window.write(span, sink, is_new=False))
             late.endings.add(results[-1])
         late.write(None)
-        writer.require_current()  # the next request makes the object exist
-        sink.finish(file.mode)
-    finally:
+    except BaseException:
         sink.close()
-    return Uploaded(sink.version, tuple(results), late.nbytes)
+        raise
+    return _Filled(path, sink, file.mode, tuple(results), late.nbytes)
 
 
 class _LateEndings:

@@ -76,7 +76,9 @@ class _Shown:
     """Size of the file."""
     show: Callable[[memoryview], None]
 
-    def decode(self, file: StoredBytes, stored: Memory, content: Memory) -> memoryview:
+    def decode(
+        self, file: StoredBytes, stored: Memory, content: Memory, part: tuple[int, int] | None
+    ) -> tuple[int, memoryview]:
         held = memoryview(b"")
 
         def keep(nbytes: int) -> memoryview:
@@ -84,7 +86,7 @@ class _Shown:
             held = stored(nbytes)
             return held
 
-        found = self.decoder.decode(file, keep, content)
+        found = self.decoder.decode(file, keep, content, part)
         self.show(held[: self.nbytes])
         return found
 
@@ -126,6 +128,21 @@ class Probe:
     def digests(self, file: int, cuts: Sequence[int]) -> list[Digest]:
         """Return the digests of the ranges of a file's content between consecutive cuts."""
         return [self._digest(file, start, stop) for start, stop in pairwise(cuts)]
+
+    def digests_and_end(
+        self, file: int, cuts: Sequence[int], stop: int
+    ) -> tuple[list[Digest], bytes]:
+        """Return `digests`, and the few bytes from the last cut to `stop`; together if small."""
+        first = cuts[0]
+        if stop - first > len(self._window):
+            return self.digests(file, cuts), self.read(file, cuts[-1], stop)
+        (view,) = self._windows(file, first, stop)
+        found = []
+        for start, end in pairwise(cuts):
+            digest = RunningChecksums(takes_crc32c=True)
+            digest.update(view[start - first : end - first])
+            found.append(digest.digest)
+        return found, bytes(view[cuts[-1] - first :])
 
     def _digest(self, file: int, start: int, stop: int) -> Digest:
         digest = RunningChecksums(takes_crc32c=True)

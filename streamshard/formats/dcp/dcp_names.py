@@ -19,6 +19,10 @@ VERSION: Final = "1.0.0"
 
 _MODULE: Final = "torch.distributed.checkpoint.metadata"
 METADATA_CLASS: Final = Global(_MODULE, "Metadata")
+MEGATRON_METADATA: Final = Global(
+    "megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"
+)
+"""What megatron-core 0.15 saves in its place."""
 TENSOR: Final = Global(_MODULE, "TensorStorageMetadata")
 BYTES: Final = Global(_MODULE, "BytesStorageMetadata")
 CHUNK: Final = Global(_MODULE, "ChunkStorageMetadata")
@@ -34,6 +38,8 @@ OPTIM: Final = "optim"
 """Root of the optimizer's keys in torch's own examples."""
 STATE: Final = "state"
 PARAM_GROUPS: Final = "param_groups"
+PARAM_OPTIONS: Final = "param_to_group_meta"
+"""Options of param groups by parameter, as Megatron's FSDP keeps them."""
 PARAMS: Final = "params"
 
 ACCELERATE_MODEL: Final = "pytorch_model_fsdp_0"

@@ -6,7 +6,7 @@ a DeepSpeed job needs as well: see `reference`.
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -51,7 +51,11 @@ class Distributed:
     keys: StateKeys
     files: ItemFiles
     places: Mapping[str, TensorPlaces]
-    optimizer: SavedOptimizer
+    groups: Callable[[], list[SavedGroup]]
+    """Reads the optimizer's param groups."""
+    what: str = _WHAT
+    remarks: tuple[str, ...] = ()
+    """What else the user should know."""
 
     def tensor(self, key: str) -> SavedTensor:
         """Return the tensor of a key."""
@@ -77,8 +81,9 @@ class Distributed:
         """Say what is in it that is neither the model's nor the optimizer's."""
         others = self.keys.others
         if not others:
-            return ()
-        return (f"Not read, as it is neither the model's nor the optimizer's: {show_few(others)}.",)
+            return self.remarks
+        note = f"Not read, as it is neither the model's nor the optimizer's: {show_few(others)}."
+        return (note, *self.remarks)
 
 
 def parts_of(root: Path) -> list[Path]:
@@ -131,27 +136,30 @@ def open_distributed(root: Path, known: Set[str] = frozenset()) -> Distributed:
     with of_file(root):
         keys = sort_keys(index, known)
         files = ItemFiles(index)
-        owned = [
-            *keys.weights.values(),
-            *(k for by_name in keys.states.values() for k in by_name.values()),
-        ]
-        options = [*keys.groups.values(), *keys.copies.values()]
-        owned += [key for by_name in options for key in by_name.values()]
-        places = files.locate({key: index.tensors[key] for key in owned if key in index.tensors})
-        return Distributed(
-            root, index, keys, files, places, SavedOptimizer(index, keys, files, places)
-        )
+        places = locate(index, keys, files)
+        optimizer = SavedOptimizer(index, keys, files, places)
+        return Distributed(root, index, keys, files, places, optimizer.groups)
 
 
-def read(root: Path) -> Reading:
-    """Open a distributed checkpoint as it is: without what a DeepSpeed job needs as well."""
-    found = open_distributed(root)
+def locate(index: Index, keys: StateKeys, files: ItemFiles) -> dict[str, TensorPlaces]:
+    """Find the elements of all tensors of a model and of its optimizer."""
+    options = (*keys.groups.values(), *keys.copies.values())
+    owned = [*keys.weights.values()]
+    for by_name in (*keys.states.values(), *options):
+        owned += by_name.values()
+    return files.locate({key: index.tensors[key] for key in owned if key in index.tensors})
+
+
+def as_it_is(found: Distributed) -> Reading:
+    """Return a distributed checkpoint as it is: without what a DeepSpeed job needs as well."""
+    root = found.root
     with of_file(root):
-        groups = [_group(found, number, g) for number, g in enumerate(found.optimizer.groups())]
+        saved = found.groups()
+        groups = [_group(found, number, group) for number, group in enumerate(saved)]
         entries = _module_entries(found, {name for group in groups for name in group.params})
         wrapped = {
             "state": {},
-            "param_groups": [{**g.options, "params": []} for g in found.optimizer.groups()],
+            "param_groups": [{**group.options, "params": []} for group in saved],
         }
     shapes = {name: found.weight(name).shape for name in found.keys.weights}
     tensors = [*optimizer_tensors(groups, shapes, ""), *_module_tensors(entries)]
@@ -172,7 +180,7 @@ def read(root: Path) -> Reading:
         module_dtype=next((entry.dtype for entry in entries), "float32"),
         files=(),
         notes=tuple(map(Note, found.left_out)),
-        foreign=_WHAT,
+        foreign=found.what,
         unrecorded=tuple(_unrecorded(found, groups, entries)),
     )
     return cut(checkpoint, found)
@@ -191,13 +199,13 @@ def _module_entries(found: Distributed, trained: Set[str]) -> tuple[ModuleEntry,
 
     Names that share their items are tied.
     """
-    first: dict[tuple[int, ...], str] = {}
+    first: dict[tuple[object, ...], str] = {}
     entries = []
     for name, key in found.keys.weights.items():
-        tensor = found.tensor(key)
-        items = tensor.items
-        extent = (*items.file.tolist(), *items.offset.tolist())
-        tied_to = first.setdefault(extent, name) if len(items) else name
+        tensor, places = found.tensor(key), found.places[key]
+        columns = (places.file, places.offset, tensor.offsets, *(places.holders or ()))
+        extent = (tensor.shape, *(column.tobytes() for column in columns))
+        tied_to = first.setdefault(extent, name) if len(tensor.items) else name
         kind = "param" if name in trained else "weight"
         if tied_to != name and name not in trained:
             entries.append(ModuleEntry(name, "alias", tensor.dtype, tensor.shape, tied_to))
@@ -282,7 +290,7 @@ def _cutting(root: Path, rows: Sequence[tuple[str, SavedTensor, TensorPlaces]]) 
             builder.assign(number, builder.slot(Slot(nothing, nothing, nothing)), piece_numel=1)
             continue
         try:
-            grid = grid_of(saved.shape, saved.offsets, saved.sizes)
+            grid = grid_of(saved.shape, saved.offsets, saved.sizes, holders=places.holders)
         except NotTiledError as error:
             message = f"{show(key)} of {show(saved.shape)}: {error}"
             raise CorruptFileError(message, path=root / dcp_names.METADATA) from error

@@ -59,10 +59,14 @@ class TensorPlaces:
     """Byte offset of the box's first element."""
     scalar: bytes = b""
     """What a tensor without dimensions holds; empty for others."""
+    holders: tuple[Ints, Ints] | None = None
+    """Where each box's holder begins and its lengths, if boxes are parts; see `layout.boxes`."""
 
 
 class _ItemBytes:
     """An item as a file of its own, with both of its ends in memory."""
+
+    takes_requests = False
 
     def __init__(self, source: Readable, offset: int, nbytes: int) -> None:
         self._source = source

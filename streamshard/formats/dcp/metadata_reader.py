@@ -6,7 +6,7 @@ An item is one box of a tensor, or another value.
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -91,6 +91,8 @@ class Index:
     """Key → where the value stood in the state dict; empty if that was not recorded."""
     files: tuple[Path, ...]
     """The files of the items, in the order in which they are first mentioned."""
+    flattened: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Key of a tensor of which Megatron flattened the boxes → its shape before that."""
 
     def every(self) -> list[SavedItems]:
         """Return the items of all tensors, then those of all values."""
@@ -162,7 +164,9 @@ class _IndexReader:
         self._items: dict[tuple[str, tuple[int, ...] | None], tuple[int, int, int]] = {}
 
     def read(self, root: Node) -> Index:
-        top = _state_of(root, dcp_names.METADATA_CLASS)
+        of_megatron = isinstance(root, Call) and root.function == dcp_names.MEGATRON_METADATA
+        kind = dcp_names.MEGATRON_METADATA if of_megatron else dcp_names.METADATA_CLASS
+        top = _state_of(root, kind)
         listed, stored = top["state_dict_metadata"], top["storage_data"]
         if not isinstance(listed, dict) or not isinstance(stored, dict):
             raise CorruptFileError("lists neither tensors nor items")
@@ -182,7 +186,13 @@ class _IndexReader:
             raise CorruptFileError(f"an item of {show(name)}{at} belongs to nothing that is listed")
         paths = _paths(top.get("planner_data"), {*tensors, *values})
         files = tuple(self._path.parent / name for name in self._files)
-        return Index(_in_order(tensors, paths), _in_order(values, paths), paths, files)
+        flattened = {
+            name_of(key): shape_of(of_tensor["nd_reformulated_orig_global_shape"])
+            for key, of_tensor in (top.get("mcore_data") or {}).items()
+            if of_tensor
+        }
+        ordered = _in_order(tensors, paths), _in_order(values, paths)
+        return Index(*ordered, paths, files, flattened)
 
     def _add_item(self, key: Node, info: Node) -> None:
         index = _state_of(key, dcp_names.INDEX)

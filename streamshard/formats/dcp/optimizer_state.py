@@ -215,7 +215,7 @@ class SavedOptimizer:
                 raise UnsupportedError(f"'{key}' is a tensor that is no state of a parameter")
             return number_in(key, self._scalar(key))
         value = self._values[key]
-        if tensor_of(value) is not None or not _is_plain(value):
+        if tensor_of(value) is not None or not is_plain(value):
             raise UnsupportedError(f"'{key}' is {show(value)}, which no ZeRO optimizer keeps")
         return value
 
@@ -233,12 +233,13 @@ def _show_value(value: Node) -> str:
     """Serialize an option or a state as text, so that equal texts mean equal bits."""
     if isinstance(value, ScalarState):
         return f"{value.dtype} {value.data.hex()}"
-    return repr(value) if isinstance(value, FlatState) or _is_plain(value) else show(value)
+    return repr(value) if isinstance(value, FlatState) or is_plain(value) else show(value)
 
 
-def _is_plain(value: Node, depth: int = 3) -> bool:
+def is_plain(value: Node, depth: int = 3) -> bool:
+    """Tell whether a value is a number, a text, a flag, or a small tuple or list of these."""
     if isinstance(value, list | tuple):
-        return depth > 0 and all(_is_plain(part, depth - 1) for part in value)
+        return depth > 0 and all(is_plain(part, depth - 1) for part in value)
     return value is None or isinstance(value, bool | int | float | str)
 
 

@@ -1,13 +1,14 @@
-"""Completes a distributed checkpoint by a ZeRO checkpoint of the job that is to resume.
+"""Completes what FSDP saved by a ZeRO checkpoint of the job that is to resume.
 
-The tensors, the optimizer's states, their steps and the hyper-parameters are the distributed
-checkpoint's. Everything else is the reference's: the order of the parameters, which tensors are
-frozen weights or buffers, which names are tied, dtypes, the config, scalers and schedulers. Both
-must describe the same model: every difference is refused.
+The tensors, the optimizer's states, their steps and the hyper-parameters are those of the
+distributed checkpoint, or of the files of ranks. Everything else is the reference's: the order of
+the parameters, which tensors are frozen weights or buffers, which names are tied, dtypes, the
+config, scalers and schedulers. Both must describe the same model: every difference is refused.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -24,7 +25,8 @@ from streamshard.formats.checkpoint import (
     Reading,
     ScalarState,
 )
-from streamshard.formats.dcp.dcp_reader import Distributed, cut, open_distributed
+from streamshard.formats.dcp.dcp_names import PARAMS
+from streamshard.formats.dcp.dcp_reader import Distributed, cut
 from streamshard.formats.dcp.optimizer_state import (
     OF_DEEPSPEED,
     OF_TORCH,
@@ -39,24 +41,95 @@ from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch.torch_tensor import Storage
 from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.formats.torch.tree_copy import copied
-from streamshard.model import MODULE, LogicalTensor, Note, Whole
+from streamshard.model import MASTER, MODULE, LogicalTensor, Note, Whole
 
 _KINDS: Final = ("betas", "momentum", "alpha", "lr_decay")
 """Hyper-parameters that tell optimizers apart; a param group has as many of them as its kind."""
 
 
-def read_like(root: Path, like: Reading) -> Reading:
-    """Open a distributed checkpoint, and complete it by a reference checkpoint."""
-    reference = like.checkpoint
+@dataclass(frozen=True, slots=True)
+class Incomplete:
+    """A model and its optimizer, without what a DeepSpeed job needs as well."""
+
+    root: Path
+    weights: Mapping[str, tuple[str, tuple[int, ...]]]
+    """Name of a parameter or a buffer → dtype and shape."""
+    trained: Set[str]
+    groups: Sequence[SavedGroup]
+    is_flattened: bool
+    """Whether it does not tell which parameters with equal options share a param group."""
+    notes: tuple[str, ...]
+    place: Callable[[Checkpoint], Reading]
+    """Finds its tensors for a checkpoint."""
+
+
+def read_like(root: Path, like: Reading, opened: Callable[[Set[str]], Distributed]) -> Reading:
+    """Complete a distributed checkpoint by a reference checkpoint.
+
+    `opened`: opens it, for known names of the model's parameters.
+    """
+    model_part = _only_model_part(root, like.checkpoint)
+    found = opened({name for group in model_part.groups for name in group.params})
+    with of_file(root):
+        weights = {name: found.weight(name) for name in found.keys.weights}
+        incomplete = Incomplete(
+            root,
+            {name: (weight.dtype, weight.shape) for name, weight in weights.items()},
+            found.keys.states.keys(),
+            found.groups(),
+            found.keys.by_parameter,
+            found.left_out,
+            partial(cut, found=found),
+        )
+    return complete(incomplete, like)
+
+
+def complete_reading(root: Path, found: Reading, like: Reading) -> Reading:
+    """Complete an opened checkpoint by a reference checkpoint."""
+    (model_part,) = found.checkpoint.model_parts
+    options = model_part.wrapped_optimizer["param_groups"] if model_part.groups else []
+    groups = [
+        SavedGroup(group.params, _without_params(options[group.number]), group.states)
+        for group in model_part.groups
+    ]
+    held_as = {entry.name: entry.held_as for entry in model_part.module}
+    rows = {(t.state, t.name): n for n, t in enumerate(found.checkpoint.tensors)}
+
+    def row_of(tensor: LogicalTensor) -> int:
+        name = held_as[tensor.name]
+        states = (MASTER, MODULE) if tensor.state in (MASTER, MODULE) else (tensor.state,)
+        return next(rows[state, name] for state in states if (state, name) in rows)
+
+    def place(checkpoint: Checkpoint) -> Reading:
+        return found.take([row_of(tensor) for tensor in checkpoint.tensors], checkpoint)
+
+    incomplete = Incomplete(
+        root,
+        {entry.name: (entry.dtype, entry.shape) for entry in model_part.module},
+        {name for group in groups for name in group.params},
+        groups,
+        is_flattened=False,
+        notes=found.checkpoint.remarks,
+        place=place,
+    )
+    return complete(incomplete, like)
+
+
+def _without_params(options: Mapping[str, Node]) -> dict[str, Node]:
+    return {key: value for key, value in options.items() if key != PARAMS}
+
+
+def complete(found: Incomplete, like: Reading) -> Reading:
+    """Add what a reference checkpoint tells."""
+    root, reference = found.root, like.checkpoint
     model_part = _only_model_part(root, reference)
     known = {name for group in model_part.groups for name in group.params}
-    found = open_distributed(root, known)
     with of_file(root):
         merging = _Merging(found, reference, model_part)
         merging.require_same_names()
         groups, options = merging.groups()
         entries = merging.entries()
-        shapes = {name: found.weight(name).shape for name in known}
+        shapes = {name: found.weights[name][1] for name in known}
         tensors = [*optimizer_tensors(groups, shapes, ""), *merging.module_tensors(entries)]
     blobs = _Blobs(reference, first=len(tensors))
     model, optimizer = blobs.adopt((model_part.model_state, model_part.optimizer_file))
@@ -74,11 +147,11 @@ def read_like(root: Path, like: Reading) -> Reading:
         tensors=tuple(tensors),
         model_parts=(completed,),
         files=(),
-        notes=tuple(map(Note, (*found.left_out, *merging.notes()))),
+        notes=tuple(map(Note, (*found.notes, *merging.notes()))),
         accelerate_step=None,
         dropped=None,
     )
-    return cut(checkpoint, found).append(blobs.tensors, *like.places_of(blobs.rows))
+    return found.place(checkpoint).append(blobs.tensors, *like.places_of(blobs.rows))
 
 
 def _only_model_part(root: Path, reference: Checkpoint) -> ModelPart:
@@ -104,9 +177,9 @@ def _only_model_part(root: Path, reference: Checkpoint) -> ModelPart:
 
 
 class _Merging:
-    """A distributed checkpoint next to a model part of the reference."""
+    """What FSDP saved next to a model part of the reference."""
 
-    def __init__(self, found: Distributed, reference: Checkpoint, model_part: ModelPart) -> None:
+    def __init__(self, found: Incomplete, reference: Checkpoint, model_part: ModelPart) -> None:
         self._found = found
         self._reference = reference
         self._model_part = model_part
@@ -115,7 +188,7 @@ class _Merging:
 
     def require_same_names(self) -> None:
         """Refuse tensors that only one side has, and other shapes."""
-        mine = {name: self._found.weight(name).shape for name in self._found.keys.weights}
+        mine = {name: shape for name, (_, shape) in self._found.weights.items()}
         entries = {e.name: e for e in self._model_part.module if e.kind != "extra"}
         theirs = {name: entry.shape for name, entry in entries.items()}
         for shapes in self._reference.group_shapes(self._model_part):
@@ -133,18 +206,18 @@ class _Merging:
             if shape != theirs[name]:
                 message = f"'{name}' is {list(shape)}, in {LIKE} {list(theirs[name])}"
                 raise DisagreementError(message)
-        untied = sorted(optional & self._found.keys.states.keys())
+        untied = sorted(optional & self._found.trained)
         if untied:
             entry = entries[untied[0]]
             message = f"'{entry.name}' was trained by itself, in {LIKE} it is tied to"
             raise DisagreementError(f"{message} '{entry.alias_of}'")
         trained = {name for group in self._model_part.groups for name in group.params}
-        for name in sorted(self._found.keys.states.keys() - trained):
+        for name in sorted(self._found.trained - trained):
             raise DisagreementError(f"'{name}' was trained, in {LIKE} no param group has it")
 
     def groups(self) -> tuple[list[ParamGroup], list[Mapping[str, Node]]]:
         """Build the param groups in the reference's order, and their hyper-parameters."""
-        saved = self._found.optimizer.groups()
+        saved = self._found.groups
         owner = {name: number for number, group in enumerate(saved) for name in group.params}
         like_groups = self._model_part.wrapped_optimizer["param_groups"]
         groups, options = [], []
@@ -171,7 +244,7 @@ class _Merging:
         mine = saved[next(iter(numbers))]
         extra = sorted({*mine.params} - {*group.params})
         # A flattened optimizer does not tell which parameters with equal options shared a group.
-        if extra and not self._found.keys.by_parameter:
+        if extra and not self._found.is_flattened:
             message = f"'{extra[0]}' and '{group.params[0]}' are in one param group"
             raise DisagreementError(f"{message}, in {LIKE} in two")
         return mine
@@ -180,7 +253,7 @@ class _Merging:
         self, group: ParamGroup, mine: SavedGroup | None, like_group: Mapping[str, Node]
     ) -> ParamGroup:
         for name in group.params:
-            dtype = self._found.weight(name).dtype
+            dtype = self._found.weights[name][0]
             if dtype != group.master_dtype:
                 message = f"'{name}' is {dtype}, the master weights of {LIKE} are"
                 raise UnsupportedError(
@@ -254,7 +327,7 @@ class _Merging:
         for entry in entries:
             if entry.kind in ("param", "alias", "extra"):
                 continue
-            dtype = self._found.weight(entry.name).dtype
+            dtype = self._found.weights[entry.name][0]
             if dtype != entry.dtype:
                 if "int" in dtype + entry.dtype or "bool" in (dtype, entry.dtype):
                     message = f"'{entry.name}' is {dtype}, in {LIKE} {entry.dtype}"

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from streamshard.errors import CorruptFileError, UnsupportedError
-from streamshard.formats.dcp.dcp_names import PARAM_GROUPS, STATE
+from streamshard.formats.dcp.dcp_names import PARAM_GROUPS, PARAM_OPTIONS, STATE
 from streamshard.formats.dcp.metadata_reader import Index
 from streamshard.formats.pickle.inert import show
 from streamshard.formats.torch.tree_comparison import show_few
@@ -101,7 +101,7 @@ def _of_optimizer(path: tuple[str, ...]) -> tuple[tuple[str, ...], str, str, str
     """
     for at in range(1, len(path)):
         kind, _, rest = path[at].partition(".")
-        if kind not in (STATE, PARAM_GROUPS) or path[at - 1] not in _OPTIMIZERS:
+        if kind not in (STATE, PARAM_GROUPS, PARAM_OPTIONS) or path[at - 1] not in _OPTIMIZERS:
             continue
         if rest:
             owner, _, option = ".".join([rest, *path[at + 1 :]]).rpartition(".")

@@ -35,6 +35,8 @@ LIGHTNING_SUFFIX: Final = ".ckpt"
 _LIGHTNING_STEP: Final = re.compile(r"(?:^|[-/])step=([0-9]+)(?=[-.])(?!\.[0-9])")
 
 _ESCAPE: Final = re.compile(r"%(?=2F|25)")
+_ODD: Final = frozenset({"", ".", ".."})
+"""Parts that a path which stays in its directory does not have."""
 _ESCAPED: Final = re.compile(r"%2F|%25")
 
 _EXPERT: Final = re.compile(r"(?P<layer>.*\bdeepspeed_experts\.)(?P<local>\d+)(?P<rest>\..*)")
@@ -287,7 +289,7 @@ def is_inside(path: str) -> bool:
     >>> [is_inside(path) for path in ("a/b", "a//b", "../a", "a/../b", "/a", "a/", "")]
     [True, False, False, False, False, False, False]
     """
-    return "\0" not in path and not {"", ".", ".."} & {*path.split("/")}
+    return "\0" not in path and _ODD.isdisjoint(path.split("/"))
 
 
 def model_part(mp_rank: int) -> str:

@@ -1,13 +1,16 @@
-"""Reads the weights in files of FSDP's ranks, `model_world_size_N_rank_R.pt`, as verl saves them.
+"""Reads files of FSDP's ranks, `model_world_size_N_rank_R.pt` and so on, as verl saves them.
 
-A rank's file is the state dict of its model: DTensors (FSDP2, HSDP, FSDP with tensor parallelism)
-or ShardedTensors (FSDP1), and tensors that every rank has whole. verl 0.8 writes it with
-`torch.save` (`verl/utils/checkpoint/fsdp_checkpoint_manager.py`).
+A rank's model file is the state dict of its model: DTensors (FSDP2, HSDP, FSDP with tensor
+parallelism) or ShardedTensors (FSDP1), and tensors that every rank has whole. Next to it are the
+optimizer's state (`optimizer_files`), and the scheduler's with the rank's random states. verl 0.8
+and 0.9.1 write them with `torch.save` (`verl/utils/checkpoint/fsdp_checkpoint_manager.py`), SkyRL
+so too (`skyrl_train/distributed/fsdp_strategy.py`).
 """
 
-import re
+import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -16,16 +19,25 @@ import numpy as np
 from streamshard.errors import (
     CorruptFileError,
     DisagreementError,
-    IncompleteError,
-    raise_first,
+    Option,
+    SourceError,
+    release_frames,
 )
 from streamshard.formats.checkpoint import Checkpoint, ModelPart, ModuleEntry, Reading
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.read.rank_files import SourceFiles, missing_ranks
+from streamshard.formats.deepspeed.read.model_part import adopt_blobs, optimizer_tensors
+from streamshard.formats.deepspeed.read.rank_files import SourceFiles
 from streamshard.formats.deepspeed.read.redundant_copies import alike
 from streamshard.formats.deepspeed.read.zero_reader import adopt_files, malformed
+from streamshard.formats.fsdp_ranks import rank_names
+from streamshard.formats.fsdp_ranks.device_meshes import with_local
+from streamshard.formats.fsdp_ranks.optimizer_files import RanksOptimizer, read_optimizer
+from streamshard.formats.fsdp_ranks.rank_names import EXTRA, KINDS, MODEL, OPTIMIZER
+from streamshard.formats.fsdp_ranks.rank_trees import TreeShape
 from streamshard.formats.fsdp_ranks.sharded_tensors import Box, RankPart, boxes_of, part_of
+from streamshard.formats.pickle.inert import Call, Node
 from streamshard.formats.pickle.node_checks import name_of, of_file
+from streamshard.formats.torch.torch_tensor import Storage, make_tensor
 from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.io.entries import is_directory, is_file, paths_in
 from streamshard.io.files import require_regular
@@ -33,125 +45,265 @@ from streamshard.layout.boxes import NotTiledError, grid_of
 from streamshard.layout.cutting import CuttingBuilder
 from streamshard.model import (
     ITEMSIZE,
+    MASTER,
     MODULE,
     LogicalTensor,
     Note,
     NoteKind,
     Slot,
+    Whole,
     ZeroLayout,
 )
 
-_WHAT: Final = "a model's weights in files of FSDP's ranks"
-_MODEL_FILE: Final = re.compile(r"model_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
-_OTHER_FILE: Final = re.compile(r"(optim|extra_state)_world_size_\d+_rank_\d+\.pt")
-_PRETRAINED: Final = "huggingface"
-"""Directory next to the files in which verl keeps the model's config and tokenizer."""
-
-
-def is_of_ranks(directory: Path) -> bool:
-    """Tell whether a directory holds files of FSDP's ranks."""
-    return is_directory(directory) and any(
-        _MODEL_FILE.fullmatch(entry.name) for entry in paths_in(directory)
-    )
-
-
-def files_of(directory: Path) -> list[Path]:
-    """List the files of all ranks, in order of rank. Refuses missing ones, and those of two saves.
-
-    Raises
-    ------
-    IncompleteError
-        A rank's file is missing, or files of another count of ranks lie among them.
-    """
-    found: dict[int, dict[int, Path]] = {}
-    for path in sorted(paths_in(directory)):
-        if match := _MODEL_FILE.fullmatch(path.name):
-            found.setdefault(int(match[1]), {})[int(match[2])] = path
-    if len(found) > 1:
-        one, other = list(found)[:2]
-        message = f"holds files of {one} ranks and of {other}; move away the set that is older"
-        raise IncompleteError(message, path=directory)
-    ((ranks, paths),) = found.items()
-    name = directory / f"model_world_size_{ranks}_rank_{{}}.pt"
-    raise_first(missing_ranks(paths.keys(), ranks, lambda rank: Path(str(name).format(rank))))
-    if len(paths) > ranks:
-        raise IncompleteError(f"of a rank beyond the {ranks} of its save", path=paths[max(paths)])
-    return [paths[rank] for rank in range(ranks)]
+_WHAT: Final = "a checkpoint in files of FSDP's ranks"
+_WEIGHTS: Final = "a model's weights in files of FSDP's ranks"
 
 
 def read(directory: Path) -> Reading:
-    """Open the weights of all ranks."""
+    """Open what all ranks have saved."""
     with malformed(directory):
-        return _read(directory)
+        files = rank_names.files_of(directory)
+        for path in (path for kind in KINDS for path in files[kind]):
+            require_regular(path, directory)
+        return _Ranks(directory, files).reading()
 
 
-def _read(directory: Path) -> Reading:
-    sources, paths = SourceFiles(), files_of(directory)
-    roots = []
-    for path in paths:
-        require_regular(path, directory)
-        roots.append(sources.read(path, sources.add(path)).root)
-        if list(roots[-1]) != list(roots[0]):
-            raise DisagreementError(f"holds other names than {paths[0]}", path=path)
-    parts: dict[str, list[RankPart]] = {}
-    skipped = []
-    for key in roots[0]:
-        own = []
-        for path, root in zip(paths, roots, strict=True):
-            with of_file(path):
-                own.append(part_of(root[key]))
-        held = [part for part in own if part is not None]
-        if not held:
-            skipped.append(key)
-        elif len(held) < len(own):
-            raise DisagreementError(
-                f"{name_of(key)} is a tensor on some ranks only", path=directory
-            )
-        else:
-            parts[name_of(key)] = held
-    boxes = {name: _boxes(directory, name, own) for name, own in parts.items()}
-    notes = [*_notes(directory, boxes, skipped)]
-    return _opened(directory, sources, parts, boxes, notes)
+@dataclass(slots=True)
+class _Ranks:
+    """What is known of the ranks' files while they are read."""
+
+    directory: Path
+    files: Mapping[str, Sequence[Path]]
+    sources: SourceFiles = field(default_factory=SourceFiles)
+    root: Mapping[Node, Node] = field(default_factory=dict)
+    """What rank 0 saved of the model."""
+    parts: dict[str, list[RankPart]] = field(default_factory=dict)
+    """What each rank holds of the model's tensors."""
+    boxes: dict[str, list[Box]] = field(default_factory=dict)
+    others: list[Node] = field(default_factory=list)
+    """What is in the model's files and no tensor."""
+    unread: list[str] = field(default_factory=list)
+    """What else is not read, and why."""
+
+    def reading(self) -> Reading:
+        self._read_model()
+        entries = tuple(self._entries())
+        own = [entry for entry in entries if entry.kind != "alias"]
+        optimizer = self._optimizer({entry.name: self.parts[entry.name][0] for entry in own})
+        extra = self._extra()
+        groups = () if optimizer is None else optimizer.groups
+        trained = {name for group in groups for name in group.params}
+        shapes = {entry.name: entry.shape for entry in own}
+        tensors = optimizer_tensors(groups, shapes, "")
+        if optimizer is not None and not groups:
+            cut = optimizer.cut.values()
+            tensors += [LogicalTensor(o.state, o.name, o.dtype, o.shape) for o in cut]
+        tensors += [
+            LogicalTensor(MODULE, e.name, e.dtype, e.shape) for e in own if e.name not in trained
+        ]
+        number = {(tensor.state, tensor.name): n for n, tensor in enumerate(tensors)}
+        found = self._boxes_by_tensor(own, optimizer, trained)
+        boxes = {number[key]: held for key, held in found}
+        kept = self._kept(entries, number, trained, optimizer)
+        whole: dict[int, tuple[int, int]] = {}
+        adopt_blobs([kept, extra], tensors, whole, first=0, model_part="")
+        files = adopt_files(self._sidecars(), self.sources, tensors, whole)
+        builder = CuttingBuilder([ITEMSIZE[tensor.dtype] for tensor in tensors])
+        for row, held in boxes.items():
+            _place(builder, row, tensors[row], held, self.directory)
+        for row, (file, offset) in whole.items():
+            numel = tensors[row].numel
+            slot = builder.slot(Slot(np.array([file]), np.array([offset]), np.array([numel])))
+            builder.assign(row, slot, piece_numel=numel)
+        wrapped = {
+            "state": {},
+            "param_groups": optimizer.hyper_parameters if optimizer is not None and groups else [],
+        }
+        model_part = ModelPart(
+            name="",
+            groups=groups,
+            module=tuple(
+                entry if entry.name not in trained else _trained(entry) for entry in entries
+            ),
+            model_state={names.MODULE_STATE: OrderedDict(), **kept, EXTRA: extra},
+            optimizer_file={names.OPTIMIZER: {names.BASE_OPTIMIZER: wrapped}} if groups else {},
+            param_ids={},
+        )
+        checkpoint = Checkpoint(
+            tag=self.directory.name,
+            layout=ZeroLayout(stage=0, world_size=len(self.files[MODEL])),
+            tensors=tuple(tensors),
+            model_parts=(model_part,),
+            module_dtype=next((entry.dtype for entry in entries), "float32"),
+            files=files,
+            notes=(*self.sources.notes, *self._notes(optimizer)),
+            foreign=_WHAT if groups else _WEIGHTS,
+            unrecorded=tuple(self.unread),
+        )
+        return Reading(checkpoint, builder.build(), tuple(self.sources.files))
+
+    def _read_model(self) -> None:
+        roots, paths = [], self.files[MODEL]
+        for path in paths:
+            roots.append(self.sources.read(path, self.sources.add(path)).root)
+            if list(roots[-1]) != list(roots[0]):
+                raise DisagreementError(f"holds other names than {paths[0]}", path=path)
+        self.root = roots[0]
+        for key in roots[0]:
+            own = []
+            for path, root in zip(paths, roots, strict=True):
+                with of_file(path):
+                    own.append(part_of(root[key]))
+            held = [part for part in own if part is not None]
+            if not held:
+                self.others.append(key)
+            elif len(held) < len(own):
+                message = f"{name_of(key)} is a tensor on some ranks only"
+                raise DisagreementError(message, path=self.directory)
+            else:
+                self.parts[name_of(key)] = held
+        self.boxes = {name: _boxes(self.directory, name, own) for name, own in self.parts.items()}
+
+    def _entries(self) -> Iterator[ModuleEntry]:
+        first = dict[tuple[object, ...], str]()
+        for name, own in self.parts.items():
+            dtype, shape = _dtype(self.directory, name, own), own[0].shape
+            boxes = self.boxes[name]
+            places = [(box.offset, box.tensor.shape, box.tensor.location) for box in boxes]
+            tied = first.setdefault((dtype, shape, *places), name) if places else name
+            kind = "weight" if tied == name else "alias"
+            yield ModuleEntry(name, kind, dtype, shape, "" if tied == name else tied)
+
+    def _optimizer(self, weights: Mapping[str, RankPart]) -> RanksOptimizer | None:
+        """Read the optimizer; weights are read also where it cannot be."""
+        paths = self.files[OPTIMIZER]
+        if not paths:
+            return None
+        try:
+            rank_names.require_ranks(self.directory, OPTIMIZER, paths, len(self.files[MODEL]))
+            return read_optimizer(paths, self.sources, weights)
+        except SourceError as error:
+            release_frames(error)
+            self.unread.append(f"the optimizer's state ({error})")
+            return None
+
+    def _extra(self) -> list[Node]:
+        """Read the other state of each rank, in order of rank."""
+        paths = self.files[EXTRA]
+        if not paths:
+            return []
+        try:
+            rank_names.require_ranks(self.directory, EXTRA, paths, len(self.files[MODEL]))
+            return [self.sources.read(path, self.sources.add(path)).root for path in paths]
+        except SourceError as error:
+            release_frames(error)
+            self.unread.append(f"the scheduler's state, and random states ({error})")
+            return []
+
+    def _boxes_by_tensor(
+        self,
+        entries: Sequence[ModuleEntry],
+        optimizer: RanksOptimizer | None,
+        trained: Collection[str],
+    ) -> Iterator[tuple[tuple[str, str], Sequence[Box]]]:
+        for name in (entry.name for entry in entries):
+            yield (MASTER if name in trained else MODULE, name), self.boxes[name]
+        for one in () if optimizer is None else optimizer.cut.values():
+            yield (one.state, one.name), one.boxes
+
+    def _kept(
+        self,
+        entries: Sequence[ModuleEntry],
+        number: Mapping[tuple[str, str], int],
+        trained: Collection[str],
+        optimizer: RanksOptimizer | None,
+    ) -> dict[str, Node]:
+        """Return what rank 0 saved, with whole logical tensors in the place of its parts."""
+        storages: dict[str, Storage] = {}
+        replaced: dict[int, Node] = {}
+        for entry in entries:
+            part, held = self.parts[entry.name][0], entry.held_as
+            if part.offsets is not None:
+                return {}
+            row = number[MASTER if held in trained else MODULE, held]
+            storage = storages.setdefault(held, _storage(entry.dtype, entry.shape, row))
+            node = self.root[entry.name]
+            replaced[id(node)] = _whole(node, part, storage)
+        template = TreeShape.of(self.root)
+        leaves = [replaced.get(id(leaf), leaf) for leaf in template.leaves]
+        kept: dict[str, Node] = {MODEL: template.filled(leaves)}
+        if optimizer is not None:
+            states = list(optimizer.template.leaves)
+            for n, one in optimizer.cut.items():
+                storage = _storage(one.dtype, one.shape, number[one.state, one.name])
+                states[n] = with_local(states[n], make_tensor(storage, one.shape))
+            kept[OPTIMIZER] = optimizer.template.filled(states)
+        return kept
+
+    def _sidecars(self) -> list[tuple[Path, str]]:
+        """List the model's config and tokenizer by the names that they have next to weights.
+
+        Other files have a path that begins with the directory, but for the one of verl that tells
+        the count of ranks, as a file of each target has its own.
+        """
+        place = self.directory / rank_names.PRETRAINED
+        found = [(path, path.name) for path in _files_in(place)]
+        found += [
+            (path, f"{self.directory.name}/{path.name}")
+            for path in _files_in(self.directory)
+            if path.name != rank_names.CONFIG and not rank_names.is_rank_file(path.name)
+        ]
+        for path, _ in found:
+            require_regular(path, self.directory)
+        return found
+
+    def _notes(self, optimizer: RanksOptimizer | None) -> Iterator[Note]:
+        known = {path for paths in self.files.values() for path in paths}
+        strays = [p.name for p in _files_in(self.directory) if rank_names.is_rank_file(p.name)]
+        strays = [name for name in strays if self.directory / name not in known]
+        for text in (*self.unread, *([f"{show_few(strays)}, of other ranks"] if strays else [])):
+            yield Note(f"Not read: {text}.", NoteKind.LEFT_OUT)
+        if optimizer is not None and optimizer.untold:
+            text = f"Which parameter a state of the optimizer is of is not told: {optimizer.untold}"
+            form = Option("format", "fsdp-ranks")
+            yield Note(f"{text}. Only repartition takes these states, with {form}.")
+        if self.others:
+            text = f"Not read, as they are no tensors: {show_few(self.others)}"
+            yield Note(f"{text}. Files for other ranks get rank 0's.", NoteKind.LEFT_OUT)
+        boxes = dict(self.boxes)
+        for one in () if optimizer is None else optimizer.cut.values():
+            boxes[f"{one.state} of {one.name}"] = list(one.boxes)
+        differing = [
+            name
+            for name, held in boxes.items()
+            if not all(alike(box.tensor, copy) for box in held for copy in box.copies)
+        ]
+        if differing:
+            text = f"The ranks' files differ in {show_few(differing)}"
+            # The checksums that tell are those of storages.
+            more = f", or in memory that was saved with {'it' if len(differing) == 1 else 'them'}"
+            held_alone = all(map(_is_alone, (box for name in differing for box in boxes[name])))
+            text = f"{text}{'' if held_alone else more}; rank 0's are taken for all."
+            yield Note(text, NoteKind.LEFT_OUT)
 
 
-def _opened(
-    directory: Path,
-    sources: SourceFiles,
-    parts: Mapping[str, Sequence[RankPart]],
-    boxes: Mapping[str, Sequence[Box]],
-    notes: Sequence[Note],
-) -> Reading:
-    entries, first = [], dict[tuple[object, ...], str]()
-    for name, own in parts.items():
-        dtype = _dtype(directory, name, own)
-        places = [(box.offset, box.tensor.shape, box.tensor.location) for box in boxes[name]]
-        key = dtype, own[0].shape, *places
-        tied = first.setdefault(key, name) if places else name
-        kind = "weight" if tied == name else "alias"
-        entries.append(ModuleEntry(name, kind, dtype, own[0].shape, "" if tied == name else tied))
-    held = [entry for entry in entries if entry.kind != "alias"]
-    tensors = [LogicalTensor(MODULE, entry.name, entry.dtype, entry.shape) for entry in held]
-    whole: dict[int, tuple[int, int]] = {}
-    files = adopt_files(_sidecars(directory), sources, tensors, whole)
-    builder = CuttingBuilder([ITEMSIZE[tensor.dtype] for tensor in tensors])
-    for number, entry in enumerate(held):
-        _place(builder, number, entry, boxes[entry.name], directory)
-    for number, (file, offset) in whole.items():
-        numel = tensors[number].numel
-        slot = builder.slot(Slot(np.array([file]), np.array([offset]), np.array([numel])))
-        builder.assign(number, slot, piece_numel=numel)
-    model_part = ModelPart("", (), tuple(entries), {names.MODULE_STATE: OrderedDict()}, {}, {})
-    checkpoint = Checkpoint(
-        tag=directory.name,
-        layout=ZeroLayout(stage=0, world_size=len(files_of(directory))),
-        tensors=tuple(tensors),
-        model_parts=(model_part,),
-        module_dtype=next((entry.dtype for entry in entries), "float32"),
-        files=files,
-        notes=(*sources.notes, *notes),
-        foreign=_WHAT,
-    )
-    return Reading(checkpoint, builder.build(), tuple(sources.files))
+def _trained(entry: ModuleEntry) -> ModuleEntry:
+    return ModuleEntry(entry.name, "param", entry.dtype, entry.shape)
+
+
+def _storage(dtype: str, shape: tuple[int, ...], number: int) -> Storage:
+    return Storage(dtype, math.prod(shape), Whole(number))
+
+
+def _whole(node: Node, part: RankPart, storage: Storage) -> Node:
+    """Return the node of a tensor with all of its elements in a storage."""
+    tensor = make_tensor(storage, part.shape)
+    return with_local(node, tensor) if isinstance(node, Call) and part.is_dtensor else tensor
+
+
+def _files_in(place: Path) -> list[Path]:
+    entries = sorted(paths_in(place)) if is_directory(place) else []
+    return [path for path in entries if is_file(path)]
 
 
 def _boxes(directory: Path, name: str, own: Sequence[RankPart]) -> list[Box]:
@@ -170,7 +322,7 @@ def _dtype(directory: Path, name: str, own: Sequence[RankPart]) -> str:
 
 
 def _place(
-    builder: CuttingBuilder, number: int, entry: ModuleEntry, boxes: Sequence[Box], place: Path
+    builder: CuttingBuilder, number: int, entry: LogicalTensor, boxes: Sequence[Box], place: Path
 ) -> None:
     if 0 in entry.shape:
         nothing = np.zeros(1, dtype=np.int64)
@@ -191,40 +343,6 @@ def _place(
         np.array([tensor.numel for tensor in held], dtype=np.int64),
     )
     builder.place_boxes(number, builder.slot(slot), grid)
-
-
-def _sidecars(directory: Path) -> list[tuple[Path, str]]:
-    """List the model's config and tokenizer, by the names that they have next to weights."""
-    place = directory / _PRETRAINED
-    entries = sorted(paths_in(place)) if is_directory(place) else []
-    found = [path for path in entries if is_file(path)]
-    for path in found:
-        require_regular(path, directory)
-    return [(path, path.name) for path in found]
-
-
-def _notes(
-    directory: Path, boxes: Mapping[str, Sequence[Box]], skipped: Sequence[str]
-) -> Iterator[Note]:
-    others = [path.name for path in sorted(paths_in(directory)) if _OTHER_FILE.fullmatch(path.name)]
-    if others:
-        text = f"Not read: the optimizer's state and other state of ranks, {show_few(others)}."
-        yield Note(text, NoteKind.LEFT_OUT)
-    if skipped:
-        text = f"Not read, as they are no tensors: {show_few(skipped)}."
-        yield Note(text, NoteKind.LEFT_OUT)
-    differing = [
-        name
-        for name, held in boxes.items()
-        if not all(alike(box.tensor, copy) for box in held for copy in box.copies)
-    ]
-    if differing:
-        text = f"The ranks' files differ in {show_few(differing)}"
-        # The checksums that tell are those of storages.
-        more = f", or in memory that was saved with {'it' if len(differing) == 1 else 'them'}"
-        held_alone = all(map(_is_alone, (box for name in differing for box in boxes[name])))
-        text = f"{text}{'' if held_alone else more}; rank 0's are taken for all."
-        yield Note(text, NoteKind.LEFT_OUT)
 
 
 def _is_alone(box: Box) -> bool:

@@ -18,13 +18,14 @@ _DTENSOR: Final = "DTensor"
 _SHARDED_TENSOR: Final = "ShardedTensor"
 _SHARD: Final = "Shard"
 _STRIDED: Final = "_StridedShard"
-_REPLICATE: Final = "Replicate"
+REPLICATE: Final = "Replicate"
+"""Kind of a placement that does not cut."""
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Placement:
+class Placement:
     """What one dimension of a mesh of devices does to a tensor."""
 
     kind: str
@@ -54,9 +55,19 @@ class RankPart:
     """What the rank has of it: one tensor, for FSDP1 also none."""
     offsets: Sequence[Shape] | None = None
     """Where each begins; None if that follows from the mesh."""
-    placements: tuple[_Placement, ...] = ()
+    placements: tuple[Placement, ...] = ()
     coordinate: Shape = ()
     """The rank's place in the mesh."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a plain tensor, which the rank has whole."""
+        return self.offsets is None and not self.placements
+
+    @property
+    def is_dtensor(self) -> bool:
+        """Whether it is a DTensor."""
+        return bool(self.placements)
 
 
 def part_of(node: Node) -> RankPart | None:
@@ -70,6 +81,13 @@ def part_of(node: Node) -> RankPart | None:
     return _of_sharded_tensor(state) if cls == _SHARDED_TENSOR else None
 
 
+def is_tensor(node: Node) -> bool:
+    """Tell whether a node is a tensor, plain or cut among ranks."""
+    return isinstance(node, Call) and (
+        _wrapped(node)[0] in (_DTENSOR, _SHARDED_TENSOR) or tensor_of(node) is not None
+    )
+
+
 def _wrapped(node: Node) -> tuple[str, Node, Node]:
     """Return class, size and state of a tensor's subclass that a pickle rebuilds."""
     if not isinstance(node, Call) or node.name != "torch._tensor._rebuild_from_type_v2":
@@ -81,7 +99,7 @@ def _wrapped(node: Node) -> tuple[str, Node, Node]:
     return cls.name, args[2], state
 
 
-def _entries(node: Node) -> Mapping[str, Node]:
+def entries_of(node: Node) -> Mapping[str, Node]:
     """Return the attributes of an object: its state, or the second part of one with slots."""
     state = node.state if isinstance(node, Call) else node
     if isinstance(state, tuple) and len(state) == 2:
@@ -101,10 +119,10 @@ def _is_of_torch(node: Node, name: str) -> bool:
 
 
 def _of_dtensor(size: Node, state: Node) -> RankPart:
-    held = _entries(state)
-    spec = _entries(held["_spec"])
+    held = entries_of(state)
+    spec = entries_of(held["_spec"])
     local = tensor_of(held["_local_tensor"])
-    coordinate = _entries(spec["mesh"])["_coordinate_on_dim"]
+    coordinate = entries_of(spec["mesh"])["_coordinate_on_dim"]
     placements = tuple(map(_placement, spec["placements"]))
     if local is None or coordinate is None or len(coordinate) != len(placements):
         raise UnsupportedError("a DTensor of a rank outside of its mesh")
@@ -116,27 +134,27 @@ def _of_dtensor(size: Node, state: Node) -> RankPart:
     return RankPart(shape_of(size), [local], None, placements, tuple(map(_size, coordinate)))
 
 
-def _placement(node: Node) -> _Placement:
+def _placement(node: Node) -> Placement:
     for kind in (_SHARD, _STRIDED):
         if _is_of_torch(node, kind):
-            held = _entries(node)
-            return _Placement(kind, _size(held["dim"]), _size(held.get("split_factor", 1)))
-    if not _is_of_torch(node, _REPLICATE):
+            held = entries_of(node)
+            return Placement(kind, _size(held["dim"]), _size(held.get("split_factor", 1)))
+    if not _is_of_torch(node, REPLICATE):
         raise UnsupportedError(f"a DTensor with the placement {show(node)}")
-    return _Placement(_REPLICATE)
+    return Placement(REPLICATE)
 
 
 def _of_sharded_tensor(state: Node) -> RankPart:
     shards, metadata = state[:2]
     local, offsets = [], []
     for shard in shards:
-        held = _entries(shard)
+        held = entries_of(shard)
         tensor = tensor_of(held["tensor"])
         if tensor is None:
             raise CorruptFileError("a shard that is no tensor")
         local.append(tensor)
-        offsets.append(tuple(map(_size, _entries(held["metadata"])["shard_offsets"])))
-    return RankPart(shape_of(_entries(metadata)["size"]), local, offsets)
+        offsets.append(tuple(map(_size, entries_of(held["metadata"])["shard_offsets"])))
+    return RankPart(shape_of(entries_of(metadata)["size"]), local, offsets)
 
 
 def _size(node: Node) -> int:
@@ -158,7 +176,7 @@ def boxes_of(parts: Sequence[RankPart]) -> list[Box]:
     for part in parts:
         offsets = part.offsets or ()
         if part.offsets is None:
-            offset, sizes = _box(part, counts)
+            offset, sizes = box_of(part, counts)
             offsets = [offset]
             if part.local[0].shape != sizes:
                 message = f"a rank holds {list(part.local[0].shape)} where {list(sizes)} belong"
@@ -171,8 +189,10 @@ def boxes_of(parts: Sequence[RankPart]) -> list[Box]:
     return list(found.values())
 
 
-def _box(part: RankPart, counts: Sequence[int]) -> tuple[Shape, Shape]:
-    """Return where a rank's part begins, and its lengths.
+def box_of(part: RankPart, counts: Sequence[int]) -> tuple[Shape, Shape]:
+    """Return where a rank's part of a DTensor begins, and its lengths.
+
+    `counts`: ranks along each dimension of the mesh.
 
     Dimensions of the mesh cut one after the other, as `torch.chunk` does; a strided one cuts what
     all later ones have cut already.
@@ -193,7 +213,7 @@ def _box(part: RankPart, counts: Sequence[int]) -> tuple[Shape, Shape]:
     return tuple(offset), tuple(sizes)
 
 
-def _require_factor(part: RankPart, number: int, one: _Placement, counts: Sequence[int]) -> None:
+def _require_factor(part: RankPart, number: int, one: Placement, counts: Sequence[int]) -> None:
     """Refuse a strided cut of other parts than those that later dimensions of the mesh make."""
     later = 1
     for other, count in zip(part.placements[number + 1 :], counts[number + 1 :], strict=True):

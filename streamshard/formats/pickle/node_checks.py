@@ -14,7 +14,8 @@ _LIMIT_AGAIN: Final = 16
 """How often parts may be shared on average."""
 _FREE_PARTS: Final = 100_000
 _LIMIT_NAME: Final = 4096
-_CONTAINERS: Final = frozenset({dict, OrderedDict, list, tuple})
+_NESTING: Final = dict, list, tuple
+_CONTAINERS: Final = frozenset({*_NESTING, OrderedDict})
 
 
 def require_unrolled(nodes: Iterable[Node]) -> None:
@@ -29,7 +30,7 @@ def require_unrolled(nodes: Iterable[Node]) -> None:
     stack = [(node, 1) for node in nodes]
     while stack:
         node, depth = stack.pop()
-        if not isinstance(node, dict | list | tuple):
+        if not isinstance(node, _NESTING):
             continue
         again += len(node)
         if id(node) not in seen:
@@ -42,7 +43,7 @@ def require_unrolled(nodes: Iterable[Node]) -> None:
         below = [*node, *node.values()] if isinstance(node, dict) else node
         if _CONTAINERS.isdisjoint(map(type, below)):
             continue
-        stack += [(part, depth + 1) for part in below if isinstance(part, dict | list | tuple)]
+        stack += [(part, depth + 1) for part in below if isinstance(part, _NESTING)]
 
 
 def name_of(node: Node) -> str:
@@ -65,4 +66,4 @@ def of_file(path: Path) -> Iterator[None]:
 
 def is_text(text: str) -> bool:
     """Tell whether a text can be written as UTF-8: it has no half of a surrogate pair."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+    return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)

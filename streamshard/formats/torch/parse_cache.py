@@ -165,13 +165,15 @@ class Skeleton:
                 *(
                     (record.header, record.start + (record.nbytes if whole else 0))
                     for record, whole in zip(found.records, looked_into, strict=True)
+                    if record.header < record.start or whole
                 ),
                 (min(record.entry for record in found.records), self.file_bytes),
             ]
         )
         self.nbytes = sum(stop - start for start, stop in self._regions)
         entries = np.array([record.entry for record in found.records], dtype=np.int64)
-        headers = np.array([record.header for record in found.records], dtype=np.int64)
+        read = [record.header for record in found.records if record.header < record.start]
+        headers = np.array(read, dtype=np.int64)
         self._names = self._place(
             np.concatenate([headers + NAME_IN_HEADER, entries + NAME_IN_ENTRY])
         )

@@ -101,6 +101,7 @@ class _Auditor:
             self._check_directory(directory)
             is_stored = all(entry.is_stored for entry in directory.entries)
             bounded = [*directory.bounded()] if is_stored else []
+            directory.prepare(entry for entry, _ in bounded)
         except SourceError as error:
             self._add(error)
             return []

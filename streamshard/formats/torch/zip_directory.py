@@ -6,7 +6,7 @@ stores have, such as compression or comments, is refused.
 """
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,8 +22,10 @@ from streamshard.formats.torch.zip_layout import (
     LIMIT_32,
     LOCAL,
     LOCATOR_64,
+    Record,
 )
 from streamshard.io.readable import Readable
+from streamshard.model import Literal
 
 MAGIC: Final = b"PK\x03\x04"
 """First bytes of a zip, unless something was put before it."""
@@ -55,7 +57,7 @@ class ZipRecord:
     crc32: int | None
     """None if the writer left checksums out, as torch can be told to."""
     header: int
-    """Byte offset of its local header."""
+    """Byte offset of its local header; of its data if the header was not read."""
     entry: int
     """Byte offset of its entry in the directory."""
 
@@ -103,18 +105,29 @@ _HEADER_BYTES: Final = 256
 
 
 def read(source: Readable) -> dict[str, ZipRecord]:
-    """List the records of a zip by name, in file order."""
+    """List the records of a zip by name, in file order.
+
+    Where reading takes requests, the headers of records that torch placed are not read.
+    """
     directory = ZipDirectory(source)
     found: dict[str, ZipRecord] = {}
-    for entry, end in directory.bounded():
-        header = directory.header(entry, end)
-        require_repeated(entry, header)
+    bounded = [
+        (entry, end, directory.torch_start(entry, end) if source.takes_requests else None)
+        for entry, end in directory.bounded()
+    ]
+    directory.prepare(entry for entry, _, start in bounded if start is None)
+    for entry, end, placed in bounded:
+        begin = start = placed or entry.header
+        if placed is None:
+            header = directory.header(entry, end)
+            require_repeated(entry, header)
+            start = header.start
         # For a record that is not empty, 0 means that torch was told to leave checksums out.
         crc32 = entry.crc32 if entry.crc32 or not entry.nbytes else None
         name = _decoded(entry.name)
         if name in found:
             raise CorruptFileError(f"two records are called {show(name)}")
-        found[name] = ZipRecord(name, header.start, entry.nbytes, crc32, entry.header, entry.at)
+        found[name] = ZipRecord(name, start, entry.nbytes, crc32, begin, entry.at)
     return found
 
 
@@ -155,13 +168,30 @@ class ZipDirectory:
 
     def bounded(self) -> Iterator[tuple[ZipEntry, int]]:
         """Yield the entries, each with the offset where what follows its record begins."""
-        self._source.prepare(
-            [(entry.header, entry.header + _HEADER_BYTES) for entry in self.entries]
-        )
         bounds = [*(entry.header for entry in self.entries), self.start]
         if bounds[0]:
             self._report(CorruptFileError(f"{bounds[0]} bytes before the first record"))
         yield from zip(self.entries, bounds[1:], strict=True)
+
+    def prepare(self, entries: Iterable[ZipEntry]) -> None:
+        """Get the local headers of records that are read next."""
+        self._source.prepare([(entry.header, entry.header + _HEADER_BYTES) for entry in entries])
+
+    def torch_start(self, entry: ZipEntry, end: int) -> int | None:
+        """Return where a record's data begins, if torch wrote its entry and placed it.
+
+        Torch leaves one place for the data between the local header and `end`.
+        """
+        with suppress(UnicodeDecodeError):
+            record = Record(entry.name.decode(), entry.header, entry.nbytes, Literal(b""))
+            if record.end == end and self.serialized(entry) == record.central(entry.crc32):
+                return record.data_start
+        return None
+
+    def serialized(self, entry: ZipEntry) -> bytes:
+        """Return the bytes of an entry; no comment follows them."""
+        begin = entry.at - self.start
+        return self.data[begin : begin + CENTRAL.size + len(entry.name) + entry.extra_bytes]
 
     def _read(self) -> tuple[int, int, bytes]:
         """Find the directory from the end; return its offset, record count and bytes."""

@@ -24,6 +24,9 @@ CHECKSUM_BYTES: Final = 4
 _BLOSC_HEADER_BYTES: Final = 16
 _BLOSC_SIZE: Final = slice(4, 8)
 """Place of the uncompressed size in Blosc's header. Blosc allocates that many bytes."""
+_BLOSC_FLAGS, _BLOSC_RAW, _BLOSC_BLOCK = 2, 0x2, slice(8, 12)
+"""Place of the flags, the flag of bytes that are not compressed, place of a block's size. Behind
+the header stands where each block begins: blocks are decoded one by one, in any order."""
 EARLY_SETTINGS: Final = {"clevel": 5, "shuffle": "bitshuffle", "blocksize": 0}
 """Blosc's settings in early stores, for all codecs. A frame says itself how it was made."""
 _ZSTD_SETTINGS: Final = {"clevel": 1, "shuffle": "shuffle", "blocksize": 512 << 10}
@@ -68,10 +71,31 @@ class BloscChunk:
 
     def decode(self, encoded: memoryview, content: memoryview) -> None:
         """Decompress a chunk's content into a view of its size."""
-        said = int.from_bytes(encoded[_BLOSC_SIZE], "little")
-        if len(encoded) < _BLOSC_HEADER_BYTES or said != len(content):
-            raise IntegrityError(f"says it decodes to {said} bytes where {len(content)} belong")
+        _require_size(encoded, len(content))
         self._blosc.decode(encoded, content)
+
+    @staticmethod
+    def keep(encoded: memoryview, nbytes: int, part: tuple[int, int] | None) -> tuple[int, int]:
+        """Leave in encoded bytes the blocks that hold a part; returns what these decode to."""
+        _require_size(encoded, nbytes)
+        block = int.from_bytes(encoded[_BLOSC_BLOCK], "little")
+        starts = encoded[_BLOSC_HEADER_BYTES:]
+        if part is None or encoded[_BLOSC_FLAGS] & _BLOSC_RAW or not 0 < block < nbytes:
+            return 0, nbytes
+        # Blosc decodes a last block that is shorter than others only behind another.
+        first, last = min(part[0] // block, nbytes // block - 1), -(-part[1] // block)
+        start, stop = first * block, min(last * block, nbytes)
+        if 4 * last > len(starts):
+            raise IntegrityError(f"lists fewer than {last} blocks")
+        starts[: 4 * (last - first)] = bytes(starts[4 * first : 4 * last])
+        encoded[_BLOSC_SIZE] = (stop - start).to_bytes(4, "little")
+        return start, stop
+
+
+def _require_size(encoded: memoryview, nbytes: int) -> None:
+    said = int.from_bytes(encoded[_BLOSC_SIZE], "little")
+    if len(encoded) < _BLOSC_HEADER_BYTES or said != nbytes:
+        raise IntegrityError(f"says it decodes to {said} bytes where {nbytes} belong")
 
 
 class EncodedChunk:
@@ -97,8 +121,10 @@ class EncodedChunk:
         """Name of the compression: `lz4`, `zstd`."""
         return self._codec.name
 
-    def decode(self, file: StoredBytes, stored: Memory, content: Memory) -> memoryview:
-        """Read and decompress the chunk into the caller's memory."""
+    def decode(
+        self, file: StoredBytes, stored: Memory, content: Memory, part: tuple[int, int] | None
+    ) -> tuple[int, memoryview]:
+        """Read the chunk, and decompress what is wanted of it into the caller's memory."""
         data = stored(self._stored_bytes + 1)
         found = file.read_into(data, 0)
         if found != self._stored_bytes:
@@ -109,13 +135,14 @@ class EncodedChunk:
         if isal_zlib.crc32(data) != self._stored_crc32:
             message = "damaged: its bytes are not those in the manifest"
             raise IntegrityError(message, path=self._path)
-        view = content(self._content_bytes)
         encoded = require_checksum(data, self._path)
         try:
+            start, stop = self._codec.keep(encoded, self._content_bytes, part)
+            view = content(stop - start)
             self._codec.decode(encoded, view)
         except IntegrityError as error:
             raise IntegrityError(f"{error}", path=self._path) from error
-        return view
+        return start, view
 
 
 def require_checksum(stored: Stored, path: Path) -> memoryview:

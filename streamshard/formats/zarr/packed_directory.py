@@ -25,6 +25,7 @@ from streamshard.formats.torch.zip_directory import (
     require_repeated,
 )
 from streamshard.formats.torch.zip_layout import CENTRAL, LOCAL
+from streamshard.formats.zarr.packed_layout import PackedEntry
 from streamshard.io.entries import open_readable, resolve
 from streamshard.io.readable import OpenedFile, Status
 
@@ -148,6 +149,22 @@ class PackedDirectory:
         """Return the entry of a file, and where what follows it in the zip begins."""
         entry = self._zip.entry_at(int(self._at[row]))
         return entry, int(self._headers[np.searchsorted(self._headers, entry.header, side="right")])
+
+    def start_of(self, row: int, file: OpenedFile) -> int:
+        """Return where the content of a file begins in the open zip.
+
+        Where reading takes requests, and the zip's directory leaves room for one header only, of
+        ours or without extra fields, the header is not read.
+        """
+        entry, end = self.entry_of(row)
+        own = PackedEntry(entry.name.decode(), entry.header, entry.nbytes)
+        bare = entry.header + LOCAL.size + len(entry.name)
+        if file.takes_requests:
+            if own.end == end and self._zip.serialized(entry) == own.central(entry.crc32):
+                return own.content
+            if bare + entry.nbytes == end and not entry.follows:
+                return bare
+        return self.header_of(row, file).start
 
     def header_of(self, row: int, file: OpenedFile) -> LocalHeader:
         """Read the header of a file from the open zip; it must agree with the zip's directory."""

@@ -102,6 +102,8 @@ class PackedFile:
         """Descriptor of the one file."""
         self.origin = file.origin + start
         """Byte offset in that file."""
+        self.takes_requests = file.takes_requests
+        """Whether each reading takes a request to a service."""
         self._start = start
 
     def read_at(self, offset: int, count: int) -> bytes:
@@ -257,7 +259,7 @@ class PackedStores:
         whole = directory.status
         file = open_readable(archive, whole.source_file(archive))
         try:
-            start = directory.header_of(row, file).start
+            start = directory.start_of(row, file)
         except BaseException:
             file.close()
             raise

@@ -224,12 +224,14 @@ class RewrittenPiece:
     is_compared: bool = True
     """Whether to compare the elements of the tensor with their digest first."""
 
-    def decode(self, file: StoredBytes, stored: Memory, content: Memory) -> memoryview:
-        """Return the elements of the piece."""
+    def decode(
+        self, file: StoredBytes, stored: Memory, content: Memory, part: tuple[int, int] | None
+    ) -> tuple[int, memoryview]:
+        """Return the elements of the piece, all of them."""
         view = content(self.array.piece_bytes(0))
         read = self.array.read_compared if self.is_compared else self.array.read
         read(self.number, view)
-        return view[: self.array.piece_bytes(self.number)]
+        return 0, view[: self.array.piece_bytes(self.number)]
 
 
 def _extended(sums: tuple[int, int], view: memoryview) -> tuple[int, int]:

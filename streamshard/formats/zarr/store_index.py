@@ -46,7 +46,7 @@ from streamshard.formats.zarr.rewritten import (
 from streamshard.formats.zarr.small_files import read_small, require_inside
 from streamshard.formats.zarr.store_manifest import BLOCK_BYTES, FileRecord, Manifest
 from streamshard.io.entries import is_directory, is_file, resolve
-from streamshard.io.relative_paths import examiner, is_on_disk
+from streamshard.io.relative_paths import examiner, inside_test, names_below
 from streamshard.layout.cutting import Cutting, CuttingBuilder
 from streamshard.model import ITEMSIZE, BlockDigests, Decoder, LogicalTensor, Slot, SourceFile
 from streamshard.options import CODECS
@@ -54,8 +54,6 @@ from streamshard.options import CODECS
 MANIFEST_FILES: Final = (f"{MANIFEST_PATH}/zarr.json", f"{MANIFEST_PATH}/c/0")
 """Files that the manifest itself does not list."""
 STATE_FILES: Final = (f"{STATE_PATH}/zarr.json", f"{STATE_PATH}/c/0")
-_MOST_KNOWN: Final = 4096
-"""Directories that are remembered; there may be hundreds of thousands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +143,13 @@ class StoreIndex:
         self.rewritten: dict[str, RewrittenArray] = {}
         self.not_ours: set[str] = set()
         """Paths of all arrays that another tool rewrote, also of those that cannot be read."""
+        self.present: set[str] = set()
+        """Paths of all entries except directories, if they were listed: no link leads to them."""
         self._resolved = resolve(root)
         self._examine = examiner(root)
-        self._is_on_disk = is_on_disk(root)
-        self._directories: set[str] = set()
-        """Directories that are known to lie in the store, with symbolic links resolved."""
+        self._leads_inside = inside_test(root)
+        self._inside = ""
+        """The last directory that is known to lie in the store, with symbolic links resolved."""
 
     @classmethod
     def opened(cls, root: Path) -> "StoreIndex":
@@ -160,6 +160,17 @@ class StoreIndex:
         raise_first(index.version_errors())
         raise_first(fault.error for fault in index.array_faults())
         return index
+
+    def list_present(self) -> list[OSError]:
+        """List all that is there; returns why directories cannot be listed."""
+        unread: list[OSError] = []
+
+        def skip(error: OSError) -> bool:
+            unread.append(error)
+            return True
+
+        self.present = set(names_below(self.root, skips=skip))
+        return unread
 
     def known(self) -> tuple[Manifest, Checkpoint]:
         """Return the manifest and the training state of a store that has both."""
@@ -230,20 +241,18 @@ class StoreIndex:
 
     def cutting(self) -> Cutting:
         """Say where the elements of all tensors lie in a store without faults."""
+        found = [self.rewritten.get(array.path) for array in self.arrays]
+        both = [*zip(self.arrays, found, strict=True)]
+        counts = np.array([a.count if r is None else r.pieces for a, r in both], dtype=np.int64)
+        numels = [math.prod(a.chunk) if r is None else r.numel for a, r in both]
+        first = np.array([self.first[array.path] for array in self.arrays], dtype=np.int64)
+        starts = np.cumsum(counts) - counts
+        files = np.repeat(first - starts, counts) + np.arange(counts.sum())
         builder = CuttingBuilder([array.itemsize for array in self.arrays])
-        for index, array in enumerate(self.arrays):
-            rewritten = self.rewritten.get(array.path)
-            if rewritten is None:
-                count, numel = array.count, math.prod(array.chunk)
-            else:
-                count, numel = rewritten.pieces, rewritten.numel
-            first = self.first[array.path]
-            slot = Slot(
-                files=np.arange(first, first + count, dtype=np.int64),
-                offsets=np.zeros(count, dtype=np.int64),
-                numels=np.full(count, numel, dtype=np.int64),
-            )
-            builder.assign(index, builder.slot(slot), piece_numel=numel)
+        pieces = np.repeat(np.array(numels, dtype=np.int64), counts)
+        builder.slot(Slot(files, np.zeros_like(files), pieces))
+        for index, (start, numel) in enumerate(zip(starts.tolist(), numels, strict=True)):
+            builder.assign(index, start, piece_numel=numel)
         return builder.build()
 
     def add_file(
@@ -252,7 +261,8 @@ class StoreIndex:
         """Add a regular file of this length; returns what is wrong with any other."""
         full = self.root / path
         try:
-            self._require_inside(path.rpartition("/")[0])
+            if path not in self.present:
+                self._require_inside(path.rpartition("/")[0])
             status = self._examine(path)
         except (FileNotFoundError, NotADirectoryError):
             return Fault(full, IncompleteError(f"missing; {nbytes} bytes were written", path=full))
@@ -272,24 +282,13 @@ class StoreIndex:
 
     def _require_inside(self, directory: str) -> None:
         """Refuse a directory to which symbolic links lead out of the store."""
-        if not self._has_no_link(directory):
+        if directory == self._inside:
+            return
+        if not self._leads_inside(directory):
             full = self.root / directory
             if not resolve(full).is_relative_to(self._resolved):
                 require_inside(full, self.root)
-            self._directories.add(directory)
-
-    def _has_no_link(self, directory: str) -> bool:
-        """Tell whether neither a directory in the store nor one above it is a symbolic link."""
-        if not self._is_on_disk or not directory or directory in self._directories:
-            return True
-        if not self._has_no_link(directory.rpartition("/")[0]):
-            return False
-        if not self._examine(directory).is_directory:
-            return False
-        if len(self._directories) >= _MOST_KNOWN:
-            self._directories.clear()
-        self._directories.add(directory)
-        return True
+        self._inside = directory
 
     def _has_its_document(self, array: StoredArray, manifest: Manifest) -> bool:
         """Tell whether an array's document is as long as it was written; a rewritten one is not."""

@@ -19,6 +19,7 @@ from streamshard.health import TensorHealth
 BLOCK_BYTES: Final = 1 << 20
 """Bytes of uncompressed chunks that share a CRC-32, so that a part can be read and checked."""
 
+_STORED_CRC: Final = np.dtype("<u4")
 _HEALTH: Final = struct.Struct("<4q2d")
 """A tensor's health: counts of elements, NaNs, infinities and zeros; largest magnitude, RMS."""
 
@@ -31,6 +32,10 @@ class FileRecord:
     """Size of the file."""
     crc32s: NDArray[np.uint32]
     """CRC-32 of each block of a raw chunk's content; of all bytes for any other file."""
+
+    def is_equal(self, other: "FileRecord") -> bool:
+        """Tell whether another record is of the same bytes."""
+        return self.nbytes == other.nbytes and np.array_equal(self.crc32s, other.crc32s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +92,7 @@ def read(data: bytes) -> Manifest:
         document: Any = strict_json.parse(data)
         records = {
             str(path): FileRecord(
-                int(nbytes), np.frombuffer(a2b_base64(crcs, strict_mode=True), dtype="<u4")
+                int(nbytes), np.frombuffer(a2b_base64(crcs, strict_mode=True), dtype=_STORED_CRC)
             )
             for path, (nbytes, crcs) in document["files"].items()
         }

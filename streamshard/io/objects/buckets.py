@@ -4,7 +4,6 @@ import errno
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Final, TypeVar
@@ -98,7 +97,7 @@ def _remove_below(root: ObjectPath) -> None:
 
 
 def _abort_strays(*roots: ObjectPath) -> str:
-    """Abort all uploads to objects below paths of one bucket; returns why that cannot be done.
+    """Abort all uploads to objects at or below paths; returns why that cannot be done.
 
     They are no one's any more: the caller holds the target's lock.
     """
@@ -118,8 +117,10 @@ def _abort_strays(*roots: ObjectPath) -> str:
         pages = client.get_paginator("list_multipart_uploads")
         for root in roots:
             bucket = root.parts[1]
-            for page in pages.paginate(Bucket=bucket, Prefix=f"{root.key}/"):
+            for page in pages.paginate(Bucket=bucket, Prefix=root.key):
                 for upload in page.get("Uploads", ()):
+                    if not f"{upload['Key']}/".startswith(f"{root.key}/"):
+                        continue
                     client.abort_multipart_upload(
                         Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"]
                     )
@@ -164,7 +165,7 @@ class Buckets:
         expected = (
             examine_object(object_of(path))
             if known is None
-            else replace(listings.DIRECTORY, nbytes=known.nbytes, version=known.version)
+            else listings.DIRECTORY._replace(nbytes=known.nbytes, version=known.version)
         )
         return ObjectFile(object_of(path), expected)
 

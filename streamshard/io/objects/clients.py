@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from datetime import timedelta
 from functools import cache
@@ -289,6 +289,8 @@ def call(
 
 def together(*questions: Callable[[], Any]) -> list[Any]:
     """Return the answers of some questions that take a request or more each, asked side by side."""
+    with suppress(ImportError):  # threads that import it at the same time may find half of it
+        import obstore.store  # noqa: F401
     with ThreadPoolExecutor(len(questions)) as pool:
         # The listings that are kept belong to a context.
         asked = [pool.submit(copy_context().run, question) for question in questions]

@@ -120,6 +120,7 @@ class ObjectFile:
 
     descriptor = -1
     origin = 0
+    takes_requests = True
 
     def __init__(self, path: ObjectPath, expected: Status) -> None:
         self._path = path

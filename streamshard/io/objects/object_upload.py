@@ -4,6 +4,7 @@ import queue
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from weakref import finalize
 
 from streamshard.io.object_path import ObjectPath
 from streamshard.io.objects.clients import call, quoted
@@ -13,8 +14,8 @@ from streamshard.io.objects.object_reader import ObjectFile, examine_object
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-_SINGLE_BYTES: Final = 65 << 20
-"""Largest object that is uploaded by one request: a chunk of the default size with its checksum."""
+_SINGLE_BYTES: Final = 16 << 20
+"""Largest object that is uploaded by one request; of others, parts are sent while more come."""
 _PART_BYTES: Final = 8 << 20
 """Smallest part: between the 5 MiB and 5 GiB that S3 allows."""
 _MOST_PARTS: Final = 9_500
@@ -48,10 +49,12 @@ def upload_requests(nbytes: int) -> int:
 
 
 class _WorkerBuffer(threading.local):
-    """The buffer of a worker's small objects, one after the other: new memory has to be cleared."""
+    """The buffers of a worker's objects, one after the other: new memory has to be cleared."""
 
     def __init__(self) -> None:
         self._free = bytearray()
+        self.parts: list[bytearray] = []
+        """Buffers of parts that are sent."""
 
     def take(self, nbytes: int) -> bytearray:
         """Return a buffer of at least this size, which nobody else has."""
@@ -87,10 +90,12 @@ class ObjectSink:
         self._must_be_new = must_be_new
         self._part = _part_bytes(nbytes)
         self._is_single = nbytes <= _SINGLE_BYTES
-        self._buffer = _worker_buffer.take(nbytes) if self._is_single else bytearray(self._part)
+        self._free = _worker_buffer.parts
+        self._buffer = _worker_buffer.take(nbytes) if self._is_single else self._next_part()
         self._filled = 0
         self._offset = 0
-        self._upload: _Upload | None = None
+        # That it begins takes a request, meanwhile the first part is filled.
+        self._upload = None if self._is_single else _Upload(path, self._part)
         self._error: OSError | None = None
         """Why parts that were written before could not be sent."""
         self.version = ""
@@ -112,16 +117,28 @@ class ObjectSink:
             view = view[count:]
 
     def _send(self) -> None:
-        if self._is_single:
+        if self._upload is None:
             self._buffer += bytes(_GROWTH_BYTES)
             return
-        self._upload = self._upload or _Upload(self._path, self._part)
         try:
-            self._upload.send(self._buffer)
+            self._upload.send(self._filled_part())
         except OSError as error:
             self._error = error
             raise
-        self._buffer, self._filled = bytearray(self._part), 0
+        self._buffer, self._filled = self._next_part(), 0
+
+    def _next_part(self) -> bytearray:
+        """Return a buffer that nobody uses any more, or a new one."""
+        while self._free:
+            if len(found := self._free.pop()) == self._part:
+                return found
+        return bytearray(self._part)
+
+    def _filled_part(self) -> memoryview:
+        """Return what was added since the last part; its buffer is free once nobody has it."""
+        part = memoryview(self._buffer)[: self._filled]
+        finalize(part, _keep, self._free, self._buffer).atexit = False
+        return part
 
     def read_into(self, view: memoryview, offset: int) -> int:
         """Refuse to read back what is not there yet."""
@@ -129,15 +146,16 @@ class ObjectSink:
 
     def finish(self, mode: int | None) -> None:
         """Complete the object; it has no permission bits."""
-        last = memoryview(self._buffer)[: self._filled]
-        if self._upload is None and self._must_be_new:
-            self.version = create(self._path, bytes(last))
-        elif self._upload is None:
-            self.version = put(self._path, last)
-        else:
-            self._upload.send(last)
+        if self._upload is not None:
+            self._upload.send(self._filled_part())
             self.version = self._upload.finish()
-        self.close()
+            self._upload = None
+            return
+        content = memoryview(self._buffer)[: self._filled]
+        if self._must_be_new:
+            self.version = create(self._path, bytes(content))
+        else:
+            self.version = put(self._path, content)
 
     def close(self) -> None:
         """Give the upload up, unless it is complete."""
@@ -148,6 +166,11 @@ class ObjectSink:
             _worker_buffer.give_back(self._buffer)
             self._is_single = False
         self._buffer = bytearray()
+
+
+def _keep(free: list[bytearray], buffer: bytearray) -> None:
+    if len(free) < _PARTS_HELD:
+        free.append(buffer)
 
 
 class WrittenObject:

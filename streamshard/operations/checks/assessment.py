@@ -24,7 +24,12 @@ from streamshard.operations.source.completeness import require_named, require_sa
 from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.source import Request, Source, open_source
 from streamshard.operations.source.store_source import recorded_health
-from streamshard.operations.source.tag_directory import find_candidates, require_there, step_of_path
+from streamshard.operations.source.tag_directory import (
+    find_candidates,
+    require_there,
+    step_of_path,
+    without_suffix,
+)
 from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Progress
 
@@ -180,7 +185,7 @@ class RunAssessment:
     def _steps(self, found: Sequence[str]) -> dict[str, int | None]:
         by_name = {name: step_of_path(name) for name in found}
         # The numbers of `epoch_1/step_9` and `epoch_2/step_3` do not say which one is newer.
-        parts = [name.rpartition("/") for name in found]
+        parts = [without_suffix(name).rpartition("/") for name in found]
         forms = {(around, re.sub(r"\d+", "N", name)) for around, _, name in parts}
         if len(forms) <= 1 and None not in by_name.values():
             return by_name

@@ -47,10 +47,7 @@ class ChunkCheck:
                 return probe.digests(self.file, [0, self.own_bytes]), b""
             except (RuntimeError, ValueError) as error:
                 raise IntegrityError(f"cannot be decompressed ({error})", path=self.path) from error
-        end = self.nbytes
-        return probe.digests(self.file, self._cuts()), probe.read(
-            self.file, end, end + CHECKSUM_BYTES
-        )
+        return probe.digests_and_end(self.file, self._cuts(), self.nbytes + CHECKSUM_BYTES)
 
     def _cuts(self) -> list[int]:
         """Cut an uncompressed chunk's content where blocks end, and where the tensor ends."""

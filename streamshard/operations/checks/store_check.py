@@ -36,7 +36,6 @@ from streamshard.formats.zarr.store_index import (
 )
 from streamshard.formats.zarr.store_manifest import FileRecord, Manifest
 from streamshard.io.object_path import as_path
-from streamshard.io.relative_paths import names_below
 from streamshard.layout.sample import Sample
 from streamshard.model import BlockDigests, SourceFile
 from streamshard.operations.checks import chunk_check
@@ -61,10 +60,13 @@ class StoreCheck:
     """A store whose structure is checked, ready to be read.
 
     The constructor adds all problems that show without reading chunks to the findings, after the
-    index has yielded those of the manifest and the training state.
+    index has yielded those of the manifest and the training state. `unread`: why directories could
+    not be listed.
     """
 
-    def __init__(self, index: StoreIndex, findings: Findings, sample: Sample) -> None:
+    def __init__(
+        self, index: StoreIndex, unread: Sequence[OSError], findings: Findings, sample: Sample
+    ) -> None:
         self._index = index
         self._root = index.root
         self._findings = findings
@@ -72,14 +74,16 @@ class StoreCheck:
         self._documents: dict[str, bytes] = {}
         """What streamshard writes as the documents of this store."""
         self._chunks = {chunk.path for array in index.arrays for chunk in array.chunks()}
-        present = self._present()
+        for error in unread:
+            place = as_path(error.filename or self._root)
+            findings.add(UNREADABLE, place, f"{place}: cannot be read ({error.strerror})")
         if index.manifest is None:
-            self._add_unlisted(present)
+            self._add_unlisted()
             return
         self._check_manifest_document()
         if index.is_described:
             self._note_state(*index.known())
-        self._add_others(index.manifest, present)
+        self._add_others(index.manifest)
         if index.is_described:
             self._compare_lists(index.manifest)
 
@@ -90,24 +94,10 @@ class StoreCheck:
 
     # Structure -----------------------------------------------------------------------------------
 
-    def _present(self) -> set[str]:
-        """List all entries except directories and streamshard's own marks."""
-        own = f"/{OWN_PREFIX}"
-        return {
-            path
-            for path in names_below(self._root, skips=self._note_unread)
-            if not (path.startswith(OWN_PREFIX) or path[path.rfind("/") :].startswith(own))
-        }
-
-    def _note_unread(self, error: OSError) -> bool:
-        place = as_path(error.filename or self._root)
-        self._findings.add(UNREADABLE, place, f"{place}: cannot be read ({error.strerror})")
-        return True
-
-    def _add_unlisted(self, present: set[str]) -> None:
+    def _add_unlisted(self) -> None:
         """Add every file that looks like a chunk: without a manifest no list of files is known."""
-        for path in sorted(present - {*MANIFEST_FILES}):
-            if not path.endswith(ROOT_DOCUMENT):
+        for path in sorted(self._index.present - {*MANIFEST_FILES}):
+            if not (path.endswith(ROOT_DOCUMENT) or _is_mark(path)):
                 self._add_file(path, None)
 
     def _check_manifest_document(self) -> None:
@@ -135,10 +125,10 @@ class StoreCheck:
             self._findings.notes.append(checkpoint.remarks[0])
         self._findings.notes += checkpoint.warnings
 
-    def _add_others(self, manifest: Manifest, present: set[str]) -> None:
+    def _add_others(self, manifest: Manifest) -> None:
         """Add the files that are listed and are no chunks, and tell of those not listed."""
-        for path in sorted(present - manifest.records.keys() - {*MANIFEST_FILES}):
-            if not self._is_rewritten(path):
+        for path in sorted(self._index.present - manifest.records.keys() - {*MANIFEST_FILES}):
+            if not (_is_mark(path) or self._is_rewritten(path)):
                 full = self._root / path
                 self._findings.add(EXTRA, full, f"{full}: is not a part of the store")
         rewritten = 0
@@ -206,7 +196,8 @@ class StoreCheck:
         for path in numbers:
             if path not in self._chunks:
                 yield self._single_unit(manifest, path)
-        sizes = [self._array_bytes(array) for array in self._index.arrays]
+        is_part = self._sample.parts > 1
+        sizes = [self._array_bytes(array) if is_part else 0 for array in self._index.arrays]
         total, at = sum(sizes), 0
         for array, nbytes in zip(self._index.arrays, sizes, strict=True):
             start, at = at, at + nbytes
@@ -335,6 +326,11 @@ class StoreCheck:
         self._findings.checked += 1
         for problem in problems_of(result):
             self._findings.add(DAMAGED, path, problem)
+
+
+def _is_mark(path: str) -> bool:
+    """Tell whether a path is that of a file that streamshard keeps for itself."""
+    return path.startswith(OWN_PREFIX) or path[path.rfind("/") :].startswith(f"/{OWN_PREFIX}")
 
 
 def _document_problems(path: Path, record: FileRecord, expected: bytes, found: bytes) -> list[str]:

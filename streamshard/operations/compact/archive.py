@@ -8,15 +8,12 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.engine.run import resident_memory
-from streamshard.errors import CorruptFileError, SourceError, StreamshardError, TargetExistsError
-from streamshard.formats.deepspeed import names
+from streamshard.errors import CorruptFileError, StreamshardError, TargetExistsError
 from streamshard.formats.zarr.array_paths import array_path
 from streamshard.health import TensorHealth
-from streamshard.io.changes import remove_file, sync_tree
-from streamshard.io.entries import examine, is_same_file, lexists, paths_below
+from streamshard.io.changes import remove, sync_tree
+from streamshard.io.entries import examine, lexists
 from streamshard.io.files import source_errors, target_errors
-from streamshard.io.object_path import is_object
-from streamshard.io.place import place_of
 from streamshard.operations.compact import omissions
 from streamshard.operations.compact.proof import Proof, content_equal, prove, rebuilt_equal, sums_of
 from streamshard.operations.compact.receipts import (
@@ -28,17 +25,17 @@ from streamshard.operations.compact.receipts import (
     TagEvent,
     show_moment,
 )
-from streamshard.operations.compact.run_context import ProofContext, RunContext
+from streamshard.operations.compact.run_context import RunContext
 from streamshard.operations.compact.run_directory import Identity, change_digest, open_tag
+from streamshard.operations.compact.sharing import repeated_bytes, share
 from streamshard.operations.compact.tag_checks import accounted_for, records_of
 from streamshard.operations.convert.convert import store_output
 from streamshard.operations.source.source import Source
 from streamshard.operations.source.unfinished import has_journal, is_unfinished
 from streamshard.operations.transfer.plan import plan_output
-from streamshard.operations.transfer.target import is_there, require_separate
+from streamshard.operations.transfer.target import is_there, partial_of, require_separate
 from streamshard.verb_options import CompactOptions, ConvertOptions
 
-_LINK: Final = f"{names.OWN_PREFIX}.link"
 _SCRIPT: Final = "zero_to_fp32.py"
 """DeepSpeed writes this script with every save, always with the same content."""
 
@@ -59,8 +56,11 @@ def archive_tag(
     `rebuilds`, the tag is compared with files that are rebuilt from the archive, which proves all
     that has to be proved before the tag is removed.
     """
-    archived, log, root = context.archived(tag), CheckLog(), context.run_dir / tag
-    if is_there(archived.store) and archived.read_receipt() is None:
+    log, root = CheckLog(), context.run_dir / tag
+    archived = replace(context.archived(tag), is_packed=storing.packed)
+    interrupted = archived.read_receipt()
+    is_other = interrupted is not None and interrupted.packed != storing.packed
+    if is_there(archived.store) and (interrupted is None or is_other):
         message = f"{archived.store}: is there, and no receipt says that compact made it"
         raise TargetExistsError(f"{message}; move it away")
     resident_memory.restart_peak()
@@ -72,7 +72,12 @@ def archive_tag(
     opened = omissions.narrowed(opened, moving)
     records = records_of(opened, context.run_dir)
     here = Identity.of(context.run_dir)
-    begun = Receipt(tag, str(context.run_dir), here.device, here.inode, BEGUN, source=(), checks=())
+    if interrupted is not None and is_other:
+        _remove_begun(archived.full_of(interrupted))
+    begun = Receipt(
+        tag, str(context.run_dir), here.device, here.inode, BEGUN, packed=storing.packed,
+        source=(), checks=(),
+    )  # fmt: skip
     begun.write(archived.receipt)
     derived = omissions.exact_casts(opened, context.proofs.limits, context.proofs.progress)
     tensors = opened.checkpoint.tensors
@@ -85,7 +90,8 @@ def archive_tag(
     )
     small, whole = omissions.narrowed(opened, derived), opened if rebuilds else None
     with target_errors(archived.store):
-        is_complete = lexists(archived.store) and not has_journal(archived.store)
+        journals_at = partial_of(archived.store) if archived.is_packed else archived.store
+        is_complete = lexists(archived.store) and not has_journal(journals_at)
     if is_complete:
         # An earlier run completed the store; if it is not of this source, it is made again.
         with suppress(StreamshardError):
@@ -99,6 +105,13 @@ def archive_tag(
         # It was begun with another source.
         _write_store(context, small, archived, storing, health, overwrite=True)
     return _proved(context, receipt, small, log, whole)
+
+
+def _remove_begun(archived: ArchivedTag) -> None:
+    """Remove what an interrupted run made of an archive of the other form."""
+    with target_errors(archived.store):
+        for path in (archived.store, partial_of(archived.store), archived.sums):
+            remove(path)
 
 
 def _moving(opened: Source, run_dir: Path, stable_since_ns: int) -> set[int]:
@@ -144,15 +157,14 @@ def _proved(
     context: RunContext, receipt: Receipt, small: Source, log: CheckLog, whole: Source | None
 ) -> tuple[Receipt, Proof | None]:
     """Hash an archive and its source, prove the archive, and write the receipt."""
-    archived, proofs, run_dir = context.archived(receipt.tag), context.proofs, context.run_dir
+    archived, proofs, run_dir = context.archive_of(receipt), context.proofs, context.run_dir
     with source_errors(run_dir):
         digests = proofs.hash_all([file.path for file in small.files], run_dir / receipt.tag)
     both = zip(receipt.source, digests, strict=True)
     source = tuple(replace(record, sha256=digest) for record, digest in both)
     with target_errors(archived.store):
-        _remove_own_links(archived.store)
         sums = sums_of(archived, proofs)
-        shared = _share(archived, sums, proofs)
+        shared = share(archived, sums, proofs)
         sync_tree(archived.store)
         # Before anything is read: what is written from here on is not what was compared.
         etags, digest = archived.etags(), change_digest(archived.store)
@@ -174,6 +186,7 @@ def _proved(
         archive_bytes=sum(sizes.values()),
         shared_files=len(shared),
         shared_bytes=sum(sizes[path] for path in shared),
+        repeated_bytes=repeated_bytes(archived, {*shared}),
         sums_sha256=archived.sums_sha256(),
         etags=etags,
         checks=log.checks,
@@ -187,56 +200,3 @@ def _require_unchanged(source: Source, records: tuple[SourceRecord, ...], run_di
             message = f"{run_dir / now.path}: changed while it was archived"
             raise CorruptFileError(f"{message}; run again when it no longer changes")
     return f"{len(records):,} files"
-
-
-def _remove_own_links(store: Path) -> None:
-    """Remove a link that an interrupted run had only begun to put in place."""
-    if is_object(store):
-        return
-    for path in list(paths_below(store)):
-        if path.name == _LINK:
-            remove_file(path)
-
-
-def _share(archived: ArchivedTag, sums: dict[str, str], proofs: ProofContext) -> list[str]:
-    """Replace files by links to equal files in earlier archives; return the paths of the links.
-
-    If the file system has no hard links, or a file has too many, the file stays as it is. Objects
-    have no links, so an archive in a bucket shares nothing.
-    """
-    earlier = {} if is_object(archived.store) else _earlier_files(archived)
-    return [
-        path
-        for path, digest in sums.items()
-        if digest in earlier and _link(earlier[digest], archived.store / path, digest, proofs)
-    ]
-
-
-def _earlier_files(archived: ArchivedTag) -> dict[str, Path]:
-    """Return SHA-256 → a file that has it, according to the lists of earlier archives."""
-    found: dict[str, Path] = {}
-    for other in ArchivedTag.all_in(archived.directory):
-        if other.tag == archived.tag:
-            continue
-        with suppress(SourceError):  # its files are then stored once more
-            receipt = other.read_receipt()
-            if receipt is not None and receipt.state != BEGUN:
-                other = other.named_by(receipt)
-                for path, digest in other.read_sums().items():
-                    found.setdefault(digest, other.store / path)
-    return found
-
-
-def _link(known: Path, path: Path, digest: str, proofs: ProofContext) -> bool:
-    """Replace a file by a link to a known file, after checking the known file's SHA-256."""
-    link = path.with_name(_LINK)
-    try:
-        if is_same_file(known, path):
-            return True
-        if proofs.hash_all([known]) != [digest]:
-            return False
-        place_of(link).make_link(known, link)
-    except OSError:
-        return False
-    place_of(path).replace_file(link, path)
-    return True

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
 
-from streamshard.engine.jobs.executor import limited_to
+from streamshard.engine.jobs.executor import current_executor, limited_to
 from streamshard.engine.run import resident_memory
 from streamshard.errors import Option, SourceNotFoundError, UsageError
 from streamshard.io.entries import is_directory, is_real_directory, lexists, paths_in, resolve
@@ -89,6 +89,9 @@ def compact(options: _Compact) -> Compaction:
         else is done.
     dry_run
         Report what would be done, and do nothing.
+    packed
+        Make each new archive one file, `TAG.zarr.zip`, on a disk. It shares no files with other
+        archives; `CompactedTag.repeated_bytes` says what that costs. Archives that exist stay.
     lock
         Whether to keep other runs from the directories meanwhile. Only for buckets whose service
         cannot keep a lock, and where nothing else writes to them, it may be left out.
@@ -119,6 +122,8 @@ def compact(options: _Compact) -> Compaction:
             message = "chooses for runs by the rules; with the names of tags, leave it out"
             raise UsageError(f"{Option('tags', options.tags)}: {message}")
     _require_apart(run_dir, archive_dir)
+    if options.packed:
+        _require_packable(archive_dir, options.codec)
     progress = TagProgress(options.progress or Silent(), options.bytes_per_second)
     with limited_to(options.bytes_per_second):
         run = CompactRun(options, run_dir, archive_dir, limits, now, progress)
@@ -198,6 +203,19 @@ def _require_apart(run_dir: Path, archive_dir: Path) -> None:
     if here == there or here in there.parents or there in here.parents:
         message = f"{archive_dir}: lies in or around {run_dir}; choose another place, best on"
         raise UsageError(f"{message} another disk")
+
+
+def _require_packable(archive_dir: Path, codec: str) -> None:
+    """Refuse archives of one file where none can be written."""
+    message = ""
+    if is_object(archive_dir):
+        message = "archives of one file are made on a disk alone; leave it out for a bucket"
+    elif codec != "none" and not current_executor().shares_memory:
+        none = Option("codec", "none")
+        message = f"a cluster writes archives of one file with {none} alone; give that, or leave it"
+        message = f"{message} out"
+    if message:
+        raise UsageError(f"{Option('packed', True)}: {message}")
 
 
 def runs_like(pattern: str, archive_dir: str) -> list[tuple[Path, Path]] | None:

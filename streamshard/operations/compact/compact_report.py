@@ -44,6 +44,8 @@ class CompactedTag:
     archive_bytes: int = 0
     """Size of its archive, including files that it shares with earlier archives."""
     shared_bytes: int = 0
+    repeated_bytes: int = 0
+    """Bytes of files in earlier archives that it holds once more, as one of both is one file."""
     dropped_bytes: int = 0
     """Bytes of optimizer states that were dropped from its archive."""
     exit_code: int = 0
@@ -72,6 +74,7 @@ class CompactedTag:
             source_bytes=receipt.source_bytes,
             archive_bytes=receipt.archive_bytes,
             shared_bytes=receipt.shared_bytes,
+            repeated_bytes=receipt.repeated_bytes,
         )
 
     @property

@@ -219,6 +219,6 @@ def may_drop_states(context: RunContext, tag: str, least_age: timedelta) -> bool
     if receipt.tag != tag:
         raise CorruptFileError(f"{archived.receipt}: is the receipt of {receipt.tag}")
     if receipt.state == WEIGHTS_ONLY:
-        return any(map(is_there, archived.leftovers))
+        return any(map(is_there, archived.full_of(receipt).leftovers))
     is_old = context.now - archived.since(receipt.purged, "gone") > least_age
     return is_old and not any(context.originals(tag))

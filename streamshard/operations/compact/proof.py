@@ -103,8 +103,8 @@ def intact(archived: ArchivedTag, proofs: ProofContext, findings: Findings | Non
         digests = {} if findings is None else read_archive(archived.store, proofs, findings)
         rest = [path for path in paths if path not in digests]
         digests |= zip(rest, proofs.hash_all(rest, archived.store), strict=True)
-    for path in paths:
-        if digests[path] != sums[path.relative_to(archived.store).as_posix()]:
+    for path, name in zip(paths, found, strict=True):
+        if digests[path] != sums[name]:
             raise IntegrityError(f"{path}: damaged: its SHA-256 differs")
     return f"{len(found):,} files"
 

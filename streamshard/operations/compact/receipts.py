@@ -14,9 +14,16 @@ from streamshard.errors import CorruptFileError, SourceError, StreamshardError
 from streamshard.formats import strict_json
 from streamshard.formats.deepspeed import names
 from streamshard.io.changes import remove_file, write_durably
-from streamshard.io.entries import exists, listed_below, paths_in, paths_like, read_document
+from streamshard.io.entries import (
+    examine,
+    exists,
+    listed_below,
+    paths_in,
+    paths_like,
+    read_document,
+)
 from streamshard.io.files import require_regular, source_errors, target_errors
-from streamshard.io.object_path import is_object
+from streamshard.io.object_path import PACKED_SUFFIX, is_object
 from streamshard.io.readable import Status
 
 _MOST_DOCUMENT_BYTES: Final = 256 << 20
@@ -96,7 +103,8 @@ class JsonRecord:
                 require_regular(path, path.parent)
                 return cls._parsed(read_document(path, _MOST_DOCUMENT_BYTES))
         except ValueError as error:
-            message = f"{path}: not as streamshard writes it ({error}); {cls.ADVICE}"
+            message = f"{path}: not as this version of streamshard writes it ({error})"
+            message = f"{message}; {cls.ADVICE}"
             raise CorruptFileError(message) from error
 
     @classmethod
@@ -219,11 +227,15 @@ class Receipt(JsonRecord):
     """Arrays that are left out because they are exact casts of others."""
     left_out: tuple[str, ...] = ()
     """Files next to the tag that were left out because they had changed recently."""
+    packed: bool = False
+    """Whether the archive is one file."""
     source_bytes: int = 0
     archive_bytes: int = 0
     shared_files: int = 0
     """Count of the archive's files that are links to equal files in earlier archives."""
     shared_bytes: int = 0
+    repeated_bytes: int = 0
+    """Bytes of files that an earlier archive holds too, and that are stored once more."""
     dropped: str = ""
     """Time at which dropping the optimizer states was decided; the archive records it too."""
     dropped_states: tuple[str, ...] = ()
@@ -241,7 +253,7 @@ class Receipt(JsonRecord):
         for moment in filter(None, (self.archived, self.trashed, self.purged, self.dropped)):
             parse_moment(moment)
         sizes = self.source_bytes, self.archive_bytes, self.shared_bytes, self.full_bytes
-        if not all(0 <= nbytes < _MOST_BYTES for nbytes in sizes):
+        if not all(0 <= nbytes < _MOST_BYTES for nbytes in (*sizes, self.repeated_bytes)):
             raise ValueError("holds a size that nothing has")
 
     def allows(self, event: TagEvent) -> bool:
@@ -266,6 +278,8 @@ class ArchivedTag:
     tag: str
     of_weights: bool = False
     """Whether it is the archive without optimizer states, which has another name."""
+    is_packed: bool = False
+    """Whether it is one file."""
 
     @classmethod
     def all_in(cls, directory: Path) -> "list[ArchivedTag]":
@@ -284,7 +298,8 @@ class ArchivedTag:
     @property
     def store(self) -> Path:
         """The archive's store."""
-        return self.directory / f"{self._name}{'.weights' if self.of_weights else ''}.zarr"
+        suffix = PACKED_SUFFIX if self.is_packed else ".zarr"
+        return self.directory / f"{self._name}{'.weights' if self.of_weights else ''}{suffix}"
 
     @property
     def sums(self) -> Path:
@@ -308,7 +323,11 @@ class ArchivedTag:
 
     def named_by(self, receipt: Receipt) -> "ArchivedTag":
         """Return the archive that a receipt names: the full one, or that of only the weights."""
-        return replace(self, of_weights=receipt.state == WEIGHTS_ONLY)
+        return replace(self.full_of(receipt), of_weights=receipt.state == WEIGHTS_ONLY)
+
+    def full_of(self, receipt: Receipt) -> "ArchivedTag":
+        """Return the full archive of a receipt, which may be gone."""
+        return replace(self, of_weights=False, is_packed=receipt.packed)
 
     def read_receipt(self) -> Receipt | None:
         """Read the receipt; None if there is none."""
@@ -347,18 +366,22 @@ class ArchivedTag:
 
     def write_sums(self, sums: Mapping[str, str]) -> None:
         """Write the list durably; `sums` has the SHA-256 of every file by its path in the store."""
-        lines = (_line(f"{self.store.name}/{path}", digest) for path, digest in sums.items())
+        lines = (_line(f"{self._listed}{path}", digest) for path, digest in sums.items())
         _write_beside(self.sums, "".join(lines).encode("utf-8", "surrogateescape"))
 
     def read_sums(self) -> dict[str, str]:
         """Read the list; returns the SHA-256 of every file by its path in the store."""
         with source_errors(self.sums):
             text = read_document(self.sums, _MOST_DOCUMENT_BYTES).decode("utf-8", "surrogateescape")
-        prefix = f"{self.store.name}/"
         found = dict(map(_parse, text.splitlines()))
-        if not found or not all(path.startswith(prefix) for path in found):
+        if not found or not all(path.startswith(self._listed) for path in found):
             raise CorruptFileError(f"{self.sums}: no list of the files of {self.store}")
-        return {path.removeprefix(prefix): digest for path, digest in found.items()}
+        return {path.removeprefix(self._listed): digest for path, digest in found.items()}
+
+    @property
+    def _listed(self) -> str:
+        """What the paths in the list begin with; the path of a store in one file is empty."""
+        return self.store.name if self.is_packed else f"{self.store.name}/"
 
     def sums_sha256(self) -> str:
         """Compute the SHA-256 of the list itself, which identifies the whole archive."""
@@ -368,6 +391,8 @@ class ArchivedTag:
     def statuses(self) -> dict[str, Status]:
         """Return the present status of each file of the archive by its path in the store."""
         with source_errors(self.store):
+            if self.is_packed:
+                return {"": examine(self.store)}
             found = [entry for entry in listed_below(self.store) if not entry.is_directory]
             return {one.path.relative_to(self.store).as_posix(): one.status() for one in found}
 

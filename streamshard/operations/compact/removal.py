@@ -46,6 +46,7 @@ def move_to_trash(
     """
     archived, log = context.archived(tag), CheckLog(proof.checks if proof else ())
     receipt = archived.require_receipt()
+    archived = archived.named_by(receipt)
     archived.require_possible(receipt, TagEvent.TRASH)
     if tag in context.trash.being_removed():
         message = "another save of that name is not wholly removed yet"
@@ -78,7 +79,7 @@ def _check(
     require_removable: Callable[[], str],
     proof: Proof | None,
 ) -> None:
-    root, archived = context.run_dir / receipt.tag, context.archived(receipt.tag)
+    root, archived = context.run_dir / receipt.tag, context.archive_of(receipt)
     proofs = None if proof else context.proofs
     log.run("same_run_directory", lambda: context.require_same_directory(receipt))
     log.run("source_as_recorded", lambda: unchanged(receipt, root, proofs))
@@ -97,7 +98,7 @@ def _check(
 
 
 def _prove_again(context: RunContext, opened: Source, receipt: Receipt, log: CheckLog) -> None:
-    archived, proofs = context.archived(receipt.tag), context.proofs
+    archived, proofs = context.archive_of(receipt), context.proofs
     candidates = omissions.cast_candidates(opened.checkpoint).items()
     derived = [number for number, pair in candidates if pair.name in receipt.derived]
     # Files next to a tag stay, and those of a framework's checkpoint go with it.
@@ -122,7 +123,7 @@ def purge(
     if not is_begun:
         trash.require(tag)
     receipt = archived.require_receipt()
-    log = CheckLog(receipt.checks)
+    archived, log = archived.named_by(receipt), CheckLog(receipt.checks)
     log.run("same_run_directory", lambda: context.require_same_directory(receipt))
     if not is_begun:
         root = trash.path_of(tag)

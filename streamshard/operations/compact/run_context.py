@@ -117,8 +117,12 @@ class RunContext:
         return trash_of(self.run_dir)
 
     def archived(self, tag: str) -> ArchivedTag:
-        """Return the paths of a tag's archive."""
+        """Return the paths of a tag's receipt, and of its archive if that is a directory."""
         return ArchivedTag(self.archive_dir, tag)
+
+    def archive_of(self, receipt: Receipt) -> ArchivedTag:
+        """Return the paths of the archive that a receipt names."""
+        return self.archived(receipt.tag).named_by(receipt)
 
     def originals(self, tag: str) -> Iterator[Path]:
         """Yield the paths where the original of an archive, or a part of it, still exists."""

@@ -278,11 +278,13 @@ def _may_hold_tags(directory: Path) -> bool:
 def change_digest(directory: Path) -> tuple[int, int, str]:
     """Return the newest time of change in a directory, its size, and a digest of its entries.
 
+    It may be a file too.
+
     What links in it lead to counts only for the digest.
     """
     changed, nbytes, digest = 0, 0, sha256()
-    listed = listed_below(directory)
     found = {directory: examine(directory, follows=False)}
+    listed = listed_below(directory) if found[directory].is_directory else []
     found |= {entry.path: entry.status() for entry in listed}
     behind = {path: stat for e in listed if e.is_link for path, stat in _behind(e.path)}
     for stat in found.values():

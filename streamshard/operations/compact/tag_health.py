@@ -108,9 +108,9 @@ class TagHealths:
             opened = open_tag(self._context.run_dir, tag.name)
             request = Request(opened.path, opened.checkpoint.tag)
         else:
-            archived = self._context.archived(tag.name)
-            opened = open_source(archived.store)
-            request = Request(archived.store)
+            receipt = self._context.archived(tag.name).require_receipt()
+            request = Request(self._context.archive_of(receipt).store)
+            opened = open_source(request.root)
         with proofs.progress.at(tag.name) as progress:
             found = Assessor(proofs.limits, progress, progress.advance).find(opened, request)
         if any(problem.kind == UNREADABLE for problem in found.problems):
@@ -146,7 +146,8 @@ def growth(context: RunContext, tag: str) -> str:
     with suppress(StreamshardError):  # it is only a hint
         archives = sorted((one.tag for one in ArchivedTag.all_in(context.archive_dir)), key=by_step)
         for before in archives[: archives.index(tag)][-1:]:
-            found = (recorded_health(context.archived(one).store) or {} for one in (tag, before))
+            receipts = (context.archived(one).require_receipt() for one in (tag, before))
+            found = (recorded_health(context.archive_of(one).store) or {} for one in receipts)
             if grown := suspicion.growth(*found):
                 return f"{grown} since {before}"
     return ""

@@ -7,7 +7,7 @@ tensors have the same chunks, and so the same files.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -23,7 +23,8 @@ from streamshard.formats.checkpoint import Checkpoint, Dropped
 from streamshard.formats.zarr import store_manifest, store_state
 from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT, array_path
 from streamshard.formats.zarr.documents import MANIFEST_PATH, STATE_PATH, store_documents
-from streamshard.formats.zarr.store_index import StoredArray, StoreIndex
+from streamshard.formats.zarr.packed_place import packed
+from streamshard.formats.zarr.store_index import MANIFEST_FILES, StoredArray, StoreIndex
 from streamshard.formats.zarr.store_manifest import FileRecord, Manifest
 from streamshard.io.changes import (
     discard,
@@ -37,11 +38,12 @@ from streamshard.io.changes import (
 )
 from streamshard.io.entries import lexists
 from streamshard.io.files import source_errors, target_errors
-from streamshard.io.object_path import is_object
+from streamshard.io.object_path import is_object, is_packed_name
 from streamshard.io.objects.buckets import for_each
 from streamshard.model import BLOB, FILE, MASTER, MODULE
 from streamshard.operations.compact import compact_report, omissions
 from streamshard.operations.compact.compact_report import CompactedTag
+from streamshard.operations.compact.packed_copy import PackedCopy
 from streamshard.operations.compact.proof import content_equal, intact, prove, same_archive, sums_of
 from streamshard.operations.compact.receipts import (
     DROPPING,
@@ -52,10 +54,12 @@ from streamshard.operations.compact.receipts import (
     TagEvent,
     show_moment,
 )
-from streamshard.operations.compact.run_context import RunContext
+from streamshard.operations.compact.run_context import ProofContext, RunContext
+from streamshard.operations.compact.sharing import repeated_bytes
 from streamshard.operations.convert.store_targets import record_of, small_array
 from streamshard.operations.source.source import Source, open_source
-from streamshard.operations.transfer.target import is_there, partial_of
+from streamshard.operations.transfer.report import Progress, Silent
+from streamshard.operations.transfer.target import is_there, partial_of, require_space
 from streamshard.sizes import show_bytes
 
 _WHY: Final = "by compact, which was to keep only the weights after a time"
@@ -108,7 +112,7 @@ class WeightsOnlyStore:
         full = open_source(store)
         full.require_as_written()
         with source_errors(store):
-            index = StoreIndex(store)
+            index = StoreIndex(full.path)
             raise_first(fault.error for fault in index.metadata_faults())
             manifest, _ = index.known()
         return cls(full, _without_states(full, at=at, why=why), manifest, index.arrays)
@@ -127,7 +131,7 @@ class WeightsOnlyStore:
         arrays = [array for array in self.arrays if (array.path in kept) == are_kept]
         return {path: self.manifest.records[path] for array in arrays for path in array.paths()}
 
-    def write(self, target: Path) -> None:
+    def write(self, target: Path, progress: Progress | None = None) -> None:
         """Write the store durably; the partial store of an earlier run is removed first.
 
         In a bucket, where nothing can be renamed, its root document comes last: before that, it is
@@ -137,7 +141,10 @@ class WeightsOnlyStore:
         with target_errors(partial):
             remove(partial)
             try:
-                self._fill(partial)
+                if is_packed_name(target):
+                    self._pack(partial, progress or Silent())
+                else:
+                    self._fill(partial)
             except OSError:
                 discard(partial)  # it would keep a full disk full
                 raise
@@ -161,6 +168,26 @@ class WeightsOnlyStore:
         write_new(partial / ROOT_DOCUMENT, root)
         sync_tree(partial)
 
+    def _pack(self, partial: Path, progress: Progress) -> None:
+        """Write one file, in the order of such stores: the manifest and the root come last."""
+        documents, kept = dict(self._documents()), self.kept()
+        last = [*MANIFEST_FILES, ROOT_DOCUMENT]
+        nbytes = sum(record.nbytes for record in kept.values())
+        require_space(partial, nbytes + sum(map(len, documents.values())))
+        progress.start(nbytes)
+        try:
+            with closing(PackedCopy(partial, progress.advance)) as copy:
+                for path in (path for path in documents if path not in last):
+                    copy.write(path, documents[path])
+                for path in kept:
+                    copy.copy(path, self.full.path / path)
+                for path in last:
+                    copy.write(path, documents[path])
+                copy.finish()
+        finally:
+            progress.stop()
+        sync_path(partial)
+
     def _documents(self) -> Mapping[str, bytes]:
         """Serialize the files that do not belong to kept tensors, by path."""
         small, kept, codec = self.source.checkpoint, self.kept(), self.manifest.codec
@@ -183,8 +210,8 @@ class WeightsOnlyStore:
 
 def drop_states(context: RunContext, tag: str, *, is_dry_run: bool) -> CompactedTag:
     """Drop the states of an archive, or remove the rest of a full one; return the result."""
-    full = context.archived(tag)
-    receipt = full.require_receipt()
+    receipt = context.archived(tag).require_receipt()
+    full = context.archived(tag).full_of(receipt)
     result = CompactedTag.of(tag, compact_report.WEIGHTS_ONLY, "")
     nbytes = 0
     if receipt.state != WEIGHTS_ONLY:
@@ -214,7 +241,7 @@ def drop_states(context: RunContext, tag: str, *, is_dry_run: bool) -> Compacted
 
 def _make(context: RunContext, receipt: Receipt, store: WeightsOnlyStore) -> Receipt:
     """Make and prove the archive of weights, and let the receipt name it."""
-    full = context.archived(receipt.tag)
+    full = context.archived(receipt.tag).full_of(receipt)
     weights = replace(full, of_weights=True)
     log = CheckLog(check for check in receipt.checks if check.holds)
     latest = receipt
@@ -235,7 +262,7 @@ def _make(context: RunContext, receipt: Receipt, store: WeightsOnlyStore) -> Rec
             latest.write(full.receipt)  # it must not name the archive that is removed now
             with target_errors(weights.store):
                 remove(weights.store)
-        store.write(weights.store)
+        store.write(weights.store, context.proofs.progress)
         return _proved(context, latest, store, log)
     except StreamshardError:
         replace(latest, checks=log.checks).write(full.receipt)
@@ -254,12 +281,12 @@ def _proved(
     context: RunContext, receipt: Receipt, store: WeightsOnlyStore, log: CheckLog
 ) -> Receipt:
     """Prove the archive of weights, and let the receipt name it."""
-    full, proofs = context.archived(receipt.tag), context.proofs
+    full, proofs = context.archived(receipt.tag).full_of(receipt), context.proofs
     weights = replace(full, of_weights=True)
     statuses = weights.statuses()
     with source_errors(weights.store):
         sums = sums_of(weights, proofs)
-    log.run("kept_files_same", lambda: _require_same_files(full, weights, sums, store))
+    log.run("kept_files_same", lambda: _require_same_files(full, weights, store, sums, proofs))
     weights.write_sums(sums)
     etags = weights.etags()
     archive = prove(store.source, weights, proofs, log)
@@ -276,6 +303,7 @@ def _proved(
         archive_bytes=sum(stat.nbytes for stat in statuses.values()),
         shared_files=len(shared),
         shared_bytes=sum(shared),
+        repeated_bytes=repeated_bytes(weights, ()) if weights.is_packed else 0,
         sums_sha256=weights.sums_sha256(),
         etags=etags,
         checks=log.checks,
@@ -283,10 +311,21 @@ def _proved(
 
 
 def _require_same_files(
-    full: ArchivedTag, weights: ArchivedTag, sums: dict[str, str], store: WeightsOnlyStore
+    full: ArchivedTag,
+    weights: ArchivedTag,
+    store: WeightsOnlyStore,
+    sums: Mapping[str, str],
+    proofs: ProofContext,
 ) -> str:
-    """Require that the kept files have their recorded SHA-256."""
-    recorded, kept = full.read_sums(), store.kept()
+    """Require that the kept files have their recorded SHA-256; in one file, that of the full one's.
+
+    That the full one is as recorded was found before.
+    """
+    kept, recorded = store.kept(), full.read_sums()
+    if full.is_packed:
+        both = [packed(archived.store) for archived in (full, weights)]
+        digests = (proofs.hash_all([root / path for path in kept]) for root in both)
+        recorded, sums = (dict(zip(kept, found, strict=True)) for found in digests)
     for path in kept:
         if path not in sums or sums[path] != recorded.get(path):
             raise IntegrityError(f"{weights.store / path}: not what {full.store} has there")

@@ -80,7 +80,8 @@ def _pair_foreign(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
     """Match two checkpoints of which one is not of DeepSpeed: what both of them hold."""
     what = one.foreign or other.foreign
     (model_part,), (counterpart,) = one.model_parts, other.model_parts
-    if model_part.groups and counterpart.groups:
+    are_numbered = one.foreign == other.foreign and all(any(_own_states(c)) for c in (one, other))
+    if are_numbered or (model_part.groups and counterpart.groups):
         _pair_states(one, other, found)
         for place in training_state.compare_shared(model_part, counterpart):
             found.differ("value", place.name, place.message)

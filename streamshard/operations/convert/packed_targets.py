@@ -35,6 +35,7 @@ from streamshard.formats.zarr.store_index import StoredChunk, stored_arrays
 from streamshard.health import TensorHealth
 from streamshard.io.entries import examine, open_readable
 from streamshard.io.files import target_errors
+from streamshard.io.object_path import as_path
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.operations.convert.store_targets import StoreTargets, record_of
 from streamshard.operations.source.source import Request, Source
@@ -112,8 +113,9 @@ class PackedTargets(StoreTargets):
 
     def finish(self, report: Report, overflowed: Mapping[str, int]) -> Report:
         """Report the exact size, which compression determines."""
-        with target_errors(Path(report.target)):
-            return replace(report, bytes_written=examine(Path(report.target)).nbytes)
+        target = as_path(report.target)
+        with target_errors(target):
+            return replace(report, bytes_written=examine(target).nbytes)
 
 
 class PlacedTargets(PackedTargets):

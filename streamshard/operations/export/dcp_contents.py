@@ -92,9 +92,10 @@ def choose_contents(checkpoint: Checkpoint, chosen: Weights, layout: str) -> Dcp
     `chosen`: the weights, with their names in the target.
     `layout`: `torch`, `titan` or `accelerate`.
     """
-    if not checkpoint.layout.stage:
-        raise UnsupportedError(_NAMELESS)
     model_part = only_model_part(checkpoint)
+    if not model_part.groups:
+        message = f"{checkpoint.foreign}, which does not tell the states of an optimizer by name"
+        raise UnsupportedError(message if checkpoint.foreign else _NAMELESS)
     keys = _Keys(layout)
     model: list[DcpEntry] = [
         TensorEntry(

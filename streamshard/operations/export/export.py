@@ -18,6 +18,7 @@ from streamshard.io.object_path import as_path
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.model import MASTER
 from streamshard.operations.export import export_read_back
+from streamshard.operations.export.adapter import adapter_weights
 from streamshard.operations.export.dcp_contents import DcpFiles, choose_contents
 from streamshard.operations.export.export_read_back import ExportFiles
 from streamshard.operations.export.model_sidecars import ModelSidecars, find_model_sidecars
@@ -35,7 +36,7 @@ from streamshard.verb_options import DTYPES, ExportOptions
 
 UNIVERSAL: Final = "universal"
 _DCP: Final = "dcp"
-_ONLY_FOR_WEIGHTS: Final = ("max_shard_size", "include", "exclude")
+_ONLY_FOR_WEIGHTS: Final = ("max_shard_size", "include", "exclude", "adapter")
 _ONLY_FOR_DCP: Final = ("layout", "ranks")
 _MODEL: Final = Option("like", what="the base model")
 _MOST_NAMED: Final = 4
@@ -121,6 +122,8 @@ def plan_export(options: ExportOptions) -> TransferPlan:
         Prefixes to remove from the names that have them: each once, in this order.
     frozen
         Whether to export weights that were not trained.
+    adapter
+        Whether to export LoRA's weights alone, as `PeftModel.from_pretrained` loads them.
     layout
         Loader of a distributed checkpoint, which asks for keys and directories of its own: `torch`,
         `titan` (torchtitan) or `accelerate` (its FSDP).
@@ -207,10 +210,16 @@ def _weights(source: Source, options: ExportOptions) -> Output:
     _require_defaults(options, _ONLY_FOR_DCP, "a distributed checkpoint alone")
     chosen = choose_weights(source.checkpoint, options, takes_experts=True)
     _require_trained_experts(source)
+    if options.adapter:
+        _require_defaults(options, ("max_shard_size",), "a whole model, not an adapter")
+        chosen = adapter_weights(chosen, source.checkpoint)
     if source.like is not None and source.like.foreign:
         _require_same_model(chosen.weights, source.like, options)
-    sidecars = find_model_sidecars(source)
-    files = WeightFiles(chosen.weights, options.format, options.max_shard_size)
+    config = pretrained.ADAPTER_CONFIG if options.adapter else pretrained.CONFIG
+    sidecars = find_model_sidecars(source, config)
+    files = WeightFiles(
+        chosen.weights, options.format, options.max_shard_size, is_adapter=options.adapter
+    )
     notes = (*chosen.notes, *_tied(chosen, options.format), *sidecars.notes)
     return _output(ExportWriter.of(files, sidecars), options, len(chosen.weights), notes)
 
@@ -257,6 +266,7 @@ def _output(
             "keep_dtype": " ".join(options.keep_dtype),
             "strip_prefix": " ".join(options.strip_prefix),
             "frozen": str(options.frozen),
+            "adapter": str(options.adapter),
             "layout": options.layout,
             "ranks": str(options.ranks),
         },

@@ -46,19 +46,20 @@ class ModelSidecars:
             )
 
 
-def find_model_sidecars(source: Source) -> ModelSidecars:
+def find_model_sidecars(source: Source, config: str = pretrained.CONFIG) -> ModelSidecars:
     """Find the sidecars in a checkpoint, and missing ones in the directory around it.
 
     If the user may not read that directory, a note says so.
+    `config`: the file that interprets the weights; a note says that there is none.
     """
     checkpoint = source.checkpoint
     inside = pretrained.in_order_of_preference(
-        [file.path for file in checkpoint.files], checkpoint.tag
+        [file.path for file in checkpoint.files], checkpoint.tag, (config,)
     )
     around = source.path.absolute().parent
     notes = []
     try:
-        beside, left = _beside(around, inside)
+        beside, left = _beside(around, inside, config)
     except OSError as error:
         beside, left = {}, []
         notes.append(f"Nothing was copied from {around}: it cannot be read ({error.strerror}).")
@@ -68,16 +69,24 @@ def find_model_sidecars(source: Source) -> ModelSidecars:
     modes = {file.path: file.mode for file in source.checkpoint.files}
     found = [Sidecar(name, tensors[path], modes[path]) for name, path in sorted(paths.items())]
     notes += _notes(paths, beside, around, left)
+    if config not in paths:
+        notes.append(
+            f"No {config} in or next to the source: from_pretrained needs the model's, next to the "
+            "weights."
+        )
     return ModelSidecars(source, tuple(found), tuple(notes))
 
 
-def _beside(place: Path, known: Mapping[str, str]) -> tuple[dict[str, Path], list[str]]:
+def _beside(
+    place: Path, known: Mapping[str, str], config: str
+) -> tuple[dict[str, Path], list[str]]:
     """Find sidecars in a directory that are not known yet, and links that lead out of it."""
     found: dict[str, Path] = {}
     left = []
     for entry in sorted(paths_in(place)):
         name = entry.name
-        if name in known or not name.isprintable() or not pretrained.comes_along(name):
+        comes = name == config or pretrained.comes_along(name)
+        if name in known or not name.isprintable() or not comes:
             continue
         if is_file(entry) and stays_inside(entry, place):
             found[name] = entry
@@ -110,9 +119,4 @@ def _notes(
         yield (
             f"Not copied, as they are links that lead out of {around}: {', '.join(left)}. Put "
             "copies of what belongs to the model next to the weights."
-        )
-    if pretrained.CONFIG not in paths:
-        yield (
-            f"No {pretrained.CONFIG} in or next to the source: from_pretrained needs the model's, "
-            "next to the weights."
         )

@@ -245,9 +245,14 @@ def _notes(model_part: ModelPart, checkpoint: Checkpoint) -> Iterator[str]:
 class WeightFiles:
     """Divides weights among files of a limited size."""
 
-    def __init__(self, weights: Sequence[Weight], form: str, most_bytes: int) -> None:
+    def __init__(
+        self, weights: Sequence[Weight], form: str, most_bytes: int, *, is_adapter: bool = False
+    ) -> None:
         self.form = form
         """`safetensors` or `torch`."""
+        if is_adapter:  # PEFT reads one file, of any size
+            self.held = {pretrained.ADAPTER_FILES[form]: [*weights]}
+            return
         ranges = shards([weight.nbytes for weight in weights], most_bytes)
         paths = pretrained.weight_files(form, len(ranges))
         self.held = {p: [weights[i] for i in r] for p, r in zip(paths, ranges, strict=True)}

@@ -39,7 +39,7 @@ def list_files(source: Source) -> tuple[FileSummary, ...]:
 
 
 def _without_tensors(source: Source) -> Iterator[Path]:
-    if source.kind == "dcp":
+    if source.kind in ("dcp", "megatron"):
         yield from (place / METADATA for place in dcp_reader.parts_of(source.path))
     elif source.kind == "native":
         latest = source.path / names.LATEST
@@ -55,9 +55,11 @@ def _sizes_in_store(source: Source) -> Iterator[tuple[str, int]]:
     examined = examiner(source.path)
     # Another tool may have cut the manifest and the state into several chunks.
     for path in (*_chunks_of(source.path), *document_paths(source.checkpoint)):
-        with suppress(FileNotFoundError, NotADirectoryError):
+        try:
             status = examined(path)
             yield path, examine(source.path / path).nbytes if status.is_link else status.nbytes
+        except (FileNotFoundError, NotADirectoryError):
+            continue
 
 
 def _chunks_of(store: Path) -> Iterator[str]:
@@ -115,6 +117,8 @@ def _common(paths: Sequence[str]) -> str:
     return "".join(column[0] if len(set(column)) == 1 else "*" for column in columns)
 
 
-def natural_order(path: str) -> list[tuple[int, str]]:
-    """Return a sort key that orders rank 10 after rank 9."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in _NUMBERS.split(path)]
+def natural_order(path: str) -> list[str | int]:
+    """Return a sort key that orders rank 10 after rank 9: text and numbers in turn."""
+    parts: list[str | int] = [*_NUMBERS.split(path)]
+    parts[1::2] = map(int, parts[1::2])
+    return parts

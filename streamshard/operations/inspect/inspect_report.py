@@ -11,7 +11,7 @@ from streamshard.operations.checks.structure import title_of
 from streamshard.operations.inspect import notebook
 from streamshard.sizes import counted, show_bytes
 
-FOREIGN: Final = ("dcp", "weights", "fsdp-ranks")
+FOREIGN: Final = ("dcp", "megatron", "weights", "fsdp-ranks")
 """Kinds of sources that are not of DeepSpeed."""
 
 

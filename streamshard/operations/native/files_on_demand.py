@@ -51,10 +51,6 @@ class StorageContent:
             found, at = extent, at + region.nbytes
         return found
 
-    def source_bytes(self) -> int:
-        """Count the bytes that are read to fill the storage."""
-        return sum(int(region.copies.nbytes.sum()) for region in self.regions)
-
 
 @dataclass(frozen=True, slots=True)
 class FileContent:

@@ -64,6 +64,9 @@ def plan_repartition(options: RepartitionOptions) -> TransferPlan:
         checkpoint. A key that it leaves out has DeepSpeed's default; an "auto" in it has the last
         run's value. It can stand in place of `like` for a distributed checkpoint of PyTorch whose
         tensors are all trained.
+    format
+        `deepspeed` for the native files of DeepSpeed; or `fsdp-ranks` for files of FSDP's ranks, as
+        verl saves and loads them, from such files: see ``docs/reading.md``.
     ds_version
         Version of DeepSpeed in the job that resumes, such as ``0.12.6``; by default the one that
         saved. Some rules of the layout depend on it.
@@ -108,6 +111,8 @@ def repartition(options: _Repartition) -> Report:
 def _plan(options: RepartitionOptions) -> TransferPlan:
     target = str(options.target)
     template = dump_names.parse(target) if dump_names.is_template(target) else None
+    if options.format == "fsdp-ranks":
+        return plan_transfer(options, partial(registry.load(registry.RANK_FILES), options))
     wanted = ds_config.read_file(as_path(file)) if (file := options.ds_config_file) else None
     return plan_transfer(options, partial(prepare, template, options, wanted), template=template)
 

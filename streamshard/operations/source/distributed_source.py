@@ -1,8 +1,9 @@
 """Reads distributed checkpoints of PyTorch, as they are or completed, and checks their files."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Final, Self
 
@@ -11,6 +12,7 @@ from streamshard.formats import detect
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.dcp import dcp_names, dcp_reader, reference
 from streamshard.formats.dcp.config_completion import with_config
+from streamshard.formats.dcp.dcp_reader import Distributed
 from streamshard.formats.dcp.item_reader import audit_items, missing_file
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.torch.zip_audit import StoredRecord
@@ -24,7 +26,9 @@ from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.source import Request, Source
 
 
-class _DistributedReader(Reader):
+class DistributedReader(Reader):
+    """Reads what `torch.distributed.checkpoint` saves."""
+
     kind = "dcp"
     title = "PyTorch's distributed checkpoint"
     completes = True
@@ -42,13 +46,21 @@ class _DistributedReader(Reader):
     def is_alone_in(self, content: DirectoryContent) -> bool | None:
         return dcp_names.is_dcp(content.files) or None
 
+    def index_of(self, place: Path, known: Set[str]) -> Distributed:
+        """Read the index and the headers of items, for known names of the model's parameters."""
+        return dcp_reader.open_distributed(place, known)
+
+    def items_of(self, place: Path) -> Mapping[Path, Sequence[tuple[int, int]]]:
+        """Return file → offset and length of each item in it."""
+        return dcp_reader.index_of(place).by_file()
+
     def open(self, place: Path, request: Request) -> Source:
         """Open it as it is, or completed by a reference checkpoint."""
         list_ahead(place)
-        like = request.source_like
+        like, opened_for = request.source_like, partial(self.index_of, place)
         if like is None:
-            return Source.of(place, self.kind, dcp_reader.read(place))
-        opened = Source.of(place, self.kind, reference.read_like(place, like))
+            return Source.of(place, self.kind, dcp_reader.as_it_is(opened_for(frozenset())))
+        opened = Source.of(place, self.kind, reference.read_like(place, like, opened_for))
         is_decoded = any(file.decoder is not None for file in opened.files)
         return replace(opened, codec_bytes=like.codec_bytes if is_decoded else 0)
 
@@ -64,12 +76,12 @@ class _DistributedReader(Reader):
         items: Mapping[Path, Sequence[tuple[int, int]]] = {}
         # Without an index it is not known where items lie, which is a problem already.
         with suppress(SourceError):
-            items = dcp_reader.index_of(place).by_file()
+            items = self.items_of(place)
         check = ItemFilesCheck.of(items, findings, sample)
         return CheckedStructure(self.kind, place.name, check.files, check.units, source=opened)
 
 
-READER: Final = _DistributedReader()
+READER: Final = DistributedReader()
 
 
 _MOST_LISTED = 100

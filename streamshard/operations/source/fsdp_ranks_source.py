@@ -1,14 +1,17 @@
-"""Reads the weights in files of FSDP's ranks, as verl saves them."""
+"""Reads files of FSDP's ranks, as verl saves them."""
 
 from pathlib import Path
 from typing import Final
 
-from streamshard.formats.fsdp_ranks import fsdp_ranks_reader
+from streamshard.errors import UnsupportedError
+from streamshard.formats.dcp import reference
+from streamshard.formats.fsdp_ranks import fsdp_ranks_reader, rank_names
 from streamshard.io.entries import is_file, paths_in
 from streamshard.layout.sample import Sample
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.structure import CheckedStructure, Reader, opened_to_check
 from streamshard.operations.checks.torch_check import TorchFiles
+from streamshard.operations.source.directory_content import DirectoryContent
 from streamshard.operations.source.readable_files import ReadableFiles
 from streamshard.operations.source.source import Request, Source
 
@@ -18,18 +21,32 @@ class _FsdpRanksReader(Reader):
     title = "files of FSDP's ranks"
 
     def holds(self, directory: Path) -> bool:
-        return fsdp_ranks_reader.is_of_ranks(directory)
+        return rank_names.is_of_ranks(directory)
 
     def recognizes(self, request: Request) -> Path | None:
         return request.root if request.tag is None and self.holds(request.root) else None
 
+    def is_alone_in(self, content: DirectoryContent) -> bool | None:
+        others = content.names - {rank_names.PRETRAINED, rank_names.CONFIG, rank_names.LORA}
+        is_one = any(rank_names.is_rank_file(name, rank_names.MODEL) for name in others)
+        return all(map(rank_names.is_rank_file, others)) if is_one else None
+
     def open(self, place: Path, request: Request) -> Source:
-        return Source.of(place, self.kind, fsdp_ranks_reader.read(place))
+        """Open it as it is, or completed by a reference checkpoint."""
+        found, like = fsdp_ranks_reader.read(place), request.source_like
+        if like is not None:
+            if not found.checkpoint.model_parts[0].groups:
+                message = "does not tell which parameters the states of an optimizer belong to"
+                raise UnsupportedError(" ".join((message, *found.checkpoint.remarks)), path=place)
+            found = reference.complete_reading(place, found, like)
+        return Source.of(place, self.kind, found)
 
     def check_structure(
         self, place: Path, request: Request, findings: Findings, sample: Sample
     ) -> CheckedStructure:
         opened = opened_to_check(place, request, findings)
+        for error in () if opened is None else rank_names.incomplete(place):
+            findings.add_error(error, place)
         entries = sorted(path for path in paths_in(place) if is_file(path))
         readable = ReadableFiles(entries, [place], findings)
         torch = TorchFiles.at(readable.files, lambda _: None, findings, sample)

@@ -36,6 +36,8 @@ _ELASTIC: Final = (
     "the learning rates among them, are those of {like} at {tag}. What is written is not elastic."
 )
 
+_DISTRIBUTED: Final = ("dcp", "megatron")
+"""Kinds of others that hold the state of a job."""
 _UNTOLD: Final = (
     "what else a DeepSpeed job needs: the order of the parameters in the optimizer, which "
     "tensors are frozen weights and which buffers, which names are tied, the DeepSpeed config, the "
@@ -50,7 +52,7 @@ class Source(Reading):
     path: Path
     """The run directory, the store, or the directory of the dumps."""
     kind: str
-    """`native`, `store`, `dumps`, `dcp` or `weights`."""
+    """Of its reader: `native`, `store`, `dumps`, `dcp`, …"""
     codec_bytes: int = 0
     """Memory that decoding one file takes."""
     like: Checkpoint | None = None
@@ -96,14 +98,16 @@ class Source(Reading):
     @property
     def needs_like(self) -> bool:
         """Whether it can only be read with a reference checkpoint."""
-        if self.kind == "dcp":
+        if self.kind in (*_DISTRIBUTED, "fsdp-ranks"):
             return True
         return self.is_elastic or (self.kind == "dumps" and self.checkpoint.layout.stage == 3)
 
     @property
     def is_weights_alone(self) -> bool:
         """Whether it is a model's weights, and no state of a job."""
-        return bool(self.checkpoint.foreign) and self.kind != "dcp"
+        checkpoint = self.checkpoint
+        has_states = any(model_part.groups for model_part in checkpoint.model_parts)
+        return bool(checkpoint.foreign) and self.kind not in _DISTRIBUTED and not has_states
 
     @property
     def is_of_ranks(self) -> bool:
@@ -114,14 +118,24 @@ class Source(Reading):
         """Refuse a source that lacks what a DeepSpeed job needs in addition to tensors."""
         if self.is_weights_alone:
             message = f"{self.checkpoint.foreign}, without an optimizer's state: a job begins with"
-            raise UnsupportedError(f"{message} them, and resumes from nothing", path=self.path)
+            message = f"{message} them, and resumes from nothing{self._form_advice()}"
+            raise UnsupportedError(message, path=self.path)
         if self.checkpoint.foreign:
             message = f"{self.checkpoint.foreign}, which does not tell {_UNTOLD}"
-            raise UnsupportedError(f"{message}: {supply()}{self._config_advice()}", path=self.path)
+            advice = f"{supply()}{self._config_advice()}{self._form_advice()}"
+            raise UnsupportedError(f"{message}: {advice}", path=self.path)
+
+    def _form_advice(self) -> str:
+        """Say how such files are written for other ranks."""
+        if self.kind != "fsdp-ranks":
+            return ""
+        form = Option("format", self.kind)
+        return f". For another count of FSDP's ranks give 'streamshard repartition' {form}"
 
     def _config_advice(self) -> str:
         """Say what may do if all tensors are trained, so that only a config is lacking."""
-        if self.checkpoint.unrecorded:
+        completes = any(one.kind == self.kind and one.completes for one in registry.readers())
+        if self.checkpoint.unrecorded or not completes:
             return ""
         with_config = f"{Option('ds_config_file')} with the job's config may do for"
         return f". All of its tensors are trained, so {with_config} 'streamshard repartition'"

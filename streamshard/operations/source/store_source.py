@@ -12,6 +12,7 @@ from streamshard.formats.zarr.documents import MANIFEST_PATH
 from streamshard.formats.zarr.packed_place import is_packed, packed
 from streamshard.formats.zarr.rewritten import read_small_array
 from streamshard.formats.zarr.store_index import StoreIndex, is_hierarchy, is_store, may_be_store
+from streamshard.formats.zarr.store_manifest import Manifest
 from streamshard.health import TensorHealth
 from streamshard.io.entries import list_ahead
 from streamshard.io.files import source_errors
@@ -57,6 +58,7 @@ class _StoreReader(Reader):
             if isinstance(error, UnsupportedError):
                 findings.add_error(error, place)
                 return CheckedStructure(self.kind, None)
+        unread = index.list_present()
         for fault in (*index.metadata_faults(), *index.array_faults()):
             findings.add_error(fault.error, fault.path)
         if not findings.problems:
@@ -64,7 +66,7 @@ class _StoreReader(Reader):
         if not (findings.problems or errors):
             opened = _source(index, request.tag)
             replace(opened, like=request.checkpoint_like).require_use_of_like()
-        check = StoreCheck(index, findings, sample)
+        check = StoreCheck(index, unread, findings, sample)
         check_packed(index, findings)
         for error in errors:
             findings.add_unexplained(error, place)
@@ -75,7 +77,19 @@ class _StoreReader(Reader):
 def recorded_health(store: Path) -> Mapping[str, TensorHealth] | None:
     """Return which numbers the tensors of a store hold, as measured when it was made, if at all."""
     with source_errors(store):
-        return store_manifest.read(read_small_array(packed(store), MANIFEST_PATH).content).health
+        content = _manifest_content(store)
+        # Most stores have none, and to read the records of thousands of files takes long.
+        return store_manifest.read(content).health if b'"health": ' in content else None
+
+
+def recorded_manifest(store: Path) -> Manifest:
+    """Read the manifest of a store."""
+    with source_errors(store):
+        return store_manifest.read(_manifest_content(store))
+
+
+def _manifest_content(store: Path) -> bytes:
+    return read_small_array(packed(store), MANIFEST_PATH).content
 
 
 def _source(index: StoreIndex, tag: str | None) -> Source:

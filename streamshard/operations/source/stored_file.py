@@ -9,6 +9,8 @@ from streamshard.operations.source.source import Source
 class StoredFile:
     """The bytes of a file that a store keeps."""
 
+    takes_requests = False
+
     def __init__(self, source: Source, reader: SourceReader, tensor: int) -> None:
         self._source = source
         self._reader = reader

@@ -76,9 +76,18 @@ def step_of_path(path: str) -> int | None:
     >>> step_of_path("checkpoint-500"), step_of_path("global_step7.zarr"), step_of_path("best")
     (500, 7, None)
     """
+    return step_of(without_suffix(path))
+
+
+def without_suffix(path: str) -> str:
+    """Return a name without what tells that it is a store.
+
+    >>> without_suffix("global_step7.zarr.zip")
+    'global_step7'
+    """
     for suffix in _SUFFIXES:
         path = path.removesuffix(suffix)
-    return step_of(path)
+    return path
 
 
 def _choose_one(error: SourceError, root: Path) -> SourceError:

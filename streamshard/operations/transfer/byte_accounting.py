@@ -1,6 +1,7 @@
 """Counts the bytes of every file that a plan writes, and how often it reads each source tensor."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -48,10 +49,9 @@ class ByteCounts:
         self._pieces = self._units = 0
         """Most pieces of a file; most pieces and copies of a span."""
 
-    def copies_bytes(self, workers: int) -> int:
-        """Return an upper bound of the memory for files and spans in flight."""
-        in_flight = (2 * workers + 2) * _UNIT_BYTES + _LOCATE_BYTES
-        return self._pieces * _PIECE_BYTES + self._units * in_flight
+    def copies_bytes(self) -> Callable[[int], int]:
+        """Return what bounds the memory for files and spans in flight, by the count of workers."""
+        return partial(_copies_bytes, self._pieces, self._units)
 
     def add_all(self, layouts: Iterable[FileLayout]) -> None:
         """Add files."""
@@ -125,3 +125,8 @@ def read_bytes(source: Source, times: NDArray[np.int64]) -> NDArray[np.int64]:
         if isinstance(file.decoder, EncodedChunk) and found[number]:
             found[number] = file.nbytes
     return found
+
+
+def _copies_bytes(pieces: int, units: int, workers: int) -> int:
+    in_flight = (2 * workers + 2) * _UNIT_BYTES + _LOCATE_BYTES
+    return pieces * _PIECE_BYTES + units * in_flight

@@ -311,7 +311,8 @@ def _left_out(source: Source, byte_counts: ByteCounts, report: Report) -> Iterat
             key = tensor.name, "of a rank that the target does not have"
         else:
             other = _OTHERS.get(tensor.state, f"optimizer state {tensor.state}")
-            key = other, _NOT_THERE[kind]
+            is_of_fsdp = report.tensors is None and report.zero_stage is None
+            key = other, "in no file of these ranks" if is_of_fsdp else _NOT_THERE[kind]
         found.setdefault(key, []).append(tensor.nbytes)
     for (what, why), sizes in found.items():
         yield Part(what, len(sizes), sum(sizes), why)

@@ -14,7 +14,6 @@ from streamshard.engine.run.runner import Engine
 from streamshard.engine.run.span_writer import Resources, TargetFiles
 from streamshard.errors import MemoryLimitError, Option, UsageError
 from streamshard.io.entries import request_bytes
-from streamshard.io.files import require_all_unchanged
 from streamshard.layout.memory_plan import MIB, SCRATCH_BYTES, MemoryPlan, plan_memory
 from streamshard.model import SourceFile
 from streamshard.operations.source.source import Source
@@ -29,16 +28,17 @@ _STEP_BYTES: Final = 4 * MIB
 """Memory for planning varies a little between runs; rounded up to this, the projection does not."""
 
 
-def default_workers(*, encodes: bool = False, is_remote: bool = False) -> int:
+def default_workers(*, copies: bool = False, encodes: bool = False, is_remote: bool = False) -> int:
     """Return a count of workers that keeps a disk busy without overloading a login node.
 
+    A worker that only copies mostly waits for its write: then it is two workers per core.
     Encoding is slower than a disk: then it is one worker per core, and one that writes meanwhile.
     A request to an object store takes long, and costs this machine little.
     """
     if is_remote:
         return _REMOTE_WORKERS
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
-    return min(16, cores + 1) if encodes else min(4, cores)
+    return min(16, cores + 1) if encodes else min(4, 2 * cores if copies else cores)
 
 
 def limit_or_default(given_bytes: int | None, floor_bytes: int) -> int:
@@ -54,10 +54,12 @@ def fit_memory(
     codec_bytes: int,
     workers: int | None,
     limit_bytes: int,
-    copies_bytes: int = 0,
+    copies_bytes: Callable[[int], int],
     reopened: int = 0,
+    copies: bool = False,
     encodes: bool = False,
     requests_bytes: int = 0,
+    upload_bytes: int = 0,
 ) -> MemoryPlan:
     """Fit a run into the memory limit; call it after everything is planned.
 
@@ -65,22 +67,23 @@ def fit_memory(
 
     `workers`: count of workers; by default see `default_workers`, and fewer if memory is short.
     `copies_bytes`: memory for the copies of the files in flight, which are located only during the
-    run.
+    run, by the count of workers.
     `reopened`: memory for the headers that are read back after the run, in multiples of the
     source's.
     `requests_bytes`: memory of one worker for requests to an object store.
+    `upload_bytes`: memory for an object that all workers write together.
     """
     if workers is not None and workers < 1:
         raise UsageError(f"{Option('workers', workers)}: at least one is needed")
     workers = workers or current_executor().workers
-    held_bytes = (1 + reopened) * max(0, resident_memory.peak_bytes() - floor_bytes) + copies_bytes
-    if requests_bytes:
+    held_bytes = (1 + reopened) * max(0, resident_memory.peak_bytes() - floor_bytes) + upload_bytes
+    if requests_bytes or upload_bytes:
         held_bytes += _CLIENT_BYTES
 
     def fit(count: int) -> MemoryPlan:
         return plan_memory(
             floor_bytes=floor_bytes,
-            metadata_bytes=-(-held_bytes // _STEP_BYTES) * _STEP_BYTES,
+            metadata_bytes=-(-(held_bytes + copies_bytes(count)) // _STEP_BYTES) * _STEP_BYTES,
             codec_bytes=codec_bytes,
             workers=count,
             limit_bytes=limit_bytes,
@@ -89,7 +92,8 @@ def fit_memory(
 
     if workers is not None:
         return fit(workers)
-    for count in range(default_workers(encodes=encodes, is_remote=requests_bytes > 0), 1, -1):
+    most = default_workers(copies=copies, encodes=encodes, is_remote=requests_bytes > 0)
+    for count in range(most, 1, -1):
         with suppress(MemoryLimitError):
             return fit(count)
     return fit(1)
@@ -114,7 +118,7 @@ class Limits:
         return fit_memory(
             floor_bytes=self.floor_bytes,
             codec_bytes=codec_bytes,
-            copies_bytes=copies_bytes,
+            copies_bytes=lambda _: copies_bytes,
             workers=self.workers,
             requests_bytes=request_bytes(file.path for file in files),
             limit_bytes=limit_or_default(self.memory_limit, self.floor_bytes),
@@ -139,8 +143,6 @@ def run(
         memory_plan.process_bytes,
     )
     Engine(source.files, resources, progress, target.partial).run(files)
-    # If a file changed during the run, the bytes read before and after do not belong together.
-    require_all_unchanged(source.files)
 
 
 def _is_large(source: Source) -> bool:

@@ -6,14 +6,15 @@ a worker holds no more than its own file's bytes.
 """
 
 import threading
-from collections.abc import Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
 from streamshard.engine.jobs.executor import Job, current_executor
-from streamshard.engine.journals.journal import Journal
+from streamshard.engine.journals.journal import Journal, Written
 from streamshard.engine.run.phases import Watcher
 from streamshard.engine.run.runner import Jobs
 from streamshard.engine.run.span_writer import (
@@ -35,7 +36,7 @@ from streamshard.io.preallocation import Reservation
 from streamshard.io.retry import StoppedError
 from streamshard.io.sink import Sink
 
-_LOOK_SECONDS: Final = 0.05
+LOOK_SECONDS: Final = 0.05
 """How often a waiting worker looks whether the run goes on."""
 
 
@@ -110,7 +111,7 @@ class _Places:
             while len(self.entries) < number:
                 if stop.is_set():
                     raise StoppedError
-                self._condition.wait(_LOOK_SECONDS)
+                self._condition.wait(LOOK_SECONDS)
             entry = PackedEntry(path, self.end, nbytes)
             self.entries.append(entry)
             self.end = entry.end
@@ -118,17 +119,41 @@ class _Places:
         return entry
 
 
-class PackedPartial(Partial):
-    """A staging directory whose files are packed into one of this name."""
+class Packed(ABC):
+    """The one file that files are packed into; all workers of a run share it."""
 
-    def __init__(
-        self, path: Path, journal: Journal, reservation: Reservation | None, name: str
-    ) -> None:
-        super().__init__(path, journal, reservation)
-        self.name = name
+    def __init__(self, path: Path) -> None:
+        self.file = path
+        """Path of the one file."""
         self.places = _Places()
         self.crc32s: dict[int, int] = {}
         """Number of each file that is written → its CRC-32."""
+        self.kept_bytes = 0
+        """Bytes that an earlier run wrote, and that this run found correct."""
+
+    @abstractmethod
+    def open(self, *, is_new: bool) -> Sink:
+        """Open the one file."""
+
+    @abstractmethod
+    def leave(self, sink: Sink) -> None:
+        """Take back what `open` returned, at the end of a pass."""
+
+    @abstractmethod
+    def for_worker(self, sink: Sink, stop: threading.Event) -> Sink:
+        """Return what a worker writes to; `stop` is set when it is not to wait any more."""
+
+    @abstractmethod
+    def known(self, number: int) -> Written | None:
+        """Return what an earlier run wrote of a file."""
+
+    @abstractmethod
+    def note(self, number: int, written: Written) -> None:
+        """Record a file, for a later run."""
+
+    @abstractmethod
+    def make_room(self, nbytes: int) -> None:
+        """Free preallocated space for bytes that are about to be written."""
 
     def directory(self) -> bytes:
         """Serialize the zip's directory, once all files are written."""
@@ -137,19 +162,50 @@ class PackedPartial(Partial):
         central = b"".join(found)
         return central + end_records(len(found), len(central), self.places.end)
 
+
+class PackedPartial(Packed, Partial):
+    """A staging directory whose files are packed into one of this name."""
+
+    def __init__(
+        self, path: Path, journal: Journal, reservation: Reservation | None, name: str
+    ) -> None:
+        Packed.__init__(self, path / name)
+        Partial.__init__(self, path, journal, reservation)
+
+    def open(self, *, is_new: bool) -> Sink:
+        return open_sink(self.file, is_new=is_new and not exists(self.file), nbytes=0)
+
+    def leave(self, sink: Sink) -> None:
+        sink.close()
+
+    def for_worker(self, sink: Sink, stop: threading.Event) -> Sink:
+        return sink
+
+    def known(self, number: int) -> Written | None:
+        return self.journal.find(self.file.name, number)
+
+    def note(self, number: int, written: Written) -> None:
+        self.journal.note(self.file.name, number, written)
+
+    def make_room(self, nbytes: int) -> None:
+        Partial.make_room(self, nbytes)
+
     def jobs(self, resources: Resources, watcher: Watcher) -> Jobs:
         """Return the jobs that fill the files."""
-        return _PackingJobs(self, super().jobs(resources, watcher), watcher)
+        return PackingJobs(self, Partial.jobs(self, resources, watcher), watcher)
 
 
-class _PackingJobs:
-    """The jobs of files that are packed; the one file itself is written as files are anywhere."""
+class PackingJobs:
+    """The jobs of files that are packed; the one file itself is written as files are anywhere.
 
-    def __init__(self, staged: PackedPartial, plain: Jobs, watcher: Watcher) -> None:
+    `plain`: the jobs of the one file itself, where all is known before it is written.
+    """
+
+    def __init__(self, staged: Packed, plain: Jobs, watcher: Watcher) -> None:
         self._staged = staged
         self._plain = plain
         self._watcher = watcher
-        self._path = staged.path / staged.name
+        self._path = staged.file
         self._sink: Sink | None = None
         self._first = len(staged.places.entries)
         """Number of the first file."""
@@ -161,15 +217,12 @@ class _PackingJobs:
         """Yield the jobs that fill the files."""
         rest = _one_by_one(files)
         first = next(rest)
-        if first.path == self._staged.name:
+        if first.path == self._path.name:
             yield from self._plain.all([first])
             return
-        if not current_executor().shares_memory:
-            message = f"{self._path.name}: a compressed store in one file is written by threads"
-            raise UsageError(f"{message}, not by a cluster. Give a name that ends in .zarr")
+        require_threads(self._path, "compressed store in one file")
         with target_errors(self._path):
-            is_new = not (self._first or exists(self._path))
-            self._sink = open_sink(self._path, is_new=is_new, nbytes=0)
+            self._sink = self._staged.open(is_new=not self._first)
         is_last = False
         for number, file in enumerate(chain([first], rest), self._first):
             is_last = is_last or file.is_last
@@ -178,14 +231,15 @@ class _PackingJobs:
 
     def _job(self, number: int, file: TargetFile, sink: Sink) -> Job[SpanWriter, FilledSpan]:
         (span,) = file.spans
-        known = self._staged.journal.find(self._staged.name, number)
+        known = self._staged.known(number)
         if known is None:
             with target_errors(self._path):
                 self._staged.make_room(span.nbytes)
         self._waiting[number] = file, span
         task = SpanTask(self._path, span, is_new=True, known=known)
+        sink_for = partial(self._staged.for_worker, sink)
         places = self._staged.places
-        return partial(_pack, task=task, number=number, path=file.path, places=places, sink=sink)
+        return partial(_pack, task, number, file.path, places, sink_for)
 
     def take(self, number: int, done: FilledSpan) -> None:
         """Record a file; after the last one, write the zip's directory."""
@@ -201,7 +255,7 @@ class _PackingJobs:
             self._staged.kept_bytes += written.nbytes
             self._watcher.keep(span.nbytes)
         else:
-            self._staged.journal.note(self._staged.name, number, written)
+            self._staged.note(number, written)
         if self._is_last and not self._waiting:
             with target_errors(self._path):
                 self._sink.write(memoryview(self._staged.directory()), self._staged.places.end)
@@ -214,7 +268,14 @@ class _PackingJobs:
         """Close the files."""
         self._plain.close()
         if self._sink is not None:
-            self._sink.close()
+            self._staged.leave(self._sink)
+
+
+def require_threads(path: Path, what: str) -> None:
+    """Refuse workers in other processes."""
+    if not current_executor().shares_memory:
+        message = f"{path.name}: a {what} is written by threads, not by a cluster"
+        raise UsageError(f"{message}. Give a name that ends in .zarr")
 
 
 def _one_by_one(files: Iterable[TargetFiles]) -> Iterator[TargetFile]:
@@ -223,10 +284,15 @@ def _one_by_one(files: Iterable[TargetFiles]) -> Iterator[TargetFile]:
 
 
 def _pack(
-    writer: SpanWriter, task: SpanTask, number: int, path: str, places: _Places, sink: Sink
+    task: SpanTask,
+    number: int,
+    path: str,
+    places: _Places,
+    sink_for: Callable[[threading.Event], Sink],
+    writer: SpanWriter,
 ) -> FilledSpan:
     """Write a file at its place, or keep what an earlier run wrote there."""
-    memory, pieces = _Memory(), list[bytes]()
+    memory, pieces, sink = _Memory(), list[bytes](), sink_for(writer.stop)
     if task.known is None:
         done = writer.write(task, memory)
         pieces = memory.pieces

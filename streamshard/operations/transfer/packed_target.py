@@ -8,23 +8,20 @@ At any moment the disk is in one of these states, and the same command finishes 
 - OUT.partial has that journal, and its file is at OUT: OUT.partial is removed.
 """
 
-from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from streamshard.engine.journals.journal import Journal
-from streamshard.errors import SourceError, TargetExistsError, UsageError
+from streamshard.errors import SourceError, TargetExistsError
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.formats.zarr.store_index import is_store
 from streamshard.io.changes import remove, remove_file, rename, sync_path
 from streamshard.io.entries import examine_if_there, is_same_file, lexists
-from streamshard.io.lock import AnyLock
-from streamshard.io.object_path import is_object
 from streamshard.io.place import place_of
 from streamshard.operations.source.unfinished import JOURNAL
 from streamshard.operations.transfer.packed_files import PackedPartial
-from streamshard.operations.transfer.run_identity import RunIdentity
 from streamshard.operations.transfer.staging import PartialTarget
 from streamshard.operations.transfer.target import partial_of
 from streamshard.operations.transfer.target_state import DiskState, replaces
@@ -37,9 +34,6 @@ class PackedState(DiskState):
     @classmethod
     def at(cls, target: Path, template: Template | None = None) -> Self:
         """Look at the target; what lies next to it is looked at when it matters."""
-        if is_object(target):
-            message = f"{target}: a store in one file is written to a disk alone. Write it there,"
-            raise UsageError(f"{message} and copy it to the bucket, where it is read")
         is_there = examine_if_there(target, follows=False) is not None
         return cls(target, is_there, None, Journal(target / JOURNAL))
 
@@ -71,32 +65,21 @@ class PackedState(DiskState):
             return
         if not overwrite and not replaces(self.begun.header):
             raise self._exists()
-        if not self._is_store():
-            message = f"{self.target}: is no store of ours in one file, so it is not replaced"
-            raise TargetExistsError(f"{message}; remove it yourself")
+        require_packed_store(self.target)
 
-    def _is_store(self) -> bool:
-        status = examine_if_there(self.target, follows=False)
-        try:
-            return status is not None and status.is_file and is_store(self.target)
-        except SourceError:
-            return False
+
+def require_packed_store(target: Path) -> None:
+    """Refuse to replace what is no store in one file."""
+    status = examine_if_there(target, follows=False)
+    with suppress(SourceError):
+        if status is not None and status.is_file and is_store(target):
+            return
+    message = f"{target}: is no store of ours in one file, so it is not replaced"
+    raise TargetExistsError(f"{message}; remove it yourself")
 
 
 class PackedTarget(PartialTarget):
     """A target that is one file, while it is being written."""
-
-    def __init__(
-        self,
-        target: Path,
-        lock: AnyLock,
-        identity: RunIdentity,
-        *,
-        nbytes: int,
-        sizes: Callable[[], Mapping[str, int]],
-        template: Template | None = None,
-    ) -> None:
-        super().__init__(target, lock, identity, nbytes=nbytes, template=template)
 
     def _settled(self) -> DiskState:
         """Look at the target, after what an interrupted run left is tidied."""

@@ -11,7 +11,7 @@ from streamshard.engine.run.phases import COMMITTING
 from streamshard.errors import NotAsWrittenError, SourceError, UsageError
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.entries import request_bytes
-from streamshard.io.files import target_errors
+from streamshard.io.files import require_all_unchanged, target_errors
 from streamshard.io.object_path import as_path, is_packed_name
 from streamshard.io.page_cache import drop_cached
 from streamshard.io.place import place_of
@@ -79,6 +79,7 @@ class TransferPlan:
             nbytes=self.report.bytes_written,
             sizes=self.sizes,
             lock=options.lock,
+            verify=options.verify,
             template=self.output.template,
         ) as partial_target:
             divider = Divider(self.source)
@@ -90,15 +91,19 @@ class TransferPlan:
     def _write(self, divider: Divider, partial_target: StagedTarget, progress: Progress) -> None:
         """Write all files, read them back if that is wanted, and rename them into place."""
         writer, latest = self.output.writer, self.output.latest
+        # If a file changed during the run, the bytes read before and after do not belong together.
+        read = () if partial_target.is_written else self.source.files
+        unchanged = partial(require_all_unchanged, read)
         for layouts in writer.passes():
             files = (layout.divided(divider) for layout in layouts())
             execution.run(self.source, files, partial_target, self.memory, progress)
         if latest is not None and not partial_target.is_written:
             progress.advance(len(latest.encode()))  # the commit writes it
         if self.options.verify and not partial_target.is_done:
-            self._read_back(partial_target.path, progress)
+            unchanged()
+            self._read_back(partial_target.complete(), progress)
         progress.enter(COMMITTING)
-        partial_target.commit(latest=latest)
+        partial_target.commit(unchanged, latest=latest)
 
     def _read_back(self, place: Path, progress: Progress) -> None:
         """Require that the written files, which are synced to the disk, are what the source holds.
@@ -196,12 +201,14 @@ def plan_output(
         raise UsageError(f"{target}: {message}")
     source, byte_counts = output.source, output.writer.byte_counts()
     count, bytes_written = len(byte_counts.sizes), sum(byte_counts.sizes.values())
-    copies_bytes = byte_counts.copies_bytes(options.workers or execution.default_workers())
+    copies_bytes = byte_counts.copies_bytes()
     largest = max(byte_counts.sizes.values(), default=0)
     del byte_counts  # it is large for a large store
+    writing_bytes = place_of(target).writing_bytes(largest)
     identity = RunIdentity.of(source, output.options, replaces=options.overwrite)
     limit_bytes = execution.limit_or_default(options.memory_limit, floor_bytes)
     compares = options.verify or output.check is not None
+    encodes = output.encode is not None
     memory = execution.fit_memory(
         floor_bytes=floor_bytes,
         codec_bytes=source.codec_bytes + output.codec_bytes + COMPARING_BYTES * compares,
@@ -209,14 +216,18 @@ def plan_output(
         limit_bytes=limit_bytes,
         copies_bytes=copies_bytes,
         reopened=output.reopened * options.verify,
-        encodes=output.encode is not None,
+        copies=not (encodes or source.codec_bytes),
+        encodes=encodes,
         requests_bytes=request_bytes(file.path for file in source.files)
-        + place_of(target).writing_bytes(largest),
+        + (0 if output.packs else writing_bytes),
+        upload_bytes=writing_bytes if output.packs else 0,
     )
     if not options.if_needed:
         require_space(target, bytes_written)
     named = output.named or str(target)
-    stage = source.checkpoint.layout.stage if output.zero_stage is None else output.zero_stage
+    stage = output.zero_stage
+    if stage is None and not (source.checkpoint.foreign and output.world_size):
+        stage = source.checkpoint.layout.stage
     report = Report(
         verb=output.options["verb"],
         source=", ".join(map(str, options.sources)),

@@ -176,7 +176,8 @@ def read(path: Path) -> SavedPlan:
     try:
         return _saved(document)
     except _MalformedError as error:
-        raise UsageError(f"{path}: not as streamshard writes a plan: {error}") from error
+        message = f"{path}: not as this version of streamshard writes a plan: {error}"
+        raise UsageError(f"{message}; make a new plan with {Option('plan.save()')}") from error
 
 
 class _MalformedError(Exception):
@@ -190,7 +191,8 @@ def _saved(document: Mapping[str, Any]) -> SavedPlan:
         raise _MalformedError(f"{verb!r} is not a verb with a plan")
     values = {key: value for key, value in document.items() if key not in ("kind", "version")}
     _require(values, SavedPlan.__annotations__)
-    _require(values["options"], saved_options(kind))
+    options = values["options"]  # those of an earlier version may be fewer
+    _require(options, {name: of for name, of in saved_options(kind).items() if name in options})
     _require({"source": values["source"]}, {"source": types_of(kind)["source"]})
     if not is_header(values["purpose"]):
         raise _MalformedError("'purpose' cannot be what it is")

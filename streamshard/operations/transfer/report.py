@@ -50,7 +50,8 @@ class Report:
     source: str
     target: str
     tag: str
-    zero_stage: int
+    zero_stage: int | None
+    """None for files of FSDP's ranks."""
     source_world_size: int
     world_size: int | None
     """World size of the target; None for stores and exported weights, which have none."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol, Self, cast
+from typing import Final, Protocol, Self, cast
 
 from streamshard.engine.run.runner import StagedFiles
 from streamshard.formats.deepspeed.dumps.dump_names import Template
@@ -11,7 +11,12 @@ from streamshard.io.object_path import is_object, is_packed_name
 from streamshard.operations.transfer.run_identity import RunIdentity
 from streamshard.operations.transfer.staging import PartialTarget
 from streamshard.operations.transfer.target import LOCK
-from streamshard.registry import PACKED_TARGET, UPLOADED_TARGET, load
+from streamshard.registry import PACKED_TARGET, PACKED_UPLOAD, UPLOADED_TARGET, load
+
+_TARGETS: Final = {
+    (True, False): PACKED_TARGET, (True, True): PACKED_UPLOAD, (False, True): UPLOADED_TARGET,
+}  # fmt: skip
+"""Whether a target is one file, and whether it is in a bucket → what it is written by."""
 
 
 class StagedTarget(Protocol):
@@ -35,8 +40,14 @@ class StagedTarget(Protocol):
     def kept_bytes(self) -> int:
         """Bytes that an earlier run wrote."""
 
-    def commit(self, latest: str | None = None) -> None:
-        """Make the target exist, with this tag in its `latest` file if one is given."""
+    def complete(self) -> Path:
+        """Complete what is to be read back; returns the directory that it lies in."""
+
+    def commit(self, require: Callable[[], None], latest: str | None = None) -> None:
+        """Make the target exist, with this tag in its `latest` file if one is given.
+
+        `require`: what raises an error if the source has changed, before the target exists.
+        """
 
     def __enter__(self) -> Self:
         """Take the lock, and find what an earlier run wrote."""
@@ -52,6 +63,7 @@ def staged(
     nbytes: int,
     sizes: Callable[[], Mapping[str, int]],
     lock: bool,
+    verify: bool,
     template: Template | None = None,
 ) -> StagedTarget:
     """Return a target to be written, as a context manager.
@@ -59,12 +71,12 @@ def staged(
     `nbytes`: size of all its files.
     `sizes`: lists the files, relative to the target, with their sizes.
     `lock`: whether to keep other runs from writing it.
+    `verify`: whether what is written is read back before the target exists.
     `template`: names of the dumps, if the target is a directory of dumps.
     """
     place = target.absolute().with_name(f"{LOCK}.{target.name}")
     own = lock_at(place, target.absolute(), is_wanted=lock)
-    if is_packed_name(target) or is_object(target):
-        kind = load(PACKED_TARGET if is_packed_name(target) else UPLOADED_TARGET)
-        made = kind(target, own, identity, nbytes=nbytes, sizes=sizes, template=template)
-        return cast(StagedTarget, made)
-    return PartialTarget(target, own, identity, nbytes=nbytes, template=template)
+    name = _TARGETS.get((is_packed_name(target), is_object(target)))
+    kind = PartialTarget if name is None else load(name)
+    made = kind(target, own, identity, nbytes=nbytes, sizes=sizes, verify=verify, template=template)
+    return cast(StagedTarget, made)

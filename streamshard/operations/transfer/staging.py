@@ -11,6 +11,7 @@ At any moment the disk is in one of these states, and the same command finishes 
 - OUT has that journal still in it: OUT.replaced is removed, then the journal.
 """
 
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, Self
@@ -63,6 +64,8 @@ class PartialTarget:
         identity: RunIdentity,
         *,
         nbytes: int,
+        sizes: Callable[[], Mapping[str, int]],
+        verify: bool = False,
         template: Template | None = None,
     ) -> None:
         self._target = target.absolute()
@@ -189,11 +192,16 @@ class PartialTarget:
         """Bytes that an earlier run wrote."""
         return self._nbytes if self.is_written else self.partial.kept_bytes
 
-    def commit(self, latest: str | None = None) -> None:
+    def complete(self) -> Path:
+        """Return where the files lie, all of which are complete."""
+        return self.path
+
+    def commit(self, require: Callable[[], None], latest: str | None = None) -> None:
         """Rename the partial target to the target, after its files are durable.
 
         `latest`: tag for the `latest` file, which is written after everything else.
         """
+        require()
         if self.is_done:
             return
         with target_errors(self._target):

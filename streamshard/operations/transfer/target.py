@@ -42,7 +42,7 @@ def place_to_make(target: Path) -> Path:
     too for a target that a run had completed when it was killed, but whose journal is still there.
     """
     with target_errors(target):
-        if is_link(target) and is_directory(target):
+        if not is_object(target) and is_link(target) and is_directory(target):
             directory = resolve(target)
             if is_vacant(directory) or Journal(directory / JOURNAL).is_whole:
                 return directory

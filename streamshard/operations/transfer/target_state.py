@@ -20,8 +20,12 @@ from streamshard.io.readable import Status
 from streamshard.operations.source.directory_content import DirectoryContent
 from streamshard.operations.source.unfinished import JOURNAL
 from streamshard.operations.transfer.target import partial_of, replaced_of, require_named
-from streamshard.registry import PACKED_STATE, UPLOAD_STATE, load
+from streamshard.registry import PACKED_STATE, PACKED_UPLOAD_STATE, UPLOAD_STATE, load
 
+_STATES: Final = {
+    (True, False): PACKED_STATE, (True, True): PACKED_UPLOAD_STATE, (False, True): UPLOAD_STATE,
+}  # fmt: skip
+"""Whether a target is one file, and whether it is in a bucket → what it is looked at with."""
 _OVERWRITE: Final = Option("overwrite", True)
 _IF_NEEDED: Final = Option("if_needed", True)
 
@@ -39,8 +43,8 @@ class TargetState(ABC):
         """
         require_named(target)
         with target_errors(target):
-            name = PACKED_STATE if is_packed_name(target) else UPLOAD_STATE
-            kind = load(name) if name == PACKED_STATE or is_object(target) else DiskState
+            name = _STATES.get((is_packed_name(target), is_object(target)))
+            kind = DiskState if name is None else load(name)
             found: TargetState = kind.at(target, template)
         return found
 

@@ -27,6 +27,7 @@ from streamshard.io.files import target_errors
 from streamshard.io.lock import AnyLock
 from streamshard.io.object_path import ObjectPath, object_of
 from streamshard.io.objects.buckets import copy_object, for_each, moved, objects_below
+from streamshard.io.objects.clients import together
 from streamshard.io.objects.listings import is_no_marker
 from streamshard.io.objects.object_upload import create, upload_requests
 from streamshard.io.place import place_of
@@ -57,6 +58,7 @@ class UploadedTarget:
         *,
         nbytes: int,
         sizes: Callable[[], Mapping[str, int]],
+        verify: bool = False,
         template: Template | None = None,
     ) -> None:
         self._target = target
@@ -174,7 +176,11 @@ class UploadedTarget:
         how = f"without {Option('overwrite', True)}" if self._overwrite else "again"
         error.add_note(f"{self.path}: keeps what was uploaded; run the same command {how} to go on")
 
-    def commit(self, latest: str | None = None) -> None:
+    def complete(self) -> Path:
+        """Return where the files lie, all of which are complete."""
+        return self.path
+
+    def commit(self, require: Callable[[], None], latest: str | None = None) -> None:
         """Upload `latest` and the commit record, which make the target exist.
 
         `latest`: tag for the `latest` file, which is written after everything else.
@@ -183,7 +189,7 @@ class UploadedTarget:
             return
         with target_errors(self._target):
             if not self.journal.is_whole:
-                self._require_alone()
+                together(require, self._require_alone)
                 if latest is not None:
                     write_new(self.path / names.LATEST, latest.encode())
                 if self.path != self._target:

@@ -6,12 +6,13 @@ these the same object is put together again. Equal parts of all ranks are one ob
 are examined once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +39,11 @@ _UNREADABLE: Final = (
 )  # fmt: skip
 """Errors about a file's content or of its file system."""
 
+_TOGETHER: Final = 16
+"""Files whose storages of one element are read side by side."""
+
 Place = tuple[Node, ...]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +146,11 @@ def read_headers(
     if parts.digest() != first.digest:
         return [None] * len(paths)
     reader = _HeaderReader(parts)
-    return [reader.read(path) for path in paths]
+    headers = list[RankHeader | HeaderError | None]()
+    for start in range(0, len(paths), _TOGETHER):
+        some = paths[start : start + _TOGETHER]
+        headers += _with_scalars(some, [reader.read(path) for path in some])
+    return headers
 
 
 class _HeaderReader:
@@ -157,7 +166,7 @@ class _HeaderReader:
         try:
             cached = self._cache.find(path)
             if cached is not None:
-                return self._of_cached(path, cached)
+                return self._of_cached(cached)
             found = read_dict(path)
         except _UNREADABLE as error:
             release_frames(error)
@@ -171,23 +180,21 @@ class _HeaderReader:
         storages = np.array(
             [_storage_row(storage) for storage in found.storages.values()], dtype=np.int64
         )
-        header = _with_scalars(
-            path, RankHeader(own, storages.reshape(-1, 3), b"", found.is_legacy, found.unknown)
-        )
+        header = RankHeader(own, storages.reshape(-1, 3), b"", found.is_legacy, found.unknown)
         if not own:
             # Files like this one differ in checksums and scalars alone, if at all.
             self._cache.remember(path, found)
             self._headers[id(found.root)] = header
         return header
 
-    def _of_cached(self, path: Path, cached: CachedParse) -> RankHeader:
+    def _of_cached(self, cached: CachedParse) -> RankHeader:
         header = self._headers[id(cached.root)]
         storages = header.storages.copy()
         rows = {int(offset): row for row, offset in enumerate(storages[:, 0])}
         for offset, crc32 in zip(cached.places.tolist(), cached.crc32s.tolist(), strict=True):
             if offset in rows:
                 storages[rows[offset], 1] = crc32 or -1
-        return _with_scalars(path, replace(header, storages=storages))
+        return replace(header, storages=storages)
 
 
 def _storage_row(storage: Storage) -> tuple[int, int, int]:
@@ -195,15 +202,44 @@ def _storage_row(storage: Storage) -> tuple[int, int, int]:
     return storage.offset, crc32, storage.nbytes if storage.numel == 1 else 0
 
 
-def _with_scalars(path: Path, header: RankHeader) -> RankHeader:
-    """Read the storages of one element."""
+def _with_scalars(
+    paths: Sequence[Path], headers: Sequence[RankHeader | HeaderError | None]
+) -> list[RankHeader | HeaderError | None]:
+    """Read the storages of one element in some files, side by side where that takes requests."""
+    with ExitStack() as stack:
+        opened = [
+            _tried(partial(_request_scalars, path, header, stack))
+            if isinstance(header, RankHeader) and header.storages[:, 2].any()
+            else header
+            for path, header in zip(paths, headers, strict=True)
+        ]
+        return [_tried(one) if callable(one) else one for one in opened]
+
+
+def _tried(work: Callable[[], T]) -> T | HeaderError:
+    try:
+        return work()
+    except _UNREADABLE as error:
+        release_frames(error)
+        return HeaderError(error)
+
+
+def _request_scalars(path: Path, header: RankHeader, stack: ExitStack) -> Callable[[], RankHeader]:
+    """Open a file and request its storages of one element; returns what reads them."""
     wanted = [(int(at), int(count)) for at, _, count in header.storages if count]
-    with open_readable(path) as file:
-        file.prepare([(at, at + count) for at, count in wanted])
-        scalars = b"".join(file.read_at(at, count) for at, count in wanted)
-    # If the file has become shorter, an error is raised where a scalar is needed.
-    is_whole = len(scalars) == sum(count for _, count in wanted)
-    return replace(header, scalars=scalars if is_whole else b"")
+    file = stack.enter_context(open_readable(path))
+    for at, count in wanted:
+        file.will_need(at, count)
+
+    def read() -> RankHeader:
+        scalars = bytearray(sum(count for _, count in wanted))
+        done = 0
+        for at, count in wanted:
+            done += file.read_into(memoryview(scalars)[done : done + count], at)
+        # If the file has become shorter, an error is raised where a scalar is needed.
+        return replace(header, scalars=bytes(scalars) if done == len(scalars) else b"")
+
+    return read
 
 
 class _HeaderRestorer:

@@ -1,0 +1,229 @@
+"""Reads the optimizer in files of FSDP's ranks, `optim_world_size_N_rank_R.pt`.
+
+verl 0.9.1 saves `optimizer.state_dict()` of torch
+(`verl/utils/checkpoint/fsdp_checkpoint_manager.py`), as SkyRL does: states are numbered in the
+order of `model.parameters()`, frozen ones counted, and with FSDP2 each is a DTensor. What
+`get_optimizer_state_dict` returns has names in their place. With FSDP1 the states are those of flat
+parameters, as plain tensors, and no file tells what is in these.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
+from streamshard.formats.checkpoint import FlatState, ParamGroup, ScalarState
+from streamshard.formats.deepspeed.read.rank_files import SourceFiles
+from streamshard.formats.deepspeed.read.redundant_copies import alike
+from streamshard.formats.fsdp_ranks.rank_trees import TreeShape, paths_to_tensors
+from streamshard.formats.fsdp_ranks.sharded_tensors import Box, RankPart, Shape, boxes_of, part_of
+from streamshard.formats.pickle.inert import Node, show
+from streamshard.formats.pickle.node_checks import name_of, of_file
+from streamshard.formats.torch.torch_tensor import Tensor, tensor_of
+from streamshard.formats.torch.tree_comparison import show_few
+from streamshard.model import BLOB, FILE, ITEMSIZE, MASTER, MODULE
+
+_STATE: Final = "state"
+_GROUPS: Final = "param_groups"
+_PARAMS: Final = "params"
+_PARAM_NAMES: Final = "param_names"
+"""Key of a group in which torch keeps names, where an optimizer was given them."""
+
+
+@dataclass(frozen=True, slots=True)
+class CutState:
+    """A state that is cut among ranks."""
+
+    state: str
+    name: str
+    """Name of its parameter, or its number where no file tells the name."""
+    dtype: str
+    shape: Shape
+    boxes: Sequence[Box]
+
+
+@dataclass(frozen=True, slots=True)
+class RanksOptimizer:
+    """The optimizer of all ranks."""
+
+    root: dict[str, Any]
+    """What rank 0 saved."""
+    template: TreeShape
+    """The same without tensors."""
+    cut: Mapping[int, CutState]
+    """Number of a tensor in the template → what it is."""
+    groups: tuple[ParamGroup, ...]
+    """Empty if they cannot be told."""
+    untold: str
+    """Why they cannot be told."""
+
+    @property
+    def hyper_parameters(self) -> list[dict[str, Node]]:
+        """The param groups without their parameters."""
+        return [{**group, _PARAMS: []} for group in self.root[_GROUPS]]
+
+
+def read_optimizer(
+    paths: Sequence[Path], sources: SourceFiles, weights: Mapping[str, RankPart]
+) -> RanksOptimizer | None:
+    """Open the optimizers of all ranks, in order of rank; None if no rank has one.
+
+    `weights`: rank 0's part of each weight that is no other's second name, in the model's order.
+    """
+    roots, templates = [], []
+    for path in paths:
+        roots.append(sources.read(path, sources.add(path)).root)
+        with of_file(path):
+            templates.append(TreeShape.of(roots[-1]))
+        if templates[-1].skeleton != templates[0].skeleton:
+            raise DisagreementError(f"differs from {paths[0]} in more than tensors", path=path)
+    if not roots[0]:
+        return None
+    with of_file(paths[0].parent):
+        return _Reading(roots[0], templates, sources, weights).optimizer()
+
+
+class _Reading:
+    """What is known while the optimizer is read."""
+
+    def __init__(
+        self,
+        root: dict[str, Any],
+        templates: Sequence[TreeShape],
+        sources: SourceFiles,
+        weights: Mapping[str, RankPart],
+    ) -> None:
+        self._root, self._templates = root, templates
+        self._sources, self._weights = sources, weights
+        self._numbers = {id(leaf): n for n, leaf in enumerate(templates[0].leaves)}
+
+    def optimizer(self) -> RanksOptimizer:
+        names, untold = self._names()
+        cut: dict[int, CutState] = {}
+        paths = {id(leaf): path for path, leaf in paths_to_tensors(self._root)}
+        for number, leaf in enumerate(self._templates[0].leaves):
+            path = paths.get(id(leaf))
+            if path is None:
+                message = "holds a tensor inside of another object, as quantised states are"
+                raise UnsupportedError(message)
+            parts = [part_of(template.leaves[number]) for template in self._templates]
+            held = [part for part in parts if part is not None]
+            if all(part.is_plain for part in held):
+                self._require_alike(path, [part.local[0] for part in held])
+            else:
+                state, name = _state_of(path, names)
+                cut[number] = _cut_state(state, name, held)
+        known = {(one.state, one.name) for one in cut.values()}
+        if len(known) < len(cut):
+            raise CorruptFileError("has a state of a parameter twice")
+        groups: tuple[ParamGroup, ...] = ()
+        if not untold:
+            try:
+                groups = tuple(self._groups(names, cut))
+            except UnsupportedError as error:
+                untold = str(error)
+        return RanksOptimizer(self._root, self._templates[0], cut, groups, untold)
+
+    def _require_alike(self, path: Sequence[Node], own: Sequence[Tensor]) -> None:
+        """Refuse plain tensors that are not the same on all ranks."""
+        if all(alike(own[0], other) for other in own):
+            return
+        what = ".".join(map(str, path))
+        message = f"{what} is another plain tensor on each rank, and no file tells how it was cut"
+        raise UnsupportedError(f"{message}. FSDP1 saves an optimizer so, FSDP2 does not")
+
+    def _names(self) -> tuple[Mapping[Node, str], str]:
+        """Return the names of numbered parameters, or why they are not known."""
+        states, groups = self._root.get(_STATE), self._root.get(_GROUPS)
+        if not isinstance(states, dict) or not isinstance(groups, list):
+            return {}, "it is flattened, and does not list its param groups"
+        listed = [(group[_PARAMS], group.get(_PARAM_NAMES)) for group in groups]
+        keys = [key for params, _ in listed for key in params]
+        if all(isinstance(key, str) for key in keys):
+            return {key: name_of(key) for key in keys}, ""
+        if all(isinstance(named, list) and len(named) == len(ps) for ps, named in listed):
+            both = (zip(params, named, strict=True) for params, named in listed)
+            return {key: name_of(name) for pairs in both for key, name in pairs}, ""
+        sharded = {n: part.shape for n, part in self._weights.items() if part.is_dtensor}
+        if len(groups) > 1:
+            return {}, f"its parameters are numbered, in {len(groups)} param groups"
+        if len(keys) != len(sharded):
+            message = f"it numbers {len(keys)} parameters, and the model has {len(sharded)}"
+            return {}, message
+        names = dict(zip(keys, sharded, strict=True))
+        for key, held in states.items():
+            for node in held.values():
+                part = part_of(node)
+                if part is not None and part.is_dtensor and part.shape != sharded[names[key]]:
+                    message = f"the model's parameter {key}, '{names[key]}', is"
+                    shapes = f"{list(sharded[names[key]])}, its state {list(part.shape)}"
+                    return {}, f"{message} {shapes}"
+        return names, ""
+
+    def _groups(
+        self, names: Mapping[Node, str], cut: Mapping[int, CutState]
+    ) -> Iterator[ParamGroup]:
+        states = self._root[_STATE]
+        for number, group in enumerate(self._root[_GROUPS]):
+            keys = [key for key in group[_PARAMS] if states.get(key) or not states]
+            named = [names[key] for key in keys]
+            unknown = [name for name in named if name not in self._weights]
+            if unknown:
+                message = f"it trains {show_few(unknown)}, which the model's files do not have"
+                raise UnsupportedError(message)
+            own = [self._states(states[key], cut) for key in keys] if states else []
+            differing = [name for name, found in zip(named, own, strict=False) if found != own[0]]
+            if differing:
+                message = (
+                    f"'{differing[0]}' and '{named[0]}' differ in steps or in dtypes of states"
+                )
+                raise UnsupportedError(message)
+            dtypes = list(dict.fromkeys(self._weights[name].local[0].dtype for name in named))
+            if len(dtypes) > 1:
+                message = f"weights of one param group are {' and '.join(dtypes)}"
+                raise UnsupportedError(message)
+            dtype = dtypes[0] if dtypes else "float32"
+            yield ParamGroup(tuple(named), dtype, own[0] if own else None, number)
+
+    def _states(self, held: Mapping[Node, Node], cut: Mapping[int, CutState]) -> dict[str, Node]:
+        """Return the states of one parameter, without its elements."""
+        found: dict[str, Node] = {}
+        for key, node in held.items():
+            number = self._numbers.get(id(node), -1)
+            tensor = tensor_of(node)
+            if number in cut:
+                found[name_of(key)] = FlatState(cut[number].dtype)
+            elif tensor is not None and not tensor.shape:
+                nbytes = ITEMSIZE[tensor.dtype]
+                data = self._sources.read_bytes(tensor.storage, tensor.offset, nbytes)
+                found[name_of(key)] = ScalarState(tensor.dtype, (), data)
+            elif isinstance(node, bool | int | float | str) or node is None:
+                found[name_of(key)] = node
+            else:
+                raise UnsupportedError(f"its state {show(key)} is {show(node)}")
+        return found
+
+
+def _state_of(path: Sequence[Node], names: Mapping[Node, str]) -> tuple[str, str]:
+    """Return the state and the parameter of a tensor that is cut among ranks."""
+    state, name = "", ""
+    if len(path) == 3 and path[0] == _STATE:
+        state, name = name_of(path[2]), names.get(path[1], str(path[1]))
+    elif len(path) == 1 and name_of(path[0]).startswith(f"{_STATE}."):
+        name, _, state = name_of(path[0]).removeprefix(f"{_STATE}.").rpartition(".")
+    if not state or state in (MASTER, MODULE, BLOB, FILE):
+        raise UnsupportedError(f"{'.'.join(map(str, path))} is no state of a parameter")
+    return state, name
+
+
+def _cut_state(state: str, name: str, parts: Sequence[RankPart]) -> CutState:
+    dtypes = list(dict.fromkeys(tensor.dtype for part in parts for tensor in part.local))
+    try:
+        boxes = boxes_of(parts)
+    except (CorruptFileError, DisagreementError) as error:
+        raise type(error)(f"{state} of '{name}': {error.args[0]}") from error
+    if len(dtypes) != 1:
+        message = f"{state} of '{name}' has the dtypes {', '.join(dtypes) or 'of no rank'}"
+        raise DisagreementError(message)
+    return CutState(state, name, dtypes[0], parts[0].shape, boxes)

@@ -1,0 +1,64 @@
+"""Takes tensors out of what a rank saved, and puts others into their places."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Self
+
+from streamshard.formats.fsdp_ranks.sharded_tensors import is_tensor
+from streamshard.formats.pickle import inert_dump, inert_load
+from streamshard.formats.pickle.inert import Node
+from streamshard.formats.torch.torch_tensor import Storage
+
+_LIMIT_DEPTH: Final = 8
+
+Path = tuple[Node, ...]
+"""Keys and indices that lead to a part of a tree."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeShape:
+    """A tree without its tensors."""
+
+    skeleton: bytes
+    """A pickle of all else. Ranks that differ in tensors alone have equal ones."""
+    leaves: Sequence[Node]
+    """The tensors, and storages outside of tensors, in the order of the pickle."""
+
+    @classmethod
+    def of(cls, root: Node) -> Self:
+        """Take the tensors out of a tree."""
+        numbers: dict[int, int] = {}
+        leaves: list[Node] = []
+
+        def persistent_id(node: Node) -> Node | None:
+            if not (isinstance(node, Storage) or is_tensor(node)):
+                return None
+            if id(node) not in numbers:
+                numbers[id(node)] = len(leaves)
+                leaves.append(node)
+            return numbers[id(node)]
+
+        return cls(inert_dump.dump(root, persistent_id), leaves)
+
+    def filled(self, leaves: Sequence[Node]) -> Node:
+        """Return the tree with other tensors."""
+        return inert_load.load(self.skeleton, lambda number: leaves[number])
+
+
+def paths_to_tensors(root: Node) -> Iterator[tuple[Path, Node]]:
+    """Yield the tensors in a tree of dicts, lists and tuples, and what leads to each.
+
+    Those that lie deeper than an optimizer's are left out.
+    """
+    seen: set[int] = set()
+    stack: list[tuple[Path, Node]] = [((), root)]
+    while stack:
+        path, node = stack.pop()
+        if is_tensor(node):
+            yield path, node
+        is_deep = len(path) == _LIMIT_DEPTH or id(node) in seen
+        if is_deep or not isinstance(node, dict | list | tuple):
+            continue
+        seen.add(id(node))
+        below = node.items() if isinstance(node, dict) else enumerate(node)
+        stack += [((*path, key), part) for key, part in below]

@@ -1,0 +1,1 @@
+"""Reads Megatron's distributed checkpoints."""

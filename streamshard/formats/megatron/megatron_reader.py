@@ -1,0 +1,270 @@
+"""Reads `torch_dist` checkpoints of Megatron: a distributed checkpoint with a file `common.pt`.
+
+By `dist_checkpointing` and `optimizer` of megatron-core 0.13.1, 0.15.3 and 0.16.1. Keys are
+
+    decoder.layers.0.mlp.linear_fc1.weight                           of the model; a tensor of all
+    decoder.layers.mlp.linear_fc1.weight                             layers has them in front
+    optimizer.state.exp_avg.decoder.layers.0.mlp.linear_fc1.weight   a state, or a master weight
+    optimizer.distributed.dp_group_idx_0.gbuf_idx_0.….exp_avg        buffers of `dp_reshardable`
+    decoder.layers.0.mlp.linear_fc1._extra_state/shard_0_1           any object of a rank
+
+`common.pt` has what all ranks share: the optimizer's param groups without their parameters.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from streamshard.errors import CorruptFileError, DisagreementError, IncompleteError
+from streamshard.formats.checkpoint import FlatState, ScalarState
+from streamshard.formats.dcp import dcp_names
+from streamshard.formats.dcp.dcp_reader import Distributed, locate
+from streamshard.formats.dcp.item_reader import ItemFiles
+from streamshard.formats.dcp.metadata_reader import Index, is_distributed, read_index
+from streamshard.formats.dcp.optimizer_state import STEP, SavedGroup, is_plain, number_in
+from streamshard.formats.dcp.state_names import StateKeys
+from streamshard.formats.megatron.flattened import unflattened
+from streamshard.formats.pickle.inert import Node, show
+from streamshard.formats.pickle.node_checks import of_file
+from streamshard.formats.torch import torch_file
+from streamshard.formats.torch.torch_tensor import tensor_of
+from streamshard.formats.torch.tree_comparison import show_few
+from streamshard.io.entries import is_directory, is_file, open_readable, paths_in, read_all
+from streamshard.io.files import require_inside, require_regular
+from streamshard.model import ITEMSIZE
+from streamshard.sizes import counted
+
+COMMON: Final = "common.pt"
+CONFIG: Final = "metadata.json"
+"""File that says in which form the checkpoint is; it is written last."""
+LATEST: Final = "latest_checkpointed_iteration.txt"
+"""File of a run directory that names its newest checkpoint."""
+_WHAT: Final = "a distributed checkpoint of Megatron"
+_STATE: Final = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
+_BUFFER: Final = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\..+")
+_OBJECT: Final = re.compile(r"(.+)/shard_[\d.]+_[\d.]+")
+_MASTERS: Final = ("fp32_param", "param", "master_param")
+"""States that are master weights."""
+_OPTIMIZER: Final = "optimizer"
+_NOT_OPTIONS: Final = frozenset({dcp_names.PARAMS, STEP})
+_ITERATION: Final = re.compile(r"iter_\d+|release")
+_MOST_DIGITS: Final = 18
+_BACKEND: Final = b'"sharded_backend"'
+_LIMIT_CONFIG: Final = 4096
+
+
+def is_megatron(directory: Path) -> bool:
+    """Tell whether a directory is a distributed checkpoint with files of Megatron's own."""
+    if not is_directory(directory):
+        return False
+    listed = [path.name for path in paths_in(directory)]
+    if not is_distributed(listed):
+        return False
+    config = directory / CONFIG
+    return COMMON in listed or (is_file(config) and _BACKEND in read_all(config, _LIMIT_CONFIG))
+
+
+def latest_of(run_dir: Path) -> Path | None:
+    """Return the directory of the newest checkpoint of a run; None if none is named."""
+    named = run_dir / LATEST
+    if not is_directory(run_dir) or not is_file(named):
+        return None
+    # verl has a file of this name too, and other directories.
+    if not any(_ITERATION.fullmatch(path.name) for path in paths_in(run_dir)):
+        return None
+    text = read_all(named, 64).decode("ascii", "replace").strip()
+    if text == "release":
+        return run_dir / text
+    if not text.isascii() or not text.isdecimal() or len(text) > _MOST_DIGITS:
+        raise CorruptFileError(f"names no iteration: {show(text)}", path=named)
+    return run_dir / f"iter_{int(text):07d}"
+
+
+def open_megatron(root: Path) -> Distributed:
+    """Read the index of a checkpoint, the headers of its items, and its common file."""
+    require_inside(root / dcp_names.METADATA, root)
+    index = read_index(root)
+    if not is_file(root / COMMON):
+        message = "missing, Megatron keeps the optimizer's steps in it"
+        raise IncompleteError(f"{message}; copy it from the node of rank 0", path=root / COMMON)
+    require_regular(root / COMMON, root)
+    if not is_file(root / CONFIG):
+        message = "missing; Megatron writes it last, so this save did not come to its end"
+        raise IncompleteError(f"{message}: take an earlier checkpoint", path=root / CONFIG)
+    with of_file(root):
+        found = _sorted(index)
+        keys, files = found.keys, ItemFiles(index)
+        places = locate(index, keys, files)
+        tensors = dict(index.tensors)
+        for key, shape in index.flattened.items():
+            if key in places:
+                tensors[key], places[key] = unflattened(key, tensors[key], places[key], shape)
+        index = replace(index, tensors=tensors)
+        _require_shapes(keys, index)
+    optimizer = _Common.read(root / COMMON) if keys.states else _Common([], {}, ())
+    return Distributed(
+        root,
+        index,
+        keys,
+        files,
+        places,
+        partial(_groups, root, keys, index, optimizer),
+        _WHAT,
+        (*_remarks(found), *optimizer.remarks()),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sorted:
+    """The keys of a checkpoint, and what is not read."""
+
+    keys: StateKeys
+    modules: Sequence[str]
+    """16-bit weights whose master weights are read."""
+    buffers: Sequence[str]
+    """Flat buffers of `dp_reshardable`."""
+    objects: Sequence[str]
+
+
+def _sorted(index: Index) -> _Sorted:
+    # Nothing tells which parameters share a param group, as in a flattened optimizer.
+    keys, masters = StateKeys(by_parameter=True), dict[str, str]()
+    buffers: list[str] = []
+    for key in index.tensors:
+        if match := _STATE.fullmatch(key):
+            state, name = match.groups()
+            own = masters if state in _MASTERS else keys.states.setdefault(name, {})
+            if own.setdefault(name if own is masters else state, key) != key:
+                raise CorruptFileError(f"{state} of {show(name)} is in it twice")
+        elif _BUFFER.fullmatch(key):
+            buffers.append(key)
+        else:
+            keys.weights[key] = key
+    for name in (*keys.states, *masters):
+        if name not in keys.weights:
+            raise CorruptFileError(f"the optimizer has states of {show(name)}, not in the model")
+    modules = [name for name in masters if keys.weights[name] != masters[name]]
+    keys.weights |= masters
+    objects = dict.fromkeys(m[1] if (m := _OBJECT.fullmatch(k)) else k for k in index.values)
+    return _Sorted(keys, modules, buffers, list(objects))
+
+
+def _remarks(found: _Sorted) -> Iterator[str]:
+    if found.modules:
+        count = counted(len(found.modules), "parameter")
+        yield f"Not read: the model's own weights of {count} whose master weights are read."
+    if found.buffers:
+        yield (
+            f"Not read: the optimizer's state, {counted(len(found.buffers), 'flat buffer')} "
+            "(saved as dp_reshardable) in which nothing tells where a parameter lies. To keep it, "
+            "load the checkpoint into Megatron, and save it with "
+            "dist-ckpt-optim-fully-reshardable."
+        )
+    if found.objects:
+        kinds = sorted({name.rpartition(".")[2] for name in found.objects})
+        yield f"Not read, as these are objects of Megatron's ranks, not tensors: {show_few(kinds)}."
+
+
+def _require_shapes(keys: StateKeys, index: Index) -> None:
+    """Refuse states with other elements than their parameters."""
+    for name, own in keys.states.items():
+        shape = index.tensors[keys.weights[name]].shape
+        for key in own.values():
+            if index.tensors[key].shape != shape:
+                message = f"{show(key)} is {list(index.tensors[key].shape)}, its parameter"
+                raise CorruptFileError(f"{message} {list(shape)}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Common:
+    """What the common file tells of the optimizer."""
+
+    steps: Sequence[int]
+    options: Mapping[str, Node]
+    """Those that all param groups have alike."""
+    differing: Sequence[str]
+
+    @classmethod
+    def read(cls, path: Path) -> "_Common":
+        with of_file(path):
+            root = torch_file.read(path, 0).root
+            held = root.get(_OPTIMIZER) if isinstance(root, dict) else None
+            optimizers = list(_optimizers(held))
+            groups = [group for one in optimizers for group in one.get(dcp_names.PARAM_GROUPS, ())]
+            if not groups or not all(isinstance(group, dict) for group in groups):
+                raise CorruptFileError("lists no param groups of the optimizer")
+            steps = [_step(path, group[STEP]) for group in groups if group.get(STEP) is not None]
+            for one in optimizers:
+                state = one.get(dcp_names.STATE)
+                if isinstance(state, dict) and "common_step" in state:
+                    steps.append(_step(path, state["common_step"]))
+            if len(set(steps)) > 1:
+                few = " and ".join(map(str, sorted(set(steps))[:2]))
+                raise DisagreementError(f"its param groups are at different steps, {few}")
+        first, *others = groups
+        options = {key: value for key, value in first.items() if key not in _NOT_OPTIONS}
+        every = dict.fromkeys(key for group in groups for key in group if key not in _NOT_OPTIONS)
+        same = {
+            key: value
+            for key, value in options.items()
+            if is_plain(value) and all(_is_same(other, key, value) for other in others)
+        }
+        return cls(steps, same, [key for key in every if key not in same])
+
+    def remarks(self) -> Iterator[str]:
+        if self.differing:
+            yield (
+                f"Not read: {show_few(self.differing)}, options in which Megatron's param groups "
+                "differ: it does not save which parameters a group has."
+            )
+
+
+def _is_same(group: Mapping[str, Node], key: str, value: Node) -> bool:
+    return key in group and repr(group[key]) == repr(value)
+
+
+def _optimizers(node: Node) -> Iterator[Mapping[str, Node]]:
+    """Yield the state dicts of torch's optimizers: one, or those of chained ones by number."""
+    if not isinstance(node, dict):
+        return
+    if dcp_names.PARAM_GROUPS in node:
+        yield node
+    elif _OPTIMIZER in node:
+        yield from _optimizers(node[_OPTIMIZER])
+    else:
+        for key, value in node.items():
+            if isinstance(key, int):
+                yield from _optimizers(value)
+
+
+def _step(path: Path, node: Node) -> int:
+    number = node
+    if (tensor := tensor_of(node)) is not None and tensor.numel == 1:
+        with open_readable(path) as source:
+            data = source.read_at(tensor.offset, ITEMSIZE[tensor.dtype])
+        number = number_in(STEP, ScalarState(tensor.dtype, (), data))
+    if isinstance(number, bool) or not isinstance(number, int | float) or number != int(number):
+        raise CorruptFileError(f"{show(node)} is not a count of steps")
+    return int(number)
+
+
+def _groups(root: Path, keys: StateKeys, index: Index, optimizer: _Common) -> list[SavedGroup]:
+    """Return one group of all parameters with states."""
+    params = tuple(name for name in keys.weights if name in keys.states)
+    if not params:
+        return []
+    kinds = [
+        {state: index.tensors[key].dtype for state, key in keys.states[name].items()}
+        for name in params
+    ]
+    for name, kind in zip(params, kinds, strict=True):
+        if kind != kinds[0]:
+            message = f"'{params[0]}' has the states {kinds[0]}, '{name}' {kind}"
+            raise DisagreementError(f"{message}: ZeRO keeps one kind for all", path=root)
+    states: dict[str, Node] = {state: FlatState(dtype) for state, dtype in kinds[0].items()}
+    if optimizer.steps:
+        states = {STEP: optimizer.steps[0], **states}
+    return [SavedGroup(params, optimizer.options, states)]

@@ -1,0 +1,130 @@
+"""Writes files of FSDP's ranks for another count of ranks."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Final, Self
+
+from streamshard.errors import Option, UnsupportedError, UsageError
+from streamshard.formats.deepspeed.read.zero_reader import malformed
+from streamshard.formats.fsdp_ranks import rank_names, rank_writer
+from streamshard.formats.fsdp_ranks.rank_writer import RankImages
+from streamshard.formats.pickle.node_checks import of_file
+from streamshard.io.entries import is_file, read_document
+from streamshard.layout.memory_plan import MemoryPlan
+from streamshard.model import FILE, Whole
+from streamshard.operations.source.source import Request, Source
+from streamshard.operations.transfer.byte_accounting import ByteCounts
+from streamshard.operations.transfer.file_layout import Elements, FileLayout, fixed_files
+from streamshard.operations.transfer.report import Progress, Report
+from streamshard.operations.transfer.target_writer import Output, Pass
+from streamshard.operations.transfer.torch_layout import torch_layout
+from streamshard.options import RepartitionOptions
+from streamshard.registry import READ_BACK, load
+
+FORMAT: Final = "fsdp-ranks"
+_OF_ZERO: Final = (
+    "tensor_parallel",
+    "pipeline_parallel",
+    "stages",
+    "expert_parallel",
+    "cut_rules_file",
+    "average",
+    "like",
+    "zero_stage",
+    "ds_config_file",
+    "ds_version",
+)
+"""Options that say how a job of DeepSpeed cuts."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankFilesWriter:
+    """Writes the files of all ranks, and what was next to them."""
+
+    source: Source
+    images: RankImages
+    sidecars: Sequence[FileLayout]
+    counts: ByteCounts
+
+    @classmethod
+    def of(cls, source: Source, images: RankImages) -> Self:
+        """Count the bytes of the files."""
+        sidecars, counts = list(_sidecars(source, images.mesh.ranks)), ByteCounts(source)
+        counts.add_all(chain(_layouts(images), sidecars))
+        counts.padding_bytes = 0  # what replicas hold again was counted as such
+        return cls(source, images, sidecars, counts)
+
+    def byte_counts(self) -> ByteCounts:
+        """Return the bytes that are written, and how often each tensor is read."""
+        return self.counts
+
+    def passes(self) -> Sequence[Pass]:
+        """Return the only pass."""
+        return [lambda: chain(_layouts(self.images), self.sidecars)]
+
+    def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
+        """Read the written files back as a checkpoint, and compare it with the source."""
+        found: list[str] = load(READ_BACK)(Request(place), self.source, memory, progress)
+        return found
+
+    def finish(self, report: Report, overflowed: Mapping[str, int]) -> Report:
+        """Return the report as it is."""
+        return report
+
+
+def prepare(options: RepartitionOptions, opened: Source) -> Output:
+    """Decide what the files of the ranks are."""
+    ranks = _ranks(options, opened)
+    checkpoint = opened.checkpoint
+    with malformed(opened.path):
+        images = RankImages.of(checkpoint, ranks)
+        writer = RankFilesWriter.of(opened, images)
+    return Output(
+        source=opened,
+        writer=writer,
+        options={
+            "verb": "repartition",
+            "tag": checkpoint.tag,
+            "format": FORMAT,
+            "world_size": str(ranks),
+        },
+        source_world_size=checkpoint.ranks,
+        world_size=ranks,
+        notes=(*images.notes(), *checkpoint.remarks),
+    )
+
+
+def _ranks(options: RepartitionOptions, opened: Source) -> int:
+    given = Option("format", FORMAT)
+    if opened.kind != FORMAT:
+        message = f"{given}: writes files of FSDP's ranks from such files alone"
+        raise UnsupportedError(message, path=opened.path)
+    for name in _OF_ZERO:
+        if options.is_given(name):
+            raise UsageError(f"{Option(name)}: is for DeepSpeed's files, not for {given}")
+    if options.world_size is None:
+        message = f"has files for {opened.checkpoint.ranks} ranks already; say with"
+        message = f"{message} {Option('world_size')} for how many they are to be written"
+        raise UsageError(message, path=opened.path)
+    return options.world_size
+
+
+def _layouts(images: RankImages) -> Iterator[FileLayout]:
+    return (torch_layout(image.path, image.serialized()) for image in images.images())
+
+
+def _sidecars(source: Source, ranks: int) -> Iterator[FileLayout]:
+    """Lay out what is next to the ranks' files; only verl's own file tells the count of ranks."""
+    checkpoint, config = source.checkpoint, source.path / rank_names.CONFIG
+    if is_file(config):
+        with of_file(config):
+            data = rank_writer.config_for(read_document(config), ranks)
+        yield from fixed_files({rank_names.CONFIG: data})
+    modes = {file.path: file.mode for file in checkpoint.files}
+    for number, tensor in enumerate(checkpoint.tensors):
+        if tensor.state == FILE:
+            path = rank_names.path_of_file(tensor.name, checkpoint.tag)
+            content = [Elements(Whole(number), tensor.nbytes, tensor.dtype)]
+            yield FileLayout(path, content, mode=modes[tensor.name])

@@ -1,0 +1,95 @@
+"""Files of FSDP's ranks become ZeRO's files, with a reference, and a distributed checkpoint."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import streamshard
+from streamshard.errors import UnsupportedError, UsageError
+from tests.checkpoints.test_dcp_repartition import BESIDE, require_moved, saved
+from tests.checkpoints.test_fsdp_ranks import in_rank
+from tests.fabricated import write
+from tests.fabricated_dcp import Saved
+from tests.job import Job
+
+RANKS = 2
+
+
+def write_ranks(made: Saved, place: Path) -> None:
+    """Write what a job would save with `get_model_state_dict` and `get_optimizer_state_dict`."""
+    place.mkdir()
+    for rank in range(RANKS):
+        in_rank(rank, partial(_write_rank, made, place), RANKS)
+
+
+def _write_rank(made: Saved, place: Path) -> None:
+    mesh, rank = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("fsdp",)), distributed.get_rank()
+
+    def part(tensor: torch.Tensor) -> torch.Tensor:
+        return distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None)
+
+    parts: dict[int, torch.Tensor] = {}
+    model, states = dict[str, torch.Tensor](), dict[str, dict[str, torch.Tensor]]()
+    for key, (tensor, _) in made.tensors.items():
+        path = made.paths[key]
+        if "state" in path:
+            held = tensor if path[-1] == "step" else part(tensor)
+            states.setdefault(path[2], {})[path[3]] = held
+        else:
+            name = path[-1]
+            is_cut = name not in BESIDE
+            parts.setdefault(id(tensor), part(tensor) if is_cut else tensor)
+            model[name] = parts[id(tensor)]
+    groups: dict[int, dict[str, Any]] = {}
+    for key, value in made.values.items():
+        _, kind, number, option = made.paths[key]
+        assert kind == "param_groups"
+        groups.setdefault(number, {})[option] = value
+    optimizer = {"state": states, "param_groups": [groups[n] for n in sorted(groups)]}
+    torch.save(model, place / f"model_world_size_{RANKS}_rank_{rank}.pt")
+    torch.save(optimizer, place / f"optim_world_size_{RANKS}_rank_{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def made() -> Saved:
+    return saved(Job(), files=1)
+
+
+@pytest.fixture(scope="module")
+def ranks(made: Saved, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("ranks") / "actor"
+    write_ranks(made, place)
+    return place
+
+
+@pytest.mark.parametrize(("like", "stage"), [(1, 3), (3, 2)])
+def test_a_zero_job_goes_on_with_them(
+    like: int, stage: int, made: Saved, ranks: Path, tmp_path: Path
+) -> None:
+    job, out = Job(stage=like, world_size=2), tmp_path / "out"
+    reference = write(job, tmp_path / "like")
+    with pytest.raises(UnsupportedError, match=r"'streamshard repartition' format=fsdp-ranks"):
+        streamshard.repartition(ranks, out, world_size=3)
+    streamshard.repartition(ranks, out, world_size=3, zero_stage=stage, like=reference, verify=True)
+    require_moved(made, out, job.dtype)
+    shown = streamshard.inspect(out)
+    assert (shown.world_size, shown.zero_stage) == (3, stage)
+    assert [group.states["step"] for group in shown.groups] == [3.0, 3.0]
+    assert [group.hyper_parameters["lr"] for group in shown.groups] == [5e-4, 1e-3]
+    with pytest.raises(UsageError, match="is for DeepSpeed's files"):
+        streamshard.repartition(
+            ranks, tmp_path / "again", world_size=3, like=reference, format="fsdp-ranks"
+        )
+
+
+def test_a_distributed_checkpoint_holds_the_same(made: Saved, ranks: Path, tmp_path: Path) -> None:
+    streamshard.export(ranks, tmp_path / "dcp", format="dcp", verify=True)
+    assert streamshard.diff(ranks, tmp_path / "dcp").is_equal
+    made.write(tmp_path / "wanted")
+    assert streamshard.diff(tmp_path / "wanted", tmp_path / "dcp").is_equal

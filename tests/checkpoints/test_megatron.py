@@ -1,0 +1,203 @@
+"""Megatron's distributed checkpoints, made by its own savers and judged by its own loader.
+
+`megatron_saves/make.py` tells how the archives were made: by megatron-core 0.13.1 and 0.16.1, with
+two tensor-parallel ranks. `loaded.json` in each has the digests of what `load_plain_tensors`
+returns.
+"""
+
+import hashlib
+import json
+import tarfile
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import streamshard
+from streamshard.errors import CorruptFileError, DisagreementError, IncompleteError
+from streamshard.formats.dcp.item_reader import TensorPlaces
+from streamshard.formats.dcp.metadata_reader import SavedItems, SavedTensor
+from streamshard.formats.megatron.flattened import unflattened
+from tests.fabricated import write
+from tests.fabricated_dcp import adamw
+from tests.job import Job
+
+SAVES = Path(__file__).parent / "megatron_saves"
+FLATTENED, BUFFERS = "0.13.1-fully_sharded_model_space", "0.16.1-dp_reshardable"
+WHOLE = "0.16.1-fully_reshardable"
+MASTERS = ("param", "fp32_param")
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("megatron")
+    for path in SAVES.glob("*.tar.xz"):
+        with tarfile.open(path) as archive:
+            archive.extractall(place, filter="data")
+    return place
+
+
+def digest(tensor: torch.Tensor) -> str:
+    raw = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(raw).hexdigest()[:16]
+
+
+@pytest.mark.parametrize("name", [WHOLE, BUFFERS, FLATTENED])
+def test_what_is_opened_is_what_megatron_loads(name: str, saves: Path) -> None:
+    """Tensor-parallel boxes are joined, and flattened ranges have their own shape again."""
+    loaded = json.loads((saves / name / "loaded.json").read_text())
+    seen = 0
+    with streamshard.open(saves / name) as found:
+        for key, (dtype, wanted) in loaded.items():
+            if key.startswith("optimizer.distributed."):
+                continue
+            state = ""
+            if key.startswith("optimizer.state."):
+                _, _, state, key = key.split(".", 3)
+            tensors = found[key].tensors
+            state = "fp32" if state in MASTERS or (not state and "fp32" in tensors) else state
+            held = tensors[state or "module"].torch()
+            # The model's own weights are its master weights in 16 bits.
+            assert digest(held.to(getattr(torch, dtype))) == wanted, key
+            seen += 1
+        assert seen >= len(found)
+
+
+def test_it_is_recognized(saves: Path) -> None:
+    found = streamshard.inspect(saves / WHOLE)
+    (group,) = found.groups
+    assert (found.kind, group.states["step"], len(found.parameters)) == ("megatron", 2, 20)
+    assert group.hyper_parameters["lr"] == 0.001
+    notes = " ".join(found.notes)
+    assert "wd_mult" in notes
+    assert "_extra_state, rng_state" in notes
+    buffers = streamshard.inspect(saves / BUFFERS)
+    assert not buffers.groups
+    assert "6 flat buffers (saved as dp_reshardable)" in " ".join(buffers.notes)
+
+
+def test_the_newest_of_a_run_is_read(saves: Path, tmp_path: Path) -> None:
+    (tmp_path / "iter_0000007").symlink_to(saves / WHOLE)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7\n")
+    assert streamshard.inspect(tmp_path).tag == "iter_0000007"
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("8")
+    with pytest.raises(IncompleteError, match=r"names iter_0000008, which is not there"):
+        streamshard.inspect(tmp_path)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("-8")
+    with pytest.raises(CorruptFileError, match="names no iteration"):
+        streamshard.inspect(tmp_path)
+
+
+def test_it_is_verified(saves: Path) -> None:
+    found = streamshard.verify(saves / WHOLE)
+    assert found.is_good
+    assert streamshard.verify(saves / WHOLE, against=saves / WHOLE).is_good
+
+
+@pytest.mark.parametrize("name", ["common.pt", "__0_0.distcp", "__3_1.distcp", ".metadata"])
+def test_damage_is_found(name: str, saves: Path, tmp_path: Path) -> None:
+    with tarfile.open(SAVES / f"{BUFFERS}.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    path = tmp_path / BUFFERS / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.write_bytes(data)
+    assert not streamshard.verify(tmp_path / BUFFERS).is_good
+    path.unlink()
+    assert not streamshard.verify(tmp_path / BUFFERS).is_good
+
+
+def test_master_weights_are_exported(saves: Path, tmp_path: Path) -> None:
+    streamshard.export(saves / WHOLE, tmp_path / "out")
+    held = load_file(tmp_path / "out" / "model.safetensors")
+    loaded = json.loads((saves / WHOLE / "loaded.json").read_text())
+    assert len(held) == 20
+    for name, tensor in held.items():
+        assert digest(tensor) == loaded[f"optimizer.state.param.{name}"][1]
+
+
+def test_weights_without_masters_are_exported(saves: Path, tmp_path: Path) -> None:
+    streamshard.export(saves / BUFFERS, tmp_path / "out", dtype="bf16")
+    loaded = json.loads((saves / BUFFERS / "loaded.json").read_text())
+    for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
+        assert digest(tensor) == loaded[name][1]
+
+
+def test_it_goes_into_a_zero_job(
+    saves: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.fabricated.buffers", dict)  # this model has none
+    with streamshard.open(saves / WHOLE) as found:
+        shapes = {name: parameter.shape for name, parameter in found.items()}
+    job = Job(groups=(tuple(shapes.items()),), frozen=(), tied={}, step=2)
+    write(job, tmp_path / "like")
+    streamshard.repartition(
+        saves / WHOLE, tmp_path / "out", world_size=3, like=tmp_path / "like", verify=True
+    )
+    with streamshard.open(saves / WHOLE) as one, streamshard.open(tmp_path / "out") as other:
+        for name in shapes:
+            for state in ("fp32", "exp_avg", "exp_avg_sq"):
+                left, right = (side[name].tensors[state][...] for side in (one, other))
+                assert np.array_equal(np.asarray(left), np.asarray(right))
+
+
+def test_ranges_are_boxes_in_any_number_of_dimensions() -> None:
+    generator = np.random.default_rng(0)
+    for shape, counts in [((6, 4), (2, 1)), ((2, 6, 4), (2, 3, 2)), ((7,), (1,)), ((3, 1), (1, 1))]:
+        box = tuple(length // count for length, count in zip(shape, counts, strict=True))
+        numel, whole = int(np.prod(box)), np.arange(np.prod(shape)).reshape(shape)
+        offsets, sizes = list[tuple[int, ...]](), list[tuple[int, ...]]()
+        starts, stored = list[int](), list[np.ndarray[tuple[int, ...], np.dtype[np.int64]]]()
+        for where in np.ndindex(*counts):
+            inside = whole[tuple(slice(w * n, w * n + n) for w, n in zip(where, box, strict=True))]
+            cuts = sorted({0, numel, *generator.integers(0, numel, 3).tolist()})
+            for start, stop in pairwise(cuts):
+                offsets.append((*where, start))
+                sizes.append((*[1] * len(box), stop - start))
+                starts.append(sum(part.size for part in stored) * 4)
+                stored.append(inside.reshape(-1)[start:stop])
+        count, zeros = len(starts), np.zeros(len(starts), np.int64)
+        items = SavedItems(zeros, np.array(starts), zeros)
+        flat = SavedTensor("float32", (*counts, numel), np.array(offsets), np.array(sizes), items)
+        places = TensorPlaces(zeros, np.array(starts, np.int64))
+        made, found = unflattened("x", flat, places, shape)
+        content = np.concatenate(stored)
+        assert len(made.items) >= count
+        seen = np.full(shape, -1)
+        for offset, length, at in zip(made.offsets, made.sizes, found.offset // 4, strict=True):
+            at_box = tuple(slice(o, o + n) for o, n in zip(offset, length, strict=True))
+            assert (seen[at_box] == -1).all()
+            seen[at_box] = content[at : at + int(np.prod(length))].reshape(length)
+        assert np.array_equal(seen, whole)
+    with pytest.raises(CorruptFileError, match="is said to be flattened"):
+        unflattened("x", flat, places, (5, 5))
+
+
+def test_options_by_parameter_of_megatrons_fsdp(tmp_path: Path) -> None:
+    """Keys are by `sharded_param_state_fsdp_dtensor` of megatron-core 0.16.1."""
+    saved = adamw({"module.up": (4, 3), "module.down": (3,)})
+    saved.values = {
+        saved.key("optimizer", "param_to_group_meta", name, option): value
+        for name in ("module.up", "module.down")
+        for option, value in {"lr": 0.5, "betas": (0.9, 0.99), "wd_mult": 1.0}.items()
+    }
+    saved.write(tmp_path / "iter_0000002")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    found = streamshard.inspect(tmp_path)
+    (group,) = found.groups
+    assert group.hyper_parameters["lr"] == 0.5
+    assert [parameter.name for parameter in found.parameters] == ["up", "down"]
+
+
+def test_steps_that_differ_are_refused(saves: Path, tmp_path: Path) -> None:
+    with tarfile.open(SAVES / f"{WHOLE}.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    path = tmp_path / WHOLE / "common.pt"
+    common = torch.load(path, weights_only=False)
+    common["optimizer"]["optimizer"]["param_groups"][1]["step"] = 3.0
+    torch.save(common, path)
+    with pytest.raises(DisagreementError, match="at different steps, 2 and 3"):
+        streamshard.inspect(tmp_path / WHOLE)

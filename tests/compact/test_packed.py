@@ -1,0 +1,340 @@
+"""Archives that are one file each hold, prove and give back what directories do."""
+
+import shutil
+import subprocess
+import zipfile
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+from zarr.storage import ZipStore
+
+import streamshard as api
+from benchmarks.compact_reads import times_read
+from streamshard.cli.main import main
+from streamshard.engine.journals.journal import Journal
+from streamshard.errors import UsageError
+from streamshard.operations.compact.tag_checks import unchanged
+from tests.compact.runs import (
+    ALL,
+    FIRST,
+    NO_GRACE,
+    SHARD,
+    actions,
+    age,
+    bits,
+    damage,
+    later,
+    make_run,
+    receipt_of,
+    save,
+    tag_of,
+    tags_in,
+)
+from tests.compact.test_archive import JOBS
+from tests.compact.test_weights_only import MONTH
+from tests.fabricated import edit
+from tests.job import Job
+
+CHECK = ("sha256sum", "--check", "--strict", "--quiet")
+FROZEN = ("old.weight", (1 << 10, 1 << 5))
+
+
+@pytest.fixture
+def store(archive: Path) -> Path:
+    """The archive of the tag that may go."""
+    return archive / f"{FIRST}.zarr.zip"
+
+
+@pytest.mark.parametrize("name", ["stage 2", "stage 3", "parts", "experts", "muon"])
+def test_the_whole_way_of_a_tag(name: str, tmp_path: Path, archive: Path, store: Path) -> None:
+    """It is what a directory would be: the same arrays, the same checks, the same states."""
+    run = make_run(tmp_path / "run", JOBS[name])
+    (run / FIRST / "tokenizer.json").write_bytes(bytes(range(256)))
+    age(run / FIRST, 30)
+    plain = tmp_path / "plain"
+    api.compact(run, plain)
+    found = api.compact(run, archive, delete=True, packed=True)
+    assert (actions(found)[FIRST], found.exit_code) == ("deleted", 0)
+    names = {path.name for path in archive.iterdir() if path.name[0] != "."}
+    assert names == {store.name, f"{store.name}.sha256", f"{FIRST}.receipt.json"}
+    receipt = receipt_of(archive, FIRST)
+    assert (receipt["packed"], receipt["archive_bytes"]) == (True, store.stat().st_size)
+    assert all(check["holds"] for check in receipt["checks"])
+    assert not differing(entries(store), bits(plain / f"{FIRST}.zarr"))
+    status = api.compact_status(run, archive)
+    assert [(one.state, one.archive_bytes) for one in status.tags] == [
+        ("in the trash", store.stat().st_size)
+    ]
+    for road, source in (("archived", store), ("direct", plain / f"{FIRST}.zarr")):
+        api.repartition(source, tmp_path / road, world_size=4)
+    assert not differing(bits(tmp_path / "archived"), bits(tmp_path / "direct"))
+    assert actions(api.compact(run, archive, delete=True, now=later(8)))[FIRST] == "purged"
+    asked: Any = {"weights_only_older_than": MONTH, "now": later(39)}
+    before, api_found = entries(store), api.compact(run, archive, **asked)
+    assert actions(api_found)[FIRST] == "weights only"
+    weights = archive / f"{FIRST}.weights.zarr.zip"
+    assert {path.name for path in archive.glob("global*")} == {
+        weights.name, f"{weights.name}.sha256", f"{FIRST}.receipt.json"
+    }  # fmt: skip
+    kept = entries(weights)
+    own = {path for path in kept if path.startswith("meta/") or path == "zarr.json"}
+    assert all(kept[path] == before[path] for path in kept.keys() - own)
+    assert {p for p in before if p.startswith(("state/fp32", "file/", "module/"))} <= kept.keys()
+    assert not [path for path in kept if "exp_avg" in path or "momentum" in path]
+    assert api.verify(weights).is_good
+    for sums in archive.glob("*.sha256"):
+        assert subprocess.run([*CHECK, sums.name], cwd=archive).returncode == 0
+    assert receipt_of(archive, FIRST)["archive_bytes"] == weights.stat().st_size
+    assert actions(api.compact(run, archive, **asked))  # and nothing is left to do
+    assert not differing(entries(weights), kept)
+
+
+def differing(one: dict[str, bytes], other: dict[str, bytes]) -> list[str]:
+    """List the files that differ, or that only one side has."""
+    return sorted(path for path in one.keys() | other.keys() if one.get(path) != other.get(path))
+
+
+def entries(store: Path) -> dict[str, bytes]:
+    """Every file of a store in one file, of whose zip each is as its CRC-32 says."""
+    with zipfile.ZipFile(store) as packed:
+        assert packed.testzip() is None
+        return {entry.filename: packed.read(entry) for entry in packed.infolist()}
+
+
+def test_zarr_python_opens_it(run: Path, archive: Path, store: Path, tmp_path: Path) -> None:
+    api.compact(run, archive, packed=True)
+    api.convert(run / FIRST, tmp_path / "plain.zarr")
+    group = zarr.open_group(ZipStore(store, mode="r"), mode="r")
+    plain = zarr.open_group(tmp_path / "plain.zarr", mode="r")
+    for name in ("state/fp32/embed.weight", "state/exp_avg/block.0.mlp"):
+        found, wanted = group[name], plain[name]
+        assert isinstance(found, zarr.Array)
+        assert isinstance(wanted, zarr.Array)
+        np.testing.assert_array_equal(found[:], wanted[:])
+
+
+@pytest.mark.parametrize("where", ["a header", "a chunk", "the directory", "the end"])
+def test_one_that_is_damaged_lets_no_tag_go(
+    run: Path, archive: Path, store: Path, where: str
+) -> None:
+    api.compact(run, archive, delete=True, packed=True)
+    before, data = bits(run), bytearray(store.read_bytes())
+    with zipfile.ZipFile(store) as packed:
+        last = packed.infolist()[-8]
+        places = {
+            "a header": last.header_offset + 10,
+            "a chunk": last.header_offset + last.file_size,
+            "the directory": packed.start_dir + 12,
+            "the end": len(data) - 1,
+        }
+    data[places[where]] ^= 1
+    store.write_bytes(data)
+    found = api.compact(run, archive, purge=[FIRST], grace=NO_GRACE)
+    assert (actions(found)[FIRST], found.exit_code) == ("failed", 6)
+    assert str(store) in found.problems[0].reason
+    assert bits(run) == before
+
+
+def cut_off(store: Path) -> None:
+    store.write_bytes(store.read_bytes()[:-100])
+
+
+def put_another(store: Path) -> None:
+    """Put a store in its place that is good, and of another save."""
+    api.convert(store.parent.with_name("run") / tag_of(90), store, overwrite=True)
+
+
+@pytest.mark.parametrize("change", [cut_off, put_another, damage, Path.unlink])
+def test_one_that_has_changed_since_lets_no_tag_go(
+    run: Path, archive: Path, store: Path, change: Callable[[Path], None]
+) -> None:
+    api.compact(run, archive, packed=True)
+    change(store)
+    found = api.compact(run, archive, delete=True, packed=True)
+    assert actions(found)[FIRST] in ("failed", "ambiguous")
+    assert found.exit_code
+    assert tags_in(run) == ALL
+
+
+def test_one_that_changes_while_its_tag_is_moved(
+    run: Path, archive: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from streamshard.operations.compact import removal
+
+    def meanwhile(*given: Any) -> str:  # noqa: ANN401
+        damage(store)
+        return unchanged(*given)
+
+    monkeypatch.setattr(removal, "unchanged", meanwhile)
+    found = api.compact(run, archive, delete=True, packed=True)
+    assert (actions(found)[FIRST], found.exit_code) == ("failed", 6)
+    assert "changed since it was compared" in found.problems[0].reason
+    assert tags_in(run) == ALL
+
+
+def kill_once(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """Interrupt a run where it notes what it has written."""
+    notes = count()
+
+    def killing(note: Callable[..., None]) -> Callable[..., None]:
+        def be_killed(*given: Any) -> None:  # noqa: ANN401
+            if next(notes) == at:
+                raise KeyboardInterrupt
+            note(*given)
+
+        return be_killed
+
+    for name in ("note", "note_all"):
+        monkeypatch.setattr(Journal, name, killing(getattr(Journal, name)))
+
+
+@pytest.mark.parametrize("then", [True, False], ids=["packed", "a directory"])
+@pytest.mark.parametrize("first", [True, False], ids=["packed", "a directory"])
+def test_what_was_begun_is_finished_in_the_form_that_is_asked_for(
+    run: Path, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, first: bool,
+    then: bool,
+) -> None:  # fmt: skip
+    api.compact(run, tmp_path / "undisturbed", packed=then)
+    kill_once(monkeypatch, 9 if first else 0)
+    with pytest.raises(KeyboardInterrupt):
+        api.compact(run, archive, packed=first, workers=1)
+    assert [*archive.glob("*.partial")] or not first
+    assert [one.state for one in api.compact_status(run, archive).tags] == ["archiving"]
+    monkeypatch.undo()
+    assert actions(api.compact(run, archive, packed=then, delete=True))[FIRST] == "deleted"
+    assert differing(bits(archive), bits(tmp_path / "undisturbed")) == [f"{FIRST}.receipt.json"]
+
+
+def test_one_that_was_complete_and_not_proved_is_taken(
+    run: Path, archive: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from streamshard.operations.compact import archive as archiving
+
+    def be_killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(archiving, "sums_of", be_killed)
+    with pytest.raises(KeyboardInterrupt):
+        api.compact(run, archive, packed=True)
+    monkeypatch.undo()
+    inode = store.stat().st_ino
+    assert actions(api.compact(run, archive, packed=True))[FIRST] == "archived"
+    assert store.stat().st_ino == inode
+
+
+def test_of_another_save_it_is_made_anew(
+    run: Path, archive: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill_once(monkeypatch, 5)
+    with pytest.raises(KeyboardInterrupt):
+        api.compact(run, archive, packed=True, workers=1)
+    monkeypatch.undo()
+    latest = (run / "latest").read_text()
+    shutil.rmtree(run / FIRST)
+    save(run, 80, Job(tied={}))
+    (run / "latest").write_text(latest)
+    assert actions(api.compact(run, archive, packed=True))[FIRST] == "archived"
+    assert api.verify(store, against=run / FIRST).is_good
+    assert not [*archive.glob("*.partial")]
+
+
+@pytest.mark.parametrize("of_whom", ["somebody", "a receipt that is gone"])
+def test_a_file_that_no_receipt_tells_of_is_left_alone(
+    run: Path, archive: Path, store: Path, of_whom: str
+) -> None:
+    if of_whom == "somebody":
+        api.convert(run / FIRST, store)
+    else:
+        api.compact(run, archive, packed=True)
+        (archive / f"{FIRST}.receipt.json").unlink()
+    before = bits(archive)
+    found = api.compact(run, archive, packed=True)
+    assert (actions(found)[FIRST], found.exit_code) == ("failed", 4)
+    assert "move it away" in found.problems[0].reason
+    assert bits(archive) == before
+
+
+@pytest.mark.parametrize("packed", [(True, True), (False, True), (True, False), (False, False)])
+def test_bytes_that_are_stored_again_are_counted(
+    tmp_path: Path, archive: Path, packed: tuple[bool, bool], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", Job(frozen=(FROZEN,)), steps=(1, 2, 3, 4))
+    for is_packed, step in zip(packed, (5, 6), strict=True):
+        options = ["--packed"] if is_packed else []
+        assert main(["compact", str(run), str(archive), *options]) == 0
+        save(run, step, Job(frozen=(FROZEN,)))
+    suffixes = [".zarr.zip" if one else ".zarr" for one in packed]
+    first, second = (archive / f"{tag_of(n)}{end}" for n, end in zip((1, 2), suffixes, strict=True))
+    both = [entries(one) if one.is_file() else bits(one) for one in (first, second)]
+    same = {path for path in both[0] if both[1].get(path) == both[0][path]}
+    equal = sum(len(both[0][path]) for path in same if not path.startswith("meta/manifest"))
+    receipt = receipt_of(archive, tag_of(2))
+    again, shared = receipt["repeated_bytes"], receipt["shared_bytes"]
+    told = capsys.readouterr().out.splitlines()[-1]
+    if any(packed):
+        assert (again, shared) == (equal, 0)
+        assert equal > 10_000
+        assert "stored again: one file shares none with others" in told
+    else:
+        assert again == 0
+        assert shared >= equal
+        assert "again" not in told
+
+
+def test_archives_of_both_forms_lie_side_by_side(
+    tmp_path: Path, archive: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", steps=(1, 2, 3, 4))
+    api.compact(run, archive)
+    for step, packed in ((5, True), (6, False)):
+        save(run, step)
+        api.compact(run, archive, delete=True, packed=packed)
+    forms = [".zarr", ".zarr.zip", ".zarr"]
+    stores = [archive / f"{tag_of(step)}{end}" for step, end in zip((1, 2, 3), forms, strict=True)]
+    assert all(map(Path.exists, stores))
+    assert main(["newest", str(archive)]) == 0
+    assert capsys.readouterr().out.strip() == str(stores[2])
+    api.merge(archive, tmp_path / "merged.zarr", last=3)
+    api.merge(stores, tmp_path / "named.zarr")
+    assert not differing(bits(tmp_path / "merged.zarr"), bits(tmp_path / "named.zarr"))
+    changed = [one.name for one in api.diff(*stores[:2]).tensors if one.distance.changed]
+    assert changed == ["state/fp32/embed.weight"]
+    found = api.compact(run, archive, undelete=[tag_of(2)])
+    assert (actions(found)[tag_of(2)], found.exit_code) == ("brought back", 0)
+    assert api.verify(stores[1], against=run / tag_of(2)).is_good
+    found = api.compact(run, archive, delete=True, packed=True, now=later(8))
+    assert actions(found)[tag_of(2)] == "deleted"
+    assert [actions(found)[tag_of(step)] for step in (1, 3)] == ["purged", "purged"]
+
+
+def test_weights_that_have_grown_are_told_across_forms(tmp_path: Path, archive: Path) -> None:
+    run = make_run(tmp_path / "run", steps=(70, 80, 90, 100))
+    api.compact(run, archive, keep_last=2, packed=True, keep_tags=[tag_of(80)])
+
+    def grow(content: dict[str, Any]) -> None:
+        for partition in content["optimizer_state_dict"]["single_partition_of_fp32_groups"]:
+            partition.data.mul_(1000)
+
+    for shard in (run / tag_of(80)).glob(f"*{SHARD[-15:]}"):
+        edit(shard, grow)
+    age(run / tag_of(80), 30)
+    found = {one.tag: one for one in api.compact(run, archive, keep_last=2).tags}
+    assert f"since {tag_of(70)}" in found[tag_of(80)].reason
+
+
+def test_each_side_is_read_so_often_and_no_oftener(tmp_path: Path) -> None:
+    found = times_read(tmp_path, 16_000_000, 2, [True], packed=True)
+    source, archive = (sum(column) for column in zip(*found.values(), strict=True))
+    # Once more than a directory, whose files' SHA-256 are computed while they are verified.
+    assert archive == pytest.approx(3 + 16 / 12, abs=0.05), found
+    assert source == pytest.approx(6 / 14 + 24 / 14 + 2, abs=0.05), found
+
+
+def test_in_a_bucket_it_is_refused_by_name(run: Path) -> None:
+    with pytest.raises(UsageError, match=r"packed=True.*on a disk alone"):
+        api.compact(run, "s3://bucket/archive", packed=True)

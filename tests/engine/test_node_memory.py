@@ -1,0 +1,124 @@
+"""Memory that processes fill together: nobody takes other memory for it, and none stays behind."""
+
+import mmap
+import os
+import resource
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from streamshard.io.memory_pages import populate
+from streamshard.io.node_memory import NodeMemory, Offer
+
+PARTS, NBYTES = 300, 10_000
+
+
+@pytest.fixture
+def memory() -> NodeMemory:
+    return NodeMemory.make(PARTS, NBYTES)
+
+
+def in_another_process(act: Callable[[], None]) -> int:
+    """Do something in a fork; returns how it ended."""
+    pid = os.fork()
+    if not pid:
+        try:
+            act()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def holders(offer: Offer) -> list[int]:
+    """List the processes that have memory open."""
+    wanted, found = Path(f"/proc/{offer.process}/fd/{offer.descriptor}").stat(), list[int]()
+    for place in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):  # it is closed by now
+            if os.path.samestat(place.stat(), wanted):
+                found.append(int(place.parts[2]))
+    return found
+
+
+def test_each_sees_what_the_other_filled(memory: NodeMemory) -> None:
+    def fill() -> None:
+        opened = NodeMemory.open(memory.offer(), PARTS)
+        opened.content()[5000:] = b"b" * 5000
+        opened.finish(299)
+
+    memory.content()[:5000] = b"a" * 5000
+    assert not memory.has([0])
+    memory.finish(0)
+    assert not memory.has([0, 299])
+    assert in_another_process(fill) == 0
+    assert memory.has([0, 299])
+    assert not memory.has([0, 1, 299])
+    assert memory.map(4990, 20) == b"a" * 10 + b"b" * 10
+    assert len(memory.content()) == NBYTES
+    memory.close()
+
+
+def test_what_is_written_to_a_map_is_of_this_process_alone(memory: NodeMemory) -> None:
+    mapped, other = memory.map(100, 3000), memory.map(100, 3000)
+    memory.close()
+    mapped[:] = b"x" * 3000
+    assert other == bytes(3000)
+
+
+def test_no_trace_of_it_when_all_processes_are_killed(memory: NodeMemory) -> None:
+    before = {*Path("/dev/shm").iterdir()}
+    offer = memory.offer()
+    assert holders(offer) == [os.getpid()]
+
+    def open_and_die() -> None:
+        opened = NodeMemory.open(offer, PARTS)
+        opened.content()[:] = b"x" * NBYTES
+        assert os.getpid() in holders(offer)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_another_process(open_and_die) == -signal.SIGKILL
+    assert holders(offer) == [os.getpid()]
+    assert {*Path("/dev/shm").iterdir()} == before
+    memory.close()
+
+
+def test_other_memory_is_refused(memory: NodeMemory) -> None:
+    other = NodeMemory.make(PARTS, NBYTES)
+    offer = memory.offer()
+    for wrong in (
+        replace(offer, descriptor=other.offer().descriptor),
+        replace(offer, token=bytes(16)),
+    ):
+        with pytest.raises(OSError, match="is not the memory that was offered"):
+            NodeMemory.open(wrong, PARTS)
+    other.close()
+    memory.close()
+    with pytest.raises(FileNotFoundError):
+        NodeMemory.open(offer, PARTS)
+
+
+def test_a_system_without_such_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(OSError, match="no memory without a name"):
+        NodeMemory.make(PARTS, NBYTES)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 1 << 22), (5, (1 << 22) - 7), (1 << 20, 1 << 21)])
+def test_pages_are_there_before_they_are_touched(start: int, stop: int) -> None:
+    view = memoryview(mmap.mmap(-1, 1 << 22))[start:stop]
+    view[:3] = view[-3:] = b"end"
+    populate(view)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    view[3:-3:512] = b"x" * len(view[3:-3:512])
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 32
+    assert bytes(view[:3]) == bytes(view[-3:]) == b"end"
+
+
+def test_less_than_a_page_is_left_as_it_is() -> None:
+    view = memoryview(bytearray(b"few"))
+    populate(view)
+    assert bytes(view) == b"few"
