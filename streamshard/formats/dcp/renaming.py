@@ -32,7 +32,7 @@ Held = tuple[SavedTensor, TensorPlaces]
 
 
 @dataclass(slots=True)
-class Move:
+class _Move:
     """Tensors that become others."""
 
     rule: Rule | None
@@ -46,7 +46,7 @@ def renamed(found: Distributed, rules_file: Path) -> Distributed:
     """Return a checkpoint with other names for its tensors."""
     rules = read_rules(rules_file)
     try:
-        moves = list(moves_of(found, rules))
+        moves = list(_moves_of(found, rules))
         _require_distinct(moves)
         made = _Made(found)
         for move in moves:
@@ -64,7 +64,7 @@ def renamed(found: Distributed, rules_file: Path) -> Distributed:
     )
 
 
-def moves_of(found: Distributed, rules: Sequence[Rule]) -> Iterator[Move]:
+def _moves_of(found: Distributed, rules: Sequence[Rule]) -> Iterator[_Move]:
     """Say what becomes of each weight, in their order."""
     names = found.keys.weights
     matched = {name: _match(name, rules) for name in names}
@@ -76,11 +76,11 @@ def moves_of(found: Distributed, rules: Sequence[Rule]) -> Iterator[Move]:
     joined: set[tuple[int, tuple[str, ...]]] = set()
     for name, match in matched.items():
         if match is None:
-            yield Move(None, (name,), (name,))
+            yield _Move(None, (name,), (name,))
             continue
         rule, stars = match
         if len(rule.sources) == 1:
-            yield Move(rule, (name,), tuple(_made_of(rule, stars, found.weight(name), name)))
+            yield _Move(rule, (name,), tuple(_made_of(rule, stars, found.weight(name), name)))
         elif (rule.line, stars) not in joined:
             joined.add((rule.line, stars))
             sources = tuple(with_stars(pattern, stars) for pattern in rule.sources)
@@ -88,7 +88,7 @@ def moves_of(found: Distributed, rules: Sequence[Rule]) -> Iterator[Move]:
                 if source not in names:
                     message = f"line {rule.line}: '{name}' is to be joined with"
                     raise UsageError(f"{message} {show(source)}, which is not there")
-            yield Move(rule, sources, (with_stars(rule.targets[0], stars),))
+            yield _Move(rule, sources, (with_stars(rule.targets[0], stars),))
 
 
 def _match(name: str, rules: Sequence[Rule]) -> tuple[Rule, tuple[str, ...]] | None:
@@ -110,8 +110,8 @@ def _made_of(rule: Rule, stars: tuple[str, ...], saved: SavedTensor, name: str) 
             yield with_stars(target, (*stars, *map(str, numbers)))
 
 
-def _require_distinct(moves: Iterable[Move]) -> None:
-    made: dict[str, Move] = {}
+def _require_distinct(moves: Iterable[_Move]) -> None:
+    made: dict[str, _Move] = {}
     for move in moves:
         for target in move.targets:
             if (other := made.setdefault(target, move)) is not move:
@@ -129,7 +129,7 @@ class _Made:
     weights: dict[str, str] = field(default_factory=dict)
     states: dict[str, dict[str, str]] = field(default_factory=dict)
 
-    def add(self, move: Move) -> None:
+    def add(self, move: _Move) -> None:
         """Add what a move makes of its weights and their states."""
         keys = self.found.keys
         self.weights |= self._moved(move, [keys.weights[name] for name in move.sources])
@@ -143,7 +143,7 @@ class _Made:
             for target, key in self._moved(move, held).items():
                 self.states.setdefault(target, {})[state] = key
 
-    def _moved(self, move: Move, keys: Sequence[str]) -> dict[str, str]:
+    def _moved(self, move: _Move, keys: Sequence[str]) -> dict[str, str]:
         """Return target → its key; a step is that of all targets."""
         saved = self.found.index.tensors.get(keys[0])
         is_step = saved is None or (not saved.shape and self.found.weight(move.sources[0]).shape)
@@ -154,7 +154,7 @@ class _Made:
         try:
             made, move.unit = remade(move.rule, held)
         except ValueError as error:
-            message = f"line {move.rule.line}: {show(keys[0])} {error}"
+            message = f"line {move.rule.line}: {show(move.sources[0])} {error}"
             raise UsageError(message) from error
         named = {target: f"{keys[0]} -> {target}" for target in move.targets}
         for key, (tensor, places) in zip(named.values(), made, strict=True):
@@ -180,20 +180,18 @@ def remade(rule: Rule, held: Sequence[Held]) -> tuple[list[Held], int]:
     if len(held) > 1:
         made, unit = _joined(rule, held)
         return [made], unit
-    (saved, places), made_of = held[0], list[Held]()
-    unit = 0
-    for numbers in product(*map(range, saved.shape[: rule.unstacked])):
-        layer = saved, places
-        for number in numbers:
-            layer = _layer(layer, number)
+    layers, made_of, unit = list(held), list[Held](), 0
+    for _ in range(rule.unstacked):
+        layers = [_layer(one, number) for one in layers for number in range(one[0].shape[0])]
+    for layer in layers:
         if len(rule.targets) == 1:
             made_of.append(layer)
             continue
         unit = _unit(rule, layer[0].shape, sum(rule.parts))
         rows: list[list[tuple[Held, int, int]]] = [[] for _ in rule.parts]
-        for part, start, stop in runs_of(rule, unit):
+        for part, start, stop in _runs_of(rule, unit):
             rows[part].append((layer, start, stop))
-        made_of += map(stacked, rows)
+        made_of += map(_stacked, rows)
     return made_of, unit
 
 
@@ -207,10 +205,10 @@ def _joined(rule: Rule, held: Sequence[Held]) -> tuple[Held, int]:
             other = f"{saved.dtype} of {list(saved.shape)}"
             raise ValueError(f"{message} of {list(wanted)}, not {other}")
     taken, rows = [0] * len(held), list[tuple[Held, int, int]]()
-    for part, start, stop in runs_of(rule, unit):
+    for part, start, stop in _runs_of(rule, unit):
         rows.append((held[part], taken[part], taken[part] + stop - start))
         taken[part] += stop - start
-    return stacked(rows), unit
+    return _stacked(rows), unit
 
 
 def _unit(rule: Rule, shape: Sequence[int], parts: int) -> int:
@@ -222,7 +220,7 @@ def _unit(rule: Rule, shape: Sequence[int], parts: int) -> int:
     return rows // number
 
 
-def runs_of(rule: Rule, unit: int) -> Iterator[tuple[int, int, int]]:
+def _runs_of(rule: Rule, unit: int) -> Iterator[tuple[int, int, int]]:
     """Yield the runs of rows of a fused tensor: which part has it, first row, row behind it."""
     start = 0
     for _ in range(rule.groups):
@@ -231,7 +229,7 @@ def runs_of(rule: Rule, unit: int) -> Iterator[tuple[int, int, int]]:
             start += count * unit
 
 
-def stacked(rows: Sequence[tuple[Held, int, int]]) -> Held:
+def _stacked(rows: Sequence[tuple[Held, int, int]]) -> Held:
     """Return the tensor that rows of others make up: of which, first row, row behind them."""
     pieces, at = [], 0
     for held, start, stop in rows:
@@ -267,7 +265,7 @@ def _rows(held: Held, start: int, stop: int, at: int) -> list[Ints]:
 
 def _layer(held: Held, number: int) -> Held:
     """Return one of the tensors that are stacked in the first dimension."""
-    saved, places = stacked([(held, number, number + 1)])
+    saved, places = _stacked([(held, number, number + 1)])
     _, _, lower, lengths, *_ = _columns((saved, places))
     # A holder's rows before the layer's lie before its elements.
     skipped = -lower[:, 0] * np.prod(lengths[:, 1:], axis=1, dtype=np.int64)
@@ -278,7 +276,7 @@ def _layer(held: Held, number: int) -> Held:
     return tensor, replace(places, offset=offset, holders=(lower[:, 1:], lengths[:, 1:]))
 
 
-def _groups(groups: Iterable[SavedGroup], moves: Iterable[Move]) -> list[SavedGroup]:
+def _groups(groups: Iterable[SavedGroup], moves: Iterable[_Move]) -> list[SavedGroup]:
     """Return param groups with the new names, each in the place of what it is made of."""
     by_source = {name: move for move in moves for name in move.sources}
     made = []
@@ -295,9 +293,9 @@ def _groups(groups: Iterable[SavedGroup], moves: Iterable[Move]) -> list[SavedGr
     return made
 
 
-def _remarks(rules: Iterable[Rule], moves: Sequence[Move]) -> Iterator[str]:
+def _remarks(rules: Iterable[Rule], moves: Sequence[_Move]) -> Iterator[str]:
     """Say what each rule did, and what no rule was for."""
-    by_line: dict[int, list[Move]] = {}
+    by_line: dict[int, list[_Move]] = {}
     for move in moves:
         by_line.setdefault(move.rule.line if move.rule else 0, []).append(move)
     for rule in rules:
