@@ -33,7 +33,7 @@ from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.io.entries import is_directory, paths_in
 from streamshard.io.files import require_inside
-from streamshard.layout.boxes import NotTiledError, grid_of
+from streamshard.layout.boxes import BoxGrid, NotTiledError, grid_of
 from streamshard.layout.cutting import Cutting, CuttingBuilder
 from streamshard.model import ITEMSIZE, MASTER, MODULE, LogicalTensor, Note, Slot, ZeroLayout
 
@@ -56,6 +56,8 @@ class Distributed:
     what: str = _WHAT
     remarks: tuple[str, ...] = ()
     """What else the user should know."""
+    unrecorded: tuple[str, ...] = ()
+    """What else a job needs that it does not tell."""
 
     def tensor(self, key: str) -> SavedTensor:
         """Return the tensor of a key."""
@@ -221,6 +223,7 @@ def _unrecorded(
     if not groups or any(group.states is None for group in groups if group.params):
         yield "the optimizer's states"
         return
+    yield from found.unrecorded
     place = {name: number for number, name in enumerate(found.keys.weights)}
     orders = [[place[name] for name in group.params] for group in groups]
     if found.keys.by_parameter:
@@ -289,11 +292,16 @@ def _cutting(root: Path, rows: Sequence[tuple[str, SavedTensor, TensorPlaces]]) 
             nothing = np.zeros(1, dtype=np.int64)
             builder.assign(number, builder.slot(Slot(nothing, nothing, nothing)), piece_numel=1)
             continue
-        try:
-            grid = grid_of(saved.shape, saved.offsets, saved.sizes, holders=places.holders)
-        except NotTiledError as error:
-            message = f"{show(key)} of {show(saved.shape)}: {error}"
-            raise CorruptFileError(message, path=root / dcp_names.METADATA) from error
+        grid = tiled(root, key, saved, places)
         pieces = Slot(places.file, places.offset, np.prod(saved.sizes, axis=1, dtype=np.int64))
         builder.place_boxes(number, builder.slot(pieces), grid)
     return builder.build()
+
+
+def tiled(root: Path, key: str, saved: SavedTensor, places: TensorPlaces) -> BoxGrid:
+    """Return the grid of the boxes of a tensor that has elements; refuse overlaps and gaps."""
+    try:
+        return grid_of(saved.shape, saved.offsets, saved.sizes, holders=places.holders)
+    except NotTiledError as error:
+        message = f"{show(key)} of {show(saved.shape)}: {error}"
+        raise CorruptFileError(message, path=root / dcp_names.METADATA) from error
