@@ -67,8 +67,8 @@ def files_of(directory: Path) -> list[Path]:
     for what, have, last in (("shard", ranks, max(ranks)), ("model", parts, max(counts))):
         lacking = next(number for number in count(1) if number not in have)
         if lacking < last or (what == "model" and lacking == last):
-            message = f"no file {what}-{lacking:05d}, of {last} that were saved; copy it from the"
-            raise IncompleteError(f"{message} node that saved it", path=directory)
+            message = f"no file {what}-{lacking:05d} of {last}; copy it from the node that saved it"
+            raise IncompleteError(message, path=directory)
     return [found[key] for key in sorted(found)]
 
 
