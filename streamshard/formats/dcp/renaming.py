@@ -164,7 +164,7 @@ class _Made:
     def _held(self, key: str) -> Held:
         saved, places = self.found.index.tensors[key], self.found.places[key]
         # What lies outside of a tensor would go nowhere.
-        tiled(self.found.root, key, saved, places)
+        tiled(self.found.root / self.found.boxes_in, key, saved, places)
         return saved, places
 
     def _put(self, key: str, tensor: SavedTensor | None, places: TensorPlaces | None) -> None:
