@@ -199,17 +199,30 @@ JOIN = "h.*.{q,k,v} -> layers.*.qkv : 2 x 2:1:1"
 
 
 @pytest.mark.parametrize("style", ["torch", "titan"])
-def test_tensors_are_joined_and_layers_unstacked(style: str, tmp_path: Path) -> None:
+def test_tensors_are_joined_and_layers_unstacked(
+    style: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cut = {name: mesh(shape, [2] * len(shape)) for name, shape in SHAPES.items()}
     adamw(SHAPES, cut=cut, style=style).write(tmp_path / "dcp")
     rules = tmp_path / "rules"
     rules.write_text(f"{JOIN}  # fused\n\nstack -> layers.*.w\n")
     streamshard.export(tmp_path / "dcp", tmp_path / "out", rename=rules, verify=True)
-    held, made = held_in(tmp_path / "dcp", "fp32"), load_file(tmp_path / "out/model.safetensors")
+    wanted = {state: joined(held_in(tmp_path / "dcp", state)) for state in STATES}
+    require_equal(load_file(tmp_path / "out" / "model.safetensors"), wanted["fp32"])
+    monkeypatch.setattr("tests.fabricated.buffers", dict)
+    shapes = tuple((name, tuple(tensor.shape)) for name, tensor in wanted["fp32"].items())
+    write(Job(groups=(shapes,), frozen=(), tied={}), tmp_path / "like")
+    streamshard.repartition(
+        tmp_path / "dcp", tmp_path / "zero", world_size=3, like=tmp_path / "like", rename=rules
+    )
+    for state in STATES:
+        require_equal(held_in(tmp_path / "zero", state), wanted[state])
+
+
+def joined(held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     q, k, v = (held[f"h.0.{name}"].reshape(2, -1, 6) for name in "qkv")
-    wanted = {"layers.0.qkv": torch.cat([q, k, v], 1).reshape(-1, 6), "norm": held["norm"]}
-    wanted |= {f"layers.{number}.w": layer for number, layer in enumerate(held["stack"])}
-    require_equal(made, wanted)
+    made = {"layers.0.qkv": torch.cat([q, k, v], 1).reshape(-1, 6), "norm": held["norm"]}
+    return made | {f"layers.{number}.w": layer for number, layer in enumerate(held["stack"])}
 
 
 @pytest.mark.parametrize(
