@@ -12,9 +12,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import streamshard
-from streamshard.errors import DisagreementError, SourceError, UnsupportedError, UsageError
+from streamshard.errors import (
+    CorruptFileError,
+    DisagreementError,
+    SourceError,
+    UnsupportedError,
+    UsageError,
+)
 from streamshard.formats.dcp.item_reader import TensorPlaces
 from streamshard.formats.dcp.metadata_reader import SavedItems, SavedTensor
 from streamshard.formats.dcp.rename_rules import rule_of
@@ -22,7 +29,7 @@ from streamshard.formats.dcp.renaming import Held, remade
 from streamshard.layout.boxes import grid_of
 from tests.cli.conftest import in_process
 from tests.fabricated import write
-from tests.fabricated_dcp import adamw, mesh
+from tests.fabricated_dcp import adamw, mesh, save_index
 from tests.job import Job
 
 SAVES = Path(__file__).parent / "megatron_saves"
@@ -277,6 +284,18 @@ def test_parts_with_other_states_are_not_joined(tmp_path: Path) -> None:
     saved.write(tmp_path / "dcp")
     (tmp_path / "rules").write_text(JOIN)
     with pytest.raises(DisagreementError, match="they are to be joined"):
+        streamshard.export(tmp_path / "dcp", tmp_path / "out", rename=tmp_path / "rules")
+
+
+def test_nothing_that_lies_outside_of_a_tensor_is_left_out(tmp_path: Path) -> None:
+    saved = adamw({"norm": (6,)}, cut={"norm": mesh((6,), (1,))})
+    metadata = saved.write(tmp_path / "dcp")
+    for listed in metadata.state_dict_metadata.values():
+        if isinstance(listed, TensorStorageMetadata) and listed.size == (6,):
+            listed.size = torch.Size([4])
+    save_index(metadata, tmp_path / "dcp")
+    (tmp_path / "rules").write_text("norm -> {a,b} : 1:1")
+    with pytest.raises(CorruptFileError, match="reaches out of"):
         streamshard.export(tmp_path / "dcp", tmp_path / "out", rename=tmp_path / "rules")
 
 
