@@ -12,9 +12,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import streamshard
-from streamshard.errors import DisagreementError, SourceError, UnsupportedError, UsageError
+from streamshard.errors import (
+    CorruptFileError,
+    DisagreementError,
+    SourceError,
+    UnsupportedError,
+    UsageError,
+)
 from streamshard.formats.dcp.item_reader import TensorPlaces
 from streamshard.formats.dcp.metadata_reader import SavedItems, SavedTensor
 from streamshard.formats.dcp.rename_rules import rule_of
@@ -22,7 +29,7 @@ from streamshard.formats.dcp.renaming import Held, remade
 from streamshard.layout.boxes import grid_of
 from tests.cli.conftest import in_process
 from tests.fabricated import write
-from tests.fabricated_dcp import adamw, mesh
+from tests.fabricated_dcp import adamw, mesh, save_index
 from tests.job import Job
 
 SAVES = Path(__file__).parent / "megatron_saves"
@@ -199,17 +206,30 @@ JOIN = "h.*.{q,k,v} -> layers.*.qkv : 2 x 2:1:1"
 
 
 @pytest.mark.parametrize("style", ["torch", "titan"])
-def test_tensors_are_joined_and_layers_unstacked(style: str, tmp_path: Path) -> None:
+def test_tensors_are_joined_and_layers_unstacked(
+    style: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cut = {name: mesh(shape, [2] * len(shape)) for name, shape in SHAPES.items()}
     adamw(SHAPES, cut=cut, style=style).write(tmp_path / "dcp")
     rules = tmp_path / "rules"
     rules.write_text(f"{JOIN}  # fused\n\nstack -> layers.*.w\n")
     streamshard.export(tmp_path / "dcp", tmp_path / "out", rename=rules, verify=True)
-    held, made = held_in(tmp_path / "dcp", "fp32"), load_file(tmp_path / "out/model.safetensors")
+    wanted = {state: joined(held_in(tmp_path / "dcp", state)) for state in STATES}
+    require_equal(load_file(tmp_path / "out" / "model.safetensors"), wanted["fp32"])
+    monkeypatch.setattr("tests.fabricated.buffers", dict)
+    shapes = tuple((name, tuple(tensor.shape)) for name, tensor in wanted["fp32"].items())
+    write(Job(groups=(shapes,), frozen=(), tied={}), tmp_path / "like")
+    streamshard.repartition(
+        tmp_path / "dcp", tmp_path / "zero", world_size=3, like=tmp_path / "like", rename=rules
+    )
+    for state in STATES:
+        require_equal(held_in(tmp_path / "zero", state), wanted[state])
+
+
+def joined(held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     q, k, v = (held[f"h.0.{name}"].reshape(2, -1, 6) for name in "qkv")
-    wanted = {"layers.0.qkv": torch.cat([q, k, v], 1).reshape(-1, 6), "norm": held["norm"]}
-    wanted |= {f"layers.{number}.w": layer for number, layer in enumerate(held["stack"])}
-    require_equal(made, wanted)
+    made = {"layers.0.qkv": torch.cat([q, k, v], 1).reshape(-1, 6), "norm": held["norm"]}
+    return made | {f"layers.{number}.w": layer for number, layer in enumerate(held["stack"])}
 
 
 @pytest.mark.parametrize(
@@ -264,6 +284,18 @@ def test_parts_with_other_states_are_not_joined(tmp_path: Path) -> None:
     saved.write(tmp_path / "dcp")
     (tmp_path / "rules").write_text(JOIN)
     with pytest.raises(DisagreementError, match="they are to be joined"):
+        streamshard.export(tmp_path / "dcp", tmp_path / "out", rename=tmp_path / "rules")
+
+
+def test_nothing_that_lies_outside_of_a_tensor_is_left_out(tmp_path: Path) -> None:
+    saved = adamw({"norm": (6,)}, cut={"norm": mesh((6,), (1,))})
+    metadata = saved.write(tmp_path / "dcp")
+    for listed in metadata.state_dict_metadata.values():
+        if isinstance(listed, TensorStorageMetadata) and listed.size == (6,):
+            listed.size = torch.Size([4])
+    save_index(metadata, tmp_path / "dcp")
+    (tmp_path / "rules").write_text("norm -> {a,b} : 1:1")
+    with pytest.raises(CorruptFileError, match="reaches out of"):
         streamshard.export(tmp_path / "dcp", tmp_path / "out", rename=tmp_path / "rules")
 
 
