@@ -191,7 +191,9 @@ class SavedOptimizer:
         shape = self._index.tensors[weight].shape if weight is not None else None
         if tensor.shape == shape and shape != ():
             if tensor.dtype in CODES:
-                message = f"'{key}' holds codes of {tensor.dtype}: 8-bit optimizers such as those of"
+                message = (
+                    f"'{key}' holds codes of {tensor.dtype}: 8-bit optimizers such as those of"
+                )
                 message = f"{message} bitsandbytes keep a scale for every block of them, and blocks"
                 raise UnsupportedError(f"{message} are not cut. {_ANEW}")
             return FlatState(tensor.dtype)
