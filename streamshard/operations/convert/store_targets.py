@@ -38,9 +38,9 @@ from streamshard.health import TensorHealth
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.zero import ceil_div
 from streamshard.model import BLOB, FILE, ITEMSIZE, Digest, LogicalTensor, Whole
-from streamshard.operations.checks.tensor_content import is_measured
 from streamshard.operations.convert.small_layouts import together
 from streamshard.operations.source.source import Request, Source
+from streamshard.operations.source.store_source import is_measured
 from streamshard.operations.transfer import read_back
 from streamshard.operations.transfer.byte_accounting import ByteCounts
 from streamshard.operations.transfer.file_layout import Elements, FileLayout, fixed_files
