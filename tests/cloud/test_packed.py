@@ -20,7 +20,7 @@ from streamshard.errors import (
 )
 from streamshard.io.objects import object_upload
 from tests.cloud.conftest import Bucket
-from tests.cloud.proxy import Fault, Request
+from tests.cloud.proxy import Request
 from tests.fabricated import write
 from tests.formats.conftest import files_of
 from tests.job import Job
@@ -149,15 +149,19 @@ def test_a_run_that_fails_leaves_nothing(codec: str, bucket: Bucket, tmp_path: P
     assert not bucket.uploads()
 
 
-def test_a_run_that_fails_in_reading_back_leaves_nothing(bucket: Bucket, tmp_path: Path) -> None:
+def test_what_is_read_back_goes_if_it_may_not_take_its_place(
+    bucket: Bucket, tmp_path: Path
+) -> None:
     run, store = write(Job(stage=2), tmp_path / "run"), f"{bucket.url}/7b.zarr.zip"
-    staged = "7b.zarr.zip.partial/7b.zarr.zip"
-    bucket.proxy.plan = lambda one: (
-        Fault.DENIED if one.method == "GET" and one.path.endswith(staged) else None
-    )
-    with pytest.raises(StreamshardError, match="access denied"):
+
+    def intrude(request: Request) -> None:
+        if request.range and request.path.endswith("7b.zarr.zip.partial/7b.zarr.zip"):
+            bucket.put_bytes("7b.zarr.zip", b"mine")
+
+    bucket.proxy.plan = intrude
+    with pytest.raises(TargetExistsError, match="by someone else meanwhile"):
         streamshard.convert(run, store, verify=True)
-    assert bucket.keys() == set()
+    assert bucket.keys() == {"7b.zarr.zip"}
 
 
 @pytest.mark.parametrize("verify", [False, True])

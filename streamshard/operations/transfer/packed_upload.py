@@ -292,6 +292,7 @@ class PackedUploadTarget:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         with ignored(FROM_OUTSIDE):
-            if error is not None or not self._copies:  # a run that was killed may have left one
+            # A run that was killed may have left one.
+            if (error is not None or not self._copies) and head(self._elsewhere) is not None:
                 remove_object(self._elsewhere)
         self._held.close()
