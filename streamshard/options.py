@@ -265,6 +265,13 @@ class TransferOptions(SourceOptions, WritingOptions):
     """Options of verbs that write what is in one source."""
 
     source: Path_ = place("SRC", SOURCE_HELP, kw_only=False)
+    rename: Path_ | None = option(
+        "FILE",
+        "rules that give the tensors of FSDP's or Megatron's .distcp files other names, and split "
+        "or join fused ones: lines such as 'decoder.layers.*.x -> layers.*.x' [their own names]",
+        group=SOURCE,
+        is_rare=True,
+    )
 
 
 def degree(metavar: str, help: str) -> Any:  # noqa: ANN401

@@ -289,7 +289,8 @@ def _facts(moment: Moment) -> list[str]:
     if moment.bytes_per_second is not None:
         facts.append(f"{show_bytes(moment.bytes_per_second)}/s")
     if moment.eta_seconds is not None and not moment.is_all:
-        facts.append(f"{show_time(moment.eta_seconds)} left")
+        eta = moment.eta_seconds
+        facts.append(f"{'less than a second' if eta < 1 else show_time(eta)} left")
     return facts
 
 

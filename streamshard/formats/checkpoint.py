@@ -53,6 +53,10 @@ class FlatState:
     dtype: str
 
 
+CODES: Final = frozenset({"uint8", "int8", "float8_e4m3fn", "float8_e5m2"})
+"""Dtypes of states whose values mean nothing without the scale of their block."""
+
+
 @dataclass(frozen=True, slots=True)
 class ScalarState:
     """An optimizer state that is one small tensor per group, such as `step`."""

@@ -66,10 +66,8 @@ _PARTS_OF_RANKS: Final = (
         re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors"),
         (
             "files of ranks as PyTorch's HuggingFaceStorageWriter(save_distributed=True) saves "
-            "them, and with it transformers, which hold a part of each tensor and are not read "
-            "here. torch.distributed.checkpoint.load() reads them on any count of ranks with "
-            "storage_reader=HuggingFaceStorageReader(DIR). consolidate_distributed_checkpoint(DIR) "
-            "of transformers.distributed makes whole files next to them, which are read"
+            "them, and with it transformers, which hold a part of each tensor; give the directory "
+            "of all ranks' files, {directory}"
         ),
     ),
 )

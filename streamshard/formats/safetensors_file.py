@@ -8,7 +8,7 @@ with the library's, byte by byte.
 import json
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +17,7 @@ from streamshard.errors import CorruptFileError, Option, UnsupportedError
 from streamshard.formats import strict_json
 from streamshard.formats.pickle.inert import show
 from streamshard.formats.pickle.node_checks import is_text
-from streamshard.formats.shapes import is_size, require_shape
+from streamshard.formats.shapes import is_size, require_shape, sizes_of
 from streamshard.io.entries import open_readable
 from streamshard.model import ITEMSIZE
 
@@ -128,7 +128,20 @@ def lay_out(tensors: Iterable[Described]) -> SafetensorsLayout:
 
 
 def read(path: Path) -> Sequence[Stored]:
-    """Read the places of the tensors in a file."""
+    """Read the places of the tensors in a file, which are whole."""
+    found, begins = read_parts(path)
+    part = next((name for name, offsets in begins.items() if any(offsets)), None)
+    if part is not None:
+        message = f"holds a part of {show(part)}, as PyTorch's HuggingFaceStorageWriter saves it on"
+        raise UnsupportedError(f"{message} each rank, and not a whole tensor", path=path)
+    return found
+
+
+def read_parts(path: Path) -> tuple[Sequence[Stored], Mapping[str, tuple[int, ...]]]:
+    """Read the places of the parts of tensors in a file, and where in its tensor each begins.
+
+    Files that are not of ranks tell no beginnings.
+    """
     with open_readable(path) as file:
         nbytes = file.nbytes
         head = file.read_at(0, _LENGTH.size)
@@ -140,13 +153,10 @@ def read(path: Path) -> Sequence[Stored]:
         header = strict_json.parse(serialized)
         start = _LENGTH.size + length
         found = [_stored(name, entry, start) for name, entry in header.items() if name != _METADATA]
-        part = _part_in(header)
+        begins = _begins(header)
     except (AttributeError, CorruptFileError, KeyError, TypeError, ValueError) as error:
         message = f"its header is not a safetensors header ({error})"
         raise CorruptFileError(message, path=path) from error
-    if part is not None:
-        message = f"holds a part of {show(part)}, as PyTorch's HuggingFaceStorageWriter saves it on"
-        raise UnsupportedError(f"{message} each rank, and not a whole tensor", path=path)
     found.sort(key=lambda one: (one.offset, one.tensor.nbytes))
     at = start
     for one in found:
@@ -156,14 +166,14 @@ def read(path: Path) -> Sequence[Stored]:
         at += one.tensor.nbytes
     if at != nbytes:
         raise CorruptFileError(f"{nbytes} bytes, its header describes {at}", path=path)
-    return found
+    return found, begins
 
 
-def _part_in(header: dict[str, Any]) -> str | None:
-    """Return a tensor of which a header says that only a later part is in the file."""
+def _begins(header: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Read where the parts begin of which a header says so."""
     told = (header.get(_METADATA) or {}).get(_SHARDING)
     parts = strict_json.parse(told.encode()) if told is not None else {}
-    return next((name for name, entry in parts.items() if any(entry["saved_offsets"])), None)
+    return {name: sizes_of(entry["saved_offsets"]) for name, entry in parts.items()}
 
 
 def _stored(name: str, entry: Any, start: int) -> Stored:  # noqa: ANN401

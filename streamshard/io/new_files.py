@@ -20,12 +20,14 @@ class NewFiles:
         self._stop = stop
         self._made: set[str] = set()
         """Directories that are there."""
+        self._come_second: set[str] = set()
+        """Names of directories that lacked the one above; the next of that name likely do too."""
 
     def write(self, path: str, parts: Sequence[bytes | memoryview]) -> None:
         """Make a file of parts that follow each other."""
         directory = path.rpartition("/")[0]
         if directory not in self._made:
-            _make_directory(f"{self._root}/{directory}")
+            self._make_directory(f"{self._root}/{directory}")
             self._made.add(directory)
         full = f"{self._root}/{path}"
         descriptor = create(full, os.O_WRONLY)
@@ -36,16 +38,18 @@ class NewFiles:
         finally:
             os.close(descriptor)
 
-
-def _make_directory(path: str) -> None:
-    """Make a directory, which others may be making too, and those above it."""
-    try:
-        os.mkdir(path)  # noqa: PTH102
-    except FileExistsError:
-        pass
-    except FileNotFoundError:
-        _make_directory(path.rpartition("/")[0])
-        _make_directory(path)
+    def _make_directory(self, path: str) -> None:
+        """Make a directory, which others may be making too, and those above it."""
+        parent, _, name = path.rpartition("/")
+        if name in self._come_second:
+            self._make_directory(parent)
+        try:
+            os.mkdir(path)  # noqa: PTH102
+        except FileExistsError:
+            pass
+        except FileNotFoundError:
+            self._come_second.add(name)
+            self._make_directory(path)
 
 
 def _write(descriptor: int, parts: Sequence[bytes | memoryview]) -> None:

@@ -49,8 +49,12 @@ class NodeMemory:
         if not hasattr(os, "memfd_create"):
             raise OSError("this system has no memory without a name")
         made = cls(os.memfd_create("streamshard"), os.urandom(_TOKEN_BYTES), parts)
-        os.truncate(made._descriptor, made._start + nbytes)
-        os.pwrite(made._descriptor, made._token, 0)
+        try:
+            os.truncate(made._descriptor, made._start + nbytes)
+            os.pwrite(made._descriptor, made._token, 0)
+        except OSError:  # the user's limit on the size of a file holds for memory too
+            made.close()
+            raise
         return made
 
     @classmethod
@@ -58,9 +62,11 @@ class NodeMemory:
         """Open the memory of another process."""
         place = f"/proc/{offer.process}/fd/{offer.descriptor}"
         opened = cls(os.open(place, os.O_RDWR | os.O_CLOEXEC), offer.token, parts)
-        if not opened._has_token(0):
+        try:
+            opened._require_token(place)
+        except OSError:
             opened.close()
-            raise OSError(f"{place} is not the memory that was offered")
+            raise
         return opened
 
     def offer(self) -> Offer:
@@ -87,6 +93,10 @@ class NodeMemory:
     def close(self) -> None:
         """Close it; what is mapped stays."""
         os.close(self._descriptor)
+
+    def _require_token(self, place: str) -> None:
+        if not self._has_token(0):
+            raise OSError(f"{place} is not the memory that was offered")
 
     def _has_token(self, place: int) -> bool:
         found = memoryview(bytearray(_TOKEN_BYTES))

@@ -122,7 +122,8 @@ def _plan(options: MergeOptions) -> TransferPlan:
 
     def prepare(source: Source) -> Output:
         output = writes(chosen, source)
-        return _as_merged(output, found[0], chosen, notes)
+        told = notes if len(sources) > 1 or options.last else [*notes, _alone(found[0])]
+        return _as_merged(output, found[0], chosen, told)
 
     return plan_opened(chosen, open_all, prepare)
 
@@ -148,6 +149,12 @@ def _opened(options: MergeOptions, weights: Sequence[float]) -> Merging:
     if averages_states:
         _require_linear(sources[newest], weights)
     return Merging(sources, weights, newest, averages_states, copies)
+
+
+def _alone(merging: Merging) -> str:
+    place = place_of(merging.sources[0])
+    advice = f"{Option('last', 5)} takes the newest five of a directory"
+    return f"Only {place} is merged, so nothing is averaged; {advice}."
 
 
 def _newest(sources: Sequence[Source], asked: str) -> int:

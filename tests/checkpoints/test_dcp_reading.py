@@ -233,6 +233,15 @@ def other_rate(place: Path) -> None:
     saved.write(place)
 
 
+def coded(place: Path) -> None:
+    """Quantise moments, as an 8-bit optimizer does."""
+    saved = adamw(SHAPES)
+    for key, (tensor, cut) in saved.tensors.items():
+        if key.endswith("exp_avg"):
+            saved.tensors[key] = (tensor * 255).to(torch.uint8), cut
+    saved.write(place)
+
+
 def two_models(place: Path) -> None:
     saved = adamw(SHAPES)
     copies = {k.replace("model.", "module.", 1): v for k, v in saved.tensors.items()}
@@ -299,6 +308,7 @@ REFUSED: list[tuple[Damage, type[SourceError], str]] = [
     (linked, SourceError, "a symbolic link that leads out"),
     (other_step, SourceError, r"'up\.bias' of the same param group"),
     (other_rate, SourceError, r"up\.bias\.lr' is 0\.5, in param group 0 it is 0\.001"),
+    (coded, UnsupportedError, r"\.exp_avg' holds codes of uint8: 8-bit"),
     (two_models, UnsupportedError, "2 state dicts that may be the model's"),
 ]
 

@@ -13,7 +13,7 @@ import torch
 import torch._dynamo  # ranks are forks: what FSDP loads late is loaded once
 from safetensors.torch import load_file, save_file
 from torch import Tensor, distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard, distribute_tensor
@@ -237,6 +237,15 @@ def test_a_part_of_a_weight_is_a_weight_of_its_own(first: str, tmp_path: Path) -
     }
 
 
+def test_a_transposed_buffer_is_not_tied_to_the_buffer_that_it_views(tmp_path: Path) -> None:
+    """Both begin at one place and have one shape, but not the same elements in the same order."""
+    square = torch.arange(9.0).reshape(3, 3)
+    for rank in range(2):
+        torch.save({"square": square, "turned": square.t()}, tmp_path / name(rank, 2))
+    with pytest.raises(UnsupportedError, match="'turned' is not contiguous"):
+        streamshard.export(tmp_path, tmp_path.parent / "out")
+
+
 def name(rank: int, ranks: int = RANKS) -> str:
     return f"model_world_size_{ranks}_rank_{rank}.pt"
 
@@ -253,6 +262,15 @@ def changed(change: Callable[[State], State], rank: int = 1) -> Callable[[Path],
 def summed(held: State) -> State:
     mesh = init_device_mesh("cpu", (RANKS,))
     return {**held, "up.bias": DTensor.from_local(torch.ones(7), mesh, [Partial()])}
+
+
+def in_another_order(held: State) -> State:
+    """Groups of ranks number these in ascending order, and FSDP2 cuts by their numbers."""
+    mesh, part = DeviceMesh("cpu", [1, 0, 2, 3]), held["up.bias"].to_local()
+    moved = DTensor.from_local(
+        part, mesh, [Shard(0)], run_check=False, shape=torch.Size([7]), stride=(1,)
+    )
+    return {**held, "up.bias": moved}
 
 
 def shorter(held: State) -> State:
@@ -297,6 +315,10 @@ REFUSED: dict[str, tuple[Callable[[Path], object], type[SourceError], str]] = {
         DisagreementError, "up.bias is a tensor on some ranks only",
     ),
     "a sum": (changed(summed), UnsupportedError, "rank_1.pt: a DTensor with the placement <torch"),
+    "ranks in another order": (
+        changed(in_another_order, 0),
+        UnsupportedError, "rank_0.pt: a DTensor on a mesh of the ranks 1, 0, 2, ",
+    ),
     "a shorter part": (
         changed(shorter), CorruptFileError, r"'up.bias': a rank holds \[1\] where \[2\] belong",
     ),

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import streamshard
-from streamshard.errors import TargetError, UnsupportedError, UsageError
+from streamshard.errors import SourceError, TargetError, UnsupportedError, UsageError
 from tests.checkpoints.test_fsdp_ranks import Model, fsdp1, in_rank
 from tests.dtensor_parts import load, rank_differences
 
@@ -185,6 +185,41 @@ def without(kind: str, rank: int) -> Callable[[Path], object]:
     return lambda place: (place / f"{kind}_world_size_{SOURCE}_rank_{rank}.pt").unlink()
 
 
+def another_config(data: bytes, *, is_link: bool = False) -> Callable[[Path], object]:
+    def change(place: Path) -> None:
+        config = place / "fsdp_config.json"
+        config.unlink()
+        where = place.parent / "outside.json" if is_link else config
+        where.write_bytes(data)
+        if is_link:
+            config.symlink_to(where)
+
+    return change
+
+
+def from_another_save(place: Path) -> None:
+    """Write a rank's optimizer as it was a step later."""
+    path = place / f"optim_world_size_{SOURCE}_rank_2.pt"
+    held = load(path)
+    for state in held["state"].values():
+        state["step"] += 1
+    torch.save(held, path)
+
+
+def on_half_of_the_ranks(place: Path) -> None:
+    """Write what two groups of two ranks save that know nothing of each other."""
+    for rank in range(SOURCE):
+        in_rank(rank, partial(_save_on_half, place), SOURCE)
+
+
+def _save_on_half(place: Path) -> None:
+    rank = distributed.get_rank()
+    mesh = DeviceMesh("cpu", [rank // 2 * 2, rank // 2 * 2 + 1])
+    part = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)], src_data_rank=None)
+    for kind, held in (("model", {"one": part}), ("optim", {})):
+        saved(place, held, rank, SOURCE, kind)
+
+
 REFUSED: dict[str, tuple[Callable[[Path], object], dict[str, Any], type[Exception], str]] = {
     "no count of ranks": (
         lambda _: None, {}, UsageError, "has files for 4 ranks already; say with world_size",
@@ -199,6 +234,26 @@ REFUSED: dict[str, tuple[Callable[[Path], object], dict[str, Any], type[Exceptio
         without("extra_state", 1), {"world_size": 3}, UnsupportedError, "extra_state_\\S*rank_1.pt",
     ),
 }  # fmt: skip
+
+NOT_WRITTEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a config that is a link": (
+        another_config(b'{"FSDP_version": 2}', is_link=True),
+        "json: a symbolic link that leads out",
+    ),
+    "a config that is no JSON": (another_config(b"{"), "fsdp_config.json: is not JSON"),
+    "an optimizer of two saves": (from_another_save, "step is not the same on all ranks"),
+    "meshes of some ranks": (on_half_of_the_ranks, "on meshes of 2 of its 4 ranks"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), NOT_WRITTEN.values(), ids=NOT_WRITTEN)
+def test_what_cannot_be_written_is_refused(
+    change: Callable[[Path], object], message: str, root: Path, tmp_path: Path
+) -> None:
+    place = shutil.copytree(root / f"FSDP2 {SOURCE}", tmp_path / "actor")
+    change(place)
+    with pytest.raises(SourceError, match=message):
+        streamshard.repartition(place, tmp_path / "out", format=FORM, world_size=3)
 
 
 @pytest.mark.parametrize(("change", "options", "error", "message"), REFUSED.values(), ids=REFUSED)

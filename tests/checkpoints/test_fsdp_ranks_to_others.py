@@ -1,5 +1,6 @@
 """Files of FSDP's ranks become ZeRO's files, with a reference, and a distributed checkpoint."""
 
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,3 +94,21 @@ def test_a_distributed_checkpoint_holds_the_same(made: Saved, ranks: Path, tmp_p
     assert streamshard.diff(ranks, tmp_path / "dcp").is_equal
     made.write(tmp_path / "wanted")
     assert streamshard.diff(tmp_path / "wanted", tmp_path / "dcp").is_equal
+
+
+def test_a_learning_rate_in_a_tensor_is_a_number_elsewhere(
+    made: Saved, ranks: Path, tmp_path: Path
+) -> None:
+    place = shutil.copytree(ranks, tmp_path / "actor")
+    for path in place.glob("optim_*"):
+        held = torch.load(path, weights_only=False)
+        for group in held["param_groups"]:
+            group["lr"] = torch.tensor(0.25)
+        torch.save(held, path)
+    reference = write(Job(world_size=2), tmp_path / "like")
+    streamshard.repartition(place, tmp_path / "zero", world_size=3, like=reference, verify=True)
+    streamshard.export(place, tmp_path / "dcp", format="dcp", verify=True)
+    for out in (place, tmp_path / "zero", tmp_path / "dcp"):
+        groups = streamshard.inspect(out).groups
+        assert [group.hyper_parameters["lr"] for group in groups] == [0.25, 0.25]
+    require_moved(made, tmp_path / "zero", Job().dtype)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import streamshard
 from streamshard.errors import DisagreementError, SourceError, UnsupportedError
-from tests.comparing import both_roads
+from tests.comparing import both_roads, differences
 from tests.fabricated import edit, optimizer_file, optimizer_state, wrapped, write
 from tests.job import Job
 
@@ -75,10 +75,14 @@ def bitsandbytes(numel: int) -> States:
     }
 
 
-def bitsandbytes_of_today(numel: int) -> States:
-    """What the `state_dict` of newer versions makes of that."""
-    states = bitsandbytes(numel)
+def as_of_today(states: States) -> States:
+    """What the `state_dict` of bitsandbytes 0.50.2 makes of its states."""
     return {"step": states.pop("step"), "__bnb_optimizer_quant_state__": states}
+
+
+def ademamix(numel: int) -> States:
+    """What AdEMAMix of bitsandbytes keeps: two moments in one tensor."""
+    return {"step": 7, "state1": torch.rand(2, numel), "state2": torch.rand(numel)}
 
 
 def torchao_8_bit(numel: int) -> States:
@@ -95,8 +99,16 @@ def adam(numel: int) -> States:
 REFUSED: dict[str, tuple[Callable[[int], States], str]] = {
     "bitsandbytes": (bitsandbytes, r"'state1' of group 0 holds codes of uint8: 8-bit"),
     "bitsandbytes-of-today": (
-        bitsandbytes_of_today,
-        r"'__bnb_optimizer_quant_state__' of group 0 is of type dict, .*quantised in blocks",
+        lambda n: as_of_today(bitsandbytes(n)),
+        r"'state1' of group 0 holds codes of uint8: 8-bit .* quantised again, with a loss",
+    ),
+    "bitsandbytes-ademamix": (
+        lambda n: as_of_today(ademamix(n)),
+        r"'state1' of group 0 has shape \(2, ",
+    ),
+    "bitsandbytes-wrapped-in-other-forms": (
+        lambda n: {"step": 7, "__bnb_optimizer_quant_state__": [torch.rand(n)]},
+        "'__bnb_optimizer_quant_state__' of group 0 is of type list, which has tensors in it",
     ),
     "torchao": (
         torchao_8_bit,
@@ -169,7 +181,8 @@ def test_what_cannot_be_cut_is_named_with_the_file_and_what_to_do(
     place = rf"{optimizer_file(run, 0)}: optimizer state "
     with pytest.raises(UnsupportedError, match=place + message) as error:
         streamshard.repartition(run, tmp_path / "out", world_size=3)
-    assert "as many ranks as saved it, or start the optimizer again" in str(error.value)
+    told = "load_checkpoint on as many ranks as saved it, or start the optimizer again"
+    assert told in str(error.value)
     with pytest.raises(UnsupportedError, match=place + message):
         streamshard.convert(run, tmp_path / "out.zarr")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -219,15 +232,42 @@ def test_ranks_and_groups_must_have_the_same_kind_of_states(
         streamshard.inspect(with_states(job, tmp_path / "run", states))
 
 
-def test_states_of_bitsandbytes_with_32_bits_are_like_any_other(tmp_path: Path) -> None:
+def small(numel: int) -> States:
+    """What bitsandbytes keeps with 32 bits, and of small tensors always."""
+    return {"step": 7, "state1": torch.arange(numel) / 7, "state2": torch.arange(numel) / 3}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_states_of_bitsandbytes_with_32_bits_are_like_any_other(tmp_path: Path, stage: int) -> None:
+    """The dict that newer versions wrap them in changes nothing: each version loads either form."""
+
+    def own(rank: int, group: int, numel: int) -> States:
+        return small(numel)
+
+    def of_today(rank: int, group: int, numel: int) -> States:
+        return as_of_today(small(numel))
+
+    kept: list[list[Any]] = []
+    for form in (own, of_today):
+        run = with_states(Job(stage=stage), tmp_path / form.__name__ / "run", form)
+        kept += [
+            [wrapped(optimizer_state(out, rank))["state"] for rank in range(3)]
+            for out in both_roads(run, world_size=3)
+        ]
+    assert list(kept[0][0][0]) == ["step", "state1", "state2"]
+    assert kept[0][0][0]["state1"].count_nonzero()
+    for other in kept[1:]:
+        assert not differences(other, kept[0])
+
+
+def test_codes_of_one_group_are_refused_next_to_32_bits_of_another(tmp_path: Path) -> None:
     run = with_states(
         Job(),
         tmp_path / "run",
-        lambda rank, group, n: {"step": 7, "state1": torch.rand(n), "state2": torch.rand(n)},
+        lambda _, group, n: as_of_today(bitsandbytes(n) if group == 1 else small(n)),
     )
-    streamshard.repartition(run, tmp_path / "out", world_size=3)
-    state = wrapped(optimizer_state(tmp_path / "out", 2))["state"]
-    assert list(state[0]) == ["step", "state1", "state2"]
+    with pytest.raises(UnsupportedError, match="'state1' of group 1 holds codes of uint8"):
+        streamshard.repartition(run, tmp_path / "out", world_size=3)
 
 
 def test_a_step_that_one_sub_group_has_alone(tmp_path: Path) -> None:

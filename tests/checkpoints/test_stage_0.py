@@ -158,6 +158,11 @@ BROKEN: list[tuple[Callable[[Path], Path], type[StreamshardError], str]] = [
         UnsupportedError,
         r"Load it as it is, with engine\.load_checkpoint\(\), on any multiple of the expert-para",
     ),
+    (
+        with_changes(ds_autoep_layers=[{"ep_size": 2}], num_experts=[4, 4]),
+        UnsupportedError,
+        r"trained with AutoEP \('ds_autoep_layers' says so\), .*load_checkpoint on the ranks that",
+    ),
     *((without_part(part), IncompleteError, LOST_PART) for part in range(2)),
     (without_optimizer_in_part, DisagreementError, r"mp_rank_01.*holds no optimizer's state"),
     (with_changes(dp_world_size="many"), CorruptFileError, "is 'many', which is not a count"),

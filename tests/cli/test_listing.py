@@ -1,6 +1,7 @@
 """`inspect` of directories with several checkpoints, and of one that is not whole."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ from streamshard.operations.inspect.inspect_report import CheckpointList
 from tests.cli.conftest import in_process, passed
 from tests.fabricated import edit, write, write_dumps
 from tests.job import Job
+from tests.verify.test_health import poison
 
 JOB = Job(stage=2, world_size=3)
 ROW = re.compile(
@@ -97,6 +99,20 @@ def test_the_age_of_each_is_shown(run: Path, hours: float, age: str) -> None:
     assert re.search(
         rf"^global_step90 .*  {age} ago +yes$", passed("inspect", run).out, re.MULTILINE
     )
+
+
+def test_what_stores_record_of_their_health_is_shown(run: Path) -> None:
+    assert "healthy" not in passed("inspect", run).out
+    archive = run.with_name("archive")
+    poison(run / "global_step100", "exp_avg_sq", math.nan)
+    for step, health in ((90, True), (100, True), (110, False)):
+        store = archive / f"global_step{step}.zarr"
+        streamshard.convert(run / f"global_step{step}", store, health=health)
+    shown = passed("inspect", archive).out
+    table = shown[shown.index("checkpoint  ") :].splitlines()[:5]
+    assert [line.split()[-1] for line in table if "--" not in line] == ["healthy", "yes", "NO", "-"]
+    listed = json.loads(passed("inspect", archive, "--json").out)["checkpoints"]
+    assert [one["is_healthy"] for one in listed] == [True, False, None]
 
 
 def test_programs_get_the_same_list(trainer_output: Path) -> None:

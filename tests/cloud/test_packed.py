@@ -20,7 +20,7 @@ from streamshard.errors import (
 )
 from streamshard.io.objects import object_upload
 from tests.cloud.conftest import Bucket
-from tests.cloud.proxy import Request
+from tests.cloud.proxy import Fault, Request
 from tests.fabricated import write
 from tests.formats.conftest import files_of
 from tests.job import Job
@@ -146,6 +146,29 @@ def test_a_run_that_fails_leaves_nothing(codec: str, bucket: Bucket, tmp_path: P
     with pytest.raises(CorruptFileError, match="replaced by another object"):
         plan.run()
     assert bucket.keys("7b") == set()
+    assert not bucket.uploads()
+
+
+def test_a_run_that_fails_in_reading_back_leaves_nothing(bucket: Bucket, tmp_path: Path) -> None:
+    run, store = write(Job(stage=2), tmp_path / "run"), f"{bucket.url}/7b.zarr.zip"
+    staged = "7b.zarr.zip.partial/7b.zarr.zip"
+    bucket.proxy.plan = lambda one: (
+        Fault.DENIED if one.method == "GET" and one.path.endswith(staged) else None
+    )
+    with pytest.raises(StreamshardError, match="access denied"):
+        streamshard.convert(run, store, verify=True)
+    assert bucket.keys() == set()
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_what_a_killed_run_left_is_removed(verify: bool, bucket: Bucket, tmp_path: Path) -> None:
+    run, store = write(LARGE, tmp_path / "run"), f"{bucket.url}/7b.zarr.zip"
+    staged = "7b.zarr.zip.partial/7b.zarr.zip"
+    bucket.put_bytes(staged, b"not read back yet")
+    for key in ("7b.zarr.zip", staged):
+        bucket.s3.create_multipart_upload(Bucket=bucket.name, Key=key)
+    streamshard.convert(run, store, verify=verify)
+    assert bucket.keys() == {"7b.zarr.zip"}
     assert not bucket.uploads()
 
 

@@ -13,7 +13,7 @@ import streamshard as api
 from streamshard.errors import SourceError
 from streamshard.sizes import show_bytes
 from tests.cloud.server import KEY, SECRET, S3Server
-from tests.compact.runs import ALL, FIRST, actions, bits
+from tests.compact.runs import ALL, FIRST, actions, bits, later
 from tests.compact.sides import MARK, ONE_IN_A_BUCKET, Side, Sides, make_sides
 from tests.compact.test_families import make_output
 from tests.documents import page
@@ -178,6 +178,20 @@ def test_one_night_archives_and_removes_and_a_later_one_drops_states(sides: Side
     assert api.verify(store).is_good
     api.export(store, sides.tmp / "found")
     assert bits(sides.tmp / "found") == bits(sides.tmp / "wanted")
+
+
+@pytest.mark.parametrize("sides", ["local to bucket"], indirect=True)
+def test_an_archive_of_one_file_that_came_to_a_bucket_keeps_its_states(sides: Sides) -> None:
+    here = sides.tmp / "here"
+    for days in (1, 9):
+        api.compact(sides.run.where, here, delete=True, packed=True, now=later(days))
+    sides.archive.fill(here)
+    before = sides.archive.content()
+    found = sides.compact(50, delete=True, weights_only_older_than=A_MONTH)
+    (tag,) = (one for one in found.tags if one.tag == FIRST)
+    assert (tag.action, found.exit_code) == ("kept", 0)
+    assert "one file in a bucket" in tag.reason
+    assert sides.archive.content() == before
 
 
 def test_what_was_uploaded_lately_stays(buckets: Sides) -> None:

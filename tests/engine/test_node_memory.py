@@ -101,6 +101,17 @@ def test_other_memory_is_refused(memory: NodeMemory) -> None:
         NodeMemory.open(offer, PARTS)
 
 
+def test_a_limit_on_the_size_of_files_is_one_on_memory() -> None:
+    def make() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (NBYTES, NBYTES))
+        before = [*Path("/proc/self/fd").iterdir()]
+        with pytest.raises(OSError, match="File too large"):
+            NodeMemory.make(PARTS, NBYTES)
+        assert [*Path("/proc/self/fd").iterdir()] == before
+
+    assert in_another_process(make) == 0
+
+
 def test_a_system_without_such_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(OSError, match="no memory without a name"):

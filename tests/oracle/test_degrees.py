@@ -90,6 +90,7 @@ def pipeline(degree: int) -> dict[str, Any]:
 
 
 Tensor, Pipe = TensorParallel, partial(Pipeline, extra=True)
+OfFive, Dual = partial(Pipe, stages=3, micro_batches=5), partial(Pipe, dual=True, micro_batches=5)
 Fused, Told = partial(TensorParallel, fused=True), partial(Pipe, told=True)
 IN_FP32: dict[str, Any] = {"dtype": "fp32", "goes_on": True}
 MOVES = [
@@ -121,6 +122,8 @@ MOVES = [
         2,
         pipeline(1),
     ),
+    Move("two-stages-a-rank", Dual(), 2, OfFive(), 3, pipeline(3)),
+    Move("to-two-stages-a-rank", OfFive(), 3, Dual(), 4, pipeline(2)),
     Move("told-merged", Told(2), 4, Told(1), 4, tensor(1), **IN_FP32),
     Move("told-both", Told(2, stages=1), 4, Told(3), 6, tensor(3) | pipeline(2), dtype="fp32"),
     Move("told-bf16", Told(2), 4, Told(3, stages=1), 3, tensor(3) | pipeline(1)),

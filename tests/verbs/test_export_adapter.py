@@ -10,6 +10,7 @@ import torch
 import streamshard
 from streamshard.errors import UnsupportedError, UsageError
 from tests.fabricated import write
+from tests.fabricated_dcp import adamw
 from tests.job import Job, Shapes
 
 AT = "base_model.model.block.attn"
@@ -130,6 +131,33 @@ def test_a_trained_bias_of_the_base_model_is_part_of_it(tmp_path: Path) -> None:
     streamshard.export(source, tmp_path / "out", adapter=True)
     held = safetensors.torch.load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert held.keys() == {*NAMES, bias[0]}
+
+
+def test_other_files_than_zeros_tell_what_was_trained_too(tmp_path: Path) -> None:
+    adamw(dict((*LORA, OTHER))).write(tmp_path / "dcp")
+    with pytest.raises(UnsupportedError, match=r"norm\.weight was trained too"):
+        streamshard.export(tmp_path / "dcp", tmp_path / "out", adapter=True)
+    streamshard.export(tmp_path / "dcp", tmp_path / "out", adapter=True, exclude=["*.norm.*"])
+    held = safetensors.torch.load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert held.keys() == NAMES.keys()
+
+
+def test_a_base_model_may_call_a_module_as_lora_does(tmp_path: Path) -> None:
+    at = "base_model.model.block.lora_down"
+    lora = ((f"{at}.lora_A.default.weight", (3, 8)), (f"{at}.lora_B.default.weight", (5, 3)))
+    frozen = ((f"{at}.base_layer.weight", (5, 8)), ("base_model.model.lora_up.weight", (2, 5)))
+    source = run(replace(JOB, groups=(lora,), frozen=frozen), tmp_path)
+    streamshard.export(source, tmp_path / "out", adapter=True)
+    held = safetensors.torch.load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert held.keys() == {f"{at}.lora_A.weight", f"{at}.lora_B.weight"}
+
+
+def test_two_weights_of_one_name_are_refused(tmp_path: Path) -> None:
+    head = "base_model.model.head"
+    both = tuple((f"{head}.{at}bias", (2,)) for at in ("modules_to_save.default.", ""))
+    source = run(replace(JOB, groups=((*LORA, *both),)), tmp_path)
+    with pytest.raises(UsageError, match="have one name without 'default'"):
+        streamshard.export(source, tmp_path / "out", adapter=True)
 
 
 @pytest.mark.parametrize("form", ["universal", "dcp"])

@@ -180,6 +180,7 @@ def test_the_bar_is_one_line_that_fits_and_is_erased() -> None:
         if width == 120:
             shown = r"writing: 100%\|#+\| 100\.0 KiB of 100\.0 KiB, 160\.0 KiB/s"
             assert re.fullmatch(shown, drawn[-2])
+            assert any(line.endswith("KiB/s, less than a second left") for line in drawn)
 
 
 def test_bytes_from_many_threads_are_all_counted() -> None:

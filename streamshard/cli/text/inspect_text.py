@@ -30,6 +30,7 @@ _PARAMETERS_SHOWN: Final = 20
 """Maximum parameters, file groups, details and problems that are listed without `-v`."""
 _ROWS_SHOWN: Final = 40
 """Maximum rows in the table of one parameter or one partition without `-v`."""
+_YES: Final = {True: "yes", False: "NO", None: "-"}
 _MAIN_HYPER_PARAMETERS: Final = ("lr", "betas", "momentum", "eps", "weight_decay")
 
 
@@ -110,8 +111,14 @@ class _Page:
         `known`: problems that are shown elsewhere.
         """
         all_of_them = found.checkpoints
-        head = ("checkpoint", "step", "ranks", "size", "saved", "whole")
-        self.table("", head, map(_checkpoint_row, all_of_them), "")
+        head: Columns = ("checkpoint", "step", "ranks", "size", "saved", "whole")
+        rows = [_checkpoint_row(one) for one in all_of_them]
+        if any(one.is_healthy is not None for one in all_of_them):
+            head = (*head, "healthy")
+            rows = [
+                (*row, _YES[one.is_healthy]) for row, one in zip(rows, all_of_them, strict=True)
+            ]
+        self.table("", head, rows, "")
         problems = [one.problem for one in all_of_them if one.problem is not None]
         self.texts([f"PROBLEM  {p}" for p in problems if not any(p in other for other in known)])
         if problems or isinstance(found, CheckpointList):
@@ -207,7 +214,7 @@ def _cell_text(value: Cell) -> str:
 
 def _checkpoint_row(one: CheckpointSummary) -> tuple[Cell, ...]:
     saved = "-" if one.changed is None else _saved(datetime.fromisoformat(one.changed))
-    whole = {True: "yes", False: "NO", None: "-"}[one.is_whole]
+    whole = _YES[one.is_whole]
     marks = {whole: True, "newest": one.is_newest, "latest": one.is_latest}
     return (
         one.path,

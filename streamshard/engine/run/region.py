@@ -39,6 +39,8 @@ class ReadAhead:
         self._limits = replace(reader.ahead, ahead=reader.ahead.ahead // readers)
         self._region = self._next = 0
         """Index of the region, and of its copy, to request next."""
+        self._nbytes = list[int]()
+        """Source bytes of each copy of that region; empty before its first."""
         self._requested = 0
         """Source bytes of that copy that are already requested."""
         self._ahead = 0
@@ -51,10 +53,11 @@ class ReadAhead:
             return
         while self._ahead < self._limits.ahead and self._region < len(self._regions):
             copies = self._regions[self._region]
-            if self._next == len(copies):
-                self._region, self._next = self._region + 1, 0
+            self._nbytes = self._nbytes or copies.nbytes.tolist()
+            if self._next == len(self._nbytes):
+                self._region, self._next, self._nbytes = self._region + 1, 0, []
                 continue
-            left = int(copies.nbytes[self._next]) - self._requested
+            left = self._nbytes[self._next] - self._requested
             count = min(left, self._limits.request)
             if count >= self._limits.least and self._ahead + count > 0:
                 offset = int(copies.source[self._next]) + self._requested

@@ -50,9 +50,7 @@ class Trailer:
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return sum(
-            sum(map(len, some)) + 4 * max(0, len(some) - 1) for some in (self.parts, self.after)
-        )
+        return len(bytes(4).join(self.parts)) + len(bytes(4).join(self.after))
 
     def checksum(self, view: memoryview, before: int) -> int:
         """Return the checksum of bytes that follow others with the checksum `before`."""

@@ -5,7 +5,7 @@ a DeepSpeed job needs as well: see `reference`.
 """
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +33,18 @@ from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.io.entries import is_directory, paths_in
 from streamshard.io.files import require_inside
-from streamshard.layout.boxes import NotTiledError, grid_of
+from streamshard.layout.boxes import BoxGrid, NotTiledError, grid_of
 from streamshard.layout.cutting import Cutting, CuttingBuilder
-from streamshard.model import ITEMSIZE, MASTER, MODULE, LogicalTensor, Note, Slot, ZeroLayout
+from streamshard.model import (
+    ITEMSIZE,
+    MASTER,
+    MODULE,
+    LogicalTensor,
+    Note,
+    Slot,
+    SourceFile,
+    ZeroLayout,
+)
 
 _WHAT: Final = "a distributed checkpoint of PyTorch"
 _ACCELERATE: Final = (dcp_names.ACCELERATE_MODEL, dcp_names.ACCELERATE_OPTIMIZER)
@@ -49,13 +58,17 @@ class Distributed:
     root: Path
     index: Index
     keys: StateKeys
-    files: ItemFiles
+    files: tuple[SourceFile, ...]
     places: Mapping[str, TensorPlaces]
     groups: Callable[[], list[SavedGroup]]
     """Reads the optimizer's param groups."""
     what: str = _WHAT
     remarks: tuple[str, ...] = ()
     """What else the user should know."""
+    unrecorded: tuple[str, ...] = ()
+    """What else a job needs that it does not tell."""
+    boxes_in: str = dcp_names.METADATA
+    """Name of the file that lists the boxes; empty if those that hold them do."""
 
     def tensor(self, key: str) -> SavedTensor:
         """Return the tensor of a key."""
@@ -73,8 +86,9 @@ class Distributed:
 
     @property
     def world_size(self) -> int:
-        """Count of the files that hold items: ranks, unless a rank wrote several."""
-        return len(self.files.files)
+        """Count of files of the model, or of its optimizer: ranks, unless one has several."""
+        kinds = Counter((file.path.parent, file.path.suffix) for file in self.files)
+        return max(kinds.values(), default=0)
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -138,7 +152,7 @@ def open_distributed(root: Path, known: Set[str] = frozenset()) -> Distributed:
         files = ItemFiles(index)
         places = locate(index, keys, files)
         optimizer = SavedOptimizer(index, keys, files, places)
-        return Distributed(root, index, keys, files, places, optimizer.groups)
+        return Distributed(root, index, keys, files.files, places, optimizer.groups)
 
 
 def locate(index: Index, keys: StateKeys, files: ItemFiles) -> dict[str, TensorPlaces]:
@@ -221,6 +235,7 @@ def _unrecorded(
     if not groups or any(group.states is None for group in groups if group.params):
         yield "the optimizer's states"
         return
+    yield from found.unrecorded
     place = {name: number for number, name in enumerate(found.keys.weights)}
     orders = [[place[name] for name in group.params] for group in groups]
     if found.keys.by_parameter:
@@ -253,7 +268,7 @@ def cut(checkpoint: Checkpoint, found: Distributed) -> Reading:
     """Compute the place of every element of every logical tensor."""
     keys = [found.key_of(tensor) for tensor in checkpoint.tensors]
     rows = [(key, found.tensor(key), found.places[key]) for key in keys]
-    return Reading(checkpoint, _cutting(found.root, rows), found.files.files)
+    return Reading(checkpoint, _cutting(found.root / found.boxes_in, rows), found.files)
 
 
 def read_keys(parts: Sequence[Path], as_bytes: Set[str] = frozenset()) -> Reading:
@@ -271,7 +286,7 @@ def read_keys(parts: Sequence[Path], as_bytes: Set[str] = frozenset()) -> Readin
         files=(),
     )
     rows = [(key, tensor, places[key]) for key, tensor in saved.items()]
-    return Reading(checkpoint, _cutting(parts[0], rows), files.files)
+    return Reading(checkpoint, _cutting(parts[0] / dcp_names.METADATA, rows), files.files)
 
 
 def _as_bytes(tensor: SavedTensor) -> SavedTensor:
@@ -282,18 +297,23 @@ def _as_bytes(tensor: SavedTensor) -> SavedTensor:
     return SavedTensor("uint8", (*tensor.shape, nbytes), offsets, sizes, tensor.items)
 
 
-def _cutting(root: Path, rows: Sequence[tuple[str, SavedTensor, TensorPlaces]]) -> Cutting:
+def _cutting(listed_in: Path, rows: Sequence[tuple[str, SavedTensor, TensorPlaces]]) -> Cutting:
     builder = CuttingBuilder([ITEMSIZE[saved.dtype] for _, saved, _ in rows])
     for number, (key, saved, places) in enumerate(rows):
         if not math.prod(saved.shape):
             nothing = np.zeros(1, dtype=np.int64)
             builder.assign(number, builder.slot(Slot(nothing, nothing, nothing)), piece_numel=1)
             continue
-        try:
-            grid = grid_of(saved.shape, saved.offsets, saved.sizes, holders=places.holders)
-        except NotTiledError as error:
-            message = f"{show(key)} of {show(saved.shape)}: {error}"
-            raise CorruptFileError(message, path=root / dcp_names.METADATA) from error
+        grid = tiled(listed_in, key, saved, places)
         pieces = Slot(places.file, places.offset, np.prod(saved.sizes, axis=1, dtype=np.int64))
         builder.place_boxes(number, builder.slot(pieces), grid)
     return builder.build()
+
+
+def tiled(listed_in: Path, key: str, saved: SavedTensor, places: TensorPlaces) -> BoxGrid:
+    """Return the grid of the boxes of a tensor that has elements; refuse overlaps and gaps."""
+    try:
+        return grid_of(saved.shape, saved.offsets, saved.sizes, holders=places.holders)
+    except NotTiledError as error:
+        message = f"{show(key)} of {show(saved.shape)}: {error}"
+        raise CorruptFileError(message, path=listed_in) from error

@@ -5,10 +5,10 @@ of each tensor with the boxes that it was cut into, and the file, offset and len
 An item is one box of a tensor, or another value.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,6 +75,20 @@ class SavedTensor:
     """Lengths of each box, (boxes, dimensions)."""
     items: SavedItems
     """The item of each box."""
+
+    @classmethod
+    def of(
+        cls,
+        dtype: str,
+        shape: tuple[int, ...],
+        boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
+        items: Sequence[tuple[int, int, int]],
+    ) -> Self:
+        """Return a tensor of boxes, offsets with sizes, and their items: file, offset, length."""
+        form = len(boxes), len(shape)
+        offsets = np.array([box[0] for box in boxes], np.int64).reshape(form)
+        sizes = np.array([box[1] for box in boxes], np.int64).reshape(form)
+        return cls(dtype, shape, offsets, sizes, _arrays(items))
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,16 +255,10 @@ class _IndexReader:
                 continue
             boxes.append((offsets, sizes))
             items.append(self._take(name, offsets))
-        return SavedTensor(
-            dtype,
-            shape,
-            np.array([box[0] for box in boxes], np.int64).reshape(len(boxes), len(shape)),
-            np.array([box[1] for box in boxes], np.int64).reshape(len(boxes), len(shape)),
-            _arrays(items),
-        )
+        return SavedTensor.of(dtype, shape, boxes, items)
 
 
-def _arrays(items: list[tuple[int, int, int]]) -> SavedItems:
+def _arrays(items: Sequence[tuple[int, int, int]]) -> SavedItems:
     return SavedItems(*np.array(items, dtype=np.int64).reshape(len(items), 3).T)
 
 

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
-from streamshard.formats.checkpoint import FlatState, ScalarState
+from streamshard.formats.checkpoint import CODES, FlatState, ScalarState
 from streamshard.formats.dcp.dcp_names import PARAMS
 from streamshard.formats.dcp.item_reader import ItemFiles, TensorPlaces
 from streamshard.formats.dcp.metadata_reader import Index
@@ -39,6 +39,7 @@ _DEFAULTS: Final[tuple[tuple[frozenset[str], Mapping[str, Node]], ...]] = (
     (frozenset({"alpha", "centered"}), {**_SWITCHES, "capturable": False}),
 )
 """Hyper-parameters that tell Adam, SGD, Adagrad and RMSprop → other keys, with their defaults."""
+_ANEW: Final = "Resume as it was saved, or save the model alone for a start without optimizer state"
 _EXACT: Final = 1 << 24
 """Counts up to this are exact in float32."""
 
@@ -189,6 +190,12 @@ class SavedOptimizer:
         weight = self._keys.weights.get(name)
         shape = self._index.tensors[weight].shape if weight is not None else None
         if tensor.shape == shape and shape != ():
+            if tensor.dtype in CODES:
+                message = (
+                    f"'{key}' holds codes of {tensor.dtype}: 8-bit optimizers such as those of"
+                )
+                message = f"{message} bitsandbytes keep a scale for every block of them, and blocks"
+                raise UnsupportedError(f"{message} are not cut. {_ANEW}")
             return FlatState(tensor.dtype)
         if tensor.shape == () and (shape != () or key.endswith(".step")):
             return self._scalar(key)

@@ -52,9 +52,10 @@ def refuse(saved: Saved) -> None:
 
 def refuse_uncut(saved: Saved) -> None:
     """Refuse a model file of stage 0 of a job with a feature that cannot be resharded."""
-    error = _sharded_base_weights(saved)
-    if error is not None:
-        raise error
+    for rule in (_auto_experts, _sharded_base_weights):
+        error = rule(saved)
+        if error is not None:
+            raise error
 
 
 def refuse_files(tag_dir: Path, others: Iterable[Path]) -> None:
@@ -269,8 +270,9 @@ _ACROSS_PARTS: Final = (
     "parallel degree divides the expert parallel size"
 )
 _OWN_EXPERTS: Final = (
-    "whose experts are cut in a way of their own; not supported. Resume on the ranks that saved "
-    "it, or convert with DeepSpeed's ds_to_universal, which knows AutoEP"
+    "whose experts are cut in a way of their own; not supported. Resume with DeepSpeed's own "
+    "load_checkpoint on the ranks that saved it, or convert what has a ZeRO stage with its "
+    "ds_to_universal, which knows AutoEP"
 )
 
 

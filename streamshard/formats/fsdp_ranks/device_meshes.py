@@ -87,6 +87,22 @@ def require_fsdp(part: RankPart) -> None:
         raise UnsupportedError(f"a DTensor with the placement {last.kind}")
 
 
+def require_ascending(node: Call) -> None:
+    """Refuse a mesh in which ranks descend: torch's groups number them in ascending order.
+
+    By these numbers FSDP2 cuts and gathers, but a DTensor says where its rank is in the mesh.
+    """
+    held = entries_of(_mesh_of(node))
+    for key in _LISTS & held.keys():
+        numbers, lengths = np.array(held[key], dtype=np.int64), _lengths(held)
+        if (np.diff(numbers) > 0).all():
+            continue
+        ranks = numbers.reshape(lengths if numbers.size == math.prod(lengths) else -1)
+        if any((np.diff(ranks, axis=axis) < 0).any() for axis in range(ranks.ndim)):
+            message = f"a DTensor on a mesh of the ranks {show_few(numbers.tolist())}, in this"
+            raise UnsupportedError(f"{message} order, in which FSDP2 does not cut")
+
+
 def _mesh_of(node: Call) -> Call:
     mesh: Call = entries_of(entries_of(node.args[3])[_SPEC])[_MESH]
     return mesh

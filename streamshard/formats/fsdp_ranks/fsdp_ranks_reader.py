@@ -30,7 +30,7 @@ from streamshard.formats.deepspeed.read.rank_files import SourceFiles
 from streamshard.formats.deepspeed.read.redundant_copies import alike
 from streamshard.formats.deepspeed.read.zero_reader import adopt_files, malformed
 from streamshard.formats.fsdp_ranks import rank_names
-from streamshard.formats.fsdp_ranks.device_meshes import with_local
+from streamshard.formats.fsdp_ranks.device_meshes import require_ascending, with_local
 from streamshard.formats.fsdp_ranks.optimizer_files import RanksOptimizer, read_optimizer
 from streamshard.formats.fsdp_ranks.rank_names import EXTRA, KINDS, MODEL, OPTIMIZER
 from streamshard.formats.fsdp_ranks.rank_trees import TreeShape
@@ -82,7 +82,7 @@ class _Ranks:
     boxes: dict[str, list[Box]] = field(default_factory=dict)
     others: list[Node] = field(default_factory=list)
     """What is in the model's files and no tensor."""
-    unread: list[str] = field(default_factory=list)
+    unread: dict[str, NoteKind] = field(default_factory=dict)
     """What else is not read, and why."""
 
     def reading(self) -> Reading:
@@ -117,7 +117,7 @@ class _Ranks:
             builder.assign(row, slot, piece_numel=numel)
         wrapped = {
             "state": {},
-            "param_groups": optimizer.hyper_parameters if optimizer is not None and groups else [],
+            "param_groups": [] if optimizer is None else optimizer.hyper_parameters,
         }
         model_part = ModelPart(
             name="",
@@ -155,6 +155,9 @@ class _Ranks:
                 with of_file(path):
                     own.append(part_of(root[key]))
             held = [part for part in own if part is not None]
+            if held and held[0].is_dtensor:
+                with of_file(paths[0]):
+                    require_ascending(roots[0][key])
             if not held:
                 self.others.append(key)
             elif len(held) < len(own):
@@ -169,7 +172,7 @@ class _Ranks:
         for name, own in self.parts.items():
             dtype, shape = _dtype(self.directory, name, own), own[0].shape
             boxes = self.boxes[name]
-            places = [(box.offset, box.tensor.shape, box.tensor.location) for box in boxes]
+            places = [(b.offset, b.tensor.shape, b.tensor.stride, b.tensor.location) for b in boxes]
             tied = first.setdefault((dtype, shape, *places), name) if places else name
             kind = "weight" if tied == name else "alias"
             yield ModuleEntry(name, kind, dtype, shape, "" if tied == name else tied)
@@ -184,7 +187,9 @@ class _Ranks:
             return read_optimizer(paths, self.sources, weights)
         except SourceError as error:
             release_frames(error)
-            self.unread.append(f"the optimizer's state ({error})")
+            is_mixed = isinstance(error, DisagreementError)
+            kind = NoteKind.MIXED if is_mixed else NoteKind.LEFT_OUT
+            self.unread[f"the optimizer's state ({error})"] = kind
             return None
 
     def _extra(self) -> list[Node]:
@@ -197,7 +202,8 @@ class _Ranks:
             return [self.sources.read(path, self.sources.add(path)).root for path in paths]
         except SourceError as error:
             release_frames(error)
-            self.unread.append(f"the scheduler's state, and random states ({error})")
+            text = f"the scheduler's state, and random states ({error})"
+            self.unread[text] = NoteKind.LEFT_OUT
             return []
 
     def _boxes_by_tensor(
@@ -261,8 +267,11 @@ class _Ranks:
         known = {path for paths in self.files.values() for path in paths}
         strays = [p.name for p in _files_in(self.directory) if rank_names.is_rank_file(p.name)]
         strays = [name for name in strays if self.directory / name not in known]
-        for text in (*self.unread, *([f"{show_few(strays)}, of other ranks"] if strays else [])):
-            yield Note(f"Not read: {text}.", NoteKind.LEFT_OUT)
+        unread = dict(self.unread)
+        if strays:
+            unread[f"{show_few(strays)}, of other ranks"] = NoteKind.LEFT_OUT
+        for text, note_kind in unread.items():
+            yield Note(f"Not read: {text}.", note_kind)
         if optimizer is not None and optimizer.untold:
             text = f"Which parameter a state of the optimizer is of is not told: {optimizer.untold}"
             form = Option("format", "fsdp-ranks")
@@ -329,7 +338,7 @@ def _place(
         builder.assign(number, builder.slot(Slot(nothing, nothing, nothing)), piece_numel=1)
         return
     what = f"'{entry.name}'"
-    held = [box.tensor.require_contiguous(f"{place}: {what}") for box in boxes]
+    held = [box.tensor.require_contiguous(what) for box in boxes]
     form = len(held), len(entry.shape)
     offsets = np.array([box.offset for box in boxes], dtype=np.int64).reshape(form)
     sizes = np.array([tensor.shape for tensor in held], dtype=np.int64).reshape(form)

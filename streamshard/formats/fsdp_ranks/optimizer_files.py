@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
 from streamshard.formats.checkpoint import FlatState, ParamGroup, ScalarState
+from streamshard.formats.dcp.optimizer_state import is_plain, number_in
 from streamshard.formats.deepspeed.read.rank_files import SourceFiles
 from streamshard.formats.deepspeed.read.redundant_copies import alike
 from streamshard.formats.fsdp_ranks.rank_trees import TreeShape, paths_to_tensors
@@ -47,21 +48,16 @@ class CutState:
 class RanksOptimizer:
     """The optimizer of all ranks."""
 
-    root: dict[str, Any]
-    """What rank 0 saved."""
     template: TreeShape
-    """The same without tensors."""
+    """What rank 0 saved, without tensors."""
     cut: Mapping[int, CutState]
     """Number of a tensor in the template → what it is."""
     groups: tuple[ParamGroup, ...]
     """Empty if they cannot be told."""
+    hyper_parameters: Sequence[Mapping[str, Node]]
+    """The param groups without their parameters."""
     untold: str
     """Why they cannot be told."""
-
-    @property
-    def hyper_parameters(self) -> list[dict[str, Node]]:
-        """The param groups without their parameters."""
-        return [{**group, _PARAMS: []} for group in self.root[_GROUPS]]
 
 
 def read_optimizer(
@@ -117,19 +113,43 @@ class _Reading:
         known = {(one.state, one.name) for one in cut.values()}
         if len(known) < len(cut):
             raise CorruptFileError("has a state of a parameter twice")
-        groups: tuple[ParamGroup, ...] = ()
+        groups, options = list[ParamGroup](), list[Mapping[str, Node]]()
         if not untold:
             try:
-                groups = tuple(self._groups(names, cut))
+                groups += self._groups(names, cut)
+                options += map(self._options, self._root[_GROUPS])
             except UnsupportedError as error:
                 untold = str(error)
-        return RanksOptimizer(self._root, self._templates[0], cut, groups, untold)
+                groups.clear()
+        return RanksOptimizer(self._templates[0], cut, tuple(groups), options, untold)
+
+    def _options(self, group: Mapping[str, Node]) -> Mapping[str, Node]:
+        """Return a group's hyper-parameters; those in tensors as the numbers that they are."""
+        found: dict[str, Node] = {_PARAMS: []}
+        for key, node in group.items():
+            if key == _PARAMS:
+                continue
+            tensor = tensor_of(node)
+            if tensor is not None and not tensor.shape:
+                found[key] = number_in(name_of(key), self._scalar(tensor))
+            elif tensor is None and is_plain(node):
+                found[key] = node
+            else:
+                raise UnsupportedError(f"its {show(key)} is {show(node)}, which is no number")
+        return found
+
+    def _scalar(self, tensor: Tensor) -> ScalarState:
+        data = self._sources.read_bytes(tensor.storage, tensor.offset, ITEMSIZE[tensor.dtype])
+        return ScalarState(tensor.dtype, (), data)
 
     def _require_alike(self, path: Sequence[Node], own: Sequence[Tensor]) -> None:
         """Refuse plain tensors that are not the same on all ranks."""
         if all(alike(own[0], other) for other in own):
             return
         what = ".".join(map(str, path))
+        if not own[0].shape:
+            message = f"{what} is not the same on all ranks, as if their files were of two saves"
+            raise DisagreementError(message)
         message = f"{what} is another plain tensor on each rank, and no file tells how it was cut"
         raise UnsupportedError(f"{message}. FSDP1 saves an optimizer so, FSDP2 does not")
 
@@ -195,9 +215,7 @@ class _Reading:
             if number in cut:
                 found[name_of(key)] = FlatState(cut[number].dtype)
             elif tensor is not None and not tensor.shape:
-                nbytes = ITEMSIZE[tensor.dtype]
-                data = self._sources.read_bytes(tensor.storage, tensor.offset, nbytes)
-                found[name_of(key)] = ScalarState(tensor.dtype, (), data)
+                found[name_of(key)] = self._scalar(tensor)
             elif isinstance(node, bool | int | float | str) or node is None:
                 found[name_of(key)] = node
             else:

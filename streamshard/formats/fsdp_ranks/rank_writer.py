@@ -75,7 +75,11 @@ class RankImages:
         if not meshes:
             message = "it holds no DTensor, and so does not tell on which mesh FSDP2 cuts the model"
             raise UnsupportedError(message)
-        return cls(trees, state[EXTRA], meshes.pop().for_ranks(ranks))
+        mesh = meshes.pop()
+        if mesh.ranks != checkpoint.ranks:
+            message = f"its DTensors lie on meshes of {mesh.ranks} of its {checkpoint.ranks} ranks,"
+            raise UnsupportedError(f"{message} and no file tells which meshes other ranks make")
+        return cls(trees, state[EXTRA], mesh.for_ranks(ranks))
 
     def images(self) -> Iterator[RankImage]:
         """Yield every file, rank by rank."""
@@ -171,7 +175,10 @@ def _box_segments(
 
 def config_for(data: bytes, ranks: int) -> bytes:
     """Return verl's `fsdp_config.json` for another count of ranks."""
-    held = strict_json.parse(data)
+    try:
+        held = strict_json.parse(data)
+    except ValueError as error:
+        raise CorruptFileError(f"is not JSON ({error})") from error
     if not isinstance(held, dict):
         raise CorruptFileError(f"holds a {type(held).__name__} where a dict belongs")
     return json.dumps({**held, _WORLD_SIZE: ranks}, indent=4).encode()

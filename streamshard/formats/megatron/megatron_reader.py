@@ -109,7 +109,7 @@ def open_megatron(root: Path) -> Distributed:
         root,
         index,
         keys,
-        files,
+        files.files,
         places,
         partial(_groups, root, keys, index, optimizer),
         _WHAT,

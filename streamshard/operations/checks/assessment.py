@@ -19,11 +19,11 @@ from streamshard.operations.checks.problems import UNHEALTHY, Findings
 from streamshard.operations.checks.scan import scan
 from streamshard.operations.checks.structure import check_structure
 from streamshard.operations.checks.suspicion import suspicions
-from streamshard.operations.checks.tensor_content import TensorUnits, known_of_all, recorded
+from streamshard.operations.checks.tensor_content import TensorUnits, recorded
 from streamshard.operations.source.completeness import require_named, require_saved_to_end
 from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.source import Request, Source, open_source
-from streamshard.operations.source.store_source import recorded_health
+from streamshard.operations.source.store_source import known_health
 from streamshard.operations.source.tag_directory import (
     find_candidates,
     require_there,
@@ -72,8 +72,7 @@ class Assessor:
 
         `request`: how it was opened.
         """
-        known = recorded_health(source.path) if source.kind == "store" else None
-        known = None if known is None else known_of_all(source, known)
+        known = known_health(source)
         findings = self._measured(source) if known is None else recorded(source.path, known)
         if findings.problems:
             return findings

@@ -57,6 +57,8 @@ class Reader(ABC):
     """What text calls this kind."""
     completes: ClassVar[bool] = False
     """Whether a job's config can tell what the checkpoint lacks."""
+    renames: ClassVar[bool] = False
+    """Whether it takes rules for other names of its tensors."""
 
     def holds(self, directory: Path) -> bool:
         """Tell whether a directory is one of the checkpoints to choose from around it."""

@@ -10,12 +10,13 @@ from streamshard.engine.numeric import digests, magnitudes
 from streamshard.engine.scan.probe import Probe
 from streamshard.errors import SourceError, StreamshardError
 from streamshard.formats.zarr.array_paths import array_path
-from streamshard.health import MEASURED, TensorHealth
+from streamshard.health import TensorHealth
 from streamshard.layout.sample import EVERYTHING, Sample
-from streamshard.model import BLOB, FILE, ITEMSIZE, LogicalTensor
+from streamshard.model import ITEMSIZE, LogicalTensor
 from streamshard.operations.checks.problems import UNHEALTHY, Findings
 from streamshard.operations.checks.scan import Result, ScanPiece, Unit, scan
 from streamshard.operations.source.source import Source
+from streamshard.operations.source.store_source import is_measured, known_of_all
 from streamshard.operations.transfer.execution import Limits
 
 _PIECE_BYTES: Final = 8 << 20
@@ -91,21 +92,6 @@ def recorded(place: Path, health: Mapping[str, TensorHealth]) -> Findings:
     for name, found in health.items():
         _add_health(findings, place, name, found)
     return findings
-
-
-def is_measured(tensor: LogicalTensor) -> bool:
-    """Tell whether a tensor is one of floats, and a weight, a buffer or an optimizer's state."""
-    return tensor.dtype in MEASURED and tensor.state not in (BLOB, FILE)
-
-
-def known_of_all(
-    source: Source, known: Mapping[str, TensorHealth]
-) -> dict[str, TensorHealth] | None:
-    """Return what is known of the tensors of floats; None unless it is known of each."""
-    floats = {array_path(t): t.numel for t in source.checkpoint.tensors if is_measured(t)}
-    found = {name: known[name] for name in floats if name in known}
-    is_whole = {name: one.numel for name, one in found.items()} == floats
-    return found if is_whole else None
 
 
 def measured(

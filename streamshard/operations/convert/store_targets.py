@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from pathlib import Path
+from typing import Final
 
 import google_crc32c
 import numpy as np
@@ -37,14 +38,16 @@ from streamshard.health import TensorHealth
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.zero import ceil_div
 from streamshard.model import BLOB, FILE, ITEMSIZE, Digest, LogicalTensor, Whole
-from streamshard.operations.checks.tensor_content import is_measured
 from streamshard.operations.convert.small_layouts import together
 from streamshard.operations.source.source import Request, Source
+from streamshard.operations.source.store_source import is_measured
 from streamshard.operations.transfer import read_back
 from streamshard.operations.transfer.byte_accounting import ByteCounts
 from streamshard.operations.transfer.file_layout import Elements, FileLayout, fixed_files
 from streamshard.operations.transfer.report import Progress, Report
 from streamshard.operations.transfer.target_writer import Pass
+
+_TRAILER: Final = Trailer(is_crc32c=True)
 
 
 class StoreTargets:
@@ -192,7 +195,7 @@ class StoreTargets:
             chunk.nbytes,  # zeros past the tensor's end are stored too
             dtype,
             chunk.start,
-            Trailer(is_crc32c=True),
+            _TRAILER,
             codec=None if is_raw else BloscChunk(self._codec, ITEMSIZE[dtype]),
             block_bytes=BLOCK_BYTES if is_raw else 0,
         )

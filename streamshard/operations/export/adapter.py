@@ -15,17 +15,20 @@ from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.model import MASTER
 from streamshard.operations.export.weights import Weights
 
-_LORA: Final = re.compile(r"(.*\.lora_[A-Za-z_]+)\.([^.]+)(\.weight|\.bias)?")
+_LORA: Final = re.compile(
+    r"(.*\.lora_[A-Za-z_]+)\.(?!(?:weight|bias|base_layer)(?:\.|$))([^.]+)(\.weight|\.bias)?"
+)
+"""Module and adapter of a name. A base model may call a module of its own `lora_…` too."""
 _PREFIX: Final = "base_model.model."
 
 
 def adapter_weights(chosen: Weights, checkpoint: Checkpoint) -> Weights:
     """Choose the adapter's weights, under the names that its files have."""
     adapter = _only_adapter(chosen)
-    knows_trained = bool(checkpoint.layout.stage)
+    knows_trained = any(tensor.state == MASTER for tensor in checkpoint.tensors)
     taken, left, lost = [], [], []
     for weight in chosen.weights:
-        is_trained = knows_trained and checkpoint.tensors[weight.tensor].state == MASTER
+        is_trained = checkpoint.tensors[weight.tensor].state == MASTER
         found = (renamed(name, adapter, is_trained=is_trained) for name in weight.names)
         name = next(filter(None, found), None)
         if name is not None:
@@ -38,12 +41,15 @@ def adapter_weights(chosen: Weights, checkpoint: Checkpoint) -> Weights:
         message = f"{Option('adapter')}: {show_few(lost)} was trained too, and is in no adapter: "
         message += f"leave it out with {Option('exclude')}, or export the whole model"
         raise UnsupportedError(message)
+    if len({weight.names for weight in taken}) < len(taken):
+        message = f"{Option('adapter')}: two of its weights have one name without '{adapter}'"
+        raise UsageError(f"{message}: leave one out with {Option('exclude')}")
     return Weights(tuple(taken), (*chosen.notes, *_left_out(left, knows_trained)))
 
 
 def _left_out(left: list[str], knows_trained: bool) -> Iterator[str]:
     if left:
-        doubt = "" if knows_trained else "; files of stage 0 do not tell what was trained"
+        doubt = "" if knows_trained else "; no file tells what was trained"
         yield f"Not exported, as they are the base model's{doubt}: {show_few(left)}."
 
 

@@ -1,6 +1,6 @@
 """Finds the sidecars that a model's weights need: configurations, tokenizer, chat template."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from streamshard.formats import pretrained
 from streamshard.formats.checkpoint import OtherFile
-from streamshard.io.entries import examine, identify, is_file, is_link, paths_in
+from streamshard.io.entries import examine, identify, is_directory, is_file, is_link, paths_in
 from streamshard.io.files import stays_inside
 from streamshard.layout.cutting import Cutting
 from streamshard.model import FILE, LogicalTensor, Whole
@@ -56,19 +56,25 @@ def find_model_sidecars(source: Source, config: str = pretrained.CONFIG) -> Mode
     inside = pretrained.in_order_of_preference(
         [file.path for file in checkpoint.files], checkpoint.tag, (config,)
     )
-    around = source.path.absolute().parent
-    notes = []
-    try:
-        beside, left = _beside(around, inside, config)
-    except OSError as error:
-        beside, left = {}, []
-        notes.append(f"Nothing was copied from {around}: it cannot be read ({error.strerror}).")
+    own = source.path.absolute()
+    # Of others' checkpoints only tensors are read.
+    places = [own, own.parent] if checkpoint.foreign and is_directory(own) else [own.parent]
+    beside: dict[str, Path] = {}
+    notes: list[str] = []
+    for place in places:
+        try:
+            found_here, left = _beside(place, {*inside, *beside}, config)
+        except OSError as error:
+            notes.append(f"Nothing was copied from {place}: it cannot be read ({error.strerror}).")
+            continue
+        beside |= found_here
+        copied = found_here if place != own else {}
+        notes += _notes(copied, place, left)
     source = _adopted(source, beside)
     paths = {**inside, **{name: str(path) for name, path in beside.items()}}
     tensors = {t.name: i for i, t in enumerate(source.checkpoint.tensors) if t.state == FILE}
     modes = {file.path: file.mode for file in source.checkpoint.files}
     found = [Sidecar(name, tensors[path], modes[path]) for name, path in sorted(paths.items())]
-    notes += _notes(paths, beside, around, left)
     if config not in paths:
         notes.append(
             f"No {config} in or next to the source: from_pretrained needs the model's, next to the "
@@ -77,9 +83,7 @@ def find_model_sidecars(source: Source, config: str = pretrained.CONFIG) -> Mode
     return ModelSidecars(source, tuple(found), tuple(notes))
 
 
-def _beside(
-    place: Path, known: Mapping[str, str], config: str
-) -> tuple[dict[str, Path], list[str]]:
+def _beside(place: Path, known: Collection[str], config: str) -> tuple[dict[str, Path], list[str]]:
     """Find sidecars in a directory that are not known yet, and links that lead out of it."""
     found: dict[str, Path] = {}
     left = []
@@ -110,9 +114,7 @@ def _adopted(source: Source, beside: Mapping[str, Path]) -> Source:
     return replace(added, checkpoint=checkpoint)
 
 
-def _notes(
-    paths: Mapping[str, str], beside: Mapping[str, Path], around: Path, left: Sequence[str]
-) -> Iterator[str]:
+def _notes(beside: Mapping[str, Path], around: Path, left: Sequence[str]) -> Iterator[str]:
     if beside:
         yield f"Copied from next to the source, {around}: {', '.join(beside)}."
     if left:

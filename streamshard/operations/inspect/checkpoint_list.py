@@ -19,6 +19,7 @@ from streamshard.io.files import source_errors, stays_inside
 from streamshard.operations.inspect.inspect_report import CheckpointSummary
 from streamshard.operations.source.completeness import require_named, require_saved_to_end
 from streamshard.operations.source.source import Source, open_source
+from streamshard.operations.source.store_source import known_health
 from streamshard.operations.source.tag_directory import (
     find_candidates,
     find_tag,
@@ -63,6 +64,7 @@ def _summary(root: Path, name: str, latest: str | None, opened: Source | None) -
     place = root / name
     kind = kind_at(place)
     problem, recorded, nbytes, changed, is_known = None, _UNKNOWN, 0, None, True
+    is_healthy = None
     try:
         nbytes, changed = _size_and_time(place)
         source = opened if opened and latest == name else open_source(place)
@@ -70,6 +72,7 @@ def _summary(root: Path, name: str, latest: str | None, opened: Source | None) -
         if kind == "native" and place.parent != root and not is_file(place / names.LATEST):
             require_named(place.parent)
         require_saved_to_end(source)
+        is_healthy = _is_healthy(source)
     except OSError as error:
         problem = f"{error.filename or place}: cannot be read ({error.strerror})"
     except StreamshardError as error:
@@ -89,7 +92,13 @@ def _summary(root: Path, name: str, latest: str | None, opened: Source | None) -
         is_newest=False,
         is_latest=name == latest,
         problem=problem,
+        is_healthy=is_healthy,
     )
+
+
+def _is_healthy(source: Source) -> bool | None:
+    known = known_health(source)
+    return None if known is None else all(one.is_good for one in known.values())
 
 
 def _recorded(source: Source) -> Recorded:

@@ -188,6 +188,9 @@ class CheckpointSummary:
     """Whether the directory's `latest` names it."""
     problem: str | None
     """Why it is incomplete, or cannot be used."""
+    is_healthy: bool | None = None
+    """Whether its weights and optimizer states held neither NaN nor infinities when a store of it
+    was made; None if that was not recorded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from streamshard.formats.fsdp_ranks import rank_names, rank_writer
 from streamshard.formats.fsdp_ranks.rank_writer import RankImages
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.io.entries import is_file, read_document
+from streamshard.io.files import require_regular
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.model import FILE, Whole
 from streamshard.operations.source.source import Request, Source
@@ -119,6 +120,7 @@ def _sidecars(source: Source, ranks: int) -> Iterator[FileLayout]:
     """Lay out what is next to the ranks' files; only verl's own file tells the count of ranks."""
     checkpoint, config = source.checkpoint, source.path / rank_names.CONFIG
     if is_file(config):
+        require_regular(config, source.path)
         with of_file(config):
             data = rank_writer.config_for(read_document(config), ranks)
         yield from fixed_files({rank_names.CONFIG: data})

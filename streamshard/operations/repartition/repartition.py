@@ -80,6 +80,9 @@ def plan_repartition(options: RepartitionOptions) -> TransferPlan:
         checkpoints nothing but tensors and hyper-parameters.
         With another count of expert ranks: a save of the job that has these, for the order of its
         parameters.
+    rename
+        File of rules that give the tensors of a distributed checkpoint of PyTorch or Megatron other
+        names, and split or join fused ones: see ``docs/reading.md``.
     memory_limit
         Bytes of memory beyond what the program itself takes; by default 1 GiB, but at most half of
         the remaining memory of the machine or the cgroup.

@@ -14,6 +14,7 @@ from streamshard.formats.dcp import dcp_names, dcp_reader, reference
 from streamshard.formats.dcp.config_completion import with_config
 from streamshard.formats.dcp.dcp_reader import Distributed
 from streamshard.formats.dcp.item_reader import audit_items, missing_file
+from streamshard.formats.dcp.renaming import renamed
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.torch.zip_audit import StoredRecord
 from streamshard.io.entries import identify, is_directory, is_file, list_ahead
@@ -32,6 +33,7 @@ class DistributedReader(Reader):
     kind = "dcp"
     title = "PyTorch's distributed checkpoint"
     completes = True
+    renames = True
 
     def holds(self, directory: Path) -> bool:
         return bool(dcp_reader.parts_of(directory)) and not has_shards(directory)
@@ -58,11 +60,17 @@ class DistributedReader(Reader):
         """Open it as it is, or completed by a reference checkpoint."""
         list_ahead(place)
         like, opened_for = request.source_like, partial(self.index_of, place)
+        if request.rename is not None:
+            opened_for = partial(self._renamed, place, request.rename)
         if like is None:
             return Source.of(place, self.kind, dcp_reader.as_it_is(opened_for(frozenset())))
         opened = Source.of(place, self.kind, reference.read_like(place, like, opened_for))
         is_decoded = any(file.decoder is not None for file in opened.files)
         return replace(opened, codec_bytes=like.codec_bytes if is_decoded else 0)
+
+    def _renamed(self, place: Path, rules: Path, _: Set[str]) -> Distributed:
+        # Rules are for the names that are shown without them, so known ones do not matter.
+        return renamed(self.index_of(place, frozenset()), rules)
 
     def complete(
         self, source: Source, config: ds_config.Config, stage: int | None, world_size: int

@@ -188,6 +188,8 @@ class Request:
     like: Source | Checkpoint | None = None
     """Reference checkpoint: another one of the same job, which supplies what this one lacks. What
     a distributed checkpoint lacks can come from a whole `Source` alone."""
+    rename: Path | None = None
+    """File of rules that give its tensors other names."""
 
     @property
     def root(self) -> Path:
@@ -222,6 +224,9 @@ class Request:
     def _open(self) -> Source:
         with listings_kept(), source_errors(self.root):
             reader, place = self.reader()
+            if self.rename is not None and not reader.renames:
+                message = f"{reader.title} takes no {Option('rename')}, which is for distributed"
+                raise UsageError(f"{message} checkpoints of PyTorch and Megatron", path=self.root)
             opened: Source = reader.open(place, self)
         return replace(opened, like=self.checkpoint_like, reference=self.source_like)
 
@@ -240,6 +245,7 @@ def open_source(
     *,
     ds_config_file: str | os.PathLike[str] | None = None,
     like: str | os.PathLike[str] | None = None,
+    rename: str | os.PathLike[str] | None = None,
     takes_model: bool = False,
 ) -> Source:
     """Open a run directory, a tag directory, a store, or raw dumps.
@@ -248,16 +254,18 @@ def open_source(
     `like`: reference checkpoint: another checkpoint of the same job, which supplies what this one
     lacks. Raw dumps of stage 3 hold no shapes, and files of `elastic_checkpoint` no
     hyper-parameters.
+    `rename`: file of rules that give its tensors other names, and split or join fused ones.
     `takes_model`: whether `like` may be a model's weights alone, which supply nothing and are only
     compared.
     """
+    rules = None if rename is None else as_path(rename)
     config, known = read_hints([path], ds_config_file, like, takes_model=takes_model)
     is_model = known is not None and known.is_weights_alone
     with listings_kept():
         with source_errors(as_path(path)):
             place_of(as_path(path)).look_ahead(as_path(path), LATEST)
         require_finished(as_path(path))
-        opened = Request(path, tag, config, None if is_model else known).open()
+        opened = Request(path, tag, config, None if is_model else known, rules).open()
     if is_model and known is not None:
         return replace(opened, like=known.checkpoint)
     if opened.is_elastic and known is not None:

@@ -8,15 +8,17 @@ from typing import Final
 from streamshard.errors import SourceNotFoundError, UnsupportedError, UsageError
 from streamshard.formats.pickle.inert import show
 from streamshard.formats.zarr import store_manifest
+from streamshard.formats.zarr.array_paths import array_path
 from streamshard.formats.zarr.documents import MANIFEST_PATH
 from streamshard.formats.zarr.packed_place import is_packed, packed
 from streamshard.formats.zarr.rewritten import read_small_array
 from streamshard.formats.zarr.store_index import StoreIndex, is_hierarchy, is_store, may_be_store
 from streamshard.formats.zarr.store_manifest import Manifest
-from streamshard.health import TensorHealth
+from streamshard.health import MEASURED, TensorHealth
 from streamshard.io.entries import list_ahead
 from streamshard.io.files import source_errors
 from streamshard.layout.sample import Sample
+from streamshard.model import BLOB, FILE, LogicalTensor
 from streamshard.operations.checks.packed_check import check_packed, has_directory
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.store_check import StoreCheck
@@ -80,6 +82,27 @@ def recorded_health(store: Path) -> Mapping[str, TensorHealth] | None:
         content = _manifest_content(store)
         # Most stores have none, and to read the records of thousands of files takes long.
         return store_manifest.read(content).health if b'"health": ' in content else None
+
+
+def is_measured(tensor: LogicalTensor) -> bool:
+    """Tell whether a tensor is one of floats, and a weight, a buffer or an optimizer's state."""
+    return tensor.dtype in MEASURED and tensor.state not in (BLOB, FILE)
+
+
+def known_of_all(
+    source: Source, known: Mapping[str, TensorHealth]
+) -> dict[str, TensorHealth] | None:
+    """Return what is known of the tensors of floats; None unless it is known of each."""
+    floats = {array_path(t): t.numel for t in source.checkpoint.tensors if is_measured(t)}
+    found = {name: known[name] for name in floats if name in known}
+    is_whole = {name: one.numel for name, one in found.items()} == floats
+    return found if is_whole else None
+
+
+def known_health(source: Source) -> dict[str, TensorHealth] | None:
+    """Return what was measured of a source when it was made; None unless it is of each tensor."""
+    known = recorded_health(source.path) if source.kind == "store" else None
+    return None if known is None else known_of_all(source, known)
 
 
 def recorded_manifest(store: Path) -> Manifest:

@@ -15,6 +15,10 @@ from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.source import Request, Source
 from streamshard.operations.source.tag_directory import find_candidates
 
+NO_CHECKSUMS: Final = (
+    "Files in safetensors format keep no checksums: their headers and sizes were checked."
+)
+
 
 class _WeightsReader(Reader):
     kind = "weights"
@@ -43,9 +47,7 @@ class _WeightsReader(Reader):
             return CheckedStructure(self.kind, place.name)
         findings.files += len(opened.files)
         findings.notes += opened.checkpoint.remarks
-        findings.notes.append(
-            "Files in safetensors format keep no checksums: their headers and sizes were checked."
-        )
+        findings.notes.append(NO_CHECKSUMS)
         return CheckedStructure(self.kind, place.name, opened.files, source=opened)
 
 

@@ -82,9 +82,11 @@ class FileLayout:
     @property
     def nbytes(self) -> int:
         """Size of the file; an upper bound if a piece is encoded."""
-        trailers = (p.trailer for p in self.pieces if isinstance(p, Elements))
-        parts = (*self.pieces, *filter(None, trailers))
-        return sum(part.nbytes for part in parts) + sum(len(e.data) for e in self.endings)
+        nbytes = sum(len(ending.data) for ending in self.endings)
+        for piece in self.pieces:
+            trailer = piece.trailer if isinstance(piece, Elements) else None
+            nbytes += piece.nbytes + (trailer.nbytes if trailer else 0)
+        return nbytes
 
     def divided(self, divider: "Divider") -> TargetFile:
         """Return the file as work; see `Layout`."""

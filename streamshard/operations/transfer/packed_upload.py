@@ -26,7 +26,7 @@ from streamshard.engine.run.span_writer import (
     TargetFiles,
 )
 from streamshard.engine.run.work import TargetFile
-from streamshard.errors import NotAsWrittenError, TargetExistsError
+from streamshard.errors import TargetExistsError
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.changes import open_sink
 from streamshard.io.files import target_errors
@@ -249,7 +249,8 @@ class PackedUploadTarget:
         self._nbytes = nbytes
         self._copies = verify
         """Whether the object is uploaded elsewhere first, to be read back."""
-        self.path: Path = partial_of(target) if verify else target.parent
+        self._elsewhere = object_of(partial_of(target) / target.name)
+        self.path: Path = self._elsewhere.parent if verify else target.parent
 
     def __enter__(self) -> Self:
         with target_errors(self._target), ExitStack() as stack:
@@ -257,9 +258,9 @@ class PackedUploadTarget:
             stack.callback(self._lock.release)
             self._state = PackedUploadState.at(self._target)
             self._state.require_free(overwrite=self._overwrite)
-            written = object_of(self.path / self._target.name)
             if upload_requests(self._nbytes) > 1:
-                place_of(written).abort_uploads(written)
+                place_of(self._target).abort_uploads(self._target, self._elsewhere)
+            written = self._elsewhere if self._copies else self._target
             must_be_new = not (self._overwrite or self._copies)
             self.partial = PackedUpload(written, self._nbytes, must_be_new=must_be_new)
             stack.callback(self.partial.close)
@@ -277,8 +278,8 @@ class PackedUploadTarget:
         with target_errors(self._target):
             together(require, self._require_same)
             if self._copies:
-                copy_object(object_of(self.partial.file), self._target)
-                remove_object(object_of(self.partial.file))
+                copy_object(self._elsewhere, self._target)
+                remove_object(self._elsewhere)
             else:
                 self.partial.finish()
 
@@ -291,6 +292,6 @@ class PackedUploadTarget:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         with ignored(FROM_OUTSIDE):
-            if isinstance(error, NotAsWrittenError) and self._copies:
-                remove_object(object_of(self.partial.file))
+            if error is not None or not self._copies:  # a run that was killed may have left one
+                remove_object(self._elsewhere)
         self._held.close()

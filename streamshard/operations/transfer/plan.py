@@ -162,6 +162,7 @@ def plan_transfer(
         options.tag,
         ds_config_file=options.source_ds_config_file,
         like=options.like,
+        rename=options.rename,
         takes_model=takes_model,
     )
     return plan_opened(options, opened, prepare, template=template)

@@ -36,6 +36,8 @@ class Pipeline(Topology):
     """How layers are put on stages; by default as many on each."""
     micro_batches: int = 2
     """How many a step is."""
+    dual: bool = False
+    """Whether it is DeepSpeed's DualPipeV: each rank has two stages, of both ends of the model."""
 
     def config(self) -> Mapping[str, Any]:
         # Between stages a tensor is sent in as many equal parts as ranks share a stage, if not
@@ -52,7 +54,8 @@ class Pipeline(Topology):
         else:
             grid = topology.PipeModelDataParallelTopology(self.stages, self.tensor, replicas)
         torch.manual_seed(seed)
-        model = pipe.PipelineModule(
+        kind = pipe.DualPipeVModule if self.dual else pipe.PipelineModule
+        model = kind(
             self._layers(pipe),
             topology=grid,
             loss_fn=_loss,

@@ -135,7 +135,10 @@ class _Stages:
         """Refuse stages whose optimizers do not have the order in which DeepSpeed lists layers."""
         stages = [layers for layers in self._layers if layers]
         if any(max(one) >= min(other) for one, other in pairwise(stages)):
-            raise DisagreementError("its stages do not have one layer after the other")
+            message = (
+                "its stages do not have one layer after the other, as under DualPipeV, where each"
+            )
+            raise UnsupportedError(f"{message} rank has two stages")
         groups = [group for model_part in self._model_parts for group in model_part.groups]
         if any(list(group.params) != sorted(group.params, key=order_of) for group in groups):
             message = "its optimizer does not have its parameters layer by layer"

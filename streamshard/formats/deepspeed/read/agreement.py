@@ -10,6 +10,7 @@ from streamshard.formats.deepspeed.read.fingerprints import Known, fingerprint, 
 from streamshard.formats.deepspeed.read.rank_files import ModelPartFiles, require
 from streamshard.formats.pickle.inert import GETATTR, Call, Node, show
 from streamshard.formats.torch.tree_comparison import show_few
+from streamshard.sizes import counted
 
 SAME_IN_ALL: Final = ("global_steps", "skipped_steps", "global_samples", names.MP_WORLD_SIZE)
 """Entries that are equal in the model files of all parts of the model."""
@@ -71,7 +72,10 @@ def check_world_size(
     for world_size, path in said:
         if world_size == found:
             continue
-        message = f"saved by {show(world_size)} ranks, but there are {found} optimizer files"
+        there = counted(found, "optimizer file")
+        message = (
+            f"saved by {show(world_size)} ranks, but there {'is' if found == 1 else 'are'} {there}"
+        )
         if isinstance(world_size, int) and world_size > found:
             last = files.optimizer_files[-1]
             missing = last.with_name(

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError, raise_first
-from streamshard.formats.checkpoint import FlatState, ModuleEntry, ParamGroup, ScalarState
+from streamshard.formats.checkpoint import CODES, FlatState, ModuleEntry, ParamGroup, ScalarState
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.cut.zero_cutting import RecordedCut, recorded_cut
 from streamshard.formats.deepspeed.read.agreement import disagreement, disagreements, group_facts
@@ -25,8 +25,6 @@ from streamshard.formats.torch import torch_tensor
 from streamshard.formats.torch.torch_tensor import Tensor, storages_in, tensor_of
 from streamshard.model import ITEMSIZE, MASTER, Slot, ZeroLayout
 
-_CODES: Final = frozenset({"uint8", "int8", "float8_e4m3fn", "float8_e5m2"})
-"""Dtypes whose values mean nothing without the scale of their block."""
 _PLAIN_LIMIT_BYTES: Final = 1024
 """Most bytes of a plain value: values that are not tensors are written into every rank's file."""
 _REBUILDS: Final = {
@@ -35,7 +33,8 @@ _REBUILDS: Final = {
 }
 """Functions that rebuild objects of torch.Tensor subclasses → index of the class argument."""
 _ANEW: Final = (
-    "Resume on as many ranks as saved it, or start the optimizer again from the model's weights"
+    "Resume with DeepSpeed's own load_checkpoint on as many ranks as saved it, or start the "
+    "optimizer again from the model's weights, which zero_to_fp32.py writes"
 )
 
 
@@ -100,11 +99,12 @@ class _StateOfRanks:
         for rank, tensor in tensors.items():
             if len(tensor.shape) != 1:
                 raise self._not_understood(rank, tensor)
-            if tensor.dtype in _CODES:
+            if tensor.dtype in CODES:
                 message = (
                     f"{self._place(rank)} holds codes of {tensor.dtype}: 8-bit optimizers such as "
-                    "those of bitsandbytes keep a scale for every block of them, and blocks do not "
-                    "end where the parts of ranks do. That is not supported"
+                    "those of bitsandbytes keep a scale for every block of them, and parts of "
+                    "other ranks end within blocks, which would have to be quantised again, with "
+                    "a loss. That is not supported"
                 )
                 raise UnsupportedError(f"{message}. {_ANEW}")
             tensor.require_contiguous(self._place(rank))
@@ -141,6 +141,18 @@ class _StateOfRanks:
         for rank, value in values.items():
             if value != values[first]:
                 raise disagreement(self.paths[rank], self.paths[first], self.what)
+
+
+def _unwrapped(states: Node) -> Node:
+    """Return a unit's states with those beside the others that bitsandbytes wraps in a dict.
+
+    `Optimizer8bit.state_dict` (0.50.2) wraps those with 32 bits too; its `load_state_dict`
+    takes both forms, as older versions take this one.
+    """
+    held = states.get(names.QUANTISED) if isinstance(states, dict) else None
+    if not isinstance(held, dict):
+        return states
+    return {**{key: node for key, node in states.items() if key != names.QUANTISED}, **held}
 
 
 def _kind(node: Node) -> str:
@@ -202,7 +214,9 @@ class OptimizerReader:
         inner = require(state, key, path)
         if not isinstance(inner, dict) or not {"state", "param_groups"} <= inner.keys():
             raise CorruptFileError(f"'{key}' is not the state dict of an optimizer", path=path)
-        return inner
+        if not isinstance(inner["state"], dict):
+            return inner
+        return {**inner, "state": {unit: _unwrapped(of) for unit, of in inner["state"].items()}}
 
     def _require_known(self) -> None:
         """Refuse tensors that are no group's state, and other entries in which ranks differ."""
