@@ -223,9 +223,6 @@ def drop_states(context: RunContext, tag: str, *, is_dry_run: bool) -> Compacted
     result = CompactedTag.of(tag, compact_report.WEIGHTS_ONLY, "")
     nbytes = 0
     if receipt.state != WEIGHTS_ONLY:
-        if full.is_packed and is_object(full.store):
-            reason = "its archive is one file in a bucket, and those are made on a disk alone"
-            return replace(result, action=compact_report.KEPT, reason=reason)
         dropped_at = receipt.dropped or show_moment(context.now)
         store = WeightsOnlyStore.of(full.store, at=dropped_at, why=_WHY)
         if not _states_of(store.full.checkpoint):
