@@ -59,6 +59,9 @@ class Disk:
     def keep_listed(self, root: Path) -> None:
         pass
 
+    def look_ahead(self, directory: Path, name: str) -> None:
+        pass
+
     def is_listed(self, directory: Path) -> bool:
         return True
 

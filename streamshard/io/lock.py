@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import socket
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -64,24 +65,28 @@ class Holder:
         return f"process {self.process} on {self.host}, since {self.since}"
 
 
+def nothing() -> None:
+    """Do nothing."""
+
+
 class AnyLock(Protocol):
     """What keeps other runs from a target."""
 
-    def take(self) -> None:
-        """Take the lock; one whose holder is surely gone is taken over."""
+    def take(self, look: Callable[[], object] = nothing) -> None:
+        """Take the lock, and look at what it keeps; one whose holder is gone is taken over."""
 
-    def release(self) -> None:
-        """Release the lock, if this process holds it."""
+    def release(self, finish: Callable[[], object] = nothing) -> None:
+        """Finish what needs the lock, and release it if this process holds it."""
 
 
 class NoLock:
     """Takes no lock, because the user wants none."""
 
-    def take(self) -> None:
-        pass
+    def take(self, look: Callable[[], object] = nothing) -> None:
+        look()
 
-    def release(self) -> None:
-        pass
+    def release(self, finish: Callable[[], object] = nothing) -> None:
+        finish()
 
 
 class Lock:
@@ -93,10 +98,15 @@ class Lock:
         """What is locked, for messages."""
         self._descriptor = -1
 
-    def take(self) -> None:
+    def take(self, look: Callable[[], object] = nothing) -> None:
         while not self._make() and not self._try():
             pass
         self._remove_temporary()
+        try:
+            look()
+        except BaseException:
+            self.release()
+            raise
 
     def _make(self) -> bool:
         """Create the lock file, which names its holder at any moment; False if one exists."""
@@ -217,12 +227,15 @@ class Lock:
             turn.rmdir()
         return True
 
-    def release(self) -> None:
-        if self._descriptor >= 0:
-            with ignored(FROM_OUTSIDE):
-                self._path.unlink()
-            descriptor, self._descriptor = self._descriptor, -1
-            close_unwritten(descriptor)
+    def release(self, finish: Callable[[], object] = nothing) -> None:
+        try:
+            finish()
+        finally:
+            if self._descriptor >= 0:
+                with ignored(FROM_OUTSIDE):
+                    self._path.unlink()
+                descriptor, self._descriptor = self._descriptor, -1
+                close_unwritten(descriptor)
 
 
 def _flock(descriptor: int) -> bool | None:

@@ -51,6 +51,9 @@ class Place(Protocol):
     def keep_listed(self, root: Path) -> None:
         """List all that is below a path at once, where that saves requests; see `listings_kept`."""
 
+    def look_ahead(self, directory: Path, name: str) -> None:
+        """List a directory, and read a small file that may be in it, where that saves time."""
+
     def is_listed(self, directory: Path) -> bool:
         """Tell whether it is sure to list a directory; a web server may not."""
 

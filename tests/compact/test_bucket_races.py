@@ -281,8 +281,8 @@ streamshard.compact(run, archive, delete=True, now=datetime.fromisoformat(now))
 """
 
 
-def killed(sides: Sides, at: int, *, days: float) -> int:
+def killed(sides: Sides, at: int, *, days: float, script: str = SCRIPT) -> int:
     """Run until a given number of changes in a bucket; returns its exit code."""
     now: datetime = later(days)
     given = (str(at), now.isoformat())
-    return run_forked(sides.run.where, sides.archive.where, *given, script=SCRIPT).code
+    return run_forked(sides.run.where, sides.archive.where, *given, script=script).code

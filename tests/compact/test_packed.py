@@ -17,7 +17,6 @@ import streamshard as api
 from benchmarks.compact_reads import times_read
 from streamshard.cli.main import main
 from streamshard.engine.journals.journal import Journal
-from streamshard.errors import UsageError
 from streamshard.operations.compact.tag_checks import unchanged
 from tests.compact.runs import (
     ALL,
@@ -333,8 +332,3 @@ def test_each_side_is_read_so_often_and_no_oftener(tmp_path: Path) -> None:
     # Once more than a directory, whose files' SHA-256 are computed while they are verified.
     assert archive == pytest.approx(3 + 16 / 12, abs=0.05), found
     assert source == pytest.approx(6 / 14 + 24 / 14 + 2, abs=0.05), found
-
-
-def test_in_a_bucket_it_is_refused_by_name(run: Path) -> None:
-    with pytest.raises(UsageError, match=r"packed=True.*on a disk alone"):
-        api.compact(run, "s3://bucket/archive", packed=True)

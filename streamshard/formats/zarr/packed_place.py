@@ -304,6 +304,9 @@ class PackedStores:
     def keep_listed(self, root: Path) -> None:
         pass
 
+    def look_ahead(self, directory: Path, name: str) -> None:
+        pass
+
     def is_listed(self, directory: Path) -> bool:
         return True
 

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, Final, TypeVar
 from streamshard.io.lock import AnyLock
 from streamshard.io.object_path import ObjectPath, object_of
 from streamshard.io.objects import listings, object_lock
-from streamshard.io.objects.clients import call, s3_options
+from streamshard.io.objects.clients import call, s3_options, together
 from streamshard.io.objects.listings import forget, list_below
 from streamshard.io.objects.object_reader import (
     AHEAD_BYTES,
@@ -184,6 +184,10 @@ class Buckets:
     def keep_listed(self, root: Path) -> None:
         if object_of(root).key:
             listings.keep_tree(object_of(root))
+
+    def look_ahead(self, directory: Path, name: str) -> None:
+        with ignored(FROM_OUTSIDE | {errno.ENOTSUP}):  # who needs it asks again
+            together(lambda: self.entries(directory), lambda: self.stream(directory / name))
 
     def is_listed(self, directory: Path) -> bool:
         return listings.is_listed(object_of(directory))

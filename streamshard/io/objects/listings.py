@@ -11,7 +11,8 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import islice, zip_longest
+from operator import itemgetter
 from pathlib import Path
 from stat import S_IFDIR, S_IFREG
 from typing import TYPE_CHECKING, Final, TypeAlias
@@ -135,6 +136,8 @@ _HEADERS_BYTES: Final = 32 << 20
 """Bytes of headers that are kept of all objects."""
 _SMALL_BYTES: Final = 1 << 16
 """Size of objects whose content is kept, such as documents and `latest`."""
+_OTHERS: Final = 2
+"""Objects of other kinds whose headers are read with those of the first ones."""
 _DIGITS: Final = re.compile(r"(\d+)")
 
 
@@ -264,21 +267,27 @@ def headers_of(path: ObjectPath, version: str) -> Headers:
     return headers
 
 
-def alike_after(path: ObjectPath, most: int) -> list[tuple[ObjectPath, Status]]:
-    """Return the objects that follow one in its kept listing, and differ in numbers only.
+def read_after(path: ObjectPath, most: int) -> list[tuple[ObjectPath, Status]]:
+    """Return the objects whose headers are likely read after those of one in its kept listing.
 
-    After the header of one rank's file, those of the next ranks are read.
+    They are those that follow it and differ in numbers only, as the files of the next ranks, and
+    the first ones of other kinds that have its suffix, as the file of the model.
     """
     scope = _kept()
     siblings = {} if scope is None else scope.directories.get(_parent(path), {})
     own, number = _split(path.name)
-    alike = ((_split(name), entry) for name, entry in siblings.items() if not entry.is_directory)
-    after = sorted(
-        ((found, object_of(entry.path), entry.status()) for (kind, found), entry in alike
-         if kind == own and found > number),
-        key=lambda one: one[0],
-    )  # fmt: skip
-    return [(found, status) for _, found, status in after[:most]]
+    after, others = list[tuple[tuple[int, ...], Entry]](), dict[tuple[str, ...], Entry]()
+    for name, entry in sorted(siblings.items()):
+        kind, found = _split(name)
+        if entry.is_directory:
+            continue
+        if kind == own and found > number:
+            after.append((found, entry))
+        elif kind != own and object_of(entry.path).suffix == path.suffix:
+            others.setdefault(kind, entry)
+    chosen = [entry for _, entry in sorted(after, key=itemgetter(0))[:most]]
+    chosen += islice(others.values(), _OTHERS)
+    return [(object_of(entry.path), entry.status()) for entry in chosen]
 
 
 def _split(name: str) -> tuple[tuple[str, ...], tuple[int, ...]]:

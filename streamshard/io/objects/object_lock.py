@@ -3,17 +3,21 @@
 import errno
 import json
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from streamshard.errors import Option, TargetError, TargetLockedError
-from streamshard.io.lock import Holder, holder_in, is_gone
+from streamshard.io.lock import Holder, holder_in, is_gone, nothing
 from streamshard.io.object_path import ObjectPath, object_of
+from streamshard.io.objects.clients import together
 from streamshard.io.objects.object_upload import Version, get_small, put, remove_object
 from streamshard.io.retry import FROM_OUTSIDE, ignored
+
+T = TypeVar("T")
 
 _TRIES: Final = 5
 _NO_VERSION: Final = {"e_tag": '"0x0"', "version": "1"}
@@ -34,7 +38,7 @@ class ObjectLock:
         """What is locked, for messages."""
         self._content = b""
 
-    def take(self) -> None:
+    def take(self, look: Callable[[], object] = nothing) -> None:
         # Not even two threads of one process write the same, so it shows whose request succeeded.
         mine = {**asdict(Holder.this_process()), "token": secrets.token_hex(8)}
         content = json.dumps(mine).encode()
@@ -42,12 +46,20 @@ class ObjectLock:
             if self._make(content) or self._take_over(content):
                 self._content = content
                 try:
-                    self._require_heeded("create", content)
+                    self._meanwhile(partial(self._require_heeded, "create", content), look)
                 except BaseException:
                     self.release()
                     raise
                 return
         raise TargetLockedError(f"{self._what}: other runs take its lock, {self._path}")
+
+    @staticmethod
+    def _meanwhile(request: Callable[[], T], work: Callable[[], object]) -> T:
+        """Return the answer to a request, while other work is done if there is any."""
+        if work is nothing:
+            return request()
+        found: T = together(request, work)[0]
+        return found
 
     def _make(self, content: bytes) -> bool:
         """Create the lock; False if there is one."""
@@ -105,12 +117,25 @@ class ObjectLock:
                 f"{message}; wait for it, or if it is gone remove the object {self._path}"
             )
 
-    def release(self) -> None:
-        if self._content:
-            with ignored(FROM_OUTSIDE):
-                if get_small(self._path)[1] == self._content:
-                    remove_object(self._path)
-            self._content = b""
+    def release(self, finish: Callable[[], object] = nothing) -> None:
+        if not self._content:
+            finish()
+            return
+        try:
+            is_held = self._meanwhile(self._is_held, finish)
+        except BaseException:
+            self.release()
+            raise
+        with ignored(FROM_OUTSIDE):
+            if is_held:
+                remove_object(self._path)
+        self._content = b""
+
+    def _is_held(self) -> bool:
+        """Tell whether the lock is still this run's."""
+        with ignored(FROM_OUTSIDE):
+            return get_small(self._path)[1] == self._content
+        return False
 
 
 def remove_dead_locks(paths: Iterable[Path]) -> None:

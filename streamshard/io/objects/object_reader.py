@@ -151,7 +151,7 @@ class ObjectFile:
 
     def _read_heads(self) -> None:
         """Read both ends of this object, and of those that are likely read next, side by side."""
-        following = listings.alike_after(self._path, _ALIKE)
+        following = listings.read_after(self._path, _ALIKE)
         files = [self, *(ObjectFile(path, status) for path, status in following)]
         ends = [(file, file._ends()) for file in files if file is self or not file._headers]
         pending = [(file, one, file._submit(*one)) for file, wanted in ends for one in wanted]

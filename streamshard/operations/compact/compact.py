@@ -90,7 +90,7 @@ def compact(options: _Compact) -> Compaction:
     dry_run
         Report what would be done, and do nothing.
     packed
-        Make each new archive one file, `TAG.zarr.zip`, on a disk. It shares no files with other
+        Make each new archive one file, `TAG.zarr.zip`, or one object. It shares no files with other
         archives; `CompactedTag.repeated_bytes` says what that costs. Archives that exist stay.
     lock
         Whether to keep other runs from the directories meanwhile. Only for buckets whose service
@@ -133,7 +133,7 @@ def compact(options: _Compact) -> Compaction:
     notes = [*_unmatched(patterns, found), *_about_trash(found, options.grace)]
     if options.dry_run:
         notes += _about_space(archive_dir, found)
-        notes += _about_requests(run_dir, archive_dir, options.chunk_size, found)
+        notes += _about_requests(run_dir, archive_dir, options, found)
     places = str(options.run_dir), str(options.archive_dir)
     return Compaction(*places, options.dry_run, found, seconds, tuple(notes))
 
@@ -175,7 +175,7 @@ def _about_space(archive_dir: Path, tags: Sequence[CompactedTag]) -> Iterator[st
 
 
 def _about_requests(
-    run_dir: Path, archive_dir: Path, chunk_size: int, tags: Sequence[CompactedTag]
+    run_dir: Path, archive_dir: Path, options: CompactOptions, tags: Sequence[CompactedTag]
 ) -> Iterator[str]:
     """Report the requests for tensors, if a side is in a bucket; archives count uncompressed."""
     down_bytes = up_bytes = 0
@@ -193,7 +193,9 @@ def _about_requests(
     if down_bytes:
         bucket = place_of(next(filter(is_object, (run_dir, archive_dir))))
         down = counted(bucket.requests_to_read(down_bytes), "request")
-        up = counted(-(-up_bytes // chunk_size), "request")
+        chunks = -(-up_bytes // options.chunk_size)
+        parts = bucket.requests_to_write(up_bytes) if options.packed else chunks
+        up = counted(parts, "request")
         sizes = f"{down} down, {show_bytes(down_bytes)}, and {up} up, {show_bytes(up_bytes)}"
         yield f"about {sizes} before compression, not counting those for headers and listings"
 
@@ -207,15 +209,16 @@ def _require_apart(run_dir: Path, archive_dir: Path) -> None:
 
 def _require_packable(archive_dir: Path, codec: str) -> None:
     """Refuse archives of one file where none can be written."""
-    message = ""
-    if is_object(archive_dir):
-        message = "archives of one file are made on a disk alone; leave it out for a bucket"
-    elif codec != "none" and not current_executor().shares_memory:
+    if current_executor().shares_memory:
+        return
+    message = "a cluster writes no archives of one file into a bucket; leave it out"
+    if not is_object(archive_dir):
+        if codec == "none":
+            return
         none = Option("codec", "none")
         message = f"a cluster writes archives of one file with {none} alone; give that, or leave it"
         message = f"{message} out"
-    if message:
-        raise UsageError(f"{Option('packed', True)}: {message}")
+    raise UsageError(f"{Option('packed', True)}: {message}")
 
 
 def runs_like(pattern: str, archive_dir: str) -> list[tuple[Path, Path]] | None:

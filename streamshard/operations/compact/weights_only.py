@@ -36,10 +36,11 @@ from streamshard.io.changes import (
     sync_tree,
     write_new,
 )
-from streamshard.io.entries import lexists
+from streamshard.io.entries import lexists, listings_kept
 from streamshard.io.files import source_errors, target_errors
 from streamshard.io.object_path import is_object, is_packed_name
 from streamshard.io.objects.buckets import for_each
+from streamshard.io.place import place_of
 from streamshard.model import BLOB, FILE, MASTER, MODULE
 from streamshard.operations.compact import compact_report, omissions
 from streamshard.operations.compact.compact_report import CompactedTag
@@ -122,6 +123,11 @@ class WeightsOnlyStore:
         return self._records(are_kept=True)
 
     @property
+    def full_bytes(self) -> int:
+        """Bytes of the files of the full store, more than those of what is kept of it."""
+        return sum(record.nbytes for record in self.manifest.records.values())
+
+    @property
     def dropped_bytes(self) -> int:
         """Bytes of the files of dropped tensors."""
         return sum(record.nbytes for record in self._records(are_kept=False).values())
@@ -176,7 +182,9 @@ class WeightsOnlyStore:
         require_space(partial, nbytes + sum(map(len, documents.values())))
         progress.start(nbytes)
         try:
-            with closing(PackedCopy(partial, progress.advance)) as copy:
+            place_of(partial).abort_uploads(partial)  # of a run that was killed
+            most = self.full_bytes if is_object(partial) else 0
+            with listings_kept(), closing(PackedCopy(partial, most, progress.advance)) as copy:
                 for path in (path for path in documents if path not in last):
                     copy.write(path, documents[path])
                 for path in kept:
@@ -215,9 +223,6 @@ def drop_states(context: RunContext, tag: str, *, is_dry_run: bool) -> Compacted
     result = CompactedTag.of(tag, compact_report.WEIGHTS_ONLY, "")
     nbytes = 0
     if receipt.state != WEIGHTS_ONLY:
-        if full.is_packed and is_object(full.store):
-            reason = "its archive is one file in a bucket, and those are made on a disk alone"
-            return replace(result, action=compact_report.KEPT, reason=reason)
         dropped_at = receipt.dropped or show_moment(context.now)
         store = WeightsOnlyStore.of(full.store, at=dropped_at, why=_WHY)
         if not _states_of(store.full.checkpoint):
@@ -265,6 +270,9 @@ def _make(context: RunContext, receipt: Receipt, store: WeightsOnlyStore) -> Rec
             latest.write(full.receipt)  # it must not name the archive that is removed now
             with target_errors(weights.store):
                 remove(weights.store)
+        if weights.is_packed:  # its parts are held in memory until they are sent
+            upload_bytes = place_of(weights.store).writing_bytes(store.full_bytes)
+            context.proofs.limits.fit(0, store.full.files, upload_bytes)
         store.write(weights.store, context.proofs.progress)
         return _proved(context, latest, store, log)
     except StreamshardError:

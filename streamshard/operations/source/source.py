@@ -21,11 +21,13 @@ from streamshard.formats.checkpoint import Checkpoint, Reading
 from streamshard.formats.deepspeed import ds_config
 from streamshard.formats.deepspeed.dumps import dump_names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
+from streamshard.formats.deepspeed.names import LATEST
 from streamshard.io.entries import (
     listings_kept,
 )
 from streamshard.io.files import source_errors
 from streamshard.io.object_path import as_path
+from streamshard.io.place import place_of
 from streamshard.io.retry import try_again
 from streamshard.layout.cutting import Segments, coalesce
 from streamshard.model import ITEMSIZE, Note
@@ -260,6 +262,8 @@ def open_source(
     config, known = read_hints([path], ds_config_file, like, takes_model=takes_model)
     is_model = known is not None and known.is_weights_alone
     with listings_kept():
+        with source_errors(as_path(path)):
+            place_of(as_path(path)).look_ahead(as_path(path), LATEST)
         require_finished(as_path(path))
         opened = Request(path, tag, config, None if is_model else known, rules).open()
     if is_model and known is not None:

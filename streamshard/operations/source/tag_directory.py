@@ -17,7 +17,7 @@ from streamshard.formats import detect
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.names import step_of
 from streamshard.formats.pickle.inert import show
-from streamshard.io.entries import exists, is_directory, is_file, paths_in
+from streamshard.io.entries import exists, is_directory, is_file, list_ahead, paths_in
 from streamshard.io.files import require_inside
 from streamshard.io.object_path import is_packed_name
 from streamshard.operations.source.sidecars import has_shards
@@ -133,6 +133,7 @@ def find_tag(root: Path, tag: str | None) -> tuple[Path, Path]:
     elif not is_directory(root / tag):
         raise _choose_one(SourceNotFoundError("no such tag directory", path=root / tag), root)
     require_inside(root / tag, root)
+    list_ahead(root / tag)
     if not has_shards(root / tag) and find_candidates(root / tag):
         # A framework's directory around a checkpoint, such as HF Trainer's `checkpoint-500`.
         return find_tag(root / tag, None)

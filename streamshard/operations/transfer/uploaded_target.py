@@ -24,7 +24,7 @@ from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.changes import remove_file, write_new
 from streamshard.io.entries import entries_below
 from streamshard.io.files import target_errors
-from streamshard.io.lock import AnyLock
+from streamshard.io.lock import AnyLock, nothing
 from streamshard.io.object_path import ObjectPath, object_of
 from streamshard.io.objects.buckets import copy_object, for_each, moved, objects_below
 from streamshard.io.objects.clients import together
@@ -72,20 +72,25 @@ class UploadedTarget:
         """Whether the journal belongs to this run, or to the earlier run it continues."""
         self.is_done = False
         """Whether the target exists, and is what this run would make."""
+        self._tidy: Callable[[], None] = nothing
+        """Removes what is of no use once the target exists."""
         self.notes: tuple[str, ...] = ()
         """What the user should know of what an earlier run left."""
 
     def __enter__(self) -> Self:
         with target_errors(self._target), ExitStack() as stack:
-            self._lock.take()
-            stack.callback(self._lock.release)
+            self._lock.take(self._look)
+            stack.callback(self._release)
             self._prepare(self._settled())
             self._held = stack.pop_all()
         return self
 
+    def _look(self) -> None:
+        self._found = UploadState.at(self._target, self._template)
+
     def _settled(self) -> UploadState:
         """Find where the target is uploaded, and finish a commit that was cut off."""
-        upload = UploadState.at(self._target, self._template)
+        upload = self._found
         self.path: Path = self._target
         self.journal = upload.journal
         if upload.is_committed and self.journal.header is not None:
@@ -168,6 +173,10 @@ class UploadedTarget:
                 self._keep(error)
         self._held.close()
 
+    def _release(self) -> None:
+        with target_errors(self._target):
+            self._lock.release(self._tidy)
+
     def _keep(self, error: BaseException) -> None:
         self.journal.close()
         if self.journal.is_empty:
@@ -199,10 +208,7 @@ class UploadedTarget:
             record = {"format": _FORMAT, "bytes": self._nbytes, "verb": self._verb}
             create(self._target.of_key(f"{self._target.key}/{COMMITTED}"), _serialize(record))
             self._is_own = False  # the target exists: whatever fails now takes nothing back
-            if self.path == self._target:
-                self.journal.remove()
-            else:
-                self._clear()
+            self._tidy = self.journal.remove if self.path == self._target else self._clear
 
     def _clear(self) -> None:
         """Remove all that was uploaded, so that what is left of it at any moment is known as such.
