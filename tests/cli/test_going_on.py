@@ -114,7 +114,7 @@ def test_a_run_that_does_not_come_to_an_end_is_ended(saved: Saved, tmp_path: Pat
         "signals._GRACE_SECONDS = 1\n"
         "def stuck(self, *rest):\n"
         "    threading.Event().wait()\n"
-        "def asked(self, **options):\n"
+        "def asked(self, *args, **options):\n"
         "    signal.raise_signal(signal.SIGTERM)\n"
         "PartialTarget.__exit__ = stuck\n"
         "PartialTarget.commit = asked\n"
