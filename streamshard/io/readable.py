@@ -11,7 +11,7 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISLNK, S_ISREG
 from typing import Final, NamedTuple, Protocol, Self
 
-from streamshard.io.retry import close_unwritten
+from streamshard.io.retry import UNSUPPORTED, close_unwritten, ignored
 from streamshard.model import Decoder, SourceFile
 
 _QUIET: Final = getattr(os, "O_NOATIME", 0)
@@ -142,7 +142,8 @@ class ReadableFile:
     def will_need(self, offset: int, nbytes: int) -> None:
         """Start reading a range into the page cache, without waiting; a hint, where supported."""
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
+            with ignored(UNSUPPORTED):
+                os.posix_fadvise(self.descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def status(self) -> Status:
         return Status.of(os.fstat(self.descriptor))

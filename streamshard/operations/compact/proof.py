@@ -123,7 +123,8 @@ def read_archive(store: Path, proofs: ProofContext, findings: Findings) -> dict[
     damaged may be missing, and so may large files that several workers read.
     """
     resident_memory.restart_peak()
-    drop_cached(store)
+    with source_errors(store):
+        drop_cached(store)
     found = check_structure(Request(store), findings, EVERYTHING)
     whole: dict[Path, str] = {}
 
