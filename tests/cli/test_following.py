@@ -29,7 +29,8 @@ from tests.job import TAG, Job
 
 TYPED = re.compile(r"(?:\$ |CKPT=\$\()?(streamshard .*?)(?:\) \|\| exit| > .*?)?(?: +#.*)?")
 ELSEWHERE = re.compile(
-    r"://| /|--dask|--(?:tensor|pipeline|expert)-parallel|--stages|--notify|--rename|fsdp.*--ds-config"
+    r"://| /|--dask|--(?:tensor|pipeline|expert)-parallel|--stages|--notify|--rename"
+    r"|fsdp.*--ds-config"
 )
 JOB = Job(
     world_size=8,
