@@ -77,7 +77,7 @@ def find_model_sidecars(source: Source, config: str = pretrained.CONFIG) -> Mode
     found = [Sidecar(name, tensors[path], modes[path]) for name, path in sorted(paths.items())]
     if config not in paths:
         notes.append(
-            f"No {config} in or next to the source: from_pretrained needs the model's, next to the "
+            f"No {config} in or next to the source: from_pretrained needs the job's, next to the "
             "weights."
         )
     return ModelSidecars(source, tuple(found), tuple(notes))
