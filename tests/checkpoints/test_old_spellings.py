@@ -7,6 +7,7 @@ of versions that are not.
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -247,6 +248,25 @@ def test_the_stage_as_an_attribute_of_its_enum(
     assert streamshard.inspect(tmp_path / "by name").zero_stage == stage
     assert streamshard.diff(tmp_path / "by name, resharded", tmp_path / "by value").is_equal
     assert streamshard.diff(tmp_path / "by name", tmp_path / "by value, resharded").is_equal
+
+
+def test_a_stage_by_its_name_comes_back_from_an_archive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ZeroStageEnum, "__reduce_ex__", by_name)
+    run = tmp_path / "run"
+    for step in (1, 2, 3):
+        write(Job(), run, f"global_step{step}")
+    streamshard.compact(run, tmp_path / "archive", keep_last=2, min_age=timedelta(0), delete=True)
+    assert not (run / "global_step1").exists()
+    streamshard.repartition(tmp_path / "archive" / "global_step1.zarr", tmp_path / "back")
+    # The same attribute, of another member where the stage is another one.
+    for stage, name in ((2, b"gradients"), (3, b"weights")):
+        out = tmp_path / f"stage{stage}"
+        streamshard.repartition(run, out, world_size=2, zero_stage=stage)
+        (shard, *_) = sorted(out.glob("*/*optim_states.pt"))
+        assert name in shard.read_bytes()
+        assert streamshard.inspect(out).zero_stage == stage
 
 
 def by_name(member: ZeroStageEnum, protocol: object) -> tuple[object, ...]:

@@ -10,7 +10,7 @@ import numpy as np
 from streamshard.formats.checkpoint import FlatState, ParamGroup, ScalarState
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
-from streamshard.formats.pickle.inert import Call, Global, Node
+from streamshard.formats.pickle.inert import GETATTR, Call, Global, Node
 from streamshard.formats.torch.torch_tensor import Storage, make_tensor
 from streamshard.layout.cutting import (
     Ints,
@@ -129,8 +129,13 @@ class OptimizerWriter:
     def _stage_enum(self) -> Node:
         stage = self._layout.stage
         recorded = self._model_part.optimizer_file[names.OPTIMIZER].get(names.ZERO_STAGE)
-        # DeepSpeed before 0.7.0 saved a plain int.
-        return stage if isinstance(recorded, int) else Call(names.STAGE_ENUM, (stage,))
+        # DeepSpeed before 0.7.0 saved a plain int, and early Python 3.11 an attribute of the enum.
+        if isinstance(recorded, int):
+            return stage
+        if isinstance(recorded, Call) and recorded.function in GETATTR:
+            member = next(name for name, value in names.STAGES.items() if value == stage)
+            return Call(recorded.function, (names.STAGE_ENUM, member))
+        return Call(names.STAGE_ENUM, (stage,))
 
     def _stage_12(self, rank: int) -> dict[str, Node]:
         masters, mappings, cuts = [], [], []
