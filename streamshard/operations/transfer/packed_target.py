@@ -11,7 +11,7 @@ At any moment the disk is in one of these states, and the same command finishes 
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 from streamshard.engine.journals.journal import Journal
 from streamshard.errors import SourceError, TargetExistsError
@@ -24,7 +24,7 @@ from streamshard.operations.source.unfinished import JOURNAL
 from streamshard.operations.transfer.packed_files import PackedPartial
 from streamshard.operations.transfer.staging import PartialTarget
 from streamshard.operations.transfer.target import partial_of
-from streamshard.operations.transfer.target_state import DiskState, replaces
+from streamshard.operations.transfer.target_state import DiskState, TargetKind, replaces
 
 
 @dataclass(frozen=True)
@@ -120,3 +120,6 @@ class PackedTarget(PartialTarget):
         remove_file(self.path / self._target.name, missing_ok=True)
         remove(self.path)
         sync_path(self._target.parent)
+
+
+KIND: Final = TargetKind(PackedState, PackedTarget)

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 from streamshard.engine.jobs.executor import Job
 from streamshard.engine.jobs.proofs import TargetProof
@@ -49,7 +49,7 @@ from streamshard.operations.transfer.packed_files import (
 from streamshard.operations.transfer.packed_target import require_packed_store
 from streamshard.operations.transfer.run_identity import RunIdentity
 from streamshard.operations.transfer.target import partial_of
-from streamshard.operations.transfer.target_state import TargetState
+from streamshard.operations.transfer.target_state import TargetKind, TargetState
 
 
 @dataclass(frozen=True)
@@ -296,3 +296,6 @@ class PackedUploadTarget:
             if (error is not None or not self._copies) and head(self._elsewhere) is not None:
                 remove_object(self._elsewhere)
         self._held.close()
+
+
+KIND: Final = TargetKind(PackedUploadState, PackedUploadTarget)

@@ -2,21 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final, Protocol, Self, cast
+from typing import Protocol, Self
 
 from streamshard.engine.run.runner import StagedFiles
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.changes import lock_at
-from streamshard.io.object_path import is_object, is_packed_name
 from streamshard.operations.transfer.run_identity import RunIdentity
-from streamshard.operations.transfer.staging import PartialTarget
 from streamshard.operations.transfer.target import LOCK
-from streamshard.registry import PACKED_TARGET, PACKED_UPLOAD, UPLOADED_TARGET, load
-
-_TARGETS: Final = {
-    (True, False): PACKED_TARGET, (True, True): PACKED_UPLOAD, (False, True): UPLOADED_TARGET,
-}  # fmt: skip
-"""Whether a target is one file, and whether it is in a bucket → what it is written by."""
+from streamshard.operations.transfer.target_state import TargetKind
 
 
 class StagedTarget(Protocol):
@@ -76,7 +69,7 @@ def staged(
     """
     place = target.absolute().with_name(f"{LOCK}.{target.name}")
     own = lock_at(place, target.absolute(), is_wanted=lock)
-    name = _TARGETS.get((is_packed_name(target), is_object(target)))
-    kind = PartialTarget if name is None else load(name)
-    made = kind(target, own, identity, nbytes=nbytes, sizes=sizes, verify=verify, template=template)
-    return cast(StagedTarget, made)
+    made: StagedTarget = TargetKind.of(target).staged(
+        target, own, identity, nbytes=nbytes, sizes=sizes, verify=verify, template=template
+    )
+    return made

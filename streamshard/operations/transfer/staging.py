@@ -49,7 +49,7 @@ from streamshard.operations.transfer.target import (
     partial_of,
     replaced_of,
 )
-from streamshard.operations.transfer.target_state import DiskState, replaces
+from streamshard.operations.transfer.target_state import DiskState, TargetKind, replaces
 
 _RESERVED: Final = f"{names.OWN_PREFIX}.reserved"
 
@@ -238,3 +238,6 @@ class PartialTarget:
             sync_path(self._replaced.parent)
         remove_file(self._target / JOURNAL)
         sync_path(self._target)
+
+
+KIND: Final = TargetKind(DiskState, PartialTarget)

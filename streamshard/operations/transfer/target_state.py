@@ -2,11 +2,11 @@
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 from streamshard.engine.journals.journal import Journal
 from streamshard.errors import Option, TargetExistsError
@@ -20,14 +20,36 @@ from streamshard.io.readable import Status
 from streamshard.operations.source.directory_content import DirectoryContent
 from streamshard.operations.source.unfinished import JOURNAL
 from streamshard.operations.transfer.target import partial_of, replaced_of, require_named
-from streamshard.registry import PACKED_STATE, PACKED_UPLOAD_STATE, UPLOAD_STATE, load
+from streamshard.registry import (
+    DISK_TARGET,
+    PACKED_TARGET,
+    PACKED_UPLOAD,
+    UPLOADED_TARGET,
+    load,
+)
 
-_STATES: Final = {
-    (True, False): PACKED_STATE, (True, True): PACKED_UPLOAD_STATE, (False, True): UPLOAD_STATE,
+_KINDS: Final = {
+    (False, False): DISK_TARGET, (False, True): UPLOADED_TARGET,
+    (True, False): PACKED_TARGET, (True, True): PACKED_UPLOAD,
 }  # fmt: skip
-"""Whether a target is one file, and whether it is in a bucket → what it is looked at with."""
+"""Whether a target is one file, and whether it is in a bucket → its kind."""
 _OVERWRITE: Final = Option("overwrite", True)
 _IF_NEEDED: Final = Option("if_needed", True)
+
+
+class TargetKind(NamedTuple):
+    """What a kind of target is looked at with, and what writes it."""
+
+    state: Any
+    """A class of `TargetState` with a constructor `at`."""
+    staged: Callable[..., Any]
+    """Makes what `staged_target.StagedTarget` describes."""
+
+    @staticmethod
+    def of(target: Path) -> "TargetKind":
+        """Return the kind of a target: its name and its place tell."""
+        found: TargetKind = load(_KINDS[is_packed_name(target), is_object(target)])
+        return found
 
 
 class TargetState(ABC):
@@ -43,9 +65,7 @@ class TargetState(ABC):
         """
         require_named(target)
         with target_errors(target):
-            name = _STATES.get((is_packed_name(target), is_object(target)))
-            kind = DiskState if name is None else load(name)
-            found: TargetState = kind.at(target, template)
+            found: TargetState = TargetKind.of(target).state.at(target, template)
         return found
 
     @property

@@ -36,6 +36,7 @@ from streamshard.io.retry import FROM_OUTSIDE, ignored
 from streamshard.operations.source.unfinished import COMMITTED, JOURNAL
 from streamshard.operations.transfer.run_identity import RunIdentity
 from streamshard.operations.transfer.target import partial_of
+from streamshard.operations.transfer.target_state import TargetKind
 from streamshard.operations.transfer.upload_state import UploadState
 
 _FORMAT: Final = 1
@@ -250,3 +251,6 @@ def _relative(path: ObjectPath, root: ObjectPath) -> str:
 
 def _serialize(record: dict[str, object]) -> bytes:
     return json.dumps(record).encode() + b"\n"
+
+
+KIND: Final = TargetKind(UploadState, UploadedTarget)
