@@ -8,7 +8,6 @@ returns.
 import hashlib
 import json
 import shutil
-import tarfile
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +25,7 @@ from streamshard.formats.megatron.flattened import unflattened
 from tests.fabricated import write
 from tests.fabricated_dcp import adamw
 from tests.job import Job
+from tests.unpacking import unpack
 
 SAVES = Path(__file__).parent / "megatron_saves"
 FLATTENED, BUFFERS = "0.13.1-fully_sharded_model_space", "0.16.1-dp_reshardable"
@@ -37,8 +37,7 @@ MASTERS = ("param", "fp32_param")
 def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("megatron")
     for path in SAVES.glob("*.tar.xz"):
-        with tarfile.open(path) as archive:
-            archive.extractall(place, filter="data")
+        unpack(path, place)
     return place
 
 
@@ -101,8 +100,7 @@ def test_it_is_verified(saves: Path) -> None:
 
 @pytest.mark.parametrize("name", ["common.pt", "__0_0.distcp", "__3_1.distcp", ".metadata"])
 def test_damage_is_found(name: str, saves: Path, tmp_path: Path) -> None:
-    with tarfile.open(SAVES / f"{BUFFERS}.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack(SAVES / f"{BUFFERS}.tar.xz", tmp_path)
     path = tmp_path / BUFFERS / name
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 0x10
@@ -197,8 +195,7 @@ def test_options_by_parameter_of_megatrons_fsdp(tmp_path: Path) -> None:
 
 
 def test_steps_that_differ_are_refused(saves: Path, tmp_path: Path) -> None:
-    with tarfile.open(SAVES / f"{WHOLE}.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack(SAVES / f"{WHOLE}.tar.xz", tmp_path)
     path = tmp_path / WHOLE / "common.pt"
     common = torch.load(path, weights_only=False)
     common["optimizer"]["optimizer"]["param_groups"][1]["step"] = 3.0

@@ -2,7 +2,6 @@
 
 import json
 import re
-import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from tests.cli.conftest import in_process
 from tests.fabricated import write
 from tests.fabricated_dcp import adamw, mesh, save_index
 from tests.job import Job
+from tests.unpacking import unpack
 
 SAVES = Path(__file__).parent / "megatron_saves"
 WHOLE, FLATTENED = "0.16.1-fully_reshardable", "0.13.1-fully_sharded_model_space"
@@ -54,8 +54,7 @@ PLAIN = {
 def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("megatron")
     for name in (WHOLE, FLATTENED):
-        with tarfile.open(SAVES / f"{name}.tar.xz") as archive:
-            archive.extractall(place, filter="data")
+        unpack(SAVES / f"{name}.tar.xz", place)
     return place
 
 

@@ -1,11 +1,10 @@
-"""What someone is told: by `--status`, by `--notify`, of many runs, until they acknowledge it."""
+"""What someone is told: by `--status`, by `--notify`, and of many runs."""
 
 import json
 import os
 import re
 import shlex
 import sys
-from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -19,24 +18,19 @@ from streamshard.io.changes import write_durably
 from streamshard.operations.compact import receipts
 from streamshard.operations.compact.compact import runs_like
 from streamshard.operations.compact.compact_report import RunRecord
-from tests.browser import Browser, document_of
 from tests.cli.conftest import streamshard
 from tests.compact.runs import (
     FIRST,
     MODEL,
     NO_GRACE,
     RECORD,
-    SHARD,
     STEPS,
     actions,
-    bits,
     make_run,
     receipt_of,
     tag_of,
     tags_in,
 )
-from tests.fabricated import write
-from tests.job import Job
 
 NOW = datetime.now(UTC)
 NEXT = tag_of(STEPS[1])
@@ -237,78 +231,6 @@ def test_what_makes_no_sense_is_refused(run: Path, archive: Path, options: list[
     assert not archive.exists()
 
 
-# The page ----------------------------------------------------------------------------------------
-
-
-def test_the_page_holds_the_status_and_what_is_in_the_run(
-    run: Path, archive: Path, tmp_path: Path
-) -> None:
-    api.compact(run, archive, now=after(0), delete=True)
-    api.compact(run, archive, now=after(1), grace=NO_GRACE, purge=[FIRST])
-    html = tmp_path / "status.html"
-    command = ("compact", run, archive, "--status", "--html", html)
-    done = streamshard(*command)
-    assert (done.code, f"drew  {html}, " in done.out) == (0, True)
-    (one,) = document_of(html)["runs"]
-    wanted = json.loads(json.dumps(asdict(api.compact_status(run, archive))))
-    assert {key: one[key] for key in wanted} == wanted
-    assert [tag["state"] for tag in one["tags"]] == ["removed"]
-    assert [tag["tag"] for tag in one["present"]] == [tag_of(step) for step in STEPS[1:]]
-    assert one["latest"] == tag_of(STEPS[-1])
-    newest = one["present"][-1]
-    files = [path for path in (run / newest["tag"]).rglob("*") if path.is_file()]
-    assert newest["nbytes"] == sum(path.stat().st_size for path in files)
-    assert newest["problem"] is None
-    assert (streamshard(*command).code, streamshard(*command, "--overwrite").code) == (4, 0)
-    for inside in (run / "status.html", archive / "status.html"):
-        assert streamshard("compact", run, archive, "--status", "--html", inside).code == 2
-
-
-def test_the_page_shows_what_became_of_each_checkpoint(
-    browser: Browser, archive: Path, tmp_path: Path
-) -> None:
-    run = make_run(tmp_path / "run", steps=[70, *STEPS])
-    api.compact(run, archive, now=after(0), delete=True)
-    api.compact(run, archive, now=after(1), grace=NO_GRACE, purge=[tag_of(70)])
-    (run / NEXT / SHARD).unlink()
-    html = tmp_path / "status.html"
-    assert streamshard("compact", run, archive, "--status", "--html", html, "-q").code == 0
-    tab = browser.open(html.as_uri(), dark=True)
-    rows = "[...document.querySelectorAll('tbody tr')]"
-    shown = tab.value(f"{rows}.map((row) => [row.cells[0].innerText, row.cells[2].innerText])")
-    assert shown == [
-        [tag_of(1000), "kept"], [tag_of(100), "kept"], [NEXT, "look at it"],
-        [FIRST, "in the trash"], [tag_of(70), "archive only"],
-    ]  # fmt: skip
-    assert tab.text(".verdict.bad").startswith("1 thing to look at")
-    assert f"{SHARD} is missing" in tab.text(".verdict li")
-    assert "1\nin the archive only" in tab.text(".big")
-    tab.require_at_peace()
-
-
-def test_a_page_of_many_runs_hides_none_for_another(
-    browser: Browser, tmp_path: Path, archive: Path
-) -> None:
-    hostile = "<b>\"'&\n</script>".replace("/", "")
-    (tmp_path / "runs").mkdir()
-    runs = [make_run(tmp_path / "runs" / name) for name in ("a", hostile, "odd")]
-    for name in ("checkpoint-1", "step_1"):
-        (runs[2] / name).mkdir()
-        (runs[2] / name / "latest").write_text("x")
-    (runs[2] / "latest").unlink()
-    (tmp_path / "page").mkdir()
-    html = tmp_path / "page" / "status.html"
-    command = ("compact", tmp_path / "runs" / "*", archive, "--status", "--html", html)
-    assert streamshard(*command).code == 0
-    tab = browser.open(html.as_uri())
-    assert tab.text("h1") == "3 runs"
-    assert "whose numbers do not tell which is newer" in tab.text(".verdict.bad li")
-    heads = tab.value("[...document.querySelectorAll('h2')].map((head) => head.innerText)")
-    assert sorted(heads) == sorted(str(run).replace("\n", "\\u{a}") for run in runs)
-    assert tab.value("document.querySelectorAll('script').length") == 2
-    tab.require_at_peace()
-
-
 # Notes to someone ---------------------------------------------------------------------------------
 
 NOTE = """
@@ -429,100 +351,3 @@ def test_a_pattern_gives_each_run_an_archive_of_its_own(tmp_path: Path) -> None:
     for pattern in (f"{tmp_path}/**", f"{tmp_path}/*/../a", "s3://bucket/*"):
         with pytest.raises(UsageError):
             runs_like(pattern, "archive")
-
-
-# What someone has acknowledged is told no more, until it is otherwise -----------------------------
-
-
-@pytest.fixture
-def broken(run: Path) -> Path:
-    """A run directory whose oldest tag lacks a rank's file, since long ago."""
-    then = (run / FIRST).stat()
-    (run / FIRST / SHARD).unlink()
-    os.utime(run / FIRST, ns=(then.st_atime_ns, then.st_mtime_ns))
-    return run
-
-
-def test_the_message_says_how_and_that_is_enough(broken: Path, archive: Path) -> None:
-    scheduled = ("compact", broken, archive, "--delete", "-q")
-    before = bits(broken / FIRST)
-    said = streamshard(*scheduled)
-    assert said.code == 3
-    found = re.search(r"To leave it as it is: (streamshard compact .*)\n", said.err)
-    assert found is not None
-    command = shlex.split(found[1])[1:]
-    tried = streamshard(*command, "-n", "-v")
-    assert (tried.code, streamshard(*scheduled).code) == (0, 3)
-    kept = bits(archive)
-    done = streamshard(*command, "-v")
-    assert (done.code, done.err) == (0, "")
-    assert re.search(rf"{FIRST} +acknowledged .* reported again", done.out)
-    assert set(bits(archive)) - set(kept) == {f"{FIRST}.acknowledged.json"}
-    again = streamshard(*scheduled)
-    assert (again.code, again.out, again.err) == (0, "", "")
-    shown = streamshard(*scheduled[:-1], "-v").out
-    assert re.search(rf"{FIRST} +kept .*missing.*; acknowledged 20", shown)
-    assert bits(broken / FIRST) == before
-
-
-def test_another_damage_is_told_again(broken: Path, archive: Path) -> None:
-    api.compact(broken, archive, acknowledge=[FIRST])
-    assert api.compact(broken, archive).exit_code == 0
-    other = broken / FIRST / SHARD.replace("rank_1", "rank_0")
-    then, data = other.stat(), other.read_bytes()
-    # Of the same size and age, and what cannot be read of it is another thing.
-    other.write_bytes(data[:-22] + b"\0" * 22)
-    os.utime(other, ns=(then.st_atime_ns, then.st_mtime_ns))
-    (problem,) = api.compact(broken, archive).problems
-    assert (problem.tag, problem.action, problem.exit_code) == (FIRST, "ambiguous", 3)
-    assert "not as it was when it was acknowledged on 20" in problem.reason
-    api.compact(broken, archive, acknowledge=[FIRST])
-    assert api.compact(broken, archive).exit_code == 0
-    (broken / FIRST / "notes.txt").write_text("looked into")
-    os.utime(broken / FIRST / "notes.txt", (0, 0))
-    os.utime(broken / FIRST, (0, 0))
-    assert api.compact(broken, archive).exit_code == 3
-
-
-def test_another_tag_is_told(broken: Path, archive: Path) -> None:
-    api.compact(broken, archive, acknowledge=[FIRST])
-    (broken / NEXT / SHARD).unlink()
-    os.utime(broken / NEXT, (0, 0))
-    assert [tag.tag for tag in api.compact(broken, archive).problems] == [NEXT]
-
-
-def test_whole_again_it_is_a_tag_like_any_other(broken: Path, archive: Path) -> None:
-    api.compact(broken, archive, acknowledge=[FIRST])
-    for path in (write(Job(), archive.with_name("whole"), FIRST) / FIRST).iterdir():
-        (broken / FIRST / path.name).write_bytes(path.read_bytes())
-        os.utime(broken / FIRST / path.name, (0, 0))
-    os.utime(broken / FIRST, (0, 0))
-    assert actions(api.compact(broken, archive))[FIRST] == "archived"
-
-
-@pytest.mark.parametrize(
-    ("tag", "says"),
-    [
-        (tag_of(STEPS[-1]), "kept anyway"),
-        (FIRST, f"--keep-tag {FIRST}"),
-        ("global_step5", f"no tag global_step5 with shards; there are {FIRST}"),
-        ("global_step9", "no tag global_step9"),
-    ],
-    ids=["kept", "candidate", "not there", "nothing but a name"],
-)
-def test_what_is_not_unclear_is_not_acknowledged(
-    run: Path, archive: Path, tag: str, says: str
-) -> None:
-    (run / "global_step9").mkdir()
-    done = streamshard("compact", run, archive, "--acknowledge", tag)
-    assert done.code == 2
-    assert says in done.err
-    assert not [*archive.glob("*.json")]
-
-
-def test_a_note_that_was_changed_is_told(broken: Path, archive: Path) -> None:
-    api.compact(broken, archive, acknowledge=[FIRST])
-    path = archive / f"{FIRST}.acknowledged.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "changed_ns": "1"}))
-    (problem,) = api.compact(broken, archive).problems
-    assert (problem.action, str(path) in problem.reason) == ("ambiguous", True)

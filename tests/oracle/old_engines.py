@@ -33,6 +33,7 @@ from tests.oracle.jobs import Resume, Train, run
 from tests.oracle.models import Case
 from tests.oracle.ranks import require_success, run_jobs
 from tests.oracle.truth import Truth
+from tests.unpacking import unpack
 
 SAVED, RESUMED = 3, 2
 """Counts of ranks."""
@@ -78,8 +79,7 @@ def make(version: str, directory: Path) -> None:
 
 def unpacked(version: str, directory: Path) -> Path:
     """Unpack what engines of a version saved; returns the directory with one for each case."""
-    with tarfile.open(KEPT / f"{version}.tar.xz") as archive:
-        archive.extractall(directory, filter="data")
+    unpack(KEPT / f"{version}.tar.xz", directory)
     return directory
 
 

@@ -5,7 +5,6 @@
 
 import json
 import subprocess
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -17,14 +16,14 @@ from streamshard.operations.compact.tag_health import HealthRecord
 from tests.comparing import compare
 from tests.released.keep import KEPT, STATES
 from tests.released.versions import released
+from tests.unpacking import unpack
 
 
 @pytest.fixture(scope="module", params=[*released()])
 def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Unpack what a version wrote."""
     place = tmp_path_factory.mktemp("kept")
-    with tarfile.open(KEPT / f"{request.param}.tar.xz") as files:
-        files.extractall(place, filter="data")
+    unpack(KEPT / f"{request.param}.tar.xz", place)
     return place
 
 

@@ -1,17 +1,16 @@
 """The versions that were released, and this tree, as programs that tests can ask."""
 
-import io
 import json
 import os
 import subprocess
 import sys
-import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
 from tests.documents import ROOT
+from tests.unpacking import unpack
 
 _LIST: Final = Path(__file__).with_name("versions.txt")
 """A released version and its commit a line."""
@@ -36,8 +35,10 @@ def export(commit: str, place: Path) -> Path:
     """
     command = ("git", "-C", str(ROOT), "archive", commit, "streamshard", "pyproject.toml")
     packed = subprocess.run(command, check=True, capture_output=True).stdout
-    with tarfile.open(fileobj=io.BytesIO(packed)) as files:
-        files.extractall(place, filter="data")
+    archive = place.with_name(f"{place.name}.tar")
+    archive.write_bytes(packed)
+    unpack(archive, place)
+    archive.unlink()
     return place
 
 
