@@ -70,7 +70,7 @@ class NodeMemory:
         return opened
 
     def offer(self) -> Offer:
-        """Say how others open it."""
+        """Return what another process needs to open this memory."""
         machine = _BOOT.read_text(), os.uname().nodename, _PROCESSES.stat().st_ino, os.geteuid()
         return Offer(machine, os.getpid(), self._descriptor, self._token)
 

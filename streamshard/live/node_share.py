@@ -116,7 +116,7 @@ class NodeShare:
         return {n: memory.map(self._places[n], each.nbytes) for n, each in self._storages.items()}
 
     def close(self) -> None:
-        """Give the memory up, but for what is mapped."""
+        """Close the memory; what is mapped stays."""
         if self._memory is not None:
             self._memory.close()
         self._memory = None

@@ -217,13 +217,13 @@ class _ShortCopies:
         stops = np.append(heads[1:], count)
         target = np.frombuffer(into, np.uint8)
         sizes = np.add.reduceat(nbytes, heads)
-        asked = 0
+        requested = 0
         for number, (head, stop) in enumerate(zip(heads.tolist(), stops.tolist(), strict=True)):
-            while asked < min(number + _RUNS_AHEAD, len(heads)):
-                if sizes[asked] >= self._reader.ahead.least:
-                    at = heads[asked]
-                    self._reader.will_need(int(file[at]), int(source[at]), int(sizes[asked]))
-                asked += 1
+            while requested < min(number + _RUNS_AHEAD, len(heads)):
+                if sizes[requested] >= self._reader.ahead.least:
+                    at = heads[requested]
+                    self._reader.will_need(int(file[at]), int(source[at]), int(sizes[requested]))
+                requested += 1
             step = max(1, len(scratch) // int(nbytes[head]))
             for start in range(head, stop, step):
                 some = slice(start, min(start + step, stop))

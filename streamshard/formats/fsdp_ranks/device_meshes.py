@@ -246,5 +246,8 @@ def _with_entries(node: Call, entries: Mapping[str, Node]) -> Call:
 
 
 def _changed(state: Node, entries: Mapping[str, Node]) -> Node:
-    """Return a state with other attributes: these are all of it, or the second part of a pair."""
+    """Return the state of an object with other attributes.
+
+    A state is the attributes alone, or a pair whose second part they are.
+    """
     return (state[0], dict(entries)) if isinstance(state, tuple) else dict(entries)
