@@ -113,8 +113,16 @@ def _save_rank(path: Path) -> None:
     torch.save({"layers.0.weight": weight}, path / "model_world_size_1_rank_0.pt")
 
 
+def lora(path: Path) -> None:
+    at = "base_model.model.layer"
+    trained = tuple((f"{at}.lora_{side}.default.weight", (3, 8)) for side in "AB")
+    write(replace(JOB, groups=(trained,)), path)
+    (path / "adapter_config.json").write_text("{}")
+
+
 MAKERS: tuple[tuple[str, Callable[[Path], object]], ...] = (
     (r"runs/7b/\w+_universal", universal),
+    (r"runs/lora", lora),
     (r"runs/[\w-]+", runs),
     (r"output", trainer_output),
     (rf"ckpt/{re.escape(DUMPS)}", dumps),
