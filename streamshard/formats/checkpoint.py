@@ -109,6 +109,9 @@ class ModuleEntry:
     """For an excluded weight in stage 3: the placeholder's, as no file records the real shape."""
     alias_of: str = ""
     """The name that an `alias` or `excluded` entry is tied to."""
+    paused: bool = False
+    """Whether a trained parameter was frozen when the checkpoint was saved. DeepSpeed then saves it
+    both as one that is trained and as one that is frozen."""
 
     @property
     def held_as(self) -> str:
