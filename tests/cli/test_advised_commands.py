@@ -161,6 +161,8 @@ ADVICES = {
     "exists": Advice(existing, 4, r"use (--overwrite) to replace it", also),
     "memory": Advice(little_memory, 5, r"use (--memory-limit \w+)", also),
     "later": Advice(later_step, 0, r"; (--tag \S+) shows it", also),
+    "health": Advice(later_step, 0, r"^reads one +(.*)$", of="cli.text.inspect_text"),
+    "newest": Advice(later_step, 0, r"until one is healthy  (.*)$"),
     "typing": Advice(
         mistyped, 2, r"did you mean (\S+)\?", lambda given, copied: [*given[:3], *copied, "3"]
     ),
