@@ -45,6 +45,10 @@ class ZeroStageEnum(int, enum.Enum):
     gradients = 2
     weights = 3
 
+    def __reduce_ex__(self, protocol: object) -> tuple[type["ZeroStageEnum"], tuple[int]]:
+        """Pickle it as all versions of Python do but 3.11.0 to 3.11.3."""
+        return type(self), (self.value,)
+
 
 @dataclass
 class fragment_address:
