@@ -17,6 +17,7 @@ import numpy as np
 
 from streamshard.formats.checkpoint import Checkpoint, FlatState, ModelPart, ParamGroup, ScalarState
 from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.auto_experts import without_ranks
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.torch.tree_comparison import Disparity, Found, compare_nodes, show_key
 from streamshard.model import ZeroLayout
@@ -159,8 +160,8 @@ def compare(left: Checkpoint, right: Checkpoint) -> Iterator[Found]:
         yield from _compare_scalars(one, other, prefix)
         if whole:
             yield from _compare_dicts(
-                _kept(one.model_state, _CUT_IN_MODEL | _PROVENANCE),
-                _kept(other.model_state, _CUT_IN_MODEL | _PROVENANCE),
+                _kept(without_ranks(one.model_state), _CUT_IN_MODEL | _PROVENANCE),
+                _kept(without_ranks(other.model_state), _CUT_IN_MODEL | _PROVENANCE),
                 f"{prefix}model/",
             )
             aside = {names.OPTIMIZER} | _PROVENANCE
