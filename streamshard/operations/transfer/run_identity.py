@@ -39,7 +39,6 @@ _PARTS: Final[Mapping[type, Callable[[Any], Node]]] = {
         for kind in (
             Checkpoint,
             Dropped,
-            FlatState,
             LayerFile,
             LogicalTensor,
             ModelPart,
@@ -52,6 +51,7 @@ _PARTS: Final[Mapping[type, Callable[[Any], Node]]] = {
             ZeroLayout,
         )
     },
+    FlatState: lambda state: state.dtype if state.block == 1 else (state.dtype, state.block),
     Storage: attrgetter("dtype", "numel", "blob"),
     NoteKind: str,
 }

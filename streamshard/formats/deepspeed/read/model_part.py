@@ -1,5 +1,6 @@
 """Reads one model part of a native ZeRO checkpoint: its optimizer and model files."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -112,6 +113,7 @@ def read_model_part(
     if version is None or stage == 1:
         layout = replace(layout, round_robin=_is_round_robin(optimizer, layout, shapes))
     shape_by_name = {param: shape for unit in shapes for param, shape in unit.items()}
+    groups = optimizer.with_whole_blocks(groups, shape_by_name, layout)
     module = ModuleReader(model_files, stage, tied)
     entries = module.entries(shape_by_name)
     tensors = optimizer_tensors(groups, shape_by_name, name)
@@ -255,6 +257,10 @@ def _config(optimizer: Mapping[str, Node], model: Mapping[str, Node]) -> ds_conf
     return {}
 
 
+def _state_shape(shape: tuple[int, ...], block: int) -> tuple[int, ...]:
+    return shape if block == 1 else (math.prod(shape) // block,)
+
+
 def optimizer_tensors(
     groups: Sequence[ParamGroup], shapes: Mapping[str, tuple[int, ...]], model_part: str
 ) -> list[LogicalTensor]:
@@ -264,7 +270,7 @@ def optimizer_tensors(
     """
     serialized = {group.number: group.params for group in groups if group.expert_rank == 0}
     tensors = [
-        LogicalTensor(state, name, dtype, shapes[own], model_part)
+        LogicalTensor(state, name, dtype, _state_shape(shapes[own], group.block(state)), model_part)
         for group in groups
         for state, dtype in {MASTER: group.master_dtype, **group.flat_states()}.items()
         for name, own in zip(group.params, serialized[group.number], strict=True)
