@@ -49,9 +49,11 @@ def _remark(note: Note) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FlatState:
-    """An optimizer state with one element per parameter element."""
+    """An optimizer state with one element per parameter element, or per block of them."""
 
     dtype: str
+    block: int = 1
+    """Elements of a block. It never holds elements of two parameters, or of two ranks."""
 
 
 CODES: Final = frozenset({"uint8", "int8", "float8_e4m3fn", "float8_e5m2"})
@@ -102,6 +104,16 @@ class ParamGroup:
     def flat_states(self) -> dict[str, str]:
         """Return state → dtype of the group's flat states, in the optimizer's order."""
         return {k: v.dtype for k, v in (self.states or {}).items() if isinstance(v, FlatState)}
+
+    def block(self, state: str) -> int:
+        """Return how many elements of a parameter one element of a flat state stands for."""
+        value = (self.states or {}).get(state)
+        return value.block if isinstance(value, FlatState) else 1
+
+    @property
+    def largest_block(self) -> int:
+        """Elements of the largest block of a state; 1 if none is kept in blocks."""
+        return max(map(self.block, self.states or ()), default=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +311,12 @@ class Checkpoint:
         groups = (group for model_part in self.model_parts for group in model_part.groups)
         states = (state for group in groups for state in (group.states or {}).values())
         return [state.why for state in states if isinstance(state, UncutState)]
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether some optimizer state has one scale for a block of elements."""
+        groups = (group for model_part in self.model_parts for group in model_part.groups)
+        return any(group.largest_block > 1 for group in groups)
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ stage_1_and_2.py`) for flat groups, `_create_fp16_sub_groups` (`runtime/zero/sta
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -93,6 +93,16 @@ class FlatGroup:
         recorded = _slices_within(ends - numels, numels, lower, upper)
         whole = sum(int(self.numels[index]) for index, _, _ in slices)
         return RankPartition(self.partition_numel, self.padding(rank), slices, recorded, whole)
+
+    def in_blocks(self, block: int) -> "FlatGroup":
+        """Return the cut of what has one element per block; no block is cut."""
+        return replace(
+            self,
+            numels=self.numels // block,
+            starts=self.starts // block,
+            numel=self.numel // block,
+            partition_numel=self.partition_numel // block,
+        )
 
     def owned(self, rank: int) -> tuple[int, ...]:
         """List the tensors that a rank owns a part of, in stored order."""

@@ -3,7 +3,7 @@
 from itertools import groupby, product
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from streamshard.layout.zero import (
@@ -51,6 +51,30 @@ def test_a_flat_group_is_cut_as_the_list_of_owners_says(
         assert group.owned(rank) == owned
         assert cut.whole_numel == sum(numels[param] for param in owned)
     assert group.padding_counted_last(world_size - 1) == len(owners) - used
+
+
+@given(NUMELS, WORLDS, st.booleans(), UNITS)
+def test_whole_blocks_are_cut_as_their_elements_are(
+    counts: list[int], world_size: int, round_robin: bool, unit: int
+) -> None:
+    block = 8
+    group = flat_group(
+        [block * count for count in counts],
+        world_size=world_size,
+        round_robin=round_robin,
+        alignment=unit,
+    )
+    assume(group.partition_numel % block == 0)
+    blocks = group.in_blocks(block)
+    for rank in range(world_size):
+        cut, own = group.cut(rank), blocks.cut(rank)
+        assert own.numel * block == cut.numel
+        assert own.padding * block == cut.padding
+        assert [tuple(x * block for x in at) for _, *at in own.slices] == [
+            tuple(at) for _, *at in cut.slices
+        ]
+        assert [index for index, *_ in own.slices] == [index for index, *_ in cut.slices]
+        assert blocks.owned(rank) == group.owned(rank)
 
 
 def test_whole_parameters_that_are_as_long_as_partitions_are_what_is_in_them() -> None:

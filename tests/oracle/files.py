@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from streamshard.formats.deepspeed.names import QUANTISED
 from streamshard.operations.compact.tag_checks import padding_alike
 from streamshard.operations.source.source import open_source
 from streamshard.options import SourceOptions
@@ -59,11 +60,19 @@ def load_comparable(path: Path) -> Content:
     """A file's content with what may be anything set to zero."""
     content = torch.load(path, map_location="cpu", weights_only=False)
     optimizer = content.get("optimizer_state_dict")
+    for states in _states(optimizer or {}):
+        # bitsandbytes wraps some of them, and loads them in either form.
+        states.update(states.pop(QUANTISED, {}))
     if optimizer is not None and optimizer.get("zero_stage") == 3:
         _clear_padding_of_masters(optimizer, path)
     elif content.get("frozen_param_fragments") is not None:
         _clear_padding_of_frozen(content, path)
     return content
+
+
+def _states(optimizer: dict[str, Any]) -> list[dict[str, Any]]:
+    inner = optimizer.get("base_optimizer_state") or optimizer.get("optimizer_state_dict")
+    return [*inner["state"].values()] if isinstance(inner, dict) and "state" in inner else []
 
 
 def _clear_padding_of_masters(optimizer: dict[str, Any], path: Path) -> None:

@@ -238,7 +238,7 @@ def _read_states(serialized: Node) -> dict[str, Node] | None:
 
 def _serialize_state(value: Node) -> Node:
     if isinstance(value, FlatState):
-        return (_FLAT, value.dtype)
+        return (_FLAT, value.dtype) if value.block == 1 else (_FLAT, value.dtype, value.block)
     if isinstance(value, ScalarState):
         return (_SCALAR, value.dtype, value.shape, value.data.hex())
     return (_PLAIN, value)
@@ -247,8 +247,8 @@ def _serialize_state(value: Node) -> Node:
 def _read_state(serialized: Node) -> Node:
     kind, *values = serialized
     if kind == _FLAT:
-        (dtype,) = values
-        return FlatState(_dtype(dtype))
+        dtype, *block = values
+        return FlatState(_dtype(dtype), *(_count(numel, least=1) for numel in block))
     if kind == _SCALAR:
         dtype, shape, data = values
         scalar = ScalarState(_dtype(dtype), shape_of(shape), bytes.fromhex(data))
@@ -358,7 +358,7 @@ def _require_consistent(checkpoint: Checkpoint) -> None:
             _require_whole_optimizer(model_part)
         else:
             _require_uncut(model_part)
-        _require_tensors(model_part, index)
+        _require_tensors(model_part, checkpoint.tensors, index)
         _require_shapes(model_part, checkpoint)
 
 
@@ -372,13 +372,21 @@ def _require_no_states(checkpoint: Checkpoint) -> None:
         raise CorruptFileError(f"is said to hold weights only, and holds {show(min(left))}")
 
 
-def _require_tensors(model_part: ModelPart, index: Mapping[tuple[str, str, str], int]) -> None:
+def _require_tensors(
+    model_part: ModelPart,
+    tensors: Sequence[LogicalTensor],
+    index: Mapping[tuple[str, str, str], int],
+) -> None:
     """Require the tensors to which the param groups and the module refer."""
     for group in model_part.groups:
         for state in (MASTER, *group.flat_states()):
             for param in group.params:
-                if (model_part.name, state, param) not in index:
+                found = index.get((model_part.name, state, param))
+                if found is None:
                     raise CorruptFileError(f"{state} of {show(param)} is not there")
+                master = tensors[index[model_part.name, MASTER, param]]
+                if tensors[found].numel * group.block(state) != master.numel:
+                    raise CorruptFileError(f"{state} of {show(param)} is not as long as its weight")
     module_state = model_part.model_state.get(names.MODULE_STATE)
     extra = module_state.keys() if isinstance(module_state, dict) else ()
     for entry in model_part.module:

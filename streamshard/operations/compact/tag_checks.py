@@ -124,7 +124,8 @@ def _paddings(
                 continue
             is_lean = source.is_elastic or (state == MASTER and not layout.bf16_optimizer)
             found = [index[model_part.name, state, name] for name in held.params]
-            behind = _behind(flat, np.array(found, dtype=np.int64), is_lean=is_lean)
+            cut = flat.in_blocks(held.block(state))
+            behind = _behind(cut, np.array(found, dtype=np.int64), is_lean=is_lean)
             runs = source.cutting.locate(behind, target_itemsize=ITEMSIZE[dtype])
             yield _Padding(f"{state} of param group {held.number}", ITEMSIZE[dtype], runs)
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -45,6 +45,7 @@ from streamshard.verb_options import InspectOptions
 if TYPE_CHECKING:
     from streamshard.operations.inspect.picture_files import PictureFiles
 
+_MOST_SHOWN: Final = 16
 Plain = Any
 """A value that JSON can hold."""
 
@@ -233,6 +234,8 @@ def _scalar(value: ScalarState) -> Plain:
         array = np.frombuffer(value.data, dtype=value.dtype)
     except TypeError:  # a dtype that NumPy lacks
         return f"{value.dtype} {value.data.hex()}"
+    if len(array) > _MOST_SHOWN:
+        return f"{value.dtype}{list(value.shape)}"
     return array[0].item() if len(array) == 1 else array.tolist()
 
 

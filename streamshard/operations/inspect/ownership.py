@@ -224,7 +224,8 @@ def _partitions(source: Source, rank: int) -> Iterator[OwnedPartition]:
         for place, sharer in model_part.held_by(rank, layout):
             group = model_part.groups[place]
             whole = model_part.whole_states(group, layout)
-            states = [state for state in (MASTER, *group.flat_states()) if state not in whole]
+            flat = (MASTER, *group.flat_states())
+            states = [s for s in flat if s not in whole and group.block(s) == 1]
             rows = {
                 state: np.array([index[model_part.name, state, n] for n in group.params], np.int64)
                 for state in states

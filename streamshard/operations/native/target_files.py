@@ -8,6 +8,7 @@ from typing import Self
 
 from streamshard.formats import frameworks
 from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.cut.block_cut import require_whole_blocks
 from streamshard.formats.deepspeed.cut.part_cut import cut_model_part
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
@@ -111,6 +112,7 @@ def _sidecars(source: Source, resized: frameworks.Resized) -> Iterator[FileLayou
 def targets_of(source: Source, settings: TargetSettings) -> list[ZeroTarget]:
     """Cut each model part of a checkpoint according to the settings."""
     checkpoint, layout = source.checkpoint, settings.layout
+    require_whole_blocks(checkpoint, layout, source.path)
     dtype, index = settings.module_dtype, checkpoint.tensor_index()
     cuts = [
         cut_model_part(checkpoint, model_part, layout, dtype)

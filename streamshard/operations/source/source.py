@@ -150,10 +150,17 @@ class Source(Reading):
             way = command("export", self.path, "OUT")
             raise UnsupportedError(f"{message}. Its weights are written by: {way}", path=self.path)
 
-    def require_cut_states(self) -> None:
-        """Refuse optimizer states that no other file can hold."""
+    def require_cut_states(self, *, in_blocks: bool = True) -> None:
+        """Refuse optimizer states that no target can hold.
+
+        `in_blocks`: whether it can hold states that have one scale for a block of elements.
+        """
         if reasons := self.checkpoint.uncut:
             raise UnsupportedError(reasons[0])
+        if not in_blocks and self.checkpoint.has_blocks:
+            message = "its optimizer keeps 8 bits of each element and a scale for each block, which"
+            message = f"{message} only files of ZeRO and stores hold. Give another"
+            raise UnsupportedError(f"{message} {Option('format')} for the weights", path=self.path)
 
     def require_as_written(self) -> None:
         """Refuse a store in which another tool rewrote an array."""

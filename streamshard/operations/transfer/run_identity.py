@@ -40,7 +40,6 @@ _PARTS: Final[Mapping[type, Callable[[Any], Node]]] = {
         for kind in (
             Checkpoint,
             Dropped,
-            FlatState,
             LayerFile,
             LogicalTensor,
             ModelPart,
@@ -53,6 +52,7 @@ _PARTS: Final[Mapping[type, Callable[[Any], Node]]] = {
             ZeroLayout,
         )
     },
+    FlatState: lambda state: state.dtype if state.block == 1 else (state.dtype, state.block),
     Storage: attrgetter("dtype", "numel", "blob"),
     NoteKind: str,
 }

@@ -252,7 +252,8 @@ class _Placing:
         dtype = self._checkpoint.module_dtype
         groups = flat_groups(self._checkpoint, self._model_part, self._layout, dtype)
         for (group, state), slot in self._map.partitions.items():
-            flat, param_group = groups[group], self._model_part.groups[group]
+            param_group = self._model_part.groups[group]
+            flat = groups[group].in_blocks(param_group.block(state))
             what = f"{state} of param group {group}"
             tensors = np.array(
                 [self._index[self._model_part.name, state, n] for n in param_group.params]

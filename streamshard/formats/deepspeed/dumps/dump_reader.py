@@ -104,8 +104,10 @@ def _read_ranks(
         units = recorded_units(optimizer, paths)
     if elastic and like is not None:
         elastic_reader.require_same_groups([list(u) for u in units], like.model_parts[0], paths[0])
+    shapes = {name: shape for unit in units for name, shape in unit.items()}
     groups = optimizer.groups([list(unit) for unit in units], {})
-    tensors = optimizer_tensors(groups, {n: s for unit in units for n, s in unit.items()}, "")
+    groups = optimizer.with_whole_blocks(groups, shapes, layout)
+    tensors = optimizer_tensors(groups, shapes, "")
     strip_optimizer(states[0], stage)
     whole: dict[int, tuple[int, int]] = {}
     adopt_blobs([states[0]], tensors, whole, first=0, model_part="")

@@ -1,5 +1,6 @@
 """Reads one model part of a native ZeRO checkpoint: its optimizer and model files."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -121,7 +122,9 @@ def read_model_part(
         for param, placement in placed.items()
         for number in placement[0]
     }
-    tensors = optimizer_tensors(groups, {**shape_by_name, **of_experts}, name)
+    tensor_shapes = {**shape_by_name, **of_experts}
+    groups = optimizer.with_whole_blocks(groups, tensor_shapes, layout)
+    tensors = optimizer_tensors(groups, tensor_shapes, name)
     notes = [
         *unlike_optimizers(optimizers, files.optimizer_files),
         *steps_apart(groups, models[0]),
@@ -262,6 +265,10 @@ def _config(optimizer: Mapping[str, Node], model: Mapping[str, Node]) -> ds_conf
     return {}
 
 
+def _state_shape(shape: tuple[int, ...], block: int) -> tuple[int, ...]:
+    return shape if block == 1 else (math.prod(shape) // block,)
+
+
 def optimizer_tensors(
     groups: Sequence[ParamGroup], shapes: Mapping[str, tuple[int, ...]], model_part: str
 ) -> list[LogicalTensor]:
@@ -271,7 +278,7 @@ def optimizer_tensors(
     """
     serialized = {group.number: group.params for group in groups if group.expert_rank == 0}
     tensors = [
-        LogicalTensor(state, name, dtype, shapes[own], model_part)
+        LogicalTensor(state, name, dtype, _state_shape(shapes[own], group.block(state)), model_part)
         for group in groups
         for state, dtype in {MASTER: group.master_dtype, **group.flat_states()}.items()
         for name, own in zip(group.params, serialized[group.number], strict=True)

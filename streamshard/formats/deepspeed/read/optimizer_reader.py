@@ -4,8 +4,9 @@ A "unit" is a set of parameters that a rank flattens into one tensor: a param gr
 and 2, a sub-group in stage 3.
 """
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Final
@@ -14,7 +15,6 @@ import numpy as np
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError, raise_first
 from streamshard.formats.checkpoint import (
-    CODES,
     FlatState,
     ModuleEntry,
     ParamGroup,
@@ -23,132 +23,20 @@ from streamshard.formats.checkpoint import (
 )
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.auto_experts import Placement, of_ranks
+from streamshard.formats.deepspeed.cut.block_cut import IN_BLOCKS, divided_block
 from streamshard.formats.deepspeed.cut.zero_cutting import RecordedCut, recorded_cut
-from streamshard.formats.deepspeed.read.agreement import disagreement, disagreements, group_facts
-from streamshard.formats.deepspeed.read.fingerprints import fingerprint, pickled
+from streamshard.formats.deepspeed.read.agreement import disagreements, group_facts
+from streamshard.formats.deepspeed.read.fingerprints import fingerprint
 from streamshard.formats.deepspeed.read.rank_files import SAVE_AGAIN, SourceFiles, require
-from streamshard.formats.pickle.inert import Call, Global, Node, show
-from streamshard.formats.pickle.node_checks import name_of, of_file
-from streamshard.formats.torch import torch_tensor
-from streamshard.formats.torch.torch_tensor import Tensor, storages_in, tensor_of
-from streamshard.model import ITEMSIZE, MASTER, Slot, ZeroLayout
-
-_PLAIN_LIMIT_BYTES: Final = 1024
-"""Most bytes of a plain value: values that are not tensors are written into every rank's file."""
-_REBUILDS: Final = {
-    "torch._tensor._rebuild_from_type_v2": 1,
-    "torch._utils._rebuild_wrapper_subclass": 0,
-}
-"""Functions that rebuild objects of torch.Tensor subclasses → index of the class argument."""
-_ANEW: Final = (
-    "Resume with DeepSpeed's own load_checkpoint on as many ranks as saved it, or start the "
-    "optimizer again from the weights that 'streamshard export' writes"
+from streamshard.formats.deepspeed.read.state_of_ranks import (
+    ANEW,
+    StateOfRanks,
+    states_in_blocks,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _StateOfRanks:
-    """The values that ranks hold under one key of a unit's state."""
-
-    what: str
-    """Name in messages: `optimizer state 'exp_avg' of group 0`."""
-    nodes: Mapping[int, Node]
-    """Rank → value."""
-    numels: Mapping[int, int]
-    """Rank → element count of its part of the unit, which is that of a flat state."""
-    paths: Sequence[Path]
-    """The file of each rank."""
-
-    def tensors(self) -> dict[int, Tensor]:
-        """Return the ranks' values as tensors: one for each rank, or none at all."""
-        found = {rank: tensor for rank in self.nodes if (tensor := self._tensor(rank)) is not None}
-        others = [rank for rank in self.nodes if rank not in found]
-        for rank in others:
-            if next(storages_in(self.nodes[rank]), None) is not None:
-                message = (
-                    f"{self._place(rank)} is {_kind(self.nodes[rank])}, which has tensors in it. "
-                    "States that are quantised in blocks, split into factors or kept in lists "
-                    "cannot be cut for other ranks"
-                )
-                raise UnsupportedError(f"{message}. {_ANEW}")
-        if found and others:
-            message = f"{self._place(others[0])} is {_kind(self.nodes[others[0]])}, and a tensor in"
-            raise DisagreementError(f"{message} {self.paths[next(iter(found))]}")
-        return found
-
-    def _tensor(self, rank: int) -> Tensor | None:
-        try:
-            with of_file(self.paths[rank]):
-                return torch_tensor.tensor_of(self.nodes[rank])
-        except UnsupportedError as error:
-            message = f"{self.what}: {error}. {_ANEW}"
-            raise UnsupportedError(message, path=self.paths[rank]) from error
-
-    def _place(self, rank: int) -> str:
-        return f"{self.paths[rank]}: {self.what}"
-
-    def understand(self, sources: SourceFiles) -> Node:
-        """Return a `FlatState`, a `ScalarState`, or a plain value that all ranks have in common."""
-        tensors = self.tensors()
-        if not tensors:
-            return self._plain()
-        flat = {rank for rank, tensor in tensors.items() if self._is_flat(rank, tensor)}
-        if len(flat) == len(tensors):
-            return self.flat(tensors)
-        odd = next(rank for rank in tensors if rank not in flat)
-        if flat or tensors[odd].numel != 1:
-            raise self._not_understood(odd, tensors[odd])
-        scalars = {rank: self._scalar(rank, t, sources) for rank, t in tensors.items()}
-        self._require_agreement(scalars)
-        return scalars[odd]
-
-    def flat(self, tensors: Mapping[int, Tensor]) -> FlatState:
-        """Treat the ranks' tensors as parts of one state with an element per parameter element."""
-        for rank, tensor in tensors.items():
-            if len(tensor.shape) != 1:
-                raise self._not_understood(rank, tensor)
-            if tensor.dtype in CODES:
-                message = (
-                    f"{self._place(rank)} holds codes of {tensor.dtype}: 8-bit optimizers such as "
-                    "those of bitsandbytes keep a scale for every block of them, and parts of "
-                    "other ranks end within blocks, which would have to be quantised again, with "
-                    "a loss. That is not supported"
-                )
-                raise UnsupportedError(f"{message}. {_ANEW}")
-            tensor.require_contiguous(self._place(rank))
-        return FlatState(next(iter(tensors.values())).dtype)
-
-    def _is_flat(self, rank: int, tensor: Tensor) -> bool:
-        return len(tensor.shape) == 1 and tensor.numel == self.numels[rank]
-
-    def _not_understood(self, rank: int, tensor: Tensor) -> UnsupportedError:
-        return UnsupportedError(
-            f"{self._place(rank)} has shape {tensor.shape}, which is neither one element for each "
-            f"of the {self.numels[rank]} that the rank holds of the parameters nor a scalar; this "
-            f"optimizer is not supported. {_ANEW}"
-        )
-
-    def _plain(self) -> Node:
-        serialized: dict[int, bytes] = {}
-        for rank, node in self.nodes.items():
-            serialized[rank] = pickled(node)
-            size = len(serialized[rank])
-            if size > _PLAIN_LIMIT_BYTES:
-                message = f"{self._place(rank)} is {_kind(node)} and takes {size:,} bytes, which"
-                raise UnsupportedError(f"{message} is not a plain value; not supported. {_ANEW}")
-        self._require_agreement(serialized)
-        return next(iter(self.nodes.values()))
-
-    def _scalar(self, rank: int, tensor: Tensor, sources: SourceFiles) -> ScalarState:
-        tensor.require_contiguous(self._place(rank))
-        data = sources.read_bytes(tensor.storage, tensor.offset, ITEMSIZE[tensor.dtype])
-        return ScalarState(tensor.dtype, tensor.shape, data)
-
-    def _require_agreement(self, values: Mapping[int, object]) -> None:
-        first = next(iter(values))
-        for rank, value in values.items():
-            if value != values[first]:
-                raise disagreement(self.paths[rank], self.paths[first], self.what)
+from streamshard.formats.pickle.inert import Node, show
+from streamshard.formats.pickle.node_checks import name_of, of_file
+from streamshard.formats.torch.torch_tensor import Tensor, storages_in, tensor_of
+from streamshard.model import MASTER, Slot, ZeroLayout
 
 
 def _unwrapped(states: Node) -> Node:
@@ -161,16 +49,6 @@ def _unwrapped(states: Node) -> Node:
     if not isinstance(held, dict):
         return states
     return {**{key: node for key, node in states.items() if key != names.QUANTISED}, **held}
-
-
-def _kind(node: Node) -> str:
-    """Describe a node by its type, or by its class if it stands for an object."""
-    if not isinstance(node, Call):
-        return f"of type {type(node).__name__}"
-    # A function rebuilds objects of a torch.Tensor subclass; one of its arguments is the class.
-    place = _REBUILDS.get(node.name)
-    named = node.function if place is None or len(node.args) <= place else node.args[place]
-    return f"of class {show(named) if isinstance(named, Global) else 'unknown'}"
 
 
 _STATES_LIMIT: Final = 100
@@ -344,15 +222,42 @@ class OptimizerReader:
         ]
         for uncut in states:
             if any(isinstance(state, UncutState) for state in (uncut or {}).values()):
-                slots = members if self._stage == 3 else [group]
-                for place in [p for p in self.slots if p[0] in slots and p[1] != MASTER]:
-                    del self.slots[place]
+                self._leave_states(members if self._stage == 3 else [group])
                 return uncut
         for other in states[1:]:
             if other != states[0]:
                 message = "sub-groups of a param group differ in state"
                 raise DisagreementError(message, path=self._paths[0])
         return states[0] if states else None
+
+    def _leave_states(self, slots: Sequence[int]) -> None:
+        """Leave the states of some slots in their files, all but the masters."""
+        left = [place for place in self.slots if place[0] in slots and place[1] != MASTER]
+        for place in left:
+            del self.slots[place]
+
+    def with_whole_blocks(
+        self,
+        groups: Sequence[ParamGroup],
+        shapes: Mapping[str, tuple[int, ...]],
+        layout: ZeroLayout,
+    ) -> tuple[ParamGroup, ...]:
+        """Leave states in their files of which the source's own cut divides a block.
+
+        `shapes`: shape of each parameter, by its name in the files.
+        """
+        serialized = {group.number: group.params for group in groups if group.expert_rank == 0}
+        members = self.members(len(self._masters[0]))
+        found: list[ParamGroup] = []
+        for index, group in enumerate(groups):
+            numels = {name: math.prod(shapes[name]) for name in serialized[group.number]}
+            cut = divided_block(group, numels, layout)
+            if cut is not None and group.states is not None:
+                self._leave_states(members[group.number] if layout.stage == 3 else [index])
+                why = UncutState(f"{self._paths[0]}: {IN_BLOCKS}, and {cut}. {ANEW}")
+                group = replace(group, states=dict.fromkeys(group.states, why))
+            found.append(group)
+        return tuple(found)
 
     def members(self, unit_count: int) -> list[list[int]]:
         """Return the units of each param group."""
@@ -396,32 +301,34 @@ class OptimizerReader:
                     f"{self._paths[first]} has {show(keys)}"
                 )
                 raise DisagreementError(message, path=self._paths[rank])
-        found: dict[str, Node] = {}
+        numels = {rank: self._state_numel(unit, rank, ranks[0]) for rank in states_of}
+        held = {
+            key: StateOfRanks(
+                what=f"optimizer state '{key}' of group {unit}",
+                nodes={rank: states[key] for rank, states in states_of.items()},
+                numels=numels,
+                paths=self._paths,
+            )
+            for key in keys
+        }
         try:
-            for key in keys:
-                nodes = {rank: states[key] for rank, states in states_of.items()}
-                found[key] = self._state(unit, slot, key, nodes, ranks)
+            found = {} if self.strips_states else states_in_blocks(held, self._sources)
+            found = {
+                key: found[key] if key in found else self._state(unit, key, held[key])
+                for key in keys
+            }
         except UnsupportedError as error:
             return dict.fromkeys(keys, UncutState(str(error)))
+        for key, state in found.items():
+            if isinstance(state, FlatState):
+                self._add_slot(slot, key, ranks, held[key].tensors)
         return found
 
-    def _state(
-        self, unit: int, slot: int, key: str, nodes: Mapping[int, Node], ranks: Sequence[int]
-    ) -> Node:
-        """Interpret one state of a unit from the values that the ranks hold under its key."""
-        state_of_ranks = _StateOfRanks(
-            what=f"optimizer state '{key}' of group {unit}",
-            nodes=nodes,
-            numels={rank: self._state_numel(unit, rank, ranks[0]) for rank in nodes},
-            paths=self._paths,
-        )
-        tensors = state_of_ranks.tensors()
+    def _state(self, unit: int, key: str, state: StateOfRanks) -> Node:
+        """Interpret one state of a unit."""
         # A state of whole parameters: its element count on a rank needs the layout's arithmetic.
-        whole = self._is_muon(unit) and key == names.MOMENTUM and bool(tensors)
-        state = state_of_ranks.flat(tensors) if whole else state_of_ranks.understand(self._sources)
-        if isinstance(state, FlatState):
-            self._add_slot(slot, key, ranks, tensors)
-        return state
+        whole = self._is_muon(unit) and key == names.MOMENTUM and bool(state.tensors)
+        return state.flat() if whole else state.understand(self._sources)
 
     def _is_muon(self, unit: int) -> bool:
         """Tell whether a param group's momentum may cover whole parameters."""

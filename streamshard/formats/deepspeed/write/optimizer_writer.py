@@ -172,8 +172,9 @@ class OptimizerWriter:
         states: dict[str, Node] = {}
         for key, value in (param_group.states or {}).items():
             if key not in whole:
+                numel = own.numel // param_group.block(key)
                 states[key] = self._state(
-                    value, own.numel, partial(self._partition, group, sharer, key)
+                    value, numel, partial(self._partition, group, sharer, key)
                 )
             elif own.whole_numel:
                 states[key] = self._state(
@@ -215,7 +216,9 @@ class OptimizerWriter:
             if param_group.states is not None:
                 states[unit] = {
                     key: self._state(
-                        value, sub_group.numel, partial(self._shards, sub_group, rank, key)
+                        value,
+                        sub_group.numel // param_group.block(key),
+                        partial(self._shards, sub_group, rank, key),
                     )
                     for key, value in param_group.states.items()
                 }
@@ -250,7 +253,8 @@ class OptimizerWriter:
     def _partition(self, group: int, sharer: int, state: str, dtype: str) -> Share:
         """Describe a rank's partition of one state of a flat group (stages 1 and 2)."""
         flat, (members, _) = self._flat_groups[group], self._members_of(group, state)
-        segments = partial(partition_segments, flat, tensors=members)
+        cut = flat.in_blocks(self._model_part.groups[group].block(state))
+        segments = partial(partition_segments, cut, tensors=members)
         return Share(members, dtype, segments, sharer)
 
     def _owned(self, group: int, sharer: int, state: str, dtype: str) -> Share:
