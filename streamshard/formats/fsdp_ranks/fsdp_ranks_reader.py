@@ -31,7 +31,8 @@ from streamshard.formats.deepspeed.read.redundant_copies import alike
 from streamshard.formats.deepspeed.read.zero_reader import adopt_files, malformed
 from streamshard.formats.fsdp_ranks import rank_names
 from streamshard.formats.fsdp_ranks.device_meshes import require_ascending, with_local
-from streamshard.formats.fsdp_ranks.optimizer_files import RanksOptimizer, read_optimizer
+from streamshard.formats.fsdp_ranks.flat_parameters import flat_node
+from streamshard.formats.fsdp_ranks.optimizer_files import FlatCut, RanksOptimizer, read_optimizer
 from streamshard.formats.fsdp_ranks.rank_names import EXTRA, KINDS, MODEL, OPTIMIZER
 from streamshard.formats.fsdp_ranks.rank_trees import TreeShape
 from streamshard.formats.fsdp_ranks.sharded_tensors import Box, RankPart, boxes_of, part_of
@@ -89,7 +90,10 @@ class _Ranks:
         self._read_model()
         entries = tuple(self._entries())
         own = [entry for entry in entries if entry.kind != "alias"]
-        optimizer = self._optimizer({entry.name: self.parts[entry.name][0] for entry in own})
+        optimizer = self._optimizer({entry.name: self.parts[entry.name] for entry in own})
+        if optimizer is not None:
+            entries = tuple(_tied(entry, optimizer.tied) for entry in entries)
+            own = [entry for entry in entries if entry.kind != "alias"]
         extra = self._extra()
         groups = () if optimizer is None else optimizer.groups
         trained = {name for group in groups for name in group.params}
@@ -98,6 +102,9 @@ class _Ranks:
         if optimizer is not None and not groups:
             cut = optimizer.cut.values()
             tensors += [LogicalTensor(o.state, o.name, o.dtype, o.shape) for o in cut]
+            for flat in optimizer.flat.values():
+                own_states = ((flat.state, name, flat.dtype, shapes[name]) for name in flat.names)
+                tensors += [LogicalTensor(*one) for one in own_states]
         tensors += [
             LogicalTensor(MODULE, e.name, e.dtype, e.shape) for e in own if e.name not in trained
         ]
@@ -111,6 +118,8 @@ class _Ranks:
         builder = CuttingBuilder([ITEMSIZE[tensor.dtype] for tensor in tensors])
         for row, held in boxes.items():
             _place(builder, row, tensors[row], held, self.directory)
+        for flat in () if optimizer is None else optimizer.flat.values():
+            _place_flat(builder, [number[flat.state, name] for name in flat.names], tensors, flat)
         for row, (file, offset) in whole.items():
             numel = tensors[row].numel
             slot = builder.slot(Slot(np.array([file]), np.array([offset]), np.array([numel])))
@@ -177,7 +186,7 @@ class _Ranks:
             kind = "weight" if tied == name else "alias"
             yield ModuleEntry(name, kind, dtype, shape, "" if tied == name else tied)
 
-    def _optimizer(self, weights: Mapping[str, RankPart]) -> RanksOptimizer | None:
+    def _optimizer(self, weights: Mapping[str, Sequence[RankPart]]) -> RanksOptimizer | None:
         """Read the optimizer; weights are read also where it cannot be."""
         paths = self.files[OPTIMIZER]
         if not paths:
@@ -243,6 +252,12 @@ class _Ranks:
             for n, one in optimizer.cut.items():
                 storage = _storage(one.dtype, one.shape, number[one.state, one.name])
                 states[n] = with_local(states[n], make_tensor(storage, one.shape))
+            for n, flat in optimizer.flat.items():
+                inside = list[Node]()
+                for name in flat.names:
+                    shape, row = self.parts[name][0].shape, number[flat.state, name]
+                    inside.append(make_tensor(_storage(flat.dtype, shape, row), shape))
+                states[n] = flat_node(inside)
             kept[OPTIMIZER] = optimizer.template.filled(states)
         return kept
 
@@ -294,6 +309,11 @@ class _Ranks:
             held_alone = all(map(_is_alone, (box for name in differing for box in boxes[name])))
             text = f"{text}{'' if held_alone else more}; rank 0's are taken for all."
             yield Note(text, NoteKind.LEFT_OUT)
+
+
+def _tied(entry: ModuleEntry, tied: Mapping[str, str]) -> ModuleEntry:
+    first = tied.get(entry.name, "")
+    return ModuleEntry(entry.name, "alias", entry.dtype, entry.shape, first) if first else entry
 
 
 def _trained(entry: ModuleEntry) -> ModuleEntry:
@@ -352,6 +372,22 @@ def _place(
         np.array([tensor.numel for tensor in held], dtype=np.int64),
     )
     builder.place_boxes(number, builder.slot(slot), grid)
+
+
+def _place_flat(
+    builder: CuttingBuilder, rows: Sequence[int], tensors: Sequence[LogicalTensor], flat: FlatCut
+) -> None:
+    slot = builder.slot(
+        Slot(
+            np.array([part.storage.file for part in flat.parts], dtype=np.int64),
+            np.array([part.offset for part in flat.parts], dtype=np.int64),
+            np.array([part.numel for part in flat.parts], dtype=np.int64),
+        )
+    )
+    origin = 0
+    for row in rows:
+        builder.assign(row, slot, piece_numel=flat.parts[0].numel, origin=origin)
+        origin += tensors[row].numel
 
 
 def _is_alone(box: Box) -> bool:
