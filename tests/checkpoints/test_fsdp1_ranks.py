@@ -96,6 +96,13 @@ def test_states_are_those_of_the_parameters(tmp_path: Path) -> None:
                 assert torch.equal(opened[name].tensors[state].torch(), tensor_of(name, state))
         assert opened["head.weight"].tied_to == "embed.weight"
     assert streamshard.verify(place).is_good
+    path = place / "optim_world_size_4_rank_3.pt"
+    held = torch.load(path, weights_only=False)
+    held["state"][1]["exp_avg"][-1] = 0.5
+    torch.save(held, path)
+    (problem,) = streamshard.verify(place).problems
+    assert "state/exp_avg/blocks.0.up.bias: 1 of 5 elements differ" in problem.message
+    assert any("differ in exp_avg of " in note for note in streamshard.inspect(place).notes)
     with pytest.raises(UnsupportedError, match="FSDP1 with replicas: it loads DTensors by"):
         streamshard.repartition(place, tmp_path / "out", world_size=6, format=FORM)
 

@@ -63,10 +63,8 @@ class FlatCut:
     names: tuple[str, ...]
     """Names of these parameters."""
     dtype: str
-    parts: Sequence[Tensor]
+    boxes: Sequence[Box]
     """The ranks' parts of it, in order."""
-    copies: Sequence[tuple[Tensor, Tensor]]
-    """A part and what another replica has of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,22 +221,22 @@ class _Reading:
         self, path: Sequence[Node], names: Mapping[Node, tuple[str, ...]], own: Sequence[Tensor]
     ) -> FlatCut:
         state, joined = _state_of(path, names)
-        what, parts = f"{state} of flat parameter {show(path[1])}", dict[int, Tensor]()
+        what, parts = f"{state} of flat parameter {show(path[1])}", dict[int, Box]()
         if len({(tensor.dtype, tensor.shape) for tensor in own}) > 1:
             raise DisagreementError(f"{what} differs in length or dtype between ranks")
-        copies = []
         for shard, tensor in zip(self._shards(), own, strict=True):
-            part = parts.setdefault(shard, tensor.require_contiguous(what))
-            if part is not tensor:
-                copies.append((part, tensor))
+            start = (shard * tensor.numel,)
+            part = parts.setdefault(shard, Box(start, tensor.require_contiguous(what), []))
+            if part.tensor is not tensor:
+                part.copies.append(tensor)
         numel = sum(math.prod(self._weights[name].shape) for name in joined)
         self._require_padding(what, numel, parts)
-        held = [parts[shard] for shard in range(len(parts))]
-        return FlatCut(state, joined, own[0].dtype, held, copies)
+        boxes = [parts[shard] for shard in range(len(parts))]
+        return FlatCut(state, joined, own[0].dtype, boxes)
 
-    def _require_padding(self, what: str, numel: int, parts: Mapping[int, Tensor]) -> None:
+    def _require_padding(self, what: str, numel: int, parts: Mapping[int, Box]) -> None:
         """Require zeros behind the last parameter: an optimizer makes none of padding."""
-        for shard, tensor in parts.items():
+        for shard, tensor in ((shard, box.tensor) for shard, box in parts.items()):
             start = max(numel - shard * tensor.numel, 0)
             if start < tensor.numel:
                 itemsize = ITEMSIZE[tensor.dtype]
