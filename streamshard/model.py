@@ -63,6 +63,8 @@ class NoteKind(StrEnum):
     """A setting was assumed that the files do not tell."""
     MIXED = "mixed"
     """Files may be of two saves: a job that goes on from them may go wrong."""
+    COPIES = "copies"
+    """Ranks have different copies of what should be the same."""
     LOADING = "loading"
     """How to load what a conversion writes."""
 

@@ -219,6 +219,23 @@ def test_replicas_that_differ_are_noted_also_where_padding_is_saved(
     notes = streamshard.inspect(place).notes
     wanted = "differ in up.bias, or in memory that was saved with it; rank 0's are taken"
     assert any(wanted in note for note in notes)
+    (problem,) = streamshard.verify(place).problems
+    assert problem.kind == "disagreement"
+    assert "copies that ranks have of module/up.bias: 3 of 7 elements differ" in problem.message
+    assert "first at index 4" in problem.message
+    streamshard.export(place, tmp_path / "out")
+
+
+def test_replicas_may_differ_in_padding(made: Path, tmp_path: Path) -> None:
+    place = shutil.copytree(made / "HSDP", tmp_path / "actor")
+
+    def another(held: State) -> State:
+        torch.as_strided(held["up.bias"].to_local(), (4,), (1,))[3] += 1
+        return held
+
+    changed(another, 3)(place)
+    assert any("differ in up.bias, or in memory" in n for n in streamshard.inspect(place).notes)
+    assert streamshard.verify(place).is_good
 
 
 @pytest.mark.parametrize("first", ["whole", "part"])

@@ -169,7 +169,7 @@ def test_fsdp1_is_refused_by_name(tmp_path: Path) -> None:
         in_rank(rank, partial(_save_fsdp1, place), SOURCE)
     notes = streamshard.inspect(place).notes
     assert any("is another plain tensor on each rank" in note for note in notes)
-    with pytest.raises(UnsupportedError, match="its tensors are FSDP1's ShardedTensors"):
+    with pytest.raises(UnsupportedError, match="its tensors are ShardedTensors, as FSDP1"):
         streamshard.repartition(place, tmp_path / "out", world_size=3, format=FORM)
     streamshard.export(place, tmp_path / "model")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import streamshard
 from streamshard.errors import DisagreementError, UnsupportedError, UsageError
@@ -19,21 +19,26 @@ from tests.fabricated import write
 from tests.fabricated_dcp import Saved
 from tests.job import Job
 
-RANKS = 2
 
+def write_ranks(made: Saved, place: Path, shape: tuple[int, ...] = (2,)) -> None:
+    """Write what a job would save with `get_model_state_dict` and `get_optimizer_state_dict`.
 
-def write_ranks(made: Saved, place: Path) -> None:
-    """Write what a job would save with `get_model_state_dict` and `get_optimizer_state_dict`."""
+    `shape`: of the mesh; its second dimension is that of tensor parallelism.
+    """
     place.mkdir()
-    for rank in range(RANKS):
-        in_rank(rank, partial(_write_rank, made, place), RANKS)
+    ranks = torch.Size(shape).numel()
+    for rank in range(ranks):
+        in_rank(rank, partial(_write_rank, made, place, shape), ranks)
 
 
-def _write_rank(made: Saved, place: Path) -> None:
-    mesh, rank = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("fsdp",)), distributed.get_rank()
+def _write_rank(made: Saved, place: Path, shape: tuple[int, ...]) -> None:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("fsdp", "tp")[: len(shape)])
+    rank, ranks = distributed.get_rank(), distributed.get_world_size()
 
     def part(tensor: torch.Tensor) -> torch.Tensor:
-        return distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None)
+        by_columns: Placement = Shard(1) if tensor.dim() > 1 else Replicate()
+        cut = [Shard(0), by_columns][: len(shape)]
+        return distribute_tensor(tensor, mesh, cut, src_data_rank=None)
 
     parts: dict[int, torch.Tensor] = {}
     model, states = dict[str, torch.Tensor](), dict[str, dict[str, torch.Tensor]]()
@@ -53,8 +58,8 @@ def _write_rank(made: Saved, place: Path) -> None:
         assert kind == "param_groups"
         groups.setdefault(number, {})[option] = value
     optimizer = {"state": states, "param_groups": [groups[n] for n in sorted(groups)]}
-    torch.save(model, place / f"model_world_size_{RANKS}_rank_{rank}.pt")
-    torch.save(optimizer, place / f"optim_world_size_{RANKS}_rank_{rank}.pt")
+    torch.save(model, place / f"model_world_size_{ranks}_rank_{rank}.pt")
+    torch.save(optimizer, place / f"optim_world_size_{ranks}_rank_{rank}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +99,17 @@ def test_a_distributed_checkpoint_holds_the_same(made: Saved, ranks: Path, tmp_p
     assert streamshard.diff(ranks, tmp_path / "dcp").is_equal
     made.write(tmp_path / "wanted")
     assert streamshard.diff(tmp_path / "wanted", tmp_path / "dcp").is_equal
+
+
+def test_states_that_tensor_parallelism_cuts_are_read(made: Saved, tmp_path: Path) -> None:
+    place = tmp_path / "actor"
+    write_ranks(made, place, (2, 2))
+    made.write(tmp_path / "wanted")
+    found = streamshard.diff(tmp_path / "wanted", place)
+    assert found.is_equal
+    assert {one.state for one in found.states} >= {"fp32", "exp_avg", "exp_avg_sq"}
+    with pytest.raises(UnsupportedError, match="as with tensor parallelism: how a job"):
+        streamshard.repartition(place, tmp_path / "out", world_size=2, format="fsdp-ranks")
 
 
 def test_a_job_does_not_go_on_without_its_steps(ranks: Path, tmp_path: Path) -> None:

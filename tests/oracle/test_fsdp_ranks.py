@@ -1,4 +1,4 @@
-"""What FSDP2's ranks saved goes to another count of ranks, and real ranks go on with it."""
+"""What FSDP's ranks saved goes to another count of ranks, and real ranks go on with it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ class Move:
     source: tuple[int, ...]
     target: tuple[int, ...]
     keyed: str = "numbers"
+    version: int = 2
 
 
 MOVES = [
@@ -33,6 +34,8 @@ MOVES = [
     Move("replicas to none", (2, 2), (2,)),
     Move("to one", (3,), (1,)),
     Move("from one", (1,), (3,)),
+    Move("FSDP1", (2,), (3,), version=1),
+    Move("FSDP1 to fewer", (3,), (2,), version=1),
 ]
 
 
@@ -56,10 +59,12 @@ def _by_mesh(side: str, root: Path) -> dict[tuple[int, ...], list[Any]]:
     for move in MOVES:
         place = root / move.name
         mesh = getattr(move, side)
-        job: Any = SaveRanks(place / "saved", place / "truth", mesh, keyed=move.keyed)
+        job: Any = SaveRanks(
+            place / "saved", place / "truth", mesh, keyed=move.keyed, version=move.version
+        )
         if side == "target":
             job = LoadRanks(
-                place / "made", place / "held", mesh, move.keyed,
+                place / "made", place / "held", mesh, move.keyed, move.version,
                 further_steps=2, save_dir=place / "again",
             )  # fmt: skip
         jobs.setdefault(mesh, []).append(job)

@@ -11,6 +11,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Final
 
@@ -31,13 +32,14 @@ from streamshard.formats.deepspeed.read.redundant_copies import alike
 from streamshard.formats.deepspeed.read.zero_reader import adopt_files, malformed
 from streamshard.formats.fsdp_ranks import rank_names
 from streamshard.formats.fsdp_ranks.device_meshes import require_ascending, with_local
+from streamshard.formats.fsdp_ranks.flat_parameters import flat_node
 from streamshard.formats.fsdp_ranks.optimizer_files import RanksOptimizer, read_optimizer
 from streamshard.formats.fsdp_ranks.rank_names import EXTRA, KINDS, MODEL, OPTIMIZER
 from streamshard.formats.fsdp_ranks.rank_trees import TreeShape
 from streamshard.formats.fsdp_ranks.sharded_tensors import Box, RankPart, boxes_of, part_of
 from streamshard.formats.pickle.inert import Call, Node
 from streamshard.formats.pickle.node_checks import name_of, of_file
-from streamshard.formats.torch.torch_tensor import Storage, make_tensor
+from streamshard.formats.torch.torch_tensor import Storage, Tensor, make_tensor
 from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.io.entries import is_directory, is_file, paths_in
 from streamshard.io.files import require_regular
@@ -68,12 +70,28 @@ def read(directory: Path) -> Reading:
         return _Ranks(directory, files).reading()
 
 
+def replicas(directory: Path) -> Iterator[Reading]:
+    """Open what every replica but the first has saved of tensors that are cut among ranks."""
+    with malformed(directory):
+        files = rank_names.files_of(directory)
+        for replica in count(1):
+            ranks = _Ranks(directory, files, replica)
+            found = ranks.reading()
+            if not ranks.has_replica:
+                return
+            yield found
+
+
 @dataclass(slots=True)
 class _Ranks:
     """What is known of the ranks' files while they are read."""
 
     directory: Path
     files: Mapping[str, Sequence[Path]]
+    replica: int = 0
+    """Which replica's parts are taken of what is cut among ranks."""
+    has_replica: bool = False
+    """Whether there are any."""
     sources: SourceFiles = field(default_factory=SourceFiles)
     root: Mapping[Node, Node] = field(default_factory=dict)
     """What rank 0 saved of the model."""
@@ -89,7 +107,10 @@ class _Ranks:
         self._read_model()
         entries = tuple(self._entries())
         own = [entry for entry in entries if entry.kind != "alias"]
-        optimizer = self._optimizer({entry.name: self.parts[entry.name][0] for entry in own})
+        optimizer = self._optimizer({entry.name: self.parts[entry.name] for entry in own})
+        if optimizer is not None:
+            entries = tuple(_tied(entry, optimizer.tied) for entry in entries)
+            own = [entry for entry in entries if entry.kind != "alias"]
         extra = self._extra()
         groups = () if optimizer is None else optimizer.groups
         trained = {name for group in groups for name in group.params}
@@ -98,6 +119,9 @@ class _Ranks:
         if optimizer is not None and not groups:
             cut = optimizer.cut.values()
             tensors += [LogicalTensor(o.state, o.name, o.dtype, o.shape) for o in cut]
+            for flat in optimizer.flat.values():
+                own_states = ((flat.state, name, flat.dtype, shapes[name]) for name in flat.names)
+                tensors += [LogicalTensor(*one) for one in own_states]
         tensors += [
             LogicalTensor(MODULE, e.name, e.dtype, e.shape) for e in own if e.name not in trained
         ]
@@ -111,6 +135,9 @@ class _Ranks:
         builder = CuttingBuilder([ITEMSIZE[tensor.dtype] for tensor in tensors])
         for row, held in boxes.items():
             _place(builder, row, tensors[row], held, self.directory)
+        for flat in () if optimizer is None else optimizer.flat.values():
+            rows = [number[flat.state, name] for name in flat.names]
+            _place_flat(builder, rows, tensors, self._of_replica(flat.boxes))
         for row, (file, offset) in whole.items():
             numel = tensors[row].numel
             slot = builder.slot(Slot(np.array([file]), np.array([offset]), np.array([numel])))
@@ -177,7 +204,7 @@ class _Ranks:
             kind = "weight" if tied == name else "alias"
             yield ModuleEntry(name, kind, dtype, shape, "" if tied == name else tied)
 
-    def _optimizer(self, weights: Mapping[str, RankPart]) -> RanksOptimizer | None:
+    def _optimizer(self, weights: Mapping[str, Sequence[RankPart]]) -> RanksOptimizer | None:
         """Read the optimizer; weights are read also where it cannot be."""
         paths = self.files[OPTIMIZER]
         if not paths:
@@ -213,9 +240,16 @@ class _Ranks:
         trained: Collection[str],
     ) -> Iterator[tuple[tuple[str, str], Sequence[Box]]]:
         for name in (entry.name for entry in entries):
-            yield (MASTER if name in trained else MODULE, name), self.boxes[name]
+            boxes: Sequence[Box] = self.boxes[name]
+            if self.parts[name][0].is_dtensor:
+                boxes = self._of_replica(boxes)
+            yield (MASTER if name in trained else MODULE, name), boxes
         for one in () if optimizer is None else optimizer.cut.values():
-            yield (one.state, one.name), one.boxes
+            yield (one.state, one.name), self._of_replica(one.boxes)
+
+    def _of_replica(self, boxes: Sequence[Box]) -> Sequence[Box]:
+        self.has_replica |= any(len(box.copies) >= self.replica for box in boxes)
+        return [box.of(self.replica) for box in boxes]
 
     def _kept(
         self,
@@ -243,6 +277,12 @@ class _Ranks:
             for n, one in optimizer.cut.items():
                 storage = _storage(one.dtype, one.shape, number[one.state, one.name])
                 states[n] = with_local(states[n], make_tensor(storage, one.shape))
+            for n, flat in optimizer.flat.items():
+                inside = list[Node]()
+                for name in flat.names:
+                    shape, row = self.parts[name][0].shape, number[flat.state, name]
+                    inside.append(make_tensor(_storage(flat.dtype, shape, row), shape))
+                states[n] = flat_node(inside)
             kept[OPTIMIZER] = optimizer.template.filled(states)
         return kept
 
@@ -282,6 +322,8 @@ class _Ranks:
         boxes = dict(self.boxes)
         for one in () if optimizer is None else optimizer.cut.values():
             boxes[f"{one.state} of {one.name}"] = list(one.boxes)
+        for flat in () if optimizer is None else optimizer.flat.values():
+            boxes[f"{flat.state} of {show_few(flat.names)}"] = list(flat.boxes)
         differing = [
             name
             for name, held in boxes.items()
@@ -293,7 +335,12 @@ class _Ranks:
             more = f", or in memory that was saved with {'it' if len(differing) == 1 else 'them'}"
             held_alone = all(map(_is_alone, (box for name in differing for box in boxes[name])))
             text = f"{text}{'' if held_alone else more}; rank 0's are taken for all."
-            yield Note(text, NoteKind.LEFT_OUT)
+            yield Note(text, NoteKind.COPIES)
+
+
+def _tied(entry: ModuleEntry, tied: Mapping[str, str]) -> ModuleEntry:
+    first = tied.get(entry.name, "")
+    return ModuleEntry(entry.name, "alias", entry.dtype, entry.shape, first) if first else entry
 
 
 def _trained(entry: ModuleEntry) -> ModuleEntry:
@@ -346,12 +393,28 @@ def _place(
         grid = grid_of(entry.shape, offsets, sizes)
     except NotTiledError as error:
         raise CorruptFileError(f"{what} of {list(entry.shape)}: {error}", path=place) from error
-    slot = Slot(
+    builder.place_boxes(number, builder.slot(_slot(held)), grid)
+
+
+def _place_flat(
+    builder: CuttingBuilder,
+    rows: Sequence[int],
+    tensors: Sequence[LogicalTensor],
+    boxes: Sequence[Box],
+) -> None:
+    held = [box.tensor for box in boxes]
+    slot, origin = builder.slot(_slot(held)), 0
+    for row in rows:
+        builder.assign(row, slot, piece_numel=held[0].numel, origin=origin)
+        origin += tensors[row].numel
+
+
+def _slot(held: Sequence[Tensor]) -> Slot:
+    return Slot(
         np.array([tensor.storage.file for tensor in held], dtype=np.int64),
         np.array([tensor.offset for tensor in held], dtype=np.int64),
         np.array([tensor.numel for tensor in held], dtype=np.int64),
     )
-    builder.place_boxes(number, builder.slot(slot), grid)
 
 
 def _is_alone(box: Box) -> bool:

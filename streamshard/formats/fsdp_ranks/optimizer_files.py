@@ -4,9 +4,10 @@ verl 0.9.1 saves `optimizer.state_dict()` of torch
 (`verl/utils/checkpoint/fsdp_checkpoint_manager.py`), as SkyRL does: states are numbered in the
 order of `model.parameters()`, frozen ones counted, and with FSDP2 each is a DTensor. What
 `get_optimizer_state_dict` returns has names in their place. With FSDP1 the states are those of flat
-parameters, as plain tensors, and no file tells what is in these.
+parameters, as plain tensors (`flat_parameters`).
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,17 @@ from streamshard.formats.checkpoint import FlatState, ParamGroup, ScalarState
 from streamshard.formats.dcp.optimizer_state import is_plain, number_in
 from streamshard.formats.deepspeed.read.rank_files import SourceFiles
 from streamshard.formats.deepspeed.read.redundant_copies import alike
+from streamshard.formats.fsdp_ranks.flat_parameters import joined_parameters
 from streamshard.formats.fsdp_ranks.rank_trees import TreeShape, paths_to_tensors
-from streamshard.formats.fsdp_ranks.sharded_tensors import Box, RankPart, Shape, boxes_of, part_of
+from streamshard.formats.fsdp_ranks.sharded_tensors import (
+    REPLICATE,
+    Box,
+    Placement,
+    RankPart,
+    Shape,
+    boxes_of,
+    part_of,
+)
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import name_of, of_file
 from streamshard.formats.torch.torch_tensor import Tensor, tensor_of
@@ -28,6 +38,7 @@ from streamshard.model import BLOB, FILE, ITEMSIZE, MASTER, MODULE
 _STATE: Final = "state"
 _GROUPS: Final = "param_groups"
 _PARAMS: Final = "params"
+_MATRIX: Final = 2
 _PARAM_NAMES: Final = "param_names"
 """Key of a group in which torch keeps names, where an optimizer was given them."""
 
@@ -45,6 +56,18 @@ class CutState:
 
 
 @dataclass(frozen=True, slots=True)
+class FlatCut:
+    """A state of parameters that FSDP1 has joined."""
+
+    state: str
+    names: tuple[str, ...]
+    """Names of these parameters."""
+    dtype: str
+    boxes: Sequence[Box]
+    """The ranks' parts of it, in order."""
+
+
+@dataclass(frozen=True, slots=True)
 class RanksOptimizer:
     """The optimizer of all ranks."""
 
@@ -52,20 +75,24 @@ class RanksOptimizer:
     """What rank 0 saved, without tensors."""
     cut: Mapping[int, CutState]
     """Number of a tensor in the template → what it is."""
+    flat: Mapping[int, FlatCut]
+    """The same of tensors in which parameters are joined."""
     groups: tuple[ParamGroup, ...]
     """Empty if they cannot be told."""
     hyper_parameters: Sequence[Mapping[str, Node]]
     """The param groups without their parameters."""
     untold: str
     """Why they cannot be told."""
+    tied: Mapping[str, str]
+    """Other names of weights, and the names under which FSDP1 has joined them."""
 
 
 def read_optimizer(
-    paths: Sequence[Path], sources: SourceFiles, weights: Mapping[str, RankPart]
+    paths: Sequence[Path], sources: SourceFiles, weights: Mapping[str, Sequence[RankPart]]
 ) -> RanksOptimizer | None:
     """Open the optimizers of all ranks, in order of rank; None if no rank has one.
 
-    `weights`: rank 0's part of each weight that is no other's second name, in the model's order.
+    `weights`: the ranks' parts of each weight that is no other's second name, in the model's order.
     """
     roots, templates = [], []
     for path in paths:
@@ -88,15 +115,19 @@ class _Reading:
         root: dict[str, Any],
         templates: Sequence[TreeShape],
         sources: SourceFiles,
-        weights: Mapping[str, RankPart],
+        weights: Mapping[str, Sequence[RankPart]],
     ) -> None:
         self._root, self._templates = root, templates
-        self._sources, self._weights = sources, weights
+        self._sources = sources
+        self._parts = weights
+        self._weights = {name: parts[0] for name, parts in weights.items()}
+        self._tied: Mapping[str, str] = {}
         self._numbers = {id(leaf): n for n, leaf in enumerate(templates[0].leaves)}
 
     def optimizer(self) -> RanksOptimizer:
         names, untold = self._names()
-        cut: dict[int, CutState] = {}
+        is_flat = self._is_flat()
+        cut, flat = dict[int, CutState](), dict[int, FlatCut]()
         paths = {id(leaf): path for path, leaf in paths_to_tensors(self._root)}
         for number, leaf in enumerate(self._templates[0].leaves):
             path = paths.get(id(leaf))
@@ -105,10 +136,12 @@ class _Reading:
                 raise UnsupportedError(message)
             parts = [part_of(template.leaves[number]) for template in self._templates]
             held = [part for part in parts if part is not None]
-            if all(part.is_plain for part in held):
+            if is_flat and held[0].shape and path[0] == _STATE:
+                flat[number] = self._flat_cut(path, names, [part.local[0] for part in held])
+            elif all(part.is_plain for part in held):
                 self._require_alike(path, [part.local[0] for part in held])
             else:
-                state, name = _state_of(path, names)
+                state, (name,) = _state_of(path, names)
                 cut[number] = _cut_state(state, name, held)
         known = {(one.state, one.name) for one in cut.values()}
         if len(known) < len(cut):
@@ -116,12 +149,101 @@ class _Reading:
         groups, options = list[ParamGroup](), list[Mapping[str, Node]]()
         if not untold:
             try:
-                groups += self._groups(names, cut)
+                groups += self._groups(names, {**cut, **flat})
                 options += map(self._options, self._root[_GROUPS])
             except UnsupportedError as error:
                 untold = str(error)
                 groups.clear()
-        return RanksOptimizer(self._templates[0], cut, tuple(groups), options, untold)
+        return RanksOptimizer(
+            self._templates[0], cut, flat, tuple(groups), options, untold, self._tied
+        )
+
+    def _is_flat(self) -> bool:
+        """Tell whether states are those of FSDP1's flat parameters, as no state of FSDP2 is."""
+        states = self._root.get(_STATE)
+        if not isinstance(states, dict):
+            return False
+        parts = [part_of(node) for held in states.values() for node in held.values()]
+        shaped = [part for part in parts if part is not None and part.shape]
+        is_plain = bool(shaped) and all(p.is_plain and len(p.shape) == 1 for p in shaped)
+        return is_plain and any(part.is_dtensor for part in self._weights.values())
+
+    def _joined(self, keys: Sequence[Node]) -> dict[Node, tuple[str, ...]]:
+        """Return the parameters in each flat one."""
+        numels: dict[str, int] = {}
+        for name, part in self._weights.items():
+            *others, last = part.placements or (Placement(REPLICATE),)
+            if any(one.kind != REPLICATE for one in others) or last.dim > 0:
+                message = f"'{name}' is cut as FSDP1 does not cut, and states are joined as it does"
+                raise UnsupportedError(message)
+            if part.is_dtensor:
+                numels[name] = math.prod(part.shape)
+        lengths, states = list[int](), self._root[_STATE]
+        for key in keys:
+            tensors = [tensor_of(node) for node in states.get(key, {}).values()]
+            found = {tensor.shape for tensor in tensors if tensor is not None and tensor.shape}
+            if len(found) != 1 or len(*found) != 1:
+                message = f"does not have states of one length of flat parameter {show(key)}"
+                raise UnsupportedError(f"{message}, and so does not tell what FSDP1 joined to it")
+            lengths += found.pop()
+        ranks = max(self._shards()) + 1
+        try:
+            joined = joined_parameters(numels, lengths, ranks)
+        except UnsupportedError:
+            self._tied = dict(self._twins())
+            if not self._tied:
+                raise
+            once = {name: numel for name, numel in numels.items() if name not in self._tied}
+            joined = joined_parameters(once, lengths, ranks)
+        return dict(zip(keys, joined, strict=True))
+
+    def _twins(self) -> Iterator[tuple[str, str]]:
+        """Yield matrices that hold the same as others before, as tied ones do, and these."""
+        first: dict[tuple[str, Shape], list[str]] = {}
+        for name, parts in self._parts.items():
+            if not parts[0].is_dtensor or len(parts[0].shape) < _MATRIX:
+                continue
+            known = first.setdefault((parts[0].local[0].dtype, parts[0].shape), [])
+            for other in known:
+                both = zip(parts, self._parts[other], strict=True)
+                if all(alike(one.local[0], another.local[0]) for one, another in both):
+                    yield name, other
+                    break
+            else:
+                known.append(name)
+
+    def _shards(self) -> list[int]:
+        """Return which part of flat parameters each rank has."""
+        cut = next(parts for parts in self._parts.values() if parts[0].is_dtensor)
+        return [part.coordinate[-1] for part in cut]
+
+    def _flat_cut(
+        self, path: Sequence[Node], names: Mapping[Node, tuple[str, ...]], own: Sequence[Tensor]
+    ) -> FlatCut:
+        state, joined = _state_of(path, names)
+        what, parts = f"{state} of flat parameter {show(path[1])}", dict[int, Box]()
+        if len({(tensor.dtype, tensor.shape) for tensor in own}) > 1:
+            raise DisagreementError(f"{what} differs in length or dtype between ranks")
+        for shard, tensor in zip(self._shards(), own, strict=True):
+            start = (shard * tensor.numel,)
+            part = parts.setdefault(shard, Box(start, tensor.require_contiguous(what), []))
+            if part.tensor is not tensor:
+                part.copies.append(tensor)
+        numel = sum(math.prod(self._weights[name].shape) for name in joined)
+        self._require_padding(what, numel, parts)
+        boxes = [parts[shard] for shard in range(len(parts))]
+        return FlatCut(state, joined, own[0].dtype, boxes)
+
+    def _require_padding(self, what: str, numel: int, parts: Mapping[int, Box]) -> None:
+        """Require zeros behind the last parameter: an optimizer makes none of padding."""
+        for shard, tensor in ((shard, box.tensor) for shard, box in parts.items()):
+            start = max(numel - shard * tensor.numel, 0)
+            if start < tensor.numel:
+                itemsize = ITEMSIZE[tensor.dtype]
+                behind = tensor.offset + start * itemsize, (tensor.numel - start) * itemsize
+                if any(self._sources.read_bytes(tensor.storage, *behind)):
+                    message = f"{what} holds more than zeros behind its {numel:,} elements"
+                    raise UnsupportedError(f"{message}, so what FSDP1 joined to it is not sure")
 
     def _options(self, group: Mapping[str, Node]) -> Mapping[str, Node]:
         """Return a group's hyper-parameters; those in tensors as the numbers that they are."""
@@ -153,7 +275,7 @@ class _Reading:
         message = f"{what} is another plain tensor on each rank, and no file tells how it was cut"
         raise UnsupportedError(f"{message}. FSDP1 saves an optimizer so, FSDP2 does not")
 
-    def _names(self) -> tuple[Mapping[Node, str], str]:
+    def _names(self) -> tuple[Mapping[Node, tuple[str, ...]], str]:
         """Return the names of numbered parameters, or why they are not known."""
         states, groups = self._root.get(_STATE), self._root.get(_GROUPS)
         if not isinstance(states, dict) or not isinstance(groups, list):
@@ -161,13 +283,15 @@ class _Reading:
         listed = [(group[_PARAMS], group.get(_PARAM_NAMES)) for group in groups]
         keys = [key for params, _ in listed for key in params]
         if all(isinstance(key, str) for key in keys):
-            return {key: name_of(key) for key in keys}, ""
+            return {key: (name_of(key),) for key in keys}, ""
         if all(isinstance(named, list) and len(named) == len(ps) for ps, named in listed):
             both = (zip(params, named, strict=True) for params, named in listed)
-            return {key: name_of(name) for pairs in both for key, name in pairs}, ""
+            return {key: (name_of(name),) for pairs in both for key, name in pairs}, ""
         sharded = {n: part.shape for n, part in self._weights.items() if part.is_dtensor}
         if len(groups) > 1:
             return {}, f"its parameters are numbered, in {len(groups)} param groups"
+        if self._is_flat():
+            return self._joined(keys), ""
         if len(keys) != len(sharded):
             message = f"it numbers {len(keys)} parameters, and the model has {len(sharded)}"
             return {}, message
@@ -179,20 +303,20 @@ class _Reading:
                     message = f"the model's parameter {key}, '{names[key]}', is"
                     shapes = f"{list(sharded[names[key]])}, its state {list(part.shape)}"
                     return {}, f"{message} {shapes}"
-        return names, ""
+        return {key: (name,) for key, name in names.items()}, ""
 
     def _groups(
-        self, names: Mapping[Node, str], cut: Mapping[int, CutState]
+        self, names: Mapping[Node, tuple[str, ...]], cut: Mapping[int, CutState | FlatCut]
     ) -> Iterator[ParamGroup]:
         states = self._root[_STATE]
         for number, group in enumerate(self._root[_GROUPS]):
             keys = [key for key in group[_PARAMS] if states.get(key) or not states]
-            named = [names[key] for key in keys]
+            named = [name for key in keys for name in names[key]]
             unknown = [name for name in named if name not in self._weights]
             if unknown:
                 message = f"it trains {show_few(unknown)}, which the model's files do not have"
                 raise UnsupportedError(message)
-            own = [self._states(states[key], cut) for key in keys] if states else []
+            own = [self._states(states[k], cut) for k in keys for _ in names[k]] if states else []
             differing = [name for name, found in zip(named, own, strict=False) if found != own[0]]
             if differing:
                 message = (
@@ -206,7 +330,9 @@ class _Reading:
             dtype = dtypes[0] if dtypes else "float32"
             yield ParamGroup(tuple(named), dtype, own[0] if own else None, number)
 
-    def _states(self, held: Mapping[Node, Node], cut: Mapping[int, CutState]) -> dict[str, Node]:
+    def _states(
+        self, held: Mapping[Node, Node], cut: Mapping[int, CutState | FlatCut]
+    ) -> dict[str, Node]:
         """Return the states of one parameter, without its elements."""
         found: dict[str, Node] = {}
         for key, node in held.items():
@@ -223,16 +349,19 @@ class _Reading:
         return found
 
 
-def _state_of(path: Sequence[Node], names: Mapping[Node, str]) -> tuple[str, str]:
-    """Return the state and the parameter of a tensor that is cut among ranks."""
-    state, name = "", ""
+def _state_of(
+    path: Sequence[Node], names: Mapping[Node, tuple[str, ...]]
+) -> tuple[str, tuple[str, ...]]:
+    """Return the state and the parameters of a tensor that is cut among ranks."""
+    state, found = "", tuple[str, ...]()
     if len(path) == 3 and path[0] == _STATE:
-        state, name = name_of(path[2]), names.get(path[1], str(path[1]))
+        state, found = name_of(path[2]), names.get(path[1], (str(path[1]),))
     elif len(path) == 1 and name_of(path[0]).startswith(f"{_STATE}."):
         name, _, state = name_of(path[0]).removeprefix(f"{_STATE}.").rpartition(".")
+        found = (name,)
     if not state or state in (MASTER, MODULE, BLOB, FILE):
         raise UnsupportedError(f"{'.'.join(map(str, path))} is no state of a parameter")
-    return state, name
+    return state, found
 
 
 def _cut_state(state: str, name: str, parts: Sequence[RankPart]) -> CutState:

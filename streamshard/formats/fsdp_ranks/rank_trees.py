@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Self
 
+from streamshard.formats.fsdp_ranks.flat_parameters import is_flat
 from streamshard.formats.fsdp_ranks.sharded_tensors import is_tensor
 from streamshard.formats.pickle import inert_dump, inert_load
 from streamshard.formats.pickle.inert import Node
@@ -31,7 +32,7 @@ class TreeShape:
         leaves: list[Node] = []
 
         def persistent_id(node: Node) -> Node | None:
-            if not (isinstance(node, Storage) or is_tensor(node)):
+            if not (isinstance(node, Storage) or is_tensor(node) or is_flat(node)):
                 return None
             if id(node) not in numbers:
                 numbers[id(node)] = len(leaves)

@@ -17,15 +17,17 @@ from streamshard.formats.fsdp_ranks.device_meshes import (
     MeshShape,
     require_fsdp,
 )
+from streamshard.formats.fsdp_ranks.flat_parameters import group_of, is_flat
 from streamshard.formats.fsdp_ranks.rank_names import EXTRA, MODEL, OPTIMIZER, rank_file
 from streamshard.formats.fsdp_ranks.rank_trees import TreeShape
 from streamshard.formats.fsdp_ranks.sharded_tensors import Shape, box_of, part_of
 from streamshard.formats.pickle.inert import Call, Node
 from streamshard.formats.torch import zip_layout
-from streamshard.formats.torch.torch_tensor import Storage, make_tensor
+from streamshard.formats.torch.torch_tensor import Storage, make_tensor, tensor_of
 from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.formats.torch.zip_layout import Serialized
-from streamshard.layout.cutting import Segments, Share
+from streamshard.layout.cutting import Ints, Segments, Share, partition_segments
+from streamshard.layout.zero import FlatGroup
 from streamshard.sizes import counted, show_ranks
 
 _RNG: Final = "rng"
@@ -58,9 +60,8 @@ class RankImages:
         if MODEL in state and checkpoint.unrecorded:
             raise UnsupportedError(f"does not read {'; '.join(checkpoint.unrecorded)}")
         if MODEL not in state:
-            message = "its tensors are FSDP1's ShardedTensors, and no file tells how FSDP1 keeps"
-            message = f"{message} its optimizer's state in flat parameters; of FSDP2 the files"
-            raise UnsupportedError(f"{message} of ranks are written")
+            message = "its tensors are ShardedTensors, as FSDP1 saves them without a device mesh;"
+            raise UnsupportedError(f"{message} files of ranks are written of DTensors alone")
         trees = {kind: TreeShape.of(state[kind]) for kind in (MODEL, OPTIMIZER) if kind in state}
         meshes = set()
         for leaf in (leaf for template in trees.values() for leaf in template.leaves):
@@ -76,6 +77,8 @@ class RankImages:
             message = "it holds no DTensor, and so does not tell on which mesh FSDP2 cuts the model"
             raise UnsupportedError(message)
         mesh = meshes.pop()
+        if any(is_flat(leaf) for template in trees.values() for leaf in template.leaves):
+            _require_cut(mesh, ranks)
         if mesh.ranks != checkpoint.ranks:
             message = f"its DTensors lie on meshes of {mesh.ranks} of its {checkpoint.ranks} ranks,"
             raise UnsupportedError(f"{message} and no file tells which meshes other ranks make")
@@ -99,6 +102,8 @@ class RankImages:
 
     def _leaf(self, node: Node, change: MeshChange, storages: dict[int, Storage]) -> Node:
         """Return a rank's part of a DTensor; tied ones share a storage."""
+        if is_flat(node):
+            return self._flat(node, self.mesh.coordinate(change.rank)[-1])
         part = part_of(node) if isinstance(node, Call) else None
         if part is None or not part.is_dtensor:
             return node
@@ -113,6 +118,15 @@ class RankImages:
         storage = Storage(whole.dtype, math.prod(sizes), share)
         storage = storages.setdefault(tensor, storage)
         return change.dtensor(node, make_tensor(storage, sizes))
+
+    def _flat(self, node: Call, shard: int) -> Call:
+        """Return a rank's part of a flat tensor."""
+        held = [tensor for tensor in map(tensor_of, node.args) if tensor is not None]
+        group = group_of([tensor.numel for tensor in held], self.mesh.lengths[-1])
+        tensors = np.array([tensor.storage.blob for tensor in held], dtype=np.int64)
+        segments = partial(_flat_segments, group, tensors)
+        share, numel = Share(tensors, held[0].dtype, segments, shard), group.partition_numel
+        return make_tensor(Storage(held[0].dtype, numel, share), (numel,))
 
     def _extra(self, rank: int) -> Node:
         """Return the other state of a rank: its own, or rank 0's without random states."""
@@ -153,6 +167,20 @@ class RankImages:
                 f"{counted(len(differing), 'rank')} saved another state ({what}) than rank 0. New "
                 "ranks get rank 0's."
             )
+
+
+def _require_cut(mesh: MeshShape, ranks: int) -> None:
+    """Refuse what FSDP1 does not load."""
+    if len(mesh.lengths) > 1:
+        message = "FSDP1 with replicas: it loads DTensors by the names of process groups, which a"
+        raise UnsupportedError(f"{message} job of other ranks numbers itself")
+    if ranks == 1:
+        message = "FSDP1 does not cut on one rank, and loads no DTensors there; write files for two"
+        raise UnsupportedError(f"{message} ranks or more")
+
+
+def _flat_segments(group: FlatGroup, tensors: Ints, *, rank: int, itemsize: int) -> Segments:
+    return partition_segments(group, rank, tensors, itemsize=itemsize)
 
 
 def _box_segments(

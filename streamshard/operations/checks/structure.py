@@ -25,6 +25,10 @@ def _no_units() -> Iterator[Unit]:
     return iter(())
 
 
+def _no_sources() -> Iterator[Source]:
+    return iter(())
+
+
 @dataclass(frozen=True, slots=True)
 class CheckedStructure:
     """A checkpoint whose structure was checked."""
@@ -35,6 +39,8 @@ class CheckedStructure:
     units: Callable[[], Iterator[Unit]] = _no_units
     """Yields the units to read."""
     codec_bytes: int = 0
+    copies: Callable[[], Iterator[Source]] = _no_sources
+    """Opens other copies that the files have of the source's tensors, where these may differ."""
     source: Source | None = None
     """The opened shards; None if they cannot be opened, and for a store, which has digests."""
 

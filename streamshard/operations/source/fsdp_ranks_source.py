@@ -1,5 +1,8 @@
 """Reads files of FSDP's ranks, as verl saves them."""
 
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -8,6 +11,7 @@ from streamshard.formats.dcp import reference
 from streamshard.formats.fsdp_ranks import fsdp_ranks_reader, rank_names
 from streamshard.io.entries import is_file, paths_in
 from streamshard.layout.sample import Sample
+from streamshard.model import NoteKind
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.structure import CheckedStructure, Reader, opened_to_check
 from streamshard.operations.checks.torch_check import TorchFiles
@@ -50,7 +54,15 @@ class _FsdpRanksReader(Reader):
         entries = sorted(path for path in paths_in(place) if is_file(path))
         readable = ReadableFiles(entries, [place], findings)
         torch = TorchFiles.at(readable.files, lambda _: None, findings, sample)
-        return CheckedStructure(self.kind, place.name, torch.files, torch.units, source=opened)
+        differ = opened is not None and any(
+            note.kind is NoteKind.COPIES for note in opened.checkpoint.notes
+        )
+        found = CheckedStructure(self.kind, place.name, torch.files, torch.units, source=opened)
+        return replace(found, copies=partial(self._replicas, place)) if differ else found
+
+    def _replicas(self, place: Path) -> Iterator[Source]:
+        for found in fsdp_ranks_reader.replicas(place):
+            yield Source.of(place, self.kind, found)
 
 
 READER: Final = _FsdpRanksReader()

@@ -17,14 +17,16 @@ from streamshard.errors import (
 from streamshard.io.object_path import as_path
 from streamshard.layout.memory_plan import COMPARING_BYTES
 from streamshard.layout.sample import EVERYTHING, Sample
-from streamshard.operations.checks.problems import Difference, Findings, Verification
+from streamshard.model import BLOB, FILE
+from streamshard.operations.checks.problems import DISAGREEMENT, Difference, Findings, Verification
 from streamshard.operations.checks.scan import scan
 from streamshard.operations.checks.structure import check_structure
 from streamshard.operations.checks.suspicion import suspicions
 from streamshard.operations.checks.tensor_content import TensorUnits
 from streamshard.operations.compare.comparison import chosen, compare
 from streamshard.operations.compare.matching import pair_up
-from streamshard.operations.source.source import Request, requests
+from streamshard.operations.compare.pairing import Pairing, SideElements
+from streamshard.operations.source.source import Request, Source, requests
 from streamshard.operations.source.unfinished import require_finished
 from streamshard.operations.transfer import execution
 from streamshard.operations.transfer.execution import Limits
@@ -168,8 +170,25 @@ class _Run:
         finally:
             self._progress.stop()
         self.bytes_read = read.value
+        if source is not None:
+            for other in checked.copies():
+                self._compare_copies(source, other)
         if health and source is not None:
             self.findings.notes += suspicions(source.checkpoint, self.findings.health)
+
+    def _compare_copies(self, source: Source, other: Source) -> None:
+        """Require other copies of tensors to be the same to the bit."""
+        pairing = Pairing()
+        for number, tensor in enumerate(source.checkpoint.tensors):
+            if tensor.state not in (BLOB, FILE):
+                side = SideElements(number, tensor.dtype)
+                pairing.add(tensor, side, side, tensor.dtype)
+        found = compare(source, other, chosen(pairing.pairs, self.sample), self._limits, Silent())
+        self.findings.problems += found.findings.problems
+        self.bytes_read += found.bytes_read
+        for one in found.differences:
+            message = f"{source.path}: copies that ranks have of {one.message}"
+            self.findings.add(DISAGREEMENT, source.path, message)
 
     def compare(self, request: Request, other: Request) -> None:
         """Compare the content of two checkpoints."""

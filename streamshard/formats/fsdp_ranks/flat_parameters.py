@@ -1,0 +1,143 @@
+"""Finds out which parameters FSDP1 has joined to flat ones, and how ranks cut these.
+
+Without `use_orig_params` FSDP1 joins the parameters of each module that it wraps, in the order of
+`named_modules()`, except those of modules inside that it wraps too; `torch.chunk` cuts what comes
+out, and zeros fill the last part. The optimizer numbers flat parameters in the order of the wrapped
+modules (torch 2.5 to 2.13: `torch/distributed/fsdp/_flat_param.py`). No file lists the wrapped
+modules. But the lengths of the parts tell them, where a single choice of modules has these lengths.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Self
+
+import numpy as np
+
+from streamshard.errors import UnsupportedError
+from streamshard.formats.pickle.inert import Call, Global, Node
+from streamshard.layout.zero import FlatGroup
+from streamshard.sizes import counted
+
+Names = tuple[str, ...]
+_FLAT: Final = Global("torch.distributed.fsdp", "FlatParameter")
+_NUMBER: Final = "*"
+_MOST_STEPS: Final = 1 << 11
+"""More than the modules of any model take whose parts do not all have one length."""
+
+
+def flat_node(tensors: Sequence[Node]) -> Call:
+    """Return what stands for a flat tensor: the parameters' parts of it, each whole."""
+    return Call(_FLAT, tuple(tensors))
+
+
+def is_flat(node: Node) -> bool:
+    """Tell whether a node stands for a flat tensor."""
+    return isinstance(node, Call) and node.function == _FLAT
+
+
+def group_of(numels: Sequence[int], ranks: int) -> FlatGroup:
+    """Return how ranks cut what parameters of such lengths are joined to.
+
+    >>> group_of([5, 4], 2).cut(1).slices
+    ((1, 0, 4),)
+    """
+    ends, total = np.cumsum(numels, dtype=np.int64), sum(numels)
+    own = np.array(numels, dtype=np.int64)
+    order, share = tuple(range(len(own))), -(-total // ranks)
+    return FlatGroup(order, own, ends - own, (0,) * len(own), total, share, ranks)
+
+
+def joined_parameters(numels: Mapping[str, int], lengths: Sequence[int], ranks: int) -> list[Names]:
+    """Return the parameters in each flat parameter.
+
+    `numels`: elements of each parameter, in the model's order.
+    `lengths`: elements of each flat parameter that a rank has, in the optimizer's order.
+
+    >>> joined_parameters({"embed": 6, "up.weight": 8, "up.bias": 2, "norm": 2}, [4, 5], 2)
+    [('embed', 'norm'), ('up.weight', 'up.bias')]
+    """
+    choices = _Choices.of(numels, lengths, ranks)
+    found = {tuple(joined) for joined in map(choices.joined, choices.wrapped(0)) if joined}
+    if len(found) == 1:
+        return list(found.pop())
+    what = "several choices" if found else "no choice"
+    message = f"has {counted(len(lengths), 'flat parameter')} as FSDP1 makes them, and {what} of"
+    raise UnsupportedError(f"{message} modules that it may wrap gives parts of their lengths")
+
+
+@dataclass(slots=True, eq=False)
+class _Choices:
+    """The choices of modules that FSDP1 may have wrapped.
+
+    It wraps all modules of a class, or none: here those whose names differ in numbers alone.
+    """
+
+    numels: Mapping[str, int]
+    lengths: Sequence[int]
+    ranks: int
+    own: Mapping[str, int]
+    """Elements of each module's own parameters, in the order of `named_modules()`."""
+    alike: Sequence[Sequence[str]]
+    """Modules of a class; those inside of others first."""
+    left: dict[str, int] = field(default_factory=dict)
+    """Elements that a module leaves to one around it."""
+    steps: int = 0
+
+    @classmethod
+    def of(cls, numels: Mapping[str, int], lengths: Sequence[int], ranks: int) -> Self:
+        """List the modules of parameters."""
+        own, alike = dict.fromkeys([""], 0), dict[tuple[str, ...], list[str]]()
+        for name, numel in numels.items():
+            for module in _around(name):
+                own.setdefault(module, 0)
+            own[name.rpartition(".")[0]] += numel
+        for module in own:
+            steps = (_NUMBER if step.isdecimal() else step for step in module.split("."))
+            alike.setdefault(tuple(steps) if module else (), []).append(module)
+        return cls(numels, lengths, ranks, own, sorted(alike.values(), key=_depth, reverse=True))
+
+    def wrapped(self, number: int) -> Iterator[frozenset[str]]:
+        """Yield sets of modules, decided from a class on, whose parts have lengths that occur."""
+        self.steps += 1
+        if self.steps > _MOST_STEPS:
+            raise UnsupportedError("has flat parameters of FSDP1 that too many modules may make up")
+        if number == len(self.alike):
+            if not self.left[""]:
+                yield frozenset()
+            return
+        modules = self.alike[number]
+        inside = Counter[str]()
+        for module, numel in self.left.items():
+            inside[module.rpartition(".")[0]] += numel if module else 0
+        numels = [self.own[module] + inside[module] for module in modules]
+        before = dict(self.left)
+        self.left.update(zip(modules, numels, strict=True))
+        yield from self.wrapped(number + 1)
+        if any(numels) and all(self._part(n) in {0, *self.lengths} for n in numels):
+            self.left = {**before, **dict.fromkeys(modules, 0)}
+            yield from (more.union(modules) for more in self.wrapped(number + 1))
+        self.left = before
+
+    def joined(self, wrapped: Collection[str]) -> list[Names]:
+        """Return the parameters that such modules join; none if their parts have other lengths."""
+        found: dict[str, list[str]] = {module: [] for module in self.own if module in wrapped}
+        for name in self.numels:
+            around = next(module for module in reversed(_around(name)) if module in wrapped)
+            found[around].append(name)
+        joined = [tuple(names) for names in found.values() if names]
+        parts = [self._part(sum(self.numels[name] for name in names)) for names in joined]
+        return joined if parts == list(self.lengths) else []
+
+    def _part(self, numel: int) -> int:
+        return -(-numel // self.ranks)
+
+
+def _around(name: str) -> list[str]:
+    """Return the modules around a parameter, the outermost first."""
+    steps = name.split(".")[:-1]
+    return [".".join(steps[:n]) for n in range(len(steps) + 1)]
+
+
+def _depth(modules: Sequence[str]) -> int:
+    return len(modules[0].split(".")) if modules[0] else 0

@@ -1,0 +1,192 @@
+"""Files of FSDP1's ranks: states of parameters that it has joined, by the modules that it wraps."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn import functional
+
+import streamshard
+from streamshard.errors import SourceError, UnsupportedError
+from streamshard.formats.fsdp_ranks.flat_parameters import group_of, joined_parameters
+from tests.checkpoints.test_fsdp_ranks import in_rank
+from tests.dtensor_parts import rank_differences
+
+FORM = "fsdp-ranks"
+SHAPES = {
+    "embed.weight": (7, 3), "blocks.0.up.weight": (5, 3), "blocks.0.up.bias": (5,),
+    "blocks.1.up.weight": (5, 3), "blocks.1.up.bias": (5,), "norm.weight": (3,),
+}  # fmt: skip
+JOINED = [
+    ("embed.weight", "norm.weight"),
+    ("blocks.0.up.weight", "blocks.0.up.bias"),
+    ("blocks.1.up.weight", "blocks.1.up.bias"),
+]
+"""What FSDP1 joins that wraps the model and its blocks."""
+STATES = ("exp_avg", "exp_avg_sq")
+
+
+def tensor_of(name: str, state: str) -> Tensor:
+    shape = SHAPES["embed.weight" if name == "head.weight" else name]
+    start = 1.0 + 100 * list(SHAPES).index(name) if name in SHAPES else 1.0
+    whole = torch.arange(start, start + torch.Size(shape).numel()).reshape(shape)
+    return {"fp32": whole, "exp_avg": -whole, "exp_avg_sq": whole.sqrt()}[state]
+
+
+def part_of(names: Sequence[str], state: str, shard: int, shards: int) -> Tensor:
+    """Join and cut as `FlatParamHandle` does."""
+    chunks = torch.cat([tensor_of(name, state).reshape(-1) for name in names]).chunk(shards)
+    own = chunks[shard] if shard < len(chunks) else chunks[0].new_empty(0)
+    return functional.pad(own, (0, len(chunks[0]) - len(own)))
+
+
+def save(place: Path, mesh: tuple[int, ...], names: Sequence[str]) -> None:
+    rank, ranks = distributed.get_rank(), distributed.get_world_size()
+    devices = init_device_mesh("cpu", mesh, mesh_dim_names=("ddp", "fsdp")[-len(mesh) :])
+    cut = [*[Replicate()] * (len(mesh) - 1), Shard(0)]
+    model = {
+        name: distribute_tensor(tensor_of(name, "fp32"), devices, cut, src_data_rank=None)
+        for name in names
+    }
+    shard = devices.get_local_rank(-1)
+    states = {
+        n: {
+            "step": torch.tensor(2.0),
+            **{s: part_of(joined, s, shard, mesh[-1]) for s in STATES},
+        }
+        for n, joined in enumerate(JOINED)
+    }
+    groups = [{"lr": 0.1, "params": list(states)}]
+    for kind, held in (("model", model), ("optim", {"state": states, "param_groups": groups})):
+        torch.save(held, place / f"{kind}_world_size_{ranks}_rank_{rank}.pt")
+
+
+def saved(place: Path, *mesh: int, names: Sequence[str] = tuple(SHAPES)) -> Path:
+    place.mkdir()
+    ranks = torch.Size(mesh).numel()
+    for rank in range(ranks):
+        in_rank(rank, partial(save, place, mesh, names), ranks)
+    return place
+
+
+@pytest.mark.parametrize("ranks", [3, 5])
+def test_each_rank_gets_what_it_would_have_saved(ranks: int, tmp_path: Path) -> None:
+    source, out = saved(tmp_path / "source", 2), tmp_path / "out"
+    streamshard.repartition(source, out, world_size=ranks, format=FORM, verify=True)
+    wanted = saved(tmp_path / "wanted", ranks)
+    for path in sorted(wanted.iterdir()):
+        assert rank_differences(out / path.name, path) == []
+    assert streamshard.diff(source, out).is_equal
+
+
+def test_states_are_those_of_the_parameters(tmp_path: Path) -> None:
+    """Also of two replicas, and with a second name for a weight, which is joined once."""
+    place = saved(tmp_path / "source", 2, 2, names=(*SHAPES, "head.weight"))
+    with streamshard.open(place) as opened:
+        for name in SHAPES:
+            for state in ("fp32", *STATES):
+                assert torch.equal(opened[name].tensors[state].torch(), tensor_of(name, state))
+        assert opened["head.weight"].tied_to == "embed.weight"
+    assert streamshard.verify(place).is_good
+    path = place / "optim_world_size_4_rank_3.pt"
+    held = torch.load(path, weights_only=False)
+    held["state"][1]["exp_avg"][-1] = 0.5
+    torch.save(held, path)
+    (problem,) = streamshard.verify(place).problems
+    assert "state/exp_avg/blocks.0.up.bias: 1 of 5 elements differ" in problem.message
+    assert any("differ in exp_avg of " in note for note in streamshard.inspect(place).notes)
+    with pytest.raises(UnsupportedError, match="FSDP1 with replicas: it loads DTensors by"):
+        streamshard.repartition(place, tmp_path / "out", world_size=6, format=FORM)
+
+
+def test_one_rank_is_refused_as_fsdp1_does_not_cut_there(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="FSDP1 does not cut on one rank"):
+        streamshard.repartition(
+            saved(tmp_path / "source", 2), tmp_path / "out", world_size=1, format=FORM
+        )
+
+
+def changed(place: Path, change: Callable[[Any], object]) -> None:
+    for path in place.glob("optim_*"):
+        held = torch.load(path, weights_only=False)
+        change(held["state"])
+        torch.save(held, path)
+
+
+def behind(states: Any) -> None:  # noqa: ANN401
+    states[0]["exp_avg"][-1] += 1
+
+
+def longer(states: Any) -> None:  # noqa: ANN401
+    states[1].update({state: functional.pad(states[1][state], (0, 1)) for state in STATES})
+
+
+def not_all(states: Any) -> None:  # noqa: ANN401
+    del states[2]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (behind, "exp_avg of flat parameter 0 holds more than zeros behind its 24 elements"),
+        (longer, "has 3 flat parameters as FSDP1 makes them, and no choice of modules"),
+        (not_all, "does not have states of one length of flat parameter 2"),
+    ],
+)
+def test_what_may_be_of_other_parameters_is_not_taken(
+    change: Callable[[Any], object], message: str, tmp_path: Path
+) -> None:
+    place = saved(tmp_path / "source", 5)
+    changed(place, change)
+    assert any(message in note for note in streamshard.inspect(place).notes)
+    with pytest.raises(SourceError, match=message):
+        streamshard.repartition(place, tmp_path / "out", world_size=2, format=FORM)
+
+
+def test_several_choices_are_refused() -> None:
+    """One module of two that are as long as each other."""
+    numels = {"a.weight": 6, "b.weight": 6}
+    with pytest.raises(UnsupportedError, match="several choices of modules"):
+        joined_parameters(numels, [3, 3], 2)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["a", "b", "l.0.a", "l.1.a", "l.0.b.c", "l.1.b.c", ""]),
+                  st.integers(1, 40)),
+        min_size=1, max_size=8,
+    ),
+    st.sets(st.sampled_from(["a", "b", "l.*", "l.*.a", "l.*.b", "l"])),
+    st.integers(1, 4),
+)  # fmt: skip
+def test_no_other_modules_are_taken_for_those_that_were_wrapped(
+    params: list[tuple[str, int]], wrapped: set[str], ranks: int
+) -> None:
+    order = ("", "a", "b", "l.0.a", "l.0.b.c", "l.1.a", "l.1.b.c")
+    params.sort(key=lambda one: order.index(one[0]))
+    numels = {f"{m}.p{n}".lstrip("."): numel for n, (m, numel) in enumerate(params)}
+    units: dict[str, list[str]] = {"": []}
+    for name in numels:
+        steps = name.split(".")[:-1]
+        around = [".".join(steps[:n]) for n in range(len(steps) + 1)]
+        for module in around:
+            units.setdefault(module, [])
+        kind = [".".join("*" if s.isdigit() else s for s in m.split(".")) for m in around]
+        units[[m for m, k in zip(around, kind, strict=True) if not m or k in wrapped][-1]] += [name]
+    wanted = [tuple(names) for names in units.values() if names]
+    lengths = [group_of([numels[n] for n in names], ranks).partition_numel for names in wanted]
+    found, refusal = wanted, ""
+    try:
+        found = joined_parameters(numels, lengths, ranks)
+    except UnsupportedError as error:
+        refusal = str(error)
+    assert found == wanted
+    assert "no choice" not in refusal
