@@ -2,6 +2,7 @@
 
 import math
 import struct
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
@@ -365,7 +366,6 @@ class Checkpoint:
 
     @property
     def ranks(self) -> int:
-        """Count of ranks that trained the checkpoint."""
         parts = len(self.model_parts) if self.saved_parts is None else self.saved_parts
         return self.layout.world_size * parts * self.replicas
 
@@ -396,19 +396,54 @@ class Checkpoint:
         """Return (model part, state, name) → index in `tensors`."""
         return {(t.model_part, t.state, t.name): i for i, t in enumerate(self.tensors)}
 
+    def master_shapes(self, model_part: ModelPart) -> dict[str, tuple[int, ...]]:
+        """Return the shape of a model part's trained parameters, by name."""
+        mine = (t for t in self.tensors if t.state == MASTER and t.model_part == model_part.name)
+        return {t.name: t.shape for t in mine}
+
     def group_shapes(self, model_part: ModelPart) -> list[dict[str, tuple[int, ...]]]:
         """Return the parameter shapes of each group of a model part, in the group's order."""
-        shapes = {
-            t.name: t.shape
-            for t in self.tensors
-            if t.state == MASTER and t.model_part == model_part.name
-        }
+        shapes = self.master_shapes(model_part)
         return [{name: shapes[name] for name in group.params} for group in model_part.groups]
 
     def master_numels(self, model_part: ModelPart) -> dict[str, int]:
         """Return the element count of a model part's trained parameters, by name."""
-        mine = (t for t in self.tensors if t.state == MASTER and t.model_part == model_part.name)
-        return {t.name: t.numel for t in mine}
+        shapes = self.master_shapes(model_part)
+        return {name: math.prod(shape) for name, shape in shapes.items()}
+
+
+def of_others(
+    what: str,
+    tag: str,
+    ranks: int,
+    tensors: Iterable[LogicalTensor],
+    module: tuple[ModuleEntry, ...],
+    groups: tuple[ParamGroup, ...] = (),
+    hyper_parameters: Sequence[Mapping[str, Node]] = (),
+    state: Mapping[str, Node] | None = None,
+    files: tuple[OtherFile, ...] = (),
+    notes: Iterable[Note] = (),
+    unrecorded: Iterable[str] = (),
+) -> Checkpoint:
+    """Return a checkpoint that is not DeepSpeed's.
+
+    `hyper_parameters`: those of each param group.
+    `state`: training state next to the module's.
+    """
+    wrapped = {"state": {}, "param_groups": list(hyper_parameters)}
+    optimizer = {names.OPTIMIZER: {names.BASE_OPTIMIZER: wrapped}} if groups else {}
+    own = {names.MODULE_STATE: OrderedDict(), **(state or {})}
+    return Checkpoint(
+        tag=tag,
+        layout=ZeroLayout(stage=0, world_size=ranks),
+        tensors=tuple(tensors),
+        model_parts=(ModelPart("", groups, module, own, optimizer, {}),),
+        module_dtype=next((entry.dtype for entry in module), "float32"),
+        files=files,
+        notes=tuple(notes),
+        foreign=what,
+        unrecorded=tuple(unrecorded),
+    )
 
 
 @dataclass(frozen=True, slots=True)

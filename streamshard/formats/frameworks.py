@@ -65,15 +65,12 @@ class Resized:
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """The progress of HF Trainer."""
-
     step: int
     epoch: float | None
     """With a fraction."""
 
 
 def _accelerate_file(rank: int) -> str:
-    """Return the name of the file in which Accelerate saves a rank's random state and step."""
     return f"random_states_{rank}.pkl"
 
 
@@ -158,7 +155,6 @@ def _hf_rank(path: str, world_size: int) -> int | None:
 
 
 def hf_random_file(rank: int, world_size: int) -> str:
-    """Return the name of the file in which HF Trainer saves a rank's random state."""
     return _HF_ALONE if world_size == 1 else f"rng_state_{rank}.pth"
 
 

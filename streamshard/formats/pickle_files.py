@@ -11,7 +11,6 @@ from streamshard.formats.deepspeed.names import STAGE_ENUM, STAGES
 from streamshard.formats.pickle import inert_load
 from streamshard.formats.pickle.inert import GETATTR, LIMIT_BYTES, Call, Global, Node
 from streamshard.formats.pickle.machine import PickleMachine
-from streamshard.formats.pickle.opcode_arguments import EndedTooEarlyError
 from streamshard.formats.torch import zip_directory
 from streamshard.formats.torch.legacy_file import MAGIC_NUMBER
 from streamshard.io.readable import Readable
@@ -75,12 +74,10 @@ class NameCounter(PickleMachine):
         self.names: dict[Global, int] = {}
 
     def name(self, module: str, name: str) -> None:
-        """Push a name."""
         super().name(module, name)
         self._count()
 
     def get(self, index: int) -> None:
-        """Push a value from the memo, which may be a name."""
         super().get(index)
         self._count()
 
@@ -119,15 +116,12 @@ _SUFFIXES: Final = frozenset({".bin", ".ckpt", ".p", ".pickle", ".pkl", ".pt", "
 """Files with these suffixes are unpickled by some program, whatever their first bytes are."""
 _HEAD_BYTES: Final = 512
 _TAR: Final = (257, b"ustar")
-_FIRST_READ_BYTES: Final = 1 << 20
 _LEGACY_PICKLES: Final = 4
 """Count of pickles after the magic number of torch's legacy format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The pickles of one file."""
-
     pickles: int
     names: Mapping[Global, int]
     """Name → how often the pickles use it."""
@@ -152,7 +146,6 @@ def look_into(source: Readable, name: str) -> Finding | None:
 
 
 def look_into_state(stored: bytes) -> Finding:
-    """Count the names in bytes that hold exactly one pickle."""
     counter = NameCounter(stored, 0)
     try:
         inert_load.run(counter)
@@ -205,38 +198,30 @@ def _in_stream(source: Readable) -> Finding:
 
 
 class _Stream:
-    """Reads consecutive pickles, without reading the rest of the file."""
+    """Counts the names in consecutive pickles."""
 
     def __init__(self, source: Readable) -> None:
-        self._source = source
-        self._data = source.read_at(0, _FIRST_READ_BYTES)
-        self.at = 0
-        """Byte offset of the next pickle."""
+        self._read = inert_load.Pickles(source)
         self.pickles = 0
         self.names: Counter[Global] = Counter()
 
+    @property
+    def at(self) -> int:
+        """Byte offset of the next pickle."""
+        return self._read.at
+
     def next(self) -> Node:
         """Count the names of the next pickle, even if it is invalid, and return its node."""
-        while True:
-            counter = NameCounter(self._data, self.at)
-            try:
-                node = inert_load.run(counter)
-            except EndedTooEarlyError:
-                if self._read_on():
-                    continue
-                self.names.update(counter.names)
-                raise
-            except SourceError:
-                self.names.update(counter.names)
-                raise
-            self.at = counter.at
-            self.pickles += 1
-            self.names.update(counter.names)
-            return node
+        counter = NameCounter(b"", 0)
 
-    def _read_on(self) -> bool:
-        """Extend the data to four times its length; False if there is no more."""
-        room = LIMIT_BYTES - len(self._data)
-        more = self._source.read_at(len(self._data), min(3 * len(self._data), room))
-        self._data += more
-        return bool(more)
+        def count(data: bytes, at: int) -> PickleMachine:
+            nonlocal counter
+            counter = NameCounter(data, at)
+            return counter
+
+        try:
+            node = self._read.read(count)
+        finally:
+            self.names.update(counter.names)
+        self.pickles += 1
+        return node

@@ -3,12 +3,9 @@
 Such a directory holds weights alone. It tells neither which of them are trained nor in which order.
 """
 
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
-
-import numpy as np
 
 from streamshard.errors import (
     CorruptFileError,
@@ -17,7 +14,7 @@ from streamshard.errors import (
     UnsupportedError,
 )
 from streamshard.formats import detect, pretrained, safetensors_file, strict_json
-from streamshard.formats.checkpoint import Checkpoint, ModelPart, ModuleEntry, Reading
+from streamshard.formats.checkpoint import ModuleEntry, Reading, of_others
 from streamshard.formats.deepspeed import names
 from streamshard.formats.pickle.inert import show
 from streamshard.formats.pickle.node_checks import name_of, of_file
@@ -28,7 +25,7 @@ from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.io.entries import exists, identify, is_directory, paths_in, read_all
 from streamshard.io.files import require_regular
 from streamshard.layout.cutting import CuttingBuilder
-from streamshard.model import ITEMSIZE, MODULE, LogicalTensor, Note, NoteKind, Slot, ZeroLayout
+from streamshard.model import ITEMSIZE, MODULE, LogicalTensor, Note, NoteKind
 
 _WHAT: Final = "a model's weights in safetensors files"
 _LIMIT_INDEX: Final = 100_000_000
@@ -51,7 +48,6 @@ def _main(listed: Collection[str], form: str = pretrained.SAFETENSORS) -> str | 
 
 
 def read(directory: Path, form: str = pretrained.SAFETENSORS) -> Reading:
-    """Open a directory of weights."""
     listed = sorted(entry.name for entry in paths_in(directory))
     main = _main(listed, form) or ""
     where: Mapping[str, str] | None = None
@@ -60,7 +56,7 @@ def read(directory: Path, form: str = pretrained.SAFETENSORS) -> Reading:
         where = _index(directory / main)
         files = sorted(set(where.values()))
     tensors: list[LogicalTensor] = []
-    slots: list[Slot] = []
+    places: list[tuple[int, int]] = []
     for number, name in enumerate(files):
         path = directory / name
         if (part := detect.part_of_rank(path)) is not None:
@@ -80,23 +76,14 @@ def read(directory: Path, form: str = pretrained.SAFETENSORS) -> Reading:
                 tensors.append(
                     LogicalTensor(MODULE, name_of(described.name), described.dtype, described.shape)
                 )
-                slots.append(Slot(np.array([number]), np.array([stored.offset]), np.array([1])))
+                places.append((number, stored.offset))
     _require_complete(directory / main, tensors, where)
     builder = CuttingBuilder([ITEMSIZE[tensor.dtype] for tensor in tensors])
-    for number, (tensor, slot) in enumerate(zip(tensors, slots, strict=True)):
-        builder.assign(number, builder.slot(slot), piece_numel=tensor.numel)
+    for row, (tensor, (number, offset)) in enumerate(zip(tensors, places, strict=True)):
+        builder.place(row, number, offset, tensor.numel)
     entries = tuple(ModuleEntry(t.name, "weight", t.dtype, t.shape) for t in tensors)
-    model_part = ModelPart("", (), entries, {names.MODULE_STATE: OrderedDict()}, {}, {})
-    checkpoint = Checkpoint(
-        tag=directory.name,
-        layout=ZeroLayout(stage=0, world_size=1),
-        tensors=tuple(tensors),
-        model_parts=(model_part,),
-        module_dtype=next((entry.dtype for entry in entries), "float32"),
-        files=(),
-        notes=tuple(_notes(directory, listed)),
-        foreign=_WHAT,
-    )
+    notes = _notes(directory, listed)
+    checkpoint = of_others(_WHAT, directory.name, 1, tensors, entries, notes=notes)
     return Reading(checkpoint, builder.build(), tuple(identify(directory / f) for f in files))
 
 

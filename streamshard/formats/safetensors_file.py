@@ -53,22 +53,17 @@ LIMIT_BYTES: Final = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A tensor's name, dtype and shape."""
-
     name: str
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a file."""
-
     tensor: Described
     offset: int
     """Byte offset of its first element in the file."""
@@ -76,8 +71,6 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsLayout:
-    """The layout of a file to be written."""
-
     header: bytes
     """The header, with the length before it and the padding behind it."""
     tensors: tuple[Stored, ...]
@@ -85,14 +78,12 @@ class SafetensorsLayout:
 
     @property
     def nbytes(self) -> int:
-        """Size of the whole file."""
         if not self.tensors:
             return len(self.header)
         return self.tensors[-1].offset + self.tensors[-1].tensor.nbytes
 
 
 def lay_out(tensors: Iterable[Described]) -> SafetensorsLayout:
-    """Lay out a file of PyTorch tensors."""
     described = list(tensors)
     for tensor in described:
         if tensor.dtype not in _DTYPES:
@@ -177,7 +168,6 @@ def _begins(header: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _stored(name: str, entry: Any, start: int) -> Stored:  # noqa: ANN401
-    """Read one entry of the header."""
     first, stop = entry["data_offsets"]
     if not is_size(first) or not is_size(stop):
         raise ValueError(f"{show(name)} has no place")

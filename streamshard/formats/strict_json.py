@@ -11,7 +11,6 @@ T = TypeVar("T")
 
 
 def parse(data: bytes) -> Any:  # noqa: ANN401
-    """Read a JSON document."""
     try:
         return json.loads(data.decode(), object_pairs_hook=_each_once, parse_constant=_refuse)
     except RecursionError as error:

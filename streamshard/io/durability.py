@@ -65,8 +65,10 @@ def sync_tree(root: Path) -> None:
     """Make all files in a directory tree durable, with their names; or one file."""
     descriptor = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        if _syncs_as_a_whole(descriptor):
-            _sync_file_system(descriptor, root)
+        reports_errors = _linux_version() >= _REPORTS_ERRORS
+        if _syncfs and reports_errors and file_system_of(descriptor) in _SYNCED_AS_A_WHOLE:
+            if _syncfs(descriptor) != 0:
+                raise last_error(str(root))
             return
     finally:
         close_unwritten(descriptor)
@@ -90,12 +92,6 @@ def sync_path(path: Path) -> None:
         close_unwritten(descriptor)
 
 
-def _syncs_as_a_whole(descriptor: int) -> bool:
-    if _syncfs is None or _linux_version() < _REPORTS_ERRORS:
-        return False
-    return file_system_of(descriptor) in _SYNCED_AS_A_WHOLE
-
-
 def _linux_version() -> tuple[int, int]:
     """Return the version of the running Linux; (0, 0) on another system or if it is unclear."""
     system = os.uname()
@@ -104,8 +100,3 @@ def _linux_version() -> tuple[int, int]:
         return (int(parts[0]), int(parts[1])) if system.sysname == "Linux" else (0, 0)
     except (IndexError, ValueError):
         return 0, 0
-
-
-def _sync_file_system(descriptor: int, root: Path) -> None:
-    if _syncfs is not None and _syncfs(descriptor) != 0:
-        raise last_error(str(root))

@@ -97,7 +97,6 @@ def is_real_directory(path: Path) -> bool:
 
 
 def is_same_file(path: Path, other: Path) -> bool:
-    """Tell whether two paths lead to the same file."""
     if is_object(path) or is_object(other):
         return path == other
     one, two = examine(path), examine(other)

@@ -36,8 +36,6 @@ _START_TIME: Final = 19
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The process that holds a lock."""
-
     host: str
     process: int
     since: str
@@ -50,7 +48,6 @@ class Holder:
 
     @classmethod
     def this_process(cls) -> Self:
-        """Describe the current process."""
         return cls(
             host=socket.gethostname(),
             process=os.getpid(),
@@ -191,7 +188,7 @@ class Lock:
         """Raise an error if a process holds the lock, or may hold it."""
         if is_locked is not False and not _is_of_a_run(descriptor):
             raise not_ours(self._path, "a file with other content than a lock's")
-        holder = _holder(descriptor)
+        holder = holder_in(os.pread(descriptor, _READ_BYTES, 0))
         if is_locked is not False and _is_gone(holder, descriptor, has_flock=is_locked is True):
             return
         message = f"{self._what}: another run is writing it ({holder or 'it does not say who'})"
@@ -252,7 +249,6 @@ def _flock(descriptor: int) -> bool | None:
 
 
 def _serialize(descriptor: int) -> None:
-    """Write the current process into the lock file as its holder."""
     data = json.dumps(asdict(Holder.this_process())).encode()
     os.pwrite(descriptor, data.ljust(len(os.pread(descriptor, _READ_BYTES, 0))), 0)
     os.ftruncate(descriptor, len(data))
@@ -264,10 +260,6 @@ def _is_of_a_run(descriptor: int) -> bool:
     content = os.pread(descriptor, _READ_BYTES, 0)
     start = content.rstrip(b"\0")[: len(_BEGINNING)]
     return len(content) < _READ_BYTES and _BEGINNING.startswith(start)
-
-
-def _holder(descriptor: int) -> Holder | None:
-    return holder_in(os.pread(descriptor, _READ_BYTES, 0))
 
 
 def holder_in(content: bytes) -> Holder | None:

@@ -188,8 +188,6 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class ReadAheadBytes:
-    """How far to read ahead, in bytes."""
-
     ahead: int
     """How far at most."""
     request: int

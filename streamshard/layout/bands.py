@@ -66,7 +66,6 @@ class Bands:
     """First element of the parameter in the first of these rows."""
 
     def apart(self) -> "Bands":
-        """Return a band for each row."""
         rows = self.stop - self.row
         each = np.repeat(np.arange(len(rows)), rows)
         step = np.arange(len(each)) - np.repeat(np.cumsum(rows) - rows, rows)

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """Batch settings of a job."""
-
     train_batch_size: int
     micro_batch: int
     accumulation: int

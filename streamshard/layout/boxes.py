@@ -54,7 +54,6 @@ class BoxGrid:
 
     @property
     def runs(self) -> int:
-        """Count of runs."""
         last = self.last_cut
         return math.prod(self.shape[:last]) * (len(self.edges[last]) - 1)
 
@@ -206,7 +205,6 @@ class Boxes:
         return values[grid, self.last_cut[grid]]
 
     def _cell_at(self, grid: Ints, index: Ints) -> Ints:
-        """Find the cell of an index of the last dimension that is cut."""
         last = self.last_cut[grid]
         return self._cell(grid, last, index)
 

@@ -49,7 +49,6 @@ class Share:
     """Whether all ranks together hold each element once."""
 
     def segments(self, *, itemsize: int) -> Segments:
-        """Return the segments that fill it."""
         if self.rank is None:
             raise TypeError("a share of no rank")
         return self.segments_of(rank=self.rank, itemsize=itemsize)
@@ -289,6 +288,11 @@ class CuttingBuilder:
         self._origin[tensor] = origin
         self._lead[tensor] = lead
 
+    def place(self, tensor: int, file: int, offset: int, numel: int) -> None:
+        """Record that a tensor lies in one piece."""
+        slot = self.slot(Slot(np.array([file]), np.array([offset]), np.array([numel])))
+        self.assign(tensor, slot, piece_numel=numel)
+
     def place_boxes(self, tensor: int, slot: int, grid: BoxGrid) -> None:
         """Record that a tensor is cut into boxes, which are the pieces of a slot."""
         numel = math.prod(grid.shape)
@@ -379,7 +383,6 @@ def shard_segments(
 
 
 def whole_segment(tensor: int, numel: int) -> Segments:
-    """Return the segment that fills a region with one whole tensor."""
     one = np.array([tensor], dtype=np.int64)
     return Segments(one, np.zeros_like(one), np.array([numel]), np.zeros_like(one))
 

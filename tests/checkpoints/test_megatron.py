@@ -21,7 +21,7 @@ import streamshard
 from streamshard.errors import CorruptFileError, DisagreementError, IncompleteError, SourceError
 from streamshard.formats.dcp.item_reader import TensorPlaces
 from streamshard.formats.dcp.metadata_reader import SavedItems, SavedTensor
-from streamshard.formats.megatron.flattened import unflattened
+from streamshard.formats.megatron.megatron_reader import unflattened
 from tests.fabricated import write
 from tests.fabricated_dcp import adamw
 from tests.job import Job

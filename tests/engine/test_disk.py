@@ -12,6 +12,7 @@ import pytest
 from streamshard.io import disk_speed, durability, preallocation
 from streamshard.io.changes import sync_tree
 from streamshard.io.entries import identify
+from streamshard.io.file_system import EXT4
 from streamshard.io.page_cache import drop_file
 from streamshard.io.preallocation import Reservation
 from tests.engine.fakes import is_cached, on_disk
@@ -94,7 +95,8 @@ def test_what_the_disk_refuses_is_an_error(tree: Path, monkeypatch: pytest.Monke
         ctypes.set_errno(errno.EIO)
         return -1
 
-    monkeypatch.setattr(durability, "_syncs_as_a_whole", lambda descriptor: True)
+    monkeypatch.setattr(durability, "_linux_version", lambda: (5, 8))
+    monkeypatch.setattr(durability, "file_system_of", lambda descriptor: EXT4)
     monkeypatch.setattr(durability, "_syncfs", refuse)
     before = open_files()
     with pytest.raises(OSError, match="tree") as error:

@@ -5,7 +5,7 @@ a DeepSpeed job needs as well: see `reference`.
 """
 
 import math
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,13 @@ from typing import Final
 import numpy as np
 
 from streamshard.errors import CorruptFileError, IncompleteError, UnsupportedError
-from streamshard.formats.checkpoint import Checkpoint, ModelPart, ModuleEntry, ParamGroup, Reading
+from streamshard.formats.checkpoint import (
+    Checkpoint,
+    ModuleEntry,
+    ParamGroup,
+    Reading,
+    of_others,
+)
 from streamshard.formats.dcp import dcp_names
 from streamshard.formats.dcp.item_reader import ItemFiles, TensorPlaces
 from streamshard.formats.dcp.metadata_reader import (
@@ -26,9 +32,8 @@ from streamshard.formats.dcp.metadata_reader import (
 )
 from streamshard.formats.dcp.optimizer_state import SavedGroup, SavedOptimizer
 from streamshard.formats.dcp.state_names import StateKeys, sort_keys
-from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read.model_part import optimizer_tensors
-from streamshard.formats.pickle.inert import Node, show
+from streamshard.formats.pickle.inert import show
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.io.entries import is_directory, paths_in
@@ -71,15 +76,12 @@ class Distributed:
     """Name of the file that lists the boxes; empty if those that hold them do."""
 
     def tensor(self, key: str) -> SavedTensor:
-        """Return the tensor of a key."""
         return self.index.tensors[key]
 
     def weight(self, name: str) -> SavedTensor:
-        """Return a parameter or a buffer by its name."""
         return self.index.tensors[self.keys.weights[name]]
 
     def key_of(self, tensor: LogicalTensor) -> str:
-        """Return the key of a logical tensor."""
         if tensor.state in (MASTER, MODULE):
             return self.keys.weights[tensor.name]
         return self.keys.states[tensor.name][tensor.state]
@@ -169,33 +171,20 @@ def as_it_is(found: Distributed) -> Reading:
     root = found.root
     with of_file(root):
         saved = found.groups()
-        groups = [_group(found, number, group) for number, group in enumerate(saved)]
+        groups = tuple(_group(found, number, group) for number, group in enumerate(saved))
         entries = _module_entries(found, {name for group in groups for name in group.params})
-        wrapped = {
-            "state": {},
-            "param_groups": [{**group.options, "params": []} for group in saved],
-        }
     shapes = {name: found.weight(name).shape for name in found.keys.weights}
     tensors = [*optimizer_tensors(groups, shapes, ""), *_module_tensors(entries)]
-    state: dict[str, Node] = {names.OPTIMIZER: {names.BASE_OPTIMIZER: wrapped}}
-    model_part = ModelPart(
-        name="",
-        groups=tuple(groups),
-        module=entries,
-        model_state={names.MODULE_STATE: OrderedDict()},
-        optimizer_file=state if groups else {},
-        param_ids={},
-    )
-    checkpoint = Checkpoint(
-        tag=root.name,
-        layout=ZeroLayout(stage=0, world_size=found.world_size),
-        tensors=tuple(tensors),
-        model_parts=(model_part,),
-        module_dtype=next((entry.dtype for entry in entries), "float32"),
-        files=(),
-        notes=tuple(map(Note, found.left_out)),
-        foreign=found.what,
-        unrecorded=tuple(_unrecorded(found, groups, entries)),
+    checkpoint = of_others(
+        found.what,
+        root.name,
+        found.world_size,
+        tensors,
+        entries,
+        groups,
+        [{**group.options, "params": []} for group in saved],
+        notes=map(Note, found.left_out),
+        unrecorded=_unrecorded(found, groups, entries),
     )
     return cut(checkpoint, found)
 
@@ -301,8 +290,7 @@ def _cutting(listed_in: Path, rows: Sequence[tuple[str, SavedTensor, TensorPlace
     builder = CuttingBuilder([ITEMSIZE[saved.dtype] for _, saved, _ in rows])
     for number, (key, saved, places) in enumerate(rows):
         if not math.prod(saved.shape):
-            nothing = np.zeros(1, dtype=np.int64)
-            builder.assign(number, builder.slot(Slot(nothing, nothing, nothing)), piece_numel=1)
+            builder.place(number, 0, 0, 0)
             continue
         grid = tiled(listed_in, key, saved, places)
         pieces = Slot(places.file, places.offset, np.prod(saved.sizes, axis=1, dtype=np.int64))

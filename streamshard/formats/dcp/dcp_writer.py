@@ -116,8 +116,6 @@ _CONTIGUOUS: Final = 0
 
 @dataclass(frozen=True, slots=True)
 class ItemPlace:
-    """Where an item lies."""
-
     file: str
     """Name of the file in the checkpoint's directory."""
     offset: int
@@ -150,7 +148,6 @@ def key_of(path: StatePath) -> str:
 
 
 def serialize_metadata(entries: Sequence[PlacedEntry]) -> bytes:
-    """Serialize the metadata of a checkpoint."""
     return _MetadataWriter(entries).serialize()
 
 

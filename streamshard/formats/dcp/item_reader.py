@@ -147,7 +147,6 @@ def _blanked(data: bytes, holes: Iterable[tuple[int, int]]) -> bytes:
 
 
 def missing_file(path: Path) -> IncompleteError:
-    """Return the error of a file that is listed and is not there."""
     message = f"missing, {path.with_name(METADATA)} lists items in it; copy it from the"
     return IncompleteError(f"{message} node that saved it", path=path)
 

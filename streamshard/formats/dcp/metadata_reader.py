@@ -146,7 +146,6 @@ def join(one: Index, other: Index) -> Index:
 
 
 def read_index(directory: Path) -> Index:
-    """Read the index of a distributed checkpoint."""
     path = directory / dcp_names.METADATA
     try:
         nbytes = examine(path).nbytes

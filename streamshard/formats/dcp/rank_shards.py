@@ -130,7 +130,6 @@ class _SeenTensor:
     items: list[tuple[int, int, int]] = field(default_factory=list)
 
     def add(self, file: int, stored: Stored, begin: Sequence[int], path: Path) -> None:
-        """Add the part in a file."""
         tensor, what = stored.tensor, show(stored.tensor.name)
         if len(begin) != len(tensor.shape):
             raise CorruptFileError(f"its part of {what}, {list(tensor.shape)}, begins at {begin}")
@@ -146,7 +145,6 @@ class _SeenTensor:
 
 
 def _read_model(directory: Path) -> tuple[Index, tuple[SourceFile, ...]]:
-    """Read the parts in all ranks' files."""
     paths = files_of(directory)
     parts: dict[str, _SeenTensor] = {}
     files: list[SourceFile] = []

@@ -20,7 +20,6 @@ from streamshard.formats.checkpoint import (
     Checkpoint,
     FlatState,
     ModelPart,
-    ModuleEntry,
     ParamGroup,
     Reading,
     ScalarState,
@@ -85,12 +84,12 @@ def read_like(root: Path, like: Reading, opened: Callable[[Set[str]], Distribute
 
 
 def complete_reading(root: Path, found: Reading, like: Reading) -> Reading:
-    """Complete an opened checkpoint by a reference checkpoint."""
     (model_part,) = found.checkpoint.model_parts
     options = model_part.wrapped_optimizer["param_groups"] if model_part.groups else []
     groups = [
-        SavedGroup(group.params, _without_params(options[group.number]), group.states)
+        SavedGroup(group.params, {k: v for k, v in own.items() if k != PARAMS}, group.states)
         for group in model_part.groups
+        for own in [options[group.number]]
     ]
     held_as = {entry.name: entry.held_as for entry in model_part.module}
     rows = {(t.state, t.name): n for n, t in enumerate(found.checkpoint.tensors)}
@@ -115,10 +114,6 @@ def complete_reading(root: Path, found: Reading, like: Reading) -> Reading:
     return complete(incomplete, like)
 
 
-def _without_params(options: Mapping[str, Node]) -> dict[str, Node]:
-    return {key: value for key, value in options.items() if key != PARAMS}
-
-
 def complete(found: Incomplete, like: Reading) -> Reading:
     """Add what a reference checkpoint tells."""
     root, reference = found.root, like.checkpoint
@@ -128,18 +123,17 @@ def complete(found: Incomplete, like: Reading) -> Reading:
         merging = _Merging(found, reference, model_part)
         merging.require_same_names()
         groups, options = merging.groups()
-        entries = merging.entries()
         shapes = {name: found.weights[name][1] for name in known}
-        tensors = [*optimizer_tensors(groups, shapes, ""), *merging.module_tensors(entries)]
+        tensors = [*optimizer_tensors(groups, shapes, ""), *merging.module_tensors()]
     blobs = _Blobs(reference, first=len(tensors))
-    model, optimizer = blobs.adopt((model_part.model_state, model_part.optimizer_file))
-    completed = ModelPart(
+    # Storages are numbered as in the checkpoint that is made.
+    model, optimizer = copied((model_part.model_state, model_part.optimizer_file), blobs.copy)
+    completed = replace(
+        model_part,
         name="",
         groups=tuple(groups),
-        module=entries,
         model_state=model,
         optimizer_file=_with_options(optimizer, options),
-        param_ids=model_part.param_ids,
     )
     checkpoint = replace(
         reference,
@@ -320,13 +314,9 @@ class _Merging:
         self._unlike |= mine.options.keys() ^ (like_group.keys() - {"params"})
         return {key: value for key, value in mine.options.items() if key in like_group}
 
-    def entries(self) -> tuple[ModuleEntry, ...]:
-        """List the reference's entries."""
-        return self._model_part.module
-
-    def module_tensors(self, entries: Sequence[ModuleEntry]) -> Iterator[LogicalTensor]:
+    def module_tensors(self) -> Iterator[LogicalTensor]:
         """Yield the tensors that are not trained, in the dtype in which they were saved."""
-        for entry in entries:
+        for entry in self._model_part.module:
             if entry.kind in ("param", "alias", "extra"):
                 continue
             dtype = self._found.weights[entry.name][0]
@@ -398,11 +388,7 @@ class _Blobs:
         self.rows: list[int] = []
         """Their numbers in the reference."""
 
-    def adopt(self, roots: tuple[Mapping[str, Node], ...]) -> tuple[Mapping[str, Node], ...]:
-        """Copy training state, so that its storages are numbered as in the checkpoint made."""
-        return copied(roots, self._copy)
-
-    def _copy(self, storage: Storage) -> Storage:
+    def copy(self, storage: Storage) -> Storage:
         """Return a storage of the checkpoint that is made."""
         content = storage.content
         if not isinstance(content, Whole):

@@ -195,7 +195,6 @@ class Section:
         return int(value)
 
     def refuse(self, key: str, what: str) -> NoReturn:
-        """Refuse the value of a key, which is not what it must be."""
         found = show(self.values.get(key))
         raise UsageError(f"DeepSpeed config: {self.path}{key} is {found}, which is {what}")
 
@@ -228,7 +227,6 @@ _UNFILLED: Final = frozenset(
 
 
 def read_file(path: Path) -> Config:
-    """Read a DeepSpeed config file."""
     try:
         config = strict_json.parse(read_document(path))
     except OSError as error:
@@ -253,7 +251,6 @@ def _zero(config: Config) -> Section:
 
 
 def zero_stage(config: Config) -> int | None:
-    """Return the ZeRO stage that a config sets, None if it sets none."""
     zero = _zero(config)
     stage = zero.count("stage")
     if stage is not None and stage not in _STAGES:
@@ -397,17 +394,14 @@ def resolved(given: Config, kept: Config, path: str = "") -> dict[str, Any]:
 
 
 def with_stage(config: Config, stage: int) -> dict[str, Any]:
-    """Return the config with another ZeRO stage."""
     return {**config, _ZERO: {**_zero(config).values, "stage": stage}}
 
 
 def with_data_parallel_size(config: Config, data_parallel_size: int) -> dict[str, Any]:
-    """Return the config with another count of data-parallel ranks."""
     return {**config, "data_parallel_size": data_parallel_size}
 
 
 def gradient_clipping(config: Config) -> float | None:
-    """Return the gradient clipping that a config sets, None if it does not set one."""
     value = config.get("gradient_clipping")
     try:
         return float(value) if isinstance(value, int | float) else None
@@ -458,7 +452,6 @@ class Features:
 
 
 def features(config: Config) -> Features:
-    """Read the features that a config switches on."""
     top, zero, offload = Section(config), _zero(config), _offload(config)
     experts = _expert_parallel(top)
     shard_size = zero.count("mics_shard_size", least=-1)  # -1, its default, stands for none

@@ -150,7 +150,6 @@ class RankFile:
 
 
 def read_latest(file: Path) -> str:
-    """Read the name of a tag in `latest`, or in a file like it."""
     return tag_of(read_all(file, _LATEST_BYTES).decode(errors="replace"))
 
 
@@ -341,7 +340,6 @@ def is_inside(path: str) -> bool:
 
 
 def model_part(mp_rank: int) -> str:
-    """Return a model part's name as it occurs in its file names."""
     return f"mp_rank_{mp_rank:02d}"
 
 

@@ -45,7 +45,8 @@ def group_of(numels: Sequence[int], ranks: int) -> FlatGroup:
     ends, total = np.cumsum(numels, dtype=np.int64), sum(numels)
     own = np.array(numels, dtype=np.int64)
     order, share = tuple(range(len(own))), -(-total // ranks)
-    return FlatGroup(order, own, ends - own, (0,) * len(own), total, share, ranks)
+    lasts = np.arange(len(own), dtype=np.int64)
+    return FlatGroup(order, own, ends - own, lasts, (0,) * len(own), total, share, ranks)
 
 
 def joined_parameters(numels: Mapping[str, int], lengths: Sequence[int], ranks: int) -> list[Names]:

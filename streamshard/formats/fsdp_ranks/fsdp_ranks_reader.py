@@ -8,9 +8,8 @@ so too (`skyrl_train/distributed/fsdp_strategy.py`).
 """
 
 import math
-from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Final
@@ -24,8 +23,7 @@ from streamshard.errors import (
     SourceError,
     release_frames,
 )
-from streamshard.formats.checkpoint import Checkpoint, ModelPart, ModuleEntry, Reading
-from streamshard.formats.deepspeed import names
+from streamshard.formats.checkpoint import ModuleEntry, Reading, of_others
 from streamshard.formats.deepspeed.read.model_part import adopt_blobs, optimizer_tensors
 from streamshard.formats.deepspeed.read.rank_files import SourceFiles
 from streamshard.formats.deepspeed.read.redundant_copies import alike
@@ -54,7 +52,6 @@ from streamshard.model import (
     NoteKind,
     Slot,
     Whole,
-    ZeroLayout,
 )
 
 _WHAT: Final = "a checkpoint in files of FSDP's ranks"
@@ -139,33 +136,19 @@ class _Ranks:
             rows = [number[flat.state, name] for name in flat.names]
             _place_flat(builder, rows, tensors, self._of_replica(flat.boxes))
         for row, (file, offset) in whole.items():
-            numel = tensors[row].numel
-            slot = builder.slot(Slot(np.array([file]), np.array([offset]), np.array([numel])))
-            builder.assign(row, slot, piece_numel=numel)
-        wrapped = {
-            "state": {},
-            "param_groups": [] if optimizer is None else optimizer.hyper_parameters,
-        }
-        model_part = ModelPart(
-            name="",
-            groups=groups,
-            module=tuple(
-                entry if entry.name not in trained else _trained(entry) for entry in entries
-            ),
-            model_state={names.MODULE_STATE: OrderedDict(), **kept, EXTRA: extra},
-            optimizer_file={names.OPTIMIZER: {names.BASE_OPTIMIZER: wrapped}} if groups else {},
-            param_ids={},
-        )
-        checkpoint = Checkpoint(
-            tag=self.directory.name,
-            layout=ZeroLayout(stage=0, world_size=len(self.files[MODEL])),
-            tensors=tuple(tensors),
-            model_parts=(model_part,),
-            module_dtype=next((entry.dtype for entry in entries), "float32"),
-            files=files,
-            notes=(*self.sources.notes, *self._notes(optimizer)),
-            foreign=_WHAT if groups else _WEIGHTS,
-            unrecorded=tuple(self.unread),
+            builder.place(row, file, offset, tensors[row].numel)
+        checkpoint = of_others(
+            _WHAT if groups else _WEIGHTS,
+            self.directory.name,
+            len(self.files[MODEL]),
+            tensors,
+            tuple(replace(e, kind="param") if e.name in trained else e for e in entries),
+            groups,
+            () if optimizer is None else optimizer.hyper_parameters,
+            {**kept, EXTRA: extra},
+            files,
+            (*self.sources.notes, *self._notes(optimizer)),
+            self.unread,
         )
         return Reading(checkpoint, builder.build(), tuple(self.sources.files))
 
@@ -343,10 +326,6 @@ def _tied(entry: ModuleEntry, tied: Mapping[str, str]) -> ModuleEntry:
     return ModuleEntry(entry.name, "alias", entry.dtype, entry.shape, first) if first else entry
 
 
-def _trained(entry: ModuleEntry) -> ModuleEntry:
-    return ModuleEntry(entry.name, "param", entry.dtype, entry.shape)
-
-
 def _storage(dtype: str, shape: tuple[int, ...], number: int) -> Storage:
     return Storage(dtype, math.prod(shape), Whole(number))
 
@@ -381,8 +360,7 @@ def _place(
     builder: CuttingBuilder, number: int, entry: LogicalTensor, boxes: Sequence[Box], place: Path
 ) -> None:
     if 0 in entry.shape:
-        nothing = np.zeros(1, dtype=np.int64)
-        builder.assign(number, builder.slot(Slot(nothing, nothing, nothing)), piece_numel=1)
+        builder.place(number, 0, 0, 0)
         return
     what = f"'{entry.name}'"
     held = [box.tensor.require_contiguous(what) for box in boxes]

@@ -6,9 +6,8 @@ from typing import Final, Self
 
 from streamshard.formats.fsdp_ranks.flat_parameters import is_flat
 from streamshard.formats.fsdp_ranks.sharded_tensors import is_tensor
-from streamshard.formats.pickle import inert_dump, inert_load
 from streamshard.formats.pickle.inert import Node
-from streamshard.formats.torch.torch_tensor import Storage
+from streamshard.formats.torch.tree_copy import is_storage, put_together, take_apart
 
 _LIMIT_DEPTH: Final = 8
 
@@ -28,22 +27,13 @@ class TreeShape:
     @classmethod
     def of(cls, root: Node) -> Self:
         """Take the tensors out of a tree."""
-        numbers: dict[int, int] = {}
-        leaves: list[Node] = []
-
-        def persistent_id(node: Node) -> Node | None:
-            if not (isinstance(node, Storage) or is_tensor(node) or is_flat(node)):
-                return None
-            if id(node) not in numbers:
-                numbers[id(node)] = len(leaves)
-                leaves.append(node)
-            return numbers[id(node)]
-
-        return cls(inert_dump.dump(root, persistent_id), leaves)
+        return cls(
+            *take_apart(root, lambda node: is_storage(node) or is_tensor(node) or is_flat(node))
+        )
 
     def filled(self, leaves: Sequence[Node]) -> Node:
         """Return the tree with other tensors."""
-        return inert_load.load(self.skeleton, lambda number: leaves[number])
+        return put_together(self.skeleton, leaves)
 
 
 def paths_to_tensors(root: Node) -> Iterator[tuple[Path, Node]]:

@@ -11,6 +11,7 @@ By `dist_checkpointing` and `optimizer` of megatron-core 0.13.1, 0.15.3 and 0.16
 `common.pt` has what all ranks share: the optimizer's param groups without their parameters.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,15 +19,22 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from streamshard.errors import CorruptFileError, DisagreementError, IncompleteError
 from streamshard.formats.checkpoint import FlatState, ScalarState
 from streamshard.formats.dcp import dcp_names
 from streamshard.formats.dcp.dcp_reader import Distributed, locate
-from streamshard.formats.dcp.item_reader import ItemFiles
-from streamshard.formats.dcp.metadata_reader import Index, is_distributed, read_index
+from streamshard.formats.dcp.item_reader import ItemFiles, TensorPlaces
+from streamshard.formats.dcp.metadata_reader import (
+    Index,
+    SavedItems,
+    SavedTensor,
+    is_distributed,
+    read_index,
+)
 from streamshard.formats.dcp.optimizer_state import STEP, SavedGroup, is_plain, number_in
 from streamshard.formats.dcp.state_names import StateKeys
-from streamshard.formats.megatron.flattened import unflattened
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import of_file, require_unrolled
 from streamshard.formats.torch import torch_file
@@ -54,6 +62,7 @@ _ITERATION: Final = re.compile(r"iter_\d+|release")
 _MOST_DIGITS: Final = 18
 _BACKEND: Final = b'"sharded_backend"'
 _LIMIT_CONFIG: Final = 4096
+Shape = tuple[int, ...]
 
 
 def is_megatron(directory: Path) -> bool:
@@ -255,7 +264,6 @@ def _step(path: Path, node: Node) -> int:
 
 
 def _groups(root: Path, keys: StateKeys, index: Index, optimizer: _Common) -> list[SavedGroup]:
-    """Return one group of all parameters with states."""
     params = tuple(name for name in keys.weights if name in keys.states)
     if not params:
         return []
@@ -271,3 +279,67 @@ def _groups(root: Path, keys: StateKeys, index: Index, optimizer: _Common) -> li
     if optimizer.steps:
         states = {STEP: optimizer.steps[0], **states}
     return [SavedGroup(params, optimizer.options, states)]
+
+
+def unflattened(
+    name: str, saved: SavedTensor, places: TensorPlaces, shape: Shape
+) -> tuple[SavedTensor, TensorPlaces]:
+    """Return a tensor in its own shape, cut into the boxes that make up the ranges.
+
+    Megatron's distributed optimizer flattens and cuts boxes (`fully_sharded_model_space`): a tensor
+    of [X, Y] in boxes of [x, y] is listed as one of [X / x, Y / y, x * y], and an item holds a
+    range of a flattened box (`dist_checkpointing/strategies/torch.py` of megatron-core 0.13.1 and
+    0.15.3; 0.16 saves no such tensors).
+    """
+    counts = saved.shape[:-1]
+    box = tuple(length // max(1, count) for length, count in zip(shape, counts, strict=False))
+    evenly = tuple(length * count for length, count in zip(box, counts, strict=False))
+    if (
+        not shape
+        or len(counts) != len(shape)
+        or evenly != shape
+        or math.prod(box) != saved.shape[-1]
+    ):
+        message = f"{show(name)} of {show(shape)} is said to be flattened to {show(saved.shape)}"
+        raise CorruptFileError(message)
+    rows: list[tuple[Shape, Shape, int, int]] = []
+    columns = saved.offsets.tolist(), saved.sizes.tolist()
+    for item, ((*where, start), (*_, numel)) in enumerate(zip(*columns, strict=True)):
+        corner = tuple(at * length for at, length in zip(where, box, strict=True))
+        for offset, sizes, first in _boxes_of_range(box, start, start + numel):
+            begin = tuple(a + b for a, b in zip(corner, offset, strict=True))
+            rows.append((begin, sizes, item, first - start))
+    items = np.array([row[2] for row in rows], dtype=np.int64)
+    within = np.array([row[3] for row in rows], dtype=np.int64)
+    corners, lengths = (
+        np.array([row[k] for row in rows], dtype=np.int64).reshape(len(rows), len(shape))
+        for k in (0, 1)
+    )
+    held = SavedItems(saved.items.file[items], saved.items.offset[items], saved.items.nbytes[items])
+    found = places.offset[items] + within * ITEMSIZE[saved.dtype]
+    tensor = SavedTensor(saved.dtype, shape, corners, lengths, held)
+    return tensor, TensorPlaces(places.file[items], found)
+
+
+def _boxes_of_range(box: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape, int]]:
+    """Divide a range of the elements of a box into boxes: where, of which lengths, first element.
+
+    >>> list(_boxes_of_range((3, 4), 2, 9))
+    [((0, 2), (1, 2), 2), ((1, 0), (1, 4), 4), ((2, 0), (1, 1), 8)]
+    """
+    if len(box) == 1:
+        yield (start,), (stop - start,), start
+        return
+    row = math.prod(box[1:])
+    at = start
+    while at < stop:
+        number, inside = divmod(at, row)
+        if inside or stop - at < row:  # a part of a row
+            end = min((number + 1) * row, stop)
+            for offset, sizes, found in _boxes_of_range(box[1:], inside, end - number * row):
+                yield (number, *offset), (1, *sizes), found + number * row
+        else:
+            count = (stop - at) // row
+            end = at + count * row
+            yield (number, *[0] * (len(box) - 1)), (count, *box[1:]), at
+        at = end

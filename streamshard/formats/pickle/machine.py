@@ -136,11 +136,9 @@ class PickleMachine(PickleBytes):
     # Stack and memo ----------------------------------------------------------------------------
 
     def push(self, value: Node) -> None:
-        """Put a value on top."""
         self.stack.append(value)
 
     def mark(self) -> None:
-        """Set a mark."""
         self.below.append(self.stack)
         self.stack = []
 
@@ -151,7 +149,6 @@ class PickleMachine(PickleBytes):
         return values
 
     def drop_mark(self) -> None:
-        """Drop all values above the last mark."""
         self.pop_mark()
 
     def drop(self) -> None:
@@ -230,7 +227,6 @@ class PickleMachine(PickleBytes):
     # Containers --------------------------------------------------------------------------------
 
     def push_tuple(self, made: tuple[Node, ...]) -> None:
-        """Push a tuple."""
         if tuple in map(type, made):
             self._guard.weigh(made)
         self.stack.append(made)
@@ -261,7 +257,6 @@ class PickleMachine(PickleBytes):
         target.args[0].extend(values)
 
     def set_items(self, flat: list[Node]) -> None:
-        """Set items of the dict on top, or of a call that builds one."""
         target, keys, values = self.stack[-1], flat[::2], flat[1::2]
         if len(keys) != len(values):
             raise CorruptFileError("pickle sets a key without a value")

@@ -49,7 +49,6 @@ class PickleBytes:
         return int.from_bytes(self.take(8), "little")
 
     def take(self, count: int) -> bytes:
-        """Read that many bytes."""
         at = self.at
         end = at + count
         if end > len(self.data):
@@ -65,12 +64,10 @@ class PickleBytes:
         return int.from_bytes(self.take(count), "little", signed=True)
 
     def real(self) -> float:
-        """Read a float."""
         found: float = struct.unpack(">d", self.take(8))[0]
         return found
 
     def text(self, count: int) -> str:
-        """Read text of that many bytes."""
         return self.take(count).decode("utf-8", "surrogatepass")
 
     def raw_line(self) -> bytes:
@@ -95,7 +92,6 @@ class PickleBytes:
         return {"00": False, "01": True}[text] if text in ("00", "01") else int(text)
 
     def line_index(self) -> int:
-        """Read a memo number that is written as text."""
         text = self.line()
         if not text.isdecimal():
             raise CorruptFileError(f"pickle numbers its memo by {text!r:.20}")
@@ -109,12 +105,10 @@ class PickleBytes:
         return _ESCAPE.sub(_unescape, text[1:-1])
 
     def frame(self) -> None:
-        """Check a frame's length."""
         if self.long_number() > len(self.data) - self.at:
             raise EndedTooEarlyError("pickle frame reaches past the end")
 
     def protocol(self) -> None:
-        """Check the protocol."""
         version = self.byte()
         if version > 5:
             raise CorruptFileError(f"pickle protocol {version} is newer than 5")

@@ -49,7 +49,6 @@ class OpcodeWriter:
         self._data += pickle.MEMOIZE
 
     def text(self, value: str) -> None:
-        """Write a string, and memoize it."""
         if not self.recall(value):
             encoded = value.encode("utf-8", "surrogatepass")
             if len(encoded) < 256:
@@ -68,15 +67,12 @@ class OpcodeWriter:
             self._data += pickle.LONG1 + bytes((9,)) + struct.pack("<Qx", value)
 
     def none(self) -> None:
-        """Write None."""
         self._data += pickle.NONE
 
     def false(self) -> None:
-        """Write False."""
         self._data += pickle.NEWFALSE
 
     def name(self, name: Global) -> None:
-        """Write a global name, and memoize it."""
         if not self.recall(name):
             self.text(name.module)
             self.text(name.name)

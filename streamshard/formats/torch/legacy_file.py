@@ -10,7 +10,8 @@ from typing import Final
 
 from streamshard.errors import CorruptFileError, UnsupportedError
 from streamshard.formats.pickle import inert_load
-from streamshard.formats.pickle.inert import LIMIT_BYTES, Node, show
+from streamshard.formats.pickle.inert import Node, show
+from streamshard.formats.pickle.machine import PersistentLoad, PickleMachine
 from streamshard.formats.pickle.opcode_arguments import EndedTooEarlyError
 from streamshard.formats.torch.torch_tensor import Storage, storage_from_id
 from streamshard.io.readable import Readable
@@ -20,7 +21,6 @@ MAGIC_NUMBER: Final = 0x1950A86A20F9469CFC6C
 _VERSION: Final = 1001
 _COUNT_BYTES: Final = 8
 """Size of the count in front of each storage."""
-_FIRST_READ_BYTES: Final = 1 << 20
 
 
 def is_legacy(start: bytes) -> bool:
@@ -30,49 +30,23 @@ def is_legacy(start: bytes) -> bool:
 
 def read(source: Readable) -> tuple[Node, dict[str, Storage]]:
     """Read the inert object and its storages by key, without any tensor data."""
-    pickles = _Pickles(source)
-    if pickles.read() != MAGIC_NUMBER:
+    pickles = inert_load.Pickles(source)
+    found = _Storages()
+
+    def read(persistent_load: PersistentLoad = _no_storage) -> Node:
+        return pickles.read(lambda data, at: PickleMachine(data, at, persistent_load))
+
+    if read() != MAGIC_NUMBER:
         raise CorruptFileError("a pickle, but not one that torch.save wrote")
-    version = pickles.read()
+    version = read()
     if version != _VERSION:
         raise UnsupportedError(f"version {show(version)} of torch's legacy format")
-    machine = pickles.read()
+    machine = read()
     if not isinstance(machine, dict) or machine.get("little_endian") is not True:
         raise UnsupportedError("written on a big-endian machine")
-    found = _Storages()
-    root = pickles.read(found)
-    found.place(pickles.read(), source, pickles.at)
+    root = read(found.persistent_load)
+    found.place(read(), source, pickles.at)
     return root, found.by_key
-
-
-class _Pickles:
-    """Reads consecutive pickles, without reading the rest of the file."""
-
-    def __init__(self, source: Readable) -> None:
-        self._source = source
-        self._data = source.read_at(0, _FIRST_READ_BYTES)
-        self.at = 0
-        """Byte offset just behind the last pickle that was read."""
-
-    def read(self, storages: "_Storages | None" = None) -> Node:
-        """Read the next pickle."""
-        persistent_load = storages.persistent_load if storages else _no_storage
-        while True:
-            try:
-                node, self.at = inert_load.load_at(self._data, self.at, persistent_load)
-            except EndedTooEarlyError:
-                # A pickle's length is known only at its end: begin again with more of the file.
-                if not self._read_on():
-                    raise
-            else:
-                return node
-
-    def _read_on(self) -> bool:
-        """Extend the data to four times its length; False if there is no more."""
-        wanted = min(3 * len(self._data), LIMIT_BYTES - len(self._data))
-        more = self._source.read_at(len(self._data), wanted)
-        self._data += more
-        return bool(more)
 
 
 class _Storages:
@@ -82,7 +56,6 @@ class _Storages:
         self.by_key: dict[str, Storage] = {}
 
     def persistent_load(self, identifier: Node) -> Node:
-        """Return the object for a persistent id."""
         if not isinstance(identifier, tuple) or not identifier:
             raise CorruptFileError("a persistent id does not describe a storage")
         if identifier[0] == "module" and len(identifier) == 4:

@@ -126,7 +126,6 @@ class ParseCache:
         """File size → skeleton of the last parsed file of that size."""
 
     def remember(self, path: Path, found: TorchFile) -> None:
-        """Add a parsed file to the cache."""
         file_bytes = examine(path).nbytes
         ends = (one.entry + NAME_IN_ENTRY + len(one.name.encode()) for one in found.records)
         if found.is_legacy or file_bytes < max(ends):  # cut off since it was parsed
@@ -142,11 +141,9 @@ class ParseCache:
             kept_bytes -= oldest.nbytes
 
     def skeleton(self, file_bytes: int) -> "Skeleton | None":
-        """Return the skeleton with which files of a size are compared, if there is one."""
         return self._skeletons.get(file_bytes)
 
     def find(self, path: Path) -> CachedParse | None:
-        """Compare a file with those in the cache; None if it must be parsed."""
         skeleton = self._skeletons.get(examine(path).nbytes)
         return skeleton.match(path) if skeleton is not None else None
 

@@ -1,5 +1,6 @@
 """Tensors and storages in a torch pickle: interprets their nodes, and makes such nodes."""
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -127,10 +128,7 @@ class Tensor:
     @property
     def numel(self) -> int:
         """Count of elements."""
-        numel = 1
-        for length in self.shape:
-            numel *= length
-        return numel
+        return math.prod(self.shape)
 
     @property
     def offset(self) -> int:
@@ -142,19 +140,15 @@ class Tensor:
         """(file, byte offset): equal for two tensors that began at one address in memory."""
         return self.storage.file, self.offset
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether its elements lie in a row."""
+        each = zip(self.shape, self.stride, _strides(self.shape), strict=True)
+        return self.numel <= 1 or all(n == 1 or step == wanted for n, step, wanted in each)
+
     def require_contiguous(self, what: str) -> "Tensor":
         """Return the tensor itself if it is contiguous and inside its storage; else refuse it."""
-        expected, step = [], 1
-        for length in reversed(self.shape):
-            expected.append(step)
-            step *= max(length, 1)
-        dense = self.numel <= 1 or all(
-            length == 1 or stride == wanted
-            for length, stride, wanted in zip(
-                self.shape, self.stride, reversed(expected), strict=True
-            )
-        )
-        if not dense:
+        if not self.is_dense:
             raise UnsupportedError(f"{what} is not contiguous: {self.shape}, stride {self.stride}")
         end = (self.start + self.numel) * ITEMSIZE[self.dtype]
         if self.start < 0 or end > self.storage.nbytes:
@@ -229,19 +223,22 @@ def make_tensor(
     attributes: Mapping[str, Node] | None = None,
 ) -> Call:
     """Make the node of a contiguous tensor that begins at its storage's first element."""
-    stride, step = [], 1
-    for length in reversed(shape):
-        stride.append(step)
-        step *= max(length, 1)
-    args: tuple[Node, ...] = (
-        storage, 0, shape, tuple(reversed(stride)), requires_grad, OrderedDict(),
-    )  # fmt: skip
+    args: tuple[Node, ...] = (storage, 0, shape, _strides(shape), requires_grad, OrderedDict())
     rebuild = _REBUILD_V2
     if storage.dtype not in _STORAGE_CLASSES:
         rebuild, args = _REBUILD_V3, (*args, Global("torch", storage.dtype))
     if attributes:
         return Call(_REBUILD_FROM_TYPE, (rebuild, _TENSOR, args, dict(attributes)))
     return Call(rebuild, args)
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor as torch has them, also of one without elements."""
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
 
 
 def shape_of(node: Node) -> tuple[int, ...]:
@@ -252,7 +249,6 @@ def shape_of(node: Node) -> tuple[int, ...]:
 
 
 def make_size(shape: tuple[int, ...]) -> Call:
-    """Make the node of a torch.Size."""
     return Call(SIZE, (shape,))
 
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from streamshard.errors import SourceError, UnsupportedError
-from streamshard.formats.pickle import inert_dump, inert_load
+from streamshard.formats.pickle import inert_dump
 from streamshard.formats.pickle.inert import Call, Global, Node, show
 from streamshard.formats.torch.torch_tensor import Storage, Tensor, tensor_of
-from streamshard.model import ITEMSIZE, Whole
+from streamshard.formats.torch.tree_copy import is_storage, put_together, take_apart
+from streamshard.model import ITEMSIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,16 +136,8 @@ def _compare(left: Node, right: Node, name: str) -> Iterator[Found]:
 
 def _normal(node: Node) -> tuple[Node, int]:
     """Return a value in the form that pickling and loading gives it, and its pickle's size."""
-    storages: list[Storage] = []
-
-    def persistent_id(part: Node) -> Node | None:
-        if not isinstance(part, Storage):
-            return None
-        storages.append(part)
-        return len(storages) - 1
-
-    serialized = inert_dump.dump(node, persistent_id)
-    return inert_load.load(serialized, lambda number: storages[number]), len(serialized)
+    pickled, storages = take_apart(node, is_storage)
+    return put_together(pickled, storages), len(pickled)
 
 
 def _tensor(node: Node) -> Tensor | None:
@@ -167,30 +160,15 @@ def _compare_tensors(left: Tensor, right: Tensor, at: str) -> Found:
         or left.attributes.keys() != right.attributes.keys()
     ):
         return Disparity(at, "tensors with other attributes")
-    dense = [_is_dense(tensor) for tensor in (left, right)]
     itemsize = ITEMSIZE[left.dtype]
     starts, nbytes = (left.start * itemsize, right.start * itemsize), left.numel * itemsize
-    if not all(dense):
+    if not (left.is_dense and right.is_dense):
         same = (left.start, left.stride, left.storage.nbytes)
         if same != (right.start, right.stride, right.storage.nbytes):
             return Disparity(at, "tensors that are laid out in different ways")
         starts, nbytes = (0, 0), left.storage.nbytes
-    places = [(_blob(t.storage), start) for t, start in zip((left, right), starts, strict=True)]
+    places = [(t.storage.blob, start) for t, start in zip((left, right), starts, strict=True)]
     return BlobPair(at, places[0], places[1], nbytes, itemsize)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    try:
-        tensor.require_contiguous("")
-    except SourceError:
-        return False
-    return True
-
-
-def _blob(storage: Storage) -> int:
-    if not isinstance(storage.content, Whole):
-        raise TypeError("a storage of the training state is not a blob")
-    return storage.content.tensor
 
 
 def _below(one: Node, other: Node, at: _KeyPath, effort: _Effort) -> list[Pair] | None:

@@ -1,35 +1,41 @@
-"""Copies trees of nodes, with other storages in the place of theirs."""
+"""Takes trees of nodes apart and puts them together, with others in the place of some nodes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from streamshard.formats.pickle import inert_dump, inert_load
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch.torch_tensor import Storage
 
 
+def take_apart(root: Node, is_leaf: Callable[[Node], bool]) -> tuple[bytes, list[Node]]:
+    """Return a pickle of a tree without some nodes, and these, each once, in its order."""
+    leaves: list[Node] = []
+    numbers: dict[int, int] = {}
+
+    def persistent_id(node: Node) -> Node | None:
+        if not is_leaf(node):
+            return None
+        if id(node) not in numbers:
+            numbers[id(node)] = len(leaves)
+            leaves.append(node)
+        return numbers[id(node)]
+
+    return inert_dump.dump(root, persistent_id), leaves
+
+
+def put_together(pickled: bytes, leaves: Sequence[Node]) -> Node:
+    """Make the tree that was taken apart, with these nodes in its places."""
+    return inert_load.load(pickled, lambda number: leaves[number])
+
+
+def is_storage(node: Node) -> bool:
+    return isinstance(node, Storage)
+
+
 def copied(
     roots: tuple[Mapping[str, Node], ...], copy: Callable[[Storage], Storage]
 ) -> tuple[Mapping[str, Node], ...]:
     """Copy trees; what they share, the copies share. `copy` is called once for each storage."""
-    storages: list[Storage] = []
-    numbers: dict[int, int] = {}
-
-    def persistent_id(node: Node) -> Node | None:
-        if not isinstance(node, Storage):
-            return None
-        if id(node) not in numbers:
-            numbers[id(node)] = len(storages)
-            storages.append(node)
-        return numbers[id(node)]
-
-    made: dict[int, Storage] = {}
-
-    def persistent_load(number: Node) -> Storage:
-        if number not in made:
-            made[number] = copy(storages[number])
-        return made[number]
-
-    found: tuple[Mapping[str, Node], ...] = inert_load.load(
-        inert_dump.dump(roots, persistent_id), persistent_load
-    )
+    pickled, storages = take_apart(roots, is_storage)
+    found: tuple[Mapping[str, Node], ...] = put_together(pickled, list(map(copy, storages)))
     return found

@@ -15,11 +15,16 @@ from typing import Final
 
 from streamshard.errors import SourceError
 from streamshard.formats.torch import zip_directory
-from streamshard.formats.torch.zip_directory import LocalHeader, ZipDirectory, ZipEntry
-from streamshard.io.entries import open_readable, read_all
+from streamshard.formats.torch.zip_directory import (
+    LocalHeader,
+    ZipDirectory,
+    ZipEntry,
+    descriptors,
+)
+from streamshard.formats.torch.zip_layout import LIMIT_32
+from streamshard.io.entries import open_readable
 from streamshard.io.readable import Readable
 
-_LIMIT_32: Final = 0xFFFFFFFF
 _ZIP64: Final = 0x0001
 _PADDING: Final = 0x4246
 """Extra field by which torch aligns the data."""
@@ -65,11 +70,6 @@ def is_torch_file(path: Path) -> bool:
         names = zip_directory.names(file)
     own = {name.partition(b"/")[2] for name in names}
     return b"data.pkl" in own and b"constants.pkl" not in own
-
-
-def is_legacy(path: Path) -> bool:
-    """Tell whether a file begins like a pickle, as in torch's legacy format."""
-    return read_all(path, 1) == b"\x80"
 
 
 def audit(path: Path) -> TorchAudit:
@@ -169,7 +169,7 @@ class _Auditor:
         crc32, packed, nbytes = header.numbers
         in_zip64 = self._zip64(header.extra, entry)
         sizes = [entry.nbytes, entry.nbytes]
-        small = _LIMIT_32 if in_zip64 == sizes else min(entry.nbytes, _LIMIT_32)
+        small = LIMIT_32 if in_zip64 == sizes else min(entry.nbytes, LIMIT_32)
         later = entry.follows and crc32 == 0 and packed == nbytes and nbytes in (0, small)
         is_same = later or (crc32, packed, nbytes) == (entry.crc32, small, small)
         if not is_same or header.common != entry.common:
@@ -185,13 +185,7 @@ class _Auditor:
     def _check_end(self, entry: ZipEntry, data_end: int, stop: int) -> None:
         """Compare the bytes between a record's data and the next record with the directory."""
         between = self._source.read_at(data_end, min(stop - data_end, 64))
-        expected = {b""}
-        if entry.follows:
-            values = (0x08074B50, entry.crc32, entry.nbytes, entry.nbytes)
-            wide = entry.nbytes > _LIMIT_32
-            expected = {struct.pack("<IIQQ", *values)}
-            expected |= set() if wide else {struct.pack("<IIII", *values)}
-        if between not in expected or stop - data_end != len(between):
+        if between not in descriptors(entry) or stop - data_end != len(between):
             self._say(
                 f"record {_shown(entry.name)}: what follows its data is not what belongs there"
             )

@@ -48,8 +48,6 @@ NAME_IN_ENTRY: Final = CENTRAL.size
 
 @dataclass(frozen=True, slots=True)
 class ZipRecord:
-    """One record of a zip."""
-
     name: str
     start: int
     """Byte offset of its data."""
@@ -238,18 +236,14 @@ class ZipDirectory:
         """Read the entries in the directory's own order; they must fill it."""
         at = self.start
         for _ in range(self._count):
-            entry, at = self._parse(at)
+            entry, at = self.parse(at)
             yield entry
         if at != self.start + len(self.data):
             message = f"{self.start + len(self.data) - at} bytes of the zip's directory"
             raise CorruptFileError(f"{message} are no entry")
 
-    def entry_at(self, at: int) -> ZipEntry:
-        """Read the entry at a byte offset of the file, where there is one."""
-        return self._parse(at)[0]
-
-    def _parse(self, at: int) -> tuple[ZipEntry, int]:
-        """Read an entry; returns the byte offset after it too."""
+    def parse(self, at: int) -> tuple[ZipEntry, int]:
+        """Read the entry at a byte offset of the file; returns the offset behind it too."""
         data, begin = self.data, at - self.start
         if len(data) - begin < CENTRAL.size:
             raise CorruptFileError("the zip's directory ends before its last entry")
@@ -272,7 +266,6 @@ class ZipDirectory:
         return entry, self.start + middle + extra_bytes + comment
 
     def extra_fields(self, entry: ZipEntry) -> bytes:
-        """Return the extra fields of an entry."""
         at = entry.at - self.start + CENTRAL.size + len(entry.name)
         return self.data[at : at + entry.extra_bytes]
 
@@ -313,6 +306,15 @@ def require_repeated(entry: ZipEntry, header: LocalHeader) -> None:
         if local != central and (local or not entry.follows):
             message = f"record {_shown(entry.name)}: its local header says {local:,} where the"
             raise CorruptFileError(f"{message} directory says {central:,}")
+
+
+def descriptors(entry: ZipEntry) -> set[bytes]:
+    """Return what may follow a record's data: either form of the descriptor, or nothing."""
+    if not entry.follows:
+        return {b""}
+    values = (0x08074B50, entry.crc32, entry.nbytes, entry.nbytes)
+    forms = ["<IIQQ"] if entry.nbytes > LIMIT_32 else ["<IIQQ", "<IIII"]
+    return {struct.pack(form, *values) for form in forms}
 
 
 def _not_plain(name: bytes, flags: int, method: int) -> CorruptFileError | UnsupportedError:

@@ -93,8 +93,6 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class TorchLayout:
-    """The layout of a file to be written."""
-
     records: tuple[Record, ...]
 
     @property

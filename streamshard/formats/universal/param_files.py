@@ -53,8 +53,6 @@ class _ParamTensor:
 
 @dataclass(slots=True)
 class ParamFiles:
-    """The files of all parameters."""
-
     root: Path
     sources: SourceFiles
     paths: Mapping[str, Mapping[str, Path]]
@@ -103,7 +101,6 @@ class ParamFiles:
         return ParamGroup(tuple(shapes), dtypes.get(MASTER, "float32"), held_states, number)
 
     def beyond(self, known: Iterable[str]) -> list[str]:
-        """List the names that have files and are not known."""
         return sorted(self.paths.keys() - {*known})
 
     def _states_of(self, shapes: Mapping[str, Shape]) -> list[str]:
@@ -122,14 +119,13 @@ class ParamFiles:
         message = f"missing, where other parameters have their '{state}': {AGAIN}"
         raise IncompleteError(message, path=self.root / name / f"{state}{_SUFFIX}")
 
-    def _read(self, path: Path) -> tuple[Node, int]:
-        number = self.sources.add(path)
-        found = torch_file.read(path, number)
+    def _read(self, path: Path) -> Node:
+        found = torch_file.read(path, self.sources.add(path))
         self.sources.note(path, is_legacy=found.is_legacy, unknown=found.unknown)
-        return found.root, number
+        return found.root
 
     def _tensor(self, path: Path, name: str, shape: Shape) -> _ParamTensor:
-        root, _ = self._read(path)
+        root = self._read(path)
         beside = set(root) - {_PARAM} if isinstance(root, dict) else set()
         with of_file(path):
             tensor = tensor_of(root.get(_PARAM) if isinstance(root, dict) else root)
@@ -142,7 +138,7 @@ class ParamFiles:
         return _ParamTensor(tensor.dtype, place, bool(beside) or not isinstance(root, dict))
 
     def _add_step(self, scalars: dict[str, Node], path: Path) -> None:
-        root, _ = self._read(path)
+        root = self._read(path)
         with of_file(path):
             step = scalar_of(root, self.sources)
             if scalars.setdefault(_STEP, step) != step:

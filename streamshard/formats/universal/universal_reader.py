@@ -22,7 +22,7 @@ from streamshard.errors import (
 )
 from streamshard.formats.checkpoint import Checkpoint, ModelPart, ParamGroup, Reading
 from streamshard.formats.deepspeed import ds_config, names
-from streamshard.formats.deepspeed.cut.zero_cutting import SourceMap, cut_source
+from streamshard.formats.deepspeed.cut.zero_cutting import cut_source
 from streamshard.formats.deepspeed.ds_versions import recorded_version
 from streamshard.formats.deepspeed.read.agreement import model_part_stage
 from streamshard.formats.deepspeed.read.model_files import ModelFile, read_models
@@ -106,8 +106,6 @@ def read(
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """The files of a universal checkpoint."""
-
     tag_dir: Path
     found: TagFiles
     params: Sequence[Path]
@@ -149,11 +147,9 @@ class _Files:
             return ModelPartFiles(0, (own[None],), (self.state,))
         ranks = sorted(rank for rank in own if rank is not None)
         models = [own[rank] for rank in ranks]
-        raise_first(missing_ranks({*ranks}, ranks[-1] + 1, self._model_of))
+        each = missing_ranks({*ranks}, ranks[-1] + 1, lambda r: self.tag_dir / names.model_file(r))
+        raise_first(each)
         return ModelPartFiles(0, tuple(models), (self.state,))
-
-    def _model_of(self, rank: int) -> Path:
-        return self.tag_dir / names.model_file(rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +187,9 @@ def _read(tag_dir: Path, run_files: Sequence[tuple[Path, str]], tag: str) -> Rea
     require_alike(job.models, entries, job.stage)
     tensors = optimizer_tensors(groups, shapes, "")
     whole = {number: files.places[t.state, t.name] for number, t in enumerate(tensors)}
-    where = module.assign(entries, first=len(tensors), model_part="")
+    module.assign(entries, first=len(tensors), model_part="")
     tensors += module.tensors
-    whole |= where.whole
+    whole |= module.whole
 
     first = job.models[0].root
     told = (names.DS_CONFIG, names.DS_VERSION)
@@ -220,8 +216,7 @@ def _read(tag_dir: Path, run_files: Sequence[tuple[Path, str]], tag: str) -> Rea
         else dtype == "bfloat16",
         accelerate_step=accelerate_step(run_files, job.layout.world_size),
     )
-    source_map = SourceMap(tuple(sources.files), whole=whole, shards=where.shards)
-    return cut_source(checkpoint, source_map)
+    return cut_source(checkpoint, sources.files, whole, module.shards)
 
 
 def _beyond(others: Sequence[str]) -> Iterator[Note]:

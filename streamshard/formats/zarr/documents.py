@@ -31,12 +31,10 @@ _STORED_DTYPES: Final = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8
 
 
 def group_document(attributes: Mapping[str, Any] | None = None) -> bytes:
-    """Serialize the zarr.json of a group."""
     return _json({"zarr_format": 3, "node_type": "group", "attributes": dict(attributes or {})})
 
 
 def array_document(tensor: LogicalTensor, chunk: tuple[int, ...], codec: str) -> bytes:
-    """Serialize the zarr.json of a tensor's array."""
     return _array_document(tensor, array_path(tensor), chunk, codec)
 
 
@@ -96,7 +94,6 @@ def document_paths(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _group_paths(arrays: Sequence[str]) -> Iterator[str]:
-    """Yield the paths of the documents of all groups."""
     yield from ("zarr.json", "meta/zarr.json")
     known: set[str] = set()
     for above in (path.rpartition("/")[0] for path in arrays):
@@ -140,7 +137,6 @@ def forms(document: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def chunk_counts(shape: tuple[int, ...], chunk: tuple[int, ...]) -> tuple[int, ...]:
-    """Count the chunks along each dimension."""
     if shape == chunk and 0 not in shape:  # as of nearly all small tensors
         return (1,) * len(shape)
     return tuple(ceil_div(length, step) for length, step in zip(shape, chunk, strict=True))

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from streamshard.errors import SourceError
-from streamshard.formats.torch.zip_directory import LocalHeader, ZipEntry
-from streamshard.formats.torch.zip_layout import LIMIT_32
+from streamshard.formats.torch.zip_directory import LocalHeader, ZipEntry, descriptors
 from streamshard.formats.zarr.packed_directory import PackedDirectory
 from streamshard.formats.zarr.packed_layout import OURS
 from streamshard.io.entries import open_readable
@@ -61,16 +60,7 @@ def _problem(entry: ZipEntry, header: LocalHeader, after: bytes) -> str:
         return "its header and the zip's directory disagree"
     if not _is_padded(header.extra):
         return "what pads its header is not as it was written"
-    return "" if after in _descriptors(entry) else "what follows it is not what belongs there"
-
-
-def _descriptors(entry: ZipEntry) -> set[bytes]:
-    """Return what may follow the content."""
-    if not entry.follows:
-        return {b""}
-    values = (0x08074B50, entry.crc32, entry.nbytes, entry.nbytes)
-    forms = ["<IIQQ"] if entry.nbytes > LIMIT_32 else ["<IIQQ", "<IIII"]
-    return {struct.pack(form, *values) for form in forms}
+    return "" if after in descriptors(entry) else "what follows it is not what belongs there"
 
 
 def _is_padded(extra: bytes) -> bool:

@@ -7,7 +7,7 @@ from the bytes of the zip's directory when it is asked for.
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, overload
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,14 +31,6 @@ from streamshard.io.readable import OpenedFile, Status
 
 _FILE: int = 0o100000
 _DIRECTORY: int = 0o040000
-
-
-class Child(NamedTuple):
-    """What lies in a directory of a packed store."""
-
-    name: str
-    row: int | None
-    """Number of the file; None for a directory."""
 
 
 class _EntryNames(Sequence[bytes]):
@@ -113,7 +105,6 @@ class PackedDirectory:
         return row if row < len(self._names) and self._names[row] == name else None
 
     def names(self) -> Iterator[str]:
-        """Yield the paths of all files in the order of their numbers."""
         return (name.decode() for name in self._names)
 
     def is_directory(self, path: str) -> bool:
@@ -122,18 +113,17 @@ class PackedDirectory:
         row = bisect_left(self._names, below)
         return row < len(self._names) and self._names[row].startswith(below)
 
-    def children(self, path: str) -> Iterator[Child]:
-        """List a directory."""
+    def children(self, path: str) -> Iterator[tuple[str, int | None]]:
+        """Yield the name of each entry of a directory, and its number; None for a directory."""
         below = _below(path)
         row = bisect_left(self._names, below)
         while row < len(self._names) and (name := self._names[row]).startswith(below):
             own, is_deeper, _ = name[len(below) :].partition(b"/")
-            yield Child(own.decode(), None if is_deeper else row)
+            yield own.decode(), None if is_deeper else row
             # `0` follows `/`.
             row = bisect_left(self._names, below + own + b"0", row) if is_deeper else row + 1
 
     def status_of(self, row: int | None) -> Status:
-        """Return the status of a file; of a directory for None."""
         whole = self.status
         mode = whole.permissions | (_DIRECTORY if row is None else _FILE)
         nbytes = 0 if row is None else int(self._nbytes[row])
@@ -142,12 +132,11 @@ class PackedDirectory:
 
     @property
     def count(self) -> int:
-        """Count of the files."""
         return len(self._names)
 
     def entry_of(self, row: int) -> tuple[ZipEntry, int]:
         """Return the entry of a file, and where what follows it in the zip begins."""
-        entry = self._zip.entry_at(int(self._at[row]))
+        entry = self._zip.parse(int(self._at[row]))[0]
         return entry, int(self._headers[np.searchsorted(self._headers, entry.header, side="right")])
 
     def start_of(self, row: int, file: OpenedFile) -> int:

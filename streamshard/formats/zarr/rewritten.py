@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import google_crc32c
 import numpy as np
@@ -103,7 +103,6 @@ class RewrittenArray:
 
     @property
     def rows(self) -> int:
-        """Rows of one piece."""
         chunk_rows = self.chunk[0] if self.chunk else 1
         return chunk_rows * max(1, _PIECE_BYTES // max(1, chunk_rows * self._row_bytes))
 
@@ -118,7 +117,6 @@ class RewrittenArray:
 
     @property
     def pieces(self) -> int:
-        """Count of pieces."""
         return -(-math.prod(self.shape) // max(1, self.numel))
 
     @property
@@ -270,20 +268,13 @@ def find_rewritten(
     return found
 
 
-class SmallArray(NamedTuple):
-    """The content of the manifest's or the training state's array."""
+def read_small_array(root: Path, path: str, manifest: Manifest | None = None) -> tuple[bytes, bool]:
+    """Return the content of a small array, and whether another tool rewrote it.
 
-    content: bytes
-    is_rewritten: bool
-
-
-def read_small_array(root: Path, path: str, manifest: Manifest | None = None) -> SmallArray:
-    """Read a small array; the manifest says what it has to hold if it was rewritten.
-
-    Without a manifest, this is the manifest itself.
+    `manifest`: says what it has to hold then; None for the manifest itself.
     """
     try:
-        return SmallArray(read_checked(root / path / "c/0"), is_rewritten=False)
+        return read_checked(root / path / "c/0"), False
     except (IncompleteError, IntegrityError):
         found = _find_small(root, path)
         if found is None:
@@ -297,7 +288,7 @@ def read_small_array(root: Path, path: str, manifest: Manifest | None = None) ->
             raise IntegrityError(f"{message}{found.told_missing}", path=found.directory)
     elif found.missing:
         raise IncompleteError(f"not whole{found.told_missing}", path=found.directory)
-    return SmallArray(content, is_rewritten=True)
+    return content, True
 
 
 def _is_recorded(stored: bytes, record: FileRecord | None) -> bool:
@@ -461,7 +452,6 @@ def _layouts(document: Mapping[str, Any]) -> Iterator[bytes]:
 
 
 def remark(arrays: Sequence[str]) -> str:
-    """Tell a user that arrays were rewritten."""
     more = f" and {len(arrays) - 1:,} more were" if len(arrays) > 1 else " was"
     return (
         f"{arrays[0]}{more} rewritten by another tool, with other chunks or codecs. They are read "

@@ -58,8 +58,6 @@ STATE_FILES: Final = (f"{STATE_PATH}/zarr.json", f"{STATE_PATH}/c/0")
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is wrong with a store."""
-
     path: Path
     """The file at fault, or a directory if the message names a file in it."""
     error: StreamshardError
@@ -88,16 +86,13 @@ class StoredArray:
 
     @property
     def itemsize(self) -> int:
-        """Size of an element in bytes."""
         return ITEMSIZE[self.tensor.dtype]
 
     @property
     def count(self) -> int:
-        """Count of the chunks."""
         return math.prod(chunk_counts(self.tensor.shape, self.chunk))
 
     def chunks(self) -> Iterator[StoredChunk]:
-        """Yield the chunks in the order of their elements."""
         step, end, path = math.prod(self.chunk), self.tensor.numel, self.path
         nbytes = step * self.itemsize
         if end > 0 and self.chunk == self.tensor.shape:  # as of nearly all small tensors
@@ -109,13 +104,11 @@ class StoredArray:
             yield StoredChunk(f"{path}/{key}", start, min(start + step, end), nbytes)
 
     def paths(self) -> Iterator[str]:
-        """Yield the paths of its document and of its chunks."""
         yield f"{self.path}/{ROOT_DOCUMENT}"
         yield from (chunk.path for chunk in self.chunks())
 
 
 def stored_arrays(checkpoint: Checkpoint, shapes: store_state.ChunkShapes) -> list[StoredArray]:
-    """List the arrays of a checkpoint's tensors, in the same order."""
     both = zip(checkpoint.tensors, shapes, strict=True)
     return [StoredArray(tensor, array_path(tensor), shape) for tensor, shape in both]
 

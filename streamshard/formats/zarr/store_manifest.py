@@ -26,22 +26,17 @@ _HEALTH: Final = struct.Struct("<4q2d")
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """One file of a store."""
-
     nbytes: int
     """Size of the file."""
     crc32s: NDArray[np.uint32]
     """CRC-32 of each block of a raw chunk's content; of all bytes for any other file."""
 
     def is_equal(self, other: "FileRecord") -> bool:
-        """Tell whether another record is of the same bytes."""
         return self.nbytes == other.nbytes and np.array_equal(self.crc32s, other.crc32s)
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The contents of a store's manifest."""
-
     records: Mapping[str, FileRecord]
     """Every file but the manifest's own, by path relative to the store's root."""
     codec: str
@@ -87,7 +82,6 @@ def _unpacked(text: str) -> TensorHealth:
 
 
 def read(data: bytes) -> Manifest:
-    """Read a manifest."""
     try:
         document: Any = strict_json.parse(data)
         records = {

@@ -161,10 +161,6 @@ def _kept() -> _Kept | None:
     return found
 
 
-def is_keeping() -> bool:
-    return _kept() is not None
-
-
 def forget() -> None:
     """Forget all listings, because something was written."""
     if (scope := _kept()) is not None:

@@ -15,6 +15,7 @@ from streamshard.errors import CorruptFileError
 from streamshard.io.object_path import ObjectPath
 from streamshard.io.objects import listings
 from streamshard.io.objects.clients import call, together
+from streamshard.io.place import kept
 from streamshard.io.readable import Entry, Status
 from streamshard.io.retry import FROM_OUTSIDE, ignored
 
@@ -274,7 +275,7 @@ def examine_object(path: ObjectPath) -> Status:
         raise absent(path)
     found: Status | None
     listed: list[Entry]
-    if listings.is_keeping():  # then the listing will be of use, if it is a directory
+    if kept() is not None:  # then the listing will be of use, if it is a directory
         found, listed = together(lambda: listings.head(path), lambda: listings.entries_of(path))
         may_be_directory = bool(listed)
     else:
@@ -284,7 +285,8 @@ def examine_object(path: ObjectPath) -> Status:
     # A service may list directories in it that are empty.
     if not all(entry.is_directory for entry in listed):
         return listings.DIRECTORY
-    if may_be_directory and _is_directory(path):
+    lists = listings.holds_objects if listings.is_listed(path) else listings.entries_of
+    if may_be_directory and lists(path):
         return listings.DIRECTORY
     if found is None:
         raise absent(path)
@@ -294,9 +296,3 @@ def examine_object(path: ObjectPath) -> Status:
 def absent(path: Path) -> FileNotFoundError:
     """Return the error of a path at which there is nothing."""
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-
-
-def _is_directory(path: ObjectPath) -> bool:
-    if listings.is_listed(path):
-        return listings.holds_objects(path)
-    return bool(listings.entries_of(path))

@@ -7,9 +7,8 @@ from itertools import chain
 from pathlib import Path
 
 from streamshard.engine.run.work import Region
-from streamshard.formats.deepspeed.cut.part_cut import PartCut
+from streamshard.formats.deepspeed.cut.part_cut import PartCut, ZeroTarget
 from streamshard.formats.deepspeed.dumps.dump_names import Template
-from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
 from streamshard.formats.deepspeed.write.zero_writer import (
     FileImage,
     dump_files,

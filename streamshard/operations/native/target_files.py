@@ -9,9 +9,8 @@ from typing import Self
 from streamshard.formats import frameworks
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.cut.block_cut import require_whole_blocks
-from streamshard.formats.deepspeed.cut.part_cut import cut_model_part
+from streamshard.formats.deepspeed.cut.part_cut import ZeroTarget, cut_model_part
 from streamshard.formats.deepspeed.dumps.dump_names import Template
-from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
 from streamshard.formats.deepspeed.write.zero_writer import (
     FileImage,
     dump_files,

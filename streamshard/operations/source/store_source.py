@@ -112,7 +112,7 @@ def recorded_manifest(store: Path) -> Manifest:
 
 
 def _manifest_content(store: Path) -> bytes:
-    return read_small_array(packed(store), MANIFEST_PATH).content
+    return read_small_array(packed(store), MANIFEST_PATH)[0]
 
 
 def _source(index: StoreIndex, tag: str | None) -> Source:

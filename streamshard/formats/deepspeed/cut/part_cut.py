@@ -1,9 +1,9 @@
 """Cuts the parameters of one model part as an engine with a given layout does."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from streamshard.formats.checkpoint import Checkpoint, ModelPart
 from streamshard.layout.zero import (
@@ -20,8 +20,6 @@ _Param = TypeVar("_Param", str, tuple[str, ...])
 
 @dataclass(frozen=True, slots=True)
 class PartCut:
-    """How a model part is cut."""
-
     flat_groups: Sequence[FlatGroup]
     """One per param group (stages 1 and 2)."""
     sub_groups: Sequence[SubGroup]
@@ -31,7 +29,6 @@ class PartCut:
 def cut_model_part(
     checkpoint: Checkpoint, model_part: ModelPart, layout: ZeroLayout, module_dtype: str
 ) -> PartCut:
-    """Cut one model part as an engine with this layout does."""
     if layout.stage < 3:
         return PartCut(flat_groups(checkpoint, model_part, layout, module_dtype), ())
     numels = checkpoint.master_numels(model_part)
@@ -76,3 +73,23 @@ def in_own_order(stored: Sequence[_Param], world_size: int) -> list[_Param]:
     """Bring parameters from the round-robin order into the group's own order."""
     order = round_robin_order(len(stored), world_size)
     return [param for _, param in sorted(zip(order, stored, strict=True))]
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroTarget:
+    """A model part of a checkpoint, and its partitioning in the target."""
+
+    checkpoint: Checkpoint
+    model_part: ModelPart
+    mp_rank: int
+    """Number of the model part."""
+    layout: ZeroLayout
+    config: Mapping[str, Any]
+    """DeepSpeed config that the files will hold."""
+    module_dtype: str
+    is_bf16: bool
+    """Whether the resuming engine has bf16 on: it then looks for other file names."""
+    cut: PartCut
+    """How the layout cuts the model part."""
+    index: Mapping[tuple[str, str, str], int]
+    """The checkpoint's `tensor_index`."""

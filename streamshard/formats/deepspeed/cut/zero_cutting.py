@@ -142,8 +142,7 @@ class _WholeMomentum:
                     _require_alike(found[param], (file, offset), numel * self._itemsize)
                 else:
                     found[param] = (file, offset)
-                    piece = Slot(np.array([number]), np.array([offset]), np.array([numel]))
-                    builder.assign(int(tensors[param]), builder.slot(piece), piece_numel=numel)
+                    builder.place(int(tensors[param]), number, offset, numel)
                 offset += numel * self._itemsize
 
 
@@ -188,44 +187,39 @@ class ModelPartMap:
     """Names of the parameters in each sub-group (stage 3)."""
 
 
-@dataclass(frozen=True, slots=True)
-class SourceMap:
-    """Where a source stores its logical tensors, by the source's own layout."""
+def cut_source(
+    checkpoint: Checkpoint,
+    files: Sequence[SourceFile],
+    whole: Mapping[int, tuple[int, int]],
+    shards: Mapping[int, Slot],
+    model_parts: Sequence[ModelPartMap] = (),
+) -> Reading:
+    """Compute the place of every element of every logical tensor.
 
-    files: tuple[SourceFile, ...]
-    model_parts: tuple[ModelPartMap, ...] = ()
-    """One per model part of the checkpoint."""
-    whole: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    """Tensor → (file, byte offset), for tensors that lie in one piece."""
-    shards: Mapping[int, Slot] = field(default_factory=dict)
-    """Tensor → each rank's shard of it (stage 3, frozen weights)."""
-
-
-def cut_source(checkpoint: Checkpoint, source_map: SourceMap) -> Reading:
-    """Compute the place of every element of every logical tensor."""
+    `whole`: tensor → (file, byte offset), for tensors that lie in one piece.
+    `shards`: tensor → each rank's shard of it (stage 3, frozen weights).
+    """
     tensors = checkpoint.tensors
     builder = CuttingBuilder([ITEMSIZE[tensor.dtype] for tensor in tensors])
     index = checkpoint.tensor_index()
-    for number in range(len(source_map.model_parts)):
-        placing = _Placing(checkpoint, source_map, builder, index, number)
+    for number, part_map in enumerate(model_parts):
+        placing = _Placing(checkpoint, part_map, files, builder, index, number)
         if checkpoint.layout.stage == 3:
             placing.sub_groups()
         else:
             placing.partitions()
-    for tensor, (file, offset) in source_map.whole.items():
-        numel = tensors[tensor].numel
-        slot = Slot(np.array([file]), np.array([offset]), np.array([numel]))
-        builder.assign(tensor, builder.slot(slot), piece_numel=numel)
-    for tensor, slot in source_map.shards.items():
+    for tensor, (file, offset) in whole.items():
+        builder.place(tensor, file, offset, tensors[tensor].numel)
+    for tensor, slot in shards.items():
         share = shard_numel(tensors[tensor].numel, checkpoint.layout.world_size)
         name = tensors[tensor].name
-        _require_lengths(slot, [share] * len(slot.numels), source_map.files, f"the shard of {name}")
+        _require_lengths(slot, [share] * len(slot.numels), files, f"the shard of {name}")
         builder.assign(tensor, builder.slot(slot), piece_numel=share)
     for tensor in builder.missing():
         if tensors[tensor].numel:
             raise CorruptFileError(f"{tensors[tensor].state} of {tensors[tensor].name} is nowhere")
-    is_elastic = any(model_part.stripped for model_part in source_map.model_parts)
-    return Reading(checkpoint, builder.build(), source_map.files, is_elastic)
+    is_elastic = any(model_part.stripped for model_part in model_parts)
+    return Reading(checkpoint, builder.build(), tuple(files), is_elastic)
 
 
 class _Placing:
@@ -234,18 +228,19 @@ class _Placing:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        source_map: SourceMap,
+        part_map: ModelPartMap,
+        files: Sequence[SourceFile],
         builder: CuttingBuilder,
         index: Mapping[tuple[str, str, str], int],
         number: int,
     ) -> None:
         self._checkpoint = checkpoint
         self._layout = checkpoint.layout
-        self._files = source_map.files
+        self._files = files
         self._builder = builder
         self._index = index
         self._model_part = checkpoint.model_parts[number]
-        self._map = source_map.model_parts[number]
+        self._map = part_map
 
     def partitions(self) -> None:
         """Place the partitions of flat groups (stages 1 and 2)."""

@@ -5,6 +5,7 @@ and sizes in `param_slice_mappings`. Stage 3 records neither, so it needs a refe
 the same model.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
@@ -12,7 +13,7 @@ from typing import Final, NoReturn
 from streamshard.errors import DisagreementError, Option, UnsupportedError
 from streamshard.formats.checkpoint import LIKE, Checkpoint, ModelPart, Reading
 from streamshard.formats.deepspeed import ds_config, names
-from streamshard.formats.deepspeed.cut.zero_cutting import SourceMap, cut_source
+from streamshard.formats.deepspeed.cut.zero_cutting import cut_source
 from streamshard.formats.deepspeed.ds_versions import recorded_version
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.formats.deepspeed.read import elastic_reader
@@ -35,6 +36,7 @@ from streamshard.formats.detect import is_cut, kind_of_whole_dump, part_of_rank
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.io.files import require_inside
+from streamshard.layout.zero import shard_numel
 from streamshard.model import Note, NoteKind, ZeroLayout
 from streamshard.sizes import counted
 
@@ -129,13 +131,9 @@ def _read_ranks(
         files=(),
         notes=(*sources.notes, *_notes(layout, config)),
     )
-    source_map = SourceMap(
-        files=tuple(sources.files),
-        model_parts=(part_map(optimizer, layout, units),),
-        whole=whole,
-    )
     # The recorded slices name the parameters in the group's own order already.
-    return cut_source(checkpoint, source_map)
+    placed = part_map(optimizer, layout, units)
+    return cut_source(checkpoint, sources.files, whole, {}, [placed])
 
 
 def _require_known_momentum(
@@ -196,7 +194,7 @@ def _units_like(
             while left > 0 and params:
                 name, shape = params.pop(0)
                 held[name] = shape
-                left -= -(-_numel(shape) // world_size)
+                left -= shard_numel(math.prod(shape), world_size)
             if left != 0:
                 message = f"sub-group {unit} holds {lengths[unit]} elements, the parameters"
                 found = lengths[unit] - left
@@ -217,13 +215,6 @@ def _require_known_order(like: Checkpoint, path: Path) -> None:
             raise UnsupportedError(
                 f"{message}: give a checkpoint of stage 3 with {Option('like')}", path=path
             )
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    numel = 1
-    for length in shape:
-        numel *= length
-    return numel
 
 
 def _refuse_other_kinds(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> None:

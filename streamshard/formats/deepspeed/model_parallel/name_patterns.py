@@ -27,7 +27,6 @@ class NamePatterns(Generic[_V]):
     """A value for each parameter that a pattern matches."""
 
     def __init__(self, patterns: Mapping[str, _V] | Iterable[tuple[str, _V]]) -> None:
-        """Take the patterns."""
         self._by_name: dict[str, _V] = {}
         self._others: list[tuple[re.Pattern[str] | _Repetitions, _V]] = []
         for pattern, value in patterns.items() if isinstance(patterns, Mapping) else patterns:

@@ -34,7 +34,6 @@ class Degrees:
 
     @property
     def options(self) -> dict[str, str]:
-        """The options that ask for these degrees."""
         return {"tensor_parallel": f"{self.tensor}", "pipeline_parallel": f"{self.pipeline}"}
 
     def position(self, part: int) -> str:
@@ -60,14 +59,12 @@ def is_pipeline(checkpoint: Checkpoint) -> bool:
 
 
 def _layer_files(checkpoint: Checkpoint) -> set[str]:
-    """Return the names of the files of pipeline layers."""
     found = {PurePosixPath(file.path).name for file in checkpoint.files}
     found |= {layer.name for layer in checkpoint.layers}
     return {name for name in found if name.startswith("layer_") and names.parse(name)}
 
 
 def layer_numbers(checkpoint: Checkpoint) -> set[int]:
-    """Return the numbers of the layers of a pipeline that have a file."""
     return {int(match[1]) for match in map(LAYER_FILE.fullmatch, _layer_files(checkpoint)) if match}
 
 

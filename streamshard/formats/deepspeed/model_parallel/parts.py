@@ -123,7 +123,6 @@ class ModelInParts:
                 yield entry.name, entry.kind, entry.shape, None
 
     def cut(self, name: str) -> ModelCut:
-        """Return how a tensor is cut among the model parts."""
         if name not in self._known:
             self._known[name] = self._cut_of(name)
         return self._known[name]

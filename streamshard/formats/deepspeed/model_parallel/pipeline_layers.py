@@ -91,7 +91,6 @@ class KeptFiles(Protocol):
 
 
 def with_layers(checkpoint: Checkpoint, kept: KeptFiles) -> WithLayers:
-    """Add the tensors of the layers' files to a pipeline's checkpoint."""
     files = sorted(_files(checkpoint, kept), key=lambda file: file.number)
     # Those of a tag have been checked on opening, those in a store have not.
     raise_first(
@@ -240,7 +239,6 @@ class _OneRank:
         """Name in the module → number of the tensor."""
 
     def take(self, files: Sequence[_File], kept: KeptFiles) -> None:
-        """Read the files, which are in the order of the layers."""
         for file in files:
             with of_file(file.path):
                 # Tied tensors are compared by their checksums.
@@ -292,10 +290,10 @@ class _OneRank:
         first, model_parts = len(tensors), self._checkpoint.model_parts
         reader = self._reader()
         own = reader.entries(self._shapes)
-        placed = reader.assign(own, first=0, model_part="").whole
+        reader.assign(own, first=0, model_part="")
         for number, tensor in enumerate(reader.tensors):
             self._rows[tensor.name] = first + number
-            parts.append(TensorInFile(*placed[number], tensor.numel, tensor.dtype))
+            parts.append(TensorInFile(*reader.whole[number], tensor.numel, tensor.dtype))
             tensors.append(replace(tensor, model_part=model_parts[self._owner(tensor.name)].name))
         for entry in own:
             entries[self._owner(entry.name)].append(entry)

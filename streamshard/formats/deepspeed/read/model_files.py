@@ -137,8 +137,6 @@ def _open(path: Path, number: int, cache: ParseCache) -> _Opened:
 
 @dataclass(frozen=True, slots=True)
 class _Compared:
-    """The result of comparing one file with the first."""
-
     entries: Entries
     wrong: Sequence[Node]
     """Keys of entries that differ."""

@@ -130,14 +130,14 @@ def read_model_part(
         *steps_apart(groups, models[0]),
     ]
     require_alike(model_files, entries, stage)
-    module_map = module.assign(entries, first=first + len(tensors), model_part=name)
+    module.assign(entries, first=first + len(tensors), model_part=name)
     tensors += module.tensors
 
     param_ids = known_param_ids(optimizer.ends(), [list(unit) for unit in shapes], entries)
     where = part_map(optimizer, layout, shapes)  # before the next lines strip what it reads
     strip_optimizer(states[0], stage)
     module.strip(entries)
-    whole = dict(module_map.whole)
+    whole = dict(module.whole)
     adopt_blobs([models[0], optimizers[0]], tensors, whole, first=first, model_part=name)
     return ModelPartReading(
         model_part=ModelPart(name, groups, entries, models[0], optimizers[0], param_ids),
@@ -145,7 +145,7 @@ def read_model_part(
         layout=layout,
         tensors=tensors,
         whole=whole,
-        shards=module_map.shards,
+        shards=module.shards,
         module_dtype=module.dtype(entries) or ds_config.module_dtype(config),
         tied=module.tied,
         notes=(*module.notes, *notes),

@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -21,14 +20,6 @@ _EXTRA_STATE = "_extra_state"
 """Last part of the key under which `Module.get_extra_state` is saved; it may be a tensor."""
 
 
-@dataclass(slots=True)
-class ModuleMap:
-    """The places of the module's own tensors in the files."""
-
-    whole: dict[int, tuple[int, int]] = field(default_factory=dict)
-    shards: dict[int, Slot] = field(default_factory=dict)
-
-
 class ModuleReader:
     """Reads the model files of one model part."""
 
@@ -39,6 +30,10 @@ class ModuleReader:
         tied: Mapping[str, str],
     ) -> None:
         self.tensors: list[LogicalTensor] = []
+        self.whole: dict[int, tuple[int, int]] = {}
+        """Number of each tensor that lies in one piece → file, byte offset."""
+        self.shards: dict[int, Slot] = {}
+        """Number of each other tensor → its shards."""
         self.notes: list[Note] = []
         self._files = files
         self._first = files[0].root
@@ -83,7 +78,8 @@ class ModuleReader:
         found = []
         for name, node in self._module.items():
             tensor = tensor_of(node)
-            if tensor is None or not _is_dense(tensor) or name.split(".")[-1] == _EXTRA_STATE:
+            # What does not lie in a row is copied as a whole storage.
+            if tensor is None or not tensor.is_dense or name.split(".")[-1] == _EXTRA_STATE:
                 found.append(ModuleEntry(name, "extra", "", ()))
                 continue
             if self._stage != 3 and shapes.get(name, tensor.shape) != tensor.shape:
@@ -160,13 +156,12 @@ class ModuleReader:
         """Return the dtype of the trained weights in the module; None if there are none."""
         return next((entry.dtype for entry in entries if entry.kind == "param"), None)
 
-    def assign(self, entries: Sequence[ModuleEntry], *, first: int, model_part: str) -> ModuleMap:
-        """Number the module's own tensors from `first` on, and return their places.
+    def assign(self, entries: Sequence[ModuleEntry], *, first: int, model_part: str) -> None:
+        """Number the module's own tensors from `first` on, and find their places.
 
         Stage 3 saves module weights of trained parameters only if these are paused; the others are
         casts of the masters.
         """
-        found = ModuleMap()
         for entry in entries:
             is_elsewhere = entry.kind == "excluded" or (entry.kind == "param" and not entry.paused)
             if entry.kind in ("alias", "extra") or (self._stage == 3 and is_elsewhere):
@@ -175,15 +170,14 @@ class ModuleReader:
             tensor = LogicalTensor(MODULE, entry.name, entry.dtype, entry.shape, model_part)
             self.tensors.append(tensor)
             if self._stage == 3 and entry.kind != "buffer":
-                found.shards[index] = self._frozen_slot(entry, tensor)
+                self.shards[index] = self._frozen_slot(entry, tensor)
             else:
                 node = tensor_of(self._module[entry.name])
                 if node is not None:
                     what = f"{self._path}: module.{entry.name}"
-                    found.whole[index] = node.require_contiguous(what).location
+                    self.whole[index] = node.require_contiguous(what).location
         if self._stage == 3:
             self._compare_ranks(entries)
-        return found
 
     def _frozen_slot(self, entry: ModuleEntry, tensor: LogicalTensor) -> Slot:
         of_object: dict[int, Tensor] = {}
@@ -265,12 +259,3 @@ class ModuleReader:
         kept = {entry.name for entry in entries if entry.kind == "extra"}
         for name in [name for name in self._module if name not in kept]:
             del self._module[name]
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Tell whether a tensor is contiguous. Other tensors are copied as whole storages."""
-    try:
-        tensor.require_contiguous("")
-    except UnsupportedError:
-        return False
-    return True

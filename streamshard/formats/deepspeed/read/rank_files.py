@@ -110,7 +110,6 @@ class TagFiles:
             self._doubles.append(IncompleteError(message, path=path))
 
     def model_part(self, mp_rank: int) -> _RankFiles:
-        """Return the files of one part of the model."""
         return self.model_parts.get(mp_rank, _RankFiles())
 
     def mixed(self) -> Iterator[IncompleteError]:
@@ -255,7 +254,6 @@ class SourceFiles:
             self._notes[Note(f"{text} in {path.name}.", NoteKind.LEFT_OUT)] = None
 
     def path_of(self, storage: Storage) -> Path:
-        """Return the file that a storage was read from."""
         return self.files[storage.file].path
 
     def read_bytes(self, storage: Storage, offset: int, nbytes: int) -> bytes:

@@ -46,8 +46,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class SetErrors:
-    """The errors of a set of shards."""
-
     own: list[SourceError]
     """Errors of single files, whatever set they belong to."""
     together: list[SourceError]

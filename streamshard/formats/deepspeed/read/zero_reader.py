@@ -16,7 +16,7 @@ from streamshard.formats import frameworks
 from streamshard.formats.checkpoint import LIKE, Checkpoint, ModelPart, OtherFile, Reading
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.cut.part_cut import undo_round_robin
-from streamshard.formats.deepspeed.cut.zero_cutting import ModelPartMap, SourceMap, cut_source
+from streamshard.formats.deepspeed.cut.zero_cutting import ModelPartMap, cut_source
 from streamshard.formats.deepspeed.model_parallel.missing_layers import listed_in, missing_layers
 from streamshard.formats.deepspeed.read.agreement import SAME_IN_ALL, disagreements, model_facts
 from streamshard.formats.deepspeed.read.model_files import ModelFile, read_models
@@ -71,9 +71,9 @@ def _read_uncut_part(
     layout = ds_config.zero_layout(config, stage=0, world_size=recorded_ranks(file))
     module = ModuleReader([file], 0, {})
     entries = module.entries({})
-    where = module.assign(entries, first=first, model_part=name)
+    module.assign(entries, first=first, model_part=name)
     module.strip_module(entries)
-    tensors, whole = list(module.tensors), dict(where.whole)
+    tensors, whole = list(module.tensors), dict(module.whole)
     adopt_blobs([model], tensors, whole, first=first, model_part=name)
     return ModelPartReading(
         model_part=ModelPart(name, (), entries, model, {}, {}),
@@ -174,13 +174,9 @@ def _read_shards(
         is_bf16=shards.prefix == "bf16_",
         accelerate_step=accelerate_step(others, layout.world_size * len(readings)),
     )
-    source_map = SourceMap(
-        files=tuple(sources.files),
-        model_parts=tuple(reading.part_map for reading in readings),
-        whole=whole,
-        shards={k: v for reading in readings for k, v in reading.shards.items()},
-    )
-    return cut_source(checkpoint, source_map)
+    frozen = {k: v for reading in readings for k, v in reading.shards.items()}
+    part_maps = [reading.part_map for reading in readings]
+    return cut_source(checkpoint, sources.files, whole, frozen, part_maps)
 
 
 def _part_of(like: Checkpoint | None, number: int, shards: ShardSet) -> ModelPart | None:

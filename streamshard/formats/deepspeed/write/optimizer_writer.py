@@ -9,7 +9,7 @@ import numpy as np
 
 from streamshard.formats.checkpoint import FlatState, ParamGroup, ScalarState
 from streamshard.formats.deepspeed import ds_config, names
-from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
+from streamshard.formats.deepspeed.cut.part_cut import ZeroTarget
 from streamshard.formats.pickle.inert import GETATTR, Call, Global, Node
 from streamshard.formats.torch.torch_tensor import Storage, make_tensor
 from streamshard.layout.cutting import (
@@ -275,10 +275,7 @@ class OptimizerWriter:
         if isinstance(value, FlatState):
             return make_tensor(Storage(value.dtype, numel, share_of(value.dtype)), (numel,))
         if isinstance(value, ScalarState):
-            # A separate storage for each group: the optimizer would advance a shared step tensor
-            # once per group.
-            count = len(value.data) // Storage(value.dtype, 1).nbytes
-            return make_tensor(Storage(value.dtype, count, Literal(value.data)), value.shape)
+            return scalar_tensor(value)
         return value
 
     def _inner(self, states: Mapping[int, Node], members: Sequence[list[int]]) -> dict[str, Node]:
@@ -288,6 +285,15 @@ class OptimizerWriter:
             for group, params in zip(wrapped["param_groups"], members, strict=True)
         ]
         return {**wrapped, "state": dict(states), "param_groups": groups}
+
+
+def scalar_tensor(value: ScalarState) -> Node:
+    """Build a state with one value for a group.
+
+    It has a storage of its own: the optimizer would advance a shared step once per group.
+    """
+    count = len(value.data) // Storage(value.dtype, 1).nbytes
+    return make_tensor(Storage(value.dtype, count, Literal(value.data)), value.shape)
 
 
 def unscaled() -> dict[str, Node]:

@@ -12,13 +12,13 @@ from typing import Final
 from streamshard.errors import UnsupportedError
 from streamshard.formats.checkpoint import FlatState, ParamGroup, ScalarState
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.write.optimizer_writer import OptimizerWriter
-from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
+from streamshard.formats.deepspeed.cut.part_cut import ZeroTarget
+from streamshard.formats.deepspeed.write.optimizer_writer import OptimizerWriter, scalar_tensor
 from streamshard.formats.deepspeed.write.zero_writer import FileImage, model_files
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch.torch_tensor import Storage, make_tensor
 from streamshard.formats.torch.zip_layout import serialize
-from streamshard.model import MASTER, Literal, Whole
+from streamshard.model import MASTER, Whole
 
 _STATES_3: Final = frozenset({"exp_avg", "exp_avg_sq"})
 """The optimizer states that the loader of stage 3 reads: always both, and no others."""
@@ -30,8 +30,6 @@ _LIMIT_NAME: Final = 255
 
 
 class UniversalImages:
-    """Serializes the files of a universal checkpoint."""
-
     def __init__(self, target: ZeroTarget) -> None:
         self._target = target
         self._model_part = target.model_part
@@ -43,7 +41,6 @@ class UniversalImages:
                 _require_directory(name)
 
     def all(self) -> Iterator[FileImage]:
-        """Yield all files."""
         yield from model_files(self._target)
         place = f"{self._target.checkpoint.tag}/{names.UNIVERSAL_PARAMS}"
         yield FileImage(
@@ -66,7 +63,7 @@ class UniversalImages:
             yield key, node if self._is_stage_3 else {"cat_dim": 0, "param": node}
         step = (group.states or {}).get(_STEP)
         if step is not None and not self._is_stage_3:
-            yield _STEP, _scalar(step)
+            yield _STEP, scalar_tensor(step) if isinstance(step, ScalarState) else step
 
     def _global_state(self) -> dict[str, Node]:
         """Build the entries that belong to no parameter: hyper-parameters, loss scaler."""
@@ -105,14 +102,6 @@ class UniversalImages:
         if lost:
             message = f"the optimizer's state '{lost[0]}' has one value for all parameters, which"
             raise UnsupportedError(f"{message} a universal checkpoint has no place for")
-
-
-def _scalar(value: Node) -> Node:
-    """Build a file that holds only a group's step."""
-    if isinstance(value, ScalarState):
-        count = len(value.data) // Storage(value.dtype, 1).nbytes
-        return make_tensor(Storage(value.dtype, count, Literal(value.data)), value.shape)
-    return value
 
 
 def _require_directory(name: str) -> None:

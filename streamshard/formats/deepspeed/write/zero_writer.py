@@ -3,6 +3,7 @@
 Nothing here holds tensor data: each storage describes the content that fills it.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,8 @@ import numpy as np
 from streamshard.errors import UnsupportedError
 from streamshard.formats.checkpoint import Checkpoint, ModuleEntry, ParamGroup
 from streamshard.formats.deepspeed import auto_experts, names
+from streamshard.formats.deepspeed.cut.part_cut import ZeroTarget
 from streamshard.formats.deepspeed.write.optimizer_writer import OptimizerWriter
-from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.pickle.inert_dump import dump
 from streamshard.formats.torch.torch_tensor import Storage, make_size, make_tensor
@@ -41,11 +42,7 @@ class ModuleWriter:
         self._is_cloned = bool(self._model_part.model_state.get(names.EXPERT_COUNTS))
         self._shape: Callable[[tuple[int, ...]], Node] = tuple if self._is_cloned else make_size
         self._entries = {entry.name: entry for entry in self._model_part.module}
-        self._shapes = {
-            t.name: t.shape
-            for t in self._source.tensors
-            if t.state == MASTER and t.model_part == self._model_part.name
-        }
+        self._shapes = target.checkpoint.master_shapes(target.model_part)
 
     def file(self, rank: int | None) -> dict[str, Node]:
         """Build a rank's model file; without a rank, the file that all ranks share."""
@@ -145,12 +142,8 @@ class ModuleWriter:
             if self._is_cloned:
                 return self._module_entry(self._entries[entry.alias_of], made)
             return make_tensor(made[entry.alias_of].args[0], entry.shape)
-        numel = 1
-        for length in entry.shape:
-            numel *= length
-        return make_tensor(
-            Storage(self._entry_dtype(entry), numel, self._entry_content(entry)), entry.shape
-        )
+        numel, content = math.prod(entry.shape), self._entry_content(entry)
+        return make_tensor(Storage(self._entry_dtype(entry), numel, content), entry.shape)
 
     def _entry_dtype(self, entry: ModuleEntry) -> str:
         """Return the module's dtype for weights, as `module.to(dtype)` has it; else the entry's."""
@@ -306,13 +299,11 @@ def dump_files(target: ZeroTarget, name: Callable[[int], str]) -> Iterator[FileI
 
 
 def step_files(step: int, paths: Sequence[str]) -> Iterator[FileImage]:
-    """Yield files that hold only Accelerate's step."""
     for path in paths:
         yield FileImage(path, partial(serialize, {"step": step}))
 
 
 def layer_files(checkpoint: Checkpoint) -> Iterator[FileImage]:
-    """Yield the files of a pipeline's layers."""
     for layer in checkpoint.layers:
         yield FileImage(f"{checkpoint.tag}/{layer.name}", partial(serialize, layer.state))
 
