@@ -159,9 +159,9 @@ BROKEN: list[tuple[Callable[[Path], Path], type[StreamshardError], str]] = [
         r"Load it as it is, with engine\.load_checkpoint\(\), on any multiple of the expert-para",
     ),
     (
-        with_changes(ds_autoep_layers=[{"ep_size": 2}], num_experts=[4, 4]),
+        with_changes(ds_autoep_layers=[{"ep_size": 2}], folding={"tp_size": 2}),
         UnsupportedError,
-        r"trained with AutoEP \('ds_autoep_layers' says so\) at ZeRO stage 0.*load_checkpoint on",
+        r"trained with AutoEP \('ds_autoep_layers' says so\) and AutoTP, .*load_checkpoint on",
     ),
     *((without_part(part), IncompleteError, LOST_PART) for part in range(2)),
     (without_optimizer_in_part, DisagreementError, r"mp_rank_01.*holds no optimizer's state"),

@@ -48,6 +48,7 @@ DATA_FIRST = spread(1, 2, "-data-first", use_data_before_expert_parallelism=True
 FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
 OPTIMIZER_2, OPTIMIZER_1 = (spread(1, d, "-bf16-optimizer", **FP32_GRADIENTS) for d in (2, 1))
 RESHARDINGS = [
+    Divided(spread(0, 2), 4, 2),
     Divided(ON_2, 4, 2),
     again(ON_4, 4, spread(1, 2), 6, 2),
     again(ROUND_2, 4, ROUND_1, 2, 1),

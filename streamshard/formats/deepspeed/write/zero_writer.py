@@ -69,8 +69,9 @@ class ModuleWriter:
 
     def _uncut(self, module: Mapping[str, Node]) -> dict[str, Node]:
         """Build the model file of stage 0, which also holds the optimizer's state."""
-        source = self._model_part.model_state
-        state: dict[str, Node] = {**source, names.DP_WORLD_SIZE: self._layout.world_size}
+        world_size = self._layout.world_size
+        source = auto_experts.with_sharing(self._model_part.model_state, world_size)
+        state: dict[str, Node] = {**source, names.DP_WORLD_SIZE: world_size}
         if source[names.MODULE_STATE] is not None:  # it is None with pipeline parallelism
             state[names.MODULE_STATE] = module
         if names.DS_CONFIG in source:
