@@ -204,7 +204,7 @@ class MergeOptions(WritingOptions):
     )
     dtype: str = option(
         "",
-        "what to cast them to [fp32]",
+        "what to cast them to, as export does [fp32]",
         default="fp32",
         choices=tuple(DTYPES),
         group=OUTPUT,

@@ -169,7 +169,7 @@ class ServedFiles:
         return made
 
     def fill(self, region: Region, view: memoryview) -> None:
-        """Fill a view with a region: in windows, but for chunks that are decoded at once."""
+        """Fill a view with a region: in windows, except chunks that are decoded at once."""
         filler = RegionFiller(region, self._reader, self._scratch)
         if self._source.codec_bytes:
             filler.fill(view)

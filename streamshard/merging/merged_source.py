@@ -94,7 +94,7 @@ class Merging:
                 found.append(
                     f"{place_of(one)} has other values of {some_of(names, _MOST_NAMED)}: buffers "
                     f"and frozen weights are not averaged, and are those of {place_of(base)}. "
-                    "Statistics of activations, as BatchNorm keeps, have to be computed anew."
+                    "Statistics of activations, as BatchNorm keeps, have to be computed again."
                 )
         return found
 

@@ -19,7 +19,7 @@ from tests.job import EXPERTS, TAG, Job
     "tag",
     [
         "..", ".", "/etc", "../run", f"{TAG}/..", f"{TAG}\nmore", f"{TAG}\0", "a" * 5000,
-        "\x1b[2J", "\udcff", f"./{TAG}", f"{TAG}/.",
+        "\x1b[2J", "\udcff", f"./{TAG}/..", f"./../{TAG}",
     ],
     ids=repr,
 )  # fmt: skip
@@ -221,8 +221,8 @@ def test_a_tag_directory_knows_its_run_directory(epochs: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     "tag",
-    ["../run/epoch/1", "/epoch/1", "epoch/../epoch/1", "epoch//1", "epoch/1/", "epoch/away/1",
-     ".streamshard.trash/1", "latest/1"],
+    ["../run/epoch/1", "/epoch/1", "//epoch/1", "epoch/../epoch/1", "epoch/away/1",
+     ".streamshard.trash/1", "./.streamshard.trash/1", "latest/1"],
 )  # fmt: skip
 def test_what_leads_out_is_refused(epochs: Path, tmp_path: Path, tag: str) -> None:
     shutil.copytree(epochs / "epoch", tmp_path / "elsewhere")
@@ -237,6 +237,18 @@ def test_what_leads_out_is_refused(epochs: Path, tmp_path: Path, tag: str) -> No
     assert str(epochs) in named.err
     compacted = in_process("compact", epochs, tmp_path / "archive", "--delete", "--min-age", "0s")
     assert compacted.code == 3
+
+
+@pytest.mark.parametrize("tag", ["./epoch/1", "epoch//1", "epoch/1/"])
+def test_a_tag_is_the_path_that_a_job_would_open(epochs: Path, tmp_path: Path, tag: str) -> None:
+    (epochs / "latest").write_text(tag)
+    for words in ([], ["--tag", tag]):
+        found = json.loads(passed("inspect", epochs, *words, "--json").out)
+        assert found["tag"] == "epoch/1"
+    how = ("--delete", "--min-age", "0s", "--json")
+    told = json.loads(in_process("compact", epochs, tmp_path / "archive", *how).out)
+    kept = {one["tag"]: one["reason"] for one in told["tags"] if one["action"] == "kept"}
+    assert kept["epoch/1"] == "'latest' names it"
 
 
 def test_the_message_names_the_tags_there_are(epochs: Path) -> None:

@@ -131,7 +131,7 @@ class _Page:
         doubts = [f"SUSPICIOUS  {one.path}: {w}" for one in found for w in one.warnings]
         shown = doubts if self._verbose else doubts[-_DOUBTS_SHOWN:]
         self.texts(shown)
-        self.add(more_text(len(doubts) - len(shown), what="such lines before these"))
+        self.add(more_text(len(doubts) - len(shown), what="more of this kind"))
         unread = [one for one in found if one.is_whole and one.is_healthy is None]
         if unread:
             one = f"{path.rstrip('/')}/{unread[-1].path}"

@@ -66,7 +66,7 @@ _SCRATCH: Final = "tmp"
 _GROUPS: Final = "param_groups"
 _AFFINE_MAP: Final = "affine_map"
 _UNKEPT: Final = {"amsgrad": "max_exp_avg_sq", "momentum_decay": "mu_product"}
-"""Hyper-parameter of an optimizer → the state that it has besides those that the converter reads.
+"""Hyper-parameter of an optimizer → the state that it has apart from what the converter reads.
 
 By torch's Adam, AdamW and NAdam (2.13).
 """

@@ -16,7 +16,7 @@ _SHORTENED: Final = "%~"
 """Stands for the rest of a name that is too long; the SHA-256 of the whole name follows."""
 _CUT_ESCAPE: Final = re.compile("%[0-9A-F]?$")
 _SAFE: Final = " !#$&'()+,;=@[]{}~^"
-"""Characters that are kept, besides those that no URL escapes."""
+"""Characters that are kept, in addition to those that no URL escapes."""
 _PLAIN: Final = re.compile(
     rf"(?!__|zarr\.json$|\.+$)[\w.\-{re.escape(_SAFE)}]{{1,{_LIMIT_NAME}}}", re.ASCII
 )

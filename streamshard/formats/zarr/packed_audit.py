@@ -1,4 +1,4 @@
-"""Checks what is in a packed store's file besides the store's files: headers, padding, descriptors.
+"""Checks what a packed store's file holds next to the store's files: headers, padding, descriptors.
 
 Zip readers differ in which of these they go by. What the store's files hold is checked elsewhere.
 """

@@ -155,7 +155,7 @@ class RunAssessment:
         return [*self._names]
 
     def _deeper(self, found: Sequence[str]) -> list[str]:
-        """List the tags beside the one that `latest` names, if that lies deeper than others can."""
+        """List the tags around the one that `latest` names, if that lies deeper than others can."""
         with suppress(SourceError):  # reported where it is read for what it says
             name = names.latest_of(self._root) or ""
             place = self._root / name

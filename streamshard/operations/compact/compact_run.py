@@ -50,6 +50,7 @@ from streamshard.operations.compact.tag_health import growth
 from streamshard.operations.compact.weights_only import drop_states
 from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.target import is_there
+from streamshard.sizes import counted
 from streamshard.verb_options import CompactOptions
 
 _LOCK: Final = f"{names.OWN_PREFIX}.lock"
@@ -118,8 +119,9 @@ class CompactRun:
         with suppress(TargetError):  # emptying the trash reports this error
             trashed = context.trash.all_tags()
         if trashed and not any(is_there(context.archived(tag).receipt) for tag in trashed):
-            message = f"{context.archive_dir}: has no receipt of any of the {len(trashed):,} tags"
-            message = f"{message} in the trash of {context.run_dir}. Is it mounted, and is it the"
+            tags = counted(len(trashed), "tag")
+            message = f"{context.archive_dir}: has no receipt of what is in the trash of"
+            message = f"{message} {context.run_dir} ({tags}). Is it mounted, and is it the"
             raise IncompleteError(f"{message} directory of their archives? Nothing was done")
 
     def _recorded(self, results: Iterator[CompactedTag]) -> Iterator[CompactedTag]:

@@ -93,7 +93,8 @@ class _PlacedPart:
 
 def _other_size() -> IntegrityError:
     message = "what an earlier run wrote here has another size now: the libraries that compress it"
-    return IntegrityError(f"{message} are others. Start afresh with {Option('overwrite', True)}")
+    again = f"Start from the beginning with {Option('overwrite', True)}"
+    return IntegrityError(f"{message} are others. {again}")
 
 
 class _Places:

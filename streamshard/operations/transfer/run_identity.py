@@ -92,8 +92,8 @@ class RunIdentity:
         """Refuse to continue what a run with the header `other` began, if it is another run."""
         difference = self.difference(other)
         if difference is not None:
-            message = f"{place}: {difference}. Run that one again to finish it, or give"
-            raise TargetExistsError(f"{message} {Option('overwrite', True)} to start afresh")
+            message = f"{place}: {difference}. Run that one again to finish it, or start from the"
+            raise TargetExistsError(f"{message} beginning with {Option('overwrite', True)}")
 
     def difference(self, other: Mapping[str, Any]) -> str | None:
         """Describe the difference to an earlier run with the header `other`; None if none."""

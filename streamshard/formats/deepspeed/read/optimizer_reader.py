@@ -40,7 +40,7 @@ from streamshard.model import MASTER, Slot, ZeroLayout
 
 
 def _unwrapped(states: Node) -> Node:
-    """Return a unit's states with those beside the others that bitsandbytes wraps in a dict.
+    """Return a unit's states with those next to the others that bitsandbytes wraps in a dict.
 
     `Optimizer8bit.state_dict` (0.50.2) wraps those with 32 bits too; its `load_state_dict`
     takes both forms, as older versions take this one.

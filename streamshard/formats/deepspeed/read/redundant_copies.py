@@ -47,9 +47,9 @@ def steps_apart(groups: Sequence[ParamGroup], model: Mapping[str, Node]) -> Iter
     if lag:
         text = (
             f"The optimizer's files are of step {show(max(taken))}, the model's of step "
-            f"{show(max(taken) + lag)} (skipped steps are not counted). Unless the run started its "
-            "optimizer afresh, a job died while it saved this tag for the second time, and the "
-            "files are of two saves: take another tag."
+            f"{show(max(taken) + lag)} (skipped steps are not counted). Either the run began with "
+            "a new optimizer; or a job died while it saved this tag again, and the files are of "
+            "two saves: then take another tag."
         )
         yield Note(text, NoteKind.MIXED)
 
