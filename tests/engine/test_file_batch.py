@@ -42,8 +42,17 @@ class Case:
             block_bytes=7,
         )
 
+    def bounds(self) -> Iterator[tuple[int, int]]:
+        return pairwise([0, *accumulate(self.sizes)])
+
+    def content(self) -> Sequence[Fixed] | Region:
+        whole = self.part(0, sum(self.sizes))
+        if isinstance(whole, Region):
+            return whole
+        return [Fixed(self.data[start:stop]) for start, stop in self.bounds()]
+
     def files(self) -> Iterator[TargetFile]:
-        for path, bounds in zip(self.paths, pairwise([0, *accumulate(self.sizes)]), strict=True):
+        for path, bounds in zip(self.paths, self.bounds(), strict=True):
             yield TargetFile(path, [Span(0, [self.part(*bounds)])], take=self.taker(path))
 
     def taker(self, path: str) -> Callable[[SpanResult], None]:
@@ -58,7 +67,7 @@ class Case:
             self.paths,
             list(accumulate(self.sizes)),
             sum(file.span_bytes for file in self.files()),
-            lambda: self.part(0, sum(self.sizes)),
+            self.content,
             [self.taker(path) for path in self.paths],
             self.files,
         )

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 
 import streamshard
-from streamshard.engine.run.work import Fixed, Region
+from streamshard.engine.run.work import Region
 from streamshard.layout.memory_plan import MIN_WINDOW_BYTES, WINDOW_BYTES
 from streamshard.operations.convert import small_layouts
 from streamshard.operations.convert.small_layouts import SmallLayouts, together
@@ -43,17 +44,17 @@ def members(found: Sequence[Layout]) -> Iterator[FileLayout]:
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize(("most_files", "window"), [(128, WINDOW_BYTES), (7, 2000)])
+@pytest.mark.parametrize(("most_files", "most_bytes"), [(128, 8 * WINDOW_BYTES), (7, 2000)])
 def test_every_file_is_there_once_and_batches_are_bounded(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     stage: int,
     codec: str,
     most_files: int,
-    window: int,
+    most_bytes: int,
 ) -> None:
     monkeypatch.setattr(small_layouts, "_MOST_FILES", most_files)
-    monkeypatch.setattr(small_layouts, "WINDOW_BYTES", window)
+    monkeypatch.setattr(small_layouts, "_MOST_BYTES", most_bytes)
     plan, files = planned(tmp_path, stage, codec)
     found = list(together(files, plan.source))
     assert list(members(found)) == files
@@ -64,14 +65,15 @@ def test_every_file_is_there_once_and_batches_are_bounded(
         batch = some.divided(divider)
         sizes = [layout.pieces[0].nbytes for layout in some.layouts]
         assert len(sizes) <= most_files
-        assert sum(sizes) <= window or len(sizes) == 1
+        assert sum(sizes) <= most_bytes or len(sizes) == 1
         assert batch.stops[-1] == sum(sizes)
         assert max(sizes) <= MIN_WINDOW_BYTES
         alone = [part for file in batch.singly() for span in file.spans for part in span.parts]
         assert batch.nbytes == sum(part.nbytes for part in alone)
         content = batch.make()
-        if isinstance(content, Fixed):
-            assert content.data == b"".join(p.data for p in alone if isinstance(p, Fixed))
+        if not isinstance(content, Region):
+            assert list(content) == alone
+            assert batch.stops == list(accumulate(len(fixed.data) for fixed in content))
             continue
         regions = [part for part in alone if isinstance(part, Region)]
         assert content.content_bytes == sum(region.content_bytes for region in regions)

@@ -3,7 +3,6 @@
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 from streamshard.engine.journals.journal import Written
@@ -18,13 +17,13 @@ from streamshard.io.retry import StoppedError
 
 @dataclass(frozen=True, eq=False, slots=True)
 class FileBatch:
-    """Small files, each with a part of one content; see `SmallFiles`."""
+    """Small files of known bytes, or each with a part of one region; see `SmallFiles`."""
 
     paths: Sequence[str]
     stops: Sequence[int]
-    """Where each file's part of the content ends; no part is larger than the smallest window."""
+    """Where each file's part of a region ends; no part is larger than the smallest window."""
     nbytes: int
-    make: Callable[[], Fixed | Region]
+    make: Callable[[], Sequence[Fixed] | Region]
     """Makes the content. A region's trailer, codec and blocks are those of each file."""
     takes: Sequence[Callable[[SpanResult], None]]
     """Called with each file's result."""
@@ -44,18 +43,19 @@ class FileBatch:
         """Write all files."""
         content, new = self.make(), NewFiles(root, worker.stop)
         with target_errors(root):
-            if isinstance(content, Fixed):
-                return self._write_fixed(memoryview(content.data), worker, new)
-            return self._write_region(content, worker, new)
+            if isinstance(content, Region):
+                return self._write_region(content, worker, new)
+            return self._write_fixed(content, worker, new)
 
-    def _write_fixed(self, data: memoryview, worker: SpanWriter, new: NewFiles) -> list[SpanResult]:
+    def _write_fixed(
+        self, content: Sequence[Fixed], worker: SpanWriter, new: NewFiles
+    ) -> list[SpanResult]:
         found = []
-        for path, (start, stop) in zip(self.paths, pairwise((0, *self.stops)), strict=True):
+        for path, fixed in zip(self.paths, content, strict=True):
             _require_going_on(worker)
-            new.write(path, [data[start:stop]])
-            written = Written(stop - start, crc32(data[start:stop]))
-            found.append(SpanResult(0, written, ()))
-        worker.window.advance(len(data))
+            new.write(path, [fixed.data])
+            found.append(SpanResult(0, Written(fixed.nbytes, crc32(fixed.data)), ()))
+        worker.window.advance(self.nbytes)
         return found
 
     def _write_region(self, region: Region, worker: SpanWriter, new: NewFiles) -> list[SpanResult]:

@@ -26,6 +26,8 @@ from streamshard.operations.transfer.file_layout import (
 _SMALL_BYTES: Final = MIN_WINDOW_BYTES // 2
 """For larger files the bytes cost more than the calls of the system."""
 _MOST_FILES: Final = 128
+_MOST_BYTES: Final = 8 * WINDOW_BYTES
+"""Of all files of a batch: small enough for all workers to get some."""
 
 
 def together(layouts: Iterable[FileLayout], source: Source) -> Iterator[Layout]:
@@ -34,7 +36,7 @@ def together(layouts: Iterable[FileLayout], source: Source) -> Iterator[Layout]:
     for layout in layouts:
         like = _like(layout, source)
         nbytes, copies = nbytes + like.nbytes, copies + like.copies
-        is_full = nbytes > WINDOW_BYTES or copies > MOST_COPIES or len(joined) == _MOST_FILES
+        is_full = nbytes > _MOST_BYTES or copies > MOST_COPIES or len(joined) == _MOST_FILES
         if joined and (is_full or like.kind != of.kind):
             yield SmallLayouts(joined, source)
             joined, nbytes, copies = [], like.nbytes, like.copies
@@ -86,10 +88,13 @@ class SmallLayouts:
 
     def divided(self, divider: Divider) -> FileBatch:
         """Return the files as one piece of work; see `Layout`."""
+        first = self.layouts[0].pieces[0]
+        trailer = first.trailer if isinstance(first, Elements) else None
+        stops = list(accumulate(layout.pieces[0].nbytes for layout in self.layouts))
         return FileBatch(
             paths=[layout.path for layout in self.layouts],
-            stops=list(accumulate(layout.pieces[0].nbytes for layout in self.layouts)),
-            nbytes=sum(layout.nbytes for layout in self.layouts),
+            stops=stops,
+            nbytes=stops[-1] + len(stops) * (trailer.nbytes if trailer else 0),
             make=partial(self._content, divider),
             takes=[layout.take for layout in self.layouts],
             files=partial(self._files, divider),
@@ -98,12 +103,12 @@ class SmallLayouts:
     def _files(self, divider: Divider) -> Iterator[TargetFile]:
         return map(divider.target, self.layouts)
 
-    def _content(self, divider: Divider) -> Fixed | Region:
-        """Make the content of all files, one behind the other."""
+    def _content(self, divider: Divider) -> Sequence[Fixed] | Region:
+        """Make the content of all files: that of chunks, one behind the other."""
         pieces = [layout.pieces[0] for layout in self.layouts]
         parts = [piece for piece in pieces if isinstance(piece, Elements)]
         if not parts:
-            return Fixed(b"".join(piece.data for piece in pieces if isinstance(piece, Fixed)))
+            return [piece for piece in pieces if isinstance(piece, Fixed)]
         tensors = [part.content.tensor for part in parts if isinstance(part.content, Whole)]
         numels = [self.source.checkpoint.tensors[tensor].numel for tensor in tensors]
         columns = [tensors, [part.start for part in parts], [part.nbytes for part in parts], numels]

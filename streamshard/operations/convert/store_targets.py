@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from pathlib import Path
+from typing import Final
 
 import google_crc32c
 import numpy as np
@@ -45,6 +46,8 @@ from streamshard.operations.transfer.byte_accounting import ByteCounts
 from streamshard.operations.transfer.file_layout import Elements, FileLayout, fixed_files
 from streamshard.operations.transfer.report import Progress, Report
 from streamshard.operations.transfer.target_writer import Pass
+
+_TRAILER: Final = Trailer(is_crc32c=True)
 
 
 class StoreTargets:
@@ -192,7 +195,7 @@ class StoreTargets:
             chunk.nbytes,  # zeros past the tensor's end are stored too
             dtype,
             chunk.start,
-            Trailer(is_crc32c=True),
+            _TRAILER,
             codec=None if is_raw else BloscChunk(self._codec, ITEMSIZE[dtype]),
             block_bytes=BLOCK_BYTES if is_raw else 0,
         )

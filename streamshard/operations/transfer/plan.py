@@ -15,6 +15,7 @@ from streamshard.io.files import require_all_unchanged, target_errors
 from streamshard.io.object_path import as_path, is_packed_name
 from streamshard.io.page_cache import drop_cached
 from streamshard.io.place import place_of
+from streamshard.io.writable import LEAST_BYTES
 from streamshard.layout.memory_plan import COMPARING_BYTES, MemoryPlan
 from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.transfer import execution, plan_file
@@ -209,7 +210,7 @@ def plan_output(
         limit_bytes=limit_bytes,
         copies_bytes=copies_bytes,
         reopened=output.reopened * options.verify,
-        copies=not (encodes or source.codec_bytes),
+        copies=not (encodes or source.codec_bytes) and bytes_written > count * LEAST_BYTES,
         encodes=encodes,
         requests_bytes=request_bytes(file.path for file in source.files)
         + (0 if output.packs else writing_bytes),
