@@ -148,6 +148,7 @@ class ComparedFile:
     """An open file of a packed store that is compared with what a run would write; see `Sink`."""
 
     version = ""
+    only_grows = False
     block_bytes = 1
     descriptor = -1
 

@@ -82,6 +82,7 @@ class ObjectSink:
     `must_be_new`: whether an object that is there already is an error; for small ones.
     """
 
+    only_grows = True
     block_bytes = 1
     descriptor = -1
 
@@ -177,6 +178,7 @@ class WrittenObject:
     """An object that was uploaded, to be read back; see `Sink`."""
 
     version = ""
+    only_grows = True
     block_bytes = 1
     descriptor = -1
 
