@@ -16,6 +16,7 @@ from numcodecs.blosc import Blosc
 from numpy.typing import NDArray
 
 from benchmarks._measure import STREAMSHARD, files_in, succeed, warm
+from streamshard.formats.zarr.blosc_frame import PIECE_BYTES
 from streamshard.io.changes import sync_tree
 from streamshard.io.sink import write_blocks
 from streamshard.io.writable import aligned, open_direct
@@ -35,8 +36,9 @@ Chunk = NDArray[Any]
 def speeds(run: Path, tag: str, runs: int) -> tuple[int, list[list[str]]]:
     """Convert a checkpoint to a compressed store and back, and its chunks by as little as it takes.
 
-    That is the codec by itself, over chunks that are in memory, and a bare loop that reads them
-    from files, encodes and writes them, and syncs at the end.
+    That is the codec by itself, over chunks that are in memory, whole into new memory and in pieces
+    into memory that is used again, and a bare loop that reads pieces, encodes and writes them past
+    the page cache, and syncs at the end.
 
     Returns
     -------
@@ -63,6 +65,8 @@ def speeds(run: Path, tag: str, runs: int) -> tuple[int, list[list[str]]]:
             _, took = _timed(pool, CODEC.decode, encoded)
             seconds.setdefault("decode, the codec alone", []).append(took)
             del encoded
+            _, took = _timed(pool, _encode_pieces, chunks)
+            seconds.setdefault("encode, the codec in pieces", []).append(took)
             seconds.setdefault("encode, a bare loop", []).append(_bare(pool, paths, bare))
         for name, reads, command in (
             ("encode, convert --codec zstd", run / tag, ("convert", run / tag, packed, *ZSTD)),
@@ -80,27 +84,35 @@ def speeds(run: Path, tag: str, runs: int) -> tuple[int, list[list[str]]]:
     return nbytes, rows
 
 
+def _encode_pieces(chunk: Chunk) -> None:
+    step = PIECE_BYTES // chunk.itemsize
+    for start in range(0, len(chunk), step):
+        CODEC.encode(chunk[start : start + step])
+
+
 def _bare(pool: ThreadPoolExecutor, paths: Sequence[tuple[Path, int]], target: Path) -> float:
-    """Read, encode and write all chunks past the page cache, and sync; returns the seconds."""
+    """Read, encode and write all chunks piece by piece, and sync; returns the seconds."""
     local = threading.local()
 
     def do(job: tuple[int, tuple[Path, int]]) -> None:
         number, (path, itemsize) = job
-        size = path.stat().st_size
-        if len(getattr(local, "buffer", b"")) < size:
-            local.buffer = bytearray(size)
-        with path.open("rb", buffering=0) as stream:
-            stream.readinto(memoryview(local.buffer)[:size])
-        content = np.frombuffer(
-            local.buffer, dtype=f"V{itemsize}", count=(size - _CHECKSUM_BYTES) // itemsize
-        )
-        encoded, made = CODEC.encode(content), target / str(number)
-        if len(getattr(local, "window", b"")) < len(encoded):
-            local.window = aligned(len(encoded))
-        local.window[: len(encoded)] = encoded
-        with made.open("wb", buffering=0) as stream:
+        if not hasattr(local, "window"):
+            local.piece, local.window = bytearray(PIECE_BYTES), aligned(2 * PIECE_BYTES)
+        filled = offset = 0
+        made, size = target / str(number), path.stat().st_size - _CHECKSUM_BYTES
+        with path.open("rb", buffering=0) as source, made.open("wb", buffering=0) as stream:
             direct = open_direct(made, stream.fileno())
-            write_blocks(stream.fileno(), direct, local.window[: len(encoded)], 0)
+            for start in range(0, size, PIECE_BYTES):
+                piece = memoryview(local.piece)[: min(PIECE_BYTES, size - start)]
+                source.readinto(piece)
+                encoded = memoryview(CODEC.encode(np.frombuffer(piece, dtype=f"V{itemsize}")))
+                while len(encoded):
+                    fits = encoded[: len(local.window) - filled]
+                    local.window[filled : filled + len(fits)] = fits
+                    filled, encoded = filled + len(fits), encoded[len(fits) :]
+                    if filled == len(local.window) or start + PIECE_BYTES >= size:
+                        write_blocks(stream.fileno(), direct, local.window[:filled], offset)
+                        filled, offset = 0, offset + filled
             if direct >= 0:
                 os.close(direct)
 

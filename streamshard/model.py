@@ -235,6 +235,13 @@ Memory = Callable[[int], memoryview]
 class StoredBytes(Protocol):
     """The bytes of an open file, as a decoder reads them."""
 
+    @property
+    def takes_requests(self) -> bool:
+        """Whether each reading takes a request to a service, which takes long."""
+
+    def will_need(self, offset: int, nbytes: int) -> None:
+        """Start reading a range that is needed soon, without waiting."""
+
     def read_into(self, view: memoryview, offset: int) -> int:
         """Fill a view from an offset; returns the bytes read, fewer only at the file's end."""
 

@@ -28,6 +28,10 @@ class Sink(Protocol):
         """Etag of a complete object; empty for a local file."""
 
     @property
+    def only_grows(self) -> bool:
+        """Whether bytes can only be written behind those before them."""
+
+    @property
     def block_bytes(self) -> int:
         """Divisor by which a view in memory should be as far from a boundary as in the file."""
 
@@ -52,6 +56,7 @@ class WrittenFile:
     """A file that is complete, to be read back; see `Sink`."""
 
     version = ""
+    only_grows = True
     block_bytes = 1
     descriptor = -1
 
@@ -78,6 +83,7 @@ class LocalSink:
     """
 
     version = ""
+    only_grows = False
 
     def __init__(self, descriptor: int, direct: int = -1) -> None:
         self.descriptor = descriptor
@@ -131,6 +137,7 @@ class InnerPages:
     """
 
     version = ""
+    only_grows = False
 
     def __init__(self, sink: LocalSink, start: int, stop: int, page_bytes: int) -> None:
         self._sink = sink

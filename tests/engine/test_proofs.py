@@ -21,6 +21,7 @@ PAGE = 16
 
 class Noted:
     descriptor = -1
+    only_grows = False
     block_bytes = 1
 
     def __init__(self) -> None:

@@ -3,7 +3,7 @@
 import os
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +22,7 @@ from streamshard.engine.run.window import Window, unwritten_bytes
 from streamshard.engine.run.work import Fixed, Region, RegionResult, Span, Trailer
 from streamshard.io.entries import identify
 from streamshard.io.sink import LocalSink
-from streamshard.model import Digest, SourceFile
+from streamshard.model import Digest, Memory, SourceFile
 from tests.engine.fakes import FakeReader, Row, copies_of, expected, regions
 
 Drawn = tuple[list[bytes], list[Row], int]
@@ -105,18 +105,66 @@ def test_parts_follow_each_other_at_the_offset(drawn: Sequence[bytes | Drawn], w
 
 
 class Backwards:
-    """A codec that remembers what it encoded."""
+    """A codec that turns pieces around, behind a byte of each, and remembers what it encoded."""
+
+    piece_bytes = 4
 
     def __init__(self) -> None:
         self.seen: list[bytes] = []
 
     def encode(self, content: memoryview) -> bytes:
-        self.seen.append(bytes(content))
-        return b"<" + bytes(content[::-1]) + b">"
+        made = self.encoder(len(content))
+        at, turned = 0, b""
+        for nbytes in self.sizes(len(content)):
+            turned += made.add(content[at : at + nbytes])
+            at += nbytes
+        return made.head + turned
+
+    def encoder(self, nbytes: int) -> "TurnsAround":
+        return TurnsAround(self.seen, len(self.sizes(nbytes)))
+
+    def sizes(self, nbytes: int) -> list[int]:
+        count = max(1, nbytes // 4)
+        return [4] * (count - 1) + [nbytes - 4 * (count - 1)]
+
+    def pieces(
+        self, read: Callable[[memoryview], None], nbytes: int, content_bytes: int, room: Memory
+    ) -> Iterator[tuple[int, int, memoryview]]:
+        sizes, at = self.sizes(content_bytes), 0
+        read(room(len(sizes)))
+        for size in sizes:
+            view = room(size)
+            read(view)
+            yield at, at + size, view
+            at += size
 
     def decode(self, encoded: memoryview, content: memoryview) -> None:
-        for at in range(len(content)):
-            content[at] = encoded[-2 - at]
+        if len(encoded):
+            content[:] = encoded[::-1]
+
+
+class TurnsAround:
+    def __init__(self, seen: list[bytes], count: int) -> None:
+        self.seen, self.count, self.sums = seen, count, b""
+
+    def add(self, piece: memoryview) -> memoryview:
+        self.seen.append(bytes(piece))
+        self.sums += bytes([1 + sum(piece) % 255])
+        return memoryview(bytes(piece[::-1]))
+
+    @property
+    def head(self) -> bytes:
+        return self.sums.ljust(self.count, b"?")
+
+
+class OnlyGrows(LocalSink):
+    """A file that is written as objects are."""
+
+    only_grows = True
+
+    def write(self, view: memoryview, offset: int) -> None:
+        assert offset == os.fstat(self.descriptor).st_size
+        super().write(view, offset)
 
 
 def checked(found: RegionResult, content: bytes, overflowed: int = 0) -> None:
@@ -126,9 +174,9 @@ def checked(found: RegionResult, content: bytes, overflowed: int = 0) -> None:
     assert found.overflowed == overflowed
 
 
-@given(regions(), st.integers(1, 30), st.booleans(), st.booleans())
+@given(regions(), st.integers(1, 30), st.booleans(), st.booleans(), st.booleans())
 def test_what_is_recalled_is_known_as_if_it_were_written(
-    drawn: Drawn, window: int, is_encoded: bool, is_crc32c: bool
+    drawn: Drawn, window: int, is_encoded: bool, is_crc32c: bool, only_grows: bool
 ) -> None:
     contents, rows, nbytes = drawn
     region = Region(
@@ -142,13 +190,13 @@ def test_what_is_recalled_is_known_as_if_it_were_written(
     # A region that is encoded is alone in its file.
     span = Span(0, [region] if is_encoded else [Fixed(b"#"), region, Fixed(b"!"), region])
     content = expected(contents, rows, nbytes)
-    stored = b"<" + content[::-1] + b">" if is_encoded else content
+    stored = Backwards().encode(memoryview(content)) if is_encoded else content
     crc32 = google_crc32c.value(stored) if is_crc32c else zlib.crc32(stored)
     one = stored + crc32.to_bytes(4, "little")
     whole = one if is_encoded else b"#" + one + b"!" + one
     writer = Window(buffer(window), buffer(8), FakeReader(contents))
     with file_of() as sink:
-        found = writer.write(span, sink)
+        found = writer.write(span, OnlyGrows(sink.descriptor) if only_grows else sink)
         assert held(sink) == whole
         assert found.written == Written(len(whole), zlib.crc32(whole))
         offsets = [0] if is_encoded else [1, 2 + len(one)]
@@ -195,8 +243,9 @@ def test_of_what_was_encoded_before_nothing_is_left() -> None:
     for nbytes, rows in ((8, [(0, 0, 0, 8)]), (6, [(0, 1, 2, 2)]), (9, [(0, 0, 0, 3)])):
         region = Region(nbytes, copies_of(rows), trailer=Trailer(), codec=codec)
         with file_of() as sink:
-            assert window.write(Span(0, [region]), sink).written.nbytes == nbytes + 2 + 4
-    assert codec.seen == [b"abcdefgh", b"\0\0bc\0\0", b"abc" + bytes(6)]
+            head_bytes = nbytes // 4
+            assert window.write(Span(0, [region]), sink).written.nbytes == head_bytes + nbytes + 4
+    assert codec.seen == [b"abcd", b"efgh", b"\0\0bc\0\0", b"abc\0", bytes(5)]
 
 
 @given(regions(4), st.integers(2, 40), st.integers(4, 40))

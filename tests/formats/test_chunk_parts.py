@@ -1,7 +1,10 @@
-"""A part of a compressed chunk is decoded without the rest of it."""
+"""Chunks are compressed and decompressed in pieces, and a part without the rest of it."""
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numcodecs.blosc
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,9 +13,11 @@ from isal import isal_zlib
 
 from streamshard.engine.numeric.checksums import crc32c
 from streamshard.errors import IntegrityError
+from streamshard.formats.zarr.blosc_frame import PIECE_BYTES
 from streamshard.formats.zarr.chunks import (
     BloscChunk,
     EncodedChunk,
+    most_encoded_bytes,
     serialize_checksum,
 )
 
@@ -22,8 +27,13 @@ NUMELS = [1, 1000, BLOCK // 4, 3 * BLOCK // 4, 3 * BLOCK // 4 + 5, 5 * BLOCK // 
 
 
 class InMemory:
+    takes_requests = False
+
     def __init__(self, data: bytes) -> None:
         self.data = data
+
+    def will_need(self, offset: int, nbytes: int) -> None:
+        pass
 
     def read_into(self, view: memoryview, offset: int) -> int:
         found = self.data[offset : offset + len(view)]
@@ -65,21 +75,93 @@ def test_any_part(codec: str, is_noise: bool, numel: int, data: st.DataObject) -
     start = data.draw(st.integers(0, len(content) - 1))
     stop = data.draw(st.integers(start + 1, len(content)))
     made, stored = chunk(content, codec)
-    first, found = decode(made, stored, (start, stop))
-    assert first <= start < stop <= first + len(found)
-    assert found == content[first : first + len(found)]
-    first, found = decode(made, stored, None)
-    assert (first, bytes(found)) == (0, content)
+    for part in ((start, stop), None):
+        first, found = decode(made, stored, part)
+        wanted = part or (0, len(content))
+        assert (first, bytes(found)) == (wanted[0], content[wanted[0] : wanted[1]])
 
 
-def test_no_more_than_the_blocks_that_hold_it() -> None:
-    content = floats(5 * BLOCK // 4 - 1, is_noise=False)
-    made, stored = chunk(content, "zstd")
-    for start, stop, blocks in ((0, 1, 1), (BLOCK - 1, BLOCK + 1, 2), (BLOCK, 2 * BLOCK, 1)):
-        first, found = decode(made, stored, (start, stop))
-        assert (first, len(found)) == (start // BLOCK * BLOCK, blocks * BLOCK)
-    _, last = decode(made, stored, (len(content) - 1, len(content)))
-    assert len(last) == 2 * BLOCK - 4
+def mixed(numel: int, noise: Sequence[int]) -> bytes:
+    """Return floats of which some stretches, of a piece in length, do not become smaller."""
+    content = bytearray(floats(numel, is_noise=False))
+    for number in noise:
+        there = slice(number * PIECE_BYTES + 12, (number + 1) * PIECE_BYTES + 12)
+        content[there] = np.random.default_rng(number).bytes(len(content[there]))
+    return bytes(content)
+
+
+def encoded_in_pieces(content: bytes, codec: str, itemsize: int = 4) -> bytes:
+    blosc, pieces, at = BloscChunk(codec, itemsize), list[bytes](), 0
+    encoder = blosc.encoder(len(content))
+    while at < len(content):
+        left = len(content) - at
+        nbytes = left if left < 2 * PIECE_BYTES else PIECE_BYTES
+        pieces.append(bytes(encoder.add(memoryview(content)[at : at + nbytes])))
+        assert len(encoder.head) + sum(map(len, pieces)) <= most_encoded_bytes(len(content))
+        at += nbytes
+    return encoder.head + b"".join(pieces)
+
+
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
+@pytest.mark.parametrize("nbytes", [8, 1 << 20, (2 << 20) - 8, (3 << 20) + 4096, (4 << 20) + 8])
+@pytest.mark.parametrize("noise", [(), (1,), (0, 2), range(5)], ids=str)
+def test_pieces_make_the_same_bytes(
+    codec: str, itemsize: int, nbytes: int, noise: Sequence[int]
+) -> None:
+    content = mixed(nbytes // 4, noise)
+    # Blosc's own threads, which it takes in the main thread alone, put blocks in any order.
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(encoded_in_pieces, content, codec, itemsize).result()
+        blosc = BloscChunk(codec, itemsize)
+        whole = pool.submit(blosc.encode, memoryview(content)).result()
+    out = bytearray(len(content))
+    blosc.decode(memoryview(made), memoryview(out))
+    assert out == content
+    is_raw = whole[2] & 2 and nbytes >= 2 * PIECE_BYTES  # then pieces hold raw blocks
+    assert made == whole or is_raw
+
+
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+@pytest.mark.parametrize("noise", [(), (0, 2), range(5)], ids=str)
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_blocks_may_lie_in_any_order(codec: str, noise: Sequence[int], in_pieces: bool) -> None:
+    content = mixed((9 << 20) // 8 + 1, noise)
+    blosc, threads = BloscChunk(codec, 4), numcodecs.blosc.set_nthreads(4)
+    try:
+        whole = blosc.encode(memoryview(content))
+        encoded = encoded_in_pieces(content, codec) if in_pieces else whole
+    finally:
+        numcodecs.blosc.set_nthreads(threads)
+    made, stored = chunk(content, codec, encoded)
+    assert bytes(decode(made, stored, None)[1]) == content
+    assert bytes(decode(made, stored, (7, 3 << 20))[1]) == content[7 : 3 << 20]
+
+
+@pytest.mark.parametrize("place", [0, 5, 9, 17, 40, 1 << 19, -20, -1])
+@pytest.mark.parametrize("part", [None, (0, 8), ((3 << 20) - 8, 3 << 20)], ids=str)
+def test_damage_anywhere_is_told_whatever_is_wanted(
+    place: int, part: tuple[int, int] | None
+) -> None:
+    made, stored = chunk(floats(3 << 18, is_noise=False), "zstd")
+    damaged = bytearray(stored)
+    damaged[place] ^= 0x40
+    with pytest.raises(IntegrityError, match="chunk: damaged: its bytes are not those in the"):
+        decode(made, bytes(damaged), part)
+    for other in (stored[:-1], stored + b"!", stored[: len(stored) // 2], b""):
+        with pytest.raises(IntegrityError, match=f"{len(other)} bytes where {len(stored)} were"):
+            decode(made, other, part)
+
+
+def test_another_checksum_at_the_end() -> None:
+    content = floats(1000, is_noise=False)
+    stored = chunk(content, "zstd")[1][:-4] + b"\1\2\3\4"
+    made = EncodedChunk(
+        Path("chunk"), BloscChunk("zstd", 4), stored_bytes=len(stored),
+        stored_crc32=isal_zlib.crc32(stored), content_bytes=len(content),
+    )  # fmt: skip
+    with pytest.raises(IntegrityError, match="do not match the checksum at its end"):
+        decode(made, stored, None)
 
 
 @pytest.mark.parametrize("block", [1, 16, 4096])

@@ -9,9 +9,11 @@ import numpy as np
 from streamshard.engine.journals.journal import Written
 from streamshard.engine.numeric.cast import count_infinite
 from streamshard.engine.numeric.checksums import RunningChecksums, crc32, join_crc32
+from streamshard.engine.numeric.digests import joined
 from streamshard.engine.run.region import ReadAhead, RegionFiller
 from streamshard.engine.run.source_reader import ReusableBuffer, SourceReader
 from streamshard.engine.run.work import Codec, Fixed, Region, RegionResult, Span, SpanResult
+from streamshard.errors import IntegrityError
 from streamshard.io.durability import finish_writeback, start_writeback
 from streamshard.io.page_cache import drop_behind
 from streamshard.io.retry import StoppedError, try_again
@@ -73,8 +75,8 @@ class Window:
         self._crc32 = 0
         """CRC-32 of the span up to the last part, or piece of a part, that is complete."""
         self._makes_holes = True
-        self._content = ReusableBuffer()
-        """Memory for content before it is encoded."""
+        self._content, self._encoded = ReusableBuffer(), ReusableBuffer()
+        """Memory for a piece of content before it is encoded, and of what was encoded before."""
 
     def write(self, span: Span, file: Sink, *, is_new: bool = True) -> SpanResult:
         """Write a span of a file.
@@ -135,14 +137,29 @@ class Window:
             self._crc32 = join_crc32(self._crc32, sums.crc32, sums.nbytes)
             self._recall_bytes(region.trailer_bytes, end)
         else:
-            stored = self._recall_bytes(end - offset, end)
-            if self._crc32 != written.crc32:
-                return None
-            content = self._content(region.content_bytes)
-            encoded = memoryview(stored)[: len(stored) - region.trailer_bytes]
-            region.codec.decode(encoded, content)
-            sums.update(content)
+            nbytes = end - offset - region.trailer_bytes
+            try:
+                for content in self._decoded(region, region.codec, nbytes):
+                    sums.update(content)
+            except (EOFError, RuntimeError, ValueError, IntegrityError):
+                return None  # it is damaged
+            self._recall_bytes(region.trailer_bytes, end)
         return RegionResult(offset, sums.digest, tuple(sums.blocks))
+
+    def _decoded(self, region: Region, codec: Codec, nbytes: int) -> Iterator[memoryview]:
+        """Read back the encoded bytes of a region, and yield its content in pieces."""
+
+        def read(view: memoryview) -> None:
+            self._require_going_on()
+            if self._file.read_into(view, self._offset) < len(view):
+                raise EOFError
+            self._crc32 = crc32(view, self._crc32)
+            self._offset += len(view)
+
+        for start, stop, encoded in codec.pieces(read, nbytes, region.content_bytes, self._encoded):
+            content = self._content(stop - start)
+            codec.decode(encoded, content)
+            yield content
 
     def _recall_bytes(self, nbytes: int, end: int) -> bytes:
         """Read the next bytes of a span whole."""
@@ -204,9 +221,11 @@ class Window:
         """Restart the buffer at the file offset's distance from a block boundary."""
         self._begun = self._filled = self._offset % self._file.block_bytes
 
-    def _put(self, data: bytes | memoryview) -> None:
-        view = memoryview(data)
-        self._crc32 = crc32(view, self._crc32)
+    def _put(self, data: bytes) -> None:
+        self._crc32 = crc32(data, self._crc32)
+        self._copy(memoryview(data))
+
+    def _copy(self, view: memoryview) -> None:
         while len(view):
             if self._filled == len(self.buffer):
                 self._flush()
@@ -237,34 +256,58 @@ class Window:
         return RegionResult(offset, sums.digest, tuple(sums.blocks), filler.overflowed)
 
     def _put_encoded(self, region: Region, codec: Codec) -> RegionResult:
-        """Encode a region's whole content outside of the window's buffer, and write the result.
+        """Encode a region piece by piece, and write what becomes of each; its head comes last.
 
-        Each piece passes through all steps at once, while it is in the CPU cache.
+        Each piece passes through all steps at once, while it is in the CPU's cache.
         """
-        content = self._content(region.content_bytes)
-        filler, sums = self.filler(region, self._ahead), checksums_of(region)
-        for piece in self._pieces(content, region.target_itemsize):
+        filler, sums, offset = self.filler(region, self._ahead), checksums_of(region), self._offset
+        encoder, body = codec.encoder(region.content_bytes), RunningChecksums(takes_crc32c=True)
+        waits, held = self._compares or self._file.only_grows, list[memoryview]()
+        for nbytes in _piece_sizes(region.content_bytes, codec.piece_bytes):
             self._require_going_on()
-            filler.fill(piece)
-            sums.update(piece)
-        offset, trailer, found = self._offset, region.trailer, 0
-        for piece in self._pieces(memoryview(codec.encode(content))):
-            if trailer is not None:
-                found = trailer.checksum(piece, found)
-            self._put(piece)
-        if trailer is not None:
-            self._put(trailer.serialize(found))
+            content = self._content(nbytes)
+            filler.fill(content)
+            sums.update(content)
+            encoded = encoder.add(content)
+            if waits:
+                held.append(encoded)
+            else:
+                if not body.nbytes:
+                    self._copy(memoryview(bytes(len(encoder.head))))
+                self._copy(encoded)
+            body.update(encoded)
+        head, front = memoryview(encoder.head), RunningChecksums(takes_crc32c=True)
+        front.update(head)
+        if waits:
+            for view in (head, *held):
+                self._copy(view)
+        else:
+            self._put_back(head, offset)
+        whole = joined([front.digest, body.digest])
+        self._crc32 = whole.crc32
+        if region.trailer is not None:
+            checksum = whole.crc32c if region.trailer.is_crc32c else whole.crc32
+            self._put(region.trailer.serialize(checksum))
         return RegionResult(offset, sums.digest, tuple(sums.blocks), filler.overflowed)
+
+    def _put_back(self, head: memoryview, offset: int) -> None:
+        """Put bytes where others were put before, which may be written already."""
+        written = min(len(head), self._offset - offset)
+        if written:
+            try_again(lambda: self._file.write(head[:written], offset), self._stop)
+        self.buffer[self._begun : self._begun + len(head) - written] = head[written:]
 
     def filler(self, region: Region, ahead: ReadAhead | None = None) -> RegionFiller:
         """Return what delivers a region's content."""
         return RegionFiller(region, self._reader, self._scratch, ahead)
 
-    def _pieces(self, view: memoryview, itemsize: int = 1) -> Iterator[memoryview]:
-        """Yield a view in pieces of whole elements, each at most as long as the buffer."""
-        step = len(self.buffer) // itemsize * itemsize
-        for at in range(0, len(view), step):
-            yield view[at : at + step]
+
+def _piece_sizes(nbytes: int, step: int) -> Iterator[int]:
+    """Divide a size into pieces, of which the last may be up to twice as long."""
+    while nbytes >= 2 * step:
+        yield step
+        nbytes -= step
+    yield nbytes
 
 
 def checksums_of(region: Region) -> RunningChecksums:

@@ -11,14 +11,43 @@ from typing import Protocol
 from streamshard.engine.journals.journal import Written
 from streamshard.engine.numeric.cast import Cast
 from streamshard.engine.numeric.checksums import crc32, crc32c
-from streamshard.model import Copies, Digest
+from streamshard.model import Copies, Digest, Memory
+
+
+class Encoder(Protocol):
+    """Encodes content piece by piece. What becomes of the pieces follows a head, in their order."""
+
+    def add(self, piece: memoryview) -> memoryview:
+        """Return what becomes of the next piece."""
+
+    @property
+    def head(self) -> bytes:
+        """The head: after the last piece; after the first, bytes of its size."""
 
 
 class Codec(Protocol):
     """Compresses content. It is sent with its span, so it must be possible to pickle it."""
 
+    @property
+    def piece_bytes(self) -> int:
+        """Size of the pieces that are encoded; the last may be up to twice as long."""
+
     def encode(self, content: memoryview) -> bytes:
         """Return the bytes to store."""
+
+    def encoder(self, nbytes: int) -> Encoder:
+        """Return what makes the same bytes of so much content in pieces."""
+
+    def pieces(
+        self, read: Callable[[memoryview], None], nbytes: int, content_bytes: int, room: Memory
+    ) -> Iterator[tuple[int, int, memoryview]]:
+        """Read encoded bytes, and yield what decodes to each piece of the content.
+
+        That is where the piece begins and ends, and a view that is valid until the next is read.
+
+        `read`: fills a view with the next of `nbytes` encoded bytes.
+        `room`: memory for them.
+        """
 
     def decode(self, encoded: memoryview, content: memoryview) -> None:
         """Fill a view with the content of encoded bytes."""

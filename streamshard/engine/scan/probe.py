@@ -57,37 +57,46 @@ class FileHashes:
         return found
 
     def watched(self) -> list[SourceFile]:
-        """Return the files, whose decoders add the stored bytes once they are decoded."""
+        """Return the files, whose decoders add the stored bytes."""
         return [self._watched(number, file) for number, file in enumerate(self._files)]
 
     def _watched(self, number: int, file: SourceFile) -> SourceFile:
         if file.decoder is None or isinstance(file.decoder, BlockDigests | Computed):
             return file
-        shown = _Shown(file.decoder, file.nbytes, partial(self.add, number, 0))
+        shown = _Shown(file.decoder, partial(self.add, number))
         return replace(file, decoder=shown)
 
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """A decoder that shows the stored bytes of its file, once they are decoded."""
+    """A decoder that shows the stored bytes of its file."""
 
     decoder: Encoded
-    nbytes: int
-    """Size of the file."""
-    show: Callable[[memoryview], None]
+    show: Callable[[int, memoryview], None]
 
     def decode(
         self, file: StoredBytes, stored: Memory, content: Memory, part: tuple[int, int] | None
     ) -> tuple[int, memoryview]:
-        held = memoryview(b"")
+        return self.decoder.decode(_ShownBytes(file, self.show), stored, content, part)
 
-        def keep(nbytes: int) -> memoryview:
-            nonlocal held
-            held = stored(nbytes)
-            return held
 
-        found = self.decoder.decode(file, keep, content, part)
-        self.show(held[: self.nbytes])
+@dataclass(frozen=True, slots=True)
+class _ShownBytes:
+    """A file that shows the bytes that are read of it."""
+
+    file: StoredBytes
+    show: Callable[[int, memoryview], None]
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.file.takes_requests
+
+    def will_need(self, offset: int, nbytes: int) -> None:
+        self.file.will_need(offset, nbytes)
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        found = self.file.read_into(view, offset)
+        self.show(offset, view[:found])
         return found
 
 

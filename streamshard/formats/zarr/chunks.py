@@ -1,6 +1,8 @@
 """Stored bytes of a chunk: optionally compressed, always followed by a CRC-32C."""
 
 import struct
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -10,6 +12,9 @@ import numpy as np
 from isal import isal_zlib
 
 from streamshard.errors import IntegrityError
+from streamshard.formats.zarr import blosc_frame
+from streamshard.formats.zarr.blosc_encoder import BloscEncoder
+from streamshard.formats.zarr.blosc_frame import HEADER_BYTES, PIECE_BYTES
 from streamshard.model import Memory, StoredBytes
 
 if TYPE_CHECKING:
@@ -19,14 +24,9 @@ Stored = bytes | bytearray | memoryview
 
 LIMIT_BYTES: Final = (1 << 31) - 1
 """More than Blosc compresses in one piece."""
+_NOT_ITS_CHECKSUM: Final = "damaged: its bytes do not match the checksum at its end"
 CHECKSUM_BYTES: Final = 4
 """Length of the checksum that Zarr's crc32c codec appends."""
-_BLOSC_HEADER_BYTES: Final = 16
-_BLOSC_SIZE: Final = slice(4, 8)
-"""Place of the uncompressed size in Blosc's header. Blosc allocates that many bytes."""
-_BLOSC_FLAGS, _BLOSC_RAW, _BLOSC_BLOCK = 2, 0x2, slice(8, 12)
-"""Place of the flags, the flag of bytes that are not compressed, place of a block's size. Behind
-the header stands where each block begins: blocks are decoded one by one, in any order."""
 EARLY_SETTINGS: Final = {"clevel": 5, "shuffle": "bitshuffle", "blocksize": 0}
 """Blosc's settings in early stores, for all codecs. A frame says itself how it was made."""
 _ZSTD_SETTINGS: Final = {"clevel": 1, "shuffle": "shuffle", "blocksize": 512 << 10}
@@ -34,6 +34,10 @@ _ZSTD_SETTINGS: Final = {"clevel": 1, "shuffle": "shuffle", "blocksize": 512 << 
 size that is one byte of all elements: the bytes that hold exponents become small, those that hold
 the ends of mantissas are stored as they are, and quickly. A higher level finds no more in floats,
 and makes chunks larger where it takes chance for repetition."""
+
+
+_LEAST_BLOCK: Final = 1 << 16
+"""No block of a large chunk is smaller; each takes 8 bytes more than its content, at most."""
 
 
 def serialize_checksum(crc32c: int) -> bytes:
@@ -47,6 +51,11 @@ def blosc_settings(codec: str) -> dict[str, Any]:
     return dict(_ZSTD_SETTINGS if codec == "zstd" else EARLY_SETTINGS)
 
 
+def most_encoded_bytes(nbytes: int) -> int:
+    """Return how many bytes content becomes at most: blocks may be stored as they are."""
+    return nbytes + HEADER_BYTES + (0 if nbytes < 2 * PIECE_BYTES else nbytes // _LEAST_BLOCK * 8)
+
+
 @dataclass(frozen=True, slots=True)
 class BloscChunk:
     """Compresses and decompresses chunks of one dtype, without their checksums."""
@@ -54,6 +63,11 @@ class BloscChunk:
     name: str
     """Name of the compression: `lz4`, `zstd`."""
     itemsize: int
+
+    @property
+    def piece_bytes(self) -> int:
+        """Size of the pieces that are encoded."""
+        return PIECE_BYTES
 
     @property
     def _blosc(self) -> "Blosc":
@@ -65,37 +79,24 @@ class BloscChunk:
         return Blosc(cname=self.name, **settings | {"shuffle": shuffle})
 
     def encode(self, content: memoryview) -> bytes:
-        """Compress a chunk's content."""
+        """Compress a chunk's content, or a piece of it."""
         # Blosc shuffles by the item size of the array that it is given.
         return bytes(self._blosc.encode(np.frombuffer(content, dtype=f"V{self.itemsize}")))
 
+    def encoder(self, nbytes: int) -> BloscEncoder:
+        """Return what encodes so much content in pieces."""
+        return BloscEncoder(self.encode, nbytes)
+
     def decode(self, encoded: memoryview, content: memoryview) -> None:
-        """Decompress a chunk's content into a view of its size."""
-        _require_size(encoded, len(content))
+        """Decompress content into a view of its size."""
+        blosc_frame.require_size(encoded, len(content))
         self._blosc.decode(encoded, content)
 
-    @staticmethod
-    def keep(encoded: memoryview, nbytes: int, part: tuple[int, int] | None) -> tuple[int, int]:
-        """Leave in encoded bytes the blocks that hold a part; returns what these decode to."""
-        _require_size(encoded, nbytes)
-        block = int.from_bytes(encoded[_BLOSC_BLOCK], "little")
-        starts = encoded[_BLOSC_HEADER_BYTES:]
-        if part is None or encoded[_BLOSC_FLAGS] & _BLOSC_RAW or not 0 < block < nbytes:
-            return 0, nbytes
-        # Blosc decodes a last block that is shorter than others only behind another.
-        first, last = min(part[0] // block, nbytes // block - 1), -(-part[1] // block)
-        start, stop = first * block, min(last * block, nbytes)
-        if 4 * last > len(starts):
-            raise IntegrityError(f"lists fewer than {last} blocks")
-        starts[: 4 * (last - first)] = bytes(starts[4 * first : 4 * last])
-        encoded[_BLOSC_SIZE] = (stop - start).to_bytes(4, "little")
-        return start, stop
-
-
-def _require_size(encoded: memoryview, nbytes: int) -> None:
-    said = int.from_bytes(encoded[_BLOSC_SIZE], "little")
-    if len(encoded) < _BLOSC_HEADER_BYTES or said != nbytes:
-        raise IntegrityError(f"says it decodes to {said} bytes where {nbytes} belong")
+    def pieces(
+        self, read: Callable[[memoryview], None], nbytes: int, content_bytes: int, room: Memory
+    ) -> Iterator[tuple[int, int, memoryview]]:
+        """Read encoded bytes in pieces, each of which decodes by itself; see `Codec`."""
+        return blosc_frame.pieces(read, nbytes, content_bytes, room)
 
 
 class EncodedChunk:
@@ -125,24 +126,80 @@ class EncodedChunk:
         self, file: StoredBytes, stored: Memory, content: Memory, part: tuple[int, int] | None
     ) -> tuple[int, memoryview]:
         """Read the chunk, and decompress what is wanted of it into the caller's memory."""
-        data = stored(self._stored_bytes + 1)
-        found = file.read_into(data, 0)
-        if found != self._stored_bytes:
-            message = f"{found} bytes where {self._stored_bytes} were written"
+        taken = _InOrder(file, self._stored_bytes)
+        try:
+            found = self._decoded(taken, stored, content, part)
+        except (IntegrityError, RuntimeError, ValueError) as error:
+            self._require_intact(taken, stored)  # damage is why, if there is any
+            if isinstance(error, IntegrityError):
+                raise IntegrityError(f"{error}", path=self._path) from error
+            raise
+        self._require_intact(taken, stored)
+        return found
+
+    def _decoded(
+        self, taken: "_InOrder", stored: Memory, content: Memory, part: tuple[int, int] | None
+    ) -> tuple[int, memoryview]:
+        start, stop = part or (0, self._content_bytes)
+        view, nbytes = content(stop - start), max(0, self._stored_bytes - CHECKSUM_BYTES)
+        for first, last, frame in self._codec.pieces(taken, nbytes, self._content_bytes, stored):
+            low, high = max(first, start), min(last, stop)
+            if low < high:
+                is_whole = (low, high) == (first, last)
+                own = view[low - start : high - start]
+                piece = own if is_whole else memoryview(bytearray(last - first))
+                self._codec.decode(frame, piece)
+                if not is_whole:
+                    own[:] = piece[low - first : high - first]
+        return start, view
+
+    def _require_intact(self, taken: "_InOrder", room: Memory) -> None:
+        """Read the rest, and compare all with the manifest, and with the checksum at its end."""
+        taken.read_rest(room)
+        if taken.at != self._stored_bytes:
+            message = f"{taken.at} bytes where {self._stored_bytes} were written"
             raise IntegrityError(message, path=self._path)
-        data = data[:-1]
         # A chunk with a correct checksum of its own may still be another chunk.
-        if isal_zlib.crc32(data) != self._stored_crc32:
+        if taken.crc32 != self._stored_crc32:
             message = "damaged: its bytes are not those in the manifest"
             raise IntegrityError(message, path=self._path)
-        encoded = require_checksum(data, self._path)
-        try:
-            start, stop = self._codec.keep(encoded, self._content_bytes, part)
-            view = content(stop - start)
-            self._codec.decode(encoded, view)
-        except IntegrityError as error:
-            raise IntegrityError(f"{error}", path=self._path) from error
-        return start, view
+        if taken.end != serialize_checksum(taken.crc32c):
+            raise IntegrityError(_NOT_ITS_CHECKSUM, path=self._path)
+
+
+class _InOrder:
+    """Reads a chunk file from its beginning to its end, and takes its checksums."""
+
+    def __init__(self, file: StoredBytes, nbytes: int) -> None:
+        self._file = file
+        self._encoded_bytes = nbytes - CHECKSUM_BYTES
+        self.at = 0
+        """Bytes that were read; more than there should be, if the file is longer."""
+        self.crc32 = 0
+        self.crc32c = 0
+        """Of all but the checksum at the end, which is `end`."""
+        self.end = b""
+
+    def __call__(self, view: memoryview) -> None:
+        """Fill a view with the next encoded bytes."""
+        if self._file.takes_requests:
+            self._file.will_need(self.at, self._encoded_bytes - self.at)
+        found = view[: self._file.read_into(view, self.at)]
+        self.at += len(found)
+        self.crc32 = isal_zlib.crc32(found, self.crc32)
+        self.crc32c = google_crc32c.extend(self.crc32c, np.frombuffer(found, dtype=np.uint8))
+        if len(found) < len(view):
+            raise IntegrityError("cut off")
+
+    def read_rest(self, room: Memory) -> None:
+        """Read what is left, and the checksum at the end."""
+        with suppress(IntegrityError):
+            while self.at < self._encoded_bytes:
+                self(room(min(PIECE_BYTES, self._encoded_bytes - self.at)))
+            end = memoryview(bytearray(CHECKSUM_BYTES + 1))
+            self.end = bytes(end[: self._file.read_into(end, self.at)])
+            self.at += len(self.end)
+            self.crc32 = isal_zlib.crc32(self.end, self.crc32)
 
 
 def require_checksum(stored: Stored, path: Path) -> memoryview:
@@ -150,5 +207,5 @@ def require_checksum(stored: Stored, path: Path) -> memoryview:
     data, end = memoryview(stored)[:-CHECKSUM_BYTES], stored[-CHECKSUM_BYTES:]
     found = google_crc32c.value(np.frombuffer(data, dtype=np.uint8)) if len(data) else 0
     if len(stored) < CHECKSUM_BYTES or end != serialize_checksum(found):
-        raise IntegrityError("damaged: its bytes do not match the checksum at its end", path=path)
+        raise IntegrityError(_NOT_ITS_CHECKSUM, path=path)
     return data

@@ -79,6 +79,7 @@ class ObjectSink:
     `must_be_new`: whether an object that is there already is an error; for small ones.
     """
 
+    only_grows = True
     block_bytes = 1
     descriptor = -1
 

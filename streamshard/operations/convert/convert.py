@@ -5,12 +5,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Final
 
 from streamshard.engine.run.resident_memory import resident_bytes
 from streamshard.errors import Option, SourceError
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_pipeline
 from streamshard.health import TensorHealth
-from streamshard.io.object_path import as_path, is_packed_name
+from streamshard.io.object_path import as_path, is_object, is_packed_name
 from streamshard.layout.memory_plan import MIB
 from streamshard.model import ITEMSIZE
 from streamshard.operations.checks.tensor_content import measured
@@ -24,6 +25,9 @@ from streamshard.operations.transfer.report import Report, Watched
 from streamshard.operations.transfer.target_writer import Output
 from streamshard.options import takes
 from streamshard.verb_options import ConvertOptions
+
+_ENCODING_BYTES: Final = 8 * MIB
+"""A piece of content, what becomes of it, and Blosc's own memory."""
 
 
 class _Convert(ConvertOptions, Watched):
@@ -141,11 +145,12 @@ def store_output(
     largest = max((math.prod(shape) * ITEMSIZE[t.dtype] for shape, t in both), default=0)
     limits = Limits(resident_bytes(), options.memory_limit, options.workers)
     measure = partial(measured, opened, limits, known or {}) if options.health else None
-    packs, is_raw = is_packed_name(as_path(options.target)), codec == "none"
+    target, is_raw = as_path(options.target), codec == "none"
+    packs = is_packed_name(target)
     kind = StoreTargets if not packs else PlacedTargets if is_raw else PackedTargets
     writer = kind(opened, shapes, codec, measure)
     if isinstance(writer, PackedTargets):
-        writer.name = as_path(options.target).name
+        writer.name = target.name
     return Output(
         source=opened,
         writer=writer,
@@ -158,9 +163,9 @@ def store_output(
         },
         source_world_size=checkpoint.ranks,
         notes=checkpoint.remarks,
-        # A chunk that is being compressed takes its content, Blosc's buffer and Blosc's result; and
-        # that once more, if it waits for those before it.
-        codec_bytes=0 if is_raw else (4 if packs else 3) * largest + MIB,
+        # Pieces are compressed one by one. Where files only grow, a chunk waits in memory, and in a
+        # file with others once more.
+        codec_bytes=0 if is_raw else _ENCODING_BYTES + (2 * packs or is_object(target)) * largest,
         packs=packs,
         is_packed_so=writer.is_packed_so
         if isinstance(writer, PackedTargets) and not is_raw

@@ -20,7 +20,12 @@ from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch.zip_layout import ALIGNMENT
 from streamshard.formats.zarr import small_files, store_manifest, store_state
 from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT, array_path
-from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, BloscChunk, serialize_checksum
+from streamshard.formats.zarr.chunks import (
+    CHECKSUM_BYTES,
+    BloscChunk,
+    most_encoded_bytes,
+    serialize_checksum,
+)
 from streamshard.formats.zarr.documents import (
     MANIFEST_PATH,
     STATE_PATH,
@@ -120,9 +125,9 @@ class StoreTargets:
         records = {path: FileRecord(len(data), _zeros(1)) for path, data in documents.items()}
         for _, chunk in self._chunks():
             blocks = -(-chunk.nbytes // BLOCK_BYTES) if self._codec == "none" else 1
-            # Blosc stores incompressible data as it is, after a header.
-            extra = CHECKSUM_BYTES if self._codec == "none" else CHECKSUM_BYTES + 16
-            records[chunk.path] = FileRecord(chunk.nbytes + extra, _zeros(blocks))
+            is_raw = self._codec == "none"
+            most_bytes = chunk.nbytes if is_raw else most_encoded_bytes(chunk.nbytes)
+            records[chunk.path] = FileRecord(most_bytes + CHECKSUM_BYTES, _zeros(blocks))
         tensors = self._source.checkpoint.tensors
         tensor_digests = {array_path(tensor): digests.EMPTY.text for tensor in tensors}
         health = None

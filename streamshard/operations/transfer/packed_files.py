@@ -44,6 +44,7 @@ class _Memory:
     """Takes the bytes of one file; see `Sink`."""
 
     version = ""
+    only_grows = True
     block_bytes = 1
     descriptor = -1
 
@@ -67,6 +68,7 @@ class _PlacedPart:
     """A part of a file that is being written; see `Sink`."""
 
     version = ""
+    only_grows = False
     block_bytes = 1
     descriptor = -1
 

@@ -153,6 +153,7 @@ class _InTurn:
     shared: _Shared
     stop: threading.Event
     version = ""
+    only_grows = True
     block_bytes = 1
     descriptor = -1
 
