@@ -31,13 +31,14 @@ def run_inspect(arguments: argparse.Namespace) -> None:
     try:
         found = inspect.inspect(**options)
     except SourceError as error:
-        own = {name: options.pop(name) for name in ("source", *types_of(SourceOptions))}
-        html, overwrite = options.pop("html"), options.pop("overwrite")
-        found = None if any(map(_is_given, options.values())) else describe_unopened(error, **own)
+        source, html, overwrite = (options.pop(k) for k in ("source", "html", "overwrite"))
+        own = SourceOptions(**{name: options.pop(name) for name in types_of(SourceOptions)})
+        is_more = any(map(_is_given, options.values()))
+        found = None if is_more else describe_unopened(error, source, own)
         if found is None:
             raise
         if html is not None:
-            found = draw_unopened(found, own["source"], html, overwrite=overwrite)
+            found = draw_unopened(found, source, html, overwrite=overwrite)
         _show_inspection(found, arguments)
         if isinstance(found, CheckpointList) and found.problems:
             raise SourceError(found.problems[0]) from None  # without advice to do this

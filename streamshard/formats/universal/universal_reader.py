@@ -265,7 +265,7 @@ def _job(found: _Files, sources: SourceFiles) -> _Job:
 
 def _refuse_parts(model: Mapping[str, Node], groups: Sequence[Node], path: Path) -> None:
     """Refuse what the converter merged of parts of the model, or cut in another way."""
-    if any(model.get(key) for key in names.AUTO_EXPERTS):
+    if model.get(names.AUTO_EXPERTS) or model.get(names.OLD_AUTO_EXPERTS):
         raise UnsupportedError(_AUTO_EXPERTS, path=path)
     has_experts = bool(model.get(names.EXPERT_COUNTS)) or any(map(names.is_of_experts, groups))
     is_one = model.get(names.MP_WORLD_SIZE, 1) == 1

@@ -137,7 +137,7 @@ def _behind(flat: FlatGroup, tensors: NDArray[np.int64], *, is_lean: bool) -> Se
     gaps = np.array(flat.alignments, dtype=np.int64)
     if not is_lean:
         gaps[-1:] += flat.world_size * flat.partition_numel - flat.numel
-    order = np.array(flat.order, dtype=np.int64)
+    order = flat.lasts[np.array(flat.order, dtype=np.int64)]
     numels = flat.numels[order]
     return Segments(tensors[order], numels, numels + gaps, np.zeros_like(gaps))
 

@@ -179,6 +179,7 @@ def prepare(options: ExportOptions, opened: Source) -> Output:
     """Choose what is exported."""
     if options.format in (UNIVERSAL, _DCP):
         opened.require_states()
+        opened.require_cut_states()
     is_model = opened.like is not None and bool(opened.like.foreign)
     opened.require_use_of_like(needed=is_model)
     if is_model and options.format in (UNIVERSAL, _DCP):

@@ -19,6 +19,7 @@ from streamshard.formats.checkpoint import (
     OtherFile,
     ParamGroup,
     ScalarState,
+    UncutState,
 )
 from streamshard.formats.pickle import inert_dump
 from streamshard.formats.pickle.inert import Node
@@ -48,6 +49,7 @@ _PARTS: Final[Mapping[type, Callable[[Any], Node]]] = {
             OtherFile,
             ParamGroup,
             ScalarState,
+            UncutState,
             ZeroLayout,
         )
     },

@@ -104,7 +104,7 @@ def _read_ranks(
         units = recorded_units(optimizer, paths)
     if elastic and like is not None:
         elastic_reader.require_same_groups([list(u) for u in units], like.model_parts[0], paths[0])
-    groups = optimizer.groups([list(unit) for unit in units])
+    groups = optimizer.groups([list(unit) for unit in units], {})
     tensors = optimizer_tensors(groups, {n: s for unit in units for n, s in unit.items()}, "")
     strip_optimizer(states[0], stage)
     whole: dict[int, tuple[int, int]] = {}
