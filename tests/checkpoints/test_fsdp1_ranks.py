@@ -32,6 +32,8 @@ JOINED = [
 ]
 """What FSDP1 joins that wraps the model and its blocks."""
 STATES = ("exp_avg", "exp_avg_sq")
+ALIGNED = 4
+"""Elements that FSDP1 aligns parameters to with `use_orig_params`: 16 bytes."""
 
 
 def tensor_of(name: str, state: str) -> Tensor:
@@ -75,6 +77,50 @@ def saved(place: Path, *mesh: int, names: Sequence[str] = tuple(SHAPES)) -> Path
     for rank in range(ranks):
         in_rank(rank, partial(save, place, mesh, names), ranks)
     return place
+
+
+def in_pieces(place: Path, ranks: int) -> Path:
+    """Save states as `use_orig_params` keeps them: a rank's runs of elements of each parameter."""
+    order = list(SHAPES)
+    for rank in range(ranks):
+        runs: dict[int, dict[str, Tensor]] = {}
+        for joined in JOINED:
+            numels = [torch.Size(SHAPES[name]).numel() for name in joined]
+            starts = [sum(-(-n // ALIGNED) * ALIGNED for n in numels[:k]) for k in range(2)]
+            share = -(-(starts[1] + numels[1]) // ranks)
+            for name, start, numel in zip(joined, starts, numels, strict=True):
+                begin = min(max(rank * share - start, 0), numel)
+                end = min(max((rank + 1) * share - start, 0), numel)
+                if begin < end:
+                    own = {s: tensor_of(name, s).reshape(-1)[begin:end].clone() for s in STATES}
+                    runs[order.index(name)] = {"step": torch.tensor(2.0), **own}
+        states = {number: runs[number] for number in sorted(runs)}
+        groups = [{"lr": 0.1, "params": list(range(len(order)))}]
+        path = place / f"optim_world_size_{ranks}_rank_{rank}.pt"
+        torch.save({"state": states, "param_groups": groups}, path)
+    return place
+
+
+def test_runs_of_elements_are_put_together(tmp_path: Path) -> None:
+    place = in_pieces(saved(tmp_path / "source", 3), 3)
+    with streamshard.open(place) as opened:
+        for name in SHAPES:
+            for state in ("fp32", *STATES):
+                assert torch.equal(opened[name].tensors[state].torch(), tensor_of(name, state))
+    assert streamshard.verify(place).is_good
+    streamshard.export(place, tmp_path / "dcp", format="dcp", verify=True)
+    with pytest.raises(UnsupportedError, match="how FSDP1 with use_orig_params pads"):
+        streamshard.repartition(place, tmp_path / "out", world_size=2, format=FORM)
+    path = place / "optim_world_size_3_rank_0.pt"
+    held = torch.load(path, weights_only=False)
+    torch.save({**held, "param_groups": [{**held["param_groups"][0], "lr": 0.2}]}, path)
+    assert any("in more than tensors" in note for note in streamshard.inspect(place).notes)
+    held["state"][0]["exp_avg"] = held["state"][0]["exp_avg"][1:].clone()
+    torch.save(held, path)
+    wanted = (
+        "exp_avg of parameter 0 has 20 elements of all ranks, and is no state of 'embed.weight'"
+    )
+    assert any(wanted in note for note in streamshard.inspect(place).notes)
 
 
 @pytest.mark.parametrize("ranks", [3, 5])

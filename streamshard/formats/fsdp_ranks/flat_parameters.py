@@ -10,17 +10,22 @@ modules. But the lengths of the parts tell them, where a single choice of module
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import numpy as np
 
 from streamshard.errors import UnsupportedError
 from streamshard.formats.pickle.inert import Call, Global, Node
+from streamshard.formats.torch.torch_tensor import Storage, Tensor, make_tensor, tensor_of
 from streamshard.layout.zero import FlatGroup
+from streamshard.model import Literal
 from streamshard.sizes import counted
 
 Names = tuple[str, ...]
 _FLAT: Final = Global("torch.distributed.fsdp", "FlatParameter")
+_STATE: Final = "state"
+_GROUPS: Final = "param_groups"
+_PARAMS: Final = "params"
 _NUMBER: Final = "*"
 _MOST_STEPS: Final = 1 << 11
 """More than the modules of any model take whose parts do not all have one length."""
@@ -65,6 +70,38 @@ def joined_parameters(numels: Mapping[str, int], lengths: Sequence[int], ranks: 
     what = "several choices" if found else "no choice"
     message = f"has {counted(len(lengths), 'flat parameter')} as FSDP1 makes them, and {what} of"
     raise UnsupportedError(f"{message} modules that it may wrap gives parts of their lengths")
+
+
+def evened_roots(roots: Sequence[Any]) -> list[Any] | None:
+    """Let each rank have the states of all parameters, with no elements where it has none.
+
+    With `use_orig_params` a rank has those of which elements are in its parts of flat parameters.
+    None if what ranks have differs in another way.
+    """
+    if not all(isinstance(root, dict) and isinstance(root.get(_STATE), dict) for root in roots):
+        return None
+    held = [root[_STATE] for root in roots]
+    first = {key: states for own in reversed(held) for key, states in own.items()}
+    nodes = [node for own in held for states in own.values() for node in states.values()]
+    if not all(isinstance(node, Call) and _is_run(tensor_of(node)) for node in nodes):
+        return None
+    empty = {key: {k: _emptied(n) for k, n in states.items()} for key, states in first.items()}
+    order = [key for group in roots[0][_GROUPS] for key in group[_PARAMS] if key in first]
+    return [
+        {**root, _STATE: {key: own.get(key, empty[key]) for key in order}}
+        for root, own in zip(roots, held, strict=True)
+    ]
+
+
+def _is_run(tensor: Tensor | None) -> bool:
+    return tensor is not None and len(tensor.shape) <= 1
+
+
+def _emptied(node: Call) -> Node:
+    tensor = tensor_of(node)
+    if tensor is None or not tensor.shape:
+        return node
+    return make_tensor(Storage(tensor.dtype, 0, Literal(b"")), (0,))
 
 
 @dataclass(slots=True, eq=False)

@@ -56,6 +56,7 @@ from streamshard.model import (
 
 _WHAT: Final = "a checkpoint in files of FSDP's ranks"
 _WEIGHTS: Final = "a model's weights in files of FSDP's ranks"
+_PIECES: Final = ("how FSDP1 with use_orig_params pads what it cuts for other ranks",)
 
 
 def read(directory: Path) -> Reading:
@@ -148,7 +149,7 @@ class _Ranks:
             {**kept, EXTRA: extra},
             files,
             (*self.sources.notes, *self._notes(optimizer)),
-            self.unread,
+            (*self.unread, *(_PIECES if optimizer and optimizer.is_in_pieces else ())),
         )
         return Reading(checkpoint, builder.build(), tuple(self.sources.files))
 
@@ -259,7 +260,8 @@ class _Ranks:
             states = list(optimizer.template.leaves)
             for n, one in optimizer.cut.items():
                 storage = _storage(one.dtype, one.shape, number[one.state, one.name])
-                states[n] = with_local(states[n], make_tensor(storage, one.shape))
+                tensor = make_tensor(storage, one.shape)
+                states[n] = tensor if optimizer.is_in_pieces else with_local(states[n], tensor)
             for n, flat in optimizer.flat.items():
                 inside = list[Node]()
                 for name in flat.names:
@@ -364,11 +366,14 @@ def _place(
         return
     what = f"'{entry.name}'"
     held = [box.tensor.require_contiguous(what) for box in boxes]
-    form = len(held), len(entry.shape)
+    # Runs of elements are boxes of the flattened tensor.
+    is_flat = bool(held) and len(boxes[0].offset) < len(entry.shape)
+    shape = (entry.numel,) if is_flat else entry.shape
+    form = len(held), len(shape)
     offsets = np.array([box.offset for box in boxes], dtype=np.int64).reshape(form)
     sizes = np.array([tensor.shape for tensor in held], dtype=np.int64).reshape(form)
     try:
-        grid = grid_of(entry.shape, offsets, sizes)
+        grid = grid_of(shape, offsets, sizes)
     except NotTiledError as error:
         raise CorruptFileError(f"{what} of {list(entry.shape)}: {error}", path=place) from error
     builder.place_boxes(number, builder.slot(_slot(held)), grid)

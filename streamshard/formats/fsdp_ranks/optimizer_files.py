@@ -4,7 +4,8 @@ verl 0.9.1 saves `optimizer.state_dict()` of torch
 (`verl/utils/checkpoint/fsdp_checkpoint_manager.py`), as SkyRL does: states are numbered in the
 order of `model.parameters()`, frozen ones counted, and with FSDP2 each is a DTensor. What
 `get_optimizer_state_dict` returns has names in their place. With FSDP1 the states are those of flat
-parameters, as plain tensors (`flat_parameters`).
+parameters, as plain tensors (`flat_parameters`); with `use_orig_params` a rank has the elements of
+each parameter that are in its parts of these, in order.
 """
 
 import math
@@ -18,7 +19,7 @@ from streamshard.formats.checkpoint import FlatState, ParamGroup, ScalarState
 from streamshard.formats.dcp.optimizer_state import is_plain, number_in
 from streamshard.formats.deepspeed.read.rank_files import SourceFiles
 from streamshard.formats.deepspeed.read.redundant_copies import alike
-from streamshard.formats.fsdp_ranks.flat_parameters import joined_parameters
+from streamshard.formats.fsdp_ranks.flat_parameters import evened_roots, joined_parameters
 from streamshard.formats.fsdp_ranks.rank_trees import TreeShape, paths_to_tensors
 from streamshard.formats.fsdp_ranks.sharded_tensors import (
     REPLICATE,
@@ -85,6 +86,8 @@ class RanksOptimizer:
     """Why they cannot be told."""
     tied: Mapping[str, str]
     """Other names of weights, and the names under which FSDP1 has joined them."""
+    is_in_pieces: bool
+    """Whether ranks have runs of each parameter, as with FSDP1's `use_orig_params`."""
 
 
 def read_optimizer(
@@ -94,17 +97,32 @@ def read_optimizer(
 
     `weights`: the ranks' parts of each weight that is no other's second name, in the model's order.
     """
-    roots, templates = [], []
-    for path in paths:
-        roots.append(sources.read(path, sources.add(path)).root)
-        with of_file(path):
-            templates.append(TreeShape.of(roots[-1]))
-        if templates[-1].skeleton != templates[0].skeleton:
-            raise DisagreementError(f"differs from {paths[0]} in more than tensors", path=path)
+    roots = [sources.read(path, sources.add(path)).root for path in paths]
+    templates, is_in_pieces = _templates(paths, roots), False
+    if _differing(templates) is not None and (evened := evened_roots(roots)) is not None:
+        roots, templates, is_in_pieces = evened, _templates(paths, evened), True
+    if (number := _differing(templates)) is not None:
+        message = f"differs from {paths[0]} in more than tensors"
+        raise DisagreementError(message, path=paths[number])
     if not roots[0]:
         return None
     with of_file(paths[0].parent):
-        return _Reading(roots[0], templates, sources, weights).optimizer()
+        reading = _Reading(roots[0], templates, sources, weights, is_in_pieces=is_in_pieces)
+        return reading.optimizer()
+
+
+def _templates(paths: Sequence[Path], roots: Sequence[Node]) -> list[TreeShape]:
+    found = []
+    for path, root in zip(paths, roots, strict=True):
+        with of_file(path):
+            found.append(TreeShape.of(root))
+    return found
+
+
+def _differing(templates: Sequence[TreeShape]) -> int | None:
+    """Return the first rank whose file differs from rank 0's in more than tensors."""
+    both = enumerate(templates)
+    return next((n for n, one in both if one.skeleton != templates[0].skeleton), None)
 
 
 class _Reading:
@@ -116,7 +134,10 @@ class _Reading:
         templates: Sequence[TreeShape],
         sources: SourceFiles,
         weights: Mapping[str, Sequence[RankPart]],
+        *,
+        is_in_pieces: bool,
     ) -> None:
+        self._is_in_pieces = is_in_pieces
         self._root, self._templates = root, templates
         self._sources = sources
         self._parts = weights
@@ -137,7 +158,11 @@ class _Reading:
             parts = [part_of(template.leaves[number]) for template in self._templates]
             held = [part for part in parts if part is not None]
             if is_flat and held[0].shape and path[0] == _STATE:
-                flat[number] = self._flat_cut(path, names, [part.local[0] for part in held])
+                own = [part.local[0] for part in held]
+                if self._is_in_pieces:
+                    cut[number] = self._piece_cut(path, names, own)
+                else:
+                    flat[number] = self._flat_cut(path, names, own)
             elif all(part.is_plain for part in held):
                 self._require_alike(path, [part.local[0] for part in held])
             else:
@@ -155,7 +180,14 @@ class _Reading:
                 untold = str(error)
                 groups.clear()
         return RanksOptimizer(
-            self._templates[0], cut, flat, tuple(groups), options, untold, self._tied
+            self._templates[0],
+            cut,
+            flat,
+            tuple(groups),
+            options,
+            untold,
+            self._tied,
+            self._is_in_pieces,
         )
 
     def _is_flat(self) -> bool:
@@ -234,6 +266,28 @@ class _Reading:
         boxes = [parts[shard] for shard in range(len(parts))]
         return FlatCut(state, joined, own[0].dtype, boxes)
 
+    def _piece_cut(
+        self, path: Sequence[Node], names: Mapping[Node, tuple[str, ...]], own: Sequence[Tensor]
+    ) -> CutState:
+        """Return a state of which each rank has a run of elements, or none."""
+        state, (name,) = _state_of(path, names)
+        what, runs = f"{state} of parameter {show(path[1])}", dict[int, list[Tensor]]()
+        for shard, tensor in zip(self._shards(), own, strict=True):
+            runs.setdefault(shard, []).append(tensor.require_contiguous(what))
+        boxes, start = list[Box](), 0
+        for shard in sorted(runs):
+            first, *copies = runs[shard]
+            if any((first.dtype, first.shape) != (copy.dtype, copy.shape) for copy in copies):
+                raise DisagreementError(f"{what} differs in length between replicas")
+            if first.numel:
+                boxes.append(Box((start,), first, copies))
+            start += first.numel
+        weight = self._weights.get(name)
+        if weight is None or start != math.prod(weight.shape) or len({t.dtype for t in own}) > 1:
+            message = f"{what} has {start:,} elements of all ranks, and is no state of '{name}'"
+            raise UnsupportedError(message)
+        return CutState(state, name, own[0].dtype, weight.shape, boxes)
+
     def _require_padding(self, what: str, numel: int, parts: Mapping[int, Box]) -> None:
         """Require zeros behind the last parameter: an optimizer makes none of padding."""
         for shard, tensor in ((shard, box.tensor) for shard, box in parts.items()):
@@ -287,16 +341,23 @@ class _Reading:
         if all(isinstance(named, list) and len(named) == len(ps) for ps, named in listed):
             both = (zip(params, named, strict=True) for params, named in listed)
             return {key: (name_of(name),) for pairs in both for key, name in pairs}, ""
-        sharded = {n: part.shape for n, part in self._weights.items() if part.is_dtensor}
         if len(groups) > 1:
             return {}, f"its parameters are numbered, in {len(groups)} param groups"
-        if self._is_flat():
+        if self._is_flat() and not self._is_in_pieces:
             return self._joined(keys), ""
+        return self._numbered(keys)
+
+    def _numbered(self, keys: Sequence[Node]) -> tuple[Mapping[Node, tuple[str, ...]], str]:
+        """Return the names of parameters that are numbered in the model's order."""
+        sharded = {n: part.shape for n, part in self._weights.items() if part.is_dtensor}
+        if self._is_in_pieces and len(keys) < len(sharded):
+            self._tied = dict(self._twins())
+            sharded = {name: s for name, s in sharded.items() if name not in self._tied}
         if len(keys) != len(sharded):
             message = f"it numbers {len(keys)} parameters, and the model has {len(sharded)}"
             return {}, message
         names = dict(zip(keys, sharded, strict=True))
-        for key, held in states.items():
+        for key, held in self._root[_STATE].items():
             for node in held.values():
                 part = part_of(node)
                 if part is not None and part.is_dtensor and part.shape != sharded[names[key]]:
