@@ -9,22 +9,19 @@ about loading, or about the end of the interpreter, starts a process itself.
 import atexit
 import gc
 import importlib
-import json
 import os
 import pkgutil
 import resource
-import subprocess
 import sys
 import threading
-import traceback
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import streamshard
 from streamshard.__main__ import program
+from tests.asking import Asked, Streams, answer_all, end_as
 from tests.priority import keep_priority
 
 _NOT_LOADED: Final = {"__main__", "cluster", "deepspeed", "demo", "live"}
@@ -60,35 +57,18 @@ def run_forked(*arguments: str, script: str = "") -> Finished:
     script
         Python to run instead, as `python -c` does.
     """
-    server = _server()
-    assert server.stdin is not None
-    assert server.stdout is not None
-    with TemporaryDirectory() as directory:
-        streams = [Path(directory, name) for name in ("out", "err")]
-        given = {
-            "arguments": arguments,
-            "script": script,
-            "directory": str(Path.cwd()),
-            "environment": dict(os.environ),
-            "streams": [os.devnull, *map(str, streams)],
-        }
-        server.stdin.write(f"{json.dumps(given)}\n")
-        server.stdin.flush()
-        code, *measured = json.loads(server.stdout.readline())
-        out, err = (stream.read_text() for stream in streams)
-        return Finished(code, out, err, *measured)
+    given = {
+        "arguments": arguments,
+        "script": script,
+        "directory": Path.cwd(),
+        "environment": {**os.environ},
+    }
+    return Finished(**_server().ask(given))
 
 
 @cache
-def _server() -> subprocess.Popen[str]:
-    """Start the server, which ends with its standard input."""
-    command = [sys.executable, "-m", "tests.forked"]
-    pipe = subprocess.PIPE
-    # A process that has threads is none to fork.
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, text=True, start_new_session=True, env=environment
-    )
+def _server() -> Asked:
+    return Asked("tests.forked")
 
 
 def _serve() -> None:
@@ -98,16 +78,23 @@ def _serve() -> None:
     gc.collect()
     gc.freeze()
     loaded_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    for line in sys.stdin:
+
+    def answer(given: dict[str, Any]) -> dict[str, Any]:
+        streams = Streams()
         child = os.fork()
         if child == 0:
-            _be_program(json.loads(line))
+            streams.take()
+            end_as(lambda: _be_program(given))
         _, status, usage = os.wait4(child, 0)
-        code = os.waitstatus_to_exitcode(status)
-        seconds = usage.ru_utime + usage.ru_stime
-        ended = [code, seconds, usage.ru_maxrss * 1024, loaded_bytes]
-        sys.stdout.write(f"{json.dumps(ended)}\n")
-        sys.stdout.flush()
+        return {
+            "code": os.waitstatus_to_exitcode(status),
+            **streams.texts(),
+            "cpu_seconds": usage.ru_utime + usage.ru_stime,
+            "peak_bytes": usage.ru_maxrss * 1024,
+            "loaded_bytes": loaded_bytes,
+        }
+
+    answer_all(answer)
 
 
 def _load() -> None:
@@ -117,37 +104,21 @@ def _load() -> None:
             importlib.import_module(module.name)
 
 
-def _be_program(given: dict[str, Any]) -> NoReturn:
-    """Be a new process, from the call of `program` to the exit code."""
+def _be_program(given: dict[str, Any]) -> None:
+    """Be a new process, up to the interpreter's own end."""
     resource.setrlimit(resource.RLIMIT_CPU, (_MOST_SECONDS, _MOST_SECONDS))
     os.chdir(given["directory"])
     os.environ.clear()
     os.environ.update(given["environment"])
-    for number, path in enumerate(given["streams"]):
-        opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-        os.dup2(opened, number)
-        os.close(opened)
-    # As Python opens them: those of the server have its buffers.
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115
-    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.argv[1:] = given["arguments"]
-    code = 1
     try:
         if given["script"]:
             exec(given["script"], {"__name__": "__main__"})
         else:
             program()
-    except SystemExit as exit:
-        code = exit.code if isinstance(exit.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    # The interpreter's own end, without the freeing of all that it has in memory.
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
 
 
 if __name__ == "__main__":

@@ -3,16 +3,15 @@
 import contextlib
 import faulthandler
 import gc
-import json
 import os
 import select
 import signal
 import sys
 import time
-import traceback
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
+from tests.asking import Streams, answer_all, end_as
 from tests.faults.shim import Action, Arming, Option, Shim
 
 HANGS_AFTER_SECONDS: Final = 300
@@ -31,15 +30,17 @@ class _Parent:
         self._main, self._program = main.main, __main__.program
         self._shim = Shim()
 
-    def warm_up(self, arguments: list[str]) -> dict[str, Any]:
-        assert self._main(arguments) == 0
+    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        if "warm_up" not in question:
+            return self._run(question)
+        assert self._main(question["warm_up"]) == 0
         gc.collect()
         gc.freeze()
         return {}
 
-    def run(self, question: dict[str, Any]) -> dict[str, Any]:
+    def _run(self, question: dict[str, Any]) -> dict[str, Any]:
         self._shim.reset()
-        first = _Run()
+        first = Streams()
         child = self._fork(question, first, Arming(**question["arming"]))
         began = time.monotonic()
         second = self._meanwhile(child, question)
@@ -61,46 +62,36 @@ class _Parent:
             "calls": [c.to_list() for c in self._shim.calls()] if question["with_calls"] else [],
         }
 
-    def _fork(self, question: dict[str, Any], run: "_Run", arming: Arming | None) -> int:
+    def _fork(self, question: dict[str, Any], run: Streams, arming: Arming | None) -> int:
         """Begin a run; returns its process once the command line is called."""
         started, starts = os.pipe()
         child = os.fork()
         if child == 0:
-            self._be_child(question, run, arming, starts)
+            end_as(lambda: self._be_child(question, run, arming, starts))
         os.close(starts)
         os.read(started, 1)  # or the child has died
         os.close(started)
         return child
 
     def _be_child(
-        self, question: dict[str, Any], run: "_Run", arming: Arming | None, starts: int
-    ) -> NoReturn:
+        self, question: dict[str, Any], run: Streams, arming: Arming | None, starts: int
+    ) -> None:
         """Do one run as a process of its own would, from the call of `program` on."""
-        code = 1
-        try:
-            run.take_output()
-            faulthandler.register(signal.SIGALRM, file=2, chain=True)  # says where it hangs
-            if arming is not None:
-                source, target = Path(question["source"]), Path(question["target"])
-                if question["with_content"]:
-                    self._shim.keep()
-                self._shim.arm(source, target, arming, Option(question["options"]))
-            else:
-                self._shim.set_only(Option(question["options"]))
-            if question["user"] is not None:
-                _become(question["user"])
-            self._shim.set_clock(question["ahead_seconds"])
-            os.close(starts)
-            sys.argv[1:] = question["run"]
-            self._program()
-        except SystemExit as error:
-            code = error.code if isinstance(error.code, int) else 1
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+        run.take()
+        faulthandler.register(signal.SIGALRM, file=2, chain=True)  # says where it hangs
+        if arming is not None:
+            source, target = Path(question["source"]), Path(question["target"])
+            if question["with_content"]:
+                self._shim.keep()
+            self._shim.arm(source, target, arming, Option(question["options"]))
+        else:
+            self._shim.set_only(Option(question["options"]))
+        if question["user"] is not None:
+            _become(question["user"])
+        self._shim.set_clock(question["ahead_seconds"])
+        os.close(starts)
+        sys.argv[1:] = question["run"]
+        self._program()
 
     def _meanwhile(self, child: int, question: dict[str, Any]) -> dict[str, Any] | None:
         """Do what is to be done while a child is stopped, and send it on, or kill it."""
@@ -115,7 +106,7 @@ class _Parent:
         for source, target in asked["renames"]:
             Path(source).rename(target)
         if asked["second"]:
-            run = _Run()
+            run = Streams()
             theirs = {"run": asked["second"], "ahead_seconds": asked["second_ahead_seconds"]}
             other = self._fork({**question, **theirs}, run, None)
             self._wait(other, None)
@@ -142,27 +133,6 @@ class _Parent:
         return kill is not None
 
 
-class _Run:
-    """What a run says: in files, so that what it said before it was killed is there."""
-
-    def __init__(self) -> None:
-        self._streams = {1: os.memfd_create("out"), 2: os.memfd_create("err")}
-
-    def take_output(self) -> None:
-        """Let what this process says go there."""
-        for number, descriptor in self._streams.items():
-            os.dup2(descriptor, number)
-
-    def texts(self) -> dict[str, str]:
-        """Return all that was said; can be asked for once."""
-        found = {}
-        for name, descriptor in zip(("out", "err"), self._streams.values(), strict=True):
-            with os.fdopen(descriptor, "rb") as stream:
-                stream.seek(0)
-                found[name] = stream.read().decode(errors="replace")
-        return found
-
-
 def _fill(path: Path) -> None:
     """Take all the space there is."""
     with contextlib.suppress(OSError), path.open("wb", buffering=0) as stream:
@@ -180,20 +150,6 @@ def _become(user: int) -> None:
     os.setresuid(user, user, user)
 
 
-def _serve() -> None:
-    """Answer questions until there are no more."""
-    questions, answers = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 0)
-    os.dup2(nowhere, 1)
-    parent = _Parent()
-    for line in questions:
-        question = json.loads(line)
-        warm_up = question.get("warm_up")
-        answer = parent.warm_up(warm_up) if warm_up is not None else parent.run(question)
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
-
 if __name__ == "__main__":
-    _serve()
+    _parent = _Parent()
+    answer_all(_parent.answer)

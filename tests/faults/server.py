@@ -1,20 +1,15 @@
 """Runs the command line again and again, in children of one process that has all of it imported.
 
 A child is there in a few milliseconds, where a new interpreter takes half a second. The process is
-that of `forking.py`, with the shim preloaded; it is spoken to in lines of JSON on its standard
-input and output.
+that of `forking.py`.
 """
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Final
 
+from tests.asking import Asked
 from tests.faults.shim import NO_OPTION, NOTHING, Arming, Call, Kind, Option
 
 
@@ -80,39 +75,15 @@ class Ended:
     """All calls, where they were asked for."""
 
 
-class Server:
-    """The process that forks; a context manager."""
+class Server(Asked):
+    """The process that forks, with the shim preloaded."""
 
     def __init__(self, library: Path) -> None:
-        environment = {
-            **os.environ,
-            "LD_PRELOAD": str(library),
-            # Threads of others would be forked with their locks held.
-            "OPENBLAS_NUM_THREADS": "1",
-            "OMP_NUM_THREADS": "1",
-        }
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.forking"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._process.communicate()
+        super().__init__("tests.faults.forking", LD_PRELOAD=str(library))
 
     def warm_up(self, *arguments: object) -> None:
         """Run a command in the server itself, so that no child has to import anything."""
-        self._ask({"warm_up": list(map(str, arguments))})
+        self.ask({"warm_up": list(map(str, arguments))})
 
     def run(
         self,
@@ -144,7 +115,7 @@ class Server:
         user
             Number of the user as whom the command runs; by default this process's own.
         """
-        answer = self._ask(
+        answer = self.ask(
             {
                 "run": list(map(str, arguments)),
                 "source": source,
@@ -166,14 +137,3 @@ class Server:
         told = answer.pop("second")
         other = None if told is None else Second(**told)
         return Ended(**answer, fired=fired, failed=failed, second=other, calls=calls)
-
-    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(question, default=str) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("the process that runs the cases has died; see its standard error")
-        answer: dict[str, Any] = json.loads(line)
-        return answer

@@ -1,20 +1,16 @@
 """The versions that were released, and this tree, as programs that tests can ask."""
 
-import json
-import os
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
+from tests.asking import Asked
 from tests.documents import ROOT
 from tests.unpacking import unpack
 
 _LIST: Final = Path(__file__).with_name("versions.txt")
 """A released version and its commit a line."""
-_SERVE: Final = Path(__file__).with_name("serve.py")
 
 
 def released() -> dict[str, str]:
@@ -52,36 +48,12 @@ class Ended:
     err: str
 
 
-class Version:
+class Version(Asked):
     """A version of streamshard; a context manager."""
 
     def __init__(self, name: str, place: Path) -> None:
+        super().__init__("tests.released.serve", place)
         self.name = name
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(place),
-            # Threads of others would be forked with their locks held.
-            "OPENBLAS_NUM_THREADS": "1",
-            "OMP_NUM_THREADS": "1",
-        }
-        self._process = subprocess.Popen(
-            [sys.executable, _SERVE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._process.communicate()
 
     def __repr__(self) -> str:
         return self.name
@@ -96,9 +68,4 @@ class Version:
 
     def _ask(self, arguments: tuple[object, ...], **more: int) -> Ended:
         asked = {"warms_up": False, "killed_at": 0, **more}
-        question = json.dumps({"arguments": [*map(str, arguments)], **asked})
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(question + "\n")
-        self._process.stdin.flush()
-        return Ended(**json.loads(self._process.stdout.readline()))
+        return Ended(**self.ask({"arguments": [*map(str, arguments)], **asked}))
