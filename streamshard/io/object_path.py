@@ -81,6 +81,8 @@ def as_path(given: str | os.PathLike[str]) -> Path:
     if isinstance(given, ObjectPath):
         return given
     text = os.fspath(given)
+    if not text:
+        raise UsageError("an empty path; is a variable of the shell not set?")
     if _FILE_URL.match(text):
         url = urlsplit(text)
         if url.netloc not in ("", "localhost"):
