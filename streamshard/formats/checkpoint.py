@@ -13,7 +13,7 @@ import numpy as np
 from streamshard.commands import command
 from streamshard.errors import CorruptFileError, Option
 from streamshard.formats.deepspeed import ds_config, names
-from streamshard.formats.deepspeed.ds_versions import Version, recorded_version
+from streamshard.formats.deepspeed.ds_versions import Version, version_in
 from streamshard.formats.pickle.dangerous import dangerous_in
 from streamshard.formats.pickle.inert import Node
 from streamshard.layout.cutting import Cutting
@@ -323,12 +323,8 @@ class Checkpoint:
     def warnings(self) -> tuple[str, ...]:
         """Return a warning if the training state has names that run something when loaded."""
         kept = [
-            (
-                model_part.model_state,
-                model_part.optimizer_file,
-                [group.states for group in model_part.groups],
-            )
-            for model_part in self.model_parts
+            (part.model_state, part.optimizer_file, [group.states for group in part.groups])
+            for part in self.model_parts
         ]
         found = sorted(map(str, dangerous_in([kept, [layer.state for layer in self.layers]])))
         calls = some_of(found, 1)
@@ -373,24 +369,14 @@ class Checkpoint:
     def config(self) -> Mapping[str, Any]:
         """The DeepSpeed config in the files; empty if they have none."""
         first = self.model_parts[0]
-        config = (first.optimizer_file or first.model_state).get(names.DS_CONFIG)
-        return config if isinstance(config, dict) else {}
+        return ds_config.config_in(first.optimizer_file or first.model_state)
 
     @property
     def ds_version(self) -> Version | None:
         """The version of DeepSpeed that saved it; None if the files do not say."""
         first = self.model_parts[0]
         state = first.optimizer_file.get(names.OPTIMIZER)
-        holders = (first.optimizer_file, first.model_state, state)
-        return next(
-            (
-                found
-                for holder in holders
-                if isinstance(holder, dict)
-                and (found := recorded_version(holder.get(names.DS_VERSION))) is not None
-            ),
-            None,
-        )
+        return version_in(first.optimizer_file, first.model_state, state)
 
     def tensor_index(self) -> dict[tuple[str, str, str], int]:
         """Return (model part, state, name) → index in `tensors`."""

@@ -20,6 +20,7 @@ from streamshard.io.entries import (
     is_directory,
     is_file,
     is_link,
+    names_in,
     paths_in,
     paths_like,
 )
@@ -161,14 +162,6 @@ def _template(path: Path) -> str:
 # Directories --------------------------------------------------------------------------------------
 
 
-def _listed(path: Path) -> set[str]:
-    return {entry.name for entry in paths_in(path)}
-
-
-def _with_children(path: Path) -> list[Path]:
-    return [path, *sorted(entry for entry in paths_in(path) if is_directory(entry))]
-
-
 def _parts_of_ranks(path: Path, levels: int = _MOST_LEVELS) -> str | None:
     listed = sorted(paths_in(path))
     found = next((text for entry in listed if (text := part_of_rank(entry)) is not None), None)
@@ -182,11 +175,12 @@ def _parts_of_ranks(path: Path, levels: int = _MOST_LEVELS) -> str | None:
 
 def is_megatron(path: Path) -> bool:
     """Tell whether a directory holds files that only Megatron writes."""
-    return bool(_MEGATRON & _listed(path))
+    return not _MEGATRON.isdisjoint(names_in(path))
 
 
 def _megatron(path: Path) -> str | None:
-    if not any(map(is_megatron, _with_children(path))):
+    inside = filter(is_directory, sorted(paths_in(path)))
+    if not is_megatron(path) and not any(map(is_megatron, inside)):
         return None
     return (
         "a checkpoint in Megatron's own format, not DeepSpeed's; of these only distributed "
@@ -209,7 +203,7 @@ def _dumps(path: Path) -> str | None:
 
 
 def _weights(path: Path) -> str | None:
-    listed = _listed(path)
+    listed = names_in(path)
     if not any(_WEIGHTS.fullmatch(name) for name in listed):
         return None
     if any(_WHOLE_OPTIMIZER.fullmatch(name) for name in listed):
@@ -237,8 +231,7 @@ def is_stage_0(model_file: Path) -> bool:
     root = torch_file.read(model_file, -1).root
     if not isinstance(root, dict) or root.get(names.WHOLE_OPTIMIZER) is None:
         return False
-    kept = root.get(names.DS_CONFIG)
-    stage = ds_config.zero_stage(kept) if isinstance(kept, dict) else None
+    stage = ds_config.zero_stage(ds_config.config_in(root))
     return not stage and root.get(names.PARAM_SHAPES) is None
 
 
@@ -258,8 +251,7 @@ def without_shards(tag_dir: Path, models: Sequence[Path], parts: Sequence[Path])
         return IncompleteError("no DeepSpeed checkpoint files in it", path=tag_dir)
     root = torch_file.read(models[0], -1).root
     model: dict[str, Node] = root if isinstance(root, dict) else {}
-    kept = model.get(names.DS_CONFIG)
-    config = kept if isinstance(kept, dict) else {}
+    config = ds_config.config_in(model)
     # With a ZeRO stage, an entry of this name is client state.
     if model.get(names.WHOLE_OPTIMIZER) is not None and not ds_config.zero_stage(config):
         return UnsupportedError(f"{_STAGE_0}. {_AS_IT_IS} on any count of them", path=models[0])
@@ -283,6 +275,6 @@ def _had_bf16_optimizer(model: dict[str, Node], config: ds_config.Config) -> boo
 
     See `DeepSpeedEngine._do_optimizer_sanity_check` before 0.17.6.
     """
-    version = ds_versions.recorded_version(model.get(names.DS_VERSION))
+    version = ds_versions.version_in(model)
     had = version is None or version < ds_versions.STAGE_0_WITHOUT_BF16_OPTIMIZER
     return had and ds_config.module_dtype(config) == "bfloat16"

@@ -190,10 +190,10 @@ def _in_stream(source: Readable) -> Finding:
             for _ in range(_LEGACY_PICKLES):
                 stream.next()
         else:
-            while stream.at < source.nbytes:
+            while stream.reader.at < source.nbytes:
                 stream.next()
     except SourceError as error:
-        return Finding(stream.pickles, stream.names, f"{error}, after byte {stream.at}")
+        return Finding(stream.pickles, stream.names, f"{error}, after byte {stream.reader.at}")
     return Finding(stream.pickles, stream.names)
 
 
@@ -201,14 +201,9 @@ class _Stream:
     """Counts the names in consecutive pickles."""
 
     def __init__(self, source: Readable) -> None:
-        self._read = inert_load.Pickles(source)
+        self.reader = inert_load.Pickles(source)
         self.pickles = 0
         self.names: Counter[Global] = Counter()
-
-    @property
-    def at(self) -> int:
-        """Byte offset of the next pickle."""
-        return self._read.at
 
     def next(self) -> Node:
         """Count the names of the next pickle, even if it is invalid, and return its node."""
@@ -220,7 +215,7 @@ class _Stream:
             return counter
 
         try:
-            node = self._read.read(count)
+            node = self.reader.read(count)
         finally:
             self.names.update(counter.names)
         self.pickles += 1

@@ -22,7 +22,7 @@ from streamshard.formats.safetensors_file import Described, Stored
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import tensor_of
 from streamshard.formats.torch.tree_comparison import show_few
-from streamshard.io.entries import exists, identify, is_directory, paths_in, read_all
+from streamshard.io.entries import exists, identify, is_directory, names_in, read_all
 from streamshard.io.files import require_regular
 from streamshard.layout.cutting import CuttingBuilder
 from streamshard.model import ITEMSIZE, MODULE, LogicalTensor, Note, NoteKind
@@ -36,7 +36,7 @@ def is_pretrained(directory: Path) -> bool:
     """Tell whether a directory holds a model's weights in safetensors files, and no optimizer."""
     if not is_directory(directory):
         return False
-    listed = {entry.name for entry in paths_in(directory)}
+    listed = names_in(directory)
     return _main(listed) is not None and pretrained.is_weights_only(listed)
 
 
@@ -48,7 +48,7 @@ def _main(listed: Collection[str], form: str = pretrained.SAFETENSORS) -> str | 
 
 
 def read(directory: Path, form: str = pretrained.SAFETENSORS) -> Reading:
-    listed = sorted(entry.name for entry in paths_in(directory))
+    listed = sorted(names_in(directory))
     main = _main(listed, form) or ""
     where: Mapping[str, str] | None = None
     files = [main]

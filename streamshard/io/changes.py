@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from streamshard.io.lock import AnyLock, NoLock
+from streamshard.io.lock import AnyLock
 from streamshard.io.place import place_of
 from streamshard.io.sink import Sink
 
@@ -24,7 +24,7 @@ def lock_at(path: Path, what: Path, *, is_wanted: bool) -> AnyLock:
     `what`: what is locked, for messages.
     `is_wanted`: whether the user wants a lock.
     """
-    return place_of(path).lock(path, what) if is_wanted else NoLock()
+    return place_of(path).lock(path, what) if is_wanted else AnyLock()
 
 
 def make_directory(path: Path, *, parents: bool = False, exist_ok: bool = False) -> None:

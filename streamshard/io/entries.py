@@ -120,6 +120,10 @@ def paths_in(directory: Path) -> Iterator[Path]:
     return (entry.path for entry in entries(directory))
 
 
+def names_in(directory: Path) -> list[str]:
+    return [entry.name for entry in entries(directory)]
+
+
 def entries_below(
     root: Path,
     *,

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final, Protocol, Self
+from typing import Final, Self
 
 from streamshard.errors import TargetLockedError
 from streamshard.io.file_system import LOCAL, boot_id, file_system_of
@@ -66,27 +66,19 @@ def nothing() -> None:
     """Do nothing."""
 
 
-class AnyLock(Protocol):
-    """What keeps other runs from a target."""
+class AnyLock:
+    """What keeps other runs from a target; itself it does not, as where the user wants no lock."""
 
     def take(self, look: Callable[[], object] = nothing) -> None:
         """Take the lock, and look at what it keeps; one whose holder is gone is taken over."""
-
-    def release(self, finish: Callable[[], object] = nothing) -> None:
-        """Finish what needs the lock, and release it if this process holds it."""
-
-
-class NoLock:
-    """Takes no lock, because the user wants none."""
-
-    def take(self, look: Callable[[], object] = nothing) -> None:
         look()
 
     def release(self, finish: Callable[[], object] = nothing) -> None:
+        """Finish what needs the lock, and release it if this process holds it."""
         finish()
 
 
-class Lock:
+class Lock(AnyLock):
     """A lock file that one process takes and releases."""
 
     def __init__(self, path: Path, what: Path) -> None:
@@ -168,7 +160,9 @@ class Lock:
             if not self._is_in_place(descriptor):
                 return False  # its holder removed it meanwhile
             self._require_gone(descriptor, is_locked)
-            self._require_one_name(descriptor)
+            if os.fstat(descriptor).st_nlink > 1:  # a killed run may have left a temporary name
+                self._remove_temporary()
+            require_one_name(descriptor, self._path)
             if is_locked is None:
                 return self._take_over(descriptor)
             _serialize(descriptor)
@@ -195,12 +189,6 @@ class Lock:
         if is_locked is False:
             raise TargetLockedError(f"{message}; wait for it, or stop it")
         raise TargetLockedError(f"{message}; wait for it, or if it is gone remove {self._path}")
-
-    def _require_one_name(self, descriptor: int) -> None:
-        """Refuse a file of another name; a run that was killed may have left a temporary one."""
-        if os.fstat(descriptor).st_nlink > 1:
-            self._remove_temporary()
-        require_one_name(descriptor, self._path)
 
     def _remove_temporary(self) -> None:
         """Remove temporary files of killed runs; a run that is just starting makes another one."""

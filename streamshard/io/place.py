@@ -121,6 +121,7 @@ class Place(Protocol):
 
     def write_durably(self, path: Path, data: bytes, temporary: Path) -> None:
         """Write a small file atomically; see `changes.write_durably`."""
+        self.write_new(path, data)
 
     def rename(self, path: Path, target: Path) -> None:
         """Rename a file or a directory; an empty directory may be replaced."""
@@ -133,6 +134,7 @@ class Place(Protocol):
 
     def link_or_copy(self, known: Path, path: Path) -> None:
         """Make a hard link to a known file; if that is impossible, a copy."""
+        self.make_link(known, path)
 
     def remove_file(self, path: Path, *, missing_ok: bool) -> None:
         """Remove a file or a link."""

@@ -3,6 +3,7 @@
 Not even the access time of a local file changes, where the system allows.
 """
 
+import errno
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -65,27 +66,24 @@ class Readable(Protocol):
     def nbytes(self) -> int:
         """Size in bytes."""
 
-    @property
-    def takes_requests(self) -> bool:
-        """Whether each reading takes a request to a service, which takes long."""
+    takes_requests: bool
+    """Whether each reading takes a request to a service, which takes long."""
 
     def read_at(self, offset: int, count: int) -> bytes:
         """Read bytes from an offset; fewer than requested only at the end of the file."""
 
     def prepare(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Get small ranges (start, stop) that are read next, side by side where each takes long."""
+        return
 
 
 class OpenedFile(Readable, Protocol):
     """A file that is open for reading; a context manager, too."""
 
-    @property
-    def descriptor(self) -> int:
-        """Descriptor, for the page cache and for memory maps; -1 if the file is not local."""
-
-    @property
-    def origin(self) -> int:
-        """Byte offset in what the descriptor is of, where the file begins."""
+    descriptor: int
+    """Descriptor, for the page cache and for memory maps; -1 if the file is not local."""
+    origin: int
+    """Byte offset in what the descriptor is of, where the file begins."""
 
     def read_into(self, view: memoryview, offset: int) -> int:
         """Fill a view from an offset; returns the bytes read, fewer only at the file's end."""
@@ -98,12 +96,14 @@ class OpenedFile(Readable, Protocol):
 
     def close(self) -> None: ...
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
-class ReadableFile:
+class ReadableFile(OpenedFile):
     """An open local file, which closes its descriptor."""
 
     origin = 0
@@ -111,20 +111,15 @@ class ReadableFile:
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        """Descriptor of the file."""
 
     @cached_property
     def nbytes(self) -> int:
-        """Size in bytes, once it was asked for."""
         return os.fstat(self.descriptor).st_size
 
     def read_at(self, offset: int, count: int) -> bytes:
         data = bytearray(max(0, min(count, self.nbytes - offset)))
         done = self.read_into(memoryview(data), offset)
         return bytes(data[:done])
-
-    def prepare(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Do nothing: one call after the other takes no longer."""
 
     def read_into(self, view: memoryview, offset: int) -> int:
         return read_into(self.descriptor, view, offset)
@@ -141,11 +136,10 @@ class ReadableFile:
     def close(self) -> None:
         close_unwritten(self.descriptor)
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+def absent(path: Path) -> FileNotFoundError:
+    """Return the error of a path at which there is nothing."""
+    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
 def open_to_read(path: Path) -> int:

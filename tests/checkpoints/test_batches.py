@@ -17,7 +17,7 @@ import torch
 
 from streamshard.batches import BatchMapper, mapped_by
 from streamshard.errors import SourceError
-from streamshard.formats.deepspeed.read import model_files, rank_headers
+from streamshard.formats.deepspeed.read import model_files, rank_files, rank_headers
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.pickle.inert_dump import dump
 from streamshard.formats.torch.torch_tensor import Storage
@@ -282,7 +282,7 @@ def test_a_worker_that_sees_another_first_file_is_not_believed(tmp_path: Path) -
 
     def mistaken(function: Any, batches: Sequence[Any]) -> Iterable[Any]:  # noqa: ANN401
         (given,) = function.args
-        if isinstance(given, rank_headers.FirstHeader):
+        if isinstance(given, rank_files.ReadFile):
             given = replace(given, path=optimizer_file(other, 0))
         else:
             given = {size: replace(one, path=model(other, 2)) for size, one in given.items()}

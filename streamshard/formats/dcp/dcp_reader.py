@@ -36,7 +36,6 @@ from streamshard.formats.deepspeed.read.model_part import optimizer_tensors
 from streamshard.formats.pickle.inert import show
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch.tree_comparison import show_few
-from streamshard.io.entries import is_directory, paths_in
 from streamshard.io.files import require_inside
 from streamshard.layout.boxes import BoxGrid, NotTiledError, grid_of
 from streamshard.layout.cutting import Cutting, CuttingBuilder
@@ -107,16 +106,10 @@ def parts_of(root: Path) -> list[Path]:
 
     Usually it is the directory itself. Accelerate and HF Trainer save two inside of theirs.
     """
-    if not is_directory(root):
-        return []
-    if is_distributed(_names(root)):
+    if is_distributed(root):
         return [root]
     inside = [root / name for name in _ACCELERATE]
-    found = [
-        directory
-        for directory in inside
-        if is_directory(directory) and is_distributed(_names(directory))
-    ]
+    found = [directory for directory in inside if is_distributed(directory)]
     if found and found[0] != inside[0]:
         message = f"holds the optimizer alone, {_ACCELERATE[0]} is not next to it"
         raise IncompleteError(message, path=root)
@@ -137,10 +130,6 @@ def _joined(parts: Sequence[Path]) -> Index:
     for part in parts[1:]:
         index = join(index, read_index(part))
     return index
-
-
-def _names(directory: Path) -> list[str]:
-    return [entry.name for entry in paths_in(directory)]
 
 
 def open_distributed(root: Path, known: Set[str] = frozenset()) -> Distributed:

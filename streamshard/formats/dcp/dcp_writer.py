@@ -35,7 +35,6 @@ class ItemFrame:
 
     @property
     def nbytes(self) -> int:
-        """Size of the whole item."""
         rest = sum(map(len, self.tail)) + 4 * (len(self.tail) - 1)
         return len(self.head) + self.content_bytes + rest
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Final, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from streamshard.errors import (
     CorruptFileError,
@@ -21,7 +20,7 @@ from streamshard.errors import (
     raise_first,
 )
 from streamshard.formats.dcp.dcp_names import METADATA
-from streamshard.formats.dcp.metadata_reader import Index, SavedTensor
+from streamshard.formats.dcp.metadata_reader import Index, Ints, SavedTensor
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch import torch_file, zip_audit
@@ -33,8 +32,6 @@ from streamshard.io.entries import identify, open_readable
 from streamshard.io.files import require_regular
 from streamshard.io.readable import Readable
 from streamshard.model import ITEMSIZE, SourceFile
-
-Ints = NDArray[np.int64]
 
 _END_BYTES: Final = 2048
 """At each end of an item, more bytes than torch writes around a tensor; read at once."""

@@ -5,7 +5,7 @@ of each tensor with the boxes that it was cut into, and the file, offset and len
 An item is one box of a tensor, or another value.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Self, TypeVar
@@ -24,7 +24,7 @@ from streamshard.formats.pickle import inert_load
 from streamshard.formats.pickle.inert import LIMIT_BYTES, Call, Global, Node, show
 from streamshard.formats.pickle.node_checks import name_of, of_file
 from streamshard.formats.torch.torch_tensor import shape_of
-from streamshard.io.entries import examine, read_all
+from streamshard.io.entries import examine, is_directory, names_in, read_all
 from streamshard.model import ITEMSIZE
 
 Ints = NDArray[np.int64]
@@ -122,13 +122,11 @@ class Index:
         return {path: sorted(extents) for path, extents in found.items()}
 
 
-def is_distributed(names: Collection[str]) -> bool:
-    """Tell whether a directory with these files is a distributed checkpoint, or was to be one.
-
-    >>> is_distributed([".metadata", "__0_0.distcp"]), is_distributed(["__1_0.distcp"])
-    (True, True)
-    """
-    return dcp_names.METADATA in names or any(name.endswith(".distcp") for name in names)
+def is_distributed(directory: Path) -> bool:
+    """Tell whether a directory is a distributed checkpoint, or was to be one."""
+    return is_directory(directory) and any(
+        name == dcp_names.METADATA or name.endswith(".distcp") for name in names_in(directory)
+    )
 
 
 def join(one: Index, other: Index) -> Index:
@@ -262,14 +260,12 @@ def _arrays(items: Sequence[tuple[int, int, int]]) -> SavedItems:
 
 
 def _state_of(node: Node, kind: Global) -> dict[str, Node]:
-    """Return the attributes of an object of a class."""
     if not isinstance(node, Call) or node.function != kind or not isinstance(node.state, dict):
         raise CorruptFileError(f"has {show(node)} where torch writes {kind.name}")
     return node.state
 
 
 def _dtype(name: str, properties: Node) -> str:
-    """Read the dtype of a dense tensor."""
     # The class of dtype and layout has been in two modules.
     kind = f".{dcp_names.PROPERTIES.name}"
     is_known = isinstance(properties, Call) and properties.name.endswith(kind)

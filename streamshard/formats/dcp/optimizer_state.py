@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
 from streamshard.formats.checkpoint import CODES, FlatState, ScalarState
 from streamshard.formats.dcp.dcp_names import PARAMS
@@ -70,9 +68,6 @@ def step_of(value: Node) -> bytes:
     if not (0 <= count <= _EXACT and count == int(count)):
         raise UnsupportedError(f"the optimizer's step {count} is not exact in torch's float32")
     return struct.pack("<f", count)
-
-
-_NUMBERS: Final = {"float32": "<f4", "float64": "<f8", "int64": "<i8", "int32": "<i4"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +139,9 @@ class SavedOptimizer:
         members: dict[str, list[str]] = {}
         by_name: dict[str, dict[str, Node]] = {}
         for name in self._keys.groups:
-            options = self.options(name)
-            text = repr([(key, _show_value(value)) for key, value in sorted(options.items())])
-            text += repr(self._kinds(name))
+            options, states = self.options(name), self.states_of([name]) or {}
+            both = (sorted(options.items()), sorted(states.items()))
+            text = repr([[(key, _show_value(value)) for key, value in part] for part in both])
             members.setdefault(text, []).append(name)
             by_name[text] = options
         for name in self._keys.states:
@@ -156,10 +151,6 @@ class SavedOptimizer:
             SavedGroup(tuple(names), by_name[text], self.states_of(names))
             for text, names in members.items()
         ]
-
-    def _kinds(self, name: str) -> list[tuple[str, str]]:
-        states = self.states_of([name]) or {}
-        return [(key, _show_value(value)) for key, value in sorted(states.items())]
 
     def options(self, owner: str) -> dict[str, Node]:
         """Read the options of a group, or of one parameter of a flattened optimizer."""
@@ -224,10 +215,9 @@ class SavedOptimizer:
 
 def number_in(key: str, scalar: ScalarState) -> int | float:
     """Return the number that a tensor of one element holds."""
-    form = _NUMBERS.get(scalar.dtype)
-    if form is None:
+    number = scalar.number()
+    if number is None:
         raise UnsupportedError(f"its {key} is {scalar.dtype}, which is no number of an optimizer")
-    number: int | float = np.frombuffer(scalar.data, form)[0].item()
     return number
 
 

@@ -47,11 +47,6 @@ def is_of_shards(directory: Path) -> bool:
     return is_directory(directory) and any(_SHARD.fullmatch(p.name) for p in paths_in(directory))
 
 
-def has_optimizer(directory: Path) -> bool:
-    """Tell whether an ordinary distributed checkpoint lies in a directory."""
-    return is_distributed([path.name for path in paths_in(directory)])
-
-
 def files_of(directory: Path) -> list[Path]:
     """List the files of all ranks, rank by rank; those of a rank that lacks are asked for."""
     found = {
@@ -76,7 +71,7 @@ def open_shards(directory: Path) -> Distributed:
     """Read the headers of all ranks' files, and the optimizer next to them."""
     model, files = _read_model(directory)
     optimizer = Index({}, {}, {}, ())
-    if has_optimizer(directory):
+    if is_distributed(directory):
         require_inside(directory / dcp_names.METADATA, directory)
         optimizer = read_index(directory)
     with of_file(directory):

@@ -328,7 +328,6 @@ class _Merging:
             yield LogicalTensor(MODULE, entry.name, dtype, entry.shape)
 
     def notes(self) -> Iterator[str]:
-        """Say what is the reference's."""
         steps = self._model_part.model_state.get("global_steps")
         yield (
             f"Of the reference checkpoint (at {self._reference.tag}) are: the order of the "

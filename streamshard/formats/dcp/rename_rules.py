@@ -77,7 +77,6 @@ def with_stars(pattern: str, stars: Sequence[str]) -> str:
 
 
 def read_rules(path: Path) -> tuple[Rule, ...]:
-    """Read a file of rules."""
     try:
         lines = read_all(path, _MOST_BYTES).decode().splitlines()
     except UnicodeDecodeError as error:

@@ -125,8 +125,6 @@ def _sort_weights(rest: Mapping[str, tuple[str, ...]], index: Index, found: Stat
     if trained:
         fit = [c for c in containers if _has_all(containers[c], trained)]
         usual = [c for c in fit if c in usual] or fit
-    if len(usual) > 1 and () in usual and len(containers[()]) == 0:
-        usual.remove(())
     if len(usual) > 1:
         listed = show_few([".".join(path) or "the top" for path in usual])
         raise UnsupportedError(f"{len(usual)} state dicts that may be the model's: {listed}")

@@ -18,7 +18,7 @@ from typing import Any, Final, NoReturn
 
 from streamshard.errors import CorruptFileError, Option, UsageError
 from streamshard.formats import strict_json
-from streamshard.formats.deepspeed import ds_versions
+from streamshard.formats.deepspeed import ds_versions, names
 from streamshard.formats.deepspeed.ds_versions import Version
 from streamshard.formats.pickle.inert import show
 from streamshard.io.entries import read_document
@@ -242,6 +242,12 @@ def read_file(path: Path) -> Config:
         message = f"{show(found[0])} is no known key; did you mean {found[1]!r}? Correct it there,"
         raise UsageError(f"{message} as DeepSpeed would ignore or refuse it as well", path=path)
     return config
+
+
+def config_in(*holders: Mapping[str, Any]) -> Config:
+    """Return the config that the first of some files' dicts holds which holds one; else none."""
+    found = (holder.get(names.DS_CONFIG) for holder in holders)
+    return next((config for config in found if isinstance(config, dict)), {})
 
 
 def _zero(config: Config) -> Section:

@@ -7,6 +7,7 @@ import re
 from typing import Final
 
 from streamshard.errors import Option, UsageError
+from streamshard.formats.deepspeed import names
 from streamshard.formats.pickle.inert import Node, show
 
 Version = tuple[int, int, int]
@@ -53,6 +54,12 @@ def recorded_version(text: Node) -> Version | None:
         r"([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,9})", text if isinstance(text, str) else ""
     )
     return None if found is None else (int(found[1]), int(found[2]), int(found[3]))
+
+
+def version_in(*holders: Node) -> Version | None:
+    """Return the version that the first of some files' dicts records which records one."""
+    found = (recorded_version(h.get(names.DS_VERSION)) for h in holders if isinstance(h, dict))
+    return next((version for version in found if version is not None), None)
 
 
 def given_version(text: str | None) -> Version | None:

@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Final
 
-from streamshard.errors import UnsupportedError
+from streamshard.errors import UnsupportedError, raise_first
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.ds_versions import Version
 from streamshard.formats.pickle.inert import Node, show
@@ -44,18 +44,12 @@ class Saved:
 
 def refuse(saved: Saved) -> None:
     """Refuse files of a job with a feature that cannot be resharded."""
-    for rule in _RULES:
-        error = rule(saved)
-        if error is not None:
-            raise error
+    raise_first(filter(None, (rule(saved) for rule in _RULES)))
 
 
 def refuse_uncut(saved: Saved) -> None:
     """Refuse a model file of stage 0 of a job with a feature that cannot be resharded."""
-    for rule in (_auto_experts, _sharded_base_weights):
-        error = rule(saved)
-        if error is not None:
-            raise error
+    raise_first(filter(None, (rule(saved) for rule in (_auto_experts, _sharded_base_weights))))
 
 
 def refuse_files(tag_dir: Path, others: Iterable[Path]) -> None:

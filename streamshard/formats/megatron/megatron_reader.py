@@ -13,7 +13,7 @@ By `dist_checkpointing` and `optimizer` of megatron-core 0.13.1, 0.15.3 and 0.16
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,6 @@ from streamshard.formats.dcp.dcp_reader import Distributed, locate
 from streamshard.formats.dcp.item_reader import ItemFiles, TensorPlaces
 from streamshard.formats.dcp.metadata_reader import (
     Index,
-    SavedItems,
     SavedTensor,
     is_distributed,
     read_index,
@@ -40,7 +39,7 @@ from streamshard.formats.pickle.node_checks import of_file, require_unrolled
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import tensor_of
 from streamshard.formats.torch.tree_comparison import show_few
-from streamshard.io.entries import is_directory, is_file, open_readable, paths_in, read_all
+from streamshard.io.entries import is_directory, is_file, names_in, open_readable, read_all
 from streamshard.io.files import require_inside, require_regular
 from streamshard.model import ITEMSIZE
 from streamshard.sizes import counted
@@ -67,13 +66,12 @@ Shape = tuple[int, ...]
 
 def is_megatron(directory: Path) -> bool:
     """Tell whether a directory is a distributed checkpoint with files of Megatron's own."""
-    if not is_directory(directory):
-        return False
-    listed = [path.name for path in paths_in(directory)]
-    if not is_distributed(listed):
+    if not is_distributed(directory):
         return False
     config = directory / CONFIG
-    return COMMON in listed or (is_file(config) and _BACKEND in read_all(config, _LIMIT_CONFIG))
+    return COMMON in names_in(directory) or (
+        is_file(config) and _BACKEND in read_all(config, _LIMIT_CONFIG)
+    )
 
 
 def latest_of(run_dir: Path) -> Path | None:
@@ -82,7 +80,7 @@ def latest_of(run_dir: Path) -> Path | None:
     if not is_directory(run_dir) or not is_file(named):
         return None
     # verl has a file of this name too, and other directories.
-    if not any(_ITERATION.fullmatch(path.name) for path in paths_in(run_dir)):
+    if not any(map(_ITERATION.fullmatch, names_in(run_dir))):
         return None
     text = read_all(named, 64).decode("ascii", "replace").strip()
     if text == "release":
@@ -104,8 +102,7 @@ def open_megatron(root: Path) -> Distributed:
         message = "missing; Megatron writes it last, so this save did not come to its end"
         raise IncompleteError(f"{message}: take an earlier checkpoint", path=root / CONFIG)
     with of_file(root):
-        found = _sorted(index)
-        keys, files = found.keys, ItemFiles(index)
+        (keys, remarks), files = _sorted(index), ItemFiles(index)
         places = locate(index, keys, files)
         tensors = dict(index.tensors)
         for key, shape in index.flattened.items():
@@ -122,23 +119,12 @@ def open_megatron(root: Path) -> Distributed:
         places,
         partial(_groups, root, keys, index, optimizer),
         _WHAT,
-        (*_remarks(found), *optimizer.remarks()),
+        (*remarks, *optimizer.remarks()),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Sorted:
-    """The keys of a checkpoint, and what is not read."""
-
-    keys: StateKeys
-    modules: Sequence[str]
-    """16-bit weights whose master weights are read."""
-    buffers: Sequence[str]
-    """Flat buffers of `dp_reshardable`."""
-    objects: Sequence[str]
-
-
-def _sorted(index: Index) -> _Sorted:
+def _sorted(index: Index) -> tuple[StateKeys, list[str]]:
+    """Return the keys of a checkpoint, and remarks about those of what is not read."""
     # Nothing tells which parameters share a param group, as in a flattened optimizer.
     keys, masters = StateKeys(by_parameter=True), dict[str, str]()
     buffers: list[str] = []
@@ -157,23 +143,24 @@ def _sorted(index: Index) -> _Sorted:
             raise CorruptFileError(f"the optimizer has states of {show(name)}, not in the model")
     modules = [name for name in masters if keys.weights[name] != masters[name]]
     keys.weights |= masters
-    objects = dict.fromkeys(m[1] if (m := _OBJECT.fullmatch(k)) else k for k in index.values)
-    return _Sorted(keys, modules, buffers, list(objects))
+    objects = (m[1] if (m := _OBJECT.fullmatch(k)) else k for k in index.values)
+    return keys, list(_remarks(modules, buffers, objects))
 
 
-def _remarks(found: _Sorted) -> Iterator[str]:
-    if found.modules:
-        count = counted(len(found.modules), "parameter")
+def _remarks(
+    modules: Sequence[str], buffers: Sequence[str], objects: Iterable[str]
+) -> Iterator[str]:
+    if modules:
+        count = counted(len(modules), "parameter")
         yield f"Not read: the model's own weights of {count} whose master weights are read."
-    if found.buffers:
+    if buffers:
         yield (
-            f"Not read: the optimizer's state, {counted(len(found.buffers), 'flat buffer')} "
+            f"Not read: the optimizer's state, {counted(len(buffers), 'flat buffer')} "
             "(saved as dp_reshardable) in which nothing tells where a parameter lies. To keep it, "
             "load the checkpoint into Megatron, and save it with "
             "dist-ckpt-optim-fully-reshardable."
         )
-    if found.objects:
-        kinds = sorted({name.rpartition(".")[2] for name in found.objects})
+    if kinds := sorted({name.rpartition(".")[2] for name in objects}):
         yield f"Not read, as these are objects of Megatron's ranks, not tensors: {show_few(kinds)}."
 
 
@@ -302,22 +289,19 @@ def unflattened(
     ):
         message = f"{show(name)} of {show(shape)} is said to be flattened to {show(saved.shape)}"
         raise CorruptFileError(message)
-    rows: list[tuple[Shape, Shape, int, int]] = []
+    boxes: list[tuple[Shape, Shape]] = []
+    places_in: list[tuple[int, int]] = []
     columns = saved.offsets.tolist(), saved.sizes.tolist()
     for item, ((*where, start), (*_, numel)) in enumerate(zip(*columns, strict=True)):
         corner = tuple(at * length for at, length in zip(where, box, strict=True))
         for offset, sizes, first in _boxes_of_range(box, start, start + numel):
             begin = tuple(a + b for a, b in zip(corner, offset, strict=True))
-            rows.append((begin, sizes, item, first - start))
-    items = np.array([row[2] for row in rows], dtype=np.int64)
-    within = np.array([row[3] for row in rows], dtype=np.int64)
-    corners, lengths = (
-        np.array([row[k] for row in rows], dtype=np.int64).reshape(len(rows), len(shape))
-        for k in (0, 1)
-    )
-    held = SavedItems(saved.items.file[items], saved.items.offset[items], saved.items.nbytes[items])
+            boxes.append((begin, sizes))
+            places_in.append((item, first - start))
+    items, within = np.array(places_in, dtype=np.int64).reshape(-1, 2).T
+    held = np.stack([saved.items.file, saved.items.offset, saved.items.nbytes], axis=1)[items]
     found = places.offset[items] + within * ITEMSIZE[saved.dtype]
-    tensor = SavedTensor(saved.dtype, shape, corners, lengths, held)
+    tensor = SavedTensor.of(saved.dtype, shape, boxes, held.tolist())
     return tensor, TensorPlaces(places.file[items], found)
 
 

@@ -72,7 +72,6 @@ class Storage:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return self.numel * ITEMSIZE[self.dtype]
 
     @property
@@ -127,7 +126,6 @@ class Tensor:
 
     @property
     def numel(self) -> int:
-        """Count of elements."""
         return math.prod(self.shape)
 
     @property

@@ -20,6 +20,7 @@ from streamshard.formats.torch.zip_directory import (
     ZipDirectory,
     ZipEntry,
     descriptors,
+    read_header,
 )
 from streamshard.formats.torch.zip_layout import LIMIT_32
 from streamshard.io.entries import open_readable
@@ -107,7 +108,7 @@ class _Auditor:
             return []
         for entry, stop in bounded:
             try:
-                header = directory.header(entry, stop)
+                header = read_header(self._source, entry, stop)
             except SourceError as error:
                 self._add(error)
                 continue

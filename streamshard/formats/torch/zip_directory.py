@@ -117,7 +117,7 @@ def read(source: Readable) -> dict[str, ZipRecord]:
     for entry, end, placed in bounded:
         begin = start = placed or entry.header
         if placed is None:
-            header = directory.header(entry, end)
+            header = read_header(source, entry, end)
             require_repeated(entry, header)
             start = header.start
         # For a record that is not empty, 0 means that torch was told to leave checksums out.
@@ -268,10 +268,6 @@ class ZipDirectory:
     def extra_fields(self, entry: ZipEntry) -> bytes:
         at = entry.at - self.start + CENTRAL.size + len(entry.name)
         return self.data[at : at + entry.extra_bytes]
-
-    def header(self, entry: ZipEntry, end: int) -> LocalHeader:
-        """Read a record's local header; see `read_header`."""
-        return read_header(self._source, entry, end)
 
 
 def read_header(source: Readable, entry: ZipEntry, end: int) -> LocalHeader:

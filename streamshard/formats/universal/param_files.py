@@ -40,17 +40,6 @@ AGAIN: Final = "run DeepSpeed's ds_to_universal again, or give the checkpoint th
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _ParamTensor:
-    """A parameter's tensor in a file of its own."""
-
-    dtype: str
-    place: tuple[int, int]
-    """File, and byte offset in it."""
-    is_merged: bool
-    """Whether the converter merged it of the optimizer's parts, and did not cast a weight."""
-
-
 @dataclass(slots=True)
 class ParamFiles:
     root: Path
@@ -85,13 +74,13 @@ class ParamFiles:
         for name, shape in shapes.items():
             files = self.paths[name]
             for state in states:
-                held = self._tensor(files[state], name, shape)
-                if dtypes.setdefault(state, held.dtype) != held.dtype:
-                    message = f"{held.dtype}, of other parameters of its group {dtypes[state]}"
+                tensor, is_merged = self._tensor(files[state], name, shape)
+                if dtypes.setdefault(state, tensor.dtype) != tensor.dtype:
+                    message = f"{tensor.dtype}, of other parameters of its group {dtypes[state]}"
                     raise DisagreementError(message, path=files[state])
-                if casts_lose and states == [MASTER] and not held.is_merged:
+                if casts_lose and states == [MASTER] and not is_merged:
                     raise UnsupportedError(_NO_MASTERS, path=files[state])
-                self.places[state, name] = held.place
+                self.places[state, name] = tensor.location
             if _STEP in files:
                 self._add_step(scalars, files[_STEP])
             elif scalars:
@@ -99,9 +88,6 @@ class ParamFiles:
         flat: dict[str, Node] = {key: FlatState(dtypes[key]) for key in states if key != MASTER}
         held_states = {**scalars, **flat} or None
         return ParamGroup(tuple(shapes), dtypes.get(MASTER, "float32"), held_states, number)
-
-    def beyond(self, known: Iterable[str]) -> list[str]:
-        return sorted(self.paths.keys() - {*known})
 
     def _states_of(self, shapes: Mapping[str, Shape]) -> list[str]:
         """List the states of a group's parameters, as an Adam of torch or DeepSpeed has them."""
@@ -124,7 +110,8 @@ class ParamFiles:
         self.sources.note(path, is_legacy=found.is_legacy, unknown=found.unknown)
         return found.root
 
-    def _tensor(self, path: Path, name: str, shape: Shape) -> _ParamTensor:
+    def _tensor(self, path: Path, name: str, shape: Shape) -> tuple[Tensor, bool]:
+        """Read a file's tensor; tell whether the converter merged parts, and cast no weight."""
         root = self._read(path)
         beside = set(root) - {_PARAM} if isinstance(root, dict) else set()
         with of_file(path):
@@ -134,8 +121,8 @@ class ParamFiles:
                 raise CorruptFileError(message)
             if tensor.shape not in _shapes_of(shape, self.ranks):
                 raise _unlike(tensor, name, shape, is_vocabulary=_VOCABULARY in beside)
-            place = tensor.require_contiguous(f"the state of '{name}'").location
-        return _ParamTensor(tensor.dtype, place, bool(beside) or not isinstance(root, dict))
+            tensor.require_contiguous(f"the state of '{name}'")
+        return tensor, bool(beside) or not isinstance(root, dict)
 
     def _add_step(self, scalars: dict[str, Node], path: Path) -> None:
         root = self._read(path)

@@ -23,7 +23,7 @@ from streamshard.errors import (
 from streamshard.formats.checkpoint import Checkpoint, ModelPart, ParamGroup, Reading
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.cut.zero_cutting import cut_source
-from streamshard.formats.deepspeed.ds_versions import recorded_version
+from streamshard.formats.deepspeed.ds_versions import version_in
 from streamshard.formats.deepspeed.read.agreement import model_part_stage
 from streamshard.formats.deepspeed.read.model_files import ModelFile, read_models
 from streamshard.formats.deepspeed.read.model_part import (
@@ -196,7 +196,8 @@ def _read(tag_dir: Path, run_files: Sequence[tuple[Path, str]], tag: str) -> Rea
     optimizer = {names.OPTIMIZER: job.state, **{key: first[key] for key in told if key in first}}
     ids = known_param_ids(_ends(job), [list(unit) for unit in job.units], entries)
     # Of what is no parameter the converter may write files too (`inject_missing_state`).
-    beyond = _beyond(files.beyond({*shapes, *(entry.name for entry in entries)}))
+    known = {*shapes, *(entry.name for entry in entries)}
+    beyond = _beyond(sorted(files.paths.keys() - known))
     notes = (*found.notes, *beyond, *sources.notes, *module.notes, *steps_apart(groups, first))
     strip_optimizer(job.state, job.stage)
     module.strip(entries)
@@ -238,9 +239,7 @@ def _job(found: _Files, sources: SourceFiles) -> _Job:
         message = f"saved by {counted(ranks, 'rank')}, but there are model files of {len(models)}"
         raise IncompleteError(message, path=models[0].path)
     _refuse_parts(first, require(kept, _GROUPS, found.state), models[0].path)
-    config = first.get(names.DS_CONFIG)
-    config = dict(config) if isinstance(config, dict) else {}
-    version = recorded_version(first.get(names.DS_VERSION))
+    config, version = ds_config.config_in(first), version_in(first)
     layout = ds_config.zero_layout(
         config,
         stage=stage,

@@ -35,11 +35,7 @@ def group_document(attributes: Mapping[str, Any] | None = None) -> bytes:
 
 
 def array_document(tensor: LogicalTensor, chunk: tuple[int, ...], codec: str) -> bytes:
-    return _array_document(tensor, array_path(tensor), chunk, codec)
-
-
-def _array_document(tensor: LogicalTensor, path: str, chunk: tuple[int, ...], codec: str) -> bytes:
-    name = tensor.name if is_shortened(path) else None
+    name = tensor.name if is_shortened(array_path(tensor)) else None
     return _serialize_array(tensor.dtype, tensor.shape, chunk, codec, name)
 
 
@@ -82,7 +78,7 @@ def store_documents(
     found = dict.fromkeys(_group_paths(paths), group_document())
     found["zarr.json"] = group_document({ROOT_KEY: _attributes(checkpoint)})
     for tensor, path, chunk in zip(checkpoint.tensors, paths, chunk_shapes, strict=True):
-        found[f"{path}/zarr.json"] = _array_document(tensor, path, chunk, codec)
+        found[f"{path}/zarr.json"] = array_document(tensor, chunk, codec)
     return found
 
 

@@ -7,7 +7,6 @@ from the bytes of the zip's directory when it is asked for.
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,27 +30,6 @@ from streamshard.io.readable import OpenedFile, Status
 
 _FILE: int = 0o100000
 _DIRECTORY: int = 0o040000
-
-
-class _EntryNames(Sequence[bytes]):
-    """The names of the files in ascending order, read from the zip's directory."""
-
-    def __init__(self, data: bytes, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> None:
-        self._data = data
-        self._starts = starts
-        self._stops = stops
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    @overload
-    def __getitem__(self, row: int) -> bytes: ...
-    @overload
-    def __getitem__(self, row: slice) -> Sequence[bytes]: ...
-    def __getitem__(self, row: int | slice) -> bytes | Sequence[bytes]:
-        if isinstance(row, slice):
-            return [self[one] for one in range(*row.indices(len(self)))]
-        return self._data[self._starts[row] : self._stops[row]]
 
 
 class PackedDirectory:
@@ -95,33 +73,38 @@ class PackedDirectory:
         numbers = np.array(rows, dtype=np.int64).reshape(-1, 2)[order]
         lengths = np.array([len(name) for name in names], dtype=np.int64)[order]
         self._at, self._nbytes = numbers[:, 0], numbers[:, 1]
-        starts = self._at - self._zip.start + CENTRAL.size
-        self._names = _EntryNames(self._zip.data, starts, starts + lengths)
+        self._name_starts = self._at - self._zip.start + CENTRAL.size
+        self._name_stops = self._name_starts + lengths
 
     def find(self, path: str) -> int | None:
         """Return the number of a file; None if there is none at this path."""
         name = path.encode(errors="surrogateescape")
-        row = bisect_left(self._names, name)
-        return row if row < len(self._names) and self._names[row] == name else None
+        row = self._first_from(name)
+        return row if row < self.count and self._name(row) == name else None
 
     def names(self) -> Iterator[str]:
-        return (name.decode() for name in self._names)
+        return (self._name(row).decode() for row in range(self.count))
+
+    def _name(self, row: int) -> bytes:
+        return self._zip.data[self._name_starts[row] : self._name_stops[row]]
+
+    def _first_from(self, name: bytes, row: int = 0) -> int:
+        """Return the first number, from one on, of a file whose name is not before this one."""
+        return bisect_left(range(self.count), name, row, key=self._name)
 
     def is_directory(self, path: str) -> bool:
         """Tell whether there are files below a path."""
-        below = _below(path)
-        row = bisect_left(self._names, below)
-        return row < len(self._names) and self._names[row].startswith(below)
+        return next(self.children(path), None) is not None
 
     def children(self, path: str) -> Iterator[tuple[str, int | None]]:
         """Yield the name of each entry of a directory, and its number; None for a directory."""
         below = _below(path)
-        row = bisect_left(self._names, below)
-        while row < len(self._names) and (name := self._names[row]).startswith(below):
+        row = self._first_from(below)
+        while row < self.count and (name := self._name(row)).startswith(below):
             own, is_deeper, _ = name[len(below) :].partition(b"/")
             yield own.decode(), None if is_deeper else row
             # `0` follows `/`.
-            row = bisect_left(self._names, below + own + b"0", row) if is_deeper else row + 1
+            row = self._first_from(below + own + b"0", row) if is_deeper else row + 1
 
     def status_of(self, row: int | None) -> Status:
         whole = self.status
@@ -132,7 +115,7 @@ class PackedDirectory:
 
     @property
     def count(self) -> int:
-        return len(self._names)
+        return len(self._at)
 
     def entry_of(self, row: int) -> tuple[ZipEntry, int]:
         """Return the entry of a file, and where what follows it in the zip begins."""

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path, PosixPath
-from typing import Any, BinaryIO, ClassVar, Final, Never, Self, cast
+from typing import Any, BinaryIO, ClassVar, Final, Never, cast
 
 from streamshard import registry
 from streamshard.formats.zarr.packed_directory import PackedDirectory
@@ -23,7 +23,7 @@ from streamshard.io.object_path import (
     is_packed_name,
 )
 from streamshard.io.place import Place, kept, place_of
-from streamshard.io.readable import Entry, OpenedFile, ReadAheadBytes, Status
+from streamshard.io.readable import Entry, OpenedFile, ReadAheadBytes, Status, absent
 from streamshard.model import SourceFile
 
 _KEPT: Final = 4
@@ -62,8 +62,7 @@ def is_packed(path: Path) -> bool:
 
 def packed(path: Path) -> Path:
     """Return the root of the store in a file that is named like one; of others the path itself."""
-    around = path.absolute().parent.parts
-    if not is_packed_name(path) or any(part.endswith(PACKED_SUFFIX) for part in around):
+    if not is_packed_name(path) or _is_within(path.absolute().parent):
         return path
     if is_packed(path) or not is_file(path):
         return path
@@ -88,22 +87,21 @@ def _archive(text: str) -> Path:
     return as_path(text)
 
 
-class PackedFile:
+class PackedFile(OpenedFile):
     """An open file of a packed store: a range of the store's one file."""
 
     def __init__(self, file: OpenedFile, start: int, status: Status, whole: Status) -> None:
         self._file = file
         self._status = status
         self._whole = whole
-        self.nbytes = status.nbytes
-        """Size in bytes."""
         self.descriptor = file.descriptor
-        """Descriptor of the one file."""
         self.origin = file.origin + start
-        """Byte offset in that file."""
         self.takes_requests = file.takes_requests
-        """Whether each reading takes a request to a service."""
         self._start = start
+
+    @property
+    def nbytes(self) -> int:
+        return self._status.nbytes
 
     def read_at(self, offset: int, count: int) -> bytes:
         count = max(0, min(count, self.nbytes - offset))
@@ -130,12 +128,6 @@ class PackedFile:
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class PackedStores(Place):
@@ -192,7 +184,7 @@ class PackedStores(Place):
         directory = self._directory(archive)
         row = directory.find(inner)
         if row is None and inner and not directory.is_directory(inner):
-            raise _absent(path)
+            raise absent(path)
         return directory, row
 
     def examine(self, path: Path, *, follows: bool) -> Status:
@@ -219,7 +211,7 @@ class PackedStores(Place):
         directory = self._directory(archive, known.version if known else None)
         row = directory.find(inner)
         if row is None:
-            raise _absent(path)
+            raise absent(path)
         whole = directory.status
         file = open_readable(archive, whole.source_file(archive))
         try:
@@ -279,10 +271,6 @@ class PackedStores(Place):
     open_sink = lock = make_directory = write_new = write_durably = _refuse
     rename = replace_file = make_link = link_or_copy = remove_file = remove_files = _refuse
     remove = discard = take_over_status = sync_path = sync_tree = _refuse
-
-
-def _absent(path: Path) -> FileNotFoundError:
-    return FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
 
 
 PACKED: Final[Place] = PackedStores(place_of(Path()))

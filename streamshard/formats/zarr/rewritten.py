@@ -104,11 +104,8 @@ class RewrittenArray:
     @property
     def rows(self) -> int:
         chunk_rows = self.chunk[0] if self.chunk else 1
-        return chunk_rows * max(1, _PIECE_BYTES // max(1, chunk_rows * self._row_bytes))
-
-    @property
-    def _row_bytes(self) -> int:
-        return math.prod(self.shape[1:]) * ITEMSIZE[self.dtype]
+        row_bytes = math.prod(self.shape[1:]) * ITEMSIZE[self.dtype]
+        return chunk_rows * max(1, _PIECE_BYTES // max(1, chunk_rows * row_bytes))
 
     @property
     def numel(self) -> int:

@@ -109,6 +109,7 @@ def load(data: bytes) -> tuple[Checkpoint, ChunkShapes]:
         root = inert_load.load(data, persistent_load)
         require_unrolled(_looked_into(root))
         shapes = [shape_of(shape) for shape in root["chunk_shapes"]]
+        step = root["accelerate_step"]
         checkpoint = Checkpoint(
             tag=_tag(root["tag"]),
             layout=_layout(*root["layout"]),
@@ -116,9 +117,9 @@ def load(data: bytes) -> tuple[Checkpoint, ChunkShapes]:
             model_parts=tuple(_read_model_part(model_part) for model_part in root["families"]),
             module_dtype=_dtype(root["module_dtype"]),
             files=tuple(_file(*values) for values in root["files"]),
-            notes=tuple(map(_note, root["notes"])),
+            notes=tuple(Note(_text(text), NoteKind(_text(kind))) for text, kind in root["notes"]),
             is_bf16=root["is_bf16"] is True,
-            accelerate_step=_optional_count(root["accelerate_step"]),
+            accelerate_step=None if step is None else _count(step),
             dropped=_dropped(*root["dropped"]) if "dropped" in root else None,
             layers=tuple(_layer(*values) for values in root.get("layers", ())),
         )
@@ -321,15 +322,6 @@ def _count(value: Node, *, least: int = 0) -> int:
     if not isinstance(value, int) or not least <= value <= _LIMIT_COUNT:
         raise CorruptFileError(f"{show(value)} is not a count")
     return value
-
-
-def _optional_count(value: Node) -> int | None:
-    return None if value is None else _count(value)
-
-
-def _note(value: Node) -> Note:
-    text, kind = value
-    return Note(_text(text), NoteKind(_text(kind)))
 
 
 def _text(value: Node) -> str:

@@ -18,7 +18,6 @@ from streamshard.io.objects.object_reader import (
     READING_BYTES,
     REQUEST_BYTES,
     ObjectFile,
-    absent,
     examine_object,
     get,
 )
@@ -31,7 +30,7 @@ from streamshard.io.objects.object_upload import (
     upload_requests,
 )
 from streamshard.io.place import Place
-from streamshard.io.readable import Entry, ReadAheadBytes, Status
+from streamshard.io.readable import Entry, ReadAheadBytes, Status, absent
 from streamshard.io.retry import FROM_OUTSIDE, ignored
 from streamshard.model import SourceFile
 
@@ -201,9 +200,6 @@ class Buckets(Place):
     def write_new(self, path: Path, data: bytes) -> None:
         put(object_of(path), data)
 
-    def write_durably(self, path: Path, data: bytes, temporary: Path) -> None:
-        put(object_of(path), data)
-
     def rename(self, path: Path, target: Path) -> None:
         root, other = object_of(path), object_of(target)
         found = objects_below(root)
@@ -216,9 +212,6 @@ class Buckets(Place):
 
     def make_link(self, known: Path, path: Path) -> None:
         copy_object(object_of(known), object_of(path))
-
-    def link_or_copy(self, known: Path, path: Path) -> None:
-        self.make_link(known, path)
 
     def remove_file(self, path: Path, *, missing_ok: bool) -> None:
         remove_object(object_of(path))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from streamshard.errors import UsageError
 from streamshard.io.object_path import ObjectPath
+from streamshard.io.readable import absent
 from streamshard.io.retry import try_again
 
 if TYPE_CHECKING:
@@ -176,26 +177,15 @@ def _object_errors(path: ObjectPath) -> Iterator[None]:
 
     try:
         yield
-    except FileNotFoundError as error:
-        if _code(str(error)) in _NO_BUCKET:
-            raise _no_bucket(path) from None
-        text = os.strerror(errno.ENOENT)
-        raise FileNotFoundError(errno.ENOENT, text, str(path)) from None
-    except BaseError as error:
-        if _is_of_no_bucket(str(error)):
-            raise _no_bucket(path) from None
-        number, text = _meaning(error)
-        raise OSError(number, text, str(path)) from None
-
-
-def _no_bucket(path: ObjectPath) -> OSError:
-    return OSError(errno.ENXIO, "no such bucket", path.bucket)
-
-
-def _is_of_no_bucket(text: str) -> bool:
-    """Tell whether an error is that of a bucket; a listing of nothing is empty, not an error."""
-    is_missing = _status(text) == _MISSING and "list request" in text
-    return is_missing or _code(text) in _NO_BUCKET
+    except (BaseError, FileNotFoundError) as error:
+        text, is_object = str(error), isinstance(error, FileNotFoundError)
+        # A listing of nothing is empty, not an error.
+        is_bucket = not is_object and _status(text) == _MISSING and "list request" in text
+        if is_bucket or _code(text) in _NO_BUCKET:
+            raise OSError(errno.ENXIO, "no such bucket", path.bucket) from None
+        if is_object:
+            raise absent(path) from None
+        raise OSError(*_meaning(error), str(path)) from None
 
 
 def _status(text: str) -> int:

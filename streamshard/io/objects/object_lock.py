@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from streamshard.errors import Option, TargetError, TargetLockedError
-from streamshard.io.lock import Holder, holder_in, is_gone, nothing
+from streamshard.io.lock import AnyLock, Holder, holder_in, is_gone, nothing
 from streamshard.io.object_path import ObjectPath, object_of
 from streamshard.io.objects.clients import together
 from streamshard.io.objects.object_upload import Version, get_small, put, remove_object
@@ -26,7 +26,7 @@ _heeded: Final[set[tuple[str, str]]] = set()
 """Bucket and kind of condition, of those that its service is known to heed."""
 
 
-class ObjectLock:
+class ObjectLock(AnyLock):
     """A lock that one process takes and releases.
 
     Who holds it on another machine, or in another container, counts as alive: nothing tells more.

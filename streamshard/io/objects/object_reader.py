@@ -1,22 +1,20 @@
 """Reads ranges of an object: of the one version that was examined, several requests at a time."""
 
 import errno
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final
 
 from streamshard.errors import CorruptFileError
 from streamshard.io.object_path import ObjectPath
 from streamshard.io.objects import listings
 from streamshard.io.objects.clients import call, together
 from streamshard.io.place import kept
-from streamshard.io.readable import Entry, Status
+from streamshard.io.readable import Entry, OpenedFile, Status, absent
 from streamshard.io.retry import FROM_OUTSIDE, ignored
 
 if TYPE_CHECKING:
@@ -100,7 +98,6 @@ class _HeldRanges(threading.local):
         self._nbytes += nbytes
 
     def touch(self, file: "ObjectFile", start: int) -> None:
-        """Note that a range is used again."""
         if (file, start) in self._sizes:
             self._sizes.move_to_end((file, start))
 
@@ -112,7 +109,7 @@ class _HeldRanges(threading.local):
 _held: Final = _HeldRanges()
 
 
-class ObjectFile:
+class ObjectFile(OpenedFile):
     """An object that is read in ranges; see `OpenedFile`.
 
     `expected`: status of the version that is read; any other is an error.
@@ -247,7 +244,6 @@ class ObjectFile:
         return next((begin for begin, (end, _) in pieces if begin <= at < end), -1)
 
     def forget(self, start: int) -> None:
-        """Give up a range that was requested."""
         _held.discard(self, start)
         if start in self._pieces:
             self._pieces.pop(start)[1].cancel()
@@ -258,12 +254,6 @@ class ObjectFile:
     def close(self) -> None:
         for start in list(self._pieces):
             self.forget(start)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def examine_object(path: ObjectPath) -> Status:
@@ -291,8 +281,3 @@ def examine_object(path: ObjectPath) -> Status:
     if found is None:
         raise absent(path)
     return found
-
-
-def absent(path: Path) -> FileNotFoundError:
-    """Return the error of a path at which there is nothing."""
-    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))

@@ -8,6 +8,7 @@ from typing import Final
 from streamshard.formats import pretrained_reader
 from streamshard.formats.dcp import rank_shards
 from streamshard.formats.dcp.dcp_reader import Distributed
+from streamshard.formats.dcp.metadata_reader import is_distributed
 from streamshard.layout.sample import Sample
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.structure import CheckedStructure
@@ -25,13 +26,13 @@ class _RankShardsReader(DistributedReader):
         if not rank_shards.is_of_shards(directory) or has_shards(directory):
             return False
         is_whole = pretrained_reader.is_pretrained(directory)
-        return rank_shards.has_optimizer(directory) or not is_whole
+        return is_distributed(directory) or not is_whole
 
     def index_of(self, place: Path, known: Set[str]) -> Distributed:
         return rank_shards.open_shards(place)
 
     def items_of(self, place: Path) -> Mapping[Path, Sequence[tuple[int, int]]]:
-        return super().items_of(place) if rank_shards.has_optimizer(place) else {}
+        return super().items_of(place) if is_distributed(place) else {}
 
     def check_structure(
         self, place: Path, request: Request, findings: Findings, sample: Sample

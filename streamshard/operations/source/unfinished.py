@@ -13,7 +13,7 @@ from typing import Final
 from streamshard.engine.journals.journal import Journal, header_of
 from streamshard.errors import IncompleteError
 from streamshard.formats.deepspeed import names
-from streamshard.io.entries import is_file, paths_in
+from streamshard.io.entries import is_file, names_in
 from streamshard.io.files import source_errors
 from streamshard.io.object_path import is_object
 from streamshard.io.retry import ignored
@@ -28,9 +28,9 @@ def is_unfinished(target: Path) -> bool:
     """Tell whether a run is writing to a path, or was cut off there."""
     if not is_object(target):
         return has_journal(target) and not Journal(target / JOURNAL).is_whole
-    found = set[str]()
+    found: list[str] = []
     with ignored({errno.ENOENT, errno.ENOTSUP}):  # nothing is there, or a web server lists nothing
-        found = {path.name for path in paths_in(target)}
+        found = names_in(target)
     return JOURNAL in found and COMMITTED not in found and has_journal(target)
 
 

@@ -14,7 +14,7 @@ from streamshard.errors import DisagreementError, Option, UnsupportedError
 from streamshard.formats.checkpoint import LIKE, Checkpoint, ModelPart, Reading
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.cut.zero_cutting import cut_source
-from streamshard.formats.deepspeed.ds_versions import recorded_version
+from streamshard.formats.deepspeed.ds_versions import version_in
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.formats.deepspeed.read import elastic_reader
 from streamshard.formats.deepspeed.read.agreement import check_agreement, rank_counts, stage_of
@@ -97,7 +97,7 @@ def _read_ranks(
         stage=stage,
         world_size=len(states),
         bf16_optimizer=names.ZERO_STAGE not in states[0],
-        version=recorded_version(states[0].get(names.DS_VERSION)),
+        version=version_in(states[0]),
     )
     optimizer = OptimizerReader(sources, paths, states, layout, strips_states=elastic)
     if stage == 3:

@@ -19,8 +19,9 @@ from streamshard.formats.deepspeed.model_parallel.parallel_degrees import AS_SAV
 from streamshard.formats.deepspeed.model_parallel.stated_cuts import CutsInFiles
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.shapes import is_size, require_shape, sizes_of
-from streamshard.layout.boxes import Ints, NotTiledError
+from streamshard.layout.boxes import NotTiledError
 from streamshard.layout.model_cut import ModelCut, Shape
+from streamshard.layout.selection import strides
 
 _VERSION: Final = 1
 _MOST_PIECES: Final = 1 << 13
@@ -117,26 +118,22 @@ def _corner(view: Node, sizes: tuple[int, ...], of: tuple[int, ...]) -> list[int
 
 def map_of(cut: ModelCut) -> dict[str, Node]:
     """Return the map of a cut, as DeepSpeed saves it (`ParamAffineMap.to_dict`)."""
-    whole_strides = _strides(cut.shape)
+    whole_strides = np.array(strides(cut.shape), np.int64)
     holders: dict[bytes, list[int]] = {}
     keys = [key.tobytes() for key in np.hstack([cut.whole, cut.sizes])]
     for key, rank in zip(keys, cut.rank.tolist(), strict=True):
         holders.setdefault(key, []).append(rank)
     ranks: dict[int, dict[str, Node]] = {}
     for number, shard in enumerate(cut.shards):
-        shape = shard or ()
+        own_strides = np.array(strides(shard or ()), np.int64)
         pieces = [
             {
                 "shape": cut.sizes[row].tolist(),
                 "source": [int(cut.whole[row] @ whole_strides), whole_strides.tolist()],
-                "dest": [int(cut.own[row] @ _strides(shape)), _strides(shape).tolist()],
+                "dest": [int(cut.own[row] @ own_strides), own_strides.tolist()],
                 "locations": holders[keys[row]],
             }
             for row in np.flatnonzero(cut.rank == number).tolist()
         ]
-        ranks[number] = {"shard_shape": list(shape), "pieces": pieces}
+        ranks[number] = {"shard_shape": list(shard or ()), "pieces": pieces}
     return {"logical_shape": list(cut.shape), "ranks": ranks}
-
-
-def _strides(shape: tuple[int, ...]) -> Ints:
-    return np.array([math.prod(shape[at + 1 :]) for at in range(len(shape))], np.int64)

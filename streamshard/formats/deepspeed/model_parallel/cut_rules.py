@@ -11,8 +11,7 @@ beginning of a name, as those do that DeepSpeed's files have::
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -37,20 +36,12 @@ _MOST_SIZES: Final = 1 << 12
 _MOST_DIGITS: Final = 13
 
 
-@dataclass(frozen=True, slots=True)
-class _OneRule:
-    dimension: int | None
-    """None if the tensor is replicated."""
-    sizes: Sequence[int] = ()
-    """Of sub-tensors that are cut one by one."""
+_OneRule = Callable[[Sequence[Shape]], ModelCut]
 
-    def cut(self, shapes: Sequence[Shape]) -> ModelCut:
-        if self.dimension is None:
-            return replicated(shapes)
-        if not self.sizes:
-            return split(shapes, self.dimension)
-        widths = even_widths(self.sizes, len(shapes))
-        return segments_cut(joined(shapes, self.dimension), self.dimension, widths)
+
+def _sub_cut(dimension: int, sizes: Sequence[int], shapes: Sequence[Shape]) -> ModelCut:
+    widths = even_widths(sizes, len(shapes))
+    return segments_cut(joined(shapes, dimension), dimension, widths)
 
 
 class CutRules(StatedCuts):
@@ -78,7 +69,7 @@ class CutRules(StatedCuts):
             patterns = " and ".join(f"'{pattern}'" for pattern, _ in found[:2])
             raise UsageError(f"{self._named}: two rules match '{name}': {patterns}; leave one")
         (_, rule), *_ = found
-        return cut_by_rule(name, shards, ranks, self._named, partial(_OneRule.cut, rule))
+        return cut_by_rule(name, shards, ranks, self._named, rule)
 
 
 def _read(text: str, named: str) -> Iterator[tuple[str, _OneRule]]:
@@ -96,9 +87,12 @@ def _read(text: str, named: str) -> Iterator[tuple[str, _OneRule]]:
         if len(digits) > _MOST_SIZES or any(len(size) > _MOST_DIGITS for size in digits):
             message = f"{named}, line {number}: at most {_MOST_SIZES:,} sizes, of {_MOST_DIGITS}"
             raise UsageError(f"{message} digits")
-        sizes = [int(size) for size in digits]
-        dimension = found["split"] or found["sub"]
-        yield pattern, _OneRule(None if dimension is None else int(dimension), sizes)
+        if found["split"]:
+            yield pattern, partial(split, dimension=int(found["split"]))
+        elif found["sub"]:
+            yield pattern, partial(_sub_cut, int(found["sub"]), [int(size) for size in digits])
+        else:
+            yield pattern, replicated
 
 
 def read_rules(file: str | os.PathLike[str] | None) -> CutRules | None:

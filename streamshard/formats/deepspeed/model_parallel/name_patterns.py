@@ -95,7 +95,6 @@ class _Repetitions:
         return possible
 
     def _fitting(self, letter: str) -> int:
-        """Return the steps that a letter fits."""
         if letter not in self._known:
             fits = (bool(step.fullmatch(letter)) << n for n, step in enumerate(self._steps))
             self._known[letter] = sum(fits) if letter else 0

@@ -1,6 +1,7 @@
 """Finds out among how many ranks tensor and pipeline parallelism cut a checkpoint's model."""
 
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -9,7 +10,7 @@ from typing import Final
 from streamshard.errors import DisagreementError, Option
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.deepspeed import names
-from streamshard.formats.pickle.inert import show
+from streamshard.formats.pickle.inert import Node, show
 
 TENSOR_PARALLEL: Final = "tensor_parallel"
 """Section of the DeepSpeed config that holds the tensor parallel degree."""
@@ -54,8 +55,11 @@ class Degrees:
 
 def is_pipeline(checkpoint: Checkpoint) -> bool:
     """Tell whether the weights of each layer are in a separate file."""
-    state = checkpoint.model_parts[0].model_state
-    return names.MODULE_STATE in state and state[names.MODULE_STATE] is None
+    return is_stage(checkpoint.model_parts[0].model_state)
+
+
+def is_stage(model_state: Mapping[str, Node]) -> bool:
+    return names.MODULE_STATE in model_state and model_state[names.MODULE_STATE] is None
 
 
 def _layer_files(checkpoint: Checkpoint) -> set[str]:

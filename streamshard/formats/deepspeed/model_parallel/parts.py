@@ -7,7 +7,7 @@ from functools import partial
 from typing import Final
 
 from streamshard.errors import DisagreementError, Option, UnsupportedError
-from streamshard.formats.checkpoint import Checkpoint, ModelPart, ModuleEntry, ParamGroup
+from streamshard.formats.checkpoint import Checkpoint, ModelPart, ParamGroup
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.affine_maps import AffineMaps
 from streamshard.formats.deepspeed.model_parallel.categories import Categories
@@ -252,16 +252,11 @@ def _require_plain(checkpoint: Checkpoint) -> None:
         model_part.is_muon(group) for model_part in model_parts for group in model_part.groups
     ):
         what = "was trained with Muon, whose momentum is orthogonal for each rank's own matrix"
-    elif any(entry.kind in ("extra", "excluded") for entry in _entries(checkpoint)):
+    elif any(entry.kind in ("extra", "excluded") for f in model_parts for entry in f.module):
         what = "was saved without frozen weights, or with entries of the module that are no tensors"
     if what is not None:
         message = f"{what}: its tensor and pipeline parallel degrees cannot change"
         raise UnsupportedError(f"{message}. {AS_SAVED}")
-
-
-def _entries(checkpoint: Checkpoint) -> Iterator[ModuleEntry]:
-    for model_part in checkpoint.model_parts:
-        yield from model_part.module
 
 
 def whole_model(parts: ModelInParts) -> ModelInParts:

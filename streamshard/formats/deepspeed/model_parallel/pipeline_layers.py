@@ -150,11 +150,7 @@ def as_one_module(checkpoint: Checkpoint) -> Checkpoint:
         names.SHARED_PARAMS: {},
     }
     state = {key: own.get(key, node) for key, node in model_part.model_state.items()}
-    return replace(
-        checkpoint,
-        model_parts=(replace(model_part, model_state=state),),
-        layers=(),
-    )
+    return replace(checkpoint, model_parts=(replace(model_part, model_state=state),), layers=())
 
 
 def beginning_of(name: str) -> str | None:
@@ -288,7 +284,14 @@ class _OneRank:
     ) -> Iterator[LayerFile]:
         """Yield each file, and add the module's tensors to the model parts' and to all."""
         first, model_parts = len(tensors), self._checkpoint.model_parts
-        reader = self._reader()
+        root: dict[str, Node] = {
+            names.MODULE_STATE: self._module,
+            names.BUFFER_NAMES: list(self._buffers),
+            names.SHARED_PARAMS: self._shared,
+        }
+        directory = self._taken[0][0].path.parent
+        whole = ModelFile(directory, -1, root)
+        reader = ModuleReader([whole], self._checkpoint.layout.stage, {})
         own = reader.entries(self._shapes)
         reader.assign(own, first=0, model_part="")
         for number, tensor in enumerate(reader.tensors):
@@ -301,15 +304,6 @@ class _OneRank:
         for file, prefix, saved in self._taken:
             state = None if prefix is None else self._state(prefix, saved, by_name)
             yield LayerFile(file.path.name, state)
-
-    def _reader(self) -> ModuleReader:
-        root: dict[str, Node] = {
-            names.MODULE_STATE: self._module,
-            names.BUFFER_NAMES: list(self._buffers),
-            names.SHARED_PARAMS: self._shared,
-        }
-        directory = self._taken[0][0].path.parent
-        return ModuleReader([ModelFile(directory, -1, root)], self._checkpoint.layout.stage, {})
 
     def _state(
         self, prefix: str, saved: Mapping[str, Node], entries: Mapping[str, ModuleEntry]

@@ -25,10 +25,6 @@ class Known:
     nodes: Mapping[Node, Node]
     facts: Mapping[Node, bytes]
 
-    def holds(self, key: Node, node: Node) -> bool:
-        """Tell whether an entry is the very object whose fingerprint is known."""
-        return key in self.nodes and self.nodes[key] is node
-
 
 def fingerprint(node: Node) -> bytes:
     """Return a digest that is equal for nodes of equal value, tensors by size and CRC-32."""
@@ -48,7 +44,7 @@ def fingerprints(
     """
     found, spent, together = {}, 0, 0
     for key, node in nodes.items():
-        if like is not None and like.holds(key, node):
+        if like is not None and key in like.nodes and like.nodes[key] is node:
             found[key] = like.facts[key]
             continue
         serialized = pickled(node, checksum)

@@ -14,7 +14,7 @@ from streamshard.batches import map_batches
 from streamshard.errors import SourceError
 from streamshard.formats.deepspeed.read.agreement import Facts, differing
 from streamshard.formats.deepspeed.read.fingerprints import fingerprints
-from streamshard.formats.deepspeed.read.rank_files import SourceFiles, read_dict
+from streamshard.formats.deepspeed.read.rank_files import ReadFile, SourceFiles, read_dict
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch import torch_file, zip_directory
 from streamshard.formats.torch.parse_cache import CachedParse, ParseCache
@@ -46,17 +46,8 @@ class ModelFile:
         return torch_file.checksum(own)
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedModel:
-    """A parsed model file, with which others of the same size are compared."""
-
-    path: Path
-    digest: bytes
-    """Digest of what is compared. A worker that finds another one does not see the same file."""
-
-
 def match_models(
-    parsed: Mapping[int, ParsedModel], paths: Sequence[Path]
+    parsed: Mapping[int, ReadFile], paths: Sequence[Path]
 ) -> list[NDArray[np.uint32] | None]:
     """Return the checksums of each file that holds the object of the parsed one of its size.
 
@@ -75,7 +66,7 @@ def match_models(
 
 
 @lru_cache(maxsize=2)
-def _cache_of(like: ParsedModel) -> ParseCache | None:
+def _cache_of(like: ReadFile) -> ParseCache | None:
     """Read what files are compared with, once for many batches; None if it is another file here."""
     with open_readable(like.path) as file:
         records = tuple(zip_directory.read(file).values())
@@ -95,7 +86,7 @@ def read_models(sources: SourceFiles, paths: Sequence[Path]) -> list[ModelFile]:
     skeletons = {size: cache.skeleton(size) for size in first}
     others = [index for index in range(len(paths)) if index not in opened]
     like = {
-        size: ParsedModel(paths[first[size]], skeleton.digest())
+        size: ReadFile(paths[first[size]], skeleton.digest())
         for size, skeleton in skeletons.items()
         if skeleton is not None and others
     }

@@ -12,7 +12,7 @@ from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.auto_experts import placements
 from streamshard.formats.deepspeed.cut.part_cut import in_own_order
 from streamshard.formats.deepspeed.cut.zero_cutting import ModelPartMap
-from streamshard.formats.deepspeed.ds_versions import Version, recorded_version
+from streamshard.formats.deepspeed.ds_versions import version_in
 from streamshard.formats.deepspeed.read import elastic_reader
 from streamshard.formats.deepspeed.read.agreement import (
     check_agreement,
@@ -84,8 +84,8 @@ def read_model_part(
     both = zip(optimizers, files.optimizer_files, strict=True)
     states = [require(optimizer, names.OPTIMIZER, path) for optimizer, path in both]
     stage = model_part_stage(states, files)
-    config = _config(optimizers[0], models[0])
-    version = _version(optimizers[0], states[0], models[0])
+    config = ds_config.config_in(optimizers[0], models[0])
+    version = version_in(optimizers[0], states[0], models[0])
     saved = Saved(stage, config, states, files.optimizer_files, models, files.model_files, version)
     refuse(saved)
     elastic = elastic_reader.is_elastic(states)
@@ -251,18 +251,6 @@ def _is_round_robin(
             order = in_own_order(params, sharers) if is_shuffled else params
             fits[is_shuffled] &= [name for name in order if name in known] == named
     return layout.round_robin if fits[True] == fits[False] else fits[True]
-
-
-def _version(*holders: Mapping[str, Node]) -> Version | None:
-    found = (recorded_version(holder.get(names.DS_VERSION)) for holder in holders)
-    return next((version for version in found if version is not None), None)
-
-
-def _config(optimizer: Mapping[str, Node], model: Mapping[str, Node]) -> ds_config.Config:
-    for holder in (optimizer, model):
-        if isinstance(holder.get(names.DS_CONFIG), dict):
-            return dict(holder[names.DS_CONFIG])
-    return {}
 
 
 def _state_shape(shape: tuple[int, ...], block: int) -> tuple[int, ...]:

@@ -40,20 +40,6 @@ class ModelPartFiles:
     """One per rank, in order of rank; none at stage 0, where the model file holds everything."""
 
 
-@dataclass(frozen=True, slots=True)
-class ShardSet:
-    """The files of one tag directory that belong together."""
-
-    tag_dir: Path
-    model_parts: tuple[ModelPartFiles, ...]
-    """In order of `mp_rank`."""
-    prefix: str
-    module_files: tuple[Path, ...]
-    """Weights of pipeline layers and of experts, which do not depend on the data-parallel size."""
-    others: tuple[Path, ...]
-    """Files of the tag directory that are not DeepSpeed's."""
-
-
 class _RankFiles:
     """Files of one `mp_rank`, by data-parallel rank."""
 
@@ -81,7 +67,10 @@ class TagFiles:
         self.prefixes: dict[str, Path] = {}
         """Prefix of optimizer files → one of these files."""
         self.parts: list[Path] = []
+        """Weights of pipeline layers and of experts, which do not depend on the data-parallel size.
+        """
         self.others: list[Path] = []
+        """Files that are not DeepSpeed's."""
         self.shards: set[Path] = set()
         """All files that are DeepSpeed's by their names."""
         self._doubles: list[IncompleteError] = []
@@ -192,8 +181,11 @@ def missing_ranks(
             yield IncompleteError(f"{message}, or take an earlier tag", path=file_of(rank))
 
 
-def find(tag_dir: Path) -> ShardSet:
-    """Sort the files of a tag directory by their names."""
+def find(tag_dir: Path) -> tuple[TagFiles, list[ModelPartFiles]]:
+    """Sort the files of a tag directory by their names; those of each part of the model are whole.
+
+    The parts are in order of `mp_rank`.
+    """
     found = TagFiles(tag_dir, sorted(p for p in paths_below(tag_dir) if is_file(p)))
     raise_first(found.mixed())
     refuse_files(tag_dir, found.others)
@@ -213,13 +205,7 @@ def find(tag_dir: Path) -> ShardSet:
         models = [own.model[rank] for rank in ([None] if None in own.model else range(ranks))]
         optimizers = tuple(own.optimizer[rank] for rank in range(ranks))
         model_parts.append(ModelPartFiles(mp_rank, tuple(models), optimizers))
-    return ShardSet(
-        tag_dir=tag_dir,
-        model_parts=tuple(model_parts),
-        prefix=next(iter(found.prefixes), ""),
-        module_files=tuple(found.parts),
-        others=tuple(found.others),
-    )
+    return found, model_parts
 
 
 class SourceFiles:
@@ -257,7 +243,6 @@ class SourceFiles:
         return self.files[storage.file].path
 
     def read_bytes(self, storage: Storage, offset: int, nbytes: int) -> bytes:
-        """Read a small tensor's bytes."""
         known = storage.data
         if known is not None and storage.offset == offset and len(known) == nbytes:
             return known
@@ -267,6 +252,15 @@ class SourceFiles:
             message = f"ends before byte {offset + nbytes}"
             raise CorruptFileError(message, path=self.path_of(storage))
         return data
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFile:
+    """A file that was read, with which others are compared."""
+
+    path: Path
+    digest: bytes
+    """Digest of what is compared. A worker that finds another one does not see the same file."""
 
 
 def read_dict(path: Path, number: int = -1) -> TorchFile:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from streamshard.batches import map_batches
 from streamshard.errors import SourceError, UnsupportedError, release_frames
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.read.rank_files import SourceFiles, read_dict
+from streamshard.formats.deepspeed.read.rank_files import ReadFile, SourceFiles, read_dict
 from streamshard.formats.pickle import inert_dump, inert_load
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch.parse_cache import CachedParse, ParseCache
@@ -60,15 +60,6 @@ class RankHeader:
     is_legacy: bool
     unknown: tuple[str, ...]
     """See `TorchFile`."""
-
-
-@dataclass(frozen=True, slots=True)
-class FirstHeader:
-    """The file that others are compared with."""
-
-    path: Path
-    digest: bytes
-    """Digest of its parts. A worker that finds another one does not see the same file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +122,7 @@ def _parts_of(root: dict[Node, Node], around: Place = ()) -> Iterator[tuple[Plac
             yield key_path, node
 
 
-def read_headers(
-    first: FirstHeader, paths: Sequence[Path]
-) -> list[RankHeader | HeaderError | None]:
+def read_headers(first: ReadFile, paths: Sequence[Path]) -> list[RankHeader | HeaderError | None]:
     """Read optimizer files; None for a file that differs from the first in more than its parts.
 
     The result for a file does not depend on the other files.
@@ -301,7 +290,7 @@ def read_optimizers(sources: SourceFiles, paths: Sequence[Path]) -> list[dict[st
             pass  # each file is read here
         else:
             restorer = _HeaderRestorer(parts)
-            first = FirstHeader(paths[0], parts.digest())
+            first = ReadFile(paths[0], parts.digest())
             headers = map_batches(partial(read_headers, first), paths[1:])
     roots: list[dict[str, Any]] = [found.root]
     for path, number, header in zip(paths[1:], numbers[1:], headers, strict=True):

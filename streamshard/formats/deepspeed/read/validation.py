@@ -12,9 +12,10 @@ from typing import TypeVar
 
 from streamshard.errors import DisagreementError, SourceError, release_frames
 from streamshard.formats.deepspeed import ds_config, names
-from streamshard.formats.deepspeed.ds_versions import recorded_version
+from streamshard.formats.deepspeed.ds_versions import version_in
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.formats.deepspeed.model_parallel.missing_layers import Listed, missing_layers
+from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_stage
 from streamshard.formats.deepspeed.read.agreement import (
     PARAM_GROUPS,
     SAME_IN_ALL,
@@ -89,18 +90,14 @@ def validate(tag_dir: Path, aside: Set[Path]) -> SetErrors:
         _is_whole(root) for own in models.values() for root in own.values()
     ):
         world_size = 0  # stage 0 has no optimizer files
-    is_bf16 = any(_trains_in_bf16(root) for own in models.values() for root in own.values())
+    configs = (ds_config.config_in(root) for own in models.values() for root in own.values())
+    is_bf16 = any(ds_config.module_dtype(config) == "bfloat16" for config in configs)
     for mp_rank, model_part in sorted(files.model_parts.items()):
         known = [rank for rank in (*model_part.optimizer, *model_part.model) if rank is not None]
         expected = max([world_size, *(rank + 1 for rank in known)])
         errors += files.incomplete(mp_rank, expected, is_bf16=is_bf16)
     errors += _missing_layers(files, models)
     return found
-
-
-def _trains_in_bf16(root: Root) -> bool:
-    config = root.get(names.DS_CONFIG)
-    return isinstance(config, dict) and ds_config.module_dtype(config) == "bfloat16"
 
 
 def validate_dumps(template: Template, aside: Set[Path]) -> SetErrors:
@@ -143,12 +140,10 @@ def recorded(paths: Iterable[Path]) -> Recorded:
 def _ranks_in_model(root: Root, path: Path) -> Node:
     """Count all ranks, including those of tensor, pipeline and sequence parallelism."""
     data_parallel, parts = _count_in_model(root, path), root.get(names.MP_WORLD_SIZE, 1)
-    config = root.get(names.DS_CONFIG)
     if not isinstance(data_parallel, int) or not isinstance(parts, int):
         return None
-    known = config if isinstance(config, dict) else {}
-    version = recorded_version(root.get(names.DS_VERSION))
-    return data_parallel * parts * ds_config.sequence_replicas(known, data_parallel, version)
+    config, version = ds_config.config_in(root), version_in(root)
+    return data_parallel * parts * ds_config.sequence_replicas(config, data_parallel, version)
 
 
 def _most_common(values: Iterable[Node], kind: type[T]) -> T | None:
@@ -201,18 +196,13 @@ def _missing_layers(
     """Find the missing files of a pipeline's layers, if the stages' files can all be read."""
     first = [next(iter(own.items()), None) for _, own in sorted(models.items())]
     stages = dict(filter(None, first))
-    if len(stages) < len(first) or not all(map(_is_stage, stages.values())):
+    if len(stages) < len(first) or not all(map(is_stage, stages.values())):
         return []
     errors: list[SourceError] = []
     listed = _of_each(stages, _listed, errors)
     if not errors:
         errors += missing_layers(files.tag_dir, [*listed.values()], {p.name for p in files.parts})
     return errors
-
-
-def _is_stage(root: Root) -> bool:
-    """Tell whether a model file leaves the weights to the files of layers."""
-    return names.MODULE_STATE in root and root[names.MODULE_STATE] is None
 
 
 def _listed(root: Root, _: Path) -> Listed:

@@ -28,8 +28,8 @@ from streamshard.formats.deepspeed.read.model_part import (
 from streamshard.formats.deepspeed.read.module_reader import ModuleReader
 from streamshard.formats.deepspeed.read.rank_files import (
     ModelPartFiles,
-    ShardSet,
     SourceFiles,
+    TagFiles,
     find,
     require,
 )
@@ -62,8 +62,7 @@ def _read_uncut_part(
     """
     (file,) = read_models(sources, files.model_files)
     model = file.root
-    kept = model.get(names.DS_CONFIG)
-    config = dict(kept) if isinstance(kept, dict) else {}
+    config = ds_config.config_in(model)
     if not is_stage_0(file.path):
         message = "holds no optimizer's state, as another part of the model does"
         raise DisagreementError(f"{message}: they are not of one run", path=file.path)
@@ -114,12 +113,12 @@ def read(
     tag = tag or tag_dir.name
     with malformed(tag_dir):
         try:
-            shards = find(tag_dir)
+            found, parts = find(tag_dir)
             inside = [
                 (path, f"{tag}/{path.relative_to(tag_dir).as_posix()}")
-                for path in (*shards.module_files, *shards.others)
+                for path in (*found.parts, *found.others)
             ]
-            return _read_shards(tag, shards, [*run_files, *inside], like)
+            return _read_shards(tag, found, parts, [*run_files, *inside], like)
         except UsageError as error:  # in the config that the checkpoint keeps
             raise CorruptFileError(f"{error}", path=tag_dir) from error
 
@@ -138,15 +137,19 @@ def malformed(place: Path) -> Iterator[None]:
 
 
 def _read_shards(
-    tag: str, shards: ShardSet, others: Sequence[tuple[Path, str]], like: Checkpoint | None
+    tag: str,
+    found: TagFiles,
+    parts: Sequence[ModelPartFiles],
+    others: Sequence[tuple[Path, str]],
+    like: Checkpoint | None,
 ) -> Reading:
     sources = SourceFiles()
     readings: list[ModelPartReading] = []
     tensors: list[LogicalTensor] = []
-    for number, files in enumerate(shards.model_parts):
-        name = names.model_part(files.mp_rank) if len(shards.model_parts) > 1 else ""
+    for number, files in enumerate(parts):
+        name = names.model_part(files.mp_rank) if len(parts) > 1 else ""
         tied = readings[0].tied if readings else {}
-        known = partial(_part_of, like, number, shards)
+        known = partial(_part_of, like, number, len(parts), found.tag_dir)
         first = len(tensors)
         if files.optimizer_files:
             reading = read_model_part(files, sources, name=name, first=first, tied=tied, like=known)
@@ -155,7 +158,8 @@ def _read_shards(
         readings.append(reading)
         tensors += readings[-1].tensors
     layout = readings[0].layout
-    _check_model_parts(readings, shards)
+    _check_model_parts(readings, [files.model_files[0] for files in parts])
+    _check_parts(found, parts, [reading.model_part for reading in readings])
     model_parts = [reading.model_part for reading in readings]
     if layout.round_robin:
         model_parts = [
@@ -171,7 +175,7 @@ def _read_shards(
         module_dtype=readings[0].module_dtype,
         files=files_,
         notes=(*sources.notes, *dict.fromkeys(note for r in readings for note in r.notes)),
-        is_bf16=shards.prefix == "bf16_",
+        is_bf16="bf16_" in found.prefixes,
         accelerate_step=accelerate_step(others, layout.world_size * len(readings)),
     )
     frozen = {k: v for reading in readings for k, v in reading.shards.items()}
@@ -179,18 +183,17 @@ def _read_shards(
     return cut_source(checkpoint, sources.files, whole, frozen, part_maps)
 
 
-def _part_of(like: Checkpoint | None, number: int, shards: ShardSet) -> ModelPart | None:
+def _part_of(like: Checkpoint | None, number: int, parts: int, tag_dir: Path) -> ModelPart | None:
     """Return a part of the model in a reference checkpoint that has the same parts."""
-    if like is not None and len(like.model_parts) != len(shards.model_parts):
-        message = f"{counted(len(shards.model_parts), 'part')} of the model, {LIKE}"
-        raise DisagreementError(f"{message} has {len(like.model_parts)}", path=shards.tag_dir)
+    if like is not None and len(like.model_parts) != parts:
+        message = f"{counted(parts, 'part')} of the model, {LIKE} has {len(like.model_parts)}"
+        raise DisagreementError(message, path=tag_dir)
     return like.model_parts[number] if like is not None else None
 
 
-def _check_model_parts(readings: Sequence[ModelPartReading], shards: ShardSet) -> None:
+def _check_model_parts(readings: Sequence[ModelPartReading], paths: Sequence[Path]) -> None:
     """Refuse model parts that were not saved together, and missing parts of the model."""
     models = [reading.model_part.model_state for reading in readings]
-    paths = [files.model_files[0] for files in shards.model_parts]
     keys = (*SAME_IN_ALL, names.DP_WORLD_SIZE)
     facts = {path: model_facts(model, keys) for model, path in zip(models, paths, strict=True)}
     raise_first(disagreements(facts, paths[0]))
@@ -205,31 +208,32 @@ def _check_model_parts(readings: Sequence[ModelPartReading], shards: ShardSet) -
     if saved != len(models):
         message = f"one of {show(saved)} tensor or pipeline parallel parts of the model"
         raise IncompleteError(f"{message}, but there are files of {len(models)}", path=paths[0])
-    _check_parts(shards, [reading.model_part for reading in readings])
 
 
-def _check_parts(shards: ShardSet, model_parts: Sequence[ModelPart]) -> None:
+def _check_parts(
+    found: TagFiles, parts: Sequence[ModelPartFiles], model_parts: Sequence[ModelPart]
+) -> None:
     """Refuse layer and expert files that cannot be opened, and missing layers and experts."""
     model = model_parts[0].model_state
-    for path in shards.module_files:
+    for path in found.parts:
         torch_file.read(path, -1)
-    present = {path.name for path in shards.module_files}
+    present = {path.name for path in found.parts}
     if model[names.MODULE_STATE] is None and not present:
         message = "no layer_*-model_states.pt file, in which a pipeline keeps the weights: copy"
-        raise IncompleteError(f"{message} them from the nodes that saved them", path=shards.tag_dir)
+        raise IncompleteError(f"{message} them from the nodes that saved them", path=found.tag_dir)
     if model[names.MODULE_STATE] is None:
         listed = [listed_in(model_part) for model_part in model_parts]
-        raise_first(missing_layers(shards.tag_dir, listed, present))
+        raise_first(missing_layers(found.tag_dir, listed, present))
     # A training script may keep an entry of this name: then there are neither groups nor files.
     has_experts = bool(present) or model_parts[0].trains_experts
     counts = model.get(names.EXPERT_COUNTS)
     for layer, count in enumerate(counts if isinstance(counts, list) else []):
         for expert in range(count if has_experts and isinstance(count, int) else 0):
-            for files in shards.model_parts:
+            for files in parts:
                 wanted = names.expert_file(layer, expert, files.mp_rank)
                 if wanted not in present:
                     message = f"missing; layer {layer} has {count} experts: copy it from the node"
-                    raise IncompleteError(f"{message} that saved it", path=shards.tag_dir / wanted)
+                    raise IncompleteError(f"{message} that saved it", path=found.tag_dir / wanted)
 
 
 def accelerate_step(others: Sequence[tuple[Path, str]], world_size: int) -> int | None:

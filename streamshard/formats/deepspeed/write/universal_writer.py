@@ -5,7 +5,7 @@ The files are those of `deepspeed/checkpoint/ds_to_universal.py` (0.19.8). Engin
 neither loads the other's.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Final
 
@@ -74,7 +74,11 @@ class UniversalImages:
         # The loader uses the step of the first sub-group for all. The original leaves rank 0's
         # shards in this file, but nothing reads them.
         inner = state[names.OPTIMIZER]
-        steps = {unit: self._without_shards(entry) for unit, entry in inner["state"].items()}
+        flat = {key for group in self._model_part.groups for key in group.flat_states()}
+        steps = {
+            unit: {key: value for key, value in entry.items() if key not in flat}
+            for unit, entry in inner["state"].items()
+        }
         groups = inner["param_groups"]
         return {
             **state,
@@ -82,10 +86,6 @@ class UniversalImages:
             names.FLAT_GROUPS_3: [],
             "param_groups": groups,
         }
-
-    def _without_shards(self, entry: Mapping[str, Node]) -> dict[str, Node]:
-        flat = {key for group in self._model_part.groups for key in group.flat_states()}
-        return {key: value for key, value in entry.items() if key not in flat}
 
     def _require_loadable(self, group: ParamGroup) -> None:
         """Refuse states on which the loader would fail, or which it would lose."""
