@@ -31,7 +31,7 @@ _STEP_BYTES: Final = 4 * MIB
 def default_workers(*, copies: bool = False, encodes: bool = False, is_remote: bool = False) -> int:
     """Return a count of workers that keeps a disk busy without overloading a login node.
 
-    A worker that only copies mostly waits for its write: then it is two workers per core.
+    A worker that only copies large files mostly waits for its writes: then it is two per core.
     Encoding is slower than a disk: then it is one worker per core, and one that writes meanwhile.
     A request to an object store takes long, and costs this machine little.
     """
