@@ -209,7 +209,7 @@ class RunOptions(Options):
     )
     workers: int | None = option(
         "N",
-        "threads [one per core, at most 4; to compress, one more than there are cores, at most 16; "
+        "threads [one per core, at most 4; to compress, two more than there are cores, at most 16; "
         "8 with object stores; fewer where memory is tight]",
         least=1,
         few="at least one is needed",

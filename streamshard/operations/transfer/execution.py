@@ -32,13 +32,13 @@ def default_workers(*, copies: bool = False, encodes: bool = False, is_remote: b
     """Return a count of workers that keeps a disk busy without overloading a login node.
 
     A worker that only copies large files mostly waits for its writes: then it is two per core.
-    Encoding is slower than a disk: then it is one worker per core, and one that writes meanwhile.
+    Encoding is slower than a disk: then it is one worker per core, and two that write meanwhile.
     A request to an object store takes long, and costs this machine little.
     """
     if is_remote:
         return _REMOTE_WORKERS
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
-    return min(16, cores + 1) if encodes else min(4, 2 * cores if copies else cores)
+    return min(16, cores + 2) if encodes else min(4, 2 * cores if copies else cores)
 
 
 def limit_or_default(given_bytes: int | None, floor_bytes: int) -> int:
