@@ -178,10 +178,9 @@ def _facts(group: ParamGroup) -> object:
     if group.states is None:
         return None
     return {
-        key: value
-        if isinstance(value, FlatState | ScalarState | UncutState)
-        else fingerprint(value)
+        key: value if isinstance(value, FlatState | ScalarState) else fingerprint(value)
         for key, value in group.states.items()
+        if not isinstance(value, UncutState)
     }
 
 

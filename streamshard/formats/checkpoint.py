@@ -4,8 +4,9 @@ import math
 import struct
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import repeat
+from pathlib import Path
 from typing import Any, Final, Self
 
 import numpy as np
@@ -80,10 +81,15 @@ class ScalarState:
 
 @dataclass(frozen=True, slots=True)
 class UncutState:
-    """An optimizer state that is left in its files: it cannot be cut for other ranks."""
+    """An optimizer state that cannot be cut for other ranks, and is kept as each rank has it."""
 
-    why: str = field(compare=False)
-    """Names the file of a rank, and says what to do."""
+    why: str
+    """Says also what to do."""
+    held: tuple[tuple[Node, ...], ...]
+    """What each of the ranks that share a group has of it, at stage 3 of each sub-group. Empty if
+    it is not kept."""
+    path: Path | None = None
+    """File of a rank that shows it; None if another source was made of the files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +111,18 @@ class ParamGroup:
     def flat_states(self) -> dict[str, str]:
         """Return state → dtype of the group's flat states, in the optimizer's order."""
         return {k: v.dtype for k, v in (self.states or {}).items() if isinstance(v, FlatState)}
+
+    def uncut(self) -> list[UncutState]:
+        """List the states that cannot be cut."""
+        return [state for state in (self.states or {}).values() if isinstance(state, UncutState)]
+
+    def without_held(self) -> Self:
+        """Return it without what ranks have of states that cannot be cut."""
+        emptied = {
+            key: replace(value, held=()) if isinstance(value, UncutState) else value
+            for key, value in (self.states or {}).items()
+        }
+        return replace(self, states=None if self.states is None else emptied)
 
     def block(self, state: str) -> int:
         """Return how many elements of a parameter one element of a flat state stands for."""
@@ -217,6 +235,10 @@ class ModelPart:
         whole = layout.whole_momentum and self.is_muon(group)
         return frozenset({names.MOMENTUM} & group.flat_states().keys()) if whole else frozenset()
 
+    def uncut(self) -> list[UncutState]:
+        """List the states that cannot be cut."""
+        return [state for group in self.groups for state in group.uncut()]
+
     def serialized(self, group: ParamGroup) -> tuple[str, ...]:
         """Return a group's parameter names as in the files: each expert rank counts from 0."""
         first = (g for g in self.groups if g.number == group.number and g.expert_rank == 0)
@@ -296,22 +318,31 @@ class Checkpoint:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """Return the texts of the notes. The first one says if states cannot be read."""
+        """Return the texts of the notes. The first one says if states are not read."""
         return (*self.unread, *map(_remark, self.notes), *self.warnings)
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """Say why the optimizer's states, or some of them, cannot be read; empty if they can."""
+        """Say why the optimizer's states, or some of them, are not read; empty if they are."""
         if self.dropped is not None:
             return (f"Weights only: {self.dropped}. No job can resume from it.",)
-        return tuple(f"Not all of the optimizer's state is read: {why}." for why in self.uncut[:1])
+        what = "Not all of the optimizer's state can be cut for other ranks"
+        return tuple(f"{what}: {state.path or self.tag}: {state.why}." for state in self.uncut[:1])
 
     @property
-    def uncut(self) -> list[str]:
-        """Say of each optimizer state that cannot be cut why that is so."""
-        groups = (group for model_part in self.model_parts for group in model_part.groups)
-        states = (state for group in groups for state in (group.states or {}).values())
-        return [state.why for state in states if isinstance(state, UncutState)]
+    def uncut(self) -> list[UncutState]:
+        """The optimizer states that cannot be cut."""
+        return [state for model_part in self.model_parts for state in model_part.uncut()]
+
+    def without_held(self) -> Self:
+        """Return it without what ranks have of states that cannot be cut."""
+        if not self.uncut:
+            return self
+        model_parts = [
+            replace(part, groups=tuple(group.without_held() for group in part.groups))
+            for part in self.model_parts
+        ]
+        return replace(self, model_parts=tuple(model_parts))
 
     @property
     def has_blocks(self) -> bool:
@@ -323,7 +354,12 @@ class Checkpoint:
     def warnings(self) -> tuple[str, ...]:
         """Return a warning if the training state has names that run something when loaded."""
         kept = [
-            (part.model_state, part.optimizer_file, [group.states for group in part.groups])
+            (
+                part.model_state,
+                part.optimizer_file,
+                [group.states for group in part.groups],
+                [state.held for state in part.uncut()],
+            )
             for part in self.model_parts
         ]
         found = sorted(map(str, dangerous_in([kept, [layer.state for layer in self.layers]])))

@@ -183,8 +183,9 @@ class Loading:
             raise UsageError(f"{message}: call load_optimizer with engine.optimizer")
         opened.require_training_state()
         opened.require_states()
-        opened.require_cut_states()
-        return live_engine.resharding_for(self._engine, opened, distributed.get_world_size())
+        found = live_engine.resharding_for(self._engine, opened, distributed.get_world_size())
+        opened.require_cut_states(keeps_cut=found.keeps_cut)
+        return found
 
     def _require_unchanged(self, source: Source) -> None:
         """Refuse files that changed since rank 0 read their headers, whoever loaded them.

@@ -295,13 +295,14 @@ class _OptimizerLoad:
             message = f"{path}: a checkpoint with its model, not dumps of an optimizer"
             raise UsageError(f"{message}: call load_checkpoint with the engine")
         opened.require_states()
-        opened.require_cut_states()
         values = chain(*(group.values() for group in hyper_parameters))
         if opened.is_elastic and any(isinstance(value, torch.Tensor) for value in values):
             message = f"{path}: saved with elastic_checkpoint, and the hyper-parameters of this"
             raise UnsupportedError(f"{message} job's optimizer are tensors; not supported")
         ranks, version = distributed.get_world_size(), recorded_version(deepspeed.__version__)
-        return resharding_of(opened, ranks, wanted=live.config, ds_version=version)
+        found = resharding_of(opened, ranks, wanted=live.config, ds_version=version)
+        opened.require_cut_states(keeps_cut=found.keeps_cut)
+        return found
 
     def _load(self, resharding: Resharding, live: LiveOptimizer) -> int:
         """Let DeepSpeed load this rank's dump; returns how many bytes were read."""

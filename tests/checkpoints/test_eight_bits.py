@@ -84,15 +84,21 @@ def test_where_the_source_divides_blocks_the_weights_are_read(
     cut: tuple[int, int], runs: Path, tmp_path: Path
 ) -> None:
     run = place(runs, cut)
-    with pytest.raises(UnsupportedError, match="quantised again, with a loss"):
-        streamshard.repartition(run, tmp_path / "out", world_size=2)
-    with pytest.raises(UnsupportedError, match="quantised again, with a loss"):
-        streamshard.convert(run, tmp_path / "out")
+    store = tmp_path / "store.zarr"
+    streamshard.convert(run, store, verify=True)
+    for source in (run, store):
+        with pytest.raises(UnsupportedError, match="quantised again, with a loss"):
+            streamshard.repartition(source, tmp_path / "out", world_size=2)
+    streamshard.repartition(store, tmp_path / "same", verify=True)
+    assert differences(tmp_path / "same", run) == []
+    assert streamshard.verify(tmp_path / "same", against=run).is_good
+    edit(sorted((tmp_path / "same").glob("*/*optim_states.pt"))[-1], with_another_code)
+    assert not streamshard.verify(tmp_path / "same", against=run).is_good
     again = streamshard.repartition(run, tmp_path / "out", world_size=8, if_needed=True)
     assert again.found == "source"
     verified = streamshard.verify(run)
     assert verified.is_good
-    reason = "Not all of the optimizer's state is read: "
+    reason = "Not all of the optimizer's state can be cut for other ranks: "
     assert [note for note in verified.notes if note.startswith(reason)]
     streamshard.export(run, tmp_path / "model")
     saved = optimizers(run)
@@ -106,6 +112,10 @@ def test_where_the_source_divides_blocks_the_weights_are_read(
         assert np.array_equal(norm["fp32"][...], wanted)
         wanted = torch.cat([quantised(one, group=1)["state1"] for one in saved])
         assert np.array_equal(norm["state1"][...], wanted)
+
+
+def with_another_code(held: dict[str, Any]) -> None:
+    wrapped(held["optimizer_state_dict"])["state"][0]["state1"][-1] ^= 1
 
 
 def optimizers(run: Path) -> list[dict[str, Any]]:

@@ -117,7 +117,15 @@ def make(directory: Path, work: Path) -> None:
             (ranks, Run(stage, work / f"{name}-on", work / name, FURTHER)),
             (ranks, Run(stage, work / f"{name}-live", run_dir, 0, reshards=True)),
         ]
+    for cut in ASKEW:
+        store, name = work / f"{cut}.zarr", f"{cut}-same"
+        streamshard.convert(place(directory, cut), store)
+        streamshard.repartition(store, work / name)
+        loads.append((cut[1], Run(cut[0], work / f"{name}-again", work / name, 0)))
     run(loads)
+    for cut in ASKEW:
+        again = work / f"{cut}-same-again"
+        assert not (found := differences(again, place(directory, cut))), (again, found)
     for source, target in PAIRS:
         name = f"{source}-{target}"
         compared = [(work / f"{name}-{end}", work / name) for end in ("again", "live")]

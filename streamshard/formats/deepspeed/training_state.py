@@ -90,14 +90,16 @@ def _without_experts(model_part: ModelPart) -> ModelPart:
 def _shown_scalars(group: ParamGroup) -> dict[str, Node]:
     """Return the unpartitioned states of a group, such as its step; tensors as text."""
     return {
-        key: _scalar_text(value) if isinstance(value, ScalarState) else value
+        key: value.held if isinstance(value, UncutState) else _scalar_text(value)
         for key, value in (group.states or {}).items()
-        if not isinstance(value, FlatState | UncutState)
+        if not isinstance(value, FlatState)
     }
 
 
-def _scalar_text(value: ScalarState) -> str:
+def _scalar_text(value: Node) -> Node:
     """Serialize a small tensor as text, so that equal texts mean equal bits."""
+    if not isinstance(value, ScalarState):
+        return value
     try:
         shown = np.frombuffer(value.data, dtype=value.dtype).tolist()
     except (TypeError, ValueError):  # a dtype that NumPy lacks, or an incomplete element

@@ -21,6 +21,7 @@ from streamshard.formats.checkpoint import (
     OtherFile,
     ParamGroup,
     ScalarState,
+    UncutState,
     require_tied_to_weights,
 )
 from streamshard.formats.deepspeed import names
@@ -28,6 +29,7 @@ from streamshard.formats.pickle import inert_dump, inert_load
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import name_of, require_unrolled
 from streamshard.formats.torch.torch_tensor import Storage, shape_of
+from streamshard.layout.zero import sub_groups
 from streamshard.model import (
     BLOB,
     FILE,
@@ -45,6 +47,7 @@ VERSION: Final = 1
 """Version of a store's format."""
 _FLAT: Final = "flat"
 _SCALAR: Final = "scalar"
+_UNCUT: Final = "uncut"
 _PLAIN: Final = "plain"
 _LIMIT_COUNT: Final = 1 << 53
 
@@ -242,6 +245,8 @@ def _serialize_state(value: Node) -> Node:
         return (_FLAT, value.dtype) if value.block == 1 else (_FLAT, value.dtype, value.block)
     if isinstance(value, ScalarState):
         return (_SCALAR, value.dtype, value.shape, value.data.hex())
+    if isinstance(value, UncutState):
+        return (_UNCUT, value.why, value.held)
     return (_PLAIN, value)
 
 
@@ -256,6 +261,9 @@ def _read_state(serialized: Node) -> Node:
         if len(scalar.data) != math.prod(scalar.shape) * ITEMSIZE[scalar.dtype]:
             raise CorruptFileError(f"a {dtype}{list(scalar.shape)} of {len(scalar.data)} bytes")
         return scalar
+    if kind == _UNCUT:
+        why, held = values
+        return UncutState(_text(why), tuple(map(tuple, held)))
     (value,) = values
     return value
 
@@ -352,6 +360,7 @@ def _require_consistent(checkpoint: Checkpoint) -> None:
             _require_uncut(model_part)
         _require_tensors(model_part, checkpoint.tensors, index)
         _require_shapes(model_part, checkpoint)
+        _require_held(model_part, checkpoint)
 
 
 def _require_no_states(checkpoint: Checkpoint) -> None:
@@ -386,6 +395,19 @@ def _require_tensors(
         found = entry.name in extra if entry.kind == "extra" else bool(own & index.keys())
         if entry.kind not in ("alias", "excluded") and not found:
             raise CorruptFileError(f"module's {show(entry.name)} is not there")
+
+
+def _require_held(model_part: ModelPart, checkpoint: Checkpoint) -> None:
+    """Require that states that cannot be cut are those of all ranks and sub-groups."""
+    layout, numels = checkpoint.layout, checkpoint.master_numels(model_part)
+    for group in model_part.groups:
+        ranks = layout.world_size // group.expert_parallel
+        for state in group.uncut():
+            own, size = [numels[name] for name in group.params], layout.sub_group_size
+            units = sub_groups([own], world_size=ranks, sub_group_size=size)
+            count = len(units) if layout.stage == 3 else 1
+            if state.held and [len(unit) for unit in state.held] != [ranks] * count:
+                raise CorruptFileError("states that are kept as ranks have them are not of all")
 
 
 def _require_shapes(model_part: ModelPart, checkpoint: Checkpoint) -> None:

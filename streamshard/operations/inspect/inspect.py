@@ -223,7 +223,7 @@ def _states(group: ParamGroup) -> dict[str, Any]:
         elif isinstance(value, ScalarState):
             shown[key] = _scalar(value)
         elif isinstance(value, UncutState):
-            shown[key] = "not read"
+            shown[key] = "not cut"
         else:
             shown[key] = _plain(value)
     return shown

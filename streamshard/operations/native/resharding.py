@@ -54,11 +54,15 @@ class Resharding:
 
         It can if its own files would be laid out alike.
         """
+        source = self.source
+        return self.keeps_cut and source.is_of_ranks and source.checkpoint.ranks == self.world_size
+
+    @property
+    def keeps_cut(self) -> bool:
+        """Whether each rank gets what a rank of the source had."""
         source, settings = self.source, self.settings
         checkpoint = source.checkpoint
-        if self.degrees is not None:
-            return False
-        if not source.is_of_ranks or source.is_elastic or checkpoint.ranks != self.world_size:
+        if self.degrees is not None or source.is_elastic:
             return False
         dtypes = checkpoint.module_dtype, checkpoint.is_bf16
         if (settings.module_dtype, settings.is_bf16) != dtypes:

@@ -158,7 +158,7 @@ def prepare(
     checkpoint, stage = opened.checkpoint, settings.layout.stage
     is_reusable = options.if_needed and _is_resumed_from(found)
     if not is_reusable:
-        opened.require_cut_states()
+        opened.require_cut_states(keeps_cut=found.keeps_cut)
     resizes = found.explain()
     shaping = settings.layout, settings.config, settings.module_dtype, settings.is_bf16
     return Output(

@@ -150,13 +150,15 @@ class Source(Reading):
             way = command("export", self.path, "OUT")
             raise UnsupportedError(f"{message}. Its weights are written by: {way}", path=self.path)
 
-    def require_cut_states(self, *, in_blocks: bool = True) -> None:
-        """Refuse optimizer states that no target can hold.
+    def require_cut_states(self, *, keeps_cut: bool = False, in_blocks: bool = True) -> None:
+        """Refuse optimizer states that a target cannot hold.
 
-        `in_blocks`: whether it can hold states that have one scale for a block of elements.
+        `keeps_cut`: whether it can hold those that are kept as each rank has them.
+        `in_blocks`: whether it can hold those that have one scale for a block of elements.
         """
-        if reasons := self.checkpoint.uncut:
-            raise UnsupportedError(reasons[0])
+        for state in self.checkpoint.uncut:
+            if not (keeps_cut and state.held):
+                raise UnsupportedError(state.why, path=state.path or self.path)
         if not in_blocks and self.checkpoint.has_blocks:
             message = "its optimizer keeps 8 bits of each element and a scale for each block, which"
             message = f"{message} only files of ZeRO and stores hold. Give another"

@@ -48,11 +48,11 @@ _PARTS: Final[Mapping[type, Callable[[Any], Node]]] = {
             OtherFile,
             ParamGroup,
             ScalarState,
-            UncutState,
             ZeroLayout,
         )
     },
     FlatState: lambda state: state.dtype if state.block == 1 else (state.dtype, state.block),
+    UncutState: attrgetter("why", "held"),
     Storage: attrgetter("dtype", "numel", "blob"),
     NoteKind: str,
 }

@@ -112,7 +112,8 @@ def _read_ranks(
     tensors = optimizer_tensors(groups, shapes, "")
     strip_optimizer(states[0], stage)
     whole: dict[int, tuple[int, int]] = {}
-    adopt_blobs([states[0]], tensors, whole, first=0, model_part="")
+    held = [state.held for group in groups for state in group.uncut()]
+    adopt_blobs([states[0], held], tensors, whole, first=0, model_part="")
     model_part = ModelPart(
         name="",
         groups=groups,

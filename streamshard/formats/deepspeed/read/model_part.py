@@ -138,9 +138,11 @@ def read_model_part(
     strip_optimizer(states[0], stage)
     module.strip(entries)
     whole = dict(module.whole)
-    adopt_blobs([models[0], optimizers[0]], tensors, whole, first=first, model_part=name)
+    model_part = ModelPart(name, groups, entries, models[0], optimizers[0], param_ids)
+    held = [state.held for state in model_part.uncut()]
+    adopt_blobs([models[0], optimizers[0], held], tensors, whole, first=first, model_part=name)
     return ModelPartReading(
-        model_part=ModelPart(name, groups, entries, models[0], optimizers[0], param_ids),
+        model_part=model_part,
         part_map=where,
         layout=layout,
         tensors=tensors,

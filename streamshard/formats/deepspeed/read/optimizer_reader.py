@@ -33,9 +33,10 @@ from streamshard.formats.deepspeed.read.state_of_ranks import (
     StateOfRanks,
     states_in_blocks,
 )
+from streamshard.formats.pickle import inert_dump
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import name_of, of_file
-from streamshard.formats.torch.torch_tensor import Tensor, storages_in, tensor_of
+from streamshard.formats.torch.torch_tensor import Storage, Tensor, storages_in, tensor_of
 from streamshard.model import MASTER, Slot, ZeroLayout
 
 
@@ -51,6 +52,8 @@ def _unwrapped(states: Node) -> Node:
     return {**{key: node for key, node in states.items() if key != names.QUANTISED}, **held}
 
 
+_HELD_LIMIT_BYTES: Final = 1 << 16
+"""Most bytes of states that are kept uncut, but for their tensors: they are in every header."""
 _STATES_LIMIT: Final = 100
 """Most states of one group. Each state takes the work of one tensor on every rank."""
 
@@ -213,28 +216,52 @@ class OptimizerReader:
         self, members: Sequence[int], group: int, expert_parallel: int, expert_rank: int
     ) -> dict[str, Node] | None:
         """Read the states of one param group. Its units must agree about unpartitioned values."""
-        places = enumerate(
-            self._layout.expert_place(rank, expert_parallel) for rank in range(len(self._states))
-        )
-        ranks = [rank for rank, (found, _) in places if found == expert_rank]
-        states = [
-            self._unit_states(unit, unit if self._stage == 3 else group, ranks) for unit in members
-        ]
-        for uncut in states:
-            if any(isinstance(state, UncutState) for state in (uncut or {}).values()):
-                self._leave_states(members if self._stage == 3 else [group])
-                return uncut
+        ranks = self._sharing(expert_parallel, expert_rank)
+        try:
+            states = [
+                self._unit_states(unit, unit if self._stage == 3 else group, ranks)
+                for unit in members
+            ]
+        except UnsupportedError as error:
+            return self._uncut(members, group, ranks, error)
         for other in states[1:]:
             if other != states[0]:
                 message = "sub-groups of a param group differ in state"
                 raise DisagreementError(message, path=self._paths[0])
         return states[0] if states else None
 
-    def _leave_states(self, slots: Sequence[int]) -> None:
-        """Leave the states of some slots in their files, all but the masters."""
-        left = [place for place in self.slots if place[0] in slots and place[1] != MASTER]
-        for place in left:
-            del self.slots[place]
+    def _sharing(self, expert_parallel: int, expert_rank: int) -> list[int]:
+        """List the ranks that share a param group."""
+        places = enumerate(
+            self._layout.expert_place(rank, expert_parallel) for rank in range(len(self._states))
+        )
+        return [rank for rank, (found, _) in places if found == expert_rank]
+
+    def _uncut(
+        self, members: Sequence[int], group: int, ranks: Sequence[int], error: UnsupportedError
+    ) -> dict[str, Node]:
+        """Take the states of a param group as its ranks have them."""
+        slots = members if self._stage == 3 else [group]
+        for slot, state in list(self.slots):
+            if slot in slots and state != MASTER:
+                del self.slots[slot, state]
+        held = [[self._inner[rank]["state"].get(unit, {}) for rank in ranks] for unit in members]
+        keys = next(list(states) for states in chain.from_iterable(held) if states)
+        is_kept = not self.strips_states and all(
+            list(states) == keys and _header_bytes(states) <= _HELD_LIMIT_BYTES
+            for states in chain.from_iterable(held)
+        )
+        for unit in members:
+            masters = {rank: self._masters[rank][unit] for rank in ranks}
+            self._add_slot(unit if self._stage == 3 else group, MASTER, ranks, masters)
+        return {
+            key: UncutState(
+                why=str(error.args[0]),
+                held=tuple(tuple(s[key] for s in unit) for unit in held) if is_kept else (),
+                path=None if error.path is None else Path(error.path),
+            )
+            for key in keys
+        }
 
     def with_whole_blocks(
         self,
@@ -252,10 +279,11 @@ class OptimizerReader:
         for index, group in enumerate(groups):
             numels = {name: math.prod(shapes[name]) for name in serialized[group.number]}
             cut = divided_block(group, numels, layout)
-            if cut is not None and group.states is not None:
-                self._leave_states(members[group.number] if layout.stage == 3 else [index])
-                why = UncutState(f"{self._paths[0]}: {IN_BLOCKS}, and {cut}. {ANEW}")
-                group = replace(group, states=dict.fromkeys(group.states, why))
+            if cut is not None:
+                error = UnsupportedError(f"{IN_BLOCKS}, and {cut}. {ANEW}", path=self._paths[0])
+                ranks = self._sharing(group.expert_parallel, group.expert_rank)
+                states = self._uncut(members[group.number], index, ranks, error)
+                group = replace(group, states=states)
             found.append(group)
         return tuple(found)
 
@@ -293,7 +321,7 @@ class OptimizerReader:
             keys = [name_of(key) for key in states_of[first]]
         if len(keys) > _STATES_LIMIT:
             message = f"{len(keys)} states of one group, which no optimizer is known to have"
-            raise UnsupportedError(message, path=self._paths[first])
+            raise CorruptFileError(message, path=self._paths[first])
         for rank, states in states_of.items():
             if list(states) != keys:
                 message = (
@@ -311,14 +339,10 @@ class OptimizerReader:
             )
             for key in keys
         }
-        try:
-            found = {} if self.strips_states else states_in_blocks(held, self._sources)
-            found = {
-                key: found[key] if key in found else self._state(unit, key, held[key])
-                for key in keys
-            }
-        except UnsupportedError as error:
-            return dict.fromkeys(keys, UncutState(str(error)))
+        found = {} if self.strips_states else states_in_blocks(held, self._sources)
+        found = {
+            key: found[key] if key in found else self._state(unit, key, held[key]) for key in keys
+        }
         for key, state in found.items():
             if isinstance(state, FlatState):
                 self._add_slot(slot, key, ranks, held[key].tensors)
@@ -428,6 +452,10 @@ def known_param_ids(
             known |= {params[0]: int(first), params[-1]: int(last)}
     agrees = all(derived.get(name) == number for name, number in known.items())
     return derived if agrees else known
+
+
+def _header_bytes(states: Node) -> int:
+    return len(inert_dump.dump(states, lambda n: "" if isinstance(n, Storage) else None))
 
 
 def _have_one_object(inner: Mapping[str, Node], other: Mapping[str, Node]) -> bool:

@@ -58,12 +58,12 @@ class StateOfRanks:
         others = [rank for rank in self.nodes if rank not in found]
         for rank in others:
             if next(storages_in(self.nodes[rank]), None) is not None:
-                message = (
-                    f"{self._place(rank)} is {_kind(self.nodes[rank])}, which has tensors in it. "
-                    "States that are quantised in blocks, split into factors or kept in lists "
-                    "cannot be cut for other ranks"
+                raise self._refusal(
+                    rank,
+                    f"is {_kind(self.nodes[rank])}, which has tensors in it. States that are "
+                    "quantised in blocks, split into factors or kept in lists cannot be cut for "
+                    "other ranks",
                 )
-                raise UnsupportedError(f"{message}. {ANEW}")
         if found and others:
             message = f"{self._place(others[0])} is {_kind(self.nodes[others[0]])}, and a tensor in"
             raise DisagreementError(f"{message} {self.paths[next(iter(found))]}")
@@ -74,8 +74,10 @@ class StateOfRanks:
             with of_file(self.paths[rank]):
                 return torch_tensor.tensor_of(self.nodes[rank])
         except UnsupportedError as error:
-            message = f"{self.what}: {error}. {ANEW}"
-            raise UnsupportedError(message, path=self.paths[rank]) from error
+            raise self._refusal(rank, str(error)) from error
+
+    def _refusal(self, rank: int, message: str) -> UnsupportedError:
+        return UnsupportedError(f"{self.what} {message}. {ANEW}", path=self.paths[rank])
 
     def _place(self, rank: int) -> str:
         return f"{self.paths[rank]}: {self.what}"
@@ -114,9 +116,8 @@ class StateOfRanks:
             fits = [b for b in _BLOCKS if tensor.shape == (ceil_div(self.numels[rank], b),)]
             sizes.update(fits)
             if tensor.dtype != "float32" or len(fits) != 1 or len(sizes) != 1:
-                message = f"{self._place(rank)} has shape {tensor.shape} for {self.numels[rank]}"
-                message = f"{message} elements of 8 bits, which does not tell one size of a block"
-                raise UnsupportedError(f"{message}; not supported. {ANEW}")
+                message = f"has shape {tensor.shape} for {self.numels[rank]} elements of 8 bits"
+                raise self._refusal(rank, f"{message}, which does not tell one size of a block")
             tensor.require_contiguous(self._place(rank))
         return FlatState("float32", sizes.pop())
 
@@ -133,12 +134,9 @@ class StateOfRanks:
             if len(tensor.shape) != 1:
                 raise self._not_understood(rank, tensor)
             if tensor.dtype in CODES:
-                message = (
-                    f"{self._place(rank)} holds codes of {tensor.dtype}: 8-bit optimizers keep a "
-                    "scale for every block of them, and nothing here says where blocks begin. That "
-                    "is not supported"
-                )
-                raise UnsupportedError(f"{message}. {ANEW}")
+                message = f"holds codes of {tensor.dtype}: 8-bit optimizers keep a scale for every"
+                message = f"{message} block of them, and nothing here says where blocks begin"
+                raise self._refusal(rank, message)
             tensor.require_contiguous(self._place(rank))
         return FlatState(next(iter(self.tensors.values())).dtype)
 
@@ -146,10 +144,10 @@ class StateOfRanks:
         return len(tensor.shape) == 1 and tensor.numel == self.numels[rank]
 
     def _not_understood(self, rank: int, tensor: Tensor) -> UnsupportedError:
-        return UnsupportedError(
-            f"{self._place(rank)} has shape {tensor.shape}, which is neither one element for each "
-            f"of the {self.numels[rank]} that the rank holds of the parameters nor a scalar; this "
-            f"optimizer is not supported. {ANEW}"
+        return self._refusal(
+            rank,
+            f"has shape {tensor.shape}, which is neither one element for each of the "
+            f"{self.numels[rank]} that the rank holds of the parameters nor a scalar",
         )
 
     def _plain(self) -> Node:
@@ -158,8 +156,8 @@ class StateOfRanks:
             serialized[rank] = pickled(node)
             size = len(serialized[rank])
             if size > _PLAIN_LIMIT_BYTES:
-                message = f"{self._place(rank)} is {_kind(node)} and takes {size:,} bytes, which"
-                raise UnsupportedError(f"{message} is not a plain value; not supported. {ANEW}")
+                message = f"is {_kind(node)} and takes {size:,} bytes, which is not a plain value"
+                raise self._refusal(rank, message)
         self._require_agreement(serialized)
         return next(iter(self.nodes.values()))
 

@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from streamshard.formats.checkpoint import FlatState, ParamGroup, ScalarState
+from streamshard.formats.checkpoint import FlatState, ParamGroup, ScalarState, UncutState
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.cut.part_cut import ZeroTarget
 from streamshard.formats.pickle.inert import GETATTR, Call, Global, Node
@@ -171,7 +171,9 @@ class OptimizerWriter:
         whole = self._model_part.whole_states(param_group, self._layout)
         states: dict[str, Node] = {}
         for key, value in (param_group.states or {}).items():
-            if key not in whole:
+            if isinstance(value, UncutState):
+                states[key] = value.held[0][sharer]
+            elif key not in whole:
                 numel = own.numel // param_group.block(key)
                 states[key] = self._state(
                     value, numel, partial(self._partition, group, sharer, key)
@@ -201,8 +203,9 @@ class OptimizerWriter:
         masters, states = [], {}
         members: list[list[int]] = [[] for _ in self._model_part.groups]
         for unit, sub_group in enumerate(self._sub_groups):
-            param_group = self._model_part.groups[sub_group.group]
-            members[sub_group.group].append(unit)
+            param_group, own = self._model_part.groups[sub_group.group], members[sub_group.group]
+            number = len(own)
+            own.append(unit)
             share = self._shards(sub_group, rank, MASTER, param_group.master_dtype)
             storage = Storage(param_group.master_dtype, sub_group.numel, share)
             masters.append(
@@ -215,7 +218,9 @@ class OptimizerWriter:
             )
             if param_group.states is not None:
                 states[unit] = {
-                    key: self._state(
+                    key: value.held[number][rank]
+                    if isinstance(value, UncutState)
+                    else self._state(
                         value,
                         sub_group.numel // param_group.block(key),
                         partial(self._shards, sub_group, rank, key),
