@@ -184,6 +184,8 @@ class OptimizerReader:
     ) -> None:
         self.slots: dict[tuple[int, str], Slot] = {}
         """(param group, state), in stage 3 (unit, state) → its places in the files of its ranks."""
+        self.sub_group_params: list[Sequence[Sequence[str]]] = []
+        """The tensors of each parameter of each sub-group, of experts for each expert rank."""
         self.strips_states = strips_states
         """Whether states are saved without padding, as masters are."""
         self._sources = sources
@@ -260,22 +262,25 @@ class OptimizerReader:
         found: list[ParamGroup] = []
         experts = names.count_local_experts(chain.from_iterable(units))
         for number, members in enumerate(self.members(len(units))):
-            params = [name for unit in members for name in units[unit]]
-            expert_parallel = self.expert_parallel(number)
+            expert_ranks = self._expert_ranks(number)
+            expert_parallel = expert_ranks or 1
             for expert_rank in range(expert_parallel):
+                tensors = [
+                    [
+                        of_ranks(name, expert_rank, expert_ranks, placed)
+                        if name in placed
+                        else (names.of_expert_rank(name, expert_rank, experts),)
+                        for name in units[unit]
+                    ]
+                    for unit in members
+                ]
+                first = len(self.sub_group_params) if self._stage == 3 else len(found)
+                self.sub_group_params += tensors
                 found.append(
                     ParamGroup(
-                        params=tuple(
-                            own
-                            for name in params
-                            for own in (
-                                of_ranks(name, expert_rank, self._expert_ranks(number), placed)
-                                if name in placed
-                                else [names.of_expert_rank(name, expert_rank, experts)]
-                            )
-                        ),
+                        params=tuple(chain.from_iterable(chain.from_iterable(tensors))),
                         master_dtype=self._masters[0][members[0]].dtype if members else "float32",
-                        states=self._states_of(members, len(found), expert_parallel, expert_rank),
+                        states=self._states_of(members, first, expert_parallel, expert_rank),
                         number=number,
                         expert_parallel=expert_parallel,
                         expert_rank=expert_rank,
@@ -314,27 +319,50 @@ class OptimizerReader:
         if not names.is_of_experts(self._inner[0]["param_groups"][number]):
             return None
         world_size = self._layout.world_size
-        for state, path in zip(self._states, self._paths, strict=True):
-            sharing = require(state, names.PARTITION_COUNT, path)[number]
+        first = self._sharing(0, number)
+        for rank, path in enumerate(self._paths):
+            sharing = self._sharing(rank, number)
             if sharing < 1 or world_size % sharing:
                 message = f"experts of param group {number} shared by {sharing} ranks"
                 raise DisagreementError(f"{message}, which do not divide {world_size}", path=path)
-            if sharing != self._states[0][names.PARTITION_COUNT][number]:
+            if sharing != first:
                 message = f"disagrees with {self._paths[0]} about {names.PARTITION_COUNT}"
                 raise DisagreementError(message, path=path)
-        return int(world_size // sharing)
+        return int(world_size // first)
+
+    def _sharing(self, rank: int, number: int) -> int:
+        """Return how many ranks share a param group of experts, as a rank's file records it."""
+        state, path = self._states[rank], self._paths[rank]
+        if self._stage < 3:
+            return int(require(state, names.PARTITION_COUNT, path)[number])
+        unit = self._inner[0]["param_groups"][number]["params"][0]
+        return int(require(state, names.AUTO_EXPERT_GROUPS, path)[unit]["partition_count"])
+
+    def _require_sharers(self, members: Sequence[int], ranks: Sequence[int]) -> None:
+        """Refuse sub-groups of experts that other ranks share than the computed ones (stage 3)."""
+        for rank in ranks:
+            recorded = require(self._states[rank], names.AUTO_EXPERT_GROUPS, self._paths[rank])
+            for unit in members:
+                if recorded[unit]["partition_ranks"] != [*ranks]:
+                    there = show(recorded[unit]["partition_ranks"])
+                    message = f"ranks {there} share the experts of sub-group {unit}, and by its"
+                    message = f"{message} config ranks {[*ranks]} do"
+                    raise DisagreementError(message, path=self._paths[rank])
 
     def _states_of(
-        self, members: Sequence[int], group: int, expert_parallel: int, expert_rank: int
+        self, members: Sequence[int], first: int, expert_parallel: int, expert_rank: int
     ) -> dict[str, Node] | None:
-        """Read the states of one param group. Its units must agree about unpartitioned values."""
+        """Read the states of one param group. Its units must agree about unpartitioned values.
+
+        `first`: number of the first of the slots, one for each unit, that its places go into.
+        """
         places = enumerate(
             self._layout.expert_place(rank, expert_parallel) for rank in range(len(self._states))
         )
         ranks = [rank for rank, (found, _) in places if found == expert_rank]
-        states = [
-            self._unit_states(unit, unit if self._stage == 3 else group, ranks) for unit in members
-        ]
+        if expert_parallel > 1 and self._stage == 3:
+            self._require_sharers(members, ranks)
+        states = [self._unit_states(unit, slot, ranks) for slot, unit in enumerate(members, first)]
         for other in states[1:]:
             if other != states[0]:
                 message = "sub-groups of a param group differ in state"

@@ -208,10 +208,11 @@ def _check_model_parts(readings: Sequence[ModelPartReading], shards: ShardSet) -
     if saved != len(models):
         message = f"one of {show(saved)} tensor or pipeline parallel parts of the model"
         raise IncompleteError(f"{message}, but there are files of {len(models)}", path=paths[0])
-    _check_parts(shards, [reading.model_part for reading in readings])
+    stage = readings[0].layout.stage
+    _check_parts(shards, [reading.model_part for reading in readings], stage)
 
 
-def _check_parts(shards: ShardSet, model_parts: Sequence[ModelPart]) -> None:
+def _check_parts(shards: ShardSet, model_parts: Sequence[ModelPart], stage: int) -> None:
     """Refuse layer and expert files that cannot be opened, and missing layers and experts."""
     model = model_parts[0].model_state
     for path in shards.module_files:
@@ -224,7 +225,7 @@ def _check_parts(shards: ShardSet, model_parts: Sequence[ModelPart]) -> None:
         listed = [listed_in(model_part) for model_part in model_parts]
         raise_first(missing_layers(shards.tag_dir, listed, present))
     # A training script may keep an entry of this name: then there are neither groups nor files.
-    has_experts = bool(present) or model_parts[0].trains_experts
+    has_experts = bool(present) or (model_parts[0].trains_experts and stage < 3)
     counts = model.get(names.EXPERT_COUNTS)
     for layer, count in enumerate(counts if isinstance(counts, list) else []):
         for expert in range(count if has_experts and isinstance(count, int) else 0):
