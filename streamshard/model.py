@@ -164,6 +164,13 @@ class ZeroLayout:
             return rank // sharing, rank % sharing
         return rank % expert_parallel, rank // expert_parallel
 
+    def sharing_ranks(self, expert_parallel: int, expert_rank: int) -> range:
+        """Return the data-parallel ranks that have the same experts, in their order."""
+        sharing = self.world_size // expert_parallel
+        if self.data_before_experts:
+            return range(sharing * expert_rank, sharing * (expert_rank + 1))
+        return range(expert_rank, sharing * expert_parallel, expert_parallel)
+
 
 @dataclass(frozen=True, slots=True)
 class RankPartition:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.fabricated import edit, save, write
+from tests.fabricated import edit, optimizer_file, save, write
+from tests.fabricated_states import units
 from tests.job import STEP, TAG, Job, Shapes, values
 
 MODEL = "mp_rank_00_model_states.pt"
@@ -51,9 +53,18 @@ def write_auto(job: AutoExpertsJob, run_dir: Path) -> Path:
     write(job, run_dir)
     place = run_dir / TAG
     section = {"enabled": True, "autoep_size": job.expert_parallel}
-    for path in (place / MODEL, *place.glob("*_optim_states.pt")):
-        edit(path, lambda content: content["ds_config"].update(expert_parallel=section))
-    edit(place / MODEL, lambda content: content.update(noted(job)))
+    for path in (*place.glob("*rank_??_model_states.pt"), *place.glob("*_optim_states.pt")):
+        if not path.name.startswith("layer_"):
+            edit(path, lambda content: content["ds_config"].update(expert_parallel=section))
+    for rank in range(job.world_size if job.stage == 3 else 1):
+        name = f"zero_pp_rank_{rank}_{MODEL}" if job.stage == 3 else MODEL
+        edit(place / name, partial(_tell_places, job, rank))
+    if job.stage == 3:
+        for path in place.glob("layer_*"):
+            path.unlink()
+        for rank in range(job.world_size):
+            edit(optimizer_file(run_dir, rank), partial(_tell_sharing, job, rank))
+        return run_dir
     for rank in range(job.expert_parallel):
         whole = {name: job.values("fp32", name, rank).to(job.dtype) for name, _ in job.experts}
         for local in range(job.experts_of_rank):
@@ -63,9 +74,38 @@ def write_auto(job: AutoExpertsJob, run_dir: Path) -> Path:
     return run_dir
 
 
-def noted(job: AutoExpertsJob) -> dict[str, Any]:
-    """Return what a model file tells of the experts' places."""
+def _tell_places(job: AutoExpertsJob, rank: int, content: dict[str, Any]) -> None:
+    content.update(noted(job, rank))
+
+
+def _tell_sharing(job: AutoExpertsJob, rank: int, content: dict[str, Any]) -> None:
+    """Tell which ranks share each sub-group, behind how many all are."""
+    state = content["optimizer_state_dict"]
+    found = []
+    for unit, (group, _) in enumerate(units(job)):
+        own, at = job.place(group, rank)
+        ranks = [r for r in range(job.world_size) if job.place(group, r)[0] == own]
+        is_fused = group >= len(job.groups)
+        found.append(
+            {
+                "sub_group": unit,
+                "partition_count": len(ranks),
+                "partition_rank": at,
+                "partition_ranks": ranks,
+                "families": ["autoep_expert" if is_fused else "replicated"],
+                "group_names": [f"ep_size_{job.expert_parallel}" if is_fused else "replicated"],
+            }
+        )
+    rest = {key: state.pop(key) for key in ("optimizer_state_dict", "fp32_flat_groups")}
+    for entry in rest["optimizer_state_dict"]["param_groups"][len(job.groups) :]:
+        entry.update(moe=True, name=f"ep_size_{job.expert_parallel}")
+    state.update({"ds_zero_partition_groups": found, **rest})
+
+
+def noted(job: AutoExpertsJob, rank: int = 0) -> dict[str, Any]:
+    """Return what a rank's model file tells of the experts' places."""
     own, degree = job.experts_of_rank, job.expert_parallel
+    expert_rank, at = job.place(len(job.groups), rank)
     ranks = [{"rank": r, "experts": [r * own + e for e in range(own)]} for r in range(degree)]
     count = own * degree
     layer = {
@@ -82,14 +122,14 @@ def noted(job: AutoExpertsJob) -> dict[str, Any]:
             "params": {name: _map([count, *shape[1:]], degree) for name, shape in job.experts},
         },
         "expert_key_prefix": PREFIX,
-        "checkpoint_format": "per_expert_files",
-        "checkpoint_format_version": None,
+        "checkpoint_format": "zero3_partitioned" if job.stage == 3 else "per_expert_files",
+        "checkpoint_format_version": 1 if job.stage == 3 else None,
         "ep_group_name": f"ep_size_{degree}",
-        "ep_rank": 0,
-        "expert_data_parallel_rank": 0,
+        "ep_rank": expert_rank,
+        "expert_data_parallel_rank": at,
         "expert_data_parallel_world_size": job.world_size // degree,
-        "global_expert_start": 0,
-        "global_expert_end": own,
+        "global_expert_start": expert_rank * own,
+        "global_expert_end": (expert_rank + 1) * own,
     }  # fmt: skip
     info = {"universal_checkpoint_version": 0.4, "ds_autoep_layers": [dict(layer)]}
     return {"ds_autoep_layers": [layer], "universal_checkpoint_info": info}

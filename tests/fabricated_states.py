@@ -1,6 +1,7 @@
 """What the optimizers of fabricated checkpoints hold, cut with torch's own operations."""
 
 from collections import OrderedDict
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -125,12 +126,12 @@ def _torch_state(job: Job, states: dict[int, Any], members: list[list[int]]) -> 
 def units(job: Job) -> list[tuple[int, list[str]]]:
     """Put parameters into sub-groups: (param group, names) of each."""
     found = []
-    for group, params in enumerate(job.groups):
+    for group, params in enumerate(job.cut_groups):
         names: list[str] = []
         held = 0
         for name, shape in params:
             names.append(name)
-            held += -(-prod(shape) // job.world_size)
+            held += -(-prod(shape) // job.sharers(group))
             if held >= job.sub_group_size:
                 found.append((group, names))
                 names, held = [], 0
@@ -139,26 +140,31 @@ def units(job: Job) -> list[tuple[int, list[str]]]:
     return found
 
 
-def shard(job: Job, whole: Tensor, rank: int, padding: float) -> Tensor:
+def shard(job: Job, whole: Tensor, rank: int, padding: float, ranks: int = 0) -> Tensor:
     """Take a rank's part of one tensor; what is past its end is whatever was in memory."""
-    share = -(-whole.numel() // job.world_size)
+    ranks = ranks or job.world_size
+    share = -(-whole.numel() // ranks)
     padding = padding if job.garbage else 0.0
-    padded = torch.full((share * job.world_size,), padding, dtype=whole.dtype)
+    padded = torch.full((share * ranks,), padding, dtype=whole.dtype)
     padded[: whole.numel()] = whole.flatten()
     return padded[rank * share : (rank + 1) * share].clone()
+
+
+def _part(job: Job, group: int, rank: int, names: list[str], state: str, pad: float) -> Tensor:
+    """Take a rank's part of some parameters of a group."""
+    expert_rank, at = job.place(group, rank)
+    wholes = [job.values(state, name, expert_rank) for name in names]
+    return torch.cat([shard(job, whole, at, pad, job.sharers(group)) for whole in wholes])
 
 
 def sharded_state(job: Job, rank: int) -> dict[str, Any]:
     """Make what a rank's optimizer of stage 3 saves."""
     masters, states = [], {}
-    members: list[list[int]] = [[] for _ in job.groups]
+    members: list[list[int]] = [[] for _ in job.cut_groups]
     ids = {name: number for number, name in enumerate(job.shapes)}
     for unit, (group, names) in enumerate(units(job)):
         members[group].append(unit)
-
-        def part(state: str, padding: float, names: list[str] = names) -> Tensor:
-            wholes = [job.values(state, name) for name in names]
-            return torch.cat([shard(job, whole, rank, padding) for whole in wholes])
+        part = partial(_part, job, group, rank, names)
 
         master: Any = part("fp32", float("nan")).requires_grad_()
         master.ds_id = f"{ids[names[0]]}_{ids[names[-1]]}"

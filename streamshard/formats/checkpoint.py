@@ -251,12 +251,14 @@ class ModelPart:
         """
         return tuple(count for _, count in self._parameters(group))
 
+    def fuses(self, group: ParamGroup) -> bool:
+        """Tell whether each parameter of a group is several tensors, as AutoEP's experts are."""
+        if not group.params or names.fused_expert_of(group.params[0]) is None:
+            return False
+        return names.is_of_experts(self.wrapped_optimizer["param_groups"][group.number])
+
     def _parameters(self, group: ParamGroup) -> Iterable[tuple[str, int]]:
-        if group.params and names.fused_expert_of(group.params[0]):
-            entries = self.wrapped_optimizer["param_groups"]
-            if names.is_of_experts(entries[group.number]):
-                return names.parameters(group.params)
-        return zip(group.params, repeat(1))
+        return names.parameters(group.params) if self.fuses(group) else zip(group.params, repeat(1))
 
     def held_by(self, rank: int, layout: ZeroLayout) -> list[tuple[int, int]]:
         """List a data-parallel rank's groups: (index in `groups`, rank among those sharing it)."""

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamshard.layout.boxes import Boxes, BoxGrid, gather
-from streamshard.layout.zero import FlatGroup
+from streamshard.layout.zero import FlatGroup, ends_and_numels
 from streamshard.model import Copies, Slot
 
 Ints = NDArray[np.int64]
@@ -373,13 +373,39 @@ def owned_segments(group: FlatGroup, rank: int, tensors: Ints, *, itemsize: int)
 
 
 def shard_segments(
-    numels: Ints, world_size: int, rank: int, tensors: Ints, *, itemsize: int
+    numels: Ints,
+    world_size: int,
+    rank: int,
+    tensors: Ints,
+    *,
+    itemsize: int,
+    lasts: Ints | None = None,
 ) -> Segments:
-    """Return the segments that fill a rank's consecutive shards of several parameters."""
+    """Return the segments that fill a rank's consecutive shards of several parameters.
+
+    `lasts`: the last tensor of each parameter; by default each is one.
+    """
+    if lasts is not None:
+        return _shards_of_parts(numels, world_size, rank, tensors, lasts, itemsize)
     shares = -(-numels // world_size)
     start = np.minimum(rank * shares, numels)
     stop = np.minimum(start + shares, numels)
     return Segments(tensors, start, stop, (np.cumsum(shares) - shares) * itemsize)
+
+
+def _shards_of_parts(
+    numels: Ints, world_size: int, rank: int, tensors: Ints, lasts: Ints, itemsize: int
+) -> Segments:
+    """Return the segments that fill a rank's shards of parameters of several tensors each."""
+    ends, sizes = ends_and_numels(numels, lasts)
+    counts, shares = np.diff(lasts, prepend=-1), -(-sizes // world_size)
+    # Counted from the beginning of the parameter that a tensor is a part of.
+    at = np.cumsum(numels) - numels - np.repeat(ends - sizes, counts)
+    first = np.repeat(rank * shares, counts)
+    start = np.clip(first - at, 0, numels)
+    stop = np.clip(first + np.repeat(shares, counts) - at, 0, numels)
+    before = np.repeat(np.cumsum(shares) - shares, counts)
+    return Segments(tensors, start, stop, (before + np.maximum(at - first, 0)) * itemsize)
 
 
 def whole_segment(tensor: int, numel: int) -> Segments:

@@ -85,7 +85,7 @@ class FlatGroup:
         lower = rank * self.partition_numel
         upper = lower + self.partition_numel
         slices = _slices_within(self.starts, self.numels, lower, upper)
-        ends, numels = _ends_and_numels(self.numels, self.lasts)
+        ends, numels = ends_and_numels(self.numels, self.lasts)
         if any(self.alignments):
             ends = self.starts[self.lasts] + self.numels[self.lasts]
         # Else `_create_param_mapping` (0.19.8) computes offsets as if the parameters were stored in
@@ -119,7 +119,7 @@ def _slices_within(
     return tuple((int(i), int(first[i] - lower), int(stop[i] - first[i])) for i in owned)
 
 
-def _ends_and_numels(
+def ends_and_numels(
     numels: NDArray[np.int64], lasts: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return of each parameter its end in the group's own order, and its element count.
@@ -146,7 +146,7 @@ def flat_group(
     """
     own = np.asarray(numels, dtype=np.int64)
     lasts = np.cumsum(counts or [1] * len(numels), dtype=np.int64) - 1
-    ends, sizes = _ends_and_numels(own, lasts)
+    ends, sizes = ends_and_numels(own, lasts)
     count = len(lasts)
     order = round_robin_order(count, world_size) if round_robin else list(range(count))
     moved = np.zeros(count, dtype=np.int64)
@@ -188,18 +188,24 @@ def shard_numel(numel: int, world_size: int) -> int:
 
 
 def sub_groups(
-    groups: Sequence[Sequence[int]], *, world_size: int, sub_group_size: int
+    groups: Sequence[Sequence[int]],
+    *,
+    world_size: int,
+    sub_group_size: int,
+    sharers: Sequence[int] = (),
 ) -> tuple[SubGroup, ...]:
     """Split param groups into stage 3's sub-groups, numbered across all groups.
 
     A sub-group is closed by the parameter that brings a rank's share to `sub_group_size`.
+    `sharers`: count of the ranks that share each group; by default all do.
 
     >>> [(s.first, s.stop) for s in sub_groups([[4, 4, 4]], world_size=2, sub_group_size=3)]
     [(0, 2), (2, 3)]
     """
     found: list[SubGroup] = []
     for group, numels in enumerate(groups):
-        shares = [shard_numel(numel, world_size) for numel in numels]
+        ranks = sharers[group] if sharers else world_size
+        shares = [shard_numel(numel, ranks) for numel in numels]
         first = filled = 0
         for index, share in enumerate(shares):
             filled += share

@@ -28,6 +28,10 @@ _ALIGNMENTS: Final = "round_robin_bit16_padding"
 """Attribute of `DeepSpeedZeroOptimizer` since 0.19.7."""
 _SHARING: Final = "real_dp_process_group"
 """Attribute of the flat optimizers: for each group the ranks that share it."""
+_SHARING_3: Final = "sub_group_process_groups"
+"""The same of that of stage 3, for each sub-group; it counts for experts of AutoEP."""
+_FAMILY: Final = "ds_zero_placement_family"
+_AUTO_EXPERTS: Final = "autoep_expert"
 
 
 def require_same_optimizer(
@@ -80,11 +84,13 @@ def _kind_of(optimizer: Any) -> str:
 def _held(names: Mapping[Any, str], optimizer: Any, kind: str, dp_rank: int) -> Iterator[HeldGroup]:
     """Yield what a rank holds of each group of a live optimizer."""
     params, masters = (getattr(optimizer, attribute) for attribute in _HELD_AS[kind])
-    alignments, sharing = getattr(optimizer, _ALIGNMENTS, None), getattr(optimizer, _SHARING, None)
+    alignments = getattr(optimizer, _ALIGNMENTS, None)
+    sharing = getattr(optimizer, _SHARING_3 if kind == STAGE_3 else _SHARING, None)
     for number, (group, master) in enumerate(zip(params, masters, strict=True)):
         flat = kind != STAGE_3
+        shares = flat or getattr(group[0], _FAMILY, "") == _AUTO_EXPERTS
         gaps = alignments[number] if alignments else [0] * len(group) * flat
-        sharer = comm.get_rank(group=sharing[number]) if sharing and flat else dp_rank
+        sharer = comm.get_rank(group=sharing[number]) if sharing and shares else dp_rank
         stored = tuple(names[param] for param in group)
         yield HeldGroup(stored, tuple(gaps), master.numel(), sharer)
 

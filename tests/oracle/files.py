@@ -77,17 +77,19 @@ def _states(optimizer: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _clear_padding_of_masters(optimizer: dict[str, Any], path: Path) -> None:
     """Zero each parameter's padding in this rank's flat masters."""
-    world_size = optimizer["partition_count"]
-    rank = _data_parallel_rank(path)
+    count, rank = optimizer["partition_count"], _data_parallel_rank(path)
+    sharing = optimizer.get("ds_zero_partition_groups") or [
+        {"partition_count": count, "partition_rank": rank} for _ in optimizer["fp32_flat_groups"]
+    ]
     model_file = path.with_name(
         path.name.removeprefix("bf16_").replace("optim_states", "model_states")
     )
     shapes = torch.load(model_file, map_location="cpu", weights_only=False)["param_shapes"]
-    for sub_group, flat in zip(shapes, optimizer["fp32_flat_groups"], strict=True):
+    for sub_group, flat, own in zip(shapes, optimizer["fp32_flat_groups"], sharing, strict=True):
         offset = 0
         for shape in sub_group.values():
-            shard = -(-shape.numel() // world_size)
-            real = _real_numel(shape.numel(), shard, rank)
+            shard = -(-math.prod(shape) // own["partition_count"])
+            real = _real_numel(math.prod(shape), shard, own["partition_rank"])
             flat.detach()[offset + real : offset + shard] = 0
             offset += shard
         assert offset == flat.numel(), f"{path.name}: {flat.numel()} masters, shapes say {offset}"

@@ -188,6 +188,8 @@ class _Flat:
     master: torch.Tensor
     params: list[Param]
     offsets: list[int]
+    sharer: int | None = None
+    """This rank's place among those that share it, where that is known of each sub-group."""
 
 
 def _flats(optimizer: Optimizer) -> list[_Flat]:
@@ -197,7 +199,8 @@ def _flats(optimizer: Optimizer) -> list[_Flat]:
         for k, master in enumerate(optimizer.fp32_partitioned_groups_flat):
             params = list(optimizer.fp16_groups[k])
             offsets = [optimizer.grad_position[optimizer.get_param_id(p)][1] for p in params]
-            flats.append(_Flat(optimizer.sub_group_to_group_id[k], master, params, offsets))
+            sharer = getattr(optimizer, "_get_sub_group_partition_rank", lambda k: None)(k)
+            flats.append(_Flat(optimizer.sub_group_to_group_id[k], master, params, offsets, sharer))
         return flats
     if not hasattr(optimizer, "dp_process_group"):
         return list(_wholes(optimizer))
@@ -265,7 +268,9 @@ def _states_and_groups(
             Place.of(names[id(param)], param, offset)
             for param, offset in zip(flat.params, flat.offsets, strict=True)
         )
-        pieces[Partition(places, _partition_rank(optimizer, flat.group))] = tensors
+        sharer = flat.sharer
+        sharer = _partition_rank(optimizer, flat.group) if sharer is None else sharer
+        pieces[Partition(places, sharer)] = tensors
     states = {
         state: of_experts(tensors)
         for state, tensors in assembled(_merged(pieces, "partitions")).items()

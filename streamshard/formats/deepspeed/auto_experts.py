@@ -5,7 +5,7 @@ whose first dimension counts them (`deepspeed/module_inject/auto_ep_layer.py`, 0
 part of each expert is a tensor of its own, whichever rank holds it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Final
@@ -13,17 +13,20 @@ from typing import Final
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.pickle.inert import Node, show
+from streamshard.model import ZeroLayout
 
 Placement = tuple[tuple[int, ...], ...]
 """The experts of each expert rank, in the order in which its parameters have them."""
 
+_ROUTER: Final = "router"
 _WEIGHTS: Final = ("w1", "w2", "w3")
-_FORMAT: Final = "per_expert_files"
+_FORMATS: Final = {"per_expert_files": (1, 2), "zero3_partitioned": (3,)}
+"""How experts are saved → the ZeRO stages at which they are."""
 _ANEW: Final = "Save again with DeepSpeed 0.19.8"
 
 
 def placements(
-    model: Mapping[str, Node], shapes: Mapping[str, Sequence[int]], path: Path
+    model: Mapping[str, Node], shapes: Mapping[str, Sequence[int]], path: Path, stage: int
 ) -> dict[str, Placement]:
     """Return where the experts are that each parameter of AutoEP has; empty without AutoEP.
 
@@ -34,7 +37,7 @@ def placements(
         raise CorruptFileError(f"its '{names.AUTO_EXPERTS}' is no list", path=path)
     found: dict[str, Placement] = {}
     for layer in layers:
-        for name, placement in _of_layer(layer, path):
+        for name, placement in _of_layer(layer, path, stage):
             if name in found:
                 message = f"its '{names.AUTO_EXPERTS}' lists '{name}' twice"
                 raise CorruptFileError(message, path=path)
@@ -43,15 +46,15 @@ def placements(
     return found
 
 
-def _of_layer(layer: Node, path: Path) -> Iterator[tuple[str, Placement]]:
+def _of_layer(layer: Node, path: Path, stage: int) -> Iterator[tuple[str, Placement]]:
     entries = layer if isinstance(layer, dict) else {}
     prefix = entries.get("expert_key_prefix")
     if not isinstance(prefix, str) or not names.fused_expert_of(f"{prefix}.w1.0"):
         message = f"its '{names.AUTO_EXPERTS}' has a layer of experts under {show(prefix)}"
         raise CorruptFileError(message, path=path)
     form = entries.get("checkpoint_format")
-    if form != _FORMAT:
-        message = f"the experts of '{prefix}' are saved as {show(form)}, and not '{_FORMAT}'"
+    if not isinstance(form, str) or stage not in _FORMATS.get(form, ()):
+        message = f"the experts of '{prefix}' are saved as {show(form)}, at stage {stage}"
         raise UnsupportedError(f"{message}. {_ANEW}", path=path)
     placement = _placement(prefix, entries, path)
     for weight in _WEIGHTS:
@@ -99,8 +102,8 @@ def _require_shape(
 
 def of_ranks(
     name: str, expert_rank: int, ranks: int | None, placed: Mapping[str, Placement]
-) -> Iterator[str]:
-    """Yield the names of the experts that a parameter of an expert rank has.
+) -> tuple[str, ...]:
+    """Return the names of the experts that a parameter of an expert rank has.
 
     `ranks`: count of expert ranks of its param group; None if that is not of experts.
     """
@@ -111,7 +114,7 @@ def of_ranks(
             f"the experts '{name}' are on {len(placement)} ranks, and their param group {group}"
         )
         raise DisagreementError(message)
-    yield from (names.fused_expert(name, number) for number in placement[expert_rank])
+    return tuple(names.fused_expert(name, number) for number in placement[expert_rank])
 
 
 _OF_RANKS: Final = frozenset(
@@ -129,14 +132,24 @@ def without_ranks(model: Mapping[str, Node]) -> Mapping[str, Node]:
     return with_layers(model, lambda layer: {k: v for k, v in layer.items() if k not in _OF_RANKS})
 
 
-def with_sharing(model: Mapping[str, Node], world_size: int) -> Mapping[str, Node]:
-    """Return a model file's dict as `world_size` data-parallel ranks save it."""
+def of_rank(model: Mapping[str, Node], layout: ZeroLayout, rank: int) -> Mapping[str, Node]:
+    """Return a model file's dict as a data-parallel rank saves it."""
 
-    def change(layer: Mapping[str, Node]) -> Mapping[str, Node]:
-        degree = layer.get("ep_size")
-        if not isinstance(degree, int) or degree < 1:
-            raise CorruptFileError(f"a layer of experts is on {show(degree)} ranks")
-        return {**layer, "expert_data_parallel_world_size": world_size // degree}
+    def change(layer: Layer) -> Layer:
+        degree, own = layer.get("ep_size"), layer.get("num_local_experts")
+        if not isinstance(degree, int) or degree < 1 or not isinstance(own, int):
+            raise CorruptFileError(
+                f"a layer of {show(own)} experts each is on {show(degree)} ranks"
+            )
+        expert_rank, sharer = layout.expert_place(rank, degree)
+        return {
+            **layer,
+            "ep_rank": expert_rank,
+            "expert_data_parallel_rank": sharer,
+            "expert_data_parallel_world_size": layout.world_size // degree,
+            "global_expert_start": expert_rank * own,
+            "global_expert_end": (expert_rank + 1) * own,
+        }
 
     return with_layers(model, change)
 
@@ -146,14 +159,42 @@ Layer = Mapping[str, Node]
 
 def with_layers(model: Mapping[str, Node], change: Callable[[Layer], Layer]) -> Mapping[str, Node]:
     """Return a model file's dict with other entries of AutoEP's layers, in all places."""
-    layers = model.get(names.AUTO_EXPERTS)
+    layers, info = model.get(names.AUTO_EXPERTS), model.get(names.UNIVERSAL_INFO)
     if not layers:
         return model
-    if not isinstance(layers, list) or not all(isinstance(layer, dict) for layer in layers):
-        raise CorruptFileError(f"'{names.AUTO_EXPERTS}' is no list of layers")
-    changed = [change(layer) for layer in layers]
-    info = model.get(names.UNIVERSAL_INFO)
+    made: dict[int, list[Layer]] = {}
+
+    def changed(listed: Node) -> list[Layer]:
+        # What is one object in a file stays one, and what stays as it is stays the same object.
+        if id(listed) not in made:
+            if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
+                raise CorruptFileError(f"'{names.AUTO_EXPERTS}' is no list of layers")
+            own = [change(layer) for layer in listed]
+            made[id(listed)] = listed if own == listed else own
+        return made[id(listed)]
+
+    both = {names.AUTO_EXPERTS: changed(layers), names.UNIVERSAL_INFO: info}
     if isinstance(info, dict) and names.AUTO_EXPERTS in info:
-        info = {**info, names.AUTO_EXPERTS: changed}
-    both = {names.AUTO_EXPERTS: changed, names.UNIVERSAL_INFO: info}
+        own = changed(info[names.AUTO_EXPERTS])
+        if own is not info[names.AUTO_EXPERTS]:
+            both[names.UNIVERSAL_INFO] = {**info, names.AUTO_EXPERTS: own}
     return {key: both.get(key, node) for key, node in model.items()}
+
+
+def second_names(model: Mapping[str, Node], module: Collection[str]) -> dict[str, str]:
+    """Return the second names of routers' weights → their first names; empty without AutoEP.
+
+    A layer has its router under the name that Hugging Face's model gives it, too. DeepSpeed lists
+    that nowhere, as the module is the same.
+    """
+    layers = model.get(names.AUTO_EXPERTS) or []
+    paths = {layer.get("module_path") for layer in layers if isinstance(layer, dict)}
+    found: dict[str, str] = {}
+    for name in module if paths else ():
+        parts = name.split(".")
+        for length in range(1, len(parts) - 1):
+            path, own = ".".join(parts[:length]), parts[length]
+            first = ".".join([path, _ROUTER, *parts[length + 1 :]])
+            if path in paths and own != _ROUTER and first in module:
+                found[name] = first
+    return found

@@ -119,7 +119,7 @@ SWAP_DIR: Final = "offloaded_tensors"
 CUT_IN_OPTIMIZER: Final = frozenset(
     {
         BASE_OPTIMIZER, OPTIMIZER, FLAT_GROUPS, FLAT_GROUPS_3, PARTITION_COUNT, GROUP_PADDINGS,
-        ALIGNMENT_PADDINGS, SLICE_MAPPINGS,
+        ALIGNMENT_PADDINGS, SLICE_MAPPINGS, AUTO_EXPERT_GROUPS,
     }
 )  # fmt: skip
 """Entries of the ZeRO optimizer's state that depend on the partitioning."""

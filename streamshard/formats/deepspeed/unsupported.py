@@ -217,14 +217,15 @@ def _auto_experts(saved: Saved) -> UnsupportedError | None:
         return None
     key, path = found[0]
     said = f"trained with AutoEP ('{key}' says so)"
-    if saved.stage == 3:
-        return UnsupportedError(f"{said} at ZeRO stage 3, {_OWN_EXPERTS}", path=path)
+    if key == names.AUTO_EXPERT_GROUPS:
+        return UnsupportedError(f"{said}, {_OWN_EXPERTS}", path=path)
     if key == names.OLD_AUTO_EXPERTS:
         at = "by a DeepSpeed before 0.19.8, which does not tell where the experts are"
         return UnsupportedError(f"{said} {at}; {_OWN_EXPERTS}", path=path)
     if any(root.get(names.FOLDED_EXPERTS) for root in (*saved.models, *saved.states)):
         return UnsupportedError(f"{said} and AutoTP, {_OWN_EXPERTS}", path=path)
-    optimizers = (state.get(names.BASE_OPTIMIZER) for state in saved.states[:1])
+    wrapped = names.BASE_OPTIMIZER, names.OPTIMIZER
+    optimizers = (state.get(key) for state in saved.states[:1] for key in wrapped)
     groups = [g for held in optimizers if isinstance(held, dict) for g in held["param_groups"]]
     if any(group.get(names.IS_MUON) for group in groups):
         return UnsupportedError(f"{said} and Muon, {_OWN_EXPERTS}", path=path)

@@ -322,7 +322,7 @@ def _require_trained_experts(source: Source) -> None:
     checkpoint = source.checkpoint
     model_part = checkpoint.model_parts[0]
     counts = model_part.model_state.get(names.EXPERT_COUNTS)
-    if not counts:
+    if not counts or (checkpoint.has_auto_experts and checkpoint.layout.stage == 3):
         return
     if source.kind != "native" or not isinstance(counts, list):
         message = "the model has experts in files of their own, which are in a store unread: write"

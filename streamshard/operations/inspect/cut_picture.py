@@ -18,7 +18,7 @@ from streamshard.formats.deepspeed.cut.part_cut import cut_model_part, flat_grou
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import known_degrees
 from streamshard.io.entries import resolve
 from streamshard.layout.bands import Ints, Rows
-from streamshard.layout.zero import ceil_div
+from streamshard.layout.zero import ceil_div, ends_and_numels
 from streamshard.model import ITEMSIZE, MASTER, ZeroLayout
 from streamshard.operations.inspect.inspect_report import degrees_text
 from streamshard.operations.inspect.ownership import sharing_ranks
@@ -196,8 +196,11 @@ def _way(cut: _Cut, model_part: ModelPart, place: int, params: Sequence[str]) ->
         length = flat.partition_numel
         origin, piece, at = flat.starts, np.full_like(own, length), np.zeros_like(own)
     else:
-        piece = -(-own // len(ranks))
-        at, length, origin = np.cumsum(piece) - piece, int(piece.sum()), np.zeros_like(own)
+        lasts = np.cumsum(model_part.tensor_counts(group), dtype=np.int64) - 1
+        ends, sizes = ends_and_numels(own, lasts)
+        counts, shares = np.diff(lasts, prepend=-1), -(-sizes // len(ranks))
+        origin, piece = before - np.repeat(ends - sizes, counts), np.repeat(shares, counts)
+        at, length = np.repeat(np.cumsum(shares) - shares, counts), int(shares.sum())
         borders = [int(at[end]) for end in _sub_group_ends(cut, model_part, place)]
     position = {name: number for number, name in enumerate(group.params)}
     order = np.array([position[name] for name in params], dtype=np.int64)

@@ -35,11 +35,7 @@ _NAMES_SHOWN: Final = 5
 
 def sharing_ranks(group: ParamGroup, layout: ZeroLayout) -> list[int]:
     """List the data-parallel ranks that share a group, in the order of its partitions."""
-    places = (layout.expert_place(rank, group.expert_parallel) for rank in range(layout.world_size))
-    found = [
-        (place, rank) for rank, (held, place) in enumerate(places) if held == group.expert_rank
-    ]
-    return [rank for _, rank in sorted(found)]
+    return [*layout.sharing_ranks(group.expert_parallel, group.expert_rank)]
 
 
 def _pieces_of(source: Source, tensors: Ints) -> tuple[Ints, Ints]:

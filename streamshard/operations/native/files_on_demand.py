@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 from streamshard.engine.run.work import Region
+from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.cut.part_cut import PartCut, ZeroTarget
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.formats.deepspeed.write.zero_writer import (
@@ -167,11 +168,16 @@ def held_groups(
     layout = resharding.settings.layout
     model_part, cut = resharding.source.checkpoint.model_parts[mp_rank], cuts[mp_rank]
     if layout.stage == 3:
+        sharers = dict(model_part.held_by(dp_rank, layout))
         for unit in cut.sub_groups:
-            params = model_part.groups[unit.group].params
-            yield HeldGroup(params[unit.first : unit.stop], (), unit.numel, dp_rank)
+            if unit.group in sharers:
+                group = model_part.groups[unit.group]
+                params = group.params[unit.first : unit.stop]
+                if model_part.fuses(group):
+                    params = tuple(name for name, _ in names.parameters(params))
+                yield HeldGroup(params, (), unit.numel, sharers[unit.group])
         return
-    for group, sharer in model_part.held_by(dp_rank, layout):
-        flat, names = cut.flat_groups[group], model_part.serialized(model_part.groups[group])
-        params = tuple(names[index] for index in flat.order)
+    for number, sharer in model_part.held_by(dp_rank, layout):
+        flat, own = cut.flat_groups[number], model_part.serialized(model_part.groups[number])
+        params = tuple(own[index] for index in flat.order)
         yield HeldGroup(params, flat.alignments, flat.partition_numel, sharer)

@@ -226,7 +226,12 @@ def _require_carried_parts(checkpoint: Checkpoint, stage: int, dtype: str) -> No
     if not pipeline and not experts and checkpoint.expert_parallel == 1:
         return
     kind = "pipeline" if pipeline else "expert"
-    if stage == 3 or (stage == 2 and pipeline):
+    if checkpoint.has_auto_experts:
+        saved = checkpoint.layout.stage
+        if (stage == 3) != (saved == 3):
+            message = "AutoEP's experts have files of their own, but none at stage 3: from stage"
+            raise UsageError(f"{message} {saved} to {stage} is not supported; keep the stage")
+    elif stage == 3 or (stage == 2 and pipeline):
         message = f"stage {stage} does not train with {kind} parallelism, as this checkpoint was"
         raise UsageError(message)
     if dtype != checkpoint.module_dtype:

@@ -32,12 +32,25 @@ def cut_model_part(
     if layout.stage < 3:
         return PartCut(flat_groups(checkpoint, model_part, layout, module_dtype), ())
     numels = checkpoint.master_numels(model_part)
+    groups = model_part.groups
+    stops = [[*accumulate(model_part.tensor_counts(group), initial=0)] for group in groups]
+    sizes = [
+        [sum(map(numels.__getitem__, group.params[a:b])) for a, b in pairwise(own)]
+        for group, own in zip(groups, stops, strict=True)
+    ]
     units = sub_groups(
-        [[numels[name] for name in group.params] for group in model_part.groups],
+        sizes,
         world_size=layout.world_size,
         sub_group_size=layout.sub_group_size,
+        sharers=[layout.world_size // group.expert_parallel for group in groups],
     )
-    return PartCut((), units)
+    return PartCut(
+        (),
+        [
+            replace(unit, first=stops[unit.group][unit.first], stop=stops[unit.group][unit.stop])
+            for unit in units
+        ],
+    )
 
 
 def flat_groups(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Final
 
@@ -183,8 +184,8 @@ class ModelPartMap:
     """One per rank (stages 1 and 2)."""
     sub_groups: Mapping[tuple[int, str], Slot] = field(default_factory=dict)
     """(sub-group, state) → each rank's shards (stage 3)."""
-    sub_group_params: tuple[tuple[str, ...], ...] = ()
-    """Names of the parameters in each sub-group (stage 3)."""
+    sub_group_params: Sequence[Sequence[Sequence[str]]] = ()
+    """The tensors of each parameter of each sub-group (stage 3)."""
 
 
 def cut_source(
@@ -304,19 +305,22 @@ class _Placing:
 
     def sub_groups(self) -> None:
         """Place the shards of sub-groups (stage 3)."""
-        tensors, world_size = self._checkpoint.tensors, self._layout.world_size
+        tensors = self._checkpoint.tensors
         for (unit, state), slot in self._map.sub_groups.items():
             params = [
-                self._index[self._model_part.name, state, name]
-                for name in self._map.sub_group_params[unit]
+                [self._index[self._model_part.name, state, name] for name in names_]
+                for names_ in self._map.sub_group_params[unit]
             ]
-            shares = [shard_numel(tensors[tensor].numel, world_size) for tensor in params]
-            lengths = [sum(shares)] * world_size
+            ranks = len(slot.numels)
+            numels = [[tensors[tensor].numel for tensor in param] for param in params]
+            shares = [shard_numel(sum(own), ranks) for own in numels]
+            lengths = [sum(shares)] * ranks
             _require_lengths(slot, lengths, self._files, f"{state} of sub-group {unit}")
             first, filled = self._builder.slot(slot), 0
-            for tensor, share in zip(params, shares, strict=True):
-                lead = filled * ITEMSIZE[tensors[tensor].dtype]
-                self._builder.assign(tensor, first, piece_numel=share, lead=lead)
+            for param, own, share in zip(params, numels, shares, strict=True):
+                for tensor, origin in zip(param, accumulate(own, initial=0), strict=False):
+                    lead = filled * ITEMSIZE[tensors[tensor].dtype]
+                    self._builder.assign(tensor, first, piece_numel=share, origin=origin, lead=lead)
                 filled += share
 
 

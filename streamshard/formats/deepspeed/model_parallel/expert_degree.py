@@ -219,8 +219,8 @@ def _with_groups(
             entry = {**entry, names.GROUP_NAME: names.ranks_name(degree)}
         entries.append(dict(entry))
     state = model_part.optimizer_file[names.OPTIMIZER]
-    wrapped = {**state[names.BASE_OPTIMIZER], "param_groups": entries}
-    state = {**state, names.BASE_OPTIMIZER: wrapped}
+    key = names.BASE_OPTIMIZER if names.BASE_OPTIMIZER in state else names.OPTIMIZER
+    state = {**state, key: {**state[key], "param_groups": entries}}
     return with_degree({**model_part.optimizer_file, names.OPTIMIZER: state}, degree)
 
 
@@ -260,7 +260,7 @@ def _objection_to_spreading(checkpoint: Checkpoint) -> str | None:
         return "raw dumps lack the experts' files"
     if _has_stages(checkpoint):
         return "it is of a pipeline, of which each stage has layers of its own"
-    if checkpoint.layout.stage not in (1, 2):
+    if checkpoint.layout.stage not in ((1, 2, 3) if checkpoint.has_auto_experts else (1, 2)):
         return f"it was saved at ZeRO stage {checkpoint.layout.stage}, and not at 1 or 2"
     if checkpoint.replicas > 1:
         return "it was trained on sequences that ranks share"

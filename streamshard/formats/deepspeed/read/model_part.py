@@ -111,7 +111,7 @@ def read_model_part(
             [list(s) for s in shapes], known, files.optimizer_files[0]
         )
     shape_by_name = {param: shape for unit in shapes for param, shape in unit.items()}
-    placed = placements(models[0], shape_by_name, files.model_files[0])
+    placed = placements(models[0], shape_by_name, files.model_files[0], stage)
     groups = optimizer.groups([list(unit) for unit in shapes], placed)
     if version is None or stage == 1:
         layout = replace(layout, round_robin=_is_round_robin(optimizer, layout, shapes))
@@ -159,9 +159,7 @@ def part_map(
 ) -> ModelPartMap:
     """Return where a model part's optimizer keeps its states. Its groups must have been read."""
     if layout.stage == 3:
-        return ModelPartMap(
-            sub_groups=optimizer.slots, sub_group_params=tuple(tuple(unit) for unit in units)
-        )
+        return ModelPartMap(sub_groups=optimizer.slots, sub_group_params=optimizer.sub_group_params)
     return ModelPartMap(
         partitions=optimizer.slots, recorded=optimizer.recorded(), stripped=optimizer.strips_states
     )

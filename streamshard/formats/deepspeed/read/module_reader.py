@@ -8,6 +8,7 @@ import numpy as np
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
 from streamshard.formats.checkpoint import ModuleEntry, require_tied_to_weights
 from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.auto_experts import second_names, without_ranks
 from streamshard.formats.deepspeed.read.model_files import ModelFile, differences
 from streamshard.formats.deepspeed.read.rank_files import SAVE_AGAIN, require
 from streamshard.formats.deepspeed.read.redundant_copies import alike, ranks_differ
@@ -49,6 +50,8 @@ class ModuleReader:
         self.tied: Mapping[str, str] = self._as_in_module(
             self._first.get(names.SHARED_PARAMS) or tied
         )
+
+        self._second_names = second_names(self._first, self._module)
 
     def _as_in_module(self, listed: Mapping[str, str]) -> Mapping[str, str]:
         """Rename the listed parameters to their names in the module's state dict.
@@ -115,7 +118,7 @@ class ModuleReader:
         (`DeepSpeedEngine._get_shared_params`, 0.19.8): slices, and tensors without elements. There
         the values decide. In any stage a name listed as a parameter is not an alias.
         """
-        tied = self.tied.get(name, "")
+        tied = self.tied.get(name) or self._second_names.get(name, "")
         if self._stage == 3:
             return tied if tied in self._module and name not in listed else ""
         if tensor.numel == 0:
@@ -230,7 +233,8 @@ class ModuleReader:
         kept = [entry.name for entry in entries if entry.kind in ("buffer", "extra")]
 
         def common(file: ModelFile) -> dict[Node, Node]:
-            state = {key: node for key, node in file.root.items() if key not in names.CUT_IN_MODEL}
+            root = without_ranks(file.root)
+            state = {key: node for key, node in root.items() if key not in names.CUT_IN_MODEL}
             return state | {name: file.root[names.MODULE_STATE][name] for name in kept}
 
         differing = {key for _, keys in differences(self._files, common) for key in keys}

@@ -72,6 +72,8 @@ class OptimizerReader:
     ) -> None:
         self.slots: dict[tuple[int, str], Slot] = {}
         """(param group, state), in stage 3 (unit, state) → its places in the files of its ranks."""
+        self.sub_group_params: list[Sequence[Sequence[str]]] = []
+        """The tensors of each parameter of each sub-group, of experts for each expert rank."""
         self.strips_states = strips_states
         """Whether states are saved without padding, as masters are."""
         self._sources = sources
@@ -148,22 +150,25 @@ class OptimizerReader:
         found: list[ParamGroup] = []
         experts = names.count_local_experts(chain.from_iterable(units))
         for number, members in enumerate(self.members(len(units))):
-            params = [name for unit in members for name in units[unit]]
-            expert_parallel = self.expert_parallel(number)
+            expert_ranks = self._expert_ranks(number)
+            expert_parallel = expert_ranks or 1
             for expert_rank in range(expert_parallel):
+                tensors = [
+                    [
+                        of_ranks(name, expert_rank, expert_ranks, placed)
+                        if name in placed
+                        else (names.of_expert_rank(name, expert_rank, experts),)
+                        for name in units[unit]
+                    ]
+                    for unit in members
+                ]
+                first = len(self.sub_group_params) if self._stage == 3 else len(found)
+                self.sub_group_params += tensors
                 found.append(
                     ParamGroup(
-                        params=tuple(
-                            own
-                            for name in params
-                            for own in (
-                                of_ranks(name, expert_rank, self._expert_ranks(number), placed)
-                                if name in placed
-                                else [names.of_expert_rank(name, expert_rank, experts)]
-                            )
-                        ),
+                        params=tuple(chain.from_iterable(chain.from_iterable(tensors))),
                         master_dtype=self._masters[0][members[0]].dtype if members else "float32",
-                        states=self._states_of(members, len(found), expert_parallel, expert_rank),
+                        states=self._states_of(members, first, expert_parallel, expert_rank),
                         number=number,
                         expert_parallel=expert_parallel,
                         expert_rank=expert_rank,
@@ -202,35 +207,59 @@ class OptimizerReader:
         if not names.is_of_experts(self._inner[0]["param_groups"][number]):
             return None
         world_size = self._layout.world_size
-        for state, path in zip(self._states, self._paths, strict=True):
-            sharing = require(state, names.PARTITION_COUNT, path)[number]
+        first = self._sharing(0, number)
+        for rank, path in enumerate(self._paths):
+            sharing = self._sharing(rank, number)
             if sharing < 1 or world_size % sharing:
                 message = f"experts of param group {number} shared by {sharing} ranks"
                 raise DisagreementError(f"{message}, which do not divide {world_size}", path=path)
-            if sharing != self._states[0][names.PARTITION_COUNT][number]:
+            if sharing != first:
                 message = f"disagrees with {self._paths[0]} about {names.PARTITION_COUNT}"
                 raise DisagreementError(message, path=path)
-        return int(world_size // sharing)
+        return int(world_size // first)
+
+    def _sharing(self, rank: int, number: int) -> int:
+        """Return how many ranks share a param group of experts, as a rank's file records it."""
+        state, path = self._states[rank], self._paths[rank]
+        if self._stage < 3:
+            return int(require(state, names.PARTITION_COUNT, path)[number])
+        unit = self._inner[0]["param_groups"][number]["params"][0]
+        return int(require(state, names.AUTO_EXPERT_GROUPS, path)[unit]["partition_count"])
+
+    def _require_sharers(self, members: Sequence[int], ranks: Sequence[int]) -> None:
+        """Refuse sub-groups of experts that other ranks share than the computed ones (stage 3)."""
+        for rank in ranks:
+            recorded = require(self._states[rank], names.AUTO_EXPERT_GROUPS, self._paths[rank])
+            for unit in members:
+                if recorded[unit]["partition_ranks"] != [*ranks]:
+                    there = show(recorded[unit]["partition_ranks"])
+                    message = f"ranks {there} share the experts of sub-group {unit}, and by its"
+                    message = f"{message} config ranks {[*ranks]} do"
+                    raise DisagreementError(message, path=self._paths[rank])
 
     def _states_of(
-        self, members: Sequence[int], group: int, expert_parallel: int, expert_rank: int
+        self, members: Sequence[int], first: int, expert_parallel: int, expert_rank: int
     ) -> dict[str, Node] | None:
-        """Read the states of one param group. Its units must agree about unpartitioned values."""
-        ranks = self._sharing(expert_parallel, expert_rank)
+        """Read the states of one param group. Its units must agree about unpartitioned values.
+
+        `first`: number of the first of the slots, one for each unit, that its places go into.
+        """
+        ranks = self._sharers(expert_parallel, expert_rank)
+        if expert_parallel > 1 and self._stage == 3:
+            self._require_sharers(members, ranks)
         try:
             states = [
-                self._unit_states(unit, unit if self._stage == 3 else group, ranks)
-                for unit in members
+                self._unit_states(unit, slot, ranks) for slot, unit in enumerate(members, first)
             ]
         except UnsupportedError as error:
-            return self._uncut(members, group, ranks, error)
+            return self._uncut(members, first, ranks, error)
         for other in states[1:]:
             if other != states[0]:
                 message = "sub-groups of a param group differ in state"
                 raise DisagreementError(message, path=self._paths[0])
         return states[0] if states else None
 
-    def _sharing(self, expert_parallel: int, expert_rank: int) -> list[int]:
+    def _sharers(self, expert_parallel: int, expert_rank: int) -> list[int]:
         """List the ranks that share a param group."""
         places = enumerate(
             self._layout.expert_place(rank, expert_parallel) for rank in range(len(self._states))
@@ -238,10 +267,10 @@ class OptimizerReader:
         return [rank for rank, (found, _) in places if found == expert_rank]
 
     def _uncut(
-        self, members: Sequence[int], group: int, ranks: Sequence[int], error: UnsupportedError
+        self, members: Sequence[int], first: int, ranks: Sequence[int], error: UnsupportedError
     ) -> dict[str, Node]:
-        """Take the states of a param group as its ranks have them."""
-        slots = members if self._stage == 3 else [group]
+        """Take the states of a param group as its ranks have them; see `_states_of`."""
+        slots = range(first, first + len(members))
         for slot, state in list(self.slots):
             if slot in slots and state != MASTER:
                 del self.slots[slot, state]
@@ -251,9 +280,9 @@ class OptimizerReader:
             list(states) == keys and _header_bytes(states) <= _HELD_LIMIT_BYTES
             for states in chain.from_iterable(held)
         )
-        for unit in members:
+        for slot, unit in zip(slots, members, strict=True):
             masters = {rank: self._masters[rank][unit] for rank in ranks}
-            self._add_slot(unit if self._stage == 3 else group, MASTER, ranks, masters)
+            self._add_slot(slot, MASTER, ranks, masters)
         return {
             key: UncutState(
                 why=str(error.args[0]),
@@ -276,15 +305,17 @@ class OptimizerReader:
         serialized = {group.number: group.params for group in groups if group.expert_rank == 0}
         members = self.members(len(self._masters[0]))
         found: list[ParamGroup] = []
-        for index, group in enumerate(groups):
+        first = 0
+        for group in groups:
+            own = members[group.number]
             numels = {name: math.prod(shapes[name]) for name in serialized[group.number]}
             cut = divided_block(group, numels, layout)
             if cut is not None:
                 error = UnsupportedError(f"{IN_BLOCKS}, and {cut}. {ANEW}", path=self._paths[0])
-                ranks = self._sharing(group.expert_parallel, group.expert_rank)
-                states = self._uncut(members[group.number], index, ranks, error)
-                group = replace(group, states=states)
+                ranks = self._sharers(group.expert_parallel, group.expert_rank)
+                group = replace(group, states=self._uncut(own, first, ranks, error))
             found.append(group)
+            first += len(own)
         return tuple(found)
 
     def members(self, unit_count: int) -> list[list[int]]:

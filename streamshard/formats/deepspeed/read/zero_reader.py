@@ -159,8 +159,8 @@ def _read_shards(
         tensors += readings[-1].tensors
     layout = readings[0].layout
     _check_model_parts(readings, [files.model_files[0] for files in parts])
-    _check_parts(found, parts, [reading.model_part for reading in readings])
     model_parts = [reading.model_part for reading in readings]
+    _check_parts(found, parts, model_parts, layout.stage)
     if layout.round_robin:
         model_parts = [
             undo_round_robin(model_part, layout.world_size) for model_part in model_parts
@@ -211,7 +211,7 @@ def _check_model_parts(readings: Sequence[ModelPartReading], paths: Sequence[Pat
 
 
 def _check_parts(
-    found: TagFiles, parts: Sequence[ModelPartFiles], model_parts: Sequence[ModelPart]
+    found: TagFiles, parts: Sequence[ModelPartFiles], model_parts: Sequence[ModelPart], stage: int
 ) -> None:
     """Refuse layer and expert files that cannot be opened, and missing layers and experts."""
     model = model_parts[0].model_state
@@ -225,7 +225,7 @@ def _check_parts(
         listed = [listed_in(model_part) for model_part in model_parts]
         raise_first(missing_layers(found.tag_dir, listed, present))
     # A training script may keep an entry of this name: then there are neither groups nor files.
-    has_experts = bool(present) or model_parts[0].trains_experts
+    has_experts = bool(present) or (model_parts[0].trains_experts and stage < 3)
     counts = model.get(names.EXPERT_COUNTS)
     for layer, count in enumerate(counts if isinstance(counts, list) else []):
         for expert in range(count if has_experts and isinstance(count, int) else 0):

@@ -201,12 +201,18 @@ class OptimizerWriter:
 
     def _stage_3(self, rank: int) -> dict[str, Node]:
         masters, states = [], {}
-        members: list[list[int]] = [[] for _ in self._model_part.groups]
-        for unit, sub_group in enumerate(self._sub_groups):
-            param_group, own = self._model_part.groups[sub_group.group], members[sub_group.group]
+        members: dict[int, list[int]] = {group.number: [] for group in self._model_part.groups}
+        sharers = dict(self._model_part.held_by(rank, self._layout))
+        held = [sub_group for sub_group in self._sub_groups if sub_group.group in sharers]
+        for unit, sub_group in enumerate(held):
+            param_group, sharer = (
+                self._model_part.groups[sub_group.group],
+                sharers[sub_group.group],
+            )
+            own = members[param_group.number]
             number = len(own)
             own.append(unit)
-            share = self._shards(sub_group, rank, MASTER, param_group.master_dtype)
+            share = self._shards(sub_group, sharer, MASTER, param_group.master_dtype)
             storage = Storage(param_group.master_dtype, sub_group.numel, share)
             masters.append(
                 make_tensor(
@@ -218,21 +224,44 @@ class OptimizerWriter:
             )
             if param_group.states is not None:
                 states[unit] = {
-                    key: value.held[number][rank]
+                    key: value.held[number][sharer]
                     if isinstance(value, UncutState)
                     else self._state(
                         value,
                         sub_group.numel // param_group.block(key),
-                        partial(self._shards, sub_group, rank, key),
+                        partial(self._shards, sub_group, sharer, key),
                     )
                     for key, value in param_group.states.items()
                 }
         return {
             names.ZERO_STAGE: self._stage_enum(),
             names.PARTITION_COUNT: self._layout.world_size,
-            names.OPTIMIZER: self._inner(states, members),
+            names.AUTO_EXPERT_GROUPS: self._sharing(held, rank),
+            names.OPTIMIZER: self._inner(states, [*members.values()]),
             names.FLAT_GROUPS_3: masters,
         }
+
+    def _sharing(self, held: Sequence[SubGroup], rank: int) -> list[Node]:
+        """Return what AutoEP notes of sub-groups: `_zero3_partition_group_metadata` (stage 3)."""
+        if not self._model_part.model_state.get(names.AUTO_EXPERTS):
+            return []
+        entries = self._model_part.wrapped_optimizer["param_groups"]
+        found: list[Node] = []
+        for unit, sub_group in enumerate(held):
+            group = self._model_part.groups[sub_group.group]
+            entry, degree = entries[group.number], group.expert_parallel
+            is_fused = names.is_of_experts(entry)
+            found.append(
+                {
+                    "sub_group": unit,
+                    "partition_count": self._layout.world_size // degree,
+                    "partition_rank": self._layout.expert_place(rank, degree)[1],
+                    "partition_ranks": [*self._layout.sharing_ranks(degree, group.expert_rank)],
+                    "families": ["autoep_expert" if is_fused else "replicated"],
+                    "group_names": [entry[names.GROUP_NAME] if is_fused else "replicated"],
+                }
+            )
+        return found
 
     def _unit_attributes(self, group: ParamGroup, sub_group: SubGroup) -> Mapping[str, Node]:
         """Build the `ds_id` that names a sub-group by its first and last parameter.
@@ -240,7 +269,10 @@ class OptimizerWriter:
         Loading does not need it. It is left out if the source's files do not record the ids.
         """
         ids = self._model_part.param_ids
-        ends = group.params[sub_group.first], group.params[sub_group.stop - 1]
+        params = group.params[sub_group.first : sub_group.stop]
+        if self._model_part.fuses(group):
+            params = tuple(name for name, _ in names.parameters(params))
+        ends = params[0], params[-1]
         if not all(name in ids for name in ends):
             return {}
         return {"ds_id": f"{ids[ends[0]]}_{ids[ends[1]]}"}
@@ -271,9 +303,13 @@ class OptimizerWriter:
 
     def _shards(self, unit: SubGroup, rank: int, state: str, dtype: str) -> Share:
         """Describe a rank's shard of one state of each parameter of a sub-group (stage 3)."""
-        both, world_size = self._members_of(unit.group, state), self._layout.world_size
+        both, group = self._members_of(unit.group, state), self._model_part.groups[unit.group]
         members, numels = (each[unit.first : unit.stop] for each in both)
-        segments = partial(shard_segments, numels, world_size, tensors=members)
+        world_size, lasts = self._layout.world_size // group.expert_parallel, None
+        if self._model_part.fuses(group):
+            stops = np.cumsum(self._model_part.tensor_counts(group))
+            lasts = stops[(stops > unit.first) & (stops <= unit.stop)] - unit.first - 1
+        segments = partial(shard_segments, numels, world_size, tensors=members, lasts=lasts)
         return Share(members, dtype, segments, rank)
 
     def _state(self, value: Node, numel: int, share_of: Callable[[str], Share]) -> Node:

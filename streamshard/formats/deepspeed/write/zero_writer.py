@@ -6,8 +6,9 @@ Nothing here holds tensor data: each storage describes the content that fills it
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 
@@ -21,7 +22,6 @@ from streamshard.formats.pickle.inert_dump import dump
 from streamshard.formats.torch.torch_tensor import Storage, make_size, make_tensor
 from streamshard.formats.torch.zip_layout import Serialized, serialize
 from streamshard.layout.cutting import Share, shard_segments
-from streamshard.layout.zero import FlatGroup
 from streamshard.model import MASTER, MODULE, Literal, Whole
 
 
@@ -42,6 +42,8 @@ class ModuleWriter:
         self._is_cloned = bool(self._model_part.model_state.get(names.EXPERT_COUNTS))
         self._shape: Callable[[tuple[int, ...]], Node] = tuple if self._is_cloned else make_size
         self._entries = {entry.name: entry for entry in self._model_part.module}
+        state = self._model_part.model_state
+        self._second_names = auto_experts.second_names(state, self._entries)
         self._shapes = target.checkpoint.master_shapes(target.model_part)
 
     def file(self, rank: int | None) -> dict[str, Node]:
@@ -64,13 +66,13 @@ class ModuleWriter:
         # Another stage may need entries that an old DeepSpeed did not save for the source's stage.
         crosses = self._layout.stage != self._source.layout.stage
         known = {key: value for key, value in state.items() if crosses or key in source}
-        placed = auto_experts.with_sharing(source, self._layout.world_size)
+        placed = auto_experts.of_rank(source, self._layout, rank or 0)
         return {**placed, **known, **given}
 
     def _uncut(self, module: Mapping[str, Node]) -> dict[str, Node]:
         """Build the model file of stage 0, which also holds the optimizer's state."""
         world_size = self._layout.world_size
-        source = auto_experts.with_sharing(self._model_part.model_state, world_size)
+        source = auto_experts.of_rank(self._model_part.model_state, self._layout, 0)
         state: dict[str, Node] = {**source, names.DP_WORLD_SIZE: world_size}
         if source[names.MODULE_STATE] is not None:  # it is None with pipeline parallelism
             state[names.MODULE_STATE] = module
@@ -120,7 +122,9 @@ class ModuleWriter:
         tied = {
             entry.name: entry.alias_of
             for entry in self._model_part.module
-            if entry.alias_of and entry.alias_of not in buffers
+            if entry.alias_of
+            and entry.alias_of not in buffers
+            and entry.name not in self._second_names
         }
         listed = self._model_part.model_state.get(names.SHARED_PARAMS) or {}
         if self._layout.stage == 3:
@@ -141,7 +145,8 @@ class ModuleWriter:
             return make_tensor(Storage(self._entry_dtype(entry), 0, Literal(b"")), (0,))
         if entry.kind == "alias":
             if self._is_cloned:
-                return self._module_entry(self._entries[entry.alias_of], made)
+                own = replace(self._entries[entry.alias_of], shape=entry.shape)
+                return self._module_entry(own, made)
             return make_tensor(made[entry.alias_of].args[0], entry.shape)
         numel, content = math.prod(entry.shape), self._entry_content(entry)
         return make_tensor(Storage(self._entry_dtype(entry), numel, content), entry.shape)
@@ -164,27 +169,39 @@ class ModuleWriter:
         return shapes is None and self._layout.bf16_optimizer
 
     def _param_shapes(self) -> list[Node]:
+        known = {
+            tensor: shown
+            for group in self._model_part.groups
+            if group.expert_rank == 0
+            for tensor, shown in self._shapes_of(group).items()
+        }
         if self._layout.stage == 3:
             units = [
                 self._model_part.groups[s.group].params[s.first : s.stop] for s in self._sub_groups
             ]
+            listed = [[name for name in unit if name in known] for unit in units]
+            listed = [unit for unit in listed if unit]
         else:
-            groups = zip(self._model_part.groups, self._flat_groups, strict=True)
-            return [
-                self._shapes_of(group, flat) for group, flat in groups if group.expert_rank == 0
-            ]
-        return [OrderedDict((n, self._shape(self._shapes[n])) for n in unit) for unit in units]
+            listed = []
+            for group, flat in zip(self._model_part.groups, self._flat_groups, strict=True):
+                own = [name for name in group.params if name in known]
+                listed += [] if group.expert_rank else [[own[index] for index in flat.order]]
+        return [
+            OrderedDict((known[name][0], self._shape(known[name][1])) for name in unit)
+            for unit in listed
+        ]
 
-    def _shapes_of(self, group: ParamGroup, flat: FlatGroup) -> OrderedDict[str, Node]:
-        """Return the shapes of a param group's parameters, in stored order."""
-        params = self._model_part.serialized(group)
+    def _shapes_of(self, group: ParamGroup) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Return the first tensor of each parameter of a group → the parameter's name and shape."""
         counts = self._model_part.tensor_counts(group)
-        shapes: OrderedDict[str, Node] = OrderedDict()
-        for index in flat.order:
-            tensor = group.params[flat.lasts[index]]
-            fused = () if tensor == params[index] else (counts[index],)
-            shapes[params[index]] = self._shape((*fused, *self._shapes[tensor]))
-        return shapes
+        starts = accumulate(counts, initial=0)
+        both = zip(self._model_part.serialized(group), counts, starts, strict=False)
+        found = {}
+        for name, count, start in both:
+            tensor = group.params[start]
+            fused = () if tensor == name else (count,)
+            found[tensor] = name, (*fused, *self._shapes[tensor])
+        return found
 
     def _frozen(self, module: Mapping[str, Node], rank: int | None) -> tuple[Node, Node]:
         """Return shapes and fragments of the frozen parameters; stage 1 saves neither."""
@@ -260,10 +277,11 @@ def native_files(target: ZeroTarget) -> Iterator[FileImage]:
     """Yield the files of a model part: model files, then optimizer files."""
     yield from model_files(target)
     build, is_3, mp_rank = OptimizerWriter(target).file, target.layout.stage == 3, target.mp_rank
+    is_own = _tells_rank(target)
     for rank in range(target.layout.world_size):
         name = names.optimizer_file(rank, bf16=target.is_bf16, mp_rank=mp_rank)
         # At stage 3 all ranks own equally much. A file's content includes the file's name.
-        alike = f"optimizer {mp_rank} {len(str(rank))}" if is_3 else ""
+        alike = f"optimizer {mp_rank} {len(str(rank))}" if is_3 and not is_own else ""
         path = f"{target.checkpoint.tag}/{name}"
         yield FileImage(path, partial(_serialize, build, rank), alike=alike)
 
@@ -279,17 +297,25 @@ def model_files(target: ZeroTarget) -> Iterator[FileImage]:
         yield FileImage(path, lambda: serialize(writer.file(None)))
         return
     made: dict[bool, Serialized] = {}
+    is_own = _tells_rank(target)
 
     def serialized(rank: int, *, lists_tied: bool) -> Serialized:
+        if is_own:
+            return serialize(writer.file(rank))
         if lists_tied not in made:
             made[lists_tied] = serialize(writer.file(rank))
         return made[lists_tied]
 
     for rank in range(target.layout.world_size):
         lists_tied = bool(writer.shared_params(rank))
-        alike = f"model {mp_rank} {lists_tied} {len(str(rank))}"
+        alike = "" if is_own else f"model {mp_rank} {lists_tied} {len(str(rank))}"
         path = f"{place}/{names.model_file(rank, mp_rank)}"
         yield FileImage(path, partial(serialized, rank, lists_tied=lists_tied), rank, alike)
+
+
+def _tells_rank(target: ZeroTarget) -> bool:
+    """Tell whether files note which of the ranks saved them, as those of AutoEP do at stage 3."""
+    return bool(target.model_part.model_state.get(names.AUTO_EXPERTS))
 
 
 def dump_files(target: ZeroTarget, name: Callable[[int], str]) -> Iterator[FileImage]:
