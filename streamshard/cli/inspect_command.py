@@ -18,6 +18,7 @@ from streamshard.operations.inspect.inspect_report import (
 )
 from streamshard.operations.inspect.unopened import describe_unopened, draw_unopened
 from streamshard.options import SourceOptions, types_of
+from streamshard.sizes import counted
 
 
 def run_inspect(arguments: argparse.Namespace) -> None:
@@ -87,5 +88,6 @@ def _inspect_pickles(arguments: argparse.Namespace) -> None:
         )
     if found.problems:
         count, first = len(found.problems), found.problems[0]
-        message = f"{found.path}: {count} of {len(found.files)} files not read to the end"
+        files = counted(len(found.files), "file")
+        message = f"{found.path}: {count} of {files} not read to the end"
         raise SourceError(f"{message}, so there may be more names; {first.path}: {first.problem}")

@@ -183,6 +183,7 @@ class Loading:
             raise UsageError(f"{message}: call load_optimizer with engine.optimizer")
         opened.require_training_state()
         opened.require_states()
+        opened.require_cut_states()
         return live_engine.resharding_for(self._engine, opened, distributed.get_world_size())
 
     def _require_unchanged(self, source: Source) -> None:

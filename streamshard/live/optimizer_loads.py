@@ -295,6 +295,7 @@ class _OptimizerLoad:
             message = f"{path}: a checkpoint with its model, not dumps of an optimizer"
             raise UsageError(f"{message}: call load_checkpoint with the engine")
         opened.require_states()
+        opened.require_cut_states()
         values = chain(*(group.values() for group in hyper_parameters))
         if opened.is_elastic and any(isinstance(value, torch.Tensor) for value in values):
             message = f"{path}: saved with elastic_checkpoint, and the hyper-parameters of this"

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from streamshard.errors import Option, SourceError, UsageError
-from streamshard.formats.checkpoint import Checkpoint, FlatState, ParamGroup, ScalarState
+from streamshard.formats.checkpoint import (
+    Checkpoint,
+    FlatState,
+    ParamGroup,
+    ScalarState,
+    UncutState,
+)
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.cut import muon_order
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import known_degrees
@@ -215,6 +221,8 @@ def _states(group: ParamGroup) -> dict[str, Any]:
             shown[key] = value.dtype
         elif isinstance(value, ScalarState):
             shown[key] = _scalar(value)
+        elif isinstance(value, UncutState):
+            shown[key] = "not read"
         else:
             shown[key] = _plain(value)
     return shown

@@ -20,6 +20,7 @@ from streamshard.operations.source.lazy_tensor import LazyTensor
 from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.source.source_access import SourceAccess
 from streamshard.options import SOURCE_HELP, Path_, SourceOptions, place, takes
+from streamshard.sizes import counted
 
 _KINDS: Final = {"param": "trained", "weight": "weight", "buffer": "buffer"} | dict.fromkeys(
     ("frozen", "loose", "excluded"), "frozen"
@@ -165,7 +166,8 @@ class OpenCheckpoint(Mapping[str, Parameter]):
         state = "" if self._reading.is_open else ", closed"
         what = f"{self.tag}, ZeRO stage {self.zero_stage}, world size {self.world_size}"
         what = self._source.checkpoint.foreign or what
-        return f"<OpenCheckpoint {str(self._source.path)!r}: {what}, {len(self):,} names{state}>"
+        names = counted(len(self), "name")
+        return f"<OpenCheckpoint {str(self._source.path)!r}: {what}, {names}{state}>"
 
     def _repr_html_(self) -> str:
         """Say what it is and what is in it, for notebooks, reading nothing."""

@@ -150,6 +150,11 @@ class Source(Reading):
             way = command("export", self.path, "OUT")
             raise UnsupportedError(f"{message}. Its weights are written by: {way}", path=self.path)
 
+    def require_cut_states(self) -> None:
+        """Refuse optimizer states that no other file can hold."""
+        if reasons := self.checkpoint.uncut:
+            raise UnsupportedError(reasons[0])
+
     def require_as_written(self) -> None:
         """Refuse a store in which another tool rewrote an array."""
         if self.rewritten:
