@@ -19,6 +19,8 @@ from streamshard.errors import SourceError, UnsupportedError
 from streamshard.formats.fsdp_ranks.flat_parameters import group_of, joined_parameters
 from tests.checkpoints.test_fsdp_ranks import in_rank
 from tests.dtensor_parts import rank_differences
+from tests.fabricated import write
+from tests.job import Job
 
 FORM = "fsdp-ranks"
 SHAPES = {
@@ -32,6 +34,7 @@ JOINED = [
 ]
 """What FSDP1 joins that wraps the model and its blocks."""
 STATES = ("exp_avg", "exp_avg_sq")
+OPTIONS = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 ALIGNED = 4
 """Elements that FSDP1 aligns parameters to with `use_orig_params`: 16 bytes."""
 
@@ -66,7 +69,7 @@ def save(place: Path, mesh: tuple[int, ...], names: Sequence[str]) -> None:
         }
         for n, joined in enumerate(JOINED)
     }
-    groups = [{"lr": 0.1, "params": list(states)}]
+    groups = [{**OPTIONS, "params": list(states)}]
     for kind, held in (("model", model), ("optim", {"state": states, "param_groups": groups})):
         torch.save(held, place / f"{kind}_world_size_{ranks}_rank_{rank}.pt")
 
@@ -95,7 +98,7 @@ def in_pieces(place: Path, ranks: int) -> Path:
                     own = {s: tensor_of(name, s).reshape(-1)[begin:end].clone() for s in STATES}
                     runs[order.index(name)] = {"step": torch.tensor(2.0), **own}
         states = {number: runs[number] for number in sorted(runs)}
-        groups = [{"lr": 0.1, "params": list(range(len(order)))}]
+        groups = [{**OPTIONS, "params": list(range(len(order)))}]
         path = place / f"optim_world_size_{ranks}_rank_{rank}.pt"
         torch.save({"state": states, "param_groups": groups}, path)
     return place
@@ -151,6 +154,18 @@ def test_states_are_those_of_the_parameters(tmp_path: Path) -> None:
     assert any("differ in exp_avg of " in note for note in streamshard.inspect(place).notes)
     with pytest.raises(UnsupportedError, match="FSDP1 with replicas: it loads DTensors by"):
         streamshard.repartition(place, tmp_path / "out", world_size=6, format=FORM)
+
+
+def test_a_zero_job_goes_on_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.fabricated.buffers", dict)
+    job = Job(groups=(tuple(SHAPES.items()),), frozen=(), tied={}, stage=2)
+    like, out = write(job, tmp_path / "like"), tmp_path / "out"
+    streamshard.repartition(saved(tmp_path / "source", 2), out, world_size=3, like=like)
+    with streamshard.open(out) as opened:
+        for name in SHAPES:
+            for state in ("fp32", *STATES):
+                assert torch.equal(opened[name].tensors[state].torch(), tensor_of(name, state))
+    assert [group.states["step"] for group in streamshard.inspect(out).groups] == [2.0]
 
 
 def test_one_rank_is_refused_as_fsdp1_does_not_cut_there(tmp_path: Path) -> None:

@@ -9,15 +9,13 @@ modules. But the lengths of the parts tell them, where a single choice of module
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Self
-
-import numpy as np
 
 from streamshard.errors import UnsupportedError
 from streamshard.formats.pickle.inert import Call, Global, Node
 from streamshard.formats.torch.torch_tensor import Storage, Tensor, make_tensor, tensor_of
-from streamshard.layout.zero import FlatGroup
+from streamshard.layout.zero import FlatGroup, ceil_div, flat_group
 from streamshard.model import Literal
 from streamshard.sizes import counted
 
@@ -47,11 +45,8 @@ def group_of(numels: Sequence[int], ranks: int) -> FlatGroup:
     >>> group_of([5, 4], 2).cut(1).slices
     ((1, 0, 4),)
     """
-    ends, total = np.cumsum(numels, dtype=np.int64), sum(numels)
-    own = np.array(numels, dtype=np.int64)
-    order, share = tuple(range(len(own))), -(-total // ranks)
-    lasts = np.arange(len(own), dtype=np.int64)
-    return FlatGroup(order, own, ends - own, lasts, (0,) * len(own), total, share, ranks)
+    group = flat_group(numels, world_size=ranks, round_robin=False, alignment=1)
+    return replace(group, partition_numel=ceil_div(group.numel, ranks))
 
 
 def joined_parameters(numels: Mapping[str, int], lengths: Sequence[int], ranks: int) -> list[Names]:
@@ -168,7 +163,7 @@ class _Choices:
         return joined if parts == list(self.lengths) else []
 
     def _part(self, numel: int) -> int:
-        return -(-numel // self.ranks)
+        return ceil_div(numel, self.ranks)
 
 
 def _around(name: str) -> list[str]:
