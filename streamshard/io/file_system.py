@@ -71,7 +71,12 @@ def _place(line: bytes) -> bytes:
 
 def boot_id() -> str:
     """Identify the machine's current boot; empty where the system does not tell."""
+    return told_by("/proc/sys/kernel/random/boot_id")
+
+
+def told_by(path: str) -> str:
+    """Return what a file of the system's own says; empty if it says nothing."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path(path).read_text().strip()
     except OSError:
         return ""

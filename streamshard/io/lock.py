@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from streamshard.errors import TargetLockedError
-from streamshard.io.file_system import LOCAL, boot_id, file_system_of
+from streamshard.io.file_system import LOCAL, boot_id, file_system_of, told_by
 from streamshard.io.retry import FROM_OUTSIDE, close_unwritten, ignored
 from streamshard.io.writable import not_ours, open_regular, require_one_name
 
@@ -284,19 +284,12 @@ def is_gone(holder: Holder | None) -> bool:
 
 def _start_time(process: int) -> str:
     """Return the start time of a process; empty if no process has that number."""
-    fields = _read_text(f"/proc/{int(process)}/stat").rpartition(")")[2].split()
+    fields = told_by(f"/proc/{int(process)}/stat").rpartition(")")[2].split()
     return fields[_START_TIME] if len(fields) > _START_TIME else ""
 
 
 def _namespace() -> str:
     try:
         return os.readlink("/proc/self/ns/pid")  # noqa: PTH115
-    except OSError:
-        return ""
-
-
-def _read_text(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
     except OSError:
         return ""

@@ -89,7 +89,7 @@ def changed(mesh: dict[str, Any], ranks: int, rank: int, dims: int = 1) -> dict[
     """Return the attributes of a mesh for another count of ranks."""
     node = dtensor(mesh, dims)
     shape = MeshShape.of(node).for_ranks(ranks)
-    made = MeshChange.to(shape, rank).dtensor(node, numbers(1))
+    made = MeshChange(shape, rank).dtensor(node, numbers(1))
     spec = entries_of(entries_of(made.args[3])["_spec"])
     assert spec["_hash"] is None
     assert made.args[2][6].args == ("cpu",)

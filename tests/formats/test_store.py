@@ -269,7 +269,7 @@ def opened_by_zarr(document: dict[str, Any]) -> dict[str, Any]:
 def test_an_array_s_document_is_zarr_python_s(dtype: str, codec: str) -> None:
     for shape, chunk in SHAPES.items():
         tensor = LogicalTensor("fp32", "w", dtype, shape)
-        ours = json.loads(array_document(tensor, chunk, codec))
+        ours = json.loads(array_document("state/fp32/w", tensor, chunk, codec))
         wanted = theirs(tensor, chunk, codec)
         assert ours == wanted, shape
         opened = [opened_by_zarr(document) for document in (ours, wanted)]
@@ -301,7 +301,7 @@ def test_our_chunk_keys_are_zarr_python_s(shape: tuple[int, ...]) -> None:
     ("dtype", "codec"), [("bfloat16", "zstd"), ("float32", "lz4"), ("bool", "none")]
 )
 def test_no_flipped_bit_of_a_document_says_the_same(dtype: str, codec: str) -> None:
-    ours = array_document(LogicalTensor("fp32", "w", dtype, (4, 6)), (1, 3), codec)
+    ours = array_document("state/fp32/w", LogicalTensor("fp32", "w", dtype, (4, 6)), (1, 3), codec)
     assert is_serialized_again(json.dumps(json.loads(ours), indent=2).encode(), ours)
     for bit in range(8 * len(ours)):
         flipped = bytearray(ours)

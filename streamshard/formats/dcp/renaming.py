@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError, UsageError
 from streamshard.formats.dcp.dcp_reader import Distributed, tiled
 from streamshard.formats.dcp.item_reader import TensorPlaces
-from streamshard.formats.dcp.metadata_reader import SavedItems, SavedTensor
+from streamshard.formats.dcp.metadata_reader import Ints, SavedItems, SavedTensor
 from streamshard.formats.dcp.optimizer_state import SavedGroup
 from streamshard.formats.dcp.rename_rules import Rule, read_rules, with_stars
 from streamshard.formats.pickle.inert import show
@@ -27,7 +26,6 @@ from streamshard.sizes import counted
 
 _MOST_MADE: Final = 1 << 16
 """More tensors from one than any model has layers and experts."""
-Ints = NDArray[np.int64]
 Held = tuple[SavedTensor, TensorPlaces]
 
 

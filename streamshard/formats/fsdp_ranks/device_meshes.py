@@ -7,7 +7,7 @@ are refused: they may depend on the count of ranks.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, Self
 
 import numpy as np
@@ -18,6 +18,7 @@ from streamshard.formats.pickle.inert import Call, Global, Node, show
 from streamshard.formats.shapes import require_shape
 from streamshard.formats.torch.torch_tensor import Storage, make_tensor, tensor_of
 from streamshard.formats.torch.tree_comparison import show_few
+from streamshard.layout.selection import strides
 from streamshard.model import Literal
 
 _LOCAL: Final = "_local_tensor"
@@ -131,13 +132,8 @@ class MeshChange:
 
     shape: MeshShape
     rank: int
-    _made: dict[int, tuple[Node, Node]]
+    _made: dict[int, tuple[Node, Node]] = field(default_factory=dict, init=False)
     """Nodes by the identity of those that they take the place of, which are kept for it."""
-
-    @classmethod
-    def to(cls, shape: MeshShape, rank: int) -> Self:
-        """Make it for a rank's file."""
-        return cls(shape, rank, {})
 
     def dtensor(self, node: Call, local: Node) -> Call:
         """Return a DTensor with its local tensor on the new mesh."""
@@ -206,15 +202,15 @@ class MeshChange:
 
     def _layout(self, node: Call) -> Call:
         held, lengths = entries_of(node), self.shape.lengths
-        strides = tuple(math.prod(lengths[n + 1 :]) for n in range(len(lengths)))
+        steps = strides(lengths)
         if held.keys() == {"shape", "stride"}:
-            return _with_entries(node, {"shape": lengths, "stride": strides})
+            return _with_entries(node, {"shape": lengths, "stride": steps})
         if held.keys() != {"axes"} or not held["axes"]:
             raise UnsupportedError(f"a mesh with a layout of {show_few(list(held))}")
         one = held["axes"][-1]
         axes = [
             _with_entries(one, {"shape": (n,) * (n > 1), "stride": (step,) * (n > 1)})
-            for n, step in zip(lengths, strides, strict=True)
+            for n, step in zip(lengths, steps, strict=True)
         ]
         return _with_entries(node, {"axes": tuple(axes)})
 

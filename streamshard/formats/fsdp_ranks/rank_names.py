@@ -7,7 +7,7 @@ from typing import Final
 
 from streamshard.errors import IncompleteError, raise_first
 from streamshard.formats.deepspeed.read.rank_files import missing_ranks
-from streamshard.io.entries import is_directory, paths_in
+from streamshard.io.entries import is_directory, names_in, paths_in
 
 MODEL: Final = "model"
 OPTIMIZER: Final = "optim"
@@ -54,9 +54,7 @@ def path_of_file(name: str, directory: str) -> str:
 
 def is_of_ranks(directory: Path) -> bool:
     """Tell whether a directory holds models of FSDP's ranks."""
-    return is_directory(directory) and any(
-        is_rank_file(entry.name, MODEL) for entry in paths_in(directory)
-    )
+    return is_directory(directory) and any(is_rank_file(n, MODEL) for n in names_in(directory))
 
 
 def files_of(directory: Path) -> Mapping[str, list[Path]]:

@@ -96,7 +96,7 @@ class RankImages:
                 yield RankImage(path, partial(zip_layout.serialize, self._extra(rank)))
 
     def _serialized(self, template: TreeShape, rank: int) -> Serialized:
-        change, storages = MeshChange.to(self.mesh, rank), dict[int, Storage]()
+        change, storages = MeshChange(self.mesh, rank), dict[int, Storage]()
         leaves = [self._leaf(leaf, change, storages) for leaf in template.leaves]
         return zip_layout.serialize(template.filled(leaves))
 

@@ -34,8 +34,8 @@ def group_document(attributes: Mapping[str, Any] | None = None) -> bytes:
     return _json({"zarr_format": 3, "node_type": "group", "attributes": dict(attributes or {})})
 
 
-def array_document(tensor: LogicalTensor, chunk: tuple[int, ...], codec: str) -> bytes:
-    name = tensor.name if is_shortened(array_path(tensor)) else None
+def array_document(path: str, tensor: LogicalTensor, chunk: tuple[int, ...], codec: str) -> bytes:
+    name = tensor.name if is_shortened(path) else None
     return _serialize_array(tensor.dtype, tensor.shape, chunk, codec, name)
 
 
@@ -78,7 +78,7 @@ def store_documents(
     found = dict.fromkeys(_group_paths(paths), group_document())
     found["zarr.json"] = group_document({ROOT_KEY: _attributes(checkpoint)})
     for tensor, path, chunk in zip(checkpoint.tensors, paths, chunk_shapes, strict=True):
-        found[f"{path}/zarr.json"] = array_document(tensor, chunk, codec)
+        found[f"{path}/zarr.json"] = array_document(path, tensor, chunk, codec)
     return found
 
 
@@ -101,7 +101,7 @@ def _group_paths(arrays: Sequence[str]) -> Iterator[str]:
 
 def small_array_document(nbytes: int) -> bytes:
     """Serialize the zarr.json of raw bytes in one uncompressed chunk, whose key is `c/0`."""
-    return array_document(LogicalTensor(BLOB, "", "uint8", (nbytes,)), (nbytes,), "none")
+    return array_document("", LogicalTensor(BLOB, "", "uint8", (nbytes,)), (nbytes,), "none")
 
 
 def _attributes(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -252,7 +253,8 @@ def find_rewritten(
     if record is None:
         return None
     # Most arrays are ours: their documents are only made to be compared.
-    found = _find(root, path, record.nbytes, lambda: array_document(tensor, chunk, manifest.codec))
+    expect = partial(array_document, path, tensor, chunk, manifest.codec)
+    found = _find(root, path, record.nbytes, expect)
     if found is None:
         return None
     digest = manifest.digests.get(path)
