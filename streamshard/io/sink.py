@@ -56,7 +56,7 @@ class WrittenFile:
     """A file that is complete, to be read back; see `Sink`."""
 
     version = ""
-    only_grows = True
+    only_grows = False
     block_bytes = 1
     descriptor = -1
 

@@ -301,6 +301,9 @@ class _Ranks:
             text = f"Which parameter a state of the optimizer is of is not told: {optimizer.untold}"
             form = Option("format", "fsdp-ranks")
             yield Note(f"{text}. Only repartition takes these states, with {form}.")
+        if optimizer is not None and optimizer.flat:
+            text = "No file tells which modules FSDP1 wrapped: taken are those that alone give its"
+            yield Note(f"{text} flat parameters their lengths, modules of a list all or none.")
         if self.others:
             text = f"Not read, as they are no tensors: {show_few(self.others)}"
             yield Note(f"{text}. Files for other ranks get rank 0's.", NoteKind.LEFT_OUT)
