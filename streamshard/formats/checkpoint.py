@@ -2,8 +2,9 @@
 
 import math
 import struct
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import Any, Final, Self
 
 import numpy as np
@@ -75,6 +76,14 @@ class ScalarState:
 
 
 @dataclass(frozen=True, slots=True)
+class UncutState:
+    """An optimizer state that is left in its files: it cannot be cut for other ranks."""
+
+    why: str = field(compare=False)
+    """Names the file of a rank, and says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
 class ParamGroup:
     """One param group of the optimizer, with the states of its parameters."""
 
@@ -82,7 +91,8 @@ class ParamGroup:
     """Parameter names in the optimizer's order."""
     master_dtype: str
     states: Mapping[str, Node] | None
-    """State key → `FlatState`, `ScalarState`, or a plain value; None before the first step."""
+    """State key → `FlatState`, `ScalarState`, `UncutState`, or a plain value; None before the first
+    step."""
     number: int = 0
     """Index of the group in the optimizer. A group of experts is listed once per expert rank."""
     expert_parallel: int = 1
@@ -109,6 +119,9 @@ class ModuleEntry:
     """For an excluded weight in stage 3: the placeholder's, as no file records the real shape."""
     alias_of: str = ""
     """The name that an `alias` or `excluded` entry is tied to."""
+    paused: bool = False
+    """Whether a trained parameter was frozen when the checkpoint was saved. DeepSpeed then saves it
+    both as one that is trained and as one that is frozen."""
 
     @property
     def held_as(self) -> str:
@@ -194,7 +207,21 @@ class ModelPart:
     def serialized(self, group: ParamGroup) -> tuple[str, ...]:
         """Return a group's parameter names as in the files: each expert rank counts from 0."""
         first = (g for g in self.groups if g.number == group.number and g.expert_rank == 0)
-        return next(first).params
+        return tuple(name for name, _ in self._parameters(next(first)))
+
+    def tensor_counts(self, group: ParamGroup) -> tuple[int, ...]:
+        """Return how many of a group's tensors, next to each other, each parameter in the files is.
+
+        It is one, except where AutoEP fuses experts.
+        """
+        return tuple(count for _, count in self._parameters(group))
+
+    def _parameters(self, group: ParamGroup) -> Iterable[tuple[str, int]]:
+        if group.params and names.fused_expert_of(group.params[0]):
+            entries = self.wrapped_optimizer["param_groups"]
+            if names.is_of_experts(entries[group.number]):
+                return names.parameters(group.params)
+        return zip(group.params, repeat(1))
 
     def held_by(self, rank: int, layout: ZeroLayout) -> list[tuple[int, int]]:
         """List a data-parallel rank's groups: (index in `groups`, rank among those sharing it)."""
@@ -256,11 +283,22 @@ class Checkpoint:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """Return the texts of the notes. If states were dropped, the first remark says so."""
-        noted = (*map(_remark, self.notes), *self.warnings)
-        if self.dropped is None:
-            return noted
-        return (f"Weights only: {self.dropped}. No job can resume from it.", *noted)
+        """Return the texts of the notes. The first one says if states cannot be read."""
+        return (*self.unread, *map(_remark, self.notes), *self.warnings)
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Say why the optimizer's states, or some of them, cannot be read; empty if they can."""
+        if self.dropped is not None:
+            return (f"Weights only: {self.dropped}. No job can resume from it.",)
+        return tuple(f"Not all of the optimizer's state is read: {why}." for why in self.uncut[:1])
+
+    @property
+    def uncut(self) -> list[str]:
+        """Say of each optimizer state that cannot be cut why that is so."""
+        groups = (group for model_part in self.model_parts for group in model_part.groups)
+        states = (state for group in groups for state in (group.states or {}).values())
+        return [state.why for state in states if isinstance(state, UncutState)]
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -296,6 +334,11 @@ class Checkpoint:
         return math.lcm(
             *(g.expert_parallel for model_part in self.model_parts for g in model_part.groups)
         )
+
+    @property
+    def has_auto_experts(self) -> bool:
+        """Whether it was trained with AutoEP."""
+        return any(part.model_state.get(names.AUTO_EXPERTS) for part in self.model_parts)
 
     @property
     def replicas(self) -> int:

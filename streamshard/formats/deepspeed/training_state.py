@@ -15,8 +15,16 @@ from typing import Final
 
 import numpy as np
 
-from streamshard.formats.checkpoint import Checkpoint, FlatState, ModelPart, ParamGroup, ScalarState
+from streamshard.formats.checkpoint import (
+    Checkpoint,
+    FlatState,
+    ModelPart,
+    ParamGroup,
+    ScalarState,
+    UncutState,
+)
 from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.auto_experts import without_ranks
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.torch.tree_comparison import Disparity, Found, compare_nodes, show_key
 from streamshard.model import ZeroLayout
@@ -84,7 +92,7 @@ def _shown_scalars(group: ParamGroup) -> dict[str, Node]:
     return {
         key: _scalar_text(value) if isinstance(value, ScalarState) else value
         for key, value in (group.states or {}).items()
-        if not isinstance(value, FlatState)
+        if not isinstance(value, FlatState | UncutState)
     }
 
 
@@ -159,8 +167,8 @@ def compare(left: Checkpoint, right: Checkpoint) -> Iterator[Found]:
         yield from _compare_scalars(one, other, prefix)
         if whole:
             yield from _compare_dicts(
-                _kept(one.model_state, _CUT_IN_MODEL | _PROVENANCE),
-                _kept(other.model_state, _CUT_IN_MODEL | _PROVENANCE),
+                _kept(without_ranks(one.model_state), _CUT_IN_MODEL | _PROVENANCE),
+                _kept(without_ranks(other.model_state), _CUT_IN_MODEL | _PROVENANCE),
                 f"{prefix}model/",
             )
             aside = {names.OPTIMIZER} | _PROVENANCE
@@ -200,7 +208,7 @@ def _stated(model_part: ModelPart, group: ParamGroup) -> dict[str, str]:
     states = {
         key: _number(value) if isinstance(value, ScalarState) else value
         for key, value in (group.states or {}).items()
-        if not isinstance(value, FlatState)
+        if not isinstance(value, FlatState | UncutState)
     }
     return {
         key: _plain_text(value)

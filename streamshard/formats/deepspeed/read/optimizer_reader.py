@@ -13,8 +13,16 @@ from typing import Final
 import numpy as np
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError, raise_first
-from streamshard.formats.checkpoint import CODES, FlatState, ModuleEntry, ParamGroup, ScalarState
+from streamshard.formats.checkpoint import (
+    CODES,
+    FlatState,
+    ModuleEntry,
+    ParamGroup,
+    ScalarState,
+    UncutState,
+)
 from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.auto_experts import Placement, of_ranks
 from streamshard.formats.deepspeed.cut.zero_cutting import RecordedCut, recorded_cut
 from streamshard.formats.deepspeed.read.agreement import disagreement, disagreements, group_facts
 from streamshard.formats.deepspeed.read.fingerprints import fingerprint, pickled
@@ -34,7 +42,7 @@ _REBUILDS: Final = {
 """Functions that rebuild objects of torch.Tensor subclasses → index of the class argument."""
 _ANEW: Final = (
     "Resume with DeepSpeed's own load_checkpoint on as many ranks as saved it, or start the "
-    "optimizer again from the model's weights, which zero_to_fp32.py writes"
+    "optimizer again from the weights that 'streamshard export' writes"
 )
 
 
@@ -243,8 +251,14 @@ class OptimizerReader:
             raise CorruptFileError(f"{what} is not a flat tensor", path=path)
         return tensor.require_contiguous(f"{path}: {what}")
 
-    def groups(self, units: Sequence[Sequence[str]]) -> tuple[ParamGroup, ...]:
-        """Read the param groups; `units` names the parameters of each unit."""
+    def groups(
+        self, units: Sequence[Sequence[str]], placed: Mapping[str, Placement]
+    ) -> tuple[ParamGroup, ...]:
+        """Read the param groups.
+
+        `units` names the parameters of each unit. `placed`: where the experts are that AutoEP fused
+        to one parameter.
+        """
         for rank, masters in enumerate(self._masters):
             if len(masters) != len(units):
                 message = f"{len(masters)} flat groups for {len(units)} groups of parameter shapes"
@@ -259,7 +273,13 @@ class OptimizerReader:
                 found.append(
                     ParamGroup(
                         params=tuple(
-                            names.of_expert_rank(name, expert_rank, experts) for name in params
+                            own
+                            for name in params
+                            for own in (
+                                of_ranks(name, expert_rank, self._expert_ranks(number), placed)
+                                if name in placed
+                                else [names.of_expert_rank(name, expert_rank, experts)]
+                            )
                         ),
                         master_dtype=self._masters[0][members[0]].dtype if members else "float32",
                         states=self._states_of(members, len(found), expert_parallel, expert_rank),
@@ -294,8 +314,12 @@ class OptimizerReader:
 
     def expert_parallel(self, number: int) -> int:
         """Return the count of expert ranks of a param group: 1 if it holds no experts."""
-        if self._inner[0]["param_groups"][number].get(names.IS_EXPERTS) is not True:
-            return 1
+        return self._expert_ranks(number) or 1
+
+    def _expert_ranks(self, number: int) -> int | None:
+        """Return the count of expert ranks of a param group; None if it holds no experts."""
+        if not names.is_of_experts(self._inner[0]["param_groups"][number]):
+            return None
         world_size = self._layout.world_size
         for state, path in zip(self._states, self._paths, strict=True):
             sharing = require(state, names.PARTITION_COUNT, path)[number]
@@ -318,6 +342,12 @@ class OptimizerReader:
         states = [
             self._unit_states(unit, unit if self._stage == 3 else group, ranks) for unit in members
         ]
+        for uncut in states:
+            if any(isinstance(state, UncutState) for state in (uncut or {}).values()):
+                slots = members if self._stage == 3 else [group]
+                for place in [p for p in self.slots if p[0] in slots and p[1] != MASTER]:
+                    del self.slots[place]
+                return uncut
         for other in states[1:]:
             if other != states[0]:
                 message = "sub-groups of a param group differ in state"
@@ -366,12 +396,14 @@ class OptimizerReader:
                     f"{self._paths[first]} has {show(keys)}"
                 )
                 raise DisagreementError(message, path=self._paths[rank])
-        return {
-            key: self._state(
-                unit, slot, key, {rank: states[key] for rank, states in states_of.items()}, ranks
-            )
-            for key in states_of[first]
-        }
+        found: dict[str, Node] = {}
+        try:
+            for key in keys:
+                nodes = {rank: states[key] for rank, states in states_of.items()}
+                found[key] = self._state(unit, slot, key, nodes, ranks)
+        except UnsupportedError as error:
+            return dict.fromkeys(keys, UncutState(str(error)))
+        return found
 
     def _state(
         self, unit: int, slot: int, key: str, nodes: Mapping[int, Node], ranks: Sequence[int]
