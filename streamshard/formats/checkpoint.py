@@ -2,8 +2,9 @@
 
 import math
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -148,6 +149,9 @@ class ModuleEntry:
     """For an excluded weight in stage 3: the placeholder's, as no file records the real shape."""
     alias_of: str = ""
     """The name that an `alias` or `excluded` entry is tied to."""
+    paused: bool = False
+    """Whether a trained parameter was frozen when the checkpoint was saved. DeepSpeed then saves it
+    both as one that is trained and as one that is frozen."""
 
     @property
     def held_as(self) -> str:
@@ -237,7 +241,21 @@ class ModelPart:
     def serialized(self, group: ParamGroup) -> tuple[str, ...]:
         """Return a group's parameter names as in the files: each expert rank counts from 0."""
         first = (g for g in self.groups if g.number == group.number and g.expert_rank == 0)
-        return next(first).params
+        return tuple(name for name, _ in self._parameters(next(first)))
+
+    def tensor_counts(self, group: ParamGroup) -> tuple[int, ...]:
+        """Return how many of a group's tensors, next to each other, each parameter in the files is.
+
+        It is one, except where AutoEP fuses experts.
+        """
+        return tuple(count for _, count in self._parameters(group))
+
+    def _parameters(self, group: ParamGroup) -> Iterable[tuple[str, int]]:
+        if group.params and names.fused_expert_of(group.params[0]):
+            entries = self.wrapped_optimizer["param_groups"]
+            if names.is_of_experts(entries[group.number]):
+                return names.parameters(group.params)
+        return zip(group.params, repeat(1))
 
     def held_by(self, rank: int, layout: ZeroLayout) -> list[tuple[int, int]]:
         """List a data-parallel rank's groups: (index in `groups`, rank among those sharing it)."""
@@ -366,6 +384,11 @@ class Checkpoint:
         return math.lcm(
             *(g.expert_parallel for model_part in self.model_parts for g in model_part.groups)
         )
+
+    @property
+    def has_auto_experts(self) -> bool:
+        """Whether it was trained with AutoEP."""
+        return any(part.model_state.get(names.AUTO_EXPERTS) for part in self.model_parts)
 
     @property
     def replicas(self) -> int:

@@ -54,9 +54,11 @@ class FlatGroup:
     order: tuple[int, ...]
     """Indices into the param group, in the order in which the parameters are stored."""
     numels: NDArray[np.int64]
-    """Element count of each parameter, in the param group's own order."""
+    """Element count of each tensor, in the param group's own order."""
     starts: NDArray[np.int64]
-    """First flat element of each parameter, in the param group's own order."""
+    """First flat element of each tensor, in the param group's own order."""
+    lasts: NDArray[np.int64]
+    """The last tensor of each parameter, in the param group's own order; most have one."""
     alignments: tuple[int, ...]
     """Alignment padding after each parameter, in stored order."""
     numel: int
@@ -83,12 +85,12 @@ class FlatGroup:
         lower = rank * self.partition_numel
         upper = lower + self.partition_numel
         slices = _slices_within(self.starts, self.numels, lower, upper)
-        recorded = slices
-        if not any(self.alignments):
-            # `_create_param_mapping` (0.19.8) computes offsets as if the parameters were stored in
-            # the group's own order. Only with alignment padding does it get the real offsets.
-            ends = np.cumsum(self.numels)
-            recorded = _slices_within(ends - self.numels, self.numels, lower, upper)
+        ends, numels = _ends_and_numels(self.numels, self.lasts)
+        if any(self.alignments):
+            ends = self.starts[self.lasts] + self.numels[self.lasts]
+        # Else `_create_param_mapping` (0.19.8) computes offsets as if the parameters were stored in
+        # the group's own order. Only with alignment padding does it get the real offsets.
+        recorded = _slices_within(ends - numels, numels, lower, upper)
         whole = sum(int(self.numels[index]) for index, _, _ in slices)
         return RankPartition(self.partition_numel, self.padding(rank), slices, recorded, whole)
 
@@ -103,7 +105,7 @@ class FlatGroup:
         )
 
     def owned(self, rank: int) -> tuple[int, ...]:
-        """List the parameters that a rank owns a part of, in stored order."""
+        """List the tensors that a rank owns a part of, in stored order."""
         owned = (index for index, _, _ in self.cut(rank).slices)
         return tuple(sorted(owned, key=lambda index: int(self.starts[index])))
 
@@ -117,30 +119,51 @@ def _slices_within(
     return tuple((int(i), int(first[i] - lower), int(stop[i] - first[i])) for i in owned)
 
 
+def _ends_and_numels(
+    numels: NDArray[np.int64], lasts: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return of each parameter its end in the group's own order, and its element count.
+
+    `numels`: of tensors; `lasts`: the last tensor of each parameter.
+    """
+    ends = np.cumsum(numels)[lasts]
+    return ends, np.diff(ends, prepend=0)
+
+
 def flat_group(
-    numels: Sequence[int], *, world_size: int, round_robin: bool, alignment: int
+    numels: Sequence[int],
+    *,
+    world_size: int,
+    round_robin: bool,
+    alignment: int,
+    counts: Sequence[int] = (),
 ) -> FlatGroup:
     """Lay out a param group for stages 1 and 2.
 
-    `numels`: element counts in the param group's own order.
+    `numels`: element counts of tensors in the param group's own order.
     `alignment`: unit of `parameter_alignment` in elements; 1 where it is off.
+    `counts`: how many tensors next to each other each parameter is; by default each is one.
     """
-    count = len(numels)
+    own = np.asarray(numels, dtype=np.int64)
+    lasts = np.cumsum(counts or [1] * len(numels), dtype=np.int64) - 1
+    ends, sizes = _ends_and_numels(own, lasts)
+    count = len(lasts)
     order = round_robin_order(count, world_size) if round_robin else list(range(count))
-    starts = np.zeros(count, dtype=np.int64)
+    moved = np.zeros(count, dtype=np.int64)
     alignments: list[int] = []
     end = 0
     for position, index in enumerate(order):
-        starts[index] = end
-        end += numels[index]
+        moved[index] = end + sizes[index] - ends[index]
+        end += int(sizes[index])
         gap = 0 if position == count - 1 else -end % alignment
         alignments.append(gap)
         end += gap
     unit = _START_ALIGNMENT * world_size
     return FlatGroup(
         order=tuple(order),
-        numels=np.asarray(numels, dtype=np.int64),
-        starts=starts,
+        numels=own,
+        starts=np.cumsum(own) - own + np.repeat(moved, np.diff(lasts, prepend=-1)),
+        lasts=lasts,
         alignments=tuple(alignments),
         numel=end,
         partition_numel=ceil_div(end, unit) * unit // world_size,

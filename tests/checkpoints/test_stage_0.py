@@ -161,7 +161,7 @@ BROKEN: list[tuple[Callable[[Path], Path], type[StreamshardError], str]] = [
     (
         with_changes(ds_autoep_layers=[{"ep_size": 2}], num_experts=[4, 4]),
         UnsupportedError,
-        r"trained with AutoEP \('ds_autoep_layers' says so\), .*load_checkpoint on the ranks that",
+        r"trained with AutoEP \('ds_autoep_layers' says so\) at ZeRO stage 0.*load_checkpoint on",
     ),
     *((without_part(part), IncompleteError, LOST_PART) for part in range(2)),
     (without_optimizer_in_part, DisagreementError, r"mp_rank_01.*holds no optimizer's state"),

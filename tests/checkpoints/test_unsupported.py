@@ -96,6 +96,12 @@ def auto_expert_groups(content: Content) -> None:
     content["optimizer_state_dict"]["ds_zero_partition_groups"] = [group]
 
 
+def with_muon(content: Content) -> None:
+    """Have a param group that Muon trains."""
+    groups = content["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]
+    groups[0]["use_muon"] = True
+
+
 def rename_experts(content: Content) -> None:
     """Name the experts of all ranks alike, as AutoEP's fused ones are."""
     mapping = content["optimizer_state_dict"]["param_slice_mappings"][-1]
@@ -189,10 +195,17 @@ KINDS = [
         both=(MESH,),
     ),
     Kind(
-        "autoep",
+        "autoep-with-autotp",
         Job(world_size=4, experts=EXPERTS, expert_parallel=2),
-        ("mp_rank_00_model_states.pt: trained with AutoEP ('ds_autoep_layers'", "ds_to_universal"),
-        model=(lambda content: content.update(ds_autoep_layers=[{"ep_size": 2}]),),
+        ("trained with AutoEP ('ds_autoep_layers' says so) and AutoTP", "ds_to_universal"),
+        model=(lambda content: content.update(ds_autoep_layers=[{}], folding={"tp_size": 2}),),
+    ),
+    Kind(
+        "autoep-with-muon",
+        Job(world_size=4, experts=EXPERTS, expert_parallel=2),
+        ("mp_rank_00_model_states.pt: trained with AutoEP ('ds_autoep_layers'", "and Muon"),
+        model=(lambda content: content.update(ds_autoep_layers=[{}]),),
+        optimizer=(with_muon,),
     ),
     Kind(
         "autoep-of-0.19.2",

@@ -1,5 +1,6 @@
 """Where the ranks of a job keep each parameter, and what it is called among all of them."""
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ from torch import distributed
 # DeepSpeed has no types, and gives parameters attributes of its own.
 Engine: TypeAlias = Any
 Param: TypeAlias = Any
+
+FUSED = "|"
+"""Before the list of the experts that AutoEP has in one parameter of a rank."""
 
 
 def part_of_model(engine: Engine) -> int | None:
@@ -33,7 +37,19 @@ def global_names(engine: Engine) -> Callable[[str], str]:
         if hasattr(module, "deepspeed_moe")
     }
 
+    fused = {
+        f"{path}.experts.{weight}": [
+            module.ep_rank * module.num_local_experts + expert
+            for expert in range(module.num_local_experts)
+        ]
+        for path, module in engine.module.named_modules()
+        if hasattr(module, "expert_placement_descriptor")
+        for weight in ("w1", "w2", "w3")
+    }
+
     def named(name: str) -> str:
+        if name in fused:
+            return f"{name}{FUSED}{fused[name]}"
         name = name.replace(".random_ltd_layer", "")
         for prefix, first in first_expert.items():
             if name.startswith(prefix):
@@ -42,6 +58,21 @@ def global_names(engine: Engine) -> Callable[[str], str]:
         return own + name
 
     return named
+
+
+def of_experts(fused: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors with each expert's apart, which AutoEP has in one with others of its rank."""
+    return {
+        own: value if own == name else value[place].clone()
+        for name, value in fused.items()
+        for place, own in enumerate(expert_names(name))
+    }
+
+
+def expert_names(name: str) -> list[str]:
+    """Return the names of the experts that are in one tensor; else its name alone."""
+    fused, _, experts = name.partition(FUSED)
+    return [f"{fused}.{expert}" for expert in json.loads(experts)] if experts else [name]
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,11 @@ from tests.oracle.features import (
     Feature,
     HalfFrozen,
     LowRank,
-    Named,
     a_device_beside_the_cpu,
     a_group_more,
     cases,
-    experts,
     gathers_without_coalescing,
     quantizer,
-    without_recorders,
     zero,
 )
 from tests.oracle.jobs import Consolidate, Resume, Train
@@ -112,16 +109,6 @@ ZENFLOW = {
     "zero_optimization": {"offload_optimizer": ON_CPU, "zenflow": TOP_K},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
 }
-AUTO_EXPERTS = {
-    "expert_parallel": {
-        "enabled": True,
-        "autoep_size": RANKS,
-        "preset_model": "mixtral",
-        "use_grouped_mm": False,
-    },
-    "zero_optimization": {"reduce_bucket_size": 5000, "allgather_bucket_size": 5000},
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-}
 TWIN_FLOW = odd(
     "twin-flow", 3, zero(offload_optimizer={**ON_CPU, "ratio": 0.4}, sub_group_size=400),
     a_device_beside_the_cpu, optimizer=deepspeed_cpu_adam,
@@ -144,8 +131,6 @@ for stage, advice in ((2, "load_module_only=True"), (3, "save_16bit_model")):
     REFUSED[odd("low-rank", stage, {}, model=LowRank, one_group=True)] = (
         r"'q_proj\.weight' has 192 of 384 elements: OptimizedLinear's base_weight_sharding"
     )
-    auto = odd("autoep", stage, AUTO_EXPERTS, without_recorders, model=experts, optimizer=None)
-    REFUSED[Named(**vars(auto))] = "trained with AutoEP"
 STAGE_0 = Case("z0-bf16", 0, "bf16")
 
 

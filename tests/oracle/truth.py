@@ -11,7 +11,7 @@ those raises. `accessor_differences` checks against them where they can be right
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -19,7 +19,14 @@ import torch
 from torch import distributed
 
 from tests.oracle import momentum
-from tests.oracle.places import Partition, Place, assembled, global_names
+from tests.oracle.places import (
+    Partition,
+    Place,
+    assembled,
+    expert_names,
+    global_names,
+    of_experts,
+)
 from tests.oracle.values import value_differences
 
 K = TypeVar("K")
@@ -73,7 +80,7 @@ def gather_truth(engine: Engine, client_state: Mapping[str, Any]) -> Truth:
     }
 
     def everywhere(mine: Tensors, what: str) -> Tensors:
-        return _merged({named(name): value for name, value in mine.items()}, what)
+        return _merged(of_experts({named(name): value for name, value in mine.items()}), what)
 
     return Truth(
         weights=everywhere({k: v for k, v in params.items() if k in trainable}, "weights"),
@@ -251,14 +258,18 @@ def _states_and_groups(
         tensors = {k: v.detach().flatten() for k, v in mine.items() if _same_length(v, flat.master)}
         scalars = {k: _copied(v) for k, v in mine.items() if k not in tensors}
         group = groups[flat.group]
-        group["params"] = sorted([*group["params"], *(names[id(p)] for p in flat.params)])
+        params = chain.from_iterable(expert_names(names[id(param)]) for param in flat.params)
+        group["params"] = sorted([*group["params"], *params])
         _agree_with_sub_groups(group, scalars)
         places = tuple(
             Place.of(names[id(param)], param, offset)
             for param, offset in zip(flat.params, flat.offsets, strict=True)
         )
         pieces[Partition(places, _partition_rank(optimizer, flat.group))] = tensors
-    states = assembled(_merged(pieces, "partitions"))
+    states = {
+        state: of_experts(tensors)
+        for state, tensors in assembled(_merged(pieces, "partitions")).items()
+    }
     # By the names in it: an expert group has other experts on other ranks.
     by_params = {(g, tuple(group["params"])): group for g, group in enumerate(groups)}
     return states, [group for _, group in sorted(_merged(by_params, "param groups").items())]

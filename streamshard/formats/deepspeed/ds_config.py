@@ -42,7 +42,7 @@ _READ: Final[Mapping[tuple[str, ...], tuple[str, ...]]] = {
     ("fp16",): ("enabled",),
     ("data_types",): ("grad_accum_dtype",),
     ("tensor_parallel",): ("autotp_size",),
-    ("expert_parallel",): ("enabled",),
+    ("expert_parallel",): ("enabled", "autoep_size"),
     ("checkpoint",): ("load_universal",),
 }  # fmt: skip
 """Section → keys that are read from it."""
@@ -220,6 +220,7 @@ _UNFILLED: Final = frozenset(
             )
         ),
         "data_types.grad_accum_dtype", "tensor_parallel.autotp_size", "expert_parallel.enabled",
+        "expert_parallel.autoep_size",
         "checkpoint.load_universal", "use_data_before_expert_parallelism",
     }
 )  # fmt: skip
@@ -448,8 +449,8 @@ class Features:
     """Ranks that hold all states together; None without MiCS, which 0.19.7 removed."""
     tensor_parallel: int
     """`tensor_parallel.autotp_size`, by default 1."""
-    auto_experts: bool
-    """`expert_parallel.enabled`, AutoEP's section."""
+    auto_experts: int | None
+    """`expert_parallel.autoep_size`, by default 1; None without AutoEP."""
     loads_universal: bool
     """`checkpoint.load_universal`."""
     loads_masters: bool
@@ -459,6 +460,7 @@ class Features:
 def features(config: Config) -> Features:
     """Read the features that a config switches on."""
     top, zero, offload = Section(config), _zero(config), _offload(config)
+    experts = _expert_parallel(top)
     shard_size = zero.count("mics_shard_size", least=-1)  # -1, its default, stands for none
     return Features(
         swaps_optimizer=_offload_device(config) == "nvme",
@@ -468,7 +470,7 @@ def features(config: Config) -> Features:
         quantized_frozen=zero.flag("zero_quantized_nontrainable_weights"),
         mics_shard_size=shard_size if shard_size and shard_size > 0 else None,
         tensor_parallel=top.section("tensor_parallel").count("autotp_size") or 1,
-        auto_experts=_expert_parallel(top).plain_flag("enabled"),
+        auto_experts=experts.count("autoep_size") or 1 if experts.plain_flag("enabled") else None,
         loads_universal=top.section("checkpoint").plain_flag("load_universal"),
         loads_masters=not zero.has(_LOADS_MASTERS) or zero.flag(_LOADS_MASTERS),
     )

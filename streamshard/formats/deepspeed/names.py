@@ -2,7 +2,9 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from functools import lru_cache
+from itertools import groupby
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from streamshard.formats.pickle.inert import Global
@@ -40,6 +42,8 @@ _ODD: Final = frozenset({"", ".", ".."})
 _ESCAPED: Final = re.compile(r"%2F|%25")
 
 _EXPERT: Final = re.compile(r"(?P<layer>.*\bdeepspeed_experts\.)(?P<local>\d+)(?P<rest>\..*)")
+
+_FUSED_EXPERT: Final = re.compile(r"(?P<fused>.*\bexperts\.w[123])\.(?P<number>\d{1,9})")
 
 WHOLE_EXPERT_OPTIMIZER: Final = "expp_rank_"
 """Prefix of the names of optimizer files of jobs with experts and without ZeRO."""
@@ -97,8 +101,12 @@ UNIVERSAL_STATE: Final = "optimizer_state.pt"
 """File in it for what belongs to no parameter."""
 EXPERT_COUNTS: Final = "num_experts"
 """Count of experts of each expert layer."""
-AUTO_EXPERTS: Final = ("ds_autoep_layers", "autoep_layers")
-"""Entries of a model file that only AutoEP fills; the second is the name in 0.19.2."""
+AUTO_EXPERTS: Final = "ds_autoep_layers"
+"""Entry of a model file that only AutoEP fills: where the experts of each layer are."""
+OLD_AUTO_EXPERTS: Final = "autoep_layers"
+"""Its name in 0.19.2."""
+FOLDED_EXPERTS: Final = "folding"
+"""Entry of a model file and an optimizer's state that AutoEP fills next to AutoTP."""
 AUTO_EXPERT_GROUPS: Final = "ds_zero_partition_groups"
 """Entry of an optimizer's state that only AutoEP fills, at stage 3."""
 WHOLE_OPTIMIZER: Final = "optimizer"
@@ -143,7 +151,7 @@ class RankFile:
 
 def read_latest(file: Path) -> str:
     """Read the name of a tag in `latest`, or in a file like it."""
-    return read_all(file, _LATEST_BYTES).decode(errors="replace").strip()
+    return tag_of(read_all(file, _LATEST_BYTES).decode(errors="replace"))
 
 
 def latest_of(directory: Path, name: str = LATEST) -> str | None:
@@ -218,6 +226,37 @@ def of_expert_rank(name: str, expert_rank: int, counts: Mapping[str, int]) -> st
     return f"{layer}{counts[layer] * expert_rank + local}{rest}"
 
 
+def fused_expert(name: str, number: int) -> str:
+    """Return the name of one expert's part of a parameter in which AutoEP fuses experts.
+
+    It is that in the files of experts' weights (`_save_moe_checkpoint` of `runtime/engine.py`).
+    """
+    return f"{name}.{number}"
+
+
+def fused_expert_of(name: str) -> tuple[str, int] | None:
+    """Split the name that `fused_expert` made.
+
+    >>> fused_expert_of("mlp.experts.w1.5"), fused_expert_of("moe.deepspeed_experts.1.w")
+    (('mlp.experts.w1', 5), None)
+    """
+    match = None if expert_of(name) else _FUSED_EXPERT.fullmatch(name)
+    return None if match is None else (match["fused"], int(match["number"]))
+
+
+@lru_cache(maxsize=64)  # asked for each rank
+def parameters(experts: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
+    """Return the parameters that experts' tensors are, with the count of tensors of each.
+
+    They are one each, except where AutoEP fuses those that are next to each other.
+
+    >>> parameters(("mlp.experts.w1.2", "mlp.experts.w1.3", "mlp.experts.w2.2"))
+    (('mlp.experts.w1', 2), ('mlp.experts.w2', 1))
+    """
+    fused = (found[0] if (found := fused_expert_of(name)) else name for name in experts)
+    return tuple((name, len([*tensors])) for name, tensors in groupby(fused))
+
+
 def is_of_experts(group: Mapping[str, Any]) -> bool:
     """Tell whether a param group of the wrapped optimizer is of experts."""
     return group.get(IS_EXPERTS) is True
@@ -241,6 +280,15 @@ def expert_ranks(group: Mapping[str, Any]) -> int | None:
     is_named = is_of_experts(group) and isinstance(name, str)
     match = re.fullmatch(r"ep_size_(\d{1,9})", str(name)) if is_named else None
     return None if match is None else int(match[1])
+
+
+def tag_of(text: str) -> str:
+    """Return the tag that a text names, as a path below the run directory.
+
+    >>> tag_of("./global_step5\\n"), tag_of("epoch//1/"), tag_of("../a"), tag_of("")
+    ('global_step5', 'epoch/1', '../a', '')
+    """
+    return str(PurePosixPath(text.strip())) if text.strip() else ""
 
 
 def is_tag(text: str) -> bool:

@@ -34,6 +34,8 @@ class Resuming:
     """Whether the checkpoint holds frozen weights."""
     has_experts: bool
     """Whether ranks hold different experts."""
+    auto_experts: int | None
+    """Count of ranks over which AutoEP spreads experts in the files; None without AutoEP."""
 
 
 def objection(job: Resuming) -> str | None:
@@ -137,9 +139,24 @@ def _tensor_parallel(job: Resuming, features: Features) -> str | None:
 
 
 def _auto_experts(job: Resuming, features: Features) -> str | None:
-    if not features.auto_experts:
+    wanted, own = features.auto_experts, job.auto_experts
+    if wanted == own or (wanted is None and not job.config):
         return None
-    return "has AutoEP on (expert_parallel.enabled), whose layout is not supported: leave it out"
+    if own is None:
+        return (
+            "has AutoEP on (expert_parallel.enabled), and the checkpoint was saved without: its "
+            "experts have other names. Leave it out"
+        )
+    if wanted is None:
+        return (
+            "does not have AutoEP on, with which the checkpoint was saved: set "
+            f"expert_parallel.enabled to true and expert_parallel.autoep_size to {own}"
+        )
+    return (
+        f"has expert_parallel.autoep_size {wanted}, the experts are over {own} ranks in the "
+        f"files: set it to {own}, or let 'streamshard repartition' spread them with "
+        f"{Option('expert_parallel', wanted)}"
+    )
 
 
 def _between_releases(job: Resuming, features: Features) -> str | None:

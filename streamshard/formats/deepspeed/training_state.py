@@ -24,6 +24,7 @@ from streamshard.formats.checkpoint import (
     UncutState,
 )
 from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.auto_experts import without_ranks
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.torch.tree_comparison import Disparity, Found, compare_nodes, show_key
 from streamshard.model import ZeroLayout
@@ -168,8 +169,8 @@ def compare(left: Checkpoint, right: Checkpoint) -> Iterator[Found]:
         yield from _compare_scalars(one, other, prefix)
         if whole:
             yield from _compare_dicts(
-                _kept(one.model_state, _CUT_IN_MODEL | _PROVENANCE),
-                _kept(other.model_state, _CUT_IN_MODEL | _PROVENANCE),
+                _kept(without_ranks(one.model_state), _CUT_IN_MODEL | _PROVENANCE),
+                _kept(without_ranks(other.model_state), _CUT_IN_MODEL | _PROVENANCE),
                 f"{prefix}model/",
             )
             aside = {names.OPTIMIZER} | _PROVENANCE

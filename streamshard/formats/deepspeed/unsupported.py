@@ -216,19 +216,35 @@ def _auto_experts(saved: Saved) -> UnsupportedError | None:
     # `DeepSpeedEngine._save_moe_checkpoint`, and at stage 3
     # `DeepSpeedZeroOptimizer_Stage3._zero3_partition_group_metadata`.
     models = zip(saved.models, saved.model_paths, strict=True)
-    found = [(key, path) for model, path in models for key in names.AUTO_EXPERTS if model.get(key)]
     states = zip(saved.states, saved.optimizer_paths, strict=True)
-    key = names.AUTO_EXPERT_GROUPS
-    found += [(key, path) for state, path in states if state.get(key)]
+    keys = names.AUTO_EXPERTS, names.OLD_AUTO_EXPERTS, names.AUTO_EXPERT_GROUPS
+    found = [(key, path) for root, path in (*models, *states) for key in keys if root.get(key)]
     if not found:
         return None
     key, path = found[0]
-    return UnsupportedError(f"trained with AutoEP ('{key}' says so), {_OWN_EXPERTS}", path=path)
+    said = f"trained with AutoEP ('{key}' says so)"
+    if saved.stage not in (1, 2):
+        at = f"at ZeRO stage {saved.stage}"
+        return UnsupportedError(f"{said} {at}, {_OWN_EXPERTS}", path=path)
+    if key == names.OLD_AUTO_EXPERTS:
+        at = "by a DeepSpeed before 0.19.8, which does not tell where the experts are"
+        return UnsupportedError(f"{said} {at}; {_OWN_EXPERTS}", path=path)
+    if any(root.get(names.FOLDED_EXPERTS) for root in (*saved.models, *saved.states)):
+        return UnsupportedError(f"{said} and AutoTP, {_OWN_EXPERTS}", path=path)
+    wrapped = saved.states[0].get(names.BASE_OPTIMIZER)
+    groups = wrapped.get("param_groups") if isinstance(wrapped, dict) else None
+    if any(map(names.is_of_experts, groups or ())) and any(
+        g.get(names.IS_MUON) for g in groups or ()
+    ):
+        return UnsupportedError(f"{said} and Muon, {_OWN_EXPERTS}", path=path)
+    return None
 
 
 def _unnumbered_experts(saved: Saved) -> UnsupportedError | None:
     # `module_inject/auto_ep_layer.py` fuses the experts of a rank under a name that all ranks use.
     # Raw dumps have no other sign of AutoEP.
+    if any(model.get(names.AUTO_EXPERTS) for model in saved.models):
+        return None
     state = saved.states[0]
     wrapped, mappings = state.get(names.BASE_OPTIMIZER), state.get(names.SLICE_MAPPINGS)
     if not isinstance(wrapped, dict) or not isinstance(mappings, list):

@@ -26,6 +26,7 @@ from streamshard.model import ITEMSIZE, MASTER, Copies, NoteKind
 from streamshard.operations.compact.receipts import Receipt, SourceRecord
 from streamshard.operations.compact.run_context import ProofContext
 from streamshard.operations.source.source import Source
+from streamshard.sizes import counted
 
 
 def accounted_for(source: Source, root: Path) -> str:
@@ -40,7 +41,7 @@ def accounted_for(source: Source, root: Path) -> str:
             count += 1
             if not entry.status().is_file or entry.path not in known:
                 raise UnsupportedError(f"{entry.path}: would not be in an archive; move it away")
-    return f"{count:,} files"
+    return counted(count, "file")
 
 
 def ranks_agree(source: Source) -> str:
@@ -81,7 +82,7 @@ def unchanged(receipt: Receipt, root: Path, proofs: ProofContext | None) -> str:
     for name, digest in zip(found, digests, strict=bool(proofs)):
         if digest != records[name].sha256:
             raise CorruptFileError(f"{root / name}: its bytes are not those that were archived")
-    return f"{len(found):,} files"
+    return counted(len(found), "file")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,7 @@ def _behind(flat: FlatGroup, tensors: NDArray[np.int64], *, is_lean: bool) -> Se
     gaps = np.array(flat.alignments, dtype=np.int64)
     if not is_lean:
         gaps[-1:] += flat.world_size * flat.partition_numel - flat.numel
-    order = np.array(flat.order, dtype=np.int64)
+    order = flat.lasts[np.array(flat.order, dtype=np.int64)]
     numels = flat.numels[order]
     return Segments(tensors[order], numels, numels + gaps, np.zeros_like(gaps))
 

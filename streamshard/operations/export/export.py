@@ -106,8 +106,8 @@ def plan_export(options: ExportOptions) -> TransferPlan:
     target
         Directory to make.
     dtype
-        `fp32`, `bf16` or `fp16`: the dtype to which floating-point tensors are cast, including
-        buffers.
+        `fp32`, `bf16` or `fp16`: the dtype to which floating-point tensors are cast. Buffers are
+        cast to fp32 only: in 16 bits they stay as they are, as in DeepSpeed's `save_16bit_model`.
     format
         `safetensors`; `torch` for `pytorch_model.bin`; `universal` for DeepSpeed's universal
         checkpoint, which holds the optimizer's states too, and accepts no other option from `dtype`

@@ -59,6 +59,8 @@ def inspect(options: InspectOptions) -> Inspection:
     ----------
     source_ds_config_file, like
         For sources that lack information; see `plan_repartition`.
+    rename
+        File of rules for other names of the tensors; see `export`.
     params
         Shell patterns of complete tensor names; for each tensor that matches, the result says where
         its elements lie.
@@ -95,8 +97,7 @@ def inspect(options: InspectOptions) -> Inspection:
         given = f"{Option('world_size')} and {Option('zero_stage')}"
         where = f"{Option('svg', 'FILE')} or {Option('html', 'FILE')}"
         raise UsageError(f"{given} shape a picture: say where with {where}")
-    config = options.source_ds_config_file
-    opened = open_source(source, tag, ds_config_file=config, like=options.like)
+    opened = open_source(source, options)
     stage = zero_stage or opened.checkpoint.layout.stage
     opened.require_use_of_like(
         needed=is_resized and muon_order.needs_order(opened.checkpoint, stage)

@@ -153,6 +153,7 @@ def _require_resumable(
         saved_by=checkpoint.ds_version,
         has_empty=any(0 in entry.shape for entry in entries),
         has_experts=checkpoint.expert_parallel > 1,
+        auto_experts=checkpoint.expert_parallel if checkpoint.has_auto_experts else None,
         has_frozen=any(entry.kind == "frozen" for entry in entries),
     )
     objection = resume_settings.objection(job) or _other_sequences(

@@ -26,6 +26,7 @@ from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch.torch_tensor import Storage
 from streamshard.model import LogicalTensor, Note, NoteKind, SourceFile, ZeroLayout
 from streamshard.operations.source.source import Source
+from streamshard.sizes import counted
 
 _FORMAT: Final = 3
 """Rises whenever the same run makes other bytes, or has another digest of its headers."""
@@ -115,7 +116,8 @@ class RunIdentity:
         files, digests = self.source.files, base64.b64decode(serialized)
         starts = range(0, len(digests), _DIGEST_BYTES)
         if len(starts) != len(files):
-            return f"{len(starts):,} files, where {self.source.path} has {len(files):,} now"
+            held = counted(len(starts), "file")
+            return f"{held}, where {self.source.path} has {len(files):,} now"
         changed = [
             file.path
             for file, start in zip(files, starts, strict=True)

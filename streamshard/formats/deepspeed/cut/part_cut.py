@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, chain, pairwise
+from typing import TypeVar
 
 from streamshard.formats.checkpoint import Checkpoint, ModelPart
 from streamshard.layout.zero import (
@@ -12,6 +14,8 @@ from streamshard.layout.zero import (
     sub_groups,
 )
 from streamshard.model import ITEMSIZE, SubGroup, ZeroLayout
+
+_Param = TypeVar("_Param", str, tuple[str, ...])
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,7 @@ def flat_groups(
             world_size=layout.world_size // group.expert_parallel,
             round_robin=layout.round_robin,
             alignment=unit,
+            counts=model_part.tensor_counts(group),
         )
         for group in model_part.groups
     ]
@@ -60,14 +65,14 @@ def undo_round_robin(model_part: ModelPart, world_size: int) -> ModelPart:
     """Bring the parameters of every group from the stored order into the group's own order."""
     groups = []
     for group in model_part.groups:
-        params = in_own_order(group.params, world_size // group.expert_parallel)
-        groups.append(replace(group, params=tuple(params)))
+        stops = [*accumulate(model_part.tensor_counts(group), initial=0)]
+        stored = [group.params[start:stop] for start, stop in pairwise(stops)]
+        params = in_own_order(stored, world_size // group.expert_parallel)
+        groups.append(replace(group, params=tuple(chain.from_iterable(params))))
     return replace(model_part, groups=tuple(groups))
 
 
-def in_own_order(stored: Sequence[str], world_size: int) -> list[str]:
+def in_own_order(stored: Sequence[_Param], world_size: int) -> list[_Param]:
     """Bring parameters from the round-robin order into the group's own order."""
-    params = [""] * len(stored)
-    for name, index in zip(stored, round_robin_order(len(stored), world_size), strict=True):
-        params[index] = name
-    return params
+    order = round_robin_order(len(stored), world_size)
+    return [param for _, param in sorted(zip(order, stored, strict=True))]

@@ -36,6 +36,7 @@ from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.io.files import require_inside
 from streamshard.model import Note, NoteKind, ZeroLayout
+from streamshard.sizes import counted
 
 ASSUMED: Final = (
     "The dumps do not say whether round_robin_gradients was on. They were read as if it was off, "
@@ -104,7 +105,7 @@ def _read_ranks(
     if elastic and like is not None:
         elastic_reader.require_same_groups([list(u) for u in units], like.model_parts[0], paths[0])
     shapes = {name: shape for unit in units for name, shape in unit.items()}
-    groups = optimizer.groups([list(unit) for unit in units])
+    groups = optimizer.groups([list(unit) for unit in units], {})
     groups = optimizer.with_whole_blocks(groups, shapes, layout)
     tensors = optimizer_tensors(groups, shapes, "")
     strip_optimizer(states[0], stage)
@@ -165,8 +166,8 @@ def _check_world_size(states: Sequence[Mapping[str, Node]], paths: Sequence[Path
     for state, path in zip(states, paths, strict=True):
         for count in rank_counts(state, path):
             if count != len(states):
-                message = f"dumped by {show(count)} ranks, but there are {len(states)} dumps; all"
-                raise DisagreementError(f"{message} ranks' dumps of one step are needed", path=path)
+                message = f"{counted(len(states), 'dump')} of {show(count)} ranks; all are needed"
+                raise DisagreementError(f"{message}, of one step", path=path)
 
 
 def _units_like(

@@ -23,6 +23,7 @@ from typing import Final
 from streamshard.errors import DisagreementError, Option, UnsupportedError, UsageError
 from streamshard.formats.checkpoint import LIKE, Checkpoint, ModelPart, ParamGroup
 from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.model_parallel.auto_placement import placed_anew, with_degree
 from streamshard.formats.deepspeed.model_parallel.expert_groups import (
     AS_SAVED,
     ExpertLayer,
@@ -144,13 +145,18 @@ def _spread(
         model_part,
         groups=regrouped,
         optimizer_file=_with_groups(model_part, groups, made, own, degree),
-        model_state=_with_rates(model_part.model_state, groups, made),
+        model_state=placed_anew(
+            _with_rates(model_part.model_state, groups, made),
+            {layer.module: layer.count for layer in layers},
+            own,
+            degree,
+        ),
     )
 
 
 def _require_all_trained(model_part: ModelPart, layers: Iterable[ExpertLayer]) -> None:
     """Refuse experts that the param groups lack, and counts that the model file does not tell."""
-    counts = {layer.name: layer.count for layer in layers}
+    counts = {layer.module: layer.count for layer in layers}
     listed = model_part.model_state.get(names.EXPERT_COUNTS)
     stated = listed if isinstance(listed, list) else []
     if Counter(counts.values()) != Counter(stated):
@@ -167,7 +173,7 @@ def _require_even(layers: Iterable[ExpertLayer], degree: int) -> None:
         if degree < 1 or layer.count % degree:
             fitting = [n for n in range(1, layer.count + 1) if layer.count % n == 0]
             asked = Option("expert_parallel", degree)
-            message = f"{asked}: '{layer.name[:-1]}' has {layer.count} experts"
+            message = f"{asked}: '{layer.module}' has {counted(layer.count, 'expert')}"
             choice = ", ".join(map(str, fitting))
             raise UsageError(f"{message}, of which each rank must have as many: give {choice}")
 
@@ -215,7 +221,7 @@ def _with_groups(
     state = model_part.optimizer_file[names.OPTIMIZER]
     wrapped = {**state[names.BASE_OPTIMIZER], "param_groups": entries}
     state = {**state, names.BASE_OPTIMIZER: wrapped}
-    return {**model_part.optimizer_file, names.OPTIMIZER: state}
+    return with_degree({**model_part.optimizer_file, names.OPTIMIZER: state}, degree)
 
 
 def _with_rates(

@@ -27,13 +27,18 @@ AS_SAVED: Final = "Resume with the expert parallel size of the job that saved it
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayer:
-    """A layer of experts, as far as one param group has it."""
+    """A layer of experts, or one of AutoEP's weights of it, as far as one param group has it."""
 
     name: str
     rests: tuple[str, ...]
     """What follows the expert's number in the names of its parameters, in the group's order."""
     count: int
     """Of all experts of the layer."""
+
+    @property
+    def module(self) -> str:
+        """Name of the module."""
+        return self.name.rpartition(".")[0] if all(self.rests) else self.name[:-4]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +60,8 @@ class UndividedGroup:
         rests: dict[str, dict[str, None]] = {}
         numbers: dict[str, set[int]] = {}
         for name in (name for params in self.params for name in params):
-            found = names.expert_of(name)
+            fused = names.fused_expert_of(name)
+            found = (f"{fused[0]}.", fused[1], "") if fused else names.expert_of(name)
             if found is None:
                 message = f"'{name}' is in a param group of experts, and is not of an expert"
                 raise UnsupportedError(f"{message}. {AS_SAVED}")
@@ -217,22 +223,33 @@ class _Rule:
     def doubt(self) -> str | None:
         """Say what is not sure, if anything is."""
         position = {entry.name: number for number, entry in enumerate(self.model_part.module)}
+        # AutoEP's parameters are the same on any count of ranks, and so is the order of all.
+        are_fused = bool(self.model_part.model_state.get(names.AUTO_EXPERTS))
         for group in self.groups:
-            found = (
-                self._doubt_of_experts(group)
-                if group.has_experts
-                else _doubt_of_shared(group, position)
-            )
+            found = None
+            if group.has_experts:
+                found = self._doubt_of_experts(group)
+            elif not are_fused:
+                found = _doubt_of_shared(group, position)
             if found:
                 return found
-        return self._other_rule()
+        return None if are_fused else self._other_rule()
 
     def _spread(self, group: UndividedGroup) -> list[tuple[str, ...]]:
         layers = group.layers()
         return [_expert_params(layers, self.degree, rank) for rank in range(self.degree)]
 
-    def _parts(self, params: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-        return divided(params, self.numels, GROUP_NUMEL)
+    def _parts(self, params: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+        """Divide the parameters of a rank's experts; those that are fused stay together."""
+        tensors: dict[str, list[str]] = {}
+        for name in params:
+            fused = names.fused_expert_of(name)
+            tensors.setdefault(fused[0] if fused else name, []).append(name)
+        numels = {name: sum(map(self.numels.__getitem__, own)) for name, own in tensors.items()}
+        return tuple(
+            tuple(name for param in part for name in tensors[param])
+            for part in divided([*tensors], numels, GROUP_NUMEL)
+        )
 
     def _doubt_of_experts(self, group: UndividedGroup) -> str | None:
         what = "param group " + ", ".join(map(str, group.numbers)) + " of experts"

@@ -9,6 +9,7 @@ from pathlib import Path
 from streamshard.errors import CorruptFileError, UnsupportedError
 from streamshard.formats.checkpoint import ModelPart, ParamGroup
 from streamshard.formats.deepspeed import ds_config, names
+from streamshard.formats.deepspeed.auto_experts import placements
 from streamshard.formats.deepspeed.cut.part_cut import in_own_order
 from streamshard.formats.deepspeed.cut.zero_cutting import ModelPartMap
 from streamshard.formats.deepspeed.ds_versions import Version, recorded_version
@@ -109,14 +110,21 @@ def read_model_part(
         elastic_reader.require_same_groups(
             [list(s) for s in shapes], known, files.optimizer_files[0]
         )
-    groups = optimizer.groups([list(unit) for unit in shapes])
+    shape_by_name = {param: shape for unit in shapes for param, shape in unit.items()}
+    placed = placements(models[0], shape_by_name, files.model_files[0])
+    groups = optimizer.groups([list(unit) for unit in shapes], placed)
     if version is None or stage == 1:
         layout = replace(layout, round_robin=_is_round_robin(optimizer, layout, shapes))
-    shape_by_name = {param: shape for unit in shapes for param, shape in unit.items()}
-    groups = optimizer.with_whole_blocks(groups, shape_by_name, layout)
     module = ModuleReader(model_files, stage, tied)
     entries = module.entries(shape_by_name)
-    tensors = optimizer_tensors(groups, shape_by_name, name)
+    of_experts = {
+        names.fused_expert(param, number): shape_by_name[param][1:]
+        for param, placement in placed.items()
+        for number in placement[0]
+    }
+    group_shapes = {**shape_by_name, **of_experts}
+    groups = optimizer.with_whole_blocks(groups, group_shapes, layout)
+    tensors = optimizer_tensors(groups, group_shapes, name)
     notes = [
         *unlike_optimizers(optimizers, files.optimizer_files),
         *steps_apart(groups, models[0]),

@@ -22,6 +22,7 @@ from streamshard.formats.checkpoint import (
     UncutState,
 )
 from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.auto_experts import Placement, of_ranks
 from streamshard.formats.deepspeed.cut.block_cut import IN_BLOCKS, divided_block
 from streamshard.formats.deepspeed.cut.zero_cutting import RecordedCut, recorded_cut
 from streamshard.formats.deepspeed.read.agreement import disagreements, group_facts
@@ -131,8 +132,14 @@ class OptimizerReader:
             raise CorruptFileError(f"{what} is not a flat tensor", path=path)
         return tensor.require_contiguous(f"{path}: {what}")
 
-    def groups(self, units: Sequence[Sequence[str]]) -> tuple[ParamGroup, ...]:
-        """Read the param groups; `units` names the parameters of each unit."""
+    def groups(
+        self, units: Sequence[Sequence[str]], placed: Mapping[str, Placement]
+    ) -> tuple[ParamGroup, ...]:
+        """Read the param groups.
+
+        `units` names the parameters of each unit. `placed`: where the experts are that AutoEP fused
+        to one parameter.
+        """
         for rank, masters in enumerate(self._masters):
             if len(masters) != len(units):
                 message = f"{len(masters)} flat groups for {len(units)} groups of parameter shapes"
@@ -147,7 +154,13 @@ class OptimizerReader:
                 found.append(
                     ParamGroup(
                         params=tuple(
-                            names.of_expert_rank(name, expert_rank, experts) for name in params
+                            own
+                            for name in params
+                            for own in (
+                                of_ranks(name, expert_rank, self._expert_ranks(number), placed)
+                                if name in placed
+                                else [names.of_expert_rank(name, expert_rank, experts)]
+                            )
                         ),
                         master_dtype=self._masters[0][members[0]].dtype if members else "float32",
                         states=self._states_of(members, len(found), expert_parallel, expert_rank),
@@ -182,8 +195,12 @@ class OptimizerReader:
 
     def expert_parallel(self, number: int) -> int:
         """Return the count of expert ranks of a param group: 1 if it holds no experts."""
-        if self._inner[0]["param_groups"][number].get(names.IS_EXPERTS) is not True:
-            return 1
+        return self._expert_ranks(number) or 1
+
+    def _expert_ranks(self, number: int) -> int | None:
+        """Return the count of expert ranks of a param group; None if it holds no experts."""
+        if not names.is_of_experts(self._inner[0]["param_groups"][number]):
+            return None
         world_size = self._layout.world_size
         for state, path in zip(self._states, self._paths, strict=True):
             sharing = require(state, names.PARTITION_COUNT, path)[number]

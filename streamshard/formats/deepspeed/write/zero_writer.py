@@ -11,8 +11,8 @@ from functools import partial
 import numpy as np
 
 from streamshard.errors import UnsupportedError
-from streamshard.formats.checkpoint import Checkpoint, ModuleEntry
-from streamshard.formats.deepspeed import names
+from streamshard.formats.checkpoint import Checkpoint, ModuleEntry, ParamGroup
+from streamshard.formats.deepspeed import auto_experts, names
 from streamshard.formats.deepspeed.write.optimizer_writer import OptimizerWriter
 from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
 from streamshard.formats.pickle.inert import Node
@@ -20,6 +20,7 @@ from streamshard.formats.pickle.inert_dump import dump
 from streamshard.formats.torch.torch_tensor import Storage, make_size, make_tensor
 from streamshard.formats.torch.zip_layout import Serialized, serialize
 from streamshard.layout.cutting import Share, shard_segments
+from streamshard.layout.zero import FlatGroup
 from streamshard.model import MASTER, MODULE, Literal, Whole
 
 
@@ -66,7 +67,8 @@ class ModuleWriter:
         # Another stage may need entries that an old DeepSpeed did not save for the source's stage.
         crosses = self._layout.stage != self._source.layout.stage
         known = {key: value for key, value in state.items() if crosses or key in source}
-        return {**source, **known, **given}
+        placed = auto_experts.with_sharing(source, self._layout.world_size)
+        return {**placed, **known, **given}
 
     def _uncut(self, module: Mapping[str, Node]) -> dict[str, Node]:
         """Build the model file of stage 0, which also holds the optimizer's state."""
@@ -173,12 +175,22 @@ class ModuleWriter:
                 self._model_part.groups[s.group].params[s.first : s.stop] for s in self._sub_groups
             ]
         else:
-            units = [
-                tuple(group.params[index] for index in flat.order)
-                for group, flat in zip(self._model_part.groups, self._flat_groups, strict=True)
-                if group.expert_rank == 0
+            groups = zip(self._model_part.groups, self._flat_groups, strict=True)
+            return [
+                self._shapes_of(group, flat) for group, flat in groups if group.expert_rank == 0
             ]
         return [OrderedDict((n, self._shape(self._shapes[n])) for n in unit) for unit in units]
+
+    def _shapes_of(self, group: ParamGroup, flat: FlatGroup) -> OrderedDict[str, Node]:
+        """Return the shapes of a param group's parameters, in stored order."""
+        params = self._model_part.serialized(group)
+        counts = self._model_part.tensor_counts(group)
+        shapes: OrderedDict[str, Node] = OrderedDict()
+        for index in flat.order:
+            tensor = group.params[flat.lasts[index]]
+            fused = () if tensor == params[index] else (counts[index],)
+            shapes[params[index]] = self._shape((*fused, *self._shapes[tensor]))
+        return shapes
 
     def _frozen(self, module: Mapping[str, Node], rank: int | None) -> tuple[Node, Node]:
         """Return shapes and fragments of the frozen parameters; stage 1 saves neither."""
@@ -187,7 +199,7 @@ class ModuleWriter:
         shapes: OrderedDict[str, Node] = OrderedDict()
         fragments: OrderedDict[str, Node] = OrderedDict()
         for entry in self._model_part.module:
-            if entry.kind == "frozen":
+            if entry.kind == "frozen" or entry.paused:
                 shapes[entry.name] = self._shape(entry.shape)
                 fragments[entry.name] = self._frozen_fragment(entry, module, rank)
         return shapes, fragments
@@ -212,10 +224,7 @@ class ModuleWriter:
             if self._is_cloned:
                 return self._module_entry(entry, {})
             return make_tensor(module[entry.name].args[0], entry.shape)
-        number, world_size = (
-            self._index[self._model_part.name, MODULE, entry.name],
-            self._layout.world_size,
-        )
+        number, world_size = self._entry_content(entry).tensor, self._layout.world_size
         tensor = self._source.tensors[number]
         tensors, numels = np.array([number]), np.array([tensor.numel])
         share = Share(

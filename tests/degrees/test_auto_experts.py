@@ -1,0 +1,215 @@
+"""Experts that AutoEP fuses: on other ranks, in stores and exports, and what is refused."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import streamshard
+from streamshard.errors import StreamshardError, UnsupportedError, UsageError
+from tests.comparing import compare
+from tests.fabricated import edit, edit_all, optimizer_file, wrapped
+from tests.fabricated_auto_experts import ON_2, WEIGHTS, AutoExpertsJob, fused, write_auto
+from tests.job import TAG, ds_config, values
+
+COUNT = 4
+VARIANTS = {
+    "stage-1": replace(ON_2, stage=1),
+    "plain": ON_2,
+    "round-robin": replace(ON_2, round_robin=True),
+    "round-robin-aligned": replace(ON_2, round_robin=True, alignment=True),
+    "data-first": replace(ON_2, data_before_experts=True),
+}
+MODEL = f"{TAG}/mp_rank_00_model_states.pt"
+
+
+def spread(job: AutoExpertsJob, degree: int, world_size: int) -> AutoExpertsJob:
+    """Return the same job with its experts over another count of ranks."""
+    return replace(
+        job, world_size=world_size, experts=fused(COUNT // degree), expert_parallel=degree
+    )
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize("job", VARIANTS.values(), ids=VARIANTS)
+def test_the_files_are_those_of_the_job_with_other_ranks(
+    tmp_path: Path, job: AutoExpertsJob, degree: int
+) -> None:
+    """With another degree and with the same, from either road."""
+    run, store = write_auto(spread(job, degree, 4), tmp_path / "run"), tmp_path / "run.zarr"
+    streamshard.convert(run, store, chunk_size=50)
+    targets = {1: [(2, 6), (1, 3)], 2: [(1, 3), (2, 8)], 4: [(4, 8), (2, 2)]}
+    for source in (run, store):
+        for target, ranks in targets[degree]:
+            wanted = tmp_path / f"wanted-{target}-{ranks}"
+            if not wanted.exists():
+                write_auto(spread(job, target, ranks), wanted)
+            out = tmp_path / f"out-{source.name}-{target}-{ranks}"
+            asked = None if target == degree else target
+            streamshard.repartition(source, out, world_size=ranks, expert_parallel=asked)
+            compare(out / TAG, wanted / TAG)
+            assert streamshard.verify(out, against=source).is_good
+
+
+def test_reading_verbs_see_each_expert(tmp_path: Path) -> None:
+    run = write_auto(ON_2, tmp_path / "run")
+    report = streamshard.inspect(run)
+    assert (report.expert_parallel, report.world_size) == (2, 4)
+    assert streamshard.verify(run).problems == ()
+    other = write_auto(spread(ON_2, 4, 4), tmp_path / "other")
+    assert streamshard.verify(run, against=other).is_good
+    wanted = {
+        f"{name}.{number}": values("fp32", f"{name}.{number}", shape[1:])
+        for name, shape in ON_2.experts
+        for number in range(COUNT)
+    }
+    streamshard.export(run, tmp_path / "weights")
+    exported = safetensors.torch.load_file(tmp_path / "weights" / "model.safetensors")
+    with streamshard.open(run) as checkpoint:
+        for name, value in wanted.items():
+            assert torch.equal(exported[name], value)
+            assert (checkpoint[name].fp32[...] == value.numpy()).all()
+
+
+def test_one_element_of_an_expert_differs(tmp_path: Path) -> None:
+    run = write_auto(ON_2, tmp_path / "run")
+    other = write_auto(spread(ON_2, 4, 4), tmp_path / "other")
+
+    def add_one(content: dict[str, Any]) -> None:
+        with torch.no_grad():
+            content["optimizer_state_dict"]["single_partition_of_fp32_groups"][-1][7] += 1
+
+    edit(optimizer_file(other, 3), add_one)
+    report = streamshard.verify(run, against=other)
+    assert [(d.name, d.count) for d in report.differences] == [("state/fp32/mlp.experts.w1.3", 1)]
+
+
+def placed(change: Callable[[Any], object]) -> Callable[[Path], None]:
+    """Change the layer of experts that the model file notes."""
+    return lambda run: edit(run / MODEL, lambda content: change(content["ds_autoep_layers"][0]))
+
+
+def place(layer: dict[str, Any], *ranks: list[Any]) -> None:
+    listed = [{"rank": rank, "experts": experts} for rank, experts in enumerate(ranks)]
+    layer["expert_placement"]["ranks"] = listed
+
+
+def freeze(run: Path) -> None:
+    """Leave the experts out of the param groups."""
+    edit(run / MODEL, lambda content: content["param_shapes"][-1].pop("mlp.experts.w2"))
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no-layers": (
+        lambda run: edit(run / MODEL, lambda content: content.update(ds_autoep_layers={"a": 1})),
+        r"its 'ds_autoep_layers' is no list",
+    ),
+    "nameless": (placed(lambda e: e.update(expert_key_prefix="moe")), "layer of experts under 'm"),
+    "form": (
+        placed(lambda e: e.update(checkpoint_format="zero3_partitioned")),
+        "saved as 'zero3_partitioned', and not 'per_expert_files'",
+    ),
+    "no-placement": (placed(lambda e: e.pop("expert_placement")), "is of version None, not 1"),
+    "version": (placed(lambda e: e["expert_placement"].update(version=2)), "of version 2, not 1"),
+    "count": (placed(lambda e: e.update(num_experts=6)), "is not of 6 experts on 2 ranks"),
+    "ranks": (placed(lambda e: place(e, [0, 1, 2, 3])), "lists 1 ranks, and is not of 4"),
+    "huge": (placed(lambda e: place(e, [0, 10**12], [2, 3])), "some are on several ranks, or on n"),
+    "no-number": (placed(lambda e: place(e, [0, "1"], [2, 3])), "has experts without a number"),
+    "twice": (placed(lambda e: place(e, [0, 1], [1, 2, 3])), "the ranks have 5 experts"),
+    "uneven": (placed(lambda e: place(e, [0], [1, 2, 3])), r"the ranks have \[1, 3\] experts"),
+    "frozen": (freeze, "the experts 'mlp.experts.w2' are frozen"),
+    "shape": (
+        lambda run: edit(
+            run / MODEL,
+            lambda content: content["param_shapes"][-1].update({"mlp.experts.w2": (1, 8, 5)}),
+        ),
+        r"'mlp.experts.w2' has shape \[1, 8, 5\], and 2 experts on a rank",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_placement_that_cannot_be_is_refused(name: str, tmp_path: Path) -> None:
+    run = write_auto(ON_2, tmp_path / "run")
+    change, message = REFUSED[name]
+    change(run)
+    with pytest.raises(StreamshardError, match=message):
+        streamshard.inspect(run)
+
+
+def test_experts_of_a_group_that_is_not_of_experts_are_refused(tmp_path: Path) -> None:
+    run = write_auto(spread(ON_2, 1, 4), tmp_path / "run")
+
+    def share(content: dict[str, Any]) -> None:
+        wrapped(content["optimizer_state_dict"])["param_groups"][-1].pop("moe")
+
+    edit_all(run, "*_optim_states.pt", share)
+    with pytest.raises(StreamshardError, match="on 1 ranks, and their param group is of no expert"):
+        streamshard.inspect(run)
+
+
+def test_experts_in_another_order_stay_on_their_ranks(tmp_path: Path) -> None:
+    """Whichever ranks have them, each is what it is; only where they go is then unknown."""
+    run = write_auto(ON_2, tmp_path / "run")
+    placed(lambda layer: place(layer, [3, 0], [1, 2]))(run)
+    streamshard.export(run, tmp_path / "weights")
+    exported = safetensors.torch.load_file(tmp_path / "weights" / "model.safetensors")
+    value = values("fp32", "mlp.experts.w1.2", WEIGHTS["w1"])  # as the third one it was written
+    assert torch.equal(exported["mlp.experts.w1.1"], value)
+    streamshard.repartition(run, tmp_path / "out", world_size=2)
+    assert streamshard.verify(tmp_path / "out", against=run).is_good
+    with pytest.raises(UnsupportedError, match="not ordered expert by expert"):
+        streamshard.repartition(run, tmp_path / "more", world_size=4, expert_parallel=4)
+
+
+def test_notes_that_no_engine_made_stay_as_they_are(tmp_path: Path) -> None:
+    run = write_auto(ON_2, tmp_path / "run")
+    placed(lambda layer: layer.update(global_expert_end=3))(run)
+    streamshard.repartition(run, tmp_path / "out", world_size=2)
+    with pytest.raises(UnsupportedError, match="the 'global_expert_end' of the experts"):
+        streamshard.repartition(run, tmp_path / "more", world_size=4, expert_parallel=4)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"enabled": True, "autoep_size": 4}, "autoep_size 4, .* over 2 .*expert_parallel=4"),
+        ({"enabled": True}, "autoep_size 1, the experts are over 2 ranks"),
+        ({"enabled": False}, "does not have AutoEP on"),
+        (None, "does not have AutoEP on"),
+    ],
+)
+def test_a_job_that_spreads_them_otherwise_is_refused(
+    section: dict[str, Any] | None, message: str, tmp_path: Path
+) -> None:
+    run, path = write_auto(ON_2, tmp_path / "run"), tmp_path / "config.json"
+    given = {**ds_config(ON_2), "expert_parallel": {"enabled": True, "autoep_size": 2}}
+    path.write_text(json.dumps(given))
+    streamshard.repartition(run, tmp_path / "out", world_size=2, ds_config_file=path)
+    path.write_text(json.dumps({**given, "expert_parallel": section}))
+    with pytest.raises(UsageError, match=message):
+        streamshard.repartition(run, tmp_path / "more", world_size=2, ds_config_file=path)
+
+
+@pytest.mark.parametrize("most", [100, 200])
+def test_param_groups_are_divided_between_parameters(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A parameter of two experts has 40 elements, which stay together."""
+    groups = "streamshard.formats.deepspeed.model_parallel.expert_groups.GROUP_NUMEL"
+    monkeypatch.setattr(groups, most)
+    job = replace(ON_2, max_group=most, rates="base_lrs")
+    runs = {d: write_auto(spread(job, d, 4), tmp_path / f"on-{d}") for d in (1, 2, 4)}
+    for degree in (1, 4):
+        out = tmp_path / f"to-{degree}"
+        like = runs[degree] if most == 200 and degree == 1 else None
+        if like is not None:
+            with pytest.raises(UnsupportedError, match="has more than 200 elements on a rank"):
+                streamshard.repartition(runs[2], out, world_size=4, expert_parallel=degree)
+        streamshard.repartition(runs[2], out, world_size=4, expert_parallel=degree, like=like)
+        compare(out / TAG, runs[degree] / TAG)
