@@ -7,7 +7,6 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from streamshard.formats.zarr.chunks import EncodedChunk
 from streamshard.layout.cutting import Segments
 from streamshard.model import ITEMSIZE, Computed, Whole
 from streamshard.operations.source.source import Source
@@ -122,7 +121,7 @@ def read_bytes(source: Source, times: NDArray[np.int64]) -> NDArray[np.int64]:
                 nbytes[row] = 0
         np.add.at(found, copies.file, nbytes)
     for number, file in enumerate(source.files):
-        if isinstance(file.decoder, EncodedChunk) and found[number]:
+        if found[number] and number not in computed and not file.is_plain:
             found[number] = file.nbytes
     return found
 
