@@ -177,7 +177,7 @@ NO_LOCK: Final = (
 
 
 class SourceOptions(Options):
-    """Options that supply what a source lacks: config, reference checkpoint, tag."""
+    """Options of how a source is read: what it lacks, other names of its tensors, tag."""
 
     group = SOURCE
 
@@ -186,6 +186,13 @@ class SourceOptions(Options):
     )
     like: Path_ | None = option(
         "SRC", "reference checkpoint of the same job, which supplies what SRC lacks"
+    )
+    rename: Path_ | None = option(
+        "FILE",
+        "rules that give the tensors of FSDP's or Megatron's .distcp files (of two that are "
+        "compared: of the first) other names, and split or join fused ones: lines such as "
+        "'decoder.layers.*.x -> layers.*.x' [their own names]",
+        is_rare=True,
     )
     tag: str | None = option("", "tag to read [the one that 'latest' names]")
 
@@ -265,13 +272,6 @@ class TransferOptions(SourceOptions, WritingOptions):
     """Options of verbs that write what is in one source."""
 
     source: Path_ = place("SRC", SOURCE_HELP, kw_only=False)
-    rename: Path_ | None = option(
-        "FILE",
-        "rules that give the tensors of FSDP's or Megatron's .distcp files other names, and split "
-        "or join fused ones: lines such as 'decoder.layers.*.x -> layers.*.x' [their own names]",
-        group=SOURCE,
-        is_rare=True,
-    )
 
 
 def degree(metavar: str, help: str) -> Any:  # noqa: ANN401

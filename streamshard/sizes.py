@@ -126,6 +126,24 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
+def show_ranks(ranks: Sequence[int]) -> str:
+    """List ranks as text, with consecutive ranks as ranges.
+
+    >>> show_ranks([3]), show_ranks([4, 5, 6, 9])
+    ('rank 3', 'ranks 4 to 6 and 9')
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    named = [f"{run[0]} to {run[-1]}" if len(run) > 2 else " and ".join(map(str, run))
+             for run in runs]  # fmt: skip
+    listed = ", ".join(named[:-1]) + " and " * (len(named) > 1) + named[-1]
+    return f"rank{'s' * (len(ranks) > 1)} {listed}"
+
+
 def some_of(names: Sequence[object], most: int = 8) -> str:
     """Join the first of some names, and count the others.
 

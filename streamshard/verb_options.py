@@ -73,7 +73,12 @@ class ExportOptions(TransferOptions):
     group = OUTPUT
 
     target: Path_ = place("OUT", "model directory to make", kw_only=False)
-    dtype: str = option("", "what to cast weights to [fp32]", default="fp32", choices=tuple(DTYPES))
+    dtype: str = option(
+        "",
+        "what to cast weights to; buffers are cast to fp32 only [fp32]",
+        default="fp32",
+        choices=tuple(DTYPES),
+    )
     format: str = option(
         "",
         "model.safetensors, torch's pytorch_model.bin, DeepSpeed's universal checkpoint, or "
@@ -154,7 +159,8 @@ class MergeOptions(WritingOptions):
     any_sum: bool = flag("take weights whose sum is not 1", is_rare=True)
     states: str = option(
         "",
-        "optimizer states of the newest, or the weighted mean of all [newest]",
+        "take the optimizer states of the newest; or merge them as the weights are, if they are "
+        "exp_avg, exp_avg_sq or momentum_buffer: others are refused [newest]",
         default="newest",
         choices=("newest", "mean"),
     )

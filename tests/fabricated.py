@@ -122,10 +122,12 @@ def _module(job: Job) -> OrderedDict[str, Tensor]:
 def _frozen(job: Job, module: Mapping[str, Tensor], rank: int) -> tuple[Any, Any]:
     if job.stage == 1:
         return None, None
-    shapes = OrderedDict((name, _size(job, shape)) for name, shape in job.frozen)
+    also = [(name, job.shapes[name]) for name in module if name in job.paused]
+    shapes = OrderedDict((name, _size(job, shape)) for name, shape in (*also, *job.frozen))
     if job.stage == 2:
         return shapes, OrderedDict((name, module[name]) for name in shapes)
-    wholes = {name: job.values("frozen", name).to(job.dtype) for name, _ in job.frozen}
+    states = {name: "fp32" if name in job.paused else "frozen" for name in shapes}
+    wholes = {name: job.values(states[name], name).to(job.dtype) for name in shapes}
     return shapes, OrderedDict((n, shard(job, w, rank, -1e30)) for n, w in wholes.items())
 
 

@@ -45,6 +45,10 @@ class ZeroStageEnum(int, enum.Enum):
     gradients = 2
     weights = 3
 
+    def __reduce_ex__(self, protocol: object) -> tuple[type["ZeroStageEnum"], tuple[int]]:
+        """Pickle it as all versions of Python do but 3.11.0 to 3.11.3."""
+        return type(self), (self.value,)
+
 
 @dataclass
 class fragment_address:
@@ -108,6 +112,8 @@ class Job:
         (("embed.bias", (1,)), ("block.0.bias", (7,)), ("block.1.bias", (2,))),
     )
     frozen: Shapes = (("old.weight", (5, 3)), ("old.bias", (1,)))
+    paused: tuple[str, ...] = ()
+    """Trained parameters that are frozen when the job saves, and so saved as both."""
     tied: Mapping[str, str] = field(default_factory=lambda: {"head.weight": "embed.weight"})
     dtype: torch.dtype = torch.bfloat16
     round_robin: bool = False

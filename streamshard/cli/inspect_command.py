@@ -18,6 +18,7 @@ from streamshard.operations.inspect.inspect_report import (
 )
 from streamshard.operations.inspect.unopened import describe_unopened, draw_unopened
 from streamshard.options import SourceOptions, types_of
+from streamshard.sizes import counted
 
 
 def run_inspect(arguments: argparse.Namespace) -> None:
@@ -30,13 +31,14 @@ def run_inspect(arguments: argparse.Namespace) -> None:
     try:
         found = inspect.inspect(**options)
     except SourceError as error:
-        own = {name: options.pop(name) for name in ("source", *types_of(SourceOptions))}
-        html, overwrite = options.pop("html"), options.pop("overwrite")
-        found = None if any(map(_is_given, options.values())) else describe_unopened(error, **own)
+        source, html, overwrite = (options.pop(k) for k in ("source", "html", "overwrite"))
+        own = SourceOptions(**{name: options.pop(name) for name in types_of(SourceOptions)})
+        is_more = any(map(_is_given, options.values()))
+        found = None if is_more else describe_unopened(error, source, own)
         if found is None:
             raise
         if html is not None:
-            found = draw_unopened(found, own["source"], html, overwrite=overwrite)
+            found = draw_unopened(found, source, html, overwrite=overwrite)
         _show_inspection(found, arguments)
         if isinstance(found, CheckpointList) and found.problems:
             raise SourceError(found.problems[0]) from None  # without advice to do this
@@ -86,5 +88,6 @@ def _inspect_pickles(arguments: argparse.Namespace) -> None:
         )
     if found.problems:
         count, first = len(found.problems), found.problems[0]
-        message = f"{found.path}: {count} of {len(found.files)} files not read to the end"
+        files = counted(len(found.files), "file")
+        message = f"{found.path}: {count} of {files} not read to the end"
         raise SourceError(f"{message}, so there may be more names; {first.path}: {first.problem}")

@@ -107,14 +107,15 @@ def arguments_of() -> argparse.ArgumentParser:
     """Make the parser of the whole command line; `verb` of its result names the verb to run."""
     parser = _Parser(
         prog="streamshard",
-        description="Reshard DeepSpeed ZeRO checkpoints to another number of GPUs.",
+        description="Reshard DeepSpeed ZeRO checkpoints to another number of GPUs. "
+        "'streamshard VERB --help' shows what a verb takes.",
         epilog="Exit codes: 0 done, 2 usage, 3 source unreadable or incomplete, 4 target, "
         "5 memory limit too small, 6 bytes differ from what was recorded, verify found problems or "
         "diff differences, 7 workers of a cluster gone, "
         "130 interrupted, 143 terminated.",
     )
     parser.add_argument("--version", action=_Version, help="show the version and exit")
-    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    verbs = parser.add_subparsers(metavar="VERB")
     for name, (summary, *examples) in _SUMMARIES.items():
         verb: _Parser = verbs.add_parser(
             name,
@@ -190,7 +191,7 @@ def _argument(name: str, field: OptionField, of: object) -> tuple[list[str], dic
     elif metavar in _READ:
         how["type"] = _READ[metavar]
     elif of in (int, int | None):
-        how["type"] = int
+        how["type"] = _number
     return flags or [f"--{name.replace('_', '-')}"], how
 
 
@@ -214,6 +215,14 @@ def _memory_size(text: str) -> int:
     return sizes.parse(text, whole=resident_memory.available_bytes())
 
 
+@_reads
+def _number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a whole number") from None
+
+
 _READ: Final = {
     "SIZE": _reads(sizes.parse),
     "TIME": _reads(sizes.parse_time),
@@ -228,11 +237,16 @@ def parse_command(argv: Sequence[str]) -> argparse.Namespace:
     if not argv:
         parser.print_help()
         parser.exit()
+    if argv[0] == "help":
+        argv = [*argv[1:2], "--help"]
     try:
         words = _with_templates(argv)
     except StreamshardError as error:
         parser.exit(error.exit_code, one_line(f"streamshard: {error}") + "\n")
-    return parser.parse_args(words)
+    parsed = parser.parse_args(words)
+    if "verb" not in parsed:
+        parser.error("the following arguments are required: VERB")
+    return parsed
 
 
 def keywords(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -360,8 +374,12 @@ class _Parser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            near = _near(str(value), map(str, action.choices or ()))
-            raise argparse.ArgumentError(action, f"{error.message}{_hint([near])}") from error
+            known = [*map(str, action.choices or ())]
+            near = _hint([_near(str(value), known)])
+            if isinstance(action, argparse._SubParsersAction):
+                message = f"'{value}' is no verb; there are {', '.join(known)}{near}"
+                raise argparse.ArgumentError(None, message) from error
+            raise argparse.ArgumentError(action, f"{error.message}{near}") from error
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and a message; ends the process."""

@@ -32,6 +32,7 @@ from streamshard.model import MASTER, Note
 from streamshard.operations.source.degree_change import DegreeChange, JobDegrees, OtherDegrees
 from streamshard.operations.source.source import Source
 from streamshard.options import Path_
+from streamshard.sizes import counted
 
 
 def whole(opened: Source, rules: CutRules | None, *, average: bool) -> DegreeChange | None:
@@ -114,7 +115,7 @@ def _spread_experts(opened: Source, degree: int | None, world_size: int) -> Degr
         parts = len(opened.checkpoint.model_parts)
         if degree > 0 and world_size % (degree * parts):
             asked, spread = Option("world_size", world_size), Option("expert_parallel")
-            message = f"{asked}: the experts are to be spread over {degree} ranks"
+            message = f"{asked}: the experts are to be spread over {counted(degree, 'rank')}"
             beside = f" of each of {parts} tensor parallel parts" if parts > 1 else ""
             few = ", ".join(str(degree * parts * k) for k in (1, 2, 3))
             message = f"{message} ({spread}){beside}: give a multiple of"

@@ -23,6 +23,7 @@ from streamshard.formats.checkpoint import (
     ParamGroup,
     Reading,
     ScalarState,
+    UncutState,
 )
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
@@ -177,7 +178,9 @@ def _facts(group: ParamGroup) -> object:
     if group.states is None:
         return None
     return {
-        key: value if isinstance(value, FlatState | ScalarState) else fingerprint(value)
+        key: value
+        if isinstance(value, FlatState | ScalarState | UncutState)
+        else fingerprint(value)
         for key, value in group.states.items()
     }
 

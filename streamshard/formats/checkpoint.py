@@ -3,7 +3,7 @@
 import math
 import struct
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any, Final, Self
 
@@ -76,6 +76,14 @@ class ScalarState:
 
 
 @dataclass(frozen=True, slots=True)
+class UncutState:
+    """An optimizer state that is left in its files: it cannot be cut for other ranks."""
+
+    why: str = field(compare=False)
+    """Names the file of a rank, and says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
 class ParamGroup:
     """One param group of the optimizer, with the states of its parameters."""
 
@@ -83,7 +91,8 @@ class ParamGroup:
     """Parameter names in the optimizer's order."""
     master_dtype: str
     states: Mapping[str, Node] | None
-    """State key → `FlatState`, `ScalarState`, or a plain value; None before the first step."""
+    """State key → `FlatState`, `ScalarState`, `UncutState`, or a plain value; None before the first
+    step."""
     number: int = 0
     """Index of the group in the optimizer. A group of experts is listed once per expert rank."""
     expert_parallel: int = 1
@@ -110,6 +119,9 @@ class ModuleEntry:
     """For an excluded weight in stage 3: the placeholder's, as no file records the real shape."""
     alias_of: str = ""
     """The name that an `alias` or `excluded` entry is tied to."""
+    paused: bool = False
+    """Whether a trained parameter was frozen when the checkpoint was saved. DeepSpeed then saves it
+    both as one that is trained and as one that is frozen."""
 
     @property
     def held_as(self) -> str:
@@ -273,11 +285,22 @@ class Checkpoint:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """Return the texts of the notes. If states were dropped, the first remark says so."""
-        noted = (*map(_remark, self.notes), *self.warnings)
-        if self.dropped is None:
-            return noted
-        return (f"Weights only: {self.dropped}. No job can resume from it.", *noted)
+        """Return the texts of the notes. The first one says if states cannot be read."""
+        return (*self.unread, *map(_remark, self.notes), *self.warnings)
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Say why the optimizer's states, or some of them, cannot be read; empty if they can."""
+        if self.dropped is not None:
+            return (f"Weights only: {self.dropped}. No job can resume from it.",)
+        return tuple(f"Not all of the optimizer's state is read: {why}." for why in self.uncut[:1])
+
+    @property
+    def uncut(self) -> list[str]:
+        """Say of each optimizer state that cannot be cut why that is so."""
+        groups = (group for model_part in self.model_parts for group in model_part.groups)
+        states = (state for group in groups for state in (group.states or {}).values())
+        return [state.why for state in states if isinstance(state, UncutState)]
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from streamshard.sizes import counted, some_of
+from streamshard.sizes import counted, show_ranks, some_of
 
 HF_TRAINER: Final = "HF Trainer"
 ACCELERATE: Final = "Accelerate"
@@ -192,13 +192,13 @@ def _rank_notes(
     notes = []
     if present and new:
         notes.append(
-            f"{framework}: the checkpoint has no random state for the new {_ranks(new)}. The job "
-            f"seeds {'it' if len(new) == 1 else 'them'} as at a fresh start, so dropout and other "
-            "random choices there are new. Nothing has to be done."
+            f"{framework}: the checkpoint has no random state for the new {show_ranks(new)}. The "
+            f"job seeds {'it' if len(new) == 1 else 'them'} as at a fresh start, so dropout and "
+            "other random choices there are new. Nothing has to be done."
         )
     if gone:
         notes.append(
-            f"{framework}: the new job has no {_ranks(gone)}, so the random state of "
+            f"{framework}: the new job has no {show_ranks(gone)}, so the random state of "
             f"{'that rank' if len(gone) == 1 else 'these ranks'} is not used. Nothing has to be "
             "done."
         )
@@ -208,21 +208,3 @@ def _rank_notes(
             f"{some_of(stale)}."
         )
     return tuple(notes)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """List ranks as text, with consecutive ranks as ranges.
-
-    >>> _ranks([3]), _ranks([4, 5, 6, 9])
-    ('rank 3', 'ranks 4 to 6 and 9')
-    """
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    named = [f"{run[0]} to {run[-1]}" if len(run) > 2 else " and ".join(map(str, run))
-             for run in runs]  # fmt: skip
-    listed = ", ".join(named[:-1]) + " and " * (len(named) > 1) + named[-1]
-    return f"rank{'s' * (len(ranks) > 1)} {listed}"

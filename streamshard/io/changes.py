@@ -1,4 +1,4 @@
-"""Makes, renames and removes files and directories, on a disk or in a bucket; see `Place`."""
+"""Makes, renames and removes files and directories, in whatever `Place` they are."""
 
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,12 +28,10 @@ def lock_at(path: Path, what: Path, *, is_wanted: bool) -> AnyLock:
 
 
 def make_directory(path: Path, *, parents: bool = False, exist_ok: bool = False) -> None:
-    """Make a directory; as `Path.mkdir`."""
     place_of(path).make_directory(path, parents=parents, exist_ok=exist_ok)
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Write a small file, with the directories that it lies in."""
     place_of(path).write_new(path, data)
 
 
@@ -47,22 +45,18 @@ def write_durably(path: Path, data: bytes, temporary: Path) -> None:
 
 
 def rename(path: Path, target: Path) -> None:
-    """Rename a file or a directory within one file system; an empty directory may be replaced."""
     place_of(path).rename(path, target)
 
 
 def link_or_copy(known: Path, path: Path) -> None:
-    """Make a hard link to a known file; if that is impossible, a copy."""
     place_of(path).link_or_copy(known, path)
 
 
 def remove_file(path: Path, *, missing_ok: bool = False) -> None:
-    """Remove a file or a link."""
     place_of(path).remove_file(path, missing_ok=missing_ok)
 
 
 def remove(path: Path) -> None:
-    """Remove a directory with all that is in it, or a file; nothing may be there."""
     place_of(path).remove(path)
 
 

@@ -35,7 +35,6 @@ def request_bytes(paths: Iterable[Path]) -> int:
 
 
 def list_ahead(root: Path) -> None:
-    """List all that is below a path at once, where that saves requests; see `listings_kept`."""
     place_of(root).keep_listed(root)
 
 
@@ -53,7 +52,6 @@ def identify(path: Path) -> SourceFile:
 
 
 def examine_if_there(path: Path, *, follows: bool = True) -> Status | None:
-    """Return the status of what is at a path, as `examine`; None if nothing is there."""
     try:
         return examine(path, follows=follows)
     except OSError as error:
@@ -65,12 +63,10 @@ def examine_if_there(path: Path, *, follows: bool = True) -> Status | None:
 
 
 def exists(path: Path) -> bool:
-    """Tell whether a path leads to anything."""
     return examine_if_there(path) is not None
 
 
 def has_file(path: Path) -> bool:
-    """Tell whether there is a file of that very name, whatever lies below it."""
     return place_of(path).has_file(path)
 
 
@@ -80,19 +76,16 @@ def lexists(path: Path) -> bool:
 
 
 def is_file(path: Path) -> bool:
-    """Tell whether a path leads to a regular file."""
     found = examine_if_there(path)
     return found is not None and found.is_file
 
 
 def is_directory(path: Path) -> bool:
-    """Tell whether a path leads to a directory."""
     found = examine_if_there(path)
     return found is not None and found.is_directory
 
 
 def is_link(path: Path) -> bool:
-    """Tell whether there is a symbolic link at a path."""
     found = examine_if_there(path, follows=False)
     return found is not None and found.is_link
 
@@ -112,7 +105,6 @@ def is_same_file(path: Path, other: Path) -> bool:
 
 
 def resolve(path: Path) -> Path:
-    """Return an absolute path without symbolic links, as far as it exists."""
     return place_of(path).resolve(path)
 
 
@@ -122,12 +114,10 @@ def link_target(path: Path) -> str:
 
 
 def entries(directory: Path) -> Iterator[Entry]:
-    """List a directory, in any order."""
     return place_of(directory).entries(directory)
 
 
 def paths_in(directory: Path) -> Iterator[Path]:
-    """List the paths of a directory's entries; see `entries`."""
     return (entry.path for entry in entries(directory))
 
 
@@ -157,7 +147,6 @@ def entries_below(
 
 
 def is_listed(directory: Path) -> bool:
-    """Tell whether a place is sure to list a directory; a web server may not."""
     return place_of(directory).is_listed(directory)
 
 
@@ -174,7 +163,6 @@ def is_denied(error: OSError) -> bool:
 
 
 def paths_below(root: Path) -> Iterator[Path]:
-    """List all paths below a directory; see `entries_below`."""
     return (entry.path for entry in entries_below(root))
 
 
@@ -198,7 +186,6 @@ def open_readable(path: Path, known: SourceFile | None = None) -> OpenedFile:
 
 
 def stream_of(path: Path) -> BinaryIO:
-    """Open a file, or a pipe, to read it from its beginning."""
     return place_of(path).stream(path)
 
 

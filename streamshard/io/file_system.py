@@ -37,7 +37,6 @@ def libc(
 
 
 def last_error(path: str) -> OSError:
-    """Return the error of the last call to the C library."""
     number = ctypes.get_errno()
     return OSError(number, os.strerror(number), path)
 

@@ -13,13 +13,25 @@ from typing import Final
 
 from streamshard.io.file_system import last_error, libc
 
-FAILED: Final = ctypes.c_void_p(-1).value
-map_pages = libc(
+_FAILED: Final = ctypes.c_void_p(-1).value
+_map = libc(
     "mmap",
     ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
     result=ctypes.c_void_p,
 )  # fmt: skip
 _unmap = libc("munmap", ctypes.c_void_p, ctypes.c_size_t)
+_move = libc(
+    "mremap",
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p,
+    result=ctypes.c_void_p,
+)  # fmt: skip
+_TO_ADDRESS: Final = 0x1 | 0x2
+"""MREMAP_MAYMOVE and MREMAP_FIXED: memory takes the place of what is at another address."""
+_advise = libc("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_POPULATE: Final = 23
+"""MADV_POPULATE_WRITE, which Python does not name."""
+_WINDOW_BYTES: Final = 8 << 20
+"""Memory that is copied at once; a multiple of any page's size."""
 
 
 def map_range(descriptor: int, offset: int, nbytes: int, *, is_private: bool) -> memoryview:
@@ -33,17 +45,49 @@ def map_range(descriptor: int, offset: int, nbytes: int, *, is_private: bool) ->
     """
     if descriptor < 0:
         raise OSError(errno.ENOTSUP, "it is an object, not a local file")
-    if map_pages is None or _unmap is None:
+    if _map is None or _unmap is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     before = offset % mmap.ALLOCATIONGRANULARITY
     length = before + nbytes
     access = mmap.PROT_READ | (mmap.PROT_WRITE if is_private else 0)
     sharing = mmap.MAP_PRIVATE if is_private else mmap.MAP_SHARED
-    address = map_pages(None, length, access, sharing, descriptor, offset - before)
-    if address == FAILED:
+    address = _map(None, length, access, sharing, descriptor, offset - before)
+    if address == _FAILED:
         raise last_error("")
     mapped = (ctypes.c_ubyte * length).from_address(address)
     # At the end of the program arrays may still be there, which others look at even then.
     weakref.finalize(mapped, _unmap, address, length).atexit = False
     view = memoryview(mapped).cast("B")[before:]
     return view if is_private else view.toreadonly()
+
+
+def detach_map(mapped: "ctypes.Array[ctypes.c_ubyte]") -> None:
+    """Put memory with the same content in the place of a private map, at the same address.
+
+    Whatever looks at the map then no longer looks at the file.
+
+    `mapped`: the object behind the view that `map_range` returned (`memoryview.obj`).
+    """
+    if _map is None or _move is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    address, length = ctypes.addressof(mapped), ctypes.sizeof(mapped)
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    made = _map(None, length, access, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if made == _FAILED:
+        raise last_error("")
+    for at in range(0, length, _WINDOW_BYTES):
+        count = min(_WINDOW_BYTES, length - at)
+        ctypes.memmove(made + at, address + at, count)
+        if _move(made + at, count, count, _TO_ADDRESS, address + at) == _FAILED:
+            raise last_error("")
+
+
+def populate(view: memoryview) -> None:
+    """Take the pages of a view from the system at once, which is quicker than one at each touch.
+
+    Before Linux 5.14 they are taken when they are touched.
+    """
+    start = ctypes.addressof(ctypes.c_ubyte.from_buffer(view))
+    first, last = -(-start // mmap.PAGESIZE), (start + len(view)) // mmap.PAGESIZE
+    if _advise is not None and last > first:
+        _advise(first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE, _POPULATE)

@@ -59,7 +59,6 @@ class NodeMemory:
 
     @classmethod
     def open(cls, offer: Offer, parts: int) -> Self:
-        """Open the memory of another process."""
         place = f"/proc/{offer.process}/fd/{offer.descriptor}"
         opened = cls(os.open(place, os.O_RDWR | os.O_CLOEXEC), offer.token, parts)
         try:
@@ -75,7 +74,6 @@ class NodeMemory:
         return Offer(machine, os.getpid(), self._descriptor, self._token)
 
     def content(self) -> memoryview:
-        """Return a view of all content, to fill a part of it."""
         return memoryview(mmap.mmap(self._descriptor, 0))[self._start :]
 
     def map(self, offset: int, nbytes: int) -> memoryview:
@@ -83,11 +81,9 @@ class NodeMemory:
         return map_range(self._descriptor, self._start + offset, nbytes, is_private=True)
 
     def finish(self, part: int) -> None:
-        """Tell that a part is filled."""
         os.pwrite(self._descriptor, self._token, (part + 1) * _TOKEN_BYTES)
 
     def has(self, parts: Iterable[int]) -> bool:
-        """Tell whether parts are filled."""
         return all(self._has_token(part + 1) for part in parts)
 
     def close(self) -> None:

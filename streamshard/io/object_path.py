@@ -43,7 +43,6 @@ class ObjectPath(PosixPath):
         return str(self)
 
     def as_posix(self) -> str:
-        """Return the URL; of a relative path the part of it."""
         return str(self)
 
     def is_absolute(self) -> bool:
@@ -51,7 +50,6 @@ class ObjectPath(PosixPath):
         return len(self.parts) > 1 and self.parts[0].removesuffix(":") in _SCHEMES
 
     def absolute(self) -> Self:
-        """Return the path itself."""
         return self
 
     @property
@@ -83,6 +81,8 @@ def as_path(given: str | os.PathLike[str]) -> Path:
     if isinstance(given, ObjectPath):
         return given
     text = os.fspath(given)
+    if not text:
+        raise UsageError("an empty path; is a variable of the shell not set?")
     if _FILE_URL.match(text):
         url = urlsplit(text)
         if url.netloc not in ("", "localhost"):
@@ -112,10 +112,8 @@ def object_of(path: Path) -> ObjectPath:
 
 
 def is_packed_name(path: Path) -> bool:
-    """Tell whether a path is named like a store in one file."""
     return path.name.endswith(PACKED_SUFFIX)
 
 
 def is_object(path: Path) -> bool:
-    """Tell whether a path is that of an object."""
     return isinstance(path, ObjectPath)

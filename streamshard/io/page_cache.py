@@ -38,7 +38,6 @@ def drop_file(path: Path) -> None:
 
 
 def drop_cached(root: Path) -> None:
-    """Drop a file, or all files below a directory, from the page cache."""
     if is_object(root):
         return
     for path in paths_below(root) if is_directory(root) else [root]:

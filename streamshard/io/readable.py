@@ -34,31 +34,25 @@ class Status(NamedTuple):
 
     @property
     def is_file(self) -> bool:
-        """Whether it is a regular file."""
         return S_ISREG(self.mode)
 
     @property
     def is_directory(self) -> bool:
-        """Whether it is a directory."""
         return S_ISDIR(self.mode)
 
     @property
     def is_link(self) -> bool:
-        """Whether it is a symbolic link."""
         return S_ISLNK(self.mode)
 
     @property
     def permissions(self) -> int:
-        """Permission bits."""
         return self.mode & 0o777
 
     def source_file(self, path: Path, decoder: Decoder | None = None) -> SourceFile:
-        """Describe the file at a path as a source."""
         return SourceFile(path, self.nbytes, self.version, str(self.file_id), decoder)
 
     @classmethod
     def of(cls, stat: os.stat_result) -> "Status":
-        """Convert the status of a local file."""
         changed = stat.st_mtime_ns
         ids = stat.st_ino, stat.st_dev, stat.st_nlink
         return cls(stat.st_mode, stat.st_size, changed, str(changed), *ids)
@@ -102,14 +96,11 @@ class OpenedFile(Readable, Protocol):
     def status(self) -> Status:
         """Return the present status of the file that is open."""
 
-    def close(self) -> None:
-        """Close the file."""
+    def close(self) -> None: ...
 
-    def __enter__(self) -> Self:
-        """Return the file itself."""
+    def __enter__(self) -> Self: ...
 
-    def __exit__(self, *_: object) -> None:
-        """Close the file."""
+    def __exit__(self, *_: object) -> None: ...
 
 
 class ReadableFile:
@@ -128,7 +119,6 @@ class ReadableFile:
         return os.fstat(self.descriptor).st_size
 
     def read_at(self, offset: int, count: int) -> bytes:
-        """Read bytes from an offset; fewer than requested only at the end of the file."""
         data = bytearray(max(0, min(count, self.nbytes - offset)))
         done = self.read_into(memoryview(data), offset)
         return bytes(data[:done])
@@ -190,11 +180,9 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """Name in the directory."""
         return self.path.name
 
     def status(self) -> Status:
-        """Return the status of the entry itself."""
         return self.known or Status.of(os.stat(self.path, follow_symlinks=False))  # noqa: PTH116
 
 

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Protocol
 
-from streamshard.io.readable import read_into
+from streamshard.io.readable import OpenedFile, read_into
 from streamshard.io.writable import (
     BLOCK_BYTES,
     LEAST_BYTES,
@@ -48,6 +48,29 @@ class Sink(Protocol):
         """Stop writing, unless that is done; what is not complete is of no use to readers."""
 
 
+class WrittenFile:
+    """A file that is complete, to be read back; see `Sink`."""
+
+    version = ""
+    block_bytes = 1
+    descriptor = -1
+
+    def __init__(self, file: OpenedFile) -> None:
+        self._file = file
+
+    def write(self, view: memoryview, offset: int) -> None:
+        raise OSError(errno.EROFS, "a file that is complete is not changed")
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        return self._file.read_into(view, offset)
+
+    def finish(self, mode: int | None) -> None:
+        pass
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class LocalSink:
     """A local file, written at any offset; large writes go past the page cache if they can.
 
@@ -63,7 +86,6 @@ class LocalSink:
 
     @property
     def block_bytes(self) -> int:
-        """Block size of direct writes; 1 if there are none."""
         return BLOCK_BYTES if self._direct >= 0 else 1
 
     def write(self, view: memoryview, offset: int) -> None:
@@ -73,11 +95,9 @@ class LocalSink:
         return read_into(self.descriptor, view, offset)
 
     def sync(self) -> None:
-        """Make what this process wrote durable, on another machine's disk too."""
         os.fsync(self.descriptor)
 
     def finish(self, mode: int | None) -> None:
-        """Complete the file, with permission bits where they matter."""
         if mode is not None:
             os.fchmod(self.descriptor, mode)
         self.close()
@@ -192,16 +212,13 @@ class AppendedFile:
         self._descriptor = open_to_write(self._path, os.O_WRONLY | os.O_APPEND)
 
     def append(self, data: bytes) -> None:
-        """Add bytes."""
         while data:
             data = data[os.write(self._descriptor, data) :]
 
     def sync(self) -> None:
-        """Make all bytes durable."""
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Close the file, unless that is done."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)

@@ -42,7 +42,6 @@ class Throttle:
         self._free_at = time.monotonic()
 
     def limit(self, bytes_per_second: float | None) -> None:
-        """Change the rate; None is no limit."""
         with self._lock:
             self._rate = bytes_per_second
 

@@ -107,7 +107,6 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def write_all(descriptor: int, view: memoryview, offset: int) -> None:
-    """Write all of a view at a byte offset."""
     while len(view):
         count = os.pwrite(descriptor, view, offset)
         view, offset = view[count:], offset + count

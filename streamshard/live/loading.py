@@ -28,6 +28,7 @@ from streamshard.operations.native.files_on_demand import FilesOnDemand
 from streamshard.operations.native.resharding import Resharding
 from streamshard.operations.native.target_settings import left_out
 from streamshard.operations.source.source import Source, open_source
+from streamshard.options import SourceOptions
 from streamshard.sizes import show_bytes, show_time
 
 Load = Callable[..., tuple[str | None, Any]]
@@ -171,7 +172,7 @@ class Loading:
 
     def _opened(self, path: Path, tag: str | None, *, may_be_missing: bool) -> Resharding | bool:
         try:
-            opened = open_source(path.absolute(), tag)
+            opened = open_source(path.absolute(), SourceOptions(tag=tag))
         except SourceNotFoundError:
             # A store whose metadata is damaged must not count as a fresh start.
             if may_be_missing and not is_hierarchy(path):
@@ -182,6 +183,7 @@ class Loading:
             raise UsageError(f"{message}: call load_optimizer with engine.optimizer")
         opened.require_training_state()
         opened.require_states()
+        opened.require_cut_states()
         return live_engine.resharding_for(self._engine, opened, distributed.get_world_size())
 
     def _require_unchanged(self, source: Source) -> None:

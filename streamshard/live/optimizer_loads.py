@@ -4,7 +4,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, Final, Self
@@ -33,7 +33,8 @@ from streamshard.live.served_files import ServedFiles
 from streamshard.model import MASTER, LogicalTensor, NoteKind
 from streamshard.operations.native.files_on_demand import FilesOnDemand
 from streamshard.operations.native.resharding import Resharding, resharding_of
-from streamshard.operations.source.source import Request, Source, read_hints
+from streamshard.operations.source.source import Source, requests
+from streamshard.options import SourceOptions
 
 _KINDS: Final = (FLAT, STAGE_3, BF16)
 """Classes of optimizers that dumps are loaded into, by name; subclasses keep states otherwise."""
@@ -287,13 +288,14 @@ class _OptimizerLoad:
         self, path: Path, config_file: str | os.PathLike[str] | None, live: LiveOptimizer
     ) -> Resharding:
         """Open the dumps, and decide how they are cut for this job."""
-        config, _ = read_hints([path], config_file, None)
+        (request,) = requests(SourceOptions(source_ds_config_file=config_file), path)
         hyper_parameters = _hyper_parameters_of(self._optimizer)
-        opened = Request(path, None, config, live.reference(hyper_parameters)).open()
+        opened = replace(request, like=live.reference(hyper_parameters)).open()
         if not opened.checkpoint.is_dumps:
             message = f"{path}: a checkpoint with its model, not dumps of an optimizer"
             raise UsageError(f"{message}: call load_checkpoint with the engine")
         opened.require_states()
+        opened.require_cut_states()
         values = chain(*(group.values() for group in hyper_parameters))
         if opened.is_elastic and any(isinstance(value, torch.Tensor) for value in values):
             message = f"{path}: saved with elastic_checkpoint, and the hyper-parameters of this"

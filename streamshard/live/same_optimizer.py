@@ -13,6 +13,7 @@ from streamshard.errors import DisagreementError, UsageError
 from streamshard.model import ZeroLayout
 from streamshard.operations.native.files_on_demand import FilesOnDemand, HeldGroup, held_groups
 from streamshard.operations.native.resharding import Resharding
+from streamshard.sizes import counted
 
 STAGE_3: Final = "DeepSpeedZeroOptimizer_Stage3"
 FLAT: Final = "DeepSpeedZeroOptimizer"
@@ -58,8 +59,9 @@ def require_same_optimizer(
     expected = list(held_groups(resharding, files.cuts, *ranks))
     live = list(_held(names, optimizer, own, ranks[1]))
     if len(expected) != len(live):
-        message = f"{where}: has {len(expected)} groups of parameters for this rank, the engine's"
-        raise DisagreementError(f"{message} optimizer has {len(live)}")
+        groups = counted(len(expected), "group")
+        message = f"{where}: has {groups} of parameters for this rank, the engine's optimizer has"
+        raise DisagreementError(f"{message} {len(live)}")
     for number, (saved, own_group) in enumerate(zip(expected, live, strict=True)):
         _require_same_group(f"{where}: group {number}", saved, own_group)
 
@@ -95,7 +97,8 @@ def _held(names: Mapping[Any, str], optimizer: Any, kind: str, dp_rank: int) -> 
 
 def _require_same_group(where: str, saved: HeldGroup, own: HeldGroup) -> None:
     if len(saved.params) != len(own.params):
-        message = f"{where} of the optimizer has {len(saved.params)} parameters, the engine's has"
+        params = counted(len(saved.params), "parameter")
+        message = f"{where} of the optimizer has {params}, the engine's has"
         missing = sorted({*saved.params} ^ {*own.params})
         raise DisagreementError(f"{message} {len(own.params)}; only one has '{missing[0]}'")
     for at, (theirs, ours) in enumerate(zip(saved.params, own.params, strict=True)):

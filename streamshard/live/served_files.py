@@ -13,7 +13,7 @@ from streamshard.engine.run.region import RegionFiller
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.work import Region
 from streamshard.io.files import require_all_unchanged
-from streamshard.io.memory_pages import detach_map, populate
+from streamshard.io.memory_map import detach_map, populate
 from streamshard.io.object_path import is_object
 from streamshard.live.node_share import NodeShare
 from streamshard.model import ITEMSIZE

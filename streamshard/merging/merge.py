@@ -30,7 +30,7 @@ from streamshard.operations.transfer.target import require_separate
 from streamshard.operations.transfer.target_writer import Output
 from streamshard.options import Path_, RepartitionOptions, takes
 from streamshard.registry import WITH_LAYER_PAIRS, load
-from streamshard.sizes import some_of
+from streamshard.sizes import counted, some_of
 from streamshard.verb_options import ConvertOptions, ExportOptions, MergeOptions
 
 
@@ -109,7 +109,7 @@ def _plan(options: MergeOptions) -> TransferPlan:
     if options.last is not None:
         if len(sources) != 1:
             message = f"{Option('last', options.last)}: is for one directory of checkpoints"
-            raise UsageError(f"{message}, and there are {len(sources)} sources")
+            raise UsageError(f"{message}, and there are {counted(len(sources), 'source')}")
         sources, notes = last_whole(str(sources[0]), options.last)
     weights = coefficients(asked, len(sources), any_sum=options.any_sum)
     # A plan that is saved keeps to these checkpoints.

@@ -22,6 +22,7 @@ from streamshard.formats.pickle.inert import Node
 from streamshard.formats.pickle.inert_dump import dump
 from streamshard.formats.torch.torch_tensor import Storage
 from streamshard.operations.source.source import Source, open_source
+from streamshard.options import SourceOptions
 from tests.fabricated import (
     client_state,
     edit,
@@ -93,8 +94,8 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
     path = write(job, tmp_path / "run")
     like = write(replace(job, elastic=False), tmp_path / "like") if job.elastic else None
     if name.startswith("dumps-"):
-        return partial(open_source, write_dumps(path, tmp_path / "dumps"), like=like)
-    return partial(open_source, path, like=like)
+        path = write_dumps(path, tmp_path / "dumps")
+    return partial(open_source, path, SourceOptions(like=like))
 
 
 def described(source: Source) -> dict[str, object]:

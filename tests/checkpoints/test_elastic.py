@@ -149,7 +149,7 @@ REFUSED: list[tuple[Callable[[Path], None], Job, dict[str, Any], type[Streamshar
         replace(JOB, parts=2),
         {},
         DisagreementError,
-        "1 parts of the model, .* like= has 2",
+        "1 part of the model, .* like= has 2",
     ),
     (unchanged, JOB, _STEP, DisagreementError, "of another optimizer than"),
     (unchanged, JOB, _LR, UnsupportedError, "like= are tensors"),

@@ -185,7 +185,44 @@ def test_what_cannot_be_cut_is_named_with_the_file_and_what_to_do(
     assert told in str(error.value)
     with pytest.raises(UnsupportedError, match=place + message):
         streamshard.convert(run, tmp_path / "out.zarr")
+    for form in ("universal", "dcp"):
+        with pytest.raises(UnsupportedError, match=place + message):
+            streamshard.export(run, tmp_path / "out", format=form)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("states", [bitsandbytes, torchao_8_bit, ademamix])
+def test_what_is_not_such_a_state_is_read(
+    tmp_path: Path, states: Callable[[int], States], stage: int
+) -> None:
+    job = Job(stage=stage, world_size=2)
+    run = with_states(job, tmp_path / "run", lambda rank, group, numel: states(numel))
+    plain = write(job, tmp_path / "plain")
+    found = streamshard.inspect(run)
+    assert "not read" in found.groups[0].states.values()
+    reason = "Not all of the optimizer's state is read: "
+    assert [note for note in found.notes if note.startswith(reason)]
+    verified = streamshard.verify(run)
+    assert verified.is_good
+    assert [note for note in verified.notes if note.startswith(reason)]
+    with streamshard.open(run) as ckpt, streamshard.open(plain) as other:
+        assert {*ckpt} == {*other}
+        for name, parameter in ckpt.items():
+            for state, tensor in parameter.tensors.items():
+                assert np.array_equal(tensor[...], other[name].tensors[state][...])
+    for dtype in ("fp32", "bf16"):
+        outs = [tmp_path / f"{source.name}-{dtype}" for source in (run, plain)]
+        for source, out in zip((run, plain), outs, strict=True):
+            streamshard.export(source, out, dtype=dtype)
+        one, wanted = (out / "model.safetensors" for out in outs)
+        assert one.read_bytes() == wanted.read_bytes()
+    same = streamshard.diff(run, run)
+    assert same.is_equal
+    assert [note for note in same.notes if reason in note]
+    assert {d.kind for d in streamshard.diff(run, plain).differences} == {"missing", "value"}
+    again = streamshard.repartition(run, tmp_path / "out", world_size=2, if_needed=True)
+    assert again.found == "source"
 
 
 ONE_ELEMENT = Job(stage=3, groups=((("w", (3, 5)),), (("gain", (1,)),)), tied={})
@@ -228,8 +265,9 @@ DIFFERING: list[tuple[Job, Made, type[SourceError], str]] = [
 def test_ranks_and_groups_must_have_the_same_kind_of_states(
     tmp_path: Path, job: Job, states: Made, kind: type[SourceError], message: str
 ) -> None:
+    run = with_states(job, tmp_path / "run", states)
     with pytest.raises(kind, match=message):
-        streamshard.inspect(with_states(job, tmp_path / "run", states))
+        streamshard.repartition(run, tmp_path / "out", world_size=4)
 
 
 def small(numel: int) -> States:

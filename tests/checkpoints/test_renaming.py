@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -60,11 +61,15 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
-    """The file of rules in the documents, for the model in the archives."""
-    (rules,) = re.findall(r"```text\n(decoder.*?)```", PAGE.read_text(), re.DOTALL)
     path = tmp_path / "llama.rules"
-    path.write_text(rules.replace("8 x 4:1:1", f"{GROUPS} x {QUERIES}:1:1"))
+    path.write_text(llama_rules())
     return path
+
+
+def llama_rules() -> str:
+    """Return the rules in the documents, for the model in the archives."""
+    (rules,) = re.findall(r"```text\n(decoder.*?)```", PAGE.read_text(), re.DOTALL)
+    return str(rules).replace("8 x 4:1:1", f"{GROUPS} x {QUERIES}:1:1")
 
 
 def held_in(source: Path, state: str) -> dict[str, torch.Tensor]:
@@ -72,7 +77,9 @@ def held_in(source: Path, state: str) -> dict[str, torch.Tensor]:
         return {name: parameter.tensors[state].torch() for name, parameter in found.items()}
 
 
-def as_llama(held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def as_llama(
+    held: Mapping[str, torch.Tensor], plain: Mapping[str, str] = PLAIN
+) -> dict[str, torch.Tensor]:
     """Take fused tensors apart as Megatron's converters do, with reshapes of torch."""
     layers = {
         name.replace("layers.", f"layers.{number}."): layer
@@ -97,7 +104,7 @@ def as_llama(held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             made |= {f"{start}mlp.gate_proj.weight": gate, f"{start}mlp.up_proj.weight": up}
         else:
             own = name.removeprefix(f"decoder.layers.{layer[1]}." if layer else "")
-            new = start + PLAIN[own] if own in PLAIN else name
+            new = start + plain[own] if own in plain else name
             made[new.replace("model.lm_head", "lm_head")] = tensor
     return made
 
@@ -231,6 +238,33 @@ def joined(held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return made | {f"layers.{number}.w": layer for number, layer in enumerate(held["stack"])}
 
 
+def test_what_rules_make_is_compared_before_and_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.fabricated.buffers", dict)
+    adamw(SHAPES).write(tmp_path / "dcp")
+    wanted = joined(held_in(tmp_path / "dcp", "fp32"))
+    shapes = tuple((name, tuple(tensor.shape)) for name, tensor in wanted.items())
+    write(Job(groups=(shapes,), frozen=(), tied={}), tmp_path / "like")
+    dcp, zero, rules = tmp_path / "dcp", tmp_path / "zero", tmp_path / "rules"
+    rules.write_text(f"{JOIN}\nstack -> layers.*.w\n")
+    streamshard.repartition(dcp, zero, world_size=3, like=tmp_path / "like", rename=rules)
+
+    assert streamshard.verify(dcp, against=zero, rename=rules).is_good
+    assert streamshard.diff(dcp, zero, rename=rules).is_equal
+    assert not streamshard.diff(dcp, zero).is_equal
+    measured = streamshard.verify(dcp, digests=True, rename=rules)
+    written = streamshard.verify(zero, digests=True).digests
+    assert measured.digests == {name: written[name] for name in measured.digests}
+    assert len(measured.digests) == len(STATES) * len(wanted)
+    seen = streamshard.inspect(dcp, rename=rules)
+    assert {one.name for one in seen.parameters} == wanted.keys()
+    assert seen.notes == measured.notes
+    assert seen.notes[0] == f"Renamed: {JOIN} (3 tensors to 1, a part has 2 rows)."
+    with streamshard.open(dcp, rename=rules) as found:
+        require_equal({name: one.fp32.torch() for name, one in found.items()}, wanted)
+
+
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
@@ -301,8 +335,16 @@ def test_nothing_that_lies_outside_of_a_tensor_is_left_out(tmp_path: Path) -> No
 def test_other_kinds_refuse_rules_by_name(tmp_path: Path) -> None:
     write(Job(), tmp_path / "run")
     (tmp_path / "rules").write_text("a -> b")
-    with pytest.raises(UsageError, match=r"takes no rename=.*PyTorch and Megatron"):
-        streamshard.export(tmp_path / "run", tmp_path / "out", rename=tmp_path / "rules")
+    run, rules = tmp_path / "run", tmp_path / "rules"
+    for verb in (
+        partial(streamshard.export, run, tmp_path / "out"),
+        partial(streamshard.verify, run),
+        partial(streamshard.diff, run, run),
+        partial(streamshard.inspect, run),
+        partial(streamshard.open, run),
+    ):
+        with pytest.raises(UsageError, match=r"takes no rename=.*PyTorch and Megatron"):
+            verb(rename=rules)
 
 
 def test_a_config_does_not_tell_the_order_of_other_names(tmp_path: Path) -> None:

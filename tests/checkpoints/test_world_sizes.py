@@ -29,6 +29,8 @@ ALL_JOBS = {
     **{f"aligned, {dtype}": replace(_ALIGNED, dtype=dtype)
        for dtype in (torch.bfloat16, torch.float16, torch.float32)},
     "round-robin of 32 bits": replace(_ALIGNED, alignment=False, dtype=torch.float32),
+    **{f"paused-{stage}": Job(stage=stage, paused=("block.0.mlp", "embed.bias"))
+       for stage in (2, 3)},
     **JOBS,
     "muon-1": replace(MUON, stage=1),
     "muon-2": MUON,

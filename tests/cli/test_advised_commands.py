@@ -161,6 +161,8 @@ ADVICES = {
     "exists": Advice(existing, 4, r"use (--overwrite) to replace it", also),
     "memory": Advice(little_memory, 5, r"use (--memory-limit \w+)", also),
     "later": Advice(later_step, 0, r"; (--tag \S+) shows it", also),
+    "health": Advice(later_step, 0, r"^reads one +(.*)$", of="cli.text.inspect_text"),
+    "newest": Advice(later_step, 0, r"until one is healthy  (.*)$"),
     "typing": Advice(
         mistyped, 2, r"did you mean (\S+)\?", lambda given, copied: [*given[:3], *copied, "3"]
     ),
@@ -249,7 +251,7 @@ def test_options_and_verbs_in_messages_exist() -> None:
     for module, text in literals():
         for option in re.findall(r"(?<![\w-])--[a-z][\w-]*", text):
             assert option in options | OTHERS, (module, option)
-        for verb in re.findall(r"'streamshard (\w+)", text):
+        for verb in re.findall(r"'streamshard ([a-z]\w*)", text):
             assert verb in verbs(), (module, verb)
     for path in ROOT.rglob("*.py"):
         for name in re.findall(r"\bOption\(\s*['\"]([^'\"]+)", path.read_text()):

@@ -28,7 +28,7 @@ KEYS = {
     "parameters frozen buffers tied state_bytes files file_bytes file_groups file_list tensors "
     "codec problems notes weights_only health details rank weights pictures checkpoints",
     "checkpoints": "path kind step zero_stage world_size nbytes changed is_whole is_newest "
-    "is_latest problem is_healthy",
+    "is_latest problem is_healthy warnings",
     "groups": "model_part expert_rank parameters numel master_dtype states hyper_parameters",
     "parameters": "name shape numel group pieces first_rank last_rank",
     "file_groups": "pattern files nbytes smallest largest",

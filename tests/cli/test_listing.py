@@ -28,12 +28,10 @@ ROW = re.compile(
 )
 
 
-def save_step(run: Path, step: int, job: Job = JOB) -> Path:
+def save_step(run: Path, step: int, job: Job = JOB, tag: str = "") -> Path:
     """Save a step into a run directory; returns the tag directory."""
-    tag = write(job, run, tag=f"global_step{step}") / f"global_step{step}"
-    for path in tag.glob("*_model_states.pt"):
-        edit(path, lambda model: model.update(global_steps=step))
-    return tag
+    tag = tag or f"global_step{step}"
+    return write(replace(job, step=step), run, tag=tag) / tag
 
 
 def lose_rank(tag: Path, rank: int) -> None:
@@ -102,7 +100,6 @@ def test_the_age_of_each_is_shown(run: Path, hours: float, age: str) -> None:
 
 
 def test_what_stores_record_of_their_health_is_shown(run: Path) -> None:
-    assert "healthy" not in passed("inspect", run).out
     archive = run.with_name("archive")
     poison(run / "global_step100", "exp_avg_sq", math.nan)
     for step, health in ((90, True), (100, True), (110, False)):
@@ -113,6 +110,26 @@ def test_what_stores_record_of_their_health_is_shown(run: Path) -> None:
     assert [line.split()[-1] for line in table if "--" not in line] == ["healthy", "yes", "NO", "-"]
     listed = json.loads(passed("inspect", archive, "--json").out)["checkpoints"]
     assert [one["is_healthy"] for one in listed] == [True, False, None]
+
+
+def test_what_headers_tell_of_health_is_shown(run: Path) -> None:
+    plain = passed("inspect", run).out
+    assert "Headers do not tell whether a checkpoint is healthy" in plain
+    assert "SUSPICIOUS" not in plain
+    assert rows(plain)[-1][-1] == "yes, newest, latest"
+    shutil.rmtree(run / "global_step110")
+    for path in save_step(run, 100, tag="global_step110").glob("*_model_states.pt"):
+        edit(path, lambda model: model.update(global_steps=110, skipped_steps=10))
+    skipped = "All 10 steps since global_step100 were skipped, as gradients overflowed."
+    shown = passed("inspect", run).out
+    table = shown[shown.rindex("checkpoint  ") :].splitlines()[:5]
+    assert [line.split()[-1] for line in table if "--" not in line] == [
+        "healthy", "-", "-", "suspicious"
+    ]  # fmt: skip
+    assert f"SUSPICIOUS  global_step110: {skipped}\n" in shown
+    listed = streamshard.inspect(run).checkpoints
+    assert [one.warnings for one in listed] == [(), (), (skipped,)]
+    assert [one.is_healthy for one in listed] == [None] * 3
 
 
 def test_programs_get_the_same_list(trainer_output: Path) -> None:
@@ -264,4 +281,4 @@ def test_a_line_each_fits_a_terminal_of_80_columns(tmp_path: Path) -> None:
     lines = [line for line in shown.splitlines() if "checkpoint-2" in line and "yes" in line]
     assert len(lines) == 10
     assert lines[-1].endswith("yes, newest, latest")
-    assert max(map(len, shown.splitlines()[1:-3])) <= 80
+    assert max(map(len, shown[: shown.index("\n\nThe newest")].splitlines()[1:])) <= 80

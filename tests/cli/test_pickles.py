@@ -27,7 +27,7 @@ from tests.cli.hostile import (
     with_pickle,
 )
 from tests.fabricated import client_state, edit, load, write, write_dumps
-from tests.job import TAG, Job, ZeroStageEnum
+from tests.job import TAG, Job
 
 SYSTEM = f"{os.system.__module__}.system"
 KEEPSAKE = "training_script_of_somebody.Keepsake"
@@ -44,8 +44,6 @@ LIBRARIES = {
     "torch._utils._rebuild_tensor_v2",
 }
 """What a checkpoint of stage 2 names without any client state."""
-if ZeroStageEnum.gradients.__reduce_ex__(2)[0] is getattr:  # in the first releases of Python 3.11
-    LIBRARIES.add("deepspeed.runtime.zero.config.ZeroStageEnum.gradients")
 
 
 def listed(source: object, *options: object, code: int = 0) -> dict[str, Any]:

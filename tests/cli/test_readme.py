@@ -77,8 +77,21 @@ def test_every_page_is_named_in_the_readme() -> None:
     assert {README.parent / link for link in links} >= {*PAGES} - {README}
 
 
+PROJECT = tomllib.loads((README.parent / "pyproject.toml").read_text())["project"]
+
+
 def test_the_changelog_begins_with_this_version() -> None:
-    project = tomllib.loads((README.parent / "pyproject.toml").read_text())["project"]
     newest = re.search(r"^## (\S+)", TEXTS[README.parent / "CHANGELOG.md"], re.MULTILINE)
     assert newest is not None
-    assert newest[1] == project["version"]
+    assert newest[1] == PROJECT["version"]
+
+
+def test_what_is_cited_is_this_version() -> None:
+    """The file is valid by schema 1.2.0 of the Citation File Format, as `cffconvert` finds."""
+    yaml = pytest.importorskip("yaml")
+    cited = yaml.safe_load((README.parent / "docs" / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= {*cited}  # what the schema demands
+    assert cited["authors"] == [{"name": "The streamshard authors"}]
+    assert {key: cited[key] for key in ("version", "license")} == {
+        key: PROJECT[key] for key in ("version", "license")
+    }

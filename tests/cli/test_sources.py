@@ -1,5 +1,6 @@
 """Sources: what is wrong with one is named, dumps are given in several ways, values survive."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -81,6 +82,19 @@ def test_a_damaged_source_is_refused(damage: str, verb: str, saved: Saved, tmp_p
     assert all(text in done.err for text in says), done.err
     assert done.out == "" or verb == "inspect"  # which shows what is there
     assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("named", [f"./{TAG}", f"{TAG}/", f".//{TAG}/."])
+def test_a_tag_may_be_named_as_a_shell_completes_it(
+    named: str, saved: Saved, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(saved(2), tmp_path / "run"))
+    (run / "latest").write_text(named)
+    for words in ([], ["--tag", named]):
+        found = json.loads(passed("inspect", run, *words, "--json").out)
+        assert (found["tag"], found["problems"]) == (TAG, [])
+    assert passed("repartition", run, "--world-size", 4, "--if-needed", tmp_path / "out").code == 0
+    assert not (tmp_path / "out").exists()
 
 
 # Dumps: by a template, a pattern of names, or one by one ------------------------------------------

@@ -76,10 +76,17 @@ def test_quiet_and_json_print_nothing_else(flag: str, saved: Saved, tmp_path: Pa
 # What is mistyped or cannot be --------------------------------------------------------------------
 
 
+VERBS = ", ".join(OPTIONS) + ", completion"
+
+
 @pytest.mark.parametrize(
     ("line", "end"),
     [
-        ("repartion a b", "; did you mean repartition?\n"),
+        ("repartion a b", "completion; did you mean repartition?\n"),
+        ("foo", f"error: 'foo' is no verb; there are {VERBS}\n"),
+        ("help foo", f"error: 'foo' is no verb; there are {VERBS}\n"),
+        ("--bogus", "error: unrecognized arguments: --bogus\n"),
+        ("repartition a b --world-size x", "--world-size: 'x' is not a whole number\n"),
         ("repartition a b --word-size 6", "; did you mean --world-size?\n"),
         ("repartition a b --ds_config=ds.json --verfy", "; did you mean --ds-config --verify?\n"),
         ("convert a b.zarr --codec ztsd", "; did you mean zstd?\n"),
@@ -101,6 +108,29 @@ def test_what_is_mistyped_is_answered_with_what_is_near(line: str, end: str) -> 
     assert done.err.endswith(end)
 
 
+def test_help_is_a_word_too() -> None:
+    for words in ([], ["inspect"]):
+        wanted = in_process(*words, "--help").out
+        assert wanted.startswith(" ".join(["usage: streamshard", *words]))
+        assert in_process("help", *words) == in_process(*words, "--help")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["inspect ''", "newest ''", "repartition '' out", "repartition SRC '' --world-size 2",
+     "convert SRC ''", "export '' out", "compact '' out", "compact SRC ''", "diff SRC ''",
+     "verify SRC --against ''", "merge '' SRC out"],
+)  # fmt: skip
+def test_a_variable_that_is_not_set_is_no_path(
+    line: str, saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty path would be the directory where the program was started."""
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(line.replace("SRC", str(saved(2))))
+    refused(2, "an empty path; is a variable of the shell not set?", *words)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("line", ["frobnicate", "inspect a b", "inspect a --qqqqqq"])
 def test_what_is_near_to_nothing_gets_no_advice(line: str) -> None:
     done = in_process(*line.split())
@@ -115,7 +145,7 @@ RANKS = "1000000", "9" * 40
     [
         ("repartition SRC OUT", "", "--world-size"),
         ("repartition SRC OUT", "--world-size 0", "--world-size 0"),
-        ("repartition SRC OUT", "--world-size many", "invalid int"),
+        ("repartition SRC OUT", "--world-size many", "is not a whole number"),
         *(("repartition SRC OUT", f"-n --world-size {n}", f"{n}: above 131,072") for n in RANKS),
         *(("inspect SRC", f"--svg OUT --world-size {n}", f"{n}: above 131,072") for n in RANKS),
         ("repartition SRC OUT", "--world-size 2 --workers 0", "--workers 0"),
@@ -148,8 +178,8 @@ RANKS = "1000000", "9" * 40
         ("compact SRC OUT", "--undelete a --purge b", "--undelete"),
         ("verify SRC", "--sample third", "write 5% or 3/20"),
         ("verify SRC", "--digests --against SRC", "--digests"),
-        ("inspect SRC", "--rank 4", "--rank 4: there are the data-parallel ranks 0 to 3"),
-        ("inspect SRC", "--rank -1", "--rank -1: there are the data-parallel ranks 0 to 3"),
+        ("inspect SRC", "--rank 4", "--rank 4: it has data-parallel ranks 0 to 3"),
+        ("inspect SRC", "--rank -1", "--rank -1: it has data-parallel ranks 0 to 3"),
         ("inspect SRC", "--param embed.wieght", "such a name; there are embed.we"),
         ("inspect SRC", "--world-size 4", "say where with --svg FILE"),
         ("inspect SRC", "--pickles --rank 0", "only --tag"),

@@ -246,6 +246,13 @@ def test_parts_that_cannot_be_listed_are_named(
     assert bucket.content() == tree(large.with_name("local"))
 
 
+def test_so_are_those_of_a_target_that_is_one_object(bucket: Bucket, large: Path) -> None:
+    bucket.proxy.plan = lambda one: Fault.DENIED if "?uploads&" in one.path else None
+    (note,) = api.convert(large, f"{bucket.url}/out.zarr.zip").notes[-1:]
+    assert "out.zarr.zip: a run that was cut off may have left parts of an upload" in note
+    assert note.endswith("; the service answers AccessDenied")
+
+
 def test_a_lock_that_a_killed_run_was_removing(bucket: Bucket, run: Path) -> None:
     """The run's target is complete. The next run takes the lock over, or says how to remove it."""
     words = ("repartition", str(run), f"{bucket.url}/out", "--world-size", "3")

@@ -14,7 +14,7 @@ import torch
 import zarr
 
 import streamshard as api
-from streamshard.io.disk import Disk
+from streamshard.io.place import Disk
 from streamshard.operations.source.source import open_source
 from tests.compact.runs import (
     CHUNK,

@@ -23,6 +23,7 @@ from streamshard.errors import DisagreementError, StreamshardError, UnsupportedE
 from streamshard.operations.compact.tag_checks import accounted_for, padding_alike, ranks_agree
 from streamshard.operations.repartition.repartition import repartition
 from streamshard.operations.source.source import open_source
+from streamshard.options import SourceOptions
 from tests.checkpoints.test_old_spellings import as_bf16_optimizer, respell
 from tests.comparing import differences
 from tests.fabricated import client_state, edit, load, save, write
@@ -233,7 +234,7 @@ def refusals(run: Path, like: Path | None = None) -> int:
     refused = 0
     for _ in edited(run):
         try:
-            padding_alike(open_source(run, like=like))
+            padding_alike(open_source(run, SourceOptions(like=like)))
         except UnsupportedError:
             refused += 1
         except DisagreementError:
@@ -245,7 +246,7 @@ def refusals(run: Path, like: Path | None = None) -> int:
 def test_every_element_that_is_no_parameters_is_looked_at(tmp_path: Path, job: Job) -> None:
     run = write(job, tmp_path / "run")
     like = write(replace(job, elastic=False), tmp_path / "like") if job.elastic else None
-    padding_alike(open_source(run, like=like))
+    padding_alike(open_source(run, SourceOptions(like=like)))
     assert refusals(run, like) == padding_numel(job) > 0
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from streamshard.io.memory_pages import populate
+from streamshard.io.memory_map import populate
 from streamshard.io.node_memory import NodeMemory, Offer
 
 PARTS, NBYTES = 300, 10_000

@@ -216,7 +216,7 @@ def test_what_was_written_is_dropped_from_memory(tmp_path: Path) -> None:
 def test_a_run_leaves_behind_what_it_is_told_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drops_behind: bool
 ) -> None:
-    monkeypatch.setattr("streamshard.io.disk.open_direct", lambda path, descriptor: -1)
+    monkeypatch.setattr("streamshard.io.place.open_direct", lambda path, descriptor: -1)
     data = np.arange(NBYTES // 8, dtype=np.int64).tobytes()
     sources = on_disk(tmp_path, [data])
     path = sources[0].path

@@ -19,6 +19,7 @@ from streamshard.formats.torch.zip_audit import TorchAudit, audit, is_legacy, is
 from streamshard.formats.torch.zip_layout import Record, TorchLayout
 from streamshard.model import Literal
 from tests.formats.graphs import Record as Kept
+from tests.formats.large_records import LargeRecord
 
 GIB = 1 << 30
 END_BYTES = 56 + 20 + 22
@@ -285,7 +286,9 @@ def test_what_zipfile_writes_is_whole(tmp_path: Path, how: str) -> None:
     target = Pipe(path) if how == "pipe" else path
     with source, zipfile.ZipFile(target, "w") as copy:
         for info in source.infolist():
-            with copy.open(info.filename, "w", force_zip64=how == "zip64") as record:
+            is_large = how == "zip64"
+            name = LargeRecord(info.filename) if is_large else info.filename
+            with copy.open(name, "w", force_zip64=is_large) as record:
                 record.write(source.read(info))
     if isinstance(target, Pipe):
         target.close()

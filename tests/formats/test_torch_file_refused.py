@@ -13,6 +13,7 @@ import torch
 from streamshard.errors import CorruptFileError, SourceError, StreamshardError, UnsupportedError
 from streamshard.formats.torch import torch_file, zip_directory
 from streamshard.io.readable import ReadableFile
+from tests.formats.large_records import LargeRecord
 
 END = 22
 END_64 = 56
@@ -240,7 +241,7 @@ def sparse(path: Path, records: dict[str, int]) -> Path:
     """Write a zip of records of zeros that take no room on disk."""
     with path.open("wb") as stream, zipfile.ZipFile(stream, "w") as archive:
         for name, nbytes in records.items():
-            with archive.open(name, "w", force_zip64=True) as record:
+            with archive.open(LargeRecord(name), "w", force_zip64=True) as record:
                 record.write(b"\0")
             info = archive.infolist()[-1]
             stream.seek(nbytes - 1, 1)

@@ -110,6 +110,18 @@ class Feature(Topology):
         engine.stand_ins.close()
 
 
+class Pauses(Feature):
+    """A parameter is frozen as soon as it is wrapped: DeepSpeed saves it as trained and as frozen.
+
+    So one trains in turns, as no parameter can be added later.
+    """
+
+    def start(self, case: Case, seed: int, scale: float) -> Engine:
+        engine = super().start(case, seed, scale)
+        dict(engine.module.named_parameters())["blocks.0.up.weight"].requires_grad_(False)
+        return engine
+
+
 class Samples(torch.utils.data.Dataset[Tensor]):
     """Samples that DeepSpeed's sampler chooses from."""
 
@@ -419,6 +431,7 @@ def cases(clusters: Path) -> list[Resharding]:
     )
     nothing = {stage: at(stage, "nothing", model=WithNothing) for stage in (1, 2, 3)}
     later = [at(stage, "later-groups", optimizer=group_by_group) for stage in (2, 3)]
+    paused = {stage: at(stage, "paused", Pauses()) for stage in (1, 2, 3)}
     curricula = [at(stage, "curriculum", curriculum(clusters / str(stage))) for stage in (2, 3)]
     dropping = [at(stage, "random-ltd", random_ltd(), model=DropsTokens) for stage in (2, 3)]
     even = partial(at, model=Even)
@@ -430,6 +443,7 @@ def cases(clusters: Path) -> list[Resharding]:
         *nothings,
         at(2, "adds-nothing", model=AddsNothing),
         *later,
+        paused[2],
         curricula[1],
         dropping[1],
     ]
@@ -437,6 +451,9 @@ def cases(clusters: Path) -> list[Resharding]:
         (nothing[1], nothing[2]),
         (nothing[3], nothing[2]),
         (nothings[0], nothings[1]),
+        (paused[2], paused[3]),
+        (paused[3], paused[2]),
+        (paused[3], paused[1]),
         (curricula[0], curricula[1]),
         (dropping[0], dropping[1]),
         # DeepSpeed's own engines for them load with torch's default, which refuses client state.

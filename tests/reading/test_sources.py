@@ -17,6 +17,7 @@ from streamshard.operations.compact import omissions
 from streamshard.operations.source.degree_change import other_degrees
 from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.source.source_access import SourceAccess
+from streamshard.options import SourceOptions
 from tests.checkpoints.test_dcp_repartition import saved
 from tests.fabricated import write
 from tests.fabricated_parts import TensorJob
@@ -35,7 +36,7 @@ def tensor_parallel(place: Path) -> Source:
 def distributed(place: Path) -> Source:
     """Open tensors that are cut into boxes of files."""
     saved(Job()).write(place)
-    source = open_source(place, like=write(Job(stage=2), place.parent / "like"))
+    source = open_source(place, SourceOptions(like=write(Job(stage=2), place.parent / "like")))
     assert source.cutting.grid is not None
     return source
 

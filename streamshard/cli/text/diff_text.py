@@ -58,7 +58,7 @@ def diff_text(found: DiffReport, *, sort: str, verbose: bool) -> str:
 def difference_text(found: DiffReport) -> str:
     """Summarize the differences in one line."""
     changed, others = len(found.changed), len(found.differences)
-    parts = [f"{changed:,} of {len(found.tensors):,} tensors"] if changed else []
+    parts = [f"{changed:,} of {counted(len(found.tensors), 'tensor')}"] if changed else []
     parts += [counted(others, "other difference")] if others else []
     return f"{found.left}: differs from {found.right}: {', '.join(parts)}"
 

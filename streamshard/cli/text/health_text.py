@@ -4,12 +4,13 @@ from collections.abc import Mapping
 
 from streamshard.cli.text.tables import table
 from streamshard.health import TensorHealth
+from streamshard.sizes import counted
 
 
 def healthy_text(health: Mapping[str, TensorHealth]) -> str:
     """Count the tensors without NaN and infinities."""
     good = sum(one.is_good for one in health.values())
-    return f"{good:,} of {len(health):,} tensors of floats"
+    return f"{good:,} of {counted(len(health), 'tensor')} of floats"
 
 
 def health_table(health: Mapping[str, TensorHealth]) -> str:

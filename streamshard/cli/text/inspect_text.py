@@ -7,6 +7,7 @@ from typing import Final
 from streamshard.cli.text.escaping import printable
 from streamshard.cli.text.health_text import health_table, healthy_text
 from streamshard.cli.text.tables import bold, facts_text, more_text, paragraph, table
+from streamshard.commands import command
 from streamshard.health import TensorHealth
 from streamshard.operations.checks.structure import title_of
 from streamshard.operations.inspect.inspect_report import (
@@ -28,6 +29,8 @@ from streamshard.sizes import counted, show_bytes, some_of
 
 _PARAMETERS_SHOWN: Final = 20
 """Maximum parameters, file groups, details and problems that are listed without `-v`."""
+_DOUBTS_SHOWN: Final = 5
+"""Maximum warnings about the newest checkpoints of a list without `-v`."""
 _ROWS_SHOWN: Final = 40
 """Maximum rows in the table of one parameter or one partition without `-v`."""
 _YES: Final = {True: "yes", False: "NO", None: "-"}
@@ -113,16 +116,31 @@ class _Page:
         all_of_them = found.checkpoints
         head: Columns = ("checkpoint", "step", "ranks", "size", "saved", "whole")
         rows = [_checkpoint_row(one) for one in all_of_them]
-        if any(one.is_healthy is not None for one in all_of_them):
+        if any(one.warnings or one.is_healthy is not None for one in all_of_them):
             head = (*head, "healthy")
-            rows = [
-                (*row, _YES[one.is_healthy]) for row, one in zip(rows, all_of_them, strict=True)
-            ]
+            rows = [(*row, _health(one)) for row, one in zip(rows, all_of_them, strict=True)]
         self.table("", head, rows, "")
         problems = [one.problem for one in all_of_them if one.problem is not None]
         self.texts([f"PROBLEM  {p}" for p in problems if not any(p in other for other in known)])
         if problems or isinstance(found, CheckpointList):
             self.texts([_newest_whole(found.path, all_of_them)])
+        self._health_of(found.path, all_of_them)
+
+    def _health_of(self, path: str, found: Sequence[CheckpointSummary]) -> None:
+        """Say what is suspicious about checkpoints, and how to find out what is not known."""
+        doubts = [f"SUSPICIOUS  {one.path}: {w}" for one in found for w in one.warnings]
+        shown = doubts if self._verbose else doubts[-_DOUBTS_SHOWN:]
+        self.texts(shown)
+        self.add(more_text(len(doubts) - len(shown), what="such lines before these"))
+        unread = [one for one in found if one.is_whole and one.is_healthy is None]
+        if unread:
+            one = f"{path.rstrip('/')}/{unread[-1].path}"
+            commands = (
+                ("reads one", command("verify", one, health=True)),
+                ("reads the newest ones, until one is healthy", command("newest", path)),
+            )
+            text = "Headers do not tell whether a checkpoint is healthy, that is, without NaN:"
+            self.add(f"{text}\n{facts_text(commands)}")
 
     def incomplete(self, found: IncompleteCheckpoint) -> None:
         """Add the existing files of an incomplete checkpoint, and its problems."""
@@ -224,6 +242,10 @@ def _checkpoint_row(one: CheckpointSummary) -> tuple[Cell, ...]:
         saved,
         ", ".join(mark for mark, is_set in marks.items() if is_set),
     )
+
+
+def _health(one: CheckpointSummary) -> str:
+    return "suspicious" if one.warnings and one.is_healthy is not False else _YES[one.is_healthy]
 
 
 def _saved(changed: datetime) -> str:
@@ -338,17 +360,17 @@ def _incomplete_summary(found: IncompleteCheckpoint) -> str:
         ("saved by", f"{stage}, world size {found.world_size or 'not recorded'}"),
         ("DeepSpeed", found.deepspeed_version or "version not recorded"),
         ("steps", steps),
-        ("on disk", f"{found.files:,} files, {show_bytes(found.file_bytes)}"),
+        ("on disk", f"{counted(found.files, 'file')}, {show_bytes(found.file_bytes)}"),
     ]
     return printable(facts_text(facts))
 
 
 def pickles_text(found: PickleListing, *, verbose: bool) -> str:
     """Format the result of `inspect --pickles`."""
-    in_set = sum(name.is_known for name in found.names)
+    in_set, files = sum(name.is_known for name in found.names), counted(len(found.files), "file")
     facts: list[tuple[str, object]] = [
         ("looked into", found.path),
-        ("pickles", f"{sum(file.pickles for file in found.files):,} in {len(found.files):,} files"),
+        ("pickles", f"{sum(file.pickles for file in found.files):,} in {files}"),
         ("names", f"{len(found.names) - in_set:,} outside the known set, {in_set:,} in it"),
     ]
     rows: list[Sequence[object]] = [("name", "known", "times", "files")]

@@ -8,7 +8,7 @@ from streamshard.operations.checks.problems import Verification
 from streamshard.operations.checks.structure import title_of
 from streamshard.operations.diff.diff_report import DiffReport
 from streamshard.operations.transfer.report import Report
-from streamshard.sizes import show_bytes
+from streamshard.sizes import counted, show_bytes
 
 if TYPE_CHECKING:
     from streamshard.cluster.dask_executor import WorkerRate
@@ -53,7 +53,8 @@ def resize_fact(report: Report) -> tuple[str, str]:
 def _found(report: Report) -> str:
     """Say that there is nothing to do, and why."""
     if report.found == "source":
-        return f"Nothing to do: a job with {report.world_size} ranks resumes from {report.path}."
+        ranks = counted(report.source_world_size, "rank")
+        return f"Nothing to do: a job with {ranks} resumes from {report.path}."
     return f"Nothing to do: {report.path} is already what this would make, to the byte."
 
 

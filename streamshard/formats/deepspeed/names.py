@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from itertools import groupby
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from streamshard.formats.pickle.inert import Global
@@ -151,7 +151,7 @@ class RankFile:
 
 def read_latest(file: Path) -> str:
     """Read the name of a tag in `latest`, or in a file like it."""
-    return read_all(file, _LATEST_BYTES).decode(errors="replace").strip()
+    return tag_of(read_all(file, _LATEST_BYTES).decode(errors="replace"))
 
 
 def latest_of(directory: Path, name: str = LATEST) -> str | None:
@@ -280,6 +280,15 @@ def expert_ranks(group: Mapping[str, Any]) -> int | None:
     is_named = is_of_experts(group) and isinstance(name, str)
     match = re.fullmatch(r"ep_size_(\d{1,9})", str(name)) if is_named else None
     return None if match is None else int(match[1])
+
+
+def tag_of(text: str) -> str:
+    """Return the tag that a text names, as a path below the run directory.
+
+    >>> tag_of("./global_step5\\n"), tag_of("epoch//1/"), tag_of("../a"), tag_of("")
+    ('global_step5', 'epoch/1', '../a', '')
+    """
+    return str(PurePosixPath(text.strip())) if text.strip() else ""
 
 
 def is_tag(text: str) -> bool:

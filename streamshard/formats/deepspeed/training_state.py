@@ -15,7 +15,14 @@ from typing import Final
 
 import numpy as np
 
-from streamshard.formats.checkpoint import Checkpoint, FlatState, ModelPart, ParamGroup, ScalarState
+from streamshard.formats.checkpoint import (
+    Checkpoint,
+    FlatState,
+    ModelPart,
+    ParamGroup,
+    ScalarState,
+    UncutState,
+)
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.auto_experts import without_ranks
 from streamshard.formats.pickle.inert import Node, show
@@ -85,7 +92,7 @@ def _shown_scalars(group: ParamGroup) -> dict[str, Node]:
     return {
         key: _scalar_text(value) if isinstance(value, ScalarState) else value
         for key, value in (group.states or {}).items()
-        if not isinstance(value, FlatState)
+        if not isinstance(value, FlatState | UncutState)
     }
 
 
@@ -201,7 +208,7 @@ def _stated(model_part: ModelPart, group: ParamGroup) -> dict[str, str]:
     states = {
         key: _number(value) if isinstance(value, ScalarState) else value
         for key, value in (group.states or {}).items()
-        if not isinstance(value, FlatState)
+        if not isinstance(value, FlatState | UncutState)
     }
     return {
         key: _plain_text(value)

@@ -26,7 +26,7 @@ from streamshard.formats.torch.torch_tensor import Storage, make_tensor
 from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.formats.torch.zip_layout import Serialized
 from streamshard.layout.cutting import Segments, Share
-from streamshard.sizes import counted
+from streamshard.sizes import counted, show_ranks
 
 _RNG: Final = "rng"
 _RANK: Final = "rank"
@@ -136,12 +136,11 @@ class RankImages:
             return
         if saved < ranks:
             yield (
-                f"Random states cannot be made up: ranks {saved} to {ranks - 1} are new, and go on "
-                "with those that the job seeds them with."
+                f"Not in it: random states for the new {show_ranks(range(saved, ranks))}, which "
+                "the job seeds."
             )
         if ranks < saved:
-            dropped = f"rank {ranks}" if saved == ranks + 1 else f"ranks {ranks} to {saved - 1}"
-            yield f"Not in it: the random states of {dropped}."
+            yield f"Not in it: the random states of {show_ranks(range(ranks, saved))}."
         own = [
             {key: node for key, node in root.items() if key not in (_RNG, _RANK)}
             for root in self.extra

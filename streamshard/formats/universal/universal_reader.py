@@ -57,6 +57,7 @@ from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.formats.universal.param_files import AGAIN, ParamFiles, scalar_of
 from streamshard.io.entries import is_file, paths_below
 from streamshard.model import Note, NoteKind, ZeroLayout
+from streamshard.sizes import counted
 
 _SUFFIX: Final = "_universal"
 """What DeepSpeed's examples add to a tag to name the universal checkpoint that is made of it."""
@@ -239,7 +240,7 @@ def _job(found: _Files, sources: SourceFiles) -> _Job:
     stage = model_part_stage([kept], files)
     ranks = recorded_ranks(models[0])
     if stage == 3 and ranks != len(models):
-        message = f"saved by {ranks} ranks, but there are model files of {len(models)}"
+        message = f"saved by {counted(ranks, 'rank')}, but there are model files of {len(models)}"
         raise IncompleteError(message, path=models[0].path)
     _refuse_parts(first, require(kept, _GROUPS, found.state), models[0].path)
     config = first.get(names.DS_CONFIG)

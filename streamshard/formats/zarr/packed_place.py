@@ -57,7 +57,6 @@ class PackedObject(ObjectPath):
 
 
 def is_packed(path: Path) -> bool:
-    """Tell whether a path is that of a packed store, or of a file in it."""
     return isinstance(path, PackedPath | PackedObject)
 
 
@@ -107,22 +106,18 @@ class PackedFile:
         self._start = start
 
     def read_at(self, offset: int, count: int) -> bytes:
-        """Read bytes from an offset; fewer than requested only at the end of the file."""
         count = max(0, min(count, self.nbytes - offset))
         return self._file.read_at(self._start + offset, count) if count else b""
 
     def prepare(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Get small ranges that are read next."""
         at = self._start
         self._file.prepare([(at + start, at + min(stop, self.nbytes)) for start, stop in ranges])
 
     def read_into(self, view: memoryview, offset: int) -> int:
-        """Fill a view from an offset; returns the bytes read, fewer only at the file's end."""
         count = max(0, min(len(view), self.nbytes - offset))
         return self._file.read_into(view[:count], self._start + offset) if count else 0
 
     def will_need(self, offset: int, nbytes: int) -> None:
-        """Start reading a range that is needed soon, without waiting."""
         count = min(nbytes, self.nbytes - offset)
         if count > 0:
             self._file.will_need(self._start + offset, count)
@@ -134,7 +129,6 @@ class PackedFile:
         return self._status if is_same else now
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -144,33 +138,7 @@ class PackedFile:
         self.close()
 
 
-class ComparedFile:
-    """An open file of a packed store that is compared with what a run would write; see `Sink`."""
-
-    version = ""
-    block_bytes = 1
-    descriptor = -1
-
-    def __init__(self, file: PackedFile) -> None:
-        self._file = file
-
-    def write(self, view: memoryview, offset: int) -> None:
-        """Refuse to write."""
-        raise OSError(errno.EROFS, "a store in one file is not changed")
-
-    def read_into(self, view: memoryview, offset: int) -> int:
-        """Read bytes; returns their count, fewer only at the file's end."""
-        return self._file.read_into(view, offset)
-
-    def finish(self, mode: int | None) -> None:
-        """Complete nothing."""
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-class PackedStores:
+class PackedStores(Place):
     """Stores in one file each; see `Place`.
 
     `inner`: the place that holds the files.
@@ -187,7 +155,6 @@ class PackedStores:
         self._lock = threading.Lock()
 
     def directory_of(self, root: Path) -> PackedDirectory:
-        """Return the directory of the store that a path is the root of."""
         return self._directory(_split(root)[0])
 
     def _directory(self, archive: Path, version: str | None = None) -> PackedDirectory:
@@ -229,12 +196,10 @@ class PackedStores:
         return directory, row
 
     def examine(self, path: Path, *, follows: bool) -> Status:
-        """Return the status of what is at a path."""
         directory, row = self._find(path)
         return directory.status_of(row)
 
     def entries(self, directory: Path) -> Iterator[Entry]:
-        """List a directory."""
         found, row = self._find(directory)
         if row is not None:
             raise NotADirectoryError(errno.ENOTDIR, "Not a directory", str(directory))
@@ -250,7 +215,6 @@ class PackedStores:
         return type(path)(around, archive.name, inner)
 
     def open(self, path: Path, known: SourceFile | None = None) -> PackedFile:
-        """Open a file to read ranges of it."""
         archive, inner = _split(path)
         directory = self._directory(archive, known.version if known else None)
         row = directory.find(inner)
@@ -265,12 +229,7 @@ class PackedStores:
             raise
         return PackedFile(file, start, directory.status_of(row), whole)
 
-    def open_written(self, path: Path) -> "ComparedFile":
-        """Open a file only to compare it."""
-        return ComparedFile(self.open(path))
-
     def stream(self, path: Path) -> BinaryIO:
-        """Return the whole content of a small file."""
         with self.open(path) as file:
             return io.BytesIO(file.read_at(0, file.nbytes))
 
@@ -301,15 +260,6 @@ class PackedStores:
         found.setdefault(here, {})[own] = entry
         return paths[path]
 
-    def keep_listed(self, root: Path) -> None:
-        pass
-
-    def look_ahead(self, directory: Path, name: str) -> None:
-        pass
-
-    def is_listed(self, directory: Path) -> bool:
-        return True
-
     def has_file(self, path: Path) -> bool:
         archive, inner = _split(path)
         return self._directory(archive).find(inner) is not None
@@ -317,29 +267,11 @@ class PackedStores:
     def free_bytes(self, directory: Path) -> int:
         return 0
 
-    def allocated_bytes(self, root: Path) -> int:
-        return 0
-
     def requests_to_read(self, nbytes: int) -> int:
         return self._inner.requests_to_read(nbytes)
 
-    def requests_to_write(self, nbytes: int) -> int:
-        return 0
-
-    def writing_bytes(self, largest_bytes: int) -> int:
-        return 0
-
-    def remove_dead_locks(self, paths: object) -> None:
-        pass
-
-    def abort_uploads(self, *roots: Path) -> str:
-        return ""
-
     def may_change(self, directory: Path) -> bool:
         return False
-
-    def foreign_owner(self, path: Path) -> int | None:
-        return None
 
     def _refuse(self, *args: Any, **options: Any) -> Never:  # noqa: ANN401
         raise OSError(errno.EROFS, "a store in one file is not changed", str(args[0]))
@@ -357,6 +289,5 @@ PACKED: Final[Place] = PackedStores(place_of(Path()))
 
 
 def directory_of(root: Path) -> PackedDirectory:
-    """Return the directory of the packed store that a path is the root of."""
     found: PackedDirectory = registry.load(cast(PackedPath, root).place).directory_of(root)
     return found

@@ -43,7 +43,7 @@ from streamshard.formats.zarr.store_manifest import FileRecord, Manifest
 from streamshard.io.entries import entries_below, examine, identify
 from streamshard.io.files import require_regular
 from streamshard.model import ITEMSIZE, LogicalTensor, Memory, SourceFile, StoredBytes
-from streamshard.sizes import some_of
+from streamshard.sizes import counted, some_of
 
 if TYPE_CHECKING:
     from streamshard.formats.zarr.zarr_python import OpenArray
@@ -357,7 +357,7 @@ def _find(root: Path, path: str, nbytes: int, expect: Callable[[], bytes]) -> Re
     )
     missing = found.chunks - len(files)
     if missing > _MOST_MISSING:
-        message = f"{found.chunks:,} chunks, and {len(files):,} files of them"
+        message = f"{counted(found.chunks, 'chunk')}, and {counted(len(files), 'file')} of them"
         raise IncompleteError(
             f"{message}. Is the copy whole? Else rewrite it in larger chunks", path=place
         )

@@ -195,7 +195,8 @@ def _serialize_model_part(model_part: ModelPart) -> dict[str, Node]:
             }
             for group in model_part.groups
         ],
-        "module": [_values(entry) for entry in model_part.module],
+        # Only where it is so does an entry say that it is paused.
+        "module": [_values(entry)[: None if entry.paused else -1] for entry in model_part.module],
         "model_state": model_part.model_state,
         "optimizer_file": model_part.optimizer_file,
         "param_ids": model_part.param_ids,
@@ -279,10 +280,13 @@ def _model_part_name(value: Node) -> str:
     return name_of(value)
 
 
-def _entry(name: Node, kind: Node, dtype: Node, shape: Node, alias_of: Node) -> ModuleEntry:
+def _entry(
+    name: Node, kind: Node, dtype: Node, shape: Node, alias_of: Node, paused: Node = False
+) -> ModuleEntry:
     # An entry that is kept as it is, such as `get_extra_state`, has neither dtype nor shape.
     dtype = dtype if dtype == "" else _dtype(dtype)
-    return ModuleEntry(name_of(name), _text(kind), dtype, shape_of(shape), name_of(alias_of))
+    known = name_of(name), _text(kind), dtype, shape_of(shape), name_of(alias_of)
+    return ModuleEntry(*known, paused=paused is True)
 
 
 def _dropped(at: Node, why: Node, states: Node) -> Dropped:

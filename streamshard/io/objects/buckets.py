@@ -24,13 +24,13 @@ from streamshard.io.objects.object_reader import (
 )
 from streamshard.io.objects.object_upload import (
     ObjectSink,
-    WrittenObject,
     is_there,
     put,
     remove_object,
     upload_bytes,
     upload_requests,
 )
+from streamshard.io.place import Place
 from streamshard.io.readable import Entry, ReadAheadBytes, Status
 from streamshard.io.retry import FROM_OUTSIDE, ignored
 from streamshard.model import SourceFile
@@ -41,6 +41,7 @@ _THREADS: Final = 16
 _COPIED_BYTES: Final = 5 << 30
 """Largest object that S3 copies by one request."""
 _STEP_BYTES: Final = 8 << 20
+_ENDLESS: Final = 1 << 62
 
 
 def for_each(items: Iterable[T], work: Callable[[T], object]) -> None:
@@ -55,7 +56,6 @@ def for_each(items: Iterable[T], work: Callable[[T], object]) -> None:
 
 
 def objects_below(root: ObjectPath) -> list[ObjectPath]:
-    """List all objects below a path."""
     return [object_of(entry.path) for entry in list_below(root)]
 
 
@@ -77,23 +77,9 @@ def copy_object(known: ObjectPath, path: ObjectPath) -> None:
             sink.close()
 
 
-def _move_below(root: ObjectPath, target: ObjectPath) -> None:
-    """Copy all objects below a path to another path, then remove them."""
-    found = objects_below(root)
-    for_each(found, lambda path: copy_object(path, moved(path, root, target)))
-    for_each(found, remove_object)
-
-
 def moved(path: ObjectPath, root: ObjectPath, target: ObjectPath) -> ObjectPath:
     """Return the path that an object has below another root."""
     return target.of_key("/".join([*target.parts[2:], *path.parts[len(root.parts) :]]))
-
-
-def _remove_below(root: ObjectPath) -> None:
-    """Remove all objects below a path, and the one at the path."""
-    for_each(objects_below(root), remove_object)
-    if root.key:
-        remove_object(root)
 
 
 def _abort_strays(*roots: ObjectPath) -> str:
@@ -131,9 +117,6 @@ def _abort_strays(*roots: ObjectPath) -> str:
     return ""
 
 
-_ENDLESS: Final = 1 << 62
-
-
 def _content(path: ObjectPath) -> bytes:
     known = listings.known_status(path)
     if isinstance(known, Status) and known.nbytes:
@@ -141,7 +124,7 @@ def _content(path: ObjectPath) -> bytes:
     return bytes(call(path, lambda client: client.get(path.key).bytes()))
 
 
-class Buckets:
+class Buckets(Place):
     """All object stores."""
 
     read_ahead = ReadAheadBytes(AHEAD_BYTES, REQUEST_BYTES, 1)
@@ -170,7 +153,6 @@ class Buckets:
         return ObjectFile(object_of(path), expected)
 
     def stream(self, path: Path) -> BinaryIO:
-        """Return the whole content of a small object."""
         path = object_of(path)
         content = listings.kept_content(path)
         if content is None:
@@ -198,9 +180,6 @@ class Buckets:
     def free_bytes(self, directory: Path) -> int:
         return _ENDLESS
 
-    def allocated_bytes(self, root: Path) -> int:
-        return 0
-
     def requests_to_read(self, nbytes: int) -> int:
         return -(-nbytes // REQUEST_BYTES)
 
@@ -213,17 +192,11 @@ class Buckets:
     def open_sink(self, path: Path, *, is_new: bool, nbytes: int, is_last: bool) -> ObjectSink:
         return ObjectSink(object_of(path), nbytes, must_be_new=is_last)
 
-    def open_written(self, path: Path) -> WrittenObject:
-        return WrittenObject(object_of(path))
-
     def lock(self, path: Path, what: Path) -> AnyLock:
         return object_lock.ObjectLock(object_of(path), object_of(what))
 
     def remove_dead_locks(self, paths: Iterable[Path]) -> None:
         object_lock.remove_dead_locks(paths)
-
-    def make_directory(self, path: Path, *, parents: bool, exist_ok: bool) -> None:
-        pass
 
     def write_new(self, path: Path, data: bytes) -> None:
         put(object_of(path), data)
@@ -232,7 +205,10 @@ class Buckets:
         put(object_of(path), data)
 
     def rename(self, path: Path, target: Path) -> None:
-        _move_below(object_of(path), object_of(target))
+        root, other = object_of(path), object_of(target)
+        found = objects_below(root)
+        for_each(found, lambda one: copy_object(one, moved(one, root, other)))
+        for_each(found, remove_object)
 
     def replace_file(self, path: Path, target: Path) -> None:
         self.make_link(path, target)
@@ -251,7 +227,10 @@ class Buckets:
         for_each(map(object_of, paths), remove_object)
 
     def remove(self, path: Path) -> None:
-        _remove_below(object_of(path))
+        root = object_of(path)
+        for_each(objects_below(root), remove_object)
+        if root.key:
+            remove_object(root)
 
     def abort_uploads(self, *roots: Path) -> str:
         return _abort_strays(*map(object_of, roots))
@@ -259,21 +238,6 @@ class Buckets:
     def discard(self, directory: Path) -> None:
         with ignored(FROM_OUTSIDE):
             self.remove(directory)
-
-    def take_over_status(self, known: Path, path: Path) -> None:
-        pass
-
-    def may_change(self, directory: Path) -> bool:
-        return True
-
-    def foreign_owner(self, path: Path) -> int | None:
-        return None
-
-    def sync_path(self, path: Path) -> None:
-        pass  # what a service has acknowledged is durable
-
-    def sync_tree(self, root: Path) -> None:
-        pass
 
 
 BUCKETS: Final = Buckets()

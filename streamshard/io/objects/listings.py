@@ -162,7 +162,6 @@ def _kept() -> _Kept | None:
 
 
 def is_keeping() -> bool:
-    """Tell whether listings are kept at present."""
     return _kept() is not None
 
 
@@ -250,7 +249,6 @@ def keep_content(path: ObjectPath, content: bytes) -> None:
 
 
 def kept_content(path: ObjectPath) -> bytes | None:
-    """Return the content of an object, if it was kept."""
     scope = _kept()
     return None if scope is None else scope.contents.get(path)
 

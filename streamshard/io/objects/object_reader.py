@@ -50,7 +50,6 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def get(path: ObjectPath, start: int, stop: int, expected: Status) -> memoryview:
-    """Return a range of an object."""
     options: GetOptions = {"range": (start, stop)}
     if expected.version.startswith('"'):  # a weak one matches nothing
         options["if_match"] = expected.version
@@ -256,7 +255,6 @@ class ObjectFile:
         return self._expected
 
     def close(self) -> None:
-        """Cancel requests that nobody waits for any more."""
         for start in list(self._pieces):
             self.forget(start)
 

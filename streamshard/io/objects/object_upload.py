@@ -9,7 +9,6 @@ from weakref import finalize
 from streamshard.io.object_path import ObjectPath
 from streamshard.io.objects.clients import call, quoted
 from streamshard.io.objects.listings import forget
-from streamshard.io.objects.object_reader import ObjectFile, examine_object
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -32,7 +31,6 @@ _MIB: Final = 1 << 20
 
 
 def _part_bytes(nbytes: int) -> int:
-    """Return the size of the parts of an object of at most this size."""
     return max(_PART_BYTES, -(-nbytes // _MOST_PARTS // _MIB) * _MIB)
 
 
@@ -62,7 +60,6 @@ class _WorkerBuffer(threading.local):
         return found if len(found) >= nbytes else bytearray(nbytes)
 
     def give_back(self, buffer: bytearray) -> None:
-        """Keep a buffer for the next object."""
         self._free = buffer
 
 
@@ -145,7 +142,6 @@ class ObjectSink:
         raise NotImplementedError
 
     def finish(self, mode: int | None) -> None:
-        """Complete the object; it has no permission bits."""
         if self._upload is not None:
             self._upload.send(self._filled_part())
             self.version = self._upload.finish()
@@ -173,32 +169,6 @@ def _keep(free: list[bytearray], buffer: bytearray) -> None:
         free.append(buffer)
 
 
-class WrittenObject:
-    """An object that was uploaded, to be read back; see `Sink`."""
-
-    version = ""
-    block_bytes = 1
-    descriptor = -1
-
-    def __init__(self, path: ObjectPath) -> None:
-        self._file = ObjectFile(path, examine_object(path))
-
-    def write(self, view: memoryview, offset: int) -> None:
-        """Refuse to change what is complete."""
-        raise NotImplementedError
-
-    def read_into(self, view: memoryview, offset: int) -> int:
-        """Read back what is written; returns the bytes read, fewer only at the object's end."""
-        return self._file.read_into(view, offset)
-
-    def finish(self, mode: int | None) -> None:
-        """Complete nothing."""
-
-    def close(self) -> None:
-        """Cancel what was requested."""
-        self._file.close()
-
-
 class _Upload(threading.Thread):
     """Sends the parts that it is given, in a thread of its own, which waits for more."""
 
@@ -224,7 +194,8 @@ class _Upload(threading.Thread):
             if len(part):
                 yield part
 
-    def _put(self, part: Any) -> None:  # noqa: ANN401
+    def send(self, part: Any) -> None:  # noqa: ANN401
+        """Hand a part over; waits while enough parts are on their way."""
         while self.is_alive():
             try:
                 self._parts.put(part, timeout=0.1)
@@ -234,13 +205,9 @@ class _Upload(threading.Thread):
         if self._error is not None and not isinstance(part, _StoppedUploadError):
             raise self._error
 
-    def send(self, part: Any) -> None:  # noqa: ANN401
-        """Hand a part over; waits while enough parts are on their way."""
-        self._put(part)
-
     def finish(self) -> str:
         """Wait until all parts are sent and made into one object; returns its etag."""
-        self._put(None)
+        self.send(None)
         self.join()
         if self._error is not None:
             raise self._error
@@ -248,7 +215,7 @@ class _Upload(threading.Thread):
 
     def stop(self) -> None:
         """End the upload, unless it has ended; the service then forgets the parts."""
-        self._put(_StoppedUploadError())
+        self.send(_StoppedUploadError())
         self.join()
 
 
@@ -290,8 +257,6 @@ def create(path: ObjectPath, content: bytes) -> str:
 
 
 def get_small(path: ObjectPath) -> tuple[Version, bytes]:
-    """Return the version and the content of a small object."""
-
     def get(client: "ObjectStore") -> tuple[Version, bytes]:
         result = client.get(path.key)
         found = {"e_tag": quoted(result.meta["e_tag"]), "version": result.meta["version"] or ""}

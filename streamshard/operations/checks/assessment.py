@@ -18,7 +18,7 @@ from streamshard.layout.sample import EVERYTHING
 from streamshard.operations.checks.problems import UNHEALTHY, Findings
 from streamshard.operations.checks.scan import scan
 from streamshard.operations.checks.structure import check_structure
-from streamshard.operations.checks.suspicion import suspicions
+from streamshard.operations.checks.suspicion import skipped_since, steps_of, suspicions
 from streamshard.operations.checks.tensor_content import TensorUnits, recorded
 from streamshard.operations.source.completeness import require_named, require_saved_to_end
 from streamshard.operations.source.sidecars import has_shards
@@ -229,7 +229,7 @@ class RunAssessment:
         require_saved_to_end(opened)
         if opened.checkpoint.dropped is not None:
             opened.require_states()
-        skipped = [*self._skipped(opened, name)]
+        skipped = self._skipped(opened, name)
         if self._is_quick:
             warnings = *suspicions(opened.checkpoint, {}), *skipped
             return replace(one, is_whole=True, warnings=warnings)
@@ -241,26 +241,17 @@ class RunAssessment:
         warnings = *suspicions(opened.checkpoint, found.health), *skipped
         return replace(one, is_whole=True, is_healthy=True, warnings=warnings)
 
-    def _skipped(self, opened: Source, name: str) -> Iterator[str]:
-        """Say whether the job took no step since the checkpoint before, as gradients overflowed.
-
-        DeepSpeed skips such steps, also in bf16: a job that has diverged saves the same weights.
-        """
+    def _skipped(self, opened: Source, name: str) -> list[str]:
+        """Say whether the job took no step since the checkpoint before."""
         before = self._before.get(name)
+        if before is None:
+            return []
         try:
-            older = None if before is None else open_source(self._root / before)
+            older = steps_of(open_source(self._root / before).checkpoint)
         except StreamshardError as error:
             release_frames(error)
-            return
-        if older is None:
-            return
-        sides = [one.checkpoint.model_parts[0].model_state for one in (older, opened)]
-        found = [side.get(key) for key in ("global_steps", "skipped_steps") for side in sides]
-        counts = [count for count in found if isinstance(count, int)]
-        if len(counts) == len(found):
-            steps, skipped = counts[1] - counts[0], counts[3] - counts[2]
-            if 0 < steps == skipped:
-                yield f"All {steps:,} steps since {before} were skipped, as gradients overflowed."
+            return []
+        return skipped_since(before, older, steps_of(opened.checkpoint))
 
 
 def healthy_checkpoints(

@@ -121,9 +121,7 @@ class StoreCheck:
         self._documents[STATE_FILES[0]] = state
         if self._index.rewritten:
             self._findings.notes.append(remark(sorted(self._index.rewritten)))
-        if checkpoint.dropped is not None:
-            self._findings.notes.append(checkpoint.remarks[0])
-        self._findings.notes += checkpoint.warnings
+        self._findings.notes += (*checkpoint.unread, *checkpoint.warnings)
 
     def _add_others(self, manifest: Manifest) -> None:
         """Add the files that are listed and are no chunks, and tell of those not listed."""

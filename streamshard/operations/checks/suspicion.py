@@ -5,7 +5,7 @@ from typing import Final
 
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.deepspeed import names
-from streamshard.formats.pickle.inert import Call
+from streamshard.formats.pickle.inert import Call, Node
 from streamshard.formats.zarr.array_paths import array_path
 from streamshard.health import TensorHealth
 from streamshard.model import MASTER, MODULE, NoteKind
@@ -18,11 +18,36 @@ _GROWTH: Final = 100
 """A weight whose root mean square has grown so many times is suspicious."""
 _WEIGHTS: Final = (f"state/{MASTER}/", f"{MODULE}/")
 _MOST_NAMED: Final = 2
+StepCounts = tuple[Node, Node]
+"""Steps and skipped steps, as they are recorded."""
 
 
 def suspicions(checkpoint: Checkpoint, health: Mapping[str, TensorHealth]) -> list[str]:
     """List what is suspicious; `health` may lack tensors."""
     return [*_loss_scale(checkpoint), *_moments(checkpoint, health), *_two_saves(checkpoint)]
+
+
+def steps_of(checkpoint: Checkpoint) -> StepCounts:
+    """Return how many steps a job had taken, and how many of them were skipped."""
+    state = checkpoint.model_parts[0].model_state
+    return state.get("global_steps"), state.get("skipped_steps")
+
+
+def skipped_since(before: str, older: StepCounts, newer: StepCounts) -> list[str]:
+    """Say whether all steps since the checkpoint `before` were skipped, as gradients overflowed.
+
+    DeepSpeed skips such steps, also in bf16: a job that has diverged saves the same weights.
+    """
+    counts = [
+        new - old
+        for old, new in zip(older, newer, strict=True)
+        if isinstance(old, int) and isinstance(new, int)
+    ]
+    if len(counts) != len(newer) or not 0 < counts[0] == counts[1]:
+        return []
+    steps = "The step" if counts[0] == 1 else f"All {counts[0]:,} steps"
+    were = "was" if counts[0] == 1 else "were"
+    return [f"{steps} since {before} {were} skipped, as gradients overflowed."]
 
 
 def growth(health: Mapping[str, TensorHealth], before: Mapping[str, TensorHealth]) -> str:

@@ -34,6 +34,7 @@ from streamshard.operations.source.source import Source
 from streamshard.operations.source.unfinished import has_journal, is_unfinished
 from streamshard.operations.transfer.plan import plan_output
 from streamshard.operations.transfer.target import is_there, partial_of, require_separate
+from streamshard.sizes import counted
 from streamshard.verb_options import CompactOptions, ConvertOptions
 
 _SCRIPT: Final = "zero_to_fp32.py"
@@ -199,4 +200,4 @@ def _require_unchanged(source: Source, records: tuple[SourceRecord, ...], run_di
         if before != now:
             message = f"{run_dir / now.path}: changed while it was archived"
             raise CorruptFileError(f"{message}; run again when it no longer changes")
-    return f"{len(records):,} files"
+    return counted(len(records), "file")

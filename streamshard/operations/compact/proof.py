@@ -28,6 +28,7 @@ from streamshard.operations.compare.comparison import compare
 from streamshard.operations.compare.matching import pair_up
 from streamshard.operations.repartition.repartition import plan_repartition
 from streamshard.operations.source.source import Request, Source, open_source
+from streamshard.sizes import counted
 
 _REBUILT: Final = f"{names.OWN_PREFIX}.rebuilt"
 _RUN: Final = "run"
@@ -106,7 +107,7 @@ def intact(archived: ArchivedTag, proofs: ProofContext, findings: Findings | Non
     for path, name in zip(paths, found, strict=True):
         if digests[path] != sums[name]:
             raise IntegrityError(f"{path}: damaged: its SHA-256 differs")
-    return f"{len(found):,} files"
+    return counted(len(found), "file")
 
 
 def sums_of(archived: ArchivedTag, proofs: ProofContext) -> dict[str, str]:
@@ -166,13 +167,13 @@ def same_objects(receipt: Receipt, archived: ArchivedTag) -> str:
             message = f"{archived.store / path}: has etag {now.get(path) or 'none'}, and had"
             message = f"{message} {known.get(path) or 'none'} when it was compared with"
             raise CorruptFileError(f"{message} {receipt.tag}; {_UNDELETE} that one and run again")
-    return f"{len(now):,} objects"
+    return counted(len(now), "object")
 
 
 def _verified(findings: Findings) -> str:
     if findings.problems:
         raise IntegrityError(findings.problems[0].message)
-    return f"{findings.checked:,} checksums, {findings.tensors:,} tensors"
+    return f"{counted(findings.checked, 'checksum')}, {counted(findings.tensors, 'tensor')}"
 
 
 def _state_equal(archive: Source, source: Source) -> str:
@@ -198,7 +199,7 @@ def content_equal(archive: Source, source: Source, proofs: ProofContext) -> str:
     wrong += [one.message for one in (*pairing.differences, *found.differences)]
     if wrong:
         raise IntegrityError(f"{archive.path}: not what {source.path} holds: {wrong[0]}")
-    return f"{len(pairing.pairs):,} tensors, {found.nbytes:,} bytes"
+    return f"{counted(len(pairing.pairs), 'tensor')}, {counted(found.nbytes, 'byte')}"
 
 
 def rebuilt_equal(

@@ -53,6 +53,7 @@ from streamshard.operations.compact.trash import trash_of
 from streamshard.operations.source.completeness import require_named, require_saved_to_end
 from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.source import Source, open_source
+from streamshard.options import SourceOptions
 
 _MOST_BYTES: Final = 256 << 20
 """More bytes than the state of HF Trainer has, with an entry for each step that it logs."""
@@ -353,7 +354,7 @@ def open_tag(run_dir: Path, name: str) -> Source:
     """
     directory = run_dir / name
     if not _is_checkpoint(directory):
-        opened = open_source(run_dir, name)
+        opened = open_source(run_dir, SourceOptions(tag=name))
         if not opened.is_of_ranks:
             message = "not what an engine saved, but made of it: keep it, or remove it by hand"
             raise UnsupportedError(f"{directory}: {message}")

@@ -26,6 +26,7 @@ from streamshard.model import ITEMSIZE, MASTER, Copies, NoteKind
 from streamshard.operations.compact.receipts import Receipt, SourceRecord
 from streamshard.operations.compact.run_context import ProofContext
 from streamshard.operations.source.source import Source
+from streamshard.sizes import counted
 
 
 def accounted_for(source: Source, root: Path) -> str:
@@ -40,7 +41,7 @@ def accounted_for(source: Source, root: Path) -> str:
             count += 1
             if not entry.status().is_file or entry.path not in known:
                 raise UnsupportedError(f"{entry.path}: would not be in an archive; move it away")
-    return f"{count:,} files"
+    return counted(count, "file")
 
 
 def ranks_agree(source: Source) -> str:
@@ -81,7 +82,7 @@ def unchanged(receipt: Receipt, root: Path, proofs: ProofContext | None) -> str:
     for name, digest in zip(found, digests, strict=bool(proofs)):
         if digest != records[name].sha256:
             raise CorruptFileError(f"{root / name}: its bytes are not those that were archived")
-    return f"{len(found):,} files"
+    return counted(len(found), "file")
 
 
 @dataclass(frozen=True, slots=True)

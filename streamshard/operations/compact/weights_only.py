@@ -61,7 +61,7 @@ from streamshard.operations.convert.store_targets import record_of, small_array
 from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.transfer.report import Progress, Silent
 from streamshard.operations.transfer.target import is_there, partial_of, require_space
-from streamshard.sizes import show_bytes
+from streamshard.sizes import counted, show_bytes
 
 _WHY: Final = "by compact, which was to keep only the weights after a time"
 
@@ -340,7 +340,7 @@ def _require_same_files(
     for path in kept:
         if path not in sums or sums[path] != recorded.get(path):
             raise IntegrityError(f"{weights.store / path}: not what {full.store} has there")
-    return f"{len(kept):,} files"
+    return counted(len(kept), "file")
 
 
 def _require_original_gone(context: RunContext, receipt: Receipt) -> str:

@@ -52,8 +52,7 @@ def pair_up(
         _pair_training(one, other, found, converted=converted)
     _note_settings(one, other, found)
     for side in (left, right):
-        if side.checkpoint.dropped is not None:
-            found.notes.append(f"{side.path}: {side.checkpoint.remarks[0]}")
+        found.notes += [f"{side.path}: {reason}" for reason in side.checkpoint.unread]
     return found
 
 

@@ -133,6 +133,7 @@ def store_output(
     `known`: what was measured of its tensors earlier; they are read if some is missing.
     """
     opened.require_training_state()
+    opened.require_cut_states()
     checkpoint, codec = opened.checkpoint, options.codec
     tensors = checkpoint.tensors
     shapes = [chunk_of(tensor, options.chunk_size) for tensor in tensors]

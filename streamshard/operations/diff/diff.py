@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Final
@@ -27,7 +28,7 @@ from streamshard.operations.diff.diff_report import (
     Totals,
 )
 from streamshard.operations.source.degree_change import other_degrees
-from streamshard.operations.source.source import Request, Source, read_hints
+from streamshard.operations.source.source import Source, requests
 from streamshard.operations.source.unfinished import require_finished
 from streamshard.operations.transfer import execution
 from streamshard.operations.transfer.execution import Limits
@@ -64,6 +65,8 @@ def diff(options: _Diff) -> DiffReport:
         whose names match are compared, and nothing else.
     source_ds_config_file, like
         For checkpoints that lack information; see `plan_repartition`.
+    rename
+        File of rules for other names of the tensors on the left side; see `export`.
     tag, against_tag
         Tag to read on the left and on the right side; by default the one that `latest` names.
     memory_limit
@@ -90,11 +93,10 @@ def diff(options: _Diff) -> DiffReport:
     left, right, params = options.left, options.right, options.params
     for side in (left, right):
         require_finished(as_path(side))
-    config, known = read_hints([left, right], options.source_ds_config_file, options.like)
+    first, second = requests(options, left, right)
     limit_bytes = execution.limit_or_default(options.memory_limit, floor_bytes)
     limits = Limits(floor_bytes, limit_bytes, options.workers)
-    one = Request(left, options.tag, config, known).open()
-    other = Request(right, options.against_tag, config, known).open()
+    one, other = first.open(), replace(second, tag=options.against_tag).open()
     one.require_use_of_like(needed=other.needs_like)
     one, other, joined = other_degrees().join_unequal(one, other)
     pairing = pair_up(one, other, by_value=True)

@@ -106,8 +106,8 @@ def plan_export(options: ExportOptions) -> TransferPlan:
     target
         Directory to make.
     dtype
-        `fp32`, `bf16` or `fp16`: the dtype to which floating-point tensors are cast, including
-        buffers.
+        `fp32`, `bf16` or `fp16`: the dtype to which floating-point tensors are cast. Buffers are
+        cast to fp32 only: in 16 bits they stay as they are, as in DeepSpeed's `save_16bit_model`.
     format
         `safetensors`; `torch` for `pytorch_model.bin`; `universal` for DeepSpeed's universal
         checkpoint, which holds the optimizer's states too, and accepts no other option from `dtype`
@@ -179,6 +179,7 @@ def prepare(options: ExportOptions, opened: Source) -> Output:
     """Choose what is exported."""
     if options.format in (UNIVERSAL, _DCP):
         opened.require_states()
+        opened.require_cut_states()
     is_model = opened.like is not None and bool(opened.like.foreign)
     opened.require_use_of_like(needed=is_model)
     if is_model and options.format in (UNIVERSAL, _DCP):

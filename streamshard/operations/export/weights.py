@@ -85,7 +85,7 @@ def choose_weights(
         Weight(
             names=tuple(_stripped(name, options.strip_prefix) for name in held),
             tensor=one.tensor,
-            dtype=_dtype(checkpoint.tensors[one.tensor].dtype, held, options),
+            dtype=_dtype(checkpoint.tensors[one.tensor].dtype, held, one.kind, options),
             shape=one.shape,
         )
         for one, held in taken
@@ -112,7 +112,7 @@ def _require_told(
     for one in found:
         dtype = checkpoint.tensors[one.tensor].dtype
         is_narrow = one.kind == "weight" and dtype in ("bfloat16", "float16")
-        is_cast = _dtype(dtype, one.names, options) != dtype
+        is_cast = _dtype(dtype, one.names, one.kind, options) != dtype
         if is_narrow and is_cast and any(_is_taken(name, options) for name in one.names):
             wide = next(short for short, name in DTYPES.items() if name == dtype)
             message = f"{where} which master weights are those of '{one.names[0]}', whose {dtype}"
@@ -205,16 +205,21 @@ def _stripped(name: str, prefixes: Sequence[str]) -> str:
     return name
 
 
-def _dtype(source: str, dtypes: Sequence[str], options: ExportOptions) -> str:
-    """Return the dtype of a tensor in the export: integers and booleans stay as they are."""
-    is_float = source.startswith(("float", "bfloat"))
-    if not is_float or any(_matches(name, options.keep_dtype) for name in dtypes):
+def _dtype(source: str, held: Sequence[str], kind: str, options: ExportOptions) -> str:
+    """Return the dtype of a tensor in the export: integers and booleans stay as they are.
+
+    Engines in 16 bits leave buffers as they are (`_cast_module_mixed_precision` of DeepSpeed), and
+    so does `save_16bit_model`: routers of experts need the bias that they keep in fp32.
+    """
+    is_kept = kind == "buffer" and options.dtype != "fp32"
+    is_kept = is_kept or any(_matches(name, options.keep_dtype) for name in held)
+    if is_kept or not source.startswith(("float", "bfloat")):
         return source
     try:
         cast_between(source, DTYPES[options.dtype])
     except UnsupportedError as error:
-        way = Option("keep_dtype", [dtypes[0]])
-        message = f"'{dtypes[0]}': {error}; leave it as it is with {way}"
+        way = Option("keep_dtype", [held[0]])
+        message = f"'{held[0]}': {error}; leave it as it is with {way}"
         raise UnsupportedError(message) from error
     return DTYPES[options.dtype]
 

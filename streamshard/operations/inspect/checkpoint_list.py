@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -16,6 +17,12 @@ from streamshard.formats.deepspeed.read import validation
 from streamshard.formats.deepspeed.read.validation import Recorded
 from streamshard.io.entries import entries_below, examine, is_file, paths_in
 from streamshard.io.files import source_errors, stays_inside
+from streamshard.operations.checks.suspicion import (
+    StepCounts,
+    skipped_since,
+    steps_of,
+    suspicions,
+)
 from streamshard.operations.inspect.inspect_report import CheckpointSummary
 from streamshard.operations.source.completeness import require_named, require_saved_to_end
 from streamshard.operations.source.source import Source, open_source
@@ -37,10 +44,15 @@ def summaries(root: Path, opened: Source | None = None) -> tuple[CheckpointSumma
     """
     with source_errors(root):
         latest = _latest(root)
-        found = [_summary(root, name, latest, opened) for name in find_candidates(root)]
-    found.sort(key=_age)
-    known = [one for one in found if one.step is not None]
-    return tuple(replace(one, is_newest=one in known[-1:]) for one in found)
+        counted = [_summary(root, name, latest, opened) for name in find_candidates(root)]
+    counted.sort(key=lambda one: _age(one[0]))
+    found = [one for one, _ in counted]
+    for number, ((before, older), (one, newer)) in enumerate(pairwise(counted), 1):
+        if older is not None and newer is not None:
+            skipped = skipped_since(before.path, older, newer)
+            found[number] = replace(one, warnings=(*one.warnings, *skipped))
+    known = [one.path for one in found if one.step is not None]
+    return tuple(replace(one, is_newest=one.path in known[-1:]) for one in found)
 
 
 def _age(one: CheckpointSummary) -> tuple[int, int, str, str]:
@@ -60,11 +72,14 @@ def _latest(root: Path) -> str | None:
         return None
 
 
-def _summary(root: Path, name: str, latest: str | None, opened: Source | None) -> CheckpointSummary:
+def _summary(
+    root: Path, name: str, latest: str | None, opened: Source | None
+) -> tuple[CheckpointSummary, StepCounts | None]:
     place = root / name
     kind = kind_at(place)
     problem, recorded, nbytes, changed, is_known = None, _UNKNOWN, 0, None, True
-    is_healthy = None
+    warnings: tuple[str, ...] = ()
+    is_healthy, steps = None, None
     try:
         nbytes, changed = _size_and_time(place)
         source = opened if opened and latest == name else open_source(place)
@@ -72,7 +87,8 @@ def _summary(root: Path, name: str, latest: str | None, opened: Source | None) -
         if kind == "native" and place.parent != root and not is_file(place / names.LATEST):
             require_named(place.parent)
         require_saved_to_end(source)
-        is_healthy = _is_healthy(source)
+        is_healthy, warnings = _is_healthy(source), tuple(suspicions(source.checkpoint, {}))
+        steps = steps_of(source.checkpoint)
     except OSError as error:
         problem = f"{error.filename or place}: cannot be read ({error.strerror})"
     except StreamshardError as error:
@@ -80,7 +96,7 @@ def _summary(root: Path, name: str, latest: str | None, opened: Source | None) -
         problem, is_known = str(error), not isinstance(error, UnsupportedError)
         recorded = _recorded_in(place) if kind == "native" else _UNKNOWN
     step = recorded.global_steps
-    return CheckpointSummary(
+    summary = CheckpointSummary(
         path=name,
         kind=kind,
         step=step_of_path(name) if step is None else step,
@@ -93,7 +109,9 @@ def _summary(root: Path, name: str, latest: str | None, opened: Source | None) -
         is_latest=name == latest,
         problem=problem,
         is_healthy=is_healthy,
+        warnings=warnings,
     )
+    return summary, steps
 
 
 def _is_healthy(source: Source) -> bool | None:

@@ -79,12 +79,14 @@ def _facts(source: Source) -> str:
     masters = [tensor for tensor in source.checkpoint.tensors if tensor.state == MASTER]
     numel, nbytes = sum(t.numel for t in masters), sum(t.nbytes for t in masters)
     text = (
-        f"{len(masters):,} parameters, {numel:,} elements, {show_bytes(nbytes)} of master weights"
+        f"{counted(len(masters), 'parameter')}, {counted(numel, 'element')}, "
+        f"{show_bytes(nbytes)} of master weights"
     )
     checkpoint, degrees = source.checkpoint, known_degrees(source.checkpoint)
     parts, data = len(checkpoint.model_parts), checkpoint.layout.world_size
     shared_as = degrees_text(parts, data, degrees, checkpoint.expert_parallel)
-    return f"{text}; saved by {checkpoint.ranks} ranks: {shared_as}" if shared_as else text
+    ranks = counted(checkpoint.ranks, "rank")
+    return f"{text}; saved by {ranks}: {shared_as}" if shared_as else text
 
 
 def _border(cuts: Sequence[_Cut], panels: Sequence[Panel]) -> str:

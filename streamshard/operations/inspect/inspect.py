@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from streamshard.errors import Option, SourceError, UsageError
-from streamshard.formats.checkpoint import Checkpoint, FlatState, ParamGroup, ScalarState
+from streamshard.formats.checkpoint import (
+    Checkpoint,
+    FlatState,
+    ParamGroup,
+    ScalarState,
+    UncutState,
+)
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.cut import muon_order
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import known_degrees
@@ -52,6 +58,8 @@ def inspect(options: InspectOptions) -> Inspection:
     ----------
     source_ds_config_file, like
         For sources that lack information; see `plan_repartition`.
+    rename
+        File of rules for other names of the tensors; see `export`.
     params
         Shell patterns of complete tensor names; for each tensor that matches, the result says where
         its elements lie.
@@ -88,8 +96,7 @@ def inspect(options: InspectOptions) -> Inspection:
         given = f"{Option('world_size')} and {Option('zero_stage')}"
         where = f"{Option('svg', 'FILE')} or {Option('html', 'FILE')}"
         raise UsageError(f"{given} shape a picture: say where with {where}")
-    config = options.source_ds_config_file
-    opened = open_source(source, tag, ds_config_file=config, like=options.like)
+    opened = open_source(source, options)
     stage = zero_stage or opened.checkpoint.layout.stage
     opened.require_use_of_like(
         needed=is_resized and muon_order.needs_order(opened.checkpoint, stage)
@@ -214,6 +221,8 @@ def _states(group: ParamGroup) -> dict[str, Any]:
             shown[key] = value.dtype
         elif isinstance(value, ScalarState):
             shown[key] = _scalar(value)
+        elif isinstance(value, UncutState):
+            shown[key] = "not read"
         else:
             shown[key] = _plain(value)
     return shown

@@ -191,6 +191,8 @@ class CheckpointSummary:
     is_healthy: bool | None = None
     """Whether its weights and optimizer states held neither NaN nor infinities when a store of it
     was made; None if that was not recorded."""
+    warnings: tuple[str, ...] = ()
+    """What is suspicious in its headers, as for `newest`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,15 +350,16 @@ class Inspection:
     @property
     def facts(self) -> list[tuple[str, str]]:
         """All of it in a few words: names of facts, and what they are."""
-        on_disk = f"{self.files:,} files, {show_bytes(self.file_bytes)}"
+        on_disk = f"{counted(self.files, 'file')}, {show_bytes(self.file_bytes)}"
         return [*self.title, *_facts(self), ("on disk", on_disk)]
 
     def __repr__(self) -> str:
         """Summarize the checkpoint in a line; the attributes hold the details."""
         what = f"{self.tag}, ZeRO stage {self.zero_stage}, world size {self.world_size}"
         size = show_bytes(self.file_bytes)
-        held = f"{len(self.parameters):,} parameters, {self.files:,} files, {size}"
-        wrong = f", {len(self.problems):,} problems" if self.problems else ""
+        parameters = counted(len(self.parameters), "parameter")
+        held = f"{parameters}, {counted(self.files, 'file')}, {size}"
+        wrong = f", {counted(len(self.problems), 'problem')}" if self.problems else ""
         return f"<Inspection {self.path!r}: {what}, {held}{wrong}>"
 
     def _repr_html_(self) -> str:
@@ -374,7 +377,7 @@ def _facts(found: Inspection) -> Iterator[tuple[str, str]]:
     """Yield what is in a checkpoint; one without ZeRO, or of others, does not record everything."""
     numel = sum(group.numel for group in found.groups)
     states = ", ".join(dict.fromkeys(key for group in found.groups for key in group.states))
-    trained = f"{len(found.parameters):,} trained, {numel:,} elements"
+    trained = f"{len(found.parameters):,} trained, {counted(numel, 'element')}"
     uncertain = f"{found.weights:,}, the files do not say which of them are trained"
     also = [counted(found.buffers, "buffer"), counted(len(found.tied), "tied name")]
     if found.kind in FOREIGN:
@@ -411,4 +414,4 @@ def _steps(found: Inspection) -> str:
     steps = "not recorded" if found.global_steps is None else f"{found.global_steps:,}"
     if found.skipped_steps:
         steps += f" ({found.skipped_steps:,} skipped)"
-    return steps + (f", {found.global_samples:,} samples" if found.global_samples else "")
+    return steps + (f", {counted(found.global_samples, 'sample')}" if found.global_samples else "")

@@ -27,7 +27,7 @@ from streamshard.operations.inspect.inspect_report import (
     RankDetail,
 )
 from streamshard.operations.source.source import Source
-from streamshard.sizes import some_of
+from streamshard.sizes import show_ranks, some_of
 
 Ints = NDArray[np.int64]
 _NAMES_SHOWN: Final = 5
@@ -205,7 +205,7 @@ def rank_detail(source: Source, rank: int) -> RankDetail:
         message = f"{asked}: saved without ZeRO (stage 0), where every rank holds everything"
         raise UsageError(f"{message}; {Option('params')} shows where the tensors lie")
     if not 0 <= rank < layout.world_size:
-        message = f"{asked}: there are the data-parallel ranks 0 to {layout.world_size - 1}"
+        message = f"{asked}: it has data-parallel {show_ranks(range(layout.world_size))}"
         raise UsageError(message)
     ranks = ranks_of_files(source)
     own = {relative(source, number) for number, held in enumerate(ranks) if held == rank}

@@ -33,6 +33,7 @@ from streamshard.model import FILE
 from streamshard.operations.source.source import open_source
 from streamshard.operations.source.stored_file import StoredFile
 from streamshard.operations.source.tag_directory import find_tag
+from streamshard.options import SourceOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +185,7 @@ def _in_store(root: Path, tag: str | None) -> Iterator[tuple[str, Finding]]:
     state = f"{STATE_PATH}/c/0"
     yield state, _in_state(root / state, root)
     try:
-        source = open_source(root, tag)
+        source = open_source(root, SourceOptions(tag=tag))
     except (SourceError, IntegrityError) as error:
         yield FILE, Finding(0, {}, f"the files that the store keeps are not listed: {error}")
         return

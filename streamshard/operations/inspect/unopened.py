@@ -31,21 +31,15 @@ from streamshard.operations.inspect.inspect_report import (
     IncompleteCheckpoint,
 )
 from streamshard.operations.inspect.picture_files import PictureFiles
-from streamshard.operations.source.source import Request, read_hints
+from streamshard.operations.source.source import Request, requests
 from streamshard.operations.source.tag_directory import find_tag
 from streamshard.operations.source.unfinished import is_unfinished
 from streamshard.operations.transfer.target import require_separate
-
-Path_ = str | os.PathLike[str]
+from streamshard.options import Path_, SourceOptions
 
 
 def describe_unopened(
-    error: SourceError,
-    source: Path_,
-    *,
-    source_ds_config_file: Path_ | None,
-    like: Path_ | None,
-    tag: str | None,
+    error: SourceError, source: Path_, options: SourceOptions
 ) -> CheckpointList | IncompleteCheckpoint | None:
     """Describe a source that could not be opened; return None if there is nothing to list."""
     root = as_path(source)
@@ -53,12 +47,11 @@ def describe_unopened(
     try:
         if is_unfinished(root):
             return None
-        if tag is None and is_directory(root) and _needs_choice(root):
+        if options.tag is None and is_directory(root) and _needs_choice(root):
             return _directory(root, error)
         if not isinstance(error, IncompleteError | CorruptFileError | DisagreementError):
             return None
-        config, known = read_hints([source], source_ds_config_file, like)
-        return _incomplete(Request(source, tag, config, known))
+        return _incomplete(*requests(options, source))
     except (StreamshardError, OSError):
         return None  # the first error is more useful
 

@@ -1,6 +1,5 @@
 """`open`: reads single tensors of a checkpoint, and parts of them, from Python."""
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -20,6 +19,8 @@ from streamshard.operations.source.degree_change import other_degrees
 from streamshard.operations.source.lazy_tensor import LazyTensor
 from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.source.source_access import SourceAccess
+from streamshard.options import SOURCE_HELP, Path_, SourceOptions, place, takes
+from streamshard.sizes import counted
 
 _KINDS: Final = {"param": "trained", "weight": "weight", "buffer": "buffer"} | dict.fromkeys(
     ("frozen", "loose", "excluded"), "frozen"
@@ -165,7 +166,8 @@ class OpenCheckpoint(Mapping[str, Parameter]):
         state = "" if self._reading.is_open else ", closed"
         what = f"{self.tag}, ZeRO stage {self.zero_stage}, world size {self.world_size}"
         what = self._source.checkpoint.foreign or what
-        return f"<OpenCheckpoint {str(self._source.path)!r}: {what}, {len(self):,} names{state}>"
+        names = counted(len(self), "name")
+        return f"<OpenCheckpoint {str(self._source.path)!r}: {what}, {names}{state}>"
 
     def _repr_html_(self) -> str:
         """Say what it is and what is in it, for notebooks, reading nothing."""
@@ -248,13 +250,14 @@ class OpenCheckpoint(Mapping[str, Parameter]):
         return LazyTensor(name, tensor.state, tensor.dtype, tensor.shape, number, self._reading)
 
 
-def open(
-    source: str | os.PathLike[str],
-    *,
-    source_ds_config_file: str | os.PathLike[str] | None = None,
-    like: str | os.PathLike[str] | None = None,
-    tag: str | None = None,
-) -> OpenCheckpoint:
+class _Open(SourceOptions):
+    """What `open` takes."""
+
+    source: Path_ = place("SRC", SOURCE_HELP, kw_only=False)
+
+
+@takes(_Open)
+def open(options: _Open) -> OpenCheckpoint:
     """Open a checkpoint to read its tensors, or parts of them; reads its headers.
 
     Parameters
@@ -263,6 +266,8 @@ def open(
         Run directory with `latest`, tag directory, store, or a template of raw per-rank dumps.
     source_ds_config_file, like
         For sources that do not tell all that is needed; see `plan_repartition`.
+    rename
+        File of rules for other names of the tensors; see `export`.
     tag
         Tag to read; by default the one that `latest` names.
 
@@ -305,7 +310,7 @@ exp_avg_sq float32>
     (7, 0.001)
     >>> ckpt.close()
     """
-    opened = open_source(source, tag, ds_config_file=source_ds_config_file, like=like)
+    opened = open_source(options.source, options)
     opened.require_use_of_like()
     return OpenCheckpoint(opened)
 

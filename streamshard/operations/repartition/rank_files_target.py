@@ -24,6 +24,7 @@ from streamshard.operations.transfer.target_writer import Output, Pass
 from streamshard.operations.transfer.torch_layout import torch_layout
 from streamshard.options import RepartitionOptions
 from streamshard.registry import READ_BACK, load
+from streamshard.sizes import counted
 
 FORMAT: Final = "fsdp-ranks"
 _OF_ZERO: Final = (
@@ -110,7 +111,7 @@ def _ranks(options: RepartitionOptions, opened: Source) -> int:
         if options.is_given(name):
             raise UsageError(f"{Option(name)}: is for DeepSpeed's files, not for {given}")
     if options.world_size is None:
-        message = f"has files for {opened.checkpoint.ranks} ranks already; say with"
+        message = f"has files for {counted(opened.checkpoint.ranks, 'rank')} already; say with"
         message = f"{message} {Option('world_size')} for how many they are to be written"
         raise UsageError(message, path=opened.path)
     if not 0 < options.world_size <= MOST_RANKS:

@@ -156,6 +156,9 @@ def prepare(
     opened, settings, resized = found.source, found.settings, found.resized
     opened.require_use_of_like(needed=found.uses_like, if_needed=options.if_needed)
     checkpoint, stage = opened.checkpoint, settings.layout.stage
+    is_reusable = options.if_needed and _is_resumed_from(found)
+    if not is_reusable:
+        opened.require_cut_states()
     resizes = found.explain()
     shaping = settings.layout, settings.config, settings.module_dtype, settings.is_bf16
     return Output(
@@ -177,7 +180,7 @@ def prepare(
         notes=(*settings.notes, *checkpoint.remarks, *resizes.notes),
         latest=checkpoint.tag if template is None else None,
         template=template,
-        is_reusable=options.if_needed and _is_resumed_from(found),
+        is_reusable=is_reusable,
         changes=resizes.changes,
         new_files=len(resized.new_steps),
         check=None if degrees is None else degrees.check,

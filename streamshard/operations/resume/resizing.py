@@ -17,6 +17,7 @@ from streamshard.operations.resume.advice import GlobalBatch
 from streamshard.operations.resume.job_settings import arguments
 from streamshard.operations.source.source import Source
 from streamshard.operations.source.source_access import SourceAccess
+from streamshard.sizes import counted
 
 _SCHEDULER: Final = "lr_scheduler"
 _COUNTERS: Final = ("last_epoch", "last_batch_iteration", "num_updates", "_step_count")
@@ -106,7 +107,7 @@ def _position(checkpoint: Checkpoint) -> Iterator[str]:
     if not isinstance(steps, int):
         yield f"{'Raw dumps do' if checkpoint.is_dumps else 'The source does'} not contain it."
         return
-    seen = f" and {samples:,} samples" if isinstance(samples, int) else ""
+    seen = f" and {counted(samples, 'sample')}" if isinstance(samples, int) else ""
     yield f"The engine counts on from step {steps:,}{seen}."
     if state.get("data_sampler") is not None:
         yield "The state of DeepSpeed's data sampler is kept."

@@ -25,6 +25,7 @@ from streamshard.operations.checks.torch_check import TorchFiles
 from streamshard.operations.source.directory_content import DirectoryContent
 from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.source import Request, Source
+from streamshard.sizes import counted
 
 
 class DistributedReader(Reader):
@@ -132,8 +133,9 @@ class ItemFilesCheck(TorchFiles):
             unprotected += len(checked) < len(audit.records)
             found += [replace(record, start=start + record.start) for record in checked]
         if unprotected:
-            note = f"{path}: {unprotected:,} items whose writer left checksums out, which can"
-            self.findings.notes.append(f"{note} therefore not be checked.")
+            items = counted(unprotected, "item")
+            note = f"{path}: {items} whose writer left checksums out, which can therefore not be"
+            self.findings.notes.append(f"{note} checked.")
         if listed > _MOST_LISTED:
             message = f"{path}: {listed - _MOST_LISTED:,} more problems of its items"
             self.findings.add(MALFORMED, path, message)

@@ -1,7 +1,5 @@
 """Opens a source: finds the checkpoint at a path, and calls the reader of its format."""
 
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Self
@@ -32,7 +30,9 @@ from streamshard.io.retry import try_again
 from streamshard.layout.cutting import Segments, coalesce
 from streamshard.model import ITEMSIZE, Note
 from streamshard.operations.source.unfinished import require_finished
+from streamshard.options import Path_, SourceOptions
 
+_BY_DEFAULT: Final = SourceOptions()
 _ELASTIC: Final = (
     "Saved with elastic_checkpoint, which keeps no hyper-parameters: those of all param groups, "
     "the learning rates among them, are those of {like} at {tag}. What is written is not elastic."
@@ -150,6 +150,11 @@ class Source(Reading):
             way = command("export", self.path, "OUT")
             raise UnsupportedError(f"{message}. Its weights are written by: {way}", path=self.path)
 
+    def require_cut_states(self) -> None:
+        """Refuse optimizer states that no other file can hold."""
+        if reasons := self.checkpoint.uncut:
+            raise UnsupportedError(reasons[0])
+
     def require_as_written(self) -> None:
         """Refuse a store in which another tool rewrote an array."""
         if self.rewritten:
@@ -181,7 +186,7 @@ class Source(Reading):
 class Request:
     """The path of a checkpoint, with everything that is needed to open it."""
 
-    path: str | os.PathLike[str]
+    path: Path_
     tag: str | None = None
     config: ds_config.Config | None = None
     """Config of the job that saved, for raw dumps."""
@@ -214,8 +219,12 @@ class Request:
 
     def reader(self) -> tuple[Any, Path]:
         """Return the reader of this kind of checkpoint, and the checkpoint's place."""
-        found = ((reader, reader.recognizes(self)) for reader in registry.readers())
-        return next((reader, place) for reader, place in found if place is not None)
+        known = ((reader, reader.recognizes(self)) for reader in registry.readers())
+        found, place = next((reader, place) for reader, place in known if place is not None)
+        if self.rename is not None and not found.renames:
+            message = f"{found.title} takes no {Option('rename')}, which is for distributed"
+            raise UsageError(f"{message} checkpoints of PyTorch and Megatron", path=self.root)
+        return found, place
 
     def open(self) -> Source:
         """Open the checkpoint."""
@@ -224,9 +233,6 @@ class Request:
     def _open(self) -> Source:
         with listings_kept(), source_errors(self.root):
             reader, place = self.reader()
-            if self.rename is not None and not reader.renames:
-                message = f"{reader.title} takes no {Option('rename')}, which is for distributed"
-                raise UsageError(f"{message} checkpoints of PyTorch and Megatron", path=self.root)
             opened: Source = reader.open(place, self)
         return replace(opened, like=self.checkpoint_like, reference=self.source_like)
 
@@ -240,37 +246,27 @@ def supply() -> str:
 
 
 def open_source(
-    path: str | os.PathLike[str],
-    tag: str | None = None,
-    *,
-    ds_config_file: str | os.PathLike[str] | None = None,
-    like: str | os.PathLike[str] | None = None,
-    rename: str | os.PathLike[str] | None = None,
-    takes_model: bool = False,
+    path: Path_, options: SourceOptions = _BY_DEFAULT, *, takes_model: bool = False
 ) -> Source:
     """Open a run directory, a tag directory, a store, or raw dumps.
 
-    `ds_config_file`: DeepSpeed config of the job that saved, for raw dumps, which hold none.
-    `like`: reference checkpoint: another checkpoint of the same job, which supplies what this one
-    lacks. Raw dumps of stage 3 hold no shapes, and files of `elastic_checkpoint` no
-    hyper-parameters.
-    `rename`: file of rules that give its tensors other names, and split or join fused ones.
-    `takes_model`: whether `like` may be a model's weights alone, which supply nothing and are only
-    compared.
+    `takes_model`: whether the reference checkpoint may be a model's weights alone, which supply
+    nothing and are only compared.
     """
-    rules = None if rename is None else as_path(rename)
-    config, known = read_hints([path], ds_config_file, like, takes_model=takes_model)
+    (request,) = requests(options, path, takes_model=takes_model)
+    known = request.source_like
     is_model = known is not None and known.is_weights_alone
     with listings_kept():
-        with source_errors(as_path(path)):
-            place_of(as_path(path)).look_ahead(as_path(path), LATEST)
-        require_finished(as_path(path))
-        opened = Request(path, tag, config, None if is_model else known, rules).open()
+        with source_errors(request.root):
+            place_of(request.root).look_ahead(request.root, LATEST)
+        require_finished(request.root)
+        opened = (replace(request, like=None) if is_model else request).open()
     if is_model and known is not None:
         return replace(opened, like=known.checkpoint)
     if opened.is_elastic and known is not None:
         # Absolute, so that a store's bytes do not depend on the working directory.
-        note = _ELASTIC.format(like=as_path(str(like)).absolute(), tag=known.checkpoint.tag)
+        like = as_path(str(options.like)).absolute()
+        note = _ELASTIC.format(like=like, tag=known.checkpoint.tag)
         checkpoint = opened.checkpoint
         opened = replace(
             opened, checkpoint=replace(checkpoint, notes=(Note(note), *checkpoint.notes))
@@ -278,21 +274,28 @@ def open_source(
     return opened
 
 
-def read_hints(
-    paths: Sequence[str | os.PathLike[str]],
-    ds_config_file: str | os.PathLike[str] | None,
-    like: str | os.PathLike[str] | None,
-    *,
-    takes_model: bool = False,
-) -> tuple[ds_config.Config | None, Source | None]:
-    """Read the config and the reference checkpoint to open sources with; see `open_source`."""
-    if ds_config_file is not None and not any(dump_names.is_source_template(str(p)) for p in paths):
-        message = f"{paths[0]}: is not a set of raw dumps"
+def requests(
+    options: SourceOptions, first: Path_, *others: Path_, takes_model: bool = False
+) -> list[Request]:
+    """Read the config and the reference checkpoint to open checkpoints with.
+
+    The tag and the rules are those of the first.
+    """
+    config_file, is_dumps = options.source_ds_config_file, dump_names.is_source_template
+    if config_file is not None and not any(is_dumps(str(path)) for path in (first, *others)):
+        message = f"{first}: is not a set of raw dumps"
         raise UsageError(f"{message}; leave {Option('source_ds_config_file')} out")
-    known = open_source(like) if like is not None else None
-    config = ds_config.read_file(as_path(ds_config_file)) if ds_config_file else None
-    if known is None or (takes_model and known.is_weights_alone):
-        return config, known
+    known = None if options.like is None else open_source(options.like)
+    config = ds_config.read_file(as_path(config_file)) if config_file else None
+    if known is not None and not (takes_model and known.is_weights_alone):
+        _require_of_job(options.like, known)
+    rules = None if options.rename is None else as_path(options.rename)
+    request = Request(first, options.tag, config, known, rules)
+    return [request, *(Request(path, None, config, known) for path in others)]
+
+
+def _require_of_job(like: Path_ | None, known: Source) -> None:
+    """Refuse a reference checkpoint that does not tell what a job of DeepSpeed needs."""
     if known.checkpoint.foreign:
         message = f"{like}: {known.checkpoint.foreign}, which does not tell what is lacking; give"
         message = f"{message} a checkpoint that DeepSpeed saved with {Option('like')}"
@@ -302,4 +305,3 @@ def read_hints(
         message = f"{like}: saved without ZeRO (stage 0), which does not name the parameters of its"
         message = f"{message} optimizer; give a checkpoint of stage 1, 2 or 3"
         raise UsageError(f"{message} with {Option('like')}")
-    return config, known

@@ -126,11 +126,10 @@ def find_tag(root: Path, tag: str | None) -> tuple[Path, Path]:
         raise SourceNotFoundError(message, path=root)
     if tag is None and has_shards(root):
         return run_directory_of(root.absolute()), root.absolute()
-    if tag is None:
-        tag = _latest(root)
-    elif not names.is_tag(tag):
+    tag = _latest(root) if tag is None else names.tag_of(tag)
+    if not names.is_tag(tag):
         raise SourceError(f"tag {show(tag)} is not a path of a directory in it", path=root)
-    elif not is_directory(root / tag):
+    if not is_directory(root / tag):
         raise _choose_one(SourceNotFoundError("no such tag directory", path=root / tag), root)
     require_inside(root / tag, root)
     list_ahead(root / tag)

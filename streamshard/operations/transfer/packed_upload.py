@@ -36,7 +36,6 @@ from streamshard.io.objects.buckets import copy_object
 from streamshard.io.objects.clients import together
 from streamshard.io.objects.listings import head
 from streamshard.io.objects.object_upload import remove_object, upload_requests
-from streamshard.io.place import place_of
 from streamshard.io.readable import Status
 from streamshard.io.retry import FROM_OUTSIDE, StoppedError, ignored
 from streamshard.io.sink import Sink
@@ -50,6 +49,7 @@ from streamshard.operations.transfer.packed_target import require_packed_store
 from streamshard.operations.transfer.run_identity import RunIdentity
 from streamshard.operations.transfer.target import partial_of
 from streamshard.operations.transfer.target_state import TargetKind, TargetState
+from streamshard.operations.transfer.upload_state import abort_strays
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,6 @@ class PackedUploadTarget:
 
     is_done = is_written = False
     kept_bytes = 0
-    notes: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -243,6 +242,7 @@ class PackedUploadTarget:
         template: Template | None = None,
         verify: bool = False,
     ) -> None:
+        self.notes: tuple[str, ...] = ()
         self._target = target
         self._lock = lock
         self._overwrite = identity.replaces
@@ -259,7 +259,7 @@ class PackedUploadTarget:
             self._state = PackedUploadState.at(self._target)
             self._state.require_free(overwrite=self._overwrite)
             if upload_requests(self._nbytes) > 1:
-                place_of(self._target).abort_uploads(self._target, self._elsewhere)
+                self.notes = abort_strays(self._target, self._elsewhere)
             written = self._elsewhere if self._copies else self._target
             must_be_new = not (self._overwrite or self._copies)
             self.partial = PackedUpload(written, self._nbytes, must_be_new=must_be_new)

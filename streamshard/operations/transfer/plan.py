@@ -156,15 +156,7 @@ def plan_transfer(
 
     `template`: names of the dumps, if the target is a directory of dumps.
     """
-    opened = partial(
-        open_source,
-        options.source,
-        options.tag,
-        ds_config_file=options.source_ds_config_file,
-        like=options.like,
-        rename=options.rename,
-        takes_model=takes_model,
-    )
+    opened = partial(open_source, options.source, options, takes_model=takes_model)
     return plan_opened(options, opened, prepare, template=template)
 
 

@@ -19,12 +19,14 @@ from streamshard.formats.checkpoint import (
     OtherFile,
     ParamGroup,
     ScalarState,
+    UncutState,
 )
 from streamshard.formats.pickle import inert_dump
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch.torch_tensor import Storage
 from streamshard.model import LogicalTensor, Note, NoteKind, SourceFile, ZeroLayout
 from streamshard.operations.source.source import Source
+from streamshard.sizes import counted
 
 _FORMAT: Final = 3
 """Rises whenever the same run makes other bytes, or has another digest of its headers."""
@@ -47,6 +49,7 @@ _PARTS: Final[Mapping[type, Callable[[Any], Node]]] = {
             OtherFile,
             ParamGroup,
             ScalarState,
+            UncutState,
             ZeroLayout,
         )
     },
@@ -113,7 +116,8 @@ class RunIdentity:
         files, digests = self.source.files, base64.b64decode(serialized)
         starts = range(0, len(digests), _DIGEST_BYTES)
         if len(starts) != len(files):
-            return f"{len(starts):,} files, where {self.source.path} has {len(files):,} now"
+            held = counted(len(starts), "file")
+            return f"{held}, where {self.source.path} has {len(files):,} now"
         changed = [
             file.path
             for file, start in zip(files, starts, strict=True)

@@ -1,6 +1,8 @@
 """How far a target in a bucket is, and whether a run may write there."""
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
 from streamshard.engine.journals.upload_journal import UploadJournal
 from streamshard.formats.deepspeed.dumps.dump_names import Template
@@ -8,10 +10,22 @@ from streamshard.io.entries import has_file, is_real_directory, list_ahead, list
 from streamshard.io.object_path import ObjectPath, object_of
 from streamshard.io.objects.clients import together
 from streamshard.io.objects.listings import has_content, holds_objects
+from streamshard.io.place import place_of
 from streamshard.operations.source.directory_content import DirectoryContent
 from streamshard.operations.source.unfinished import COMMITTED, JOURNAL
 from streamshard.operations.transfer.target import partial_of
 from streamshard.operations.transfer.target_state import TargetState, replaces
+
+_STRAYS: Final = (
+    "{}: a run that was cut off may have left parts of an upload, which cost their storage until "
+    "a rule of the bucket removes them (AbortIncompleteMultipartUpload); {}"
+)
+
+
+def abort_strays(target: ObjectPath, elsewhere: Path) -> tuple[str, ...]:
+    """Abort what a killed run began to upload to either path; if that fails, say why."""
+    why = place_of(target).abort_uploads(target, elsewhere)
+    return (_STRAYS.format(target, why),) if why else ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,22 +30,17 @@ from streamshard.io.objects.buckets import copy_object, for_each, moved, objects
 from streamshard.io.objects.clients import together
 from streamshard.io.objects.listings import is_no_marker
 from streamshard.io.objects.object_upload import create, upload_requests
-from streamshard.io.place import place_of
 from streamshard.io.readable import Entry
 from streamshard.io.retry import FROM_OUTSIDE, ignored
 from streamshard.operations.source.unfinished import COMMITTED, JOURNAL
 from streamshard.operations.transfer.run_identity import RunIdentity
 from streamshard.operations.transfer.target import partial_of
 from streamshard.operations.transfer.target_state import TargetKind
-from streamshard.operations.transfer.upload_state import UploadState
+from streamshard.operations.transfer.upload_state import UploadState, abort_strays
 
 _FORMAT: Final = 1
 _LAST: Final = (names.LATEST, "zarr.json")
 """Objects that make a directory a checkpoint or a store."""
-_STRAYS: Final = (
-    "{}: the run that was cut off may have left parts of an upload, which cost their storage until "
-    "a rule of the bucket removes them (AbortIncompleteMultipartUpload); {}"
-)
 
 
 class UploadedTarget:
@@ -113,21 +108,21 @@ class UploadedTarget:
         if self._overwrite or header is None:
             if header is not None:
                 self._clear()
-                self._abort_strays()
+                self._abort()
             self.journal.begin(self._identity.header)
         else:
             self._identity.require_same(header, self.path)
-            self._abort_strays()
+            self._abort()
             self._forget_changed()
         self._is_own = True
         self.partial = Uploads(self.path, self.journal)
 
-    def _abort_strays(self) -> None:
+    def _abort(self) -> None:
         """Abort uploads in parts of the earlier run, or say that some may be left."""
         # Copies of the largest objects are made of parts too, below the target.
-        why = place_of(self.path).abort_uploads(self.path, self._target)
-        if why and any(upload_requests(nbytes) > 1 for nbytes in self._sizes().values()):
-            self.notes = (_STRAYS.format(self._target, why),)
+        strays = abort_strays(self._target, self.path)
+        if any(upload_requests(nbytes) > 1 for nbytes in self._sizes().values()):
+            self.notes = strays
 
     def _forget_changed(self) -> None:
         """Forget recorded objects that are gone, or are others now: they are uploaded again."""

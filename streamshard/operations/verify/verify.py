@@ -24,7 +24,7 @@ from streamshard.operations.checks.suspicion import suspicions
 from streamshard.operations.checks.tensor_content import TensorUnits
 from streamshard.operations.compare.comparison import chosen, compare
 from streamshard.operations.compare.matching import pair_up
-from streamshard.operations.source.source import Request, read_hints
+from streamshard.operations.source.source import Request, requests
 from streamshard.operations.source.unfinished import require_finished
 from streamshard.operations.transfer import execution
 from streamshard.operations.transfer.execution import Limits
@@ -62,6 +62,8 @@ def verify(options: _Verify) -> Verification:
         or infinities are a problem, `unhealthy`.
     source_ds_config_file, like
         For checkpoints that lack information; see `plan_repartition`.
+    rename
+        File of rules for other names of `path`'s tensors; see `export`.
     tag
         Tag of `path` to read; by default the one that `latest` names.
     memory_limit
@@ -83,16 +85,15 @@ def verify(options: _Verify) -> Verification:
     paths = [path] if against is None else [path, against]
     for one in paths:
         require_finished(as_path(one))
-    config, known = read_hints(paths, options.source_ds_config_file, options.like)
-    request = Request(path, options.tag, config, known)
+    request, *others = requests(options, *paths)
     limit_bytes = execution.limit_or_default(options.memory_limit, floor_bytes)
     limits = Limits(floor_bytes, limit_bytes, options.workers)
     run = _Run(_sample(options.sample), limits, options.progress or Silent())
     began = time.monotonic()
-    if against is None:
-        run.check(request, digests=options.digests, health=options.health)
+    if others:
+        run.compare(request, *others)
     else:
-        run.compare(request, Request(against, None, config, known))
+        run.check(request, digests=options.digests, health=options.health)
     return Verification(
         path=str(path),
         against=None if against is None else str(against),

@@ -36,6 +36,7 @@ from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.io.files import require_inside
 from streamshard.model import Note, NoteKind, ZeroLayout
+from streamshard.sizes import counted
 
 ASSUMED: Final = (
     "The dumps do not say whether round_robin_gradients was on. They were read as if it was off, "
@@ -162,8 +163,8 @@ def _check_world_size(states: Sequence[Mapping[str, Node]], paths: Sequence[Path
     for state, path in zip(states, paths, strict=True):
         for count in rank_counts(state, path):
             if count != len(states):
-                message = f"dumped by {show(count)} ranks, but there are {len(states)} dumps; all"
-                raise DisagreementError(f"{message} ranks' dumps of one step are needed", path=path)
+                message = f"{counted(len(states), 'dump')} of {show(count)} ranks; all are needed"
+                raise DisagreementError(f"{message}, of one step", path=path)
 
 
 def _units_like(

@@ -173,7 +173,7 @@ def _require_even(layers: Iterable[ExpertLayer], degree: int) -> None:
         if degree < 1 or layer.count % degree:
             fitting = [n for n in range(1, layer.count + 1) if layer.count % n == 0]
             asked = Option("expert_parallel", degree)
-            message = f"{asked}: '{layer.module}' has {layer.count} experts"
+            message = f"{asked}: '{layer.module}' has {counted(layer.count, 'expert')}"
             choice = ", ".join(map(str, fitting))
             raise UsageError(f"{message}, of which each rank must have as many: give {choice}")
 

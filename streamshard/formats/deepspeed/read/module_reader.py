@@ -103,7 +103,8 @@ class ModuleReader:
             shape = shapes.get(alias or name, tensor.shape)
             if kind == "excluded":
                 alias = self.tied[name]
-            found.append(ModuleEntry(name_of(name), kind, tensor.dtype, shape, alias))
+            paused = kind == "param" and name in frozen
+            found.append(ModuleEntry(name_of(name), kind, tensor.dtype, shape, alias, paused))
         require_tied_to_weights(found)
         return tuple(found)
 
@@ -165,12 +166,13 @@ class ModuleReader:
     def assign(self, entries: Sequence[ModuleEntry], *, first: int, model_part: str) -> ModuleMap:
         """Number the module's own tensors from `first` on, and return their places.
 
-        Stage 3 saves no module weights of trained parameters: they are casts of the masters.
+        Stage 3 saves module weights of trained parameters only if these are paused; the others are
+        casts of the masters.
         """
         found = ModuleMap()
         for entry in entries:
-            is_elsewhere = self._stage == 3 and entry.kind in ("param", "excluded")
-            if entry.kind in ("alias", "extra") or is_elsewhere:
+            is_elsewhere = entry.kind == "excluded" or (entry.kind == "param" and not entry.paused)
+            if entry.kind in ("alias", "extra") or (self._stage == 3 and is_elsewhere):
                 continue
             index = first + len(self.tensors)
             tensor = LogicalTensor(MODULE, entry.name, entry.dtype, entry.shape, model_part)

@@ -13,7 +13,14 @@ from typing import Final
 import numpy as np
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError, raise_first
-from streamshard.formats.checkpoint import CODES, FlatState, ModuleEntry, ParamGroup, ScalarState
+from streamshard.formats.checkpoint import (
+    CODES,
+    FlatState,
+    ModuleEntry,
+    ParamGroup,
+    ScalarState,
+    UncutState,
+)
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.auto_experts import Placement, of_ranks
 from streamshard.formats.deepspeed.cut.zero_cutting import RecordedCut, recorded_cut
@@ -35,7 +42,7 @@ _REBUILDS: Final = {
 """Functions that rebuild objects of torch.Tensor subclasses → index of the class argument."""
 _ANEW: Final = (
     "Resume with DeepSpeed's own load_checkpoint on as many ranks as saved it, or start the "
-    "optimizer again from the model's weights, which zero_to_fp32.py writes"
+    "optimizer again from the weights that 'streamshard export' writes"
 )
 
 
@@ -363,6 +370,12 @@ class OptimizerReader:
         if expert_parallel > 1 and self._stage == 3:
             self._require_sharers(members, ranks)
         states = [self._unit_states(unit, slot, ranks) for slot, unit in enumerate(members, first)]
+        for uncut in states:
+            if any(isinstance(state, UncutState) for state in (uncut or {}).values()):
+                slots = range(first, first + len(members))
+                for place in [p for p in self.slots if p[0] in slots and p[1] != MASTER]:
+                    del self.slots[place]
+                return uncut
         for other in states[1:]:
             if other != states[0]:
                 message = "sub-groups of a param group differ in state"
@@ -411,12 +424,14 @@ class OptimizerReader:
                     f"{self._paths[first]} has {show(keys)}"
                 )
                 raise DisagreementError(message, path=self._paths[rank])
-        return {
-            key: self._state(
-                unit, slot, key, {rank: states[key] for rank, states in states_of.items()}, ranks
-            )
-            for key in states_of[first]
-        }
+        found: dict[str, Node] = {}
+        try:
+            for key in keys:
+                nodes = {rank: states[key] for rank, states in states_of.items()}
+                found[key] = self._state(unit, slot, key, nodes, ranks)
+        except UnsupportedError as error:
+            return dict.fromkeys(keys, UncutState(str(error)))
+        return found
 
     def _state(
         self, unit: int, slot: int, key: str, nodes: Mapping[int, Node], ranks: Sequence[int]

@@ -112,7 +112,7 @@ def _require_placeholders(file: ModelFile, entries: Sequence[ModuleEntry]) -> No
 def _require_same_frozen(file: ModelFile, entries: Sequence[ModuleEntry], stage: int) -> None:
     """Require that each weight listed as frozen is frozen in the module, with the same values."""
     module = file.root.get(names.MODULE_STATE) or {}
-    frozen = {entry.name for entry in entries if entry.kind == "frozen"}
+    frozen = {entry.name for entry in entries if entry.kind == "frozen" or entry.paused}
     extra = {entry.name for entry in entries if entry.kind == "extra"}
     for key in (names.FROZEN_SHAPES, names.FROZEN_FRAGMENTS):
         for name, node in (file.root.get(key) or {}).items():
@@ -121,7 +121,7 @@ def _require_same_frozen(file: ModelFile, entries: Sequence[ModuleEntry], stage:
                 raise UnsupportedError(f"{message} it contiguous before saving", path=file.path)
             message = f"'{key}' lists {show(name)}"
             if name not in frozen:
-                found = "is a buffer or trained there" if name in module else "is not there"
+                found = "is a buffer there" if name in module else "is not there"
                 message = f"{message}, which '{names.MODULE_STATE}' does not: it {found}"
                 raise DisagreementError(f"{message}; {_OTHER_COPY}", path=file.path)
             if stage == 3 or key == names.FROZEN_SHAPES:

@@ -40,6 +40,7 @@ from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch import torch_file
 from streamshard.io.entries import examine
 from streamshard.model import FILE, LogicalTensor
+from streamshard.sizes import counted
 
 
 def _read_uncut_part(
@@ -185,7 +186,7 @@ def _read_shards(
 def _part_of(like: Checkpoint | None, number: int, shards: ShardSet) -> ModelPart | None:
     """Return a part of the model in a reference checkpoint that has the same parts."""
     if like is not None and len(like.model_parts) != len(shards.model_parts):
-        message = f"{len(shards.model_parts)} parts of the model, {LIKE}"
+        message = f"{counted(len(shards.model_parts), 'part')} of the model, {LIKE}"
         raise DisagreementError(f"{message} has {len(like.model_parts)}", path=shards.tag_dir)
     return like.model_parts[number] if like is not None else None
 

@@ -217,7 +217,7 @@ class ModuleWriter:
         shapes: OrderedDict[str, Node] = OrderedDict()
         fragments: OrderedDict[str, Node] = OrderedDict()
         for entry in self._model_part.module:
-            if entry.kind == "frozen":
+            if entry.kind == "frozen" or entry.paused:
                 shapes[entry.name] = self._shape(entry.shape)
                 fragments[entry.name] = self._frozen_fragment(entry, module, rank)
         return shapes, fragments
@@ -242,10 +242,7 @@ class ModuleWriter:
             if self._is_cloned:
                 return self._module_entry(entry, {})
             return make_tensor(module[entry.name].args[0], entry.shape)
-        number, world_size = (
-            self._index[self._model_part.name, MODULE, entry.name],
-            self._layout.world_size,
-        )
+        number, world_size = self._entry_content(entry).tensor, self._layout.world_size
         tensor = self._source.tensors[number]
         tensors, numels = np.array([number]), np.array([tensor.numel])
         share = Share(
