@@ -14,7 +14,7 @@ from streamshard.engine.journals.journal import Journal
 from streamshard.engine.run.file_batch import FileBatch
 from streamshard.engine.run.work import Fixed, Region, Span, SpanResult, TargetFile, Trailer
 from streamshard.errors import NoSpaceError, TargetError
-from streamshard.formats.zarr.chunks import BloscChunk
+from streamshard.formats.zarr.blosc_encoder import BloscCodec
 from tests.engine.fakes import JOURNAL, copies_of, on_disk
 from tests.engine.test_run import Run
 
@@ -37,7 +37,7 @@ class Case:
             stop - start,
             copies_of([(0, start, 0, stop - start)]),
             trailer=Trailer(is_crc32c=True),
-            codec=BloscChunk(self.codec, 1) if self.codec else None,
+            codec=BloscCodec(self.codec, 1) if self.codec else None,
             takes_crc32c=True,
             block_bytes=7,
         )

@@ -13,11 +13,10 @@ from isal import isal_zlib
 
 from streamshard.engine.numeric.checksums import crc32c
 from streamshard.errors import IntegrityError
+from streamshard.formats.zarr.blosc_encoder import BloscCodec, most_encoded_bytes
 from streamshard.formats.zarr.blosc_frame import PIECE_BYTES
 from streamshard.formats.zarr.chunks import (
-    BloscChunk,
     EncodedChunk,
-    most_encoded_bytes,
     serialize_checksum,
 )
 
@@ -50,7 +49,7 @@ def floats(numel: int, *, is_noise: bool) -> bytes:
 
 
 def chunk(content: bytes, codec: str, encoded: bytes | None = None) -> tuple[EncodedChunk, bytes]:
-    blosc = BloscChunk(codec, 4)
+    blosc = BloscCodec(codec, 4)
     encoded = encoded or blosc.encode(memoryview(content))
     data = encoded + serialize_checksum(crc32c(encoded))
     made = EncodedChunk(
@@ -91,7 +90,7 @@ def mixed(numel: int, noise: Sequence[int]) -> bytes:
 
 
 def encoded_in_pieces(content: bytes, codec: str, itemsize: int = 4) -> bytes:
-    blosc, pieces, at = BloscChunk(codec, itemsize), list[bytes](), 0
+    blosc, pieces, at = BloscCodec(codec, itemsize), list[bytes](), 0
     encoder = blosc.encoder(len(content))
     while at < len(content):
         left = len(content) - at
@@ -113,7 +112,7 @@ def test_pieces_make_the_same_bytes(
     # Blosc's own threads, which it takes in the main thread alone, put blocks in any order.
     with ThreadPoolExecutor(1) as pool:
         made = pool.submit(encoded_in_pieces, content, codec, itemsize).result()
-        blosc = BloscChunk(codec, itemsize)
+        blosc = BloscCodec(codec, itemsize)
         whole = pool.submit(blosc.encode, memoryview(content)).result()
     out = bytearray(len(content))
     blosc.decode(memoryview(made), memoryview(out))
@@ -127,7 +126,7 @@ def test_pieces_make_the_same_bytes(
 @pytest.mark.parametrize("in_pieces", [False, True])
 def test_blocks_may_lie_in_any_order(codec: str, noise: Sequence[int], in_pieces: bool) -> None:
     content = mixed((9 << 20) // 8 + 1, noise)
-    blosc, threads = BloscChunk(codec, 4), numcodecs.blosc.set_nthreads(4)
+    blosc, threads = BloscCodec(codec, 4), numcodecs.blosc.set_nthreads(4)
     try:
         whole = blosc.encode(memoryview(content))
         encoded = encoded_in_pieces(content, codec) if in_pieces else whole
@@ -157,7 +156,7 @@ def test_another_checksum_at_the_end() -> None:
     content = floats(1000, is_noise=False)
     stored = chunk(content, "zstd")[1][:-4] + b"\1\2\3\4"
     made = EncodedChunk(
-        Path("chunk"), BloscChunk("zstd", 4), stored_bytes=len(stored),
+        Path("chunk"), BloscCodec("zstd", 4), stored_bytes=len(stored),
         stored_crc32=isal_zlib.crc32(stored), content_bytes=len(content),
     )  # fmt: skip
     with pytest.raises(IntegrityError, match="do not match the checksum at its end"):
@@ -167,7 +166,7 @@ def test_another_checksum_at_the_end() -> None:
 @pytest.mark.parametrize("block", [1, 16, 4096])
 def test_blocks_that_are_not_listed(block: int) -> None:
     content = floats(3 * BLOCK // 4, is_noise=False)
-    encoded = bytearray(BloscChunk("zstd", 4).encode(memoryview(content)))
+    encoded = bytearray(BloscCodec("zstd", 4).encode(memoryview(content)))
     encoded[8:12] = block.to_bytes(4, "little")
     made, stored = chunk(content, "zstd", bytes(encoded[:64]))
     with pytest.raises(IntegrityError, match="chunk: lists fewer than"):

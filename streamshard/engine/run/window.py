@@ -9,7 +9,7 @@ import numpy as np
 from streamshard.engine.journals.journal import Written
 from streamshard.engine.numeric.cast import count_infinite
 from streamshard.engine.numeric.checksums import RunningChecksums, crc32, join_crc32
-from streamshard.engine.numeric.digests import joined
+from streamshard.engine.numeric.crc import CRC32C
 from streamshard.engine.run.region import ReadAhead, RegionFiller
 from streamshard.engine.run.source_reader import ReusableBuffer, SourceReader
 from streamshard.engine.run.work import Codec, Fixed, Region, RegionResult, Span, SpanResult
@@ -283,11 +283,10 @@ class Window:
                 self._copy(view)
         else:
             self._put_back(head, offset)
-        whole = joined([front.digest, body.digest])
-        self._crc32 = whole.crc32
+        self._crc32 = join_crc32(front.crc32, body.crc32, body.nbytes)
         if region.trailer is not None:
-            checksum = whole.crc32c if region.trailer.is_crc32c else whole.crc32
-            self._put(region.trailer.serialize(checksum))
+            crc32c = CRC32C.joined(front.crc32c, body.crc32c, body.nbytes)
+            self._put(region.trailer.serialize(crc32c if region.trailer.is_crc32c else self._crc32))
         return RegionResult(offset, sums.digest, tuple(sums.blocks), filler.overflowed)
 
     def _put_back(self, head: memoryview, offset: int) -> None:

@@ -1,12 +1,23 @@
 """Encodes chunks piece by piece, to the same frames as at once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streamshard.formats.zarr import blosc_frame
-from streamshard.formats.zarr.blosc_frame import HEADER_BYTES
+from streamshard.formats.zarr.blosc_frame import HEADER_BYTES, PIECE_BYTES
+from streamshard.formats.zarr.chunks import BloscChunk
+from streamshard.model import Memory
+
+_LEAST_BLOCK: Final = 1 << 16
+"""No block of a large chunk is smaller; each takes 8 bytes more than its content, at most."""
+
+
+def most_encoded_bytes(nbytes: int) -> int:
+    """Return how many bytes content becomes at most: blocks may be stored as they are."""
+    return nbytes + HEADER_BYTES + (0 if nbytes < 2 * PIECE_BYTES else nbytes // _LEAST_BLOCK * 8)
 
 
 class BloscEncoder:
@@ -55,3 +66,19 @@ class BloscEncoder:
         starts = (np.concatenate(self._starts) + head_bytes).astype("<u4").tobytes()
         made = blosc_frame.make_header(header, self._nbytes, frame_bytes) + starts
         return made.ljust(head_bytes, b"\0")
+
+
+class BloscCodec(BloscChunk):
+    """Compresses chunks of one dtype, also in pieces; see `Codec`."""
+
+    @property
+    def piece_bytes(self) -> int:
+        return PIECE_BYTES
+
+    def encoder(self, nbytes: int) -> BloscEncoder:
+        return BloscEncoder(self.encode, nbytes)
+
+    def pieces(
+        self, read: Callable[[memoryview], None], nbytes: int, content_bytes: int, room: Memory
+    ) -> Iterator[tuple[int, int, memoryview]]:
+        return blosc_frame.pieces(read, nbytes, content_bytes, room)

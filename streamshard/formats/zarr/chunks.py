@@ -1,7 +1,6 @@
 """Stored bytes of a chunk: optionally compressed, always followed by a CRC-32C."""
 
 import struct
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +12,7 @@ from isal import isal_zlib
 
 from streamshard.errors import IntegrityError
 from streamshard.formats.zarr import blosc_frame
-from streamshard.formats.zarr.blosc_encoder import BloscEncoder
-from streamshard.formats.zarr.blosc_frame import HEADER_BYTES, PIECE_BYTES
+from streamshard.formats.zarr.blosc_frame import PIECE_BYTES
 from streamshard.model import Memory, StoredBytes
 
 if TYPE_CHECKING:
@@ -36,10 +34,6 @@ the ends of mantissas are stored as they are, and quickly. A higher level finds 
 and makes chunks larger where it takes chance for repetition."""
 
 
-_LEAST_BLOCK: Final = 1 << 16
-"""No block of a large chunk is smaller; each takes 8 bytes more than its content, at most."""
-
-
 def serialize_checksum(crc32c: int) -> bytes:
     """Serialize the checksum at the end of a chunk as Zarr's crc32c codec does."""
     return struct.pack("<I", crc32c)
@@ -51,11 +45,6 @@ def blosc_settings(codec: str) -> dict[str, Any]:
     return dict(_ZSTD_SETTINGS if codec == "zstd" else EARLY_SETTINGS)
 
 
-def most_encoded_bytes(nbytes: int) -> int:
-    """Return how many bytes content becomes at most: blocks may be stored as they are."""
-    return nbytes + HEADER_BYTES + (0 if nbytes < 2 * PIECE_BYTES else nbytes // _LEAST_BLOCK * 8)
-
-
 @dataclass(frozen=True, slots=True)
 class BloscChunk:
     """Compresses and decompresses chunks of one dtype, without their checksums."""
@@ -63,11 +52,6 @@ class BloscChunk:
     name: str
     """Name of the compression: `lz4`, `zstd`."""
     itemsize: int
-
-    @property
-    def piece_bytes(self) -> int:
-        """Size of the pieces that are encoded."""
-        return PIECE_BYTES
 
     @property
     def _blosc(self) -> "Blosc":
@@ -83,20 +67,10 @@ class BloscChunk:
         # Blosc shuffles by the item size of the array that it is given.
         return bytes(self._blosc.encode(np.frombuffer(content, dtype=f"V{self.itemsize}")))
 
-    def encoder(self, nbytes: int) -> BloscEncoder:
-        """Return what encodes so much content in pieces."""
-        return BloscEncoder(self.encode, nbytes)
-
     def decode(self, encoded: memoryview, content: memoryview) -> None:
         """Decompress content into a view of its size."""
         blosc_frame.require_size(encoded, len(content))
         self._blosc.decode(encoded, content)
-
-    def pieces(
-        self, read: Callable[[memoryview], None], nbytes: int, content_bytes: int, room: Memory
-    ) -> Iterator[tuple[int, int, memoryview]]:
-        """Read encoded bytes in pieces, each of which decodes by itself; see `Codec`."""
-        return blosc_frame.pieces(read, nbytes, content_bytes, room)
 
 
 class EncodedChunk:
@@ -142,7 +116,7 @@ class EncodedChunk:
     ) -> tuple[int, memoryview]:
         start, stop = part or (0, self._content_bytes)
         view, nbytes = content(stop - start), max(0, self._stored_bytes - CHECKSUM_BYTES)
-        for first, last, frame in self._codec.pieces(taken, nbytes, self._content_bytes, stored):
+        for first, last, frame in blosc_frame.pieces(taken, nbytes, self._content_bytes, stored):
             low, high = max(first, start), min(last, stop)
             if low < high:
                 is_whole = (low, high) == (first, last)
@@ -181,7 +155,6 @@ class _InOrder:
         self.end = b""
 
     def __call__(self, view: memoryview) -> None:
-        """Fill a view with the next encoded bytes."""
         if self._file.takes_requests:
             self._file.will_need(self.at, self._encoded_bytes - self.at)
         found = view[: self._file.read_into(view, self.at)]

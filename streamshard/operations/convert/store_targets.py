@@ -20,10 +20,9 @@ from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch.zip_layout import ALIGNMENT
 from streamshard.formats.zarr import small_files, store_manifest, store_state
 from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT, array_path
+from streamshard.formats.zarr.blosc_encoder import BloscCodec, most_encoded_bytes
 from streamshard.formats.zarr.chunks import (
     CHECKSUM_BYTES,
-    BloscChunk,
-    most_encoded_bytes,
     serialize_checksum,
 )
 from streamshard.formats.zarr.documents import (
@@ -83,7 +82,7 @@ class StoreTargets:
     @property
     def encode(self) -> Callable[[memoryview], bytes] | None:
         """The function that compresses a chunk of four-byte elements; None without a codec."""
-        return None if self._codec == "none" else BloscChunk(self._codec, 4).encode
+        return None if self._codec == "none" else BloscCodec(self._codec, 4).encode
 
     def content(self) -> Iterator[FileLayout]:
         """Yield the layouts of all files except the manifest and the root's document."""
@@ -201,7 +200,7 @@ class StoreTargets:
             dtype,
             chunk.start,
             _TRAILER,
-            codec=None if is_raw else BloscChunk(self._codec, ITEMSIZE[dtype]),
+            codec=None if is_raw else BloscCodec(self._codec, ITEMSIZE[dtype]),
             block_bytes=BLOCK_BYTES if is_raw else 0,
         )
 
