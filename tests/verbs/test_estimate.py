@@ -104,19 +104,22 @@ def test_bytes_are_those_that_the_engine_reads_and_writes(case: str, tmp_path: P
     )
 
 
-def test_workers_that_only_copy_wait_for_the_disk(
+def test_workers_that_copy_large_files_wait_for_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for cores, copy, encode, decode in ((1, 2, 2, 1), (2, 4, 3, 2), (8, 4, 9, 4)):
+    large = write(Job(groups=((("embed", (999, 999)),),), tied={}), tmp_path / "large")
+    for cores, copy, few, encode in ((1, 2, 1, 3), (2, 4, 2, 4), (8, 4, 4, 10)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
         at = tmp_path / str(cores)
         for case, workers in (
-            ("stage 2 to 1", copy),
-            ("raw store", copy),
+            ("stage 2 to 1", few),
+            ("raw store", few),
             ("compressed store", encode),
-            ("from a compressed store", decode),
+            ("from a compressed store", few),
         ):
             assert planned(case, at / case).memory.workers == workers, case
+        plan = streamshard.plan_repartition(large, at / "out", world_size=3)
+        assert plan.memory.workers == copy
 
 
 def test_of_what_is_compressed_whole_files_are_read(tmp_path: Path) -> None:
@@ -312,7 +315,7 @@ zero_to_fp32.py                                                  0
 
 writes             bytes
 -----------------  -----
-model.safetensors  1,134
+model.safetensors  1,150
 
 left out """
 
