@@ -161,7 +161,6 @@ BOMBS = [
     Bomb("a huge shape", MODEL, lambda c: c["param_shapes"][0].update(x=HUGE), "is not a shape"),
     Bomb("no name", MODEL, lambda c: c["param_shapes"][0].update({7: SMALL}), "not a name"),
     Bomb("tied to what is not a tensor", MODEL, tied_to_a_number, "not a tensor of its own"),
-    Bomb("one value", OPTIMIZER, lambda c: states_of(c).update(exp_avg=KEPT), "not a plain value"),
     Bomb("a slice", OPTIMIZER, a_slice_of_halves, "1.5 long"),
     Bomb("elastic", OPTIMIZER, lambda c: state_of(c).update(base_optimizer_state=laughs())),
 ]  # fmt: skip
@@ -184,6 +183,18 @@ def test_bombs_do_not_go_off(bomb: Bomb, run: Path) -> None:
     for path in optimizer_files(run) if bomb.file == OPTIMIZER else [run / bomb.file]:
         edit(path, bomb.do)
     require_refused(run, bomb.says)
+
+
+def test_a_value_that_is_too_large_is_not_taken_along(run: Path, tmp_path: Path) -> None:
+    for path in optimizer_files(run):
+        edit(path, lambda c: states_of(c).update(exp_avg=KEPT))
+    shown = streamshard("inspect", run)
+    assert (shown.code, len(shown.out) < 3_000) == (0, True)
+    assert "is not a plain value" in shown.out
+    done = streamshard("repartition", run, tmp_path / "out", "--world-size", 3)
+    assert (done.code, len(done.err) < 700) == (3, True)
+    assert "is not a plain value" in done.err
+    assert max(shown.own_bytes, done.own_bytes) < 150 * MIB
 
 
 def test_what_is_told_of_another_way_to_train_is_quoted_shortly(tmp_path: Path) -> None:

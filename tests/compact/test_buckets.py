@@ -149,8 +149,8 @@ def test_the_line_for_cron_does_what_it_says(
     tmp_path: Path,
 ) -> None:
     sides = make_sides(s3, server, tmp_path, "local", "bucket")
-    (line,) = re.findall(r"^15 4 \* \* \* (.*)$", page("archive"), re.MULTILINE)
-    words = [word.replace("/runs/7b", sides.run.where) for word in shlex.split(line)[1:]]
+    (line,) = re.findall(r"^streamshard (compact /runs/7b s3://.*)$", page("archive"), re.MULTILINE)
+    words = [word.replace("/runs/7b", sides.run.where) for word in (*shlex.split(line), "-q")]
     words = [word.replace("s3://archive/7b", sides.archive.where) for word in words]
     done = run_forked(*words)
     assert (done.code, done.out, done.err) == (0, "", "")

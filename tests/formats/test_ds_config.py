@@ -116,6 +116,7 @@ def meaning_to_deepspeed(config: Mapping[str, Any]) -> Meaning:
         with patch("deepspeed.runtime.engine.is_zero_supported_optimizer"):  # it wants ranks
             kind = DeepSpeedEngine._do_optimizer_sanity_check(engine, None)
     is_flat = stage in (1, 2) and kind == "zero_optimization"
+    experts = parsed.expert_parallel_config
     return {
         "stage": stage,
         "round_robin": is_flat and zero.round_robin_gradients,
@@ -130,7 +131,7 @@ def meaning_to_deepspeed(config: Mapping[str, Any]) -> Meaning:
         "zenflow": zero.zenflow is not None,
         "quantized_frozen": zero.zero_quantized_nontrainable_weights,
         "tensor_parallel": max(1, parsed.tensor_parallel_config.autotp_size),
-        "auto_experts": bool(parsed.expert_parallel_config.enabled),
+        "auto_experts": experts.autoep_size if experts.enabled else None,
         "loads_universal": bool(parsed.load_universal_checkpoint),
         "loads_masters": zero.load_from_fp32_weights,
         "data_before_experts": bool(parsed.use_data_before_expert_parallel_),

@@ -82,8 +82,8 @@ def test_weights_of_16_bits_are_compared_with_the_job_s_own(tmp_path: Path) -> N
     run = write(Job(stage=2), tmp_path / "run")
     streamshard.export(run, tmp_path / "out", dtype="bf16")
     found = streamshard.diff(tmp_path / "out", run)
-    # A buffer of 32 bits, which the export rounded.
-    assert [t.name for t in found.changed] == ["module/rotary.inv_freq"]
+    assert not found.changed
+    assert {"module/embed.weight", "module/rotary.inv_freq"} <= {t.name for t in found.tensors}
 
 
 @pytest.mark.parametrize("verb", ["convert", "repartition"])

@@ -43,7 +43,6 @@ _PARTS: Final[Mapping[type, Callable[[Any], Node]]] = {
             LayerFile,
             LogicalTensor,
             ModelPart,
-            ModuleEntry,
             Note,
             OtherFile,
             ParamGroup,
@@ -51,6 +50,8 @@ _PARTS: Final[Mapping[type, Callable[[Any], Node]]] = {
             ZeroLayout,
         )
     },
+    # Earlier versions had no paused entries, and no blocks.
+    ModuleEntry: lambda e: (e.name, e.kind, e.dtype, e.shape, e.alias_of, *[True] * e.paused),
     FlatState: lambda state: state.dtype if state.block == 1 else (state.dtype, state.block),
     UncutState: attrgetter("why", "held"),
     Storage: attrgetter("dtype", "numel", "blob"),

@@ -199,8 +199,8 @@ class ModuleWriter:
         found = {}
         for name, count, start in both:
             tensor = group.params[start]
-            fused = () if tensor == name else (count,)
-            found[tensor] = name, (*fused, *self._shapes[tensor])
+            own = self._shapes[tensor]
+            found[tensor] = name, own if tensor == name else (count, *own)
         return found
 
     def _frozen(self, module: Mapping[str, Node], rank: int | None) -> tuple[Node, Node]:
