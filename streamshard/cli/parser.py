@@ -238,7 +238,7 @@ def parse_command(argv: Sequence[str]) -> argparse.Namespace:
         parser.print_help()
         parser.exit()
     if argv[0] == "help":
-        argv = [*argv[1:2], "--help"]
+        argv = [*argv[1:2], "--help-all" if "--help-all" in argv[2:] else "--help"]
     try:
         words = _with_templates(argv)
     except StreamshardError as error:

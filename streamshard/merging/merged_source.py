@@ -244,7 +244,8 @@ class Merging:
     def _note(self) -> str:
         named = [one.checkpoint.tag for one in self.sources]
         if len({*named}) < len(named):  # of several runs
-            named = [f"{place_of(one).parent.name}/{place_of(one).name}" for one in self.sources]
+            ends = (place_of(one).parts[-2:] for one in self.sources)
+            named = [str(PurePosixPath(*end)) for end in ends]
         both = zip(named, self.weights, strict=True)
         listed = ", ".join(f"{name} x {weight:.6g}" for name, weight in both)
         states = sorted({self._tensor(row).state for row in self.averaged} - {MASTER, MODULE})

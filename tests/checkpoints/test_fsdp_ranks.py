@@ -223,6 +223,11 @@ def test_replicas_that_differ_are_noted_also_where_padding_is_saved(
     assert problem.kind == "disagreement"
     assert "copies that ranks have of module/up.bias: 3 of 7 elements differ" in problem.message
     assert "first at index 4" in problem.message
+    for notes in (
+        streamshard.diff(made / "HSDP", place).notes,
+        streamshard.verify(made / "HSDP", against=place).notes,
+    ):
+        assert any(note.startswith(f"{place}: The ranks' files {wanted}") for note in notes)
     streamshard.export(place, tmp_path / "out")
 
 

@@ -181,7 +181,7 @@ def test_what_cannot_be_cut_is_named_with_the_file_and_what_to_do(
     place = rf"{optimizer_file(run, 0)}: optimizer state "
     with pytest.raises(UnsupportedError, match=place + message) as error:
         streamshard.repartition(run, tmp_path / "out", world_size=3)
-    told = "load_checkpoint on as many ranks as saved it, or start the optimizer again"
+    told = "on as many ranks as saved it, at the same ZeRO stage, or start the optimizer again"
     assert told in str(error.value)
     for form in ("universal", "dcp"):
         with pytest.raises(UnsupportedError, match=place + message):

@@ -253,6 +253,11 @@ def test_what_rules_make_is_compared_before_and_after(
     assert streamshard.verify(dcp, against=zero, rename=rules).is_good
     assert streamshard.diff(dcp, zero, rename=rules).is_equal
     assert not streamshard.diff(dcp, zero).is_equal
+    streamshard.export(dcp, tmp_path / "model", rename=rules)
+    (told,) = [
+        n for n in streamshard.diff(dcp, tmp_path / "model", rename=rules).notes if "only" in n
+    ]
+    assert told.startswith("One side is a model's weights in safetensors files, without")
     measured = streamshard.verify(dcp, digests=True, rename=rules)
     written = streamshard.verify(zero, digests=True).digests
     assert measured.digests == {name: written[name] for name in measured.digests}
@@ -343,7 +348,9 @@ def test_other_kinds_refuse_rules_by_name(tmp_path: Path) -> None:
         partial(streamshard.inspect, run),
         partial(streamshard.open, run),
     ):
-        with pytest.raises(UsageError, match=r"takes no rename=.*PyTorch and Megatron"):
+        with pytest.raises(
+            UsageError, match=r"rename=.* is for .*PyTorch and Megatron; .*: DeepSpeed shards"
+        ):
             verb(rename=rules)
 
 

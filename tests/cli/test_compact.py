@@ -55,6 +55,7 @@ def test_lengths_of_time_are_said_as_they_are_asked_for(run: Path, archive: Path
         os.utime(path)
     done = in_process(*command, "-n")
     assert re.search(rf"{FIRST} +kept .* changed [0-9.]+ s ago, --min-age is 2h\n", done.out)
+    assert in_process(*command).out == f"{run}: 4 kept; -v says why\n"
     assert in_process(*command, "--min-age", "0s", "--delete", "-q").code == 0
     done = in_process(*command, "--delete", "--min-age", "0s", "--grace", "90m", "-n")
     assert re.search(rf"{FIRST} +in the trash .* since 20[0-9: -]+ UTC, --grace is 90m\n", done.out)

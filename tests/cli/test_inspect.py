@@ -243,6 +243,13 @@ def test_a_save_that_was_cut_off_is_noticed(tmp_path: Path) -> None:
     later = run / "global_step8"
     shutil.copytree(run / TAG, later)
     assert "a later step than the one shown here" in in_process("inspect", run).out
+    more = [run / f"global_step{step}" for step in (9, 10)]
+    for place in more:
+        shutil.copytree(later, place)
+    (told,) = streamshard.inspect(run).problems
+    assert told.startswith(f"{more[1]} (and 2 more): a later step than the one shown here; ")
+    for place in more:
+        shutil.rmtree(place)
     lost = [later / optimizer_file(run, rank).name for rank in (0, 1)]
     lost[1].unlink()
     done = passed("inspect", run)

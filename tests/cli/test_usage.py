@@ -113,6 +113,8 @@ def test_help_is_a_word_too() -> None:
         wanted = in_process(*words, "--help").out
         assert wanted.startswith(" ".join(["usage: streamshard", *words]))
         assert in_process("help", *words) == in_process(*words, "--help")
+    rarer = in_process("help", "inspect", "--help-all")
+    assert rarer == in_process("inspect", "--help-all") != in_process("inspect", "--help")
 
 
 @pytest.mark.parametrize(

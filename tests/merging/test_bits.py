@@ -156,6 +156,15 @@ def test_of_two_of_one_step_the_last_one_is_the_newest(tmp_path: Path) -> None:
     assert streamshard.inspect(tmp_path / "out").world_size == 3
 
 
+def test_of_two_of_one_tag_the_places_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streamshard.convert(write(Job(step=5), tmp_path / "run", "same"), tmp_path / "a.zarr")
+    monkeypatch.chdir(tmp_path)
+    notes = streamshard.merge(["run", "a.zarr"], "out").notes
+    assert any("run/same x 0.5, a.zarr x 0.5. All else is that of a.zarr." in n for n in notes)
+
+
 @pytest.mark.parametrize("name", ["tensor-2", "tensor-3"])
 def test_parts_of_tensors_are_merged_part_by_part(name: str, tmp_path: Path) -> None:
     jobs = [replace(JOBS[name], step=step) for step in (5, 6)]

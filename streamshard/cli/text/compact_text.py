@@ -9,6 +9,7 @@ from streamshard.cli.text.tables import facts_text, table
 from streamshard.operations.compact.compact_report import (
     ARCHIVED,
     DELETED,
+    KEPT,
     CompactedTag,
     Compaction,
     RunRecord,
@@ -44,8 +45,11 @@ def compaction_text(found: Compaction, *, verbose: bool) -> str:
         line += f"; {show_bytes(whole)} archived in {show_bytes(own)}"
         if again := sum(tag.repeated_bytes for tag in archived):
             line += f", {show_bytes(again)} of it stored again: one file shares none with others"
+    has_table = verbose or found.is_dry_run
+    if counts.keys() == {KEPT} and not has_table:
+        line += "; -v says why"
     line = "\n".join([line, *found.notes])
-    if not (verbose or found.is_dry_run):
+    if not has_table:
         return line
     rows: list[Sequence[object]] = [("tag", "what", "size", "archive", "of it shared", "why")]
     rows += map(_row, found.tags)

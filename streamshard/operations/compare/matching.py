@@ -13,7 +13,7 @@ from streamshard.formats import frameworks
 from streamshard.formats.checkpoint import Checkpoint, ModelPart
 from streamshard.formats.deepspeed import training_state
 from streamshard.formats.torch.tree_comparison import BlobPair, show_few
-from streamshard.model import BLOB, FILE, MASTER, MODULE, LogicalTensor
+from streamshard.model import BLOB, FILE, MASTER, MODULE, LogicalTensor, NoteKind
 from streamshard.operations.compare.pairing import Pair, Pairing, SideElements
 from streamshard.operations.source.source import Source
 
@@ -52,7 +52,9 @@ def pair_up(
         _pair_training(one, other, found, converted=converted)
     _note_settings(one, other, found)
     for side in (left, right):
-        found.notes += [f"{side.path}: {reason}" for reason in side.checkpoint.unread]
+        checkpoint = side.checkpoint
+        copies = [note.text for note in checkpoint.notes if note.kind is NoteKind.COPIES]
+        found.notes += [f"{side.path}: {text}" for text in (*checkpoint.unread, *copies)]
     return found
 
 
@@ -89,6 +91,9 @@ def _pair_foreign(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
             "hyper-parameters that both sides have."
         )
     else:
+        parts = (one, model_part), (other, counterpart)
+        without = [c.foreign for c, part in parts if c.foreign and not part.groups]
+        what = next(iter(without), what)
         found.notes.append(
             f"One side is {what}, without an optimizer: only weights and buffers were compared."
         )

@@ -290,7 +290,7 @@ def _problems(source: Source) -> Iterator[str]:
 
 def _newer_tags(run_dir: Path, tag: str) -> Iterator[str]:
     """Find later saves than this one: a save that was interrupted never became `latest`."""
-    step = step_of(tag)
+    step, later = step_of(tag), list[Path]()
     for entry in sorted(paths_in((run_dir / tag).parent)):
         other = step_of(entry.name)
         if step is None or other is None or other <= step or not is_directory(entry):
@@ -298,10 +298,13 @@ def _newer_tags(run_dir: Path, tag: str) -> Iterator[str]:
         try:
             if has_shards(entry):
                 find(entry)
-                later = entry.relative_to(run_dir).as_posix()
-                shows = Option("tag", later)
-                yield f"{entry}: a later step than the one shown here; {shows} shows it."
+                later.append(entry)
         except SourceError as error:
             yield f"A later save is not whole: {error}."
         except OSError as error:
             yield f"{entry}: perhaps a later step; cannot be read ({error.strerror})."
+    if later:
+        last = max(later, key=lambda entry: step_of(entry.name) or 0)
+        more = f" (and {len(later) - 1:,} more)" if later[1:] else ""
+        shows = Option("tag", last.relative_to(run_dir).as_posix())
+        yield f"{last}{more}: a later step than the one shown here; {shows} shows it."

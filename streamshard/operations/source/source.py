@@ -231,8 +231,8 @@ class Request:
         known = ((reader, reader.recognizes(self)) for reader in registry.readers())
         found, place = next((reader, place) for reader, place in known if place is not None)
         if self.rename is not None and not found.renames:
-            message = f"{found.title} takes no {Option('rename')}, which is for distributed"
-            raise UsageError(f"{message} checkpoints of PyTorch and Megatron", path=self.root)
+            message = f"{Option('rename')} is for distributed checkpoints of PyTorch and Megatron"
+            raise UsageError(f"{message}; this is another kind: {found.title}", path=self.root)
         return found, place
 
     def open(self) -> Source:

@@ -15,10 +15,6 @@ from streamshard.layout.zero import flat_group, shard_numel
 from streamshard.model import ZeroLayout
 from streamshard.sizes import some_of
 
-IN_BLOCKS: Final = (
-    "the optimizer keeps 8 bits of each element and a scale for each block of them, so what is no "
-    "whole block would have to be quantised again, with a loss"
-)
 _MOST_RANKS: Final = 1024
 
 
@@ -30,16 +26,21 @@ def divided_block(group: ParamGroup, numels: Mapping[str, int], layout: ZeroLayo
     block, ranks = group.largest_block, layout.world_size // group.expert_parallel
     if block == 1:
         return None
-    parts = {f"'{name}' has": numel for name, numel in numels.items()}
+    has = {f"'{name}' has {numel:,} elements": numel for name, numel in numels.items()}
+    each = f"each of {ranks} ranks has"
     if layout.stage == 3:
-        each = f"each of {ranks} ranks has, of "
-        parts |= {f"{each}'{name}',": shard_numel(numel, ranks) for name, numel in numels.items()}
+        parts = {name: shard_numel(numel, ranks) for name, numel in numels.items()}
+        has |= {f"{each} {part:,} elements of '{name}'": part for name, part in parts.items()}
     else:
         flat = flat_group([*numels.values()], world_size=ranks, round_robin=False, alignment=1)
-        parts[f"each of {ranks} ranks has, of group {group.number},"] = flat.partition_numel
-    for what, numel in parts.items():
+        part = flat.partition_numel
+        has[f"{each} {part:,} elements of group {group.number}"] = part
+    for what, numel in has.items():
         if numel % block:
-            return f"{what} {numel:,} elements, which are no whole blocks of {block}"
+            return (
+                f"the optimizer keeps 8 bits of each element and a scale for each block of {block},"
+                f" but {what}. Parts of blocks would have to be quantised again, with a loss"
+            )
     return None
 
 
@@ -53,7 +54,7 @@ def require_whole_blocks(checkpoint: Checkpoint, layout: ZeroLayout, path: Path)
     fitting = [f"{one.world_size}" for one in layouts if _divided(checkpoint, one) is None]
     ranks = some_of(fitting, 12) if fitting else "no number of"
     raise UnsupportedError(
-        f"{IN_BLOCKS}, and {cut}. At ZeRO stage {layout.stage} it can be cut for {ranks} "
+        f"{cut}. At ZeRO stage {layout.stage} it can be cut for {ranks} "
         "data-parallel ranks. Or start the optimizer again from the weights that 'streamshard "
         "export' writes",
         path=path,

@@ -23,7 +23,7 @@ from streamshard.formats.checkpoint import (
 )
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.auto_experts import Placement, of_ranks
-from streamshard.formats.deepspeed.cut.block_cut import IN_BLOCKS, divided_block
+from streamshard.formats.deepspeed.cut.block_cut import divided_block
 from streamshard.formats.deepspeed.cut.zero_cutting import RecordedCut, recorded_cut
 from streamshard.formats.deepspeed.read.agreement import disagreements, group_facts
 from streamshard.formats.deepspeed.read.fingerprints import fingerprint
@@ -311,7 +311,7 @@ class OptimizerReader:
             numels = {name: math.prod(shapes[name]) for name in serialized[group.number]}
             cut = divided_block(group, numels, layout)
             if cut is not None:
-                error = UnsupportedError(f"{IN_BLOCKS}, and {cut}. {ANEW}", path=self._paths[0])
+                error = UnsupportedError(f"{cut}. {ANEW}", path=self._paths[0])
                 ranks = self._sharers(group.expert_parallel, group.expert_rank)
                 group = replace(group, states=self._uncut(own, first, ranks, error))
             found.append(group)

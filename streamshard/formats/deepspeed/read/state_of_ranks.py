@@ -33,8 +33,8 @@ _REBUILDS: Final = {
 }
 """Functions that rebuild objects of torch.Tensor subclasses → index of the class argument."""
 ANEW: Final = (
-    "Resume with DeepSpeed's own load_checkpoint on as many ranks as saved it, or start the "
-    "optimizer again from the weights that 'streamshard export' writes"
+    "Resume on as many ranks as saved it, at the same ZeRO stage, or start the optimizer again "
+    "from the weights that 'streamshard export' writes"
 )
 
 
