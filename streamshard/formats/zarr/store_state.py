@@ -30,7 +30,6 @@ from streamshard.formats.pickle import inert_dump, inert_load
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import name_of, require_unrolled
 from streamshard.formats.torch.torch_tensor import Storage, shape_of
-from streamshard.layout.zero import sub_groups
 from streamshard.model import (
     BLOB,
     FILE,
