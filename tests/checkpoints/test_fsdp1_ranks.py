@@ -219,6 +219,17 @@ def test_several_choices_are_refused() -> None:
         joined_parameters(numels, [3, 3], 2)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_module_is_not_taken_for_one_of_a_list_that_is_as_long(ranks: int) -> None:
+    """If FSDP1 wrapped `mid`, or the first layer alone, then the parts have the same lengths."""
+    numels = {"layers.0.w": 12, "layers.1.w": 12, "mid.w": 12, "head.w": 4}
+    with pytest.raises(UnsupportedError, match="several choices of modules"):
+        joined_parameters(numels, [28 // ranks, 12 // ranks], ranks)
+    numels["mid.w"] = 8
+    found = joined_parameters(numels, [12 // ranks, 12 // ranks, 12 // ranks], ranks)
+    assert found == [("mid.w", "head.w"), ("layers.0.w",), ("layers.1.w",)]
+
+
 @given(
     st.lists(
         st.tuples(st.sampled_from(["a", "b", "l.0.a", "l.1.a", "l.0.b.c", "l.1.b.c", ""]),

@@ -198,6 +198,19 @@ def test_what_cannot_be_cut_is_named_with_the_file_and_what_to_do(
     assert not streamshard.verify(tmp_path / "b", against=run).is_good
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_states_that_cannot_be_cut_may_be_longer_on_some_ranks(tmp_path: Path, stage: int) -> None:
+    run = with_states(
+        Job(stage=stage, world_size=3),
+        tmp_path / "run",
+        lambda rank, group, numel: {"Q": [torch.rand(1 + 1000 * rank)], "sizes": [*range(rank)]},
+    )
+    out = tmp_path / "out"
+    report = streamshard.repartition(run, out, world_size=3, verify=True)
+    assert report.bytes_written == sum(p.stat().st_size for p in out.rglob("*") if p.is_file())
+    assert streamshard.verify(out, against=run).is_good
+
+
 def one_state_changed(held: dict[str, Any]) -> None:
     """Keep the last state of the first group otherwise."""
     states = wrapped(held["optimizer_state_dict"])["state"][0]

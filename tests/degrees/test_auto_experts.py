@@ -14,7 +14,7 @@ import streamshard
 from streamshard.errors import StreamshardError, UnsupportedError, UsageError
 from tests.cli.test_picture import drawn
 from tests.comparing import compare
-from tests.fabricated import edit, edit_all, optimizer_file, wrapped
+from tests.fabricated import edit, edit_all, edit_optimizers, optimizer_file, wrapped
 from tests.fabricated_auto_experts import ON_2, WEIGHTS, AutoExpertsJob, fused, write_auto
 from tests.job import TAG, ds_config, values
 
@@ -270,3 +270,20 @@ def test_the_picture_says_what_the_tables_say(stage: int, tmp_path: Path) -> Non
     )
     said = [text for _, parts in drawn(tmp_path / "cut.svg") for _, _, text in parts]
     assert sorted(t.rpartition(":")[0] for t in said if not t.startswith("Padding")) == wanted
+
+
+@pytest.mark.parametrize("sub_group_size", [5, 50, 1_000_000_000])
+def test_states_that_cannot_be_cut_are_archived_for_each_sub_group(
+    tmp_path: Path, sub_group_size: int
+) -> None:
+    job = replace(ON_2, stage=3, sub_group_size=sub_group_size)
+    run, store = write_auto(job, tmp_path / "run"), tmp_path / "store.zarr"
+
+    def with_lists(state: dict[str, Any]) -> None:
+        for held in wrapped(state)["state"].values():
+            held["exp_avg"] = [held["exp_avg"]]
+
+    edit_optimizers(run, with_lists)
+    streamshard.convert(run, store, verify=True)
+    streamshard.repartition(store, tmp_path / "out")
+    assert streamshard.verify(tmp_path / "out", against=run).is_good

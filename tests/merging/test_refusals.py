@@ -275,6 +275,15 @@ def test_states_without_a_mean_are_refused(two: list[Path], tmp_path: Path) -> N
     with pytest.raises(UnsupportedError, match="a mean of max_exp_avg_sq has no meaning"):
         streamshard.merge([two[0], run], tmp_path / "out", states="mean")
 
+    def with_list_in_one_group(state: dict[str, Any]) -> None:
+        held = state["base_optimizer_state"]["state"][0]
+        held["exp_avg"] = [held["exp_avg"]]
+
+    run = write(Job(), tmp_path / "lists")
+    edit_optimizers(run, with_list_in_one_group)
+    with pytest.raises(UnsupportedError, match="not all states have a mean: optimizer state"):
+        streamshard.merge([two[0], run], tmp_path / "out", states="mean")
+
 
 def test_too_little_memory_is_refused_before_anything_is_read(
     two: list[Path], tmp_path: Path

@@ -59,9 +59,12 @@ def joined_parameters(numels: Mapping[str, int], lengths: Sequence[int], ranks: 
     [('embed', 'norm'), ('up.weight', 'up.bias')]
     """
     choices = _Choices.of(numels, lengths, ranks)
-    found = {tuple(joined) for joined in map(choices.joined, choices.wrapped(0)) if joined}
+    found = {tuple(joined): own for own in choices.wrapped(0) if (joined := choices.joined(own))}
     if len(found) == 1:
-        return list(found.pop())
+        others = map(choices.joined, choices.exchanged(*found.values()))
+        found.update((tuple(joined), frozenset()) for joined in others if joined)
+    if len(found) == 1:
+        return [*next(iter(found))]
     what = "several choices" if found else "no choice"
     message = f"has {counted(len(lengths), 'flat parameter')} as FSDP1 makes them, and {what} of"
     raise UnsupportedError(f"{message} modules that it may wrap gives parts of their lengths")
@@ -161,6 +164,22 @@ class _Choices:
         joined = [tuple(names) for names in found.values() if names]
         parts = [self._part(sum(self.numels[name] for name in names)) for names in joined]
         return joined if parts == list(self.lengths) else []
+
+    def exchanged(self, wrapped: frozenset[str]) -> Iterator[frozenset[str]]:
+        """Yield choices with one module in place of one that is as long: others may be right."""
+        numels = Counter[str]()
+        for name, numel in self.numels.items():
+            for module in reversed(_around(name)):
+                numels[module] += numel
+                if module in wrapped:
+                    break
+        places = dict[tuple[str, int], list[str]]()
+        for module, numel in numels.items():
+            around = (other for other in reversed(_around(module)) if other in wrapped)
+            places.setdefault((next(around, ""), self._part(numel)), []).append(module)
+        for modules in places.values():
+            for own in wrapped.intersection(modules):
+                yield from (wrapped - {own} | {other} for other in modules if other not in wrapped)
 
     def _part(self, numel: int) -> int:
         return ceil_div(numel, self.ranks)

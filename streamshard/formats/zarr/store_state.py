@@ -25,11 +25,11 @@ from streamshard.formats.checkpoint import (
     require_tied_to_weights,
 )
 from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.cut.part_cut import cut_model_part
 from streamshard.formats.pickle import inert_dump, inert_load
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import name_of, require_unrolled
 from streamshard.formats.torch.torch_tensor import Storage, shape_of
-from streamshard.layout.zero import sub_groups
 from streamshard.model import (
     BLOB,
     FILE,
@@ -399,13 +399,15 @@ def _require_tensors(
 
 def _require_held(model_part: ModelPart, checkpoint: Checkpoint) -> None:
     """Require that states that cannot be cut are those of all ranks and sub-groups."""
-    layout, numels = checkpoint.layout, checkpoint.master_numels(model_part)
-    for group in model_part.groups:
+    layout = checkpoint.layout
+    if not model_part.uncut():
+        return
+    cut = () if layout.stage < 3 else cut_model_part(checkpoint, model_part, layout, "").sub_groups
+    cut_groups = [unit.group for unit in cut]
+    for number, group in enumerate(model_part.groups):
         ranks = layout.world_size // group.expert_parallel
+        count = cut_groups.count(number) if layout.stage == 3 else 1
         for state in group.uncut():
-            own, size = [numels[name] for name in group.params], layout.sub_group_size
-            units = sub_groups([own], world_size=ranks, sub_group_size=size)
-            count = len(units) if layout.stage == 3 else 1
             if state.held and [len(unit) for unit in state.held] != [ranks] * count:
                 raise CorruptFileError("states that are kept as ranks have them are not of all")
 

@@ -277,10 +277,10 @@ def native_files(target: ZeroTarget) -> Iterator[FileImage]:
     """Yield the files of a model part: model files, then optimizer files."""
     yield from model_files(target)
     build, is_3, mp_rank = OptimizerWriter(target).file, target.layout.stage == 3, target.mp_rank
-    is_own = _tells_rank(target)
+    is_own = _tells_rank(target) or bool(target.model_part.uncut())
     for rank in range(target.layout.world_size):
         name = names.optimizer_file(rank, bf16=target.is_bf16, mp_rank=mp_rank)
-        # At stage 3 all ranks own equally much. A file's content includes the file's name.
+        # At stage 3 all ranks own equally much of what is cut. A file contains its own name.
         alike = f"optimizer {mp_rank} {len(str(rank))}" if is_3 and not is_own else ""
         path = f"{target.checkpoint.tag}/{name}"
         yield FileImage(path, partial(_serialize, build, rank), alike=alike)
