@@ -1,5 +1,6 @@
 """States of 8 bits, as engines with bitsandbytes saved them: see `tests/oracle/eight_bits.py`."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,31 @@ def test_where_the_source_divides_blocks_the_weights_are_read(
         assert np.array_equal(norm["fp32"][...], wanted)
         wanted = torch.cat([quantised(one, group=1)["state1"] for one in saved])
         assert np.array_equal(norm["state1"][...], wanted)
+
+
+def test_sub_groups_that_are_not_all_in_8_bits_do_not_hide_the_weights(
+    runs: Path, tmp_path: Path
+) -> None:
+    """An optimizer keeps sub-groups below its `min_8bit_size` in 32 bits."""
+    run = tmp_path / "run"
+    config = tmp_path / "ds.json"
+    zero = {"stage": 3, "sub_group_size": 3000}
+    config.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": zero}))
+    streamshard.repartition(place(runs, (2, 2)), run, world_size=2, ds_config_file=config)
+
+    def in_32_bits(held: dict[str, Any]) -> None:
+        state = wrapped(held["optimizer_state_dict"])
+        assert state["param_groups"][0]["params"] == [0, 1]
+        numel = len(state["state"][1]["state1"])
+        state["state"][1] = {"state1": torch.zeros(numel), "state2": torch.ones(numel)}
+
+    for file in run.glob("*/*optim_states.pt"):
+        edit(file, in_32_bits)
+    streamshard.export(run, tmp_path / "model")
+    with pytest.raises(UnsupportedError, match=rf"{run}.*: some sub-groups .* are in 8 bits, and"):
+        streamshard.repartition(run, tmp_path / "out", world_size=4)
+    with pytest.raises(UnsupportedError, match=r"some sub-groups .* are in 8 bits, and"):
+        streamshard.convert(run, tmp_path / "store.zarr")
 
 
 def with_another_code(held: dict[str, Any]) -> None:

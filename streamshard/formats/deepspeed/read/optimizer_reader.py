@@ -253,6 +253,10 @@ class OptimizerReader:
             ]
         except UnsupportedError as error:
             return self._uncut(members, first, ranks, error)
+        if len({_has_blocks(own) for own in states}) > 1:
+            message = f"some sub-groups of a param group are in 8 bits, and others are not. {ANEW}"
+            mixed = UnsupportedError(message, path=self._paths[ranks[0]])
+            return self._uncut(members, first, ranks, mixed)
         for other in states[1:]:
             if other != states[0]:
                 message = "sub-groups of a param group differ in state"
@@ -483,6 +487,10 @@ def known_param_ids(
             known |= {params[0]: int(first), params[-1]: int(last)}
     agrees = all(derived.get(name) == number for name, number in known.items())
     return derived if agrees else known
+
+
+def _has_blocks(states: Mapping[str, Node] | None) -> bool:
+    return any(isinstance(own, FlatState) and own.block > 1 for own in (states or {}).values())
 
 
 def _header_bytes(states: Node) -> int:
