@@ -125,7 +125,8 @@ def test_pages_are_there_before_they_are_touched(start: int, stop: int) -> None:
     populate(view)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     view[3:-3:512] = b"x" * len(view[3:-3:512])
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 32
+    touched = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    assert touched < len(view) // mmap.PAGESIZE // 4  # other threads touch some meanwhile
     assert bytes(view[:3]) == bytes(view[-3:]) == b"end"
 
 

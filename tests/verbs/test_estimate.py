@@ -246,7 +246,7 @@ from         run, tag global_step7
 world size   4 -> 3, ZeRO stage 2
 reads        1.8 KiB of content, from 9 files
 writes       21.5 KiB, into 6 files
-verifies     and reads 44.9 KiB more for that
+verifies     and reads 44.7 KiB more for that
 memory       at most 28.0 MiB above the program's 40.0 MiB, of 1.0 GiB allowed: 8.0 MiB metadata + 2
              workers x (1.0 MiB window + 2.0 MiB scratch) + 16.0 MiB slack
 time         about 9 s, which is an estimate: the source was read at 2.0 GiB/s, as it lies on disk
@@ -263,7 +263,7 @@ zero_to_fp32.py                                                       1     22
 writes                                                            files   bytes
 ----------------------------------------------------------------  -----  ------
 global_step7/bf16_zero_pp_rank_{0..2}_mp_rank_00_optim_states.pt      3  15,885
-global_step7/mp_rank_00_model_states.pt                               1   6,122
+global_step7/mp_rank_00_model_states.pt                               1   6,058
 zero_to_fp32.py                                                       1      22
 latest                                                                1      12
 
