@@ -145,8 +145,8 @@ def zarr_documents(data: bytes, _: Path) -> None:
     try:
         document = strict_json.parse(data)
         shape = require_shape(document["shape"])
-    except (KeyError, TypeError, ValueError):
-        return
+    except (KeyError, TypeError, ValueError) as error:
+        raise SourceError("no document of an array") from error
     zarr_python._bounded(document.get("codecs"), [])
     assert require_shape(list(shape)) == shape
 
