@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -115,8 +116,9 @@ def test_a_service_without_ranges_is_named_at_once(bucket: Bucket, run: Path) ->
     bucket.proxy.plan = lambda request: Fault.NO_RANGE if request.range else None
     with pytest.raises(SourceError, match="without ranges nothing can be read from it"):
         api.inspect(source)
-    asked = [(one.path, one.range) for one in bucket.proxy.requests if one.range]
-    assert len(asked) == len(set(asked))  # none was repeated
+    asked = Counter((one.path, one.range) for one in bucket.proxy.requests if one.range)
+    # None was repeated, but that what could not be read ahead is asked for again.
+    assert max(asked.values()) <= 2
 
 
 def test_a_bucket_that_is_not_there_is_named(bucket: Bucket, run: Path) -> None:

@@ -209,8 +209,9 @@ class ObjectFile(OpenedFile):
 
     def will_need(self, offset: int, nbytes: int) -> None:
         """Request a range that is read soon, as far as there is room for it."""
-        if offset < self.nbytes:
-            self._request(offset, min(offset + nbytes, self.nbytes))
+        stop = min(offset + nbytes, self.nbytes)
+        if offset < stop and self._header(offset, stop) is None:
+            self._request(offset, stop)
 
     def _request(self, start: int, stop: int) -> None:
         """Request what is not requested yet of a range, within what a worker may hold."""
