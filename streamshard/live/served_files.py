@@ -82,7 +82,8 @@ class ServedFiles:
     def share(self, path: str, ranks: int) -> NodeShare:
         """Return how ranks of one machine share what is read of a file that is prepared."""
         numbered = enumerate(self._prepared[path].storages)
-        read = {n: each for n, each in numbered if each.regions and self._extent(each) is None}
+        filled = ((n, each) for n, each in numbered if each.nbytes and each.regions)
+        read = {n: each for n, each in filled if self._extent(each) is None}
         self._shares[path] = NodeShare(path, read, ranks)
         return self._shares[path]
 

@@ -211,6 +211,54 @@ def test_states_that_cannot_be_cut_may_be_longer_on_some_ranks(tmp_path: Path, s
     assert streamshard.verify(out, against=run).is_good
 
 
+def adafactor(numel: int, steps: int, rms: float | Tensor) -> States:
+    """What Adafactor of transformers keeps of a flat tensor: `RMS` is computed of its elements."""
+    return {"step": steps, "exp_avg_sq": torch.rand(numel), "RMS": rms}
+
+
+OF_EACH = [
+    (Job(stage=2, world_size=2), "group 0 is another number for each rank"),
+    (Job(stage=3, world_size=2, sub_group_size=1), "group 0 is another number for each rank"),
+    (Job(stage=3, world_size=1, sub_group_size=1), "'RMS' is another number for each sub-group"),
+]
+
+
+@pytest.mark.parametrize(("job", "message"), OF_EACH)
+@pytest.mark.parametrize("made", [float, torch.tensor])
+def test_a_number_that_is_computed_of_what_a_rank_has_is_kept(
+    tmp_path: Path, job: Job, message: str, made: Callable[[float], float | Tensor]
+) -> None:
+    run = with_states(
+        job, tmp_path / "run", lambda rank, unit, n: adafactor(n, 7, made(0.5 + rank + 4 * unit))
+    )
+    assert streamshard.verify(run).is_good
+    streamshard.convert(run, tmp_path / "store.zarr", verify=True)
+    streamshard.repartition(tmp_path / "store.zarr", tmp_path / "out", world_size=job.world_size)
+    assert streamshard.verify(tmp_path / "out", against=run).is_good
+    with pytest.raises(UnsupportedError, match=message):
+        streamshard.repartition(run, tmp_path / "other", world_size=3)
+    streamshard.export(run, tmp_path / "weights")
+
+
+@pytest.mark.parametrize(("job", "_"), OF_EACH)
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda n, step: adafactor(n, 7 + step, 0.5 + step),
+        lambda n, step: adafactor(n, 7, 5 + step),
+        lambda n, step: {"exp_avg_sq": torch.rand(n), "RMS": 0.5 + step},
+        lambda n, step: {**adafactor(n, 7, 0.5 + step), "mode": "ab"[step % 2]},
+    ],
+    ids=["other-steps", "other-counts", "no-count", "other-modes"],
+)
+def test_other_numbers_than_those_show_several_saves(
+    tmp_path: Path, job: Job, _: str, made: Callable[[int, int], States]
+) -> None:
+    run = with_states(job, tmp_path / "run", lambda rank, unit, n: made(n, rank + 4 * unit + unit))
+    with pytest.raises(DisagreementError):
+        streamshard.export(run, tmp_path / "weights")
+
+
 def one_state_changed(held: dict[str, Any]) -> None:
     """Keep the last state of the first group otherwise."""
     states = wrapped(held["optimizer_state_dict"])["state"][0]

@@ -191,6 +191,16 @@ class DropsTokens(TinyLanguageModel):
         self.blocks = nn.ModuleList([first, second])
 
 
+class Repeats(TinyLanguageModel):
+    """A model with a buffer of two names, of which DeepSpeed lists the first alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = nn.Module()
+        table.register_buffer("angles", torch.rand(SEQUENCE))
+        self.tables = nn.ModuleList([table, table])
+
+
 class Even(nn.Module):
     """A model whose parameters can be quantised wherever they are cut among 1, 2 or 4 ranks."""
 
@@ -432,6 +442,7 @@ def cases(clusters: Path) -> list[Resharding]:
     nothing = {stage: at(stage, "nothing", model=WithNothing) for stage in (1, 2, 3)}
     later = [at(stage, "later-groups", optimizer=group_by_group) for stage in (2, 3)]
     paused = {stage: at(stage, "paused", Pauses()) for stage in (1, 2, 3)}
+    repeats = [at(stage, "repeats", model=Repeats) for stage in (2, 3)]
     curricula = [at(stage, "curriculum", curriculum(clusters / str(stage))) for stage in (2, 3)]
     dropping = [at(stage, "random-ltd", random_ltd(), model=DropsTokens) for stage in (2, 3)]
     even = partial(at, model=Even)
@@ -454,6 +465,8 @@ def cases(clusters: Path) -> list[Resharding]:
         (paused[2], paused[3]),
         (paused[3], paused[2]),
         (paused[3], paused[1]),
+        (repeats[0], repeats[1]),
+        (repeats[1], repeats[0]),
         (curricula[0], curricula[1]),
         (dropping[0], dropping[1]),
         # DeepSpeed's own engines for them load with torch's default, which refuses client state.

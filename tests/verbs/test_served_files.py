@@ -207,6 +207,16 @@ def test_ranks_of_a_machine_read_together(
     assert open_files() == before
 
 
+def test_a_parameter_of_no_elements_is_not_mapped(tmp_path: Path, way: str) -> None:
+    params = ("none", (0, 4)), ("w", (64, 8))
+    run = write(Job(stage=2, world_size=2, groups=(params,), tied={}), tmp_path / "run")
+    streamshard.convert(run, tmp_path / "run.zarr", codec="zstd")
+    with serving(tmp_path / "run.zarr", 3) as one, serving(tmp_path / "run.zarr", 3) as other:
+        for loaded in Machine().load([one, other], one.paths[0]):
+            assert loaded["module"]["none"].shape == (0, 4)
+        assert (way == "mapped") == bool(one.mapped)
+
+
 @pytest.mark.usefixtures("maps_all")
 def test_what_ranks_read_together_is_of_each_alone(tmp_path: Path) -> None:
     run = write(Job(stage=2, world_size=2), tmp_path / "run")

@@ -94,7 +94,7 @@ class ModuleReader:
                     f"{message}: {why}; take another copy, or save again without what reshapes it",
                     path=self._path,
                 )
-            alias = self._alias_of(name, tensor, seen, shapes)
+            alias = self._alias_of(name, tensor, seen, shapes, buffers)
             kind = "alias" if alias else self._kind(name, buffers, trained)
             shape = shapes.get(alias or name, tensor.shape)
             if kind == "excluded":
@@ -110,15 +110,20 @@ class ModuleReader:
         tensor: Tensor,
         seen: dict[tuple[object, ...], str],
         listed: Mapping[str, object],
+        buffers: set[str],
     ) -> str:
         """Return the entry that this entry is another name of; empty if it is not an alias.
 
-        Below stage 3 aliases share memory. In stage 3 only the list that rank 0 saves shows them.
+        Below stage 3 aliases share memory, and in any stage those of buffers do, of which DeepSpeed
+        lists the first name alone. In stage 3 only the list that rank 0 saves shows the others.
         Below stage 3 that list also has tensors that merely begin at the same address
         (`DeepSpeedEngine._get_shared_params`, 0.19.8): slices, and tensors without elements. There
         the values decide. In any stage a name listed as a parameter is not an alias.
         """
         tied = self.tied.get(name) or self._second_names.get(name, "")
+        if tensor.numel and self._stage == 3 and tied not in self._module:
+            first = seen.setdefault((tensor.location, tensor.shape, tensor.dtype), name)
+            return "" if name in buffers or first not in buffers else first
         if self._stage == 3:
             return tied if tied in self._module and name not in listed else ""
         if tensor.numel == 0:
@@ -230,7 +235,8 @@ class ModuleReader:
             if list(module) != list(self._module):
                 message = f"holds another module than {self._path}"
                 raise DisagreementError(message, path=file.path)
-        kept = [entry.name for entry in entries if entry.kind in ("buffer", "extra")]
+        whole = {entry.name for entry in entries if entry.kind in ("buffer", "extra")}
+        kept = [entry.name for entry in entries if whole & {entry.name, entry.alias_of}]
 
         def common(file: ModelFile) -> dict[Node, Node]:
             root = without_ranks(file.root)

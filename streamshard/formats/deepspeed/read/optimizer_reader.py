@@ -31,6 +31,7 @@ from streamshard.formats.deepspeed.read.rank_files import SAVE_AGAIN, SourceFile
 from streamshard.formats.deepspeed.read.state_of_ranks import (
     ANEW,
     StateOfRanks,
+    numbers_of_each,
     states_in_blocks,
 )
 from streamshard.formats.pickle import inert_dump
@@ -257,11 +258,16 @@ class OptimizerReader:
             message = f"some sub-groups of a param group are in 8 bits, and others are not. {ANEW}"
             mixed = UnsupportedError(message, path=self._paths[ranks[0]])
             return self._uncut(members, first, ranks, mixed)
+        first_states = states[0] if states else None
         for other in states[1:]:
-            if other != states[0]:
+            if other != first_states:
+                own = _numbers_of_sub_groups(states)
+                if own:
+                    error = _of_each(f"optimizer state '{own[0]}'", "sub-group", self._paths[0])
+                    return self._uncut(members, first, ranks, error)
                 message = "sub-groups of a param group differ in state"
                 raise DisagreementError(message, path=self._paths[0])
-        return states[0] if states else None
+        return first_states
 
     def _sharers(self, expert_parallel: int, expert_rank: int) -> list[int]:
         """List the ranks that share a param group."""
@@ -375,9 +381,17 @@ class OptimizerReader:
             for key in keys
         }
         found = {} if self.strips_states else states_in_blocks(held, self._sources)
-        found = {
-            key: found[key] if key in found else self._state(unit, key, held[key]) for key in keys
-        }
+        try:
+            found |= {key: self._state(unit, key, held[key]) for key in keys if key not in found}
+        except DisagreementError as error:
+            own = numbers_of_each({key: held[key].numbers(self._sources) for key in keys})
+            for key in keys:
+                if key not in own and key not in found:
+                    self._state(unit, key, held[key])
+            if own:
+                raise _of_each(held[min(own)].what, "rank", self._paths[ranks[0]]) from error
+            raise
+        found = {key: found[key] for key in keys}
         for key, state in found.items():
             if isinstance(state, FlatState):
                 self._add_slot(slot, key, ranks, held[key].tensors)
@@ -487,6 +501,21 @@ def known_param_ids(
             known |= {params[0]: int(first), params[-1]: int(last)}
     agrees = all(derived.get(name) == number for name, number in known.items())
     return derived if agrees else known
+
+
+def _numbers_of_sub_groups(states: Sequence[Mapping[str, Node] | None]) -> list[str]:
+    """List the states in which sub-groups differ, if these are numbers of each; else none."""
+    held = [own or {} for own in states]
+    if any(list(own) != list(held[0]) for own in held):
+        return []
+    own = numbers_of_each({key: [one[key] for one in held] for key in held[0]})
+    rest = [{key: node for key, node in one.items() if key not in own} for one in held]
+    return sorted(own) if all(one == rest[0] for one in rest) else []
+
+
+def _of_each(what: str, holder: str, path: Path) -> UnsupportedError:
+    message = f"{what} is another number for each {holder}, of the elements that it has. {ANEW}"
+    return UnsupportedError(message, path=path)
 
 
 def _has_blocks(states: Mapping[str, Node] | None) -> bool:

@@ -97,10 +97,11 @@ def require_alike(models: Sequence[ModelFile], entries: Sequence[ModuleEntry], s
 def _require_placeholders(file: ModelFile, entries: Sequence[ModuleEntry]) -> None:
     """Refuse partitioned weights that have values in the module in addition to their fragments."""
     module = file.root.get(names.MODULE_STATE) or {}
+    buffers = {entry.name for entry in entries if entry.kind == "buffer"}
     for entry in entries:
         with of_file(file.path):
             weight = tensor_of(module.get(entry.name))
-        is_cut = entry.kind in ("param", "frozen", "alias")
+        is_cut = entry.kind in ("param", "frozen", "alias") and entry.alias_of not in buffers
         if is_cut and weight is not None and weight.numel > 0:
             message = (
                 f"'{names.MODULE_STATE}' has {weight.numel:,} values of "

@@ -140,6 +140,19 @@ class StateOfRanks:
             tensor.require_contiguous(self._place(rank))
         return FlatState(next(iter(self.tensors.values())).dtype)
 
+    def numbers(self, sources: SourceFiles) -> list[Node]:
+        """Return the number that each rank has; None where it is something else."""
+        try:
+            tensors = {rank: self._tensor(rank) for rank in self.nodes}
+        except UnsupportedError:
+            return [None]
+        return [
+            _number(self.nodes[rank] if tensor is None else self._scalar(rank, tensor, sources))
+            if tensor is None or not tensor.shape
+            else None
+            for rank, tensor in tensors.items()
+        ]
+
     def _is_flat(self, rank: int, tensor: Tensor) -> bool:
         return len(tensor.shape) == 1 and tensor.numel == self.numels[rank]
 
@@ -189,6 +202,29 @@ def states_in_blocks(states: Mapping[str, StateOfRanks], sources: SourceFiles) -
             values = codes.codes(), scales.scales(), table.table(sources)
             found.update(zip(keys, values, strict=True))
     return found
+
+
+def numbers_of_each(held: Mapping[str, Sequence[Node]]) -> set[str]:
+    """Return the states that are numbers computed of what each rank or sub-group has.
+
+    Such are fractions that differ, as the `RMS` of Adafactor in transformers (5.23), where counts
+    of steps show that all are of one save. `held`: state → its values.
+    """
+    numbers = {key: found for key, values in held.items() if (found := [*map(_number, values)])}
+    known = {
+        key: found
+        for key, found in numbers.items()
+        if None not in found and len({*map(type, found)}) == 1
+    }
+    counts = [key for key, found in known.items() if all(float(n).is_integer() for n in found)]
+    if not counts or any(len({*known[key]}) > 1 for key in counts):
+        return set()
+    return {key for key, found in known.items() if len({*found}) > 1}
+
+
+def _number(value: Node) -> int | float | None:
+    found = value.number() if isinstance(value, ScalarState) else value
+    return found if type(found) in (int, float) else None
 
 
 def _kind(node: Node) -> str:

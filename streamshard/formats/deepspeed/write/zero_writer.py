@@ -135,7 +135,8 @@ class ModuleWriter:
     def _module_entry(self, entry: ModuleEntry, made: Mapping[str, Node]) -> Node:
         if entry.kind == "extra":
             return self._model_part.model_state[names.MODULE_STATE][entry.name]
-        if entry.kind != "buffer" and self._layout.stage == 3:
+        tied = self._entries.get(entry.alias_of) if entry.kind == "alias" else None
+        if "buffer" not in (entry.kind, tied and tied.kind) and self._layout.stage == 3:
             if entry.kind == "loose" and 0 not in entry.shape:
                 message = (
                     f"parameter '{entry.name}' is trained by no param group; ZeRO-3 would not "
@@ -143,10 +144,9 @@ class ModuleWriter:
                 )
                 raise UnsupportedError(message)
             return make_tensor(Storage(self._entry_dtype(entry), 0, Literal(b"")), (0,))
-        if entry.kind == "alias":
+        if tied is not None:
             if self._is_cloned:
-                own = replace(self._entries[entry.alias_of], shape=entry.shape)
-                return self._module_entry(own, made)
+                return self._module_entry(replace(tied, shape=entry.shape), made)
             return make_tensor(made[entry.alias_of].args[0], entry.shape)
         numel, content = math.prod(entry.shape), self._entry_content(entry)
         return make_tensor(Storage(self._entry_dtype(entry), numel, content), entry.shape)
