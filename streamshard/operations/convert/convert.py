@@ -54,7 +54,7 @@ def plan_convert(options: ConvertOptions) -> TransferPlan:
     tensor_parallel, pipeline_parallel, stages, cut_rules_file, average
         Degrees of the job that the store holds a checkpoint of, by default the source's; see
         `plan_repartition`. At a tensor parallel degree of 1 its arrays are whole tensors.
-    source_ds_config_file, like, rename
+    source_ds_config_file, like, rename, wrapped
         For sources that lack information; see `plan_repartition`.
     memory_limit
         Bytes of memory beyond what the program itself takes; by default 1 GiB, but at most half of
