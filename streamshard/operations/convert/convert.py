@@ -162,6 +162,7 @@ def store_output(
             **({"health": "measured"} if options.health else {}),
         },
         source_world_size=checkpoint.ranks,
+        world_size=checkpoint.ranks if checkpoint.uncut else None,
         notes=checkpoint.remarks,
         # Pieces are compressed one by one. Where files only grow, a chunk waits in memory, and in a
         # file with others once more.

@@ -160,7 +160,7 @@ class Source(Reading):
         for state in self.checkpoint.uncut:
             if not (keeps_cut and state.held):
                 raise UnsupportedError(state.why, path=state.path or self.path)
-        if not in_blocks and self.checkpoint.has_blocks:
+        if not in_blocks and self.checkpoint.largest_block > 1:
             message = "its optimizer keeps 8 bits of each element and a scale for each block, which"
             message = f"{message} only files of ZeRO and stores hold. Give another"
             raise UnsupportedError(f"{message} {Option('format')} for the weights", path=self.path)
