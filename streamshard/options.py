@@ -194,6 +194,13 @@ class SourceOptions(Options):
         "'decoder.layers.*.x -> layers.*.x' [their own names]",
         is_rare=True,
     )
+    wrapped: Sequence[str] = option(
+        "PATTERN",
+        "modules that FSDP1 wrapped in the model, as often as needed, where model_world_size_*.pt "
+        "do not tell: 'model.layers.*' [all that make the optimizer's states as long as they are]",
+        default=(),
+        is_rare=True,
+    )
     tag: str | None = option("", "tag to read [the one that 'latest' names]")
 
 

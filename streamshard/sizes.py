@@ -66,13 +66,13 @@ def parse_part(text: str) -> tuple[int | None, int]:
 def parse_time(text: str) -> timedelta:
     """Read a duration.
 
-    >>> str(parse_time("7d")), str(parse_time("90 m"))
-    ('7 days, 0:00:00', '1:30:00')
+    >>> str(parse_time("7d")), str(parse_time("90 m")), str(parse_time("0"))
+    ('7 days, 0:00:00', '1:30:00', '0:00:00')
     """
-    match = re.fullmatch(r"\s*(\d{1,6})\s*([smhdw])\s*", text)
+    match = re.fullmatch(r"\s*(?:(\d{1,6})\s*([smhdw])|0)\s*", text)
     if match is None:
         raise ValueError(f"{text!r} is not a length of time; write 2h, 7d, 30m")
-    return timedelta(seconds=int(match[1]) * _SECONDS[match[2]])
+    return timedelta(seconds=int(match[1] or 0) * _SECONDS[match[2] or "s"])
 
 
 def parse_numbers(text: str) -> tuple[int, ...]:

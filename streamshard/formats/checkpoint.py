@@ -347,10 +347,10 @@ class Checkpoint:
         return replace(self, model_parts=tuple(model_parts))
 
     @property
-    def has_blocks(self) -> bool:
-        """Whether some optimizer state has one scale for a block of elements."""
+    def largest_block(self) -> int:
+        """Elements of the largest block of which an optimizer state has one scale; 1 if of none."""
         groups = (group for model_part in self.model_parts for group in model_part.groups)
-        return any(group.largest_block > 1 for group in groups)
+        return max((group.largest_block for group in groups), default=1)
 
     @property
     def warnings(self) -> tuple[str, ...]:

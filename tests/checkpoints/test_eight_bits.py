@@ -1,6 +1,7 @@
 """States of 8 bits, as engines with bitsandbytes saved them: see `tests/oracle/eight_bits.py`."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 import streamshard
+from streamshard.cli.text.inspect_text import inspection_text
+from streamshard.cli.text.report_text import resize_fact, target_text
 from streamshard.errors import DisagreementError, SourceError, UnsupportedError
 from tests.fabricated import edit, load, save, wrapped
 from tests.oracle.eight_bits import ALIKE, ASKEW, PAIRS, differences, place, unpacked
@@ -41,7 +44,8 @@ def test_a_store_gives_back_what_was_saved(
     cut: tuple[int, int], runs: Path, tmp_path: Path
 ) -> None:
     store, run = tmp_path / "store.zarr", place(runs, cut)
-    streamshard.convert(run, store, verify=True)
+    report = streamshard.convert(run, store, verify=True)
+    assert resize_fact(report)[1].endswith("-> any that divides no block of 256 elements")
     assert streamshard.verify(store, against=run).is_good
     streamshard.repartition(store, tmp_path / "out")
     assert differences(tmp_path / "out", run) == []
@@ -53,6 +57,11 @@ def test_each_parameter_has_the_scales_of_its_blocks(runs: Path) -> None:
         states = ckpt["down.weight"].tensors
         assert (states["state1"].shape, states["absmax1"].shape) == ((32, 96), (12,))
         found = states["absmax1"][...]
+    shown = inspection_text(
+        streamshard.inspect(run, params=["down.weight"]), verbose=False
+    )
+    assert re.search(r"^1 +blocks 0 to 12 .* - +- +- +[\d,]+ +[\d,]+ +-$", shown, re.MULTILINE)
+    assert re.search(r"^1 +0 to 3,072 ", shown, re.MULTILINE)
     scales = torch.cat([quantised(one)["absmax1"] for one in optimizers(run)])
     assert np.array_equal(found, scales[24:])
 
@@ -86,7 +95,11 @@ def test_where_the_source_divides_blocks_the_weights_are_read(
 ) -> None:
     run = place(runs, cut)
     store = tmp_path / "store.zarr"
-    streamshard.convert(run, store, verify=True)
+    report = streamshard.convert(run, store, verify=True)
+    assert resize_fact(report) == ("world size", f"8 -> 8, ZeRO stage {cut[0]}")
+    assert target_text(report) == f"{store} (Zarr store)"
+    told = "States that cannot be cut for other ranks were compared as each rank has them."
+    assert told in streamshard.diff(run, store).notes
     for source in (run, store):
         with pytest.raises(UnsupportedError, match="quantised again, with a loss"):
             streamshard.repartition(source, tmp_path / "out", world_size=2)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
 import streamshard
-from streamshard.errors import SourceError, UnsupportedError
+from streamshard.errors import SourceError, UnsupportedError, UsageError
 from streamshard.formats.fsdp_ranks.flat_parameters import group_of, joined_parameters
 from tests.checkpoints.test_fsdp_ranks import in_rank
 from tests.dtensor_parts import rank_differences
@@ -33,6 +34,7 @@ JOINED = [
     ("blocks.1.up.weight", "blocks.1.up.bias"),
 ]
 """What FSDP1 joins that wraps the model and its blocks."""
+WRAPPED = ("blocks.*",)
 STATES = ("exp_avg", "exp_avg_sq")
 OPTIONS = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 ALIGNED = 4
@@ -139,7 +141,7 @@ def test_each_rank_gets_what_it_would_have_saved(ranks: int, tmp_path: Path) -> 
 def test_states_are_those_of_the_parameters(tmp_path: Path) -> None:
     """Also of two replicas, and with a second name for a weight, which is joined once."""
     place = saved(tmp_path / "source", 2, 2, names=(*SHAPES, "head.weight"))
-    with streamshard.open(place) as opened:
+    with streamshard.open(place, wrapped=WRAPPED) as opened:
         for name in SHAPES:
             for state in ("fp32", *STATES):
                 assert torch.equal(opened[name].tensors[state].torch(), tensor_of(name, state))
@@ -149,8 +151,10 @@ def test_states_are_those_of_the_parameters(tmp_path: Path) -> None:
     held = torch.load(path, weights_only=False)
     held["state"][1]["exp_avg"][-1] = 0.5
     torch.save(held, path)
-    (problem,) = streamshard.verify(place).problems
+    (problem,) = streamshard.verify(place, wrapped=WRAPPED).problems
     assert "state/exp_avg/blocks.0.up.bias: 1 of 5 elements differ" in problem.message
+    (problem,) = streamshard.verify(place).problems
+    assert "state/exp_avg/1: 1 of 20 elements differ" in problem.message
     assert any("differ in exp_avg of " in note for note in streamshard.inspect(place).notes)
     with pytest.raises(UnsupportedError, match="FSDP1 with replicas: it loads DTensors by"):
         streamshard.repartition(place, tmp_path / "out", world_size=6, format=FORM)
@@ -160,7 +164,9 @@ def test_a_zero_job_goes_on_with_them(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("tests.fabricated.buffers", dict)
     job = Job(groups=(tuple(SHAPES.items()),), frozen=(), tied={}, stage=2)
     like, out = write(job, tmp_path / "like"), tmp_path / "out"
-    streamshard.repartition(saved(tmp_path / "source", 2), out, world_size=3, like=like)
+    streamshard.repartition(
+        saved(tmp_path / "source", 2), out, world_size=3, like=like, wrapped=WRAPPED
+    )
     with streamshard.open(out) as opened:
         for name in SHAPES:
             for state in ("fp32", *STATES):
@@ -187,7 +193,7 @@ def behind(states: Any) -> None:  # noqa: ANN401
 
 
 def longer(states: Any) -> None:  # noqa: ANN401
-    states[1].update({state: functional.pad(states[1][state], (0, 1)) for state in STATES})
+    states[1].update({state: functional.pad(states[1][state], (0, 7)) for state in STATES})
 
 
 def not_all(states: Any) -> None:  # noqa: ANN401
@@ -198,7 +204,7 @@ def not_all(states: Any) -> None:  # noqa: ANN401
     ("change", "message"),
     [
         (behind, "exp_avg of flat parameter 0 holds more than zeros behind its 24 elements"),
-        (longer, "has 3 flat parameters as FSDP1 makes them, and no choice of modules"),
+        (longer, "has 3 flat parameters as FSDP1 makes them, and no choice of modules to wrap"),
         (not_all, "does not have states of one length of flat parameter 2"),
     ],
 )
@@ -207,27 +213,128 @@ def test_what_may_be_of_other_parameters_is_not_taken(
 ) -> None:
     place = saved(tmp_path / "source", 5)
     changed(place, change)
-    assert any(message in note for note in streamshard.inspect(place).notes)
+    wrapped = WRAPPED if change is behind else ()
+    assert any(message in note for note in streamshard.inspect(place, wrapped=wrapped).notes)
     with pytest.raises(SourceError, match=message):
-        streamshard.repartition(place, tmp_path / "out", world_size=2, format=FORM)
+        streamshard.repartition(place, tmp_path / "out", world_size=2, format=FORM, wrapped=wrapped)
 
 
-def test_several_choices_are_refused() -> None:
-    """One module of two that are as long as each other."""
-    numels = {"a.weight": 6, "b.weight": 6}
-    with pytest.raises(UnsupportedError, match="several choices of modules"):
-        joined_parameters(numels, [3, 3], 2)
+def test_blocks_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    """Their list may have been wrapped with one of them in it, which then comes first."""
+    place = saved(tmp_path / "source", 2)
+    (note,) = (n for n in streamshard.inspect(place).notes if "is not told" in n)
+    assert "name those that were wrapped with wrapped=PATTERN. Only repartition takes these" in note
+    with streamshard.open(place) as opened:
+        bias = opened["blocks.0.up.bias"].tensors
+        assert torch.equal(bias["module"].torch(), tensor_of("blocks.0.up.bias", "fp32"))
+        assert "exp_avg" not in bias
+    job = Job(groups=(tuple(SHAPES.items()),), frozen=(), tied={}, stage=2)
+    like = write(job, tmp_path / "like")
+    with pytest.raises(UnsupportedError, match="wrapped=PATTERN"):
+        streamshard.repartition(place, tmp_path / "out", world_size=2, like=like)
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "message"),
+    [
+        ("layers.*", r"wrapped=layers\.\*: there is no such module around a parameter"),
+        ("blocks.*.up", None),
+        (
+            "blocks",
+            r"have 3 flat parameters as FSDP1 makes them, of 12, 10, 10 elements per rank; t",
+        ),
+        ("blocks.1", r"of 12, 10, 10 elements per rank; these modules give others"),
+    ],
+)
+def test_modules_that_were_not_wrapped_are_refused(
+    wrapped: str, message: str | None, tmp_path: Path
+) -> None:
+    place = saved(tmp_path / "source", 2)
+    if message is None:  # what is joined is the same
+        with streamshard.open(place, wrapped=[wrapped]) as opened:
+            assert "exp_avg" in opened["blocks.1.up.bias"].tensors
+        return
+    with pytest.raises(UsageError, match=message):
+        streamshard.open(place, wrapped=[wrapped])
+    for path in place.glob("optim_*"):
+        path.unlink()
+    with pytest.raises(UsageError, match="not those of flat parameters; leave wrapped= out"):
+        streamshard.inspect(place, wrapped=[wrapped])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_module_is_not_taken_for_one_of_a_list_that_is_as_long(ranks: int) -> None:
+def test_a_module_is_not_taken_for_another_that_is_as_long(ranks: int) -> None:
     """If FSDP1 wrapped `mid`, or the first layer alone, then the parts have the same lengths."""
     numels = {"layers.0.w": 12, "layers.1.w": 12, "mid.w": 12, "head.w": 4}
-    with pytest.raises(UnsupportedError, match="several choices of modules"):
-        joined_parameters(numels, [28 // ranks, 12 // ranks], ranks)
-    numels["mid.w"] = 8
-    found = joined_parameters(numels, [12 // ranks, 12 // ranks, 12 // ranks], ranks)
-    assert found == [("mid.w", "head.w"), ("layers.0.w",), ("layers.1.w",)]
+    lengths = [28 // ranks, 12 // ranks]
+    assert joined_parameters(numels, lengths, ranks).names == ()
+    found = joined_parameters(numels, lengths, ranks, wrapped=["layers.0"])
+    assert found.names == (("layers.1.w", "mid.w", "head.w"), ("layers.0.w",))
+    with pytest.raises(UnsupportedError, match="no choice of modules"):
+        joined_parameters(numels, [27 // ranks, 12 // ranks], ranks)
+
+
+def test_many_modules_are_not_tried_without_end() -> None:
+    numels = {f"a.{n}.{m}.w": 1 << n for n in range(30) for m in range(30)}
+    with pytest.raises(UnsupportedError, match="too many modules"):
+        joined_parameters(numels, [30 << 30, *(1 << n for n in range(30))], 64)
+
+
+def every_choice(
+    numels: dict[str, int], lengths: list[int], ranks: int
+) -> set[tuple[tuple[str, ...], ...]]:
+    """Try all sets of modules, of which those as short as padding may be in no optimizer."""
+    modules = [""]
+    for name in numels:
+        steps = name.split(".")
+        modules += [".".join(steps[:n]) for n in range(1, len(steps))]
+    modules, found = list(dict.fromkeys(modules)), set()
+    for states in product((0, 1, 2), repeat=len(modules)):
+        chosen = [module for module, state in zip(modules, states, strict=True) if state]
+        units = {module: list[str]() for module in chosen}
+        for name in numels:
+            around = [m for m in chosen if not m or name.startswith(f"{m}.")]
+            if not around:
+                break
+            units[max(around, key=len)].append(name)
+        else:
+            held = [
+                (tuple(names), states[modules.index(module)], sum(numels[n] for n in names))
+                for module, names in units.items()
+                if names
+            ]
+            if all(state == 1 or numel < ranks for _, state, numel in held):
+                kept = [(names, -(-numel // ranks)) for names, state, numel in held if state == 1]
+                if [length for _, length in kept] == lengths:
+                    found.add(tuple(names for names, _ in kept))
+    return found
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["", "a", "l.0.a", "l.1"]), st.integers(1, 6)),
+        min_size=1, max_size=7,
+    ),
+    st.data(),
+    st.integers(1, 4),
+)  # fmt: skip
+def test_only_what_is_proved_is_taken(
+    params: list[tuple[str, int]], data: st.DataObject, ranks: int
+) -> None:
+    params.sort(key=lambda one: ("", "a", "l.0.a", "l.1").index(one[0]))
+    numels = {f"{m}.p{n}".lstrip("."): numel for n, (m, numel) in enumerate(params)}
+    total = sum(numels.values())
+    units = data.draw(st.lists(st.sampled_from([*numels.values(), total]), min_size=1, max_size=4))
+    sizes = [*units[:-1], max(total - sum(units[:-1]), 1)]
+    lengths = [-(-size // ranks) for size in data.draw(st.permutations(sizes))]
+    choices = every_choice(numels, lengths, ranks)
+    try:
+        found = joined_parameters(numels, lengths, ranks)
+    except UnsupportedError:
+        made = {tuple(sum(numels[n] for n in names) for names in joined) for joined in choices}
+        assert len(made) != 1
+    else:
+        assert found.names == (choices.pop() if len(choices) == 1 else ())
 
 
 @given(
@@ -255,10 +362,9 @@ def test_no_other_modules_are_taken_for_those_that_were_wrapped(
         units[[m for m, k in zip(around, kind, strict=True) if not m or k in wrapped][-1]] += [name]
     wanted = [tuple(names) for names in units.values() if names]
     lengths = [group_of([numels[n] for n in names], ranks).partition_numel for names in wanted]
-    found, refusal = wanted, ""
+    refusal = ""
     try:
-        found = joined_parameters(numels, lengths, ranks)
+        assert joined_parameters(numels, lengths, ranks).names in (tuple(wanted), ())
     except UnsupportedError as error:
         refusal = str(error)
-    assert found == wanted
     assert "no choice" not in refusal

@@ -186,6 +186,8 @@ def test_what_it_says_of_them(made: Path, tmp_path: Path) -> None:
     found = streamshard.inspect(place)
     assert (found.kind, found.world_size, found.weights) == ("fsdp-ranks", 4, 8)
     assert any("Not read: the optimizer's state" in note for note in found.notes)
+    notes = streamshard.diff(place, place).notes
+    assert any(note.startswith(f"{place}: Not read: the optimizer's state") for note in notes)
     with pytest.raises(SourceError, match=rf"Give the one in it: {place}"):
         streamshard.export(tmp_path / "run", tmp_path / "out")
     with pytest.raises(UnsupportedError, match="ranks, without an optimizer's state: a job begins"):

@@ -259,7 +259,7 @@ def test_somebody_is_told_once_of_all_that_went_wrong(run: Path, archive: Path, 
     assert not told.exists()  # nothing went wrong
     for name in (MODEL, "x.pt"):
         (run / FIRST / name).write_bytes(b"another save")
-    done = streamshard(*command, "--min-age", "0s")
+    done = streamshard(*command, "--min-age", "0")
     document: dict[str, Any] = json.loads(told.read_text())
     assert document["exit_code"] == done.code != 0
     (one,) = document["runs"]

@@ -317,6 +317,8 @@ def _detail_table(
         return f"{title} of {detail.alias_of}, which has the values", (), [], ""
     title += "\n" + ", ".join(f"{state} {dtype}" for state, dtype in detail.states.items())
     places: dict[tuple[bool, int, int, str], dict[str, OwnedPiece]] = {}
+    # Of scales there is one for each block of elements.
+    whole = {piece.state for piece in detail.pieces if piece.stop == detail.numel}
     for piece in detail.pieces:
         key = (piece.rank is None, piece.start, piece.stop, piece.file)
         places.setdefault(key, {})[piece.state] = piece
@@ -324,7 +326,7 @@ def _detail_table(
     for _, held in sorted(places.items()):
         piece = next(iter(held.values()))
         offsets = [f"{held[s].offset:,}" if s in held else "-" for s in detail.states]
-        elements = f"{piece.start:,} to {piece.stop:,}"
+        elements = f"{'' if piece.state in whole else 'blocks '}{piece.start:,} to {piece.stop:,}"
         rows.append(["all" if piece.rank is None else piece.rank, elements, piece.file, *offsets])
     shown = rows[:most]
     head = ("rank", "elements", "file", *(f"{state} at" for state in detail.states))

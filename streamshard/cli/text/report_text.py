@@ -36,7 +36,7 @@ def report_text(report: Report, *, verbose: bool) -> str:
 
 def target_text(report: Report) -> str:
     """Name the target; a store is marked as one, as its name need not show that."""
-    is_store = report.tensors is None and report.world_size is None
+    is_store = report.tensors is None and (report.world_size is None or report.verb == "convert")
     return f"{report.target} ({title_of('store')})" if is_store else report.target
 
 
@@ -45,7 +45,8 @@ def resize_fact(report: Report) -> tuple[str, str]:
     if report.tensors is not None:
         return "tensors", f"{report.tensors:,}" + (f", {report.dtype}" if report.dtype else "")
     if report.world_size is None:
-        return "world size", f"{report.source_world_size} -> any"
+        limit = "" if report.block == 1 else f" that divides no block of {report.block} elements"
+        return "world size", f"{report.source_world_size} -> any{limit}"
     stage = "" if report.zero_stage is None else f", ZeRO stage {report.zero_stage}"
     return "world size", f"{report.source_world_size} -> {report.world_size}{stage}"
 

@@ -45,6 +45,7 @@ from streamshard.model import (
     MODULE,
     LogicalTensor,
     Note,
+    NoteKind,
     Slot,
     SourceFile,
     ZeroLayout,
@@ -172,7 +173,7 @@ def as_it_is(found: Distributed) -> Reading:
         entries,
         groups,
         [{**group.options, "params": []} for group in saved],
-        notes=map(Note, found.left_out),
+        notes=[Note(text, NoteKind.LEFT_OUT) for text in found.left_out],
         unrecorded=_unrecorded(found, groups, entries),
     )
     return cut(checkpoint, found)

@@ -58,11 +58,14 @@ class Rule:
         >>> rule_of(1, "a.*.{up,down} -> b.* : 1:1").matches("a.7.down")
         [(1, ('7',))]
         """
-        found = ((n, _regex(pattern).fullmatch(name)) for n, pattern in enumerate(self.sources))
+        found = (
+            (n, name_pattern(pattern).fullmatch(name)) for n, pattern in enumerate(self.sources)
+        )
         return [(n, match.groups()) for n, match in found if match]
 
 
-def _regex(pattern: str) -> re.Pattern[str]:
+def name_pattern(pattern: str) -> re.Pattern[str]:
+    """Return what finds names in which a star stands for anything without a dot."""
     return re.compile(r"([^.]+)".join(map(re.escape, pattern.split("*"))))
 
 

@@ -4,17 +4,21 @@ Without `use_orig_params` FSDP1 joins the parameters of each module that it wrap
 `named_modules()`, except those of modules inside that it wraps too; `torch.chunk` cuts what comes
 out, and zeros fill the last part. The optimizer numbers flat parameters in the order of the wrapped
 modules (torch 2.5 to 2.13: `torch/distributed/fsdp/_flat_param.py`). No file lists the wrapped
-modules. But the lengths of the parts tell them, where a single choice of modules has these lengths.
+modules. The lengths of the parts prove them, where of all sets of modules one has these lengths.
 """
 
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain, pairwise
 from typing import Any, Final, Self
 
-from streamshard.errors import UnsupportedError
+from streamshard.errors import Option, UnsupportedError, UsageError
+from streamshard.formats.dcp.rename_rules import name_pattern
 from streamshard.formats.pickle.inert import Call, Global, Node
 from streamshard.formats.torch.torch_tensor import Storage, Tensor, make_tensor, tensor_of
+from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.layout.zero import FlatGroup, ceil_div, flat_group
 from streamshard.model import Literal
 from streamshard.sizes import counted
@@ -24,9 +28,10 @@ _FLAT: Final = Global("torch.distributed.fsdp", "FlatParameter")
 _STATE: Final = "state"
 _GROUPS: Final = "param_groups"
 _PARAMS: Final = "params"
-_NUMBER: Final = "*"
-_MOST_STEPS: Final = 1 << 11
-"""More than the modules of any model take whose parts do not all have one length."""
+_MOST_STEPS: Final = 1 << 24
+"""Names in all choices that are tried: more than any model takes that is not made for it."""
+_DEEPEST: Final = 100
+"""Modules in modules; no model has as many."""
 
 
 def flat_node(tensors: Sequence[Node]) -> Call:
@@ -49,25 +54,52 @@ def group_of(numels: Sequence[int], ranks: int) -> FlatGroup:
     return replace(group, partition_numel=ceil_div(group.numel, ranks))
 
 
-def joined_parameters(numels: Mapping[str, int], lengths: Sequence[int], ranks: int) -> list[Names]:
-    """Return the parameters in each flat parameter.
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """What FSDP1 has joined to flat parameters."""
+
+    numels: Sequence[int]
+    """Elements of each flat parameter."""
+    names: Sequence[Names]
+    """Parameters in each; none if not only these give what the files hold."""
+
+
+def joined_parameters(
+    numels: Mapping[str, int],
+    lengths: Sequence[int],
+    ranks: int,
+    *,
+    twins: AbstractSet[str] = frozenset(),
+    wrapped: Sequence[str] = (),
+) -> Joined:
+    """Return what is in each flat parameter.
 
     `numels`: elements of each parameter, in the model's order.
     `lengths`: elements of each flat parameter that a rank has, in the optimizer's order.
+    `twins`: parameters that may be second names of others, which are not joined again.
+    `wrapped`: patterns of the modules that were wrapped in the model, where they are known.
 
     >>> joined_parameters({"embed": 6, "up.weight": 8, "up.bias": 2, "norm": 2}, [4, 5], 2)
-    [('embed', 'norm'), ('up.weight', 'up.bias')]
+    Joined(numels=[8, 10], names=(('embed', 'norm'), ('up.weight', 'up.bias')))
     """
-    choices = _Choices.of(numels, lengths, ranks)
-    found = {tuple(joined): own for own in choices.wrapped(0) if (joined := choices.joined(own))}
-    if len(found) == 1:
-        others = map(choices.joined, choices.exchanged(*found.values()))
-        found.update((tuple(joined), frozenset()) for joined in others if joined)
-    if len(found) == 1:
-        return [*next(iter(found))]
-    what = "several choices" if found else "no choice"
-    message = f"has {counted(len(lengths), 'flat parameter')} as FSDP1 makes them, and {what} of"
-    raise UnsupportedError(f"{message} modules that it may wrap gives parts of their lengths")
+    search = _Wrapping.of(numels, lengths, ranks, twins, wrapped)
+    way = search.ways("", 0).get((len(lengths), 0))
+    if way is not None and way.is_sized:
+        return Joined(search.sizes(way), way.joined if way.is_alone else ())
+    held = f"{counted(len(lengths), 'flat parameter')} as FSDP1 makes them"
+    if wrapped:
+        message = f"{Option('wrapped', wrapped[0])}: the files have {held}, of {show_few(lengths)}"
+        raise UsageError(f"{message} elements per rank; these modules give others")
+    if way is None:
+        message = f"has {held}, and no choice of modules to wrap gives parts of their lengths"
+        raise UnsupportedError(message)
+    message = f"has {held}, and several choices of modules to wrap give parts of their lengths"
+    raise UnsupportedError(f"{message}; {name_wrapped()}")
+
+
+def name_wrapped() -> str:
+    """Say what to do where files do not prove which modules were wrapped."""
+    return f"name those that were wrapped with {Option('wrapped', 'PATTERN')}"
 
 
 def evened_roots(roots: Sequence[Any]) -> list[Any] | None:
@@ -102,94 +134,147 @@ def _emptied(node: Call) -> Node:
     return make_tensor(Storage(tensor.dtype, 0, Literal(b"")), (0,))
 
 
-@dataclass(slots=True, eq=False)
-class _Choices:
-    """The choices of modules that FSDP1 may have wrapped.
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A choice of modules to wrap, up to a place in the model."""
 
-    It wraps all modules of a class, or none: here those whose names differ in numbers alone.
-    """
+    left: Names = ()
+    """Parameters that are left to a module around."""
+    joined: tuple[Names, ...] = ()
+    is_alone: bool = True
+    """Whether each other choice up to there makes more or fewer flat parameters, or leaves more
+    or fewer elements."""
+    is_sized: bool = True
+    """Whether flat parameters of the other choices have as many elements."""
+
+
+_Ways = dict[tuple[int, int], _Way]
+"""By the flat parameters that are made, and the elements that are left."""
+
+
+@dataclass(slots=True, eq=False)
+class _Wrapping:
+    """A search among all modules that FSDP1 may have wrapped, for those that fit."""
 
     numels: Mapping[str, int]
     lengths: Sequence[int]
     ranks: int
-    own: Mapping[str, int]
-    """Elements of each module's own parameters, in the order of `named_modules()`."""
-    alike: Sequence[Sequence[str]]
-    """Modules of a class; those inside of others first."""
-    left: dict[str, int] = field(default_factory=dict)
-    """Elements that a module leaves to one around it."""
+    twins: AbstractSet[str]
+    wrapped: AbstractSet[str]
+    """The modules that were wrapped; empty if any may have been."""
+    held: Mapping[str, Sequence[str]]
+    """Parameters of each module and of those in it."""
+    inside: Mapping[str, Sequence[str]]
+    """Modules of each module."""
+    known: dict[tuple[str, int], _Ways] = field(default_factory=dict)
     steps: int = 0
 
     @classmethod
-    def of(cls, numels: Mapping[str, int], lengths: Sequence[int], ranks: int) -> Self:
+    def of(
+        cls,
+        numels: Mapping[str, int],
+        lengths: Sequence[int],
+        ranks: int,
+        twins: AbstractSet[str],
+        wrapped: Sequence[str],
+    ) -> Self:
         """List the modules of parameters."""
-        own, alike = dict.fromkeys([""], 0), dict[tuple[str, ...], list[str]]()
-        for name, numel in numels.items():
-            for module in _around(name):
-                own.setdefault(module, 0)
-            own[name.rpartition(".")[0]] += numel
-        for module in own:
-            steps = (_NUMBER if step.isdecimal() else step for step in module.split("."))
-            alike.setdefault(tuple(steps) if module else (), []).append(module)
-        return cls(numels, lengths, ranks, own, sorted(alike.values(), key=_depth, reverse=True))
+        held, inside = dict[str, list[str]]({"": []}), dict[str, list[str]]({"": []})
+        for name in numels:
+            around = _around(name)
+            if len(around) > _DEEPEST:
+                raise UnsupportedError(f"has parameters in more than {_DEEPEST} modules in modules")
+            for outer, module in pairwise(around):
+                if module not in held:
+                    held[module], inside[module] = [], []
+                    inside[outer].append(module)
+            for module in around:
+                held[module].append(name)
+        known = {"": [""]} if wrapped else {}
+        for pattern in wrapped:
+            matches = name_pattern(pattern).fullmatch
+            known[pattern] = [module for module in held if matches(module)]
+            if not known[pattern]:
+                message = "there is no such module around a parameter"
+                raise UsageError(f"{Option('wrapped', pattern)}: {message}")
+        return cls(numels, lengths, ranks, twins, {*chain(*known.values())}, held, inside)
 
-    def wrapped(self, number: int) -> Iterator[frozenset[str]]:
-        """Yield sets of modules, decided from a class on, whose parts have lengths that occur."""
-        self.steps += 1
-        if self.steps > _MOST_STEPS:
-            raise UnsupportedError("has flat parameters of FSDP1 that too many modules may make up")
-        if number == len(self.alike):
-            if not self.left[""]:
-                yield frozenset()
-            return
-        modules = self.alike[number]
-        inside = Counter[str]()
-        for module, numel in self.left.items():
-            inside[module.rpartition(".")[0]] += numel if module else 0
-        numels = [self.own[module] + inside[module] for module in modules]
-        before = dict(self.left)
-        self.left.update(zip(modules, numels, strict=True))
-        yield from self.wrapped(number + 1)
-        if any(numels) and all(self._part(n) in {0, *self.lengths} for n in numels):
-            self.left = {**before, **dict.fromkeys(modules, 0)}
-            yield from (more.union(modules) for more in self.wrapped(number + 1))
-        self.left = before
+    def sizes(self, way: _Way) -> list[int]:
+        """Return the elements of each flat parameter."""
+        return [sum(map(self.numels.__getitem__, names)) for names in way.joined]
 
-    def joined(self, wrapped: Collection[str]) -> list[Names]:
-        """Return the parameters that such modules join; none if their parts have other lengths."""
-        found: dict[str, list[str]] = {module: [] for module in self.own if module in wrapped}
-        for name in self.numels:
-            around = next(module for module in reversed(_around(name)) if module in wrapped)
-            found[around].append(name)
-        joined = [tuple(names) for names in found.values() if names]
-        parts = [self._part(sum(self.numels[name] for name in names)) for names in joined]
-        return joined if parts == list(self.lengths) else []
+    def ways(self, module: str, made: int) -> _Ways:
+        """Return the choices in a module behind so many flat parameters."""
+        found = self.known.get((module, made))
+        if found is not None:
+            return found
+        found = self.known[module, made] = {}
+        must, must_not = module in self.wrapped, bool(self.wrapped) and module not in self.wrapped
+        for (total, numel), way in self._inside(module, made).items():
+            if not must or not numel:
+                self._add(found, total, numel, way)
+            # A module as short as padding may also be frozen, and in no optimizer.
+            if 0 < numel < self.ranks and not must_not:
+                self._add(found, total, 0, replace(way, left=()))
+        if made < len(self.lengths) and not must_not:
+            for (total, numel), way in self._inside(module, made + 1).items():
+                if numel and ceil_div(numel, self.ranks) == self.lengths[made]:
+                    own = replace(way, left=(), joined=(way.left, *way.joined))
+                    self._add(found, total, 0, own)
+        return found
 
-    def exchanged(self, wrapped: frozenset[str]) -> Iterator[frozenset[str]]:
-        """Yield choices with one module in place of one that is as long: others may be right."""
-        numels = Counter[str]()
-        for name, numel in self.numels.items():
-            for module in reversed(_around(name)):
-                numels[module] += numel
-                if module in wrapped:
-                    break
-        places = dict[tuple[str, int], list[str]]()
-        for module, numel in numels.items():
-            around = (other for other in reversed(_around(module)) if other in wrapped)
-            places.setdefault((next(around, ""), self._part(numel)), []).append(module)
-        for modules in places.values():
-            for own in wrapped.intersection(modules):
-                yield from (wrapped - {own} | {other} for other in modules if other not in wrapped)
+    def _inside(self, module: str, made: int) -> _Ways:
+        """Return the choices of modules in a module, which itself is not wrapped."""
+        held = self.held[module]
+        if not self._may_be_cut(held):
+            return {(made, sum(map(self.numels.__getitem__, held))): _Way(tuple(held))}
+        own = (name for name in held if name.rpartition(".")[0] == module)
+        parts: list[Callable[[int], _Ways]] = [*map(self._parameter, own)]
+        parts += (partial(self.ways, module) for module in self.inside[module])
+        ways: _Ways = {(made, 0): _Way()}
+        for part in parts:
+            before, ways = ways, {}
+            for (done, numel), way in before.items():
+                for (total, more), other in part(done).items():
+                    both = _Way(
+                        way.left + other.left,
+                        way.joined + other.joined,
+                        is_alone=way.is_alone and other.is_alone,
+                        is_sized=way.is_sized and other.is_sized,
+                    )
+                    self._add(ways, total, numel + more, both)
+                    self.steps += 1 + len(both.left) + len(both.joined)
+            if self.steps > _MOST_STEPS:
+                message = "has flat parameters of FSDP1 that too many modules may make up"
+                raise UnsupportedError(message)
+        return ways
 
-    def _part(self, numel: int) -> int:
-        return ceil_div(numel, self.ranks)
+    def _parameter(self, name: str) -> Callable[[int], _Ways]:
+        def ways(made: int) -> _Ways:
+            found = {(made, self.numels[name]): _Way((name,))}
+            return {**found, (made, 0): _Way()} if name in self.twins else found
+
+        return ways
+
+    def _may_be_cut(self, names: Sequence[str]) -> bool:
+        """Tell whether a part of such parameters may be a flat one."""
+        numels = [self.numels[name] for name in names]
+        if self.wrapped or min(numels, default=0) < self.ranks or self.twins & {*names}:
+            return True
+        return ceil_div(sum(numels), self.ranks) >= min(self.lengths, default=0)
+
+    def _add(self, ways: _Ways, made: int, numel: int, way: _Way) -> None:
+        if numel > max(self.lengths, default=0) * self.ranks:
+            return  # more than any flat parameter has
+        known = ways.setdefault((made, numel), way)
+        if known is not way:
+            is_sized = known.is_sized and way.is_sized and self.sizes(known) == self.sizes(way)
+            is_same = (known.left, known.joined) == (way.left, way.joined)
+            is_alone = is_same and known.is_alone and way.is_alone
+            ways[made, numel] = replace(known, is_alone=is_alone, is_sized=is_sized)
 
 
 def _around(name: str) -> list[str]:
     """Return the modules around a parameter, the outermost first."""
     steps = name.split(".")[:-1]
     return [".".join(steps[:n]) for n in range(len(steps) + 1)]
-
-
-def _depth(modules: Sequence[str]) -> int:
-    return len(modules[0].split(".")) if modules[0] else 0

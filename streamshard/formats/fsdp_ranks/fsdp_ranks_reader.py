@@ -21,6 +21,7 @@ from streamshard.errors import (
     DisagreementError,
     Option,
     SourceError,
+    UsageError,
     release_frames,
 )
 from streamshard.formats.checkpoint import ModuleEntry, Reading, of_others
@@ -59,21 +60,24 @@ _WEIGHTS: Final = "a model's weights in files of FSDP's ranks"
 _PIECES: Final = ("how FSDP1 with use_orig_params pads what it cuts for other ranks",)
 
 
-def read(directory: Path) -> Reading:
-    """Open what all ranks have saved."""
+def read(directory: Path, wrapped: Sequence[str] = ()) -> Reading:
+    """Open what all ranks have saved.
+
+    `wrapped`: patterns of the modules that FSDP1 wrapped, where they are known.
+    """
     with malformed(directory):
         files = rank_names.files_of(directory)
         for path in (path for kind in KINDS for path in files[kind]):
             require_regular(path, directory)
-        return _Ranks(directory, files).reading()
+        return _Ranks(directory, files, wrapped).reading()
 
 
-def replicas(directory: Path) -> Iterator[Reading]:
+def replicas(directory: Path, wrapped: Sequence[str]) -> Iterator[Reading]:
     """Open what every replica but the first has saved of tensors that are cut among ranks."""
     with malformed(directory):
         files = rank_names.files_of(directory)
         for replica in count(1):
-            ranks = _Ranks(directory, files, replica)
+            ranks = _Ranks(directory, files, wrapped, replica)
             found = ranks.reading()
             if not ranks.has_replica:
                 return
@@ -86,6 +90,7 @@ class _Ranks:
 
     directory: Path
     files: Mapping[str, Sequence[Path]]
+    wrapped: Sequence[str] = ()
     replica: int = 0
     """Which replica's parts are taken of what is cut among ranks."""
     has_replica: bool = False
@@ -106,6 +111,10 @@ class _Ranks:
         entries = tuple(self._entries())
         own = [entry for entry in entries if entry.kind != "alias"]
         optimizer = self._optimizer({entry.name: self.parts[entry.name] for entry in own})
+        is_flat = bool(self.unread) if optimizer is None else bool(optimizer.flat)
+        if self.wrapped and not is_flat:
+            message = "the optimizer's states are not those of flat parameters"
+            raise UsageError(f"{self.directory}: {message}; leave {Option('wrapped')} out")
         if optimizer is not None:
             entries = tuple(_tied(entry, optimizer.tied) for entry in entries)
             own = [entry for entry in entries if entry.kind != "alias"]
@@ -118,8 +127,8 @@ class _Ranks:
             cut = optimizer.cut.values()
             tensors += [LogicalTensor(o.state, o.name, o.dtype, o.shape) for o in cut]
             for flat in optimizer.flat.values():
-                own_states = ((flat.state, name, flat.dtype, shapes[name]) for name in flat.names)
-                tensors += [LogicalTensor(*one) for one in own_states]
+                both = zip(flat.names, flat.shapes, strict=True)
+                tensors += [LogicalTensor(flat.state, n, flat.dtype, shape) for n, shape in both]
         tensors += [
             LogicalTensor(MODULE, e.name, e.dtype, e.shape) for e in own if e.name not in trained
         ]
@@ -195,7 +204,7 @@ class _Ranks:
             return None
         try:
             rank_names.require_ranks(self.directory, OPTIMIZER, paths, len(self.files[MODEL]))
-            return read_optimizer(paths, self.sources, weights)
+            return read_optimizer(paths, self.sources, weights, self.wrapped)
         except SourceError as error:
             release_frames(error)
             is_mixed = isinstance(error, DisagreementError)
@@ -264,9 +273,9 @@ class _Ranks:
                 states[n] = tensor if optimizer.is_in_pieces else with_local(states[n], tensor)
             for n, flat in optimizer.flat.items():
                 inside = list[Node]()
-                for name in flat.names:
-                    shape, row = self.parts[name][0].shape, number[flat.state, name]
-                    inside.append(make_tensor(_storage(flat.dtype, shape, row), shape))
+                for name, shape in zip(flat.names, flat.shapes, strict=True):
+                    storage = _storage(flat.dtype, shape, number[flat.state, name])
+                    inside.append(make_tensor(storage, shape))
                 states[n] = flat_node(inside)
             kept[OPTIMIZER] = optimizer.template.filled(states)
         return kept
@@ -301,9 +310,6 @@ class _Ranks:
             text = f"Which parameter a state of the optimizer is of is not told: {optimizer.untold}"
             form = Option("format", "fsdp-ranks")
             yield Note(f"{text}. Only repartition takes these states, with {form}.")
-        if optimizer is not None and optimizer.flat:
-            text = "No file tells which modules FSDP1 wrapped: taken are those that alone give its"
-            yield Note(f"{text} flat parameters their lengths, modules of a list all or none.")
         if self.others:
             text = f"Not read, as they are no tensors: {show_few(self.others)}"
             yield Note(f"{text}. Files for other ranks get rank 0's.", NoteKind.LEFT_OUT)

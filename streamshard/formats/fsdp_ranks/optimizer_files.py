@@ -11,15 +11,20 @@ each parameter that are in its parts of these, in order.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
-from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
+from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError, UsageError
 from streamshard.formats.checkpoint import FlatState, ParamGroup, ScalarState
 from streamshard.formats.dcp.optimizer_state import is_plain, number_in
 from streamshard.formats.deepspeed.read.rank_files import SourceFiles
 from streamshard.formats.deepspeed.read.redundant_copies import alike
-from streamshard.formats.fsdp_ranks.flat_parameters import evened_roots, joined_parameters
+from streamshard.formats.fsdp_ranks.flat_parameters import (
+    evened_roots,
+    joined_parameters,
+    name_wrapped,
+)
 from streamshard.formats.fsdp_ranks.rank_trees import TreeShape, paths_to_tensors
 from streamshard.formats.fsdp_ranks.sharded_tensors import (
     REPLICATE,
@@ -62,7 +67,8 @@ class FlatCut:
 
     state: str
     names: tuple[str, ...]
-    """Names of these parameters."""
+    """Names of these parameters, or the number of what they are joined to."""
+    shapes: Sequence[Shape]
     dtype: str
     boxes: Sequence[Box]
     """The ranks' parts of it, in order."""
@@ -91,11 +97,15 @@ class RanksOptimizer:
 
 
 def read_optimizer(
-    paths: Sequence[Path], sources: SourceFiles, weights: Mapping[str, Sequence[RankPart]]
+    paths: Sequence[Path],
+    sources: SourceFiles,
+    weights: Mapping[str, Sequence[RankPart]],
+    wrapped: Sequence[str],
 ) -> RanksOptimizer | None:
     """Open the optimizers of all ranks, in order of rank; None if no rank has one.
 
     `weights`: the ranks' parts of each weight that is no other's second name, in the model's order.
+    `wrapped`: patterns of the modules that FSDP1 wrapped, where they are known.
     """
     roots = [sources.read(path, sources.add(path)).root for path in paths]
     templates, is_in_pieces = _templates(paths, roots), False
@@ -107,7 +117,9 @@ def read_optimizer(
     if not roots[0]:
         return None
     with of_file(paths[0].parent):
-        reading = _Reading(roots[0], templates, sources, weights, is_in_pieces=is_in_pieces)
+        reading = _Reading(
+            roots[0], templates, sources, weights, wrapped, is_in_pieces=is_in_pieces
+        )
         return reading.optimizer()
 
 
@@ -134,12 +146,14 @@ class _Reading:
         templates: Sequence[TreeShape],
         sources: SourceFiles,
         weights: Mapping[str, Sequence[RankPart]],
+        wrapped: Sequence[str],
         *,
         is_in_pieces: bool,
     ) -> None:
         self._is_in_pieces = is_in_pieces
         self._root, self._templates = root, templates
-        self._sources = sources
+        self._sources, self._wrapped = sources, wrapped
+        self._flat_numels: Mapping[Node, int] = {}
         self._parts = weights
         self._weights = {name: parts[0] for name, parts in weights.items()}
         self._tied: Mapping[str, str] = {}
@@ -200,8 +214,8 @@ class _Reading:
         is_plain = bool(shaped) and all(p.is_plain and len(p.shape) == 1 for p in shaped)
         return is_plain and any(part.is_dtensor for part in self._weights.values())
 
-    def _joined(self, keys: Sequence[Node]) -> dict[Node, tuple[str, ...]]:
-        """Return the parameters in each flat one."""
+    def _joined(self, keys: Sequence[Node]) -> tuple[dict[Node, tuple[str, ...]], str]:
+        """Return the parameters in each flat one, or why they are not known."""
         numels: dict[str, int] = {}
         for name, part in self._weights.items():
             *others, last = part.placements or (Placement(REPLICATE),)
@@ -220,14 +234,21 @@ class _Reading:
             lengths += found.pop()
         ranks = max(self._shards()) + 1
         try:
-            joined = joined_parameters(numels, lengths, ranks)
-        except UnsupportedError:
-            self._tied = dict(self._twins())
-            if not self._tied:
+            joined = joined_parameters(numels, lengths, ranks, wrapped=self._wrapped)
+        except (UnsupportedError, UsageError):
+            twins = dict(self._twins())
+            if not twins:
                 raise
-            once = {name: numel for name, numel in numels.items() if name not in self._tied}
-            joined = joined_parameters(once, lengths, ranks)
-        return dict(zip(keys, joined, strict=True))
+            joined = joined_parameters(
+                numels, lengths, ranks, twins=twins.keys(), wrapped=self._wrapped
+            )
+            once = {*chain(*joined.names)} or twins.keys()
+            self._tied = {name: first for name, first in twins.items() if name not in once}
+        self._flat_numels = dict(zip(keys, joined.numels, strict=True))
+        if joined.names:
+            return dict(zip(keys, joined.names, strict=True)), ""
+        message = "several choices of modules for FSDP1 to wrap give its flat parameters' lengths"
+        return {}, f"{message}; {name_wrapped()}"
 
     def _twins(self) -> Iterator[tuple[str, str]]:
         """Yield matrices that hold the same as others before, as tied ones do, and these."""
@@ -261,10 +282,11 @@ class _Reading:
             part = parts.setdefault(shard, Box(start, tensor.require_contiguous(what), []))
             if part.tensor is not tensor:
                 part.copies.append(tensor)
-        numel = sum(math.prod(self._weights[name].shape) for name in joined)
+        numel = self._flat_numels[path[1]]
         self._require_padding(what, numel, parts)
         boxes = [parts[shard] for shard in range(len(parts))]
-        return FlatCut(state, joined, own[0].dtype, boxes)
+        shapes = [self._weights[name].shape for name in joined] if names else [(numel,)]
+        return FlatCut(state, joined, shapes, own[0].dtype, boxes)
 
     def _piece_cut(
         self, path: Sequence[Node], names: Mapping[Node, tuple[str, ...]], own: Sequence[Tensor]
@@ -344,7 +366,7 @@ class _Reading:
         if len(groups) > 1:
             return {}, f"its parameters are numbered, in {len(groups)} param groups"
         if self._is_flat() and not self._is_in_pieces:
-            return self._joined(keys), ""
+            return self._joined(keys)
         return self._numbered(keys)
 
     def _numbered(self, keys: Sequence[Node]) -> tuple[Mapping[Node, tuple[str, ...]], str]:

@@ -260,8 +260,13 @@ def _is_by_identity(key: Node) -> bool:
 
 
 def show_few(keys: Sequence[Node]) -> str:
-    """Return the first of possibly many keys as text for a message."""
-    return ", ".join(map(show_key, keys[:_MOST_KEYS])) + ", ..." * (len(keys) > _MOST_KEYS)
+    """Return the first of possibly many keys as text for a message.
+
+    >>> show_few(["a", "b"]), show_few(range(50))
+    ('a, b', '0, 1, 2, 3, 4, 5, 6, 7 and 42 more')
+    """
+    more = len(keys) - _MOST_KEYS
+    return ", ".join(map(show_key, keys[:_MOST_KEYS])) + f" and {more:,} more" * (more > 0)
 
 
 def show_key(key: Node) -> str:

@@ -19,6 +19,8 @@ from streamshard.operations.source.source import Source
 
 _OWN_STATES: Final = (MODULE, BLOB, FILE)
 """States that are not the optimizer's."""
+_TOLD: Final = (NoteKind.COPIES, NoteKind.LEFT_OUT, NoteKind.MIXED)
+"""Notes about what is compared in part."""
 _LIMIT_AGAIN: Final = 16
 """How many tensors of the training state may share an element, on average."""
 _FREE_BYTES: Final = 1 << 24
@@ -53,8 +55,12 @@ def pair_up(
     _note_settings(one, other, found)
     for side in (left, right):
         checkpoint = side.checkpoint
-        copies = [note.text for note in checkpoint.notes if note.kind is NoteKind.COPIES]
-        found.notes += [f"{side.path}: {text}" for text in (*checkpoint.unread, *copies)]
+        said = [note.text for note in checkpoint.notes if note.kind in _TOLD]
+        found.notes += [f"{side.path}: {text}" for text in (*checkpoint.unread, *said)]
+    if uncut := [*one.uncut, *other.uncut]:
+        are_kept = not (one.foreign or other.foreign) and all(state.held for state in uncut)
+        how = "compared as each rank has them" if are_kept else "not compared"
+        found.notes.append(f"States that cannot be cut for other ranks were {how}.")
     return found
 
 

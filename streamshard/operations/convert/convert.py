@@ -54,7 +54,7 @@ def plan_convert(options: ConvertOptions) -> TransferPlan:
     tensor_parallel, pipeline_parallel, stages, cut_rules_file, average
         Degrees of the job that the store holds a checkpoint of, by default the source's; see
         `plan_repartition`. At a tensor parallel degree of 1 its arrays are whole tensors.
-    source_ds_config_file, like, rename
+    source_ds_config_file, like, rename, wrapped
         For sources that lack information; see `plan_repartition`.
     memory_limit
         Bytes of memory beyond what the program itself takes; by default 1 GiB, but at most half of
@@ -162,6 +162,7 @@ def store_output(
             **({"health": "measured"} if options.health else {}),
         },
         source_world_size=checkpoint.ranks,
+        world_size=checkpoint.ranks if checkpoint.uncut else None,
         notes=checkpoint.remarks,
         # Pieces are compressed one by one. Where files only grow, a chunk waits in memory, and in a
         # file with others once more.

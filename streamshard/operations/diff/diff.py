@@ -67,6 +67,8 @@ def diff(options: _Diff) -> DiffReport:
         For checkpoints that lack information; see `plan_repartition`.
     rename
         File of rules for other names of the tensors on the left side; see `export`.
+    wrapped
+        Patterns of the modules that FSDP1 wrapped on the left side; see `plan_repartition`.
     tag, against_tag
         Tag to read on the left and on the right side; by default the one that `latest` names.
     memory_limit

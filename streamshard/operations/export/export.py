@@ -129,7 +129,7 @@ def plan_export(options: ExportOptions) -> TransferPlan:
         `titan` (torchtitan) or `accelerate` (its FSDP).
     ranks
         Count of files in a distributed checkpoint: about as many bytes go into each.
-    source_ds_config_file, like, rename
+    source_ds_config_file, like, rename, wrapped
         For sources that lack information; see `plan_repartition`. `like` may also be a base model,
         a directory of safetensors files, whose names and shapes the exported weights must have.
     memory_limit

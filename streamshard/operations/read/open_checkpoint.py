@@ -268,6 +268,8 @@ def open(options: _Open) -> OpenCheckpoint:
         For sources that do not tell all that is needed; see `plan_repartition`.
     rename
         File of rules for other names of the tensors; see `export`.
+    wrapped
+        Patterns of the modules that FSDP1 wrapped; see `plan_repartition`.
     tag
         Tag to read; by default the one that `latest` names.
 

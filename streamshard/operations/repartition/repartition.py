@@ -83,6 +83,10 @@ def plan_repartition(options: RepartitionOptions) -> TransferPlan:
     rename
         File of rules that give the tensors of a distributed checkpoint of PyTorch or Megatron other
         names, and split or join fused ones: see ``docs/reading.md``.
+    wrapped
+        Patterns of the modules that FSDP1 wrapped in the model, such as ``model.layers.*`` (a star
+        stands for anything without a dot). Needed for other files than FSDP's, where the lengths of
+        flat parameters do not prove them.
     memory_limit
         Bytes of memory beyond what the program itself takes; by default 1 GiB, but at most half of
         the remaining memory of the machine or the cgroup.

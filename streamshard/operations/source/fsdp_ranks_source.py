@@ -1,6 +1,6 @@
 """Reads files of FSDP's ranks, as verl saves them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ class _FsdpRanksReader(Reader):
 
     def open(self, place: Path, request: Request) -> Source:
         """Open it as it is, or completed by a reference checkpoint."""
-        found, like = fsdp_ranks_reader.read(place), request.source_like
+        found, like = fsdp_ranks_reader.read(place, request.wrapped), request.source_like
         if like is not None:
             if not found.checkpoint.model_parts[0].groups:
                 message = "does not tell which parameters the states of an optimizer belong to"
@@ -58,10 +58,14 @@ class _FsdpRanksReader(Reader):
             note.kind is NoteKind.COPIES for note in opened.checkpoint.notes
         )
         found = CheckedStructure(self.kind, place.name, torch.files, torch.units, source=opened)
-        return replace(found, copies=partial(self._replicas, place)) if differ else found
+        return (
+            replace(found, copies=partial(self._replicas, place, request.wrapped))
+            if differ
+            else found
+        )
 
-    def _replicas(self, place: Path) -> Iterator[Source]:
-        for found in fsdp_ranks_reader.replicas(place):
+    def _replicas(self, place: Path, wrapped: Sequence[str]) -> Iterator[Source]:
+        for found in fsdp_ranks_reader.replicas(place, wrapped):
             yield Source.of(place, self.kind, found)
 
 

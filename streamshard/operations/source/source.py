@@ -1,5 +1,6 @@
 """Opens a source: finds the checkpoint at a path, and calls the reader of its format."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Self
@@ -159,7 +160,7 @@ class Source(Reading):
         for state in self.checkpoint.uncut:
             if not (keeps_cut and state.held):
                 raise UnsupportedError(state.why, path=state.path or self.path)
-        if not in_blocks and self.checkpoint.has_blocks:
+        if not in_blocks and self.checkpoint.largest_block > 1:
             message = "its optimizer keeps 8 bits of each element and a scale for each block, which"
             message = f"{message} only files of ZeRO and stores hold. Give another"
             raise UnsupportedError(f"{message} {Option('format')} for the weights", path=self.path)
@@ -204,6 +205,8 @@ class Request:
     a distributed checkpoint lacks can come from a whole `Source` alone."""
     rename: Path | None = None
     """File of rules that give its tensors other names."""
+    wrapped: Sequence[str] = ()
+    """Patterns of the modules that FSDP1 wrapped."""
 
     @property
     def root(self) -> Path:
@@ -232,6 +235,9 @@ class Request:
         found, place = next((reader, place) for reader, place in known if place is not None)
         if self.rename is not None and not found.renames:
             message = f"{Option('rename')} is for distributed checkpoints of PyTorch and Megatron"
+            raise UsageError(f"{message}; this is another kind: {found.title}", path=self.root)
+        if self.wrapped and found.kind != "fsdp-ranks":
+            message = f"{Option('wrapped')} is for files of FSDP's ranks"
             raise UsageError(f"{message}; this is another kind: {found.title}", path=self.root)
         return found, place
 
@@ -288,7 +294,7 @@ def requests(
 ) -> list[Request]:
     """Read the config and the reference checkpoint to open checkpoints with.
 
-    The tag and the rules are those of the first.
+    The tag, the rules and the wrapped modules are those of the first.
     """
     config_file, is_dumps = options.source_ds_config_file, dump_names.is_source_template
     if config_file is not None and not any(is_dumps(str(path)) for path in (first, *others)):
@@ -299,7 +305,7 @@ def requests(
     if known is not None and not (takes_model and known.is_weights_alone):
         _require_of_job(options.like, known)
     rules = None if options.rename is None else as_path(options.rename)
-    request = Request(first, options.tag, config, known, rules)
+    request = Request(first, options.tag, config, known, rules, options.wrapped)
     return [request, *(Request(path, None, config, known) for path in others)]
 
 

@@ -235,6 +235,7 @@ def plan_output(
         floor_bytes=floor_bytes,
         limit_bytes=limit_bytes,
         projected_bytes=memory.projected_bytes,
+        block=source.checkpoint.largest_block,
         is_verified=options.verify,
         path=named,
         tensors=output.tensors,

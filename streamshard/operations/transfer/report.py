@@ -54,7 +54,8 @@ class Report:
     """None for files of FSDP's ranks."""
     source_world_size: int
     world_size: int | None
-    """World size of the target; None for stores and exported weights, which have none."""
+    """World size of the target; None for exported weights, which have none, and for stores of
+    which every world size can be made."""
     files: int
     """Files written."""
     bytes_written: int
@@ -71,6 +72,8 @@ class Report:
     """Highest resident memory that was measured; None before the run."""
     seconds: float | None = None
     """Duration of the run without planning; None before the run."""
+    block: int = 1
+    """Elements of the optimizer that share a scale, between which ranks cannot be cut."""
     is_verified: bool = False
     """Whether the written files are read back and compared with the source."""
     tensors: int | None = None

@@ -66,6 +66,8 @@ def verify(options: _Verify) -> Verification:
         For checkpoints that lack information; see `plan_repartition`.
     rename
         File of rules for other names of `path`'s tensors; see `export`.
+    wrapped
+        Patterns of the modules that FSDP1 wrapped in `path`; see `plan_repartition`.
     tag
         Tag of `path` to read; by default the one that `latest` names.
     memory_limit

@@ -244,7 +244,7 @@ def _require_plain(checkpoint: Checkpoint) -> None:
         group.expert_parallel > 1 for model_part in model_parts for group in model_part.groups
     ):
         what = "has experts"
-    elif checkpoint.has_blocks:
+    elif checkpoint.largest_block > 1:
         what = "has optimizer states of 8 bits, with a scale for each block of a rank's elements"
     elif checkpoint.replicas > 1:
         what = "was trained on sequences cut among ranks"
