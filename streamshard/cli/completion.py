@@ -2,9 +2,8 @@
 
 import argparse
 import shlex
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
 
 from streamshard.cli.parser import arguments_of
 from streamshard.cli.streams import write_out
@@ -18,48 +17,27 @@ _FLAG: Final = 0
 """`nargs` of an option that takes no value."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Argument:
-    """An option, or an argument without a name, and what may be given with it."""
-
-    names: tuple[str, ...]
-    """Empty for one without a name."""
-    help: str
-    is_flag: bool
-    is_path: bool
-    words: tuple[str, ...]
-    """The values that it takes, if they are few."""
-
-    @classmethod
-    def of(cls, action: argparse.Action) -> "_Argument":
-        words = tuple(map(str, action.choices or ()))
-        help_ = _short(action.help or "")
-        is_path = action.metavar in _PATHS
-        return cls(tuple(action.option_strings), help_, action.nargs == _FLAG, is_path, words)
-
-
-@dataclass(frozen=True, slots=True)
-class _Verb:
-    """A verb and what it takes."""
+class _Verb(NamedTuple):
+    """A verb, and what its parser takes."""
 
     name: str
     help: str
-    arguments: tuple[_Argument, ...]
+    actions: Sequence[argparse.Action]
 
     @property
-    def options(self) -> list[_Argument]:
-        """The arguments that have names."""
-        return [one for one in self.arguments if one.names]
+    def options(self) -> list[argparse.Action]:
+        """What has names."""
+        return [one for one in self.actions if one.option_strings]
 
     @property
     def takes_paths(self) -> bool:
         """Whether an argument without a name is a path."""
-        return any(one.is_path for one in self.arguments if not one.names)
+        return any(one.metavar in _PATHS for one in self.actions if not one.option_strings)
 
     @property
-    def words(self) -> tuple[str, ...]:
+    def words(self) -> list[str]:
         """The values that arguments without a name take, if they are few."""
-        return tuple(word for one in self.arguments if not one.names for word in one.words)
+        return [word for one in self.actions if not one.option_strings for word in _words(one)]
 
 
 def run_completion(arguments: argparse.Namespace) -> None:
@@ -72,15 +50,19 @@ def run_completion(arguments: argparse.Namespace) -> None:
 def _verbs_of(parser: argparse.ArgumentParser) -> Iterator[_Verb]:
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            help_of = {choice.dest: choice.help or "" for choice in action._choices_actions}
+            help_of = {choice.dest: choice.help for choice in action._choices_actions}
             for name, verb in action.choices.items():
-                taken = tuple(map(_Argument.of, verb._actions))
-                yield _Verb(name, _short(help_of[name]), taken)
+                yield _Verb(name, _short(help_of[name]), verb._actions)
 
 
-def _short(text: str) -> str:
+def _words(action: argparse.Action) -> list[str]:
+    """Return the values that an argument takes, if they are few."""
+    return [*map(str, action.choices or ())]
+
+
+def _short(text: str | None) -> str:
     """Return the beginning of a help text, in one line."""
-    text = text.replace("%%", "%").partition(";")[0].partition(" [")[0]
+    text = (text or "").replace("%%", "%").partition(";")[0].partition(" [")[0]
     return text if len(text) <= _HELP_LETTERS else f"{text[:_HELP_LETTERS].rpartition(' ')[0]} ..."
 
 
@@ -97,14 +79,14 @@ def _bash(prog: str, verbs: list[_Verb]) -> Iterator[str]:
     yield '    case "${COMP_WORDS[1]} $before" in'
     for verb in verbs:
         for option in verb.options:
-            if not option.is_flag:
-                what = _FILES if option.is_path else _of_words(option.words)
-                patterns = "|".join(f'"{verb.name} {name}"' for name in option.names)
+            if option.nargs != _FLAG:
+                what = _FILES if option.metavar in _PATHS else _of_words(_words(option))
+                patterns = "|".join(f'"{verb.name} {name}"' for name in option.option_strings)
                 yield f"        {patterns}) {what}; return ;;"
     yield "    esac"
     yield '    case "${COMP_WORDS[1]} $word" in'
     for verb in verbs:
-        names = [name for option in verb.options for name in option.names]
+        names = [name for option in verb.options for name in option.option_strings]
         yield f'        "{verb.name} -"*) {_of_words(names)} ;;'
         yield f'        "{verb.name} "*) {_FILES if verb.takes_paths else _of_words(verb.words)} ;;'
     yield "    esac"
@@ -115,7 +97,7 @@ def _bash(prog: str, verbs: list[_Verb]) -> Iterator[str]:
 _FILES: Final = 'mapfile -t COMPREPLY < <(compgen -f -- "$word")'
 
 
-def _of_words(words: list[str] | tuple[str, ...]) -> str:
+def _of_words(words: list[str]) -> str:
     return f'mapfile -t COMPREPLY < <(compgen -W "{" ".join(words)}" -- "$word")'
 
 
@@ -138,7 +120,7 @@ def _zsh(prog: str, verbs: list[_Verb]) -> Iterator[str]:
         yield f"        {verb.name})"
         yield "            _arguments \\"
         for option in verb.options:
-            for name in option.names:
+            for name in option.option_strings:
                 yield f"                {shlex.quote(_zsh_option(name, option))} \\"
         rest = "*:path:_files" if verb.takes_paths else f"*:value:({' '.join(verb.words)})"
         yield f"                {shlex.quote(rest)} ;;"
@@ -147,12 +129,14 @@ def _zsh(prog: str, verbs: list[_Verb]) -> Iterator[str]:
     yield f'if [[ $funcstack[1] == _{prog} ]]; then _{prog} "$@"; else compdef _{prog} {prog}; fi'
 
 
-def _zsh_option(name: str, option: _Argument) -> str:
+def _zsh_option(name: str, option: argparse.Action) -> str:
     """Describe an option to zsh's `_arguments`."""
-    shown = "".join(f"\\{letter}" if letter in "[]:\\" else letter for letter in option.help)
-    if option.is_flag:
+    text = _short(option.help)
+    shown = "".join(f"\\{letter}" if letter in "[]:\\" else letter for letter in text)
+    if option.nargs == _FLAG:
         return f"{name}[{shown}]"
-    what = "_files" if option.is_path else f"({' '.join(option.words)})" if option.words else " "
+    words = f"({' '.join(_words(option))})" if option.choices else " "
+    what = "_files" if option.metavar in _PATHS else words
     return f"*{name}{'=' if name.startswith('--') else ''}[{shown}]:value:{what}"
 
 
@@ -172,11 +156,12 @@ def _fish(prog: str, verbs: list[_Verb]) -> Iterator[str]:
         for option in verb.options:
             letters = " ".join(
                 f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}"
-                for name in option.names
+                for name in option.option_strings
             )
-            takes = "" if option.is_flag else " -r -F" if option.is_path else " -x"
-            words = f" -a {_fish_text(' '.join(option.words))}" if option.words else ""
-            yield f"{head} {letters}{takes}{words} -d {_fish_text(option.help)}"
+            takes = " -r -F" if option.metavar in _PATHS else " -x"
+            takes = "" if option.nargs == _FLAG else takes
+            words = f" -a {_fish_text(' '.join(_words(option)))}" if option.choices else ""
+            yield f"{head} {letters}{takes}{words} -d {_fish_text(_short(option.help))}"
 
 
 def _fish_text(text: str) -> str:

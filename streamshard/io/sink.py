@@ -6,8 +6,8 @@ when they are complete.
 
 import errno
 import os
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Protocol
 
 from streamshard.io.readable import OpenedFile, read_into
 from streamshard.io.writable import (
@@ -20,45 +20,35 @@ from streamshard.io.writable import (
 )
 
 
-class Sink(Protocol):
+class Sink(ABC):
     """A file that is being written, perhaps by several workers at a time."""
 
-    @property
-    def version(self) -> str:
-        """Etag of a complete object; empty for a local file."""
+    version = ""
+    """Etag of a complete object; empty for a local file."""
+    only_grows = False
+    """Whether bytes can only be written behind those before them."""
+    block_bytes = 1
+    """Divisor by which a view in memory should be as far from a boundary as in the file."""
+    descriptor = -1
+    """Descriptor, for hints about the page cache; -1 if the file is not local."""
 
-    @property
-    def only_grows(self) -> bool:
-        """Whether bytes can only be written behind those before them."""
-
-    @property
-    def block_bytes(self) -> int:
-        """Divisor by which a view in memory should be as far from a boundary as in the file."""
-
-    @property
-    def descriptor(self) -> int:
-        """Descriptor, for hints about the page cache; -1 if the file is not local."""
-
+    @abstractmethod
     def write(self, view: memoryview, offset: int) -> None:
         """Write all of a view at an offset; once more does no harm."""
 
+    @abstractmethod
     def read_into(self, view: memoryview, offset: int) -> int:
         """Read back what is written; returns the bytes read, fewer only at the file's end."""
 
-    def finish(self, mode: int | None) -> None:
-        """Complete the file, with permission bits where they matter."""
+    def finish(self, mode: int | None) -> None:  # noqa: B027
+        """Complete the file, with permission bits where they matter; a part needs nothing."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Stop writing, unless that is done; what is not complete is of no use to readers."""
 
 
-class WrittenFile:
-    """A file that is complete, to be read back; see `Sink`."""
-
-    version = ""
-    only_grows = False
-    block_bytes = 1
-    descriptor = -1
+class WrittenFile(Sink):
+    """A file that is complete, to be read back."""
 
     def __init__(self, file: OpenedFile) -> None:
         self._file = file
@@ -69,30 +59,20 @@ class WrittenFile:
     def read_into(self, view: memoryview, offset: int) -> int:
         return self._file.read_into(view, offset)
 
-    def finish(self, mode: int | None) -> None:
-        pass
-
     def close(self) -> None:
         self._file.close()
 
 
-class LocalSink:
+class LocalSink(Sink):
     """A local file, written at any offset; large writes go past the page cache if they can.
 
     `direct`: descriptor from `open_direct`; -1 if there is none.
     """
 
-    version = ""
-    only_grows = False
-
     def __init__(self, descriptor: int, direct: int = -1) -> None:
         self.descriptor = descriptor
-        """Descriptor of the file."""
+        self.block_bytes = BLOCK_BYTES if direct >= 0 else 1
         self._direct = direct
-
-    @property
-    def block_bytes(self) -> int:
-        return BLOCK_BYTES if self._direct >= 0 else 1
 
     def write(self, view: memoryview, offset: int) -> None:
         write_blocks(self.descriptor, self._direct, view, offset)
@@ -126,7 +106,7 @@ def open_to_fill(path: Path, *, is_direct: bool) -> LocalSink:
     return LocalSink(descriptor, open_direct(path, descriptor) if is_direct else -1)
 
 
-class InnerPages:
+class InnerPages(Sink):
     """Writes only the whole pages of a part of a file, and keeps the bytes at its ends.
 
     The page between two parts would have two writers. Over NFS, a machine may write back a page of
@@ -136,26 +116,15 @@ class InnerPages:
     `page_bytes`: largest page of all machines that write.
     """
 
-    version = ""
-    only_grows = False
-
     def __init__(self, sink: LocalSink, start: int, stop: int, page_bytes: int) -> None:
         self._sink = sink
+        self.block_bytes, self.descriptor = sink.block_bytes, sink.descriptor
         self._start = -(-start // page_bytes) * page_bytes
         self._stop = stop // page_bytes * page_bytes
         if self._start >= self._stop:
             self._start = self._stop = stop
         self.ends: list[tuple[int, bytes]] = []
         """(byte offset, bytes) of what is left to write."""
-
-    @property
-    def block_bytes(self) -> int:
-        return self._sink.block_bytes
-
-    @property
-    def descriptor(self) -> int:
-        """Descriptor of the file."""
-        return self._sink.descriptor
 
     def write(self, view: memoryview, offset: int) -> None:
         """Write what is in whole pages of a view, and keep the rest; once more does no harm."""
@@ -170,10 +139,8 @@ class InnerPages:
     def read_into(self, view: memoryview, offset: int) -> int:
         return self._sink.read_into(view, offset)
 
-    def finish(self, mode: int | None) -> None:
-        """Complete nothing: who made the file does."""
-
     def close(self) -> None:
+        self.descriptor = -1
         self._sink.close()
 
 

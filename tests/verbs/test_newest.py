@@ -17,7 +17,7 @@ import streamshard
 from streamshard.engine.run import resident_memory
 from streamshard.errors import IncompleteError, SourceError, SourceNotFoundError
 from streamshard.formats.torch.zip_audit import DATA, audit
-from streamshard.operations.checks.assessment import healthy_checkpoints
+from streamshard.operations.checks.assessment import RunAssessment
 from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Silent
 from tests.cli.conftest import streamshard as program
@@ -98,7 +98,8 @@ def test_nothing_older_is_read(run: Path) -> None:
 def test_the_good_ones_come_newest_first(run: Path) -> None:
     poison(run / "global_step100")
     limits = Limits(resident_memory.resident_bytes(), None, None)
-    found = [one.step for one in healthy_checkpoints(str(run), limits, Silent())]
+    run_of = RunAssessment(str(run), limits, Silent())
+    found = [one.step for one in map(run_of.assess, run_of.order()) if one.is_good]
     assert found == [1000, 90, 80]
 
 

@@ -10,10 +10,11 @@ gone when it opens a file, and writes nothing: the file may be another run's by 
 """
 
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol, Self
+from typing import Final, Self
 
 from streamshard.errors import SourceError, TargetError
 from streamshard.io.changes import make_directory, remove, rename, write_durably
@@ -61,27 +62,33 @@ _MOST_UNDER_WAY: Final = 8
 _OTHER: Final = "mount the target's file system at the same path on all machines"
 
 
-class TargetProof(Protocol):
+class TargetProof(ABC):
     """Proof of one run's target; data, so it is sent to all processes."""
 
-    def end(self) -> None:
+    __slots__ = ()
+
+    def end(self) -> None:  # noqa: B027
         """End the run: from now on no process begins to write."""
 
     def prove(self) -> str:
         """Show that this process sees the target; returns what `accept` checks."""
+        self.require_current()
+        return ""
 
-    def accept(self, evidence: str) -> None:
+    def accept(self, evidence: str) -> None:  # noqa: B027
         """Check what a process returned, in the one that leads the run."""
 
+    @abstractmethod
     def require_current(self) -> None:
         """Require that the run goes on, in the target that is seen here."""
 
     def shares_cache(self) -> bool:
         """Whether what is written here is synced when the leader syncs the target."""
+        return True
 
 
 @dataclass(frozen=True, slots=True)
-class StagedProof:
+class StagedProof(TargetProof):
     """Proof of one run's staged directory; data, so it is sent to all processes."""
 
     directory: Path

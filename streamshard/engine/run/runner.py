@@ -1,5 +1,6 @@
 """Writes target files: hands spans to workers, and does the rest in the order of their results."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -20,19 +21,21 @@ from streamshard.io.files import target_errors
 from streamshard.model import SourceFile
 
 
-class Jobs(Protocol):
+class Jobs(ABC):
     """The jobs that write the files of a target. All but the bytes of spans is done here."""
 
+    @abstractmethod
     def all(self, files: Iterable[TargetFiles]) -> Iterator[Job[SpanWriter, Any] | None]:
         """Yield the jobs; None where all before it have to be done first."""
 
+    @abstractmethod
     def take(self, number: int, done: Any) -> None:  # noqa: ANN401
         """Record the result of a job."""
 
-    def synced(self) -> None:
+    def synced(self) -> None:  # noqa: B027
         """Take note that all files are durable."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Close the files that are not complete."""
 
 
@@ -40,6 +43,8 @@ class StagedFiles(Protocol):
     """The files of an unfinished target; all workers of a run share it."""
 
     path: Path
+    kept_bytes: int
+    """Bytes that an earlier run wrote, and that this run found correct."""
 
     def jobs(self, resources: Resources, watcher: Watcher) -> Jobs:
         """Return the jobs that write the files."""

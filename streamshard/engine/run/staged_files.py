@@ -89,7 +89,7 @@ class _OpenFile:
         return sum(len(data) for _, data in endings)
 
 
-class _SpanJobs:
+class _SpanJobs(Jobs):
     """The jobs of local files: a span each. All but the bytes of spans is done here.
 
     Workers that are threads make small new files too, many in one job.

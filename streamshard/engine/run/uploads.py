@@ -16,6 +16,7 @@ from streamshard.engine.jobs.proofs import TargetProof
 from streamshard.engine.journals.upload_journal import UploadJournal
 from streamshard.engine.run.endings import FileEndings
 from streamshard.engine.run.phases import Watcher
+from streamshard.engine.run.runner import Jobs
 from streamshard.engine.run.span_writer import Resources, SpanWriter, TargetFiles
 from streamshard.engine.run.work import SpanResult, TargetFile, are_of, ignore
 from streamshard.errors import TargetError
@@ -54,8 +55,11 @@ class Uploads:
 
 
 @dataclass(frozen=True, slots=True)
-class _BucketProof:
-    """Proof of a target in a bucket: there, the journal's first object tells runs apart."""
+class _BucketProof(TargetProof):
+    """Proof of a target in a bucket: there, the journal's first object tells runs apart.
+
+    It belongs to the journal, and is the same everywhere. What a service acknowledged is durable.
+    """
 
     place: Path
     content: bytes
@@ -64,20 +68,6 @@ class _BucketProof:
     def begin(cls, header: Path) -> Self:
         """Read the object."""
         return cls(header, read_all(header))
-
-    def end(self) -> None:
-        """Leave the object, which belongs to the journal."""
-
-    def shares_cache(self) -> bool:
-        """Whether nothing needs to be synced: what a service acknowledged is durable."""
-        return True
-
-    def prove(self) -> str:
-        self.require_current()
-        return ""
-
-    def accept(self, evidence: str) -> None:
-        """Accept anything: a bucket is the same everywhere."""
 
     def require_current(self) -> None:
         try:
@@ -101,7 +91,7 @@ class Uploaded:
     """Size of its endings."""
 
 
-class _UploadJobs:
+class _UploadJobs(Jobs):
     """The jobs of a bucket: a file each, as an object grows only at its end."""
 
     def __init__(self, uploads: Uploads, watcher: Watcher) -> None:
@@ -151,12 +141,6 @@ class _UploadJobs:
         # Progress counts data before compression: add what compression saved.
         saved = file.span_bytes - sum(r.written.nbytes for r in results)
         self._watcher.advance(ending_bytes + saved)
-
-    def synced(self) -> None:
-        """Do nothing: what a service acknowledged is durable."""
-
-    def close(self) -> None:
-        """Do nothing: no file is open."""
 
 
 def _grouped(files: Iterable[TargetFile]) -> Iterator[Sequence[TargetFile]]:

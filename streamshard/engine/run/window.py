@@ -116,7 +116,7 @@ class Window:
                 if self._recall_bytes(part.nbytes, end) != part.data:
                     return None
                 continue
-            region = self._recall_region(part, end, written)
+            region = self._recall_region(part, end)
             if region is None:
                 return None
             regions.append(region)
@@ -127,7 +127,7 @@ class Window:
         written = Written(self._offset - span.offset, self._crc32)
         return SpanResult(span.offset, written, tuple(regions))
 
-    def _recall_region(self, region: Region, end: int, written: Written) -> RegionResult | None:
+    def _recall_region(self, region: Region, end: int) -> RegionResult | None:
         offset, sums, cast = self._offset, checksums_of(region), region.cast
         if region.codec is None:
             for view in self._read_back(region.content_bytes, end):

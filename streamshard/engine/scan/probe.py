@@ -136,7 +136,7 @@ class Probe:
 
     def digests(self, file: int, cuts: Sequence[int]) -> list[Digest]:
         """Return the digests of the ranges of a file's content between consecutive cuts."""
-        return [self._digest(file, start, stop) for start, stop in pairwise(cuts)]
+        return [self.digest(file, start, stop) for start, stop in pairwise(cuts)]
 
     def digests_and_end(
         self, file: int, cuts: Sequence[int], stop: int
@@ -153,7 +153,8 @@ class Probe:
             found.append(digest.digest)
         return found, bytes(view[cuts[-1] - first :])
 
-    def _digest(self, file: int, start: int, stop: int) -> Digest:
+    def digest(self, file: int, start: int, stop: int) -> Digest:
+        """Return the digest of a range of a file's content."""
         digest = RunningChecksums(takes_crc32c=True)
         for view in self._windows(file, start, stop):
             digest.update(view)

@@ -9,6 +9,7 @@ from weakref import finalize
 from streamshard.io.object_path import ObjectPath
 from streamshard.io.objects.clients import call, quoted
 from streamshard.io.objects.listings import forget
+from streamshard.io.sink import Sink
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -70,8 +71,8 @@ class _StoppedUploadError(Exception):
     """Ends an upload that is given up, so that the service forgets its parts."""
 
 
-class ObjectSink:
-    """An object that is being uploaded, from its beginning to its end; see `Sink`.
+class ObjectSink(Sink):
+    """An object that is being uploaded, from its beginning to its end.
 
     It exists from the moment when it is complete.
 
@@ -80,8 +81,6 @@ class ObjectSink:
     """
 
     only_grows = True
-    block_bytes = 1
-    descriptor = -1
 
     def __init__(self, path: ObjectPath, nbytes: int, *, must_be_new: bool = False) -> None:
         self._path = path
@@ -96,8 +95,6 @@ class ObjectSink:
         self._upload = None if self._is_single else _Upload(path, self._part)
         self._error: OSError | None = None
         """Why parts that were written before could not be sent."""
-        self.version = ""
-        """Etag of the object, once it is complete."""
 
     def write(self, view: memoryview, offset: int) -> None:
         """Add the bytes that follow those written before."""

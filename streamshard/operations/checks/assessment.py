@@ -1,7 +1,7 @@
 """Assesses the checkpoints of a directory, newest first: whether each is whole, and healthy."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
@@ -252,14 +252,6 @@ class RunAssessment:
             release_frames(error)
             return []
         return skipped_since(before, older, steps_of(opened.checkpoint))
-
-
-def healthy_checkpoints(
-    directory: str, limits: Limits, progress: Progress
-) -> Iterator[AssessedCheckpoint]:
-    """Yield the good checkpoints of a directory, newest first; each is read when it is its turn."""
-    assessment = RunAssessment(directory, limits, progress)
-    return filter(lambda one: one.is_good, map(assessment.assess, assessment.order()))
 
 
 def _short(message: str, place: Path) -> str:

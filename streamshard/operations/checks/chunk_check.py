@@ -116,20 +116,12 @@ def digest_pieces(file: int, nbytes: int) -> list[ScanPiece]:
     `joined` joins their results.
     """
     cuts = [*range(0, nbytes, _PIECE_BYTES), nbytes] if nbytes else [0, 0]
-    return [
-        ScanPiece(stop - start, partial(_read_digest, file, start, stop))
-        for start, stop in pairwise(cuts)
-    ]
+    return [digest_piece(file, start, stop) for start, stop in pairwise(cuts)]
 
 
-def whole_piece(file: int, nbytes: int) -> ScanPiece:
-    """Return the piece that computes the digest of a file's content, decoded."""
-    return ScanPiece(nbytes, partial(_read_digest, file, 0, nbytes))
-
-
-def _read_digest(file: int, start: int, stop: int, probe: Probe) -> Digest:
-    (found,) = probe.digests(file, [start, stop])
-    return found
+def digest_piece(file: int, start: int, stop: int) -> ScanPiece:
+    """Return the piece that computes the digest of a range of a file's content."""
+    return ScanPiece(stop - start, partial(Probe.digest, file=file, start=start, stop=stop))
 
 
 def joined(results: Sequence[Result]) -> Digest | StreamshardError:
@@ -138,18 +130,9 @@ def joined(results: Sequence[Result]) -> Digest | StreamshardError:
     return failed[0] if failed else digests.joined(results)
 
 
-def bytes_piece(file: int, nbytes: int) -> ScanPiece:
-    """Return the piece that reads the bytes of a small file, without decoding."""
-    return ScanPiece(nbytes, partial(_read_bytes, file, nbytes))
-
-
-def _read_bytes(file: int, nbytes: int, probe: Probe) -> bytes:
-    return probe.read(file, 0, nbytes)
-
-
-def whole_digest(path: Path, record: FileRecord, found: Digest) -> list[str]:
-    """Compare the CRC-32 in a file's digest with the recorded one."""
-    return whole_file(path, record, found.crc32)
+def bytes_piece(file: int, start: int, stop: int) -> ScanPiece:
+    """Return the piece that reads a few bytes of a file's content."""
+    return ScanPiece(stop - start, partial(Probe.read, file=file, start=start, stop=stop))
 
 
 def whole_file(path: Path, record: FileRecord, found: int) -> list[str]:
@@ -162,12 +145,7 @@ def whole_file(path: Path, record: FileRecord, found: int) -> list[str]:
 def own_checksum_pieces(file: int, nbytes: int) -> list[ScanPiece]:
     """Return the pieces to read a chunk of which only the checksum at its end is known."""
     content_bytes = max(0, nbytes - CHECKSUM_BYTES)
-    end = ScanPiece(nbytes - content_bytes, partial(_read_end, file, content_bytes, nbytes))
-    return [*digest_pieces(file, content_bytes), end]
-
-
-def _read_end(file: int, start: int, stop: int, probe: Probe) -> bytes:
-    return probe.read(file, start, stop)
+    return [*digest_pieces(file, content_bytes), bytes_piece(file, content_bytes, nbytes)]
 
 
 def own_checksum(path: Path, trailer: bytes, found: Digest) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from streamshard.engine.numeric import digests
-from streamshard.engine.numeric.checksums import crc32
+from streamshard.engine.numeric.checksums import crc32, join_crc32
 from streamshard.errors import IntegrityError, SourceError, StreamshardError
 from streamshard.formats import strict_json
 from streamshard.formats.checkpoint import Checkpoint
@@ -21,6 +21,8 @@ from streamshard.formats.zarr.documents import (
     small_array_document,
     store_documents,
 )
+from streamshard.formats.zarr.packed_audit import AuditedEntry, audit
+from streamshard.formats.zarr.packed_place import directory_of, is_packed
 from streamshard.formats.zarr.rewritten import (
     RewrittenArray,
     RewrittenPiece,
@@ -35,9 +37,10 @@ from streamshard.formats.zarr.store_index import (
     StoreIndex,
 )
 from streamshard.formats.zarr.store_manifest import FileRecord, Manifest
+from streamshard.io.entries import read_all
 from streamshard.io.object_path import as_path
 from streamshard.layout.sample import Sample
-from streamshard.model import BlockDigests, SourceFile
+from streamshard.model import BlockDigests, Digest, SourceFile
 from streamshard.operations.checks import chunk_check
 from streamshard.operations.checks.chunk_check import ChunkCheck
 from streamshard.operations.checks.problems import (
@@ -237,7 +240,7 @@ class StoreCheck:
             self._findings.add(MALFORMED, full, message)
             document = None
         if document is not None:
-            piece = chunk_check.bytes_piece(number, record.nbytes)
+            piece = chunk_check.bytes_piece(number, 0, record.nbytes)
             problems_of = partial(_document_problems, full, record, document)
         elif path.endswith(ROOT_DOCUMENT) or path in STATE_FILES or manifest.codec != "none":
             return self._whole_unit(number, full, record)
@@ -252,7 +255,8 @@ class StoreCheck:
         return Unit([piece], judge)
 
     def _whole_unit(self, number: int, full: Path, record: FileRecord) -> Unit:
-        problems_of = partial(chunk_check.whole_digest, full, record)
+        def problems_of(found: Digest) -> list[str]:
+            return chunk_check.whole_file(full, record, found.crc32)
 
         def judge(results: Sequence[Result]) -> None:
             self._take(full, chunk_check.joined(results), problems_of)
@@ -288,7 +292,7 @@ class StoreCheck:
         """Compare all elements of a rewritten array with their digest, and nothing else."""
         first = self._index.first[path]
         pieces = [
-            chunk_check.whole_piece(first + number, array.piece_bytes(number))
+            chunk_check.digest_piece(first + number, 0, array.piece_bytes(number))
             for number in range(array.pieces)
         ]
 
@@ -359,3 +363,44 @@ def _checking(file: SourceFile) -> SourceFile:
     if isinstance(file.decoder, BlockDigests):
         return SourceFile(file.path, file.nbytes, file.version, file.file_id)
     return file
+
+
+def has_directory(root: Path, findings: Findings) -> bool:
+    """Tell whether the files of a store can be found; if not, the reason is added."""
+    try:
+        if is_packed(root):
+            directory_of(root)
+    except SourceError as error:
+        findings.add_error(error, root)
+        return False
+    return True
+
+
+def check_packed(index: StoreIndex, findings: Findings) -> None:
+    """Compare what the zip says of each file with its header and with the store's manifest."""
+    if not is_packed(index.root):
+        return
+    for entry in audit(directory_of(index.root)):
+        place = index.root / entry.path
+        problem = entry.problem
+        if not problem and (wanted := _crc32(index, entry, place)) not in (entry.crc32, None):
+            problem = f"the zip records the CRC-32 {entry.crc32:08x}, and {wanted:08x} was written"
+        if problem:
+            findings.add(DAMAGED, place, f"{place}: {problem}")
+
+
+def _crc32(index: StoreIndex, entry: AuditedEntry, place: Path) -> int | None:
+    """Return the CRC-32 of a file as it was written; None if it is not known."""
+    if entry.path in MANIFEST_FILES:
+        return crc32(read_all(place))
+    number = index.numbers.get(entry.path)
+    record = index.manifest.records.get(entry.path) if index.manifest else None
+    if record is None or number is None:
+        return None
+    digests, found = index.files[number].decoder, 0
+    if not isinstance(digests, BlockDigests):
+        return int(record.crc32s[0]) if len(record.crc32s) == 1 else None
+    for block, checksum in enumerate(digests.crc32s.tolist()):
+        left = digests.nbytes - block * digests.block_bytes
+        found = join_crc32(found, checksum, min(digests.block_bytes, left))
+    return crc32(entry.last, found)

@@ -1,7 +1,7 @@
 """Checks the structure of a checkpoint of any kind, and lists the units to read."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -21,14 +21,6 @@ from streamshard.operations.source.directory_content import DirectoryContent
 from streamshard.operations.source.source import Request, Source
 
 
-def _no_units() -> Iterator[Unit]:
-    return iter(())
-
-
-def _no_sources() -> Iterator[Source]:
-    return iter(())
-
-
 @dataclass(frozen=True, slots=True)
 class CheckedStructure:
     """A checkpoint whose structure was checked."""
@@ -36,10 +28,10 @@ class CheckedStructure:
     kind: str
     tag: str | None
     files: Sequence[SourceFile] = ()
-    units: Callable[[], Iterator[Unit]] = _no_units
+    units: Callable[[], Iterable[Unit]] = tuple
     """Yields the units to read."""
     codec_bytes: int = 0
-    copies: Callable[[], Iterator[Source]] = _no_sources
+    copies: Callable[[], Iterable[Source]] = tuple
     """Opens other copies that the files have of the source's tensors, where these may differ."""
     source: Source | None = None
     """The opened shards; None if they cannot be opened, and for a store, which has digests."""

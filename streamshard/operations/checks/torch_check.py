@@ -98,7 +98,7 @@ class TorchFiles:
         stop = record.start + record.nbytes
         cuts = [*range(record.start, stop, _PIECE_BYTES), stop]
         pieces = [
-            ScanPiece(after - before, partial(_crc32, file, before, after))
+            ScanPiece(after - before, partial(Probe.crc32, file=file, start=before, stop=after))
             for before, after in pairwise(cuts)
         ]
         sizes = [piece.nbytes for piece in pieces]
@@ -120,10 +120,6 @@ class TorchFiles:
             )
             message = f"{message} {crc32:08x}, {record.crc32:08x} was recorded when they were saved"
             self.findings.add(DAMAGED, path, message)
-
-
-def _crc32(file: int, start: int, stop: int, probe: Probe) -> int:
-    return probe.crc32(file, start, stop)
 
 
 def _lacks_checksums(audit: TorchAudit) -> bool:

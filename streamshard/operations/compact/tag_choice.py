@@ -43,10 +43,6 @@ class Tag:
     """For each model part, how many steps its optimizer is behind; None where it is not known."""
 
 
-def _not_judged(_: Tag) -> str:
-    return ""
-
-
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
     """A run directory as it was found."""
@@ -63,7 +59,7 @@ class RunDirectory:
     """Whether the tags are whole checkpoints of a framework, and `latest` is the one saved last."""
     best: Mapping[str, str] = field(default_factory=dict)
     """Checkpoint that a framework calls the best → the file or the checkpoint that says so."""
-    unhealthy: Callable[[Tag], str] = field(default=_not_judged, compare=False)
+    unhealthy: Callable[[Tag], str] = field(default=lambda _: "", compare=False)
     """Says why no job should go on from a tag that can be opened: it holds NaN, or is damaged;
     empty if it is good. It may read the tag, so it is asked of as few as possible."""
 
@@ -275,14 +271,9 @@ def _protected(
         yield f"among the newest {rules.keep_last}"
     elif rules.keep_every is not None and step % rules.keep_every == 0:
         yield f"a multiple of {rules.keep_every:,}"
-    for pattern in _matching(tag.name, rules.keep_tags):
-        yield f"matches {pattern}"
+    yield from (f"matches {p}" for p in rules.keep_tags if matches(tag.name, p))
     if tag.is_linked:
         yield "a symbolic link leads into it"
-
-
-def _matching(name: str, patterns: Sequence[str]) -> Iterator[str]:
-    return (pattern for pattern in patterns if matches(name, pattern))
 
 
 def matches(name: str, pattern: str) -> bool:

@@ -49,12 +49,12 @@ from streamshard.operations.transfer import read_back
 from streamshard.operations.transfer.byte_accounting import ByteCounts
 from streamshard.operations.transfer.file_layout import Elements, FileLayout, fixed_files
 from streamshard.operations.transfer.report import Progress, Report
-from streamshard.operations.transfer.target_writer import Pass
+from streamshard.operations.transfer.target_writer import Pass, TargetWriter
 
 _TRAILER: Final = Trailer(is_crc32c=True)
 
 
-class StoreTargets:
+class StoreTargets(TargetWriter):
     """Fills the files of a store from a source, and keeps the manifest's records of them."""
 
     def __init__(

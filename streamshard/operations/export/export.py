@@ -29,7 +29,7 @@ from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.byte_accounting import ByteCounts
 from streamshard.operations.transfer.plan import TransferPlan, plan_transfer
 from streamshard.operations.transfer.report import Progress, Report, Watched
-from streamshard.operations.transfer.target_writer import Output, Pass
+from streamshard.operations.transfer.target_writer import Output, Pass, TargetWriter
 from streamshard.options import takes
 from streamshard.sizes import some_of
 from streamshard.verb_options import DTYPES, ExportOptions
@@ -44,7 +44,7 @@ _MOST_NAMED: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
-class ExportWriter:
+class ExportWriter(TargetWriter):
     """Writes an export's files."""
 
     files: ExportFiles
@@ -59,10 +59,6 @@ class ExportWriter:
         counts.add_all(sidecars.layouts())
         counts.add_all(files.layouts())
         return cls(files, sidecars, counts)
-
-    def byte_counts(self) -> ByteCounts:
-        """Return the bytes that are written, and how often each tensor is read."""
-        return self.counts
 
     def passes(self) -> Sequence[Pass]:
         """Return the only pass."""

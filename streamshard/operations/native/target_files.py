@@ -1,6 +1,6 @@
 """Writes the native files of a target: serializes them, counts their bytes, fills them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -25,14 +25,14 @@ from streamshard.operations.native.target_settings import TargetSettings
 from streamshard.operations.source.source import Request, Source
 from streamshard.operations.transfer.byte_accounting import ByteCounts
 from streamshard.operations.transfer.file_layout import Elements, FileLayout, fixed_files
-from streamshard.operations.transfer.report import Progress, Report
-from streamshard.operations.transfer.target_writer import Pass
+from streamshard.operations.transfer.report import Progress
+from streamshard.operations.transfer.target_writer import Pass, TargetWriter
 from streamshard.operations.transfer.torch_layout import torch_layout
 from streamshard.registry import READ_BACK, load
 
 
 @dataclass(frozen=True, slots=True)
-class NativeWriter:
+class NativeWriter(TargetWriter):
     """Writes a checkpoint's native files, or raw dumps."""
 
     source: Source
@@ -75,9 +75,6 @@ class NativeWriter:
             counts.add_all(fixed_files({names.LATEST: checkpoint.tag.encode()}))
         return cls(source, settings, template, resized, images, counts)
 
-    def byte_counts(self) -> ByteCounts:
-        return self.counts
-
     def passes(self) -> Sequence[Pass]:
         """Return the only pass; `latest` is written by the commit."""
         return [lambda: chain(map(layout_of, self.images), _sidecars(self.source, self.resized))]
@@ -89,10 +86,6 @@ class NativeWriter:
         written = Request(path, self.source.checkpoint.tag, config=config, like=like)
         found: list[str] = load(READ_BACK)(written, self.source, memory, progress)
         return found
-
-    def finish(self, report: Report, overflowed: Mapping[str, int]) -> Report:
-        """Return the report as it is."""
-        return report
 
 
 def layout_of(image: FileImage) -> FileLayout:

@@ -1,6 +1,6 @@
 """Writes files of FSDP's ranks for another count of ranks."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -19,8 +19,8 @@ from streamshard.operations.native.target_settings import MOST_RANKS
 from streamshard.operations.source.source import Request, Source
 from streamshard.operations.transfer.byte_accounting import ByteCounts
 from streamshard.operations.transfer.file_layout import Elements, FileLayout, fixed_files
-from streamshard.operations.transfer.report import Progress, Report
-from streamshard.operations.transfer.target_writer import Output, Pass
+from streamshard.operations.transfer.report import Progress
+from streamshard.operations.transfer.target_writer import Output, Pass, TargetWriter
 from streamshard.operations.transfer.torch_layout import torch_layout
 from streamshard.options import RepartitionOptions
 from streamshard.registry import READ_BACK, load
@@ -43,7 +43,7 @@ _OF_ZERO: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class RankFilesWriter:
+class RankFilesWriter(TargetWriter):
     """Writes the files of all ranks, and what was next to them."""
 
     source: Source
@@ -59,10 +59,6 @@ class RankFilesWriter:
         counts.padding_bytes = 0  # what replicas hold again was counted as such
         return cls(source, images, sidecars, counts)
 
-    def byte_counts(self) -> ByteCounts:
-        """Return the bytes that are written, and how often each tensor is read."""
-        return self.counts
-
     def passes(self) -> Sequence[Pass]:
         """Return the only pass."""
         return [lambda: chain(_layouts(self.images), self.sidecars)]
@@ -71,10 +67,6 @@ class RankFilesWriter:
         """Read the written files back as a checkpoint, and compare it with the source."""
         found: list[str] = load(READ_BACK)(Request(place), self.source, memory, progress)
         return found
-
-    def finish(self, report: Report, overflowed: Mapping[str, int]) -> Report:
-        """Return the report as it is."""
-        return report
 
 
 def prepare(options: RepartitionOptions, opened: Source) -> Output:

@@ -19,9 +19,8 @@ from streamshard.io.entries import list_ahead
 from streamshard.io.files import source_errors
 from streamshard.layout.sample import Sample
 from streamshard.model import BLOB, FILE, LogicalTensor
-from streamshard.operations.checks.packed_check import check_packed, has_directory
 from streamshard.operations.checks.problems import Findings
-from streamshard.operations.checks.store_check import StoreCheck
+from streamshard.operations.checks.store_check import StoreCheck, check_packed, has_directory
 from streamshard.operations.checks.structure import CheckedStructure, Reader
 from streamshard.operations.source.directory_content import DirectoryContent
 from streamshard.operations.source.source import Request, Source

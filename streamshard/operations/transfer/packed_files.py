@@ -40,13 +40,10 @@ LOOK_SECONDS: Final = 0.05
 """How often a waiting worker looks whether the run goes on."""
 
 
-class _Memory:
-    """Takes the bytes of one file; see `Sink`."""
+class _Memory(Sink):
+    """Takes the bytes of one file."""
 
-    version = ""
     only_grows = True
-    block_bytes = 1
-    descriptor = -1
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
@@ -57,20 +54,9 @@ class _Memory:
     def read_into(self, view: memoryview, offset: int) -> int:
         return 0
 
-    def finish(self, mode: int | None) -> None:
-        pass
 
-    def close(self) -> None:
-        pass
-
-
-class _PlacedPart:
-    """A part of a file that is being written; see `Sink`."""
-
-    version = ""
-    only_grows = False
-    block_bytes = 1
-    descriptor = -1
+class _PlacedPart(Sink):
+    """A part of a file that is being written."""
 
     def __init__(self, sink: Sink, start: int, nbytes: int) -> None:
         self._sink = sink
@@ -85,12 +71,6 @@ class _PlacedPart:
     def read_into(self, view: memoryview, offset: int) -> int:
         count = max(0, min(len(view), self._nbytes - offset))
         return self._sink.read_into(view[:count], self._start + offset)
-
-    def finish(self, mode: int | None) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def _other_size() -> IntegrityError:
@@ -138,24 +118,21 @@ class Packed(ABC):
     def open(self, *, is_new: bool) -> Sink:
         """Open the one file."""
 
-    @abstractmethod
-    def leave(self, sink: Sink) -> None:
+    def leave(self, sink: Sink) -> None:  # noqa: B027
         """Take back what `open` returned, at the end of a pass."""
 
     @abstractmethod
     def for_worker(self, sink: Sink, stop: threading.Event) -> Sink:
         """Return what a worker writes to; `stop` is set when it is not to wait any more."""
 
-    @abstractmethod
     def known(self, number: int) -> Written | None:
-        """Return what an earlier run wrote of a file."""
+        """Return what an earlier run wrote of a file, if this goes on from there."""
+        return None
 
-    @abstractmethod
-    def note(self, number: int, written: Written) -> None:
+    def note(self, number: int, written: Written) -> None:  # noqa: B027
         """Record a file, for a later run."""
 
-    @abstractmethod
-    def make_room(self, nbytes: int) -> None:
+    def make_room(self, nbytes: int) -> None:  # noqa: B027
         """Free preallocated space for bytes that are about to be written."""
 
     def directory(self) -> bytes:
@@ -198,7 +175,7 @@ class PackedPartial(Packed, Partial):
         return PackingJobs(self, Partial.jobs(self, resources, watcher), watcher)
 
 
-class PackingJobs:
+class PackingJobs(Jobs):
     """The jobs of files that are packed; the one file itself is written as files are anywhere.
 
     `plain`: the jobs of the one file itself, where all is known before it is written.

@@ -5,16 +5,15 @@ to be read back first is uploaded below OUT.partial, and copied from there by th
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from streamshard.engine.jobs.executor import Job
 from streamshard.engine.jobs.proofs import TargetProof
-from streamshard.engine.journals.journal import Written
 from streamshard.engine.run.endings import FileEndings
 from streamshard.engine.run.phases import Watcher
 from streamshard.engine.run.runner import Jobs
@@ -30,14 +29,13 @@ from streamshard.errors import TargetExistsError
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.changes import open_sink
 from streamshard.io.files import target_errors
-from streamshard.io.lock import AnyLock
 from streamshard.io.object_path import ObjectPath, object_of
 from streamshard.io.objects.buckets import copy_object
 from streamshard.io.objects.clients import together
 from streamshard.io.objects.listings import head
 from streamshard.io.objects.object_upload import remove_object, upload_requests
 from streamshard.io.readable import Status
-from streamshard.io.retry import FROM_OUTSIDE, StoppedError, ignored
+from streamshard.io.retry import StoppedError
 from streamshard.io.sink import Sink
 from streamshard.operations.transfer.packed_files import (
     LOOK_SECONDS,
@@ -46,10 +44,10 @@ from streamshard.operations.transfer.packed_files import (
     require_threads,
 )
 from streamshard.operations.transfer.packed_target import require_packed_store
-from streamshard.operations.transfer.run_identity import RunIdentity
+from streamshard.operations.transfer.staged_target import StagedTarget
 from streamshard.operations.transfer.target import partial_of
 from streamshard.operations.transfer.target_state import TargetKind, TargetState
-from streamshard.operations.transfer.upload_state import abort_strays
+from streamshard.operations.transfer.uploaded_target import abort_strays
 
 
 @dataclass(frozen=True)
@@ -98,22 +96,10 @@ class PackedUpload(Packed):
             self._shared = _Shared(sink)
         return _InTurn(self._shared, threading.Event())
 
-    def leave(self, sink: Sink) -> None:
-        """Do nothing: it is completed when the run commits."""
-
     def for_worker(self, sink: Sink, stop: threading.Event) -> Sink:
         if self._shared is None:
             raise TypeError("the object is not begun")
         return _InTurn(self._shared, stop)
-
-    def known(self, number: int) -> Written | None:
-        return None  # uploads are not continued
-
-    def note(self, number: int, written: Written) -> None:
-        pass
-
-    def make_room(self, nbytes: int) -> None:
-        pass
 
     def jobs(self, resources: Resources, watcher: Watcher) -> Jobs:
         """Return the jobs that fill the files."""
@@ -146,22 +132,20 @@ class _Shared:
     changed: threading.Condition = field(default_factory=threading.Condition)
 
 
-@dataclass(frozen=True, slots=True)
-class _InTurn:
-    """What one worker writes to: it waits until all that lies before is written; see `Sink`."""
+class _InTurn(Sink):
+    """What one worker writes to: it waits until all that lies before is written."""
 
-    shared: _Shared
-    stop: threading.Event
-    version = ""
     only_grows = True
-    block_bytes = 1
-    descriptor = -1
+
+    def __init__(self, shared: _Shared, stop: threading.Event) -> None:
+        self._shared = shared
+        self._stop = stop
 
     def write(self, view: memoryview, offset: int) -> None:
-        shared = self.shared
+        shared = self._shared
         with shared.changed:
             while shared.at != offset:
-                if self.stop.is_set():
+                if self._stop.is_set():
                     raise StoppedError
                 shared.changed.wait(LOOK_SECONDS)
             shared.sink.write(view, offset)
@@ -171,14 +155,8 @@ class _InTurn:
     def read_into(self, view: memoryview, offset: int) -> int:
         raise NotImplementedError
 
-    def finish(self, mode: int | None) -> None:
-        pass
 
-    def close(self) -> None:
-        pass
-
-
-class _PlacedJobs:
+class _PlacedJobs(Jobs):
     """The jobs of the one file, where each of its spans is known before it is written."""
 
     def __init__(self, staged: PackedUpload, watcher: Watcher) -> None:
@@ -213,12 +191,6 @@ class _PlacedJobs:
                     sink.write(memoryview(data), offset)
                     self._watcher.advance(len(data))
 
-    def synced(self) -> None:
-        """Do nothing: what a service acknowledged is durable."""
-
-    def close(self) -> None:
-        """Do nothing: the object is completed when the run commits."""
-
 
 def _write(
     task: SpanTask, sink_for: Callable[[threading.Event], Sink], writer: SpanWriter
@@ -226,59 +198,42 @@ def _write(
     return writer.write(task, sink_for(writer.stop))
 
 
-class PackedUploadTarget:
-    """A target that is one object, while it is being written; see `StagedTarget`."""
+class PackedUploadTarget(StagedTarget):
+    """A target that is one object, while it is being written."""
 
-    is_done = is_written = False
+    _target: ObjectPath
+    partial: PackedUpload
+    is_written = False
     kept_bytes = 0
 
-    def __init__(
-        self,
-        target: ObjectPath,
-        lock: AnyLock,
-        identity: RunIdentity,
-        *,
-        nbytes: int,
-        sizes: Callable[[], Mapping[str, int]],
-        template: Template | None = None,
-        verify: bool = False,
-    ) -> None:
-        self.notes: tuple[str, ...] = ()
-        self._target = target
-        self._lock = lock
-        self._overwrite = identity.replaces
-        self._nbytes = nbytes
-        self._copies = verify
-        """Whether the object is uploaded elsewhere first, to be read back."""
-        self._elsewhere = object_of(partial_of(target) / target.name)
-        self.path: Path = self._elsewhere.parent if verify else target.parent
+    def __init__(self, *planned: Any, **options: Any) -> None:  # noqa: ANN401
+        super().__init__(*planned, **options)
+        self._elsewhere = object_of(partial_of(self._target) / self._target.name)
+        """Where the object is uploaded first, if it is to be read back."""
+        self.path = self._elsewhere.parent if self._verify else self._target.parent
 
-    def __enter__(self) -> Self:
-        with target_errors(self._target), ExitStack() as stack:
+    def _begin(self, stack: ExitStack) -> None:
+        with target_errors(self._target):
             self._lock.take()
             stack.callback(self._lock.release)
             self._state = PackedUploadState.at(self._target)
             self._state.require_free(overwrite=self._overwrite)
             if upload_requests(self._nbytes) > 1:
                 self.notes = abort_strays(self._target, self._elsewhere)
-            written = self._elsewhere if self._copies else self._target
-            must_be_new = not (self._overwrite or self._copies)
+            written = self._elsewhere if self._verify else self._target
+            must_be_new = not (self._overwrite or self._verify)
             self.partial = PackedUpload(written, self._nbytes, must_be_new=must_be_new)
             stack.callback(self.partial.close)
-            self._held = stack.pop_all()
-        return self
 
     def complete(self) -> Path:
-        """Complete what is to be read back; returns the directory that it lies in."""
         with target_errors(self._target):
             self.partial.finish()
         return self.path
 
     def commit(self, require: Callable[[], None], latest: str | None = None) -> None:
-        """Make the target exist."""
         with target_errors(self._target):
             together(require, self._require_same)
-            if self._copies:
+            if self._verify:
                 copy_object(self._elsewhere, self._target)
                 remove_object(self._elsewhere)
             else:
@@ -291,12 +246,10 @@ class PackedUploadTarget:
             message = f"{self._target}: was written by someone else meanwhile; move it away"
             raise TargetExistsError(f"{message}, and run the same command again")
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        with ignored(FROM_OUTSIDE):
-            # A run that was killed may have left one.
-            if (error is not None or not self._copies) and head(self._elsewhere) is not None:
-                remove_object(self._elsewhere)
-        self._held.close()
+    def _end(self, error: BaseException | None) -> None:
+        # A run that was killed may have left one.
+        if (error is not None or not self._verify) and head(self._elsewhere) is not None:
+            remove_object(self._elsewhere)
 
 
 KIND: Final = TargetKind(PackedUploadState, PackedUploadTarget)

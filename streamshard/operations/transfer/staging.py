@@ -11,17 +11,16 @@ At any moment the disk is in one of these states, and the same command finishes 
 - OUT has that journal still in it: OUT.replaced is removed, then the journal.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final
 
 from streamshard.engine.jobs.proofs import PROOF_PREFIX
 from streamshard.engine.journals.journal import Journal
 from streamshard.engine.run.staged_files import Partial
-from streamshard.errors import NotAsWrittenError, Option
+from streamshard.errors import NotAsWrittenError
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.changes import (
     discard,
     make_directory,
@@ -38,12 +37,11 @@ from streamshard.io.entries import (
     paths_in,
 )
 from streamshard.io.files import target_errors
-from streamshard.io.lock import AnyLock
 from streamshard.io.place import place_of
 from streamshard.io.preallocation import Reservation
 from streamshard.io.retry import FROM_OUTSIDE, ignored
 from streamshard.operations.source.unfinished import JOURNAL
-from streamshard.operations.transfer.run_identity import RunIdentity
+from streamshard.operations.transfer.staged_target import StagedTarget
 from streamshard.operations.transfer.target import (
     is_vacant,
     partial_of,
@@ -54,54 +52,33 @@ from streamshard.operations.transfer.target_state import DiskState, TargetKind, 
 _RESERVED: Final = f"{names.OWN_PREFIX}.reserved"
 
 
-class PartialTarget:
+class PartialTarget(StagedTarget):
     """A target while it is being written."""
 
-    def __init__(
-        self,
-        target: Path,
-        lock: AnyLock,
-        identity: RunIdentity,
-        *,
-        nbytes: int,
-        sizes: Callable[[], Mapping[str, int]],
-        verify: bool = False,
-        template: Template | None = None,
-    ) -> None:
-        self._target = target.absolute()
-        self._identity = identity
-        self._nbytes = nbytes
-        self._overwrite = identity.replaces
-        self._template = template
-        self._lock = lock
+    journal: Journal
+
+    def __init__(self, *planned: Any, **options: Any) -> None:  # noqa: ANN401
+        super().__init__(*planned, **options)
+        self.path = partial_of(self._target)
         self._made: list[Path] = []
         """Parent directories that were made for the target, innermost first."""
         self._replaced = replaced_of(self._target)
         self._reservation: Reservation | None = None
-        self._is_own = False
-        """Whether the partial target belongs to this run, or to the earlier run it continues."""
-        self.path = partial_of(self._target)
-        self.notes: tuple[str, ...] = ()
-        """What the user should know of what an earlier run left."""
 
-    def __enter__(self) -> Self:
-        with target_errors(self.path), ExitStack() as stack:
-            self._made = [p for p in self._target.parents if not exists(p)]
-            make_directory(self._target.parent, parents=True, exist_ok=True)
-            self._lock.take()
-            stack.callback(self._lock.release)
-            state = self._settled()
-            self.journal = state.begun
-            stack.callback(self.journal.close)
-            stack.callback(self._remove_if_empty)
-            self._prepare(state)
-            self._held = stack.pop_all()
-        return self
+    def _begin(self, stack: ExitStack) -> None:
+        self._made = [p for p in self._target.parents if not exists(p)]
+        make_directory(self._target.parent, parents=True, exist_ok=True)
+        self._lock.take()
+        stack.callback(self._lock.release)
+        state = self._settled()
+        self.journal = state.begun
+        stack.callback(self.journal.close)
+        stack.callback(self._remove_if_empty)
+        self._prepare(state)
 
     def _settled(self) -> DiskState:
         """Look at the target, after an interrupted renaming is finished or undone."""
         self.is_done = False
-        """Whether the target exists, and is what this run would make."""
         state = DiskState.at(self._target, self._template)
         done = state.journal
         if done.is_whole and done.header is not None:
@@ -154,22 +131,13 @@ class PartialTarget:
             if relative != JOURNAL and not self.journal.holds(relative):
                 remove_file(path)
 
-    @property
-    def is_written(self) -> bool:
-        """Whether an earlier run wrote everything, so that at most renaming is left to do."""
-        return self.is_done or self.journal.is_whole
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+    def _end(self, error: BaseException | None) -> None:
         with ignored(FROM_OUTSIDE):
             self._finish_reservation()
         if isinstance(error, NotAsWrittenError):
             discard(self.path)
         elif error is not None and not self.journal.is_empty and self._is_there():
-            how = f"without {Option('overwrite', True)}" if self._overwrite else "again"
-            error.add_note(
-                f"{self.path}: keeps what was written; run the same command {how} to go on"
-            )
-        self._held.close()
+            self._keep(error, "written")
 
     def _is_there(self) -> bool:
         try:
@@ -187,20 +155,8 @@ class PartialTarget:
             self._reservation.close()
             self._reservation = None
 
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes that an earlier run wrote."""
-        return self._nbytes if self.is_written else self.partial.kept_bytes
-
-    def complete(self) -> Path:
-        """Return where the files lie, all of which are complete."""
-        return self.path
-
     def commit(self, require: Callable[[], None], latest: str | None = None) -> None:
-        """Rename the partial target to the target, after its files are durable.
-
-        `latest`: tag for the `latest` file, which is written after everything else.
-        """
+        """Rename the partial target to the target, after its files are durable."""
         require()
         if self.is_done:
             return

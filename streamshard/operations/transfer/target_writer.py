@@ -1,9 +1,10 @@
 """What a verb that writes has to supply; all other steps are those of `TransferPlan`."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.layout.memory_plan import MemoryPlan
@@ -18,15 +19,21 @@ Pass: TypeAlias = Callable[[], Iterable[Layout]]
 """Lays out the target's files, or a part of them."""
 
 
-class TargetWriter(Protocol):
+class TargetWriter(ABC):
     """Writes the files of a target: native files, a store, or an export."""
 
-    def byte_counts(self) -> ByteCounts:
-        """Count the bytes that are written, and how often each tensor is read."""
+    counts: ByteCounts
+    """The bytes that are written, and how often each tensor is read."""
 
+    def byte_counts(self) -> ByteCounts:
+        """Return the counts; a writer that does not keep them counts anew."""
+        return self.counts
+
+    @abstractmethod
     def passes(self) -> Sequence[Pass]:
         """Return what lays out the files; a pass may need the results of the passes before it."""
 
+    @abstractmethod
     def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
         """Read the written files back from disk, and describe how they differ from the source."""
 
@@ -35,6 +42,7 @@ class TargetWriter(Protocol):
 
         `overflowed`: count of elements that became infinite, by the name in the layouts.
         """
+        return report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

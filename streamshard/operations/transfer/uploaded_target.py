@@ -12,74 +12,130 @@ command finishes each of them:
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
+from streamshard.engine.journals.upload_journal import UploadJournal
 from streamshard.engine.run.uploads import Uploads
-from streamshard.errors import NotAsWrittenError, Option, TargetExistsError
+from streamshard.errors import NotAsWrittenError, TargetExistsError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.changes import remove_file, write_new
-from streamshard.io.entries import entries_below
+from streamshard.io.entries import (
+    entries_below,
+    has_file,
+    is_real_directory,
+    list_ahead,
+    listings_kept,
+)
 from streamshard.io.files import target_errors
-from streamshard.io.lock import AnyLock, nothing
+from streamshard.io.lock import nothing
 from streamshard.io.object_path import ObjectPath, object_of
 from streamshard.io.objects.buckets import copy_object, for_each, moved, objects_below
 from streamshard.io.objects.clients import together
-from streamshard.io.objects.listings import is_no_marker
+from streamshard.io.objects.listings import has_content, holds_objects, is_no_marker
 from streamshard.io.objects.object_upload import create, upload_requests
+from streamshard.io.place import place_of
 from streamshard.io.readable import Entry
-from streamshard.io.retry import FROM_OUTSIDE, ignored
+from streamshard.operations.source.directory_content import DirectoryContent
 from streamshard.operations.source.unfinished import COMMITTED, JOURNAL
-from streamshard.operations.transfer.run_identity import RunIdentity
+from streamshard.operations.transfer.staged_target import StagedTarget
 from streamshard.operations.transfer.target import partial_of
-from streamshard.operations.transfer.target_state import TargetKind
-from streamshard.operations.transfer.upload_state import UploadState, abort_strays
+from streamshard.operations.transfer.target_state import TargetKind, TargetState, replaces
+
+_STRAYS: Final = (
+    "{}: a run that was cut off may have left parts of an upload, which cost their storage until "
+    "a rule of the bucket removes them (AbortIncompleteMultipartUpload); {}"
+)
+
+
+def abort_strays(target: ObjectPath, elsewhere: Path) -> tuple[str, ...]:
+    """Abort what a killed run began to upload to either path; if that fails, say why."""
+    why = place_of(target).abort_uploads(target, elsewhere)
+    return (_STRAYS.format(target, why),) if why else ()
+
+
+@dataclass(frozen=True, slots=True)
+class UploadState(TargetState):
+    """How far a target in a bucket is."""
+
+    target: ObjectPath
+    template: Template | None
+    is_committed: bool
+    """Whether it exists: its commit record is there, and whatever else."""
+    journal: UploadJournal
+    """The journal among its objects."""
+    begun: UploadJournal
+    """The journal next to it, of a run that is to replace it."""
+    is_occupied: bool
+    """Whether there is any object at its path or below it."""
+
+    @classmethod
+    def at(cls, target: ObjectPath, template: Template | None = None) -> "UploadState":
+        """Ask the service."""
+        with listings_kept(anew=True):
+            is_committed, journal, begun, has_object, is_occupied = together(
+                lambda: has_file(target / COMMITTED),
+                lambda: UploadJournal(target / JOURNAL),
+                lambda: UploadJournal(partial_of(target) / JOURNAL),
+                lambda: has_content(target),
+                lambda: holds_objects(target),
+            )
+        found = has_object or is_occupied
+        return cls(target, template, is_committed, journal, begun, found)
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether a run is uploading the target, or was cut off."""
+        return not self.is_committed and self.journal.header is not None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is there to compare: it is free, or a run is not done with it."""
+        return not self.is_occupied or (self.journal.is_there and not self.is_committed)
+
+    def _require_free(self, *, overwrite: bool) -> None:
+        if self.is_unfinished or not self.is_occupied:
+            return
+        with listings_kept(anew=True):
+            # All objects, as a service may list directories that are empty.
+            list_ahead(self.target)
+            self._require_replaceable(overwrite=overwrite)
+
+    def _require_replaceable(self, *, overwrite: bool) -> None:
+        target, begun, partial = self.target, self.begun, object_of(partial_of(self.target))
+        if begun.header is None and holds_objects(partial):
+            raise self._in_the_way(partial)
+        # A run that was killed right after it had completed the target left its journal there.
+        is_just_done = self.is_committed and self.journal.header is not None
+        if not overwrite and not replaces(begun.header) and not is_just_done:
+            raise self._exists()
+        if not begun.is_whole:
+            is_directory = is_real_directory(target)
+            content = DirectoryContent.of(target, self.template) if is_directory else None
+            self._require_ours(content)
+
 
 _FORMAT: Final = 1
 _LAST: Final = (names.LATEST, "zarr.json")
 """Objects that make a directory a checkpoint or a store."""
 
 
-class UploadedTarget:
-    """A target while it is being uploaded; see `PartialTarget`."""
+class UploadedTarget(StagedTarget):
+    """A target while it is being uploaded."""
 
-    def __init__(
-        self,
-        target: ObjectPath,
-        lock: AnyLock,
-        identity: RunIdentity,
-        *,
-        nbytes: int,
-        sizes: Callable[[], Mapping[str, int]],
-        verify: bool = False,
-        template: Template | None = None,
-    ) -> None:
-        self._target = target
-        self._sizes = sizes
-        self._identity = identity
-        self._nbytes = nbytes
-        self._overwrite = identity.replaces
-        self._template = template
-        self._lock = lock
-        self._is_own = False
-        """Whether the journal belongs to this run, or to the earlier run it continues."""
-        self.is_done = False
-        """Whether the target exists, and is what this run would make."""
+    _target: ObjectPath
+    journal: UploadJournal
+
+    def _begin(self, stack: ExitStack) -> None:
         self._tidy: Callable[[], None] = nothing
         """Removes what is of no use once the target exists."""
-        self.notes: tuple[str, ...] = ()
-        """What the user should know of what an earlier run left."""
-
-    def __enter__(self) -> Self:
-        with target_errors(self._target), ExitStack() as stack:
-            self._lock.take(self._look)
-            stack.callback(self._release)
-            self._prepare(self._settled())
-            self._held = stack.pop_all()
-        return self
+        self._lock.take(self._look)
+        stack.callback(self._release)
+        self._prepare(self._settled())
 
     def _look(self) -> None:
         self._found = UploadState.at(self._target, self._template)
@@ -87,7 +143,6 @@ class UploadedTarget:
     def _settled(self) -> UploadState:
         """Find where the target is uploaded, and finish a commit that was cut off."""
         upload = self._found
-        self.path: Path = self._target
         self.journal = upload.journal
         if upload.is_committed and self.journal.header is not None:
             is_same = self._identity.difference(self.journal.header) is None
@@ -151,45 +206,26 @@ class UploadedTarget:
             message = f"{strange}: came to {self.path} while that was written, from elsewhere; move"
             raise TargetExistsError(f"{message} it away, and run the same command again")
 
-    @property
-    def is_written(self) -> bool:
-        """Whether an earlier run uploaded everything."""
-        return self.is_done or self.journal.is_whole
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes that an earlier run uploaded."""
-        return self._nbytes if self.is_written else self.partial.kept_bytes
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        with ignored(FROM_OUTSIDE):
-            if isinstance(error, NotAsWrittenError):
-                self._clear()
-            elif self._is_own and error is not None:
-                self._keep(error)
-        self._held.close()
+    def _end(self, error: BaseException | None) -> None:
+        if isinstance(error, NotAsWrittenError):
+            self._clear()
+        elif self._is_own and error is not None:
+            self._close(error)
 
     def _release(self) -> None:
         with target_errors(self._target):
             self._lock.release(self._tidy)
 
-    def _keep(self, error: BaseException) -> None:
+    def _close(self, error: BaseException) -> None:
+        """Leave what was uploaded to a later run, if there is anything."""
         self.journal.close()
         if self.journal.is_empty:
             self._clear()
-            return
-        how = f"without {Option('overwrite', True)}" if self._overwrite else "again"
-        error.add_note(f"{self.path}: keeps what was uploaded; run the same command {how} to go on")
-
-    def complete(self) -> Path:
-        """Return where the files lie, all of which are complete."""
-        return self.path
+        else:
+            self._keep(error, "uploaded")
 
     def commit(self, require: Callable[[], None], latest: str | None = None) -> None:
-        """Upload `latest` and the commit record, which make the target exist.
-
-        `latest`: tag for the `latest` file, which is written after everything else.
-        """
+        """Upload `latest` and the commit record, which make the target exist."""
         if self.is_done:
             return
         with target_errors(self._target):
@@ -201,8 +237,10 @@ class UploadedTarget:
                     self.journal.note_whole()
             if self.path != self._target:
                 self._replace()
-            record = {"format": _FORMAT, "bytes": self._nbytes, "verb": self._verb}
-            create(self._target.of_key(f"{self._target.key}/{COMMITTED}"), _serialize(record))
+            verb = str(self._identity.header["options"]["verb"])
+            record = {"format": _FORMAT, "bytes": self._nbytes, "verb": verb}
+            place = self._target.of_key(f"{self._target.key}/{COMMITTED}")
+            create(place, json.dumps(record).encode() + b"\n")
             self._is_own = False  # the target exists: whatever fails now takes nothing back
             self._tidy = self.journal.remove if self.path == self._target else self._clear
 
@@ -217,10 +255,6 @@ class UploadedTarget:
         found = [entry.path for name, entry in self._objects() if name in own] if own else []
         for_each(found, remove_file)
         self.journal.remove()
-
-    @property
-    def _verb(self) -> str:
-        return str(self._identity.header["options"]["verb"])
 
     def _replace(self) -> None:
         """Replace the old target by copies of the new objects, and make those complete last."""
@@ -242,10 +276,6 @@ class UploadedTarget:
 
 def _relative(path: ObjectPath, root: ObjectPath) -> str:
     return path.relative_to(root).as_posix()
-
-
-def _serialize(record: dict[str, object]) -> bytes:
-    return json.dumps(record).encode() + b"\n"
 
 
 KIND: Final = TargetKind(UploadState, UploadedTarget)

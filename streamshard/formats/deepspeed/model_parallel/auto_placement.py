@@ -4,15 +4,17 @@ Each rank gets as many, in the order of their numbers: `legacy_uniform_autoep_pl
 and `autoep_placement_to_affine_map` of `deepspeed/checkpoint/autoep_affine.py` (0.19.8).
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
 from streamshard.errors import UnsupportedError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.auto_experts import Layer, with_layers
+from streamshard.formats.deepspeed.model_parallel.affine_maps import map_of
 from streamshard.formats.deepspeed.model_parallel.expert_groups import AS_SAVED
 from streamshard.formats.pickle.inert import Node, show
+from streamshard.formats.shapes import require_shape
+from streamshard.layout.model_cut import split_cut
 
 _SECTION: Final = "expert_parallel"
 _MAPS: Final = "affine_maps"
@@ -75,34 +77,14 @@ def _placing(layer: Layer, count: int, degree: int) -> dict[str, Node]:
     }
     params = maps.get("params") if isinstance(maps, dict) else None
     if isinstance(params, dict):
-        mapped = {name: _affine_map(_shape(node, count), degree) for name, node in params.items()}
+        shapes = {name: _shape(node, count) for name, node in params.items()}
+        mapped = {n: map_of(split_cut(shape, 0, [each] * degree)) for n, shape in shapes.items()}
         found[_MAPS] = {"version": 1, "params": mapped}
     return found
 
 
-def _shape(node: Node, count: int) -> Sequence[int]:
+def _shape(node: Node, count: int) -> tuple[int, ...]:
     shape = node.get("logical_shape") if isinstance(node, dict) else None
-    if isinstance(shape, list) and shape[:1] == [count] and all(type(n) is int for n in shape):
-        return shape
+    if isinstance(shape, list) and shape[:1] == [count]:
+        return require_shape(shape)
     raise UnsupportedError(f"an affine map of {count} experts has the logical shape {show(shape)}")
-
-
-def _affine_map(shape: Sequence[int], degree: int) -> dict[str, Node]:
-    """Return how the experts of a parameter are on the ranks: one piece on each."""
-    own = [shape[0] // degree, *shape[1:]]
-    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    ranks = {
-        rank: {
-            "shard_shape": own,
-            "pieces": [
-                {
-                    "shape": own,
-                    "source": [rank * math.prod(own), strides],
-                    "dest": [0, strides],
-                    "locations": [rank],
-                }
-            ],
-        }
-        for rank in range(degree)
-    }
-    return {"logical_shape": [*shape], "ranks": ranks}

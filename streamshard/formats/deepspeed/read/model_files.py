@@ -152,7 +152,7 @@ def differences(
             own = fingerprints(picked, file.path, file.checksum)
             first = own if first is None else first
             wrong = differing(first, own)
-            places = {key: _places(node) for key, node in picked.items()}
+            places = {k: frozenset(s.offset for s in storages_in(n)) for k, n in picked.items()}
             compared[id(file.root)] = _Compared(picked, wrong, places)
         else:
             wrong = _of_cached(file, file.cached, compared[id(file.root)], first or {})
@@ -169,7 +169,3 @@ def _of_cached(file: ModelFile, cached: CachedParse, like: _Compared, first: Fac
     own = fingerprints(again, file.path, file.checksum)
     same = [key for key in like.wrong if key not in own]
     return [*same, *(key for key in own if first.get(key) != own[key])]
-
-
-def _places(node: Node) -> frozenset[int]:
-    return frozenset(storage.offset for storage in storages_in(node))

@@ -341,9 +341,10 @@ class OptimizerReader:
         return [master.numel for master in self._masters[0]]
 
     def _check_hyper_parameters(self) -> None:
-        first = group_facts(self._inner[0])
+        # Equal param groups of ranks are one object, as a rule.
+        first, groups = group_facts(self._inner[0]), self._inner[0]["param_groups"]
         facts = {
-            path: first if _have_one_object(inner, self._inner[0]) else group_facts(inner)
+            path: first if inner["param_groups"] is groups else group_facts(inner)
             for path, inner in zip(self._paths, self._inner, strict=True)
         }
         raise_first(disagreements(facts, self._paths[0]))
@@ -524,8 +525,3 @@ def _has_blocks(states: Mapping[str, Node] | None) -> bool:
 
 def _header_bytes(states: Node) -> int:
     return len(inert_dump.dump(states, lambda n: "" if isinstance(n, Storage) else None))
-
-
-def _have_one_object(inner: Mapping[str, Node], other: Mapping[str, Node]) -> bool:
-    """Tell whether two optimizers' param groups are one object, as equal ones of ranks are."""
-    return inner["param_groups"] is other["param_groups"]
