@@ -289,6 +289,24 @@ def test_copies_that_differ_are_refused(name: str, tmp_path: Path) -> None:
         streamshard.inspect(run)
 
 
+def test_frozen_weights_that_share_a_storage_are_compared_with_their_copies(tmp_path: Path) -> None:
+    """On a GPU the parts of a fused weight do, and DeepSpeed copies each to the CPU."""
+    run = write(Job(stage=2), tmp_path / "run")
+
+    def change(model: Model) -> None:
+        module, names = model["module"], list(model["frozen_param_shapes"])
+        parts = [module[name].flatten() for name in names]
+        fused = torch.cat([torch.ones(3, dtype=parts[0].dtype), *parts])
+        cut = fused[3:].split([len(part) for part in parts])
+        for name, part in zip(names, cut, strict=True):
+            module[name] = part.view(module[name].shape)
+            model["frozen_param_fragments"][name] = module[name].clone()
+
+    edit(first_model_file(run), change)
+    streamshard.repartition(run, tmp_path / "out", world_size=3, verify=True)
+    assert streamshard.verify(tmp_path / "out", against=run).differences == ()
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_names_listed_as_tied_are_kept_apart_where_values_differ(
     stage: int, tmp_path: Path

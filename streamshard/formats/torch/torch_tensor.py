@@ -138,6 +138,13 @@ class Tensor:
         """(file, byte offset): equal for two tensors that began at one address in memory."""
         return self.storage.file, self.offset
 
+    def alone(self) -> Storage:
+        """Return a storage of its elements only, which lie in a row."""
+        storage = self.storage
+        if self.start == 0 and self.numel * ITEMSIZE[self.dtype] == storage.nbytes:
+            return storage
+        return Storage(self.dtype, self.numel, offset=self.offset, path=storage.path)
+
     @property
     def is_dense(self) -> bool:
         """Whether its elements lie in a row."""

@@ -128,10 +128,23 @@ def _require_same_frozen(file: ModelFile, entries: Sequence[ModuleEntry], stage:
             if stage == 3 or key == names.FROZEN_SHAPES:
                 continue
             with of_file(file.path):
-                is_same = alike(tensor_of(node), tensor_of(module[name]))
+                is_same = _same_elements(tensor_of(node), tensor_of(module[name]))
             if not is_same:
                 message = f"{message} with other values than '{names.MODULE_STATE}' has of it"
                 raise DisagreementError(f"{message}; {_OTHER_COPY}", path=file.path)
+
+
+def _same_elements(one: Tensor | None, other: Tensor | None) -> bool:
+    """Tell whether two tensors are alike, also where one is a part of a larger storage.
+
+    So is a weight on a GPU that was cut from a fused one; its copy on the CPU is alone.
+    """
+    if alike(one, other):
+        return True
+    if one is None or other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    parts = [tensor.require_contiguous("a frozen weight").alone() for tensor in (one, other)]
+    return torch_file.checksum(parts[0]) == torch_file.checksum(parts[1])
 
 
 def _frozen_shapes(file: ModelFile) -> dict[str, tuple[int, ...]]:
