@@ -503,6 +503,8 @@ def test_a_list_of_checkpoints_tells_at_its_left_which_are_whole(
     next((tmp_path / "runs" / "torn" / "global_step7").glob("*zero_pp_rank_1_*")).unlink()
     in_process("inspect", tmp_path / "runs", "--html", tmp_path / "runs.html")
     tab = browser.open((tmp_path / "runs.html").as_uri())
-    cells = "[...document.querySelectorAll('tbody tr')].map(r => r.cells[1].innerText).sort().join()"
+    cells = (
+        "[...document.querySelectorAll('tbody tr')].map(r => r.cells[1].innerText).sort().join()"
+    )
     assert tab.value(cells) == "not whole,whole"
     tab.require_at_peace()
