@@ -425,10 +425,10 @@ function checkpoints() {
     : one.warnings.length ? "suspicious" : one.is_healthy ? "whole, healthy" : "whole";
   const tone = { whole: "good", "whole, healthy": "good", "not whole": "bad", "not healthy": "bad", suspicious: "warn", "not known": "warn" };
   const rows = known.toReversed().map((one) => [
-    named(one.path), one.step === null ? "" : number(one.step), one.world_size === null ? "" : number(one.world_size), bytes(one.nbytes),
-    (one.changed ?? "").slice(0, 16).replace("T", " "), make("b", { class: tone[says(one)] }, says(one)), make("span", {}, clean([...(one.problem ? [one.problem] : []), ...one.warnings].join(" "))),
+    named(one.path), make("b", { class: tone[says(one)] }, says(one)), one.step === null ? "" : number(one.step), one.world_size === null ? "" : number(one.world_size),
+    bytes(one.nbytes), (one.changed ?? "").slice(0, 16).replace("T", " "), make("span", {}, clean([...(one.problem ? [one.problem] : []), ...one.warnings].join(" "))),
   ]);
-  const head = ["checkpoint", ">step", ">ranks", ">size", "saved (UTC)", "", "problem"];
+  const head = ["checkpoint", "", ">step", ">ranks", ">size", "saved (UTC)", "problem"];
   return known.length > (report.kind === "directory" ? 0 : 1) ? [make("h2", {}, "Checkpoints here"), table(head, rows)] : [];
 }
 

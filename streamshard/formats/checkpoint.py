@@ -2,7 +2,7 @@
 
 import math
 import struct
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
@@ -454,6 +454,9 @@ def of_others(
     `hyper_parameters`: those of each param group.
     `state`: training state next to the module's.
     """
+    numels = Counter[str]()
+    for entry in module:
+        numels[entry.dtype] += math.prod(entry.shape)
     wrapped = {"state": {}, "param_groups": list(hyper_parameters)}
     optimizer = {names.OPTIMIZER: {names.BASE_OPTIMIZER: wrapped}} if groups else {}
     own = {names.MODULE_STATE: OrderedDict(), **(state or {})}
@@ -462,7 +465,7 @@ def of_others(
         layout=ZeroLayout(stage=0, world_size=ranks),
         tensors=tuple(tensors),
         model_parts=(ModelPart("", groups, module, own, optimizer, {}),),
-        module_dtype=next((entry.dtype for entry in module), "float32"),
+        module_dtype=max(numels, key=numels.__getitem__, default="float32"),
         files=files,
         notes=tuple(notes),
         foreign=what,

@@ -57,9 +57,7 @@ def test_each_parameter_has_the_scales_of_its_blocks(runs: Path) -> None:
         states = ckpt["down.weight"].tensors
         assert (states["state1"].shape, states["absmax1"].shape) == ((32, 96), (12,))
         found = states["absmax1"][...]
-    shown = inspection_text(
-        streamshard.inspect(run, params=["down.weight"]), verbose=False
-    )
+    shown = inspection_text(streamshard.inspect(run, params=["down.weight"]), verbose=False)
     assert re.search(r"^1 +blocks 0 to 12 .* - +- +- +[\d,]+ +[\d,]+ +-$", shown, re.MULTILINE)
     assert re.search(r"^1 +0 to 3,072 ", shown, re.MULTILINE)
     scales = torch.cat([quantised(one)["absmax1"] for one in optimizers(run)])

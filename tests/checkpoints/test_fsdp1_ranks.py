@@ -222,22 +222,29 @@ def test_what_may_be_of_other_parameters_is_not_taken(
 def test_blocks_are_not_taken_for_each_other(tmp_path: Path) -> None:
     """Their list may have been wrapped with one of them in it, which then comes first."""
     place = saved(tmp_path / "source", 2)
-    (note,) = (n for n in streamshard.inspect(place).notes if "is not told" in n)
-    assert "name those that were wrapped with wrapped=PATTERN. Only repartition takes these" in note
+    (note,) = (n for n in streamshard.inspect(place).notes if "No file tells which parameters" in n)
+    assert (
+        "name those that were wrapped with wrapped=PATTERN. As they are, only repartition" in note
+    )
     with streamshard.open(place) as opened:
         bias = opened["blocks.0.up.bias"].tensors
         assert torch.equal(bias["module"].torch(), tensor_of("blocks.0.up.bias", "fp32"))
         assert "exp_avg" not in bias
     job = Job(groups=(tuple(SHAPES.items()),), frozen=(), tied={}, stage=2)
     like = write(job, tmp_path / "like")
-    with pytest.raises(UnsupportedError, match="wrapped=PATTERN"):
+    with pytest.raises(UnsupportedError, match=r"source: tells no .* by name\. No file tells"):
         streamshard.repartition(place, tmp_path / "out", world_size=2, like=like)
+    with pytest.raises(UnsupportedError, match="wrapped=PATTERN"):
+        streamshard.export(place, tmp_path / "out", format="dcp")
 
 
 @pytest.mark.parametrize(
     ("wrapped", "message"),
     [
-        ("layers.*", r"wrapped=layers\.\*: there is no such module around a parameter"),
+        (
+            "layers.*",
+            r"wrapped=layers\.\*: no module around a parameter is named so; there are embed, bl",
+        ),
         ("blocks.*.up", None),
         (
             "blocks",

@@ -492,3 +492,19 @@ def test_a_broken_checkpoint_opens_with_what_is_wrong(browser: Browser, tmp_path
     assert "rank 1 is missing" in tab.text(".verdict li")
     assert "1 rank with files missing (red)" in tab.text(".card")
     tab.require_at_peace()
+
+
+def test_a_list_of_checkpoints_tells_at_its_left_which_are_whole(
+    browser: Browser, tmp_path: Path
+) -> None:
+    """What is at the right is out of sight on a narrow screen."""
+    for name in ("good", "torn"):
+        write(SMALL, tmp_path / "runs" / name)
+    next((tmp_path / "runs" / "torn" / "global_step7").glob("*zero_pp_rank_1_*")).unlink()
+    in_process("inspect", tmp_path / "runs", "--html", tmp_path / "runs.html")
+    tab = browser.open((tmp_path / "runs.html").as_uri())
+    cells = (
+        "[...document.querySelectorAll('tbody tr')].map(r => r.cells[1].innerText).sort().join()"
+    )
+    assert tab.value(cells) == "not whole,whole"
+    tab.require_at_peace()

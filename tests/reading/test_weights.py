@@ -58,6 +58,7 @@ def test_every_tensor_is_read(parts: int, tmp_path: Path) -> None:
             assert torch.equal(parameter.module.torch(), WEIGHTS[name]), name
     shown = streamshard.inspect(place)
     assert (shown.kind, shown.weights, shown.groups) == ("weights", 4, ())
+    assert shown.module_dtype == "bfloat16"  # of most elements: "count" comes first in the file
     assert streamshard.verify(place).is_good
     assert main(["inspect", str(place)]) == 0
 

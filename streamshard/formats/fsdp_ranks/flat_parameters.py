@@ -195,8 +195,8 @@ class _Wrapping:
             matches = name_pattern(pattern).fullmatch
             known[pattern] = [module for module in held if matches(module)]
             if not known[pattern]:
-                message = "there is no such module around a parameter"
-                raise UsageError(f"{Option('wrapped', pattern)}: {message}")
+                message = f"{Option('wrapped', pattern)}: no module around a parameter is named so"
+                raise UsageError(f"{message}; there are {show_few([m for m in held if m])}")
         return cls(numels, lengths, ranks, twins, {*chain(*known.values())}, held, inside)
 
     def sizes(self, way: _Way) -> list[int]:

@@ -307,9 +307,11 @@ class _Ranks:
         for text, note_kind in unread.items():
             yield Note(f"Not read: {text}.", note_kind)
         if optimizer is not None and optimizer.untold:
-            text = f"Which parameter a state of the optimizer is of is not told: {optimizer.untold}"
+            text = (
+                f"No file tells which parameters the optimizer's states are of: {optimizer.untold}"
+            )
             form = Option("format", "fsdp-ranks")
-            yield Note(f"{text}. Only repartition takes these states, with {form}.")
+            yield Note(f"{text}. As they are, only repartition takes them, with {form}.")
         if self.others:
             text = f"Not read, as they are no tensors: {show_few(self.others)}"
             yield Note(f"{text}. Files for other ranks get rank 0's.", NoteKind.LEFT_OUT)

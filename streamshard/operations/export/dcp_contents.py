@@ -94,8 +94,10 @@ def choose_contents(checkpoint: Checkpoint, chosen: Weights, layout: str) -> Dcp
     """
     model_part = only_model_part(checkpoint)
     if not model_part.groups:
-        message = f"{checkpoint.foreign}, which does not tell the states of an optimizer by name"
-        raise UnsupportedError(message if checkpoint.foreign else _NAMELESS)
+        if not checkpoint.foreign:
+            raise UnsupportedError(_NAMELESS)
+        message = f"{checkpoint.foreign}, which does not tell the states of an optimizer by name."
+        raise UnsupportedError(" ".join((message, *checkpoint.remarks)).removesuffix("."))
     keys = _Keys(layout)
     model: list[DcpEntry] = [
         TensorEntry(

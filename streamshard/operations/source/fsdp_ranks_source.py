@@ -40,8 +40,10 @@ class _FsdpRanksReader(Reader):
         found, like = fsdp_ranks_reader.read(place, request.wrapped), request.source_like
         if like is not None:
             if not found.checkpoint.model_parts[0].groups:
-                message = "does not tell which parameters the states of an optimizer belong to"
-                raise UnsupportedError(" ".join((message, *found.checkpoint.remarks)), path=place)
+                message = " ".join(
+                    ("tells no optimizer's states by name.", *found.checkpoint.remarks)
+                )
+                raise UnsupportedError(message.removesuffix("."), path=place)
             found = reference.complete_reading(place, found, like)
         return Source.of(place, self.kind, found)
 
