@@ -1,5 +1,6 @@
 """Settings that all tests share."""
 
+import gc
 import os
 import re
 from collections.abc import Iterator
@@ -82,6 +83,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("engine")
         for stage in sorted(set(re.findall(r"\bz([0-3])\b", item.name))):
             item.add_marker(f"z{stage}")
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage no more among what is there before the first test, which stays."""
+    gc.collect()
+    gc.freeze()
 
 
 class ByFile(LoadScopeScheduling):  # type: ignore[misc]

@@ -4,6 +4,7 @@ import ast
 import re
 import sys
 from collections import Counter
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -86,19 +87,30 @@ def module_names(root: Path) -> dict[str, Path]:
 MODULES = module_names(ROOT)
 
 
+@cache
+def import_statements(path: Path) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """List what import statements of a module name, anywhere in it: (from what, names)."""
+    found: list[tuple[str, tuple[str, ...]]] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            base = ""
+            if isinstance(node, ast.ImportFrom):
+                base = "." * node.level + (node.module or "")
+            found.append((base, tuple(alias.name for alias in node.names)))
+    return tuple(found)
+
+
 def imports(path: Path, known: dict[str, Path]) -> set[str]:
     """List what a module imports anywhere in it, lazily or for type checking as well."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            if node.level:
-                found.add("." * node.level + (node.module or ""))
-                continue
-            base = node.module or ""
+    for base, names in import_statements(path):
+        if not base:
+            found |= set(names)
+        elif base[0] == ".":
+            found.add(base)
+        else:
             # `from package import module` imports the module, not just the package.
-            whole = {f"{base}.{alias.name}" for alias in node.names}
+            whole = {f"{base}.{name}" for name in names}
             modules = {name for name in whole if name in known}
             found |= modules | ({base} if modules != whole else set())
     return found
@@ -254,14 +266,18 @@ def test_no_name_is_used_for_two_things() -> None:
 
 def test_what_one_module_alone_uses_is_private_by_name() -> None:
     """A function or a constant that neither another module nor a test names begins with `_`."""
-    texts = {path: set(re.findall(r"\w+", path.read_text())) for path in MODULES.values()}
+    users = Counter(
+        word for path in MODULES.values() for word in set(re.findall(r"\w+", path.read_text()))
+    )
     beside = [p for d in ("tests", "benchmarks", "docs") for p in (ROOT.parent / d).rglob("*.py")]
     known = {*streamshard.__all__}
     known.update(*(re.findall(r"\w+", path.read_text()) for path in beside if path.is_file()))
-    found = []
-    for path, names in ((path, own_names(path)) for path in MODULES.values()):
-        others = set().union(*(words for other, words in texts.items() if other != path))
-        found += [f"{path}: {name}" for name in names - others - known if name[0] != "_"]
+    found = [
+        f"{path}: {name}"
+        for path in MODULES.values()
+        for name in own_names(path) - known
+        if users[name] == 1 and name[0] != "_"
+    ]
     assert found == []
 
 

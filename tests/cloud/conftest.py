@@ -100,21 +100,26 @@ def proxy(service: Service) -> Iterator[FaultProxy]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def sound(service: Service) -> Iterator[FaultProxy]:
+    """Another proxy, which breaks nothing: Google's server is reached through a proxy only."""
+    with service.proxy() as made:
+        yield made
+
+
 @pytest.fixture
 def bucket(
-    service: Service, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+    service: Service, proxy: FaultProxy, sound: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Bucket]:
     proxy.reset()
     clients.client_of.cache_clear()
-    # Google's server is reached through a proxy only, so there is another one that breaks nothing.
-    with service.proxy() as sound:
-        for variable, value in service.credentials(sound.url).items():
-            monkeypatch.setenv(variable, value)
-        s3 = service.s3 if isinstance(service, S3Server) else None
-        made = Bucket(service.make_bucket(f"bucket{next(_numbers)}"), proxy, s3)
-        for variable, value in service.credentials(proxy.url).items():
-            monkeypatch.setenv(variable, value)
-        yield made
+    for variable, value in service.credentials(sound.url).items():
+        monkeypatch.setenv(variable, value)
+    s3 = service.s3 if isinstance(service, S3Server) else None
+    made = Bucket(service.make_bucket(f"bucket{next(_numbers)}"), proxy, s3)
+    for variable, value in service.credentials(proxy.url).items():
+        monkeypatch.setenv(variable, value)
+    yield made
     proxy.reset()
     clients.client_of.cache_clear()
 

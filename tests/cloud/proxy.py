@@ -57,6 +57,8 @@ _LEFT_OUT: Final[dict[Fault | None, set[str]]] = {
 }
 """Headers that do not reach the server."""
 _SETTLE_SECONDS: Final = 60
+POLL_SECONDS: Final = 0.05
+"""How soon a server notices that it is to end."""
 _CODES: Final = {503: "SlowDown", 429: "TooManyRequests", 500: "InternalError", 403: "AccessDenied"}
 
 
@@ -101,7 +103,9 @@ class FaultProxy:
         handler = type("Handler", (_Handler,), {"proxy": self})
         self._server = _Server(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+        threading.Thread(
+            target=self._server.serve_forever, args=(POLL_SECONDS,), daemon=True
+        ).start()
 
     def __enter__(self) -> Self:
         return self

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from typing import Any, Self
 
@@ -15,7 +15,7 @@ from moto.moto_server.werkzeug_app import (  # type: ignore[import-untyped, unus
 )
 from werkzeug.serving import make_server
 
-from tests.cloud.proxy import FaultProxy
+from tests.cloud.proxy import POLL_SECONDS, FaultProxy
 
 REGION = "us-east-1"
 KEY = "test-key"
@@ -65,7 +65,8 @@ class S3Server:
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
         app, handler = Dispatcher(create_backend_app), MotoRequestHandler
         self._server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        serve = partial(self._server.serve_forever, POLL_SECONDS)
+        self._thread = threading.Thread(target=serve, daemon=True)
         self._thread.start()
         self.url = f"http://127.0.0.1:{self._server.port}"
         self.s3 = s3_client(self.url)
