@@ -38,8 +38,8 @@ _BLOSC: Final = "numcodecs.blosc:Blosc"
 _READERS: Final = (
     "streamshard.operations.source.dumps_source:READER",
     "streamshard.operations.source.store_source:READER",
-    "streamshard.operations.source.megatron_source:READER",
-    "streamshard.operations.source.rank_shards_source:READER",
+    "streamshard.operations.source.distributed_source:MEGATRON",
+    "streamshard.operations.source.distributed_source:RANK_SHARDS",
     "streamshard.operations.source.distributed_source:READER",
     "streamshard.operations.source.weights_source:READER",
     "streamshard.operations.source.fsdp_ranks_source:READER",

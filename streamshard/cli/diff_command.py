@@ -1,13 +1,149 @@
-"""`diff` on the command line."""
+"""`diff` on the command line, and its result as text."""
 
 import argparse
+import math
+from collections.abc import Callable
+from typing import Final
 
 from streamshard.cli.parser import keywords
 from streamshard.cli.progress import display
 from streamshard.cli.streams import print_result
-from streamshard.cli.text.diff_text import diff_text, difference_text
+from streamshard.cli.text.report_text import memory_text, read_text
+from streamshard.cli.text.tables import facts_text, more_text, paragraph, table
 from streamshard.errors import IntegrityError
+from streamshard.operations.checks.structure import title_of
 from streamshard.operations.diff import diff
+from streamshard.operations.diff.diff_report import DiffReport, Distance, TensorDiff
+from streamshard.sizes import counted
+
+_MOST_SHOWN: Final = 20
+"""Maximum tensors, and other differences, that are shown without `-v`."""
+_HEAD: Final = ("elements", "changed", "relative L2", "max abs", "mean abs", "cosine")
+_NO_NUMBERS: Final = -2.0
+"""A sort key below that of any figure; cosines are negated, so their keys are at least -1."""
+
+ORDERS: Final[dict[str, Callable[[TensorDiff], float]]] = {
+    "relative": lambda tensor: _rank(tensor, tensor.distance.relative_l2),
+    "max": lambda tensor: _rank(tensor, tensor.distance.max_abs),
+    "mean": lambda tensor: _rank(tensor, tensor.distance.mean_abs),
+    "cosine": lambda tensor: _rank(tensor, _turned(tensor.distance)),
+    "changed": lambda tensor: tensor.distance.fraction_changed,
+}
+"""Sort keys of tensors, the most changed first; `name` keeps the checkpoint's order."""
+
+
+def _rank(tensor: TensorDiff, value: float | None) -> float:
+    """Sort tensors without the figure first; tensors without numbers and equal tensors last."""
+    if not tensor.distance.changed:
+        return -math.inf
+    if tensor.distance.max_abs is None:
+        return _NO_NUMBERS
+    return math.inf if value is None else value
+
+
+def _turned(distance: Distance) -> float | None:
+    return None if distance.cosine is None else -distance.cosine
+
+
+def diff_text(found: DiffReport, *, sort: str, verbose: bool) -> str:
+    """Format the result of `diff`."""
+    blocks = [_summary(found, verbose=verbose), *map(paragraph, found.notes)]
+    blocks += [_states(found)] if found.states else ["No tensor is in both with the same shape."]
+    blocks += _tensors(found, sort=sort, verbose=verbose)
+    blocks += _not_finite(found, verbose=verbose)
+    if found.differences:
+        lines = [f"{difference.kind}: {difference.message}" for difference in found.differences]
+        shown = lines if verbose else lines[:_MOST_SHOWN]
+        blocks.append("\n".join(["Other differences:", *shown]))
+        blocks.append(more_text(len(lines) - len(shown)))
+    if found.is_equal:
+        blocks.append("Equal to the bit. Checksums were not looked at: verify does that.")
+    return "\n\n".join(filter(None, blocks))
+
+
+def difference_text(found: DiffReport) -> str:
+    """Summarize the differences in one line."""
+    changed, others = len(found.changed), len(found.differences)
+    parts = [f"{changed:,} of {counted(len(found.tensors), 'tensor')}"] if changed else []
+    parts += [counted(others, "other difference")] if others else []
+    return f"{found.left}: differs from {found.right}: {', '.join(parts)}"
+
+
+def _summary(found: DiffReport, *, verbose: bool) -> str:
+    changed = len(found.changed)
+    left, right = (
+        f"{path} ({title_of(kind)}), {tag}"
+        for path, kind, tag in zip((found.left, found.right), found.kinds, found.tags, strict=True)
+    )
+    facts = [
+        ("from", left),
+        ("to", right),
+        ("tensors", f"{changed:,} changed, {len(found.tensors) - changed:,} equal"),
+        ("read", read_text(found)),
+    ]
+    if verbose:
+        facts.append(("memory", memory_text(found, verbose=True)))
+    return facts_text(facts)
+
+
+def _states(found: DiffReport) -> str:
+    rows = [
+        (state.state, f"{state.changed_tensors:,} of {state.tensors:,}", *_cells(state.distance))
+        for state in found.states
+    ]
+    return table([("state", "tensors", *_HEAD), *rows], of_numbers=True)
+
+
+def _tensors(found: DiffReport, *, sort: str, verbose: bool) -> list[str]:
+    tensors = list(found.tensors if verbose else found.changed)
+    if sort != "name":
+        tensors.sort(key=ORDERS[sort], reverse=True)
+    shown = tensors if verbose else tensors[:_MOST_SHOWN]
+    if not shown:
+        return []
+    rows = [(tensor.name, *_cells(tensor.distance)) for tensor in shown]
+    more = more_text(len(tensors) - len(shown), "-v shows all tensors", "more changed")
+    return [table([("tensor", *_HEAD), *rows], of_numbers=True), more]
+
+
+def _not_finite(found: DiffReport, *, verbose: bool) -> list[str]:
+    """List the tensors with NaNs or infinities, which the figures leave out."""
+    rows = [
+        (tensor.name, *(f"{count:,}" for count in (*tensor.distance.nan, *tensor.distance.inf)))
+        for tensor in found.tensors
+        if any((*tensor.distance.nan, *tensor.distance.inf))
+    ]
+    shown = rows if verbose else rows[:_MOST_SHOWN]
+    if not shown:
+        return []
+    head = ("not finite", "NaN from", "NaN to", "inf from", "inf to")
+    return [table([head, *shown]), more_text(len(rows) - len(shown))]
+
+
+def _cells(distance: Distance) -> tuple[str, ...]:
+    numbers = (distance.relative_l2, distance.max_abs, distance.mean_abs)
+    cosine = _cosine(distance.cosine)
+    return (f"{distance.numel:,}", _percent(distance), *map(_number, numbers), cosine)
+
+
+def _percent(distance: Distance) -> str:
+    """Format the changed part, rounded so that 0 and 100% appear only if they are exact."""
+    if distance.changed in (0, distance.numel):
+        return "100%" if distance.changed else "0"
+    percent = 100 * distance.fraction_changed
+    if percent < 0.01:
+        return "<0.01%"
+    return ">99.99%" if percent > 99.99 else f"{percent:.2f}%"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _cosine(value: float | None) -> str:
+    if value is None or value == 1:
+        return "-" if value is None else "1"
+    return ">0.999999" if value > 0.999999 else f"{value:.6f}"
 
 
 def run_diff(arguments: argparse.Namespace) -> None:

@@ -1,13 +1,15 @@
-"""`newest` on the command line."""
+"""`newest` on the command line, and what it says of the checkpoints that it passed over."""
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import asdict
 
 from streamshard.cli.parser import keywords
 from streamshard.cli.progress import display
 from streamshard.cli.streams import print_json, tell, write_path
-from streamshard.cli.text.newest_text import newest_lines
+from streamshard.cli.text.escaping import one_line
 from streamshard.operations.newest import newest
+from streamshard.operations.newest.newest import Newest
 
 
 def run_newest(arguments: argparse.Namespace) -> None:
@@ -22,3 +24,17 @@ def run_newest(arguments: argparse.Namespace) -> None:
         tell(*newest_lines(found))
     if not arguments.json:
         write_path(found.path)
+
+
+def newest_lines(found: Newest) -> list[str]:
+    """Say why newer checkpoints were passed over, and what is suspicious about the one found."""
+    return [one_line(f"streamshard: {line}") for line in _lines(found)]
+
+
+def _lines(found: Newest) -> Iterator[str]:
+    yield from found.notes
+    for one in found.passed_over:
+        yield f"passed over {one.path}: {one.reason}"
+    for one in found.checkpoints:
+        if one.path == found.path:
+            yield from (f"{one.path}: {warning}" for warning in one.warnings)

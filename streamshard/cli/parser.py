@@ -423,11 +423,15 @@ class _Help(argparse.HelpFormatter):
         return text if text.startswith(_EXAMPLES) else super()._fill_text(text, width, indent)
 
 
-class _HelpAll(argparse.Action):
-    """Prints the help with all options."""
+class _Printing(argparse.Action):
+    """An option that prints something, and ends the process."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
+
+
+class _HelpAll(_Printing):
+    """Prints the help with all options."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         if isinstance(parser, _Parser):
@@ -436,11 +440,8 @@ class _HelpAll(argparse.Action):
         parser.exit()
 
 
-class _Version(argparse.Action):
+class _Version(_Printing):
     """Prints the version, which it looks up only when asked for."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         from importlib.metadata import PackageNotFoundError, version

@@ -42,11 +42,9 @@ def layered(opened: Source) -> WithLayerTensors:
     if opened.checkpoint.layers:
         return WithLayerTensors(opened)
     with closing(_KeptFiles(opened)) as kept:
-        added = with_layers(opened.checkpoint, kept)
-    cutting = _with_parts(opened, added.parts)
-    return WithLayerTensors(
-        replace(opened, checkpoint=added.checkpoint, cutting=cutting), added.copies
-    )
+        checkpoint, parts, copies = with_layers(opened.checkpoint, kept)
+    cutting = _with_parts(opened, parts)
+    return WithLayerTensors(replace(opened, checkpoint=checkpoint, cutting=cutting), copies)
 
 
 def with_layer_pairs(opened: Source) -> tuple[Source, Sequence[Pair]]:

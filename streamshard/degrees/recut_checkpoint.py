@@ -279,9 +279,8 @@ class _Building:
         return replace(model_part, groups=merged, module=entries, param_ids={})
 
     def _tensors(self, made: ModelPart, like: ModelPart) -> Iterator[LogicalTensor]:
-        shapes = self._like.checkpoint.group_shapes(like)
-        by_name = {name: shape for group in shapes for name, shape in group.items()}
-        yield from optimizer_tensors(made.groups, by_name, made.name)
+        shapes = self._like.checkpoint.master_shapes(like)
+        yield from optimizer_tensors(made.groups, shapes, made.name)
         for entry in made.module:
             if entry.kind != "alias" and self._has_module_tensor(entry):
                 yield LogicalTensor(MODULE, entry.name, entry.dtype, entry.shape, made.name)

@@ -221,14 +221,20 @@ class ModelPart:
         return wrapped
 
     @property
+    def hyper_parameters(self) -> Sequence[Mapping[str, Node]]:
+        """Those of each param group, by its number; none at stage 0."""
+        found: Sequence[Mapping[str, Node]]
+        found = self.wrapped_optimizer["param_groups"] if self.groups else []
+        return found
+
+    @property
     def trains_experts(self) -> bool:
         """Whether some param group is of experts, each of which has a file of its own."""
-        groups = self.wrapped_optimizer["param_groups"] if self.groups else []
-        return any(map(names.is_of_experts, groups))
+        return any(map(names.is_of_experts, self.hyper_parameters))
 
     def is_muon(self, group: ParamGroup) -> bool:
         """Tell whether DeepSpeed's Muon trains a group, and not its auxiliary Adam."""
-        return self.wrapped_optimizer["param_groups"][group.number].get(names.IS_MUON) is True
+        return self.hyper_parameters[group.number].get(names.IS_MUON) is True
 
     def whole_states(self, group: ParamGroup, layout: ZeroLayout) -> frozenset[str]:
         """Return the states that a rank keeps whole for each parameter that it owns a part of."""
@@ -255,7 +261,7 @@ class ModelPart:
         """Tell whether each parameter of a group is several tensors, as AutoEP's experts are."""
         if not group.params or names.fused_expert_of(group.params[0]) is None:
             return False
-        return names.is_of_experts(self.wrapped_optimizer["param_groups"][group.number])
+        return names.is_of_experts(self.hyper_parameters[group.number])
 
     def _parameters(self, group: ParamGroup) -> Iterable[tuple[str, int]]:
         return names.parameters(group.params) if self.fuses(group) else zip(group.params, repeat(1))

@@ -24,8 +24,7 @@ from streamshard.errors import (
 )
 from streamshard.formats.dcp.item_reader import TensorPlaces
 from streamshard.formats.dcp.metadata_reader import SavedItems, SavedTensor
-from streamshard.formats.dcp.rename_rules import rule_of
-from streamshard.formats.dcp.renaming import Held, remade
+from streamshard.formats.dcp.renaming import Held, remade, rule_of
 from streamshard.layout.boxes import grid_of
 from tests.cli.conftest import in_process
 from tests.fabricated import write

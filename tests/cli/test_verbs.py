@@ -11,7 +11,7 @@ import torch
 
 import streamshard as api
 from streamshard import Distance, TensorDiff
-from streamshard.cli.text.diff_text import ORDERS, diff_text
+from streamshard.cli.diff_command import ORDERS, diff_text
 from tests.cli.conftest import Saved, flip, in_process, passed, refused, tree
 from tests.cli.test_going_on import cut_off
 from tests.fabricated import edit, optimizer_file, write

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 import streamshard
 from streamshard import DiffReport, Distance, TensorDiff
-from streamshard.cli.text.diff_text import diff_text
+from streamshard.cli.diff_command import diff_text
 from streamshard.errors import IntegrityError, MemoryLimitError, UsageError
 from streamshard.operations.compare import matched_runs
 from tests.fabricated import edit, optimizer_file, write, write_dumps

@@ -6,7 +6,6 @@ durable and whole, so an object with the recorded etag is not read again. An obj
 uploaded but is not recorded is uploaded once more.
 """
 
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -50,9 +49,6 @@ class UploadJournal:
         self._is_noted_whole = False
         """Whether this run, or the earlier one, recorded that everything is uploaded."""
         self._clock = clock
-        self._lock = threading.Lock()
-        self._recording = threading.Lock()
-        """Held while a batch is uploaded."""
         self._known: dict[str, list[Any]] = {}
         """Path of an uploaded object → its etag and the results of its spans."""
         self._names: list[str] = []
@@ -129,37 +125,13 @@ class UploadJournal:
         self._known.clear()
 
     def note(self, path: str, version: str, results: Sequence[SpanResult]) -> None:
-        """Record an uploaded object; may be called from several threads."""
+        """Record an uploaded object, with others if that is not due yet."""
         line = [path, version, [_serialized(result) for result in results]]
-        with self._lock:
-            self._known[path] = line[1:]
-            self._batch.append(serialize_line(line))
-        # One worker at a time records what is due; what others add meanwhile, it records next.
-        while self._is_due() and self._recording.acquire(blocking=False):
-            try:
-                self._flush()
-            finally:
-                self._recording.release()
-
-    def _is_due(self) -> bool:
-        with self._lock:
-            is_full = len(self._batch) >= _BATCH or sum(map(len, self._batch)) > _BATCH_BYTES
-            is_late = self._clock() - self._flushed > _SECONDS
-            return bool(self._batch) and (is_full or is_late)
-
-    def _flush(self) -> None:
-        with self._lock:
-            batch, self._batch = self._batch, []
-            self._flushed = self._clock()
-        if not batch:
-            return
-        try:
-            write_new(self.path / str(self._next), b"".join(batch))
-        except BaseException:
-            with self._lock:
-                self._batch = batch + self._batch
-            raise
-        self._next += 1
+        self._known[path] = line[1:]
+        self._batch.append(serialize_line(line))
+        is_full = len(self._batch) >= _BATCH or sum(map(len, self._batch)) > _BATCH_BYTES
+        if is_full or self._clock() - self._flushed > _SECONDS:
+            self.close()
 
     def note_whole(self) -> None:
         """Record that everything is uploaded."""
@@ -175,8 +147,10 @@ class UploadJournal:
 
     def close(self) -> None:
         """Record what is not recorded yet."""
-        with self._recording:
-            self._flush()
+        self._flushed = self._clock()
+        if self._batch:
+            write_new(self.path / str(self._next), b"".join(self._batch))
+            self._batch, self._next = [], self._next + 1
 
     def remove(self) -> None:
         """Remove the journal; its header last, so that what is left of it is still a journal."""

@@ -1,6 +1,5 @@
 """Uploads target files, which an object store takes only from the beginning to the end."""
 
-import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,12 +39,6 @@ class Uploads:
         self.journal = journal
         self.kept_bytes = 0
         """Bytes that an earlier run uploaded."""
-        self._lock = threading.Lock()
-
-    def keep(self, nbytes: int) -> None:
-        """Count bytes that need not be uploaded again."""
-        with self._lock:
-            self.kept_bytes += nbytes
 
     def jobs(self, resources: Resources, watcher: Watcher) -> "_UploadJobs":
         return _UploadJobs(self, watcher)
@@ -123,7 +116,7 @@ class _UploadJobs(Jobs):
     def _keep(self, file: TargetFile, results: Sequence[SpanResult]) -> None:
         ending_bytes = sum(len(ending.data) for ending in file.endings)
         nbytes = sum(result.written.nbytes for result in results)
-        self._uploads.keep(nbytes + ending_bytes)
+        self._uploads.kept_bytes += nbytes + ending_bytes
         self._watcher.keep(nbytes + ending_bytes)
         self._watcher.advance(nbytes)
         self._finish(file, results, ending_bytes)

@@ -104,8 +104,7 @@ def _missing_of_optimizer(model_part: ModelPart, config: ds_config.Config) -> It
             "the kind of the optimizer: the config does not name torch's Adam or AdamW "
             '("optimizer": {"type": "AdamW", "params": {"torch_adam": true, …}})'
         )
-    groups = model_part.wrapped_optimizer["param_groups"] if model_part.groups else []
-    if any("betas" not in group or OF_TORCH not in group for group in groups):
+    if any("betas" not in group or OF_TORCH not in group for group in model_part.hyper_parameters):
         yield "the hyper-parameters of torch's Adam, in each param group"
 
 

@@ -85,7 +85,7 @@ def read_like(root: Path, like: Reading, opened: Callable[[Set[str]], Distribute
 
 def complete_reading(root: Path, found: Reading, like: Reading) -> Reading:
     (model_part,) = found.checkpoint.model_parts
-    options = model_part.wrapped_optimizer["param_groups"] if model_part.groups else []
+    options = model_part.hyper_parameters
     groups = [
         SavedGroup(group.params, {k: v for k, v in own.items() if k != PARAMS}, group.states)
         for group in model_part.groups
@@ -185,8 +185,7 @@ class _Merging:
         mine = {name: shape for name, (_, shape) in self._found.weights.items()}
         entries = {e.name: e for e in self._model_part.module if e.kind != "extra"}
         theirs = {name: entry.shape for name, entry in entries.items()}
-        for shapes in self._reference.group_shapes(self._model_part):
-            theirs |= shapes
+        theirs |= self._reference.master_shapes(self._model_part)
         # What is tied may be listed under one name only.
         optional = {name for name, entry in entries.items() if entry.kind == "alias"}
         missing = sorted(theirs.keys() - mine.keys() - optional)
@@ -213,12 +212,12 @@ class _Merging:
         """Build the param groups in the reference's order, and their hyper-parameters."""
         saved = self._found.groups
         owner = {name: number for number, group in enumerate(saved) for name in group.params}
-        like_groups = self._model_part.wrapped_optimizer["param_groups"]
+        like_groups = self._model_part.hyper_parameters
         groups, options = [], []
         for group in self._model_part.groups:
             mine = self._group_of(group, saved, owner)
             groups.append(self._merged(group, mine, like_groups[group.number]))
-            options.append(self._options(group, mine, like_groups[group.number]))
+            options.append(self._options(mine, like_groups[group.number]))
         return groups, options
 
     def _group_of(
@@ -302,7 +301,7 @@ class _Merging:
         return _as_number(key, value) if not is_tensor else _as_tensor(key, value)
 
     def _options(
-        self, group: ParamGroup, mine: SavedGroup | None, like_group: Mapping[str, Node]
+        self, mine: SavedGroup | None, like_group: Mapping[str, Node]
     ) -> Mapping[str, Node]:
         """Return the hyper-parameters that the reference's optimizer has too."""
         if mine is None or not mine.options:

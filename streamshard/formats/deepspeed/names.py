@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from streamshard.formats.pickle.inert import Global
 from streamshard.io.entries import is_file, read_all
@@ -135,18 +135,15 @@ LOOKED_INTO: Final = (
 """Entries of files and dumps that are interpreted, not only copied, and are more than a number."""
 
 
-class RankFile:
+class RankFile(NamedTuple):
     """The facts in the name of a checkpoint file."""
 
-    __slots__ = ("dp_rank", "kind", "mp_rank", "prefix")
-
-    def __init__(self, kind: str, prefix: str, dp_rank: int | None, mp_rank: int) -> None:
-        self.kind = kind
-        """`optim`, `model`, or `part` (the weights of a pipeline layer or of an expert)."""
-        self.prefix = prefix
-        self.dp_rank = dp_rank
-        """None for the model file of stages 1 and 2, which all ranks share."""
-        self.mp_rank = mp_rank
+    kind: str
+    """`optim`, `model`, or `part` (the weights of a pipeline layer or of an expert)."""
+    prefix: str
+    dp_rank: int | None
+    """None for the model file of stages 1 and 2, which all ranks share."""
+    mp_rank: int
 
 
 def read_latest(file: Path) -> str:

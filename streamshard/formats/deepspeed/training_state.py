@@ -9,7 +9,7 @@ whichever rank holds them. So each parameter's group is compared with the group 
 checkpoint has the same parameter in.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -66,7 +66,7 @@ def _compare_experts(one: ModelPart, other: ModelPart, prefix: str) -> Iterator[
 
 def _without_experts(model_part: ModelPart) -> ModelPart:
     """Return a model part without its param groups of experts, and without their learning rates."""
-    entries = _entries(model_part)
+    entries = model_part.hyper_parameters
     kept = [number for number, entry in enumerate(entries) if not names.is_of_experts(entry)]
     state = model_part.optimizer_file[names.OPTIMIZER]
     key = names.BASE_OPTIMIZER if state.get(names.BASE_OPTIMIZER) else names.OPTIMIZER
@@ -107,21 +107,14 @@ def _scalar_text(value: Node) -> Node:
     return f"{shown} {value.dtype}{list(value.shape)} {value.data.hex()}"
 
 
-def _entries(model_part: ModelPart) -> Sequence[Mapping[str, Node]]:
-    found: Sequence[Mapping[str, Node]] = (
-        model_part.wrapped_optimizer["param_groups"] if model_part.groups else []
-    )
-    return found
-
-
 def _expert_groups(model_part: ModelPart) -> list[ParamGroup]:
-    entries = _entries(model_part)
+    entries = model_part.hyper_parameters
     return [group for group in model_part.groups if names.is_of_experts(entries[group.number])]
 
 
 def _options(model_part: ModelPart, group: ParamGroup) -> dict[str, Node]:
     """Return a group's hyper-parameters and learning rates, without the count of its ranks."""
-    options = dict(_entries(model_part)[group.number])
+    options = dict(model_part.hyper_parameters[group.number])
     if options.get(names.GROUP_NAME) == names.ranks_name(group.expert_parallel):
         options[names.GROUP_NAME] = _ANY_RANKS
     rates = {
@@ -134,7 +127,7 @@ def _rates(model_part: ModelPart) -> dict[str, list[Node]]:
     """Return the lists of the scheduler that have an element for each param group."""
     scheduler = model_part.model_state.get(names.SCHEDULER)
     entries = scheduler if isinstance(scheduler, dict) else {}
-    count = len(_entries(model_part))
+    count = len(model_part.hyper_parameters)
     return {
         key: entries[key]
         for key in names.RATES_PER_GROUP
@@ -206,7 +199,7 @@ def compare_shared(one: ModelPart, other: ModelPart) -> Iterator[Disparity]:
 
 def _stated(model_part: ModelPart, group: ParamGroup) -> dict[str, str]:
     """Return the plain hyper-parameters and scalar states of a group, as text."""
-    options = model_part.wrapped_optimizer["param_groups"][group.number]
+    options = model_part.hyper_parameters[group.number]
     states = {
         key: _number(value) if isinstance(value, ScalarState) else value
         for key, value in (group.states or {}).items()

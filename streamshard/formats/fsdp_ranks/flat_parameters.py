@@ -15,7 +15,7 @@ from itertools import chain, pairwise
 from typing import Any, Final, Self
 
 from streamshard.errors import Option, UnsupportedError, UsageError
-from streamshard.formats.dcp.rename_rules import name_pattern
+from streamshard.formats.dcp.renaming import name_pattern
 from streamshard.formats.pickle.inert import Call, Global, Node
 from streamshard.formats.torch.torch_tensor import Storage, Tensor, make_tensor, tensor_of
 from streamshard.formats.torch.tree_comparison import show_few

@@ -9,7 +9,7 @@ from typing import ClassVar
 from streamshard import registry
 from streamshard.errors import IntegrityError, SourceError, release_frames
 from streamshard.formats.checkpoint import Checkpoint
-from streamshard.formats.deepspeed import ds_config
+from streamshard.formats.deepspeed import ds_config, names
 from streamshard.io.entries import listings_kept
 from streamshard.io.files import source_errors
 from streamshard.layout.memory_plan import MemoryPlan
@@ -68,6 +68,12 @@ class Reader(ABC):
 
         That is its directory, or the template of its files.
         """
+
+    def at(self, request: Request) -> Path | None:
+        """Return the path, or the tag in it that is asked for, if it holds such a checkpoint."""
+        root, tag = request.root, request.tag
+        place = root if tag is None else root / tag
+        return place if (tag is None or names.is_tag(tag)) and self.holds(place) else None
 
     def is_alone_in(self, content: DirectoryContent) -> bool | None:
         """Tell whether all of a directory is one such checkpoint; None if nothing of this kind.

@@ -6,12 +6,13 @@ the receipt names is complete, with the list of its checksums next to it. No ten
 tensors have the same chunks, and so the same files.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from streamshard.engine.numeric.checksums import crc32
 from streamshard.errors import (
     CorruptFileError,
     IntegrityError,
@@ -20,15 +21,18 @@ from streamshard.errors import (
     raise_first,
 )
 from streamshard.formats.checkpoint import Checkpoint, Dropped
+from streamshard.formats.torch.zip_layout import end_records
 from streamshard.formats.zarr import store_manifest, store_state
 from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT, array_path
 from streamshard.formats.zarr.documents import MANIFEST_PATH, STATE_PATH, store_documents
+from streamshard.formats.zarr.packed_layout import PackedEntry
 from streamshard.formats.zarr.packed_place import packed
 from streamshard.formats.zarr.store_index import MANIFEST_FILES, StoredArray, StoreIndex
 from streamshard.formats.zarr.store_manifest import FileRecord, Manifest
 from streamshard.io.changes import (
     discard,
     link_or_copy,
+    open_sink,
     remove,
     remove_file,
     rename,
@@ -36,7 +40,7 @@ from streamshard.io.changes import (
     sync_tree,
     write_new,
 )
-from streamshard.io.entries import lexists, listings_kept
+from streamshard.io.entries import ahead_of, lexists, listings_kept, open_readable
 from streamshard.io.files import source_errors, target_errors
 from streamshard.io.object_path import is_object, is_packed_name
 from streamshard.io.objects.buckets import for_each
@@ -44,7 +48,6 @@ from streamshard.io.place import place_of
 from streamshard.model import BLOB, FILE, MASTER, MODULE
 from streamshard.operations.compact import compact_report, omissions
 from streamshard.operations.compact.compact_report import CompactedTag
-from streamshard.operations.compact.packed_copy import PackedCopy
 from streamshard.operations.compact.proof import content_equal, intact, prove, same_archive, sums_of
 from streamshard.operations.compact.receipts import (
     DROPPING,
@@ -62,6 +65,66 @@ from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.transfer.report import Progress, Silent
 from streamshard.operations.transfer.target import is_there, partial_of, require_space
 from streamshard.sizes import counted, show_bytes
+
+_PIECE_BYTES: Final = 1 << 20
+
+
+class PackedCopy:
+    """Writes a store in one file from files that exist, one after another.
+
+    The one file must not exist yet, and is no store before it is finished.
+
+    `nbytes`: its size at most.
+    `advance`: told of bytes that are copied.
+    """
+
+    def __init__(self, target: Path, nbytes: int, advance: Callable[[int], None]) -> None:
+        self._sink = open_sink(target, is_new=True, nbytes=nbytes, is_last=True)
+        self._advance = advance
+        self._central: list[bytes] = []
+        self._end = 0
+
+    def copy(self, path: str, known: Path) -> None:
+        """Add a file that is a copy of a known file."""
+        piece = memoryview(bytearray(_PIECE_BYTES))
+        with open_readable(known) as file:
+            entry, offset, found = PackedEntry(path, self._end, file.nbytes), 0, 0
+            self._write(entry.header())
+            while count := file.read_into(piece, offset):
+                self._write(piece[:count])
+                offset, found = offset + count, crc32(piece[:count], found)
+                self._advance(count)
+                if file.takes_requests:
+                    file.will_need(offset, ahead_of([known]).ahead)
+        self._close_entry(entry, found)
+
+    def write(self, path: str, data: bytes) -> None:
+        """Add a small file."""
+        entry = PackedEntry(path, self._end, len(data))
+        self._write(entry.header() + data)
+        self._close_entry(entry, crc32(data))
+
+    def _close_entry(self, entry: PackedEntry, found: int) -> None:
+        self._write(entry.descriptor(found))
+        self._central.append(entry.central(found))
+        if self._end != entry.end:
+            raise CorruptFileError("changed its size while it was copied", path=Path(entry.path))
+
+    def _write(self, data: bytes | memoryview) -> None:
+        """Write what comes next: an object is uploaded from its beginning to its end."""
+        self._sink.write(memoryview(data), self._end)
+        self._end += len(data)
+
+    def finish(self) -> None:
+        """Write the zip's directory, and complete the file."""
+        directory = b"".join(self._central)
+        self._write(directory + end_records(len(self._central), len(directory), self._end))
+        self._sink.finish(None)
+
+    def close(self) -> None:
+        """Close the file; an object that is not finished is given up."""
+        self._sink.close()
+
 
 _WHY: Final = "by compact, which was to keep only the weights after a time"
 

@@ -37,11 +37,9 @@ class _UniversalReader(Reader):
         )
 
     def recognizes(self, request: Request) -> Path | None:
-        root, tag = request.root, request.tag
-        if tag is not None:
-            return root / tag if names.is_tag(tag) and self.holds(root / tag) else None
-        if self.holds(root):
-            return root
+        root, found = request.root, self.at(request)
+        if found is not None or request.tag is not None:
+            return found
         named = names.latest_of(root, names.LATEST_UNIVERSAL)
         if named is None or not names.is_tag(named):
             return None

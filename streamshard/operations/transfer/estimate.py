@@ -4,7 +4,7 @@ A dry run shows the estimate; its JSON document has it under the key `estimate`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
@@ -176,7 +176,13 @@ def estimate_run(
         written_bytes=written,
         is_upper_bound=encode is not None,
         reread_bytes=reread,
-        memory=_memory(memory_plan, report),
+        memory=MemoryParts(
+            projected_bytes=memory_plan.projected_bytes,
+            scratch_bytes=SCRATCH_BYTES,
+            slack_bytes=SLACK_BYTES,
+            limit_bytes=report.limit_bytes,
+            **asdict(memory_plan),
+        ),
         time=_time(used, memory_plan.workers, space, (read_sum + reread, written), encode)
         if measures_disk and space is not None and not any(is_object(f.path) for f in used)
         else None,
@@ -187,21 +193,6 @@ def estimate_run(
         requests=_requests(
             zip(source.files, read.tolist(), strict=True), target, byte_counts.sizes
         ),
-    )
-
-
-def _memory(plan: MemoryPlan, report: Report) -> MemoryParts:
-    return MemoryParts(
-        projected_bytes=plan.projected_bytes,
-        floor_bytes=plan.floor_bytes,
-        metadata_bytes=plan.metadata_bytes,
-        workers=plan.workers,
-        window_bytes=plan.window_bytes,
-        scratch_bytes=SCRATCH_BYTES,
-        codec_bytes=plan.codec_bytes,
-        slack_bytes=SLACK_BYTES,
-        limit_bytes=report.limit_bytes,
-        requests_bytes=plan.requests_bytes,
     )
 
 

@@ -133,7 +133,7 @@ def _read_ranks(
         notes=(*sources.notes, *_notes(layout, config)),
     )
     # The recorded slices name the parameters in the group's own order already.
-    placed = part_map(optimizer, layout, units)
+    placed = part_map(optimizer, layout)
     return cut_source(checkpoint, sources.files, whole, {}, [placed])
 
 

@@ -73,7 +73,7 @@ class UndividedGroup:
 
 def undivided_groups(model_part: ModelPart) -> list[UndividedGroup]:
     """List a model part's param groups, those of experts that may be parts of one as one."""
-    entries = model_part.wrapped_optimizer["param_groups"] if model_part.groups else []
+    entries = model_part.hyper_parameters
     by_number: dict[int, list[ParamGroup]] = {}
     for group in model_part.groups:
         by_number.setdefault(group.number, []).append(group)
@@ -266,7 +266,7 @@ class _Rule:
         if len(group.numbers) == 1 < len(targets[0]):
             return f"{what} has more than {GROUP_NUMEL:,} elements on a rank of that job"
         aside = (names.GROUP_NAME, names.IS_EXPERTS)
-        entries = self.model_part.wrapped_optimizer["param_groups"]
+        entries = self.model_part.hyper_parameters
         alike = [
             other.numbers[0]
             for other in self.groups
@@ -331,14 +331,7 @@ def order_of_reference(
                 message = f"param group {group.number} of {LIKE} has not the parameters of one"
                 raise DisagreementError(f"{message} here: it is not of the same job")
             found.append(GroupContent(sources.pop(), ranks))
-    shapes = [
-        {
-            n: shape
-            for each in one.group_shapes(one.model_parts[number])
-            for n, shape in each.items()
-        }
-        for one in (checkpoint, like)
-    ]
+    shapes = [one.master_shapes(one.model_parts[number]) for one in (checkpoint, like)]
     _require_same(groups, found, is_same=shapes[0] == shapes[1])
     return found
 

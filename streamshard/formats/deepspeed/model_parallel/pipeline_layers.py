@@ -67,19 +67,6 @@ class TensorInFile:
     dtype: str
 
 
-@dataclass(frozen=True, slots=True)
-class WithLayers:
-    """A pipeline's checkpoint with the tensors of its layers, as if the stages' modules had them.
-
-    The bytes of the layers' files are blobs of it.
-    """
-
-    checkpoint: Checkpoint
-    parts: Sequence[TensorInFile]
-    """Where the tensors are that come behind those of the stages, and then the copies."""
-    copies: Sequence[LayerCopy]
-
-
 class KeptFiles(Protocol):
     """The files that a source keeps, wherever their bytes are."""
 
@@ -90,7 +77,14 @@ class KeptFiles(Protocol):
         """Open the file with this number."""
 
 
-def with_layers(checkpoint: Checkpoint, kept: KeptFiles) -> WithLayers:
+def with_layers(
+    checkpoint: Checkpoint, kept: KeptFiles
+) -> tuple[Checkpoint, Sequence[TensorInFile], Sequence[LayerCopy]]:
+    """Return a pipeline's checkpoint as if the stages' modules had the tensors of its layers.
+
+    The bytes of the layers' files are blobs of it. With it come the places of the tensors that are
+    behind those of the stages, and then of the copies; and these.
+    """
     files = sorted(_files(checkpoint, kept), key=lambda file: file.number)
     # Those of a tag have been checked on opening, those in a store have not.
     raise_first(
@@ -130,7 +124,7 @@ def with_layers(checkpoint: Checkpoint, kept: KeptFiles) -> WithLayers:
         files=tuple(file for file in checkpoint.files if not _layer_in(file.path)),
         notes=(*checkpoint.notes, *map(Note, notes)),
     )
-    return WithLayers(made, parts, copies)
+    return made, parts, copies
 
 
 def _files(checkpoint: Checkpoint, kept: KeptFiles) -> Iterator["_File"]:
@@ -218,9 +212,7 @@ class _OneRank:
         self._buffers: dict[str, None] = {}
         for number in range(rank, len(checkpoint.model_parts), degree):
             model_part = checkpoint.model_parts[number]
-            trained = {
-                k: v for shapes in checkpoint.group_shapes(model_part) for k, v in shapes.items()
-            }
+            trained = checkpoint.master_shapes(model_part)
             self._shapes |= trained
             listed = model_part.model_state.get(names.BUFFER_NAMES) or []
             self._buffers |= dict.fromkeys(listed)

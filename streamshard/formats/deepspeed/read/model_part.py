@@ -134,7 +134,7 @@ def read_model_part(
     tensors += module.tensors
 
     param_ids = known_param_ids(optimizer.ends(), [list(unit) for unit in shapes], entries)
-    where = part_map(optimizer, layout, shapes)  # before the next lines strip what it reads
+    where = part_map(optimizer, layout)  # before the next lines strip what it reads
     strip_optimizer(states[0], stage)
     module.strip(entries)
     whole = dict(module.whole)
@@ -154,9 +154,7 @@ def read_model_part(
     )
 
 
-def part_map(
-    optimizer: OptimizerReader, layout: ZeroLayout, units: Sequence[Mapping[str, object]]
-) -> ModelPartMap:
+def part_map(optimizer: OptimizerReader, layout: ZeroLayout) -> ModelPartMap:
     """Return where a model part's optimizer keeps its states. Its groups must have been read."""
     if layout.stage == 3:
         return ModelPartMap(sub_groups=optimizer.slots, sub_group_params=optimizer.sub_group_params)

@@ -245,7 +245,7 @@ class OptimizerWriter:
         """Return what AutoEP notes of sub-groups: `_zero3_partition_group_metadata` (stage 3)."""
         if not self._model_part.model_state.get(names.AUTO_EXPERTS):
             return []
-        entries = self._model_part.wrapped_optimizer["param_groups"]
+        entries = self._model_part.hyper_parameters
         found: list[Node] = []
         for unit, sub_group in enumerate(held):
             group = self._model_part.groups[sub_group.group]
