@@ -91,6 +91,21 @@ def resharding_for(engine: Engine, opened: Source, world_size: int) -> Reshardin
         )
 
 
+def require_frozen(engine: Engine, resharding: Resharding) -> None:
+    """Refuse parameters that are not frozen and in no param group: stage 3 would not load them."""
+    if resharding.settings.layout.stage < 3:
+        return
+    entries = (e for part in resharding.source.checkpoint.model_parts for e in part.module)
+    frozen = {entry.name for entry in entries if entry.kind == "frozen"}
+    for name, param in engine.module.named_parameters():
+        if param.requires_grad and name in frozen:
+            message = f"'{name}' is in no param group of the job that saved, and here it is not"
+            raise UnsupportedError(
+                f"{message} frozen, so that stage 3 would not load it: freeze it before "
+                "deepspeed.initialize()"
+            )
+
+
 def _expert_parallel_of(engine: Engine) -> int | None:
     """Return over how many ranks an engine spreads its experts; None if it is not one count.
 

@@ -231,6 +231,7 @@ class Loading:
                 served = ServedFiles(source, files, maps=maps)
                 stack.callback(served.close)
                 self._require_fit(resharding, files)
+                live_engine.require_frozen(self._engine, resharding)
                 names = [*self._own_files(tag)]
                 for name in names:
                     served.prepare(name)

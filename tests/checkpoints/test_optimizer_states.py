@@ -224,7 +224,11 @@ OF_EACH = [
 
 
 @pytest.mark.parametrize(("job", "message"), OF_EACH)
-@pytest.mark.parametrize("made", [float, torch.tensor])
+@pytest.mark.parametrize(
+    "made",
+    [float, torch.tensor, lambda n: torch.tensor(n) if n > 1 else 1],
+    ids=["", "0-d", "both"],
+)
 def test_a_number_that_is_computed_of_what_a_rank_has_is_kept(
     tmp_path: Path, job: Job, message: str, made: Callable[[float], float | Tensor]
 ) -> None:
@@ -246,10 +250,10 @@ def test_a_number_that_is_computed_of_what_a_rank_has_is_kept(
     [
         lambda n, step: adafactor(n, 7 + step, 0.5 + step),
         lambda n, step: adafactor(n, 7, 5 + step),
-        lambda n, step: {"exp_avg_sq": torch.rand(n), "RMS": 0.5 + step},
+        lambda n, step: {"exp_avg_sq": torch.rand(n), "RMS": 0.5 + step, "mode": 1},
         lambda n, step: {**adafactor(n, 7, 0.5 + step), "mode": "ab"[step % 2]},
     ],
-    ids=["other-steps", "other-counts", "no-count", "other-modes"],
+    ids=["other-steps", "other-counts", "no-step", "other-modes"],
 )
 def test_other_numbers_than_those_show_several_saves(
     tmp_path: Path, job: Job, _: str, made: Callable[[int, int], States]

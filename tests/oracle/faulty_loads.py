@@ -59,6 +59,17 @@ class Turned(Case):
         return [{**group, "params": group["params"][::-1]} for group in groups]
 
 
+@dataclass(frozen=True)
+class Woken(Case):
+    """Has a parameter that is neither frozen nor in a param group."""
+
+    def groups(self, model: nn.Module, scale: float) -> list[dict[str, Any]]:
+        """The param groups to train; see `Case`."""
+        groups = super().groups(model, scale)
+        dict(model.named_parameters())["frozen_shift"].requires_grad_(True)
+        return groups
+
+
 def is_last() -> bool:
     return bool(distributed.get_rank() == distributed.get_world_size() - 1)
 

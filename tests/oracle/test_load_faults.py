@@ -15,7 +15,7 @@ from tests.compact.runs import STEPS, later, make_run, tag_of
 from tests.oracle import faulty_loads, ranks
 from tests.oracle.cases import BF16, SUB_GROUPS
 from tests.oracle.compare import differences
-from tests.oracle.faulty_loads import FaultyLoad, Turned
+from tests.oracle.faulty_loads import FaultyLoad, Turned, Woken
 from tests.oracle.jobs import Train
 from tests.oracle.models import Case
 from tests.oracle.topology.pipeline import Pipeline
@@ -28,6 +28,7 @@ STAGE_2, STAGE_3 = BF16[1], SUB_GROUPS
 PIPELINE = Case("pipeline", 1, "fp32", topology=Pipeline())
 OTHER_CUTS = Case("z3-other", 3, "bf16", {"zero_optimization": {"sub_group_size": 200}})
 TURNED = Turned("z2-turned", 2, "bf16")
+WOKEN = Woken("z3-woken", 3, "bf16", STAGE_3.ds_overrides)
 
 
 def as_it_is(source: Path) -> None:
@@ -140,6 +141,10 @@ FAULTS = {
     "another order of parameters": Expect(
         STAGE_2, (_LAST, "give the parameters in the same order"), ("DisagreementError",),
         job={"case_of_last": TURNED}, is_usable=False,
+    ),
+    "a parameter that stage 3 would not load": Expect(
+        STAGE_3, (_LAST, "'frozen_shift' is in no param group", "freeze it before"),
+        ("UnsupportedError",), job={"case_of_last": WOKEN}, is_usable=False,
     ),
     "other arguments": Expect(
         STAGE_2, ("rank 1 loads with load_optimizer_states=False, rank 0 with",),

@@ -358,3 +358,15 @@ def test_a_config_that_makes_no_sense_is_refused(section: Content, tmp_path: Pat
     path = write_config(tmp_path, run, offload_optimizer=section)
     with pytest.raises(StreamshardError, match=r"DeepSpeed config: .*which is no"):
         streamshard.repartition(run, tmp_path / "out", world_size=4, ds_config_file=path)
+
+
+def test_what_stage_1_takes_for_frozen_is_said_where_stage_3_would_not_load_it(
+    tmp_path: Path,
+) -> None:
+    run = write(Job(stage=1, world_size=2), tmp_path / "run")
+    whole = write(Job(stage=1, world_size=2, frozen=()), tmp_path / "whole")
+    for source, stage, is_said in ((run, 3, True), (run, 2, False), (whole, 3, False)):
+        plan = streamshard.plan_repartition(source, tmp_path / "o", world_size=3, zero_stage=stage)
+        said = [text for text in plan.report.notes if "taken for frozen" in text]
+        assert bool(said) == is_said
+        assert all("old.weight" in text for text in said)

@@ -9,9 +9,11 @@ from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.deepspeed import ds_config, names, resume_settings
 from streamshard.formats.deepspeed.ds_versions import Version
 from streamshard.model import MODULE, ZeroLayout
+from streamshard.sizes import some_of
 
 MOST_RANKS: Final = 1 << 17
 """More GPUs than any job has. A plan for so many takes minutes; a larger number is a mistake."""
+_MOST_NAMED: Final = 4
 _NOT_CUT: Final = (
     "Saved without ZeRO (stage 0), which cuts nothing: DeepSpeed loads the source itself on any "
     "count of ranks. Of what it saved, dp_world_size alone is another in OUT."
@@ -97,9 +99,17 @@ def target_settings(
 
 
 def left_out(checkpoint: Checkpoint, stage: int) -> Iterator[str]:
-    """Name the excluded weights that stages 1 and 2 save and stage 3 does not."""
+    """Name weights that stages 1 and 2 save and stage 3 does not, or only if they are frozen."""
     if stage < 3:
         return
+    if checkpoint.layout.stage == 1:
+        entries = [entry for part in checkpoint.model_parts for entry in part.module]
+        if taken := sorted({entry.name for entry in entries if entry.kind == "frozen"}):
+            yield (
+                "In no param group, so taken for frozen, which stage 1 does not record: "
+                f"{some_of(taken, _MOST_NAMED)}. Stage 3 loads them only into a job that freezes "
+                "them before deepspeed.initialize(); another keeps the values that it begins with."
+            )
     index = checkpoint.tensor_index()
     for model_part in checkpoint.model_parts:
         for entry in model_part.module:

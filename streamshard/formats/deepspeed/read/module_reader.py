@@ -206,8 +206,10 @@ class ModuleReader:
         what = f"weight of '{entry.name}'"
         if shard is None:
             message = (
-                f"{what} is in no file: neither trained nor listed as tied to another, and "
-                "saved without frozen weights"
+                f"{what} is in no file: in no param group, and listed neither as frozen nor as "
+                "another name of a weight. Of such, stage 3 saves no values; nor does it list what "
+                "one module holds twice, as ModuleList([a, a]). Resume on the ranks that saved it; "
+                "engine.save_16bit_model() writes the weights that it has"
             )
             if names.SHARED_PARAMS not in file.root:
                 message = (

@@ -263,8 +263,8 @@ class OptimizerReader:
             if other != first_states:
                 own = _numbers_of_sub_groups(states)
                 if own:
-                    error = _of_each(f"optimizer state '{own[0]}'", "sub-group", self._paths[0])
-                    return self._uncut(members, first, ranks, error)
+                    each = _of_each(f"optimizer state '{own[0]}'", "sub-group", self._paths[0])
+                    return self._uncut(members, first, ranks, each)
                 message = "sub-groups of a param group differ in state"
                 raise DisagreementError(message, path=self._paths[0])
         return first_states
@@ -381,22 +381,29 @@ class OptimizerReader:
             )
             for key in keys
         }
-        found = {} if self.strips_states else states_in_blocks(held, self._sources)
-        try:
-            found |= {key: self._state(unit, key, held[key]) for key in keys if key not in found}
-        except DisagreementError as error:
-            own = numbers_of_each({key: held[key].numbers(self._sources) for key in keys})
-            for key in keys:
-                if key not in own and key not in found:
-                    self._state(unit, key, held[key])
-            if own:
-                raise _of_each(held[min(own)].what, "rank", self._paths[ranks[0]]) from error
-            raise
-        found = {key: found[key] for key in keys}
+        found = self._interpreted(unit, held, self._paths[ranks[0]])
         for key, state in found.items():
             if isinstance(state, FlatState):
                 self._add_slot(slot, key, ranks, held[key].tensors)
         return found
+
+    def _interpreted(
+        self, unit: int, held: Mapping[str, StateOfRanks], path: Path
+    ) -> dict[str, Node]:
+        """Interpret a unit's states. `path`: the first rank's file."""
+        found = {} if self.strips_states else states_in_blocks(held, self._sources)
+        rest = [key for key in held if key not in found]
+        try:
+            found |= {key: self._state(unit, key, held[key]) for key in rest}
+        except DisagreementError as error:
+            own = numbers_of_each({key: held[key].numbers(self._sources) for key in rest})
+            for key in rest:
+                if key not in own:
+                    self._state(unit, key, held[key])
+            if own:
+                raise _of_each(held[min(own)].what, "rank", path) from error
+            raise
+        return {key: found[key] for key in held}
 
     def _state(self, unit: int, key: str, state: StateOfRanks) -> Node:
         """Interpret one state of a unit."""

@@ -25,6 +25,7 @@ from streamshard.formats.torch.torch_tensor import Tensor, storages_in
 from streamshard.layout.zero import ceil_div
 from streamshard.model import ITEMSIZE
 
+_STEP: Final = "step"
 _PLAIN_LIMIT_BYTES: Final = 1024
 """Most bytes of a plain value: values that are not tensors are written into every rank's file."""
 _REBUILDS: Final = {
@@ -207,17 +208,16 @@ def states_in_blocks(states: Mapping[str, StateOfRanks], sources: SourceFiles) -
 def numbers_of_each(held: Mapping[str, Sequence[Node]]) -> set[str]:
     """Return the states that are numbers computed of what each rank or sub-group has.
 
-    Such are fractions that differ, as the `RMS` of Adafactor in transformers (5.23), where counts
-    of steps show that all are of one save. `held`: state → its values.
+    Such are fractions that differ, as the `RMS` of Adafactor in transformers (5.23), where the step
+    and all other counts show that they are of one save. `held`: state → its values.
     """
-    numbers = {key: found for key, values in held.items() if (found := [*map(_number, values)])}
-    known = {
-        key: found
-        for key, found in numbers.items()
-        if None not in found and len({*map(type, found)}) == 1
-    }
+    known: dict[str, list[int | float]] = {}
+    for key, values in held.items():
+        numbers = [number for value in values if (number := _number(value)) is not None]
+        if len(numbers) == len(values):
+            known[key] = numbers
     counts = [key for key, found in known.items() if all(float(n).is_integer() for n in found)]
-    if not counts or any(len({*known[key]}) > 1 for key in counts):
+    if _STEP not in counts or any(len({*known[key]}) > 1 for key in counts):
         return set()
     return {key for key, found in known.items() if len({*found}) > 1}
 
