@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import google_crc32c
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,6 +44,14 @@ def test_of_bytes_that_follow_others(before: bytes, after: bytes) -> None:
     assert crc32(after, crc32(before)) == zlib.crc32(before + after)
     assert crc32c(after, crc32c(before)) == google_crc32c.value(before + after)
     assert join_crc32(crc32(before), crc32(after), len(after)) == zlib.crc32(before + after)
+
+
+@pytest.mark.parametrize("nbytes", [0, (1 << 16) - 1, 1 << 16, (1 << 20) + 1])
+def test_of_few_bytes_and_of_many(nbytes: int) -> None:
+    """Many are read without the GIL, from wherever they begin, and are not written to."""
+    data = np.random.default_rng(nbytes).bytes(nbytes + 3)
+    for view in (memoryview(data)[3:], memoryview(bytearray(data))[3:]):
+        assert crc32c(view, 0xDEADBEEF) == google_crc32c.extend(0xDEADBEEF, data[3:])
 
 
 LONG = st.sampled_from([0, 1, 7, 8, 1 << 20, (1 << 20) + 1, 5_000_003])

@@ -1,10 +1,36 @@
 """CRC-32 as zip files use it, and CRC-32C (Castagnoli) as Zarr's checksum codec uses it."""
 
+import ctypes
+from collections.abc import Callable
+from typing import Any, Final
+
 import google_crc32c
 import numpy as np
 from isal import isal_zlib
 
 from streamshard.model import Digest
+
+_LARGE_BYTES: Final = 1 << 16
+"""From here on, other threads should run while a checksum is computed."""
+
+
+def _foreign_crc32c() -> Callable[[int, int, int], int] | None:
+    """Return the library's function, to be called without the GIL; None if there is none.
+
+    The library's own wrapper keeps the GIL, so that only one thread computes at a time.
+    """
+    extension: Any = getattr(google_crc32c, "_crc32c", None)
+    try:
+        found = ctypes.CDLL(extension.__file__).crc32c_extend
+    except (AttributeError, OSError):
+        return None
+    found.restype = ctypes.c_uint32
+    found.argtypes = [ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t]
+    extend: Callable[[int, int, int], int] = found
+    return extend
+
+
+_extend: Final = _foreign_crc32c()
 
 
 def crc32(view: memoryview | bytes, before: int = 0) -> int:
@@ -15,7 +41,10 @@ def crc32(view: memoryview | bytes, before: int = 0) -> int:
 def crc32c(view: memoryview | bytes, before: int = 0) -> int:
     """Return the CRC-32C of bytes that follow others with the CRC-32C `before`."""
     # The library needs a bytes-like object of its kind; an array over the view avoids a copy.
-    return int(google_crc32c.extend(before, np.frombuffer(view, dtype=np.uint8)))
+    content = np.frombuffer(view, dtype=np.uint8)
+    if _extend is not None and len(content) >= _LARGE_BYTES:
+        return _extend(before, content.ctypes.data, len(content))
+    return int(google_crc32c.extend(before, content))
 
 
 def join_crc32(first: int, second: int, second_bytes: int) -> int:

@@ -230,7 +230,9 @@ class Window:
             if self._filled == len(self.buffer):
                 self._flush()
             piece = view[: len(self.buffer) - self._filled]
-            self.buffer[self._filled : self._filled + len(piece)] = piece
+            # Other threads run while an array is copied, but not while a view is.
+            room = self.buffer[self._filled : self._filled + len(piece)]
+            np.frombuffer(room, np.uint8)[:] = np.frombuffer(piece, np.uint8)
             self._filled += len(piece)
             view = view[len(piece) :]
 
