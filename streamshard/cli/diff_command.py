@@ -61,7 +61,7 @@ def diff_text(found: DiffReport, *, sort: str, verbose: bool) -> str:
     return "\n\n".join(filter(None, blocks))
 
 
-def difference_text(found: DiffReport) -> str:
+def _difference_text(found: DiffReport) -> str:
     """Summarize the differences in one line."""
     changed, others = len(found.changed), len(found.differences)
     parts = [f"{changed:,} of {counted(len(found.tensors), 'tensor')}"] if changed else []
@@ -153,4 +153,4 @@ def run_diff(arguments: argparse.Namespace) -> None:
     form = {"sort": arguments.sort, "verbose": arguments.verbose}
     print_result(found, arguments, lambda: diff_text(found, **form))
     if not found.is_equal:
-        raise IntegrityError(difference_text(found))
+        raise IntegrityError(_difference_text(found))

@@ -21,12 +21,12 @@ def run_newest(arguments: argparse.Namespace) -> None:
     if found.path is None:
         raise newest.none_good(found)
     if not arguments.quiet:
-        tell(*newest_lines(found))
+        tell(*_newest_lines(found))
     if not arguments.json:
         write_path(found.path)
 
 
-def newest_lines(found: Newest) -> list[str]:
+def _newest_lines(found: Newest) -> list[str]:
     """Say why newer checkpoints were passed over, and what is suspicious about the one found."""
     return [one_line(f"streamshard: {line}") for line in _lines(found)]
 

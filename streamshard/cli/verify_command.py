@@ -22,9 +22,9 @@ def run_verify(arguments: argparse.Namespace) -> None:
     with display(arguments.progress_mode, is_quiet=arguments.quiet) as progress:
         found = verify.verify(progress=progress, **keywords(arguments))
     form = {"verbose": arguments.verbose, "with_digests": arguments.digests}
-    print_result(found, arguments, lambda: verification_text(found, **form))
+    print_result(found, arguments, lambda: _verification_text(found, **form))
     if not found.is_good:
-        first, *others = findings_lines(found, verbose=arguments.quiet)
+        first, *others = _findings_lines(found, verbose=arguments.quiet)
         error = IntegrityError(first)
         for line in others:
             error.add_note(line)
@@ -35,7 +35,7 @@ _MOST_SHOWN: Final = 20
 """Maximum problems that are shown without `-v`."""
 
 
-def verification_text(found: Verification, *, verbose: bool, with_digests: bool) -> str:
+def _verification_text(found: Verification, *, verbose: bool, with_digests: bool) -> str:
     """Format what `verify` checked and found."""
     kind = f" ({title_of(found.kind)})" if found.kind else ""
     facts: list[tuple[str, object]] = [("checkpoint", f"{found.path}{kind}")]
@@ -68,7 +68,7 @@ def verification_text(found: Verification, *, verbose: bool, with_digests: bool)
     return "\n\n".join(filter(None, [*blocks, more_text(len(wrong) - len(shown))]))
 
 
-def findings_lines(found: Verification, *, verbose: bool) -> list[str]:
+def _findings_lines(found: Verification, *, verbose: bool) -> list[str]:
     """Summarize the problems in one line; if verbose, with all problems below."""
     wrong: list[Problem | Difference] = [*found.problems, *found.differences]
     count = counted(len(found.problems), "problem")

@@ -9,7 +9,7 @@ import numpy as np
 from streamshard.engine.journals.journal import Written
 from streamshard.engine.numeric.cast import count_infinite
 from streamshard.engine.numeric.checksums import RunningChecksums, crc32, join_crc32
-from streamshard.engine.numeric.digests import CRC32C
+from streamshard.engine.numeric.crc import CRC32C
 from streamshard.engine.run.region import ReadAhead, RegionFiller
 from streamshard.engine.run.source_reader import ReusableBuffer, SourceReader
 from streamshard.engine.run.work import Codec, Fixed, Region, RegionResult, Span, SpanResult

@@ -82,10 +82,10 @@ def name_pattern(pattern: str) -> re.Pattern[str]:
     return re.compile(r"([^.]+)".join(map(re.escape, pattern.split("*"))))
 
 
-def with_stars(pattern: str, stars: Sequence[str]) -> str:
+def _with_stars(pattern: str, stars: Sequence[str]) -> str:
     """Return a pattern with text in the place of its stars.
 
-    >>> with_stars("layers.*.experts.*.up", ["3", "0"])
+    >>> _with_stars("layers.*.experts.*.up", ["3", "0"])
     'layers.3.experts.0.up'
     """
     first, *others = pattern.split("*")
@@ -215,12 +215,12 @@ def _moves_of(found: Distributed, rules: Sequence[Rule]) -> Iterator[_Move]:
             yield _Move(rule, (name,), tuple(_made_of(rule, stars, found.weight(name), name)))
         elif (rule.line, stars) not in joined:
             joined.add((rule.line, stars))
-            sources = tuple(with_stars(pattern, stars) for pattern in rule.sources)
+            sources = tuple(_with_stars(pattern, stars) for pattern in rule.sources)
             for source in sources:
                 if source not in names:
                     message = f"line {rule.line}: '{name}' is to be joined with"
                     raise UsageError(f"{message} {show(source)}, which is not there")
-            yield _Move(rule, sources, (with_stars(rule.targets[0], stars),))
+            yield _Move(rule, sources, (_with_stars(rule.targets[0], stars),))
 
 
 def _match(name: str, rules: Sequence[Rule]) -> tuple[Rule, tuple[str, ...]] | None:
@@ -239,7 +239,7 @@ def _made_of(rule: Rule, stars: tuple[str, ...], saved: SavedTensor, name: str) 
         raise UsageError(f"{message}: it cannot be taken apart by {rule.unstacked} dimensions")
     for numbers in product(*map(range, lengths)):
         for target in rule.targets:
-            yield with_stars(target, (*stars, *map(str, numbers)))
+            yield _with_stars(target, (*stars, *map(str, numbers)))
 
 
 def _require_distinct(moves: Iterable[_Move]) -> None:

@@ -148,7 +148,7 @@ def _spread(
         model_part,
         groups=regrouped,
         optimizer_file=_with_groups(model_part, groups, made, own, degree),
-        model_state=placed_anew(
+        model_state=_placed_anew(
             _with_rates(model_part.model_state, groups, made),
             {layer.module: layer.count for layer in layers},
             own,
@@ -334,7 +334,7 @@ _SECTION: Final = "expert_parallel"
 _MAPS: Final = "affine_maps"
 
 
-def placed_anew(
+def _placed_anew(
     model: Mapping[str, Node], counts: Mapping[str, int], own: int, degree: int
 ) -> Mapping[str, Node]:
     """Return a model file's dict with its experts over `degree` ranks, and no longer over `own`.
