@@ -96,7 +96,7 @@ def require_frozen(engine: Engine, resharding: Resharding) -> None:
     if resharding.settings.layout.stage < 3:
         return
     entries = (e for part in resharding.source.checkpoint.model_parts for e in part.module)
-    frozen = {entry.name for entry in entries if entry.kind == "frozen"}
+    frozen = {e.name for e in entries if e.kind == "frozen" and 0 not in e.shape}
     for name, param in engine.module.named_parameters():
         if param.requires_grad and name in frozen:
             message = f"'{name}' is in no param group of the job that saved, and here it is not"

@@ -103,8 +103,9 @@ def left_out(checkpoint: Checkpoint, stage: int) -> Iterator[str]:
     if stage < 3:
         return
     if checkpoint.layout.stage == 1:
-        entries = [entry for part in checkpoint.model_parts for entry in part.module]
-        if taken := sorted({entry.name for entry in entries if entry.kind == "frozen"}):
+        entries = (e for part in checkpoint.model_parts for e in part.module)
+        frozen = {e.name for e in entries if e.kind == "frozen" and 0 not in e.shape}
+        if taken := sorted(frozen):
             yield (
                 "In no param group, so taken for frozen, which stage 1 does not record: "
                 f"{some_of(taken, _MOST_NAMED)}. Stage 3 loads them only into a job that freezes "
