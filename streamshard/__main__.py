@@ -12,6 +12,8 @@ from streamshard.cli.signals import Signals
 
 _GARBAGE_OBJECTS: Final = 20_000
 """New objects between two searches for garbage: plans are made of many objects, and hardly any."""
+_YOUNG_SEARCHES: Final = 50
+"""Searches among new objects for each one among those that were kept before."""
 
 
 def program() -> NoReturn:
@@ -19,7 +21,7 @@ def program() -> NoReturn:
     # The handlers stay: until the interpreter has gone, a signal ends it without a word.
     signals = Signals()
     signals.install(while_loading=True)
-    gc.set_threshold(_GARBAGE_OBJECTS)
+    gc.set_threshold(_GARBAGE_OBJECTS, _YOUNG_SEARCHES)
     from streamshard.cli import streams
     from streamshard.cli.parser import parse_command
 

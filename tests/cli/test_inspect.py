@@ -193,6 +193,27 @@ def test_a_store_is_inspected_like_its_source(saved: Saved, tmp_path: Path) -> N
     assert of_shards == of_store
 
 
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_a_store_s_files_are_listed_with_their_sizes_also_where_documents_are_longer(
+    saved: Saved, tmp_path: Path, codec: str
+) -> None:
+    store = tmp_path / "run.zarr"
+    streamshard.convert(saved(3), store, codec=codec)
+    for document in (
+        "state/fp32/embed.weight/zarr.json",
+        "state/zarr.json",
+        "meta/state/zarr.json",
+    ):
+        with (store / document).open("a") as file:
+            file.write("\n\n")
+    listed = streamshard.inspect(store).file_list
+    on_disk = [file for file in store.rglob("*") if file.is_file()]
+    assert len(listed) == len(on_disk)
+    assert {file.path: file.nbytes for file in listed} == {
+        file.relative_to(store).as_posix(): file.stat().st_size for file in on_disk
+    }
+
+
 def test_a_pipe_gets_whole_lines_and_a_terminal_folds_them(tmp_path: Path) -> None:
     name = "a." + "very_" * 60 + "long[bold]\x1b[2Jname"
     run = write(Job(groups=(((name, (3, 2)),),), tied={}), tmp_path / "run")

@@ -4,6 +4,7 @@ What is damaged has wrong checksums; what is made to mislead has right ones, by 
 """
 
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -328,3 +329,17 @@ def test_names_that_are_none(store: Path, name: str) -> None:
     restate(store, other_entries(ModuleEntry(name, "extra", "", ())))
     with pytest.raises(CorruptFileError, match=r"is not a name of a tensor"):
         streamshard.inspect(store)
+
+
+@pytest.mark.parametrize("place", range(6))
+@pytest.mark.parametrize("key", ["tensors", "chunk_shapes"])
+def test_lists_of_tensors_that_share_their_parts_without_end(key: str, place: int) -> None:
+    endless: list[Any] = []
+    for _ in range(60):
+        endless = [endless] * 10
+    tensor = [*("fp32", "a", "float32", (1,), "")[:place], endless]
+    state: dict[str, Any] = {"chunk_shapes": [], "tensors": [], "families": [], "tag": "a"}
+    state |= {"layout": (2, 1), "accelerate_step": None}
+    state[key] = endless if place == 5 else [tensor]
+    with pytest.raises(CorruptFileError, match=r"is not (a shape|as|text|a name)"):
+        store_state.load(pickle.dumps(state, 2))

@@ -1,6 +1,7 @@
 """The paths of logical tensors in a store, which also name them in messages and reports."""
 
 import re
+from functools import lru_cache
 from hashlib import sha256
 from typing import Final
 from urllib.parse import quote
@@ -25,14 +26,18 @@ _PLAIN: Final = re.compile(
 
 def array_path(tensor: LogicalTensor) -> str:
     """Return the path of a logical tensor's array in the hierarchy."""
-    top = tensor.state if tensor.state in (MODULE, BLOB, FILE) else f"state/{_escape(tensor.state)}"
-    path = f"{top}/{_escape(tensor.name)}"
+    path = f"{_directory(tensor.state)}/{_escape(tensor.name)}"
     return f"{tensor.model_part}/{path}" if tensor.model_part else path
 
 
 def is_shortened(path: str) -> bool:
     """Tell whether a name was too long for its path, which then does not say it."""
     return _SHORTENED in path
+
+
+@lru_cache  # thousands of tensors have one of a few states
+def _directory(state: str) -> str:
+    return state if state in (MODULE, BLOB, FILE) else f"state/{_escape(state)}"
 
 
 def _escape(name: str) -> str:

@@ -7,7 +7,7 @@ written stores with zarr-python and TensorStore.
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import lru_cache
 from typing import Any, Final
@@ -75,21 +75,15 @@ def store_documents(
 ) -> dict[str, bytes]:
     """Serialize the zarr.json of every group and of every tensor's array, by path."""
     paths = list(map(array_path, checkpoint.tensors))
-    found = dict.fromkeys(_group_paths(paths), group_document())
+    found = dict.fromkeys(group_paths(paths), group_document())
     found["zarr.json"] = group_document({ROOT_KEY: _attributes(checkpoint)})
     for tensor, path, chunk in zip(checkpoint.tensors, paths, chunk_shapes, strict=True):
         found[f"{path}/zarr.json"] = array_document(path, tensor, chunk, codec)
     return found
 
 
-def document_paths(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield the path of every zarr.json of a store."""
-    paths = list(map(array_path, checkpoint.tensors))
-    yield from _group_paths(paths)
-    yield from (f"{path}/zarr.json" for path in (MANIFEST_PATH, STATE_PATH, *paths))
-
-
-def _group_paths(arrays: Sequence[str]) -> Iterator[str]:
+def group_paths(arrays: Iterable[str]) -> Iterator[str]:
+    """Yield the path of the zarr.json of every group above the arrays of tensors."""
     yield from ("zarr.json", "meta/zarr.json")
     known: set[str] = set()
     for above in (path.rpartition("/")[0] for path in arrays):

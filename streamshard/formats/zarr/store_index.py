@@ -136,6 +136,8 @@ class StoreIndex:
         self.rewritten: dict[str, RewrittenArray] = {}
         self.not_ours: set[str] = set()
         """Paths of all arrays that another tool rewrote, also of those that cannot be read."""
+        self.documents: dict[str, int | None] = {}
+        """Path → size of the document of each array; None where it is not as it was written."""
         self.present: set[str] = set()
         """Paths of all entries except directories, if they were listed: no link leads to them."""
         self._resolved = resolve(root)
@@ -249,10 +251,14 @@ class StoreIndex:
         return builder.build()
 
     def add_file(
-        self, path: str, nbytes: int | None, decoder: Decoder | None = None
+        self,
+        path: str,
+        nbytes: int | None,
+        decoder: Decoder | None = None,
+        full: Path | None = None,
     ) -> Fault | None:
         """Add a regular file of this length; returns what is wrong with any other."""
-        full = self.root / path
+        full = full or self.root / path
         try:
             if path not in self.present:
                 self._require_inside(path.rpartition("/")[0])
@@ -287,10 +293,15 @@ class StoreIndex:
         """Tell whether an array's document is as long as it was written; a rewritten one is not."""
         path = f"{array.path}/{ROOT_DOCUMENT}"
         record = manifest.records.get(path)
+        self.documents[path] = None
         try:
-            return record is not None and self._examine(path).nbytes == record.nbytes
+            status = self._examine(path)
         except OSError:
             return False
+        if record is None or not status.is_file or status.nbytes != record.nbytes:
+            return False
+        self.documents[path] = record.nbytes
+        return True
 
     def _read_manifest(self) -> Manifest:
         for path in MANIFEST_FILES:
@@ -322,41 +333,43 @@ class StoreIndex:
         return content
 
     def _chunk_faults(self, array: StoredArray, manifest: Manifest) -> Iterator[Fault]:
+        codec = BloscChunk(manifest.codec, array.itemsize)
         for chunk in array.chunks():
             record = manifest.records.get(chunk.path)
             if record is None:
                 place = self.root / MANIFEST_FILES[1]
                 yield Fault(place, CorruptFileError(f"does not list {chunk.path}", path=place))
                 continue
-            decoder = self._decoder(array, chunk, record, manifest.codec)
+            full = self.root / chunk.path
+            decoder = self._decoder(full, chunk, record, codec)
             wrong = decoder if isinstance(decoder, CorruptFileError) else None
             known = None if isinstance(decoder, CorruptFileError) else decoder
-            fault = self.add_file(chunk.path, record.nbytes, known)
+            fault = self.add_file(chunk.path, record.nbytes, known, full)
             if fault is None and wrong is not None:
                 del self.numbers[chunk.path]
-                fault = Fault(self.root / chunk.path, wrong)
+                fault = Fault(full, wrong)
             if fault is not None:
                 yield fault
 
     def _decoder(
-        self, array: StoredArray, chunk: StoredChunk, record: FileRecord, codec: str
+        self, path: Path, chunk: StoredChunk, record: FileRecord, codec: BloscChunk
     ) -> Decoder | CorruptFileError:
         """Say how a chunk is decoded, or what is wrong with its record."""
-        crc32s, is_raw = record.crc32s, codec == "none"
+        crc32s, is_raw = record.crc32s, codec.name == "none"
         blocks = -(-chunk.nbytes // BLOCK_BYTES) if is_raw else 1
         if is_raw and record.nbytes != chunk.nbytes + CHECKSUM_BYTES:
             message = f"{record.nbytes} bytes for {chunk.nbytes} of content"
-            return CorruptFileError(message, path=self.root / chunk.path)
+            return CorruptFileError(message, path=path)
         if len(crc32s) != blocks:
             message = f"the manifest lists {len(crc32s)} checksums where {blocks} belong"
-            return CorruptFileError(message, path=self.root / chunk.path)
+            return CorruptFileError(message, path=path)
         if is_raw:
             return BlockDigests(chunk.nbytes, BLOCK_BYTES, crc32s)
         # Twice, because the allocator keeps the memory of the previous chunk.
         self.codec_bytes = max(self.codec_bytes, 2 * (chunk.nbytes + record.nbytes))
         return EncodedChunk(
-            self.root / chunk.path,
-            BloscChunk(codec, array.itemsize),
+            path,
+            codec,
             stored_bytes=record.nbytes,
             stored_crc32=int(crc32s[0]),
             content_bytes=chunk.nbytes,

@@ -96,6 +96,9 @@ def dump(
     )
 
 
+_FLAT_LISTS: Final = "families", "tensors", "chunk_shapes"
+
+
 def load(data: bytes) -> tuple[Checkpoint, ChunkShapes]:
     """Read the bytes that `dump` returned."""
     blobs: dict[tuple[str, int, int], Storage] = {}
@@ -171,8 +174,11 @@ def without(checkpoint: Checkpoint, left_out: Collection[int]) -> Checkpoint:
 
 
 def _looked_into(root: Node) -> list[Node]:
-    """List the interpreted values: all but copied ones. Of DeepSpeed's files: `LOOKED_INTO`."""
-    found = [value for key, value in root.items() if key != "families"]
+    """List the interpreted values: all but copied ones. Of DeepSpeed's files: `LOOKED_INTO`.
+
+    Of thousands of tensors each is refused at once if it is not a few short values.
+    """
+    found = [value for key, value in root.items() if key not in _FLAT_LISTS]
     for model_part in root["families"]:
         for key, value in model_part.items():
             carried = value if key in ("model_state", "optimizer_file") else {}
@@ -380,13 +386,15 @@ def _require_tensors(
 ) -> None:
     """Require the tensors to which the param groups and the module refer."""
     for group in model_part.groups:
+        numels: dict[str, int] = {}
         for state in (MASTER, *group.flat_states()):
+            block = group.block(state)
             for param in group.params:
                 found = index.get((model_part.name, state, param))
                 if found is None:
                     raise CorruptFileError(f"{state} of {show(param)} is not there")
-                master = tensors[index[model_part.name, MASTER, param]]
-                if tensors[found].numel * group.block(state) != master.numel:
+                numel = tensors[found].numel
+                if numel * block != numels.setdefault(param, numel):
                     raise CorruptFileError(f"{state} of {show(param)} is not as long as its weight")
     module_state = model_part.model_state.get(names.MODULE_STATE)
     extra = module_state.keys() if isinstance(module_state, dict) else ()

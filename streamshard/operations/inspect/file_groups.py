@@ -10,7 +10,9 @@ from typing import Final
 from streamshard.formats.dcp import dcp_reader
 from streamshard.formats.dcp.dcp_names import METADATA
 from streamshard.formats.deepspeed import names
-from streamshard.formats.zarr.documents import MANIFEST_PATH, STATE_PATH, document_paths
+from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT
+from streamshard.formats.zarr.documents import MANIFEST_PATH, STATE_PATH, group_paths
+from streamshard.formats.zarr.store_index import MANIFEST_FILES, STATE_FILES
 from streamshard.io.entries import examine, is_listed
 from streamshard.io.files import source_errors
 from streamshard.io.relative_paths import examiner, names_below
@@ -53,8 +55,11 @@ def _sizes_in_store(source: Source) -> Iterator[tuple[str, int]]:
     if not is_listed(source.path):
         return
     examined = examiner(source.path)
+    groups = group_paths(path.removesuffix(f"/{ROOT_DOCUMENT}") for path in source.documents)
+    others = [path for path, nbytes in source.documents.items() if nbytes is None]
+    yield from ((path, nbytes) for path, nbytes in source.documents.items() if nbytes is not None)
     # Another tool may have cut the manifest and the state into several chunks.
-    for path in (*_chunks_of(source.path), *document_paths(source.checkpoint)):
+    for path in (*_chunks_of(source.path), MANIFEST_FILES[0], STATE_FILES[0], *groups, *others):
         try:
             status = examined(path)
             yield path, examine(source.path / path).nbytes if status.is_link else status.nbytes
@@ -101,7 +106,7 @@ def _place(path: str) -> str:
     >>> _place("zarr.json"), _place("state/zarr.json"), _place("state/fp32/a.weight/zarr.json")
     ('**/zarr.json', '**/zarr.json', 'state/fp32/**')
     """
-    parts = path.split("/")
+    parts = path.split("/", 3)  # deeper ones make no difference
     depth = 1 + parts[0].startswith("mp_rank_")
     depth += parts[min(depth, len(parts)) - 1] not in (MODULE, "blob", "file", "meta")
     return "/".join([*parts[:depth], "**"]) if len(parts) > depth else f"**/{parts[-1]}"
@@ -119,6 +124,6 @@ def _common(paths: Sequence[str]) -> str:
 
 def natural_order(path: str) -> list[str | int]:
     """Return a sort key that orders rank 10 after rank 9: text and numbers in turn."""
-    parts: list[str | int] = [*_NUMBERS.split(path)]
+    parts: list[str | int] = _NUMBERS.split(path)
     parts[1::2] = map(int, parts[1::2])
     return parts

@@ -1,7 +1,7 @@
 """Opens a source: finds the checkpoint at a path, and calls the reader of its format."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -64,6 +64,8 @@ class Source(Reading):
     """The same with the places of its tensors, where these are known."""
     rewritten: tuple[str, ...] = ()
     """Paths of a store's arrays that another tool rewrote."""
+    documents: Mapping[str, int | None] = field(default_factory=dict)
+    """Path → size of the document of each array of a store; None where it is not as written."""
 
     @classmethod
     def of(cls, path: Path, kind: str, found: Reading) -> Self:

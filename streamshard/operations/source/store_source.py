@@ -122,7 +122,7 @@ def _source(index: StoreIndex, tag: str | None) -> Source:
         raise UsageError(message, path=index.root)
     return Source(
         checkpoint, index.cutting(), tuple(index.files), path=index.root, kind="store",
-        codec_bytes=index.codec_bytes, rewritten=tuple(index.rewritten),
+        codec_bytes=index.codec_bytes, rewritten=tuple(index.rewritten), documents=index.documents,
     )  # fmt: skip
 
 
