@@ -1,6 +1,7 @@
 """What `verify`, `diff`, `export` and plans print, and where; their exit codes and JSON."""
 
 import json
+import os
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,15 @@ def test_a_good_checkpoint_is_called_so(saved: Saved, stage: int) -> None:
     for text in ("DeepSpeed shards", "global_step", "checksums", "No problem found."):
         assert text in done.out
     assert tree(saved(stage)) == before
+
+
+def test_a_file_that_ends_too_early_is_one_problem(stage_2: Path) -> None:
+    torn = optimizer_file(stage_2, 1)
+    os.truncate(torn, torn.stat().st_size - 700)
+    done = in_process("verify", stage_2)
+    assert (done.code, done.err) == (6, f"streamshard: {stage_2}: 1 problem\n")
+    assert done.out.count(str(torn)) == 1
+    assert "Was the save interrupted?" in done.out
 
 
 def test_every_problem_is_printed_and_the_exit_code_is_6(stage_2: Path) -> None:

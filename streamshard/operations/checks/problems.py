@@ -129,11 +129,15 @@ class Findings:
     checked: int = 0
     tensors: int = 0
     _known: set[Problem] = field(default_factory=set)
+    _first: dict[tuple[str, str], str] = field(default_factory=dict)
+    """Kind and file → the message of the first such problem."""
 
     def add(self, kind: str, file: PurePath, message: str) -> None:
-        """Add a problem of a file, unless it is known already."""
+        """Add a problem of a file, unless it is known already, or what stopped a reader of it."""
         problem = Problem(kind, str(file), message)
-        if problem not in self._known:
+        first = self._first.setdefault((kind, problem.file), message)
+        is_told = message != first and message.removeprefix(f"{file}: ") in first
+        if problem not in self._known and not is_told:
             self._known.add(problem)
             self.problems.append(problem)
 
