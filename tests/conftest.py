@@ -29,8 +29,16 @@ TIERS: Final = ("first", "oracle", "campaign")
 WITH_RANKS: Final = (ENGINES, "tests/smoke/")
 CLUSTERS: Final = "tests/cluster/"
 """Its files share clusters, whose processes use the CPU even where they wait."""
+OLDER: Final = (
+    "tests/oracle/test_dumps.py",
+    "tests/oracle/test_global_batch.py",
+    "tests/oracle/test_old_versions.py",
+    "tests/oracle/test_universal_import.py",
+)
+"""They share servers of older versions of DeepSpeed, each of which imports for six seconds."""
 
 LONGEST: Final = (
+    OLDER[0],
     CLUSTERS,
     "tests/test_memory.py",
     "tests/cloud/test_kills.py",
@@ -92,7 +100,7 @@ def pytest_collection_finish() -> None:
 
 
 class ByFile(LoadScopeScheduling):  # type: ignore[misc]
-    """Keeps the tests of a file in one process, and files that share clusters.
+    """Keeps the tests of a file in one process, and files that share clusters or servers.
 
     The files of the most tests come first, and before them those that take longest.
     """
@@ -105,6 +113,8 @@ class ByFile(LoadScopeScheduling):  # type: ignore[misc]
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
+        if file in OLDER:
+            return OLDER[0]
         return CLUSTERS if file.startswith(CLUSTERS) else file
 
 
