@@ -19,7 +19,7 @@ from streamshard.operations.source.source import Source
 
 _OWN_STATES: Final = (MODULE, BLOB, FILE)
 """States that are not the optimizer's."""
-_TOLD: Final = (NoteKind.COPIES, NoteKind.LEFT_OUT, NoteKind.MIXED)
+_TOLD: Final = (NoteKind.COPIES, NoteKind.LEFT_OUT)
 """Notes about what is compared in part."""
 _LIMIT_AGAIN: Final = 16
 """How many tensors of the training state may share an element, on average."""
