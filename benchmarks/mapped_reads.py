@@ -42,7 +42,7 @@ from benchmarks._measure import (
 )
 from benchmarks._model import transformer
 from streamshard import sizes
-from streamshard.engine.numeric.checksums import crc32
+from streamshard.checksums import crc32
 from streamshard.io import page_cache
 from streamshard.io.memory_map import map_range
 from streamshard.io.readable import open_to_read, read_into

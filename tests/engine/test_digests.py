@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamshard.checksums import RunningChecksums, crc32, crc32c, join_crc32
 from streamshard.engine.numeric import digests
-from streamshard.engine.numeric.checksums import RunningChecksums, crc32, crc32c, join_crc32
 from streamshard.engine.scan.probe import FileHashes
 from streamshard.io.entries import identify
 from streamshard.model import Digest, SourceFile

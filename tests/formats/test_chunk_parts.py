@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from isal import isal_zlib
 
-from streamshard.engine.numeric.checksums import crc32c
+from streamshard.checksums import crc32c
 from streamshard.errors import IntegrityError
 from streamshard.formats.zarr.blosc_encoder import BloscCodec, most_encoded_bytes
 from streamshard.formats.zarr.blosc_frame import PIECE_BYTES

@@ -8,7 +8,7 @@ and trailing zeros can be removed from a digest without reading the bytes before
 from collections.abc import Iterable
 from typing import Final
 
-from streamshard.engine.numeric.checksums import join_crc32
+from streamshard.checksums import join_crc32
 from streamshard.engine.numeric.crc import CRC32, CRC32C
 from streamshard.model import Digest
 

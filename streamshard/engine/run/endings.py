@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from streamshard.engine.numeric.checksums import join_crc32
+from streamshard.checksums import join_crc32
 from streamshard.engine.run.work import Ending, SpanResult, TargetFile
 from streamshard.model import Digest
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from streamshard.checksums import crc32
 from streamshard.engine.journals.journal import Written
-from streamshard.engine.numeric.checksums import crc32
 from streamshard.engine.run.span_writer import SpanWriter
 from streamshard.engine.run.window import checksums_of
 from streamshard.engine.run.work import Fixed, Region, RegionResult, SpanResult, TargetFile

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from streamshard.engine.numeric.checksums import crc32
+from streamshard.checksums import crc32
 from streamshard.errors import CorruptFileError, IntegrityError, SourceError
 from streamshard.io import page_cache
 from streamshard.io.entries import ahead_of, open_readable

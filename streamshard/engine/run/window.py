@@ -6,9 +6,9 @@ from typing import Final
 
 import numpy as np
 
+from streamshard.checksums import RunningChecksums, crc32, join_crc32
 from streamshard.engine.journals.journal import Written
 from streamshard.engine.numeric.cast import count_infinite
-from streamshard.engine.numeric.checksums import RunningChecksums, crc32, join_crc32
 from streamshard.engine.numeric.crc import CRC32C
 from streamshard.engine.run.region import ReadAhead, RegionFiller
 from streamshard.engine.run.source_reader import ReusableBuffer, SourceReader

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from streamshard.checksums import crc32, crc32c
 from streamshard.engine.journals.journal import Written
 from streamshard.engine.numeric.cast import Cast
-from streamshard.engine.numeric.checksums import crc32, crc32c
 from streamshard.model import Copies, Digest, Memory
 
 

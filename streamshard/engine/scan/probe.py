@@ -10,8 +10,8 @@ from hashlib import sha256
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from streamshard.checksums import RunningChecksums
 from streamshard.engine.jobs.executor import Host, Toolkit
-from streamshard.engine.numeric.checksums import RunningChecksums
 from streamshard.engine.numeric.magnitudes import Magnitudes, Meter, block_bytes, joined
 from streamshard.engine.run.region import RegionFiller
 from streamshard.engine.run.source_reader import SourceReader

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import google_crc32c
 import numpy as np
-from isal import isal_zlib
 
+from streamshard.checksums import crc32, crc32c
 from streamshard.errors import IntegrityError
 from streamshard.formats.zarr import blosc_frame
 from streamshard.formats.zarr.blosc_frame import PIECE_BYTES
@@ -34,9 +33,9 @@ the ends of mantissas are stored as they are, and quickly. A higher level finds 
 and makes chunks larger where it takes chance for repetition."""
 
 
-def serialize_checksum(crc32c: int) -> bytes:
+def serialize_checksum(value: int) -> bytes:
     """Serialize the checksum at the end of a chunk as Zarr's crc32c codec does."""
-    return struct.pack("<I", crc32c)
+    return struct.pack("<I", value)
 
 
 def blosc_settings(codec: str) -> dict[str, Any]:
@@ -161,8 +160,8 @@ class _InOrder:
             self._file.will_need(self.at, self._encoded_bytes - self.at)
         found = view[: self._file.read_into(view, self.at)]
         self.at += len(found)
-        self.crc32 = isal_zlib.crc32(found, self.crc32)
-        self.crc32c = google_crc32c.extend(self.crc32c, np.frombuffer(found, dtype=np.uint8))
+        self.crc32 = crc32(found, self.crc32)
+        self.crc32c = crc32c(found, self.crc32c)
         if len(found) < len(view):
             raise IntegrityError("cut off")
 
@@ -174,13 +173,12 @@ class _InOrder:
             end = memoryview(bytearray(CHECKSUM_BYTES + 1))
             self.end = bytes(end[: self._file.read_into(end, self.at)])
             self.at += len(self.end)
-            self.crc32 = isal_zlib.crc32(self.end, self.crc32)
+            self.crc32 = crc32(self.end, self.crc32)
 
 
 def require_checksum(stored: Stored, path: Path) -> memoryview:
     """Check the CRC-32C at the end of stored bytes; return the bytes before it, not copied."""
     data, end = memoryview(stored)[:-CHECKSUM_BYTES], stored[-CHECKSUM_BYTES:]
-    found = google_crc32c.value(np.frombuffer(data, dtype=np.uint8)) if len(data) else 0
-    if len(stored) < CHECKSUM_BYTES or end != serialize_checksum(found):
+    if len(stored) < CHECKSUM_BYTES or end != serialize_checksum(crc32c(data)):
         raise IntegrityError(_NOT_ITS_CHECKSUM, path=path)
     return data

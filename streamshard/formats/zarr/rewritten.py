@@ -17,10 +17,9 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import google_crc32c
 import numpy as np
-from isal import isal_zlib
 
+from streamshard.checksums import crc32, crc32c
 from streamshard.errors import (
     CorruptFileError,
     IncompleteError,
@@ -232,8 +231,7 @@ class RewrittenPiece:
 
 def _extended(sums: tuple[int, int], view: memoryview) -> tuple[int, int]:
     """Return the CRC-32 and the CRC-32C of bytes and the bytes after them."""
-    crc32c = google_crc32c.extend(sums[1], np.frombuffer(view, dtype=np.uint8))
-    return isal_zlib.crc32(view, sums[0]), crc32c
+    return crc32(view, sums[0]), crc32c(view, sums[1])
 
 
 def _first_line(error: Exception) -> str:
@@ -280,7 +278,7 @@ def read_small_array(root: Path, path: str, manifest: Manifest | None = None) ->
             raise
     content = found.read_all()
     if manifest is not None:
-        stored = content + serialize_checksum(google_crc32c.value(content))
+        stored = content + serialize_checksum(crc32c(content))
         if not _is_recorded(stored, manifest.records.get(f"{path}/c/0")):
             message = "rewritten by another tool, and not with the same"
             message = f"{message} content: it is not what the manifest records"
@@ -294,7 +292,7 @@ def _is_recorded(stored: bytes, record: FileRecord | None) -> bool:
     return (
         record is not None
         and len(stored) == record.nbytes
-        and [isal_zlib.crc32(stored)] == record.crc32s.tolist()
+        and [crc32(stored)] == record.crc32s.tolist()
     )
 
 

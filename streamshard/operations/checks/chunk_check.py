@@ -9,8 +9,8 @@ from typing import Final
 
 import numpy as np
 
+from streamshard.checksums import join_crc32
 from streamshard.engine.numeric import digests
-from streamshard.engine.numeric.checksums import join_crc32
 from streamshard.engine.scan.probe import Probe
 from streamshard.errors import IntegrityError, StreamshardError
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, serialize_checksum

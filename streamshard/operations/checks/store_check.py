@@ -6,8 +6,8 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
+from streamshard.checksums import crc32, join_crc32
 from streamshard.engine.numeric import digests
-from streamshard.engine.numeric.checksums import crc32, join_crc32
 from streamshard.errors import IntegrityError, SourceError, StreamshardError
 from streamshard.formats import strict_json
 from streamshard.formats.checkpoint import Checkpoint

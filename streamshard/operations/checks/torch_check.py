@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final, Self
 
-from streamshard.engine.numeric.checksums import join_crc32
+from streamshard.checksums import join_crc32
 from streamshard.engine.scan.probe import Probe
 from streamshard.errors import StreamshardError
 from streamshard.formats.deepspeed import names

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from streamshard.engine.numeric.checksums import crc32
+from streamshard.checksums import crc32
 from streamshard.errors import (
     CorruptFileError,
     IntegrityError,

@@ -16,8 +16,8 @@ from typing import Final
 
 import numpy as np
 
+from streamshard.checksums import crc32
 from streamshard.engine.journals.journal import Written
-from streamshard.engine.numeric.checksums import crc32
 from streamshard.engine.run.work import (
     Ending,
     Fixed,

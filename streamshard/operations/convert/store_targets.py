@@ -7,13 +7,12 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Final
 
-import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
+from streamshard.checksums import crc32, crc32c
 from streamshard.engine.journals.journal import Written
 from streamshard.engine.numeric import digests
-from streamshard.engine.numeric.checksums import crc32
 from streamshard.engine.run.work import RegionResult, SpanResult, Trailer
 from streamshard.errors import Option, UnsupportedError
 from streamshard.formats.pickle.node_checks import of_file
@@ -230,7 +229,7 @@ def small_array(path: str, data: bytes) -> dict[str, bytes]:
     """Serialize an array of raw bytes: its document and its only chunk, by path."""
     return {
         f"{path}/zarr.json": small_array_document(len(data)),
-        f"{path}/c/0": data + serialize_checksum(google_crc32c.value(data)),
+        f"{path}/c/0": data + serialize_checksum(crc32c(data)),
     }
 
 

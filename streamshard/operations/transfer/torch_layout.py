@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Final
 
-from streamshard.engine.numeric.checksums import crc32
+from streamshard.checksums import crc32
 from streamshard.engine.run.work import Ending, Fixed, Trailer
 from streamshard.formats.torch.torch_tensor import Storage
 from streamshard.formats.torch.zip_layout import Serialized, lay_out
