@@ -287,6 +287,22 @@ def test_many_modules_are_not_tried_without_end() -> None:
         joined_parameters(numels, [30 << 30, *(1 << n for n in range(30))], 64)
 
 
+def test_second_names_are_not_tried_without_end() -> None:
+    """Of two modules each may leave out any of 13 parameters: 2 ** 26 pairs of choices."""
+    numels = {f"{m}.{own}{n}.w": 1 << n for m in "ab" for own in "xy" for n in range(13)}
+    twins = {name for name in numels if name[2] == "y"}
+    with pytest.raises(UnsupportedError, match=r"too many modules .* with wrapped=PATTERN"):
+        joined_parameters(numels, [1 << 22, 5, 5], 2, twins=twins)
+
+
+def test_modules_of_many_experts_are_joined_where_they_are_named() -> None:
+    numels = {f"layers.{n}.experts.{m}.w": 3 for n in range(20) for m in range(1300)}
+    found = joined_parameters(numels, [3900 // 4] * 20, 4, wrapped=["layers.*"])
+    assert found.numels == (3900,) * 20
+    assert [len(names) for names in found.names] == [1300] * 20
+    assert found.names[19][0] == "layers.19.experts.0.w"
+
+
 def every_choice(
     numels: dict[str, int], lengths: list[int], ranks: int
 ) -> set[tuple[tuple[str, ...], ...]]:

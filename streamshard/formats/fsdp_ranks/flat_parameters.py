@@ -85,7 +85,7 @@ def joined_parameters(
     search = _Wrapping.of(numels, lengths, ranks, twins, wrapped)
     way = search.ways("", 0).get((len(lengths), 0))
     if way is not None and way.is_sized:
-        return Joined(search.sizes(way), way.joined if way.is_alone else ())
+        return Joined(way.numels, way.joined if way.is_alone else ())
     held = f"{counted(len(lengths), 'flat parameter')} as FSDP1 makes them"
     if wrapped:
         message = f"{Option('wrapped', wrapped[0])}: the files have {held}, of {show_few(lengths)}"
@@ -141,6 +141,8 @@ class _Way:
     left: Names = ()
     """Parameters that are left to a module around."""
     joined: tuple[Names, ...] = ()
+    numels: tuple[int, ...] = ()
+    """Elements of each flat parameter."""
     is_alone: bool = True
     """Whether each other choice up to there makes more or fewer flat parameters, or leaves more
     or fewer elements."""
@@ -162,10 +164,14 @@ class _Wrapping:
     twins: AbstractSet[str]
     wrapped: AbstractSet[str]
     """The modules that were wrapped; empty if any may have been."""
+    around: AbstractSet[str]
+    """The modules that these are in."""
     held: Mapping[str, Sequence[str]]
     """Parameters of each module and of those in it."""
     inside: Mapping[str, Sequence[str]]
     """Modules of each module."""
+    most: int
+    """No flat parameter has more elements."""
     known: dict[tuple[str, int], _Ways] = field(default_factory=dict)
     steps: int = 0
 
@@ -190,6 +196,7 @@ class _Wrapping:
                     inside[outer].append(module)
             for module in around:
                 held[module].append(name)
+        most = max(lengths, default=0) * ranks
         known = {"": [""]} if wrapped else {}
         for pattern in wrapped:
             matches = name_pattern(pattern).fullmatch
@@ -197,11 +204,9 @@ class _Wrapping:
             if not known[pattern]:
                 message = f"{Option('wrapped', pattern)}: no module around a parameter is named so"
                 raise UsageError(f"{message}; there are {show_few([m for m in held if m])}")
-        return cls(numels, lengths, ranks, twins, {*chain(*known.values())}, held, inside)
-
-    def sizes(self, way: _Way) -> list[int]:
-        """Return the elements of each flat parameter."""
-        return [sum(map(self.numels.__getitem__, names)) for names in way.joined]
+        chosen = {*chain(*known.values())}
+        outside = {*chain(*map(_around, chosen))}
+        return cls(numels, lengths, ranks, twins, chosen, outside, held, inside, most)
 
     def ways(self, module: str, made: int) -> _Ways:
         """Return the choices in a module behind so many flat parameters."""
@@ -219,14 +224,15 @@ class _Wrapping:
         if made < len(self.lengths) and not must_not:
             for (total, numel), way in self._inside(module, made + 1).items():
                 if numel and ceil_div(numel, self.ranks) == self.lengths[made]:
-                    own = replace(way, left=(), joined=(way.left, *way.joined))
-                    self._add(found, total, 0, own)
+                    joined, numels = (way.left, *way.joined), (numel, *way.numels)
+                    self._add(found, total, 0, replace(way, left=(), joined=joined, numels=numels))
         return found
 
     def _inside(self, module: str, made: int) -> _Ways:
         """Return the choices of modules in a module, which itself is not wrapped."""
         held = self.held[module]
-        if not self._may_be_cut(held):
+        self._count(len(held))
+        if not self._may_be_cut(module, held):
             return {(made, sum(map(self.numels.__getitem__, held))): _Way(tuple(held))}
         own = (name for name in held if name.rpartition(".")[0] == module)
         parts: list[Callable[[int], _Ways]] = [*map(self._parameter, own)]
@@ -239,14 +245,12 @@ class _Wrapping:
                     both = _Way(
                         way.left + other.left,
                         way.joined + other.joined,
+                        way.numels + other.numels,
                         is_alone=way.is_alone and other.is_alone,
                         is_sized=way.is_sized and other.is_sized,
                     )
                     self._add(ways, total, numel + more, both)
-                    self.steps += 1 + len(both.left) + len(both.joined)
-            if self.steps > _MOST_STEPS:
-                message = "has flat parameters of FSDP1 that too many modules may make up"
-                raise UnsupportedError(message)
+                    self._count(1 + len(both.left) + len(both.joined))
         return ways
 
     def _parameter(self, name: str) -> Callable[[int], _Ways]:
@@ -256,21 +260,31 @@ class _Wrapping:
 
         return ways
 
-    def _may_be_cut(self, names: Sequence[str]) -> bool:
-        """Tell whether a part of such parameters may be a flat one."""
+    def _may_be_cut(self, module: str, names: Sequence[str]) -> bool:
+        """Tell whether a part of a module with such parameters may be a flat one."""
+        if not self.twins.isdisjoint(names):
+            return True
+        if self.wrapped:
+            return module in self.around
         numels = [self.numels[name] for name in names]
-        if self.wrapped or min(numels, default=0) < self.ranks or self.twins & {*names}:
+        if min(numels, default=0) < self.ranks:
             return True
         return ceil_div(sum(numels), self.ranks) >= min(self.lengths, default=0)
 
+    def _count(self, steps: int) -> None:
+        self.steps += steps
+        if self.steps > _MOST_STEPS:
+            message = "has flat parameters of FSDP1 that too many modules may make up"
+            raise UnsupportedError(f"{message}; {name_wrapped()}")
+
     def _add(self, ways: _Ways, made: int, numel: int, way: _Way) -> None:
-        if numel > max(self.lengths, default=0) * self.ranks:
-            return  # more than any flat parameter has
+        if numel > self.most:
+            return
         known = ways.setdefault((made, numel), way)
         if known is not way:
-            is_sized = known.is_sized and way.is_sized and self.sizes(known) == self.sizes(way)
-            is_same = (known.left, known.joined) == (way.left, way.joined)
-            is_alone = is_same and known.is_alone and way.is_alone
+            is_sized = known.is_sized and way.is_sized and known.numels == way.numels
+            is_alone = known.is_alone and way.is_alone
+            is_alone = is_alone and (known.left, known.joined) == (way.left, way.joined)
             ways[made, numel] = replace(known, is_alone=is_alone, is_sized=is_sized)
 
 
