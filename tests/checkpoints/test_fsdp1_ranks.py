@@ -219,6 +219,32 @@ def test_what_may_be_of_other_parameters_is_not_taken(
         streamshard.repartition(place, tmp_path / "out", world_size=2, format=FORM, wrapped=wrapped)
 
 
+def with_groups(place: Path, change: Callable[[dict[str, Any]], list[dict[str, Any]]]) -> None:
+    for path in place.glob("optim_*"):
+        held = torch.load(path, weights_only=False)
+        torch.save({**held, "param_groups": change(held["param_groups"][0])}, path)
+
+
+def test_states_of_named_parameters_need_no_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `use_orig_params` keeps them where each rank has elements of all parameters."""
+    monkeypatch.setattr(f"{__name__}.JOINED", [(name,) for name in SHAPES])
+    place, out = saved(tmp_path / "source", 2), tmp_path / "out"
+    with_groups(place, lambda group: [{**group, "param_names": [*SHAPES]}])
+    with streamshard.open(place) as opened:
+        for name in SHAPES:
+            assert torch.equal(opened[name].tensors["exp_avg"].torch(), tensor_of(name, "exp_avg"))
+    streamshard.repartition(place, out, world_size=3, format=FORM, verify=True)
+
+
+def test_where_param_groups_hide_the_order_the_weights_are_read(tmp_path: Path) -> None:
+    place = saved(tmp_path / "source", 2)
+    with_groups(place, lambda group: [{**group, "params": some} for some in ([1], [0, 2])])
+    assert any("numbered, in 2 param groups" in note for note in streamshard.inspect(place).notes)
+    streamshard.export(place, tmp_path / "weights", verify=True)
+
+
 def test_blocks_are_not_taken_for_each_other(tmp_path: Path) -> None:
     """Their list may have been wrapped with one of them in it, which then comes first."""
     place = saved(tmp_path / "source", 2)

@@ -162,6 +162,8 @@ class _Reading:
     def optimizer(self) -> RanksOptimizer:
         names, untold = self._names()
         is_flat = self._is_flat()
+        if untold and is_flat and not (self._is_in_pieces or self._flat_numels):
+            raise UnsupportedError(untold)
         cut, flat = dict[int, CutState](), dict[int, FlatCut]()
         paths = {id(leaf): path for path, leaf in paths_to_tensors(self._root)}
         for number, leaf in enumerate(self._templates[0].leaves):
@@ -282,10 +284,14 @@ class _Reading:
             part = parts.setdefault(shard, Box(start, tensor.require_contiguous(what), []))
             if part.tensor is not tensor:
                 part.copies.append(tensor)
-        numel = self._flat_numels[path[1]]
-        self._require_padding(what, numel, parts)
+        is_known = {*joined} <= self._weights.keys() if names else path[1] in self._flat_numels
+        if not is_known:
+            raise UnsupportedError(f"{what} is of parameters that no file of the model names")
+        shapes: Sequence[Shape] = [(self._flat_numels[path[1]],)] if not names else [
+            self._weights[name].shape for name in joined
+        ]  # fmt: skip
+        self._require_padding(what, sum(map(math.prod, shapes)), parts)
         boxes = [parts[shard] for shard in range(len(parts))]
-        shapes = [self._weights[name].shape for name in joined] if names else [(numel,)]
         return FlatCut(state, joined, shapes, own[0].dtype, boxes)
 
     def _piece_cut(
