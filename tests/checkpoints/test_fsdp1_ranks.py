@@ -16,8 +16,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
 import streamshard
-from streamshard.errors import SourceError, UnsupportedError, UsageError
+from streamshard.errors import NotAsWrittenError, SourceError, UnsupportedError, UsageError
 from streamshard.formats.fsdp_ranks.flat_parameters import group_of, joined_parameters
+from streamshard.operations.repartition.rank_files_target import RankFilesWriter
 from tests.checkpoints.test_fsdp_ranks import in_rank
 from tests.dtensor_parts import rank_differences
 from tests.fabricated import write
@@ -236,6 +237,42 @@ def test_states_of_named_parameters_need_no_modules(
         for name in SHAPES:
             assert torch.equal(opened[name].tensors["exp_avg"].torch(), tensor_of(name, "exp_avg"))
     streamshard.repartition(place, out, world_size=3, format=FORM, verify=True)
+
+
+def spoil(place: Path) -> None:
+    """Change an element of a state in each rank's file."""
+    changed(place, lambda states: states[1]["exp_avg"][0].add_(1))
+
+
+@pytest.mark.parametrize("wrapped", [(), WRAPPED])
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_written_states_are_read_back(
+    ranks: int, wrapped: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the parts' lengths on these ranks do not tell what was joined."""
+    source, read_back = saved(tmp_path / "source", 2), RankFilesWriter.differences
+
+    def spoiled(self: RankFilesWriter, place: Path, *others: Any) -> list[str]:  # noqa: ANN401
+        spoil(place)
+        return read_back(self, place, *others)
+
+    monkeypatch.setattr(RankFilesWriter, "differences", spoiled)
+    with pytest.raises(NotAsWrittenError, match=r"state/exp_avg/\S+: \d of \d+ elements differ"):
+        streamshard.repartition(
+            source, tmp_path / "o", world_size=ranks, format=FORM, wrapped=wrapped, verify=True
+        )
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_modules_are_those_of_both_sides(ranks: int, tmp_path: Path) -> None:
+    one, other = saved(tmp_path / "one", 2), saved(tmp_path / "other", ranks)
+    assert streamshard.verify(one, against=other, wrapped=WRAPPED).tensors == 18
+    spoil(other)
+    assert not streamshard.verify(one, against=other, wrapped=WRAPPED).is_good
+    assert not streamshard.diff(one, other, wrapped=WRAPPED).is_equal
+    plain = tmp_path / "plain"
+    streamshard.export(one, plain)
+    assert streamshard.diff(one, plain, wrapped=WRAPPED).is_equal  # it has none
 
 
 def test_where_param_groups_hide_the_order_the_weights_are_read(tmp_path: Path) -> None:

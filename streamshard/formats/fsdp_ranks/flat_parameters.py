@@ -20,7 +20,7 @@ from streamshard.formats.pickle.inert import Call, Global, Node
 from streamshard.formats.torch.torch_tensor import Storage, Tensor, make_tensor, tensor_of
 from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.layout.zero import FlatGroup, ceil_div, flat_group
-from streamshard.model import Literal
+from streamshard.model import Literal, LogicalTensor
 from streamshard.sizes import counted
 
 Names = tuple[str, ...]
@@ -95,6 +95,26 @@ def joined_parameters(
         raise UnsupportedError(message)
     message = f"has {held}, and several choices of modules to wrap give parts of their lengths"
     raise UnsupportedError(f"{message}; {name_wrapped()}")
+
+
+def joined_in(optimizer: Node, tensors: Sequence[LogicalTensor], known: AbstractSet[str]) -> Joined:
+    """Return what is in the flat parameters of an optimizer that was read.
+
+    `tensors`: what the storages are of. `known`: names of the model's parameters.
+    """
+    keys = [key for group in optimizer[_GROUPS] for key in group[_PARAMS]]
+    flats = (next(filter(is_flat, optimizer[_STATE][key].values())) for key in keys)
+    found = ([tensor_of(node) for node in flat.args] for flat in flats)
+    held = [[tensors[one.storage.blob] for one in some if one is not None] for some in found]
+    names = tuple(tuple(tensor.name for tensor in some) for some in held)
+    is_named = {*chain(*names)} <= known
+    return Joined([sum(t.numel for t in some) for some in held], names if is_named else ())
+
+
+def require_lengths(joined: Joined, lengths: Sequence[int], ranks: int) -> None:
+    """Require that ranks have parts of these lengths of what was joined."""
+    if [ceil_div(numel, ranks) for numel in joined.numels] != [*lengths]:
+        raise UnsupportedError("has flat parameters of other lengths than what was joined to them")
 
 
 def name_wrapped() -> str:

@@ -31,7 +31,7 @@ from streamshard.formats.deepspeed.read.redundant_copies import alike
 from streamshard.formats.deepspeed.read.zero_reader import adopt_files, malformed
 from streamshard.formats.fsdp_ranks import rank_names
 from streamshard.formats.fsdp_ranks.device_meshes import require_ascending, with_local
-from streamshard.formats.fsdp_ranks.flat_parameters import flat_node
+from streamshard.formats.fsdp_ranks.flat_parameters import Joined, flat_node
 from streamshard.formats.fsdp_ranks.optimizer_files import RanksOptimizer, read_optimizer
 from streamshard.formats.fsdp_ranks.rank_names import EXTRA, KINDS, MODEL, OPTIMIZER
 from streamshard.formats.fsdp_ranks.rank_trees import TreeShape
@@ -60,16 +60,17 @@ _WEIGHTS: Final = "a model's weights in files of FSDP's ranks"
 _PIECES: Final = ("how FSDP1 with use_orig_params pads what it cuts for other ranks",)
 
 
-def read(directory: Path, wrapped: Sequence[str] = ()) -> Reading:
+def read(directory: Path, wrapped: Sequence[str] = (), joined: Joined | None = None) -> Reading:
     """Open what all ranks have saved.
 
     `wrapped`: patterns of the modules that FSDP1 wrapped, where they are known.
+    `joined`: what it has joined, where that is known.
     """
     with malformed(directory):
         files = rank_names.files_of(directory)
         for path in (path for kind in KINDS for path in files[kind]):
             require_regular(path, directory)
-        return _Ranks(directory, files, wrapped).reading()
+        return _Ranks(directory, files, wrapped, joined).reading()
 
 
 def replicas(directory: Path, wrapped: Sequence[str]) -> Iterator[Reading]:
@@ -77,7 +78,7 @@ def replicas(directory: Path, wrapped: Sequence[str]) -> Iterator[Reading]:
     with malformed(directory):
         files = rank_names.files_of(directory)
         for replica in count(1):
-            ranks = _Ranks(directory, files, wrapped, replica)
+            ranks = _Ranks(directory, files, wrapped, replica=replica)
             found = ranks.reading()
             if not ranks.has_replica:
                 return
@@ -91,6 +92,7 @@ class _Ranks:
     directory: Path
     files: Mapping[str, Sequence[Path]]
     wrapped: Sequence[str] = ()
+    joined: Joined | None = None
     replica: int = 0
     """Which replica's parts are taken of what is cut among ranks."""
     has_replica: bool = False
@@ -204,7 +206,7 @@ class _Ranks:
             return None
         try:
             rank_names.require_ranks(self.directory, OPTIMIZER, paths, len(self.files[MODEL]))
-            return read_optimizer(paths, self.sources, weights, self.wrapped)
+            return read_optimizer(paths, self.sources, weights, self.wrapped, self.joined)
         except SourceError as error:
             release_frames(error)
             is_mixed = isinstance(error, DisagreementError)

@@ -11,6 +11,7 @@ each parameter that are in its parts of these, in order.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final
@@ -21,9 +22,11 @@ from streamshard.formats.dcp.optimizer_state import is_plain, number_in
 from streamshard.formats.deepspeed.read.rank_files import SourceFiles
 from streamshard.formats.deepspeed.read.redundant_copies import alike
 from streamshard.formats.fsdp_ranks.flat_parameters import (
+    Joined,
     evened_roots,
     joined_parameters,
     name_wrapped,
+    require_lengths,
 )
 from streamshard.formats.fsdp_ranks.rank_trees import TreeShape, paths_to_tensors
 from streamshard.formats.fsdp_ranks.sharded_tensors import (
@@ -101,11 +104,13 @@ def read_optimizer(
     sources: SourceFiles,
     weights: Mapping[str, Sequence[RankPart]],
     wrapped: Sequence[str],
+    joined: Joined | None = None,
 ) -> RanksOptimizer | None:
     """Open the optimizers of all ranks, in order of rank; None if no rank has one.
 
     `weights`: the ranks' parts of each weight that is no other's second name, in the model's order.
     `wrapped`: patterns of the modules that FSDP1 wrapped, where they are known.
+    `joined`: what FSDP1 has joined, where that is known.
     """
     roots = [sources.read(path, sources.add(path)).root for path in paths]
     templates, is_in_pieces = _templates(paths, roots), False
@@ -118,7 +123,7 @@ def read_optimizer(
         return None
     with of_file(paths[0].parent):
         reading = _Reading(
-            roots[0], templates, sources, weights, wrapped, is_in_pieces=is_in_pieces
+            roots[0], templates, sources, weights, wrapped, joined, is_in_pieces=is_in_pieces
         )
         return reading.optimizer()
 
@@ -147,12 +152,13 @@ class _Reading:
         sources: SourceFiles,
         weights: Mapping[str, Sequence[RankPart]],
         wrapped: Sequence[str],
+        joined: Joined | None,
         *,
         is_in_pieces: bool,
     ) -> None:
         self._is_in_pieces = is_in_pieces
         self._root, self._templates = root, templates
-        self._sources, self._wrapped = sources, wrapped
+        self._sources, self._wrapped, self._known = sources, wrapped, joined
         self._flat_numels: Mapping[Node, int] = {}
         self._parts = weights
         self._weights = {name: parts[0] for name, parts in weights.items()}
@@ -235,17 +241,20 @@ class _Reading:
                 raise UnsupportedError(f"{message}, and so does not tell what FSDP1 joined to it")
             lengths += found.pop()
         ranks = max(self._shards()) + 1
+        twins: dict[str, str] = {}
+        search = partial(joined_parameters, numels, lengths, ranks, wrapped=self._wrapped)
         try:
-            joined = joined_parameters(numels, lengths, ranks, wrapped=self._wrapped)
+            joined = search() if self._known is None else self._known
         except (UnsupportedError, UsageError):
             twins = dict(self._twins())
             if not twins:
                 raise
-            joined = joined_parameters(
-                numels, lengths, ranks, twins=twins.keys(), wrapped=self._wrapped
-            )
-            once = {*chain(*joined.names)} or twins.keys()
-            self._tied = {name: first for name, first in twins.items() if name not in once}
+            joined = search(twins=twins.keys())
+        require_lengths(joined, lengths, ranks)
+        once = {*chain(*joined.names)} or numels.keys()
+        if self._known is not None and once < numels.keys():
+            twins = dict(self._twins())
+        self._tied = {name: first for name, first in twins.items() if name not in once}
         self._flat_numels = dict(zip(keys, joined.numels, strict=True))
         if joined.names:
             return dict(zip(keys, joined.names, strict=True)), ""

@@ -46,6 +46,7 @@ _UNTOLD: Final = (
     "tensors are frozen weights and which buffers, which names are tied, the DeepSpeed config, the "
     "loss scaler, the learning rate scheduler and the counters of steps"
 )
+_OF_RANKS: Final = "fsdp-ranks"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +210,8 @@ class Request:
     """File of rules that give its tensors other names."""
     wrapped: Sequence[str] = ()
     """Patterns of the modules that FSDP1 wrapped."""
+    joined: Any = None
+    """What FSDP1 has joined to flat parameters, where that is known: a `Joined`."""
 
     @property
     def root(self) -> Path:
@@ -238,7 +241,7 @@ class Request:
         if self.rename is not None and not found.renames:
             message = f"{Option('rename')} is for distributed checkpoints of PyTorch and Megatron"
             raise UsageError(f"{message}; this is another kind: {found.title}", path=self.root)
-        if self.wrapped and found.kind != "fsdp-ranks":
+        if self.wrapped and found.kind != _OF_RANKS:
             message = f"{Option('wrapped')} is for files of FSDP's ranks"
             raise UsageError(f"{message}; this is another kind: {found.title}", path=self.root)
         return found, place
@@ -296,7 +299,8 @@ def requests(
 ) -> list[Request]:
     """Read the config and the reference checkpoint to open checkpoints with.
 
-    The tag, the rules and the wrapped modules are those of the first.
+    The tag and the rules are those of the first; the wrapped modules are those of all that are
+    files of FSDP's ranks.
     """
     config_file, is_dumps = options.source_ds_config_file, dump_names.is_source_template
     if config_file is not None and not any(is_dumps(str(path)) for path in (first, *others)):
@@ -308,7 +312,16 @@ def requests(
         _require_of_job(options.like, known)
     rules = None if options.rename is None else as_path(options.rename)
     request = Request(first, options.tag, config, known, rules, options.wrapped)
-    return [request, *(Request(path, None, config, known) for path in others)]
+    rest = [Request(path, None, config, known) for path in others]
+    return [request, *(_with_wrapped(other, options.wrapped) for other in rest)]
+
+
+def _with_wrapped(request: Request, wrapped: Sequence[str]) -> Request:
+    if not wrapped:
+        return request
+    with listings_kept(), source_errors(request.root):
+        reader, _ = request.reader()
+    return replace(request, wrapped=wrapped) if reader.kind == _OF_RANKS else request
 
 
 def _require_of_job(like: Path_ | None, known: Source) -> None:
