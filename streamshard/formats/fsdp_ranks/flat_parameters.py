@@ -7,7 +7,7 @@ modules (torch 2.5 to 2.13: `torch/distributed/fsdp/_flat_param.py`). No file li
 modules. The lengths of the parts prove them, where of all sets of modules one has these lengths.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,12 +15,14 @@ from itertools import chain, pairwise
 from typing import Any, Final, Self
 
 from streamshard.errors import Option, UnsupportedError, UsageError
+from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.dcp.renaming import name_pattern
+from streamshard.formats.fsdp_ranks.rank_names import OPTIMIZER
 from streamshard.formats.pickle.inert import Call, Global, Node
 from streamshard.formats.torch.torch_tensor import Storage, Tensor, make_tensor, tensor_of
 from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.layout.zero import FlatGroup, ceil_div, flat_group
-from streamshard.model import Literal, LogicalTensor
+from streamshard.model import Literal
 from streamshard.sizes import counted
 
 Names = tuple[str, ...]
@@ -97,18 +99,24 @@ def joined_parameters(
     raise UnsupportedError(f"{message}; {name_wrapped()}")
 
 
-def joined_in(optimizer: Node, tensors: Sequence[LogicalTensor], known: AbstractSet[str]) -> Joined:
-    """Return what is in the flat parameters of an optimizer that was read.
-
-    `tensors`: what the storages are of. `known`: names of the model's parameters.
-    """
+def joined_of(checkpoint: Checkpoint) -> Joined | None:
+    """Return what is in the flat parameters of an optimizer that was read, if it has such."""
+    (model_part,) = checkpoint.model_parts
+    optimizer: Any = model_part.model_state.get(OPTIMIZER)
+    states = optimizer.get(_STATE) if isinstance(optimizer, dict) else None
+    if not isinstance(states, dict) or not any(map(is_flat, _leaves(states))):
+        return None
     keys = [key for group in optimizer[_GROUPS] for key in group[_PARAMS]]
-    flats = (next(filter(is_flat, optimizer[_STATE][key].values())) for key in keys)
+    flats = (next(filter(is_flat, states[key].values())) for key in keys)
     found = ([tensor_of(node) for node in flat.args] for flat in flats)
-    held = [[tensors[one.storage.blob] for one in some if one is not None] for some in found]
+    held = [[checkpoint.tensors[t.storage.blob] for t in some if t] for some in found]
     names = tuple(tuple(tensor.name for tensor in some) for some in held)
-    is_named = {*chain(*names)} <= known
+    is_named = {*chain(*names)} <= {entry.name for entry in model_part.module}
     return Joined([sum(t.numel for t in some) for some in held], names if is_named else ())
+
+
+def _leaves(states: Mapping[Node, Node]) -> Iterator[Node]:
+    return (node for own in states.values() if isinstance(own, dict) for node in own.values())
 
 
 def require_lengths(joined: Joined, lengths: Sequence[int], ranks: int) -> None:

@@ -17,7 +17,7 @@ from streamshard.formats.fsdp_ranks.device_meshes import (
     MeshShape,
     require_fsdp,
 )
-from streamshard.formats.fsdp_ranks.flat_parameters import Joined, group_of, is_flat, joined_in
+from streamshard.formats.fsdp_ranks.flat_parameters import group_of, is_flat
 from streamshard.formats.fsdp_ranks.rank_names import EXTRA, MODEL, OPTIMIZER, rank_file
 from streamshard.formats.fsdp_ranks.rank_trees import TreeShape
 from streamshard.formats.fsdp_ranks.sharded_tensors import Shape, box_of, part_of
@@ -83,15 +83,6 @@ class RankImages:
             message = f"its DTensors lie on meshes of {mesh.ranks} of its {checkpoint.ranks} ranks,"
             raise UnsupportedError(f"{message} and no file tells which meshes other ranks make")
         return cls(trees, state[EXTRA], mesh.for_ranks(ranks))
-
-    def joined(self, checkpoint: Checkpoint) -> Joined | None:
-        """Return what is in flat parameters, if there are some."""
-        template = self.trees.get(OPTIMIZER)
-        if template is None or not any(map(is_flat, template.leaves)):
-            return None
-        (model_part,) = checkpoint.model_parts
-        known = {entry.name for entry in model_part.module}
-        return joined_in(model_part.model_state[OPTIMIZER], checkpoint.tensors, known)
 
     def images(self) -> Iterator[RankImage]:
         """Yield every file, rank by rank."""

@@ -20,6 +20,7 @@ from streamshard.operations.compare.comparison import fit_sides
 from streamshard.operations.compare.matched_runs import RunPart, Runs
 from streamshard.operations.compare.matching import pair_up
 from streamshard.operations.compare.pairing import Pair, Pairing
+from streamshard.operations.compare.sides import open_alike
 from streamshard.operations.diff.diff_report import (
     TRAINING,
     DiffReport,
@@ -98,7 +99,8 @@ def diff(options: _Diff) -> DiffReport:
     first, second = requests(options, left, right)
     limit_bytes = execution.limit_or_default(options.memory_limit, floor_bytes)
     limits = Limits(floor_bytes, limit_bytes, options.workers)
-    one, other = first.open(), replace(second, tag=options.against_tag).open()
+    second = replace(second, tag=options.against_tag)
+    one, other = open_alike(first, second, first.open(), second.open())
     one.require_use_of_like(needed=other.needs_like)
     one, other, joined = other_degrees().join_unequal(one, other)
     pairing = pair_up(one, other, by_value=True)

@@ -65,7 +65,7 @@ class RankFilesWriter(TargetWriter):
 
     def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
         """Read the written files back as a checkpoint, and compare it with the source."""
-        written = Request(place, joined=self.images.joined(self.source.checkpoint))
+        written = Request(place, joined=self.source.joined)
         found: list[str] = load(READ_BACK)(written, self.source, memory, progress)
         return found
 

@@ -9,6 +9,7 @@ from typing import Final
 from streamshard.errors import UnsupportedError
 from streamshard.formats.dcp import reference
 from streamshard.formats.fsdp_ranks import fsdp_ranks_reader, rank_names
+from streamshard.formats.fsdp_ranks.flat_parameters import joined_of
 from streamshard.io.entries import is_file, paths_in
 from streamshard.layout.sample import Sample
 from streamshard.model import NoteKind
@@ -48,7 +49,8 @@ class _FsdpRanksReader(Reader):
                 )
                 raise UnsupportedError(message.removesuffix("."), path=place)
             found = reference.complete_reading(place, found, like)
-        return Source.of(place, self.kind, found)
+            return Source.of(place, self.kind, found)
+        return replace(Source.of(place, self.kind, found), joined=joined_of(found.checkpoint))
 
     def check_structure(
         self, place: Path, request: Request, findings: Findings, sample: Sample

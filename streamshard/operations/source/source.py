@@ -46,7 +46,6 @@ _UNTOLD: Final = (
     "tensors are frozen weights and which buffers, which names are tied, the DeepSpeed config, the "
     "loss scaler, the learning rate scheduler and the counters of steps"
 )
-_OF_RANKS: Final = "fsdp-ranks"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +66,7 @@ class Source(Reading):
     """Paths of a store's arrays that another tool rewrote."""
     documents: Mapping[str, int | None] = field(default_factory=dict)
     """Path → size of the document of each array of a store; None where it is not as written."""
+    joined: Any = None  # see `Request`
 
     @classmethod
     def of(cls, path: Path, kind: str, found: Reading) -> Self:
@@ -210,8 +210,7 @@ class Request:
     """File of rules that give its tensors other names."""
     wrapped: Sequence[str] = ()
     """Patterns of the modules that FSDP1 wrapped."""
-    joined: Any = None
-    """What FSDP1 has joined to flat parameters, where that is known: a `Joined`."""
+    joined: Any = None  # `Joined`: what FSDP1 has joined to flat parameters, where it is known
 
     @property
     def root(self) -> Path:
@@ -241,7 +240,7 @@ class Request:
         if self.rename is not None and not found.renames:
             message = f"{Option('rename')} is for distributed checkpoints of PyTorch and Megatron"
             raise UsageError(f"{message}; this is another kind: {found.title}", path=self.root)
-        if self.wrapped and found.kind != _OF_RANKS:
+        if self.wrapped and found.kind != "fsdp-ranks":
             message = f"{Option('wrapped')} is for files of FSDP's ranks"
             raise UsageError(f"{message}; this is another kind: {found.title}", path=self.root)
         return found, place
@@ -287,10 +286,8 @@ def open_source(
         # Absolute, so that a store's bytes do not depend on the working directory.
         like = as_path(str(options.like)).absolute()
         note = _ELASTIC.format(like=like, tag=known.checkpoint.tag)
-        checkpoint = opened.checkpoint
-        opened = replace(
-            opened, checkpoint=replace(checkpoint, notes=(Note(note), *checkpoint.notes))
-        )
+        notes = Note(note), *opened.checkpoint.notes
+        opened = replace(opened, checkpoint=replace(opened.checkpoint, notes=notes))
     return opened
 
 
@@ -299,8 +296,7 @@ def requests(
 ) -> list[Request]:
     """Read the config and the reference checkpoint to open checkpoints with.
 
-    The tag and the rules are those of the first; the wrapped modules are those of all that are
-    files of FSDP's ranks.
+    The tag, the rules and the wrapped modules are those of the first.
     """
     config_file, is_dumps = options.source_ds_config_file, dump_names.is_source_template
     if config_file is not None and not any(is_dumps(str(path)) for path in (first, *others)):
@@ -312,16 +308,7 @@ def requests(
         _require_of_job(options.like, known)
     rules = None if options.rename is None else as_path(options.rename)
     request = Request(first, options.tag, config, known, rules, options.wrapped)
-    rest = [Request(path, None, config, known) for path in others]
-    return [request, *(_with_wrapped(other, options.wrapped) for other in rest)]
-
-
-def _with_wrapped(request: Request, wrapped: Sequence[str]) -> Request:
-    if not wrapped:
-        return request
-    with listings_kept(), source_errors(request.root):
-        reader, _ = request.reader()
-    return replace(request, wrapped=wrapped) if reader.kind == _OF_RANKS else request
+    return [request, *(Request(path, None, config, known) for path in others)]
 
 
 def _require_of_job(like: Path_ | None, known: Source) -> None:

@@ -26,6 +26,7 @@ from streamshard.operations.checks.tensor_content import TensorUnits
 from streamshard.operations.compare.comparison import chosen, compare
 from streamshard.operations.compare.matching import pair_up
 from streamshard.operations.compare.pairing import Pairing, SideElements
+from streamshard.operations.compare.sides import open_alike
 from streamshard.operations.source.source import Request, Source, requests
 from streamshard.operations.source.unfinished import require_finished
 from streamshard.operations.transfer import execution
@@ -203,6 +204,7 @@ class _Run:
             self.findings.add_error(error, as_path(request.path))
             self.projected_bytes = self._limits.fit(COMPARING_BYTES).projected_bytes
             return
+        left, right = open_alike(request, other, left, right)
         self.kind, self.tag = left.kind, left.checkpoint.tag
         left.require_use_of_like(needed=right.needs_like)
         pairing = pair_up(left, right)
