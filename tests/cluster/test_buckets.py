@@ -10,13 +10,13 @@ from distributed import Client
 
 import streamshard
 from tests.cli.conftest import tree
-from tests.cloud.conftest import Bucket, bucket, proxy, service
+from tests.cloud.conftest import Bucket, bucket, proxy, service, sound
 from tests.cluster.conftest import on, started
 from tests.compact.runs import FIRST, actions, bits, make_run, receipt_of
 from tests.fabricated import write
 from tests.job import Job
 
-__all__ = ["bucket", "proxy", "service"]
+__all__ = ["bucket", "proxy", "service", "sound"]
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import streamshard
-from tests.cloud.conftest import Bucket, bucket, proxy, service  # noqa: F401
+from tests.cloud.conftest import Bucket, bucket, proxy, service, sound  # noqa: F401
 from tests.cloud.proxy import Request
 from tests.oracle import faulty_loads
 from tests.oracle.cases import BF16

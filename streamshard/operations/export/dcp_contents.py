@@ -96,8 +96,8 @@ def choose_contents(checkpoint: Checkpoint, chosen: Weights, layout: str) -> Dcp
     if not model_part.groups:
         if not checkpoint.foreign:
             raise UnsupportedError(_NAMELESS)
-        message = f"{checkpoint.foreign}, which does not tell the states of an optimizer by name."
-        raise UnsupportedError(" ".join((message, *checkpoint.remarks)).removesuffix("."))
+        reason = f"{checkpoint.foreign}, which does not tell the states of an optimizer by name."
+        raise UnsupportedError(" ".join((reason, *checkpoint.remarks)).removesuffix("."))
     keys = _Keys(layout)
     model: list[DcpEntry] = [
         TensorEntry(
