@@ -82,7 +82,7 @@ def joined_parameters(
     `wrapped`: patterns of the modules that were wrapped in the model, where they are known.
 
     >>> joined_parameters({"embed": 6, "up.weight": 8, "up.bias": 2, "norm": 2}, [4, 5], 2)
-    Joined(numels=[8, 10], names=(('embed', 'norm'), ('up.weight', 'up.bias')))
+    Joined(numels=(8, 10), names=(('embed', 'norm'), ('up.weight', 'up.bias')))
     """
     search = _Wrapping.of(numels, lengths, ranks, twins, wrapped)
     way = search.ways("", 0).get((len(lengths), 0))
