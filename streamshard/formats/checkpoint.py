@@ -2,7 +2,6 @@
 
 import math
 import struct
-from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
@@ -440,43 +439,6 @@ class Checkpoint:
         """Return the element count of a model part's trained parameters, by name."""
         shapes = self.master_shapes(model_part)
         return {name: math.prod(shape) for name, shape in shapes.items()}
-
-
-def of_others(
-    what: str,
-    tag: str,
-    ranks: int,
-    tensors: Iterable[LogicalTensor],
-    module: tuple[ModuleEntry, ...],
-    groups: tuple[ParamGroup, ...] = (),
-    hyper_parameters: Sequence[Mapping[str, Node]] = (),
-    state: Mapping[str, Node] | None = None,
-    files: tuple[OtherFile, ...] = (),
-    notes: Iterable[Note] = (),
-    unrecorded: Iterable[str] = (),
-) -> Checkpoint:
-    """Return a checkpoint that is not DeepSpeed's.
-
-    `hyper_parameters`: those of each param group.
-    `state`: training state next to the module's.
-    """
-    numels = Counter[str]()
-    for entry in module:
-        numels[entry.dtype] += math.prod(entry.shape)
-    wrapped = {"state": {}, "param_groups": list(hyper_parameters)}
-    optimizer = {names.OPTIMIZER: {names.BASE_OPTIMIZER: wrapped}} if groups else {}
-    own = {names.MODULE_STATE: OrderedDict(), **(state or {})}
-    return Checkpoint(
-        tag=tag,
-        layout=ZeroLayout(stage=0, world_size=ranks),
-        tensors=tuple(tensors),
-        model_parts=(ModelPart("", groups, module, own, optimizer, {}),),
-        module_dtype=max(numels, key=numels.__getitem__, default="float32"),
-        files=files,
-        notes=tuple(notes),
-        foreign=what,
-        unrecorded=tuple(unrecorded),
-    )
 
 
 @dataclass(frozen=True, slots=True)

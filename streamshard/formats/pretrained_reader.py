@@ -14,8 +14,9 @@ from streamshard.errors import (
     UnsupportedError,
 )
 from streamshard.formats import detect, pretrained, safetensors_file, strict_json
-from streamshard.formats.checkpoint import ModuleEntry, Reading, of_others
+from streamshard.formats.checkpoint import ModuleEntry, Reading
 from streamshard.formats.deepspeed import names
+from streamshard.formats.foreign_checkpoint import foreign_checkpoint
 from streamshard.formats.pickle.inert import show
 from streamshard.formats.pickle.node_checks import name_of, of_file
 from streamshard.formats.safetensors_file import Described, Stored
@@ -83,7 +84,7 @@ def read(directory: Path, form: str = pretrained.SAFETENSORS) -> Reading:
         builder.place(row, number, offset, tensor.numel)
     entries = tuple(ModuleEntry(t.name, "weight", t.dtype, t.shape) for t in tensors)
     notes = _notes(directory, listed)
-    checkpoint = of_others(_WHAT, directory.name, 1, tensors, entries, notes=notes)
+    checkpoint = foreign_checkpoint(_WHAT, directory.name, 1, tensors, entries, notes=notes)
     return Reading(checkpoint, builder.build(), tuple(identify(directory / f) for f in files))
 
 

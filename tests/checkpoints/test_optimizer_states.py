@@ -217,9 +217,15 @@ def adafactor(numel: int, steps: int, rms: float | Tensor) -> States:
 
 
 OF_EACH = [
-    (Job(stage=2, world_size=2), "group 0 is another number for each rank"),
-    (Job(stage=3, world_size=2, sub_group_size=1), "group 0 is another number for each rank"),
-    (Job(stage=3, world_size=1, sub_group_size=1), "'RMS' is another number for each sub-group"),
+    (Job(stage=2, world_size=2), "group 0 differs between ranks: each computes it"),
+    (
+        Job(stage=3, world_size=2, sub_group_size=1),
+        "group 0 differs between ranks: each computes it",
+    ),
+    (
+        Job(stage=3, world_size=1, sub_group_size=1),
+        "'RMS' differs between sub-groups: each computes it",
+    ),
 ]
 
 

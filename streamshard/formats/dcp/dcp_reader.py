@@ -19,7 +19,6 @@ from streamshard.formats.checkpoint import (
     ModuleEntry,
     ParamGroup,
     Reading,
-    of_others,
 )
 from streamshard.formats.dcp import dcp_names
 from streamshard.formats.dcp.item_reader import ItemFiles, TensorPlaces
@@ -33,6 +32,7 @@ from streamshard.formats.dcp.metadata_reader import (
 from streamshard.formats.dcp.optimizer_state import SavedGroup, SavedOptimizer
 from streamshard.formats.dcp.state_names import StateKeys, sort_keys
 from streamshard.formats.deepspeed.read.model_part import optimizer_tensors
+from streamshard.formats.foreign_checkpoint import foreign_checkpoint
 from streamshard.formats.pickle.inert import show
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch.tree_comparison import show_few
@@ -165,7 +165,7 @@ def as_it_is(found: Distributed) -> Reading:
         entries = _module_entries(found, {name for group in groups for name in group.params})
     shapes = {name: found.weight(name).shape for name in found.keys.weights}
     tensors = [*optimizer_tensors(groups, shapes, ""), *_module_tensors(entries)]
-    checkpoint = of_others(
+    checkpoint = foreign_checkpoint(
         found.what,
         root.name,
         found.world_size,

@@ -122,7 +122,9 @@ def _leaves(states: Mapping[Node, Node]) -> Iterator[Node]:
 def require_lengths(joined: Joined, lengths: Sequence[int], ranks: int) -> None:
     """Require that ranks have parts of these lengths of what was joined."""
     if [ceil_div(numel, ranks) for numel in joined.numels] != [*lengths]:
-        raise UnsupportedError("has flat parameters of other lengths than what was joined to them")
+        raise UnsupportedError(
+            "has flat parameters whose lengths are not those of the parameters joined to them"
+        )
 
 
 def name_wrapped() -> str:

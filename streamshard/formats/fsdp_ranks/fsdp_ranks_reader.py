@@ -24,11 +24,12 @@ from streamshard.errors import (
     UsageError,
     release_frames,
 )
-from streamshard.formats.checkpoint import ModuleEntry, Reading, of_others
+from streamshard.formats.checkpoint import ModuleEntry, Reading
 from streamshard.formats.deepspeed.read.model_part import adopt_blobs, optimizer_tensors
 from streamshard.formats.deepspeed.read.rank_files import SourceFiles
 from streamshard.formats.deepspeed.read.redundant_copies import alike
 from streamshard.formats.deepspeed.read.zero_reader import adopt_files, malformed
+from streamshard.formats.foreign_checkpoint import foreign_checkpoint
 from streamshard.formats.fsdp_ranks import rank_names
 from streamshard.formats.fsdp_ranks.device_meshes import require_ascending, with_local
 from streamshard.formats.fsdp_ranks.flat_parameters import Joined, flat_node
@@ -149,7 +150,7 @@ class _Ranks:
             _place_flat(builder, rows, tensors, self._of_replica(flat.boxes))
         for row, (file, offset) in whole.items():
             builder.place(row, file, offset, tensors[row].numel)
-        checkpoint = of_others(
+        checkpoint = foreign_checkpoint(
             _WHAT if groups else _WEIGHTS,
             self.directory.name,
             len(self.files[MODEL]),

@@ -61,7 +61,7 @@ class RankImages:
             raise UnsupportedError(f"does not read {'; '.join(checkpoint.unrecorded)}")
         if MODEL not in state:
             message = "its tensors are ShardedTensors, as FSDP1 saves them without a device mesh;"
-            raise UnsupportedError(f"{message} files of ranks are written of DTensors alone")
+            raise UnsupportedError(f"{message} only DTensors can be written to files of ranks")
         trees = {kind: TreeShape.of(state[kind]) for kind in (MODEL, OPTIMIZER) if kind in state}
         meshes = set()
         for leaf in (leaf for template in trees.values() for leaf in template.leaves):

@@ -38,10 +38,8 @@ class _FsdpRanksReader(Reader):
 
     def open(self, place: Path, request: Request) -> Source:
         """Open it as it is, or completed by a reference checkpoint."""
-        found, like = (
-            fsdp_ranks_reader.read(place, request.wrapped, request.joined),
-            request.source_like,
-        )
+        found = fsdp_ranks_reader.read(place, request.wrapped, request.joined)
+        like = request.source_like
         if like is not None:
             if not found.checkpoint.model_parts[0].groups:
                 message = " ".join(

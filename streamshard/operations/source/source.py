@@ -66,7 +66,8 @@ class Source(Reading):
     """Paths of a store's arrays that another tool rewrote."""
     documents: Mapping[str, int | None] = field(default_factory=dict)
     """Path → size of the document of each array of a store; None where it is not as written."""
-    joined: Any = None  # see `Request`
+    joined: Any = None
+    """What FSDP1 has joined to flat parameters, as its reader found it (`Joined`)."""
 
     @classmethod
     def of(cls, path: Path, kind: str, found: Reading) -> Self:
@@ -210,7 +211,8 @@ class Request:
     """File of rules that give its tensors other names."""
     wrapped: Sequence[str] = ()
     """Patterns of the modules that FSDP1 wrapped."""
-    joined: Any = None  # `Joined`: what FSDP1 has joined to flat parameters, where it is known
+    joined: Any = None
+    """What FSDP1 has joined, where another checkpoint told it (`Source.joined`)."""
 
     @property
     def root(self) -> Path:

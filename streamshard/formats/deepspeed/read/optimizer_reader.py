@@ -31,27 +31,17 @@ from streamshard.formats.deepspeed.read.rank_files import SAVE_AGAIN, SourceFile
 from streamshard.formats.deepspeed.read.state_of_ranks import (
     ANEW,
     StateOfRanks,
+    another_for_each,
     numbers_of_each,
+    numbers_of_sub_groups,
     states_in_blocks,
+    unwrapped,
 )
 from streamshard.formats.pickle import inert_dump
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import name_of, of_file
 from streamshard.formats.torch.torch_tensor import Storage, Tensor, storages_in, tensor_of
 from streamshard.model import MASTER, Slot, ZeroLayout
-
-
-def _unwrapped(states: Node) -> Node:
-    """Return a unit's states with those next to the others that bitsandbytes wraps in a dict.
-
-    `Optimizer8bit.state_dict` (0.50.2) wraps those with 32 bits too; its `load_state_dict`
-    takes both forms, as older versions take this one.
-    """
-    held = states.get(names.QUANTISED) if isinstance(states, dict) else None
-    if not isinstance(held, dict):
-        return states
-    return {**{key: node for key, node in states.items() if key != names.QUANTISED}, **held}
-
 
 _HELD_LIMIT_BYTES: Final = 1 << 16
 """Most bytes of states that are kept uncut, but for their tensors: they are in every header."""
@@ -108,7 +98,7 @@ class OptimizerReader:
             raise CorruptFileError(f"'{key}' is not the state dict of an optimizer", path=path)
         if not isinstance(inner["state"], dict):
             return inner
-        return {**inner, "state": {unit: _unwrapped(of) for unit, of in inner["state"].items()}}
+        return {**inner, "state": {unit: unwrapped(of) for unit, of in inner["state"].items()}}
 
     def _require_known(self) -> None:
         """Refuse tensors that are no group's state, and other entries in which ranks differ."""
@@ -261,9 +251,10 @@ class OptimizerReader:
         first_states = states[0] if states else None
         for other in states[1:]:
             if other != first_states:
-                own = _numbers_of_sub_groups(states)
+                own = numbers_of_sub_groups(states)
                 if own:
-                    each = _of_each(f"optimizer state '{own[0]}'", "sub-group", self._paths[0])
+                    what = f"optimizer state '{own[0]}'"
+                    each = another_for_each(what, "sub-group", self._paths[0])
                     return self._uncut(members, first, ranks, each)
                 message = "sub-groups of a param group differ in state"
                 raise DisagreementError(message, path=self._paths[0])
@@ -372,38 +363,38 @@ class OptimizerReader:
                 )
                 raise DisagreementError(message, path=self._paths[rank])
         numels = {rank: self._state_numel(unit, rank, ranks[0]) for rank in states_of}
-        held = {
+        by_key = {
             key: StateOfRanks(
                 what=f"optimizer state '{key}' of group {unit}",
-                nodes={rank: states[key] for rank, states in states_of.items()},
+                nodes={rank: own[key] for rank, own in states_of.items()},
                 numels=numels,
                 paths=self._paths,
             )
             for key in keys
         }
-        found = self._interpreted(unit, held, self._paths[ranks[0]])
+        found = self._interpreted(unit, by_key, self._paths[ranks[0]])
         for key, state in found.items():
             if isinstance(state, FlatState):
-                self._add_slot(slot, key, ranks, held[key].tensors)
+                self._add_slot(slot, key, ranks, by_key[key].tensors)
         return found
 
     def _interpreted(
-        self, unit: int, held: Mapping[str, StateOfRanks], path: Path
+        self, unit: int, states: Mapping[str, StateOfRanks], path: Path
     ) -> dict[str, Node]:
         """Interpret a unit's states. `path`: the first rank's file."""
-        found = {} if self.strips_states else states_in_blocks(held, self._sources)
-        rest = [key for key in held if key not in found]
+        found = {} if self.strips_states else states_in_blocks(states, self._sources)
+        rest = [key for key in states if key not in found]
         try:
-            found |= {key: self._state(unit, key, held[key]) for key in rest}
+            found |= {key: self._state(unit, key, states[key]) for key in rest}
         except DisagreementError as error:
-            own = numbers_of_each({key: held[key].numbers(self._sources) for key in rest})
+            own = numbers_of_each({key: states[key].numbers(self._sources) for key in rest})
             for key in rest:
                 if key not in own:
-                    self._state(unit, key, held[key])
+                    self._state(unit, key, states[key])
             if own:
-                raise _of_each(held[min(own)].what, "rank", path) from error
+                raise another_for_each(states[min(own)].what, "rank", path) from error
             raise
-        return {key: found[key] for key in held}
+        return {key: found[key] for key in states}
 
     def _state(self, unit: int, key: str, state: StateOfRanks) -> Node:
         """Interpret one state of a unit."""
@@ -509,21 +500,6 @@ def known_param_ids(
             known |= {params[0]: int(first), params[-1]: int(last)}
     agrees = all(derived.get(name) == number for name, number in known.items())
     return derived if agrees else known
-
-
-def _numbers_of_sub_groups(states: Sequence[Mapping[str, Node] | None]) -> list[str]:
-    """List the states in which sub-groups differ, if these are numbers of each; else none."""
-    held = [own or {} for own in states]
-    if any(list(own) != list(held[0]) for own in held):
-        return []
-    own = numbers_of_each({key: [one[key] for one in held] for key in held[0]})
-    rest = [{key: node for key, node in one.items() if key not in own} for one in held]
-    return sorted(own) if all(one == rest[0] for one in rest) else []
-
-
-def _of_each(what: str, holder: str, path: Path) -> UnsupportedError:
-    message = f"{what} is another number for each {holder}, of the elements that it has. {ANEW}"
-    return UnsupportedError(message, path=path)
 
 
 def _has_blocks(states: Mapping[str, Node] | None) -> bool:

@@ -15,6 +15,7 @@ from typing import Final
 
 from streamshard.errors import DisagreementError, UnsupportedError
 from streamshard.formats.checkpoint import CODES, FlatState, ScalarState
+from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read.agreement import disagreement
 from streamshard.formats.deepspeed.read.fingerprints import pickled
 from streamshard.formats.deepspeed.read.rank_files import SourceFiles
@@ -205,6 +206,18 @@ def states_in_blocks(states: Mapping[str, StateOfRanks], sources: SourceFiles) -
     return found
 
 
+def unwrapped(states: Node) -> Node:
+    """Return a unit's states with those next to the others that bitsandbytes wraps in a dict.
+
+    `Optimizer8bit.state_dict` (0.50.2) wraps those with 32 bits too; its `load_state_dict`
+    takes both forms, as older versions take this one.
+    """
+    held = states.get(names.QUANTISED) if isinstance(states, dict) else None
+    if not isinstance(held, dict):
+        return states
+    return {**{key: node for key, node in states.items() if key != names.QUANTISED}, **held}
+
+
 def numbers_of_each(held: Mapping[str, Sequence[Node]]) -> set[str]:
     """Return the states that are numbers computed of what each rank or sub-group has.
 
@@ -220,6 +233,22 @@ def numbers_of_each(held: Mapping[str, Sequence[Node]]) -> set[str]:
     if _STEP not in counts or any(len({*known[key]}) > 1 for key in counts):
         return set()
     return {key for key, found in known.items() if len({*found}) > 1}
+
+
+def numbers_of_sub_groups(states: Sequence[Mapping[str, Node] | None]) -> list[str]:
+    """List the states in which sub-groups differ, if these are numbers of each; else none."""
+    held = [own or {} for own in states]
+    if any(list(own) != list(held[0]) for own in held):
+        return []
+    own = numbers_of_each({key: [one[key] for one in held] for key in held[0]})
+    rest = [{key: node for key, node in one.items() if key not in own} for one in held]
+    return sorted(own) if all(one == rest[0] for one in rest) else []
+
+
+def another_for_each(what: str, holder: str, path: Path) -> UnsupportedError:
+    """Refuse a state that `numbers_of_each` names."""
+    message = f"{what} differs between {holder}s: each computes it from its own elements. {ANEW}"
+    return UnsupportedError(message, path=path)
 
 
 def _number(value: Node) -> int | float | None:

@@ -1,0 +1,47 @@
+"""Makes the checkpoint of what others than DeepSpeed saved."""
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+
+from streamshard.formats.checkpoint import Checkpoint, ModelPart, ModuleEntry, OtherFile, ParamGroup
+from streamshard.formats.deepspeed import names
+from streamshard.formats.pickle.inert import Node
+from streamshard.model import LogicalTensor, Note, ZeroLayout
+
+
+def foreign_checkpoint(
+    what: str,
+    tag: str,
+    ranks: int,
+    tensors: Iterable[LogicalTensor],
+    module: tuple[ModuleEntry, ...],
+    groups: tuple[ParamGroup, ...] = (),
+    hyper_parameters: Sequence[Mapping[str, Node]] = (),
+    state: Mapping[str, Node] | None = None,
+    files: tuple[OtherFile, ...] = (),
+    notes: Iterable[Note] = (),
+    unrecorded: Iterable[str] = (),
+) -> Checkpoint:
+    """Return a checkpoint that is not DeepSpeed's.
+
+    `hyper_parameters`: those of each param group.
+    `state`: training state next to the module's.
+    """
+    numels = Counter[str]()
+    for entry in module:
+        numels[entry.dtype] += math.prod(entry.shape)
+    wrapped = {"state": {}, "param_groups": list(hyper_parameters)}
+    optimizer = {names.OPTIMIZER: {names.BASE_OPTIMIZER: wrapped}} if groups else {}
+    own = {names.MODULE_STATE: OrderedDict(), **(state or {})}
+    return Checkpoint(
+        tag=tag,
+        layout=ZeroLayout(stage=0, world_size=ranks),
+        tensors=tuple(tensors),
+        model_parts=(ModelPart("", groups, module, own, optimizer, {}),),
+        module_dtype=max(numels, key=numels.__getitem__, default="float32"),
+        files=files,
+        notes=tuple(notes),
+        foreign=what,
+        unrecorded=tuple(unrecorded),
+    )
