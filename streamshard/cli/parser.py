@@ -307,7 +307,6 @@ def _value(option: Option) -> Iterator[str]:
 
 @cache
 def _flags() -> Mapping[str, str]:
-    """Return the flag of each keyword."""
     found = dict(_NO_KEYWORDS)
     actions = arguments_of()._actions
     verbs = next(one.choices for one in actions if isinstance(one, argparse._SubParsersAction))
@@ -367,7 +366,6 @@ class _Parser(argparse.ArgumentParser):
         return []
 
     def _verbs_with(self, option: str) -> list[str]:
-        """List the verbs that have an option."""
         return [name for name, verb in self.verbs.items() if option in verb._option_string_actions]
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:  # noqa: ANN401

@@ -220,7 +220,6 @@ class Bar:
         self._draw = tqdm.format_meter
 
     def tell(self, moment: Moment, *, is_last: bool) -> str:
-        """Redraw the line."""
         if moment.total_bytes is None:
             return f"\r{moment.phase}{_ERASE_REST}"
         drawn = self._draw(

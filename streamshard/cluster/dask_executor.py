@@ -48,7 +48,6 @@ class WorkerRate:
     """Parts of files."""
 
     def add(self, nbytes: int, seconds: float) -> None:
-        """Add a job."""
         self.nbytes += nbytes
         self.seconds += seconds
         self.jobs += 1

@@ -44,7 +44,6 @@ class Held(Computed):
     content: bytes
 
     def fill(self, view: memoryview, offset: int, reader: object) -> None:
-        """Copy a range of it."""
         view[:] = self.content[offset : offset + len(view)]
 
 
@@ -100,7 +99,6 @@ class _Means:
         self._averaged += 1
 
     def source(self) -> Source:
-        """Return the checkpoint."""
         source = self._source
         note = (
             f"Averaged: {counted(self._averaged, 'parameter')} became the mean of the copies on "

@@ -94,7 +94,6 @@ class _KeptFiles:
         return nullcontext(StoredFile(self._source, self._reader, file))
 
     def close(self) -> None:
-        """Close what was opened to read chunks."""
         self._reader.close()
 
     def _own(self, file: int) -> SourceFile:

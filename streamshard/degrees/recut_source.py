@@ -49,7 +49,6 @@ class EqualCopies:
         return cls(laid.source, found, laid.copies, parts.averaged())
 
     def require_equal(self, memory: MemoryPlan, progress: Progress) -> None:
-        """Compare the copies."""
         first = self._held_by(0)
         for holder in range(1, max(map(len, self.in_parts), default=1)):
             pairs, holders = list(self._pairs(holder)), partial(self._holders, holder)

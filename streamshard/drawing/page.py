@@ -53,7 +53,6 @@ def page(script: str, title: str, document: Mapping[str, Any]) -> str:
 
 
 def table(rows: "Sequence[DataclassInstance]") -> dict[str, Any]:
-    """Return rows as columns."""
     dicts = [asdict(row) for row in rows]
     return {name: column([row[name] for row in dicts]) for name in (dicts[0] if dicts else ())}
 

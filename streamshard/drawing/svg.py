@@ -36,7 +36,6 @@ _LEGEND_COLOURS: Final = 12
 
 
 def svg(picture: Picture) -> str:
-    """Draw a picture."""
     pen = _Pen()
     pen.text(picture.title, 24, 38, "t")
     pen.text(picture.facts, 24, 60, "m")

@@ -87,7 +87,6 @@ class NodeMemory:
         return all(self._has_token(part + 1) for part in parts)
 
     def close(self) -> None:
-        """Close it; what is mapped stays."""
         os.close(self._descriptor)
 
     def _require_token(self, place: str) -> None:

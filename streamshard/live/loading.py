@@ -78,7 +78,6 @@ class LoadOptions:
         return self.load_optimizer_states and not self.load_module_only
 
     def as_arguments(self) -> dict[str, Any]:
-        """Return them by name."""
         return {
             "load_module_strict": self.load_module_strict,
             "load_optimizer_states": self.load_optimizer_states,

@@ -71,7 +71,6 @@ class LiveOptimizer:
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> Self:
-        """Read a live optimizer."""
         named = names_in(optimizer)
         groups = tuple(
             tuple((named[param], _shape(param)) for param in group) for group in _groups(optimizer)

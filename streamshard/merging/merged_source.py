@@ -60,7 +60,6 @@ class Merging:
         return self.sources[self.newest]
 
     def source(self) -> Source:
-        """Return the merged checkpoint."""
         base, others = self.base, [one for one in self.sources if one is not self.base]
         self._require_alike()
         made = replace(base, files=tuple(f for one in (base, *others) for f in one.files))

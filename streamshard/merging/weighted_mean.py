@@ -77,7 +77,6 @@ class WeightedMean(Computed):
     firsts: tuple[int, ...]
 
     def fill(self, view: memoryview, offset: int, reader: SourceReader) -> None:
-        """Compute a range of the means."""
         size = ITEMSIZE[self.dtype]
         first, numel = offset // size, len(view) // size
         scratch = memoryview(bytearray(8 * _STEP_NUMEL))
@@ -106,7 +105,6 @@ class WeightedMean(Computed):
             self._require_finite(into, first + start, reader)
 
     def located(self, offset: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the places of all that a range is computed of."""
         size = ITEMSIZE[self.dtype]
         for region in self._regions(offset // size, nbytes // size):
             copies = region.copies

@@ -189,7 +189,6 @@ def find_nans(view: memoryview, dtype: str) -> NDArray[np.bool_]:
 
 
 def count_infinite(view: memoryview, dtype: str) -> int:
-    """Count the infinite elements."""
     word, infinity = INFINITY[dtype]
     bits = np.frombuffer(view, dtype=word)
     sign = word(1 << (8 * bits.itemsize - 1))

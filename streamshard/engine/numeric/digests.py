@@ -17,7 +17,6 @@ EMPTY: Final = Digest(0, 0, 0)
 
 
 def joined(pieces: Iterable[Digest]) -> Digest:
-    """Return the digest of consecutive pieces."""
     found = EMPTY
     for piece in pieces:
         if not found.nbytes:  # mostly there is one piece

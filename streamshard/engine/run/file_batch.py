@@ -31,16 +31,13 @@ class FileBatch:
     """Makes the same files as work of their own."""
 
     def singly(self) -> Iterator[TargetFile]:
-        """Yield the same files as work of their own."""
         return self.files()
 
     def take(self, results: Sequence[SpanResult]) -> None:
-        """Pass the results on."""
         for take, result in zip(self.takes, results, strict=True):
             take(result)
 
     def write(self, worker: SpanWriter, root: Path) -> Sequence[SpanResult]:
-        """Write all files."""
         content, new = self.make(), NewFiles(root, worker.stop)
         with target_errors(root):
             if isinstance(content, Region):

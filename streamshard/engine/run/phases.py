@@ -38,7 +38,6 @@ class Count:
         self._then = then
 
     def add(self, number: int) -> None:
-        """Add to the count."""
         with self._lock:
             self.value += number
         self._then(number)

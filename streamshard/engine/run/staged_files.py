@@ -158,7 +158,6 @@ class _SpanJobs(Jobs):
         return partial(SpanWriter.fill, task=task, is_shared=is_shared, is_direct=is_direct)
 
     def take(self, number: int, done: Any) -> None:  # noqa: ANN401
-        """Record the result of a job."""
         if number in self._small:
             self._take_small(self._small.pop(number), done)
         else:

@@ -95,7 +95,6 @@ class _UploadJobs(Jobs):
     def all(
         self, files: Iterable[TargetFiles]
     ) -> Iterator[Job[SpanWriter, Sequence[Uploaded]] | None]:
-        """Yield the jobs that upload files, unless an earlier run did."""
         number = count()
         for some in _grouped(self._left(files)):
             if some[0].is_last:
@@ -122,7 +121,6 @@ class _UploadJobs(Jobs):
         self._finish(file, results, ending_bytes)
 
     def take(self, number: int, done: Sequence[Uploaded]) -> None:
-        """Record uploads."""
         for file, one in zip(self._waiting.pop(number), done, strict=True):
             with target_errors(self._uploads.path / file.path):
                 self._uploads.journal.note(file.path, one.version, one.results)

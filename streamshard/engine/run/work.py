@@ -119,7 +119,6 @@ class Region:
 
     @property
     def trailer_bytes(self) -> int:
-        """Size of the trailer."""
         return self.trailer.nbytes if self.trailer is not None else 0
 
 

@@ -39,7 +39,6 @@ class ItemFrame:
         return len(self.head) + self.content_bytes + rest
 
     def around(self, content: bytes) -> bytes:
-        """Return a whole item."""
         return self.head + content + zlib.crc32(content).to_bytes(4, "little").join(self.tail)
 
 

@@ -55,7 +55,6 @@ class SavedItems:
     nbytes: Ints
 
     def __len__(self) -> int:
-        """Count the items."""
         return len(self.file)
 
     def shifted(self, count: int) -> "SavedItems":

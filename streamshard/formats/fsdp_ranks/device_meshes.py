@@ -44,7 +44,6 @@ class MeshShape:
 
     @property
     def ranks(self) -> int:
-        """Count of ranks."""
         return math.prod(self.lengths)
 
     def coordinate(self, rank: int) -> Shape:
@@ -53,7 +52,6 @@ class MeshShape:
 
     @classmethod
     def of(cls, node: Call) -> Self:
-        """Return the shape of the mesh of a DTensor."""
         held = entries_of(_mesh_of(node))
         found = cls(_lengths(held))
         for key in _LISTS & held.keys():

@@ -71,7 +71,6 @@ class RankPart:
 
     @property
     def is_dtensor(self) -> bool:
-        """Whether it is a DTensor."""
         return bool(self.placements)
 
 

@@ -62,7 +62,6 @@ _WITH_PARTS: Final = (Call, Global, dict, list, tuple)
 
 
 def dangerous_in(node: Node) -> set[Global]:
-    """Return the dangerous names in a node."""
     found: set[Global] = set()
     seen: set[int] = set()
     stack = [node]

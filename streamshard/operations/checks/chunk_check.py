@@ -38,7 +38,6 @@ class ChunkCheck:
     is_encoded: bool
 
     def piece(self) -> ScanPiece:
-        """Return the piece to read."""
         return ScanPiece(self.record.nbytes, self._read)
 
     def _read(self, probe: Probe) -> Result:

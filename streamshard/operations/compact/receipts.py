@@ -89,7 +89,6 @@ class JsonRecord:
     """What to do with a file that is no such record."""
 
     def write(self, path: Path) -> None:
-        """Write the record durably."""
         data = json.dumps({"format": self.FORMAT, **asdict(self)}, indent=1).encode()
         _write_beside(path, data)
 
@@ -183,7 +182,6 @@ class CheckLog:
 
     @property
     def checks(self) -> tuple[Check, ...]:
-        """All checks, in their order."""
         return tuple(self._checks)
 
     def run(self, name: str, check: Callable[[], str]) -> None:
@@ -283,7 +281,6 @@ class ArchivedTag:
 
     @classmethod
     def all_in(cls, directory: Path) -> "list[ArchivedTag]":
-        """List all archives that have a receipt."""
         with source_errors(directory):
             found = paths_in(directory) if exists(directory) else iter(())
             known = sorted(entry.name for entry in found if entry.name.endswith(_RECEIPT))
@@ -297,7 +294,6 @@ class ArchivedTag:
 
     @property
     def store(self) -> Path:
-        """The archive's store."""
         suffix = PACKED_SUFFIX if self.is_packed else ".zarr"
         return self.directory / f"{self._name}{'.weights' if self.of_weights else ''}{suffix}"
 

@@ -59,7 +59,6 @@ class TagProgress:
         self._inner.start(total_bytes, self._named(phase))
 
     def enter(self, phase: str) -> None:
-        """Enter a phase."""
         self._inner.enter(self._named(phase))
 
     def _named(self, phase: str) -> str:
@@ -113,7 +112,6 @@ class RunContext:
 
     @property
     def trash(self) -> Trash:
-        """The trash of the run directory."""
         return trash_of(self.run_dir)
 
     def archived(self, tag: str) -> ArchivedTag:

@@ -75,7 +75,6 @@ class Identity:
 
     @classmethod
     def of(cls, path: Path) -> "Identity":
-        """Return the identity of the directory at a path."""
         try:
             stat = examine(path)
         except OSError as error:

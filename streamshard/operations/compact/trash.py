@@ -160,11 +160,9 @@ class BucketTrash(Trash):
         return self.all_tags()
 
     def path_of(self, tag: str) -> Path:
-        """Return the path of a tag."""
         return self.run_dir / tag
 
     def rest_of(self, tag: str) -> Path:
-        """Return the path of what is left of a tag."""
         return self.run_dir / tag
 
     def _mark(self, tag: str) -> Path:
@@ -174,18 +172,15 @@ class BucketTrash(Trash):
         return self._going / names.flat(tag)
 
     def move_in(self, tag: str) -> None:
-        """Mark a tag as one that is in the trash."""
         with target_errors(self._mark(tag)):
             write_new(self._mark(tag), _MARK)
 
     def move_out(self, tag: str) -> None:
-        """Remove a tag's mark; see `Trash.move_out`."""
         self.require(tag)
         with target_errors(self._mark(tag)):
             remove_file(self._mark(tag))
 
     def mark_for_removal(self, tag: str) -> None:
-        """Mark a tag as one of which a part may be removed."""
         with target_errors(self._last_mark(tag)):
             if tag not in self.being_removed():
                 self.require(tag)

@@ -122,7 +122,6 @@ class PackedCopy:
         self._sink.finish(None)
 
     def close(self) -> None:
-        """Close the file; an object that is not finished is given up."""
         self._sink.close()
 
 

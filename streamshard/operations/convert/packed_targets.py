@@ -66,7 +66,6 @@ class PackedTargets(StoreTargets):
         return self._last
 
     def byte_counts(self) -> ByteCounts:
-        """Count the bytes that are written; an upper bound if the store is compressed."""
         counts = super().byte_counts()
         sizes = counts.sizes
         root = sizes.pop(ROOT_DOCUMENT)
@@ -86,7 +85,6 @@ class PackedTargets(StoreTargets):
         return [self.content, self.manifest]
 
     def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
-        """Read the written store back, and compare it with the source."""
         return read_back.differences(Request(place / self.name), self._source, memory, progress)
 
     def is_packed_so(self, file: Path) -> bool:
@@ -112,7 +110,6 @@ class PackedTargets(StoreTargets):
             return found.read_at(start, len(rest) + 1) == rest
 
     def finish(self, report: Report, overflowed: Mapping[str, int]) -> Report:
-        """Report the exact size, which compression determines."""
         target = as_path(report.target)
         with target_errors(target):
             return replace(report, bytes_written=examine(target).nbytes)

@@ -87,7 +87,6 @@ class SmallLayouts:
     source: Source
 
     def divided(self, divider: Divider) -> FileBatch:
-        """Return the files as one piece of work; see `Layout`."""
         first = self.layouts[0].pieces[0]
         trailer = first.trailer if isinstance(first, Elements) else None
         stops = list(accumulate(layout.pieces[0].nbytes for layout in self.layouts))

@@ -108,11 +108,9 @@ class StoreTargets(TargetWriter):
         return [lambda: together(self.content(), self._source), self.manifest]
 
     def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
-        """Read the written store back, and compare it with the source."""
         return read_back.differences(Request(place), self._source, memory, progress)
 
     def finish(self, report: Report, overflowed: Mapping[str, int]) -> Report:
-        """Report the exact size, which compression determines."""
         return replace(report, bytes_written=self.nbytes or report.bytes_written)
 
     def _sizes(self) -> dict[str, int]:
@@ -177,7 +175,6 @@ class StoreTargets(TargetWriter):
 
     @cached_property
     def _state(self) -> bytes:
-        """The training state as the store has it."""
         return store_state.dump(self._source.checkpoint, self._chunk_shapes)
 
     def _chunks(self) -> Iterator[tuple[int, StoredChunk]]:

@@ -187,11 +187,9 @@ class _Measuring:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are compared on each side."""
         return self._runs.nbytes
 
     def run(self, plan: MemoryPlan, progress: Callable[[int], None]) -> dict[Pair, Totals]:
-        """Measure all pairs."""
         pairs = self._runs.pairs
         totals = {pair: Totals(pair.nbytes // pair.itemsize) for pair in pairs}
         for run, results in self._runs.work(Measurer, self._job, plan, progress):

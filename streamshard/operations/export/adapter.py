@@ -54,7 +54,6 @@ def _left_out(left: list[str], knows_trained: bool) -> Iterator[str]:
 
 
 def _only_adapter(chosen: Weights) -> str:
-    """Return the name of the adapter."""
     names = [name for weight in chosen.weights for name in weight.names]
     found = sorted({match[2] for name in names if (match := _LORA.fullmatch(name))})
     if not found:

@@ -308,15 +308,12 @@ class DcpFiles:
         return self._metadata
 
     def tensors(self) -> int:
-        """Count the tensors."""
         return sum(isinstance(entry, TensorEntry) for entry in self._entries)
 
     def tensor(self, number: int) -> LogicalTensor:
-        """Return one of the source's tensors."""
         return self._tensors[number]
 
     def layouts(self) -> Iterator[FileLayout]:
-        """Yield the layouts of all files; the metadata is last."""
         for path, items in self.held.items():
             yield FileLayout(path, [piece for item in items for piece in self._pieces(item)])
         yield from fixed_files(self._metadata, is_last=True)

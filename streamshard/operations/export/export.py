@@ -61,17 +61,14 @@ class ExportWriter(TargetWriter):
         return cls(files, sidecars, counts)
 
     def passes(self) -> Sequence[Pass]:
-        """Return the only pass."""
         return [lambda: chain(self.sidecars.layouts(), self.files.layouts())]
 
     def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
-        """Read the written files back, and compare them with the source."""
         return export_read_back.export_differences(
             place, self.files, self.sidecars, memory, progress
         )
 
     def finish(self, report: Report, overflowed: Mapping[str, int]) -> Report:
-        """Add to the report the elements that became infinite."""
         found = sorted(overflowed.items(), key=lambda item: (-item[1], item[0]))
         count = sum(number for _, number in found)
         if not count:

@@ -66,7 +66,6 @@ class UniversalFiles:
         return sum(len(group.params) * (1 + len(group.flat_states())) for group in groups)
 
     def tensor(self, number: int) -> LogicalTensor:
-        """Return one of the source's tensors."""
         return self._tensors[number]
 
     def layouts(self) -> Iterator[FileLayout]:

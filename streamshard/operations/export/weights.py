@@ -281,7 +281,6 @@ class WeightFiles:
         return weight.names if self.form == pretrained.TORCH else weight.names[:1]
 
     def layouts(self) -> Iterator[FileLayout]:
-        """Yield the layouts of all files."""
         lay_out = _torch if self.form == pretrained.TORCH else _safetensors
         for path, weights in self.held.items():
             yield lay_out(path, weights)

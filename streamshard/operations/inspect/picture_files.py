@@ -25,7 +25,6 @@ class PictureFiles:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """All files to write."""
         return tuple(path for path in (self.svg, self.html) if path is not None)
 
     def require_free(self) -> None:

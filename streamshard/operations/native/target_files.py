@@ -80,7 +80,6 @@ class NativeWriter(TargetWriter):
         return [lambda: chain(map(layout_of, self.images), _sidecars(self.source, self.resized))]
 
     def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
-        """Read the written files back as a checkpoint, and compare it with the source."""
         path = place / self.template.name if self.template else place
         config, like = self.settings.config, self.source.like
         written = Request(path, self.source.checkpoint.tag, config=config, like=like)

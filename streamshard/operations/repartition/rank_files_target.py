@@ -60,11 +60,9 @@ class RankFilesWriter(TargetWriter):
         return cls(source, images, sidecars, counts)
 
     def passes(self) -> Sequence[Pass]:
-        """Return the only pass."""
         return [lambda: chain(_layouts(self.images), self.sidecars)]
 
     def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
-        """Read the written files back as a checkpoint, and compare it with the source."""
         written = Request(place, joined=self.source.joined)
         found: list[str] = load(READ_BACK)(written, self.source, memory, progress)
         return found

@@ -28,7 +28,6 @@ class DirectoryContent:
 
     @classmethod
     def of(cls, root: Path, template: Template | None) -> Self:
-        """List a directory."""
         return cls(root, template, list(entries(root)))
 
     @cached_property

@@ -109,7 +109,6 @@ class _DistributedReader(Reader):
         return dcp_reader.index_of(place).by_file()
 
     def open(self, place: Path, request: Request) -> Source:
-        """Open it as it is, or completed by a reference checkpoint."""
         list_ahead(place)
         like, opened_for = request.source_like, partial(self.index_of, place)
         if request.rename is not None:

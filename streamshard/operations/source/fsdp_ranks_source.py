@@ -37,7 +37,6 @@ class _FsdpRanksReader(Reader):
         return all(map(rank_names.is_rank_file, others)) if is_one else None
 
     def open(self, place: Path, request: Request) -> Source:
-        """Open it as it is, or completed by a reference checkpoint."""
         found = fsdp_ranks_reader.read(place, request.wrapped, request.joined)
         like = request.source_like
         if like is not None:

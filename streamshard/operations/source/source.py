@@ -71,7 +71,6 @@ class Source(Reading):
 
     @classmethod
     def of(cls, path: Path, kind: str, found: Reading) -> Self:
-        """Return what a reader found at a path."""
         content = found.checkpoint, found.cutting, found.files, found.is_elastic
         return cls(*content, path=path, kind=kind)
 
@@ -248,7 +247,6 @@ class Request:
         return found, place
 
     def open(self) -> Source:
-        """Open the checkpoint."""
         return try_again(self._open)
 
     def _open(self) -> Source:

@@ -105,7 +105,6 @@ def known_health(source: Source) -> dict[str, TensorHealth] | None:
 
 
 def recorded_manifest(store: Path) -> Manifest:
-    """Read the manifest of a store."""
     with source_errors(store):
         return store_manifest.read(_manifest_content(store))
 

@@ -53,7 +53,6 @@ class ByteCounts:
         return partial(_copies_bytes, self._pieces, self._units)
 
     def add_all(self, layouts: Iterable[FileLayout]) -> None:
-        """Add files."""
         for layout in layouts:
             self.add(layout, [layout.path])
 

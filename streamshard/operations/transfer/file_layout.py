@@ -87,7 +87,6 @@ class FileLayout:
         return sum(part.nbytes for part in parts) + sum(len(e.data) for e in self.endings)
 
     def divided(self, divider: "Divider") -> TargetFile:
-        """Return the file as work; see `Layout`."""
         return divider.target(self)
 
 
@@ -115,7 +114,6 @@ class Divider:
         """Name → count of its finite elements that a cast made infinite, if there are any."""
 
     def target(self, layout: FileLayout) -> TargetFile:
-        """Return a file as work."""
         runs, late, named = _Runs(), list[Ending](), list[tuple[int, str]]()
         for piece in layout.pieces:
             if isinstance(piece, Fixed):
@@ -223,7 +221,6 @@ class _Runs:
         self._start = self._cost = 0
 
     def add(self, part: Fixed | _Part, units: int) -> None:
-        """Add the next part."""
         self._parts.append(part)
         self.nbytes += part.nbytes
         self.end += part.nbytes

@@ -171,7 +171,6 @@ class PackedPartial(Packed, Partial):
         Partial.make_room(self, nbytes)
 
     def jobs(self, resources: Resources, watcher: Watcher) -> Jobs:
-        """Return the jobs that fill the files."""
         return PackingJobs(self, Partial.jobs(self, resources, watcher), watcher)
 
 
@@ -194,7 +193,6 @@ class PackingJobs(Jobs):
         """Whether no files come after those that are waiting, neither here nor later."""
 
     def all(self, files: Iterable[TargetFiles]) -> Iterator[Job[SpanWriter, Any] | None]:
-        """Yield the jobs that fill the files."""
         rest = _one_by_one(files)
         first = next(rest)
         if first.path == self._path.name:
@@ -241,11 +239,9 @@ class PackingJobs(Jobs):
                 self._sink.write(memoryview(self._staged.directory()), self._staged.places.end)
 
     def synced(self) -> None:
-        """Take note that all files are durable."""
         self._plain.synced()
 
     def close(self) -> None:
-        """Close the files."""
         self._plain.close()
         if self._sink is not None:
             self._staged.leave(self._sink)

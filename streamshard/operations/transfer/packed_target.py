@@ -33,7 +33,6 @@ class PackedState(DiskState):
 
     @classmethod
     def at(cls, target: Path, template: Template | None = None) -> Self:
-        """Look at the target; what lies next to it is looked at when it matters."""
         is_there = examine_if_there(target, follows=False) is not None
         return cls(target, is_there, None, Journal(target / JOURNAL))
 
@@ -53,7 +52,6 @@ class PackedState(DiskState):
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is there to compare: it is free, or a run is not done with it."""
         return self.is_vacant or self.is_in_place
 
     def _require_free(self, *, overwrite: bool) -> None:

@@ -64,7 +64,6 @@ class PackedUploadState(TargetState):
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is there to compare."""
         return self.found is None
 
     def _require_free(self, *, overwrite: bool) -> None:
@@ -102,7 +101,6 @@ class PackedUpload(Packed):
         return _InTurn(self._shared, stop)
 
     def jobs(self, resources: Resources, watcher: Watcher) -> Jobs:
-        """Return the jobs that fill the files."""
         require_threads(self.file, "store in one object")
         return PackingJobs(self, _PlacedJobs(self, watcher), watcher)
 
@@ -166,7 +164,6 @@ class _PlacedJobs(Jobs):
         self._left = 0
 
     def all(self, files: Iterable[TargetFiles]) -> Iterator[Job[SpanWriter, FilledSpan] | None]:
-        """Yield a job for each span."""
         for some in files:
             for self._file in some.singly():
                 self._endings = FileEndings(self._file)

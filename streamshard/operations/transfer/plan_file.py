@@ -156,7 +156,6 @@ def plan_digest(sizes: Mapping[str, int]) -> str:
 
 
 def read(path: Path) -> SavedPlan:
-    """Read a plan file."""
     try:
         data = read_all(path, _LIMIT_BYTES + 1)
     except OSError as error:

@@ -129,7 +129,6 @@ class DiskState(TargetState):
 
     @cached_property
     def begun(self) -> Journal:
-        """The journal there."""
         return Journal(partial_of(self.target) / JOURNAL)
 
     @cached_property
@@ -144,7 +143,6 @@ class DiskState(TargetState):
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is there to compare: it is free, or a run is not done with it."""
         return self.is_vacant or self.journal.is_there
 
     def _require_free(self, *, overwrite: bool) -> None:

@@ -94,7 +94,6 @@ class UploadState(TargetState):
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is there to compare: it is free, or a run is not done with it."""
         return not self.is_occupied or (self.journal.is_there and not self.is_committed)
 
     def _require_free(self, *, overwrite: bool) -> None:

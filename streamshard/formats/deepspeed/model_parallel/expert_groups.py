@@ -37,7 +37,6 @@ class ExpertLayer:
 
     @property
     def module(self) -> str:
-        """Name of the module."""
         return self.name.rpartition(".")[0] if all(self.rests) else self.name[:-4]
 
 

@@ -31,7 +31,6 @@ class Listed:
 
 
 def listed_in(model_part: ModelPart) -> Listed:
-    """Return what the file of a part of the model lists."""
     trained = [name for group in model_part.groups for name in group.params]
     return Listed(trained, model_part.model_state.get(names.BUFFER_NAMES) or [])
 

@@ -397,7 +397,6 @@ class OptimizerReader:
         return {key: found[key] for key in states}
 
     def _state(self, unit: int, key: str, state: StateOfRanks) -> Node:
-        """Interpret one state of a unit."""
         # A state of whole parameters: its element count on a rank needs the layout's arithmetic.
         whole = self._is_muon(unit) and key == names.MOMENTUM and bool(state.tensors)
         return state.flat() if whole else state.understand(self._sources)
