@@ -23,7 +23,7 @@ from streamshard.errors import (
     StreamshardError,
     UnsupportedError,
 )
-from streamshard.formats.torch.zip_layout import end_records
+from streamshard.formats.torch.zip_layout import directory_of
 from streamshard.formats.zarr import packed_directory
 from streamshard.formats.zarr.packed_layout import PackedEntry
 from streamshard.formats.zarr.packed_place import packed
@@ -168,7 +168,7 @@ def test_a_file_that_changes_meanwhile_is_refused(store: Path, tmp_path: Path) -
 
 def test_large_files_have_large_numbers(tmp_path: Path) -> None:
     """A sparse file of 9 GiB, in which one entry is large and others lie behind it."""
-    place, start, central = tmp_path / "x.zarr.zip", 0, b""
+    place, start, central = tmp_path / "x.zarr.zip", 0, list[bytes]()
     wanted = {"a/c/0": (4 << 30) + 5, "b/c/0": (4 << 30) - 1, "c/c/0": 9 << 20}
     with place.open("wb") as file:
         for path, nbytes in wanted.items():
@@ -177,10 +177,10 @@ def test_large_files_have_large_numbers(tmp_path: Path) -> None:
             file.write(entry.header())
             file.seek(entry.end - len(entry.descriptor(7)))
             file.write(entry.descriptor(7))
-            central += entry.central(7)
+            central.append(entry.central(7))
             start = entry.end
         file.seek(start)
-        file.write(central + end_records(len(wanted), len(central), start))
+        file.write(directory_of(central, start))
     with zipfile.ZipFile(place) as found:
         assert {info.filename: info.file_size for info in found.infolist()} == wanted
         for name in wanted:
@@ -332,8 +332,8 @@ def test_memory_for_a_directory_is_bounded(tmp_path: Path) -> None:
         parts.append(entry.whole(b"1234", 1))
         central.append(entry.central(1))
         start = entry.end
-    directory = b"".join(central)
-    place.write_bytes(b"".join([*parts, directory, end_records(count, len(directory), start)]))
+    directory = directory_of(central, start)
+    place.write_bytes(b"".join([*parts, directory]))
     import tracemalloc
 
     tracemalloc.start()

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import streamshard
 from streamshard.cli.main import main
-from streamshard.formats.torch.zip_layout import end_records
+from streamshard.formats.torch.zip_layout import directory_of
 from streamshard.formats.zarr.packed_layout import PackedEntry
 from streamshard.formats.zarr.store_manifest import read as read_manifest
 from streamshard.io.lock import Holder
@@ -167,12 +167,12 @@ def _healths(manifest: bytes) -> list[bytes]:
 def _packed_stores() -> list[bytes]:
     """Pack a few files as streamshard does, and as another tool does, with directories."""
     files = {"a/c/0": b"chunk", "a/zarr.json": b"{}", "empty": b"", "zarr.json": b"{}"}
-    ours, central = b"", b""
+    ours, central = b"", list[bytes]()
     for path, data in files.items():
         entry = PackedEntry(path, len(ours), len(data))
         ours += entry.whole(data, zlib.crc32(data))
-        central += entry.central(zlib.crc32(data))
-    ours += central + end_records(len(files), len(central), len(ours))
+        central.append(entry.central(zlib.crc32(data)))
+    ours += directory_of(central, len(ours))
     found = [ours]
     for names in (["a/", "a/c/", *files], files, []):
         stream = io.BytesIO()

@@ -36,7 +36,13 @@ from streamshard.formats.fsdp_ranks.flat_parameters import Joined, flat_node
 from streamshard.formats.fsdp_ranks.optimizer_files import RanksOptimizer, read_optimizer
 from streamshard.formats.fsdp_ranks.rank_names import EXTRA, KINDS, MODEL, OPTIMIZER
 from streamshard.formats.fsdp_ranks.rank_trees import TreeShape
-from streamshard.formats.fsdp_ranks.sharded_tensors import Box, RankPart, boxes_of, part_of
+from streamshard.formats.fsdp_ranks.sharded_tensors import (
+    Box,
+    RankPart,
+    boxes_of,
+    dtype_of,
+    part_of,
+)
 from streamshard.formats.pickle.inert import Call, Node
 from streamshard.formats.pickle.node_checks import name_of, of_file
 from streamshard.formats.torch.torch_tensor import Storage, Tensor, make_tensor
@@ -188,12 +194,12 @@ class _Ranks:
                 raise DisagreementError(message, path=self.directory)
             else:
                 self.parts[name_of(key)] = held
-        self.boxes = {name: _boxes(self.directory, name, own) for name, own in self.parts.items()}
+        self.boxes = {name: boxes_of(f"'{name}'", own) for name, own in self.parts.items()}
 
     def _entries(self) -> Iterator[ModuleEntry]:
         first = dict[tuple[object, ...], str]()
         for name, own in self.parts.items():
-            dtype, shape = _dtype(self.directory, name, own), own[0].shape
+            dtype, shape = dtype_of(f"'{name}'", own), own[0].shape
             boxes = self.boxes[name]
             places = [(b.offset, b.tensor.shape, b.tensor.stride, b.tensor.location) for b in boxes]
             tied = first.setdefault((dtype, shape, *places), name) if places else name
@@ -355,21 +361,6 @@ def _whole(node: Node, part: RankPart, storage: Storage) -> Node:
 def _files_in(place: Path) -> list[Path]:
     entries = sorted(paths_in(place)) if is_directory(place) else []
     return [path for path in entries if is_file(path)]
-
-
-def _boxes(directory: Path, name: str, own: Sequence[RankPart]) -> list[Box]:
-    try:
-        return boxes_of(own)
-    except (CorruptFileError, DisagreementError) as error:
-        raise type(error)(f"'{name}': {error.args[0]}", path=directory) from error
-
-
-def _dtype(directory: Path, name: str, own: Sequence[RankPart]) -> str:
-    dtypes = list(dict.fromkeys(tensor.dtype for part in own for tensor in part.local))
-    if len(dtypes) != 1:
-        message = f"'{name}' has the dtypes {', '.join(dtypes) or 'of no rank'}"
-        raise DisagreementError(message, path=directory)
-    return dtypes[0]
 
 
 def _place(

@@ -36,6 +36,7 @@ from streamshard.formats.fsdp_ranks.sharded_tensors import (
     RankPart,
     Shape,
     boxes_of,
+    dtype_of,
     part_of,
 )
 from streamshard.formats.pickle.inert import Node, show
@@ -463,12 +464,6 @@ def _state_of(
 
 
 def _cut_state(state: str, name: str, parts: Sequence[RankPart]) -> CutState:
-    dtypes = list(dict.fromkeys(tensor.dtype for part in parts for tensor in part.local))
-    try:
-        boxes = boxes_of(parts)
-    except (CorruptFileError, DisagreementError) as error:
-        raise type(error)(f"{state} of '{name}': {error.args[0]}") from error
-    if len(dtypes) != 1:
-        message = f"{state} of '{name}' has the dtypes {', '.join(dtypes) or 'of no rank'}"
-        raise DisagreementError(message)
-    return CutState(state, name, dtypes[0], parts[0].shape, boxes)
+    what = f"{state} of '{name}'"
+    boxes = boxes_of(what, parts)
+    return CutState(state, name, dtype_of(what, parts), parts[0].shape, boxes)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, Self
@@ -22,25 +22,15 @@ from streamshard.formats.fsdp_ranks.rank_names import EXTRA, MODEL, OPTIMIZER, r
 from streamshard.formats.fsdp_ranks.rank_trees import TreeShape
 from streamshard.formats.fsdp_ranks.sharded_tensors import Shape, box_of, part_of
 from streamshard.formats.pickle.inert import Call, Node
-from streamshard.formats.torch import zip_layout
 from streamshard.formats.torch.torch_tensor import Storage, make_tensor, tensor_of
 from streamshard.formats.torch.tree_comparison import show_few
-from streamshard.formats.torch.zip_layout import Serialized
-from streamshard.layout.cutting import Ints, Segments, Share, partition_segments
-from streamshard.layout.zero import FlatGroup
+from streamshard.formats.torch.zip_layout import FileImage, Serialized, serialize
+from streamshard.layout.cutting import Segments, Share, partition_segments
 from streamshard.sizes import counted, show_ranks
 
 _RNG: Final = "rng"
 _RANK: Final = "rank"
 _WORLD_SIZE: Final = "world_size"
-
-
-@dataclass(frozen=True, slots=True)
-class RankImage:
-    """A torch file to be written."""
-
-    path: str
-    serialized: Callable[[], Serialized]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,21 +74,21 @@ class RankImages:
             raise UnsupportedError(f"{message} and no file tells which meshes other ranks make")
         return cls(trees, state[EXTRA], mesh.for_ranks(ranks))
 
-    def images(self) -> Iterator[RankImage]:
+    def images(self) -> Iterator[FileImage]:
         """Yield every file, rank by rank."""
         ranks = self.mesh.ranks
         for rank in range(ranks):
             for kind, template in self.trees.items():
                 path = rank_file(kind, ranks, rank)
-                yield RankImage(path, partial(self._serialized, template, rank))
+                yield FileImage(path, partial(self._serialized, template, rank))
             if self.extra:
                 path = rank_file(EXTRA, ranks, rank)
-                yield RankImage(path, partial(zip_layout.serialize, self._extra(rank)))
+                yield FileImage(path, partial(serialize, self._extra(rank)))
 
     def _serialized(self, template: TreeShape, rank: int) -> Serialized:
         change, storages = MeshChange(self.mesh, rank), dict[int, Storage]()
         leaves = [self._leaf(leaf, change, storages) for leaf in template.leaves]
-        return zip_layout.serialize(template.filled(leaves))
+        return serialize(template.filled(leaves))
 
     def _leaf(self, node: Node, change: MeshChange, storages: dict[int, Storage]) -> Node:
         """Return a rank's part of a DTensor; tied ones share a storage."""
@@ -124,7 +114,7 @@ class RankImages:
         held = [tensor for tensor in map(tensor_of, node.args) if tensor is not None]
         group = group_of([tensor.numel for tensor in held], self.mesh.lengths[-1])
         tensors = np.array([tensor.storage.blob for tensor in held], dtype=np.int64)
-        segments = partial(_flat_segments, group, tensors)
+        segments = partial(partition_segments, group, tensors=tensors)
         share, numel = Share(tensors, held[0].dtype, segments, shard), group.partition_numel
         return make_tensor(Storage(held[0].dtype, numel, share), (numel,))
 
@@ -177,10 +167,6 @@ def _require_cut(mesh: MeshShape, ranks: int) -> None:
     if ranks == 1:
         message = "FSDP1 does not cut on one rank, and loads no DTensors there; write files for two"
         raise UnsupportedError(f"{message} ranks or more")
-
-
-def _flat_segments(group: FlatGroup, tensors: Ints, *, rank: int, itemsize: int) -> Segments:
-    return partition_segments(group, rank, tensors, itemsize=itemsize)
 
 
 def _box_segments(

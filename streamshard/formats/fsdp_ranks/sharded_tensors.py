@@ -167,8 +167,23 @@ def _size(node: Node) -> int:
     return int(node)
 
 
-def boxes_of(parts: Sequence[RankPart]) -> list[Box]:
+def boxes_of(what: str, parts: Sequence[RankPart]) -> list[Box]:
     """Return the boxes that the ranks hold of one tensor; what several hold is listed once."""
+    try:
+        return _boxes(parts)
+    except (CorruptFileError, DisagreementError) as error:
+        raise type(error)(f"{what}: {error.args[0]}") from error
+
+
+def dtype_of(what: str, parts: Sequence[RankPart]) -> str:
+    """Return the dtype in which the ranks hold one tensor."""
+    dtypes = list(dict.fromkeys(tensor.dtype for part in parts for tensor in part.local))
+    if len(dtypes) != 1:
+        raise DisagreementError(f"{what} has the dtypes {', '.join(dtypes) or 'of no rank'}")
+    return dtypes[0]
+
+
+def _boxes(parts: Sequence[RankPart]) -> list[Box]:
     first = parts[0]
     for part in parts:
         if (part.shape, part.placements, part.offsets is None) != (

@@ -7,7 +7,7 @@ with torch's, byte by byte.
 """
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -109,18 +109,18 @@ class TorchLayout:
 
     def ending(self, crc32s: Sequence[int]) -> bytes:
         """Serialize the central directory and the end records, given each record's CRC-32."""
-        central = b"".join(
-            record.central(crc) for record, crc in zip(self.records, crc32s, strict=True)
-        )
-        return central + end_records(len(self.records), len(central), self.records[-1].end)
+        both = zip(self.records, crc32s, strict=True)
+        return directory_of([record.central(crc) for record, crc in both], self.records[-1].end)
 
 
-def end_records(count: int, nbytes: int, start: int) -> bytes:
-    """Serialize what follows a directory of so many entries and bytes, which begins at `start`."""
+def directory_of(entries: Sequence[bytes], start: int) -> bytes:
+    """Serialize the directory, which begins at `start`, and what follows it, of these entries."""
+    central = b"".join(entries)
+    count, nbytes = len(entries), len(central)
     end_64 = END_64.pack(0x06064B50, 44, 0x031E, 45, 0, 0, count, count, nbytes, start)
     locator = LOCATOR_64.pack(0x07064B50, 0, start + nbytes, 1)
     small, size, at = min(count, 0xFFFF), min(nbytes, LIMIT_32), min(start, LIMIT_32)
-    return end_64 + locator + END.pack(0x06054B50, 0, 0, small, small, size, at, 0)
+    return central + end_64 + locator + END.pack(0x06054B50, 0, 0, small, small, size, at, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +129,20 @@ class Serialized:
 
     pickled: bytes
     storages: Sequence[Storage]
+
+
+@dataclass(frozen=True, slots=True)
+class FileImage:
+    """A torch file to be written."""
+
+    path: str
+    """Relative to the run directory."""
+    serialized: Callable[[], Serialized]
+    """Serializes the object in it, or returns one that differs only in what fills its storages."""
+    rank: int | None = None
+    """Rank whose shares fill storages that do not say it."""
+    alike: str = ""
+    """The same for files that are laid out alike; empty if that is not known of any other."""
 
 
 def serialize(root: Node) -> Serialized:

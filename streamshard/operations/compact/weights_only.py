@@ -21,7 +21,7 @@ from streamshard.errors import (
     raise_first,
 )
 from streamshard.formats.checkpoint import Checkpoint, Dropped
-from streamshard.formats.torch.zip_layout import end_records
+from streamshard.formats.torch.zip_layout import directory_of
 from streamshard.formats.zarr import store_manifest, store_state
 from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT, array_path
 from streamshard.formats.zarr.documents import MANIFEST_PATH, STATE_PATH, store_documents
@@ -117,8 +117,7 @@ class PackedCopy:
 
     def finish(self) -> None:
         """Write the zip's directory, and complete the file."""
-        directory = b"".join(self._central)
-        self._write(directory + end_records(len(self._central), len(directory), self._end))
+        self._write(directory_of(self._central, self._end))
         self._sink.finish(None)
 
     def close(self) -> None:

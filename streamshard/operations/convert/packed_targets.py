@@ -27,7 +27,7 @@ from streamshard.engine.run.work import (
     SpanResult,
     TargetFile,
 )
-from streamshard.formats.torch.zip_layout import ALIGNMENT, end_records
+from streamshard.formats.torch.zip_layout import ALIGNMENT, directory_of
 from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, serialize_checksum
 from streamshard.formats.zarr.packed_layout import CRC32_IN_DESCRIPTOR, PackedEntry
@@ -77,7 +77,7 @@ class PackedTargets(StoreTargets):
                 start += ALIGNMENT
         pieces = max(_MOST_ENTRIES * _PER_ENTRY, len(sizes) // _KNOWN_PER_PIECE)
         counts.add(FileLayout(self.name, [Fixed(b"")] * pieces), [])
-        counts.sizes = {self.name: start + directory + len(end_records(0, 0, 0))}
+        counts.sizes = {self.name: start + directory + len(directory_of([], 0))}
         return counts
 
     def passes(self) -> Sequence[Pass]:
@@ -105,8 +105,7 @@ class PackedTargets(StoreTargets):
                     return False
                 start = entry.end
                 central.append(entry.central(whole[1]))
-            directory = b"".join(central)
-            rest = directory + end_records(len(central), len(directory), start)
+            rest = directory_of(central, start)
             return found.read_at(start, len(rest) + 1) == rest
 
     def finish(self, report: Report, overflowed: Mapping[str, int]) -> Report:
@@ -239,5 +238,4 @@ class PlacedTargets(PackedTargets):
             parts.append(entry.whole(data, crc32(data)))
             central.append(entry.central(crc32(data)))
             start = entry.end
-        directory = b"".join(central)
-        return b"".join([*parts, directory, end_records(len(central), len(directory), start)])
+        return b"".join([*parts, directory_of(central, start)])

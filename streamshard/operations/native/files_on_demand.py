@@ -11,14 +11,13 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.cut.part_cut import PartCut, ZeroTarget
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.formats.deepspeed.write.zero_writer import (
-    FileImage,
     dump_files,
     native_files,
     whole_files,
 )
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch.torch_tensor import Storage, make_tensor
-from streamshard.formats.torch.zip_layout import Serialized, serialize
+from streamshard.formats.torch.zip_layout import FileImage, Serialized, serialize
 from streamshard.model import FILE, MASTER, MODULE, Literal, Whole
 from streamshard.operations.native.resharding import Resharding
 from streamshard.operations.native.target_files import targets_of

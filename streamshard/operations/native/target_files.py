@@ -1,6 +1,6 @@
 """Writes the native files of a target: serializes them, counts their bytes, fills them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -12,19 +12,18 @@ from streamshard.formats.deepspeed.cut.block_cut import require_whole_blocks
 from streamshard.formats.deepspeed.cut.part_cut import ZeroTarget, cut_model_part
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.formats.deepspeed.write.zero_writer import (
-    FileImage,
     dump_files,
     layer_files,
     native_files,
     step_files,
     whole_files,
 )
+from streamshard.formats.torch.zip_layout import FileImage
 from streamshard.layout.memory_plan import MemoryPlan
-from streamshard.model import FILE, Whole
 from streamshard.operations.native.target_settings import TargetSettings
 from streamshard.operations.source.source import Request, Source
 from streamshard.operations.transfer.byte_accounting import ByteCounts
-from streamshard.operations.transfer.file_layout import Elements, FileLayout, fixed_files
+from streamshard.operations.transfer.file_layout import FileLayout, copied_files, fixed_files
 from streamshard.operations.transfer.report import Progress
 from streamshard.operations.transfer.target_writer import Pass, TargetWriter
 from streamshard.operations.transfer.torch_layout import torch_layout
@@ -70,14 +69,15 @@ class NativeWriter(TargetWriter):
         counts = ByteCounts(source)
         for same in alike.values():
             counts.add(layout_of(same[0]), [image.path for image in same])
-        counts.add_all(_sidecars(source, resized))
+        counts.add_all(copied_files(checkpoint, resized.paths.get))
         if template is None:
             counts.add_all(fixed_files({names.LATEST: checkpoint.tag.encode()}))
         return cls(source, settings, template, resized, images, counts)
 
     def passes(self) -> Sequence[Pass]:
         """Return the only pass; `latest` is written by the commit."""
-        return [lambda: chain(map(layout_of, self.images), _sidecars(self.source, self.resized))]
+        checkpoint, paths = self.source.checkpoint, self.resized.paths
+        return [lambda: chain(map(layout_of, self.images), copied_files(checkpoint, paths.get))]
 
     def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
         path = place / self.template.name if self.template else place
@@ -90,14 +90,6 @@ class NativeWriter(TargetWriter):
 def layout_of(image: FileImage) -> FileLayout:
     """Describe a torch file."""
     return torch_layout(image.path, image.serialized(), image.rank)
-
-
-def _sidecars(source: Source, resized: frameworks.Resized) -> Iterator[FileLayout]:
-    modes = {file.path: file.mode for file in source.checkpoint.files}
-    for number, tensor in enumerate(source.checkpoint.tensors):
-        if tensor.state == FILE and tensor.name in resized.paths:
-            content = [Elements(Whole(number), tensor.nbytes, tensor.dtype)]
-            yield FileLayout(resized.paths[tensor.name], content, mode=modes[tensor.name])
 
 
 def targets_of(source: Source, settings: TargetSettings) -> list[ZeroTarget]:

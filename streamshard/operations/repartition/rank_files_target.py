@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Final, Self
@@ -14,14 +15,13 @@ from streamshard.formats.pickle.node_checks import of_file
 from streamshard.io.entries import identify, is_file, read_document
 from streamshard.io.files import require_regular
 from streamshard.layout.memory_plan import MemoryPlan
-from streamshard.model import FILE, Whole
+from streamshard.operations.native.target_files import layout_of
 from streamshard.operations.native.target_settings import MOST_RANKS
 from streamshard.operations.source.source import Request, Source
 from streamshard.operations.transfer.byte_accounting import ByteCounts
-from streamshard.operations.transfer.file_layout import Elements, FileLayout, fixed_files
+from streamshard.operations.transfer.file_layout import FileLayout, copied_files, fixed_files
 from streamshard.operations.transfer.report import Progress
 from streamshard.operations.transfer.target_writer import Output, Pass, TargetWriter
-from streamshard.operations.transfer.torch_layout import torch_layout
 from streamshard.options import RepartitionOptions
 from streamshard.registry import READ_BACK, load
 from streamshard.sizes import counted
@@ -55,12 +55,12 @@ class RankFilesWriter(TargetWriter):
     def of(cls, source: Source, images: RankImages) -> Self:
         """Count the bytes of the files."""
         sidecars, counts = list(_sidecars(source, images.mesh.ranks)), ByteCounts(source)
-        counts.add_all(chain(_layouts(images), sidecars))
+        counts.add_all(chain(map(layout_of, images.images()), sidecars))
         counts.padding_bytes = 0  # what replicas hold again was counted as such
         return cls(source, images, sidecars, counts)
 
     def passes(self) -> Sequence[Pass]:
-        return [lambda: chain(_layouts(self.images), self.sidecars)]
+        return [lambda: chain(map(layout_of, self.images.images()), self.sidecars)]
 
     def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
         written = Request(place, joined=self.source.joined)
@@ -111,10 +111,6 @@ def _ranks(options: RepartitionOptions, opened: Source) -> int:
     return options.world_size
 
 
-def _layouts(images: RankImages) -> Iterator[FileLayout]:
-    return (torch_layout(image.path, image.serialized()) for image in images.images())
-
-
 def _sidecars(source: Source, ranks: int) -> Iterator[FileLayout]:
     """Lay out what is next to the ranks' files; only verl's own file tells the count of ranks."""
     checkpoint, config = source.checkpoint, source.path / rank_names.CONFIG
@@ -122,9 +118,4 @@ def _sidecars(source: Source, ranks: int) -> Iterator[FileLayout]:
         with of_file(config):
             data = rank_writer.config_for(read_document(config), ranks)
         yield from fixed_files({rank_names.CONFIG: data})
-    modes = {file.path: file.mode for file in checkpoint.files}
-    for number, tensor in enumerate(checkpoint.tensors):
-        if tensor.state == FILE:
-            path = rank_names.path_of_file(tensor.name, checkpoint.tag)
-            content = [Elements(Whole(number), tensor.nbytes, tensor.dtype)]
-            yield FileLayout(path, content, mode=modes[tensor.name])
+    yield from copied_files(checkpoint, partial(rank_names.path_of_file, directory=checkpoint.tag))

@@ -27,9 +27,10 @@ from streamshard.engine.run.work import (
     Trailer,
     ignore,
 )
+from streamshard.formats.checkpoint import Checkpoint
 from streamshard.layout.cutting import Segments, Share, clip
 from streamshard.layout.memory_plan import MIB
-from streamshard.model import ITEMSIZE, LogicalTensor, Whole
+from streamshard.model import FILE, ITEMSIZE, LogicalTensor, Whole
 from streamshard.operations.source.source import Source
 
 SPAN_BYTES = 128 * MIB
@@ -94,6 +95,18 @@ def fixed_files(files: Mapping[str, bytes], *, is_last: bool = False) -> Iterato
     """Yield the layouts of files whose bytes are known, by their paths."""
     for path, data in files.items():
         yield FileLayout(path, [Fixed(data)], is_last=is_last)
+
+
+def copied_files(
+    checkpoint: Checkpoint, path_of: Callable[[str], str | None]
+) -> Iterator[FileLayout]:
+    """Yield the layouts of copies of a checkpoint's other files, except those without a path."""
+    modes = {file.path: file.mode for file in checkpoint.files}
+    for number, tensor in enumerate(checkpoint.tensors):
+        path = path_of(tensor.name) if tensor.state == FILE else None
+        if path is not None:
+            content = [Elements(Whole(number), tensor.nbytes, tensor.dtype)]
+            yield FileLayout(path, content, mode=modes[tensor.name])
 
 
 def dtypes_of(elements: Elements, tensors: Sequence[LogicalTensor]) -> tuple[str, str]:

@@ -27,7 +27,7 @@ from streamshard.engine.run.span_writer import (
 from streamshard.engine.run.staged_files import Partial
 from streamshard.engine.run.work import Span, TargetFile
 from streamshard.errors import IntegrityError, Option, UsageError
-from streamshard.formats.torch.zip_layout import end_records
+from streamshard.formats.torch.zip_layout import directory_of
 from streamshard.formats.zarr.packed_layout import PackedEntry
 from streamshard.io.changes import open_sink
 from streamshard.io.entries import exists
@@ -138,9 +138,8 @@ class Packed(ABC):
     def directory(self) -> bytes:
         """Serialize the zip's directory, once all files are written."""
         entries = enumerate(self.places.entries)
-        found = [entry.central(self.crc32s[number]) for number, entry in entries]
-        central = b"".join(found)
-        return central + end_records(len(found), len(central), self.places.end)
+        central = [entry.central(self.crc32s[number]) for number, entry in entries]
+        return directory_of(central, self.places.end)
 
 
 class PackedPartial(Packed, Partial):

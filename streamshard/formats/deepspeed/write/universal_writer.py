@@ -14,10 +14,10 @@ from streamshard.formats.checkpoint import FlatState, ParamGroup, ScalarState
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.cut.part_cut import ZeroTarget
 from streamshard.formats.deepspeed.write.optimizer_writer import OptimizerWriter, scalar_tensor
-from streamshard.formats.deepspeed.write.zero_writer import FileImage, model_files
+from streamshard.formats.deepspeed.write.zero_writer import model_files
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch.torch_tensor import Storage, make_tensor
-from streamshard.formats.torch.zip_layout import serialize
+from streamshard.formats.torch.zip_layout import FileImage, serialize
 from streamshard.model import MASTER, Whole
 
 _STATES_3: Final = frozenset({"exp_avg", "exp_avg_sq"})

@@ -6,7 +6,7 @@ Nothing here holds tensor data: each storage describes the content that fills it
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 
@@ -20,7 +20,7 @@ from streamshard.formats.deepspeed.write.optimizer_writer import OptimizerWriter
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.pickle.inert_dump import dump
 from streamshard.formats.torch.torch_tensor import Storage, make_size, make_tensor
-from streamshard.formats.torch.zip_layout import Serialized, serialize
+from streamshard.formats.torch.zip_layout import FileImage, Serialized, serialize
 from streamshard.layout.cutting import Share, shard_segments
 from streamshard.model import MASTER, MODULE, Literal, Whole
 
@@ -251,20 +251,6 @@ class ModuleWriter:
 
 def _identity(node: Node) -> Node | None:
     return id(node) if isinstance(node, Storage) else None
-
-
-@dataclass(frozen=True, slots=True)
-class FileImage:
-    """A torch file to be written."""
-
-    path: str
-    """Relative to the run directory."""
-    serialized: Callable[[], Serialized]
-    """Serializes the object in it, or returns one that differs only in what fills its storages."""
-    rank: int | None = None
-    """Rank whose shares fill storages that do not say it."""
-    alike: str = ""
-    """The same for files that are laid out alike; empty if that is not known of any other."""
 
 
 def whole_files(target: ZeroTarget) -> Iterator[FileImage]:
