@@ -18,6 +18,7 @@ from streamshard.formats.pickle.dangerous import dangerous_in
 from streamshard.formats.pickle.inert import Node
 from streamshard.layout.cutting import Cutting
 from streamshard.model import (
+    FILE,
     ITEMSIZE,
     MASTER,
     LogicalTensor,
@@ -477,14 +478,20 @@ class Reading:
             files=(*self.files, *files),
         )
 
+    def append_files(self, names: Sequence[str], files: Sequence[SourceFile]) -> Self:
+        """Add files behind the others, each as a tensor of its bytes."""
+        both = zip(names, files, strict=True)
+        tensors = [LogicalTensor(FILE, name, "uint8", (file.nbytes,)) for name, file in both]
+        places = ((number, 0, file.nbytes, 1) for number, file in enumerate(files))
+        return self.append(tensors, Cutting.of_files(places), files)
+
     def relocate(self, rows: Sequence[int], file: SourceFile, offsets: Sequence[int]) -> Self:
         """Let some tensors lie in another file, each in one piece."""
         tensors = [self.checkpoint.tensors[row] for row in rows]
-        columns = [
+        other = Cutting.of_files(
             (len(self.files), offset, tensor.numel, ITEMSIZE[tensor.dtype])
             for offset, tensor in zip(offsets, tensors, strict=True)
-        ]
-        other = Cutting.of_files(*np.array(columns, dtype=np.int64).reshape(-1, 4).T)
+        )
         numels = np.array([tensor.numel for tensor in tensors], dtype=np.int64)
         cutting = self.cutting.relocate(np.array(rows, dtype=np.int64), other, numels)
         return replace(self, cutting=cutting, files=(*self.files, file))

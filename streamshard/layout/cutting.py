@@ -9,7 +9,7 @@ array arithmetic finds the fragments of any range, and no list of all fragments 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -112,8 +112,12 @@ class Cutting:
         )
 
     @classmethod
-    def of_files(cls, files: Ints, offsets: Ints, numels: Ints, itemsizes: Ints) -> "Cutting":
-        """Return where tensors lie that are each in one piece in a file."""
+    def of_files(cls, places: Iterable[tuple[int, int, int, int]]) -> "Cutting":
+        """Return where tensors lie that are each in one piece in a file.
+
+        `places`: file, byte offset, count of elements and their size.
+        """
+        files, offsets, numels, itemsizes = np.array([*places], dtype=np.int64).reshape(-1, 4).T
         zeros, rows = np.zeros_like(files), np.arange(len(files))
         return cls(zeros, np.maximum(numels, 1), itemsizes, zeros, rows, files, offsets)
 
@@ -167,7 +171,7 @@ class Cutting:
         """Add tensors of `numels` elements behind the others, of a regular cutting of files."""
         if self.of is not None:
             rows, zeros = np.arange(len(numels)) + len(self.of.origin), np.zeros_like(numels)
-            outer = Cutting.of_files(rows, zeros, numels, other.itemsize)
+            outer = Cutting.of_files(zip(rows, zeros, numels, other.itemsize, strict=True))
             inner = self.of.append(other, numels)
             return replace(replace(self, of=None).append(outer, numels), of=inner)
         return replace(

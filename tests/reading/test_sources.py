@@ -11,8 +11,7 @@ import pytest
 import streamshard
 from streamshard.degrees.averaged_parameters import Held
 from streamshard.io.entries import identify
-from streamshard.layout.cutting import Cutting
-from streamshard.model import FILE, ITEMSIZE, MASTER, MODULE, LogicalTensor
+from streamshard.model import FILE, ITEMSIZE, MASTER, MODULE
 from streamshard.operations.compact import omissions
 from streamshard.operations.source.degree_change import other_degrees
 from streamshard.operations.source.source import Source, open_source
@@ -102,12 +101,10 @@ def test_files_that_are_added_come_behind_the_others(
     for number, content in enumerate(contents):
         (tmp_path / f"{number}").write_bytes(content)
     files = [identify(tmp_path / f"{number}") for number in range(len(contents))]
-    tensors = [LogicalTensor(FILE, str(f.path), "uint8", (f.nbytes,)) for f in files]
-    numels = np.array([file.nbytes for file in files])
-    places = Cutting.of_files(np.arange(3), np.zeros_like(numels), numels, np.ones_like(numels))
-    added = source.append(tensors, places, files)
+    names = [str(file.path) for file in files]
+    added = source.append_files(names, files)
     assert elements(added) == [*elements(source), *contents]
-    assert elements(added.append(tensors, places, files)) == [*elements(added), *contents]
+    assert elements(added.append_files(names, files)) == [*elements(added), *contents]
 
 
 @each_kind

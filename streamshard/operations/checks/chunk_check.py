@@ -12,7 +12,7 @@ import numpy as np
 from streamshard.checksums import join_crc32
 from streamshard.engine.numeric import digests
 from streamshard.engine.scan.probe import Probe
-from streamshard.errors import IntegrityError, StreamshardError
+from streamshard.errors import IntegrityError
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, serialize_checksum
 from streamshard.formats.zarr.store_manifest import BLOCK_BYTES, FileRecord
 from streamshard.model import Digest
@@ -110,10 +110,7 @@ def _runs(numbers: Sequence[int]) -> list[range]:
 
 
 def digest_pieces(file: int, nbytes: int) -> list[ScanPiece]:
-    """Return small pieces that compute the digest of the first bytes of a file, without decoding.
-
-    `joined` joins their results.
-    """
+    """Return small pieces that compute the digest of a file's first bytes, without decoding."""
     cuts = [*range(0, nbytes, _PIECE_BYTES), nbytes] if nbytes else [0, 0]
     return [digest_piece(file, start, stop) for start, stop in pairwise(cuts)]
 
@@ -121,12 +118,6 @@ def digest_pieces(file: int, nbytes: int) -> list[ScanPiece]:
 def digest_piece(file: int, start: int, stop: int) -> ScanPiece:
     """Return the piece that computes the digest of a range of a file's content."""
     return ScanPiece(stop - start, partial(Probe.digest, file=file, start=start, stop=stop))
-
-
-def joined(results: Sequence[Result]) -> Digest | StreamshardError:
-    """Join the digests of a file's pieces, or return the first error."""
-    failed = [result for result in results if isinstance(result, StreamshardError)]
-    return failed[0] if failed else digests.joined(results)
 
 
 def bytes_piece(file: int, start: int, stop: int) -> ScanPiece:

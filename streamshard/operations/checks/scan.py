@@ -38,6 +38,8 @@ class Unit:
     pieces: Sequence[ScanPiece]
     judge: Callable[[Sequence[Result]], None]
     """Takes the results of all pieces, in order."""
+    failed: Callable[[StreamshardError], None] | None = None
+    """Takes the first piece's error in their place; if there is none, errors are among them."""
 
 
 def scan(
@@ -69,7 +71,12 @@ def scan(
         results.extend(found)
         while waiting and len(results) >= len(waiting[0].pieces):
             unit = waiting.popleft()
-            unit.judge([results.popleft() for _ in unit.pieces])
+            own = [results.popleft() for _ in unit.pieces]
+            error = next((one for one in own if isinstance(one, StreamshardError)), None)
+            if error is None or unit.failed is None:
+                unit.judge(own)
+            else:
+                unit.failed(error)
 
 
 def _jobs(units: Iterable[Unit], waiting: deque[Unit]) -> Iterator[Job[Probe, _Bundle]]:

@@ -221,13 +221,11 @@ class StoreCheck:
         full = self._index.files[number].path
 
         def judge(results: Sequence[Result]) -> None:
-            found, end = chunk_check.joined(results[:-1]), results[-1]
-            found = end if isinstance(end, StreamshardError) else found
-            self._take(full, found, partial(chunk_check.own_checksum, full, end))
+            found, problems_of = digests.joined(results[:-1]), chunk_check.own_checksum
+            self._take(full, found, partial(problems_of, full, results[-1]))
 
-        return Unit(
-            chunk_check.own_checksum_pieces(number, self._index.files[number].nbytes), judge
-        )
+        pieces = chunk_check.own_checksum_pieces(number, self._index.files[number].nbytes)
+        return Unit(pieces, judge, self._failed(full))
 
     def _single_unit(self, manifest: Manifest, path: str) -> Unit:
         """Check a document, the training state, or a chunk that only the manifest lists."""
@@ -259,9 +257,10 @@ class StoreCheck:
             return chunk_check.whole_file(full, record, found.crc32)
 
         def judge(results: Sequence[Result]) -> None:
-            self._take(full, chunk_check.joined(results), problems_of)
+            self._take(full, digests.joined(results), problems_of)
 
-        return Unit(chunk_check.digest_pieces(number, record.nbytes), judge)
+        pieces = chunk_check.digest_pieces(number, record.nbytes)
+        return Unit(pieces, judge, self._failed(full))
 
     def _array_unit(self, manifest: Manifest, array: StoredArray) -> Unit:
         numbers, files = self._index.numbers, self._index.files
@@ -297,10 +296,7 @@ class StoreCheck:
         ]
 
         def judge(results: Sequence[Result]) -> None:
-            found = chunk_check.joined(results)
-            if isinstance(found, StreamshardError):
-                self._findings.add_error(found, array.directory)
-                return
+            found = digests.joined(results)
             self._findings.checked += 1
             self._findings.digests[path] = found.text
             if found.text == array.digest:
@@ -308,7 +304,10 @@ class StoreCheck:
             else:
                 self._findings.add(DAMAGED, array.directory, array.difference(found.text))
 
-        return Unit(pieces, judge)
+        return Unit(pieces, judge, self._failed(array.directory))
+
+    def _failed(self, place: Path) -> Callable[[StreamshardError], None]:
+        return partial(self._findings.add_error, place=place)
 
     def _compare_digest(self, manifest: Manifest, array: str, found: str) -> None:
         self._findings.digests[array] = found

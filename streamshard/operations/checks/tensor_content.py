@@ -8,7 +8,7 @@ from typing import Final
 
 from streamshard.engine.numeric import digests, magnitudes
 from streamshard.engine.scan.probe import Probe
-from streamshard.errors import SourceError, StreamshardError
+from streamshard.errors import SourceError
 from streamshard.formats.zarr.array_paths import array_path
 from streamshard.health import TensorHealth
 from streamshard.layout.sample import EVERYTHING, Sample
@@ -44,10 +44,11 @@ class TensorUnits:
         """Yield a unit for every tensor in the sample."""
         tensors = self.source.checkpoint.tensors
         total, at = sum(tensor.nbytes for tensor in tensors), 0
+        failed = partial(self.findings.add_error, place=self.source.path)
         for index, tensor in enumerate(tensors):
             start, at = at, at + tensor.nbytes
             if self._takes(tensor) and self.sample.holds(start, at, total):
-                yield Unit([*self._pieces(index, tensor)], partial(self._note, tensor))
+                yield Unit([*self._pieces(index, tensor)], partial(self._note, tensor), failed)
 
     @property
     def _place(self) -> Path:
@@ -67,10 +68,6 @@ class TensorUnits:
             yield ScanPiece(region.content_bytes, read)
 
     def _note(self, tensor: LogicalTensor, results: Sequence[Result]) -> None:
-        for result in results:
-            if isinstance(result, StreamshardError):
-                self.findings.add_error(result, self.source.path)
-                return
         name = array_path(tensor)
         if self.digests:
             self.findings.digests[name] = digests.joined(one for one, _ in results).text

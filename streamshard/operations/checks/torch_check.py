@@ -9,7 +9,6 @@ from typing import Final, Self
 
 from streamshard.checksums import join_crc32
 from streamshard.engine.scan.probe import Probe
-from streamshard.errors import StreamshardError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.torch import legacy_file, zip_audit
 from streamshard.formats.torch.zip_audit import StoredRecord, TorchAudit
@@ -102,16 +101,15 @@ class TorchFiles:
             for before, after in pairwise(cuts)
         ]
         sizes = [piece.nbytes for piece in pieces]
-        return Unit(pieces, partial(self._judge, self.files[file].path, record, sizes))
+        path = self.files[file].path
+        failed = partial(self.findings.add_error, place=path)
+        return Unit(pieces, partial(self._judge, path, record, sizes), failed)
 
     def _judge(
         self, path: Path, record: StoredRecord, sizes: Sequence[int], results: Sequence[Result]
     ) -> None:
         crc32 = 0
         for size, result in zip(sizes, results, strict=True):
-            if isinstance(result, StreamshardError):
-                self.findings.add_error(result, path)
-                return
             crc32 = join_crc32(crc32, result, size)
         self.findings.checked += 1
         if crc32 != record.crc32:

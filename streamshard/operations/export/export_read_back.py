@@ -5,11 +5,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from streamshard.engine.run.phases import COMPARING, VERIFYING
 from streamshard.engine.scan.probe import Probe
-from streamshard.errors import CorruptFileError, StreamshardError
+from streamshard.errors import CorruptFileError
 from streamshard.formats import pretrained, pretrained_reader
 from streamshard.formats.checkpoint import Reading
 from streamshard.formats.dcp import dcp_reader
@@ -20,7 +18,7 @@ from streamshard.io.files import target_errors
 from streamshard.layout.cutting import Cutting
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.sample import EVERYTHING
-from streamshard.model import BLOB, FILE, ITEMSIZE, LogicalTensor, SourceFile, Whole
+from streamshard.model import BLOB, ITEMSIZE, SourceFile, Whole
 from streamshard.operations.checks.problems import DAMAGED, Findings
 from streamshard.operations.checks.scan import Result, ScanPiece, Unit, scan
 from streamshard.operations.checks.torch_check import TorchFiles
@@ -77,15 +75,12 @@ class _Written:
         """Pair copied files with what they are copies of."""
         first, place = len(self.opened.checkpoint.tensors), self.opened.path
         files = [identify(place / one.path) for one in sidecars.found]
-        both = list(zip(sidecars.found, files, strict=True))
-        for row, (one, file) in enumerate(both, start=first):
+        for row, (one, file) in enumerate(zip(sidecars.found, files, strict=True), start=first):
             if file.nbytes != self._source.checkpoint.tensors[one.tensor].numel:
                 message = f"{one.path} is not as long as what it is a copy of"
                 raise CorruptFileError(message)
             self.pair(one.path, row, one.tensor, "uint8")
-        tensors = [LogicalTensor(FILE, one.path, "uint8", (file.nbytes,)) for one, file in both]
-        rows = [(number, 0, file.nbytes, 1) for number, file in enumerate(files)]
-        self.opened = self.opened.append(tensors, _pieces(rows), files)
+        self.opened = self.opened.append_files([one.path for one in sidecars.found], files)
 
 
 def _opened(
@@ -111,11 +106,6 @@ def _opened(
     files_found = written.opened.files
     units = TorchFiles(files_found, str, findings, EVERYTHING).units()
     return written, sum(file.nbytes for file in files_found), units
-
-
-def _pieces(rows: Sequence[tuple[int, int, int, int]]) -> Cutting:
-    """Return the cutting of tensors in one piece: file, offset, elements, item size of each."""
-    return Cutting.of_files(*np.array(rows, dtype=np.int64).reshape(-1, 4).T)
 
 
 def _weights(place: Path, files: WeightFiles, source: Source) -> _Written:
@@ -156,7 +146,7 @@ def _images(place: Path, files: UniversalFiles, source: Source) -> _Written:
     tensors = [replace(files.tensor(tensor), dtype=dtype) for _, tensor, dtype in names]
     checkpoint = replace(source.checkpoint, tensors=tuple(tensors))
     paths = [identify(place / name) for name, _, _ in listed]
-    written = _Written(place, source, Reading(checkpoint, _pieces(rows), tuple(paths)))
+    written = _Written(place, source, Reading(checkpoint, Cutting.of_files(rows), tuple(paths)))
     for row, each in enumerate(names):
         written.pair(each[0], row, *each[1:])
     return written
@@ -210,7 +200,8 @@ def _item_units(
     numbers = {file.path: number for number, file in enumerate(files)}
     for item in items:
         read = partial(_is_whole, item, numbers[item.path])
-        yield Unit([ScanPiece(item.nbytes, read)], partial(_judge, item, findings))
+        failed = partial(findings.add_error, place=item.path)
+        yield Unit([ScanPiece(item.nbytes, read)], partial(_judge, item, findings), failed)
 
 
 def _is_whole(item: WrittenItem, file: int, probe: Probe) -> bool:
@@ -223,9 +214,6 @@ def _is_whole(item: WrittenItem, file: int, probe: Probe) -> bool:
 
 
 def _judge(item: WrittenItem, findings: Findings, results: Sequence[Result]) -> None:
-    found, path = results[0], item.path
-    if isinstance(found, StreamshardError):
-        findings.add_error(found, path)
-    elif not found:
-        message = f"{path}: the item of {item.nbytes:,} bytes at byte {item.offset:,} is damaged"
-        findings.add(DAMAGED, path, message)
+    if not results[0]:
+        message = f"the item of {item.nbytes:,} bytes at byte {item.offset:,} is damaged"
+        findings.add(DAMAGED, item.path, f"{item.path}: {message}")

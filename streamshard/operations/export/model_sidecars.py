@@ -4,14 +4,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from streamshard.formats import pretrained
 from streamshard.formats.checkpoint import OtherFile
 from streamshard.io.entries import examine, identify, is_directory, is_file, is_link, paths_in
 from streamshard.io.files import stays_inside
-from streamshard.layout.cutting import Cutting
-from streamshard.model import FILE, LogicalTensor, Whole
+from streamshard.model import FILE, Whole
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.file_layout import Elements, FileLayout
 
@@ -104,12 +101,8 @@ def _adopted(source: Source, beside: Mapping[str, Path]) -> Source:
     if not beside:
         return source
     files = [identify(path) for path in beside.values()]
-    tensors = [LogicalTensor(FILE, str(f.path), "uint8", (f.nbytes,)) for f in files]
     others = [OtherFile(str(f.path), examine(f.path).permissions) for f in files]
-    zeros = np.zeros(len(files), dtype=np.int64)
-    nbytes = np.array([file.nbytes for file in files], dtype=np.int64)
-    cutting = Cutting.of_files(np.arange(len(files)), zeros, nbytes, zeros + 1)
-    added = source.append(tensors, cutting, files)
+    added = source.append_files([other.path for other in others], files)
     checkpoint = replace(added.checkpoint, files=(*added.checkpoint.files, *others))
     return replace(added, checkpoint=checkpoint)
 
