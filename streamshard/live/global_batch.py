@@ -13,7 +13,7 @@ from torch import distributed
 from streamshard.errors import UnsupportedError, UsageError
 from streamshard.layout.batch import BatchPlan, keep_global_batch
 from streamshard.live.consensus import say
-from streamshard.live.live_engine import Engine
+from streamshard.live.live_engine import Engine, replaced
 from streamshard.operations.native.resharding import Resharding
 from streamshard.operations.resume import job_settings
 from streamshard.operations.resume.advice import global_batch
@@ -50,11 +50,8 @@ def fitted_configs() -> Iterator[None]:
                 say(f"{_text(plan, int(config.world_size))} (the config's sizes fit other ranks)")
         plain(config)
 
-    DeepSpeedConfig._configure_train_batch_size = configure
-    try:
+    with replaced(DeepSpeedConfig, "_configure_train_batch_size", configure):
         yield
-    finally:
-        DeepSpeedConfig._configure_train_batch_size = plain
 
 
 def _fitting(config: Any) -> BatchPlan | None:

@@ -18,7 +18,7 @@ from torch import distributed
 from streamshard.formats.deepspeed import names
 from streamshard.io.changes import remove_file, write_durably
 from streamshard.io.entries import exists, paths_in, resolve
-from streamshard.live.live_engine import Engine
+from streamshard.live.live_engine import Engine, replaced
 from streamshard.live.resharding_loads import resharding
 
 
@@ -51,11 +51,8 @@ def _complete_saves() -> Iterator[None]:
         distributed.barrier()
         return saved
 
-    DeepSpeedEngine.save_checkpoint = save
-    try:
+    with replaced(DeepSpeedEngine, "save_checkpoint", save):
         yield
-    finally:
-        DeepSpeedEngine.save_checkpoint = plain
 
 
 def _writes_in_background(engine: Engine) -> bool:

@@ -1,7 +1,8 @@
-"""Reads a live engine: its config, and its place among the ranks."""
+"""Reads a live engine, its config and its place among the ranks; sets attributes for a while."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 import deepspeed
@@ -26,6 +27,17 @@ _OWN_WORDS: Final = {
 
 Engine = Any
 """A `DeepSpeedEngine`; what it is depends on the version of DeepSpeed."""
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute for a while."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def require_servable(engine: Engine) -> None:

@@ -3,8 +3,8 @@
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from streamshard.layout.batch import BatchPlan
 from streamshard.live import live_engine
 from streamshard.live.consensus import Agreement, say
 from streamshard.live.global_batch import plan_batch, set_batch
-from streamshard.live.live_engine import Engine
+from streamshard.live.live_engine import Engine, replaced
 from streamshard.live.same_optimizer import require_same_optimizer
 from streamshard.live.served_files import WEIGHTS, ServedFiles
 from streamshard.model import NoteKind
@@ -78,20 +78,12 @@ class LoadOptions:
         return self.load_optimizer_states and not self.load_module_only
 
     def as_arguments(self) -> dict[str, Any]:
-        return {
-            "load_module_strict": self.load_module_strict,
-            "load_optimizer_states": self.load_optimizer_states,
-            "load_lr_scheduler_states": self.load_lr_scheduler_states,
-            "load_module_only": self.load_module_only,
-            "custom_load_fn": self.custom_load_fn,
-        }
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def as_plain_values(self) -> dict[str, Any]:
         """Return what can be compared with that of another rank."""
-        return {
-            **self.as_arguments(),
-            "custom_load_fn": getattr(self.custom_load_fn, "__name__", None),
-        }
+        name = getattr(self.custom_load_fn, "__name__", None)
+        return {**self.as_arguments(), "custom_load_fn": name}
 
 
 class Loading:
@@ -328,17 +320,6 @@ class _ServingEngine:
         # One model file and one optimizer file, on every rank; of a pipeline all take the first's.
         with self._agreement.step():
             return self._served.load(name)
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute for a while."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def _notes_of(engine: Engine, resharding: Resharding, *, goes_on: bool) -> tuple[str, ...]:

@@ -19,8 +19,8 @@ from streamshard.io.changes import linked_directory
 from streamshard.io.object_path import as_path
 from streamshard.live.consensus import Agreement, say
 from streamshard.live.global_batch import fitted_configs
-from streamshard.live.live_engine import Engine
-from streamshard.live.loading import Load, Loading, LoadOptions, LoadReport, replaced
+from streamshard.live.live_engine import Engine, replaced
+from streamshard.live.loading import Load, Loading, LoadOptions, LoadReport
 from streamshard.operations.native.resharding import Resharding
 from streamshard.operations.newest.newest import newest
 
