@@ -72,18 +72,6 @@ def _whole_of_parts(laid: WithLayerTensors, parts: ModelInParts) -> DegreeChange
     )
 
 
-def _in_equal_parts(one: Source, other: Source) -> tuple[Source, Source, list[DegreeChange]]:
-    """Return two sources, both with whole tensors if their models are in unequal parts."""
-    if _have_equal_parts(one.checkpoint, other.checkpoint):
-        return one, other, []
-    found = [whole(side, None, average=False) for side in (one, other)]
-    left, right = (
-        side if joined is None else joined.source
-        for joined, side in zip(found, (one, other), strict=True)
-    )
-    return left, right, [joined for joined in found if joined is not None]
-
-
 def _have_equal_parts(one: Checkpoint, other: Checkpoint) -> bool:
     if len(one.model_parts) != len(other.model_parts):
         return False
@@ -145,7 +133,14 @@ class _ModelParallelism(OtherDegrees):
     def join_unequal(
         self, one: Source, other: Source
     ) -> tuple[Source, Source, Sequence[DegreeChange]]:
-        return _in_equal_parts(one, other)
+        if _have_equal_parts(one.checkpoint, other.checkpoint):
+            return one, other, []
+        found = [whole(side, None, average=False) for side in (one, other)]
+        left, right = (
+            side if joined is None else joined.source
+            for joined, side in zip(found, (one, other), strict=True)
+        )
+        return left, right, [joined for joined in found if joined is not None]
 
     def tells_cut(self, source: Source) -> bool:
         return tells_cut(source)

@@ -2,11 +2,8 @@
 
 import json
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Final
-
-import numpy as np
 
 from streamshard.degrees.averaged_parameters import AVERAGE
 from streamshard.degrees.layered import layered
@@ -38,10 +35,9 @@ from streamshard.formats.deepspeed.model_parallel.stage_starts import (
 )
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.pretrained import CONFIG
-from streamshard.model import FILE
 from streamshard.operations.source.degree_change import DegreeChange, JobDegrees
 from streamshard.operations.source.source import Source
-from streamshard.operations.source.source_access import SourceAccess
+from streamshard.operations.source.source_access import head_of
 
 _MOST_BYTES: Final = 1 << 20
 """More than any config has."""
@@ -157,18 +153,9 @@ def _kv_heads(source: Source) -> int | None:
     which comes first (`AutoTPMeta.from_model_config` of `deepspeed/module_inject/tp_shard.py`,
     0.19.8).
     """
-    for number, tensor in enumerate(source.checkpoint.tensors):
-        if tensor.state == FILE and tensor.name == CONFIG and tensor.numel <= _MOST_BYTES:
-            with closing(SourceAccess(source)) as access:
-                content = np.empty(tensor.numel, dtype=np.uint8)
-                access.fill(content, number, 0, None)
-            return _kv_heads_in(content.tobytes())
-    return None
-
-
-def _kv_heads_in(content: bytes) -> int | None:
     try:
-        config = json.loads(content)  # as transformers reads it, which writes Infinity too
+        # As transformers reads it, which writes Infinity too.
+        config = json.loads(head_of(source, CONFIG, _MOST_BYTES) or b"")
     except (RecursionError, ValueError):
         return None
     inner = config.get("text_config") if isinstance(config, dict) else None

@@ -4,19 +4,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-
 from streamshard.formats import frameworks
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.deepspeed import ds_config
 from streamshard.formats.frameworks import TrainerState
 from streamshard.layout.batch import BatchPlan
-from streamshard.model import FILE
 from streamshard.operations.resume import advice, job_settings
 from streamshard.operations.resume.advice import GlobalBatch
 from streamshard.operations.resume.job_settings import arguments
 from streamshard.operations.source.source import Source
-from streamshard.operations.source.source_access import SourceAccess
+from streamshard.operations.source.source_access import head_of
 from streamshard.sizes import counted
 
 _SCHEDULER: Final = "lr_scheduler"
@@ -142,7 +139,9 @@ def _position_in_data(
     if framework == frameworks.HF_TRAINER:
         if job is not None and not isinstance(batch, str) and job.train_batch_size == batch.total:
             return None
-        state = frameworks.trainer_state(_head(source, frameworks.TRAINER_STATE))
+        state = frameworks.trainer_state(
+            head_of(source, frameworks.TRAINER_STATE, _HEAD_BYTES) or b""
+        )
         return "\n".join(_trainer(state, batch, job)) if state else _TRAINER_UNKNOWN
     if framework == frameworks.ACCELERATE:
         return _ACCELERATE + ("" if isinstance(batch, str) else " " + _batches(batch, job))
@@ -162,19 +161,6 @@ _LIGHTNING: Final = (
     "samples on another number of ranks, and Lightning's steps are no longer those of DeepSpeed. "
     "Resume from a checkpoint that was saved at the end of an epoch."
 )
-
-
-def _head(source: Source, name: str) -> bytes:
-    """Read the beginning of a sidecar."""
-    tensors = source.checkpoint.tensors
-    number = next(n for n, t in enumerate(tensors) if (t.state, t.name) == (FILE, name))
-    head = np.empty(min(_HEAD_BYTES, tensors[number].numel), dtype=np.uint8)
-    reading = SourceAccess(source)
-    try:
-        reading.fill(head, number, 0, None)
-    finally:
-        reading.close()
-    return head.tobytes()
 
 
 def _trainer(state: TrainerState, batch: GlobalBatch | str, job: BatchPlan | None) -> Iterator[str]:

@@ -3,6 +3,7 @@
 import os
 import threading
 import weakref
+from contextlib import closing
 from typing import Any, Final
 
 import numpy as np
@@ -14,6 +15,7 @@ from streamshard.engine.run.region import RegionFiller
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.errors import UsageError
 from streamshard.layout.memory_plan import SCRATCH_BYTES
+from streamshard.model import FILE
 from streamshard.operations.source.source import Source
 from streamshard.sizes import some_of
 
@@ -65,6 +67,18 @@ class SourceAccess:
         if not self.is_open:
             message = "has been closed; read inside the 'with' block"
             raise UsageError(message, path=self._source.path)
+
+
+def head_of(source: Source, name: str, most: int) -> bytes | None:
+    """Read the first bytes of a sidecar; None if there is none of this name."""
+    tensors = source.checkpoint.tensors
+    number = next((n for n, t in enumerate(tensors) if (t.state, t.name) == (FILE, name)), None)
+    if number is None:
+        return None
+    head = np.empty(min(most, tensors[number].numel), dtype=np.uint8)
+    with closing(SourceAccess(source)) as access:
+        access.fill(head, number, 0, None)
+    return head.tobytes()
 
 
 def _locate_whole(source: Source, number: int, name: str) -> tuple[int, int, int]:
