@@ -7,7 +7,6 @@ from dataclasses import asdict
 from streamshard.cli.parser import keywords
 from streamshard.cli.progress import display
 from streamshard.cli.streams import print_json, tell, write_path
-from streamshard.cli.text.escaping import one_line
 from streamshard.operations.newest import newest
 from streamshard.operations.newest.newest import Newest
 
@@ -21,17 +20,13 @@ def run_newest(arguments: argparse.Namespace) -> None:
     if found.path is None:
         raise newest.none_good(found)
     if not arguments.quiet:
-        tell(*_newest_lines(found))
+        tell(*(f"streamshard: {line}" for line in _lines(found)))
     if not arguments.json:
         write_path(found.path)
 
 
-def _newest_lines(found: Newest) -> list[str]:
-    """Say why newer checkpoints were passed over, and what is suspicious about the one found."""
-    return [one_line(f"streamshard: {line}") for line in _lines(found)]
-
-
 def _lines(found: Newest) -> Iterator[str]:
+    """Say why newer checkpoints were passed over, and what is suspicious about the one found."""
     yield from found.notes
     for one in found.passed_over:
         yield f"passed over {one.path}: {one.reason}"

@@ -1,25 +1,19 @@
 """The standard streams of the process, even if they are closed or full, and results on them."""
 
+import argparse
 import io
+import json
 import os
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Final, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, TextIO
 
-from streamshard.cli.text.escaping import one_line
+from streamshard.cli.text.escaping import one_line, printable
 from streamshard.errors import TargetError
 
 if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
-import argparse
-import json
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
-
-from streamshard.cli.text.escaping import printable
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+    from _typeshed import DataclassInstance, ReadableBuffer
 
 _STDERR: Final = 2
 """The number of standard error."""

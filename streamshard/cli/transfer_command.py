@@ -17,18 +17,11 @@ from streamshard.operations.transfer.report import Progress, Report
 
 
 def run_transfer(arguments: argparse.Namespace) -> None:
-    """Plan a verb that writes, and run the plan."""
-    planner = registry.load(apply.PLANNERS[arguments.verb])
+    """Plan a verb that writes, or read a plan that was saved, and run the plan."""
+    verb = arguments.verb
+    planner = apply.load_plan if verb == "apply" else registry.load(apply.PLANNERS[verb])
     with display(arguments.progress_mode, is_quiet=arguments.quiet) as progress:
         plan = planner(**keywords(arguments))
-        done = _carry_out(plan, arguments, progress)
-    _show(*done, arguments)
-
-
-def run_apply(arguments: argparse.Namespace) -> None:
-    """Run a plan that was saved."""
-    with display(arguments.progress_mode, is_quiet=arguments.quiet) as progress:
-        plan = apply.load_plan(**keywords(arguments))
         done = _carry_out(plan, arguments, progress)
     _show(*done, arguments)
 
