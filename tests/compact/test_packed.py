@@ -242,22 +242,6 @@ def test_of_another_save_it_is_made_anew(
     assert not [*archive.glob("*.partial")]
 
 
-@pytest.mark.parametrize("of_whom", ["somebody", "a receipt that is gone"])
-def test_a_file_that_no_receipt_tells_of_is_left_alone(
-    run: Path, archive: Path, store: Path, of_whom: str
-) -> None:
-    if of_whom == "somebody":
-        api.convert(run / FIRST, store)
-    else:
-        api.compact(run, archive, packed=True)
-        (archive / f"{FIRST}.receipt.json").unlink()
-    before = bits(archive)
-    found = api.compact(run, archive, packed=True)
-    assert (actions(found)[FIRST], found.exit_code) == ("failed", 4)
-    assert "move it away" in found.problems[0].reason
-    assert bits(archive) == before
-
-
 @pytest.mark.parametrize("packed", [(True, True), (False, True), (True, False), (False, False)])
 def test_bytes_that_are_stored_again_are_counted(
     tmp_path: Path, archive: Path, packed: tuple[bool, bool], capsys: pytest.CaptureFixture[str]

@@ -306,21 +306,22 @@ def test_a_receipt_that_cannot_be_read_is_told(run: Path, archive: Path, text: s
     assert receipt.read_text() == text
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("of_whom", ["somebody", "a receipt that is gone"])
 def test_a_store_that_no_receipt_tells_of_is_left_alone(
-    run: Path, archive: Path, of_whom: str
+    run: Path, archive: Path, of_whom: str, packed: bool
 ) -> None:
-    store = archive / f"{FIRST}.zarr"
     if of_whom == "somebody":
+        store = archive / f"{FIRST}.zarr{'.zip' if packed else ''}"
         api.convert(run, store, tag=FIRST)
     else:
-        api.compact(run, archive)
+        api.compact(run, archive, packed=packed)
         (archive / f"{FIRST}.receipt.json").unlink()
-    before = bits(store), bits(run)
-    found = api.compact(run, archive, delete=True)
+    before = bits(archive), bits(run)
+    found = api.compact(run, archive, delete=True, packed=packed)
     assert (actions(found)[FIRST], found.exit_code) == ("failed", 4)
     assert "move it away" in found.problems[0].reason
-    assert (bits(store), bits(run)) == before
+    assert (bits(archive), bits(run)) == before
 
 
 # What happens while a tag is in the trash ---------------------------------------------------------
