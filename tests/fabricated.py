@@ -16,14 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.fabricated_states import flat, flat_state, shard, sharded_state, units
-from tests.job import (
-    TAG,
-    Job,
-    Keepsake,
-    buffers,
-    ds_config,
-    stand_ins,
-)
+from tests.job import TAG, Job, Keepsake, buffers, ds_config, stand_ins
 
 DUMPS = "optimizer.{rank:02d}.pt"
 

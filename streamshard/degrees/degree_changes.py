@@ -7,12 +7,7 @@ from typing import Final
 from streamshard.degrees.averaged_parameters import AVERAGE
 from streamshard.degrees.layered import WithLayerTensors
 from streamshard.degrees.other_degrees import at_degrees
-from streamshard.degrees.recut_source import (
-    parts_of,
-    recut_source,
-    require_unused,
-    tells_cut,
-)
+from streamshard.degrees.recut_source import parts_of, recut_source, require_unused, tells_cut
 from streamshard.degrees.shard_values import note_checksums, require_different_shards
 from streamshard.errors import Option, UnsupportedError, UsageError
 from streamshard.formats.checkpoint import Checkpoint

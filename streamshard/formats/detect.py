@@ -16,14 +16,7 @@ from streamshard.formats.deepspeed import ds_config, ds_versions, names
 from streamshard.formats.deepspeed.dumps.dump_names import template_of
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch import torch_file
-from streamshard.io.entries import (
-    is_directory,
-    is_file,
-    is_link,
-    names_in,
-    paths_in,
-    paths_like,
-)
+from streamshard.io.entries import is_directory, is_file, is_link, names_in, paths_in, paths_like
 
 _WEIGHTS: Final = re.compile(
     r".*\.(safetensors|gguf)|.*\.(safetensors|bin)\.index\.json"

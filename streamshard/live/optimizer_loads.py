@@ -14,12 +14,7 @@ import torch
 from deepspeed import comm
 from torch import distributed
 
-from streamshard.errors import (
-    DisagreementError,
-    UnsupportedError,
-    UsageError,
-    worded,
-)
+from streamshard.errors import DisagreementError, UnsupportedError, UsageError, worded
 from streamshard.formats.checkpoint import Checkpoint, ModelPart, ParamGroup
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.ds_versions import recorded_version

@@ -31,12 +31,7 @@ from transformers.distributed.checkpoint import save_optimizer_distributed
 from transformers.distributed.configuration_utils import DistributedConfig
 
 import streamshard
-from streamshard.errors import (
-    CorruptFileError,
-    DisagreementError,
-    IncompleteError,
-    SourceError,
-)
+from streamshard.errors import CorruptFileError, DisagreementError, IncompleteError, SourceError
 from tests.checkpoints.test_dcp_repartition import require_moved
 from tests.checkpoints.test_dcp_repartition import saved as saved_by_fsdp
 from tests.fabricated import write

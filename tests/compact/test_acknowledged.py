@@ -11,14 +11,7 @@ import pytest
 
 import streamshard as api
 from tests.cli.conftest import streamshard
-from tests.compact.runs import (
-    FIRST,
-    SHARD,
-    STEPS,
-    actions,
-    bits,
-    tag_of,
-)
+from tests.compact.runs import FIRST, SHARD, STEPS, actions, bits, tag_of
 from tests.fabricated import write
 from tests.job import Job
 

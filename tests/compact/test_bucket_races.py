@@ -17,15 +17,7 @@ from streamshard.operations.compact.policy import Policy
 from tests.cloud.proxy import LEAKED, Fault, Request
 from tests.cloud.server import S3Server
 from tests.compact.runs import ALL, FIRST, actions, bits, later, save
-from tests.compact.sides import (
-    MARK,
-    ONE_IN_A_BUCKET,
-    VICTIM,
-    Side,
-    Sides,
-    disturbed,
-    make_sides,
-)
+from tests.compact.sides import MARK, ONE_IN_A_BUCKET, VICTIM, Side, Sides, disturbed, make_sides
 from tests.forked import run_forked
 from tests.job import LEAN
 

@@ -8,14 +8,7 @@ from pathlib import Path
 import streamshard as api
 from tests.browser import Browser, document_of
 from tests.cli.conftest import streamshard
-from tests.compact.runs import (
-    FIRST,
-    NO_GRACE,
-    SHARD,
-    STEPS,
-    make_run,
-    tag_of,
-)
+from tests.compact.runs import FIRST, NO_GRACE, SHARD, STEPS, make_run, tag_of
 
 NOW = datetime.now(UTC)
 NEXT = tag_of(STEPS[1])

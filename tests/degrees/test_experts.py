@@ -11,12 +11,7 @@ import torch
 
 import streamshard
 from streamshard.cli.main import main
-from streamshard.errors import (
-    DisagreementError,
-    StreamshardError,
-    UnsupportedError,
-    UsageError,
-)
+from streamshard.errors import DisagreementError, StreamshardError, UnsupportedError, UsageError
 from tests.comparing import compare
 from tests.fabricated import (
     DUMPS,

@@ -12,12 +12,7 @@ import pytest
 
 import streamshard
 from streamshard.cli.main import main
-from streamshard.errors import (
-    DisagreementError,
-    StreamshardError,
-    UnsupportedError,
-    UsageError,
-)
+from streamshard.errors import DisagreementError, StreamshardError, UnsupportedError, UsageError
 from tests.comparing import compare
 from tests.fabricated import edit, load, write
 from tests.fabricated_parts import TensorJob

@@ -12,12 +12,7 @@ from safetensors.torch import load_file
 
 import streamshard
 from streamshard.degrees.layered import layered
-from streamshard.errors import (
-    DisagreementError,
-    IntegrityError,
-    UnsupportedError,
-    UsageError,
-)
+from streamshard.errors import DisagreementError, IntegrityError, UnsupportedError, UsageError
 from streamshard.layout.cutting import whole_segment
 from streamshard.operations.compact.weights_only import WeightsOnlyStore
 from streamshard.operations.source.source import open_source

@@ -9,12 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from streamshard.engine.numeric.cast import (
-    cast_between,
-    comparing_cast,
-    find_nans,
-    wider,
-)
+from streamshard.engine.numeric.cast import cast_between, comparing_cast, find_nans, wider
 from streamshard.errors import UnsupportedError
 
 Bits = NDArray[Any]

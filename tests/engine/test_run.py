@@ -22,16 +22,7 @@ from streamshard.engine.run.span_writer import Resources, TargetFiles
 from streamshard.engine.run.work import Ending, Fixed, Region, Span, TargetFile
 from streamshard.errors import CorruptFileError, NoSpaceError, TargetError
 from streamshard.io import durability
-from tests.engine.fakes import (
-    JOURNAL,
-    Row,
-    Told,
-    copies_of,
-    expected,
-    on_disk,
-    opened,
-    regions,
-)
+from tests.engine.fakes import JOURNAL, Row, Told, copies_of, expected, on_disk, opened, regions
 from tests.held import descriptor_limit, open_files, running_workers
 
 Drawn = tuple[list[bytes], list[Row], int]

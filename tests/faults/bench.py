@@ -8,16 +8,7 @@ from typing import Final
 
 from streamshard.formats.deepspeed.names import OWN_PREFIX
 from tests.faults.ground import Ground, Verdict, has_noted, in_short
-from tests.faults.scenarios import (
-    OUT,
-    SOURCES,
-    Scenario,
-    Tree,
-    empty,
-    make_old_target,
-    times,
-    tree,
-)
+from tests.faults.scenarios import OUT, SOURCES, Scenario, Tree, empty, make_old_target, times, tree
 from tests.faults.server import Ended, Kill, Meanwhile, Second, Server
 from tests.faults.shim import NO_KIND, Action, Arming, Kind, Side
 from tests.faults.table import Fault

@@ -8,14 +8,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from tests.faults.campaign import (
-    Benches,
-    Case,
-    chosen_kills,
-    fault_at,
-    rotated,
-    second_runs,
-)
+from tests.faults.campaign import Benches, Case, chosen_kills, fault_at, rotated, second_runs
 from tests.faults.ground import Verdict
 from tests.faults.scenarios import SCENARIOS, Scenario
 from tests.faults.shim import Action, Option, Side

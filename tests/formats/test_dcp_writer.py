@@ -17,12 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from streamshard.errors import UnsupportedError
-from streamshard.formats.dcp.dcp_writer import (
-    ItemPlace,
-    PlacedEntry,
-    key_of,
-    serialize_metadata,
-)
+from streamshard.formats.dcp.dcp_writer import ItemPlace, PlacedEntry, key_of, serialize_metadata
 
 NUMBERS = st.sampled_from([0, 1, 255, 256, 65536, (1 << 31) - 1, 1 << 31, (1 << 63) + 5])
 NAMES = st.text(st.characters(exclude_characters="."), min_size=1, max_size=300)

@@ -11,14 +11,7 @@ from numpy.typing import NDArray
 
 from streamshard.layout.boxes import NotTiledError
 from streamshard.layout.cutting import CuttingBuilder, Segments, whole_segment
-from streamshard.layout.model_cut import (
-    ModelCut,
-    Recut,
-    recut,
-    segments_cut,
-    split_cut,
-    whole_cut,
-)
+from streamshard.layout.model_cut import ModelCut, Recut, recut, segments_cut, split_cut, whole_cut
 from streamshard.model import Slot
 from tests.layout.simulate import HEADER, apply
 

@@ -6,12 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from streamshard.layout.zero import (
-    alignment_unit,
-    flat_group,
-    shard_numel,
-    sub_groups,
-)
+from streamshard.layout.zero import alignment_unit, flat_group, shard_numel, sub_groups
 from streamshard.model import SubGroup
 from tests.layout.brute import Owner, deal, flatten, rank_of_flat, shard
 

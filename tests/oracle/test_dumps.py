@@ -19,15 +19,7 @@ from torch import distributed, nn
 
 import streamshard
 from streamshard.errors import UnsupportedError
-from tests.oracle.cases import (
-    ALIGNED,
-    BF16,
-    BF16_OPTIMIZER,
-    FP16,
-    FP32,
-    ROUND_ROBIN,
-    SUB_GROUPS,
-)
+from tests.oracle.cases import ALIGNED, BF16, BF16_OPTIMIZER, FP16, FP32, ROUND_ROBIN, SUB_GROUPS
 from tests.oracle.compare import close, differences
 from tests.oracle.files import digests, file_differences
 from tests.oracle.jobs import (

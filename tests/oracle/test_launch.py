@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed.runtime.engine import (  # type: ignore[import-untyped,unused-ignore]
-    DeepSpeedEngine,
-)
+from deepspeed.runtime.engine import DeepSpeedEngine  # type: ignore[import-untyped,unused-ignore]
 
 from streamshard.live.launch import launch
 from tests.oracle.ranks import LAUNCHED

@@ -19,14 +19,7 @@ import torch
 from torch import distributed
 
 from tests.oracle import momentum
-from tests.oracle.places import (
-    Partition,
-    Place,
-    assembled,
-    expert_names,
-    global_names,
-    of_experts,
-)
+from tests.oracle.places import Partition, Place, assembled, expert_names, global_names, of_experts
 from tests.oracle.values import value_differences
 
 K = TypeVar("K")

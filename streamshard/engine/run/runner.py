@@ -10,12 +10,7 @@ from typing import Any, Protocol
 from streamshard.engine.jobs.executor import Job, current_executor
 from streamshard.engine.jobs.proofs import TargetProof
 from streamshard.engine.run.phases import SYNCING, WRITING, Watcher
-from streamshard.engine.run.span_writer import (
-    Resources,
-    SpanWriter,
-    TargetFiles,
-    WritingTools,
-)
+from streamshard.engine.run.span_writer import Resources, SpanWriter, TargetFiles, WritingTools
 from streamshard.io.changes import sync_tree
 from streamshard.io.files import target_errors
 from streamshard.model import SourceFile

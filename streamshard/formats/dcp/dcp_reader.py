@@ -14,12 +14,7 @@ from typing import Final
 import numpy as np
 
 from streamshard.errors import CorruptFileError, IncompleteError, UnsupportedError
-from streamshard.formats.checkpoint import (
-    Checkpoint,
-    ModuleEntry,
-    ParamGroup,
-    Reading,
-)
+from streamshard.formats.checkpoint import Checkpoint, ModuleEntry, ParamGroup, Reading
 from streamshard.formats.dcp import dcp_names
 from streamshard.formats.dcp.item_reader import ItemFiles, TensorPlaces
 from streamshard.formats.dcp.metadata_reader import (

@@ -51,16 +51,7 @@ from streamshard.io.entries import is_directory, is_file, paths_in
 from streamshard.io.files import require_regular
 from streamshard.layout.boxes import NotTiledError, grid_of
 from streamshard.layout.cutting import CuttingBuilder
-from streamshard.model import (
-    ITEMSIZE,
-    MASTER,
-    MODULE,
-    LogicalTensor,
-    Note,
-    NoteKind,
-    Slot,
-    Whole,
-)
+from streamshard.model import ITEMSIZE, MASTER, MODULE, LogicalTensor, Note, NoteKind, Slot, Whole
 
 _WHAT: Final = "a checkpoint in files of FSDP's ranks"
 _WEIGHTS: Final = "a model's weights in files of FSDP's ranks"

@@ -12,11 +12,7 @@ import numpy as np
 from streamshard.errors import CorruptFileError, UnsupportedError
 from streamshard.formats import strict_json
 from streamshard.formats.checkpoint import Checkpoint
-from streamshard.formats.fsdp_ranks.device_meshes import (
-    MeshChange,
-    MeshShape,
-    require_fsdp,
-)
+from streamshard.formats.fsdp_ranks.device_meshes import MeshChange, MeshShape, require_fsdp
 from streamshard.formats.fsdp_ranks.flat_parameters import group_of, is_flat
 from streamshard.formats.fsdp_ranks.rank_names import EXTRA, MODEL, OPTIMIZER, rank_file
 from streamshard.formats.fsdp_ranks.rank_trees import TreeShape

@@ -26,12 +26,7 @@ from streamshard.formats.checkpoint import FlatState, ScalarState
 from streamshard.formats.dcp import dcp_names
 from streamshard.formats.dcp.dcp_reader import Distributed, locate
 from streamshard.formats.dcp.item_reader import ItemFiles, TensorPlaces
-from streamshard.formats.dcp.metadata_reader import (
-    Index,
-    SavedTensor,
-    is_distributed,
-    read_index,
-)
+from streamshard.formats.dcp.metadata_reader import Index, SavedTensor, is_distributed, read_index
 from streamshard.formats.dcp.optimizer_state import STEP, SavedGroup, is_plain, number_in
 from streamshard.formats.dcp.state_names import StateKeys
 from streamshard.formats.pickle.inert import Node, show

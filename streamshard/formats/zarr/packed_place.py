@@ -15,13 +15,7 @@ from typing import Any, BinaryIO, ClassVar, Final, Never, cast
 from streamshard import registry
 from streamshard.formats.zarr.packed_directory import PackedDirectory
 from streamshard.io.entries import examine, is_file, open_readable, resolve
-from streamshard.io.object_path import (
-    PACKED_SUFFIX,
-    ObjectPath,
-    as_path,
-    is_object,
-    is_packed_name,
-)
+from streamshard.io.object_path import PACKED_SUFFIX, ObjectPath, as_path, is_object, is_packed_name
 from streamshard.io.place import Place, kept, place_of
 from streamshard.io.readable import Entry, OpenedFile, ReadAheadBytes, Status, absent
 from streamshard.model import SourceFile

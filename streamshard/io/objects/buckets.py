@@ -91,10 +91,7 @@ def _abort_strays(*roots: ObjectPath) -> str:
         return "" if scheme == "az" else "Google's are not listed by obstore"
     try:
         import boto3  # type: ignore[import-untyped]
-        from botocore.exceptions import (  # type: ignore[import-untyped]
-            BotoCoreError,
-            ClientError,
-        )
+        from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-untyped]
     except ImportError:
         return "without boto3 they are not found: pip install 'streamshard[cloud]'"
     try:

@@ -43,13 +43,7 @@ from streamshard.layout.sample import Sample
 from streamshard.model import BlockDigests, Digest, SourceFile
 from streamshard.operations.checks import chunk_check
 from streamshard.operations.checks.chunk_check import ChunkCheck
-from streamshard.operations.checks.problems import (
-    DAMAGED,
-    EXTRA,
-    MALFORMED,
-    UNREADABLE,
-    Findings,
-)
+from streamshard.operations.checks.problems import DAMAGED, EXTRA, MALFORMED, UNREADABLE, Findings
 from streamshard.operations.checks.scan import Result, Unit
 
 _LIMIT_AGAIN: Final = 4

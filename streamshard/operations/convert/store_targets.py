@@ -20,10 +20,7 @@ from streamshard.formats.torch.zip_layout import ALIGNMENT
 from streamshard.formats.zarr import small_files, store_manifest, store_state
 from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT, array_path
 from streamshard.formats.zarr.blosc_encoder import BloscCodec, most_encoded_bytes
-from streamshard.formats.zarr.chunks import (
-    CHECKSUM_BYTES,
-    serialize_checksum,
-)
+from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, serialize_checksum
 from streamshard.formats.zarr.documents import (
     MANIFEST_PATH,
     STATE_PATH,

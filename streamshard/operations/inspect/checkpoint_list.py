@@ -6,23 +6,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
-from streamshard.errors import (
-    SourceError,
-    StreamshardError,
-    UnsupportedError,
-    release_frames,
-)
+from streamshard.errors import SourceError, StreamshardError, UnsupportedError, release_frames
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read import validation
 from streamshard.formats.deepspeed.read.validation import Recorded
 from streamshard.io.entries import entries_below, examine, is_file, paths_in
 from streamshard.io.files import source_errors, stays_inside
-from streamshard.operations.checks.suspicion import (
-    StepCounts,
-    skipped_since,
-    steps_of,
-    suspicions,
-)
+from streamshard.operations.checks.suspicion import StepCounts, skipped_since, steps_of, suspicions
 from streamshard.operations.inspect.inspect_report import CheckpointSummary
 from streamshard.operations.source.completeness import require_named, require_saved_to_end
 from streamshard.operations.source.source import Source, open_source

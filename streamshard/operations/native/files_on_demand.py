@@ -10,11 +10,7 @@ from streamshard.engine.run.work import Region
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.cut.part_cut import PartCut, ZeroTarget
 from streamshard.formats.deepspeed.dumps.dump_names import Template
-from streamshard.formats.deepspeed.write.zero_writer import (
-    dump_files,
-    native_files,
-    whole_files,
-)
+from streamshard.formats.deepspeed.write.zero_writer import dump_files, native_files, whole_files
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch.torch_tensor import Storage, make_tensor
 from streamshard.formats.torch.zip_layout import FileImage, Serialized, serialize

@@ -11,19 +11,13 @@ from streamshard import registry
 from streamshard.commands import command
 from streamshard.engine.numeric.cast import cast_between
 from streamshard.engine.run.work import Region
-from streamshard.errors import (
-    Option,
-    UnsupportedError,
-    UsageError,
-)
+from streamshard.errors import Option, UnsupportedError, UsageError
 from streamshard.formats.checkpoint import Checkpoint, Reading
 from streamshard.formats.deepspeed import ds_config
 from streamshard.formats.deepspeed.dumps import dump_names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.formats.deepspeed.names import LATEST
-from streamshard.io.entries import (
-    listings_kept,
-)
+from streamshard.io.entries import listings_kept
 from streamshard.io.files import source_errors
 from streamshard.io.object_path import as_path
 from streamshard.io.place import place_of

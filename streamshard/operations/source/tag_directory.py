@@ -7,12 +7,7 @@ from typing import Final
 
 from streamshard import registry
 from streamshard.commands import command
-from streamshard.errors import (
-    IncompleteError,
-    SourceError,
-    SourceNotFoundError,
-    UnsupportedError,
-)
+from streamshard.errors import IncompleteError, SourceError, SourceNotFoundError, UnsupportedError
 from streamshard.formats import detect
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.names import step_of

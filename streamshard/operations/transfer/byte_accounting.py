@@ -10,12 +10,7 @@ from numpy.typing import NDArray
 from streamshard.layout.cutting import Segments
 from streamshard.model import ITEMSIZE, Computed, Whole
 from streamshard.operations.source.source import Source
-from streamshard.operations.transfer.file_layout import (
-    MOST_COPIES,
-    Elements,
-    FileLayout,
-    dtypes_of,
-)
+from streamshard.operations.transfer.file_layout import MOST_COPIES, Elements, FileLayout, dtypes_of
 
 _PIECES_AT_ONCE: Final = 1 << 16
 """Pieces that are located together, which bounds the memory for it."""

@@ -10,12 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from streamshard.io.disk_speed import (
-    Speed,
-    measure_encoding,
-    measure_reading,
-    measure_writing,
-)
+from streamshard.io.disk_speed import Speed, measure_encoding, measure_reading, measure_writing
 from streamshard.io.object_path import as_path, is_object
 from streamshard.io.place import place_of
 from streamshard.layout.memory_plan import SCRATCH_BYTES, SLACK_BYTES, MemoryPlan

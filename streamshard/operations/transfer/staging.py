@@ -30,23 +30,14 @@ from streamshard.io.changes import (
     sync_path,
     write_durably,
 )
-from streamshard.io.entries import (
-    exists,
-    files_below,
-    lexists,
-    paths_in,
-)
+from streamshard.io.entries import exists, files_below, lexists, paths_in
 from streamshard.io.files import target_errors
 from streamshard.io.place import place_of
 from streamshard.io.preallocation import Reservation
 from streamshard.io.retry import FROM_OUTSIDE, ignored
 from streamshard.operations.source.unfinished import JOURNAL
 from streamshard.operations.transfer.staged_target import StagedTarget
-from streamshard.operations.transfer.target import (
-    is_vacant,
-    partial_of,
-    replaced_of,
-)
+from streamshard.operations.transfer.target import is_vacant, partial_of, replaced_of
 from streamshard.operations.transfer.target_state import DiskState, TargetKind, replaces
 
 _RESERVED: Final = f"{names.OWN_PREFIX}.reserved"

@@ -20,13 +20,7 @@ from streamshard.io.readable import Status
 from streamshard.operations.source.directory_content import DirectoryContent
 from streamshard.operations.source.unfinished import JOURNAL
 from streamshard.operations.transfer.target import partial_of, replaced_of, require_named
-from streamshard.registry import (
-    DISK_TARGET,
-    PACKED_TARGET,
-    PACKED_UPLOAD,
-    UPLOADED_TARGET,
-    load,
-)
+from streamshard.registry import DISK_TARGET, PACKED_TARGET, PACKED_UPLOAD, UPLOADED_TARGET, load
 
 _KINDS: Final = {
     (False, False): DISK_TARGET, (False, True): UPLOADED_TARGET,
