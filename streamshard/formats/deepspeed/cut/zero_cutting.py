@@ -63,14 +63,16 @@ def _slices(node: Node, path: Path) -> tuple[tuple[tuple[str, int, int], ...], .
     try:
         with of_file(path):
             return tuple(
-                tuple(_slice(name, at.state["start"], at.state["numel"]) for name, at in m.items())
-                for m in node
+                tuple(_slice(name, at.state) for name, at in of_group.items()) for of_group in node
             )
     except (AttributeError, KeyError, TypeError) as error:
         raise CorruptFileError(f"'{names.SLICE_MAPPINGS}' is unreadable", path=path) from error
 
 
-def _slice(name: Node, start: Node, numel: Node) -> tuple[str, int, int]:
+def _slice(name: Node, place: Mapping[Node, Node]) -> tuple[str, int, int]:
+    start, numel = place["start"], place["numel"]
+    if len(place) > 2:  # it is made anew, and would lack the rest
+        raise UnsupportedError(f"a slice of {show(name)} has {', '.join(map(show, place))}")
     if not isinstance(start, int) or not isinstance(numel, int):
         raise CorruptFileError(f"a slice of {show(name)} from {show(start)} on, {show(numel)} long")
     return name_of(name), start, numel
