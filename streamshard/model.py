@@ -318,6 +318,11 @@ class SourceFile:
         return self.decoder is None or isinstance(self.decoder, BlockDigests)
 
 
+Repeat = tuple[tuple[SourceFile, int], tuple[SourceFile, int], int]
+"""A copy in another file, of which only the ends were compared: (file, offset) of the one that is
+read, of the other one, and their bytes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
     """Places of consecutive pieces: `files[k]` at byte `offsets[k]` holds piece k."""

@@ -24,6 +24,7 @@ from streamshard.model import (
     LogicalTensor,
     Note,
     NoteKind,
+    Repeat,
     SourceFile,
     ZeroLayout,
 )
@@ -452,6 +453,7 @@ class Reading:
     """The files that the cutting refers to."""
     is_elastic: bool = False
     """Whether the files were saved with `elastic_checkpoint`, without hyper-parameters."""
+    repeats: tuple[Repeat, ...] = ()
 
     def take(
         self, rows: Sequence[int], checkpoint: Checkpoint, left_out: Collection[int] = ()

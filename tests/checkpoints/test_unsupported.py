@@ -109,6 +109,12 @@ def rename_experts(content: Content) -> None:
         mapping[f"mlp.experts.w{number}"] = mapping.pop(name)
 
 
+def tell_more(content: Content) -> None:
+    """Say more of a slice than a reader knows, as a later version might."""
+    (first, *_) = content["optimizer_state_dict"]["param_slice_mappings"][-1].values()
+    first.offset = 3
+
+
 @dataclass(frozen=True)
 class Kind:
     """Something that is refused, how its files differ from others, and what is said of it."""
@@ -218,6 +224,12 @@ KINDS = [
         STAGE_3,
         ("optim_states.pt: trained with AutoEP ('ds_zero_partition_groups' says so)",),
         optimizer=(auto_expert_groups,),
+    ),
+    Kind(
+        "slices-that-tell-more",
+        Job(stage=2),
+        ("a slice of 'embed.bias' has 'numel', 'start', 'offset'",),
+        optimizer=(tell_more,),
     ),
     Kind(
         "experts-without-numbers",

@@ -5,6 +5,7 @@ import os
 import shutil
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from hashlib import sha256
@@ -35,7 +36,7 @@ from tests.compact.runs import (
     tag_of,
 )
 from tests.fabricated import client_state, edit, load
-from tests.job import Job
+from tests.job import MUON, Job
 from tests.rewriting import rewrite_array
 
 CODES = {"kept": 0, "in the trash": 0, "ambiguous": 3, "failed": 6}
@@ -111,6 +112,27 @@ def test_a_tag_of_which_an_archive_would_lack_something_stays(tmp_path: Path, wh
     age(run / FIRST, 30)
     before = bits(run)
     require_kept(api.compact(run, tmp_path / "archive", delete=True), "ambiguous", told)
+    assert bits(run) == before
+
+
+def change_the_middle(held: dict[str, Any]) -> None:
+    """Change what lies between the ends, which are compared when files are opened."""
+    state = held["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
+    state["momentum_buffer"][3500] += 8
+
+
+def test_a_tag_whose_ranks_hold_other_momentum_stays(tmp_path: Path) -> None:
+    """Each rank holds Muon's momentum of all of a parameter of which it has a part."""
+    job = replace(MUON, groups=((("wide", (90, 80)),), (("bias", (7,)),)), muon=(0,))
+    run = make_run(tmp_path / "run", job)
+    found = api.compact(run, tmp_path / "archive", delete=True)
+    assert actions(found)[FIRST] == "deleted"
+    api.compact(run, tmp_path / "archive", undelete=[FIRST])
+    edit(run / FIRST / SHARD, change_the_middle)
+    age(run / FIRST, 30)
+    before = bits(run)
+    found = api.compact(run, tmp_path / "other", delete=True)
+    require_kept(found, "ambiguous", f"{SHARD} about the momentum")
     assert bits(run) == before
 
 

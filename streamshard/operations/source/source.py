@@ -65,7 +65,7 @@ class Source(Reading):
 
     @classmethod
     def of(cls, path: Path, kind: str, found: Reading) -> Self:
-        content = found.checkpoint, found.cutting, found.files, found.is_elastic
+        content = found.checkpoint, found.cutting, found.files, found.is_elastic, found.repeats
         return cls(*content, path=path, kind=kind)
 
     def region(self, tensor: int, start: int, stop: int, dtype: str | None = None) -> Region:

@@ -1,6 +1,6 @@
 """Computes where every element of a source lies, and checks the files against that layout."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -18,7 +18,7 @@ from streamshard.formats.pickle.node_checks import name_of, of_file
 from streamshard.io.entries import open_readable
 from streamshard.layout.cutting import CuttingBuilder
 from streamshard.layout.zero import FlatGroup, shard_numel
-from streamshard.model import ITEMSIZE, MASTER, Slot, SourceFile
+from streamshard.model import ITEMSIZE, MASTER, Repeat, Slot, SourceFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +63,16 @@ def _slices(node: Node, path: Path) -> tuple[tuple[tuple[str, int, int], ...], .
     try:
         with of_file(path):
             return tuple(
-                tuple(_slice(name, at.state["start"], at.state["numel"]) for name, at in m.items())
-                for m in node
+                tuple(_slice(name, at.state) for name, at in of_group.items()) for of_group in node
             )
     except (AttributeError, KeyError, TypeError) as error:
         raise CorruptFileError(f"'{names.SLICE_MAPPINGS}' is unreadable", path=path) from error
 
 
-def _slice(name: Node, start: Node, numel: Node) -> tuple[str, int, int]:
+def _slice(name: Node, place: Mapping[Node, Node]) -> tuple[str, int, int]:
+    start, numel = place["start"], place["numel"]
+    if len(place) > 2:  # it is made anew, and would lack the rest
+        raise UnsupportedError(f"a slice of {show(name)} has {', '.join(map(show, place))}")
     if not isinstance(start, int) or not isinstance(numel, int):
         raise CorruptFileError(f"a slice of {show(name)} from {show(start)} on, {show(numel)} long")
     return name_of(name), start, numel
@@ -128,8 +130,8 @@ class _WholeMomentum:
                 )
                 raise UnsupportedError(message, path=path)
 
-    def assign(self, tensors: NDArray[np.int64], builder: CuttingBuilder) -> None:
-        """Place the momentum of every parameter.
+    def assign(self, tensors: NDArray[np.int64], builder: CuttingBuilder) -> Iterator[Repeat]:
+        """Place the momentum of every parameter; yields where other ranks have it as well.
 
         `tensors`: logical tensor of each parameter, in the param group's own order.
         """
@@ -140,22 +142,25 @@ class _WholeMomentum:
             for param in self._flat.owned(rank):
                 numel = int(self._flat.numels[param])
                 if param in found:
-                    _require_alike(found[param], (file, offset), numel * self._itemsize)
+                    repeat = found[param], (file, offset), numel * self._itemsize
+                    span = min(repeat[-1], _SAMPLE_BYTES)
+                    for start in {0, repeat[-1] - span}:
+                        require_alike(repeat, start, span)
+                    yield repeat
                 else:
                     found[param] = (file, offset)
                     builder.place(int(tensors[param]), number, offset, numel)
                 offset += numel * self._itemsize
 
 
-def _require_alike(one: tuple[SourceFile, int], other: tuple[SourceFile, int], nbytes: int) -> None:
-    """Compare both ends of two copies."""
-    span = min(nbytes, _SAMPLE_BYTES)
-    for start in {0, nbytes - span}:
-        first, second = (_read(file, offset + start, span) for file, offset in (one, other))
-        if first != second:
-            message = f"disagrees with {other[0].path} about the momentum of a parameter that both"
-            message = f"{message} ranks hold: they are not of one step of one run"
-            raise DisagreementError(message, path=one[0].path)
+def require_alike(repeat: Repeat, start: int, nbytes: int) -> None:
+    """Compare some bytes of two copies."""
+    one, other, _ = repeat
+    first, second = (_read(file, offset + start, nbytes) for file, offset in (one, other))
+    if first != second:
+        message = f"disagrees with {other[0].path} about the momentum of a parameter that both"
+        message = f"{message} ranks hold: they are not of one step of one run"
+        raise DisagreementError(message, path=one[0].path)
 
 
 def _read(file: SourceFile, offset: int, nbytes: int) -> bytes:
@@ -203,12 +208,14 @@ def cut_source(
     tensors = checkpoint.tensors
     builder = CuttingBuilder([ITEMSIZE[tensor.dtype] for tensor in tensors])
     index = checkpoint.tensor_index()
+    repeats: list[Repeat] = []
     for number, part_map in enumerate(model_parts):
         placing = _Placing(checkpoint, part_map, files, builder, index, number)
         if checkpoint.layout.stage == 3:
             placing.sub_groups()
         else:
             placing.partitions()
+        repeats += placing.repeats
     for tensor, (file, offset) in whole.items():
         builder.place(tensor, file, offset, tensors[tensor].numel)
     for tensor, slot in shards.items():
@@ -220,7 +227,7 @@ def cut_source(
         if tensors[tensor].numel:
             raise CorruptFileError(f"{tensors[tensor].state} of {tensors[tensor].name} is nowhere")
     is_elastic = any(model_part.stripped for model_part in model_parts)
-    return Reading(checkpoint, builder.build(), tuple(files), is_elastic)
+    return Reading(checkpoint, builder.build(), tuple(files), is_elastic, tuple(repeats))
 
 
 class _Placing:
@@ -242,6 +249,7 @@ class _Placing:
         self._index = index
         self._model_part = checkpoint.model_parts[number]
         self._map = part_map
+        self.repeats: list[Repeat] = []
 
     def partitions(self) -> None:
         """Place the partitions of flat groups (stages 1 and 2)."""
@@ -260,7 +268,7 @@ class _Placing:
                 if self._map.stripped:
                     whole.require_nothing_lost()
                 _require_lengths(slot, whole.lengths(), self._files, what)
-                whole.assign(tensors, self._builder)
+                self.repeats += whole.assign(tensors, self._builder)
                 continue
             lengths = [flat.partition_numel] * flat.world_size
             if (self._map.stripped or state == MASTER) and not self._layout.bf16_optimizer:
