@@ -12,25 +12,31 @@ from streamshard.model import Digest
 
 _LARGE_BYTES: Final = 1 << 16
 """From here on, other threads should run while a checksum is computed."""
+_MOST_BYTES: Final = 1 << 30
+"""Length of memory that the function below takes at once; its length is a C int."""
+_ONES: Final = 0xFFFFFFFF
+_OF_KNOWN: Final = 0xE3069283
+"""CRC-32C of the digits from 1 to 9."""
 
 
-def _foreign_crc32c() -> Callable[[int, int, int], int] | None:
-    """Return the library's function, to be called without the GIL; None if there is none.
+def _fast_crc32c() -> Callable[[Any, int, int], int] | None:
+    """Return ISA-L's function, to be called without the GIL; None if it is not there.
 
-    The library's own wrapper keeps the GIL, so that only one thread computes at a time.
+    It takes 0.4 of the time of the other library, whose wrapper keeps the GIL, so that only one
+    thread computes at a time.
     """
-    extension: Any = getattr(google_crc32c, "_crc32c", None)
     try:
-        found = ctypes.CDLL(extension.__file__).crc32c_extend
+        found = ctypes.CDLL(isal_zlib.__file__).crc32_iscsi
     except (AttributeError, OSError):
         return None
     found.restype = ctypes.c_uint32
-    found.argtypes = [ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t]
-    extend: Callable[[int, int, int], int] = found
-    return extend
+    found.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32]
+    extend: Callable[[Any, int, int], int] = found
+    known = b"123456789"
+    return extend if extend(known, len(known), _ONES) ^ _ONES == _OF_KNOWN else None
 
 
-_extend: Final = _foreign_crc32c()
+_extend: Final = _fast_crc32c()
 
 
 def crc32(view: memoryview | bytes, before: int = 0) -> int:
@@ -42,9 +48,12 @@ def crc32c(view: memoryview | bytes, before: int = 0) -> int:
     """Return the CRC-32C of bytes that follow others with the CRC-32C `before`."""
     # The library needs a bytes-like object of its kind; an array over the view avoids a copy.
     content = np.frombuffer(view, dtype=np.uint8)
-    if _extend is not None and len(content) >= _LARGE_BYTES:
-        return _extend(before, content.ctypes.data, len(content))
-    return int(google_crc32c.extend(before, content))
+    if _extend is None or len(content) < _LARGE_BYTES:
+        return int(google_crc32c.extend(before, content))
+    for start in range(0, len(content), _MOST_BYTES):
+        piece = content[start : start + _MOST_BYTES]
+        before = _extend(piece.ctypes.data, len(piece), before ^ _ONES) ^ _ONES
+    return before
 
 
 def join_crc32(first: int, second: int, second_bytes: int) -> int:

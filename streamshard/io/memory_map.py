@@ -27,9 +27,6 @@ _move = libc(
 )  # fmt: skip
 _TO_ADDRESS: Final = 0x1 | 0x2
 """MREMAP_MAYMOVE and MREMAP_FIXED: memory takes the place of what is at another address."""
-_advise = libc("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_POPULATE: Final = 23
-"""MADV_POPULATE_WRITE, which Python does not name."""
 _WINDOW_BYTES: Final = 8 << 20
 """Memory that is copied at once; a multiple of any page's size."""
 
@@ -80,14 +77,3 @@ def detach_map(mapped: "ctypes.Array[ctypes.c_ubyte]") -> None:
         ctypes.memmove(made + at, address + at, count)
         if _move(made + at, count, count, _TO_ADDRESS, address + at) == _FAILED:
             raise last_error("")
-
-
-def populate(view: memoryview) -> None:
-    """Take the pages of a view from the system at once, which is quicker than one at each touch.
-
-    Before Linux 5.14 they are taken when they are touched.
-    """
-    start = ctypes.addressof(ctypes.c_ubyte.from_buffer(view))
-    first, last = -(-start // mmap.PAGESIZE), (start + len(view)) // mmap.PAGESIZE
-    if _advise is not None and last > first:
-        _advise(first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE, _POPULATE)

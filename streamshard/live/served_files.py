@@ -13,7 +13,8 @@ from streamshard.engine.run.region import RegionFiller
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.work import Region
 from streamshard.io.files import require_all_unchanged
-from streamshard.io.memory_map import detach_map, populate
+from streamshard.io.memory_map import detach_map
+from streamshard.io.new_memory import HugePages, populate, windows
 from streamshard.io.object_path import is_object
 from streamshard.live.node_share import NodeShare
 from streamshard.model import ITEMSIZE
@@ -24,6 +25,8 @@ WEIGHTS: Final = "weights"
 """Path of what is no file: the module's state dict; see `FilesOnDemand.weights`."""
 _LEAST_MAPPED: Final = 1 << 20
 """Smaller storages are read: a process may have some 65,000 maps, and models many small tensors."""
+_LEAST_HUGE: Final = 32 << 20
+"""Smaller storages take no huge pages: where these begin and end, maps are divided."""
 _WINDOW_BYTES: Final = 8 << 20
 _SCRATCH_BYTES: Final = 1 << 20
 
@@ -44,6 +47,7 @@ class ServedFiles:
         self._maps = maps
         self._reader = SourceReader(source.files, reads_once=True)
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        self._huge_pages = HugePages()
         self._prepared: dict[str, FileContent] = {}
         self._shares: dict[str, NodeShare] = {}
         self._sidecars = files.sidecars()
@@ -163,22 +167,26 @@ class ServedFiles:
         if known is not None:
             view[:] = known
             return made
-        at = 0
+        at, huge_pages = 0, self._huge_pages if storage.nbytes >= _LEAST_HUGE else None
         for region in storage.regions:
-            self.fill(region, view[at : at + region.nbytes])
+            self._fill(region, view[at : at + region.nbytes], huge_pages)
             at += region.nbytes
         return made
 
     def fill(self, region: Region, view: memoryview) -> None:
+        """Fill a view of memory that ranks share with a region."""
+        self._fill(region, view, None)
+
+    def _fill(self, region: Region, view: memoryview, huge_pages: HugePages | None) -> None:
         """Fill a view with a region: in windows, except chunks that are decoded at once."""
         filler = RegionFiller(region, self._reader, self._scratch)
-        if self._source.codec_bytes:
-            filler.fill(view)
-        else:
-            for start in range(0, region.nbytes, _WINDOW_BYTES):
-                window = view[start : start + _WINDOW_BYTES]
+        is_decoded = self._source.codec_bytes > 0
+        for window in [view] if is_decoded else windows(view, _WINDOW_BYTES):
+            if huge_pages is not None:
+                huge_pages.take(window)
+            if not is_decoded:
                 populate(window)
-                filler.fill(window)
+            filler.fill(window)
         self.read_bytes += int(region.copies.nbytes.sum())
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamshard import checksums
 from streamshard.checksums import RunningChecksums, crc32, crc32c, join_crc32
 from streamshard.engine.numeric import digests
 from streamshard.engine.scan.probe import FileHashes
@@ -52,6 +53,25 @@ def test_of_few_bytes_and_of_many(nbytes: int) -> None:
     data = np.random.default_rng(nbytes).bytes(nbytes + 3)
     for view in (memoryview(data)[3:], memoryview(bytearray(data))[3:]):
         assert crc32c(view, 0xDEADBEEF) == google_crc32c.extend(0xDEADBEEF, data[3:])
+
+
+@pytest.mark.parametrize("most_bytes", [1 << 16, 100_001, 1 << 30])
+def test_more_than_the_library_takes_at_once(
+    monkeypatch: pytest.MonkeyPatch, most_bytes: int
+) -> None:
+    monkeypatch.setattr(checksums, "_MOST_BYTES", most_bytes)
+    data = np.random.default_rng(0).bytes(300_000)
+    assert crc32c(data, 0xDEADBEEF) == google_crc32c.extend(0xDEADBEEF, data)
+
+
+def test_the_fast_library_is_there() -> None:
+    assert checksums._extend is not None
+
+
+def test_without_the_fast_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checksums, "_extend", None)
+    data = np.random.default_rng(0).bytes(100_000)
+    assert crc32c(data, 7) == google_crc32c.extend(7, data)
 
 
 LONG = st.sampled_from([0, 1, 7, 8, 1 << 20, (1 << 20) + 1, 5_000_003])

@@ -1,6 +1,5 @@
 """Memory that processes fill together: nobody takes other memory for it, and none stays behind."""
 
-import mmap
 import os
 import resource
 import signal
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from streamshard.io.memory_map import populate
 from streamshard.io.node_memory import NodeMemory, Offer
 
 PARTS, NBYTES = 300, 10_000
@@ -116,21 +114,3 @@ def test_a_system_without_such_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(OSError, match="no memory without a name"):
         NodeMemory.make(PARTS, NBYTES)
-
-
-@pytest.mark.parametrize(("start", "stop"), [(0, 1 << 22), (5, (1 << 22) - 7), (1 << 20, 1 << 21)])
-def test_pages_are_there_before_they_are_touched(start: int, stop: int) -> None:
-    view = memoryview(mmap.mmap(-1, 1 << 22))[start:stop]
-    view[:3] = view[-3:] = b"end"
-    populate(view)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    view[3:-3:512] = b"x" * len(view[3:-3:512])
-    touched = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-    assert touched < len(view) // mmap.PAGESIZE // 4  # other threads touch some meanwhile
-    assert bytes(view[:3]) == bytes(view[-3:]) == b"end"
-
-
-def test_less_than_a_page_is_left_as_it_is() -> None:
-    view = memoryview(bytearray(b"few"))
-    populate(view)
-    assert bytes(view) == b"few"

@@ -74,6 +74,15 @@ def test_from_shards_and_from_a_store(tmp_path: Path, stage: int, source: int, t
     check(tmp_path / "plain.zarr", tmp_path / "of-plain", target)
 
 
+def test_storages_of_several_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served_files, "_LEAST_HUGE", 1)
+    job = Job(stage=2, world_size=3, groups=((("w", (1024, 2309)), ("v", (7,))),), tied={})
+    run = write(job, tmp_path / "run")
+    streamshard.convert(run, tmp_path / "run.zarr", codec="zstd")
+    for source in ("run", "run.zarr"):
+        check(tmp_path / source, tmp_path / f"out-{source}", 1)
+
+
 @settings(max_examples=15, deadline=None)
 @given(SIZES, st.data())
 def test_any_job(
