@@ -117,9 +117,13 @@ def _expert_parallel_of(engine: Engine) -> int | None:
     return int(sizes.pop()) if len(sizes) == 1 else None
 
 
-def rank_and_world_size(engine: Engine) -> tuple[int, int]:
-    """Return a rank's number among the model-parallel parts, and among the data-parallel ranks."""
+def mp_rank_of(engine: Engine) -> int:
+    """Return a rank's number among the model-parallel parts."""
     mpu = engine.mpu
     mp_rank = 0 if mpu is None else mpu.get_model_parallel_rank()
-    mp_rank = getattr(engine, "checkpoint_mp_rank", mp_rank)
-    return mp_rank, comm.get_rank(group=engine.optimizer.dp_process_group)
+    return int(getattr(engine, "checkpoint_mp_rank", mp_rank))
+
+
+def rank_and_world_size(engine: Engine) -> tuple[int, int]:
+    """Return a rank's number among the model-parallel parts, and among the data-parallel ranks."""
+    return mp_rank_of(engine), comm.get_rank(group=engine.optimizer.dp_process_group)

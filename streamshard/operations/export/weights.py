@@ -166,8 +166,8 @@ def _require_no_tensor(model_part: ModelPart, entry: ModuleEntry) -> None:
     """Refuse to leave out a tensor because its storage is not contiguous."""
     tensor = tensor_of(model_part.model_state[names.MODULE_STATE][entry.name])
     if tensor is not None and not entry.name.endswith("_extra_state"):
-        message = f"'{entry.name}' is not stored as its elements in a row: {tensor.shape}, stride"
-        raise UnsupportedError(f"{message} {tensor.stride}. Make it contiguous before saving")
+        message = f"'{entry.name}' is not stored as its elements in a row: {tensor.order}."
+        raise UnsupportedError(f"{message} Make it contiguous before saving")
 
 
 def _require_sense(found: Sequence[str], options: ExportOptions) -> None:

@@ -118,7 +118,8 @@ class ModuleReader:
         lists the first name alone. In stage 3 only the list that rank 0 saves shows the others.
         Below stage 3 that list also has tensors that merely begin at the same address
         (`DeepSpeedEngine._get_shared_params`, 0.19.8): slices, and tensors without elements. There
-        the values decide. In any stage a name listed as a parameter is not an alias.
+        the values decide. In any stage a name listed as a parameter is not an alias, and no buffer
+        is one of a weight, which stage 3 would cut.
         """
         tied = self.tied.get(name) or self._second_names.get(name, "")
         if tensor.numel and self._stage == 3 and tied not in self._module:
@@ -129,7 +130,7 @@ class ModuleReader:
         if tensor.numel == 0:
             return ""
         first = seen.setdefault((tensor.location, tensor.shape, tensor.dtype), name)
-        if name in listed:
+        if name in listed or (name in buffers and first not in buffers):
             return ""
         other = tensor_of(self._module.get(tied))
         if tied in self._module and (other is None or alike(tensor, other)):
