@@ -7,7 +7,7 @@ from typing import Any, Final
 import deepspeed
 from deepspeed import comm
 
-from streamshard.errors import Option, UnsupportedError, keyword, worded
+from streamshard.errors import Option, UnsupportedError, UsageError, keyword, worded
 from streamshard.formats.deepspeed import ds_config
 from streamshard.formats.deepspeed.ds_versions import recorded_version
 from streamshard.operations.native.resharding import Resharding, resharding_of
@@ -77,6 +77,9 @@ def resharding_for(engine: Engine, opened: Source, world_size: int) -> Reshardin
     is_stageless = layout.bf16_optimizer and type(engine.optimizer).__name__ == "BF16_Optimizer"
     is_stageless = is_stageless and not ds_config.zero_stage(config)
     wanted = config if layout.stage and not is_stageless else None
+    if wanted is not None and not ds_config.zero_stage(config):
+        message = "the engine's config asks for ZeRO stage 0, which does not load what was saved"
+        raise UsageError(f"{message} at stage {layout.stage}: set it to 1, 2 or 3")
     experts = _expert_parallel_of(engine)
     if experts == opened.checkpoint.expert_parallel:
         experts = None

@@ -69,7 +69,9 @@ def target_settings(
         config = ds_config.with_data_parallel_size(config, dp_world_size)
     if wanted is not None:
         config = ds_config.resolved(wanted, kept)
-        stage = _agreed_stage(ds_config.zero_stage(config), zero_stage)
+        as_saved = zero_stage is None and saved_stage == 0 and _is_stageless_bf16(config)
+        if not as_saved:
+            stage = _agreed_stage(ds_config.zero_stage(config), zero_stage)
         dtype = ds_config.module_dtype(config)
         _require_known_order(checkpoint, config, stage, version)
         is_bf16 = dtype == "bfloat16"
@@ -273,6 +275,11 @@ def require_allowed(checkpoint: Checkpoint, world_size: int) -> int:
             raise UsageError(f"{message} {degrees}")
         raise UsageError(message)
     return world_size // (parts * replicas)
+
+
+def _is_stageless_bf16(config: ds_config.Config) -> bool:
+    """Tell whether a job with this config may train in BF16_Optimizer without a ZeRO stage."""
+    return not ds_config.zero_stage(config) and ds_config.module_dtype(config) == "bfloat16"
 
 
 def _agreed_stage(in_config: int | None, requested: int | None) -> int:
