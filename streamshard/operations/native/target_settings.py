@@ -239,6 +239,10 @@ def _require_carried_parts(checkpoint: Checkpoint, stage: int, dtype: str) -> No
     if not pipeline and not experts and checkpoint.expert_parallel == 1:
         return
     kind = "pipeline" if pipeline else "expert"
+    if stage == 2 and checkpoint.layout.stage == 2 and (frozen := _frozen_expert(checkpoint)):
+        message = f"'{frozen}' is a frozen weight of an expert: DeepSpeed saves those of the first"
+        message = f"{message} rank at stage 2, and loads them into the experts of every rank. Stage"
+        raise UsageError(f"{message} 1 loads each its own: give {Option('zero_stage', 1)}")
     if checkpoint.has_auto_experts:
         saved = checkpoint.layout.stage
         if (stage == 3) != (saved == 3):
@@ -275,6 +279,15 @@ def require_allowed(checkpoint: Checkpoint, world_size: int) -> int:
             raise UsageError(f"{message} {degrees}")
         raise UsageError(message)
     return world_size // (parts * replicas)
+
+
+def _frozen_expert(checkpoint: Checkpoint) -> str | None:
+    """Return a weight of an expert that the model files list as frozen, if there is one."""
+    for model_part in checkpoint.model_parts:
+        for name in model_part.model_state.get(names.FROZEN_SHAPES) or {}:
+            if names.expert_of(name):
+                return str(name)
+    return None
 
 
 def _is_stageless_bf16(config: ds_config.Config) -> bool:

@@ -257,6 +257,9 @@ class ModuleReader:
         # or of frozen weights left out), and weights that only begin at one address.
         shown = {entry.name: entry.alias_of for entry in entries}
         elsewhere = OrderedDict(pair for pair in tied.items() if shown.get(pair[0]) != pair[1])
+        # Frozen weights of experts, which are in files of their own.
+        of_experts = OrderedDict(one for one in self._frozen_shapes.items() if one[0] not in shown)
+        left = {names.SHARED_PARAMS: elsewhere, names.FROZEN_SHAPES: of_experts}
         self.strip_module(entries)
         if self._first.get(names.RANDOM_LTD) is not None:
             # DeepSpeed's zero_to_fp32 looks for these names in the module's state dict.
@@ -265,7 +268,7 @@ class ModuleReader:
         for key in names.CUT_IN_MODEL - {names.MODULE_STATE}:
             if self._first.get(key) is not None:
                 # An empty value, because None means that frozen weights were left out.
-                self._first[key] = elsewhere if key == names.SHARED_PARAMS else OrderedDict()
+                self._first[key] = left.get(key, OrderedDict())
 
     def strip_module(self, entries: Sequence[ModuleEntry]) -> None:
         """Remove the tensors that are now logical tensors from the module's state dict."""
