@@ -150,10 +150,9 @@ class Tensor:
     @property
     def is_dense(self) -> bool:
         """Whether its elements lie in a row, as they are."""
-        if self.lazy:
-            return False
         each = zip(self.shape, self.stride, _strides(self.shape), strict=True)
-        return self.numel <= 1 or all(n == 1 or step == wanted for n, step, wanted in each)
+        is_row = self.numel <= 1 or all(n == 1 or step == wanted for n, step, wanted in each)
+        return is_row and not self.lazy
 
     @property
     def order(self) -> str:

@@ -69,10 +69,10 @@ def target_settings(
         config = ds_config.with_data_parallel_size(config, dp_world_size)
     if wanted is not None:
         config = ds_config.resolved(wanted, kept)
-        as_saved = zero_stage is None and saved_stage == 0 and _is_stageless_bf16(config)
-        if not as_saved:
-            stage = _agreed_stage(ds_config.zero_stage(config), zero_stage)
-        dtype = ds_config.module_dtype(config)
+        dtype, in_config = ds_config.module_dtype(config), ds_config.zero_stage(config)
+        # A BF16_Optimizer's job may have no stage.
+        as_saved = dtype == "bfloat16" and not (in_config or zero_stage or saved_stage)
+        stage = stage if as_saved else _agreed_stage(in_config, zero_stage)
         _require_known_order(checkpoint, config, stage, version)
         is_bf16 = dtype == "bfloat16"
         _require_same_scaling(checkpoint, dtype)
@@ -283,16 +283,8 @@ def require_allowed(checkpoint: Checkpoint, world_size: int) -> int:
 
 def _frozen_expert(checkpoint: Checkpoint) -> str | None:
     """Return a weight of an expert that the model files list as frozen, if there is one."""
-    for model_part in checkpoint.model_parts:
-        for name in model_part.model_state.get(names.FROZEN_SHAPES) or {}:
-            if names.expert_of(name):
-                return str(name)
-    return None
-
-
-def _is_stageless_bf16(config: ds_config.Config) -> bool:
-    """Tell whether a job with this config may train in BF16_Optimizer without a ZeRO stage."""
-    return not ds_config.zero_stage(config) and ds_config.module_dtype(config) == "bfloat16"
+    listed = (part.model_state.get(names.FROZEN_SHAPES) or {} for part in checkpoint.model_parts)
+    return next((str(name) for part in listed for name in part if names.expert_of(name)), None)
 
 
 def _agreed_stage(in_config: int | None, requested: int | None) -> int:
