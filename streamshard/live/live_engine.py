@@ -8,7 +8,7 @@ from typing import Any, Final
 import deepspeed
 from deepspeed import comm
 
-from streamshard.errors import Option, UnsupportedError, keyword, worded
+from streamshard.errors import Option, UnsupportedError, UsageError, keyword, worded
 from streamshard.formats.deepspeed import ds_config
 from streamshard.formats.deepspeed.ds_versions import recorded_version
 from streamshard.operations.native.resharding import Resharding, resharding_of
@@ -89,6 +89,9 @@ def resharding_for(engine: Engine, opened: Source, world_size: int) -> Reshardin
     is_stageless = layout.bf16_optimizer and type(engine.optimizer).__name__ == "BF16_Optimizer"
     is_stageless = is_stageless and not ds_config.zero_stage(config)
     wanted = config if layout.stage and not is_stageless else None
+    if wanted is not None and not ds_config.zero_stage(config):
+        message = "the engine's config asks for ZeRO stage 0, which does not load what was saved"
+        raise UsageError(f"{message} at stage {layout.stage}: set it to 1, 2 or 3")
     experts = _expert_parallel_of(engine)
     if experts == opened.checkpoint.expert_parallel:
         experts = None
@@ -129,9 +132,13 @@ def _expert_parallel_of(engine: Engine) -> int | None:
     return int(sizes.pop()) if len(sizes) == 1 else None
 
 
-def rank_and_world_size(engine: Engine) -> tuple[int, int]:
-    """Return a rank's number among the model-parallel parts, and among the data-parallel ranks."""
+def mp_rank_of(engine: Engine) -> int:
+    """Return a rank's number among the model-parallel parts."""
     mpu = engine.mpu
     mp_rank = 0 if mpu is None else mpu.get_model_parallel_rank()
-    mp_rank = getattr(engine, "checkpoint_mp_rank", mp_rank)
-    return mp_rank, comm.get_rank(group=engine.optimizer.dp_process_group)
+    return int(getattr(engine, "checkpoint_mp_rank", mp_rank))
+
+
+def rank_and_world_size(engine: Engine) -> tuple[int, int]:
+    """Return a rank's number among the model-parallel parts, and among the data-parallel ranks."""
+    return mp_rank_of(engine), comm.get_rank(group=engine.optimizer.dp_process_group)

@@ -22,7 +22,7 @@ from streamshard.live.consensus import Agreement, say
 from streamshard.live.global_batch import plan_batch, set_batch
 from streamshard.live.live_engine import Engine, replaced
 from streamshard.live.same_optimizer import require_same_optimizer
-from streamshard.live.served_files import WEIGHTS, ServedFiles
+from streamshard.live.served_files import ServedFiles, weights_of
 from streamshard.model import NoteKind
 from streamshard.operations.native.files_on_demand import FilesOnDemand
 from streamshard.operations.native.resharding import Resharding
@@ -102,6 +102,7 @@ class Loading:
         self._options = options
         self._keeps_global_batch = keeps_global_batch
         self._agreement = Agreement()
+        self._weights = weights_of(live_engine.mp_rank_of(engine))
         self.resharding: Resharding | None = None
         """How the checkpoint is cut; None if there was none."""
 
@@ -226,7 +227,7 @@ class Loading:
                 names = [*self._own_files(tag)]
                 for name in names:
                     served.prepare(name)
-            self._share(served, WEIGHTS if WEIGHTS in names else names[0])
+            self._share(served, self._weights if self._weights in names else names[0])
             path, state = self._load_served(served, tag)
         if path is not None:
             path = str(source.path / path)
@@ -256,7 +257,7 @@ class Loading:
                 # With it ranks load one after the other; then none would wait for all.
                 replaced(engine._config.zero_config, _ONE_BY_ONE, False),
                 replaced(engine, "checkpoint_engine", stand_in),
-                replaced(ds_engine, _MERGE, lambda *args, **kwargs: served.load(WEIGHTS)),
+                replaced(ds_engine, _MERGE, lambda *args, **kwargs: served.load(self._weights)),
             ):
                 path, state = self._plain(engine, str(root), tag, **self._options.as_arguments())
             served.settle()
@@ -270,7 +271,7 @@ class Loading:
         # As in `DeepSpeedEngine._load_checkpoint`.
         leaves_states = not self._options.load_optimizer_states and not self._engine.has_moe_layers
         if leaves_states and self._engine.zero_optimization_partition_weights():
-            yield WEIGHTS
+            yield self._weights
 
     def _require_fit(self, resharding: Resharding, files: FilesOnDemand) -> None:
         """Compare with the live optimizer, unless it is not loaded."""

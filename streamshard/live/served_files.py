@@ -21,14 +21,18 @@ from streamshard.model import ITEMSIZE
 from streamshard.operations.native.files_on_demand import FileContent, FilesOnDemand, StorageContent
 from streamshard.operations.source.source import Source
 
-WEIGHTS: Final = "weights"
-"""Path of what is no file: the module's state dict; see `FilesOnDemand.weights`."""
+_WEIGHTS: Final = "weights of part "
 _LEAST_MAPPED: Final = 1 << 20
 """Smaller storages are read: a process may have some 65,000 maps, and models many small tensors."""
 _LEAST_HUGE: Final = 32 << 20
 """Smaller storages take no huge pages: where these begin and end, maps are divided."""
 _WINDOW_BYTES: Final = 8 << 20
 _SCRATCH_BYTES: Final = 1 << 20
+
+
+def weights_of(mp_rank: int) -> str:
+    """Return the path of what is no file: a part's state dict; see `FilesOnDemand.weights`."""
+    return f"{_WEIGHTS}{mp_rank}"
 
 
 class ServedFiles:
@@ -124,7 +128,9 @@ class ServedFiles:
             share.close()
 
     def _content(self, path: str) -> FileContent:
-        return self._files.weights() if path == WEIGHTS else self._files.content(path)
+        if path.startswith(_WEIGHTS):
+            return self._files.weights(int(path.removeprefix(_WEIGHTS)))
+        return self._files.content(path)
 
     def _load(self, content: FileContent, shared: Mapping[int, memoryview]) -> Any:
         """Return the object in a file; `shared`: storages that are filled, by their numbers."""

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import streamshard
-from streamshard.errors import SourceError
-from tests.fabricated import edit, load, write
+from streamshard.errors import SourceError, UnsupportedError
+from tests.comparing import both_roads
+from tests.fabricated import edit, edit_all, load, write
 from tests.job import TAG, Job
 from tests.oracle.values import value_differences
 
@@ -17,6 +18,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
     pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor"),
 ]
+ONE = torch.tensor([1.5, -2.0])
 
 
 def quantised() -> dict[str, Any]:
@@ -53,6 +55,29 @@ def test_quantised_tensors_are_carried(stage: int, tmp_path: Path) -> None:
             found["qint8"].untyped_storage().data_ptr()
         )
         assert streamshard.verify(target, against=run).differences == ()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_buffers_that_are_still_to_be_conjugated_or_negated(stage: int, tmp_path: Path) -> None:
+    """The elements of `x.conj()` are those of `x`, in memory and in files."""
+    lazy = {"conj": torch.randn(3, dtype=torch.complex64).conj(), "neg": torch._neg_view(ONE)}
+
+    def add(held: dict[str, Any]) -> None:
+        held["module"].update(lazy)
+        held["buffer_names"] = [*held["buffer_names"], *lazy]
+
+    run = write(Job(stage=stage), tmp_path / "run")
+    edit_all(run, "*model_states.pt", add)
+    for out in both_roads(run, world_size=3):
+        for path in (out / TAG).glob("*model_states.pt"):
+            found = load(path)["module"]
+            assert all(torch.equal(found[name], value) for name, value in lazy.items())
+    with pytest.raises(UnsupportedError, match=r"'conj' .* of which resolve_conj\(\) is due"):
+        streamshard.export(run, tmp_path / "weights")
+    plain = write(Job(stage=stage), tmp_path / "plain")
+    lazy = {name: value.resolve_conj().resolve_neg() for name, value in lazy.items()}
+    edit_all(plain, "*model_states.pt", add)
+    assert not streamshard.diff(run, plain).is_equal
 
 
 def test_a_difference_in_a_quantised_tensor_is_found(tmp_path: Path) -> None:

@@ -27,7 +27,11 @@ from streamshard.formats.pickle import inert_load
 from tests.fabricated_dcp import Saved, adamw, mesh, rows, save_index
 
 SHAPES = {"up.weight": (8, 5), "up.bias": (7,), "down.weight": (3, 7)}
-BUFFERS = {"norm.running": torch.arange(4.0), "norm.count": torch.tensor(3)}
+BUFFERS = {
+    "norm.running": torch.arange(4.0),
+    "norm.count": torch.tensor(3),
+    "norm.angles": torch.polar(torch.ones(3), torch.arange(3.0)),
+}
 
 
 def require_equal(saved: Saved, path: Path) -> None:

@@ -4,6 +4,7 @@ Real engines of two older versions are asked in `tests/oracle`; here is one spel
 of versions that are not.
 """
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -185,6 +186,12 @@ def test_stage_0_keeps_its_stage_unless_told_otherwise(tmp_path: Path) -> None:
     report = streamshard.repartition(source, tmp_path / "as-saved", world_size=3)
     assert "DeepSpeed before 0.17.6" in report.notes[0]
     assert "zero_stage=" in report.notes[0]
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(load(next((source / TAG).glob("*model_states.pt")))["ds_config"]))
+    again = tmp_path / "of-config"
+    report = streamshard.repartition(source, again, world_size=3, ds_config_file=config)
+    assert "DeepSpeed before 0.17.6" in report.notes[0]
+    compare(again / TAG, tmp_path / "as-saved" / TAG)
     report = streamshard.repartition(source, tmp_path / "stage-1", world_size=3, zero_stage=1)
     assert "0.17.6" not in report.notes[0]
     wanted = write(Job(stage=1, world_size=3), tmp_path / "wanted")

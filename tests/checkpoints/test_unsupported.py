@@ -17,7 +17,7 @@ import torch
 
 import streamshard
 from streamshard.errors import DisagreementError, UnsupportedError, UsageError
-from tests.comparing import compare
+from tests.comparing import both_roads, compare
 from tests.fabricated import DUMPS, edit_all, load, wrapped, write, write_dumps
 from tests.job import EXPERTS, TAG, Job
 
@@ -397,3 +397,21 @@ def test_a_part_that_the_fast_writer_wrote_is_refused(tmp_path: Path) -> None:
         path.rename(f"{path}-1.4")
     with pytest.raises(UnsupportedError, match=r'parts are not supported.*"type": "python"'):
         streamshard.inspect(run)
+
+
+def test_frozen_weights_of_experts_go_to_stage_1_alone(tmp_path: Path) -> None:
+    """They are in the experts' own files; stage 2 lists those of the first rank too."""
+    job, name = Job(experts=EXPERTS, expert_parallel=2, world_size=4), f"{EXPERTS[0][0]}_scale"
+    plain, run = (write(job, tmp_path / place / "run") for place in ("plain", "frozen"))
+
+    def freeze(held: Content) -> None:
+        held["frozen_param_shapes"][name] = torch.Size([2])
+        held["frozen_param_fragments"][name] = torch.ones(2)
+
+    edit_all(run, "mp_rank*model_states.pt", freeze)
+    assert streamshard.verify(run).problems == ()
+    with pytest.raises(UsageError, match=rf"'{name}' is a frozen weight of an expert"):
+        streamshard.repartition(run, tmp_path / "out", world_size=2)
+    wanted, _ = both_roads(plain, world_size=2, zero_stage=1)
+    for out in both_roads(run, world_size=2, zero_stage=1):
+        compare(out / TAG, wanted / TAG)

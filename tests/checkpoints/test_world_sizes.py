@@ -8,6 +8,7 @@ import pickletools
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from hypothesis import strategies as st
 
 import streamshard
 from tests.comparing import both_roads, compare
-from tests.fabricated import client_state, edit, load, write
-from tests.job import EXPERTS, JOBS, MUON, TAG, Job, ds_config
+from tests.fabricated import client_state, edit, edit_all, load, write
+from tests.job import EXPERTS, JOBS, MUON, TAG, Job, ds_config, values
 
 SIZES = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=2), min_size=1, max_size=5)
 _MUON_EXPERT = replace(MUON, experts=EXPERTS, expert_parallel=2, muon=(0, 1, 3))
@@ -153,3 +154,19 @@ def test_weights_of_one_storage_stay_so_though_no_tie_is_recorded(
     streamshard.repartition(run, tmp_path / "out", world_size=3)
     module = load(tmp_path / "out" / file)["module"]
     assert module["twin"].data_ptr() == module[other].data_ptr()
+
+
+@pytest.mark.parametrize("target", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_buffer_in_the_memory_of_a_frozen_weight_keeps_its_values(
+    stage: int, target: int, tmp_path: Path
+) -> None:
+    def add(held: dict[str, Any]) -> None:
+        held["module"]["copy"] = held["module"]["old.weight"]
+        held["buffer_names"].append("copy")
+
+    run = write(Job(stage=stage, dtype=torch.float32), tmp_path / "run")
+    edit_all(run, "*model_states.pt", add)
+    for out in both_roads(run, zero_stage=target, world_size=3):
+        for path in (out / TAG).glob("*model_states.pt"):
+            assert torch.equal(load(path)["module"]["copy"], values("frozen", "old.weight", (5, 3)))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import streamshard
-from streamshard.errors import IncompleteError, UnsupportedError
+from streamshard.errors import IncompleteError, UnsupportedError, UsageError
 from tests.oracle.compare import differences
 from tests.oracle.files import file_differences
 from tests.oracle.jobs import Resume, Train
@@ -53,6 +53,22 @@ def test_an_engine_with_fewer_and_with_more_param_groups(
         assert differences(*of_both) == []
         tag = (run / "latest").read_text()
         assert file_differences(run / tag, run.with_suffix(".again") / tag) == []
+
+
+def test_frozen_weights_of_experts_go_to_stage_1(tmp_path: Path) -> None:
+    """At stage 2 DeepSpeed loads those of the first rank into the experts of every rank."""
+    frozen = ExpertParallel((2, 2), freezes=True)
+    saves, loads = (Case(f"z{stage}", stage, "fp32", topology=frozen) for stage in (2, 1))
+    run, out, own = tmp_path / "run", tmp_path / "out", tmp_path / "own.pt"
+    jobs = [Train(saves, run, run.with_suffix(".pt")), Resume(saves, run, own)]
+    require_success(run_jobs(2, jobs, tmp_path / "ranks"))
+    saved = Truth.load(run.with_suffix(".pt"))
+    assert differences(saved, Truth.load(own)) != []
+    with pytest.raises(UsageError, match=r"down\.bias' is a frozen weight of an expert"):
+        streamshard.repartition(run, out, world_size=4)
+    streamshard.repartition(run, out, world_size=4, zero_stage=1)
+    require_success(run_jobs(4, [Resume(loads, out, out.with_suffix(".pt"))], tmp_path / "ranks"))
+    assert differences(saved, Truth.load(out.with_suffix(".pt"))) == []
 
 
 def on_tensors(degree: int) -> Case:

@@ -20,6 +20,7 @@ from tests.oracle.jobs import Resume, Train, start_engine
 from tests.oracle.jobs import run as run_job
 from tests.oracle.models import Case
 from tests.oracle.ranks import require_success, run_jobs
+from tests.oracle.topology.tensor import LlamaInParts
 from tests.oracle.truth import Truth, gather_truth
 from tests.oracle.values import value_differences
 
@@ -37,6 +38,7 @@ ELASTIC = Case("elastic", 2, "bf16", {"zero_optimization": {"elastic_checkpoint"
 WITHOUT_ZERO = Case("without-zero", 0, "bf16")
 OTHER_GROUPS = Case("other-groups", 2, "bf16", one_group=True)
 OTHER_SCALING = Case("other-scaling", 2, "fp16")
+IN_PARTS = Case("in-parts", 3, "bf16", topology=LlamaInParts(TO))
 CHANGED = {
     "round robin": ("zero_optimization", "round_robin_gradients", True),
     "alignment": ("zero_optimization", "parameter_alignment", True),
@@ -123,6 +125,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for steps in (1, 2)
     ]
     require_success(run_jobs(FROM, train, root / "ranks"))
+    parts = root / IN_PARTS.name
+    train_parts = Train(IN_PARTS, parts, parts.with_suffix(".pt"), steps=1)
+    require_success(run_jobs(2 * TO, [train_parts], root / "ranks"))
     loads: list[Any] = []
     for case in SAVED:
         out = root / f"{case.name}-out"
@@ -143,6 +148,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         truth = root / f"other-groups-{way}.pt"
         job = Resume(OTHER_GROUPS, source, truth, load_options=weights, reshards=way == "direct")
         loads.append(job)
+    given = tuple(OPTIONS["weights"].items())
+    loaded = root / f"{IN_PARTS.name}-loaded.pt"
+    loads.append(Resume(IN_PARTS, parts, loaded, load_options=given, reshards=True))
     loads += [
         Attempt(UNIVERSAL, run_dir, root / "universal"),
         Attempt(ELASTIC, run_dir, root / "elastic"),
@@ -178,6 +186,13 @@ def test_stage_3_loads_the_weights_alone(name: str, root: Path) -> None:
         found = value_differences(getattr(saved, field), getattr(loaded, field), field)
         assert list(found) == []
     assert loaded.states.keys() == {"fp32"}
+
+
+def test_each_part_of_the_model_loads_its_own_weights(root: Path) -> None:
+    """DeepSpeed itself merges no files of several parts."""
+    saved, loaded = (Truth.load(root / f"{IN_PARTS.name}{end}.pt") for end in ("", "-loaded"))
+    assert any(name.startswith("mp_rank_01.") for name in saved.weights)
+    assert list(value_differences(saved.weights, loaded.weights, "weights")) == []
 
 
 def test_weights_alone_load_into_any_param_groups(root: Path) -> None:

@@ -295,6 +295,8 @@ def test_what_is_no_weight_is_named_and_what_is_one_is_not_left_out(
     edit(model_file(run), lambda model: model["module"].update(loose))
     with pytest.raises(UnsupportedError, match=r"loose.*elements in a row"):
         streamshard.export(run, tmp_path / "other")
+    streamshard.export(run, tmp_path / "other", exclude=["loose"])
+    assert "loose" not in safetensors.torch.load_file(tmp_path / "other" / "model.safetensors")
 
 
 def test_what_no_param_group_trains_is_exported_as_the_module_has_it(

@@ -274,7 +274,7 @@ def _dtype(name: str, properties: Node) -> str:
     if isinstance(layout, Call) and layout.args != (_STRIDED,):
         raise UnsupportedError(f"{show(name)} is a tensor of {show(layout.args)}, not a dense one")
     known = isinstance(dtype, Global) and dtype.module == "torch" and dtype.name in ITEMSIZE
-    if not known or dtype.name.startswith(("q", "complex")):
+    if not known or dtype.name.startswith("q"):
         raise UnsupportedError(f"{show(name)} is of dtype {show(dtype)}, which is not supported")
     return str(dtype.name)
 

@@ -123,6 +123,8 @@ class Tensor:
     requires_grad: bool
     attributes: Mapping[str, Node]
     """Python attributes saved with the tensor, such as ZeRO-3's `ds_id`."""
+    lazy: tuple[str, ...] = ()
+    """What torch has yet to do to the elements: `x.conj()` has those of `x`, and a mark."""
 
     @property
     def numel(self) -> int:
@@ -147,14 +149,21 @@ class Tensor:
 
     @property
     def is_dense(self) -> bool:
-        """Whether its elements lie in a row."""
+        """Whether its elements lie in a row, as they are."""
         each = zip(self.shape, self.stride, _strides(self.shape), strict=True)
-        return self.numel <= 1 or all(n == 1 or step == wanted for n, step, wanted in each)
+        is_row = self.numel <= 1 or all(n == 1 or step == wanted for n, step, wanted in each)
+        return is_row and not self.lazy
+
+    @property
+    def order(self) -> str:
+        """How its elements lie, for a message."""
+        lazy = "".join(f", of which resolve_{mark}() is due" for mark in self.lazy)
+        return f"{self.shape}, stride {self.stride}{lazy}"
 
     def require_contiguous(self, what: str) -> "Tensor":
         """Return the tensor itself if it is contiguous and inside its storage; else refuse it."""
         if not self.is_dense:
-            raise UnsupportedError(f"{what} is not contiguous: {self.shape}, stride {self.stride}")
+            raise UnsupportedError(f"{what} is not contiguous: {self.order}")
         end = (self.start + self.numel) * ITEMSIZE[self.dtype]
         if self.start < 0 or end > self.storage.nbytes:
             message = f"{what} reaches to byte {end} of a storage of {self.storage.nbytes} bytes"
@@ -179,13 +188,20 @@ def tensor_of(node: Node) -> Tensor | None:
         if dtype not in ITEMSIZE:
             raise UnsupportedError(f"tensors of dtype {show(named)} are not supported")
     start, shape, stride = _numbers(start, shape, stride)
-    found = Tensor(storage, start, shape, stride, dtype, requires_grad is True, attributes)
+    lazy = _lazy(args[7 if function == _REBUILD_V3 else 6 :])
+    found = Tensor(storage, start, shape, stride, dtype, requires_grad is True, attributes, lazy)
     steps = sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
     end = (start + steps + 1) * ITEMSIZE[dtype]
     if 0 not in shape and end > storage.nbytes:
         message = f"tensor with shape {show(shape)}, stride {show(stride)}, start {start} reaches"
         raise CorruptFileError(f"{message} to byte {end} of a storage of {storage.nbytes} bytes")
     return found
+
+
+def _lazy(metadata: tuple[Node, ...]) -> tuple[str, ...]:
+    """Read the marks in torch's metadata of a tensor, its last argument if there is any."""
+    marks = metadata[0] if metadata else None
+    return tuple(mark for mark in ("conj", "neg") if isinstance(marks, dict) and marks.get(mark))
 
 
 def _rebuilding(node: Node) -> tuple[Node, tuple[Node, ...], Mapping[str, Node]]:

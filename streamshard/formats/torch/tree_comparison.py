@@ -155,10 +155,8 @@ def _compare_tensors(left: Tensor, right: Tensor, at: str) -> Found:
     shown = [f"{t.dtype}{list(t.shape)}" for t in (left, right)]
     if shown[0] != shown[1]:
         return Disparity(at, f"{shown[0]} here, {shown[1]} there")
-    if (
-        left.requires_grad != right.requires_grad
-        or left.attributes.keys() != right.attributes.keys()
-    ):
+    marks = [(t.requires_grad, t.lazy, t.attributes.keys()) for t in (left, right)]
+    if marks[0] != marks[1]:
         return Disparity(at, "tensors with other attributes")
     itemsize = ITEMSIZE[left.dtype]
     starts, nbytes = (left.start * itemsize, right.start * itemsize), left.numel * itemsize

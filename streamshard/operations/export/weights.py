@@ -9,12 +9,12 @@ from streamshard.engine.numeric.cast import cast_between
 from streamshard.engine.run.work import Fixed
 from streamshard.errors import Option, UnsupportedError, UsageError
 from streamshard.formats import pretrained, safetensors_file
-from streamshard.formats.checkpoint import Checkpoint, ModelPart, ModuleEntry
+from streamshard.formats.checkpoint import Checkpoint, ModelPart
 from streamshard.formats.deepspeed import names
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.safetensors_file import Described
 from streamshard.formats.torch import zip_layout
-from streamshard.formats.torch.torch_tensor import Storage, make_tensor, tensor_of
+from streamshard.formats.torch.torch_tensor import Storage, Tensor, make_tensor, tensor_of
 from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.model import ITEMSIZE, MASTER, MODULE, Whole
 from streamshard.operations.transfer.file_layout import Elements, FileLayout, fixed_files
@@ -75,7 +75,13 @@ def choose_weights(
     found = list(_candidates(checkpoint, model_part))
     if not checkpoint.layout.stage:
         _require_told(found, checkpoint, options)
-    _require_sense([name for one in found for name in one.names], options)
+    apart = dict(_not_in_rows(model_part))
+    _require_sense([*(name for one in found for name in one.names), *apart], options)
+    for name, tensor in apart.items():
+        if _is_taken(name, options):
+            message = f"'{name}' is not stored as its elements in a row: {tensor.order}. Leave it"
+            message = f"{message} out with {Option('exclude', [name])}, or make it contiguous"
+            raise UnsupportedError(f"{message} before saving")
     taken = [
         (one, [name for name in one.names if _is_taken(name, options)])
         for one in found
@@ -152,8 +158,6 @@ def _candidates(checkpoint: Checkpoint, model_part: ModelPart) -> Iterator[_Cand
         if entry.kind != "alias" and tensor is not None:
             all_names = (entry.name, *aliases.get(entry.name, ()))
             yield _Candidate(all_names, entry.kind, tensor, entry.shape)
-        elif entry.kind == "extra":
-            _require_no_tensor(model_part, entry)
     # A module may keep a parameter out of its state dict, but the optimizer still has it.
     for group in model_part.groups:
         for name in group.params:
@@ -162,12 +166,13 @@ def _candidates(checkpoint: Checkpoint, model_part: ModelPart) -> Iterator[_Cand
                 yield _Candidate((name,), "param", tensor, checkpoint.tensors[tensor].shape)
 
 
-def _require_no_tensor(model_part: ModelPart, entry: ModuleEntry) -> None:
-    """Refuse to leave out a tensor because its storage is not contiguous."""
-    tensor = tensor_of(model_part.model_state[names.MODULE_STATE][entry.name])
-    if tensor is not None and not entry.name.endswith("_extra_state"):
-        message = f"'{entry.name}' is not stored as its elements in a row: {tensor.shape}, stride"
-        raise UnsupportedError(f"{message} {tensor.stride}. Make it contiguous before saving")
+def _not_in_rows(model_part: ModelPart) -> Iterator[tuple[str, Tensor]]:
+    """Yield the module's tensors that are copied as whole storages, by name."""
+    for entry in model_part.module:
+        if entry.kind == "extra" and not entry.name.endswith("_extra_state"):
+            tensor = tensor_of(model_part.model_state[names.MODULE_STATE][entry.name])
+            if tensor is not None:
+                yield entry.name, tensor
 
 
 def _require_sense(found: Sequence[str], options: ExportOptions) -> None:

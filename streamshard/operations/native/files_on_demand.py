@@ -99,15 +99,16 @@ class FilesOnDemand:
         storage = Storage("uint8", tensors[number].numel, Whole(number))
         return FileContent(b"", [self._storage(storage, None)])
 
-    def weights(self) -> FileContent:
-        """Serialize the module's state dict, with master weights where there are any.
+    def weights(self, mp_rank: int) -> FileContent:
+        """Serialize a model part's state dict, with master weights where there are any.
 
         It is what `get_fp32_state_dict_from_zero_checkpoint` of `deepspeed/utils/zero_to_fp32.py`
-        (0.19.8) makes of a whole checkpoint, with which a job at stage 3 begins that loads no
-        optimizer states.
+        (0.19.8) makes of a whole checkpoint of one part, with which a job at stage 3 begins that
+        loads no optimizer states.
         """
         checkpoint = self._resharding.source.checkpoint
-        index, model_part = checkpoint.tensor_index(), checkpoint.model_parts[0]
+        index, model_part = checkpoint.tensor_index(), checkpoint.model_parts[mp_rank]
+        module = model_part.model_state[names.MODULE_STATE]
         made: dict[str, Storage] = {}
         state: OrderedDict[str, Node] = OrderedDict()
         for entry in model_part.module:
@@ -118,6 +119,8 @@ class FilesOnDemand:
                 whole = Storage(tensor.dtype, tensor.numel, Whole(number))
                 storage = made.setdefault(entry.held_as, whole)
                 state[entry.name] = make_tensor(storage, tensor.shape)
+            elif entry.kind == "extra":
+                state[entry.name] = module[entry.name]
         return self._content(serialize(state), None)
 
     def _content(self, serialized: Serialized, rank: int | None) -> FileContent:

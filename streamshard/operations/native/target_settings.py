@@ -69,8 +69,10 @@ def target_settings(
         config = ds_config.with_data_parallel_size(config, dp_world_size)
     if wanted is not None:
         config = ds_config.resolved(wanted, kept)
-        stage = _agreed_stage(ds_config.zero_stage(config), zero_stage)
-        dtype = ds_config.module_dtype(config)
+        dtype, in_config = ds_config.module_dtype(config), ds_config.zero_stage(config)
+        # A BF16_Optimizer's job may have no stage.
+        as_saved = dtype == "bfloat16" and not (in_config or zero_stage or saved_stage)
+        stage = stage if as_saved else _agreed_stage(in_config, zero_stage)
         _require_known_order(checkpoint, config, stage, version)
         is_bf16 = dtype == "bfloat16"
         _require_same_scaling(checkpoint, dtype)
@@ -237,6 +239,10 @@ def _require_carried_parts(checkpoint: Checkpoint, stage: int, dtype: str) -> No
     if not pipeline and not experts and checkpoint.expert_parallel == 1:
         return
     kind = "pipeline" if pipeline else "expert"
+    if stage == 2 and checkpoint.layout.stage == 2 and (frozen := _frozen_expert(checkpoint)):
+        message = f"'{frozen}' is a frozen weight of an expert: DeepSpeed saves those of the first"
+        message = f"{message} rank at stage 2, and loads them into the experts of every rank. Stage"
+        raise UsageError(f"{message} 1 loads each its own: give {Option('zero_stage', 1)}")
     if checkpoint.has_auto_experts:
         saved = checkpoint.layout.stage
         if (stage == 3) != (saved == 3):
@@ -273,6 +279,12 @@ def require_allowed(checkpoint: Checkpoint, world_size: int) -> int:
             raise UsageError(f"{message} {degrees}")
         raise UsageError(message)
     return world_size // (parts * replicas)
+
+
+def _frozen_expert(checkpoint: Checkpoint) -> str | None:
+    """Return a weight of an expert that the model files list as frozen, if there is one."""
+    listed = (part.model_state.get(names.FROZEN_SHAPES) or {} for part in checkpoint.model_parts)
+    return next((str(name) for part in listed for name in part if names.expert_of(name)), None)
 
 
 def _agreed_stage(in_config: int | None, requested: int | None) -> int:

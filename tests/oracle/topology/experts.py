@@ -36,6 +36,8 @@ class ExpertParallel(Topology):
     whole_experts: bool = False
     """Whether experts are whole, and spread over the tensor-parallel ranks too. It is DeepSpeed's
     default, without `enable_expert_tensor_parallelism`."""
+    freezes: bool = False
+    """Whether one bias of each expert is not trained."""
 
     def config(self) -> Mapping[str, Any]:
         """Return nothing but the order of the ranks: the rest is in the model."""
@@ -51,6 +53,7 @@ class ExpertParallel(Topology):
         for module in model.modules():
             if isinstance(module, Expert):
                 module.reset()
+                module.down.bias.requires_grad_(not self.freezes)
         grid = TensorGrid(self.tensor) if self.tensor > 1 else None
         if grid is not None:
             gather_flat()

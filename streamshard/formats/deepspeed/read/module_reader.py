@@ -118,7 +118,8 @@ class ModuleReader:
         lists the first name alone. In stage 3 only the list that rank 0 saves shows the others.
         Below stage 3 that list also has tensors that merely begin at the same address
         (`DeepSpeedEngine._get_shared_params`, 0.19.8): slices, and tensors without elements. There
-        the values decide. In any stage a name listed as a parameter is not an alias.
+        the values decide. In any stage a name listed as a parameter is not an alias, and no buffer
+        is one of a weight, which stage 3 would cut.
         """
         tied = self.tied.get(name) or self._second_names.get(name, "")
         if tensor.numel and self._stage == 3 and tied not in self._module:
@@ -129,7 +130,7 @@ class ModuleReader:
         if tensor.numel == 0:
             return ""
         first = seen.setdefault((tensor.location, tensor.shape, tensor.dtype), name)
-        if name in listed:
+        if name in listed or (name in buffers and first not in buffers):
             return ""
         other = tensor_of(self._module.get(tied))
         if tied in self._module and (other is None or alike(tensor, other)):
@@ -256,6 +257,9 @@ class ModuleReader:
         # or of frozen weights left out), and weights that only begin at one address.
         shown = {entry.name: entry.alias_of for entry in entries}
         elsewhere = OrderedDict(pair for pair in tied.items() if shown.get(pair[0]) != pair[1])
+        # Frozen weights of experts, which are in files of their own.
+        of_experts = OrderedDict(one for one in self._frozen_shapes.items() if one[0] not in shown)
+        left = {names.SHARED_PARAMS: elsewhere, names.FROZEN_SHAPES: of_experts}
         self.strip_module(entries)
         if self._first.get(names.RANDOM_LTD) is not None:
             # DeepSpeed's zero_to_fp32 looks for these names in the module's state dict.
@@ -264,7 +268,7 @@ class ModuleReader:
         for key in names.CUT_IN_MODEL - {names.MODULE_STATE}:
             if self._first.get(key) is not None:
                 # An empty value, because None means that frozen weights were left out.
-                self._first[key] = elsewhere if key == names.SHARED_PARAMS else OrderedDict()
+                self._first[key] = left.get(key, OrderedDict())
 
     def strip_module(self, entries: Sequence[ModuleEntry]) -> None:
         """Remove the tensors that are now logical tensors from the module's state dict."""

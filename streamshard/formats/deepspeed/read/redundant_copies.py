@@ -121,6 +121,8 @@ def _require_same_frozen(file: ModelFile, entries: Sequence[ModuleEntry], stage:
                 message = f"the frozen weight '{name}' is not stored as its elements in a row. Make"
                 raise UnsupportedError(f"{message} it contiguous before saving", path=file.path)
             message = f"'{key}' lists {show(name)}"
+            if name not in module and names.expert_of(name):
+                continue  # its values are in the expert's own file
             if name not in frozen:
                 found = "is a buffer there" if name in module else "is not there"
                 message = f"{message}, which '{names.MODULE_STATE}' does not: it {found}"
