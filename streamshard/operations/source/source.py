@@ -213,6 +213,8 @@ class Request:
     """Patterns of the modules that FSDP1 wrapped."""
     joined: Any = None
     """What FSDP1 has joined, where another checkpoint told it (`Source.joined`)."""
+    opened: Source | None = None
+    """The checkpoint, where it is open already."""
 
     @property
     def root(self) -> Path:
@@ -249,7 +251,7 @@ class Request:
 
     def open(self) -> Source:
         """Open the checkpoint."""
-        return try_again(self._open)
+        return try_again(self._open) if self.opened is None else self.opened
 
     def _open(self) -> Source:
         with listings_kept(), source_errors(self.root):
