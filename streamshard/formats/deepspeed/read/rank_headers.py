@@ -9,7 +9,7 @@ are examined once.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -97,6 +97,7 @@ class _Parts:
             return None
         return node.dtype, node.numel, self._numbers[id(node)]
 
+    @cached_property
     def digest(self) -> bytes:
         """Return a digest of all parts, storages without their content."""
         every = [self._serialize(list(self.nodes)), *self.serialized]
@@ -140,7 +141,7 @@ def read_headers(first: _FirstFile, paths: Sequence[Path]) -> list[RankHeader | 
         parts = first.parts or _Parts(read_dict(first.path))
     except _UNREADABLE:
         return [None] * len(paths)
-    if parts.digest() != first.digest:
+    if parts.digest != first.digest:
         return [None] * len(paths)
     reader = _HeaderReader(parts)
     headers = list[RankHeader | HeaderError | None]()
@@ -298,7 +299,7 @@ def read_optimizers(sources: SourceFiles, paths: Sequence[Path]) -> list[dict[st
             pass  # each file is read here
         else:
             restorer = _HeaderRestorer(parts)
-            first = _FirstFile(paths[0], parts.digest(), parts)
+            first = _FirstFile(paths[0], parts.digest, parts)
             headers = map_batches(partial(read_headers, first), paths[1:])
     roots: list[dict[str, Any]] = [found.root]
     for path, number, header in zip(paths[1:], numbers[1:], headers, strict=True):
