@@ -6,9 +6,9 @@ what has no help of Python alone. What they mean is in the docstrings of the ver
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import wraps
+from functools import cache, wraps
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -88,7 +88,7 @@ class Options:
     """What a verb is given. `dataclasses` takes too long to load for `--help`."""
 
     def __init__(self, *args: object, **given: object) -> None:
-        bound = _signature_of(type(self)).bind(*args, **given)
+        bound = _known_signature(type(self)).bind(*args, **given)
         bound.apply_defaults()
         fields = fields_of(type(self))
         vars(self).update({k: fields[k].checked(k, value) for k, value in bound.arguments.items()})
@@ -105,7 +105,7 @@ class Options:
         return bool(getattr(self, name) != fields_of(type(self))[name].default)
 
 
-def fields_of(kind: type[Options]) -> dict[str, OptionField]:
+def _find_fields(kind: type[Options]) -> Mapping[str, OptionField]:
     """Return the fields of a class by their names: its own, then inherited ones."""
     found: dict[str, OptionField] = {}
     for one in kind.__mro__:
@@ -115,6 +115,9 @@ def fields_of(kind: type[Options]) -> dict[str, OptionField]:
                 own = field if field.group else field._replace(group=group)
                 found[name] = found.pop(name, own)
     return found
+
+
+fields_of: Final[Callable[..., Mapping[str, OptionField]]] = cache(_find_fields)
 
 
 def types_of(kind: type[Options]) -> dict[str, Any]:
@@ -137,6 +140,9 @@ def _signature_of(kind: type[Options], returned: object = None) -> "Signature":
 
     parameters = [parameter(name, of) for name, of in types_of(kind).items()]
     return Signature(sorted(parameters, key=lambda one: one.kind), return_annotation=returned)
+
+
+_known_signature: Final[Callable[..., "Signature"]] = cache(_signature_of)
 
 
 def takes(kind: Callable[P, Given]) -> Callable[[Callable[[Given], Result]], Callable[P, Result]]:

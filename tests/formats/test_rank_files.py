@@ -184,7 +184,8 @@ def require_same_readings(run: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ParseCache, "find", lambda _, path: asked.append(path))
         assert outcome(run) == short
-    assert asked
+    # One rank has nothing to be compared with.
+    assert asked or len([*run.rglob("*mp_rank_00_optim_states.pt")]) == 1
 
 
 def test_description_tells_readings_apart(run: Path) -> None:

@@ -96,7 +96,7 @@ def nodes_below(node: Node) -> Sequence[Node]:
     if isinstance(node, dict):
         extra = vars(node).values() if isinstance(node, OrderedDict) else ()
         return [*[part for entry in node.items() for part in entry], *extra]
-    return node if isinstance(node, list | tuple) else ()
+    return node if isinstance(node, (list, tuple)) else ()
 
 
 _SHOWN_LETTERS: Final = 80

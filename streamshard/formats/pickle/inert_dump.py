@@ -5,7 +5,7 @@ import pickle
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import RLock
 from typing import Any, ClassVar, Final
 
@@ -15,6 +15,8 @@ from streamshard.formats.pickle.inert import LIMIT_BYTES, ORDERED_DICT, UNSET, C
 _PythonPickler: Any = pickle._Pickler
 """The standard library's pickler in Python. The C pickler imports the names that it writes."""
 
+_BY_VALUE: Final = frozenset({str, Global})
+_PLAIN: Final = _BY_VALUE | {int, float, bool, type(None), list, tuple, dict, OrderedDict}
 _GETATTR = Global("__builtin__", "getattr")
 _NEWOBJ_EX = Global("copyreg", "__newobj_ex__")
 
@@ -28,23 +30,30 @@ def dump(node: Node, persistent_id: Callable[[Node], Node | None]) -> bytes:
     """Serialize nodes as a pickle. Unpickling it makes the recorded calls.
 
     Equal strings and equal globals are written once, even if they are different objects, so that
-    the bytes depend only on the value, and not on its origin.
+    the bytes depend only on the value, and not on its origin. Nothing persistent stands for plain
+    values and containers.
     """
-    buffer = io.BytesIO()
-    with _room_to_recurse():
-        try:
-            _Pickler(buffer, persistent_id).dump(node)
-        except RecursionError as error:
-            raise UnsupportedError("training state is nested too deeply") from error
-    if buffer.tell() > LIMIT_BYTES:
-        message = f"training state takes {buffer.tell():,} bytes as a pickle"
+    pickled: bytes | None = None
+    with suppress(RecursionError):
+        pickled = _pickled(node, persistent_id)
+    if pickled is None:
+        with _room_to_recurse():
+            pickled = _pickled(node, persistent_id)
+    if len(pickled) > LIMIT_BYTES:
+        message = f"training state takes {len(pickled):,} bytes as a pickle"
         raise UnsupportedError(f"{message}, and {LIMIT_BYTES:,} is most that is read")
+    return pickled
+
+
+def _pickled(node: Node, persistent_id: Callable[[Node], Node | None]) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, persistent_id).dump(node)
     return buffer.getvalue()
 
 
 @contextmanager
 def _room_to_recurse() -> Iterator[None]:
-    """Give the pickler the same stack depth wherever it is called from.
+    """Give the pickler at least the same stack depth wherever it is called from.
 
     So a node that could be serialized when a run was planned can be serialized when it is written.
     The depth suffices for all that torch can save, whose pickler takes fewer frames per level.
@@ -57,6 +66,8 @@ def _room_to_recurse() -> Iterator[None]:
         sys.setrecursionlimit(max(before, depth + _FRAMES))
         try:
             yield
+        except RecursionError as error:
+            raise UnsupportedError("training state is nested too deeply") from error
         finally:
             sys.setrecursionlimit(before)
 
@@ -66,16 +77,32 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
 
     def __init__(self, buffer: io.BytesIO, persistent_id: Callable[[Node], Node | None]) -> None:
         super().__init__(buffer, protocol=2)
+        self.write = buffer.write  # there are no frames below protocol 4
         self.persistent_id = persistent_id
-        self._canonical: dict[str | Global, str | Global] = {}
         self._unmade: set[int] = set()
         """Calls whose arguments are being written."""
 
-    def _saved_before(self, node: Node) -> bool:
-        if id(node) not in self.memo:
-            return False
-        self.write(self.get(self.memo[id(node)][0]))
-        return True
+    def save(self, node: Node, save_persistent_id: bool = True) -> None:
+        """Write a node in fewer steps than the standard library does."""
+        kind = type(node)
+        held = self.memo.get(node if kind in _BY_VALUE else id(node))
+        if held is not None:
+            self.write(self.get(held[0]))
+            return
+        may_persist = save_persistent_id and kind not in _PLAIN
+        identifier = self.persistent_id(node) if may_persist else None
+        write_node = self.dispatch.get(kind)
+        if identifier is not None:
+            self.save_pers(identifier)
+        elif write_node is not None:
+            write_node(self, node)
+        else:
+            super().save(node, save_persistent_id)
+
+    def memoize(self, node: Node) -> None:
+        number = len(self.memo)
+        self.write(pickle.BINPUT + bytes((number,)) if number < 256 else self.put(number))
+        self.memo[node if type(node) in _BY_VALUE else id(node)] = number, node
 
     def _batch_appends(self, items: Sequence[Node]) -> None:
         """Write the items of a list, long lists of small integers in one go.
@@ -91,26 +118,15 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
             pairs[1::2] = bytes(batch)
             self.write(pickle.MARK + pairs + pickle.APPENDS)
 
-    def save_text(self, text: str) -> None:
-        text = self._canonical.setdefault(text, text)  # type: ignore[assignment]
-        if not self._saved_before(text):
-            _PythonPickler.save_str(self, text)
-
-    dispatch[str] = save_text
-
     def save_global_node(self, node: Global) -> None:
-        node = self._canonical.setdefault(node, node)  # type: ignore[assignment]
-        if self._saved_before(node):
-            return
         head, _, tail = node.name.rpartition(".")
         if head:
             # Protocol 2 has no dotted names: a nested class is an attribute of its outer class.
             self.save(_GETATTR)
             self.save((Global(node.module, head), tail))
             self.write(pickle.REDUCE)
-            self.memoize(node)
-            return
-        self.write(pickle.GLOBAL + f"{node.module}\n{node.name}\n".encode())
+        else:
+            self.write(pickle.GLOBAL + f"{node.module}\n{node.name}\n".encode())
         self.memoize(node)
 
     dispatch[Global] = save_global_node

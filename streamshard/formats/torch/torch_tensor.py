@@ -225,8 +225,8 @@ def _numbers(
     """Check that the start, shape and stride of a tensor are possible, and return them."""
     shape = shape.args[0] if isinstance(shape, Call) and shape.function == SIZE else shape
     sound = (
-        isinstance(shape, tuple | list)
-        and isinstance(stride, tuple | list)
+        isinstance(shape, (tuple, list))
+        and isinstance(stride, (tuple, list))
         and len(shape) == len(stride) <= LIMIT_DIMENSIONS
         and all(map(is_size, (start, *shape, *stride)))
     )
@@ -273,13 +273,16 @@ def make_size(shape: tuple[int, ...]) -> Call:
     return Call(SIZE, (shape,))
 
 
+_HOLDERS: Final = Storage | Call | dict | list | tuple
+
+
 def storages_in(node: Node) -> Iterator[Storage]:
     """Yield every storage below a node once, in the order in which torch.save would visit them."""
     seen: set[int] = set()
     stack = [node]
     while stack:
         node = stack.pop()
-        if id(node) in seen or not isinstance(node, Storage | Call | dict | list | tuple):
+        if id(node) in seen or not isinstance(node, _HOLDERS):
             continue
         seen.add(id(node))
         if isinstance(node, Storage):

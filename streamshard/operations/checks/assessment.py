@@ -76,7 +76,7 @@ class Assessor:
         findings = self._measured(source) if known is None else recorded(source.path, known)
         if findings.problems:
             return findings
-        checked = check_structure(request, findings, EVERYTHING)
+        checked = check_structure(replace(request, opened=source), findings, EVERYTHING)
         if not findings.problems:
             self.progress.start(checked.nbytes)
             try:

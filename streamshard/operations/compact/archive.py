@@ -173,7 +173,7 @@ def _proved(
     archive = prove(small, archived, proofs, log)
     # If an archive does not give back its tag, the removal of the tag says why.
     comes_back = whole is not None and log.holds(
-        "rebuilt_equal", lambda: rebuilt_equal(whole, archived, proofs)
+        "rebuilt_equal", lambda: rebuilt_equal(whole, archive, archived, proofs)
     )
     if not comes_back:
         log.run("content_equal", lambda: content_equal(archive, small, proofs))

@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -26,8 +27,10 @@ from streamshard.operations.compact.run_context import ProofContext
 from streamshard.operations.compact.run_directory import change_digest
 from streamshard.operations.compare.comparison import compare
 from streamshard.operations.compare.matching import pair_up
-from streamshard.operations.repartition.repartition import plan_repartition
+from streamshard.operations.repartition.repartition import prepare
 from streamshard.operations.source.source import Request, Source, open_source
+from streamshard.operations.transfer.plan import plan_opened
+from streamshard.options import RepartitionOptions
 from streamshard.sizes import counted
 
 _REBUILT: Final = f"{names.OWN_PREFIX}.rebuilt"
@@ -76,9 +79,8 @@ def prove(
     with source_errors(archived.store):
         archive = open_source(archived.store)
     archive.require_as_written()
-    if tag_only:
-        archive, source = omissions.tag_only(archive), omissions.tag_only(source)
-    log.run("state_equal", lambda: _state_equal(archive, source))
+    sides = [omissions.tag_only(side) if tag_only else side for side in (archive, source)]
+    log.run("state_equal", lambda: _state_equal(*sides))
     return archive
 
 
@@ -203,9 +205,14 @@ def content_equal(archive: Source, source: Source, proofs: ProofContext) -> str:
 
 
 def rebuilt_equal(
-    source: Source, archived: ArchivedTag, proofs: ProofContext, *, tag_only: bool = False
+    source: Source,
+    archive: Source,
+    archived: ArchivedTag,
+    proofs: ProofContext,
+    *,
+    tag_only: bool = False,
 ) -> str:
-    """Write native files from an archive, compare them with the tag, and remove them.
+    """Write native files from an opened archive, compare them with the tag, and remove them.
 
     Meanwhile they take as much space next to the archive as the tag itself, in a bucket too.
     """
@@ -213,7 +220,7 @@ def rebuilt_equal(
     remove_rebuilt(archived.directory)
     with ExitStack() as stack:
         stack.callback(remove_rebuilt, archived.directory)
-        _rebuild(archived, rebuilt_dir, proofs)
+        _rebuild(archive, rebuilt_dir, proofs)
         resident_memory.restart_peak()
         with source_errors(rebuilt_dir):
             rebuilt = open_source(rebuilt_dir)
@@ -243,13 +250,14 @@ def remove_rebuilt(directory: Path) -> None:
         place_of(rebuilt).abort_uploads(rebuilt)
 
 
-def _rebuild(archived: ArchivedTag, rebuilt_dir: Path, proofs: ProofContext) -> None:
+def _rebuild(archive: Source, rebuilt_dir: Path, proofs: ProofContext) -> None:
     limits = proofs.limits
+    options = RepartitionOptions(
+        archive.path, rebuilt_dir, memory_limit=limits.memory_limit, workers=limits.workers
+    )
     try:
-        plan = plan_repartition(
-            archived.store, rebuilt_dir, memory_limit=limits.memory_limit, workers=limits.workers
-        )
-        plan.run(proofs.progress)
+        prepared = partial(prepare, None, options, None)
+        plan_opened(options, lambda: archive, prepared).run(proofs.progress)
     except NoSpaceError as error:
         message = "is archived, and stays until there is room to rebuild it from its archive"
         raise NoSpaceError(f"{message}: {error}") from error

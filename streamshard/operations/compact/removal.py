@@ -103,10 +103,14 @@ def _prove_again(context: RunContext, opened: Source, receipt: Receipt, log: Che
     derived = [number for number, pair in candidates if pair.name in receipt.derived]
     # Files next to a tag stay, and those of a framework's checkpoint go with it.
     tag_only = opened.path != context.run_dir / receipt.tag
-    prove(omissions.narrowed(opened, derived), archived, proofs, log, tag_only=tag_only)
+    small = omissions.narrowed(opened, derived)
+    archive = prove(small, archived, proofs, log, tag_only=tag_only)
     # What the store's reader gives is written into files, and every bit of these is the tag's:
     # so the archive's tensors are the tag's, and weights that it leaves out follow from them.
-    log.run("rebuilt_equal", lambda: rebuilt_equal(opened, archived, proofs, tag_only=tag_only))
+    log.run(
+        "rebuilt_equal",
+        lambda: rebuilt_equal(opened, archive, archived, proofs, tag_only=tag_only),
+    )
 
 
 def purge(

@@ -206,6 +206,8 @@ class Request:
     """Patterns of the modules that FSDP1 wrapped."""
     joined: Any = None
     """What FSDP1 has joined, where another checkpoint told it (`Source.joined`)."""
+    opened: Source | None = None
+    """The checkpoint, where it is open already."""
 
     @property
     def root(self) -> Path:
@@ -241,7 +243,7 @@ class Request:
         return found, place
 
     def open(self) -> Source:
-        return try_again(self._open)
+        return try_again(self._open) if self.opened is None else self.opened
 
     def _open(self) -> Source:
         with listings_kept(), source_errors(self.root):

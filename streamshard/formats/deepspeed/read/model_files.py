@@ -79,6 +79,8 @@ def _cache_of(like: ReadFile) -> ParseCache | None:
 def read_models(sources: SourceFiles, paths: Sequence[Path]) -> list[ModelFile]:
     """Open a model part's model files. Files with the same object are parsed only once."""
     numbers = [sources.add(path) for path in paths]
+    if len(paths) == 1:  # there is nothing to compare it with
+        return [ModelFile(paths[0], numbers[0], sources.read(paths[0], numbers[0]).root)]
     sizes = [sources.files[number].nbytes for number in numbers]
     cache = ParseCache()
     first = {size: index for index, size in reversed([*enumerate(sizes)])}

@@ -9,7 +9,7 @@ are examined once.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -97,6 +97,7 @@ class _Parts:
             return None
         return node.dtype, node.numel, self._numbers[id(node)]
 
+    @cached_property
     def digest(self) -> bytes:
         """Return a digest of all parts, storages without their content."""
         every = [self._serialize(list(self.nodes)), *self.serialized]
@@ -122,17 +123,25 @@ def _parts_of(root: dict[Node, Node], around: Place = ()) -> Iterator[tuple[Plac
             yield key_path, node
 
 
-def read_headers(first: ReadFile, paths: Sequence[Path]) -> list[RankHeader | HeaderError | None]:
+@dataclass(frozen=True, slots=True)
+class _FirstFile(ReadFile):
+    parts: _Parts | None = None
+    """They are not sent to workers, which read the file again."""
+
+    def __reduce__(self) -> tuple[type, tuple[Path, bytes]]:
+        return _FirstFile, (self.path, self.digest)
+
+
+def read_headers(first: _FirstFile, paths: Sequence[Path]) -> list[RankHeader | HeaderError | None]:
     """Read optimizer files; None for a file that differs from the first in more than its parts.
 
     The result for a file does not depend on the other files.
     """
     try:
-        found = read_dict(first.path)
-        parts = _Parts(found)
+        parts = first.parts or _Parts(read_dict(first.path))
     except _UNREADABLE:
         return [None] * len(paths)
-    if parts.digest() != first.digest:
+    if parts.digest != first.digest:
         return [None] * len(paths)
     reader = _HeaderReader(parts)
     headers = list[RankHeader | HeaderError | None]()
@@ -290,7 +299,7 @@ def read_optimizers(sources: SourceFiles, paths: Sequence[Path]) -> list[dict[st
             pass  # each file is read here
         else:
             restorer = _HeaderRestorer(parts)
-            first = ReadFile(paths[0], parts.digest())
+            first = _FirstFile(paths[0], parts.digest, parts)
             headers = map_batches(partial(read_headers, first), paths[1:])
     roots: list[dict[str, Any]] = [found.root]
     for path, number, header in zip(paths[1:], numbers[1:], headers, strict=True):

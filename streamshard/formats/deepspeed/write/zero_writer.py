@@ -7,7 +7,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 
 import numpy as np
@@ -280,7 +280,7 @@ def model_files(target: ZeroTarget) -> Iterator[FileImage]:
     writer, place, mp_rank = ModuleWriter(target), target.checkpoint.tag, target.mp_rank
     if target.layout.stage < 3:
         path = f"{place}/{names.model_file(None, mp_rank)}"
-        yield FileImage(path, lambda: serialize(writer.file(None)))
+        yield FileImage(path, cache(lambda: serialize(writer.file(None))))
         return
     made: dict[bool, Serialized] = {}
     is_own = _tells_rank(target)
