@@ -5,8 +5,9 @@ and 2, a sub-group in stage 3.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Final
@@ -25,14 +26,16 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.auto_experts import Placement, of_ranks
 from streamshard.formats.deepspeed.cut.block_cut import divided_block
 from streamshard.formats.deepspeed.cut.zero_cutting import RecordedCut, recorded_cut
-from streamshard.formats.deepspeed.read.agreement import disagreements, group_facts
+from streamshard.formats.deepspeed.read.agreement import disagreement, disagreements, group_facts
 from streamshard.formats.deepspeed.read.fingerprints import fingerprint
 from streamshard.formats.deepspeed.read.rank_files import SAVE_AGAIN, SourceFiles, require
 from streamshard.formats.deepspeed.read.state_of_ranks import (
     ANEW,
+    STEP,
     StateOfRanks,
     another_for_each,
     numbers_of_each,
+    numbers_of_groups,
     numbers_of_sub_groups,
     states_in_blocks,
     unwrapped,
@@ -137,7 +140,7 @@ class OptimizerReader:
             if len(masters) != len(units):
                 message = f"{len(masters)} flat groups for {len(units)} groups of parameter shapes"
                 raise DisagreementError(message, path=self._paths[rank])
-        self._check_hyper_parameters()
+        own = self._numbers_of_ranks()
         found: list[ParamGroup] = []
         experts = names.count_local_experts(chain.from_iterable(units))
         for number, members in enumerate(self.members(len(units))):
@@ -155,11 +158,14 @@ class OptimizerReader:
                 ]
                 first = len(self.sub_group_params) if self._stage == 3 else len(found)
                 self.sub_group_params += tensors
+                ranks = self._sharers(expert_parallel, expert_rank)
+                states = self._states_of(members, first, expert_parallel, expert_rank)
+                uncut = partial(self._uncut, members, first, ranks)
                 found.append(
                     ParamGroup(
                         params=tuple(chain.from_iterable(chain.from_iterable(tensors))),
                         master_dtype=self._masters[0][members[0]].dtype if members else "float32",
-                        states=self._states_of(members, first, expert_parallel, expert_rank),
+                        states=self._with_own(states, number, own[number], uncut, ranks),
                         number=number,
                         expert_parallel=expert_parallel,
                         expert_rank=expert_rank,
@@ -227,6 +233,38 @@ class OptimizerReader:
                     message = f"ranks {there} share the experts of sub-group {unit}, and by its"
                     message = f"{message} config ranks {[*ranks]} do"
                     raise DisagreementError(message, path=self._paths[rank])
+
+    def _with_own(
+        self,
+        states: dict[str, Node] | None,
+        number: int,
+        own: Set[str],
+        uncut: Callable[[UnsupportedError], dict[str, Node]],
+        ranks: Sequence[int],
+    ) -> dict[str, Node] | None:
+        """Add the hyper-parameters that are numbers of each rank to a param group's states.
+
+        With them, none of its states can be cut for other ranks: `uncut` takes them as they are.
+        """
+        if not own:
+            return states
+        path, what = self._paths[ranks[0]], f"'{min(own)}' of param group {number}"
+        if not states or own & states.keys():
+            raise disagreement(self._paths[ranks[-1]], path, what)
+        error = another_for_each(what, "rank", path)
+        if not any(isinstance(state, UncutState) for state in states.values()):
+            states = uncut(error)
+        units = next(len(state.held) for state in states.values())
+        groups = [self._inner[rank]["param_groups"][number] for rank in ranks]
+        return states | {
+            key: UncutState(
+                why=str(error.args[0]),
+                held=(tuple(group[key] for group in groups),) * units,
+                path=path,
+                of_group=True,
+            )
+            for key in sorted(own)
+        }
 
     def _states_of(
         self, members: Sequence[int], first: int, expert_parallel: int, expert_rank: int
@@ -331,14 +369,34 @@ class OptimizerReader:
         """Return how many elements of each unit a rank holds."""
         return [master.numel for master in self._masters[0]]
 
-    def _check_hyper_parameters(self) -> None:
+    def _numbers_of_ranks(self) -> list[set[str]]:
+        """Return which hyper-parameters of each param group are numbers of each rank.
+
+        Ranks must agree about all others.
+        """
         # Equal param groups of ranks are one object, as a rule.
         first, groups = group_facts(self._inner[0]), self._inner[0]["param_groups"]
         facts = {
             path: first if inner["param_groups"] is groups else group_facts(inner)
             for path, inner in zip(self._paths, self._inner, strict=True)
         }
-        raise_first(disagreements(facts, self._paths[0]))
+        members = self.members(len(self._masters[0]))
+        errors = [*disagreements(facts, self._paths[0])]
+        if not errors:
+            return [set() for _ in members]
+        found = numbers_of_groups(
+            [inner["param_groups"] for inner in self._inner], [*map(self._steps, members)]
+        )
+        if not any(found):
+            raise_first(errors)
+        return found
+
+    def _steps(self, members: Sequence[int]) -> list[Node]:
+        """Return each rank's count of the steps of a param group's first unit; None if unknown."""
+        states = [inner["state"].get(unit, {}) for inner in self._inner for unit in members[:1]]
+        nodes = {rank: own.get(STEP) for rank, own in enumerate(states)}
+        state = StateOfRanks(f"optimizer state '{STEP}'", nodes, {}, self._paths)
+        return state.numbers(self._sources)
 
     def _unit_states(self, unit: int, slot: int, ranks: Sequence[int]) -> dict[str, Node] | None:
         """Read one unit's states on some ranks and record their places; None without states."""

@@ -26,7 +26,11 @@ from streamshard.formats.torch.torch_tensor import Tensor, storages_in
 from streamshard.layout.zero import ceil_div
 from streamshard.model import ITEMSIZE
 
-_STEP: Final = "step"
+STEP: Final = "step"
+_STEPS: Final = frozenset({STEP, "k"})
+"""Names of counts of steps; `k` is that of Prodigy and D-Adaptation, in param groups."""
+_OF_JOB: Final = frozenset({"lr", "initial_lr", "eps", "weight_decay", "momentum"})
+"""Hyper-parameters that a job or its LR scheduler sets, on all ranks alike."""
 _PLAIN_LIMIT_BYTES: Final = 1024
 """Most bytes of a plain value: values that are not tensors are written into every rank's file."""
 _REBUILDS: Final = {
@@ -221,8 +225,9 @@ def unwrapped(states: Node) -> Node:
 def numbers_of_each(held: Mapping[str, Sequence[Node]]) -> set[str]:
     """Return the states that are numbers computed of what each rank or sub-group has.
 
-    Such are fractions that differ, as the `RMS` of Adafactor in transformers (5.23), where the step
-    and all other counts show that they are of one save. `held`: state → its values.
+    Such are fractions that differ, as the `RMS` of Adafactor in transformers (5.23), or in param
+    groups the `d` of Prodigy (1.1.2) and D-Adaptation (3.2), where the step and all other counts
+    show that they are of one save. `held`: state or hyper-parameter → its values.
     """
     known: dict[str, list[int | float]] = {}
     for key, values in held.items():
@@ -230,7 +235,8 @@ def numbers_of_each(held: Mapping[str, Sequence[Node]]) -> set[str]:
         if len(numbers) == len(values):
             known[key] = numbers
     counts = [key for key, found in known.items() if all(float(n).is_integer() for n in found)]
-    if _STEP not in counts or any(len({*known[key]}) > 1 for key in counts):
+    alike = [*counts, *_OF_JOB & known.keys()]
+    if _STEPS.isdisjoint(counts) or any(len({*known[key]}) > 1 for key in alike):
         return set()
     return {key for key, found in known.items() if len({*found}) > 1}
 
@@ -243,6 +249,28 @@ def numbers_of_sub_groups(states: Sequence[Mapping[str, Node] | None]) -> list[s
     own = numbers_of_each({key: [one[key] for one in held] for key in held[0]})
     rest = [{key: node for key, node in one.items() if key not in own} for one in held]
     return sorted(own) if all(one == rest[0] for one in rest) else []
+
+
+def numbers_of_groups(
+    groups: Sequence[Sequence[Mapping[str, Node]]], steps: Sequence[Sequence[Node]]
+) -> list[set[str]]:
+    """Return the hyper-parameters of each param group that are numbers of each rank.
+
+    `groups`: the param groups of each rank. `steps`: of each group, each rank's count of its steps.
+    """
+    if any(len(own) != len(steps) for own in groups):
+        return []
+    found: list[set[str]] = []
+    for alike, counts in zip(zip(*groups, strict=True), steps, strict=True):
+        if any(list(one) != list(alike[0]) for one in alike):
+            return []
+        held = {STEP: counts} | {key: [one[key] for one in alike] for key in alike[0]}
+        own = numbers_of_each(held)
+        rest = [{key: node for key, node in one.items() if key not in own} for one in alike]
+        if len({*map(pickled, rest)}) > 1:
+            return []
+        found.append(own)
+    return found
 
 
 def another_for_each(what: str, holder: str, path: Path) -> UnsupportedError:
