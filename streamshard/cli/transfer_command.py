@@ -56,6 +56,8 @@ def _show(report: Report, estimate: Estimate | None, arguments: argparse.Namespa
     else:
         more = {"estimate": asdict(estimate)}
         print_result(report, arguments, lambda: _plan_text(report, estimate, arguments), more=more)
+    if estimate is not None and estimate.time is not None and estimate.time.error is not None:
+        raise estimate.time.error
 
 
 def _plan_text(report: Report, estimate: Estimate, arguments: argparse.Namespace) -> str:
