@@ -275,8 +275,13 @@ def with_numbers(job: Job, run_dir: Path, made: Callable[[int], States]) -> Path
     for rank in range(job.world_size):
 
         def change(held: dict[str, Any], rank: int = rank) -> None:
-            for group in wrapped(held["optimizer_state_dict"])["param_groups"]:
-                group.update(made(rank))
+            groups = wrapped(held["optimizer_state_dict"])["param_groups"]
+            entries = made(rank)
+            last, added = entries.pop("last", {}), entries.pop("added", 0)
+            for group in groups:
+                group.update(entries)
+            groups[-1].update(last)
+            groups += groups[:added]
 
         edit(optimizer_file(run_dir, rank), change)
     return run_dir
@@ -326,16 +331,27 @@ def test_a_number_of_each_rank_in_param_groups_is_kept(tmp_path: Path, job: Job)
         lambda rank: prodigy(rank) | {"lr": 0.5 + rank},
         lambda rank: prodigy(rank) | {"betas": (0.9, 0.5 + rank)},
         lambda rank: prodigy(rank) | ({"more": 1} if rank else {}),
+        lambda rank: prodigy(rank) | {"last": {"betas": (0.9, 0.5 + rank)}},
+        lambda rank: prodigy(rank) | {"added": rank},
         lambda rank: {"d": 5 + rank, "k": 7},
         lambda rank: {"exp_avg": 0.5 + rank, "k": 7},
     ],
-    ids=["other-steps", "other-lr", "other-betas", "more-keys", "other-counts", "state's-name"],
+    ids=[
+        "other-steps",
+        "other-lr",
+        "other-betas",
+        "more-keys",
+        "one-group",
+        "more-groups",
+        "other-counts",
+        "state's-name",
+    ],
 )
 def test_param_groups_that_differ_otherwise_show_several_saves(
     tmp_path: Path, job: Job, made: Callable[[int], States]
 ) -> None:
     run = with_numbers(job, tmp_path / "run", made)
-    with pytest.raises(DisagreementError, match="param group"):
+    with pytest.raises(SourceError, match=r"param group|not laid out"):
         streamshard.export(run, tmp_path / "weights")
 
 

@@ -14,10 +14,9 @@ from typing import Final
 
 import numpy as np
 
-from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError, raise_first
+from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
 from streamshard.formats.checkpoint import (
     FlatState,
-    ModuleEntry,
     ParamGroup,
     ScalarState,
     UncutState,
@@ -26,12 +25,11 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.auto_experts import Placement, of_ranks
 from streamshard.formats.deepspeed.cut.block_cut import divided_block
 from streamshard.formats.deepspeed.cut.zero_cutting import RecordedCut, recorded_cut
-from streamshard.formats.deepspeed.read.agreement import disagreement, disagreements, group_facts
+from streamshard.formats.deepspeed.read.agreement import disagreement
 from streamshard.formats.deepspeed.read.fingerprints import fingerprint
 from streamshard.formats.deepspeed.read.rank_files import SAVE_AGAIN, SourceFiles, require
 from streamshard.formats.deepspeed.read.state_of_ranks import (
     ANEW,
-    STEP,
     StateOfRanks,
     another_for_each,
     numbers_of_each,
@@ -140,10 +138,11 @@ class OptimizerReader:
             if len(masters) != len(units):
                 message = f"{len(masters)} flat groups for {len(units)} groups of parameter shapes"
                 raise DisagreementError(message, path=self._paths[rank])
-        own = self._numbers_of_ranks()
+        units_of = self.members(len(self._masters[0]))
+        own = numbers_of_groups(self._inner, units_of, self._paths, self._sources)
         found: list[ParamGroup] = []
         experts = names.count_local_experts(chain.from_iterable(units))
-        for number, members in enumerate(self.members(len(units))):
+        for number, members in enumerate(units_of):
             expert_ranks = self._expert_ranks(number)
             expert_parallel = expert_ranks or 1
             for expert_rank in range(expert_parallel):
@@ -369,35 +368,6 @@ class OptimizerReader:
         """Return how many elements of each unit a rank holds."""
         return [master.numel for master in self._masters[0]]
 
-    def _numbers_of_ranks(self) -> list[set[str]]:
-        """Return which hyper-parameters of each param group are numbers of each rank.
-
-        Ranks must agree about all others.
-        """
-        # Equal param groups of ranks are one object, as a rule.
-        first, groups = group_facts(self._inner[0]), self._inner[0]["param_groups"]
-        facts = {
-            path: first if inner["param_groups"] is groups else group_facts(inner)
-            for path, inner in zip(self._paths, self._inner, strict=True)
-        }
-        members = self.members(len(self._masters[0]))
-        errors = [*disagreements(facts, self._paths[0])]
-        if not errors:
-            return [set() for _ in members]
-        found = numbers_of_groups(
-            [inner["param_groups"] for inner in self._inner], [*map(self._steps, members)]
-        )
-        if not any(found):
-            raise_first(errors)
-        return found
-
-    def _steps(self, members: Sequence[int]) -> list[Node]:
-        """Return each rank's count of the steps of a param group's first unit; None if unknown."""
-        states = [inner["state"].get(unit, {}) for inner in self._inner for unit in members[:1]]
-        nodes = {rank: own.get(STEP) for rank, own in enumerate(states)}
-        state = StateOfRanks(f"optimizer state '{STEP}'", nodes, {}, self._paths)
-        return state.numbers(self._sources)
-
     def _unit_states(self, unit: int, slot: int, ranks: Sequence[int]) -> dict[str, Node] | None:
         """Read one unit's states on some ranks and record their places; None without states."""
         self._add_slot(slot, MASTER, ranks, {rank: self._masters[rank][unit] for rank in ranks})
@@ -538,26 +508,6 @@ class OptimizerReader:
     def ends(self) -> list[Node]:
         """Return the ids of the first and last parameter of each unit, as ZeRO-3 records them."""
         return [master.attributes.get("ds_id") for master in self._masters[0]]
-
-
-def known_param_ids(
-    recorded: Sequence[Node], units: Sequence[Sequence[str]], entries: Sequence[ModuleEntry]
-) -> dict[str, int]:
-    """Return ZeRO-3's `ds_id` of the parameters.
-
-    The files record the first and last id of each sub-group. The engine numbers parameters in the
-    module's order unless they were created under `zero.Init`. If the module's order fits every
-    recorded id, all ids are known, else only the recorded ones.
-    """
-    counted = [e.name for e in entries if e.kind in ("param", "frozen")]
-    derived = {name: number for number, name in enumerate(counted)}
-    known: dict[str, int] = {}
-    for params, ends in zip(units, recorded, strict=True):
-        first, _, last = (ends if isinstance(ends, str) else "").partition("_")
-        if first.isdecimal() and last.isdecimal() and params:
-            known |= {params[0]: int(first), params[-1]: int(last)}
-    agrees = all(derived.get(name) == number for name, number in known.items())
-    return derived if agrees else known
 
 
 def _has_blocks(states: Mapping[str, Node] | None) -> bool:
