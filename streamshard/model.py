@@ -59,6 +59,8 @@ class NoteKind(StrEnum):
     """The user should know it; nothing is decided by it."""
     LEFT_OUT = "left out"
     """Some files have content that is not kept: removing them would lose it."""
+    UNREAD = "unread"
+    """The optimizer's state is there, and is not read: it is not kept, nor compared."""
     ASSUMED = "assumed"
     """A setting was assumed that the files do not tell."""
     MIXED = "mixed"

@@ -32,7 +32,8 @@ from streamshard.options import (
 )
 
 _OLD_TAGS: Final = "What becomes of the others"
-DTYPES: Final[Mapping[str, str]] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+FP32: Final = "fp32"
+DTYPES: Final[Mapping[str, str]] = {FP32: "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Dtypes that weights may be cast to, with torch's names for them."""
 TITAN: Final = "titan"
 ACCELERATE: Final = "accelerate"
@@ -73,10 +74,9 @@ class ExportOptions(TransferOptions):
     group = OUTPUT
 
     target: Path_ = place("OUT", "model directory to make", kw_only=False)
-    dtype: str = option(
+    dtype: str | None = option(
         "",
-        "what to cast weights to; buffers are cast to fp32 only [fp32]",
-        default="fp32",
+        "what to cast weights to; buffers are cast to fp32 only [fp32, or float64 as it is]",
         choices=tuple(DTYPES),
     )
     format: str = option(
@@ -202,10 +202,9 @@ class MergeOptions(WritingOptions):
         choices=("safetensors", "torch", "universal", "dcp"),
         group=OUTPUT,
     )
-    dtype: str = option(
+    dtype: str | None = option(
         "",
-        "what to cast them to, as export does [fp32]",
-        default="fp32",
+        "what to cast them to, as export does [fp32, or float64 as it is]",
         choices=tuple(DTYPES),
         group=OUTPUT,
         is_rare=True,

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -118,7 +119,7 @@ def _compact_one_of_many(
                 {"run_dir": one.run_dir, "archive_dir": one.archive_dir, "error": str(error)}, None
             )
         elif not arguments.quiet:
-            print_text(one_line(f"{run}: nothing was done"))
+            print_text(one_line(f"{run}: nothing was done"), is_done=True)
         tell(f"streamshard: {error}")
         return error.exit_code
 
@@ -142,9 +143,11 @@ def _compact_run(
         records.append(record.after((), error))
         raise
     records.append(record.after(found.tags))
-    print_result(
-        found, arguments, lambda: compaction_text(found, verbose=arguments.verbose), indent=indent
+    text, is_done = (
+        partial(compaction_text, found, verbose=arguments.verbose),
+        not arguments.dry_run,
     )
+    print_result(found, arguments, text, indent=indent, is_done=is_done)
     where = "" if indent else f"{found.run_dir}: "
     tell(*(f"streamshard: {where}{problem_text(tag)}" for tag in found.problems))
     return found.exit_code

@@ -53,6 +53,11 @@ def _verbs_of(parser: argparse.ArgumentParser) -> Iterator[_Verb]:
             help_of = {choice.dest: choice.help for choice in action._choices_actions}
             for name, verb in action.choices.items():
                 yield _Verb(name, _short(help_of[name]), verb._actions)
+            every = argparse.Action(
+                ["--help-all"], "all", nargs=_FLAG, help="the rarer options too"
+            )
+            named = argparse.Action([], "verb", choices=[*action.choices])
+            yield _Verb("help", "show what a verb takes", [every, named])
 
 
 def _words(action: argparse.Action) -> list[str]:

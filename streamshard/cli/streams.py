@@ -25,7 +25,7 @@ def open_what_was_closed() -> None:
         pass
     os.close(descriptor)
     # Python sets a stream to None if it was closed when Python started.
-    sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115
+    sys.stdout = sys.stdout or _Closed(os.fdopen(os.open(os.devnull, os.O_RDONLY), "wb"))
     sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
 
 
@@ -37,6 +37,10 @@ def ignore_broken_stderr() -> None:
         errors="backslashreplace",
         line_buffering=True,
     )
+
+
+class _Closed(io.TextIOWrapper):
+    """Stands for standard output that is closed: each write fails."""
 
 
 class _Log(io.FileIO):
@@ -93,14 +97,18 @@ def print_result(
     *,
     more: Mapping[str, Any] | None = None,
     indent: int | None = 2,
+    is_done: bool = False,
 ) -> None:
-    """Print a report in the form that was asked for; JSON may have `more` than its fields."""
+    """Print a report in the form that was asked for; JSON may have `more` than its fields.
+
+    `is_done`: whether the run wrote its result elsewhere, and only tells of it; see `print_text`.
+    """
     from dataclasses import asdict  # slow to import, and `--help` needs none
 
     if arguments.json:
         print_json({**asdict(found), **(more or {})}, indent)
     elif not arguments.quiet:
-        print_text(text())
+        print_text(text(), is_done=is_done)
 
 
 def print_json(document: Mapping[str, Any], indent: int | None = 2) -> None:
@@ -108,6 +116,7 @@ def print_json(document: Mapping[str, Any], indent: int | None = 2) -> None:
     write_out(json.dumps(document, indent=indent) + "\n")
 
 
-def print_text(text: str) -> None:
-    """Print text, escaped."""
-    write_out(printable(text) + "\n")
+def print_text(text: str, *, is_done: bool = False) -> None:
+    """Print text, escaped. Where standard output is closed, a run that `is_done` needs none."""
+    if not (is_done and isinstance(sys.stdout, _Closed)):
+        write_out(printable(text) + "\n")

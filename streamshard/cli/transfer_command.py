@@ -2,6 +2,7 @@
 
 import argparse
 from dataclasses import asdict
+from functools import partial
 
 from streamshard import registry
 from streamshard.cli.parser import keywords
@@ -43,10 +44,13 @@ def _show(report: Report, estimate: Estimate | None, arguments: argparse.Namespa
     if arguments.print_path:
         write_path(report.path)
     elif estimate is None:
-        print_result(report, arguments, lambda: report_text(report, verbose=arguments.verbose))
+        text = partial(report_text, report, verbose=arguments.verbose)
+        print_result(report, arguments, text, is_done=not arguments.dry_run)
     else:
         more = {"estimate": asdict(estimate)}
         print_result(report, arguments, lambda: _plan_text(report, estimate, arguments), more=more)
+    if estimate is not None and estimate.time is not None and estimate.time.error is not None:
+        raise estimate.time.error
 
 
 def _plan_text(report: Report, estimate: Estimate, arguments: argparse.Namespace) -> str:

@@ -91,6 +91,8 @@ class UncutState:
     it is not kept."""
     path: Path | None = None
     """File of a rank that shows it; None if another source was made of the files."""
+    of_group: bool = False
+    """Whether it is a hyper-parameter: an entry of the param group in each rank's file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,11 @@ class ParamGroup:
     def flat_states(self) -> dict[str, str]:
         """Return state → dtype of the group's flat states, in the optimizer's order."""
         return {k: v.dtype for k, v in (self.states or {}).items() if isinstance(v, FlatState)}
+
+    def of_group(self) -> dict[str, UncutState]:
+        """Return hyper-parameter → what each rank has of it, where ranks have different values."""
+        held = (self.states or {}).items()
+        return {k: v for k, v in held if isinstance(v, UncutState) and v.of_group}
 
     def uncut(self) -> list[UncutState]:
         """List the states that cannot be cut."""

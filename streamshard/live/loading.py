@@ -334,7 +334,8 @@ def _notes_of(engine: Engine, resharding: Resharding, *, goes_on: bool) -> tuple
     mixed = [note.text for note in checkpoint.notes if note.kind is NoteKind.MIXED and goes_on]
     if resharding.has_these_files():
         return (*checkpoint.warnings, *mixed)
-    of_content = [note.text for note in checkpoint.notes if note.kind is NoteKind.LEFT_OUT]
+    lost = (NoteKind.LEFT_OUT, NoteKind.UNREAD)
+    of_content = [note.text for note in checkpoint.notes if note.kind in lost]
     if not goes_on:
         return (*checkpoint.warnings, *of_content)
     job = BatchPlan(

@@ -54,7 +54,7 @@ def load_plan(options: ApplyOptions) -> TransferPlan:
         if not given.get("overwrite"):
             replace = Option("overwrite", True)
             message = f"{place}: was made without {replace}. Make a new plan with {_NEW_PLAN}, and"
-            error.add_note(f"{message} with {replace}")
+            error.__notes__ = [f"{message} with {replace}"]  # in place of other advice
         raise
     difference = plan.identity.difference(saved.purpose)
     if difference is not None:

@@ -182,8 +182,15 @@ def test_what_it_says_of_them(made: Path, tmp_path: Path) -> None:
     found = streamshard.inspect(place)
     assert (found.kind, found.world_size, found.weights) == ("fsdp-ranks", 4, 8)
     assert any("Not read: the optimizer's state" in note for note in found.notes)
-    notes = streamshard.diff(place, place).notes
-    assert any(note.startswith(f"{place}: Not read: the optimizer's state") for note in notes)
+    compared = streamshard.diff(place, place)
+    start = f"{place}: Not read: the optimizer's state"
+    assert any(note.startswith(start) for note in compared.notes)
+    assert not compared.is_equal  # nothing tells that the optimizers are
+    verified = streamshard.verify(place, against=made / "FSDP2")
+    assert {found.kind for found in (*compared.differences, *verified.differences)} == {"unread"}
+    streamshard.export(place, tmp_path / "weights")
+    of_weights = streamshard.verify(tmp_path / "weights", against=place).differences
+    assert "unread" not in {found.kind for found in of_weights}
     with pytest.raises(SourceError, match=rf"Give the one in it: {place}"):
         streamshard.export(tmp_path / "run", tmp_path / "out")
     with pytest.raises(UnsupportedError, match="ranks, without an optimizer's state: a job begins"):

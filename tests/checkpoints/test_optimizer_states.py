@@ -19,7 +19,7 @@ import streamshard
 from streamshard.errors import DisagreementError, SourceError, UnsupportedError
 from tests.comparing import both_roads, differences
 from tests.fabricated import edit, optimizer_file, optimizer_state, wrapped, write
-from tests.job import Job
+from tests.job import EXPERTS, Job
 
 States = dict[str, Any]
 Made = Callable[[int, int, int], States | None]
@@ -266,6 +266,92 @@ def test_other_numbers_than_those_show_several_saves(
 ) -> None:
     run = with_states(job, tmp_path / "run", lambda rank, unit, n: made(n, rank + 4 * unit + unit))
     with pytest.raises(DisagreementError):
+        streamshard.export(run, tmp_path / "weights")
+
+
+def with_numbers(job: Job, run_dir: Path, made: Callable[[int], States]) -> Path:
+    """Save a job whose param groups have more entries, of each rank."""
+    write(job, run_dir)
+    for rank in range(job.world_size):
+
+        def change(held: dict[str, Any], rank: int = rank) -> None:
+            groups = wrapped(held["optimizer_state_dict"])["param_groups"]
+            entries = made(rank)
+            last, added = entries.pop("last", {}), entries.pop("added", 0)
+            for group in groups:
+                group.update(entries)
+            groups[-1].update(last)
+            groups += groups[:added]
+
+        edit(optimizer_file(run_dir, rank), change)
+    return run_dir
+
+
+def prodigy(rank: int) -> States:
+    """What Prodigy keeps in a param group: `d` is computed of the rank's elements."""
+    return {"d0": 1e-6, "d": 0.5 + rank, "d_numerator": -0.25 * rank, "k": 7}
+
+
+OF_GROUPS = [
+    Job(stage=2, world_size=2),
+    Job(stage=3, world_size=2, sub_group_size=1),
+    Job(stage=2, world_size=2, experts=EXPERTS, expert_parallel=2),
+]
+
+
+@pytest.mark.parametrize("job", OF_GROUPS)
+def test_a_number_of_each_rank_in_param_groups_is_kept(tmp_path: Path, job: Job) -> None:
+    run = with_numbers(job, tmp_path / "run", prodigy)
+    assert streamshard.verify(run).is_good
+    assert streamshard.inspect(run).groups[0].hyper_parameters["d"] == "not cut"
+    streamshard.convert(run, tmp_path / "store.zarr", verify=True)
+    out = tmp_path / "out"
+    streamshard.repartition(tmp_path / "store.zarr", out, world_size=2, verify=True)
+    for rank in range(2):
+        groups = (wrapped(optimizer_state(one, rank))["param_groups"] for one in (out, run))
+        assert differences(*groups) == []
+    for stage, world_size in ((job.stage, 4), (5 - job.stage, 2)):
+        if job.experts == ():
+            with pytest.raises(UnsupportedError, match="'d' of param group 0 differs between rank"):
+                streamshard.repartition(
+                    run, tmp_path / "other", world_size=world_size, zero_stage=stage
+                )
+    assert [note for note in streamshard.export(run, tmp_path / "w").notes if "'d' of" in note]
+    other = with_numbers(job, tmp_path / "b", lambda rank: prodigy(rank) | {"d": 0.75 + rank})
+    found = streamshard.verify(out, against=other).differences
+    assert found
+    assert all(".d" in one.name for one in found)
+
+
+@pytest.mark.parametrize("job", OF_GROUPS)
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda rank: prodigy(rank) | {"k": 7 + rank},
+        lambda rank: prodigy(rank) | {"lr": 0.5 + rank},
+        lambda rank: prodigy(rank) | {"betas": (0.9, 0.5 + rank)},
+        lambda rank: prodigy(rank) | ({"more": 1} if rank else {}),
+        lambda rank: prodigy(rank) | {"last": {"betas": (0.9, 0.5 + rank)}},
+        lambda rank: prodigy(rank) | {"added": rank},
+        lambda rank: {"d": 5 + rank, "k": 7},
+        lambda rank: {"exp_avg": 0.5 + rank, "k": 7},
+    ],
+    ids=[
+        "other-steps",
+        "other-lr",
+        "other-betas",
+        "more-keys",
+        "one-group",
+        "more-groups",
+        "other-counts",
+        "state's-name",
+    ],
+)
+def test_param_groups_that_differ_otherwise_show_several_saves(
+    tmp_path: Path, job: Job, made: Callable[[int], States]
+) -> None:
+    run = with_numbers(job, tmp_path / "run", made)
+    with pytest.raises(SourceError, match=r"param group|not laid out"):
         streamshard.export(run, tmp_path / "weights")
 
 

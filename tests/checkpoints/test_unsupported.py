@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import streamshard
 from streamshard.errors import DisagreementError, UnsupportedError, UsageError
@@ -415,3 +416,33 @@ def test_frozen_weights_of_experts_go_to_stage_1_alone(tmp_path: Path) -> None:
     wanted, _ = both_roads(plain, world_size=2, zero_stage=1)
     for out in both_roads(run, world_size=2, zero_stage=1):
         compare(out / TAG, wanted / TAG)
+
+
+def test_what_stage_3_lists_nowhere_is_read_only_if_it_is_proved_to_be_held_twice(
+    tmp_path: Path,
+) -> None:
+    plain = Job(stage=3)
+    for name, placeholder, reason in (
+        ("proved", lambda module: module["embed.weight"].detach(), ""),
+        ("loose", lambda module: torch.empty(0, dtype=plain.dtype), "is in no file"),
+        ("unclear", lambda module: module["block.0.mlp"].detach(), "is in no file"),
+    ):
+        run = write(plain, tmp_path / name)
+
+        def change(
+            model: dict[str, Any], name: str = name, made: Callable[..., Tensor] = placeholder
+        ) -> None:
+            module = model["module"]
+            if name == "unclear":  # several parameters share the storage, so nothing is proved
+                module["embed.weight"] = module["block.0.mlp"].detach()
+            module["head.weight"] = made(module)
+            model["shared_params"] = {}
+
+        edit_all(run, "*_model_states.pt", change)
+        if reason:
+            with pytest.raises(UnsupportedError, match=f"'head.weight' {reason}"):
+                streamshard.inspect(run)
+            continue
+        streamshard.repartition(run, tmp_path / "out", world_size=3, verify=True)
+        with streamshard.open(tmp_path / "out") as found:
+            assert found["head.weight"].tied_to == "embed.weight"

@@ -115,10 +115,21 @@ def test_a_full_standard_output_is_an_error_in_one_line(arguments: str, run: Pat
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_run_needs_no_open_streams(closed: str, run: Path, tmp_path: Path) -> None:
-    for arguments in (f"repartition {run} {tmp_path / 'out'} --world-size 2", f"inspect {run}"):
-        done = in_shell(arguments, closed)
-        assert (done.returncode, without_progress(done.stderr)) == (0, "")
+    done = in_shell(f"repartition {run} {tmp_path / 'out'} --world-size 2", closed)
+    assert (done.returncode, without_progress(done.stderr)) == (0, "")
     assert streamshard("verify", tmp_path / "out", "--against", run).code == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["inspect {run} --json", "inspect {run}", "verify {run}", "--help", "convert {run} a.zarr -n"],
+)
+def test_a_result_that_cannot_be_printed_is_an_error(arguments: str, run: Path) -> None:
+    done = in_shell(arguments.format(run=run), ">&-")
+    message = "streamshard: standard output: cannot be written (Bad file descriptor)\n"
+    assert (done.returncode, without_progress(done.stderr)) == (4, message)
+    if "-n" not in arguments:
+        assert in_shell(arguments.format(run=run), "<&- 2>&-").returncode == 0
 
 
 def test_a_pipe_that_is_closed_is_no_error(saved: Saved) -> None:

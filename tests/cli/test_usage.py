@@ -324,6 +324,9 @@ def test_bash_offers_verbs_options_and_values(bash: Path) -> None:
     assert offered(bash, "export", "--dtype", "") == {"fp32", "bf16", "fp16"}
     assert offered(bash, "export", "--dtype", "=", "b") == {"bf16"}
     assert offered(bash, "completion", "") == set(SHELLS)
+    assert offered(bash, "he") == {"help"}
+    assert offered(bash, "help", "") == {*OPTIONS, "completion"}
+    assert offered(bash, "help", "repartition", "--") == {"--help-all"}
     assert offered(bash, "repartition", "--world-size", "") == set()
 
 

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -301,6 +303,26 @@ def test_a_dry_run_tells_what_it_would_write(run: Path, tmp_path: Path) -> None:
         assert text in done.out
     assert "zero_pp_rank_{0..2}_mp_rank_00" in done.out
     assert "zero_pp_rank_2_mp_rank_00" in in_process(*command, "-v").out
+
+
+def test_a_dry_run_ends_as_the_run_would(run: Path, tmp_path: Path) -> None:
+    for option in ("--no-lock", "--json", "--print-path"):
+        command = f"{sys.executable} -m streamshard convert {run} {tmp_path / 'out'} -n {option}"
+        limited = ["bash", "-c", f"ulimit -f 0 && exec {command}"]
+        done = subprocess.run(limited, capture_output=True, text=True)
+        told = f"streamshard: {tmp_path}: cannot be written (File too large)\n"
+        assert (done.returncode, done.stderr, bool(done.stdout)) == (4, told, True)
+
+
+def test_what_is_advised_is_not_what_was_given(run: Path, tmp_path: Path) -> None:
+    out, plan = tmp_path / "out", tmp_path / "plan.json"
+    command, advised = ("convert", run, out), "If this is already done, --if-needed"
+    assert in_process(*command, "-n", "--plan-out", plan).code == 0
+    assert in_process(*command).code == 0
+    assert advised in refused(4, "exists; use --overwrite", *command).err
+    (out / "stranger").write_text("")
+    assert advised not in refused(4, "stranger", *command, "--if-needed").err
+    assert advised not in refused(4, "was made without --overwrite", "apply", plan).err
 
 
 def test_a_plan_is_saved_cut_off_and_gone_on_with(run: Path, tmp_path: Path) -> None:

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 import streamshard
+from streamshard.errors import UnsupportedError
 from tests.oracle.files import padding_found
 from tests.oracle.jobs import Resume, Train
 from tests.oracle.laws import *  # noqa: F403
 from tests.oracle.models import Case, merged
 from tests.oracle.optimizers import (
+    OfEachRank,
     adam_with_tensors,
     deepspeed_cpu_adagrad,
     deepspeed_cpu_adam,
@@ -172,3 +174,32 @@ def test_states_that_are_no_elements_of_parameters_stay_where_zero_is_not(tmp_pa
     assert list(value_differences(ours, loaded, "loaded")) == []
     assert (saved.pop("dp_world_size"), ours.pop("dp_world_size")) == (2, 3)
     assert list(value_differences(saved, ours, "written")) == []
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_numbers_of_each_rank_in_param_groups_stay_on_their_ranks(
+    tmp_path: Path, stage: int
+) -> None:
+    case = Case(f"z{stage}-of-each", stage, "bf16", UNTESTED, optimizer=OfEachRank)
+    source, store, out, again = (tmp_path / name for name in ("saved", "s.zarr", "out", "again"))
+    require_success(run_jobs(2, [Train(case, source, None)], tmp_path / "ranks"))
+    streamshard.convert(source, store, verify=True)
+    streamshard.repartition(store, out, world_size=2, verify=True)
+    resume = Resume(case, out, tmp_path / "none.pt", again, gathers=False)
+    require_success(run_jobs(2, [resume], tmp_path / "ranks"))
+    files = sorted(path.relative_to(source) for path in source.glob("*/*optim_states.pt"))
+    found = set()
+    for file in files:
+        saved, ours, loaded = (
+            torch.load(run / file, weights_only=False)["optimizer_state_dict"]
+            for run in (source, out, again)
+        )
+        key = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
+        groups = saved[key]["param_groups"]
+        assert list(value_differences(groups, ours[key]["param_groups"], "written")) == []
+        assert list(value_differences(ours, loaded, "loaded")) == []
+        found.add(tuple(group["d"] for group in groups))
+    assert streamshard.verify(out, against=source).is_good  # the rest, but for stage 3's padding
+    assert len(found) == len(files) == 2
+    with pytest.raises(UnsupportedError, match="differs between ranks: each computes it"):
+        streamshard.repartition(source, tmp_path / "other", world_size=3)

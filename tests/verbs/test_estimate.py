@@ -12,6 +12,7 @@ import pytest
 import streamshard
 from streamshard.cli.text.estimate_text import plan_text
 from streamshard.engine.run.work import Region
+from streamshard.errors import TargetError
 from streamshard.operations.transfer import estimate
 from streamshard.operations.transfer.estimate import (
     Estimate,
@@ -212,7 +213,7 @@ def test_compressing_takes_its_time(tmp_path: Path) -> None:
     assert plain.encode_sample_bytes == 0
 
 
-def test_a_place_that_cannot_be_written_is_said_and_no_error(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     if not Path("/proc/self").exists():
         pytest.skip("no file system here in which nobody can write")
     plan = planned("stage 2 to 1", tmp_path)
@@ -222,6 +223,7 @@ def test_a_place_that_cannot_be_written_is_said_and_no_error(tmp_path: Path) -> 
     assert told.time.seconds is None
     assert "/proc" in str(told.time.problem)
     assert "cannot be written" in str(told.time.problem)
+    assert isinstance(told.time.error, TargetError)
 
 
 MIB, GIB = 1 << 20, 1 << 30

@@ -309,6 +309,35 @@ def test_what_no_param_group_trains_is_exported_as_the_module_has_it(
     assert torch.equal(found["loose"], torch.tensor([1.5, -2.0], dtype=torch.float16))
 
 
+@pytest.mark.parametrize("form", ["safetensors", "torch"])
+def test_float64_is_rounded_only_if_asked(run: Path, tmp_path: Path, form: str) -> None:
+    count, loose = torch.tensor([[1 / 3, 1e300], [1e-300, 7]], dtype=torch.float64)
+
+    def add(model: dict[str, Any]) -> None:
+        model["module"] |= {"count": count, "loose": loose}
+        model["buffer_names"].append("count")
+
+    edit(model_file(run), add)
+    kept = {"count": count, "loose": loose}
+    wanted = {
+        None: kept,
+        "fp32": {name: tensor.float() for name, tensor in kept.items()},
+        "bf16": {"count": count, "loose": loose.bfloat16()},
+    }
+    for dtype, tensors in wanted.items():
+        out = tmp_path / str(dtype)
+        report = streamshard.export(run, out, dtype=dtype, format=form, verify=True)
+        found = (
+            safetensors.torch.load_file(out / "model.safetensors")
+            if form == "safetensors"
+            else load(out / "pytorch_model.bin")
+        )
+        same({name: found[name] for name in kept}, tensors)
+        said = [note for note in report.notes if "float64" in note]
+        assert bool(said) == (dtype is None)
+        assert all("count" in note and "dtype=fp32" in note for note in said)
+
+
 def test_what_cannot_be_cast_is_refused_and_can_be_kept(run: Path, tmp_path: Path) -> None:
 
     def add(model: dict[str, Any]) -> None:

@@ -65,6 +65,8 @@ class Distributed:
     what: str = _WHAT
     remarks: tuple[str, ...] = ()
     """What else the user should know."""
+    unread: str = ""
+    """Why the optimizer's state is not read, although it is there."""
     unrecorded: tuple[str, ...] = ()
     """What else a job needs that it does not tell."""
     boxes_in: str = dcp_names.METADATA
@@ -91,10 +93,8 @@ class Distributed:
     def left_out(self) -> tuple[str, ...]:
         """Say what is in it that is neither the model's nor the optimizer's."""
         others = self.keys.others
-        if not others:
-            return self.remarks
         note = f"Not read, as it is neither the model's nor the optimizer's: {show_few(others)}."
-        return (note, *self.remarks)
+        return (*[note] * bool(others), *[self.unread] * bool(self.unread), *self.remarks)
 
 
 def parts_of(root: Path) -> list[Path]:
@@ -168,7 +168,10 @@ def as_it_is(found: Distributed) -> Reading:
         entries,
         groups,
         [{**group.options, "params": []} for group in saved],
-        notes=[Note(text, NoteKind.LEFT_OUT) for text in found.left_out],
+        notes=[
+            Note(text, NoteKind.UNREAD if text == found.unread else NoteKind.LEFT_OUT)
+            for text in found.left_out
+        ],
         unrecorded=_unrecorded(found, groups, entries),
     )
     return cut(checkpoint, found)

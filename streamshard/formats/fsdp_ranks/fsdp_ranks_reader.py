@@ -105,6 +105,8 @@ class _Ranks:
     """What is in the model's files and no tensor."""
     unread: dict[str, NoteKind] = field(default_factory=dict)
     """What else is not read, and why."""
+    mixed: str = ""
+    """Why the optimizer's files are not of one save, if so."""
 
     def reading(self) -> Reading:
         self._read_model()
@@ -207,9 +209,9 @@ class _Ranks:
             return read_optimizer(paths, self.sources, weights, self.wrapped, self.joined)
         except SourceError as error:
             release_frames(error)
-            is_mixed = isinstance(error, DisagreementError)
-            kind = NoteKind.MIXED if is_mixed else NoteKind.LEFT_OUT
-            self.unread[f"the optimizer's state ({error})"] = kind
+            if isinstance(error, DisagreementError):
+                self.mixed = str(error)
+            self.unread[f"the optimizer's state ({error})"] = NoteKind.UNREAD
             return None
 
     def _extra(self) -> list[Node]:
@@ -306,6 +308,8 @@ class _Ranks:
             unread[f"{show_few(strays)}, of other ranks"] = NoteKind.LEFT_OUT
         for text, note_kind in unread.items():
             yield Note(f"Not read: {text}.", note_kind)
+        if self.mixed:
+            yield Note(f"{self.mixed}.", NoteKind.MIXED)
         if optimizer is not None and optimizer.untold:
             text = (
                 f"No file tells which parameters the optimizer's states are of: {optimizer.untold}"

@@ -97,7 +97,7 @@ def open_megatron(root: Path) -> Distributed:
         message = "missing; Megatron writes it last, so this save did not come to its end"
         raise IncompleteError(f"{message}: take an earlier checkpoint", path=root / CONFIG)
     with of_file(root):
-        (keys, remarks), files = _sorted(index), ItemFiles(index)
+        (keys, unread, remarks), files = _sorted(index), ItemFiles(index)
         places = locate(index, keys, files)
         tensors = dict(index.tensors)
         for key, shape in index.flattened.items():
@@ -115,11 +115,12 @@ def open_megatron(root: Path) -> Distributed:
         partial(_groups, root, keys, index, optimizer),
         _WHAT,
         (*remarks, *optimizer.remarks()),
+        unread,
     )
 
 
-def _sorted(index: Index) -> tuple[StateKeys, list[str]]:
-    """Return the keys of a checkpoint, and remarks about those of what is not read."""
+def _sorted(index: Index) -> tuple[StateKeys, str, list[str]]:
+    """Return a checkpoint's keys, why its optimizer is not read, and what else is not read."""
     # Nothing tells which parameters share a param group, as in a flattened optimizer.
     keys, masters = StateKeys(by_parameter=True), dict[str, str]()
     buffers: list[str] = []
@@ -139,22 +140,18 @@ def _sorted(index: Index) -> tuple[StateKeys, list[str]]:
     modules = [name for name in masters if keys.weights[name] != masters[name]]
     keys.weights |= masters
     objects = (m[1] if (m := _OBJECT.fullmatch(k)) else k for k in index.values)
-    return keys, list(_remarks(modules, buffers, objects))
+    unread = (
+        f"Not read: the optimizer's state, {counted(len(buffers), 'flat buffer')} (saved as "
+        "dp_reshardable) in which nothing tells where a parameter lies. To keep it, load the "
+        "checkpoint into Megatron, and save it with dist-ckpt-optim-fully-reshardable."
+    )
+    return keys, unread if buffers else "", list(_remarks(modules, objects))
 
 
-def _remarks(
-    modules: Sequence[str], buffers: Sequence[str], objects: Iterable[str]
-) -> Iterator[str]:
+def _remarks(modules: Sequence[str], objects: Iterable[str]) -> Iterator[str]:
     if modules:
         count = counted(len(modules), "parameter")
         yield f"Not read: the model's own weights of {count} whose master weights are read."
-    if buffers:
-        yield (
-            f"Not read: the optimizer's state, {counted(len(buffers), 'flat buffer')} "
-            "(saved as dp_reshardable) in which nothing tells where a parameter lies. To keep it, "
-            "load the checkpoint into Megatron, and save it with "
-            "dist-ckpt-optim-fully-reshardable."
-        )
     if kinds := sorted({name.rpartition(".")[2] for name in objects}):
         yield f"Not read, as these are objects of Megatron's ranks, not tensors: {show_few(kinds)}."
 

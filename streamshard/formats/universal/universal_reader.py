@@ -29,12 +29,12 @@ from streamshard.formats.deepspeed.read.model_files import ModelFile, read_model
 from streamshard.formats.deepspeed.read.model_part import (
     Shapes,
     adopt_blobs,
+    known_param_ids,
     listed_shapes,
     optimizer_tensors,
     strip_optimizer,
 )
 from streamshard.formats.deepspeed.read.module_reader import ModuleReader
-from streamshard.formats.deepspeed.read.optimizer_reader import known_param_ids
 from streamshard.formats.deepspeed.read.rank_files import (
     ModelPartFiles,
     SourceFiles,

@@ -252,7 +252,7 @@ def _serialize_state(value: Node) -> Node:
     if isinstance(value, ScalarState):
         return (_SCALAR, value.dtype, value.shape, value.data.hex())
     if isinstance(value, UncutState):
-        return (_UNCUT, value.why, value.held)
+        return (_UNCUT, value.why, value.held, *[True] * value.of_group)
     return (_PLAIN, value)
 
 
@@ -268,8 +268,8 @@ def _read_state(serialized: Node) -> Node:
             raise CorruptFileError(f"a {dtype}{list(scalar.shape)} of {len(scalar.data)} bytes")
         return scalar
     if kind == _UNCUT:
-        why, held = values
-        return UncutState(_text(why), tuple(map(tuple, held)))
+        why, held, *of_group = values
+        return UncutState(_text(why), tuple(map(tuple, held)), of_group=of_group == [True])
     (value,) = values
     return value
 

@@ -62,7 +62,7 @@ class Difference:
 
     kind: str
     """`elements`, `dtype`, `shape`, `value`; `missing` if only the other checkpoint has it, `extra`
-    if only this one has it."""
+    if only this one has it; `unread` if one has it and it cannot be read."""
     name: str
     """Name of the tensor's array in a store, or a piece of training state."""
     message: str

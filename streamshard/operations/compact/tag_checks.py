@@ -51,7 +51,7 @@ def accounted_for(source: Source, root: Path) -> str:
 def ranks_agree(source: Source) -> str:
     """Require that nothing in a checkpoint's files is left out by reading: no copy that differs."""
     for note in source.checkpoint.notes:
-        if note.kind is NoteKind.LEFT_OUT:
+        if note.kind in (NoteKind.LEFT_OUT, NoteKind.UNREAD):
             raise UnsupportedError(f"{source.path / source.checkpoint.tag}: {note.text}")
     with source_errors(source.path):
         for repeat in source.repeats:

@@ -19,7 +19,7 @@ from streamshard.operations.source.source import Source
 
 _OWN_STATES: Final = (MODULE, BLOB, FILE)
 """States that are not the optimizer's."""
-_TOLD: Final = (NoteKind.COPIES, NoteKind.LEFT_OUT)
+_TOLD: Final = (NoteKind.COPIES, NoteKind.LEFT_OUT, NoteKind.UNREAD)
 """Notes about what is compared in part."""
 _LIMIT_AGAIN: Final = 16
 """How many tensors of the training state may share an element, on average."""
@@ -53,6 +53,7 @@ def pair_up(
     else:
         _pair_training(one, other, found, converted=converted)
     _note_settings(one, other, found)
+    _differ_in_unread(left, right, found)
     for side in (left, right):
         checkpoint = side.checkpoint
         said = [note.text for note in checkpoint.notes if note.kind in _TOLD]
@@ -62,6 +63,23 @@ def pair_up(
         how = "compared as each rank has them" if are_kept else "not compared"
         found.notes.append(f"States that cannot be cut for other ranks were {how}.")
     return found
+
+
+def _differ_in_unread(left: Source, right: Source, found: Pairing) -> None:
+    """Tell apart from equal ones two optimizers of which one could not be read."""
+    for side, other in ((left, right), (right, left)):
+        unread = [note for note in side.checkpoint.notes if note.kind is NoteKind.UNREAD]
+        is_kept = all(state.held for state in side.checkpoint.uncut)
+        if (unread or not is_kept) and _has_optimizer(other.checkpoint):
+            message = f"not compared, as that of {side.path} is not read"
+            found.differ("unread", "the optimizer's state", message)
+
+
+def _has_optimizer(checkpoint: Checkpoint) -> bool:
+    """Tell whether a checkpoint's files hold an optimizer's state, read or not."""
+    has_any = any(part.groups for part in checkpoint.model_parts) or not checkpoint.foreign
+    has_any |= any(note.kind is NoteKind.UNREAD for note in checkpoint.notes)
+    return has_any and checkpoint.dropped is None
 
 
 def _pair_training(one: Checkpoint, other: Checkpoint, found: Pairing, *, converted: bool) -> None:

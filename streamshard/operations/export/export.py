@@ -32,7 +32,7 @@ from streamshard.operations.transfer.report import Progress, Report, Watched
 from streamshard.operations.transfer.target_writer import Output, Pass, TargetWriter
 from streamshard.options import takes
 from streamshard.sizes import some_of
-from streamshard.verb_options import DTYPES, ExportOptions
+from streamshard.verb_options import DTYPES, FP32, ExportOptions
 
 UNIVERSAL: Final = "universal"
 _DCP: Final = "dcp"
@@ -101,6 +101,7 @@ def plan_export(options: ExportOptions) -> TransferPlan:
     dtype
         `fp32`, `bf16` or `fp16`: the dtype to which floating-point tensors are cast. Buffers are
         cast to fp32 only: in 16 bits they stay as they are, as in DeepSpeed's `save_16bit_model`.
+        By default `fp32`, except that float64 stays float64.
     format
         `safetensors`; `torch` for `pytorch_model.bin`; `universal` for DeepSpeed's universal
         checkpoint, which holds the optimizer's states too, and accepts no other option from `dtype`
@@ -219,7 +220,8 @@ def _weights(source: Source, options: ExportOptions) -> Output:
 
 
 def _universal(source: Source, options: ExportOptions) -> Output:
-    own = [name for name in ExportOptions.__annotations__ if name not in {"target", "format"}]
+    free = {"target", "format"} | ({"dtype"} if options.dtype == FP32 else set())
+    own = [name for name in ExportOptions.__annotations__ if name not in free]
     _require_defaults(options, own, "files of weights, not a universal checkpoint")
     files = UniversalFiles(source)
     writer = ExportWriter.of(files, ModelSidecars(source, (), ()))
@@ -253,7 +255,7 @@ def _output(
             "verb": "export",
             "tag": source.checkpoint.tag,
             "format": options.format,
-            "dtype": DTYPES[options.dtype],
+            "dtype": DTYPES[options.dtype or FP32],
             "max_shard_size": str(options.max_shard_size),
             "include": " ".join(options.include),
             "exclude": " ".join(options.exclude),
@@ -266,7 +268,7 @@ def _output(
         },
         source_world_size=source.checkpoint.ranks,
         tensors=tensors,
-        dtype=options.dtype if options.format != UNIVERSAL else None,
+        dtype=(options.dtype or FP32) if options.format != UNIVERSAL else None,
         notes=(*notes, *source.checkpoint.remarks),
     )
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Final
 
 from streamshard.engine.numeric.cast import cast_between
 from streamshard.engine.run.work import Fixed
@@ -19,7 +20,9 @@ from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.model import ITEMSIZE, MASTER, MODULE, Whole
 from streamshard.operations.transfer.file_layout import Elements, FileLayout, fixed_files
 from streamshard.operations.transfer.torch_layout import torch_layout
-from streamshard.verb_options import DTYPES, ExportOptions
+from streamshard.verb_options import DTYPES, FP32, ExportOptions
+
+_WIDEST: Final = "float64"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,7 @@ def choose_weights(
         given = f"{Option('include')}, {Option('exclude')} and {Option('frozen', False)}"
         raise UsageError(f"{given} leave nothing of the model")
     _require_different([name for weight in chosen for name in weight.names])
-    return Weights(tuple(chosen), tuple(_notes(model_part, checkpoint)))
+    return Weights(tuple(chosen), (*_notes(model_part, checkpoint), *_wide(chosen, options)))
 
 
 def _require_told(
@@ -216,17 +219,19 @@ def _dtype(source: str, held: Sequence[str], kind: str, options: ExportOptions) 
     Engines in 16 bits leave buffers as they are (`_cast_module_mixed_precision` of DeepSpeed), and
     so does `save_16bit_model`: routers of experts need the bias that they keep in fp32.
     """
-    is_kept = kind == "buffer" and options.dtype != "fp32"
+    target = DTYPES[options.dtype or FP32]
+    is_kept = kind == "buffer" and target != DTYPES[FP32]
+    is_kept = is_kept or (source == _WIDEST and options.dtype is None)
     is_kept = is_kept or any(_matches(name, options.keep_dtype) for name in held)
     if is_kept or not source.startswith(("float", "bfloat")):
         return source
     try:
-        cast_between(source, DTYPES[options.dtype])
+        cast_between(source, target)
     except UnsupportedError as error:
         way = Option("keep_dtype", [held[0]])
         message = f"'{held[0]}': {error}; leave it as it is with {way}"
         raise UnsupportedError(message) from error
-    return DTYPES[options.dtype]
+    return target
 
 
 def _require_different(found: Sequence[str]) -> None:
@@ -250,6 +255,14 @@ def _notes(model_part: ModelPart, checkpoint: Checkpoint) -> Iterator[str]:
             "Saved with exclude_frozen_parameters: frozen weights are not in the checkpoint, nor "
             "in the export."
         )
+
+
+def _wide(chosen: Sequence[Weight], options: ExportOptions) -> Iterator[str]:
+    """Name the tensors that are kept in float64 without having been asked for."""
+    wide = [weight.names[0] for weight in chosen if weight.dtype == _WIDEST]
+    if wide and options.dtype is None:
+        way = Option("dtype", FP32)
+        yield f"Left in float64, which {FP32} would round: {show_few(wide)}. {way} casts them."
 
 
 class WeightFiles:

@@ -45,6 +45,7 @@ from streamshard.verb_options import InspectOptions
 if TYPE_CHECKING:
     from streamshard.operations.inspect.picture_files import PictureFiles
 
+_NOT_CUT: Final = "not cut"
 _MOST_SHOWN: Final = 16
 Plain = Any
 """A value that JSON can hold."""
@@ -204,7 +205,8 @@ def _groups(checkpoint: Checkpoint) -> tuple[GroupSummary, ...]:
                 states=_states(group),
                 hyper_parameters={
                     k: _plain(v) for k, v in hyper[group.number].items() if k != "params"
-                },
+                }
+                | dict.fromkeys(group.of_group(), _NOT_CUT),
             )
             for group in model_part.groups
         ]
@@ -220,12 +222,14 @@ def _codec(source: Source) -> str | None:
 def _states(group: ParamGroup) -> dict[str, Any]:
     shown: dict[str, Any] = {}
     for key, value in (group.states or {}).items():
+        if key in group.of_group():
+            continue
         if isinstance(value, FlatState):
             shown[key] = value.dtype
         elif isinstance(value, ScalarState):
             shown[key] = _scalar(value)
         elif isinstance(value, UncutState):
-            shown[key] = "not cut"
+            shown[key] = _NOT_CUT
         else:
             shown[key] = _plain(value)
     return shown

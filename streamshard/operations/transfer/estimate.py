@@ -10,6 +10,7 @@ from typing import Final
 
 import numpy as np
 
+from streamshard.errors import SourceError, StreamshardError, TargetError
 from streamshard.io.disk_speed import Speed, measure_encoding, measure_reading, measure_writing
 from streamshard.io.object_path import as_path, is_object
 from streamshard.io.place import place_of
@@ -76,6 +77,13 @@ class TimeEstimate:
     encode_sample_bytes: int
     problem: str | None
     """Why something could not be measured."""
+
+    @property
+    def error(self) -> StreamshardError | None:
+        """The error that ends a run too where something could not be measured."""
+        if self.problem is None:
+            return None
+        return (TargetError if self.read_sample_bytes else SourceError)(self.problem)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,8 +54,8 @@ class ExistingTarget:
         try:
             state.require_free(overwrite=self.overwrite)
         except TargetExistsError as error:
-            if difference is not None:
-                error.add_note(f"{self.target}: is not what this command makes: {difference}")
+            what = f"{self.target}: is not what this command makes: {difference}"
+            error.__notes__ = [] if difference is None else [what]  # in place of other advice
             raise
         require_space(self.target, self.report.bytes_written)
         return None

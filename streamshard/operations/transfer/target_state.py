@@ -85,8 +85,9 @@ class TargetState(ABC):
         return TargetExistsError(f"{message}; move it, or choose another target")
 
     def _exists(self) -> TargetExistsError:
-        message = f"{self.target}: exists; use {_OVERWRITE} to replace it. If this is already done,"
-        return TargetExistsError(f"{message} {_IF_NEEDED} checks that and ends with exit code 0")
+        error = TargetExistsError(f"{self.target}: exists; use {_OVERWRITE} to replace it")
+        error.add_note(f"If this is already done, {_IF_NEEDED} tells so and ends with exit code 0")
+        return error
 
     def _require_ours(self, content: DirectoryContent | None) -> None:
         """Refuse to replace what is more than one checkpoint, store, set of dumps or export."""

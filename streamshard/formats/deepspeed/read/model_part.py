@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from streamshard.errors import CorruptFileError, UnsupportedError
-from streamshard.formats.checkpoint import ModelPart, ParamGroup
+from streamshard.formats.checkpoint import ModelPart, ModuleEntry, ParamGroup
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.auto_experts import placements
 from streamshard.formats.deepspeed.cut.part_cut import in_own_order
@@ -22,7 +22,7 @@ from streamshard.formats.deepspeed.read.agreement import (
 )
 from streamshard.formats.deepspeed.read.model_files import ModelFile, differences, read_models
 from streamshard.formats.deepspeed.read.module_reader import ModuleReader
-from streamshard.formats.deepspeed.read.optimizer_reader import OptimizerReader, known_param_ids
+from streamshard.formats.deepspeed.read.optimizer_reader import OptimizerReader
 from streamshard.formats.deepspeed.read.rank_files import (
     SAVE_AGAIN,
     ModelPartFiles,
@@ -225,6 +225,26 @@ def _with_shapes(units: Sequence[Shapes], module: Node) -> list[Shapes]:
         }
         for unit in units
     ]
+
+
+def known_param_ids(
+    recorded: Sequence[Node], units: Sequence[Sequence[str]], entries: Sequence[ModuleEntry]
+) -> dict[str, int]:
+    """Return ZeRO-3's `ds_id` of the parameters.
+
+    The files record the first and last id of each sub-group. The engine numbers parameters in the
+    module's order unless they were created under `zero.Init`. If the module's order fits every
+    recorded id, all ids are known, else only the recorded ones.
+    """
+    counted = [e.name for e in entries if e.kind in ("param", "frozen")]
+    derived = {name: number for number, name in enumerate(counted)}
+    known: dict[str, int] = {}
+    for params, ends in zip(units, recorded, strict=True):
+        first, _, last = (ends if isinstance(ends, str) else "").partition("_")
+        if first.isdecimal() and last.isdecimal() and params:
+            known |= {params[0]: int(first), params[-1]: int(last)}
+    agrees = all(derived.get(name) == number for name, number in known.items())
+    return derived if agrees else known
 
 
 def _is_round_robin(

@@ -52,6 +52,8 @@ class ModuleReader:
         )
 
         self._second_names = second_names(self._first, self._module)
+        self._placeholders: dict[int, str] | None = None
+        """Storage of each listed placeholder → its name; empty unless all have their own."""
 
     def _as_in_module(self, listed: Mapping[str, str]) -> Mapping[str, str]:
         """Rename the listed parameters to their names in the module's state dict.
@@ -125,8 +127,10 @@ class ModuleReader:
         if tensor.numel and self._stage == 3 and tied not in self._module:
             first = seen.setdefault((tensor.location, tensor.shape, tensor.dtype), name)
             return "" if name in buffers or first not in buffers else first
+        if self._stage == 3 and tied in self._module and name not in listed:
+            return tied
         if self._stage == 3:
-            return tied if tied in self._module and name not in listed else ""
+            return "" if name in listed or name in buffers else self._held_as(tensor, listed)
         if tensor.numel == 0:
             return ""
         first = seen.setdefault((tensor.location, tensor.shape, tensor.dtype), name)
@@ -136,6 +140,21 @@ class ModuleReader:
         if tied in self._module and (other is None or alike(tensor, other)):
             return tied
         return "" if first == name else first
+
+    def _held_as(self, placeholder: Tensor, listed: Mapping[str, object]) -> str:
+        """Return the listed name of a parameter that one module holds twice; empty if unproved.
+
+        DeepSpeed (0.19.8) lists no other names of it: `named_children` leaves them out. In stage 3
+        each parameter has an empty placeholder with a storage of its own. What shares the storage
+        of one is the same parameter.
+        """
+        if self._placeholders is None:
+            named = {name: tensor_of(self._module.get(name)) for name in listed}
+            held = [(id(found.storage), name) for name, found in named.items() if found is not None]
+            self._placeholders = dict(held)
+            if len(self._placeholders) < len(held):
+                self._placeholders.clear()
+        return self._placeholders.get(id(placeholder.storage), "")
 
     def _kind(self, name: str, buffers: set[str], trained: Mapping[str, object]) -> str:
         if name in buffers:
@@ -208,9 +227,8 @@ class ModuleReader:
         if shard is None:
             message = (
                 f"{what} is in no file: in no param group, and listed neither as frozen nor as "
-                "another name of a weight. Of such, stage 3 saves no values; nor does it list what "
-                "one module holds twice, as ModuleList([a, a]). Resume on the ranks that saved it; "
-                "engine.save_16bit_model() writes the weights that it has"
+                "another name of a weight. Of such, stage 3 saves no values. Resume on the ranks "
+                "that saved it; engine.save_16bit_model() writes the weights that it has"
             )
             if names.SHARED_PARAMS not in file.root:
                 message = (

@@ -5,18 +5,18 @@ and 2, a sub-group in stage 3.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError, raise_first
+from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
 from streamshard.formats.checkpoint import (
     FlatState,
-    ModuleEntry,
     ParamGroup,
     ScalarState,
     UncutState,
@@ -25,7 +25,7 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.auto_experts import Placement, of_ranks
 from streamshard.formats.deepspeed.cut.block_cut import divided_block
 from streamshard.formats.deepspeed.cut.zero_cutting import RecordedCut, recorded_cut
-from streamshard.formats.deepspeed.read.agreement import disagreements, group_facts
+from streamshard.formats.deepspeed.read.agreement import disagreement
 from streamshard.formats.deepspeed.read.fingerprints import fingerprint
 from streamshard.formats.deepspeed.read.rank_files import SAVE_AGAIN, SourceFiles, require
 from streamshard.formats.deepspeed.read.state_of_ranks import (
@@ -33,6 +33,7 @@ from streamshard.formats.deepspeed.read.state_of_ranks import (
     StateOfRanks,
     another_for_each,
     numbers_of_each,
+    numbers_of_groups,
     numbers_of_sub_groups,
     states_in_blocks,
     unwrapped,
@@ -137,10 +138,11 @@ class OptimizerReader:
             if len(masters) != len(units):
                 message = f"{len(masters)} flat groups for {len(units)} groups of parameter shapes"
                 raise DisagreementError(message, path=self._paths[rank])
-        self._check_hyper_parameters()
+        units_of = self.members(len(self._masters[0]))
+        own = numbers_of_groups(self._inner, units_of, self._paths, self._sources)
         found: list[ParamGroup] = []
         experts = names.count_local_experts(chain.from_iterable(units))
-        for number, members in enumerate(self.members(len(units))):
+        for number, members in enumerate(units_of):
             expert_ranks = self._expert_ranks(number)
             expert_parallel = expert_ranks or 1
             for expert_rank in range(expert_parallel):
@@ -155,11 +157,14 @@ class OptimizerReader:
                 ]
                 first = len(self.sub_group_params) if self._stage == 3 else len(found)
                 self.sub_group_params += tensors
+                ranks = self._sharers(expert_parallel, expert_rank)
+                states = self._states_of(members, first, expert_parallel, expert_rank)
+                uncut = partial(self._uncut, members, first, ranks)
                 found.append(
                     ParamGroup(
                         params=tuple(chain.from_iterable(chain.from_iterable(tensors))),
                         master_dtype=self._masters[0][members[0]].dtype if members else "float32",
-                        states=self._states_of(members, first, expert_parallel, expert_rank),
+                        states=self._with_own(states, number, own[number], uncut, ranks),
                         number=number,
                         expert_parallel=expert_parallel,
                         expert_rank=expert_rank,
@@ -227,6 +232,38 @@ class OptimizerReader:
                     message = f"ranks {there} share the experts of sub-group {unit}, and by its"
                     message = f"{message} config ranks {[*ranks]} do"
                     raise DisagreementError(message, path=self._paths[rank])
+
+    def _with_own(
+        self,
+        states: dict[str, Node] | None,
+        number: int,
+        own: Set[str],
+        uncut: Callable[[UnsupportedError], dict[str, Node]],
+        ranks: Sequence[int],
+    ) -> dict[str, Node] | None:
+        """Add the hyper-parameters that are numbers of each rank to a param group's states.
+
+        With them, none of its states can be cut for other ranks: `uncut` takes them as they are.
+        """
+        if not own:
+            return states
+        path, what = self._paths[ranks[0]], f"'{min(own)}' of param group {number}"
+        if not states or own & states.keys():
+            raise disagreement(self._paths[ranks[-1]], path, what)
+        error = another_for_each(what, "rank", path)
+        if not any(isinstance(state, UncutState) for state in states.values()):
+            states = uncut(error)
+        units = next(len(state.held) for state in states.values())
+        groups = [self._inner[rank]["param_groups"][number] for rank in ranks]
+        return states | {
+            key: UncutState(
+                why=str(error.args[0]),
+                held=(tuple(group[key] for group in groups),) * units,
+                path=path,
+                of_group=True,
+            )
+            for key in sorted(own)
+        }
 
     def _states_of(
         self, members: Sequence[int], first: int, expert_parallel: int, expert_rank: int
@@ -330,15 +367,6 @@ class OptimizerReader:
     def lengths(self) -> list[int]:
         """Return how many elements of each unit a rank holds."""
         return [master.numel for master in self._masters[0]]
-
-    def _check_hyper_parameters(self) -> None:
-        # Equal param groups of ranks are one object, as a rule.
-        first, groups = group_facts(self._inner[0]), self._inner[0]["param_groups"]
-        facts = {
-            path: first if inner["param_groups"] is groups else group_facts(inner)
-            for path, inner in zip(self._paths, self._inner, strict=True)
-        }
-        raise_first(disagreements(facts, self._paths[0]))
 
     def _unit_states(self, unit: int, slot: int, ranks: Sequence[int]) -> dict[str, Node] | None:
         """Read one unit's states on some ranks and record their places; None without states."""
@@ -479,26 +507,6 @@ class OptimizerReader:
     def ends(self) -> list[Node]:
         """Return the ids of the first and last parameter of each unit, as ZeRO-3 records them."""
         return [master.attributes.get("ds_id") for master in self._masters[0]]
-
-
-def known_param_ids(
-    recorded: Sequence[Node], units: Sequence[Sequence[str]], entries: Sequence[ModuleEntry]
-) -> dict[str, int]:
-    """Return ZeRO-3's `ds_id` of the parameters.
-
-    The files record the first and last id of each sub-group. The engine numbers parameters in the
-    module's order unless they were created under `zero.Init`. If the module's order fits every
-    recorded id, all ids are known, else only the recorded ones.
-    """
-    counted = [e.name for e in entries if e.kind in ("param", "frozen")]
-    derived = {name: number for number, name in enumerate(counted)}
-    known: dict[str, int] = {}
-    for params, ends in zip(units, recorded, strict=True):
-        first, _, last = (ends if isinstance(ends, str) else "").partition("_")
-        if first.isdecimal() and last.isdecimal() and params:
-            known |= {params[0]: int(first), params[-1]: int(last)}
-    agrees = all(derived.get(name) == number for name, number in known.items())
-    return derived if agrees else known
 
 
 def _has_blocks(states: Mapping[str, Node] | None) -> bool:

@@ -155,6 +155,7 @@ class OptimizerWriter:
             names.BASE_OPTIMIZER: self._inner(
                 {number: entry for number, entry in states.items() if entry is not None},
                 [[g] for g in range(len(masters))],
+                rank,
             ),
             names.FLAT_GROUPS: masters,
             names.ZERO_STAGE: self._stage_enum(),
@@ -171,6 +172,8 @@ class OptimizerWriter:
         whole = self._model_part.whole_states(param_group, self._layout)
         states: dict[str, Node] = {}
         for key, value in (param_group.states or {}).items():
+            if key in param_group.of_group():
+                continue
             if isinstance(value, UncutState):
                 states[key] = value.held[0][sharer]
             elif key not in whole:
@@ -232,12 +235,13 @@ class OptimizerWriter:
                         partial(self._shards, sub_group, sharer, key),
                     )
                     for key, value in param_group.states.items()
+                    if key not in param_group.of_group()
                 }
         return {
             names.ZERO_STAGE: self._stage_enum(),
             names.PARTITION_COUNT: self._layout.world_size,
             names.AUTO_EXPERT_GROUPS: self._sharing(held, rank),
-            names.OPTIMIZER: self._inner(states, [*members.values()]),
+            names.OPTIMIZER: self._inner(states, [*members.values()], rank),
             names.FLAT_GROUPS_3: masters,
         }
 
@@ -319,12 +323,18 @@ class OptimizerWriter:
             return scalar_tensor(value)
         return value
 
-    def _inner(self, states: Mapping[int, Node], members: Sequence[list[int]]) -> dict[str, Node]:
+    def _inner(
+        self, states: Mapping[int, Node], members: Sequence[list[int]], rank: int
+    ) -> dict[str, Node]:
         wrapped = self._model_part.wrapped_optimizer
         groups = [
             {**group, "params": list(params)}
             for group, params in zip(wrapped["param_groups"], members, strict=True)
         ]
+        for index, sharer in self._model_part.held_by(rank, self._layout):
+            group = self._model_part.groups[index]
+            own = {key: value.held[0][sharer] for key, value in group.of_group().items()}
+            groups[group.number].update(own)
         return {**wrapped, "state": dict(states), "param_groups": groups}
 
 
