@@ -15,12 +15,7 @@ from typing import Final
 import numpy as np
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
-from streamshard.formats.checkpoint import (
-    FlatState,
-    ParamGroup,
-    ScalarState,
-    UncutState,
-)
+from streamshard.formats.checkpoint import FlatState, ParamGroup, ScalarState, UncutState
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.auto_experts import Placement, of_ranks
 from streamshard.formats.deepspeed.cut.block_cut import divided_block

@@ -17,11 +17,7 @@ from typing import Final
 from streamshard.errors import DisagreementError, UnsupportedError, raise_first
 from streamshard.formats.checkpoint import CODES, FlatState, ScalarState
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.read.agreement import (
-    disagreement,
-    disagreements,
-    group_facts,
-)
+from streamshard.formats.deepspeed.read.agreement import disagreement, disagreements, group_facts
 from streamshard.formats.deepspeed.read.fingerprints import pickled
 from streamshard.formats.deepspeed.read.rank_files import SourceFiles
 from streamshard.formats.pickle.inert import Call, Global, Node, show
