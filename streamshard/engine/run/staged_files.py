@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from streamshard.engine.jobs.executor import Job, current_executor
-from streamshard.engine.jobs.proofs import StagedProof
+from streamshard.engine.jobs.staged_proof import StagedProof
 from streamshard.engine.journals.journal import Journal
 from streamshard.engine.run.endings import FileEndings
 from streamshard.engine.run.phases import Watcher

@@ -17,7 +17,7 @@ from streamshard.engine.run.endings import FileEndings
 from streamshard.engine.run.phases import Watcher
 from streamshard.engine.run.runner import Jobs
 from streamshard.engine.run.span_writer import Resources, SpanWriter, TargetFiles
-from streamshard.engine.run.work import SpanResult, TargetFile, are_of, ignore
+from streamshard.engine.run.work import Region, SpanResult, TargetFile, ignore
 from streamshard.errors import TargetError
 from streamshard.io.changes import open_sink
 from streamshard.io.entries import read_all
@@ -107,7 +107,7 @@ class _UploadJobs(Jobs):
         """Yield the files that are not uploaded yet."""
         for file in chain.from_iterable(some.singly() for some in files):
             kept = self._uploads.journal.results_of(file.path)
-            if kept is not None and are_of(kept, file):
+            if kept is not None and _are_of(kept, file):
                 self._keep(file, kept)
             else:
                 yield file
@@ -229,3 +229,20 @@ class _LateEndings:
             data = self.endings.serialize(ending)
             self._sink.write(memoryview(data), ending.offset)
             self.nbytes += len(data)
+
+
+def _are_of(results: Iterable[SpanResult], file: TargetFile) -> bool:
+    """Tell whether results that a journal recorded are those of a file's spans."""
+    wanted = {}
+    for span in file.spans:
+        at, regions = span.offset, []
+        for part in span.parts:
+            if isinstance(part, Region):
+                blocks = -(-part.content_bytes // part.block_bytes) if part.block_bytes else 0
+                regions.append((at, part.content_bytes, blocks))
+            at += part.nbytes
+        wanted[span.offset] = regions
+    return wanted == {
+        result.offset: [(r.offset, r.content.nbytes, len(r.blocks)) for r in result.regions]
+        for result in results
+    }

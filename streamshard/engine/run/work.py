@@ -4,7 +4,7 @@ A span is the task of one worker: plain data without functions, so that it can b
 process. What comes back, a span's result, is plain data too.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -229,20 +229,3 @@ class TargetFile:
         """Size of all spans; an upper bound if a part is encoded."""
         spans = self.spans
         return spans.nbytes if isinstance(spans, LazySpans) else sum(span.nbytes for span in spans)
-
-
-def are_of(results: Iterable[SpanResult], file: TargetFile) -> bool:
-    """Tell whether results that a journal recorded are those of a file's spans."""
-    wanted = {}
-    for span in file.spans:
-        at, regions = span.offset, []
-        for part in span.parts:
-            if isinstance(part, Region):
-                blocks = -(-part.content_bytes // part.block_bytes) if part.block_bytes else 0
-                regions.append((at, part.content_bytes, blocks))
-            at += part.nbytes
-        wanted[span.offset] = regions
-    return wanted == {
-        result.offset: [(r.offset, r.content.nbytes, len(r.blocks)) for r in result.regions]
-        for result in results
-    }
