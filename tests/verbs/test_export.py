@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 import streamshard
 from streamshard.engine.journals.journal import Journal, Written
-from streamshard.errors import IntegrityError, UnsupportedError, UsageError
+from streamshard.errors import IntegrityError, TargetExistsError, UnsupportedError, UsageError
 from streamshard.operations.export import export_read_back
 from streamshard.operations.export.weights import shards
 from streamshard.operations.transfer.target import partial_of
@@ -336,6 +336,28 @@ def test_float64_is_rounded_only_if_asked(run: Path, tmp_path: Path, form: str) 
         said = [note for note in report.notes if "float64" in note]
         assert bool(said) == (dtype is None)
         assert all("count" in note and "dtype=fp32" in note for note in said)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch", "dcp"])
+def test_what_keeps_float64_is_not_continued_by_what_rounds_it(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    wide = {"wide": torch.tensor([1 / 3, 1e300], dtype=torch.float64)}
+    edit(model_file(run), lambda model: model["module"].update(wide))
+    note = Journal.note
+
+    def once(self: Journal, path: str, offset: int, what: Written) -> None:
+        note(self, path, offset, what)
+        raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "note", once)
+        with pytest.raises(KeyboardInterrupt):
+            streamshard.export(run, out, format=form, workers=1)
+    with pytest.raises(TargetExistsError, match="float64"):
+        streamshard.export(run, out, format=form, dtype="fp32")
+    streamshard.export(run, out, format=form, verify=True)
 
 
 def test_what_cannot_be_cast_is_refused_and_can_be_kept(run: Path, tmp_path: Path) -> None:

@@ -44,7 +44,8 @@ def adapter_weights(chosen: Weights, checkpoint: Checkpoint) -> Weights:
     if len({weight.names for weight in taken}) < len(taken):
         message = f"{Option('adapter')}: two of its weights have one name without '{adapter}'"
         raise UsageError(f"{message}: leave one out with {Option('exclude')}")
-    return Weights(tuple(taken), (*chosen.notes, *_left_out(left, knows_trained)))
+    notes = (*chosen.notes, *_left_out(left, knows_trained))
+    return replace(chosen, weights=tuple(taken), notes=notes)
 
 
 def _left_out(left: list[str], knows_trained: bool) -> Iterator[str]:

@@ -216,7 +216,8 @@ def _weights(source: Source, options: ExportOptions) -> Output:
         chosen.weights, options.format, options.max_shard_size, is_adapter=options.adapter
     )
     notes = (*chosen.notes, *_tied(chosen, options.format), *sidecars.notes)
-    return _output(ExportWriter.of(files, sidecars), options, len(chosen.weights), notes)
+    made = ExportWriter.of(files, sidecars)
+    return _output(made, options, len(chosen.weights), notes, chosen.wide)
 
 
 def _universal(source: Source, options: ExportOptions) -> Output:
@@ -234,7 +235,8 @@ def _dcp(source: Source, options: ExportOptions) -> Output:
     contents = choose_contents(source.checkpoint, chosen, options.layout)
     files = DcpFiles(source, contents, options.ranks)
     writer = ExportWriter.of(files, ModelSidecars(source, (), ()))
-    return _output(writer, options, files.tensors(), (*contents.notes, *chosen.notes))
+    notes = (*contents.notes, *chosen.notes)
+    return _output(writer, options, files.tensors(), notes, chosen.wide)
 
 
 def _require_defaults(options: ExportOptions, names: Sequence[str], what: str) -> None:
@@ -245,8 +247,16 @@ def _require_defaults(options: ExportOptions, names: Sequence[str], what: str) -
 
 
 def _output(
-    writer: ExportWriter, options: ExportOptions, tensors: int, notes: tuple[str, ...]
+    writer: ExportWriter,
+    options: ExportOptions,
+    tensors: int,
+    notes: tuple[str, ...],
+    wide: Sequence[str] = (),
 ) -> Output:
+    """Describe the export; `wide` names what is left in float64, without having been asked for."""
+    if wide:
+        message = f"Left in float64, which {FP32} would round: {show_few(wide)}."
+        notes = (*notes, f"{message} {Option('dtype', FP32)} casts them.")
     source = writer.sidecars.source
     return Output(
         source=source,
@@ -255,7 +265,7 @@ def _output(
             "verb": "export",
             "tag": source.checkpoint.tag,
             "format": options.format,
-            "dtype": DTYPES[options.dtype or FP32],
+            "dtype": DTYPES[options.dtype or FP32] + ", and float64 as it is" * bool(wide),
             "max_shard_size": str(options.max_shard_size),
             "include": " ".join(options.include),
             "exclude": " ".join(options.exclude),

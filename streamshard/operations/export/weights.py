@@ -55,6 +55,13 @@ class Weights:
     weights: tuple[Weight, ...]
     """In the order of the module's state dict."""
     notes: tuple[str, ...]
+    keeps_wide: bool
+    """Whether float64 is left as it is, without having been asked for."""
+
+    @property
+    def wide(self) -> list[str]:
+        """Names of what is left in float64, without having been asked for."""
+        return [one.names[0] for one in self.weights if self.keeps_wide and one.dtype == _WIDEST]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +111,7 @@ def choose_weights(
         given = f"{Option('include')}, {Option('exclude')} and {Option('frozen', False)}"
         raise UsageError(f"{given} leave nothing of the model")
     _require_different([name for weight in chosen for name in weight.names])
-    return Weights(tuple(chosen), (*_notes(model_part, checkpoint), *_wide(chosen, options)))
+    return Weights(tuple(chosen), tuple(_notes(model_part, checkpoint)), options.dtype is None)
 
 
 def _require_told(
@@ -255,14 +262,6 @@ def _notes(model_part: ModelPart, checkpoint: Checkpoint) -> Iterator[str]:
             "Saved with exclude_frozen_parameters: frozen weights are not in the checkpoint, nor "
             "in the export."
         )
-
-
-def _wide(chosen: Sequence[Weight], options: ExportOptions) -> Iterator[str]:
-    """Name the tensors that are kept in float64 without having been asked for."""
-    wide = [weight.names[0] for weight in chosen if weight.dtype == _WIDEST]
-    if wide and options.dtype is None:
-        way = Option("dtype", FP32)
-        yield f"Left in float64, which {FP32} would round: {show_few(wide)}. {way} casts them."
 
 
 class WeightFiles:
