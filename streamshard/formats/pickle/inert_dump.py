@@ -34,11 +34,12 @@ def dump(node: Node, persistent_id: Callable[[Node], Node | None]) -> bytes:
     values and containers.
     """
     pickled: bytes | None = None
-    with suppress(RecursionError):
-        pickled = _pickled(node, persistent_id)
-    if pickled is None:
-        with _room_to_recurse():
+    with _LIMIT_LOCK:
+        with suppress(RecursionError):
             pickled = _pickled(node, persistent_id)
+        if pickled is None:
+            with _room_to_recurse():
+                pickled = _pickled(node, persistent_id)
     if len(pickled) > LIMIT_BYTES:
         message = f"training state takes {len(pickled):,} bytes as a pickle"
         raise UnsupportedError(f"{message}, and {LIMIT_BYTES:,} is most that is read")
@@ -61,15 +62,14 @@ def _room_to_recurse() -> Iterator[None]:
     depth, frame = 0, sys._getframe()
     while frame.f_back is not None:
         depth, frame = depth + 1, frame.f_back
-    with _LIMIT_LOCK:
-        before = sys.getrecursionlimit()
-        sys.setrecursionlimit(max(before, depth + _FRAMES))
-        try:
-            yield
-        except RecursionError as error:
-            raise UnsupportedError("training state is nested too deeply") from error
-        finally:
-            sys.setrecursionlimit(before)
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(before, depth + _FRAMES))
+    try:
+        yield
+    except RecursionError as error:
+        raise UnsupportedError("training state is nested too deeply") from error
+    finally:
+        sys.setrecursionlimit(before)
 
 
 class _Pickler(_PythonPickler):  # type: ignore[misc]
