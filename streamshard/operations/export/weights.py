@@ -1,7 +1,7 @@
 """Chooses the tensors that an export writes, with names and dtypes, and turns them into files."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Final
@@ -111,7 +111,8 @@ def choose_weights(
         given = f"{Option('include')}, {Option('exclude')} and {Option('frozen', False)}"
         raise UsageError(f"{given} leave nothing of the model")
     _require_different([name for weight in chosen for name in weight.names])
-    return Weights(tuple(chosen), tuple(_notes(model_part, checkpoint)), options.dtype is None)
+    notes = tuple(_notes(model_part, checkpoint, apart))
+    return Weights(tuple(chosen), notes, options.dtype is None)
 
 
 def _require_told(
@@ -252,8 +253,11 @@ def _require_different(found: Sequence[str]) -> None:
         seen.add(name)
 
 
-def _notes(model_part: ModelPart, checkpoint: Checkpoint) -> Iterator[str]:
+def _notes(
+    model_part: ModelPart, checkpoint: Checkpoint, excluded: Container[str]
+) -> Iterator[str]:
     extra = [entry.name for entry in model_part.module if entry.kind == "extra"]
+    extra = [name for name in extra if name not in excluded]
     if extra:
         yield f"Not exported, as they are not weights: {show_few(extra)}."
     frozen = model_part.model_state.get(names.FROZEN_SHAPES, {})
