@@ -135,9 +135,9 @@ def measure_writing(directory: Path, *, most_bytes: int, clock: Clock = time.mon
         direct = open_direct(Path(f"/proc/self/fd/{descriptor}"), descriptor)
         if direct >= 0:
             stack.callback(os.close, direct)
-        began, written = clock(), 0
-        while written < min(most_bytes, MOST_BYTES) and clock() - began <= SECONDS:
-            for _ in range(_SYNCED_BYTES // PIECE_BYTES):
+        began, written, most = clock(), 0, min(most_bytes, MOST_BYTES)
+        while written < most and clock() - began <= SECONDS:
+            for _ in range(-(-min(_SYNCED_BYTES, most - written) // PIECE_BYTES)):
                 write_blocks(descriptor, direct, piece, written)
                 written += PIECE_BYTES
             os.fsync(descriptor)

@@ -26,7 +26,7 @@ from streamshard.operations.transfer.target_writer import Output
 from streamshard.options import Path_, RepartitionOptions, takes
 from streamshard.registry import WITH_LAYER_PAIRS, load
 from streamshard.sizes import counted, some_of
-from streamshard.verb_options import ConvertOptions, ExportOptions, MergeOptions
+from streamshard.verb_options import FP32, ConvertOptions, ExportOptions, MergeOptions
 
 
 class _Merge(MergeOptions, Watched):
@@ -192,7 +192,8 @@ def _writer_of(options: MergeOptions) -> Callable[[MergeOptions, Source], Output
         kind, what = (_store, "a store") if is_store else (_native, "a run directory")
     for other, own in _OPTIONS_OF.items():
         for name in own if other is not kind else ():
-            if options.is_given(name):
+            # Plans of version 1.0 say fp32 where nothing was asked for.
+            if options.is_given(name) and getattr(options, name) != FP32:
                 message = f"{Option(name)}: is of no use for {options.target}, which is {what}"
                 raise UsageError(f"{message}; leave it out")
     return kind

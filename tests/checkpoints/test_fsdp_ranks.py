@@ -366,6 +366,7 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     place = shutil.copytree(made / "FSDP2", tmp_path / "actor")
     change(place)
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as refused:
         streamshard.export(place, tmp_path / "out")
+    assert str(place) in str(refused.value)
     assert streamshard.verify(place).problems

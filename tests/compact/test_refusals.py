@@ -36,7 +36,7 @@ from tests.compact.runs import (
     tag_of,
 )
 from tests.fabricated import client_state, edit, load
-from tests.job import MUON, Job
+from tests.job import EXPERTS, MUON, Job
 from tests.rewriting import rewrite_array
 
 CODES = {"kept": 0, "in the trash": 0, "ambiguous": 3, "failed": 6}
@@ -136,6 +136,22 @@ def test_a_tag_whose_ranks_hold_other_momentum_stays(tmp_path: Path) -> None:
     assert bits(run) == before
     (problem,) = api.verify(run / FIRST).problems
     assert f"{SHARD} about the momentum" in problem.message
+
+
+def freeze_an_expert(model: dict[str, Any]) -> None:
+    name = f"{EXPERTS[0][0]}_scale"
+    model["frozen_param_shapes"][name] = torch.Size([2])
+    model["frozen_param_fragments"][name] = torch.ones(2)
+
+
+def test_a_tag_that_is_not_written_again_at_its_stage_stays(tmp_path: Path) -> None:
+    job = Job(stage=2, experts=EXPERTS, expert_parallel=2, world_size=4)
+    run = make_run(tmp_path / "run", job)
+    for path in run.rglob("mp_rank*model_states.pt"):
+        edit(path, freeze_an_expert)
+    age(run / FIRST, 30)
+    found = api.compact(run, tmp_path / "archive", delete=True)
+    require_kept(found, "ambiguous", "is a frozen weight of an expert")
 
 
 # What happens once a tag is archived --------------------------------------------------------------

@@ -218,6 +218,9 @@ def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
         pytest.skip("no file system here in which nobody can write")
     plan = planned("stage 2 to 1", tmp_path)
     byte_counts = plan.output.writer.byte_counts()
+    measured = plan.estimate().time
+    assert measured is not None
+    assert measured.write_sample_bytes == MIB  # no more than a quota has to allow for the run
     told = estimate_run(plan.source, byte_counts, plan.memory, plan.report, Path("/proc/out"))
     assert told.time is not None
     assert told.time.seconds is None

@@ -269,6 +269,16 @@ def set_groups(run: Path, **values: object) -> None:
     edit_optimizers(run, change)
 
 
+@pytest.mark.parametrize("table", [torch.ones(2, 3).t(), torch._neg_view(torch.ones(2))])
+def test_a_hyper_parameter_is_never_written_in_another_order(
+    tmp_path: Path, table: torch.Tensor
+) -> None:
+    run = write(Job(stage=2), tmp_path / "run")
+    set_groups(run, **ADAM, table=table)
+    with pytest.raises(UnsupportedError, match="table' holds tensors"):
+        streamshard.export(run, tmp_path / "out", format="dcp")
+
+
 class Trained(nn.Module):
     """A module with the names and shapes of the fabricated job's trained parameters."""
 

@@ -219,7 +219,8 @@ class _OptimizerEntries:
             return TensorEntry(paths, tensor.dtype, tensor.shape, _blob(tensor))
         if next(storages_in(value), None) is not None:
             key = ".".join(map(str, paths[0]))
-            raise UnsupportedError(f"'{key}' holds tensors inside of another object")
+            message = f"'{key}' holds tensors inside of another object, or parts of storages"
+            raise UnsupportedError(message)
         return ValueEntry(paths, dcp_writer.value_item(value))
 
     def notes(self) -> Iterator[str]:
@@ -234,8 +235,8 @@ class _OptimizerEntries:
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    """Tell whether a tensor is all of its storage."""
-    return tensor.start == 0 and tensor.numel == tensor.storage.numel
+    """Tell whether a tensor is all of its storage, as it is there."""
+    return tensor.is_dense and tensor.start == 0 and tensor.numel == tensor.storage.numel
 
 
 def _blob(tensor: Tensor) -> Whole:

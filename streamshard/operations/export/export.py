@@ -255,8 +255,8 @@ def _output(
 ) -> Output:
     """Describe the export; `wide` names what is left in float64, without having been asked for."""
     if wide:
-        message = f"Left in float64, which {FP32} would round: {show_few(wide)}."
-        notes = (*notes, f"{message} {Option('dtype', FP32)} casts them.")
+        left = f"Left in float64, which {FP32} would round: {show_few(wide)}."
+        notes = (*notes, f"{left} {Option('dtype', FP32)} casts them.")
     source = writer.sidecars.source
     return Output(
         source=source,

@@ -89,9 +89,9 @@ def choose_weights(
     _require_sense([*(name for one in found for name in one.names), *apart], options)
     for name, tensor in apart.items():
         if _is_taken(name, options):
-            message = f"'{name}' is not stored as its elements in a row: {tensor.order}. Leave it"
-            message = f"{message} out with {Option('exclude', [name])}, or make it contiguous"
-            raise UnsupportedError(f"{message} before saving")
+            message = f"'{name}' is not stored as its elements in a row: {tensor.order}. Make it"
+            message = f"{message} contiguous before saving; files of weights alone can leave it out"
+            raise UnsupportedError(f"{message} with {Option('exclude', [name])}")
     taken = [
         (one, [name for name in one.names if _is_taken(name, options)])
         for one in found

@@ -242,7 +242,7 @@ def _require_carried_parts(checkpoint: Checkpoint, stage: int, dtype: str) -> No
     if stage == 2 and checkpoint.layout.stage == 2 and (frozen := _frozen_expert(checkpoint)):
         message = f"'{frozen}' is a frozen weight of an expert: DeepSpeed saves those of the first"
         message = f"{message} rank at stage 2, and loads them into the experts of every rank. Stage"
-        raise UsageError(f"{message} 1 loads each its own: give {Option('zero_stage', 1)}")
+        raise UnsupportedError(f"{message} 1 loads each its own: give {Option('zero_stage', 1)}")
     if checkpoint.has_auto_experts:
         saved = checkpoint.layout.stage
         if (stage == 3) != (saved == 3):

@@ -240,7 +240,8 @@ def _time(
         reading = measure_reading(files, workers=workers)
         if encode is not None:
             encoding = measure_encoding(files, encode, workers=workers)
-        writing = measure_writing(as_path(space.directory), most_bytes=space.free_bytes // _SHARE)
+        most = min(space.free_bytes // _SHARE, written)  # a quota may allow no more
+        writing = measure_writing(as_path(space.directory), most_bytes=most)
     except OSError as error:
         place = error.filename or space.directory
         verb = "written" if reading.nbytes else "read"
