@@ -134,6 +134,8 @@ def test_a_tag_whose_ranks_hold_other_momentum_stays(tmp_path: Path) -> None:
     found = api.compact(run, tmp_path / "other", delete=True)
     require_kept(found, "ambiguous", f"{SHARD} about the momentum")
     assert bits(run) == before
+    (problem,) = api.verify(run / FIRST).problems
+    assert f"{SHARD} about the momentum" in problem.message
 
 
 def freeze_an_expert(model: dict[str, Any]) -> None:

@@ -4,12 +4,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from streamshard import registry
 from streamshard.errors import IntegrityError, SourceError, release_frames
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.deepspeed import ds_config, names
+from streamshard.formats.deepspeed.cut.zero_cutting import require_alike
 from streamshard.io.entries import listings_kept
 from streamshard.io.files import source_errors
 from streamshard.layout.memory_plan import MemoryPlan
@@ -19,6 +20,8 @@ from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.scan import Unit, scan
 from streamshard.operations.source.directory_content import DirectoryContent
 from streamshard.operations.source.source import Request, Source
+
+_PIECE_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,18 @@ def opened_to_check(place: Path, request: Request, findings: Findings) -> Source
         return None
     findings.notes += opened.checkpoint.remarks
     return opened
+
+
+def require_same_repeats(source: Source, sample: Sample) -> None:
+    """Compare what ranks have of the same elements, of which only the ends were compared."""
+    with source_errors(source.path):
+        total, at = sum(nbytes for *_, nbytes in source.repeats), 0
+        for repeat in source.repeats:
+            for start in range(0, repeat[-1], _PIECE_BYTES):
+                nbytes = min(_PIECE_BYTES, repeat[-1] - start)
+                if sample.holds(at + start, at + start + nbytes, total):
+                    require_alike(repeat, start, nbytes)
+            at += repeat[-1]
 
 
 def title_of(kind: str) -> str:

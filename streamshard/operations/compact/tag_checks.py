@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,18 +18,17 @@ from streamshard.engine.run.source_reader import SourceReader
 from streamshard.errors import CorruptFileError, IncompleteError, Option, UnsupportedError
 from streamshard.formats.checkpoint import ModelPart
 from streamshard.formats.deepspeed.cut.part_cut import flat_groups
-from streamshard.formats.deepspeed.cut.zero_cutting import require_alike
 from streamshard.io.entries import examine, listed_below
 from streamshard.io.files import source_errors
 from streamshard.layout.cutting import Segments
+from streamshard.layout.sample import EVERYTHING
 from streamshard.layout.zero import FlatGroup
 from streamshard.model import ITEMSIZE, MASTER, Copies, NoteKind
+from streamshard.operations.checks.structure import require_same_repeats
 from streamshard.operations.compact.receipts import Receipt, SourceRecord
 from streamshard.operations.compact.run_context import ProofContext
 from streamshard.operations.source.source import Source
 from streamshard.sizes import counted
-
-_PIECE_BYTES: Final = 1 << 20
 
 
 def accounted_for(source: Source, root: Path) -> str:
@@ -53,11 +51,7 @@ def ranks_agree(source: Source) -> str:
     for note in source.checkpoint.notes:
         if note.kind in (NoteKind.LEFT_OUT, NoteKind.UNREAD):
             raise UnsupportedError(f"{source.path / source.checkpoint.tag}: {note.text}")
-    with source_errors(source.path):
-        for repeat in source.repeats:
-            nbytes = repeat[-1]
-            for start in range(0, nbytes, _PIECE_BYTES):
-                require_alike(repeat, start, min(_PIECE_BYTES, nbytes - start))
+    require_same_repeats(source, EVERYTHING)
     return ""
 
 

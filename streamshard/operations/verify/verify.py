@@ -20,7 +20,7 @@ from streamshard.layout.sample import EVERYTHING, Sample
 from streamshard.model import BLOB, FILE
 from streamshard.operations.checks.problems import DISAGREEMENT, Difference, Findings, Verification
 from streamshard.operations.checks.scan import scan
-from streamshard.operations.checks.structure import check_structure
+from streamshard.operations.checks.structure import check_structure, require_same_repeats
 from streamshard.operations.checks.suspicion import suspicions
 from streamshard.operations.checks.tensor_content import TensorUnits
 from streamshard.operations.compare.comparison import chosen, compare
@@ -176,6 +176,10 @@ class _Run:
         if source is not None:
             for other in checked.copies():
                 self._compare_copies(source, other)
+            try:
+                require_same_repeats(source, self.sample)
+            except (SourceError, IntegrityError) as error:
+                self.findings.add_error(error, source.path)
         if health and source is not None:
             self.findings.notes += suspicions(source.checkpoint, self.findings.health)
 
