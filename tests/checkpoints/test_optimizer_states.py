@@ -323,6 +323,19 @@ def test_a_number_of_each_rank_in_param_groups_is_kept(tmp_path: Path, job: Job)
     assert all(".d" in one.name for one in found)
 
 
+@pytest.mark.parametrize("other_steps", [False, True])
+def test_numbers_of_each_rank_are_no_second_problem(tmp_path: Path, other_steps: bool) -> None:
+    job = Job(stage=2, world_size=4)
+
+    def made(rank: int) -> States:
+        return prodigy(rank) | {"k": 8 if other_steps and rank == 3 else 7}
+
+    damaged = optimizer_file(with_numbers(job, tmp_path / "run", made), 1)
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    found = streamshard.verify(tmp_path / "run").problems
+    assert [one.kind for one in found] == ["malformed", "disagreement"][: 1 + other_steps]
+
+
 @pytest.mark.parametrize("job", OF_GROUPS)
 @pytest.mark.parametrize(
     "made",

@@ -242,6 +242,11 @@ def numbers_of_each(held: Mapping[str, Sequence[Node]]) -> set[str]:
     return {key for key, found in known.items() if len({*found}) > 1}
 
 
+def may_be_of_each(key: Node, value: Node) -> bool:
+    """Tell whether an entry of one file may be what `numbers_of_each` finds among files."""
+    return type(value) is float and key not in _STEPS | _OF_JOB
+
+
 def numbers_of_sub_groups(states: Sequence[Mapping[str, Node] | None]) -> list[str]:
     """List the states in which sub-groups differ, if these are numbers of each; else none."""
     held = [own or {} for own in states]
