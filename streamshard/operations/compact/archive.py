@@ -12,7 +12,7 @@ from streamshard.errors import CorruptFileError, StreamshardError, TargetExistsE
 from streamshard.formats.zarr.array_paths import array_path
 from streamshard.health import TensorHealth
 from streamshard.io.changes import remove, sync_tree
-from streamshard.io.entries import examine, lexists
+from streamshard.io.entries import examine, lexists, paths_in
 from streamshard.io.files import source_errors, target_errors
 from streamshard.operations.compact import omissions
 from streamshard.operations.compact.proof import Proof, content_equal, prove, rebuilt_equal, sums_of
@@ -31,7 +31,7 @@ from streamshard.operations.compact.sharing import repeated_bytes, share
 from streamshard.operations.compact.tag_checks import accounted_for, records_of
 from streamshard.operations.convert.convert import store_output
 from streamshard.operations.source.source import Source
-from streamshard.operations.source.unfinished import has_journal, is_unfinished
+from streamshard.operations.source.unfinished import JOURNAL, has_journal, is_unfinished
 from streamshard.operations.transfer.plan import plan_output
 from streamshard.operations.transfer.target import is_there, partial_of, require_separate
 from streamshard.sizes import counted
@@ -93,6 +93,8 @@ def archive_tag(
     with target_errors(archived.store):
         journals_at = partial_of(archived.store) if archived.is_packed else archived.store
         is_complete = lexists(archived.store) and not has_journal(journals_at)
+        if is_complete and archived.is_packed:
+            _remove_emptied(journals_at)
     if is_complete:
         # An earlier run completed the store; if it is not of this source, it is made again.
         with suppress(StreamshardError):
@@ -106,6 +108,12 @@ def archive_tag(
         # It was begun with another source.
         _write_store(context, small, archived, storing, health, overwrite=True)
     return _proved(context, receipt, small, log, whole)
+
+
+def _remove_emptied(partial: Path) -> None:
+    """Remove what a run leaves next to a file that is complete, if it is killed while it tidies."""
+    if lexists(partial) and all(path.name.startswith(JOURNAL) for path in paths_in(partial)):
+        remove(partial)
 
 
 def _remove_begun(archived: ArchivedTag) -> None:
