@@ -44,6 +44,11 @@ _KINDS: Final[Mapping[type[StreamshardError], str]] = {
 }
 
 
+def kind_of(error: StreamshardError) -> str:
+    """Return the kind of problem that an error tells of."""
+    return next((k for t, k in _KINDS.items() if isinstance(error, t)), UNREADABLE)
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """A problem of a checkpoint."""
@@ -143,8 +148,7 @@ class Findings:
 
     def add_error(self, error: StreamshardError, place: PurePath) -> None:
         """Add an error that stopped a reader; `place` is reported if it is about no path."""
-        kind = next((k for t, k in _KINDS.items() if isinstance(error, t)), UNREADABLE)
-        self.add(kind, error.path or place, str(error))
+        self.add(kind_of(error), error.path or place, str(error))
 
     def add_unexplained(self, error: StreamshardError, place: PurePath) -> None:
         """Add an error that stopped a reader, unless there is a problem already."""

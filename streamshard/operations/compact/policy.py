@@ -96,6 +96,8 @@ class Policy:
     def kept(self, choice: Choice) -> CompactedTag:
         """Report a tag that is kept; one that is ambiguous only until the user acknowledges it."""
         tag, reason = choice.tag, choice.reason
+        if choice.verdict == tag_choice.KEPT and self.healths.is_unread(tag):
+            return CompactedTag.failed(tag.name, SourceError(reason))
         if choice.verdict == tag_choice.KEPT:
             kept = CompactedTag.of(tag.name, compact_report.KEPT, reason)
             return replace(kept, unhealthy=choice.unhealthy)

@@ -12,7 +12,7 @@ from streamshard.formats.pickle.inert import show
 from streamshard.health import TensorHealth
 from streamshard.operations.checks import suspicion
 from streamshard.operations.checks.assessment import Assessor
-from streamshard.operations.checks.problems import UNREADABLE
+from streamshard.operations.checks.problems import UNREADABLE, kind_of
 from streamshard.operations.compact.receipts import (
     ArchivedTag,
     JsonRecord,
@@ -96,7 +96,13 @@ class TagHealths:
             return otherwise(tag, looks) if known is None else known.unhealthy
         except StreamshardError as error:
             release_frames(error)
+            if kind_of(error) == UNREADABLE:
+                self._unread.add((tag.name, tag.looks))
             return str(error)
+
+    def is_unread(self, tag: Tag) -> bool:
+        """Tell whether a tag does not count as good because it could not be read."""
+        return (tag.name, tag.looks) in self._unread
 
     def _looks_of_archive(self, tag: str) -> str:
         """Identify what is in the trash by its archive, which holds all of it."""
