@@ -223,7 +223,8 @@ def trained_and_saved(
     place: Path, trained: nn.Module, optimizer: torch.optim.Optimizer, *, flat: bool = False
 ) -> dict[str, Any]:
     """Train a step and save as torch does; returns the state dicts."""
-    trained(torch.randn(4, 5)).sum().backward()
+    for param in trained.parameters():  # after a backward pass, no fork could do one
+        param.grad = torch.randn_like(param) if param.requires_grad else None
     optimizer.step()
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     weights, states = get_state_dict(trained, optimizer, options=options)

@@ -395,13 +395,18 @@ def _require_same_files(
     """
     kept, recorded = store.kept(), full.read_sums()
     if full.is_packed:
-        both = [packed(archived.store) for archived in (full, weights)]
-        digests = (proofs.hash_all([root / path for path in kept]) for root in both)
-        recorded, sums = (dict(zip(kept, found, strict=True)) for found in digests)
+        recorded, sums = (_digests_in(one.store, [*kept], proofs) for one in (full, weights))
     for path in kept:
         if path not in sums or sums[path] != recorded.get(path):
             raise IntegrityError(f"{weights.store / path}: not what {full.store} has there")
     return counted(len(kept), "file")
+
+
+def _digests_in(store: Path, paths: Sequence[str], proofs: ProofContext) -> dict[str, str]:
+    """Return the SHA-256 of files in a store that is one file."""
+    with source_errors(store):
+        root = packed(store)
+        return dict(zip(paths, proofs.hash_all([root / path for path in paths]), strict=True))
 
 
 def _require_original_gone(context: RunContext, receipt: Receipt) -> str:
