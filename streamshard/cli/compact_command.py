@@ -143,11 +143,8 @@ def _compact_run(
         records.append(record.after((), error))
         raise
     records.append(record.after(found.tags))
-    text, is_done = (
-        partial(compaction_text, found, verbose=arguments.verbose),
-        not arguments.dry_run,
-    )
-    print_result(found, arguments, text, indent=indent, is_done=is_done)
+    text = partial(compaction_text, found, verbose=arguments.verbose)
+    print_result(found, arguments, text, indent=indent, is_done=not arguments.dry_run)
     where = "" if indent else f"{found.run_dir}: "
     tell(*(f"streamshard: {where}{problem_text(tag)}" for tag in found.problems))
     return found.exit_code

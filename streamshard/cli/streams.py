@@ -101,7 +101,7 @@ def print_result(
 ) -> None:
     """Print a report in the form that was asked for; JSON may have `more` than its fields.
 
-    `is_done`: whether the run wrote its result elsewhere, and only tells of it; see `print_text`.
+    `is_done`: whether the run wrote its result elsewhere; see `print_text`.
     """
     from dataclasses import asdict  # slow to import, and `--help` needs none
 
@@ -117,6 +117,6 @@ def print_json(document: Mapping[str, Any], indent: int | None = 2) -> None:
 
 
 def print_text(text: str, *, is_done: bool = False) -> None:
-    """Print text, escaped. Where standard output is closed, a run that `is_done` needs none."""
+    """Print text, escaped. A run that `is_done` does not fail if standard output is closed."""
     if not (is_done and isinstance(sys.stdout, _Closed)):
         write_out(printable(text) + "\n")

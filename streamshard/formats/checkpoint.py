@@ -117,8 +117,8 @@ class ParamGroup:
 
     def of_group(self) -> dict[str, UncutState]:
         """Return hyper-parameter → what each rank has of it, where ranks have different values."""
-        held = (self.states or {}).items()
-        return {k: v for k, v in held if isinstance(v, UncutState) and v.of_group}
+        states = (self.states or {}).items()
+        return {k: v for k, v in states if isinstance(v, UncutState) and v.of_group}
 
     def uncut(self) -> list[UncutState]:
         """List the states that cannot be cut."""
@@ -461,6 +461,7 @@ class Reading:
     is_elastic: bool = False
     """Whether the files were saved with `elastic_checkpoint`, without hyper-parameters."""
     repeats: tuple[Repeat, ...] = ()
+    """Copies that other ranks have of what is read."""
 
     def take(
         self, rows: Sequence[int], checkpoint: Checkpoint, left_out: Collection[int] = ()

@@ -227,9 +227,9 @@ KINDS = [
         optimizer=(auto_expert_groups,),
     ),
     Kind(
-        "slices-that-tell-more",
+        "fragments-that-tell-more",
         Job(stage=2),
-        ("a slice of 'embed.bias' has 'numel', 'start', 'offset'",),
+        ("a fragment of 'embed.bias' has 'numel', 'start', 'offset'",),
         optimizer=(tell_more,),
     ),
     Kind(

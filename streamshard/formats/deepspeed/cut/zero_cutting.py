@@ -69,10 +69,11 @@ def _slices(node: Node, path: Path) -> tuple[tuple[tuple[str, int, int], ...], .
         raise CorruptFileError(f"'{names.SLICE_MAPPINGS}' is unreadable", path=path) from error
 
 
-def _slice(name: Node, place: Mapping[Node, Node]) -> tuple[str, int, int]:
-    start, numel = place["start"], place["numel"]
-    if len(place) > 2:  # it is made anew, and would lack the rest
-        raise UnsupportedError(f"a slice of {show(name)} has {', '.join(map(show, place))}")
+def _slice(name: Node, fragment: Mapping[Node, Node]) -> tuple[str, int, int]:
+    start, numel = fragment["start"], fragment["numel"]
+    if len(fragment) > 2:  # only these two are written again
+        found = ", ".join(map(show, fragment))
+        raise UnsupportedError(f"a fragment of {show(name)} has {found}: more than start and numel")
     if not isinstance(start, int) or not isinstance(numel, int):
         raise CorruptFileError(f"a slice of {show(name)} from {show(start)} on, {show(numel)} long")
     return name_of(name), start, numel

@@ -7,7 +7,7 @@ of 256 elements, the last of which may be shorter. Element e has the value
 at any size in either form.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -29,7 +29,7 @@ from streamshard.model import ITEMSIZE
 
 _STEP: Final = "step"
 _STEPS: Final = frozenset({_STEP, "k"})
-"""Names of counts of steps; `k` is that of Prodigy and D-Adaptation, in param groups."""
+"""Names of counts of steps in param groups; `k` is that of Prodigy and D-Adaptation."""
 _OF_JOB: Final = frozenset({"lr", "initial_lr", "eps", "weight_decay", "momentum"})
 """Hyper-parameters that a job or its LR scheduler sets, on all ranks alike."""
 _PLAIN_LIMIT_BYTES: Final = 1024
@@ -223,12 +223,15 @@ def unwrapped(states: Node) -> Node:
     return {**{key: node for key, node in states.items() if key != names.QUANTISED}, **held}
 
 
-def numbers_of_each(held: Mapping[str, Sequence[Node]]) -> set[str]:
+def numbers_of_each(
+    held: Mapping[str, Sequence[Node]], steps: Set[str] = frozenset({_STEP})
+) -> set[str]:
     """Return the states that are numbers computed of what each rank or sub-group has.
 
     Such are fractions that differ, as the `RMS` of Adafactor in transformers (5.23), or in param
     groups the `d` of Prodigy (1.1.2) and D-Adaptation (3.2), where the step and all other counts
-    show that they are of one save. `held`: state or hyper-parameter → its values.
+    show that they are of one save. `held`: state or hyper-parameter → its values. `steps`: the
+    names that a count of steps may have.
     """
     known: dict[str, list[int | float]] = {}
     for key, values in held.items():
@@ -237,7 +240,7 @@ def numbers_of_each(held: Mapping[str, Sequence[Node]]) -> set[str]:
             known[key] = numbers
     counts = [key for key, found in known.items() if all(n == n // 1 for n in found)]
     alike = [*counts, *_OF_JOB & known.keys()]
-    if _STEPS.isdisjoint(counts) or any(len({*known[key]}) > 1 for key in alike):
+    if steps.isdisjoint(counts) or any(len({*known[key]}) > 1 for key in alike):
         return set()
     return {key for key, found in known.items() if len({*found}) > 1}
 
@@ -295,7 +298,8 @@ def _numbers_in(groups: Sequence[Mapping[str, Node]], steps: Sequence[Node]) -> 
     """Return the numbers of each rank in what ranks have of one param group."""
     if any(list(one) != list(groups[0]) for one in groups):
         return set()
-    return numbers_of_each({_STEP: steps} | {k: [one[k] for one in groups] for k in groups[0]})
+    entries = {key: [one[key] for one in groups] for key in groups[0]}
+    return numbers_of_each({_STEP: steps} | entries, _STEPS)
 
 
 def another_for_each(what: str, holder: str, path: Path) -> UnsupportedError:
