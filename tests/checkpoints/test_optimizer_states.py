@@ -257,9 +257,10 @@ def test_a_number_that_is_computed_of_what_a_rank_has_is_kept(
         lambda n, step: adafactor(n, 7 + step, 0.5 + step),
         lambda n, step: adafactor(n, 7, 5 + step),
         lambda n, step: {"exp_avg_sq": torch.rand(n), "RMS": 0.5 + step, "mode": 1},
+        lambda n, step: {"exp_avg_sq": torch.rand(n), "RMS": 0.5 + step, "k": 7},
         lambda n, step: {**adafactor(n, 7, 0.5 + step), "mode": "ab"[step % 2]},
     ],
-    ids=["other-steps", "other-counts", "no-step", "other-modes"],
+    ids=["other-steps", "other-counts", "no-step", "k-is-no-step", "other-modes"],
 )
 def test_other_numbers_than_those_show_several_saves(
     tmp_path: Path, job: Job, _: str, made: Callable[[int, int], States]
