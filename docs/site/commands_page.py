@@ -4,9 +4,10 @@ The page does not depend on the version of Python or on the width of a terminal,
 """
 
 import argparse
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Set
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from streamshard.cli.parser import arguments_of
 
@@ -51,17 +52,37 @@ Phases are `reading headers`, `writing`, `syncing`, `committing`; with `--verify
 and `comparing`; with `--if-needed` first `comparing`. Commands that write nothing have `reading`.
 `compact` puts the tag first: `global_step80: writing`.
 """
+_COMMON: Final = (
+    "## Common arguments",
+    "",
+    "Several commands take these, and they mean the same in all.",
+    "",
+    "| argument | what it does |",
+    "|---|---|",
+)
+_MANY: Final = 3
+"""Commands that take an argument, from which on it is described once for all."""
 _HELP: Final = ("help", argparse.SUPPRESS)
 _GENERAL: Final = ("json", "quiet", "verbose")
 """What every verb takes, and so stands last."""
+
+
+class _Row(NamedTuple):
+    """An argument, as a row of a table."""
+
+    names: str
+    help: str
 
 
 def page() -> str:
     """Return the whole page."""
     verbs, table = _verbs(arguments_of()), ["| command | what it does |", "|---|---|"]
     table += [f"| [`{name}`](#{name}) | {summary} |" for name, summary, _ in verbs]
-    lines = [_HEAD, *table, *(line for verb in verbs for line in _section(*verb)), _TAIL]
-    return "\n".join(lines)
+    uses = Counter(row for *_, verb in verbs for row in _rows(verb))
+    common = [row for row, count in uses.items() if count >= _MANY]
+    lines = [_HEAD, *table, "", *_COMMON, *map(_line, common)]
+    lines += [line for verb in verbs for line in _section(*verb, frozenset(common))]
+    return "\n".join([*lines, _TAIL])
 
 
 def _verbs(parser: argparse.ArgumentParser) -> list[tuple[str, str, argparse.ArgumentParser]]:
@@ -74,19 +95,30 @@ def _verbs(parser: argparse.ArgumentParser) -> list[tuple[str, str, argparse.Arg
     ]
 
 
-def _section(name: str, summary: str, verb: argparse.ArgumentParser) -> Iterator[str]:
-    """Yield a verb's lines: what it does, examples, and a table of all that it takes."""
+def _rows(verb: argparse.ArgumentParser) -> list[_Row]:
+    """List what a verb takes: places, its options, then those of every verb."""
     actions = [action for action in verb._actions if action.dest not in _HELP]
-    places = [action for action in actions if not action.option_strings]
-    general = [action for action in actions if action.dest in _GENERAL]
-    own = [action for action in actions if action not in (*places, *general)]
-    usage = " ".join([name, *(str(action.metavar) for action in places)])
+    actions.sort(key=lambda action: (bool(action.option_strings), action.dest in _GENERAL))
+    return [_Row(_names(action), _cell(action.help)) for action in actions]
+
+
+def _section(
+    name: str, summary: str, verb: argparse.ArgumentParser, common: Set[_Row]
+) -> Iterator[str]:
+    """Yield a verb's lines: what it does, examples, its own arguments, and names of common ones."""
+    rows = _rows(verb)
+    usage = " ".join([name, *(str(a.metavar) for a in verb._actions if not a.option_strings)])
     yield from ("", f"## {name}", "", f"`streamshard {usage} [options]`", "", f"{summary}.", "")
     examples = (line.strip() for line in (verb.epilog or "").splitlines()[1:])
     yield from ("```", *examples, "```", "")
     yield from ("| argument | what it does |", "|---|---|")
-    for action in (*places, *own, *general):
-        yield f"| {_names(action)} | {_cell(action.help)} |"
+    yield from (_line(row) for row in rows if row not in common)
+    if shared := [row.names for row in rows if row in common]:
+        yield from ("", f"[Common](#common-arguments): {' · '.join(shared)}")
+
+
+def _line(row: _Row) -> str:
+    return f"| {row.names} | {row.help} |"
 
 
 def _names(action: argparse.Action) -> str:
