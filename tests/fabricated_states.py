@@ -63,9 +63,6 @@ def flat_state(job: Job, rank: int) -> dict[str, Any]:
     wrapped: Any = _torch_state(job, states, [[g] for g in range(len(job.cut_groups))])
     for group in wrapped["param_groups"][len(job.groups) :]:
         group |= {"moe": True, "name": f"ep_size_{job.expert_parallel}"}
-    if job.elastic:
-        both = zip(states.values(), paddings, strict=True)
-        wrapped = [_lean(held, padding) for held, padding in both]
     return {
         "loss_scaler": LossScaler(1.0),
         "dynamic_loss_scale": False,
@@ -100,11 +97,6 @@ def _states(job: Job, group: int, rank: int) -> dict[str, Tensor]:
             owned.append(job.values(MOMENTUM, name, expert_rank).flatten())
         start = stop + gap
     return {MOMENTUM: torch.cat(owned).bfloat16()} if owned else {}
-
-
-def _lean(states: dict[str, Tensor], padding: int) -> dict[str, Tensor]:
-    """Strip states of what elastic_checkpoint takes for their padding."""
-    return {k: v[: len(v) - padding].clone() if v.dim() else v for k, v in states.items()}
 
 
 def _adam(job: Job, states: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -140,7 +140,6 @@ class Job:
     """Param groups that Muon trains; their momentum is kept in 16 bits."""
     offload: bool = False
     """Whether the optimizer's states are kept off the device, where momentum is cut."""
-    elastic: bool = False
     step: int = STEP
     """After which it is saved; its states have other values after another one."""
     changed: tuple[str, str, int] | None = None
@@ -276,7 +275,6 @@ def ds_config(job: Job) -> dict[str, Any]:
         "round_robin_gradients": job.round_robin,
         "parameter_alignment": job.alignment,
         "sub_group_size": job.sub_group_size,
-        "elastic_checkpoint": job.elastic,
         "offload_optimizer": {"device": "cpu" if job.offload else "none"},
     }
     precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}

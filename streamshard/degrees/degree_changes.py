@@ -18,7 +18,6 @@ from streamshard.formats.deepspeed.model_parallel.expert_degree import (
     spread_note,
     with_expert_degree,
 )
-from streamshard.formats.deepspeed.model_parallel.expert_groups import AS_SAVED
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import degrees_of, is_pipeline
 from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts, whole_model
 from streamshard.formats.deepspeed.model_parallel.pipeline_layers import as_one_module
@@ -93,9 +92,6 @@ def _spread_experts(opened: Source, degree: int | None, world_size: int) -> Degr
     with of_file(opened.path):
         if is_own_degree(opened.checkpoint, degree):
             return None
-        if opened.is_elastic:
-            message = "its experts cannot be spread over another count of ranks: it was saved with"
-            raise UnsupportedError(f"{message} elastic_checkpoint. {AS_SAVED}")
         parts = len(opened.checkpoint.model_parts)
         if degree > 0 and world_size % (degree * parts):
             asked, spread = Option("world_size", world_size), Option("expert_parallel")

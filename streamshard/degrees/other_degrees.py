@@ -248,9 +248,6 @@ def _require_changeable(
         asked = Option("expert_parallel", expert_parallel)
         message = f"{asked} with {wanted}: experts are spread again"
         raise UnsupportedError(f"{message} only at the other degrees of the source, {own}")
-    if opened.is_elastic:
-        message = "saved with elastic_checkpoint, whose reference supplies hyper-parameters"
-        raise UnsupportedError(f"{message}: its degrees cannot change")
 
 
 def _has_other_stages(opened: Source) -> bool:

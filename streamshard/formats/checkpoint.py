@@ -458,8 +458,6 @@ class Reading:
     cutting: Cutting
     files: tuple[SourceFile, ...]
     """The files that the cutting refers to."""
-    is_elastic: bool = False
-    """Whether the files were saved with `elastic_checkpoint`, without hyper-parameters."""
     repeats: tuple[Repeat, ...] = ()
     """Copies that other ranks have of what is read."""
 

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -166,7 +166,7 @@ def _config(optimizer: Optimizer) -> ds_config.Config:
 
 
 def _hyper_parameters_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the param groups without parameters: dumps of `elastic_checkpoint` lack these."""
+    """Return the param groups without parameters."""
     return [
         {key: value for key, value in group.items() if key != "params"}
         for group in optimizer.optimizer.param_groups
@@ -195,10 +195,6 @@ _OWN_WORDS: Final = {
 _ROUND_ROBIN: Final = (
     "If it was on, the states that were loaded are wrong: load again with the config of the job "
     "that saved the dumps, source_ds_config_file."
-)
-_ELASTIC: Final = (
-    "Saved with elastic_checkpoint, which keeps no hyper-parameters: this job's optimizer keeps "
-    "its own, the learning rates among them."
 )
 _STALE_WEIGHTS: Final = (
     "The model's weights differ from the loaded master weights by more than rounding: dumps hold "
@@ -289,10 +285,6 @@ class _OptimizerLoad:
             message = f"{path}: a checkpoint with its model, not dumps of an optimizer"
             raise UsageError(f"{message}: call load_checkpoint with the engine")
         opened.require_states()
-        values = chain(*(group.values() for group in hyper_parameters))
-        if opened.is_elastic and any(isinstance(value, torch.Tensor) for value in values):
-            message = f"{path}: saved with elastic_checkpoint, and the hyper-parameters of this"
-            raise UnsupportedError(f"{message} job's optimizer are tensors; not supported")
         ranks, version = distributed.get_world_size(), recorded_version(deepspeed.__version__)
         found = resharding_of(opened, ranks, wanted=live.config, ds_version=version)
         opened.require_cut_states(keeps_cut=found.keeps_cut)
@@ -347,8 +339,6 @@ def _require_same_sizes(resharding: Resharding, optimizer: LiveOptimizer) -> Non
 
 def _notes(source: Source) -> Iterator[str]:
     """Yield the notes of dumps that were read; what is to be done with new ones is not for here."""
-    if source.is_elastic:
-        yield _ELASTIC
     for note in source.checkpoint.notes:
         if note.kind is NoteKind.ASSUMED:
             yield f"{ASSUMED} {_ROUND_ROBIN}"

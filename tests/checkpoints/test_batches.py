@@ -22,7 +22,6 @@ from streamshard.formats.pickle.inert import Node
 from streamshard.formats.pickle.inert_dump import dump
 from streamshard.formats.torch.torch_tensor import Storage
 from streamshard.operations.source.source import Source, open_source
-from streamshard.options import SourceOptions
 from tests.fabricated import (
     client_state,
     edit,
@@ -46,7 +45,6 @@ JOBS = {
     "tensor-2": Job(stage=2, world_size=3, parts=2),
     "tensor-3": Job(stage=3, world_size=3, parts=2, sub_group_size=20),
     "muon": Job(stage=2, world_size=3, muon=(0,)),
-    "elastic": Job(stage=2, world_size=4, elastic=True),
 }
 Opener = Callable[[], Source]
 
@@ -85,17 +83,16 @@ WAYS: list[Way] = [
 FEW: list[Way] = [nullcontext, partial(elsewhere, 1, 1), partial(elsewhere, 5, 2)]
 
 
-@pytest.fixture(params=[*JOBS, "0", "dumps-2", "dumps-elastic"])
+@pytest.fixture(params=[*JOBS, "0", "dumps-2"])
 def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
     name: str = request.param
     if name == "0":
         return partial(open_source, without_zero(write(Job(stage=1), tmp_path / "run")))
     job = JOBS[name.removeprefix("dumps-")]
     path = write(job, tmp_path / "run")
-    like = write(replace(job, elastic=False), tmp_path / "like") if job.elastic else None
     if name.startswith("dumps-"):
         path = write_dumps(path, tmp_path / "dumps")
-    return partial(open_source, path, SourceOptions(like=like))
+    return partial(open_source, path)
 
 
 def described(source: Source) -> dict[str, object]:
@@ -117,7 +114,6 @@ def described(source: Source) -> dict[str, object]:
             name: np.asarray(getattr(cutting, name)).tolist() for name in cutting.__slots__
         },
         "files": source.files,
-        "elastic": source.is_elastic,
     }
 
 

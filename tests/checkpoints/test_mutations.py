@@ -151,7 +151,6 @@ JOBS: dict[str, tuple[Job, Stages]] = {
     "tensor": (Job(stage=2, parts=2), (1, 2, 3)),
     "experts": (Job(world_size=4, experts=EXPERTS, expert_parallel=2), (1, 2)),
     "muon": (Job(muon=(0,)), (1, 2)),
-    "elastic": (Job(elastic=True), (1, 2, 3)),
 }
 
 
@@ -160,7 +159,6 @@ JOBS: dict[str, tuple[Job, Stages]] = {
 def test_values_in_rank_files(tmp_path: Path, name: str, one_in: int) -> None:
     job, stages = JOBS[name]
     run = write(replace(job, client_state=client_state()), tmp_path / name)
-    like = write(replace(job, elastic=False), tmp_path / "like") if job.elastic else None
     whole = {path.read_bytes(): path for path in run.rglob("*.pt")}
 
     def change(chance: random.Random, data: bytes) -> bytes:
@@ -169,7 +167,7 @@ def test_values_in_rank_files(tmp_path: Path, name: str, one_in: int) -> None:
         except StreamshardError:  # nested in itself, so that no pickler can write it
             return data
 
-    check_all(sorted(whole.values()), change, run, one_in=one_in, stages=stages, like=like)
+    check_all(sorted(whole.values()), change, run, one_in=one_in, stages=stages)
 
 
 @sampled(3)

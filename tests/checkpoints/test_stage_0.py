@@ -20,7 +20,7 @@ from streamshard.errors import (
     UsageError,
 )
 from tests.cli.conftest import tree
-from tests.fabricated import client_state, edit, load, save, without_zero, write
+from tests.fabricated import DUMPS, client_state, edit, load, save, without_zero, write, write_dumps
 from tests.job import TAG, Job, ds_config
 from tests.oracle.values import value_differences
 
@@ -180,9 +180,9 @@ def test_what_is_not_whole_is_refused(
 # What it does not tell ----------------------------------------------------------------------------
 
 
-def elastic_like(run: Path, out: Path) -> object:
-    elastic = write(replace(JOB, elastic=True), run.with_name("elastic"))
-    return streamshard.repartition(elastic, out, world_size=2, like=run)
+def dumps_like(run: Path, out: Path) -> object:
+    dumps = write_dumps(write(replace(JOB, stage=3), run.with_name("cut")), run.with_name("dumps"))
+    return streamshard.repartition(dumps, out / DUMPS, world_size=2, like=run)
 
 
 def with_config(**changes: object) -> Callable[[Path, Path], object]:
@@ -214,7 +214,7 @@ REFUSED: list[tuple[Callable[[Path, Path], object], type[Exception], str]] = [
     ),
     (lambda run, out: streamshard.inspect(run, svg=out), UsageError, "nothing to draw"),
     (lambda run, out: streamshard.inspect(run, rank=0), UsageError, "params= shows where"),
-    (elastic_like, UsageError, "give a checkpoint of stage 1, 2 or 3 with like="),
+    (dumps_like, UsageError, "give a checkpoint of stage 1, 2 or 3 with like="),
     (with_config(zero_optimization={"stage": 2}), UnsupportedError, "resume at stage 0"),
     (with_config(bf16={"enabled": False}), UsageError, "keep the dtype"),
 ]

@@ -56,6 +56,12 @@ def without_states(*units: int) -> Edit:
     return edit
 
 
+def as_elastic(content: Content) -> None:
+    """Have a list of the groups' states, without hyper-parameters."""
+    state = content["optimizer_state_dict"]
+    state["base_optimizer_state"] = list(state["base_optimizer_state"]["state"].values())
+
+
 def swap_out(unit: int) -> Edit:
     """Empty what NVMe offload swaps out."""
 
@@ -143,6 +149,16 @@ class Kind:
 MESH = config(data_parallel_size=2, sequence_parallel_size=2)
 NVME = {"device": "nvme", "nvme_path": "/local_nvme"}
 KINDS = [
+    *(
+        Kind(
+            f"elastic-{stage}",
+            Job(stage=stage),
+            ("saved with elastic_checkpoint", "with elastic_checkpoint off", "save again"),
+            optimizer=(as_elastic,),
+            both=(zero(elastic_checkpoint=True),),
+        )
+        for stage in (1, 2)
+    ),
     Kind(
         "nvme",
         STAGE_3,
@@ -287,6 +303,7 @@ def test_each_kind_is_refused_by_name(kind: Kind, tmp_path: Path) -> None:
 
 
 DUMPED = {
+    "elastic-2": ("saved with elastic_checkpoint",),
     "nvme": ("sub-group 0 is empty", "swapped out to NVMe"),
     "twin-flow": ("no optimizer state of sub-groups [0], while others have it", "super_offload"),
     "autoep-stage-3": ("'ds_zero_partition_groups' says so",),

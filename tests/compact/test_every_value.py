@@ -23,7 +23,6 @@ from streamshard.errors import DisagreementError, StreamshardError, UnsupportedE
 from streamshard.operations.compact.tag_checks import accounted_for, padding_alike, ranks_agree
 from streamshard.operations.repartition.repartition import repartition
 from streamshard.operations.source.source import open_source
-from streamshard.options import SourceOptions
 from tests.checkpoints.test_old_spellings import as_bf16_optimizer, respell
 from tests.comparing import differences
 from tests.fabricated import client_state, edit, load, save, write
@@ -186,7 +185,6 @@ PADDED = {
     "round-robin": replace(SMALL, round_robin=True),
     "aligned": replace(SMALL, alignment=True, world_size=3),
     "aligned-round-robin": replace(SMALL, alignment=True, round_robin=True),
-    "aligned-elastic": replace(SMALL, alignment=True, elastic=True),
     "experts": replace(SMALL, world_size=4, experts=TINY_EXPERTS, expert_parallel=2),
     "muon": replace(SMALL, muon=(0,), world_size=3),
     "muon-offload": replace(SMALL, muon=(0,), offload=True, world_size=3),
@@ -196,8 +194,7 @@ PADDED = {
 def flat_tensors(content: dict[str, Any]) -> list[Tensor]:
     """List all that a rank's file has an element of for each of its parameters' elements."""
     state = content["optimizer_state_dict"]
-    inner = state["base_optimizer_state"]
-    groups = inner if isinstance(inner, list) else inner["state"].values()
+    groups = state["base_optimizer_state"]["state"].values()
     moments = [tensor for held in groups for key, tensor in held.items() if key != "step"]
     return [*(part.detach() for part in state["single_partition_of_fp32_groups"]), *moments]
 
@@ -212,7 +209,7 @@ def padding_numel(job: Job) -> int:
         if group in job.muon:
             states = 1 if job.offload else 0
         replicas = job.world_size // job.sharers(group)
-        count += replicas * (sum(gaps) * (1 + states) + (0 if job.elastic else end * states))
+        count += replicas * (sum(gaps) * (1 + states) + end * states)
     return count
 
 
@@ -229,12 +226,12 @@ def edited(run: Path) -> Iterator[None]:
                 path.write_bytes(whole)
 
 
-def refusals(run: Path, like: Path | None = None) -> int:
+def refusals(run: Path) -> int:
     """Count the elements of states that are refused where their value is another."""
     refused = 0
     for _ in edited(run):
         try:
-            padding_alike(open_source(run, SourceOptions(like=like)))
+            padding_alike(open_source(run))
         except UnsupportedError:
             refused += 1
         except DisagreementError:
@@ -245,9 +242,8 @@ def refusals(run: Path, like: Path | None = None) -> int:
 @pytest.mark.parametrize("job", PADDED.values(), ids=PADDED)
 def test_every_element_that_is_no_parameters_is_looked_at(tmp_path: Path, job: Job) -> None:
     run = write(job, tmp_path / "run")
-    like = write(replace(job, elastic=False), tmp_path / "like") if job.elastic else None
-    padding_alike(open_source(run, SourceOptions(like=like)))
-    assert refusals(run, like) == padding_numel(job) > 0
+    padding_alike(open_source(run))
+    assert refusals(run) == padding_numel(job) > 0
 
 
 def test_masters_that_are_saved_with_their_padding_are_looked_at(tmp_path: Path) -> None:

@@ -360,12 +360,8 @@ def test_experts_do_not_change_together_with_tensors(tmp_path: Path) -> None:
         )
 
 
-def test_what_lacks_the_experts_files_or_hyper_parameters_is_refused(tmp_path: Path) -> None:
-    run = write(replace(EXPERT, elastic=True), tmp_path / "run")
-    like = write(EXPERT, tmp_path / "like")
-    with pytest.raises(UnsupportedError, match="saved with elastic_checkpoint"):
-        streamshard.repartition(run, tmp_path / "out", world_size=4, expert_parallel=1, like=like)
-    dumps = write_dumps(like, tmp_path / "dumps")
+def test_what_lacks_the_experts_files_is_refused(tmp_path: Path) -> None:
+    dumps = write_dumps(write(EXPERT, tmp_path / "run"), tmp_path / "dumps")
     with pytest.raises(UnsupportedError, match="raw dumps lack the experts' files"):
         streamshard.repartition(dumps, tmp_path / "out" / DUMPS, world_size=4, expert_parallel=1)
 

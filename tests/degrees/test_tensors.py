@@ -399,7 +399,6 @@ def test_sequences_cut_among_ranks_are_refused_by_name(tmp_path: Path) -> None:
 
 KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "Muon": ({"muon": (0,)}, "was trained with Muon"),
-    "elastic": ({"stage": 1, "elastic": True}, "saved with elastic_checkpoint"),
     "experts": ({"experts": EXPERTS, "expert_parallel": 2}, "has experts"),
 }
 

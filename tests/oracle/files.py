@@ -13,7 +13,6 @@ import torch
 from streamshard.formats.deepspeed.names import QUANTISED
 from streamshard.operations.compact.tag_checks import padding_alike
 from streamshard.operations.source.source import open_source
-from streamshard.options import SourceOptions
 from tests.oracle.values import value_differences
 
 Content: TypeAlias = Any
@@ -29,9 +28,9 @@ def digests(tree: Path) -> dict[str, str]:
     }
 
 
-def padding_found(run_dir: Path, *, like: Path | None = None) -> int:
+def padding_found(run_dir: Path) -> int:
     """Hold an engine's padding below stage 3 to be one value; returns how many bytes it has."""
-    told = padding_alike(open_source(run_dir, SourceOptions(like=like)))
+    told = padding_alike(open_source(run_dir))
     return int(told.removesuffix(" bytes").replace(",", ""))
 
 

@@ -38,9 +38,7 @@ class Resharding:
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Further ones of the conversion; `zero_stage` takes the place of the config."""
     like: Case | None = None
-    """What saved the checkpoint that tells what files of `case` do not, with other weights."""
-    like_orders: bool = False
-    """Whether that is the order of the parameters in files for the job that resumes."""
+    """What saved the checkpoint that tells the order of the parameters, with other weights."""
     steps: int = 3
     """Before the save."""
     further_steps: int = 2
@@ -225,12 +223,12 @@ def _convert(places: Places, one: Resharding) -> None:
     source, store = places.source(one), places.store(one)
     options, like = dict(one.options), places.like(one)
     if not store.exists():
-        streamshard.convert(source, store, like=None if one.like_orders else like)
+        streamshard.convert(source, store)
     if one.resume is not None and "zero_stage" not in options:
         config = options["ds_config_file"] = places.root / f"{one.resume.name}.json"
         config.write_text(json.dumps(one.resume.ds_config()))
     streamshard.repartition(source, places.out(one), world_size=one.target, like=like, **options)
-    like, out = like if one.like_orders else None, places.out_of_store(one)
+    out = places.out_of_store(one)
     streamshard.repartition(store, out, world_size=one.target, like=like, **options)
 
 

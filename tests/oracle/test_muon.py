@@ -110,7 +110,7 @@ RESHARDINGS = [
     OfMuon(STAGE_3, 4, 3),
     OfMuon(ZERO_INIT, 4, 3, resume=DEVICE_1),
     # What tells the order of stage 3 is a save of that job.
-    OfMuon(DEVICE_2, 4, 3, resume=ZERO_INIT, like=ZERO_INIT, like_orders=True),
+    OfMuon(DEVICE_2, 4, 3, resume=ZERO_INIT, like=ZERO_INIT),
 ]
 """With 4 ranks a matrix lies on 3 of them, one of which has parts of 3."""
 

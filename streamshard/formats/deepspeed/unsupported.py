@@ -142,6 +142,21 @@ def _has_stepped(model: Mapping[str, Node]) -> bool:
     return isinstance(steps, int) and isinstance(skipped, int) and steps > skipped
 
 
+def _elastic(saved: Saved) -> UnsupportedError | None:
+    # `DeepSpeedZeroOptimizer.state_dict` saves a list of the groups' states, without padding and
+    # hyper-parameters, in place of the wrapped optimizer's state dict. `_load_legacy_checkpoint`
+    # loads it without the setting too ("loading an elastic checkpoint into rigid exec").
+    for state, path in zip(saved.states, saved.optimizer_paths, strict=True):
+        if isinstance(state.get(names.BASE_OPTIMIZER), list):
+            return UnsupportedError(
+                "saved with elastic_checkpoint, which keeps no hyper-parameters of the optimizer "
+                "and is not supported. Resume on the ranks that saved it with elastic_checkpoint "
+                "off, which DeepSpeed can, and save again",
+                path=path,
+            )
+    return None
+
+
 def _late_groups(saved: Saved) -> UnsupportedError | None:
     # No ZeRO optimizer has an `add_param_group`. A group that a user adds to the wrapped optimizer
     # after `deepspeed.initialize()` is not partitioned and, at stages 1 and 2, not trained.
@@ -395,6 +410,7 @@ _FORMS: Final[Mapping[str, Callable[[Node], bool]]] = {
 _RULES: Final[tuple[Callable[[Saved], UnsupportedError | None], ...]] = (
     _replaced,
     _second_optimizer,
+    _elastic,
     _late_groups,
     _auto_experts,
     _unnumbered_experts,

@@ -125,7 +125,7 @@ def _paddings(
         for state, dtype in states.items():
             if state in whole:
                 continue
-            is_lean = source.is_elastic or (state == MASTER and not layout.bf16_optimizer)
+            is_lean = state == MASTER and not layout.bf16_optimizer
             found = [index[model_part.name, state, name] for name in held.params]
             cut = flat.in_blocks(held.block(state))
             behind = _behind(cut, np.array(found, dtype=np.int64), is_lean=is_lean)

@@ -62,7 +62,7 @@ class Resharding:
         """Whether each rank gets what a rank of the source had."""
         source, settings = self.source, self.settings
         checkpoint = source.checkpoint
-        if self.degrees is not None or source.is_elastic:
+        if self.degrees is not None:
             return False
         dtypes = checkpoint.module_dtype, checkpoint.is_bf16
         if (settings.module_dtype, settings.is_bf16) != dtypes:

@@ -74,10 +74,9 @@ def plan_repartition(options: RepartitionOptions) -> TransferPlan:
         The DeepSpeed config of the job that saved, for raw dumps, which hold none.
     like
         Reference checkpoint: another checkpoint of the same job, which supplies what the source
-        lacks. Raw dumps of stage 3 hold no shapes, files of `elastic_checkpoint` no
-        hyper-parameters, files of Muon at stages 1 and 2 not the order in which stage 3 keeps the
-        parameters, no files how a job with other degrees cuts the model, and PyTorch's distributed
-        checkpoints nothing but tensors and hyper-parameters.
+        lacks. Raw dumps of stage 3 hold no shapes, files of Muon at stages 1 and 2 not the order in
+        which stage 3 keeps the parameters, no files how a job with other degrees cuts the model,
+        and PyTorch's distributed checkpoints nothing but tensors and hyper-parameters.
         With another count of expert ranks: a save of the job that has these, for the order of its
         parameters.
     rename

@@ -59,7 +59,7 @@ class _NativeReader(Reader):
             require_inside(path, run_dir, tag_dir)
         tag = tag_dir.relative_to(run_dir).as_posix()
         files, notes = find_beside(run_dir, tag)
-        found = zero_reader.read(tag_dir, files, request.checkpoint_like, tag=tag)
+        found = zero_reader.read(tag_dir, files, tag=tag)
         opened = Source.of(run_dir, self.kind, found)
         noted = (*opened.checkpoint.notes, *map(Note, notes))
         return replace(opened, checkpoint=replace(opened.checkpoint, notes=noted))

@@ -23,15 +23,11 @@ from streamshard.io.object_path import as_path
 from streamshard.io.place import place_of
 from streamshard.io.retry import try_again
 from streamshard.layout.cutting import Segments, coalesce
-from streamshard.model import ITEMSIZE, Note
+from streamshard.model import ITEMSIZE
 from streamshard.operations.source.unfinished import require_finished
 from streamshard.options import Path_, SourceOptions
 
 _BY_DEFAULT: Final = SourceOptions()
-_ELASTIC: Final = (
-    "Saved with elastic_checkpoint, which keeps no hyper-parameters: those of all param groups, "
-    "the learning rates among them, are those of {like} at {tag}. What is written is not elastic."
-)
 
 _DISTRIBUTED: Final = ("dcp", "megatron")
 """Kinds of others that hold the state of a job."""
@@ -65,7 +61,7 @@ class Source(Reading):
 
     @classmethod
     def of(cls, path: Path, kind: str, found: Reading) -> Self:
-        content = found.checkpoint, found.cutting, found.files, found.is_elastic, found.repeats
+        content = found.checkpoint, found.cutting, found.files, found.repeats
         return cls(*content, path=path, kind=kind)
 
     def region(self, tensor: int, start: int, stop: int, dtype: str | None = None) -> Region:
@@ -100,7 +96,7 @@ class Source(Reading):
         """Whether it can only be read with a reference checkpoint."""
         if self.kind in (*_DISTRIBUTED, "fsdp-ranks"):
             return True
-        return self.is_elastic or (self.kind == "dumps" and self.checkpoint.layout.stage == 3)
+        return self.kind == "dumps" and self.checkpoint.layout.stage == 3
 
     @property
     def is_weights_alone(self) -> bool:
@@ -278,12 +274,6 @@ def open_source(
         opened = (replace(request, like=None) if is_model else request).open()
     if is_model and known is not None:
         return replace(opened, like=known.checkpoint)
-    if opened.is_elastic and known is not None:
-        # Absolute, so that a store's bytes do not depend on the working directory.
-        like = as_path(str(options.like)).absolute()
-        note = _ELASTIC.format(like=like, tag=known.checkpoint.tag)
-        notes = Note(note), *opened.checkpoint.notes
-        opened = replace(opened, checkpoint=replace(opened.checkpoint, notes=notes))
     return opened
 
 

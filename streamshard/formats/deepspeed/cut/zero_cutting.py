@@ -115,22 +115,6 @@ class _WholeMomentum:
         ranks = range(self._flat.world_size)
         return [self._flat.cut(rank).whole_numel for rank in ranks]
 
-    def require_nothing_lost(self) -> None:
-        """Refuse momentum whose end `elastic_checkpoint` cut off as if it were padding.
-
-        It cuts the length of the partition's padding off every state, but momentum has no padding.
-        """
-        for rank, numel in enumerate(self.lengths()):
-            padding = self._flat.padding(rank)
-            if numel and padding:
-                path = self._files[int(self._slot.files[rank])].path
-                message = (
-                    f"saved with elastic_checkpoint, which cuts the last {padding} of "
-                    f"{numel} elements off Muon's momentum on this rank, as if they were padding: "
-                    "they are lost. Save without elastic_checkpoint"
-                )
-                raise UnsupportedError(message, path=path)
-
     def assign(self, tensors: NDArray[np.int64], builder: CuttingBuilder) -> Iterator[Repeat]:
         """Place the momentum of every parameter; yields where other ranks have it as well.
 
@@ -184,8 +168,6 @@ class ModelPartMap:
 
     partitions: Mapping[tuple[int, str], Slot] = field(default_factory=dict)
     """(param group, state) → each rank's partition (stages 1 and 2)."""
-    stripped: bool = False
-    """Whether states, like masters, are saved without their padding (stages 1 and 2)."""
     recorded: tuple[RecordedCut, ...] = ()
     """One per rank (stages 1 and 2)."""
     sub_groups: Mapping[tuple[int, str], Slot] = field(default_factory=dict)
@@ -227,8 +209,7 @@ def cut_source(
     for tensor in builder.missing():
         if tensors[tensor].numel:
             raise CorruptFileError(f"{tensors[tensor].state} of {tensors[tensor].name} is nowhere")
-    is_elastic = any(model_part.stripped for model_part in model_parts)
-    return Reading(checkpoint, builder.build(), tuple(files), is_elastic, tuple(repeats))
+    return Reading(checkpoint, builder.build(), tuple(files), tuple(repeats))
 
 
 class _Placing:
@@ -266,13 +247,11 @@ class _Placing:
             if state in self._model_part.whole_states(param_group, self._layout):
                 itemsize = ITEMSIZE[param_group.flat_states()[state]]
                 whole = _WholeMomentum(flat, slot, itemsize, self._files)
-                if self._map.stripped:
-                    whole.require_nothing_lost()
                 _require_lengths(slot, whole.lengths(), self._files, what)
                 self.repeats += whole.assign(tensors, self._builder)
                 continue
             lengths = [flat.partition_numel] * flat.world_size
-            if (self._map.stripped or state == MASTER) and not self._layout.bf16_optimizer:
+            if state == MASTER and not self._layout.bf16_optimizer:
                 lengths = _stripped_lengths(flat, slot)
             _require_lengths(slot, lengths, self._files, what)
             first = self._builder.slot(slot)

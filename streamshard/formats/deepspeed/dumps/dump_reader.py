@@ -16,7 +16,6 @@ from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.cut.zero_cutting import cut_source
 from streamshard.formats.deepspeed.ds_versions import version_in
 from streamshard.formats.deepspeed.dumps.dump_names import Template
-from streamshard.formats.deepspeed.read import elastic_reader
 from streamshard.formats.deepspeed.read.agreement import check_agreement, rank_counts, stage_of
 from streamshard.formats.deepspeed.read.fingerprints import fingerprints
 from streamshard.formats.deepspeed.read.model_part import (
@@ -63,8 +62,7 @@ def read(template: Template, config: ds_config.Config | None, like: Checkpoint |
     """Open the dumps of all ranks.
 
     `like`: reference checkpoint of the same job. It supplies the names and shapes of the
-    parameters, which stage 3 needs, and the hyper-parameters that `elastic_checkpoint` does not
-    save.
+    parameters, which stage 3 needs.
     """
     paths = template.find()
     for path in paths:
@@ -85,11 +83,6 @@ def _read_ranks(
             raise UnsupportedError(message, path=path)
     stage = stage_of(states, paths)
     refuse(Saved(stage, config or {}, states, paths))
-    elastic = elastic_reader.is_elastic(states)
-    if elastic:
-        elastic_reader.expand_elastic_state(
-            states, paths, like.model_parts[0] if like is not None else None
-        )
     _check_world_size(states, paths)
     check_agreement(states, paths)
     layout = ds_config.zero_layout(
@@ -99,13 +92,11 @@ def _read_ranks(
         bf16_optimizer=names.ZERO_STAGE not in states[0],
         version=version_in(states[0]),
     )
-    optimizer = OptimizerReader(sources, paths, states, layout, strips_states=elastic)
+    optimizer = OptimizerReader(sources, paths, states, layout)
     if stage == 3:
         units = _units_like(optimizer, paths[0], like, len(states))
     else:
         units = recorded_units(optimizer, paths)
-    if elastic and like is not None:
-        elastic_reader.require_same_groups([list(u) for u in units], like.model_parts[0], paths[0])
     shapes = {name: shape for unit in units for name, shape in unit.items()}
     groups = optimizer.groups([list(unit) for unit in units], {})
     groups = optimizer.with_whole_blocks(groups, shapes, layout)

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +13,6 @@ from streamshard.formats.deepspeed.auto_experts import placements
 from streamshard.formats.deepspeed.cut.part_cut import in_own_order
 from streamshard.formats.deepspeed.cut.zero_cutting import ModelPartMap
 from streamshard.formats.deepspeed.ds_versions import version_in
-from streamshard.formats.deepspeed.read import elastic_reader
 from streamshard.formats.deepspeed.read.agreement import (
     check_agreement,
     check_world_size,
@@ -68,15 +67,12 @@ def read_model_part(
     name: str,
     first: int,
     tied: Mapping[str, str],
-    like: Callable[[], ModelPart | None],
 ) -> ModelPartReading:
     """Open the shards of one model part.
 
     `name`: name of the model part if the checkpoint has several, else empty.
     `first`: number of the model part's first logical tensor in the checkpoint.
     `tied`: tied parameters that the first model part's files list: only the first rank saves them.
-    `like`: returns the same part of the model in a reference checkpoint of the job; called only if
-    these files lack hyper-parameters.
     """
     optimizers = read_optimizers(sources, files.optimizer_files)
     model_files = read_models(sources, files.model_files)
@@ -88,10 +84,6 @@ def read_model_part(
     version = version_in(optimizers[0], states[0], models[0])
     saved = Saved(stage, config, states, files.optimizer_files, models, files.model_files, version)
     refuse(saved)
-    elastic = elastic_reader.is_elastic(states)
-    known = like() if elastic else None
-    if elastic:
-        elastic_reader.expand_elastic_state(states, files.optimizer_files, known)
     check_world_size(states, models, files)
     check_agreement(states, files.optimizer_files)
 
@@ -102,14 +94,8 @@ def read_model_part(
         bf16_optimizer=names.ZERO_STAGE not in states[0],
         version=version,
     )
-    optimizer = OptimizerReader(
-        sources, files.optimizer_files, states, layout, strips_states=elastic
-    )
+    optimizer = OptimizerReader(sources, files.optimizer_files, states, layout)
     shapes = _param_shapes(model_files, files, optimizer)
-    if known is not None:
-        elastic_reader.require_same_groups(
-            [list(s) for s in shapes], known, files.optimizer_files[0]
-        )
     shape_by_name = {param: shape for unit in shapes for param, shape in unit.items()}
     placed = placements(models[0], shape_by_name, files.model_files[0], stage)
     groups = optimizer.groups([list(unit) for unit in shapes], placed)
@@ -158,9 +144,7 @@ def part_map(optimizer: OptimizerReader, layout: ZeroLayout) -> ModelPartMap:
     """Return where a model part's optimizer keeps its states. Its groups must have been read."""
     if layout.stage == 3:
         return ModelPartMap(sub_groups=optimizer.slots, sub_group_params=optimizer.sub_group_params)
-    return ModelPartMap(
-        partitions=optimizer.slots, recorded=optimizer.recorded(), stripped=optimizer.strips_states
-    )
+    return ModelPartMap(partitions=optimizer.slots, recorded=optimizer.recorded())
 
 
 def _param_shapes(

@@ -54,15 +54,11 @@ class OptimizerReader:
         paths: Sequence[Path],
         states: Sequence[Mapping[str, Node]],
         layout: ZeroLayout,
-        *,
-        strips_states: bool = False,
     ) -> None:
         self.slots: dict[tuple[int, str], Slot] = {}
         """(param group, state), in stage 3 (unit, state) → its places in the files of its ranks."""
         self.sub_group_params: list[Sequence[Sequence[str]]] = []
         """The tensors of each parameter of each sub-group, of experts for each expert rank."""
-        self.strips_states = strips_states
-        """Whether states are saved without padding, as masters are."""
         self._sources = sources
         self._paths = paths
         self._states = states
@@ -309,7 +305,7 @@ class OptimizerReader:
                 del self.slots[slot, state]
         held = [[self._inner[rank]["state"].get(unit, {}) for rank in ranks] for unit in members]
         keys = next(list(states) for states in chain.from_iterable(held) if states)
-        is_kept = not self.strips_states and all(
+        is_kept = all(
             list(states) == keys and _header_bytes(states) <= _HELD_LIMIT_BYTES
             for states in chain.from_iterable(held)
         )
@@ -405,7 +401,7 @@ class OptimizerReader:
         self, unit: int, states: Mapping[str, StateOfRanks], path: Path
     ) -> dict[str, Node]:
         """Interpret a unit's states. `path`: the first rank's file."""
-        found = {} if self.strips_states else states_in_blocks(states, self._sources)
+        found = states_in_blocks(states, self._sources)
         rest = [key for key in states if key not in found]
         try:
             found |= {key: self._state(unit, key, states[key]) for key in rest}
@@ -435,7 +431,7 @@ class OptimizerReader:
         All partitions have the length of the first rank's. The last rank's record may be wrong:
         before 0.16.4, padding on several ranks was counted on the last of them only.
         """
-        if self.strips_states or not self._strips_masters(rank):
+        if not self._strips_masters(rank):
             return self._masters[rank][unit].numel
         return self._masters[first][unit].numel + int(
             self._states[first][names.GROUP_PADDINGS][unit]

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 from streamshard.errors import (
@@ -13,7 +12,7 @@ from streamshard.errors import (
     raise_first,
 )
 from streamshard.formats import frameworks
-from streamshard.formats.checkpoint import LIKE, Checkpoint, ModelPart, OtherFile, Reading
+from streamshard.formats.checkpoint import Checkpoint, ModelPart, OtherFile, Reading
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.cut.part_cut import undo_round_robin
 from streamshard.formats.deepspeed.cut.zero_cutting import ModelPartMap, cut_source
@@ -40,7 +39,6 @@ from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch import torch_file
 from streamshard.io.entries import examine
 from streamshard.model import FILE, LogicalTensor
-from streamshard.sizes import counted
 
 
 def _read_uncut_part(
@@ -100,14 +98,12 @@ def recorded_ranks(file: ModelFile) -> int:
 def read(
     tag_dir: Path,
     run_files: Sequence[tuple[Path, str]],
-    like: Checkpoint | None = None,
     *,
     tag: str | None = None,
 ) -> Reading:
     """Open a tag directory.
 
     `run_files`: other files to copy: their path, and their path relative to the run directory.
-    `like`: reference checkpoint of the same job, for hyper-parameters that these files lack.
     `tag`: path of the tag directory in the run directory; by default its name.
     """
     tag = tag or tag_dir.name
@@ -118,7 +114,7 @@ def read(
                 (path, f"{tag}/{path.relative_to(tag_dir).as_posix()}")
                 for path in (*found.parts, *found.others)
             ]
-            return _read_shards(tag, found, parts, [*run_files, *inside], like)
+            return _read_shards(tag, found, parts, [*run_files, *inside])
         except UsageError as error:  # in the config that the checkpoint keeps
             raise CorruptFileError(f"{error}", path=tag_dir) from error
 
@@ -141,18 +137,16 @@ def _read_shards(
     found: TagFiles,
     parts: Sequence[ModelPartFiles],
     others: Sequence[tuple[Path, str]],
-    like: Checkpoint | None,
 ) -> Reading:
     sources = SourceFiles()
     readings: list[ModelPartReading] = []
     tensors: list[LogicalTensor] = []
-    for number, files in enumerate(parts):
+    for files in parts:
         name = names.model_part(files.mp_rank) if len(parts) > 1 else ""
         tied = readings[0].tied if readings else {}
-        known = partial(_part_of, like, number, len(parts), found.tag_dir)
         first = len(tensors)
         if files.optimizer_files:
-            reading = read_model_part(files, sources, name=name, first=first, tied=tied, like=known)
+            reading = read_model_part(files, sources, name=name, first=first, tied=tied)
         else:
             reading = _read_uncut_part(files, sources, name=name, first=first)
         readings.append(reading)
@@ -181,14 +175,6 @@ def _read_shards(
     frozen = {k: v for reading in readings for k, v in reading.shards.items()}
     part_maps = [reading.part_map for reading in readings]
     return cut_source(checkpoint, sources.files, whole, frozen, part_maps)
-
-
-def _part_of(like: Checkpoint | None, number: int, parts: int, tag_dir: Path) -> ModelPart | None:
-    """Return a part of the model in a reference checkpoint that has the same parts."""
-    if like is not None and len(like.model_parts) != parts:
-        message = f"{counted(parts, 'part')} of the model, {LIKE} has {len(like.model_parts)}"
-        raise DisagreementError(message, path=tag_dir)
-    return like.model_parts[number] if like is not None else None
 
 
 def _check_model_parts(readings: Sequence[ModelPartReading], paths: Sequence[Path]) -> None:
