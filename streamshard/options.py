@@ -166,7 +166,7 @@ SOURCE: Final = "What is read"
 PARALLELISM: Final = "Tensor, pipeline and expert parallelism"
 RUN: Final = "Where and how it runs"
 OUTPUT: Final = "Output"
-CODECS: Final = ("none", "lz4", "zstd")
+CODECS: Final = ("none", "zstd")
 """Codecs for the chunks of a store."""
 SOURCE_HELP: Final = (
     "run directory with 'latest', tag directory, universal checkpoint, .zarr or .zarr.zip store, "

@@ -135,7 +135,7 @@ def test_another_layout_is_found(run_dir: Path, other: tuple[int, int]) -> None:
 @pytest.mark.parametrize("stage", [2])
 def test_a_changed_element_of_a_store_is_found(run_dir: Path, array: str) -> None:
     store = run_dir.with_name("run.zarr")
-    succeed(*STREAMSHARD, "convert", run_dir, store, "--chunk-size", "20KB", "--codec", "lz4")
+    succeed(*STREAMSHARD, "convert", run_dir, store, "--chunk-size", "20KB", "--codec", "zstd")
     assert list(store_differences(store, MODEL, stage=2)) == []
     opened = zarr.open_array(store, path=array, mode="r+")
     last = tuple(length - 1 for length in opened.shape)

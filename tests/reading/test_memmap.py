@@ -26,7 +26,7 @@ from tests.reading.conftest import JOB, Made, flip, job_of, make
 
 WHOLE = ("native-1 on 1", "native-2 on 1", "native-3 on 1", "dumps-2 on 1", "store-none")
 CUT = ("native-1", "native-2", "native-3", "dumps-2", "chunks-none")
-COMPRESSED = ("store-zstd", "chunks-lz4")
+COMPRESSED = ("store-zstd", "chunks-zstd")
 
 
 @pytest.mark.parametrize("kind", WHOLE + CUT)
@@ -97,7 +97,7 @@ def test_what_is_compressed_is_refused(made: Made, kind: str) -> None:
         ckpt["w"].fp32.memmap()
 
 
-@pytest.mark.parametrize("kind", ["native-3", "dumps-2", "chunks-none", "chunks-lz4"])
+@pytest.mark.parametrize("kind", ["native-3", "dumps-2", "chunks-none", "chunks-zstd"])
 def test_the_advice_works(made: Made, tmp_path: Path, kind: str) -> None:
     with streamshard.open(made(kind)) as ckpt:
         with pytest.raises(UsageError) as refused:

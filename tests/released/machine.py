@@ -37,7 +37,7 @@ _OPTIONS: Final = ("--workers", "1", "--quiet")
 _KILLS: Final = st.integers(0, 60)
 """Before which file that it writes a run is killed; 0 for never."""
 _WHO: Final = st.integers(0, 1)
-_CODECS: Final = st.sampled_from(["none", "lz4", "zstd"])
+_CODECS: Final = st.sampled_from(["none", "zstd"])
 _MEASURED: Final = {"seconds", "floor_bytes", "projected_bytes", "peak_bytes"}
 """Keys of documents whose values are other ones in every run."""
 

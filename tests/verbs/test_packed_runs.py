@@ -147,7 +147,7 @@ def test_other_sizes_than_before_start_afresh(
 
 @sampled(3)
 @pytest.mark.usefixtures("_many_spans")
-@pytest.mark.parametrize("codec", ["none", "lz4"])
+@pytest.mark.parametrize("codec", CODECS)
 def test_a_run_goes_on_after_any_span(run: Path, tmp_path: Path, codec: str, one_in: int) -> None:
     converted(run, tmp_path / "whole.zarr.zip", codec=codec)
     one_in *= 1 if codec == "none" else 10

@@ -140,7 +140,7 @@ CASES: dict[str, Case] = {
     "dumps": Case(dumps, dumped),
     "raw store": Case(of(Job(stage=2)), partial(converted, codec="none")),
     "packed store": Case(of(Job(stage=2)), packed),
-    "compressed store": Case(enlarged, partial(converted, codec="lz4")),
+    "compressed store": Case(enlarged, partial(converted, codec="zstd")),
     "safetensors": Case(enlarged, partial(halved, max_shard_size=2 * SPAN_BYTES)),
     "torch": Case(enlarged, partial(halved, format="torch")),
     "universal": Case(enlarged, partial(streamshard.export, format="universal")),

@@ -47,7 +47,7 @@ def make(kind: str, directory: Path) -> Path:
     return directory / "run.zarr"
 
 
-KINDS = ("native-1", "native-2", "native-3", "dumps-2", "store-none", "store-lz4", "store-zstd")
+KINDS = ("native-1", "native-2", "native-3", "dumps-2", "store-none", "store-zstd")
 
 
 @pytest.fixture(scope="session")

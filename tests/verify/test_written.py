@@ -141,7 +141,7 @@ def test_what_is_wrong_does_not(
     assert len(places) == 1
 
 
-@pytest.mark.parametrize("codec", ["none", "lz4"])
+@pytest.mark.parametrize("codec", ["none", "zstd"])
 @pytest.mark.parametrize("which", ["state/fp32/v/c/0", "meta/state/c/0", "meta/manifest/c/0"])
 def test_a_store_that_is_wrong_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str, which: str

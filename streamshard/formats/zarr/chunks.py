@@ -4,7 +4,7 @@ import struct
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -25,12 +25,15 @@ _NOT_ITS_CHECKSUM: Final = "damaged: its bytes do not match the checksum at its 
 CHECKSUM_BYTES: Final = 4
 """Length of the checksum that Zarr's crc32c codec appends."""
 EARLY_SETTINGS: Final = {"clevel": 5, "shuffle": "bitshuffle", "blocksize": 0}
-"""Blosc's settings in early stores, for all codecs. A frame says itself how it was made."""
-_ZSTD_SETTINGS: Final = {"clevel": 1, "shuffle": "shuffle", "blocksize": 512 << 10}
-"""Zstandard codes at most 128 KiB in one block, with one table of frequencies. In blocks of this
+"""Blosc's settings in early stores. A frame says itself how it was made."""
+SETTINGS: Final = {"clevel": 1, "shuffle": "shuffle", "blocksize": 512 << 10}
+"""Blosc's settings, in the words of Zarr's blosc codec.
+
+Zstandard codes at most 128 KiB in one block, with one table of frequencies. In blocks of this
 size that is one byte of all elements: the bytes that hold exponents become small, those that hold
 the ends of mantissas are stored as they are, and quickly. A higher level finds no more in floats,
-and makes chunks larger where it takes chance for repetition."""
+and makes chunks larger where it takes chance for repetition.
+"""
 
 
 def serialize_checksum(value: int) -> bytes:
@@ -38,18 +41,10 @@ def serialize_checksum(value: int) -> bytes:
     return struct.pack("<I", value)
 
 
-def blosc_settings(codec: str) -> dict[str, Any]:
-    """Return Blosc's settings for `lz4` or `zstd`, in the words of Zarr's blosc codec."""
-    # lz4 codes no frequencies: it finds equal bits only where they lie together.
-    return dict(_ZSTD_SETTINGS if codec == "zstd" else EARLY_SETTINGS)
-
-
 @dataclass(frozen=True, slots=True)
 class BloscChunk:
-    """Compresses and decompresses chunks of one dtype, without their checksums."""
+    """Compresses and decompresses chunks of one dtype with Zstandard, without their checksums."""
 
-    name: str
-    """Name of the compression: `lz4`, `zstd`."""
     itemsize: int
 
     @property
@@ -57,9 +52,7 @@ class BloscChunk:
         # Not at the top: it is slow to import, and only compressed stores need it.
         from numcodecs.blosc import Blosc
 
-        settings = blosc_settings(self.name)
-        shuffle = getattr(Blosc, settings["shuffle"].upper())
-        return Blosc(cname=self.name, **settings | {"shuffle": shuffle})
+        return Blosc(cname="zstd", **SETTINGS | {"shuffle": Blosc.SHUFFLE})
 
     def encode(self, content: memoryview) -> bytes:
         """Compress a chunk's content, or a piece of it."""
@@ -91,11 +84,6 @@ class EncodedChunk:
         self._stored_bytes = stored_bytes
         self._stored_crc32 = stored_crc32
         self._content_bytes = content_bytes
-
-    @property
-    def codec_name(self) -> str:
-        """Name of the compression: `lz4`, `zstd`."""
-        return self._codec.name
 
     def decode(
         self, file: StoredBytes, stored: Memory, content: Memory, part: tuple[int, int] | None

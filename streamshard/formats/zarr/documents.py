@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.zarr.array_paths import array_path, is_shortened
-from streamshard.formats.zarr.chunks import EARLY_SETTINGS, blosc_settings
+from streamshard.formats.zarr.chunks import EARLY_SETTINGS, SETTINGS
 from streamshard.formats.zarr.store_state import VERSION, ChunkShapes
 from streamshard.layout.zero import ceil_div
 from streamshard.model import BLOB, ITEMSIZE, LogicalTensor
@@ -52,7 +52,7 @@ def _serialize_array(
     if ITEMSIZE[dtype] == 1:
         codecs = [{"name": "bytes"}]
     if codec != "none":
-        settings = {"cname": codec, "typesize": ITEMSIZE[dtype], **blosc_settings(codec)}
+        settings = {"cname": codec, "typesize": ITEMSIZE[dtype], **SETTINGS}
         codecs.append({"name": "blosc", "configuration": settings})
     return _json(
         {

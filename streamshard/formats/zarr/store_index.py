@@ -333,7 +333,7 @@ class StoreIndex:
         return content
 
     def _chunk_faults(self, array: StoredArray, manifest: Manifest) -> Iterator[Fault]:
-        codec = BloscChunk(manifest.codec, array.itemsize)
+        codec = None if manifest.codec == "none" else BloscChunk(array.itemsize)
         for chunk in array.chunks():
             record = manifest.records.get(chunk.path)
             if record is None:
@@ -352,18 +352,18 @@ class StoreIndex:
                 yield fault
 
     def _decoder(
-        self, path: Path, chunk: StoredChunk, record: FileRecord, codec: BloscChunk
+        self, path: Path, chunk: StoredChunk, record: FileRecord, codec: BloscChunk | None
     ) -> Decoder | CorruptFileError:
         """Say how a chunk is decoded, or what is wrong with its record."""
-        crc32s, is_raw = record.crc32s, codec.name == "none"
-        blocks = -(-chunk.nbytes // BLOCK_BYTES) if is_raw else 1
-        if is_raw and record.nbytes != chunk.nbytes + CHECKSUM_BYTES:
+        crc32s = record.crc32s
+        blocks = -(-chunk.nbytes // BLOCK_BYTES) if codec is None else 1
+        if codec is None and record.nbytes != chunk.nbytes + CHECKSUM_BYTES:
             message = f"{record.nbytes} bytes for {chunk.nbytes} of content"
             return CorruptFileError(message, path=path)
         if len(crc32s) != blocks:
             message = f"the manifest lists {len(crc32s)} checksums where {blocks} belong"
             return CorruptFileError(message, path=path)
-        if is_raw:
+        if codec is None:
             return BlockDigests(chunk.nbytes, BLOCK_BYTES, crc32s)
         # Twice, because the allocator keeps the memory of the previous chunk.
         self.codec_bytes = max(self.codec_bytes, 2 * (chunk.nbytes + record.nbytes))

