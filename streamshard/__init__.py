@@ -7,7 +7,6 @@ if typing.TYPE_CHECKING:
     from streamshard.errors import StreamshardError
     from streamshard.health import TensorHealth
     from streamshard.merging.merge import merge, plan_merge
-    from streamshard.operations.apply import load_plan
     from streamshard.operations.checks.assessment import AssessedCheckpoint
     from streamshard.operations.checks.problems import Difference, Problem, Verification
     from streamshard.operations.compact.compact import compact
@@ -71,7 +70,6 @@ __all__ = [
     "export",
     "inspect",
     "list_pickles",
-    "load_plan",
     "merge",
     "newest",
     "open",
@@ -117,7 +115,6 @@ _HOMES = {
     "export": "operations.export.export",
     "inspect": "operations.inspect.inspect",
     "list_pickles": "operations.inspect.pickle_report",
-    "load_plan": "operations.apply",
     "merge": "merging.merge",
     "newest": "operations.newest.newest",
     "open": "operations.read.open_checkpoint",

@@ -1,8 +1,8 @@
 """What an option is, and the options of `repartition`; `verb_options` has those of other verbs.
 
-A field of a class below makes the option of the command line, the keyword of the function, the type
-in a plan file and the row in `docs/commands.md`. What has no type is of the command line alone, and
-what has no help of Python alone. What they mean is in the docstrings of the verbs' functions.
+A field of a class below makes the option of the command line, the keyword of the function, its
+type, and the row in `docs/commands.md`. What has no type is of the command line alone, and what has
+no help of Python alone. What they mean is in the docstrings of the verbs' functions.
 """
 
 import os
@@ -261,9 +261,6 @@ class _TargetOptions(Options):
         "print only the path of the result on standard output, for scripts", is_rare=True
     )
     dry_run = DRY_RUN
-    plan_out = option(
-        "FILE", "with --dry-run: save the plan, for `streamshard apply`", group=RUN, is_rare=True
-    )
     verify: bool = flag(
         "read back what was written, and compare it with SRC before it takes its place"
     )

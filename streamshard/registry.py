@@ -1,7 +1,7 @@
 """Names the rooms around the core by text, so that the core imports none of them.
 
 This is the only module that imports by text, except the package itself. It also loads what a verb
-needs when that verb is called, by the names in `cli/main.py` and `operations/apply.py`.
+needs when that verb is called, by the names in `cli/main.py` and `cli/transfer_command.py`.
 """
 
 from collections.abc import Iterator
@@ -26,8 +26,6 @@ EXISTING_TARGET: Final = "streamshard.operations.transfer.needed:ExistingTarget"
 """Compares what is there with what a run would write; see `operations/transfer/needed.py`."""
 READ_BACK: Final = "streamshard.operations.transfer.read_back:differences"
 """Compares a written checkpoint with its source, to verify it."""
-OPTIONS: Final = "streamshard.verb_options:OPTIONS"
-"""The options of each verb."""
 OTHER_DEGREES: Final = "streamshard.degrees.degree_changes:OTHER_DEGREES"
 """Other tensor, pipeline and expert parallel degrees; see `operations/source/degree_change.py`."""
 WITH_LAYER_PAIRS: Final = "streamshard.degrees.layered:with_layer_pairs"

@@ -8,7 +8,6 @@ from streamshard.options import (
     AVERAGE,
     CODECS,
     CUT_RULES,
-    DRY_RUN,
     JOB,
     NO_LOCK,
     OUTPUT,
@@ -433,16 +432,6 @@ class NewestOptions(RunOptions):
     quick: bool = flag("look at headers alone: damaged bytes and NaN are not noticed")
 
 
-class _DryRun(Options):
-    dry_run = DRY_RUN
-
-
-class ApplyOptions(RunOptions, _DryRun):
-    """Options of `apply`."""
-
-    path: Path_ = place("PLAN", "file that --plan-out made", kw_only=False)
-
-
 OPTIONS: Final[Mapping[str, type[Options]]] = {
     "repartition": RepartitionOptions,
     "convert": ConvertOptions,
@@ -453,6 +442,5 @@ OPTIONS: Final[Mapping[str, type[Options]]] = {
     "inspect": InspectOptions,
     "newest": NewestOptions,
     "compact": CompactOptions,
-    "apply": ApplyOptions,
 }
 """Verb → its options."""

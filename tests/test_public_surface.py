@@ -19,11 +19,11 @@ import streamshard
 from streamshard import errors
 from streamshard.cli import main, signals
 from streamshard.cli.parser import arguments_of
+from streamshard.cli.transfer_command import PLANNERS
 from streamshard.formats.pickle.inert_dump import dump
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import Storage
-from streamshard.operations.apply import PLANNERS
-from streamshard.operations.transfer import plan_file
+from streamshard.options import fields_of, types_of
 from streamshard.verb_options import OPTIONS, ExportOptions
 from tests.documents import page
 from tests.fabricated import client_state, load, write
@@ -32,7 +32,7 @@ from tests.job import TAG, Job, Keepsake
 ROOT = Path(streamshard.__file__).parent.parent
 
 SURFACE = streamshard.__all__
-ONE_SOURCE = ("executor", "inspect", "list_pickles", "load_plan", "newest", "open", "verify")
+ONE_SOURCE = ("executor", "inspect", "list_pickles", "newest", "open", "verify")
 """Functions that take nothing else by position; others take a target, or a second source."""
 
 
@@ -253,7 +253,6 @@ FUNCTIONS: dict[str, Callable[..., object]] = {
     "diff": streamshard.diff,
     "inspect": streamshard.inspect,
     "compact": streamshard.compact,
-    "apply": streamshard.load_plan,
 }
 
 
@@ -265,7 +264,7 @@ def keywords(function: Callable[..., object]) -> list[inspect.Parameter]:
 
 @pytest.mark.parametrize("verb", FUNCTIONS)
 def test_the_command_line_has_every_option_with_the_same_default(verb: str) -> None:
-    places = ["a"] if verb in ("verify", "inspect", "apply") else ["a", "b"]
+    places = ["a"] if verb in ("verify", "inspect") else ["a", "b"]
     parsed = vars(arguments_of().parse_args([verb, *places]))
     for option in keywords(FUNCTIONS[verb]):
         if option.name not in ONLY_IN_PYTHON.get(verb, ()):
@@ -276,8 +275,10 @@ def test_the_command_line_has_every_option_with_the_same_default(verb: str) -> N
 @pytest.mark.parametrize("verb", PLANNERS)
 def test_functions_show_the_options_of_the_verb(verb: str) -> None:
     planned = keywords(getattr(streamshard, f"plan_{verb}"))
-    types = {option.name: option.annotation for option in planned if option.name != "if_needed"}
-    assert types == plan_file.saved_options(OPTIONS[verb])
+    types = {option.name: option.annotation for option in planned}
+    kind, places = OPTIONS[verb], ("source", "target")
+    wanted = {n: of for n, of in types_of(kind).items() if fields_of(kind)[n].help}
+    assert types == {name: of for name, of in wanted.items() if name not in places}
     *rest, progress = keywords(getattr(streamshard, verb))
     assert (rest, progress.name) == (planned, "progress")
 

@@ -64,13 +64,6 @@ def _run(run: _Runner, arguments: argparse.Namespace) -> int:
 
 def _require_sense(arguments: argparse.Namespace) -> None:
     """Refuse options of the command line alone that contradict each other."""
-    if arguments.plan_out is not None:
-        message = f"--plan-out {arguments.plan_out}: saves"
-        if not arguments.dry_run:
-            raise UsageError(f"{message} a plan; give --dry-run with it")
-        if arguments.if_needed:
-            message = f"{message} what is to be written, whether it is needed or not"
-            raise UsageError(f"{message}; leave --if-needed out")
     if arguments.print_path and arguments.json:
         raise UsageError("--print-path: is the key 'path' of --json; leave one of them out")
 
@@ -96,7 +89,6 @@ _VERBS: Final[Mapping[str, str]] = {
     "convert": "streamshard.cli.transfer_command:run_transfer",
     "export": "streamshard.cli.transfer_command:run_transfer",
     "merge": "streamshard.cli.transfer_command:run_transfer",
-    "apply": "streamshard.cli.transfer_command:run_transfer",
     "verify": "streamshard.cli.verify_command:run_verify",
     "diff": "streamshard.cli.diff_command:run_diff",
     "inspect": "streamshard.cli.inspect_command:run_inspect",

@@ -73,20 +73,13 @@ _SUMMARIES: Final = {
         "streamshard compact runs/7b archive/7b --keep-last 3 --dry-run",
         "streamshard compact runs/7b archive/7b --keep-last 3 --delete --grace 7d",
     ),
-    "apply": (
-        "run a plan that --dry-run --plan-out has saved, unless something has changed since",
-        "streamshard apply plan.json",
-    ),
     "completion": (
         "print what teaches a shell to complete this command line",
         "streamshard completion bash > ~/.local/share/bash-completion/completions/streamshard",
     ),
 }
 """Verb → what it does, and examples."""
-_OF_SOME: Final = {
-    "plan_out": None,
-    **dict.fromkeys(("if_needed", "print_path"), False),
-}
+_OF_SOME: Final = dict.fromkeys(("if_needed", "print_path"), False)
 """Options that not every verb has, and that are looked at for every one."""
 SHELLS: Final = ("bash", "zsh", "fish")
 """Shells with a completion script."""
@@ -97,7 +90,7 @@ _OF_MANY: Final = "merge"
 """The verb that takes any number of sources, each of them whole."""
 _MOST_SOURCES: Final = 2
 """Maximum number of consecutive sources that a verb takes."""
-_NO_KEYWORDS: Final = {"address": "--dask", "plan.save()": "--dry-run --plan-out"}
+_NO_KEYWORDS: Final = {"address": "--dask"}
 """Flags of what is no keyword of a verb."""
 _URL: Final = re.compile(r"(?<=:/)\S*[@?#]\S*")
 """What may hold a password, or another secret, in a word that nothing has looked into yet."""

@@ -1,8 +1,10 @@
-"""The verbs that write a checkpoint on the command line, and `apply`."""
+"""The verbs that write a checkpoint on the command line."""
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
+from typing import Final
 
 from streamshard import registry
 from streamshard.cli.parser import keywords
@@ -10,17 +12,22 @@ from streamshard.cli.progress import display
 from streamshard.cli.streams import print_result, write_path
 from streamshard.cli.text.estimate_text import plan_text
 from streamshard.cli.text.report_text import report_text
-from streamshard.commands import command
-from streamshard.operations import apply
 from streamshard.operations.transfer.estimate import Estimate
 from streamshard.operations.transfer.plan import TransferPlan
 from streamshard.operations.transfer.report import Progress, Report
 
+PLANNERS: Final[Mapping[str, str]] = {
+    "repartition": "streamshard.operations.repartition.repartition:plan_repartition",
+    "convert": "streamshard.operations.convert.convert:plan_convert",
+    "export": "streamshard.operations.export.export:plan_export",
+    "merge": "streamshard.merging.merge:plan_merge",
+}
+"""The function that plans each verb that writes, by text: a verb loads only its own."""
+
 
 def run_transfer(arguments: argparse.Namespace) -> None:
-    """Plan a verb that writes, or read a plan that was saved, and run the plan."""
-    verb = arguments.verb
-    planner = apply.load_plan if verb == "apply" else registry.load(apply.PLANNERS[verb])
+    """Plan a verb that writes, and run the plan."""
+    planner = registry.load(PLANNERS[arguments.verb])
     with display(arguments.progress_mode, is_quiet=arguments.quiet) as progress:
         plan = planner(**keywords(arguments))
         done = _carry_out(plan, arguments, progress)
@@ -34,8 +41,6 @@ def _carry_out(
     if arguments.dry_run:
         if arguments.if_needed and (found := plan.found(progress)) is not None:
             return found, None
-        if arguments.plan_out is not None:
-            plan.save(arguments.plan_out)
         return plan.report, plan.estimate()
     return plan.run(progress), None
 
@@ -47,14 +52,7 @@ def _show(report: Report, estimate: Estimate | None, arguments: argparse.Namespa
         text = partial(report_text, report, verbose=arguments.verbose)
         print_result(report, arguments, text, is_done=not arguments.dry_run)
     else:
-        more = {"estimate": asdict(estimate)}
-        print_result(report, arguments, lambda: _plan_text(report, estimate, arguments), more=more)
+        text = partial(plan_text, report, estimate, verbose=arguments.verbose)
+        print_result(report, arguments, text, more={"estimate": asdict(estimate)})
     if estimate is not None and estimate.time is not None and estimate.time.error is not None:
         raise estimate.time.error
-
-
-def _plan_text(report: Report, estimate: Estimate, arguments: argparse.Namespace) -> str:
-    text = plan_text(report, estimate, verbose=arguments.verbose)
-    if arguments.plan_out is None:
-        return text
-    return f"{text}\n\nTo do this: {command('apply', arguments.plan_out)}"

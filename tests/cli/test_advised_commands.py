@@ -98,11 +98,6 @@ def acknowledged_sound(place: Path) -> Words:
     return ["compact", str(run), str(place / "archive"), "--acknowledge", FIRST]
 
 
-def saved_plan(place: Path) -> Words:
-    more = ("--world-size", "3", "--dry-run", "--plan-out", str(place / "my plan"))
-    return ["repartition", str(run_with_space(place)), str(place / "out"), *more]
-
-
 def weights_only(place: Path) -> Words:
     run, archive = make_run(place / "my run"), place / "my archive"
     package.compact(run, archive, delete=True)
@@ -155,7 +150,6 @@ ADVICES = {
     "sound": Advice(
         acknowledged_sound, 2, r"(--keep-tag \S+) in", lambda given, copied: [*given[:3], *copied]
     ),
-    "plan": Advice(saved_plan, 0, COMMAND, of="cli.transfer_command"),
     "weights": Advice(weights_only, 3, COMMAND, of="operations.source.source"),
     "trash": Advice(in_the_trash, 2, r"give (--grace 0s) too", also),
     "exists": Advice(existing, 4, r"use (--overwrite) to replace it", also),

@@ -19,7 +19,7 @@ from tests.job import Job
 
 def test_help_teaches_by_example_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    verbs = "repartition convert export verify diff inspect compact apply completion"
+    verbs = "repartition convert export verify diff inspect compact completion"
     for verb in verbs.split():
         done = passed(verb, "--help")
         examples = done.out.partition("Examples:\n")[2].splitlines()
@@ -158,7 +158,6 @@ RANKS = "1000000", "9" * 40
         ("repartition SRC OUT", "--world-size 2 --like SRC", "leave --like out"),
         ("convert SRC OUT", "--like SRC", "leave --like out"),
         ("repartition SRC OUT", "--world-size 2 --print-path --json", "--print-path"),
-        ("repartition SRC OUT", "--world-size 2 --if-needed -n --plan-out OUT", "--if-needed"),
         ("repartition SRC .", "--world-size 2 --overwrite", "not a name for a new directory"),
         ("repartition SRC ..", "--world-size 2 --overwrite", "not a name for a new directory"),
         ("repartition SRC /", "--world-size 2 --overwrite", "not a name for a new directory"),
@@ -167,7 +166,6 @@ RANKS = "1000000", "9" * 40
         ("export SRC OUT", "--include nothing", "no tensor has such a name"),
         ("export SRC OUT", "--max-shard-size many", "is not a size"),
         ("export SRC OUT.safetensors", "", "go into a directory"),
-        ("export SRC OUT", "--plan-out OUT", "--dry-run"),
         ("export SRC OUT", "--format universal --dtype bf16", "--dtype: is for files of weights"),
         ("compact SRC OUT", "--keep-last 1", "--keep-last"),
         ("compact SRC OUT", "--keep-every 0", "--keep-every"),
@@ -253,7 +251,6 @@ WITH_URL = (
     "inspect --{url}",
     "{url}",
     "compact {url} {url} --dry-run",
-    "apply {url}",
 )
 
 
@@ -336,7 +333,7 @@ def test_bash_offers_files_wherever_a_path_is_meant(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plan.json").touch()
     (tmp_path / "run").mkdir()
-    for words in (["apply"], ["diff"], ["diff", "run"], ["inspect"], ["compact", "run"]):
+    for words in (["verify"], ["diff"], ["diff", "run"], ["inspect"], ["compact", "run"]):
         assert {"plan.json", "run"} <= offered(bash, *words, ""), words
     (tmp_path / "my run").mkdir()
     assert offered(bash, "inspect", "my") == {"my", "run"}  # one offer, of two words

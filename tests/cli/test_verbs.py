@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,7 +15,6 @@ import streamshard as api
 from streamshard import Distance, TensorDiff
 from streamshard.cli.diff_command import ORDERS, diff_text
 from tests.cli.conftest import Saved, flip, in_process, passed, refused, tree
-from tests.cli.test_going_on import cut_off
 from tests.fabricated import edit, optimizer_file, write
 from tests.job import TAG
 from tests.verify.conftest import SMALL
@@ -315,30 +313,9 @@ def test_a_dry_run_ends_as_the_run_would(run: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_advised_is_not_what_was_given(run: Path, tmp_path: Path) -> None:
-    out, plan = tmp_path / "out", tmp_path / "plan.json"
+    out = tmp_path / "out"
     command, advised = ("convert", run, out), "If this is already done, --if-needed"
-    assert in_process(*command, "-n", "--plan-out", plan).code == 0
     assert in_process(*command).code == 0
     assert advised in refused(4, "exists; use --overwrite", *command).err
     (out / "stranger").write_text("")
     assert advised not in refused(4, "stranger", *command, "--if-needed").err
-    assert advised not in refused(4, "was made without --overwrite", "apply", plan).err
-
-
-def test_a_plan_is_saved_cut_off_and_gone_on_with(run: Path, tmp_path: Path) -> None:
-    plan, command = tmp_path / "plan.json", ("convert", run, tmp_path / "out", "--chunk-size", 64)
-    assert in_process(*command, "-q", "-n", "--plan-out", plan).out == ""
-    plan.unlink()
-    saved = in_process(*command, "-n", "--plan-out", plan)
-    assert saved.out.endswith(f"\nTo do this: streamshard apply {plan}\n")
-    shown = in_process("apply", plan, "-n")
-    assert shown.code == 0
-    assert shown.out.startswith(f"would write  {tmp_path}/out")
-    for first, second in ((("apply", plan), command), (command, ("apply", plan, "--workers", 1))):
-        assert cut_off("note_all", 3, first).code == -signal.SIGKILL
-        done = in_process(*second, "--json")
-        assert json.loads(done.out)["kept_bytes"] > 0
-        (tmp_path / "out").rename(tmp_path / f"from {first[0]}")
-    assert tree(tmp_path / "from apply") == tree(tmp_path / "from convert")
-    (run / "zero_to_fp32.py").write_text("another")
-    refused(3, f"{run}/zero_to_fp32.py has changed since", "apply", plan)

@@ -177,16 +177,15 @@ def test_parameters_that_take_too_much_memory_are_refused(
         )
 
 
-def test_the_command_line_a_saved_plan_and_another_run_of_it(
+def test_the_command_line_and_another_run_of_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, out, plan = write(TWO, tmp_path / "run"), tmp_path / "out", tmp_path / "plan.json"
+    run, out = write(TWO, tmp_path / "run"), tmp_path / "out"
     arguments = ["repartition", str(run), str(out), "--world-size", "2", "--tensor-parallel", "1"]
     assert main(arguments) == 3
     drifted = DRIFTED.replace("average=True", "--average")
     assert re.search(drifted, capsys.readouterr().err.replace("\n", " "))
-    assert main([*arguments, "--average", "--dry-run", "--plan-out", str(plan)]) == 0
-    assert main(["apply", str(plan)]) == 0
+    assert main([*arguments, "--average"]) == 0
     compare(out / TAG, write(with_means(TWO, 1, 2), tmp_path / "wanted") / TAG)
     assert main([*arguments, "--average", "--if-needed"]) == 0
     assert "Averaged: 2 parameters became the mean" in capsys.readouterr().out

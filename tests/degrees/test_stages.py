@@ -1,6 +1,5 @@
 """Stages of a pipeline that begin at listed layers: what they have is certain, or refused."""
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -267,16 +266,14 @@ def test_experts_and_stages_do_not_change_together(tmp_path: Path) -> None:
         )
 
 
-def test_the_command_line_a_saved_plan_and_what_is_there_already(
+def test_the_command_line_and_what_is_there_already(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_pipe(TWO, tmp_path / "run")
     wanted = write_pipe(replace(TWO, starts=(0, 3, 4)), tmp_path / "wanted")
     monkeypatch.chdir(tmp_path)
     command = ["repartition", "run", "out", "--world-size", "9", "--stages"]
-    assert main([*command, "0,3,4", "-n", "--plan-out", "plan.json"]) == 0
-    assert json.loads(Path("plan.json").read_text())["options"]["stages"] == [0, 3, 4]
-    assert main(["apply", "plan.json"]) == 0
+    assert main([*command, "0,3,4"]) == 0
     compare(tmp_path / "out" / TAG, wanted / TAG)
     capsys.readouterr()
     assert main([*command, "0,3,4", "--if-needed"]) == 0

@@ -347,18 +347,16 @@ def test_options_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         streamshard.repartition(tmp_path / "dcp", out, world_size=2, tensor_parallel=1, like=like)
 
 
-def test_the_command_line_and_a_saved_plan(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write(TWO, tmp_path / "run")
     like = write(with_degree(TWO, 1, 2), tmp_path / "like")
-    out, plan = str(tmp_path / "out"), str(tmp_path / "plan.json")
+    out = str(tmp_path / "out")
     options = ["--world-size", "2", "--tensor-parallel", "1", "--like", str(like)]
-    assert main(["repartition", str(run), out, *options, "-n", "--plan-out", plan]) == 0
+    assert main(["repartition", str(run), out, *options, "-n"]) == 0
     assert "In the source it is cut among 2 (--tensor-parallel 2" in " ".join(
         capsys.readouterr().out.split()
     )
-    assert main(["apply", plan]) == 0
+    assert main(["repartition", str(run), out, *options]) == 0
     compare(tmp_path / "out" / TAG, like / TAG)
     assert main(["repartition", str(run), out, *options, "--if-needed"]) == 0
     assert "is already what this would make" in capsys.readouterr().out

@@ -18,7 +18,6 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import streamshard
-from streamshard.cli.main import main
 from streamshard.formats.torch.zip_layout import directory_of
 from streamshard.formats.zarr.packed_layout import PackedEntry
 from streamshard.formats.zarr.store_manifest import read as read_manifest
@@ -61,15 +60,12 @@ def seeds(directory: Path) -> dict[str, list[bytes]]:
         pickles = [pickle.dumps(one, protocol) for one in objects for protocol in range(6)]
     adamw({"w": (4, 3)}).write(directory / "dcp")
     streamshard.export(run, directory / "exported")
-    plan = directory / "plan.json"
-    arguments = ["repartition", str(run), str(directory / "out"), "--world-size", "3"]
-    assert main([*arguments, "--dry-run", "--quiet", "--plan-out", str(plan)]) == 0
     ranks = {rank: {"shard_shape": [4, 6], "pieces": [_piece(24 * rank)]} for rank in (0, 1)}
     maps = {"version": 1, "params": {"^w$": {"logical_shape": [8, 6], "ranks": ranks}}}
     subs = [{"patterns": ["^w$"], "shape": [[4, 4], 6], "partition_dim": 0}]
     listed = {"tp_replicated_parameter_patterns": ["a.*b+c", "^w$"]}
-    header = json.loads(plan.read_bytes())["purpose"]
-    lines = [json.dumps(line).encode() for line in (header, ["a", 0, 1, 2], "whole")]
+    plan = streamshard.plan_repartition(run, directory / "out", world_size=3)
+    lines = [json.dumps(line).encode() for line in (plan.identity.header, ["a", 0, 1, 2], "whole")]
     (receipt,) = (ROOT / "tests" / "compact" / "golden").glob("*.receipt.json")
     found = {
         "configs": [
@@ -88,7 +84,6 @@ def seeds(directory: Path) -> dict[str, list[bytes]]:
         "locks": [json.dumps(asdict(Holder.this_process())).encode()],
         "receipts": [receipt.read_bytes()],
         "packed-stores": _packed_stores(),
-        "plans": [plan.read_bytes()],
         "rules": [b"# ours\n.*w: split 1\n", b".*w: replicated", b"layers.\\d+.w: sub 0 [4, 4]"],
         "safetensors": [path.read_bytes() for path in (directory / "exported").glob("*.safet*")],
         "zarr-documents": [

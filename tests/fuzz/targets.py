@@ -59,7 +59,6 @@ from streamshard.operations.checks.tensor_content import recorded
 from streamshard.operations.compact.compact_status import _read_tags
 from streamshard.operations.compact.receipts import ArchivedTag
 from streamshard.operations.compact.tag_health import HealthRecord
-from streamshard.operations.transfer import plan_file
 from streamshard.operations.transfer.run_identity import is_header
 
 FORBIDDEN: Final = ("exec", "import", "compile", "os.", "subprocess.", "socket.", "shutil.")
@@ -205,10 +204,6 @@ def packed_stores(data: bytes, path: Path) -> None:
             assert len(file.read_at(0, file.nbytes)) == file.nbytes
 
 
-def plans(_: bytes, path: Path) -> None:
-    plan_file.read(path)
-
-
 def locks(data: bytes, _: Path) -> None:
     holder = holder_in(data)
     if holder is None:
@@ -290,7 +285,6 @@ TARGETS: Final[Mapping[str, Callable[[bytes, Path], None]]] = {
     "locks": locks,
     "manifests": manifests,
     "packed-stores": packed_stores,
-    "plans": plans,
     "receipts": receipts,
     "rules": rules,
     "safetensors": safetensors,

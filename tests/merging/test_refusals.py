@@ -260,18 +260,6 @@ def test_options_of_another_target_are_refused(
         streamshard.merge(two, tmp_path / target, **options)
 
 
-@pytest.mark.parametrize("target", ["out", "out.zarr"])
-def test_a_plan_of_version_1_0_is_run(target: str, two: list[Path], tmp_path: Path) -> None:
-    """It says fp32, which was the default."""
-    plan = tmp_path / "plan.json"
-    streamshard.plan_merge(two, tmp_path / target).save(plan)
-    text = plan.read_text()
-    plan.write_text(text.replace('"dtype": null', '"dtype": "fp32"'))
-    assert plan.read_text() != text
-    streamshard.load_plan(plan).run()
-    assert streamshard.verify(tmp_path / target).is_good
-
-
 def test_states_without_a_mean_are_refused(two: list[Path], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="weights alone have no optimizer states"):
         streamshard.merge(two, tmp_path / "out", states="mean", format="safetensors")

@@ -54,8 +54,6 @@ def write(version: Version, root: Path) -> None:
     _done(version, "convert", run, root / "plain.zarr", "--health")
     _done(version, "convert", run, root / "packed.zarr.zip", "--codec", "zstd")
     _done(version, "convert", run, root / "begun.zarr", killed_at=_KILLED_AT)
-    plan = ("--dry-run", "--plan-out", root / "plan.json")
-    _done(version, "repartition", run, root / "planned", "--world-size", "3", *plan)
 
 
 def _done(version: Version, *arguments: object, killed_at: int = 0) -> None:

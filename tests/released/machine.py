@@ -185,17 +185,6 @@ class Versions(RuleBasedStateMachine):
             if path not in (self._run, self._archive):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-    @rule(first=_WHO, second=_WHO)
-    def plan_and_apply(self, first: int, second: int) -> None:
-        """Plan with one version, and run the plan with the other."""
-        tag, out, plan = (self._run / "latest").read_text(), self._root / "out", self._root / "plan"
-        command = ("repartition", self._run, out, "--world-size", RANKS)
-        self._ask(self._versions[first], *command, "--dry-run", "--plan-out", plan)
-        if self._ask(self._versions[second], "apply", plan, goes_on=True).code == 0:
-            compare(out / tag, self._completed[tag].wanted)
-            shutil.rmtree(out)
-        plan.unlink()
-
     @rule()
     def look(self) -> None:
         """Ask both versions what there is: what the first says the second says too."""

@@ -3,14 +3,13 @@
 `keep.py` made the files. Their inodes are other ones now, as after a copy to another disk.
 """
 
-import json
 import subprocess
 from pathlib import Path
 
 import pytest
 
 import streamshard as api
-from streamshard.errors import SourceError, StreamshardError, TargetExistsError
+from streamshard.errors import TargetExistsError
 from streamshard.operations.compact.receipts import ArchivedTag, TagEvent
 from streamshard.operations.compact.tag_health import HealthRecord
 from tests.comparing import compare
@@ -69,15 +68,6 @@ def test_a_run_that_was_begun_is_known_as_one_of_other_files(root: Path) -> None
     with pytest.raises(TargetExistsError, match=r"changed since|another version"):
         api.convert(root / "run", root / "begun.zarr")
     api.convert(root / "run", root / "begun.zarr", overwrite=True)
-
-
-def test_a_plan_is_known_as_one_of_other_files(root: Path, tmp_path: Path) -> None:
-    text = (root / "plan.json").read_text()
-    was = str(Path(json.loads(text)["target"]).parent)
-    (tmp_path / "plan.json").write_text(text.replace(was, str(root)))
-    with pytest.raises(StreamshardError, match=r"changed since|another version") as caught:
-        api.load_plan(tmp_path / "plan.json")
-    assert isinstance(caught.value, SourceError) or "version" in str(caught.value)
 
 
 def test_what_receipts_say_is_understood(root: Path) -> None:

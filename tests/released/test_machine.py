@@ -78,7 +78,6 @@ def warm_up(version: Version, place: Path) -> None:
     version.warm_up("convert", run, root / "x.zarr.zip", "--workers", "1", "-q")
     for store in (root / "archive").glob("*.zarr"):
         version.warm_up("verify", store, "--json", "--health")
-        version.warm_up("repartition", store, root / store.name, "-n", "--plan-out", root / "plan")
-    version.warm_up("apply", root / "plan")
+        version.warm_up("repartition", store, root / store.name, "-n")
     version.warm_up("inspect", run, "--json")
     version.warm_up("newest", run, "--json")

@@ -1,6 +1,5 @@
 """The one plan of all verbs that write: estimate, stage, run, read back, commit, report."""
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +17,7 @@ from streamshard.io.place import place_of
 from streamshard.io.writable import LEAST_BYTES
 from streamshard.layout.memory_plan import COMPARING_BYTES, MemoryPlan
 from streamshard.operations.source.source import Source, open_source
-from streamshard.operations.transfer import execution, plan_file
+from streamshard.operations.transfer import execution
 from streamshard.operations.transfer.estimate import Estimate, estimate_run
 from streamshard.operations.transfer.file_layout import Divider
 from streamshard.operations.transfer.report import Progress, Report, Silent, nothing_done
@@ -126,10 +125,6 @@ class TransferPlan:
     def sizes(self) -> Mapping[str, int]:
         """Return the size of every file that will be written, by its path."""
         return self.output.writer.byte_counts().sizes
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Save the plan to a file, for `load_plan` or `streamshard apply`."""
-        plan_file.write(as_path(path), self.options, self.identity, self.sizes())
 
     def estimate(self, *, measures_disk: bool = True) -> Estimate:
         """Estimate in detail what the run will do, and how long it may take."""
@@ -242,4 +237,4 @@ def plan_output(
         dtype=output.dtype,
         notes=output.notes,
     )
-    return TransferPlan(plan_file.anywhere(options), output, target, identity, memory, report)
+    return TransferPlan(options, output, target, identity, memory, report)
