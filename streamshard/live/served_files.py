@@ -14,7 +14,6 @@ from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.work import Region
 from streamshard.io.files import require_all_unchanged
 from streamshard.io.memory_map import detach_map
-from streamshard.io.new_memory import HugePages, populate, windows
 from streamshard.io.object_path import is_object
 from streamshard.live.node_share import NodeShare
 from streamshard.model import ITEMSIZE
@@ -24,8 +23,6 @@ from streamshard.operations.source.source import Source
 _WEIGHTS: Final = "weights of part "
 _LEAST_MAPPED: Final = 1 << 20
 """Smaller storages are read: a process may have some 65,000 maps, and models many small tensors."""
-_LEAST_HUGE: Final = 32 << 20
-"""Smaller storages take no huge pages: where these begin and end, maps are divided."""
 _WINDOW_BYTES: Final = 8 << 20
 _SCRATCH_BYTES: Final = 1 << 20
 
@@ -51,7 +48,6 @@ class ServedFiles:
         self._maps = maps
         self._reader = SourceReader(source.files, reads_once=True)
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
-        self._huge_pages = HugePages()
         self._prepared: dict[str, FileContent] = {}
         self._shares: dict[str, NodeShare] = {}
         self._sidecars = files.sidecars()
@@ -173,26 +169,20 @@ class ServedFiles:
         if known is not None:
             view[:] = known
             return made
-        at, huge_pages = 0, self._huge_pages if storage.nbytes >= _LEAST_HUGE else None
+        at = 0
         for region in storage.regions:
-            self._fill(region, view[at : at + region.nbytes], huge_pages)
+            self.fill(region, view[at : at + region.nbytes])
             at += region.nbytes
         return made
 
     def fill(self, region: Region, view: memoryview) -> None:
-        """Fill a view of memory that ranks share with a region."""
-        self._fill(region, view, None)
-
-    def _fill(self, region: Region, view: memoryview, huge_pages: HugePages | None) -> None:
         """Fill a view with a region: in windows, except chunks that are decoded at once."""
         filler = RegionFiller(region, self._reader, self._scratch)
-        is_decoded = self._source.codec_bytes > 0
-        for window in [view] if is_decoded else windows(view, _WINDOW_BYTES):
-            if huge_pages is not None:
-                huge_pages.take(window)
-            if not is_decoded:
-                populate(window)
-            filler.fill(window)
+        if self._source.codec_bytes:
+            filler.fill(view)
+        else:
+            for start in range(0, region.nbytes, _WINDOW_BYTES):
+                filler.fill(view[start : start + _WINDOW_BYTES])
         self.read_bytes += int(region.copies.nbytes.sum())
 
 

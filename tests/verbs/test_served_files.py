@@ -75,7 +75,6 @@ def test_from_shards_and_from_a_store(tmp_path: Path, stage: int, source: int, t
 
 
 def test_storages_of_several_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served_files, "_LEAST_HUGE", 1)
     job = Job(stage=2, world_size=3, groups=((("w", (1024, 2309)), ("v", (7,))),), tied={})
     run = write(job, tmp_path / "run")
     streamshard.convert(run, tmp_path / "run.zarr", codec="zstd")
