@@ -67,8 +67,6 @@ class NoteKind(StrEnum):
     """Files may be of two saves: a job that goes on from them may go wrong."""
     COPIES = "copies"
     """Ranks have different copies of what should be the same."""
-    LOADING = "loading"
-    """How to load what a conversion writes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Reads a live engine, its config and its place among the ranks; sets attributes for a while."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -69,16 +69,12 @@ def without_auto(config: ds_config.Config) -> ds_config.Config:
     return ds_config.resolved(config, {})
 
 
-def own_words(words: Mapping[str, str]) -> Callable[[Option], str]:
-    """Return how to word options for which something else stands here."""
-
-    def word(option: Option) -> str:
-        own = words.get(option.name)
-        if own is None:
-            return keyword(option)
-        return own if option.what or option.value is None else f"{own} {option.value}"
-
-    return word
+def _own_word(option: Option) -> str:
+    """Word an option for which something else may stand here."""
+    own = _OWN_WORDS.get(option.name)
+    if own is None:
+        return keyword(option)
+    return own if option.what or option.value is None else f"{own} {option.value}"
 
 
 def resharding_for(engine: Engine, opened: Source, world_size: int) -> Resharding:
@@ -95,7 +91,7 @@ def resharding_for(engine: Engine, opened: Source, world_size: int) -> Reshardin
     experts = _expert_parallel_of(engine)
     if experts == opened.checkpoint.expert_parallel:
         experts = None
-    with worded(own_words(_OWN_WORDS)):
+    with worded(_own_word):
         asked = JobDegrees(expert_parallel=experts, world_size=world_size)
         return resharding_of(
             opened,

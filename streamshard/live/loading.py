@@ -172,7 +172,10 @@ class Loading:
             raise
         if opened.checkpoint.is_dumps:
             message = f"{path}: raw dumps of an optimizer, without the model's files"
-            raise UsageError(f"{message}: call load_optimizer with engine.optimizer")
+            raise UsageError(
+                f"{message}: run 'streamshard repartition' on them, and load what it writes with "
+                "engine.optimizer.load_state_dict"
+            )
         opened.require_training_state()
         opened.require_states()
         found = live_engine.resharding_for(self._engine, opened, distributed.get_world_size())

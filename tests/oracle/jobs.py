@@ -3,7 +3,7 @@
 import gc
 import importlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,8 +79,8 @@ class LoadDumps:
 
     case: Case
     template: str
-    kept_elsewhere: Path | None
-    """The truth that the dumping engine left; None for a model that is not loaded."""
+    kept_elsewhere: Path
+    """The truth that the dumping engine left."""
     truth_path: Path
     again: str
     """Template of the files to dump again."""
@@ -88,24 +88,16 @@ class LoadDumps:
     """For the parameter shapes of the flat groups, which tell the padding of stage 3."""
     further_steps: int = 0
     seed: int = 77
-    report_path: Path | None = None
-    """For the report of a load that takes dumps of any world size, as a dict; None for DeepSpeed's
-    own load."""
-    source_ds_config_file: Path | None = None
 
 
 @dataclass(frozen=True)
 class RefuseDumps:
-    """Load dumps of any world size into a fresh engine, which is to be refused on every rank."""
+    """Give dumps to a fresh engine as if they were its checkpoint: refused on every rank."""
 
     case: Case
     template: str
     messages: Path
     """Directory for each rank's message."""
-    gives_engine: bool = False
-    """Whether the engine is given in place of its optimizer."""
-    as_checkpoint: bool = False
-    """Whether they are given as if they were a checkpoint of the engine."""
 
 
 @dataclass(frozen=True)
@@ -191,8 +183,7 @@ def _dump(job: Dump) -> None:
 
 def _load_dumps(job: LoadDumps) -> None:
     engine = start_engine(job.case, job.seed, scale=1.7)
-    if job.kept_elsewhere is not None:
-        _restore_the_rest(engine, Truth.load(job.kept_elsewhere))
+    _restore_the_rest(engine, Truth.load(job.kept_elsewhere))
     _load_list_of_dumps(engine, job)
     write_truth(gather_truth(engine, {}), job.truth_path)
     _dump_rank(engine, job.again)
@@ -209,8 +200,7 @@ def _refuse_dumps(job: RefuseDumps) -> None:
     before = gather_truth(engine, {})
     message = "was not refused"
     try:
-        load = streamshard.load_checkpoint if job.as_checkpoint else streamshard.load_optimizer
-        load(engine if job.gives_engine else engine.optimizer, job.template)
+        streamshard.load_checkpoint(engine, job.template)
     except errors.StreamshardError as error:
         message = f"{type(error).__name__}: {error}"
     found = differences(before, gather_truth(engine, {}))
@@ -221,14 +211,6 @@ def _refuse_dumps(job: RefuseDumps) -> None:
 
 
 def _load_list_of_dumps(engine: Engine, job: LoadDumps) -> None:
-    if job.report_path is not None:
-        streamshard: Any = importlib.import_module("streamshard.deepspeed")
-        report = streamshard.load_optimizer(
-            engine.optimizer, job.template, source_ds_config_file=job.source_ds_config_file
-        )
-        if distributed.get_rank() == 0:
-            torch.save(asdict(report), job.report_path)
-        return
     ranks = range(distributed.get_world_size())
     dumps = [torch.load(job.template.format(rank=rank), weights_only=False) for rank in ranks]
     if job.case.zero_stage == 3:

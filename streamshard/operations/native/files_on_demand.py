@@ -4,13 +4,11 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 
 from streamshard.engine.run.work import Region
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.cut.part_cut import PartCut, ZeroTarget
-from streamshard.formats.deepspeed.dumps.dump_names import Template
-from streamshard.formats.deepspeed.write.zero_writer import dump_files, native_files, whole_files
+from streamshard.formats.deepspeed.write.zero_writer import native_files, whole_files
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch.torch_tensor import Storage, make_tensor
 from streamshard.formats.torch.zip_layout import FileImage, Serialized, serialize
@@ -75,7 +73,7 @@ class FilesOnDemand:
 
     @property
     def paths(self) -> list[str]:
-        """Paths of the torch files, relative to the run directory; of dumps, rank by rank."""
+        """Paths of the torch files, relative to the run directory."""
         return list(self._images)
 
     def sidecars(self) -> dict[str, str]:
@@ -135,9 +133,6 @@ class FilesOnDemand:
 
 
 def _images_of(resharding: Resharding, target: ZeroTarget) -> Iterator[FileImage]:
-    checkpoint = resharding.source.checkpoint
-    if checkpoint.is_dumps:
-        return dump_files(target, Template(Path(), checkpoint.tag).file_name)
     return native_files(target) if target.layout.stage else whole_files(target)
 
 

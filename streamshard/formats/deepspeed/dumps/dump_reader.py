@@ -39,15 +39,12 @@ from streamshard.layout.zero import shard_numel
 from streamshard.model import Note, NoteKind, ZeroLayout
 from streamshard.sizes import counted
 
-ASSUMED: Final = (
+_ASSUMED: Final = (
     "The dumps do not say whether round_robin_gradients was on. They were read as if it was off, "
-    "which is DeepSpeed's default."
+    "which is DeepSpeed's default. If it was on, what was written is wrong: repeat this with the "
+    "config of the job that saved them."
 )
 """What was assumed of dumps that were read without a config."""
-_REPEAT: Final = (
-    "If it was on, what was written is wrong: repeat this with the config of the job that saved "
-    "them."
-)
 _LOADING: Final = (
     "To resume, call optimizer.load_state_dict(dumps) on every rank, with the list of all ranks' "
     "dumps in the order of the ranks."
@@ -145,10 +142,10 @@ def _require_known_momentum(
 
 def _notes(layout: ZeroLayout, config: ds_config.Config | None) -> Iterator[Note]:
     loading = _LOADING if layout.stage == 3 else f"{_LOADING} {_MASTER}"
-    yield Note(loading, NoteKind.LOADING)
+    yield Note(loading)
     is_known = config is not None or layout.bf16_optimizer or layout.world_size == 1
     if layout.stage < 3 and not is_known:
-        yield Note(f"{ASSUMED} {_REPEAT}", NoteKind.ASSUMED)
+        yield Note(_ASSUMED, NoteKind.ASSUMED)
 
 
 def _check_world_size(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> None:
