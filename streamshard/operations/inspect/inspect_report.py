@@ -8,7 +8,6 @@ from streamshard.formats.checkpoint import Dropped
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import Degrees
 from streamshard.health import TensorHealth
 from streamshard.operations.checks.structure import title_of
-from streamshard.operations.inspect import notebook
 from streamshard.sizes import counted, show_bytes
 
 FOREIGN: Final = ("dcp", "megatron", "weights", "fsdp-ranks")
@@ -48,10 +47,11 @@ class ParameterSummary:
 
     @property
     def ranks_text(self) -> str:
-        """The ranks that hold some of it, as `0-3`."""
-        first, last = self.first_rank, self.last_rank
-        ranks = None if first is None or last is None else range(first, last + 1)
-        return notebook.ranks_text(ranks)
+        """The ranks that hold some of it, as `0-3`; a store has none."""
+        if self.first_rank is None:
+            return "-"
+        is_single = self.first_rank == self.last_rank
+        return f"{self.first_rank}" if is_single else f"{self.first_rank}-{self.last_rank}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,16 +361,6 @@ class Inspection:
         held = f"{parameters}, {counted(self.files, 'file')}, {size}"
         wrong = f", {counted(len(self.problems), 'problem')}" if self.problems else ""
         return f"<Inspection {self.path!r}: {what}, {held}{wrong}>"
-
-    def _repr_html_(self) -> str:
-        """Return HTML that a notebook shows."""
-        problems = (("problem", problem) for problem in self.problems)
-        facts = [*self.facts, *problems, *(("note", note) for note in self.notes)]
-        sizes = [(state, show_bytes(nbytes)) for state, nbytes in self.state_bytes.items()]
-        rows = [(p.name, list(p.shape), p.numel, p.group, p.ranks_text) for p in self.parameters]
-        head = ("parameter", "shape", "elements", "group", "ranks")
-        parameters = notebook.table(head, rows, "the attribute parameters has all")
-        return notebook.page(facts, notebook.table(("tensors", "bytes"), sizes), parameters)
 
 
 def _facts(found: Inspection) -> Iterator[tuple[str, str]]:

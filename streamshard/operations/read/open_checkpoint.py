@@ -10,10 +10,8 @@ from typing import Final, Self, TypedDict
 from streamshard.errors import DisagreementError, UnsupportedError
 from streamshard.formats.checkpoint import Checkpoint, ModelPart
 from streamshard.model import BLOB, FILE, MASTER, MODULE
-from streamshard.operations.inspect import notebook
 from streamshard.operations.inspect.inspect import summarize
 from streamshard.operations.inspect.inspect_report import GroupSummary, Inspection
-from streamshard.operations.inspect.notebook import ranks_text
 from streamshard.operations.inspect.ownership import ranks_of
 from streamshard.operations.source.degree_change import other_degrees
 from streamshard.operations.source.lazy_tensor import LazyTensor
@@ -168,21 +166,6 @@ class OpenCheckpoint(Mapping[str, Parameter]):
         what = self._source.checkpoint.foreign or what
         names = counted(len(self), "name")
         return f"<OpenCheckpoint {str(self._source.path)!r}: {what}, {names}{state}>"
-
-    def _repr_html_(self) -> str:
-        """Say what it is and what is in it, for notebooks, reading nothing."""
-        facts = [
-            ("checkpoint", self._source.path),
-            ("tag", self.tag),
-            ("saved by", f"ZeRO stage {self.zero_stage}, world size {self.world_size}"),
-            ("names", f"{len(self):,}" + ("" if self._reading.is_open else ", closed")),
-        ]
-        rows = [
-            (*{**row, "shape": list(row["shape"]), "ranks": ranks_text(row["ranks"])}.values(),)
-            for row in self.table()
-        ]
-        head = tuple(TableRow.__annotations__)
-        return notebook.page(facts, notebook.table(head, rows, "table() gives all"))
 
     def table(self) -> list[TableRow]:
         """Return a row for every name, which data frames take: `pandas.DataFrame(ckpt.table())`.
