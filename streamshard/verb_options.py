@@ -273,7 +273,6 @@ class InspectOptions(SourceOptions):
     rank: int | None = option(
         "R", "show what data-parallel rank R holds, numbered as in zero_pp_rank_R"
     )
-    svg: Path_ | None = option("FILE", "draw how each parameter is cut among ranks, as an SVG")
     html: Path_ | None = option(
         "FILE",
         "draw a page: what is wrong, sizes by rank and group, and where each parameter lies",
@@ -282,7 +281,7 @@ class InspectOptions(SourceOptions):
     zero_stage: int | None = option(
         "", "draw too how it would be cut at a stage", choices=(1, 2, 3)
     )
-    overwrite: bool = flag("replace pictures that exist")
+    overwrite: bool = flag("replace a page that exists")
 
 
 class _ReportOptions(Options):

@@ -1,4 +1,4 @@
-"""Styles, scripts, and texts as pictures and pages hold them."""
+"""Styles, scripts, and texts as pages hold them."""
 
 from pkgutil import get_data
 
@@ -8,20 +8,15 @@ def asset(name: str) -> str:
     return (get_data("streamshard.drawing", name) or b"").decode()
 
 
-def clean(text: str) -> str:
-    """Replace unprintable characters by their escapes; XML cannot hold control characters."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
-
-
 def escaped(text: str) -> str:
-    """Escape a text for XML and HTML, within elements and within double quotes.
+    """Escape a text for HTML, within elements and within double quotes.
 
-    The standard library is not used: xml.sax imports the HTTP modules, and html loads all entities.
+    The standard library is not used: html loads all entities.
 
     >>> escaped('<a "b" & c>')
     '&lt;a &quot;b&quot; &amp; c&gt;'
     """
-    shown = clean(text)
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     for letter, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ('"', "&quot;")):
         shown = shown.replace(letter, entity)
     return shown

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from streamshard.drawing.assets import asset, escaped
-from streamshard.layout.bands import Ints
+from streamshard.layout.cutting import Ints
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

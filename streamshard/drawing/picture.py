@@ -3,28 +3,30 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from streamshard.layout.bands import Ints, Rows
+from streamshard.layout.cutting import Ints
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to cut a param group: as saved, or as it would be written."""
+    """One way to cut a param group into rows: as saved, or as it would be written.
+
+    Parameter i, whose first element is element `origin` of a sequence that is cut every `piece`
+    elements, has its part in row k at `at`, or further right in the row where it begins.
+    """
 
     title: str
-    rows: Rows
+    rows: int
+    length: int
+    """Elements of a row, padding included."""
+    origin: Ints
+    piece: Ints
+    at: Ints
     ranks: Sequence[int]
     """The rank of each row; empty if a row is a piece of a tape."""
     borders: Sequence[int]
     """Where a sub-group ends in every row, in elements."""
     chunks: Ints | None = None
     """Elements of the chunks of each parameter in a store."""
-
-    def label(self, row: int, stop: int) -> str:
-        """Name a row, or several."""
-        if not self.ranks:
-            return f"from {row * self.rows.length:,}"
-        one, last = self.ranks[row], self.ranks[stop - 1]
-        return f"rank {one:,}" if stop == row + 1 else f"ranks {one:,} to {last:,}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +57,6 @@ class Picture:
     """How the parameters of a checkpoint are cut among ranks."""
 
     title: str
-    facts: str
-    """A line below the title."""
     panels: Sequence[Panel]
     border: str
     """Meaning of the lines within rows; empty if there are none."""

@@ -212,7 +212,7 @@ REFUSED: list[tuple[Callable[[Path, Path], object], type[Exception], str]] = [
         UsageError,
         "frozen=False: .* name them with exclude=",
     ),
-    (lambda run, out: streamshard.inspect(run, svg=out), UsageError, "nothing to draw"),
+    (lambda run, out: streamshard.inspect(run, html=out), UsageError, "nothing to draw"),
     (lambda run, out: streamshard.inspect(run, rank=0), UsageError, "params= shows where"),
     (dumps_like, UsageError, "give a checkpoint of stage 1, 2 or 3 with like="),
     (with_config(zero_optimization={"stage": 2}), UnsupportedError, "resume at stage 0"),

@@ -261,7 +261,7 @@ def test_sub_groups_that_other_ranks_share_are_refused(tmp_path: Path) -> None:
 def test_the_picture_says_what_the_tables_say(stage: int, tmp_path: Path) -> None:
     """Where partitions end within experts, on 6 ranks."""
     run = write_auto(spread(replace(ON_2, stage=stage), 2, 6), tmp_path / "run")
-    require_told(run, tmp_path / "cut.svg")
+    require_told(run, tmp_path / "cut.html")
 
 
 @pytest.mark.parametrize("sub_group_size", [5, 50, 1_000_000_000])

@@ -258,10 +258,10 @@ def as_two_stages(content: dict[str, Any]) -> None:
 
 def test_inspect_counts_stages(tmp_path: Path) -> None:
     run = write_pipe(OTHERS["three-stages"], tmp_path / "run")
-    found = streamshard.inspect(run, svg=tmp_path / "cut.svg")
+    found = streamshard.inspect(run, html=tmp_path / "cut.html")
     assert (found.tensor_parallel, found.pipeline_parallel) == (1, 3)
     assert found.ranks_text == "6: 2 data-parallel x 3 pipeline-parallel"
-    assert "mp_rank_02 (stage 2 of 3), param group 0" in (tmp_path / "cut.svg").read_text()
+    assert "mp_rank_02 (stage 2 of 3), param group 0" in (tmp_path / "cut.html").read_text()
     assert streamshard.inspect(write_pipe(OTHERS["one-stage"], tmp_path / "one")).ranks_text == "1"
     edit(run / TAG / "mp_rank_00_model_states.pt", as_two_stages)
     assert (

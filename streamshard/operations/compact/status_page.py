@@ -16,7 +16,7 @@ from streamshard.operations.compact.receipts import show_moment
 from streamshard.operations.compact.run_directory import scan_run_directory
 from streamshard.operations.compact.tag_choice import Tag, by_step
 from streamshard.operations.inspect.inspect_report import FileSummary
-from streamshard.operations.inspect.picture_files import PictureFiles
+from streamshard.operations.inspect.page_file import PageFile
 from streamshard.operations.transfer.target import require_separate
 
 
@@ -24,18 +24,16 @@ def draw_status(
     found: Sequence[CompactStatus], html: str | os.PathLike[str], *, overwrite: bool
 ) -> FileSummary:
     """Write a page of the state of runs, with the tags in them as their headers tell."""
-    path = as_path(html)
-    files = PictureFiles(None, path, overwrite)
-    files.require_free()
+    file = PageFile(as_path(html), overwrite)
+    file.require_free()
     for status in found:
         for place in (status.run_dir, status.archive_dir):
-            require_separate(as_path(place), path)
+            require_separate(as_path(place), file.path)
     document = {
         "runs": [{**asdict(status), **_content(as_path(status.run_dir))} for status in found]
     }
     title = PurePosixPath(found[0].run_dir).name if len(found) == 1 else f"{len(found):,} runs"
-    (drawn,) = files.write({path: page("compact", title, document)})
-    return drawn
+    return file.write(page("compact", title, document))
 
 
 def _content(run_dir: Path) -> dict[str, Any]:

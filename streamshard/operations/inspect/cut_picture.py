@@ -17,14 +17,13 @@ from streamshard.formats.deepspeed.cut import muon_order
 from streamshard.formats.deepspeed.cut.part_cut import cut_model_part, flat_groups
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import known_degrees
 from streamshard.io.entries import resolve
-from streamshard.layout.bands import Ints, Rows
+from streamshard.layout.cutting import Ints
 from streamshard.layout.zero import ceil_div, ends_and_numels
 from streamshard.model import ITEMSIZE, MASTER, ZeroLayout
-from streamshard.operations.inspect.inspect_report import degrees_text
 from streamshard.operations.inspect.ownership import sharing_ranks
 from streamshard.operations.native.target_settings import require_allowed, target_settings
 from streamshard.operations.source.source import Source
-from streamshard.sizes import counted, show_bytes
+from streamshard.sizes import counted
 
 T = TypeVar("T")
 
@@ -55,7 +54,7 @@ def picture_of(
         if group.params
     ]
     title = f"{resolve(source.path).name} at {source.checkpoint.tag}"
-    return Picture(title, _facts(source), panels, _border(cuts, panels))
+    return Picture(title, panels, _border(cuts, panels))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +72,6 @@ class _Cut:
     def tape(self) -> Source | None:
         """The source, if no ranks cut it: then it is drawn as a tape that is wrapped into rows."""
         return self.source if self.source and not self.source.is_of_ranks else None
-
-
-def _facts(source: Source) -> str:
-    masters = [tensor for tensor in source.checkpoint.tensors if tensor.state == MASTER]
-    numel, nbytes = sum(t.numel for t in masters), sum(t.nbytes for t in masters)
-    text = (
-        f"{counted(len(masters), 'parameter')}, {counted(numel, 'element')}, "
-        f"{show_bytes(nbytes)} of master weights"
-    )
-    checkpoint, degrees = source.checkpoint, known_degrees(source.checkpoint)
-    parts, data = len(checkpoint.model_parts), checkpoint.layout.world_size
-    shared_as = degrees_text(parts, data, degrees, checkpoint.expert_parallel)
-    ranks = counted(checkpoint.ranks, "rank")
-    return f"{text}; saved by {ranks}: {shared_as}" if shared_as else text
 
 
 def _border(cuts: Sequence[_Cut], panels: Sequence[Panel]) -> str:
@@ -205,8 +190,8 @@ def _way(cut: _Cut, model_part: ModelPart, place: int, params: Sequence[str]) ->
     position = {name: number for number, name in enumerate(group.params)}
     order = np.array([position[name] for name in params], dtype=np.int64)
     count = len(ranks) or max(1, ceil_div(int(own.sum()), length))
-    columns = (column[order] for column in (own, origin, np.maximum(piece, 1), at))
-    return Way(cut.title, Rows(count, length, *columns), ranks, borders, chunks)
+    columns = (column[order] for column in (origin, np.maximum(piece, 1), at))
+    return Way(cut.title, count, length, *columns, ranks, borders, chunks)
 
 
 def _sub_group_ends(cut: _Cut, model_part: ModelPart, place: int) -> Iterator[int]:

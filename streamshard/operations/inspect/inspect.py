@@ -43,7 +43,7 @@ from streamshard.options import takes
 from streamshard.verb_options import InspectOptions
 
 if TYPE_CHECKING:
-    from streamshard.operations.inspect.picture_files import PictureFiles
+    from streamshard.operations.inspect.page_file import PageFile
 
 _NOT_CUT: Final = "not cut"
 _MOST_SHOWN: Final = 16
@@ -69,13 +69,12 @@ def inspect(options: InspectOptions) -> Inspection:
         its elements lie.
     rank
         Data-parallel rank, as in file names; the result says what this rank holds.
-    svg, html
-        Files for a picture that shows how the parameters are cut among ranks. Each file is complete
-        in itself.
+    html
+        File for a page that shows how the parameters are cut among ranks. It is complete in itself.
     world_size, zero_stage
-        Show in the pictures also how `repartition` would cut the parameters.
+        Show on the page also how `repartition` would cut the parameters.
     overwrite
-        Replace existing pictures.
+        Replace an existing page.
 
     Raises
     ------
@@ -85,27 +84,26 @@ def inspect(options: InspectOptions) -> Inspection:
         A pattern matches nothing, there is no such rank, or that world size or stage is impossible;
         the message says what is possible.
     TargetError
-        A picture exists already, or cannot be written.
+        The page exists already, or cannot be written.
     """
-    # Not at the top: verbs that move bytes import this module, and need no memory for pictures.
-    from streamshard.operations.inspect.picture_files import PictureFiles
+    # Not at the top: verbs that move bytes import this module, and need no memory for pages.
+    from streamshard.operations.inspect.page_file import PageFile
 
-    svg, html = (as_path(path) if path else None for path in (options.svg, options.html))
-    files = PictureFiles(svg, html, options.overwrite)
-    files.require_free()
+    file = PageFile(as_path(options.html), options.overwrite) if options.html else None
+    if file:
+        file.require_free()
     source, tag, params, rank = options.source, options.tag, options.params, options.rank
     world_size, zero_stage = options.world_size, options.zero_stage
     is_resized = world_size is not None or zero_stage is not None
-    if is_resized and not files.paths:
+    if is_resized and file is None:
         given = f"{Option('world_size')} and {Option('zero_stage')}"
-        where = f"{Option('svg', 'FILE')} or {Option('html', 'FILE')}"
-        raise UsageError(f"{given} shape a picture: say where with {where}")
+        raise UsageError(f"{given} shape a page: say where with {Option('html', 'FILE')}")
     opened = open_source(source, options)
     stage = zero_stage or opened.checkpoint.layout.stage
     opened.require_use_of_like(
         needed=is_resized and muon_order.needs_order(opened.checkpoint, stage)
     )
-    is_brief = bool(params or rank is not None or files.paths)
+    is_brief = bool(params or rank is not None or file)
     is_run = opened.kind == "native" and opened.path == as_path(source) and tag is None
     try:
         found = replace(
@@ -116,28 +114,21 @@ def inspect(options: InspectOptions) -> Inspection:
         )
     except UsageError as error:
         raise UsageError(f"{opened.path}: {error}") from error
-    if not files.paths:
+    if file is None:
         return found
-    return replace(found, pictures=_draw(opened, found, files, options))
+    return replace(found, pictures=(_draw(opened, found, file, options),))
 
 
 def _draw(
-    source: Source, found: Inspection, files: "PictureFiles", options: InspectOptions
-) -> tuple[FileSummary, ...]:
-    """Draw a checkpoint, and how it would be resized; write complete files or none."""
-    from streamshard.drawing.svg import svg
+    source: Source, found: Inspection, file: "PageFile", options: InspectOptions
+) -> FileSummary:
+    """Draw a checkpoint, and how it would be resized."""
     from streamshard.operations.inspect.cut_picture import picture_of
     from streamshard.operations.inspect.inspect_page import cut_page
 
-    for path in files.paths:
-        require_separate(source.path, path, source.directories)
+    require_separate(source.path, file.path, source.directories)
     picture = picture_of(source, world_size=options.world_size, zero_stage=options.zero_stage)
-    texts: dict[Path, str] = {}
-    if files.svg is not None:
-        texts[files.svg] = svg(picture)
-    if files.html is not None:
-        texts[files.html] = cut_page(found, source, picture)
-    return files.write(texts)
+    return file.write(cut_page(found, source, picture))
 
 
 def summarize(source: Source) -> Inspection:

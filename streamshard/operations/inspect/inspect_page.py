@@ -12,7 +12,7 @@ from streamshard.drawing.page import column, page, pooled, table
 from streamshard.drawing.picture import Panel, Picture, Way
 from streamshard.formats.deepspeed import names
 from streamshard.formats.zarr.rewritten import remark
-from streamshard.layout.bands import Ints
+from streamshard.layout.cutting import Ints
 from streamshard.model import MASTER, MODULE, NoteKind
 from streamshard.operations.checks.structure import title_of
 from streamshard.operations.inspect.file_groups import relative
@@ -101,16 +101,15 @@ def _panel(panel: Panel) -> Document:
 
 
 def _way(way: Way) -> Document:
-    rows = way.rows
     return {
         "title": way.title,
-        "rows": rows.count,
-        "length": rows.length,
+        "rows": way.rows,
+        "length": way.length,
         "ranks": column(way.ranks),
         "borders": column(way.borders),
-        "origin": column(rows.origin),
-        "piece": column(rows.piece),
-        "at": column(rows.at),
+        "origin": column(way.origin),
+        "piece": column(way.piece),
+        "at": column(way.at),
         "chunks": None if way.chunks is None else column(way.chunks),
     }
 

@@ -324,7 +324,7 @@ class Inspection:
     """Weights of which the files do not record whether they are trained, as without ZeRO (stage 0);
     they are not among `parameters`."""
     pictures: tuple[FileSummary, ...] = ()
-    """Pictures that were written (`svg`, `html`), with their sizes."""
+    """The page that was written (`html`), with its size."""
     checkpoints: tuple[CheckpointSummary, ...] = ()
     """All checkpoints in the run directory, if the source is a run directory, in order of steps."""
 

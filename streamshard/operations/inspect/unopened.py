@@ -30,7 +30,7 @@ from streamshard.operations.inspect.inspect_report import (
     FileSummary,
     IncompleteCheckpoint,
 )
-from streamshard.operations.inspect.picture_files import PictureFiles
+from streamshard.operations.inspect.page_file import PageFile
 from streamshard.operations.source.source import Request, requests
 from streamshard.operations.source.tag_directory import find_tag
 from streamshard.operations.source.unfinished import is_unfinished
@@ -63,11 +63,10 @@ def draw_unopened(
     # Not at the top: only few runs draw anything.
     from streamshard.operations.inspect.inspect_page import unopened_page
 
-    path = as_path(html)
-    files = PictureFiles(None, path, overwrite)
-    files.require_free()
-    require_separate(as_path(source), path)
-    return replace(found, pictures=files.write({path: unopened_page(found)}))
+    file = PageFile(as_path(html), overwrite)
+    file.require_free()
+    require_separate(as_path(source), file.path)
+    return replace(found, pictures=(file.write(unopened_page(found)),))
 
 
 def _needs_choice(root: Path) -> bool:
