@@ -36,7 +36,7 @@ class OptionField(NamedTuple):
 
     shown: str
     """Its names, if they are others than the field's, and what stands for its value: `-n --dry-run`
-    or `--param PATTERN`, and `TAG ...` for several. `SIZE`, `TIME` and `LIST` are read as such."""
+    or `--param PATTERN`, and `TAG ...` for several. `SIZE` and `TIME` are read as such."""
     help: str
     default: Any = None
     choices: Sequence[Any] | None = None
@@ -294,22 +294,10 @@ TENSOR_PARALLEL: Final = (
     "save of the job that will resume [the source's]"
 )
 PIPELINE_PARALLEL: Final = "{}, how many stages share the layers; as above [the source's]"
-STAGES: Final = option(
-    "LIST",
-    "first layer of each of these stages, in place of --like: 0,4,7 [what --like tells]",
-    group=PARALLELISM,
-    is_rare=True,
-)
 CUT_RULES: Final = option(
     "--cut-rules FILE",
     "how tensor parallelism cut the parameters, where files do not tell: lines such as "
     "'.*norm: replicated' [what files tell]",
-    group=PARALLELISM,
-    is_rare=True,
-)
-AVERAGE: Final = flag(
-    "take the mean of parameters that files list as ones to average, of which tensor parallel "
-    "ranks have different copies; not lossless [refuse different copies]",
     group=PARALLELISM,
     is_rare=True,
 )
@@ -326,12 +314,10 @@ class RepartitionOptions(TransferOptions):
     )
     tensor_parallel: int | None = degree("T", TENSOR_PARALLEL.format("of these ranks"))
     pipeline_parallel: int | None = degree("P", PIPELINE_PARALLEL.format("of these ranks"))
-    stages: Sequence[int] | None = STAGES
     expert_parallel: int | None = degree(
         "E", "of these ranks, over how many the experts of each layer are spread [the source's]"
     )
     cut_rules_file: Path_ | None = CUT_RULES
-    average: bool = AVERAGE
     zero_stage: int | None = option(
         "", "stage of the job that will resume [the source's]", choices=(1, 2, 3)
     )

@@ -75,18 +75,6 @@ def parse_time(text: str) -> timedelta:
     return timedelta(seconds=int(match[1] or 0) * _SECONDS[match[2] or "s"])
 
 
-def parse_numbers(text: str) -> tuple[int, ...]:
-    """Read a list of numbers.
-
-    >>> parse_numbers("0,4,7")
-    (0, 4, 7)
-    """
-    try:
-        return tuple(map(int, text.split(",")))
-    except ValueError:
-        raise ValueError(f"{text!r} is not a list of numbers, such as 0,4,7") from None
-
-
 def show_duration(time: timedelta) -> str:
     """Format a duration as options take it, in the largest unit that leaves no remainder.
 

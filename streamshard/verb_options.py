@@ -5,7 +5,6 @@ from datetime import timedelta
 from typing import Final
 
 from streamshard.options import (
-    AVERAGE,
     CODECS,
     CUT_RULES,
     JOB,
@@ -15,7 +14,6 @@ from streamshard.options import (
     RUN,
     SOURCE,
     SOURCE_HELP,
-    STAGES,
     TENSOR_PARALLEL,
     Options,
     Path_,
@@ -62,9 +60,7 @@ class ConvertOptions(TransferOptions):
     )
     tensor_parallel: int | None = degree("T", TENSOR_PARALLEL.format(_OF_STORE))
     pipeline_parallel: int | None = degree("P", PIPELINE_PARALLEL.format(_OF_STORE))
-    stages: Sequence[int] | None = STAGES
     cut_rules_file: Path_ | None = CUT_RULES
-    average: bool = AVERAGE
 
 
 class ExportOptions(TransferOptions):
@@ -129,7 +125,6 @@ class ExportOptions(TransferOptions):
         is_rare=True,
     )
     cut_rules_file: Path_ | None = CUT_RULES
-    average: bool = AVERAGE
 
 
 class MergeOptions(WritingOptions):

@@ -35,8 +35,6 @@ class TensorJob(Job):
     """Name of a parameter whose elements are all alike."""
     averaged: tuple[str, ...] = ()
     """Parameters that the lists say to be averaged."""
-    means_of: int = 0
-    """Ranks whose mean all ranks have of these; 0 if each rank has a copy of its own."""
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -84,18 +82,11 @@ class TensorJob(Job):
         return whole
 
     def _copy(self, state: str, name: str) -> Tensor:
-        """Return what a rank has of a parameter to be averaged: half of it is alike on all ranks.
-
-        The mean is that of `merge_tp_slices` (`deepspeed/checkpoint/ds_to_universal.py`, 0.19.8).
-        """
-        copies = []
-        for rank in range(self.means_of or self.parts):
-            copy = values(state, name, self._wholes[name])
-            own = values(state, f"{name} of {rank}", copy.shape).view(-1)[::2]
-            copy.view(-1)[::2] = torch.sqrt(own.abs() + rank)
-            copies.append(copy)
-        mean: Tensor = sum(copies) / len(copies)  # type: ignore[assignment]
-        return mean if self.means_of else copies[self.part]
+        """Return what a rank has of a parameter to be averaged: half of it is alike on all."""
+        copy = values(state, name, self._wholes[name])
+        own = values(state, f"{name} of {self.part}", copy.shape).view(-1)[::2]
+        copy.view(-1)[::2] = torch.sqrt(own.abs() + self.part)
+        return copy
 
     def told(self) -> "TensorJob":
         """Return the job with what its model files tell of its degrees."""

@@ -219,7 +219,6 @@ def _number(text: str) -> int:
 _READ: Final = {
     "SIZE": _reads(sizes.parse),
     "TIME": _reads(sizes.parse_time),
-    "LIST": _reads(sizes.parse_numbers),
 }
 """What stands for a value → how it is read."""
 

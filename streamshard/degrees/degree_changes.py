@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from streamshard.degrees.averaged_parameters import AVERAGE
 from streamshard.degrees.layered import WithLayerTensors
 from streamshard.degrees.other_degrees import at_degrees
 from streamshard.degrees.recut_source import parts_of, recut_source, require_unused, tells_cut
@@ -29,30 +28,27 @@ from streamshard.options import Path_
 from streamshard.sizes import counted
 
 
-def whole(opened: Source, rules: CutRules | None, *, average: bool) -> DegreeChange | None:
+def whole(opened: Source, rules: CutRules | None) -> DegreeChange | None:
     """Put the tensors of a pipeline or of AutoTP together; None if the checkpoint is of neither.
 
     `rules`: how tensor parallelism cut parameters; None for what files tell.
-    `average`: whether to take the mean of the copies of parameters that are to be averaged.
     """
     opened = replace(opened, checkpoint=opened.checkpoint.without_held())
     model_parts = opened.checkpoint.model_parts
     is_pipe = is_pipeline(opened.checkpoint)
     if len(model_parts) == 1 or (is_pipe and degrees_of(opened.checkpoint).tensor == 1):
-        require_unused(rules, average=average)
+        require_unused(rules)
     if not is_pipe and (len(model_parts) == 1 or not (rules or tells_cut(opened))):
-        require_unused(None, average=average)
         return None
     try:
         with of_file(opened.path):
-            laid, parts = parts_of(opened, rules, keeps_shards=False, average=average)
-            made = _whole_of_parts(laid, parts)
+            laid, parts = parts_of(opened, rules, keeps_shards=False)
+            return _whole_of_parts(laid, parts)
     except UnsupportedError as error:
         hint = "streamshard.open reads its parts one by one"
         if is_pipe and not opened.checkpoint.layout.stage:
             hint = "Its weights are in the layer_*-model_states.pt files, which torch.load reads"
         raise UnsupportedError(f"{error}. {hint}") from error
-    return replace(made, options={AVERAGE.name: ""} if average else {})
 
 
 def _whole_of_parts(laid: WithLayerTensors, parts: ModelInParts) -> DegreeChange:
@@ -116,17 +112,15 @@ class _ModelParallelism(OtherDegrees):
         made = at_degrees(source, wanted)
         return made or _spread_experts(source, wanted.expert_parallel, wanted.world_size)
 
-    def join(
-        self, source: Source, cut_rules_file: Path_ | None = None, *, average: bool = False
-    ) -> DegreeChange | None:
-        return whole(source, read_rules(cut_rules_file), average=average)
+    def join(self, source: Source, cut_rules_file: Path_ | None = None) -> DegreeChange | None:
+        return whole(source, read_rules(cut_rules_file))
 
     def join_unequal(
         self, one: Source, other: Source
     ) -> tuple[Source, Source, Sequence[DegreeChange]]:
         if _have_equal_parts(one.checkpoint, other.checkpoint):
             return one, other, []
-        found = [whole(side, None, average=False) for side in (one, other)]
+        found = [whole(side, None) for side in (one, other)]
         left, right = (
             side if joined is None else joined.source
             for joined, side in zip(found, (one, other), strict=True)

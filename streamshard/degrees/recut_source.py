@@ -7,7 +7,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Self
 
-from streamshard.degrees.averaged_parameters import AVERAGE, require_averaged, with_means
 from streamshard.degrees.layered import WithLayerTensors, layered, pair_of_copy
 from streamshard.degrees.recut_checkpoint import MadeTensor, cutting_of, recut_checkpoint
 from streamshard.engine.run.phases import COMPARING
@@ -17,7 +16,6 @@ from streamshard.formats.deepspeed.model_parallel.cut_rules import CutRules
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import AS_SAVED, is_pipeline
 from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts, cuts_in
 from streamshard.formats.deepspeed.model_parallel.pipeline_layers import LayerCopy
-from streamshard.formats.pickle.inert import Node
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.layout.memory_plan import MemoryPlan
@@ -74,8 +72,7 @@ class EqualCopies:
             message = f"{self.original.path}: {where}. Copies must be equal: they have drifted"
             message = f"{message} apart in training, and which is right is unknown"
             if pair.tensor is not None and pair.tensor.name in self.averaged:
-                message = f"{message}. Its files list it as one to be averaged: with {AVERAGE},"
-                message = f"{message} 'repartition', 'convert' and 'export' take the mean"
+                message = f"{message}. Its files list it as one whose mean counts"
             raise DisagreementError(f"{message}. {AS_SAVED}")
 
     def _held_by(self, holder: int) -> Source:
@@ -134,19 +131,13 @@ def _copies_in_parts(source: Source, parts: ModelInParts) -> Iterator[list[MadeT
 
 
 def parts_of(
-    opened: Source, rules: CutRules | None, *, keeps_shards: bool, average: bool
+    opened: Source, rules: CutRules | None, *, keeps_shards: bool
 ) -> tuple[WithLayerTensors, ModelInParts]:
     """Return a source with all that is needed of its parts, and these."""
     laid = WithLayerTensors(opened)
     if is_pipeline(opened.checkpoint) and not (keeps_shards and not opened.checkpoint.layers):
         laid = layered(opened)
-    parts = ModelInParts(laid.source.checkpoint, rules, keeps_shards=keeps_shards)
-    if not average:
-        return laid, parts
-    # Files of layers hold the copies that the means are made of.
-    averaged = set(parts.averaged())
-    copies = [copy for copy in laid.copies if copy.name not in averaged]
-    return WithLayerTensors(with_means(laid.source, parts), copies), parts
+    return laid, ModelInParts(laid.source.checkpoint, rules, keeps_shards=keeps_shards)
 
 
 def recut_source(laid: WithLayerTensors, parts: ModelInParts, like: ModelInParts) -> DegreeChange:
@@ -164,23 +155,16 @@ def recut_source(laid: WithLayerTensors, parts: ModelInParts, like: ModelInParts
     )
 
 
-def universal_info(opened: Source) -> Node:
-    """Return what the first model file tells of how parameters are cut."""
-    return opened.checkpoint.model_parts[0].model_state.get(names.UNIVERSAL_INFO)
-
-
 def tells_cut(opened: Source) -> bool:
     """Tell whether the model files tell how parameters are cut."""
-    info = universal_info(opened)
+    info = opened.checkpoint.model_parts[0].model_state.get(names.UNIVERSAL_INFO)
     with of_file(opened.path):
         return cuts_in(info) is not None
 
 
-def require_unused(rules: CutRules | None, *, average: bool) -> None:
+def require_unused(rules: CutRules | None) -> None:
     if rules is not None:
         message = (
             f"{Option('cut_rules_file')}: no tensor is cut otherwise, or put together, in what is"
         )
         raise UsageError(f"{message} asked for; leave it out")
-    if average:
-        require_averaged(())

@@ -13,7 +13,6 @@ import zarr
 from safetensors.torch import load_file
 
 import streamshard
-from streamshard.errors import UnsupportedError
 from tests.fabricated import edit
 from tests.oracle.compare import close, differences
 from tests.oracle.files import file_differences
@@ -223,17 +222,6 @@ def test_lists_of_patterns_tell_what_maps_tell(move: Move, places: Places, tmp_p
     assert unlike(out, wanted) == []
 
 
-@each("uneven", "fused", "to-stage-3")
-def test_widths_are_recomputed_as_autotp_does(move: Move, places: Places, tmp_path: Path) -> None:
-    """Without a reference come the same files, what they tell of the cut included."""
-    source, out = tmp_path / "source", tmp_path / "out"
-    shutil.copytree(places.source(move), source)
-    # Heads of these models would be cut otherwise than the source is.
-    (source / "config.json").write_text('{"num_key_value_heads": 1}')
-    streamshard.repartition(source, out, **move.asked)
-    assert unlike(out, places.out(move)) == []
-
-
 @each("merged", "from-stage-3", "uneven", "fewer-stages", "told-both")
 def test_a_store_of_the_other_degree_leads_to_the_same_files(
     move: Move, places: Places, tmp_path: Path
@@ -274,34 +262,10 @@ def test_deepspeed_s_own_conversion_makes_the_same_of_both(
         assert not list(value_differences(one, two, str(path)))
 
 
-@pytest.mark.parametrize(
-    ("name", "starts"),
-    [
-        ("fewer-stages", [0, 5]),
-        ("shared-norms", [0]),
-        ("stages-of-two", [0]),
-        ("stages-by-scales", [0, 4, 6]),
-    ],
-)
-def test_a_list_of_first_layers_does_as_well_as_a_reference(
-    name: str, starts: list[int], places: Places, tmp_path: Path
-) -> None:
-    move = next(move for move in MOVES if move.name == name)
-    out = tmp_path / "out"
-    streamshard.repartition(
-        places.source(move), out, world_size=move.target_ranks, stages=starts, verify=True
-    )
-    assert unlike(out, places.out(move)) == []
-
-
-def test_what_a_layer_without_a_file_uses_is_not_known(places: Places, tmp_path: Path) -> None:
-    """Layer 3 is a function of its own. As far as files tell, it could be one of the embedding."""
-    move = next(move for move in MOVES if move.name == "more-stages")
-    message = r"not known which of layers 0, 3 use 'tied_modules\.embed'"
-    with pytest.raises(UnsupportedError, match=message):
-        streamshard.repartition(
-            places.source(move), tmp_path / "out", world_size=3, stages=[0, 3, 6]
-        )
+@each("shared-norms", "stages-of-two")
+def test_one_stage_needs_no_reference(move: Move, places: Places, tmp_path: Path) -> None:
+    streamshard.repartition(places.source(move), tmp_path / "out", **move.asked, verify=True)
+    assert unlike(tmp_path / "out", places.out(move)) == []
 
 
 def without_maps(run: Path, to: Path) -> Path:

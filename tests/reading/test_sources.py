@@ -2,16 +2,15 @@
 
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import streamshard
-from streamshard.degrees.averaged_parameters import Held
 from streamshard.io.entries import identify
-from streamshard.model import FILE, ITEMSIZE, MASTER, MODULE
+from streamshard.model import FILE, ITEMSIZE, MASTER, MODULE, Computed
 from streamshard.operations.compact import omissions
 from streamshard.operations.source.degree_change import other_degrees
 from streamshard.operations.source.source import Source, open_source
@@ -21,6 +20,16 @@ from tests.checkpoints.test_dcp_repartition import saved
 from tests.fabricated import write
 from tests.fabricated_parts import TensorJob
 from tests.job import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Held(Computed):
+    """Content that is held in memory."""
+
+    content: bytes
+
+    def fill(self, view: memoryview, offset: int, reader: object) -> None:
+        view[:] = self.content[offset : offset + len(view)]
 
 
 def tensor_parallel(place: Path) -> Source:

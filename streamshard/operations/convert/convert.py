@@ -51,7 +51,7 @@ def plan_convert(options: ConvertOptions) -> TransferPlan:
     health
         Record in the manifest how many NaNs, infinities and zeros each tensor holds, and how large
         its numbers are. `inspect` shows it, and `newest` needs not read the store for it.
-    tensor_parallel, pipeline_parallel, stages, cut_rules_file, average
+    tensor_parallel, pipeline_parallel, cut_rules_file
         Degrees of the job that the store holds a checkpoint of, by default the source's; see
         `plan_repartition`. At a tensor parallel degree of 1 its arrays are whole tensors.
     source_ds_config_file, like, rename, wrapped
@@ -94,10 +94,7 @@ def prepare(options: ConvertOptions, opened: Source) -> Output:
         JobDegrees(
             tensor_parallel=options.tensor_parallel,
             pipeline_parallel=options.pipeline_parallel,
-            stages=options.stages,
             cut_rules_file=options.cut_rules_file,
-            average=options.average,
-            if_needed=options.if_needed,
         ),
     )
     opened.require_use_of_like(needed=change is not None, if_needed=options.if_needed)

@@ -129,7 +129,7 @@ def plan_export(options: ExportOptions) -> TransferPlan:
     memory_limit
         Bytes of memory beyond what the program itself takes; by default 1 GiB, but at most half of
         the remaining memory of the machine or the cgroup.
-    cut_rules_file, average
+    cut_rules_file
         How tensor parallelism cut the parameters; see `plan_repartition`.
     verify
         Read the written files back from disk, and compare them with the source before they are
@@ -182,7 +182,7 @@ def prepare(options: ExportOptions, opened: Source) -> Output:
         )
         message = f"{message} with those of files of weights alone"
         raise UsageError(f"{message}; leave {Option('like')} out")
-    joined = other_degrees().join(opened, options.cut_rules_file, average=options.average)
+    joined = other_degrees().join(opened, options.cut_rules_file)
     if joined is not None:
         if options.format in (UNIVERSAL, _DCP) and is_pipeline(opened.checkpoint):
             message = (
@@ -190,9 +190,8 @@ def prepare(options: ExportOptions, opened: Source) -> Output:
             )
             form = Option("format", pretrained.SAFETENSORS)
             raise UnsupportedError(f"{message} write: give {form} or {pretrained.TORCH}")
-        output = prepare(options.replaced(cut_rules_file=None, average=False), joined.source)
-        asked = {**output.options, **joined.options}
-        return replace(output, options=asked, check=joined.check)
+        output = prepare(options.replaced(cut_rules_file=None), joined.source)
+        return replace(output, check=joined.check)
     make = {UNIVERSAL: _universal, _DCP: _dcp}.get(options.format, _weights)
     try:
         output = make(opened, options)

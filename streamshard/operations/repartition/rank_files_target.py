@@ -30,10 +30,8 @@ FORMAT: Final = "fsdp-ranks"
 _OF_ZERO: Final = (
     "tensor_parallel",
     "pipeline_parallel",
-    "stages",
     "expert_parallel",
     "cut_rules_file",
-    "average",
     "like",
     "zero_stage",
     "ds_config_file",

@@ -44,9 +44,6 @@ def plan_repartition(options: RepartitionOptions) -> TransferPlan:
     tensor_parallel, pipeline_parallel
         Degrees of the job that resumes, by default the source's. For others `like` must be a
         checkpoint that this job saved, which tells how it cuts the model.
-    stages
-        First layer of each stage of that job, ascending from 0, such as ``[0, 4, 7]``. With it the
-        stages of a pipeline change without `like`, where files tell what each of them has.
     expert_parallel
         Count of these ranks over which experts are spread, which divides both; by default as many
         as in the source. For ZeRO stages 1 and 2, with DeepSpeed's own `MoE` layers.
@@ -54,9 +51,6 @@ def plan_repartition(options: RepartitionOptions) -> TransferPlan:
         File that tells how the tensor parallel ranks of both jobs cut the parameters, where their
         files do not: in each line a pattern of names, a colon, and ``replicated``, ``split 1`` (its
         dimension) or ``sub 0 [4096, 1024, 1024]`` (of parameters in a row, each cut by itself).
-    average
-        Take the mean of the tensor parallel ranks' copies of each parameter that the files list as
-        one to be averaged. Without it, these copies must be equal. Not lossless.
     zero_stage
         ZeRO stage of the job that resumes; by default the stage in the config.
     ds_config_file
@@ -139,11 +133,8 @@ def prepare(
         JobDegrees(
             tensor_parallel=options.tensor_parallel,
             pipeline_parallel=options.pipeline_parallel,
-            stages=options.stages,
             expert_parallel=options.expert_parallel,
             cut_rules_file=options.cut_rules_file,
-            average=options.average,
-            if_needed=options.if_needed,
             world_size=world_size,
             config=wanted,
         ),

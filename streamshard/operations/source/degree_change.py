@@ -19,15 +19,9 @@ class JobDegrees:
     tensor_parallel: int | None = None
     """None for that of the source, as for the other degrees."""
     pipeline_parallel: int | None = None
-    stages: Sequence[int] | None = None
-    """First layer of each stage of that job; None for what a reference checkpoint tells."""
     expert_parallel: int | None = None
     cut_rules_file: Path_ | None = None
     """Rules for how tensor parallelism cut parameters; None for what files tell."""
-    average: bool = False
-    """Whether to take the mean of the copies of parameters that are to be averaged."""
-    if_needed: bool = False
-    """Whether the stages may be those of the source."""
     world_size: int = 0
     """Count of all ranks of the job; 0 if only a store is made for it."""
     config: ds_config.Config | None = None
@@ -59,9 +53,7 @@ class OtherDegrees(ABC):
         """Re-cut a checkpoint for a job; None if the job cuts the model as the source does."""
 
     @abstractmethod
-    def join(
-        self, source: Source, cut_rules_file: Path_ | None = None, *, average: bool = False
-    ) -> DegreeChange | None:
+    def join(self, source: Source, cut_rules_file: Path_ | None = None) -> DegreeChange | None:
         """Put tensors together that AutoTP or a pipeline cut; None if the model is whole."""
 
     @abstractmethod

@@ -34,7 +34,7 @@ _HALVES: Final = "parameter_with_2_sub_params_cat_dim_0"
 _ROWS: Final = "parameter_with_row_parallelism_patterns"
 _SUBS: Final = "parameter_with_sub_params"
 _VOCABULARY: Final = "vocabulary_parameter_patterns"
-WIDTHS: Final = "sub_param_shard_widths"
+_WIDTHS: Final = "sub_param_shard_widths"
 """Pattern → for each sub-parameter, the widths of the ranks' parts."""
 _VERSION: Final = "universal_checkpoint_version"
 UNSUPPORTED: Final = "autotp_unsupported_parameter_patterns"
@@ -74,7 +74,7 @@ class Categories(CutsInFiles):
             for key in (_REPLICATED, _AVERAGED, _HALVES, _ROWS, _VOCABULARY)
         )
         self._subs = NamePatterns((subs.pattern, subs) for subs in _sub_params(info))
-        self._widths = by_pattern(info, WIDTHS)
+        self._widths = by_pattern(info, _WIDTHS)
         self._refused = NamePatterns(by_pattern(info, UNSUPPORTED))
 
     def cut(self, name: str, shards: Mapping[int, Shape], ranks: int) -> ModelCut:
@@ -129,7 +129,7 @@ class Categories(CutsInFiles):
         if self._version >= _WITH_WIDTHS:
             found = [_sizes(widths) for widths in self._widths.get(subs.pattern) or ()]
             if not found or any(len(widths) != ranks for widths in found):
-                raise NotTiledError(f"'{WIDTHS}' has not its widths on {ranks} ranks")
+                raise NotTiledError(f"'{_WIDTHS}' has not its widths on {ranks} ranks")
             return found
         if isinstance(listed, int):
             # Early lists have the count of equal sub-parameters there.
@@ -142,7 +142,7 @@ class Categories(CutsInFiles):
 def _sizes(node: Node) -> Sequence[int]:
     is_list = isinstance(node, list | tuple) and len(node) <= _MOST_SUBS
     if not is_list or not all(map(is_size, node)):
-        raise CorruptFileError(f"{show(node)} in '{_SUBS}' or '{WIDTHS}' are not sizes")
+        raise CorruptFileError(f"{show(node)} in '{_SUBS}' or '{_WIDTHS}' are not sizes")
     return node  # type: ignore[no-any-return]
 
 

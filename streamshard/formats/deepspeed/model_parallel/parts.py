@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Final
 
 from streamshard.errors import DisagreementError, Option, UnsupportedError
@@ -42,6 +41,11 @@ class HeldTensor:
     """Number of the param group that trains it."""
 
 
+_OF_WHOLE: Final[Mapping[str, Node]] = {
+    names.MP_WORLD_SIZE: 1,
+    names.PARALLEL_DEGREES: {"pp_degree": 1, "tp_degree": 1},
+}
+"""What the model file of a job with one part has in place of the source's degrees."""
 _IN_FILES: Final[Sequence[type[CutsInFiles]]] = (AffineMaps, Categories)
 """What may tell cuts in model files, in the order in which it is asked."""
 
@@ -268,8 +272,8 @@ def whole_model(parts: ModelInParts) -> ModelInParts:
     """
     checkpoint = parts.checkpoint
     first = checkpoint.model_parts[0]
-    shards = {
-        name: [own_shape(name, parts.cut(name).shape, next(iter(held.shapes.values())))]
+    shapes = {
+        name: _own_shape(name, parts.cut(name).shape, next(iter(held.shapes.values())))
         for name, held in parts.tensors.items()
     }
     if is_pipeline(checkpoint):
@@ -278,70 +282,39 @@ def whole_model(parts: ModelInParts) -> ModelInParts:
             for model_part in checkpoint.model_parts
             for entry in model_part.module
         }
-        groups = tuple(map(partial(_with_all_params, checkpoint), first.groups))
+        groups = tuple(with_all_params(group, checkpoint.model_parts) for group in first.groups)
         first = replace(first, groups=groups, module=in_order(tuple(held.values())))
-    return made_parts(checkpoint, first, shards, None)
-
-
-def made_parts(
-    checkpoint: Checkpoint,
-    like: ModelPart,
-    shards: Mapping[str, Sequence[Shape]],
-    info: Mapping[str, Node] | None,
-) -> ModelInParts:
-    """Return the parts of a job that has all that one part has, in other shapes.
-
-    `shards`: tensor → its shape on each tensor-parallel rank.
-    `info`: what model files tell of how tensors are cut; None if they are whole.
-    """
-    count = len(next(iter(shards.values())))
-    own: dict[str, Node] = {
-        names.MP_WORLD_SIZE: count,
-        names.PARALLEL_DEGREES: {"pp_degree": 1, "tp_degree": count},
-        names.UNIVERSAL_INFO: info,
-    }
     state = {
-        key: own.get(key, node)
-        for key, node in like.model_state.items()
-        if info is not None or key != names.UNIVERSAL_INFO
+        key: _OF_WHOLE.get(key, node)
+        for key, node in first.model_state.items()
+        if key != names.UNIVERSAL_INFO
     }
-    config = _config(checkpoint.config, count)
-    is_stated = names.UNIVERSAL_INFO in like.optimizer_file[names.OPTIMIZER]
-    optimizer = with_cut_info(like.optimizer_file, info if is_stated else None)
-    model_parts, tensors = [], []
-    for rank in range(count):
-        name = names.model_part(rank) if count > 1 else ""
-        entries = (
-            replace(entry, shape=shards[entry.alias_of or entry.name][rank])
-            for entry in like.module
-        )
-        model_parts.append(
-            replace(
-                like,
-                name=name,
-                module=tuple(entries),
-                model_state=state,
-                optimizer_file={**optimizer, names.DS_CONFIG: config},
-            )
-        )
-        tensors += [
-            LogicalTensor(MASTER, param, group.master_dtype, shards[param][rank], name)
-            for group in like.groups
-            for param in group.params
-        ]
-    made = replace(checkpoint, model_parts=tuple(model_parts), tensors=tuple(tensors), layers=())
+    optimizer = with_cut_info(first.optimizer_file, None)
+    entries = (replace(e, shape=shapes[e.alias_of or e.name]) for e in first.module)
+    model_part = replace(
+        first,
+        name="",
+        module=tuple(entries),
+        model_state=state,
+        optimizer_file={**optimizer, names.DS_CONFIG: _config_of_whole(checkpoint.config)},
+    )
+    tensors = [
+        LogicalTensor(MASTER, param, group.master_dtype, shapes[param], "")
+        for group in first.groups
+        for param in group.params
+    ]
+    made = replace(checkpoint, model_parts=(model_part,), tensors=tuple(tensors), layers=())
     return ModelInParts(made)
 
 
-def _with_all_params(checkpoint: Checkpoint, group: ParamGroup) -> ParamGroup:
+def with_all_params(group: ParamGroup, stages: Sequence[ModelPart]) -> ParamGroup:
     """Return a param group with the parameters that it has on all stages, layer by layer."""
-    listed = [g.params for model_part in checkpoint.model_parts for g in model_part.groups
-            if g.number == group.number]  # fmt: skip
+    listed = [g.params for stage in stages for g in stage.groups if g.number == group.number]
     found = dict.fromkeys(name for params in listed for name in params)
     return replace(group, params=tuple(sorted(found, key=order_of)))
 
 
-def own_shape(name: str, mapped: Shape, shape: Shape) -> Shape:
+def _own_shape(name: str, mapped: Shape, shape: Shape) -> Shape:
     """Return the shape that a tensor has of its own; its map may be of a view in more dimensions.
 
     There the last dimension is the tensor's own, and the others are its first one
@@ -359,8 +332,8 @@ def own_shape(name: str, mapped: Shape, shape: Shape) -> Shape:
     raise UnsupportedError(f"{message}: its own shape is not known")
 
 
-def _config(config: Node, degree: int) -> Node:
+def _config_of_whole(config: Node) -> Node:
     section = config.get(TENSOR_PARALLEL)
     if not isinstance(section, dict):
         return dict(config)
-    return {**config, TENSOR_PARALLEL: {**section, "autotp_size": degree}}
+    return {**config, TENSOR_PARALLEL: {**section, "autotp_size": 1}}
