@@ -284,16 +284,10 @@ class _ReportOptions(Options):
 
     group = OUTPUT
 
-    notify = option(
-        "COMMAND",
-        "run this, without a shell, if a tag is ambiguous, the newest one holds NaN, or something "
-        "failed: it gets the outcome as JSON on standard input [none]",
-    )
     status = flag(
         "only report what is archived, in the trash until when, since when a run saves NaN, and "
         "how the last run ended"
     )
-    prometheus = flag("print --status in the text format of Prometheus", is_rare=True)
     html = option("FILE", "draw --status on a page: what became of each checkpoint", is_rare=True)
     overwrite = flag("replace a page that exists", is_rare=True)
     lock: bool = option("", NO_LOCK.format("RUN_DIR and ARCHIVE_DIR"), default=True, is_rare=True)
@@ -348,13 +342,6 @@ class CompactOptions(RunOptions, _ReportOptions):
         "time that tags stay in the trash, which takes space all the while [7d]",
         default=DEFAULT_GRACE,
         group=_OLD_TAGS,
-    )
-    max_delete: int | None = option(
-        "N",
-        "move at most N tags in a run; tags that lose their states count too [all]",
-        least=0,
-        group=_OLD_TAGS,
-        is_rare=True,
     )
     weights_only_older_than: timedelta | None = option(
         "TIME",

@@ -169,7 +169,6 @@ RANKS = "1000000", "9" * 40
         ("export SRC OUT", "--format universal --dtype bf16", "--dtype: is for files of weights"),
         ("compact SRC OUT", "--keep-last 1", "--keep-last"),
         ("compact SRC OUT", "--keep-every 0", "--keep-every"),
-        ("compact SRC OUT", "--max-delete -1", "--max-delete"),
         ("compact SRC OUT", "--grace soon", "--grace"),
         ("compact SRC OUT", "--min-age 5", "--min-age"),
         ("compact SRC OUT", "--workers 0", "--workers"),

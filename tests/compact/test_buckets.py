@@ -115,20 +115,21 @@ def test_a_framework_s_checkpoint_is_archived_and_goes_and_comes_back(
             for path, data in bits(unit).items():
                 output.run.write(f"{unit.name}/{path}", data)
     before, whole = output.run.content(), bits(made / first)
+    rules: dict[str, Any] = {"keep_last": 2, "keep_tags": ["checkpoint-300"]}
     assert before == bits(made)
-    found = output.compact(keep_last=2, delete=True, max_delete=1)
-    kept = {f"checkpoint-{step}": "kept" for step in (200, 900, 1000)}
+    found = output.compact(**rules, delete=True)
+    kept = {f"checkpoint-{step}": "kept" for step in (200, 300, 900, 1000)}
     assert found.problems == ()
-    assert actions(found) == {first: "deleted", "checkpoint-300": "archived", **kept}
+    assert actions(found) == {first: "deleted", **kept}
     left = {path: data for path, data in before.items() if not path.startswith(f"{first}/")}
     if run == "bucket":
         assert output.run.content().keys() - before.keys() == {f".streamshard.trash/{first}"}
-    told = [tag.action for tag in output.compact(2, keep_last=2).tags if tag.tag == first]
+    told = [tag.action for tag in output.compact(2, **rules).tags if tag.tag == first]
     assert told == ["in the trash"]  # where it lies in a bucket, it is not listed once more
     assert output.compact(2, undelete=[first]).exit_code == 0
     assert output.run.content() == before
-    assert actions(output.compact(3, keep_last=2, delete=True, max_delete=1))[first] == "deleted"
-    found = output.compact(20, keep_last=2, delete=True, max_delete=0)
+    assert actions(output.compact(3, **rules, delete=True))[first] == "deleted"
+    found = output.compact(20, **rules, delete=True)
     assert (actions(found)[first], found.exit_code) == ("purged", 0)
     assert output.run.content() == left
     restored = tmp_path / "restored" / first

@@ -75,7 +75,7 @@ def test_a_whole_checkpoint_goes_and_comes_back(
     first = pattern.format(100)
     before = bits(output / first)
     assert "latest" in before
-    found = compact(output, archive, delete=True, max_delete=1)
+    found = compact(output, archive, delete=True)
     assert actions(found)[first] == "deleted"
     assert found.exit_code == 0
     assert not (output / first).exists()

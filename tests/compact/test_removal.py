@@ -129,12 +129,6 @@ def test_grace_counts_from_the_move_however_long_the_run_took(run: Path, archive
     assert actions(found)[FIRST] == "purged"
 
 
-def test_no_more_than_so_many_at_once(run: Path, archive: Path) -> None:
-    for most, left in ((0, 4), (1, 3), (1, 2), (1, 2)):
-        api.compact(run, archive, delete=True, keep_last=2, max_delete=most)
-        assert len(tags_in(run)) == left
-
-
 def test_a_trash_that_leads_elsewhere_is_not_used(run: Path, archive: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (run / TRASH).symlink_to(tmp_path / "elsewhere")

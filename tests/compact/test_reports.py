@@ -1,10 +1,7 @@
-"""What someone is told: by `--status`, by `--notify`, and of many runs."""
+"""What `--status` reports, and what a run of many directories prints."""
 
 import json
 import os
-import re
-import shlex
-import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -12,7 +9,6 @@ from typing import Any
 import pytest
 
 import streamshard as api
-from streamshard.cli.main import main
 from streamshard.errors import CorruptFileError, SourceNotFoundError, TargetError, UsageError
 from streamshard.io.changes import write_durably
 from streamshard.operations.compact import receipts
@@ -21,7 +17,6 @@ from streamshard.operations.compact.compact_report import RunRecord
 from tests.cli.conftest import streamshard
 from tests.compact.runs import (
     FIRST,
-    MODEL,
     NO_GRACE,
     RECORD,
     STEPS,
@@ -74,7 +69,7 @@ def test_a_tag_from_its_archive_to_its_end(run: Path, archive: Path) -> None:
     assert "moved to trash" in streamshard("compact", run, archive, "--status").out
     assert found.trash_bytes == sum(t.source_bytes for t in found.tags if t.trash_until)
     record = last_run(run, archive)
-    assert (record.deletes, record.exit_code, record.needs_attention) == (True, 0, False)
+    assert (record.deletes, record.exit_code, record.problems) == (True, 0, ())
     assert datetime.fromisoformat(record.began) == after(1) <= datetime.fromisoformat(record.ended)
     assert record.actions["deleted"] == sum(t.state == "in the trash" for t in found.tags)
 
@@ -150,40 +145,13 @@ def test_a_damaged_receipt_hides_no_other(tmp_path: Path, archive: Path) -> None
             os.mkfifo(path)  # nobody will write to it
         else:
             path.write_text(content if isinstance(content, str) else json.dumps(content))
-        for form in ([], ["--prometheus"], ["--json"]):
+        for form in ([], ["--json"]):
             done = streamshard("compact", run, archive, "--status", *form)
             assert done.code == 3, content
         assert path.name in done.err
         found = api.compact_status(run, archive)
         assert {tag.state for tag in found.tags} == {"unreadable", "archived"}
         assert [path.name in problem for problem in found.problems] == [True]
-
-
-def test_prometheus_reads_it(run: Path, tmp_path: Path) -> None:
-    odd = tmp_path / 'a "b" \\c'
-    api.compact(run, odd, delete=True, now=after(1))
-    status = api.compact_status(run, odd)
-    done = streamshard("compact", run, odd, "--status", "--prometheus")
-    assert done.code == 0
-    sample = re.compile(r'(\w+)\{((?:\w+="(?:[^"\\\n]|\\["\\n])*",?)+)\} (-?\d+)')
-    typed: set[str] = set()
-    values: dict[tuple[str, str], int] = {}
-    for line in done.out.splitlines():
-        if line.startswith("# TYPE "):
-            typed.add(line.split()[2])
-        elif not line.startswith("# HELP "):
-            match = sample.fullmatch(line)
-            assert match is not None, line
-            assert match[1] in typed
-            values[match[1], match[2]] = int(match[3])
-    quoted = str(odd).replace("\\", "\\\\").replace('"', '\\"')
-    own = f'run_dir="{run}",archive_dir="{quoted}"'
-    assert values["streamshard_compact_archive_bytes", own] == status.archive_bytes
-    assert values["streamshard_compact_tags", f'{own},state="in_the_trash"'] == sum(
-        tag.state == "in the trash" for tag in status.tags
-    )
-    end = values["streamshard_compact_trash_until_timestamp_seconds", own]
-    assert datetime.fromtimestamp(end, UTC) == after(8).replace(microsecond=0)
 
 
 def test_an_archive_that_is_lost_is_none_that_is_not_there_yet(run: Path, archive: Path) -> None:
@@ -204,7 +172,8 @@ def test_tags_that_are_gone_are_counted(
     assert "1 tag more, whose originals are gone; -v lists them" in shown
     assert FIRST not in shown
     assert FIRST in streamshard(*status, "-v").out
-    assert f'run_dir="{run}",archive_dir="{archive}"' in streamshard(*status, "--prometheus").out
+    document = json.loads(streamshard(*status, "--json").out)
+    assert [document[key] for key in ("run_dir", "archive_dir")] == [str(run), str(archive)]
 
 
 def test_a_dry_run_shows_the_size_of_what_stays(run: Path, archive: Path) -> None:
@@ -216,14 +185,9 @@ def test_a_dry_run_shows_the_size_of_what_stays(run: Path, archive: Path) -> Non
 @pytest.mark.parametrize(
     "options",
     [
-        ["--prometheus"],
-        ["--status", "--prometheus", "--json"],
         ["--status", "--delete"],
-        ["--status", "--notify", "true"],
         ["--html", "page.html"],
         ["--status", "--overwrite"],
-        ["--notify", ""],
-        ["--notify", "'"],
     ],
 )
 def test_what_makes_no_sense_is_refused(run: Path, archive: Path, options: list[str]) -> None:
@@ -231,88 +195,22 @@ def test_what_makes_no_sense_is_refused(run: Path, archive: Path, options: list[
     assert not archive.exists()
 
 
-# Notes to someone ---------------------------------------------------------------------------------
-
-NOTE = """
-import pathlib, sys
-target = pathlib.Path(sys.argv[1])
-target.write_bytes(sys.stdin.buffer.read() + (target.read_bytes() if target.exists() else b""))
-print("noted")
-sys.exit(int(sys.argv[2]))
-"""
+# Many runs ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def told(tmp_path: Path) -> Path:
-    """What someone was told."""
-    return tmp_path / "told.json"
-
-
-def note(told: Path, code: int = 0) -> str:
-    """Return a command that writes what it gets to a file."""
-    return shlex.join([sys.executable, "-c", NOTE, str(told), str(code)])
-
-
-def test_somebody_is_told_once_of_all_that_went_wrong(run: Path, archive: Path, told: Path) -> None:
-    command = ("compact", run, archive, "--notify", note(told))
-    assert streamshard(*command).code == 0
-    assert not told.exists()  # nothing went wrong
-    for name in (MODEL, "x.pt"):
-        (run / FIRST / name).write_bytes(b"another save")
-    done = streamshard(*command, "--min-age", "0")
-    document: dict[str, Any] = json.loads(told.read_text())
-    assert document["exit_code"] == done.code != 0
-    (one,) = document["runs"]
-    assert [problem["tag"] for problem in one["problems"]] == [FIRST]
-    assert "noted" in done.err
-
-
-def test_of_many_runs_somebody_is_told_once(tmp_path: Path, archive: Path, told: Path) -> None:
+def test_the_status_of_many_runs_is_a_line_each(tmp_path: Path, archive: Path) -> None:
     (tmp_path / "runs").mkdir()
     runs = [make_run(tmp_path / "runs" / name) for name in "abc"]
     for run in runs[1:]:
         (run / "latest").unlink()
     command = ("compact", tmp_path / "runs" / "*", archive)
-    assert streamshard(*command, "--notify", note(told)).code == 3
-    found = json.loads(told.read_text())["runs"]
-    assert [record["run_dir"] for record in found] == [str(run) for run in runs[1:]]
-    assert all("no 'latest'" in record["error"] for record in found)
+    assert streamshard(*command).code == 3
     shown = streamshard(*command, "--status", "--json").out
     last = [json.loads(line)["last_run"] for line in shown.splitlines()]
+    assert [record["run_dir"] for record in last] == [str(run) for run in runs]
     assert [(record["exit_code"], "no 'latest'" in record["error"]) for record in last] == [
         (0, False), (3, True), (3, True)
     ]  # fmt: skip
-    lines = streamshard(*command, "--status", "--prometheus").out.splitlines()
-    comments = [line for line in lines if line.startswith("#")]
-    assert len(set(comments)) == len(comments)  # each metric stands together, described once
-    assert sum(line.startswith("streamshard_compact_last_exit_code{") for line in lines) == 3
-
-
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [("/no/such/program", "cannot be run"), ("fails", "ended with 9"), ("hangs", "killed after")],
-)
-def test_a_command_that_fails_changes_nothing(
-    run: Path,
-    archive: Path,
-    told: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    what: str,
-    said: str,
-) -> None:
-    monkeypatch.setattr("streamshard.cli.compact_command._SECONDS", 1 if what == "hangs" else 60)
-    (run / "latest").unlink()
-    commands = {
-        "fails": note(told, 9),
-        "hangs": shlex.join([sys.executable, "-c", "import time; time.sleep(1000)"]),
-    }
-    command = commands.get(what, what)
-    assert main(["compact", str(run), str(archive), "--notify", command]) == 3
-    assert said in capfd.readouterr().err
-
-
-# Many runs ----------------------------------------------------------------------------------------
 
 
 def test_one_run_that_fails_stops_no_other(tmp_path: Path, archive: Path) -> None:

@@ -121,10 +121,7 @@ class Histories(RuleBasedStateMachine):
         grace = f"{GRACE // timedelta(hours=1)}h"
         usual = ("--keep-last", str(KEPT), "--workers", "1", "--grace", grace)
         first = ("--delete", *(("--weights-only-older-than", "1h") if late else ()))
-        self._crons = [
-            Cron(0.0, (*usual, *first)),
-            Cron(skew, (*usual, "--delete", "--max-delete", "2")),
-        ]
+        self._crons = [Cron(0.0, (*usual, *first)), Cron(skew, (*usual, "--delete"))]
         for _ in range(4):
             self._save()
         self._hours += 3

@@ -1,9 +1,8 @@
-"""Formats what `compact` did and its status: for people, and in Prometheus' text format."""
+"""Formats what `compact` did, and its status."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Final
 
 from streamshard.cli.text.tables import facts_text, table
 from streamshard.operations.compact.compact_report import (
@@ -16,22 +15,6 @@ from streamshard.operations.compact.compact_report import (
 )
 from streamshard.operations.compact.compact_status import GONE, STATES, CompactStatus
 from streamshard.sizes import counted, show_bytes, some_of
-
-_PREFIX: Final = "streamshard_compact"
-_GAUGES: Final = {
-    "tags": "Tags that have a receipt, by state.",
-    "archive_bytes": "Size of all archives.",
-    "trash_bytes": "Size of the trash.",
-    "saved_bytes": "Size of originals that are gone, less that of their archives.",
-    "trash_until_timestamp_seconds": "When the first tag may leave the trash.",
-    "unhealthy_tags": "Tags after the newest healthy one: they hold NaN, or are damaged.",
-    "unhealthy_since_timestamp_seconds": "When the first of them was saved.",
-    "last_began_timestamp_seconds": "When the last run began.",
-    "last_ended_timestamp_seconds": "When it ended.",
-    "last_exit_code": "Its exit code.",
-    "last_tags": "Tags by what it did with them.",
-}
-"""Name of a metric, without the prefix → what it is."""
 
 
 def compaction_text(found: Compaction, *, verbose: bool) -> str:
@@ -147,70 +130,3 @@ def _signed(nbytes: int) -> str:
 
 def _minute(moment: str) -> str:
     return f"{datetime.fromisoformat(moment).astimezone(UTC):%Y-%m-%d %H:%M} UTC" if moment else "-"
-
-
-def prometheus_text(found: Sequence[CompactStatus]) -> str:
-    """Serialize the status of some runs as gauges in Prometheus' text format, one scrape."""
-    samples: dict[str, list[tuple[Mapping[str, str], float]]] = {name: [] for name in _GAUGES}
-    for status in found:
-        own = {"run_dir": status.run_dir, "archive_dir": status.archive_dir}
-        for name, more, value in _samples(status):
-            samples[name].append(({**own, **more}, value))
-    return "\n".join(line for name, held in samples.items() for line in _gauge(name, held))
-
-
-def _samples(status: CompactStatus) -> Iterator[tuple[str, Mapping[str, str], float]]:
-    """Yield the name, the labels in addition to those of the run, and the value of each sample."""
-    counts = Counter(tag.state for tag in status.tags)
-    for state in STATES:
-        yield "tags", {"state": _label(state)}, counts[state]
-    yield "archive_bytes", {}, status.archive_bytes
-    yield "trash_bytes", {}, status.trash_bytes
-    yield "saved_bytes", {}, status.saved_bytes
-    ends = [_seconds(tag.trash_until) for tag in status.tags if tag.trash_until]
-    if ends:
-        yield "trash_until_timestamp_seconds", {}, min(ends)
-    yield "unhealthy_tags", {}, len(status.unhealthy)
-    if status.unhealthy:
-        yield "unhealthy_since_timestamp_seconds", {}, _seconds(status.unhealthy_since)
-    run = status.last_run
-    if run is None:
-        return
-    yield "last_began_timestamp_seconds", {}, _seconds(run.began)
-    if run.ended:  # else it is running, or was killed
-        yield "last_ended_timestamp_seconds", {}, _seconds(run.ended)
-        yield "last_exit_code", {}, run.exit_code
-        for action, count in run.actions.items():
-            yield "last_tags", {"action": _label(action)}, count
-
-
-def _gauge(name: str, samples: Iterable[tuple[Mapping[str, str], float]]) -> Iterator[str]:
-    """Yield the lines of one metric.
-
-    >>> print(*_gauge("trash_bytes", [({"run_dir": 'a"b'}, 3)]), sep="\\n")
-    # HELP streamshard_compact_trash_bytes Size of the trash.
-    # TYPE streamshard_compact_trash_bytes gauge
-    streamshard_compact_trash_bytes{run_dir="a\\"b"} 3
-    """
-    yield f"# HELP {_PREFIX}_{name} {_GAUGES[name]}"
-    yield f"# TYPE {_PREFIX}_{name} gauge"
-    for labels, value in samples:
-        inner = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
-        yield f"{_PREFIX}_{name}{{{inner}}} {value}"
-
-
-def _label(words: str) -> str:
-    """Write a state or an action as queries do, in one word.
-
-    >>> _label("in the trash")
-    'in_the_trash'
-    """
-    return words.replace(" ", "_")
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
-
-
-def _seconds(moment: str) -> int:
-    return int(datetime.fromisoformat(moment).timestamp())

@@ -75,8 +75,6 @@ def compact(options: _Compact) -> Compaction:
         Move tags whose archive is proved into a trash in the run directory; and remove tags for
         good that have been in the trash for longer than `grace`, if their archive is unchanged. In
         a bucket, a tag in the trash is only marked, and stays where it is for that time.
-    max_delete
-        Most tags that are moved into the trash or lose their optimizer states.
     weights_only_older_than
         Drop the optimizer states of archives whose originals were removed for good longer ago than
         this. No job can resume from such an archive; `export` still writes its weights.

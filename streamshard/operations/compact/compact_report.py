@@ -129,11 +129,6 @@ class RunRecord(JsonRecord):
     problems: tuple[CompactedTag, ...] = ()
     """The tags that the user has to look at."""
 
-    @property
-    def needs_attention(self) -> bool:
-        """Whether something is ambiguous or failed, or the newest tags are not healthy."""
-        return bool(self.error or self.problems)
-
     def require_sound(self) -> None:
         """Refuse times without a time zone."""
         for moment in filter(None, (self.began, self.ended)):

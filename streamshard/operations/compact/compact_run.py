@@ -74,7 +74,6 @@ class CompactRun:
         proofs = ProofContext(limits, progress)
         self._context = RunContext(run_dir, archive_dir, Identity.of(run_dir), now, proofs)
         self._deleted: set[str] = set()
-        self._dropped = 0
 
     def results(self) -> Iterator[CompactedTag]:
         """Carry out the run, and yield the result for each tag."""
@@ -253,8 +252,7 @@ class CompactRun:
         if choice.verdict != CANDIDATE:
             return policy.kept(choice)
         tag = choice.tag.name
-        context, is_dry_run, limit = self._context, self._options.dry_run, self._limit_reached()
-        is_moved = self._options.delete and limit is None
+        context, is_dry_run, is_moved = self._context, self._options.dry_run, self._options.delete
         receipt, proof, action, grown = self._archived(tag), None, compact_report.READY, ""
         if receipt is None:
             action = compact_report.ARCHIVED
@@ -275,8 +273,7 @@ class CompactRun:
                 move_to_trash(context, tag, partial(policy.require_removable, choice), proof)
             self._deleted.add(tag)
             action = compact_report.DELETED
-        reason = limit if self._options.delete and limit else choice.reason
-        reason = "; ".join(filter(None, (reason, grown)))
+        reason = "; ".join(filter(None, (choice.reason, grown)))
         result = CompactedTag.of(tag, action, reason)
         return result if receipt is None else result.with_sizes(receipt)
 
@@ -296,12 +293,6 @@ class CompactRun:
             message = f"{error}. {store} may be of another save, so this one is kept"
             raise CorruptFileError(f"{message}; move one of them away") from error
         return receipt
-
-    def _limit_reached(self) -> str | None:
-        """Say why no more tags may be moved or lose their states in this run, if so."""
-        most = self._options.max_delete
-        is_reached = most is not None and len(self._deleted) + self._dropped >= most
-        return f"{Option('max_delete', most)} is reached" if is_reached else None
 
     def _empty_trash(self, policy: Policy, tag: str) -> CompactedTag:
         """Remove a tag for good whose grace time in the trash is over."""
@@ -327,9 +318,7 @@ class CompactRun:
         """Drop the optimizer states of an archive whose original was removed long enough ago."""
         if not may_drop_states(self._context, tag, least_age):
             return None
-        reason = policy.protection_of_archive(tag) or self._limit_reached()
+        reason = policy.protection_of_archive(tag)
         if reason is not None:
             return CompactedTag.of(tag, compact_report.KEPT, reason)
-        done = drop_states(self._context, tag, is_dry_run=self._options.dry_run)
-        self._dropped += done.action == compact_report.WEIGHTS_ONLY
-        return done
+        return drop_states(self._context, tag, is_dry_run=self._options.dry_run)
