@@ -22,12 +22,6 @@ if typing.TYPE_CHECKING:
     from streamshard.operations.export.export import export, plan_export
     from streamshard.operations.inspect.inspect import inspect
     from streamshard.operations.inspect.inspect_report import Inspection
-    from streamshard.operations.inspect.pickle_report import (
-        NamedGlobal,
-        PickledFile,
-        PickleListing,
-        list_pickles,
-    )
     from streamshard.operations.newest.newest import Newest, newest
     from streamshard.operations.read.open_checkpoint import OpenCheckpoint, Parameter, open
     from streamshard.operations.repartition.repartition import plan_repartition, repartition
@@ -47,12 +41,9 @@ __all__ = [
     "Estimate",
     "Inspection",
     "LazyTensor",
-    "NamedGlobal",
     "Newest",
     "OpenCheckpoint",
     "Parameter",
-    "PickleListing",
-    "PickledFile",
     "Problem",
     "Report",
     "RunRecord",
@@ -69,7 +60,6 @@ __all__ = [
     "executor",
     "export",
     "inspect",
-    "list_pickles",
     "merge",
     "newest",
     "open",
@@ -92,12 +82,9 @@ _HOMES = {
     "Estimate": "operations.transfer.estimate",
     "Inspection": "operations.inspect.inspect_report",
     "LazyTensor": "operations.source.lazy_tensor",
-    "NamedGlobal": "operations.inspect.pickle_report",
     "Newest": "operations.newest.newest",
     "OpenCheckpoint": "operations.read.open_checkpoint",
     "Parameter": "operations.read.open_checkpoint",
-    "PickleListing": "operations.inspect.pickle_report",
-    "PickledFile": "operations.inspect.pickle_report",
     "Problem": "operations.checks.problems",
     "Report": "operations.transfer.report",
     "RunRecord": "operations.compact.compact_report",
@@ -114,7 +101,6 @@ _HOMES = {
     "executor": "cluster.connections",
     "export": "operations.export.export",
     "inspect": "operations.inspect.inspect",
-    "list_pickles": "operations.inspect.pickle_report",
     "merge": "merging.merge",
     "newest": "operations.newest.newest",
     "open": "operations.read.open_checkpoint",

@@ -257,9 +257,6 @@ class InspectOptions(SourceOptions):
     group = "What is shown"
 
     source: Path_ = place("SRC", SOURCE_HELP, kw_only=False)
-    pickles = flag(
-        "list every name that pickles ask for; SRC may be a single file, and may be damaged"
-    )
     params: Sequence[str] = option(
         "--param PATTERN",
         "show which rank holds which elements of these tensors, in which file, and where",

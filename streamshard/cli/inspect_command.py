@@ -1,4 +1,4 @@
-"""`inspect` on the command line: checkpoints, what cannot be opened as one, and pickles."""
+"""`inspect` on the command line: checkpoints, and what cannot be opened as one."""
 
 import argparse
 import os
@@ -7,10 +7,10 @@ import sys
 from dataclasses import asdict
 
 from streamshard.cli.parser import keywords
-from streamshard.cli.streams import print_json, print_result, write_out
-from streamshard.cli.text.inspect_text import inspection_text, pickles_text
-from streamshard.errors import IntegrityError, SourceError, UsageError
-from streamshard.operations.inspect import inspect, pickle_report
+from streamshard.cli.streams import print_json, write_out
+from streamshard.cli.text.inspect_text import inspection_text
+from streamshard.errors import SourceError
+from streamshard.operations.inspect import inspect
 from streamshard.operations.inspect.inspect_report import (
     CheckpointList,
     IncompleteCheckpoint,
@@ -18,14 +18,10 @@ from streamshard.operations.inspect.inspect_report import (
 )
 from streamshard.operations.inspect.unopened import describe_unopened, draw_unopened
 from streamshard.options import SourceOptions, types_of
-from streamshard.sizes import counted
 
 
 def run_inspect(arguments: argparse.Namespace) -> None:
     """Describe what is there."""
-    if arguments.pickles:
-        _inspect_pickles(arguments)
-        return
     options = keywords(arguments)
     found: Inspection | CheckpointList | IncompleteCheckpoint | None
     try:
@@ -69,25 +65,3 @@ def _terminal_width() -> int | None:
     if sys.stdout.encoding.lower() not in ("utf-8", "utf8"):
         return None
     return shutil.get_terminal_size().columns
-
-
-def _inspect_pickles(arguments: argparse.Namespace) -> None:
-    options = keywords(arguments)
-    source, tag = options.pop("source"), options.pop("tag")
-    if any(map(_is_given, options.values())):
-        raise UsageError("--pickles lists names and nothing else: only --tag may be given with it")
-    found = pickle_report.list_pickles(source, tag=tag)
-    print_result(found, arguments, lambda: pickles_text(found, verbose=arguments.verbose))
-    if found.dangers:
-        worst = found.dangers[0]
-        message = (
-            f"{found.path}: a pickle calls {worst.name}, which runs what the file says as soon"
-        )
-        raise IntegrityError(
-            f"{message} as a job loads it; in {worst.files[0]}. Nothing was run here"
-        )
-    if found.problems:
-        count, first = len(found.problems), found.problems[0]
-        files = counted(len(found.files), "file")
-        message = f"{found.path}: {count} of {files} not read to the end"
-        raise SourceError(f"{message}, so there may be more names; {first.path}: {first.problem}")

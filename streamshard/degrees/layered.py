@@ -25,7 +25,6 @@ from streamshard.layout.cutting import Cutting
 from streamshard.model import ITEMSIZE, MODULE, LogicalTensor, SourceFile
 from streamshard.operations.compare.pairing import Pair, SideElements
 from streamshard.operations.source.source import Source
-from streamshard.operations.source.stored_file import StoredFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,7 @@ class _KeptFiles:
     def open(self, file: int) -> AbstractContextManager[Readable]:
         if self._source.kind == "native":
             return open_readable(self._own(file).path)
-        return nullcontext(StoredFile(self._source, self._reader, file))
+        return nullcontext(_StoredFile(self._source, self._reader, file))
 
     def close(self) -> None:
         self._reader.close()
@@ -99,3 +98,30 @@ class _KeptFiles:
     def _own(self, file: int) -> SourceFile:
         cutting = self._source.cutting
         return self._source.files[int(cutting.file[cutting.first_piece[file]])]
+
+
+class _StoredFile:
+    """The bytes of a file that a store keeps."""
+
+    takes_requests = False
+
+    def __init__(self, source: Source, reader: SourceReader, tensor: int) -> None:
+        self._source = source
+        self._reader = reader
+        self._tensor = tensor
+        self.nbytes = source.checkpoint.tensors[tensor].nbytes
+        """Size in bytes."""
+
+    def prepare(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Do nothing: what is read is a part of a larger piece."""
+
+    def read_at(self, offset: int, count: int) -> bytes:
+        """Read bytes from an offset; fewer than `count` only at the end of the file."""
+        stop = min(offset + count, self.nbytes)
+        copies = self._source.region(self._tensor, offset, stop).copies
+        data = bytearray(max(stop - offset, 0))
+        rows = zip(copies.file, copies.source, copies.target, copies.nbytes, strict=True)
+        for file, start, target, nbytes in rows:
+            view = memoryview(data)[target : target + nbytes]
+            self._reader.read_into(int(file), int(start), view)
+        return bytes(data)

@@ -10,7 +10,6 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from streamshard.commands import command
 from streamshard.errors import CorruptFileError, Option
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.ds_versions import Version, version_in
@@ -36,10 +35,7 @@ LIKE: Final = Option("like", what="the checkpoint")
 
 _DANGER: Final = (
     ", which runs what the file says as soon as a job loads it. Nothing of it was run here, and it "
-    "is carried as it is. '"
-    + command("inspect", pickles=True)
-    + "' lists the files: load none of them "
-    "unless you know why it is there."
+    "is carried as it is. Load the checkpoint only if you know why it is there."
 )
 
 

@@ -51,9 +51,6 @@ def test_payloads_are_carried_and_never_run(run: Path, tmp_path: Path) -> None:
             done = streamshard("verify", source, *more)
             assert done.code == 0, done.err
             assert "DANGER: the training state calls" in " ".join(done.out.split())
-        done = streamshard("inspect", source, "--pickles")
-        assert done.code == 6
-        assert "a pickle calls posix.system, which runs what the file says" in done.err
     assert streamshard("verify", run, "--against", store).code == 0
     assert not marker.exists()
     assert tree(tmp_path / "out") == tree(tmp_path / "again")

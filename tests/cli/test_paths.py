@@ -180,7 +180,6 @@ def test_every_verb_takes_it(epochs: Path, tmp_path: Path) -> None:
     tag = ("--tag", "epoch/1")
     for command in (
         ("inspect", epochs),
-        ("inspect", epochs, "--pickles"),
         ("verify", epochs),
         ("repartition", epochs, out, *tag, "--world-size", 3),
         ("repartition", flat, tmp_path / "wanted", "--world-size", 3),

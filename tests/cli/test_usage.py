@@ -181,10 +181,6 @@ RANKS = "1000000", "9" * 40
         ("inspect SRC", "--rank -1", "--rank -1: it has data-parallel ranks 0 to 3"),
         ("inspect SRC", "--param embed.wieght", "such a name; there are embed.we"),
         ("inspect SRC", "--world-size 4", "say where with --html FILE"),
-        ("inspect SRC", "--pickles --rank 0", "only --tag"),
-        ("inspect SRC", "--pickles --html OUT", "only --tag"),
-        ("inspect SRC", "--pickles --like SRC", "only --tag"),
-        ("inspect SRC", "--pickles --source-ds-config x", "only --tag"),
     ],
 )
 def test_what_cannot_be_is_named_and_leaves_nothing(
@@ -276,7 +272,6 @@ def test_a_line_break_in_a_path_makes_no_line(tmp_path: Path, letter: str) -> No
         ["repartition", run, out, "--world-size", "3"],
         ["repartition", run, out, "--world-size", "3"],
         ["diff", run, out],
-        ["inspect", run, "--pickles"],
         ["verify", run, "--against", out],
         ["inspect", f"--x{letter}{forged}"],
     ):

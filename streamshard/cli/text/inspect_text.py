@@ -24,8 +24,7 @@ from streamshard.operations.inspect.inspect_report import (
     ParameterDetail,
     RankDetail,
 )
-from streamshard.operations.inspect.pickle_report import PickleListing
-from streamshard.sizes import counted, show_bytes, some_of
+from streamshard.sizes import counted, show_bytes
 
 _PARAMETERS_SHOWN: Final = 20
 """Maximum parameters, file groups, details and problems that are listed without `-v`."""
@@ -365,22 +364,3 @@ def _incomplete_summary(found: IncompleteCheckpoint) -> str:
         ("on disk", f"{counted(found.files, 'file')}, {show_bytes(found.file_bytes)}"),
     ]
     return printable(facts_text(facts))
-
-
-def pickles_text(found: PickleListing, *, verbose: bool) -> str:
-    """Format the result of `inspect --pickles`."""
-    in_set, files = sum(name.is_known for name in found.names), counted(len(found.files), "file")
-    facts: list[tuple[str, object]] = [
-        ("looked into", found.path),
-        ("pickles", f"{sum(file.pickles for file in found.files):,} in {files}"),
-        ("names", f"{len(found.names) - in_set:,} outside the known set, {in_set:,} in it"),
-    ]
-    rows: list[Sequence[object]] = [("name", "known", "times", "files")]
-    for name in found.names:
-        known = "DANGER" if name.is_dangerous else "yes" if name.is_known else "NO"
-        rows.append((name.name, known, f"{name.count:,}", some_of(name.files, 1)))
-    blocks = [facts_text(facts), *([table(rows)] if found.names else [])]
-    if verbose:
-        blocks.append(table([("file", "pickles"), *((f.path, f.pickles) for f in found.files)]))
-    blocks += [f"{file.path}: {file.problem}" for file in found.problems]
-    return "\n\n".join([*blocks, *map(paragraph, found.notes)])
