@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.serialization import config
 
 import streamshard
 from streamshard.degrees.layered import layered
@@ -55,16 +56,11 @@ def is_cut(store: Path) -> bool:
     return any(len(source.cutting.locate(s, target_itemsize=1).file) > 1 for s in wholes)
 
 
-def as_legacy(run: Path) -> None:
-    """Save the layers' files as torch did before it wrote zips: here all elements are unaligned."""
-    for path in (run / TAG).glob("layer_*"):
-        content = load(path)
-        for padding in ("", "x"):
-            content._metadata = {"": {"padding": padding}}
-            torch.save(content, path, _use_new_zipfile_serialization=False)
-            if path.stat().st_size % 2:  # tensors of an even size are at the end
-                break
-        assert path.stat().st_size % 2
+def without_alignment(run: Path) -> None:
+    """Save the layers' files as torch may be configured to: elements are unaligned."""
+    with config.patch({"save.storage_alignment": 1}):  # type: ignore[attr-defined]
+        for path in (run / TAG).glob("layer_*"):
+            torch.save(load(path), path)
 
 
 @pytest.mark.parametrize(
@@ -92,10 +88,10 @@ def test_what_is_made_of_a_store_is_what_is_made_of_the_files(
     compare(tmp_path / "of-store" / "run" / TAG, like / TAG)
 
 
-def test_elements_of_old_files_are_unaligned(tmp_path: Path) -> None:
-    """So each file has to be in one chunk, where its tensors are needed one by one."""
+def test_a_file_of_unaligned_elements_has_to_be_in_one_chunk(tmp_path: Path) -> None:
+    """Its tensors are needed one by one."""
     run = write_pipe(replace(JOB, layers=("embed", WIDE, WIDE)), tmp_path / "run")
-    as_legacy(run)
+    without_alignment(run)
     for chunk_size in (1 << 20, 64):
         streamshard.convert(run, tmp_path / f"{chunk_size}.zarr", chunk_size=chunk_size)
     assert content_of(tmp_path / f"{1 << 20}.zarr") == content_of(run)

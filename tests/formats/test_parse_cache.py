@@ -48,10 +48,10 @@ def is_known(one: Path, other: Path) -> bool:
     return require_rightly_known(remembered(one), other)
 
 
-def saved(directory: Path, *contents: object, is_zip: bool = True) -> list[Path]:
+def saved(directory: Path, *contents: object) -> list[Path]:
     paths = [directory / f"rank_{rank}.pt" for rank in range(len(contents))]
     for path, held in zip(paths, contents, strict=True):
-        torch.save(held, path, _use_new_zipfile_serialization=is_zip)
+        torch.save(held, path)
     return paths
 
 
@@ -168,10 +168,6 @@ def test_no_more_is_kept_than_allowed(tmp_path: Path, monkeypatch: pytest.Monkey
         for path in paths:
             known.remember(path, torch_file.read(path, 0))
         assert [n for n in range(3) if require_rightly_known(known, paths[n])] == kept
-
-
-def test_legacy_files_are_parsed(tmp_path: Path) -> None:
-    assert not is_known(*saved(tmp_path, content(1), content(2), is_zip=False))
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["before it is compared", "meanwhile"])

@@ -23,7 +23,7 @@ from streamshard.formats.torch.torch_tensor import Storage
 from streamshard.model import MODULE, Slot
 from tests.fabricated import client_state, edit, load, save, write
 from tests.formats.conftest import Device
-from tests.job import TAG, Job, stand_ins
+from tests.job import TAG, Job
 
 FROZEN = (("old.weight", (5, 3)), ("old.bias", (1,)), ("old.scale", (40,)))
 JOB = Job(stage=3, world_size=12, frozen=FROZEN, tied={})
@@ -137,16 +137,6 @@ def test_step_as_a_tensor_that_differs(run: Path, rank: int) -> None:
     assert parsed(run) == [0, 10]
     with pytest.raises(DisagreementError, match=f"zero_pp_rank_{rank}_.* about global_steps"):
         zero_reader.read(run / TAG, [])
-    require_same_readings(run)
-
-
-def test_checkpoint_of_legacy_files(tmp_path: Path) -> None:
-    run = write(replace(JOB, world_size=3), tmp_path / "run")
-    for path in model_files(run, 3):
-        found = load(path)
-        with stand_ins():
-            torch.save(found, path, _use_new_zipfile_serialization=False)
-    assert parsed(run, 3) == [0, 1, 2]
     require_same_readings(run)
 
 

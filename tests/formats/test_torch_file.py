@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from streamshard.errors import CorruptFileError
 from streamshard.formats.torch import torch_file, zip_layout
-from streamshard.formats.torch.legacy_file import is_legacy
 from streamshard.formats.torch.torch_tensor import tensor_of
 from streamshard.formats.torch.zip_audit import TorchAudit, audit, is_torch_file
 from streamshard.formats.torch.zip_layout import Record, TorchLayout
@@ -94,13 +93,10 @@ def central_start(data: bytes) -> int:
     return int(struct.unpack("<Q", data[-END_BYTES + 48 : -END_BYTES + 56])[0])
 
 
-def saved(tmp_path: Path, name: str, *, is_legacy: bool = False) -> Path:
+def saved(tmp_path: Path, name: str) -> Path:
     path = tmp_path / "some_states.pt"
-    torch.save(OBJECTS[name](), path, _use_new_zipfile_serialization=not is_legacy)
+    torch.save(OBJECTS[name](), path)
     return path
-
-
-CONTAINERS = pytest.mark.parametrize("is_legacy", [False, True], ids=["zip", "legacy"])
 
 
 # Of dtypes that came after the typed storages, the bytes are torch's but not the name of the class
@@ -208,9 +204,8 @@ def test_large_files_are_laid_out_as_torch_does(tmp_path: Path, sizes: list[int]
         assert storage.offset == record.start + len(record.header())
 
 
-@CONTAINERS
-def test_extents_are_where_torch_reads_them(tmp_path: Path, is_legacy: bool) -> None:
-    path = saved(tmp_path, "shared", is_legacy=is_legacy)
+def test_extents_are_where_torch_reads_them(tmp_path: Path) -> None:
+    path = saved(tmp_path, "shared")
     root = torch_file.read(path, 5).root
     data = path.read_bytes()
     for name, wanted in torch.load(path).items():
@@ -225,9 +220,8 @@ def test_extents_are_where_torch_reads_them(tmp_path: Path, is_legacy: bool) -> 
     assert root["a"].args[0] is root["b"].args[0]
 
 
-@CONTAINERS
-def test_truncated_at_any_length(tmp_path: Path, is_legacy: bool) -> None:
-    data = saved(tmp_path, "shared", is_legacy=is_legacy).read_bytes()
+def test_truncated_at_any_length(tmp_path: Path) -> None:
+    data = saved(tmp_path, "shared").read_bytes()
     path = tmp_path / "cut.pt"
     for length in range(2, len(data)):
         path.write_bytes(data[:length])
@@ -386,5 +380,4 @@ def test_other_files_are_told_apart(tmp_path: Path) -> None:
         archive.writestr("x/constants.pkl", b"1", zipfile.ZIP_DEFLATED)
     assert not is_torch_file(path)
     torch.save([torch.ones(3)], path, _use_new_zipfile_serialization=False)
-    assert is_legacy(path.read_bytes())
     assert not is_torch_file(path)

@@ -12,6 +12,7 @@ import torch
 
 from streamshard.errors import CorruptFileError, SourceError, StreamshardError, UnsupportedError
 from streamshard.formats.torch import torch_file, zip_directory
+from streamshard.formats.torch.zip_audit import audit
 from streamshard.io.readable import ReadableFile
 from tests.formats.large_records import LargeRecord
 
@@ -184,13 +185,13 @@ LIES: dict[str, tuple[Change, str]] = {
         ),
         "reaches to byte",
     ),
-    "a zip behind a pickle": (behind_something, ""),
+    "a zip behind a pickle": (behind_something, "legacy format"),
     "a zip behind zeros": (
         lambda d: bytes(4) + behind_something(d)[4:], "64 bytes before the first",
     ),
     "a damaged pickle": (setting(lambda d: d.index(b"\x80\x02"), "<H", 0), "checksum differs"),
 }  # fmt: skip
-UNSUPPORTED = {"an encrypted record", "a compressed record"}
+UNSUPPORTED = {"an encrypted record", "a compressed record", "a zip behind a pickle"}
 
 
 @pytest.fixture
@@ -374,3 +375,14 @@ def test_any_damaged_byte_of_the_frame_reads_or_is_refused(path: Path) -> None:
             torch_file.read(path, 0)
         except StreamshardError as error:
             assert path.name in str(error)  # noqa: PT017 - some damage does no harm
+
+
+def test_the_format_before_the_zip_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "old.pt"
+    torch.save({"x": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(
+        UnsupportedError, match=r"old\.pt: .*legacy format .* save it once with torch"
+    ):
+        torch_file.read(path, 0)
+    (problem,) = audit(path).problems
+    assert "legacy format" in problem

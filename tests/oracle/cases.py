@@ -52,11 +52,6 @@ FLOAT32 = Case(
     },
 )
 """The same in another spelling, with two options that it does not know."""
-LEGACY = [
-    Case(f"z{stage}-legacy", stage, "bf16", {"checkpoint": {"checkpoint_serialization": False}})
-    for stage in (2, 3)
-]
-"""Saved in torch's format from before the zip container."""
 ZERO_INIT = Case("z3-zero-init", 3, "bf16", zero_init=True)
 IN_BF16 = {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
 NARROW = [Case(f"z{stage}-bf16-masters", stage, "bf16", IN_BF16) for stage in (2, 3)]
@@ -81,8 +76,6 @@ FIRST_LIGHT = [
     Resharding(ALIGNED, 4, 3),
     Resharding(SUB_GROUPS, 2, 3),
     Resharding(ZERO_INIT, 2, 3),
-    Resharding(LEGACY[0], 4, 3),
-    Resharding(LEGACY[1], 2, 3),
     Resharding(BF16_OPTIMIZER, 4, 3),
     Resharding(BF16_OPTIMIZER, 2, 3, resume=BF16[2]),
     Resharding(BF16[1], 4, 3, resume=FLOAT32),

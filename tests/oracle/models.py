@@ -88,11 +88,6 @@ class Case:
         """Whether it saves a loss scaler, which BF16_Optimizer has no need of."""
         return "grad_accum_dtype" not in self.ds_overrides.get("data_types", {})
 
-    @property
-    def is_legacy(self) -> bool:
-        """Whether it saves in torch's format from before the zip container."""
-        return self.ds_overrides.get("checkpoint", {}).get("checkpoint_serialization") is False
-
     def groups(self, model: nn.Module, scale: float) -> list[dict[str, Any]]:
         """The param groups to train; see `param_groups` for `scale`."""
         groups = param_groups(model, scale)

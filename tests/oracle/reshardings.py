@@ -79,11 +79,10 @@ class Resharding:
     def consolidates(self) -> bool:
         """Whether DeepSpeed's `zero_to_fp32` can read both ends.
 
-        It refuses BF16_Optimizer's and what was saved without ZeRO, and maps files into memory,
-        which takes the zip container.
+        It refuses BF16_Optimizer's and what was saved without ZeRO.
         """
         ends = self.case, self.resuming
-        return all(end.zero_stage and end.keeps_scaler and not end.is_legacy for end in ends)
+        return all(end.zero_stage and end.keeps_scaler for end in ends)
 
     def alike(self, saved: Truth, resumed: Truth) -> tuple[Truth, Truth]:
         """Leave out what the two jobs do not both have, or cast it as loading does."""

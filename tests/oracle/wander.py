@@ -152,7 +152,6 @@ def resharding(number: int) -> Resharding:
     families: list[list[Dtype]] = [["bf16", "bf16", "fp32"], ["fp16"]]
     dtypes, is_narrow = rnd.choice(families), rnd.random() < 0.2
     dtypes = ["bf16"] if is_narrow else dtypes
-    shared = {"checkpoint": {"checkpoint_serialization": False}} if rnd.random() < 0.1 else {}
 
     def case(name: str) -> RandomCase:
         stage, dtype = rnd.choice([1, 2, 3]), rnd.choice(dtypes)
@@ -161,7 +160,7 @@ def resharding(number: int) -> Resharding:
             for key, (share, values) in OPTIONS.items()
             if rnd.random() < share
         }
-        over: dict[str, Any] = {"zero_optimization": zero, **shared}
+        over: dict[str, Any] = {"zero_optimization": zero}
         over["zero_allow_untested_optimizer"], over["zero_force_ds_cpu_optimizer"] = True, False
         if not is_narrow and rnd.random() < 0.25:
             gradients = rnd.choice([*FP32_GRADIENTS, dtype])

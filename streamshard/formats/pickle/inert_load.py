@@ -10,14 +10,12 @@ from collections.abc import Callable
 from typing import Final
 
 from streamshard.errors import CorruptFileError, SourceError, UnsupportedError
-from streamshard.formats.pickle.inert import FROZENSET, LIMIT_BYTES, SET, Call, Node
+from streamshard.formats.pickle.inert import FROZENSET, SET, Call, Node
 from streamshard.formats.pickle.machine import PersistentLoad, PickleMachine
 from streamshard.formats.pickle.opcode_arguments import EndedTooEarlyError
-from streamshard.io.readable import Readable
 
 LIMIT_OPCODES: Final = 1 << 25
 """Most opcodes of a pickle. A file of 20,000 tensors takes a million."""
-_FIRST_READ_BYTES: Final = 1 << 20
 
 
 class TooManyOpcodesError(UnsupportedError):
@@ -40,33 +38,6 @@ def run(machine: PickleMachine) -> Node:
             raise EndedTooEarlyError("pickle has no end") from error
         message = f"not a readable pickle ({type(error).__name__} before byte {machine.at})"
         raise CorruptFileError(message) from error
-
-
-class Pickles:
-    """Reads the consecutive pickles of a file, without reading the rest of it."""
-
-    def __init__(self, source: Readable) -> None:
-        self._source = source
-        self._data = source.read_at(0, _FIRST_READ_BYTES)
-        self.at = 0
-        """Byte offset just behind the last pickle that was read."""
-
-    def read(self, machine_at: Callable[[bytes, int], PickleMachine]) -> Node:
-        """Read the next pickle by a machine, which is made for data and an offset in it."""
-        while True:
-            machine = machine_at(self._data, self.at)
-            try:
-                node = run(machine)
-            except EndedTooEarlyError:
-                # A pickle's length is known only at its end: begin again with more of the file.
-                wanted = min(3 * len(self._data), LIMIT_BYTES - len(self._data))
-                more = self._source.read_at(len(self._data), wanted)
-                if not more:
-                    raise
-                self._data += more
-            else:
-                self.at = machine.at
-                return node
 
 
 def _run(machine: PickleMachine) -> Node:

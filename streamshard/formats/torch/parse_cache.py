@@ -128,7 +128,7 @@ class ParseCache:
     def remember(self, path: Path, found: TorchFile) -> None:
         file_bytes = examine(path).nbytes
         ends = (one.entry + NAME_IN_ENTRY + len(one.name.encode()) for one in found.records)
-        if found.is_legacy or file_bytes < max(ends):  # cut off since it was parsed
+        if file_bytes < max(ends):  # cut off since it was parsed
             return
         skeleton = Skeleton(path, found, file_bytes)
         if skeleton.nbytes > _LIMIT_BYTES or not skeleton.read():

@@ -1,8 +1,4 @@
-"""Reads torch.save's container, a zip of stored records, as extents; `zip_layout` writes it.
-
-`legacy_file` reads files of the older format. Files are always written as a zip, which every torch
-since 1.6 loads with the same result.
-"""
+"""Reads torch.save's container, a zip of stored records, as extents; `zip_layout` writes it."""
 
 import zlib
 from collections.abc import Mapping
@@ -15,7 +11,7 @@ from streamshard.formats.pickle import inert_load
 from streamshard.formats.pickle.inert import LIMIT_BYTES, Node, show
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.pickle.opcode_arguments import EndedTooEarlyError
-from streamshard.formats.torch import legacy_file, zip_directory
+from streamshard.formats.torch import zip_directory
 from streamshard.formats.torch.torch_tensor import Storage, storage_from_id
 from streamshard.formats.torch.zip_directory import ZipRecord
 from streamshard.formats.torch.zip_layout import PICKLE
@@ -38,8 +34,6 @@ class TorchFile:
 
     root: Node
     storages: Mapping[str, Storage]
-    is_legacy: bool = False
-    """Whether the file has torch's legacy format, older than the zip container."""
     records: tuple[ZipRecord, ...] = ()
     """Records of a zip, in file order."""
     unknown: tuple[str, ...] = ()
@@ -62,11 +56,8 @@ def read_content(source: Readable, path: Path, file: int) -> TorchFile:
     """Open a torch file whose bytes may be kept elsewhere; see `read`."""
     with of_file(path):
         try:
-            # As torch does, decide by the first bytes: the end may look like the other format.
-            if legacy_file.is_legacy(source.read_at(0, len(zip_directory.MAGIC))):
-                found = TorchFile(*legacy_file.read(source), is_legacy=True)
-            else:
-                found = read_archive(source)
+            zip_directory.refuse_legacy(source)
+            found = read_archive(source)
         except EndedTooEarlyError as error:
             message = f"not a whole torch file ({error}; {source.nbytes} bytes). Was the save"
             message = f"{message} interrupted? Copy the file again or take an earlier tag"

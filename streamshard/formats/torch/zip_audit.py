@@ -98,6 +98,7 @@ class _Auditor:
     def run(self) -> list[StoredRecord]:
         found = []
         try:
+            zip_directory.refuse_legacy(self._source)
             directory = ZipDirectory(self._source, self._add)
             self._check_directory(directory)
             is_stored = all(entry.is_stored for entry in directory.entries)

@@ -29,6 +29,8 @@ from streamshard.model import Literal
 
 MAGIC: Final = b"PK\x03\x04"
 """First bytes of a zip, unless something was put before it."""
+_PICKLE: Final = b"\x80"
+"""First byte of a pickle of protocol 2 or later."""
 _LIMIT_BYTES: Final = 1 << 28
 """Size of the largest directory that is read: room for millions of records."""
 _LIMIT_16: Final = 0xFFFF
@@ -127,6 +129,20 @@ def read(source: Readable) -> dict[str, ZipRecord]:
             raise CorruptFileError(f"two records are called {show(name)}")
         found[name] = ZipRecord(name, start, entry.nbytes, crc32, begin, entry.at)
     return found
+
+
+def refuse_legacy(source: Readable) -> None:
+    """Refuse what torch saved before it wrote zips: one pickle after the other, then the data.
+
+    As torch does, decide by the first bytes: the end of such a file may look like that of a zip.
+    """
+    if source.read_at(0, len(_PICKLE)) == _PICKLE:
+        message = (
+            'a pickle, as in torch\'s legacy format ("checkpoint_serialization": false), where'
+        )
+        raise UnsupportedError(
+            f"{message} a zip belongs; load it with torch.load, and save it once with torch.save"
+        )
 
 
 def names(source: Readable) -> list[bytes]:

@@ -107,7 +107,7 @@ class ParamFiles:
 
     def _read(self, path: Path) -> Node:
         found = torch_file.read(path, self.sources.add(path))
-        self.sources.note(path, is_legacy=found.is_legacy, unknown=found.unknown)
+        self.sources.note(path, found.unknown)
         return found.root
 
     def _tensor(self, path: Path, name: str, shape: Shape) -> tuple[Tensor, bool]:

@@ -10,9 +10,9 @@ from typing import Final, Self
 from streamshard.checksums import join_crc32
 from streamshard.engine.scan.probe import Probe
 from streamshard.formats.deepspeed import names
-from streamshard.formats.torch import legacy_file, zip_audit
+from streamshard.formats.torch import zip_audit
 from streamshard.formats.torch.zip_audit import StoredRecord, TorchAudit
-from streamshard.io.entries import identify, read_all
+from streamshard.io.entries import identify
 from streamshard.layout.sample import Sample
 from streamshard.model import SourceFile
 from streamshard.operations.checks.problems import (
@@ -74,7 +74,7 @@ class TorchFiles:
     def _records(self, path: Path) -> Sequence[StoredRecord]:
         """Check a file's container, and return the records that can be read and compared."""
         owner = self.owner(path.name)
-        if legacy_file.is_legacy(read_all(path, 1)) if owner else not zip_audit.is_torch_file(path):
+        if owner is None and not zip_audit.is_torch_file(path):
             self._unprotected.append(path.name)
             return ()
         audit = zip_audit.audit(path)

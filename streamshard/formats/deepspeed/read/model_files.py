@@ -107,7 +107,7 @@ def read_models(sources: SourceFiles, paths: Sequence[Path]) -> list[ModelFile]:
         if isinstance(own, CachedParse):
             files.append(ModelFile(path, number, own.root, own))
             continue
-        sources.note(path, is_legacy=own.is_legacy, unknown=own.unknown)
+        sources.note(path, own.unknown)
         files.append(ModelFile(path, number, own.root))
     return files
 

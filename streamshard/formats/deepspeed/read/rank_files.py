@@ -23,10 +23,6 @@ SAVE_AGAIN: Final = "Load it with a later version at its own world size, and sav
 """What to do about a checkpoint that a very old DeepSpeed saved."""
 _MOST_MISSING: Final = 1000
 """Most missing ranks that are listed one by one; more than that are listed as ranges."""
-_LEGACY = (
-    'Saved in torch\'s legacy format ("checkpoint_serialization": false), which keeps no '
-    "checksums. What is written from it is in the zip format, which loads with either setting."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,13 +224,11 @@ class SourceFiles:
     def read(self, path: Path, number: int) -> TorchFile:
         """Open a numbered torch file. It must hold a dict."""
         found = read_dict(path, number)
-        self.note(path, is_legacy=found.is_legacy, unknown=found.unknown)
+        self.note(path, found.unknown)
         return found
 
-    def note(self, path: Path, *, is_legacy: bool, unknown: Sequence[str]) -> None:
+    def note(self, path: Path, unknown: Sequence[str]) -> None:
         """Note what the user should know about a file's container."""
-        if is_legacy:
-            self._notes[Note(_LEGACY)] = None
         if unknown:
             text = f"Not read, as torch.save writes no such records: {show_few(unknown)}"
             self._notes[Note(f"{text} in {path.name}.", NoteKind.LEFT_OUT)] = None

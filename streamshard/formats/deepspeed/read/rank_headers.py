@@ -57,7 +57,6 @@ class RankHeader:
     of the file's pickle."""
     scalars: bytes
     """Content of the storages of one element, such as the optimizer's step, one after the other."""
-    is_legacy: bool
     unknown: tuple[str, ...]
     """See `TorchFile`."""
 
@@ -178,7 +177,7 @@ class _HeaderReader:
         storages = np.array(
             [_storage_row(storage) for storage in found.storages.values()], dtype=np.int64
         )
-        header = RankHeader(own, storages.reshape(-1, 3), b"", found.is_legacy, found.unknown)
+        header = RankHeader(own, storages.reshape(-1, 3), b"", found.unknown)
         if not own:
             # Files like this one differ in checksums and scalars alone, if at all.
             self._cache.remember(path, found)
@@ -308,6 +307,6 @@ def read_optimizers(sources: SourceFiles, paths: Sequence[Path]) -> list[dict[st
         if header is None or restorer is None:
             roots.append(sources.read(path, number).root)
             continue
-        sources.note(path, is_legacy=header.is_legacy, unknown=header.unknown)
+        sources.note(path, header.unknown)
         roots.append(restorer.restore(header, path, number))
     return roots
