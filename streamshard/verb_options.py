@@ -273,7 +273,6 @@ class InspectOptions(SourceOptions):
     zero_stage: int | None = option(
         "", "draw too how it would be cut at a stage", choices=(1, 2, 3)
     )
-    overwrite: bool = flag("replace a page that exists")
 
 
 class _ReportOptions(Options):
@@ -286,7 +285,6 @@ class _ReportOptions(Options):
         "how the last run ended"
     )
     html = option("FILE", "draw --status on a page: what became of each checkpoint", is_rare=True)
-    overwrite = flag("replace a page that exists", is_rare=True)
     lock: bool = option("", NO_LOCK.format("RUN_DIR and ARCHIVE_DIR"), default=True, is_rare=True)
     dry_run: bool = flag("say what would be done, and do nothing", "-n --dry-run", group=RUN)
 

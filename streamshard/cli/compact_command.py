@@ -48,8 +48,6 @@ def _require_sense(arguments: argparse.Namespace) -> None:
     """Refuse options of the command line alone that contradict each other."""
     if arguments.html and not arguments.status:
         raise UsageError("--html: is a form of --status; give both")
-    if arguments.overwrite and not arguments.html:
-        raise UsageError("--overwrite: is for the page of --html; leave it out")
     for name in _CHANGING if arguments.status else ():
         if getattr(arguments, name):
             option = f"--{name.replace('_', '-')}"
@@ -117,7 +115,7 @@ def _show_status(runs: Sequence[_Directories], arguments: argparse.Namespace) ->
     errors += [SourceError(problem) for status in found for problem in status.problems]
     drawn = ""
     if arguments.html and found:
-        page = draw_status(found, arguments.html, overwrite=arguments.overwrite)
+        page = draw_status(found, arguments.html)
         drawn = f"\n\ndrew  {page.path}, {show_bytes(page.nbytes)}"
     if arguments.json:
         for status in found:

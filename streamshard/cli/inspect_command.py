@@ -27,14 +27,14 @@ def run_inspect(arguments: argparse.Namespace) -> None:
     try:
         found = inspect.inspect(**options)
     except SourceError as error:
-        source, html, overwrite = (options.pop(k) for k in ("source", "html", "overwrite"))
+        source, html = options.pop("source"), options.pop("html")
         own = SourceOptions(**{name: options.pop(name) for name in types_of(SourceOptions)})
         is_more = any(map(_is_given, options.values()))
         found = None if is_more else describe_unopened(error, source, own)
         if found is None:
             raise
         if html is not None:
-            found = draw_unopened(found, source, html, overwrite=overwrite)
+            found = draw_unopened(found, source, html)
         _show_inspection(found, arguments)
         if isinstance(found, CheckpointList) and found.problems:
             raise SourceError(found.problems[0]) from None  # without advice to do this

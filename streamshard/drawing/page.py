@@ -20,6 +20,13 @@ from streamshard.layout.cutting import Ints
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+HEAD: Final = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="generator" content="streamshard">
+"""
+"""The beginning of every page, by which one is known again."""
 _MOST_TIMES: Final = 64
 _LONG: Final = 32
 
@@ -34,11 +41,7 @@ def page(script: str, title: str, document: Mapping[str, Any]) -> str:
     )
     # No text of a document can end the element that it is in.
     data = json.dumps(_finite(document), separators=(",", ":")).replace("<", "\\u003c")
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
+    return f"""{HEAD}<meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escaped(title)}</title>
 <style>{style}</style>

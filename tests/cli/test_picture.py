@@ -158,7 +158,7 @@ def test_1024_ranks_make_a_small_page_that_says_what_was_put_together(tmp_path: 
     run = write(Job(groups=(group,), tied={}), tmp_path / "run")
     file = tmp_path / "cut.html"
     for stage in (1, 2, 3):
-        streamshard.inspect(run, html=file, world_size=1024, zero_stage=stage, overwrite=True)
+        streamshard.inspect(run, html=file, world_size=1024, zero_stage=stage)
         assert file.stat().st_size < 100_000
         ((_, panel),) = panels_of(document_of(file))
         assert panel["note"] == "140 parameters drawn as 70, by how their names begin"
@@ -194,17 +194,22 @@ def test_a_hostile_name_is_only_text(tmp_path: Path) -> None:
     assert not re.search(r"<[^>]*\b(href|src)=|url\(|@import|\w+://", page)
 
 
-def test_a_page_that_exists_is_replaced_only_if_asked(tmp_path: Path) -> None:
+def test_a_page_is_replaced_and_no_other_file(tmp_path: Path) -> None:
     run, file = write(SMALL, tmp_path / "run"), tmp_path / "cut.html"
-    file.write_text("mine")
-    with pytest.raises(TargetExistsError, match="exists; use overwrite=True"):
-        streamshard.inspect(run, html=file)
-    assert file.read_text() == "mine"
-    found = streamshard.inspect(run, html=file, overwrite=True)
+    for text in ("mine", "", '<!DOCTYPE html>\n<html lang="en">\n'):
+        file.write_text(text)
+        with pytest.raises(TargetExistsError, match="exists, and is no page that streamshard wr"):
+            streamshard.inspect(run, html=file)
+        assert file.read_text() == text
+    file.unlink()
+    streamshard.inspect(run, html=file)
+    before = file.read_bytes()
+    found = streamshard.inspect(run, html=file, world_size=2)
+    assert file.read_bytes() != before
     assert [(p.path, p.nbytes) for p in found.pictures] == [(str(file), file.stat().st_size)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cut.html", "run"]
-    with pytest.raises(TargetExistsError, match="is not a file"):
-        streamshard.inspect(run, html=tmp_path, overwrite=True)
+    with pytest.raises(TargetExistsError, match="is no page"):
+        streamshard.inspect(run, html=tmp_path)
     with pytest.raises(TargetError, match="nowhere"):
         streamshard.inspect(run, html=tmp_path / "nowhere" / "cut.html")
     for inside in (run / "cut.html", run / "global_step7" / "cut.html"):
@@ -225,7 +230,7 @@ def test_the_command_tells_what_it_drew(tmp_path: Path) -> None:
     html = tmp_path / "cut.html"
     done = in_process("inspect", run, "--html", html, "--json")
     assert [p["path"] for p in json.loads(done.out)["pictures"]] == [str(html)]
-    done = in_process("inspect", run, "--html", html, "--overwrite")
+    done = in_process("inspect", run, "--html", html)
     assert re.search(rf"^drew  {re.escape(str(html))}, [0-9.]+ KiB$", done.out, re.MULTILINE)
 
 
@@ -359,6 +364,7 @@ def test_a_broken_checkpoint_is_drawn_too(tmp_path: Path) -> None:
     assert document["is_whole"] is False
     assert [f["rank"] for f in rows_of(document["file_list"]) if f["rank"] is not None] == [0, 2]
     assert "rank 1 is missing" in document["problems"][0]
+    html.write_text("mine")
     done = in_process("inspect", run, "--html", html)
     assert (done.code, "exists" in done.err) == (4, True)
     done = in_process("inspect", run, "--html", run / "cut.html")
@@ -472,7 +478,7 @@ def test_1000_ranks_of_5000_parameters_are_small_and_soon_drawn(
     model = Model(groups=(dict.fromkeys(names, (1024, 1000)),))
     fabricate(run, model, stage=2, world_size=2, sparse=True)
     for stage in (2, 3):
-        streamshard.inspect(run, html=html, world_size=1000, zero_stage=stage, overwrite=True)
+        streamshard.inspect(run, html=html, world_size=1000, zero_stage=stage)
         assert html.stat().st_size < 1_000_000
         took, tries = 1000, 0
         while took >= 1000 and tries < 3:  # the machine may be busy

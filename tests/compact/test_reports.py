@@ -187,7 +187,6 @@ def test_a_dry_run_shows_the_size_of_what_stays(run: Path, archive: Path) -> Non
     [
         ["--status", "--delete"],
         ["--html", "page.html"],
-        ["--status", "--overwrite"],
     ],
 )
 def test_what_makes_no_sense_is_refused(run: Path, archive: Path, options: list[str]) -> None:

@@ -16,24 +16,22 @@ from streamshard.operations.compact.receipts import show_moment
 from streamshard.operations.compact.run_directory import scan_run_directory
 from streamshard.operations.compact.tag_choice import Tag, by_step
 from streamshard.operations.inspect.inspect_report import FileSummary
-from streamshard.operations.inspect.page_file import PageFile
+from streamshard.operations.inspect.page_file import require_free, write_page
 from streamshard.operations.transfer.target import require_separate
 
 
-def draw_status(
-    found: Sequence[CompactStatus], html: str | os.PathLike[str], *, overwrite: bool
-) -> FileSummary:
+def draw_status(found: Sequence[CompactStatus], html: str | os.PathLike[str]) -> FileSummary:
     """Write a page of the state of runs, with the tags in them as their headers tell."""
-    file = PageFile(as_path(html), overwrite)
-    file.require_free()
+    path = as_path(html)
+    require_free(path)
     for status in found:
         for place in (status.run_dir, status.archive_dir):
-            require_separate(as_path(place), file.path)
+            require_separate(as_path(place), path)
     document = {
         "runs": [{**asdict(status), **_content(as_path(status.run_dir))} for status in found]
     }
     title = PurePosixPath(found[0].run_dir).name if len(found) == 1 else f"{len(found):,} runs"
-    return file.write(page("compact", title, document))
+    return write_page(path, page("compact", title, document))
 
 
 def _content(run_dir: Path) -> dict[str, Any]:

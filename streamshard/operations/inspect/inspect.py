@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from streamshard.io.files import source_errors
 from streamshard.io.object_path import as_path
 from streamshard.operations.inspect.checkpoint_list import summaries
 from streamshard.operations.inspect.file_groups import group_files, list_files
-from streamshard.operations.inspect.inspect_report import FileSummary, GroupSummary, Inspection
+from streamshard.operations.inspect.inspect_report import GroupSummary, Inspection
 from streamshard.operations.inspect.ownership import (
     parameter_details,
     parameter_summaries,
@@ -41,9 +41,6 @@ from streamshard.operations.source.tag_directory import find_tag
 from streamshard.operations.transfer.target import require_separate
 from streamshard.options import takes
 from streamshard.verb_options import InspectOptions
-
-if TYPE_CHECKING:
-    from streamshard.operations.inspect.page_file import PageFile
 
 _NOT_CUT: Final = "not cut"
 _MOST_SHOWN: Final = 16
@@ -71,10 +68,9 @@ def inspect(options: InspectOptions) -> Inspection:
         Data-parallel rank, as in file names; the result says what this rank holds.
     html
         File for a page that shows how the parameters are cut among ranks. It is complete in itself.
+        A page that is there already is replaced, any other file refused.
     world_size, zero_stage
         Show on the page also how `repartition` would cut the parameters.
-    overwrite
-        Replace an existing page.
 
     Raises
     ------
@@ -84,18 +80,18 @@ def inspect(options: InspectOptions) -> Inspection:
         A pattern matches nothing, there is no such rank, or that world size or stage is impossible;
         the message says what is possible.
     TargetError
-        The page exists already, or cannot be written.
+        Another file than a page is there already, or the page cannot be written.
     """
     # Not at the top: verbs that move bytes import this module, and need no memory for pages.
-    from streamshard.operations.inspect.page_file import PageFile
+    from streamshard.operations.inspect import page_file
 
-    file = PageFile(as_path(options.html), options.overwrite) if options.html else None
-    if file:
-        file.require_free()
+    html = as_path(options.html) if options.html else None
+    if html is not None:
+        page_file.require_free(html)
     source, tag, params, rank = options.source, options.tag, options.params, options.rank
     world_size, zero_stage = options.world_size, options.zero_stage
     is_resized = world_size is not None or zero_stage is not None
-    if is_resized and file is None:
+    if is_resized and html is None:
         given = f"{Option('world_size')} and {Option('zero_stage')}"
         raise UsageError(f"{given} shape a page: say where with {Option('html', 'FILE')}")
     opened = open_source(source, options)
@@ -103,7 +99,7 @@ def inspect(options: InspectOptions) -> Inspection:
     opened.require_use_of_like(
         needed=is_resized and muon_order.needs_order(opened.checkpoint, stage)
     )
-    is_brief = bool(params or rank is not None or file)
+    is_brief = bool(params or rank is not None or html)
     is_run = opened.kind == "native" and opened.path == as_path(source) and tag is None
     try:
         found = replace(
@@ -114,21 +110,20 @@ def inspect(options: InspectOptions) -> Inspection:
         )
     except UsageError as error:
         raise UsageError(f"{opened.path}: {error}") from error
-    if file is None:
+    if html is None:
         return found
-    return replace(found, pictures=(_draw(opened, found, file, options),))
+    drawn = page_file.write_page(html, _page_of(opened, found, html, options))
+    return replace(found, pictures=(drawn,))
 
 
-def _draw(
-    source: Source, found: Inspection, file: "PageFile", options: InspectOptions
-) -> FileSummary:
+def _page_of(source: Source, found: Inspection, html: Path, options: InspectOptions) -> str:
     """Draw a checkpoint, and how it would be resized."""
     from streamshard.operations.inspect.cut_picture import picture_of
     from streamshard.operations.inspect.inspect_page import cut_page
 
-    require_separate(source.path, file.path, source.directories)
+    require_separate(source.path, html, source.directories)
     picture = picture_of(source, world_size=options.world_size, zero_stage=options.zero_stage)
-    return file.write(cut_page(found, source, picture))
+    return cut_page(found, source, picture)
 
 
 def summarize(source: Source) -> Inspection:

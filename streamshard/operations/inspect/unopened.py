@@ -30,7 +30,7 @@ from streamshard.operations.inspect.inspect_report import (
     FileSummary,
     IncompleteCheckpoint,
 )
-from streamshard.operations.inspect.page_file import PageFile
+from streamshard.operations.inspect.page_file import require_free, write_page
 from streamshard.operations.source.source import Request, requests
 from streamshard.operations.source.tag_directory import find_tag
 from streamshard.operations.source.unfinished import is_unfinished
@@ -57,16 +57,16 @@ def describe_unopened(
 
 
 def draw_unopened(
-    found: CheckpointList | IncompleteCheckpoint, source: Path_, html: Path_, *, overwrite: bool
+    found: CheckpointList | IncompleteCheckpoint, source: Path_, html: Path_
 ) -> CheckpointList | IncompleteCheckpoint:
     """Draw on a page what there is."""
     # Not at the top: only few runs draw anything.
     from streamshard.operations.inspect.inspect_page import unopened_page
 
-    file = PageFile(as_path(html), overwrite)
-    file.require_free()
-    require_separate(as_path(source), file.path)
-    return replace(found, pictures=(file.write(unopened_page(found)),))
+    path = as_path(html)
+    require_free(path)
+    require_separate(as_path(source), path)
+    return replace(found, pictures=(write_page(path, unopened_page(found)),))
 
 
 def _needs_choice(root: Path) -> bool:
