@@ -12,7 +12,7 @@ import numpy as np
 
 from streamshard.errors import CorruptFileError, Option
 from streamshard.formats.deepspeed import ds_config, names
-from streamshard.formats.deepspeed.ds_versions import Version, version_in
+from streamshard.formats.deepspeed.ds_versions import Version, dotted, version_in
 from streamshard.formats.pickle.dangerous import dangerous_in
 from streamshard.formats.pickle.inert import Node
 from streamshard.layout.cutting import Cutting
@@ -426,6 +426,20 @@ class Checkpoint:
         state = first.optimizer_file.get(names.OPTIMIZER)
         return version_in(first.optimizer_file, first.model_state, state)
 
+    def of_version(self, version: Version | None) -> Self:
+        """Return it as if that version of DeepSpeed had saved it, as which its files are read."""
+        if version in (None, self.ds_version):
+            return self
+        model_parts = [
+            replace(
+                part,
+                model_state=_with_version(part.model_state, version),
+                optimizer_file=_with_version(part.optimizer_file, version),
+            )
+            for part in self.model_parts
+        ]
+        return replace(self, model_parts=tuple(model_parts))
+
     def tensor_index(self) -> dict[tuple[str, str, str], int]:
         """Return (model part, state, name) → index in `tensors`."""
         return {(t.model_part, t.state, t.name): i for i, t in enumerate(self.tensors)}
@@ -444,6 +458,15 @@ class Checkpoint:
         """Return the element count of a model part's trained parameters, by name."""
         shapes = self.master_shapes(model_part)
         return {name: math.prod(shape) for name, shape in shapes.items()}
+
+
+def _with_version(entries: Mapping[str, Node], version: Version) -> dict[str, Node]:
+    """Replace the version that a file's dict records, if it records one."""
+    own = {names.DS_VERSION: dotted(version)} if names.DS_VERSION in entries else {}
+    state = entries.get(names.OPTIMIZER)
+    if isinstance(state, dict) and names.DS_VERSION in state:
+        own = {**own, names.OPTIMIZER: _with_version(state, version)}
+    return {**entries, **own}
 
 
 @dataclass(frozen=True, slots=True)

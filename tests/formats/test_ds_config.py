@@ -7,6 +7,7 @@ every spelling and type.
 import copy
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -384,25 +385,35 @@ def say_round_robin(path: Path, *, on: bool) -> None:
     edit(path, lambda held: held["ds_config"]["zero_optimization"].update(round_robin_gradients=on))
 
 
-def test_experts_of_an_old_bf16_optimizer_are_refused(tmp_path: Path) -> None:
-    job = Job(stage=1, world_size=4, experts=EXPERTS, expert_parallel=2)
-    run_dir = write(job, tmp_path / "run")
-    config = tmp_path / "ds.json"
-    config.write_text(
-        '{"zero_optimization": {"stage": 1}, "bf16": {"enabled": true}, '
-        '"data_types": {"grad_accum_dtype": "fp32"}}'
-    )
-    options: dict[str, Any] = {"world_size": 4, "ds_config_file": config}
-    with pytest.raises(UsageError, match="cuts experts among all ranks"):
-        streamshard.repartition(run_dir, tmp_path / "out", **options, ds_version="0.14.0")
-
-
 def test_the_command_line_takes_a_version(tmp_path: Path) -> None:
-    run_dir = write(Job(stage=1, round_robin=True), tmp_path / "run")
+    run_dir = write(Job(stage=1), tmp_path / "run")
     resize = ["repartition", run_dir, tmp_path / "out", "--world-size", 2, "--ds-version"]
     done = run_cli(*resize, "twelve")
     assert (done.code, done.out) == (2, "")
     assert "--ds-version 'twelve': give a release of DeepSpeed" in done.err
-    done = run_cli(*resize, "0.12.6")
+    done = run_cli(*resize, "0.14.0")
+    assert (done.code, done.out) == (2, "")
+    assert "for DeepSpeed 0.14.0: files are written for 0.14.1 and later versions" in done.err
+    done = run_cli(*resize, "0.14.5")
     assert done.code == 0
-    assert "round_robin_gradients off" in done.out + done.err
+    assert load(tmp_path / "out" / TAG / "mp_rank_00_model_states.pt")["ds_version"] == "0.14.5"
+
+
+def test_what_an_older_version_saved_is_written_for_newer_ones(tmp_path: Path) -> None:
+    """Its experts were in another order on the ranks, which a reader tells by the version."""
+    job = Job(stage=2, world_size=4, experts=EXPERTS, expert_parallel=2)
+    run = write(job, tmp_path / "run")
+    for path in (run / TAG).glob("*.pt"):
+        edit(path, lambda held: say_version(held, "0.12.3"))
+        edit(path, lambda held: held.get("ds_config", {}).update(BEFORE_EXPERTS))
+    report = streamshard.repartition(run, tmp_path / "out", world_size=4)
+    assert any("DeepSpeed 0.12.3 saved it" in note for note in report.notes)
+    assert streamshard.verify(tmp_path / "out", against=run).is_good
+    wanted = write(replace(job, data_before_experts=True), tmp_path / "wanted")
+    assert streamshard.verify(tmp_path / "out", against=wanted).is_good
+
+
+def say_version(held: dict[str, Any], version: str) -> None:
+    for part in (held, held.get("optimizer_state_dict", {})):
+        if "ds_version" in part:
+            part["ds_version"] = version

@@ -1,9 +1,10 @@
-"""What engines of DeepSpeed 0.9 and 0.12 saved is read, and written, in their order.
+"""What engines of DeepSpeed 0.9 and 0.12 saved is read in their order, and written in today's.
 
 `old_engines` tells how the files were made: those of the second world size were saved by an engine
 that had loaded what `repartition` wrote, and held then what the first engine had held.
 """
 
+import re
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -21,8 +22,6 @@ from tests.oracle.old_engines import CASES, RESUMED, ROUND_ROBIN_1, unpacked
 from tests.oracle.ranks import require_success, run_jobs
 from tests.oracle.truth import Truth
 
-NEW = "0.13.0"
-"""The first version that heeds `round_robin_gradients` at stage 1."""
 EACH = [(version, case) for version, cases in CASES.items() for case in cases]
 IDS = [f"{version}-{case.name}" for version, case in EACH]
 Ordered = list[list[str]]
@@ -38,9 +37,12 @@ def tag(run_dir: Path) -> Path:
 
 
 def unlike(written: Path, saved: Path) -> list[str]:
-    """List where files differ from an engine's own; 0.9.5 lists no ties in what it saves again."""
+    """List where files differ from an engine's own; 0.9.5 lists no ties in what it saves again.
+
+    What is written is for a later version, and says so.
+    """
     found = file_differences(tag(written), tag(saved))
-    return [one for one in found if "['shared_params']" not in one]
+    return [one for one in found if not re.search(r"\['(shared_params|ds_version)'\]", one)]
 
 
 def stored_order(run_dir: Path) -> Ordered:
@@ -61,29 +63,29 @@ def test_saves_for_two_world_sizes_hold_the_same(
 def test_what_is_written_is_what_an_engine_of_that_version_saves(
     version: str, case: Case, runs: dict[str, Path], tmp_path: Path
 ) -> None:
+    if case == ROUND_ROBIN_1:
+        return  # the next test is about the order, which is another since 0.13.0
     place = runs[version] / case.name
     streamshard.repartition(place / "saved", tmp_path / "out", world_size=RESUMED)
     assert unlike(tmp_path / "out", place / "resumed") == []
 
 
 @pytest.mark.parametrize("version", CASES)
-def test_round_robin_at_stage_1_follows_the_version_of_the_job_that_resumes(
+def test_round_robin_at_stage_1_is_written_as_newer_versions_heed_it(
     version: str, runs: dict[str, Path], tmp_path: Path
 ) -> None:
-    place = runs[version] / ROUND_ROBIN_1.name
-    new, old = tmp_path / "new", tmp_path / "old"
-    streamshard.repartition(place / "saved", new, world_size=RESUMED, ds_version=NEW)
+    place, out = runs[version] / ROUND_ROBIN_1.name, tmp_path / "out"
+    report = streamshard.repartition(place / "saved", out, world_size=RESUMED)
+    assert any(f"DeepSpeed {version} saved it" in note for note in report.notes)
     plain = stored_order(place / "resumed")
     shuffled = [unit[::2] + unit[1::2] for unit in plain]  # for two ranks
-    assert stored_order(new) == shuffled != plain
-    streamshard.repartition(new, old, world_size=RESUMED, ds_version=version)
-    assert unlike(old, place / "resumed") == []
-    assert streamshard.verify(new, against=place / "saved").is_good
+    assert stored_order(out) == shuffled != plain
+    assert streamshard.verify(out, against=place / "saved").is_good
 
 
-def test_a_version_without_certain_rules_is_refused(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_older_versions_are_no_targets(runs: dict[str, Path], tmp_path: Path) -> None:
     source = runs["0.12.6"] / ROUND_ROBIN_1.name / "saved"
-    for version, message in (("0.12.7+1a2b3c", "between these releases"), ("new", "'new'")):
+    for version, message in (("0.12.7+1a2b3c", "written for 0.14.1 and later"), ("new", "'new'")):
         with pytest.raises(UsageError, match=message):
             streamshard.repartition(source, tmp_path / "x", world_size=2, ds_version=version)
 
@@ -95,7 +97,7 @@ def test_the_newest_engine_holds_what_the_old_one_saved(
     place, out = runs["0.12.6"] / ROUND_ROBIN_1.name, tmp_path / "out"
     source = place / "saved"
     if way == "files":
-        streamshard.repartition(source, out, world_size=RESUMED, ds_version=NEW)
+        streamshard.repartition(source, out, world_size=RESUMED)
         source = out
     load = Resume(ROUND_ROBIN_1, source, tmp_path / "truth.pt", reshards=way == "live")
     require_success(run_jobs(RESUMED, [load], tmp_path / "ranks"))

@@ -12,18 +12,14 @@ from streamshard.formats.pickle.inert import Node, show
 
 Version = tuple[int, int, int]
 
+OLDEST_TARGET: Final = (0, 14, 1)
+"""The oldest version that files are written for; files of older ones are read."""
 # `DeepSpeedEngine._configure_zero_optimizer` sets it to False before (0.12.6, engine.py:1488).
 ROUND_ROBIN_AT_STAGE_1: Final = (0, 13, 0)
-_BEFORE_IT: Final = (0, 12, 6)
-"""Last release before. What calls itself newer and is older was built between the two."""
 # `_do_optimizer_sanity_check` did not ask for the offload before (0.10.0, engine.py:1142).
 OFFLOAD_WITHOUT_BF16_OPTIMIZER: Final = (0, 10, 1)
 # `_get_expert_parallel_ranks` of `utils/groups.py` did not know the key before.
 DATA_BEFORE_EXPERTS: Final = (0, 12, 4)
-# `BF16_Optimizer._setup_for_real_optimizer` cut experts among all data-parallel ranks before.
-EXPERTS_IN_BF16_OPTIMIZER: Final = (0, 14, 1)
-# `BF16_Optimizer._setup_for_real_optimizer` flattened frozen parameters too before.
-FROZEN_OUT_OF_BF16_OPTIMIZER: Final = (0, 9, 1)
 # `deepspeed.initialize` made no mesh of the two sizes before.
 SEQUENCE_MESH: Final = (0, 15, 0)
 # `get_data_types` took fp32 gradients for bf16 without ZeRO before.
@@ -37,11 +33,6 @@ PARAMETER_ALIGNMENT: Final = (0, 19, 7)
 def has(rule: Version, version: Version | None) -> bool:
     """Tell whether a version has a rule; an unknown one is taken for the newest."""
     return version is None or version >= rule
-
-
-def is_between_releases(version: Version | None) -> bool:
-    """Tell whether a version may have either rule of `round_robin_gradients` at stage 1."""
-    return version is not None and _BEFORE_IT < version < ROUND_ROBIN_AT_STAGE_1
 
 
 def recorded_version(text: Node) -> Version | None:
@@ -69,3 +60,24 @@ def given_version(text: str | None) -> Version | None:
         asked = Option("ds_version", show(text))
         raise UsageError(f"{asked}: give a release of DeepSpeed, such as 0.16.9")
     return found
+
+
+def target_version(wanted: Version | None, saved_by: Version | None) -> Version | None:
+    """Return the version that files are written for; by default the one that saved.
+
+    >>> target_version(None, (0, 16, 9)), target_version(None, (0, 9, 5))
+    ((0, 16, 9), (0, 14, 1))
+    """
+    if wanted is not None and wanted < OLDEST_TARGET:
+        message = f"for DeepSpeed {dotted(wanted)}: files are written for {dotted(OLDEST_TARGET)}"
+        raise UsageError(f"{message} and later versions; resume with one of these")
+    return wanted or (None if saved_by is None else max(saved_by, OLDEST_TARGET))
+
+
+def dotted(version: Version) -> str:
+    """Return a version as text.
+
+    >>> dotted((0, 16, 9))
+    '0.16.9'
+    """
+    return ".".join(map(str, version))

@@ -32,8 +32,6 @@ class Resuming:
     """Whether the checkpoint holds parameters without elements."""
     has_frozen: bool
     """Whether the checkpoint holds frozen weights."""
-    has_experts: bool
-    """Whether ranks hold different experts."""
     auto_experts: int | None
     """Count of ranks over which AutoEP spreads experts in the files; None without AutoEP."""
 
@@ -66,12 +64,6 @@ def notes(config: ds_config.Config, layout: ZeroLayout) -> Iterator[str]:
 
 def _of_order(job: Resuming, features: Features) -> Iterator[str]:
     layout, stage = job.layout, job.layout.stage
-    is_open = ds_versions.is_between_releases(job.version) and stage == 1
-    if is_open and not layout.bf16_optimizer and ds_config.wants_round_robin(job.config):
-        yield (
-            "has round_robin_gradients on at stage 1, which DeepSpeed ignores up to 0.12.6 and "
-            "heeds from 0.13.0 on; the job's version lies between these releases: set it to false"
-        )
     # The model of DeepSpeed's `zero_optimization` refuses keys that it does not know.
     knows_alignment = ds_versions.has(ds_versions.PARAMETER_ALIGNMENT, job.version)
     if ds_config.wants_alignment(job.config) and stage in (1, 2) and not knows_alignment:
@@ -89,23 +81,8 @@ def _of_order(job: Resuming, features: Features) -> Iterator[str]:
 
 
 def _of_bf16_optimizer(job: Resuming, features: Features) -> Iterator[str]:
-    if not job.layout.bf16_optimizer:
-        return
-    kind = "trains bf16 with fp32 gradients (BF16_Optimizer), which in this version cuts"
-    unlike = "later ones do: leave data_types.grad_accum_dtype out"
-    experts, frozen = (
-        job.version is None or ds_versions.has(rule, job.version)
-        for rule in (
-            ds_versions.EXPERTS_IN_BF16_OPTIMIZER,
-            ds_versions.FROZEN_OUT_OF_BF16_OPTIMIZER,
-        )
-    )
-    if job.has_experts and not experts:
-        yield f"{kind} experts among all ranks, as no {unlike}"
-    if job.has_frozen and not frozen:
-        yield f"{kind} frozen weights as well, as no {unlike}"
     # `BF16_Optimizer._load_legacy_checkpoint` leaves its masters as they are.
-    if not features.loads_masters:
+    if job.layout.bf16_optimizer and not features.loads_masters:
         yield (
             "has load_from_fp32_weights off, with which BF16_Optimizer keeps the master weights of "
             "the model that the job starts with, whatever the files hold: set it to true"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from streamshard.formats import frameworks
 from streamshard.formats.deepspeed import ds_config
 from streamshard.formats.deepspeed.cut import muon_order
-from streamshard.formats.deepspeed.ds_versions import Version
+from streamshard.formats.deepspeed.ds_versions import Version, target_version
 from streamshard.layout.batch import BatchPlan
 from streamshard.model import ZeroLayout
 from streamshard.operations.native.target_settings import (
@@ -94,6 +94,7 @@ def resharding_of(
     stage = settings.layout.stage
     uses_like = muon_order.needs_order(opened.checkpoint, stage)
     checkpoint = muon_order.in_order_of(opened.checkpoint, stage, opened.like)
+    checkpoint = checkpoint.of_version(target_version(ds_version, checkpoint.ds_version))
     resized = frameworks.resize(
         checkpoint.tag,
         [file.path for file in checkpoint.files],

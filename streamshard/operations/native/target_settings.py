@@ -7,7 +7,7 @@ from typing import Any, Final
 from streamshard.errors import Option, UnsupportedError, UsageError
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.deepspeed import ds_config, names, resume_settings
-from streamshard.formats.deepspeed.ds_versions import Version
+from streamshard.formats.deepspeed.ds_versions import OLDEST_TARGET, Version, dotted, target_version
 from streamshard.model import MODULE, ZeroLayout
 from streamshard.sizes import some_of
 
@@ -60,7 +60,7 @@ def target_settings(
     kept = checkpoint.config
     stage, dtype = zero_stage or checkpoint.layout.stage, checkpoint.module_dtype
     saved_stage = _saved_stage(checkpoint)
-    version = ds_version or checkpoint.ds_version
+    version = target_version(ds_version, checkpoint.ds_version)
     as_saved = wanted is None and zero_stage in (None, saved_stage)
     config, is_bf16 = dict(kept), checkpoint.is_bf16
     if not checkpoint.layout.stage:
@@ -96,6 +96,10 @@ def target_settings(
     note = _settings_note(checkpoint, layout, dtype, wanted)
     if as_saved and saved_stage == 0 and not _is_pipeline(checkpoint):
         note = f"{note} {_stage_0_note()}"
+    saved_by = checkpoint.ds_version
+    if ds_version is None and saved_by is not None and saved_by < OLDEST_TARGET:
+        note = f"{note} DeepSpeed {dotted(saved_by)} saved it; what is written is for"
+        note = f"{note} {dotted(OLDEST_TARGET)} and later versions."
     notes = (note, *left_out(checkpoint, stage), *resume_settings.notes(config, layout))
     return TargetSettings(layout, config, dtype, is_bf16, notes)
 
@@ -165,7 +169,6 @@ def _require_resumable(
         version=version,
         saved_by=checkpoint.ds_version,
         has_empty=any(0 in entry.shape for entry in entries),
-        has_experts=checkpoint.expert_parallel > 1,
         auto_experts=checkpoint.expert_parallel if checkpoint.has_auto_experts else None,
         has_frozen=any(entry.kind == "frozen" for entry in entries),
     )

@@ -62,8 +62,8 @@ def plan_repartition(options: RepartitionOptions) -> TransferPlan:
         `deepspeed` for the native files of DeepSpeed; or `fsdp-ranks` for files of FSDP's ranks, as
         verl saves and loads them, from such files: see ``docs/reading.md``.
     ds_version
-        Version of DeepSpeed in the job that resumes, such as ``0.12.6``; by default the one that
-        saved. Some rules of the layout depend on it.
+        Version of DeepSpeed in the job that resumes, such as ``0.16.9``, from 0.14.1 on; by default
+        the one that saved, or the oldest of these. Some rules of the layout depend on it.
     source_ds_config_file
         The DeepSpeed config of the job that saved, for raw dumps, which hold none.
     like
