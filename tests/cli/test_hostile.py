@@ -245,15 +245,8 @@ def test_files_of_experts_are_held_to_the_same(tmp_path: Path) -> None:
     require_refused(run, expert.name)
 
 
-def one_hash(count: int) -> bytes:
-    """Spell integers that all have one hash, each with a value."""
-    numbers = (n * ((1 << 61) - 1) for n in range(1, count))
-    return b"".join(b"\x8a\x0a" + n.to_bytes(10, "little") + b"N" for n in numbers)
-
-
 PICKLES = {
     "tuples in each other": b")" + b"\x85" * 4_000_000 + b".",
-    "keys of one hash": b"}(" + one_hash(100_000) + b"u.",
     "an extension": b"\x82\x01.",
     "the memo's last place": b"}r\xff\xff\xff\xff.",
     "no end": b"}" * MIB,

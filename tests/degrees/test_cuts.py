@@ -20,7 +20,7 @@ from streamshard.errors import (
     UsageError,
 )
 from streamshard.formats.deepspeed.model_parallel.categories import Categories
-from streamshard.formats.deepspeed.model_parallel.name_patterns import NamePatterns
+from streamshard.formats.deepspeed.model_parallel.stated_cuts import NamePatterns
 from streamshard.layout.model_cut import ModelCut
 from tests.comparing import compare
 from tests.fabricated import write

@@ -14,6 +14,7 @@ from torch.utils.serialization import config
 import streamshard
 from streamshard.degrees.layered import layered
 from streamshard.errors import DisagreementError, IntegrityError, UnsupportedError, UsageError
+from streamshard.formats.torch import torch_file
 from streamshard.layout.cutting import whole_segment
 from streamshard.operations.compact.weights_only import WeightsOnlyStore
 from streamshard.operations.source.source import open_source
@@ -57,10 +58,18 @@ def is_cut(store: Path) -> bool:
 
 
 def without_alignment(run: Path) -> None:
-    """Save the layers' files as torch may be configured to: elements are unaligned."""
-    with config.patch({"save.storage_alignment": 1}):  # type: ignore[attr-defined]
-        for path in (run / TAG).glob("layer_*"):
-            torch.save(load(path), path)
+    """Save the layers' files as torch may be configured to: a large tensor is unaligned."""
+    for path in (run / TAG).glob("layer_*"):
+        content = load(path)
+        for padding in ("x", "xx"):
+            content._metadata = {"": {"padding": padding}}
+            with config.patch({"save.storage_alignment": 1}):  # type: ignore[attr-defined]
+                torch.save(content, path)
+            storages = torch_file.read(path, 0).storages.values()
+            if max(storages, key=lambda storage: storage.nbytes).offset % 2:
+                break
+        else:
+            raise AssertionError("aligned")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import streamshard as package
 from streamshard.errors import CorruptFileError
@@ -271,11 +270,6 @@ def deep(levels: int) -> Any:  # noqa: ANN401
     return node
 
 
-def views(count: int) -> list[torch.Tensor]:
-    table = torch.zeros(1 << 20, dtype=torch.uint8)
-    return [table[n:] for n in range(count)]
-
-
 CARRIED: dict[str, tuple[object, object, str]] = {
     "lists that double themselves": (laughs(60), laughs(60), ""),
     "one that doubles itself": (laughs(60), [1], "<list of 2> here, 1 there"),
@@ -287,7 +281,6 @@ CARRIED: dict[str, tuple[object, object, str]] = {
     ),
     "long values": ("v" * 100_000, "w" * 100_000, "'wwww"),
     "long ways": (deep(150), deep(149), "..."),
-    "views without end": (views(3000), views(3000), "too many tensors share their elements"),
 }
 
 

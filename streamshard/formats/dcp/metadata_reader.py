@@ -34,13 +34,6 @@ _STRIDED: Final = "torch.strided"
 _LIMIT: Final = 1 << 62
 """Larger than any file; the sum of two such numbers still fits an int64."""
 _LIMIT_PATH: Final = 255
-_OPCODES_PER_BOX: Final = 70
-"""Of a box with its item, as torch pickles them: 65 with one dimension, 68 with two."""
-_TOO_MANY_BOXES: Final = (
-    f"lists more than about {inert_load.LIMIT_OPCODES // _OPCODES_PER_BOX // 10_000 * 10_000:,} "
-    "boxes of tensors, which are most that are read: each takes some 2.7 kB of memory. FSDP has a "
-    "box for each tensor on each rank: load it into a job on fewer ranks, and save it there"
-)
 _MOST_EMPTY: Final = 1 << 22
 """More boxes without elements than any job lists. A pickle can share one list of them."""
 
@@ -155,8 +148,6 @@ def read_index(directory: Path) -> Index:
         try:
             root = inert_load.load(read_all(path, nbytes + 1), _no_tensors)
             return _IndexReader(path).read(root)
-        except inert_load.TooManyOpcodesError as error:
-            raise UnsupportedError(_TOO_MANY_BOXES) from error
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             message = f"not an index of a distributed checkpoint ({type(error).__name__})"
             raise CorruptFileError(message) from error

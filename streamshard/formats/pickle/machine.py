@@ -1,11 +1,11 @@
 """The stack, the memo and the objects of a pickle that is read without running it.
 
-A pickle that would keep Python hashing forever is refused before a dict is built from it.
+A tuple that would keep Python hashing forever is refused before a dict is built from it.
 """
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from streamshard.errors import CorruptFileError, UnsupportedError
@@ -17,23 +17,16 @@ _LIMIT_DEPTH: Final = 200
 _LIMIT_SHARED: Final = 1_000_000
 """A tuple and its nested tuples may have this many more parts than the pickle has bytes."""
 _LIMIT_KEY_PARTS: Final = 1000
-_FREE_KEYS: Final = 1000
-"""Keys of a dict that may collide without limit."""
-_LIMIT_STEPS: Final = 100
-"""Most steps per key on average. Ordinary keys take one or two, multiples of 2^42 forty."""
-_PERTURB_SHIFT: Final = 5
-_HASH_MASK: Final = (1 << 64) - 1
+"""Most parts of a tuple that is a key: it is hashed again with every key that is set."""
 
 
 class HashGuard:
-    """Checks the tuples and the large dicts of one pickle."""
+    """Checks the tuples of one pickle, which Python hashes by recursion."""
 
     def __init__(self, pickle_bytes: int) -> None:
         self._limit_parts = pickle_bytes + _LIMIT_SHARED
         self._nested: dict[int, tuple[object, int, int]] = {}
         """Id of a tuple that contains tuples → the tuple, its depth, its count of parts."""
-        self._probes: dict[int, tuple[object, HashProbes]] = {}
-        """Id of a large dict with keys other than text → the dict, and its keys' collisions."""
 
     def weigh(self, made: tuple[Any, ...]) -> None:
         """Check and record a tuple that contains tuples."""
@@ -50,59 +43,13 @@ class HashGuard:
             raise UnsupportedError(f"pickle has a tuple of {parts:,} parts, most of them again")
         self._nested[id(made)] = made, depth + 1, parts
 
-    def check(self, target: Mapping[Any, Any], keys: Sequence[Any]) -> None:
+    def check(self, keys: Sequence[Any]) -> None:
         """Check keys before they are set in a dict."""
-        if not self._probes and {*map(type, keys)} == {str}:
-            return
         for key in keys:
             if type(key) is tuple:
                 _, _, parts = self._nested.get(id(key), (key, 1, len(key)))
                 if parts > _LIMIT_KEY_PARTS:
                     raise UnsupportedError(f"pickle has a key of {parts:,} parts")
-        if len(target) + len(keys) > _FREE_KEYS:
-            if id(target) not in self._probes:
-                self._probes[id(target)] = target, HashProbes(target)
-            self._probes[id(target)][1].add(keys)
-
-
-class HashProbes:
-    """Simulates how CPython's dict (3.7 to 3.14) finds slots for keys, and counts the steps.
-
-    Python hashes text with a secret of the process, but everyone can compute the hashes of numbers
-    and of tuples of numbers: a dict of well-chosen keys takes time quadratic in their count.
-    """
-
-    def __init__(self, keys: Iterable[Hashable]) -> None:
-        self._hashes: list[int] = []
-        self._slots = bytearray(8)
-        self._steps = 0
-        self.add(keys)
-
-    def add(self, keys: Iterable[Hashable]) -> None:
-        """Add the keys that are set next."""
-        for key in keys:
-            if len(self._hashes) >= 2 * len(self._slots) // 3:
-                self._grow()
-            self._hashes.append(hash(key))
-            self._place(self._hashes[-1])
-            if self._steps > _LIMIT_STEPS * (len(self._hashes) + _FREE_KEYS):
-                message = f"pickle has a dict whose {len(self._hashes):,} keys collide"
-                raise UnsupportedError(f"{message}: they were chosen to take forever")
-
-    def _grow(self) -> None:
-        self._slots = bytearray(1 << (3 * len(self._hashes) - 1).bit_length())
-        for value in self._hashes:
-            self._place(value)
-
-    def _place(self, value: int) -> None:
-        slots, mask = self._slots, len(self._slots) - 1
-        slot, perturb, steps = value & mask, value & _HASH_MASK, 0
-        while slots[slot]:
-            perturb >>= _PERTURB_SHIFT
-            slot = (slot * 5 + perturb + 1) & mask
-            steps += 1
-        slots[slot] = 1
-        self._steps += steps
 
 
 _LIMIT_NAME: Final = 1000
@@ -191,14 +138,13 @@ class PickleMachine(PickleBytes):
             raise CorruptFileError(f"pickle takes what was never put into its memo, at {index}")
         self.stack.append(value)
 
-    def small_integers(self, limit: int) -> None:
+    def small_integers(self) -> None:
         """Push an integer of one byte, and those that follow it.
 
-        Each rank of stages 1 and 2 saves a list with a number for every parameter. A pickle of more
-        bytes than `limit` is read opcode by opcode, so that its opcodes are counted.
+        Each rank of stages 1 and 2 saves a list with a number for every parameter.
         """
         at, data = self.at, self.data
-        if data[at + 1 : at + 2] != b"K" or len(data) > limit:
+        if data[at + 1 : at + 2] != b"K":
             self.stack.append(self.byte())
             return
         run = _SMALL_INTEGERS.match(data, at - 1)
@@ -261,7 +207,7 @@ class PickleMachine(PickleBytes):
         if len(keys) != len(values):
             raise CorruptFileError("pickle sets a key without a value")
         if isinstance(target, dict):
-            self._guard.check(target, keys)
+            self._guard.check(keys)
             target.update(zip(keys, values, strict=True))
         elif type(target) is Call:
             target.entries = _extended(target.entries, zip(keys, values, strict=True))

@@ -21,9 +21,6 @@ _OWN_STATES: Final = (MODULE, BLOB, FILE)
 """States that are not the optimizer's."""
 _TOLD: Final = (NoteKind.COPIES, NoteKind.LEFT_OUT, NoteKind.UNREAD)
 """Notes about what is compared in part."""
-_LIMIT_AGAIN: Final = 16
-"""How many tensors of the training state may share an element, on average."""
-_FREE_BYTES: Final = 1 << 24
 
 
 def pair_up(
@@ -89,7 +86,6 @@ def _pair_training(one: Checkpoint, other: Checkpoint, found: Pairing, *, conver
         if one.is_dumps or other.is_dumps:
             break
         _ModulePairing(one, other, model_part, counterpart, found, converted).run()
-    found.blob_budget = _blob_budget(one)
     for place in training_state.compare(one, other):
         if isinstance(place, BlobPair):
             _pair_blobs(place, found)
@@ -268,12 +264,6 @@ def _without_values(checkpoint: Checkpoint, model_part: ModelPart) -> set[str]:
     }
 
 
-def _blob_budget(checkpoint: Checkpoint) -> int:
-    """Return how many bytes of training-state tensors are compared at most, counting each view."""
-    blob_bytes = sum(tensor.nbytes for tensor in checkpoint.tensors if tensor.state == BLOB)
-    return _LIMIT_AGAIN * blob_bytes + _FREE_BYTES
-
-
 def _pair_blobs(place: BlobPair, found: Pairing) -> None:
     """Match one place of the training state; elements that several places share only once."""
     sides = [SideElements(tensor, "uint8", start) for tensor, start in (place.left, place.right)]
@@ -282,12 +272,7 @@ def _pair_blobs(place: BlobPair, found: Pairing) -> None:
     if shown in found.blobs:
         return
     found.blobs.add(shown)
-    found.blob_budget -= pair.nbytes
-    if found.blob_budget >= 0:
-        found.pairs.append(pair)
-    elif not found.is_spent:
-        found.is_spent = True
-        found.differ("value", place.name, "not compared: too many tensors share their elements")
+    found.pairs.append(pair)
 
 
 def _pair_files(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:

@@ -51,9 +51,6 @@ class Pairing:
     notes: list[str] = field(default_factory=list)
     blobs: set[tuple[SideElements, SideElements, int]] = field(default_factory=set)
     """Parts of the training state's tensors that are paired already, and their bytes."""
-    blob_budget: int = 0
-    """Bytes of such parts that may still be paired."""
-    is_spent: bool = False
     tensors: dict[str, LogicalTensor] = field(default_factory=dict)
     """Name of a difference → the tensor it is about, where it is about a tensor."""
     _paired: set[tuple[SideElements, SideElements]] = field(default_factory=set)

@@ -14,9 +14,8 @@ import numpy as np
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.categories import UNSUPPORTED, by_pattern
-from streamshard.formats.deepspeed.model_parallel.name_patterns import NamePatterns
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import AS_SAVED
-from streamshard.formats.deepspeed.model_parallel.stated_cuts import CutsInFiles
+from streamshard.formats.deepspeed.model_parallel.stated_cuts import CutsInFiles, NamePatterns
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.shapes import is_size, require_shape, sizes_of
 from streamshard.layout.boxes import NotTiledError
@@ -24,8 +23,6 @@ from streamshard.layout.model_cut import ModelCut, Shape
 from streamshard.layout.selection import strides
 
 _VERSION: Final = 1
-_MOST_PIECES: Final = 1 << 13
-"""More pieces of one parameter than any map has."""
 MAPS: Final = "affine_map"
 
 
@@ -74,8 +71,6 @@ def _cut(name: str, entry: Mapping[str, Node], ranks: int) -> ModelCut:
     rows: list[tuple[int, list[int], list[int], tuple[int, ...]]] = []
     for rank, shard in enumerate(shards):
         pieces = of_rank[rank]["pieces"]
-        if len(pieces) > _MOST_PIECES:
-            raise CorruptFileError(f"the map of '{name}' has {len(pieces):,} pieces")
         for piece in pieces:
             if piece.get("scale", 1.0) != 1.0:
                 message = f"'{name}' is held multiplied by {show(piece['scale'])} on rank {rank}"

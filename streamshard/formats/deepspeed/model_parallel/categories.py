@@ -14,9 +14,9 @@ from typing import Final
 
 from streamshard.errors import CorruptFileError, UnsupportedError
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.model_parallel.name_patterns import NamePatterns
 from streamshard.formats.deepspeed.model_parallel.stated_cuts import (
     CutsInFiles,
+    NamePatterns,
     cut_by_rule,
     even_widths,
     joined,

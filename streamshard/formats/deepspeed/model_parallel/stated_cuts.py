@@ -1,7 +1,9 @@
 """How tensor parallelism cut the parameters of a job, whatever tells it."""
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, Generic, TypeVar
 
 from streamshard.errors import DisagreementError, UnsupportedError
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import AS_SAVED
@@ -96,3 +98,62 @@ def joined(shapes: Sequence[Shape], dimension: int) -> Shape:
         raise NotTiledError(f"cut along dimension {dimension}, so the others are alike")
     total = sum(shape[dimension] for shape in shapes)
     return (*shapes[0][:dimension], total, *shapes[0][dimension + 1 :])
+
+
+_V = TypeVar("_V")
+
+_STEP: Final = re.compile(
+    r"(?:\\[^A-Za-z0-9]|\\[dDwWsS]|\[[^]\\[^]+\]|[^][\\^$.*+?{}()|]|\.)([*+?]?)"
+)
+"""What stands for one character, or for several of a kind."""
+_MOST_REPEATED: Final = 3
+_LONGEST: Final = 512
+"""Characters of a pattern, and of a name that it is tried on."""
+
+
+class NamePatterns(Generic[_V]):
+    """A value for each parameter that a pattern of a file matches, as DeepSpeed runs `re.match`.
+
+    AutoTP's patterns match one name each; Megatron-DeepSpeed's have the number of a layer in them
+    (`\\d+`).
+    """
+
+    def __init__(self, patterns: Mapping[str, _V] | Iterable[tuple[str, _V]]) -> None:
+        self._by_name: dict[str, _V] = {}
+        self._others: list[tuple[re.Pattern[str], _V]] = []
+        for pattern, value in patterns.items() if isinstance(patterns, Mapping) else patterns:
+            text = str(pattern)
+            name = re.sub(r"\\(.)", r"\1", text[1:-1])
+            if text != f"^{re.escape(name)}$":
+                self._others.append((_compiled(text), value))
+            elif name in self._by_name:
+                raise DisagreementError(f"'{name}' is matched by two patterns")
+            else:
+                self._by_name[name] = value
+
+    def find(self, name: str) -> _V | None:
+        """Return the value of the pattern that matches a name, if one does."""
+        found = self.find_all(name)
+        if len(found) > 1:
+            raise DisagreementError(f"'{name}' is matched by several patterns of one kind")
+        return found[0][1] if found else None
+
+    def find_all(self, name: str) -> list[tuple[str, _V]]:
+        """List the patterns that match a name, each with its value."""
+        found = [(f"^{re.escape(name)}$", self._by_name[name])] if name in self._by_name else []
+        if self._others and len(name) > _LONGEST:
+            raise UnsupportedError(f"a name of {len(name):,} characters: {show(name)}")
+        return found + [(each.pattern, value) for each, value in self._others if each.match(name)]
+
+
+def _compiled(text: str) -> re.Pattern[str]:
+    """Compile a pattern that cannot run without end: it repeats few characters, and no groups."""
+    body = text.removeprefix("^").removesuffix("$") if len(text) <= _LONGEST else ""
+    steps = list(_STEP.finditer(body))
+    repeated = sum(1 for step in steps if step[1])
+    if "".join(step[0] for step in steps) != body or repeated > _MOST_REPEATED or not body:
+        raise UnsupportedError(
+            f"{show(text)} is not a pattern of names that is run here: single characters and "
+            f"classes of them, at most {_MOST_REPEATED} of them repeated"
+        )
+    return re.compile(text)
