@@ -1,4 +1,4 @@
-"""Puts a report on an HTML page whose script draws it; the page fetches nothing.
+"""Puts a report on `page.html`, whose script draws it; the page fetches nothing.
 
 A table is an object of columns. A column is a list of values, or says how to make it: of runs of
 whole numbers, of a column that is there several times, or as the column of a number in `columns`.
@@ -6,61 +6,48 @@ whole numbers, of a column that is there several times, or as the column of a nu
 
 import json
 import math
-from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from hashlib import sha256
+from pkgutil import get_data
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from streamshard.drawing.assets import asset, escaped
 from streamshard.layout.cutting import Ints
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-HEAD: Final = """<!DOCTYPE html>
+Document = dict[str, Any]
+HEAD: Final = b"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="generator" content="streamshard">
 """
-"""The beginning of every page, by which one is known again."""
+"""The beginning of every page, by which streamshard recognizes its pages."""
+_PLACE: Final = b'<script type="application/json" id="document">'
+"""The document follows it."""
 _MOST_TIMES: Final = 64
 _LONG: Final = 32
 
 
-def page(script: str, title: str, document: Mapping[str, Any]) -> str:
-    """Return a page with a document, and with a script that draws it."""
-    style = asset("colours.css") + asset("page.css")
-    code = asset("page.js") + asset(f"{script}.js")
-    policy = (
-        f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(code)}'; "
-        "base-uri 'none'; form-action 'none'"
-    )
-    # No text of a document can end the element that it is in.
-    data = json.dumps(_finite(document), separators=(",", ":")).replace("<", "\\u003c")
-    return f"""{HEAD}<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escaped(title)}</title>
-<style>{style}</style>
-</head>
-<body>
-<main id="page"><noscript>This page draws with its own script, which is off here.</noscript></main>
-<script type="application/json" id="document">{data}</script>
-<script>{code}</script>
-</body>
-</html>
-"""
+def page(title: str, document: Mapping[str, Any]) -> bytes:
+    """Return the page of a document.
+
+    No text of a document can end the element that it is in, and control characters are escaped.
+    """
+    shown = json.dumps(_finite({"title": title, **document}), separators=(",", ":"))
+    data = shown.replace("<", "\\u003c").replace("\x7f", "\\u007f").encode()
+    return (get_data(__package__, "page.html") or b"").replace(_PLACE, _PLACE + data, 1)
 
 
-def table(rows: "Sequence[DataclassInstance]") -> dict[str, Any]:
+def table(rows: "Sequence[DataclassInstance]") -> Document:
     dicts = [asdict(row) for row in rows]
     return {name: column([row[name] for row in dicts]) for name in (dicts[0] if dicts else ())}
 
 
-def column(values: Iterable[Any] | Ints) -> list[Any] | dict[str, Any]:
+def column(values: Iterable[Any] | Ints) -> list[Any] | Document:
     """Return a column: its values, or something shorter that says them.
 
     A run is its first value, step and count.
@@ -105,7 +92,3 @@ def _finite(value: Any) -> Any:  # noqa: ANN401
     if isinstance(value, list | tuple):
         return [_finite(inner) for inner in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _digest(text: str) -> str:
-    return f"sha256-{b64encode(sha256(text.encode()).digest()).decode()}"

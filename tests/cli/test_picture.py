@@ -4,8 +4,10 @@ import json
 import math
 import re
 import shlex
+from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,7 @@ import streamshard
 from benchmarks._fabricate import fabricate
 from benchmarks._model import Model
 from docs.site.cut import PICTURE, draw
-from streamshard.drawing.assets import asset
-from streamshard.drawing.page import column, page
+from streamshard.drawing.page import HEAD, column, page
 from streamshard.errors import TargetError, TargetExistsError, UsageError
 from tests.browser import Browser, Pixels, document_of
 from tests.cli.conftest import in_process
@@ -326,8 +327,9 @@ def test_a_universal_checkpoint_is_cut_among_no_ranks(browser: Browser, tmp_path
 
 def test_numbers_that_json_lacks_are_text(tmp_path: Path) -> None:
     column = {"a": math.nan, "b": [math.inf, 1.5], "c": {"d": -math.inf}}
-    (tmp_path / "page.html").write_text(page("inspect", "t", column))
+    (tmp_path / "page.html").write_bytes(page("t", column))
     assert document_of(tmp_path / "page.html") == {
+        "title": "t",
         "a": "nan",
         "b": ["inf", 1.5],
         "c": {"d": "-inf"},
@@ -371,6 +373,15 @@ def test_a_broken_checkpoint_is_drawn_too(tmp_path: Path) -> None:
     assert (done.code, "lies in or around the source" in done.err) == (2, True)
 
 
+def test_the_page_says_what_may_run_on_it() -> None:
+    empty = page("t", {})
+    assert empty.startswith(HEAD)
+    for kind in ("style", "script"):
+        (text,) = re.findall(f"<{kind}>(.*?)</{kind}>".encode(), empty, re.DOTALL)
+        digest = b64encode(sha256(text).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in empty.decode(), "write this into page.html"
+
+
 # In a browser, by day and by night ---------------------------------------------------------------
 
 
@@ -402,7 +413,8 @@ def require_cut(
 def test_the_browser_draws_what_the_numbers_say(
     browser: Browser, tmp_path: Path, dark: bool
 ) -> None:
-    day, night = asset("colours.css").split("@media (prefers-color-scheme: dark)")
+    style = re.findall("<style>(.*?)</style>", page("t", {}).decode(), re.DOTALL)[0]
+    day, night, *_ = style.split("@media (prefers-color-scheme: dark)")
     named = dict(re.findall(r"--(\w+): (#\w{6})", night if dark else day))
     colours, background = [named[f"c{n}"] for n in range(3)], named["bg"]
     run = write(Job(stage=2, world_size=3), tmp_path / "run")

@@ -31,7 +31,7 @@ def draw_status(found: Sequence[CompactStatus], html: str | os.PathLike[str]) ->
         "runs": [{**asdict(status), **_content(as_path(status.run_dir))} for status in found]
     }
     title = PurePosixPath(found[0].run_dir).name if len(found) == 1 else f"{len(found):,} runs"
-    return write_page(path, page("compact", title, document))
+    return write_page(path, page(title, document))
 
 
 def _content(run_dir: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Computes the content of a picture: how a checkpoint's parameters are cut, or would be cut.
+"""Computes what a page draws: how a checkpoint's parameters are cut, or would be cut.
 
 The numbers come from the same arithmetic that reads and reshards the checkpoint.
 """
@@ -10,14 +10,12 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from streamshard.drawing.picture import Panel, Picture, Way
+from streamshard.drawing.page import Document, column
 from streamshard.errors import UsageError
 from streamshard.formats.checkpoint import Checkpoint, ModelPart
 from streamshard.formats.deepspeed.cut import muon_order
 from streamshard.formats.deepspeed.cut.part_cut import cut_model_part, flat_groups
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import known_degrees
-from streamshard.io.entries import resolve
-from streamshard.layout.cutting import Ints
 from streamshard.layout.zero import ceil_div, ends_and_numels
 from streamshard.model import ITEMSIZE, MASTER, ZeroLayout
 from streamshard.operations.inspect.ownership import sharing_ranks
@@ -29,15 +27,15 @@ T = TypeVar("T")
 
 _TAPE_ROWS: Final = 8
 _MOST_COLOURS: Final = 96
-"""Most colours in a picture; similar ones differ by their places."""
+"""Most colours in a param group; similar ones differ by their places."""
 
 
-def picture_of(
+def cut_of(
     source: Source, *, world_size: int | None = None, zero_stage: int | None = None
-) -> Picture:
-    """Compute the content of a picture of a checkpoint.
+) -> Document:
+    """Describe how a checkpoint is cut: a panel for each param group, and what borders mean.
 
-    `world_size` and `zero_stage`: show next to it how `repartition` would cut it. If only one is
+    `world_size` and `zero_stage`: describe too how `repartition` would cut it. If only one is
     given, the other one stays as it was saved.
     """
     if source.checkpoint.foreign:
@@ -53,8 +51,9 @@ def picture_of(
         for place, group in enumerate(model_part.groups)
         if group.params
     ]
-    title = f"{resolve(source.path).name} at {source.checkpoint.tag}"
-    return Picture(title, panels, _border(cuts, panels))
+    meant = ["chunk"] if source.kind == "store" else []
+    meant += ["sub-group"] if any(way["borders"] for p in panels for way in p["ways"]) else []
+    return {"border": f"a {' or '.join(meant)} ends" if meant else "", "panels": panels}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +71,6 @@ class _Cut:
     def tape(self) -> Source | None:
         """The source, if no ranks cut it: then it is drawn as a tape that is wrapped into rows."""
         return self.source if self.source and not self.source.is_of_ranks else None
-
-
-def _border(cuts: Sequence[_Cut], panels: Sequence[Panel]) -> str:
-    """Return the meaning of the lines within rows."""
-    meant = ["chunk"] if cuts[0].source and cuts[0].source.kind == "store" else []
-    meant += ["sub-group"] if any(way.borders for panel in panels for way in panel.ways) else []
-    return f"a {' or '.join(meant)} ends" if meant else ""
 
 
 def _as_it_is(source: Source) -> _Cut:
@@ -105,7 +97,7 @@ def _ranks(checkpoint: Checkpoint, layout: ZeroLayout) -> str:
     return counted(layout.world_size, kind)
 
 
-def _panel(cuts: Sequence[_Cut], number: int, place: int) -> Panel:
+def _panel(cuts: Sequence[_Cut], number: int, place: int) -> Document:
     """Describe one param group in every way; a colour means the same parameters in all of them."""
     checkpoint = cuts[0].checkpoint
     model_part = checkpoint.model_parts[number]
@@ -121,14 +113,18 @@ def _panel(cuts: Sequence[_Cut], number: int, place: int) -> Panel:
     total = sum(numels[name] for name in group.params)
     title += f": {counted(len(group.params), 'parameter')}, {counted(total, 'element')}"
     runs = _alike_by_name(group.params)
-    return Panel(
-        title=title,
-        params=group.params,
-        colours=[name for name, _ in runs],
-        colour_of=np.repeat(np.arange(len(runs)), [count for _, count in runs]),
-        itemsize=ITEMSIZE[group.master_dtype],
-        ways=[_way(cut, cut.checkpoint.model_parts[number], place, group.params) for cut in cuts],
-    )
+    note = f"{len(group.params):,} parameters drawn as {len(runs)}, by how their names begin"
+    return {
+        "title": title,
+        "count": len(group.params),
+        "note": note if len(runs) < len(group.params) else "",
+        "colours": [name for name, _ in runs],
+        "colour": column(np.repeat(np.arange(len(runs)), [count for _, count in runs])),
+        "itemsize": ITEMSIZE[group.master_dtype],
+        "ways": [
+            _way(cut, cut.checkpoint.model_parts[number], place, group.params) for cut in cuts
+        ],
+    }
 
 
 def _alike_by_name(params: Sequence[str]) -> list[tuple[str, int]]:
@@ -163,19 +159,24 @@ def _chunked(found: Sequence[T], most: int) -> list[Sequence[T]]:
     return [found[at : at + size] for at in range(0, len(found), size)]
 
 
-def _way(cut: _Cut, model_part: ModelPart, place: int, params: Sequence[str]) -> Way:
-    """Cut a param group in one way; the columns are in the order of `params`."""
+def _way(cut: _Cut, model_part: ModelPart, place: int, params: Sequence[str]) -> Document:
+    """Cut a param group into rows; the columns are in the order of `params`.
+
+    A row is a rank, or a piece of a tape, which has no ranks. A parameter whose first element is
+    element `origin` of a sequence that is cut every `piece` elements has its part in row k at `at`,
+    or further right in the row where it begins. `borders` are where sub-groups end in every row.
+    """
     group, layout = model_part.groups[place], cut.layout
     numels = cut.checkpoint.master_numels(model_part)
     own = np.array([numels[name] for name in group.params], dtype=np.int64)
     before, ranks = np.cumsum(own) - own, sharing_ranks(group, layout)
     borders: list[int] = []
-    chunks: Ints | None = None
+    chunks = None
     if cut.tape is not None:
         length, ranks = max(1, ceil_div(int(own.sum()), _TAPE_ROWS)), []
         origin, piece, at = before, np.full_like(own, length), np.zeros_like(own)
         rows = [cut.checkpoint.tensor_index()[model_part.name, MASTER, name] for name in params]
-        chunks = cut.tape.cutting.piece_numel[rows]
+        chunks = column(cut.tape.cutting.piece_numel[rows])
     elif layout.stage < 3:
         flat = flat_groups(cut.checkpoint, model_part, layout, cut.module_dtype)[place]
         length = flat.partition_numel
@@ -190,8 +191,17 @@ def _way(cut: _Cut, model_part: ModelPart, place: int, params: Sequence[str]) ->
     position = {name: number for number, name in enumerate(group.params)}
     order = np.array([position[name] for name in params], dtype=np.int64)
     count = len(ranks) or max(1, ceil_div(int(own.sum()), length))
-    columns = (column[order] for column in (origin, np.maximum(piece, 1), at))
-    return Way(cut.title, count, length, *columns, ranks, borders, chunks)
+    return {
+        "title": cut.title,
+        "rows": count,
+        "length": length,
+        "ranks": column(ranks),
+        "borders": column(borders),
+        "origin": column(origin[order]),
+        "piece": column(np.maximum(piece, 1)[order]),
+        "at": column(at[order]),
+        "chunks": chunks,
+    }
 
 
 def _sub_group_ends(cut: _Cut, model_part: ModelPart, place: int) -> Iterator[int]:

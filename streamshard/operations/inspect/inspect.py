@@ -116,14 +116,14 @@ def inspect(options: InspectOptions) -> Inspection:
     return replace(found, pictures=(drawn,))
 
 
-def _page_of(source: Source, found: Inspection, html: Path, options: InspectOptions) -> str:
+def _page_of(source: Source, found: Inspection, html: Path, options: InspectOptions) -> bytes:
     """Draw a checkpoint, and how it would be resized."""
-    from streamshard.operations.inspect.cut_picture import picture_of
+    from streamshard.operations.inspect.cut_picture import cut_of
     from streamshard.operations.inspect.inspect_page import cut_page
 
     require_separate(source.path, html, source.directories)
-    picture = picture_of(source, world_size=options.world_size, zero_stage=options.zero_stage)
-    return cut_page(found, source, picture)
+    cut = cut_of(source, world_size=options.world_size, zero_stage=options.zero_stage)
+    return cut_page(found, source, cut)
 
 
 def summarize(source: Source) -> Inspection:

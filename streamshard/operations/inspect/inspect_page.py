@@ -8,10 +8,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from streamshard.drawing.page import column, page, pooled, table
-from streamshard.drawing.picture import Panel, Picture, Way
+from streamshard.drawing.page import Document, column, page, pooled, table
 from streamshard.formats.deepspeed import names
 from streamshard.formats.zarr.rewritten import remark
+from streamshard.io.entries import resolve
 from streamshard.layout.cutting import Ints
 from streamshard.model import MASTER, MODULE, NoteKind
 from streamshard.operations.checks.structure import title_of
@@ -28,10 +28,9 @@ from streamshard.operations.source.source import Source
 _MOST_CHARACTERS: Final = 1 << 21
 """Longer columns than these would make a page that is slow to open: without them, it names the
 command that tells where bytes lie."""
-Document = dict[str, Any]
 
 
-def cut_page(found: Inspection, source: Source, picture: Picture) -> str:
+def cut_page(found: Inspection, source: Source, cut: Document) -> bytes:
     """Draw a checkpoint on a page."""
     is_of_ranks = source.is_of_ranks
     numbers = {file.path: number for number, file in enumerate(found.file_list)}
@@ -45,8 +44,7 @@ def cut_page(found: Inspection, source: Source, picture: Picture) -> str:
         else {},
         "kind_title": title_of(found.kind),
         "alarms": _alarms(source),
-        "border": picture.border,
-        "panels": [_panel(panel) for panel in picture.panels],
+        **cut,
     }
     if is_of_ranks:
         _add_places(document["panels"], source, listed)
@@ -57,10 +55,10 @@ def cut_page(found: Inspection, source: Source, picture: Picture) -> str:
         pool.clear()
     document["panels"] = pooled(document["panels"], pool)
     document["columns"] = [*map(json.loads, pool)]
-    return page("inspect", picture.title, document)
+    return page(f"{resolve(source.path).name} at {found.tag}", document)
 
 
-def unopened_page(found: CheckpointList | IncompleteCheckpoint) -> str:
+def unopened_page(found: CheckpointList | IncompleteCheckpoint) -> bytes:
     """Draw what there is of a checkpoint that cannot be opened, or of several."""
     document: Document = {**asdict(found), "kind_title": "directory of checkpoints"}
     if isinstance(found, IncompleteCheckpoint):
@@ -69,7 +67,7 @@ def unopened_page(found: CheckpointList | IncompleteCheckpoint) -> str:
         ranks = [None if one is None else one.dp_rank for one in parsed]
         document["file_list"] = _files(found.file_list, ranks)
         document["model_parts"] = len({one.mp_rank for one in parsed if one is not None})
-    return page("inspect", PurePosixPath(found.path).name, document)
+    return page(PurePosixPath(found.path).name, document)
 
 
 def _files(files: Sequence[FileSummary], ranks: Sequence[int | None]) -> Document:
@@ -86,32 +84,6 @@ def _alarms(source: Source) -> list[str]:
         *([remark(source.rewritten)] if source.rewritten else []),
         *replace(doubted, dropped=None).remarks,
     ]
-
-
-def _panel(panel: Panel) -> Document:
-    return {
-        "title": panel.title,
-        "count": len(panel.params),
-        "note": panel.note,
-        "colours": list(panel.colours),
-        "colour": column(panel.colour_of),
-        "itemsize": panel.itemsize,
-        "ways": [_way(way) for way in panel.ways],
-    }
-
-
-def _way(way: Way) -> Document:
-    return {
-        "title": way.title,
-        "rows": way.rows,
-        "length": way.length,
-        "ranks": column(way.ranks),
-        "borders": column(way.borders),
-        "origin": column(way.origin),
-        "piece": column(way.piece),
-        "at": column(way.at),
-        "chunks": None if way.chunks is None else column(way.chunks),
-    }
 
 
 def _add_places(panels: Sequence[Document], source: Source, listed: Ints) -> None:

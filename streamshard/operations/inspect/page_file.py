@@ -23,13 +23,11 @@ def require_free(path: Path) -> None:
 
 
 def _is_page(path: Path) -> bool:
-    mark = HEAD.encode()
-    return is_file(path) and read_all(path, len(mark)) == mark
+    return is_file(path) and read_all(path, len(HEAD)) == HEAD
 
 
-def write_page(path: Path, text: str) -> FileSummary:
+def write_page(path: Path, data: bytes) -> FileSummary:
     """Write a complete file, or none."""
-    data = text.encode()
     with target_errors(path):
         try:
             write_durably(path, data, partial_of(path))
