@@ -296,12 +296,15 @@ class CompactOptions(RunOptions, _ReportOptions):
 
     run_dir: Path_ = place(
         "RUN_DIR",
-        "directory that holds 'latest' and tags; as ARCHIVE_DIR, local or s3://bucket/..., "
-        "gs://... or az://...; or an output directory of HF Trainer, Accelerate or Lightning; or a "
-        "pattern of many such directories, in quotes",
+        "directory that holds 'latest' and tags; or an output directory of HF Trainer, Accelerate "
+        "or Lightning; or a pattern of many such directories, in quotes",
         kw_only=False,
     )
-    archive_dir: Path_ = place("ARCHIVE_DIR", "where TAG.zarr and its receipt go", kw_only=False)
+    archive_dir: Path_ = place(
+        "ARCHIVE_DIR",
+        "where TAG.zarr and its receipt go, local or s3://bucket/..., gs://... or az://...",
+        kw_only=False,
+    )
     keep_last: int = option(
         "K",
         "newest steps to leave that are whole and healthy: without NaN [3]",

@@ -127,7 +127,7 @@ def test_a_bucket_that_is_not_there_is_named(bucket: Bucket, run: Path) -> None:
     for kind, verb in (
         (SourceError, lambda: api.inspect(f"{missing}/runs/7b")),
         (SourceError, lambda: api.verify(f"{missing}/7b.zarr")),
-        (SourceError, lambda: api.compact(f"{missing}/runs/7b", f"{bucket.url}/archive")),
+        (TargetError, lambda: api.compact(run, f"{missing}/archive")),
         (TargetError, lambda: api.convert(run, f"{missing}/7b.zarr")),
         (TargetError, lambda: api.repartition(run, f"{missing}/runs/7b", world_size=3)),
     ):

@@ -18,7 +18,7 @@ from tests.cloud.proxy import Fault, Request
 from tests.cloud.server import S3Server
 from tests.cloud.services import Azurite, FakeGCS, SeaweedFS, Service
 from tests.cloud.test_kills import LARGE, completes, kill, killed
-from tests.compact.runs import NO_GRACE, STEPS, make_run, tag_of
+from tests.compact.runs import NO_GRACE, STEPS, make_run, tag_of, tags_in
 from tests.engine.test_lock import dead_process
 from tests.fabricated import write
 from tests.forked import run_forked
@@ -191,11 +191,10 @@ def test_an_emulator_of_google_s_service_is_reached_without_tls(
 
 @on(*KINDS[1:])  # moto's are those of tests/compact
 def test_nights(bucket: Bucket, tmp_path: Path) -> None:
-    """Tags are archived, and their originals removed, with both sides in the bucket."""
-    run, archive = bucket.put(make_run(tmp_path / "run", LEAN), "runs/7b"), f"{bucket.url}/archive"
+    """Tags are archived in the bucket, and their originals removed."""
+    run, archive = make_run(tmp_path / "run", LEAN), f"{bucket.url}/archive"
     for _ in range(3):
         found = api.compact(run, archive, min_age=NO_GRACE, grace=NO_GRACE, delete=True)
         assert found.exit_code == 0, found
-    left = {path.partition("/")[0] for path in bucket.get("runs/7b")}
-    assert left == {"latest", "zero_to_fp32.py", *map(tag_of, STEPS[1:])}
+    assert tags_in(run) == {*map(tag_of, STEPS[1:])}
     assert api.verify(f"{archive}/{tag_of(STEPS[0])}.zarr").problems == ()

@@ -39,14 +39,7 @@ def s3(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: ANN40
     return boto3.client("s3")
 
 
-@pytest.fixture(params=["local to bucket", "bucket to bucket", "bucket to local"])
-def sides(request: pytest.FixtureRequest, s3: Any, server: S3Server, tmp_path: Path) -> Sides:  # noqa: ANN401
-    """A run directory of which the oldest tag may go, and where its archives go."""
-    run, archive = request.param.split(" to ")
-    return make_sides(s3, server, tmp_path, run, archive)
-
-
 @pytest.fixture
-def buckets(s3: Any, server: S3Server, tmp_path: Path) -> Sides:  # noqa: ANN401
-    """Both in a bucket."""
-    return make_sides(s3, server, tmp_path, "bucket", "bucket")
+def sides(s3: Any, server: S3Server, tmp_path: Path) -> Sides:  # noqa: ANN401
+    """A run directory of which the oldest tag may go, and a bucket for its archives."""
+    return make_sides(s3, server, tmp_path)

@@ -1,6 +1,7 @@
 """Archives that are one object each: proved, removed, replaced, and finished after kills."""
 
 import zipfile
+from dataclasses import replace
 from datetime import timedelta
 from io import BytesIO
 from pathlib import Path
@@ -10,9 +11,8 @@ import pytest
 
 import streamshard as api
 from streamshard.io.objects import object_upload
-from tests.cloud.server import S3Server
 from tests.compact.runs import ALL, FIRST, actions, bits, later, make_run
-from tests.compact.sides import MARK, Side, Sides, make_sides
+from tests.compact.sides import Side, Sides
 from tests.compact.test_bucket_races import KILLED, SCRIPT, killed
 from tests.forked import run_forked
 from tests.job import Job
@@ -59,12 +59,6 @@ streamshard.compact(
 """
 
 
-@pytest.fixture(params=["local", "bucket"])
-def packing(request: pytest.FixtureRequest, s3: Any, server: S3Server, tmp_path: Path) -> Sides:  # noqa: ANN401
-    """A run directory here or in a bucket, and a bucket for its archives."""
-    return make_sides(s3, server, tmp_path, request.param, "bucket")
-
-
 def names(side: Side) -> set[str]:
     """First parts of the names of all that is there."""
     return {path.split("/")[0] for path in side.content()}
@@ -77,26 +71,26 @@ def entries(content: bytes) -> dict[str, bytes]:
         return {entry.filename: packed.read(entry) for entry in packed.infolist()}
 
 
-def test_the_whole_way_of_a_tag(packing: Sides) -> None:
+def test_the_whole_way_of_a_tag(sides: Sides) -> None:
     """The weights that are left are those of the same way on a disk."""
-    run, archive, tmp = packing.run, packing.archive, packing.tmp
+    run, archive, tmp = sides.run, sides.archive, sides.tmp
     api.repartition(tmp / "made" / FIRST, tmp / "wanted", world_size=3)
-    found = packing.compact(delete=True, packed=True)
+    found = sides.compact(delete=True, packed=True)
     assert (actions(found)[FIRST], found.exit_code) == ("deleted", 0)
     assert names(archive) == {STORE, f"{STORE}.sha256", f"{FIRST}.receipt.json"}
-    receipt = packing.receipt()
+    receipt = sides.receipt()
     assert (receipt["packed"], receipt["etags"]) == (True, {"": archive.etag(STORE)})
     assert receipt["archive_bytes"] == len(archive.read(STORE))
     assert all(check["holds"] for check in receipt["checks"])
-    status = api.compact_status(run.where, archive.where).tags
+    status = api.compact_status(run, archive.where).tags
     assert [(one.tag, one.state) for one in status] == [(FIRST, "in the trash")]
     api.repartition(f"{archive.where}/{STORE}", tmp / "back", world_size=3)
     assert bits(tmp / "back") == bits(tmp / "wanted")
     full = entries(archive.read(STORE))
-    assert actions(packing.compact(9, delete=True))[FIRST] == "purged"
-    assert (packing.original(), run.tags()) == ({}, ALL - {FIRST})
+    assert actions(sides.compact(9, delete=True))[FIRST] == "purged"
+    assert (sides.original(), sides.tags()) == ({}, ALL - {FIRST})
     options: dict[str, Any] = {"delete": True, "weights_only_older_than": A_MONTH}
-    assert actions(packing.compact(50, **options))[FIRST] == "weights only"
+    assert actions(sides.compact(50, **options))[FIRST] == "weights only"
     assert names(archive) == {WEIGHTS, f"{WEIGHTS}.sha256", f"{FIRST}.receipt.json"}
     kept = entries(archive.read(WEIGHTS))
     assert not [path for path in kept if "exp_avg" in path]
@@ -104,41 +98,34 @@ def test_the_whole_way_of_a_tag(packing: Sides) -> None:
     own = {path for path in kept if path.startswith("meta/") or path == "zarr.json"}
     assert all(kept[path] == full[path] for path in kept.keys() - own)
     assert api.verify(f"{archive.where}/{WEIGHTS}").is_good
-    assert FIRST not in actions(packing.compact(51, **options))
+    assert FIRST not in actions(sides.compact(51, **options))
 
 
-def test_one_that_was_replaced_proves_nothing(packing: Sides) -> None:
-    packing.compact(delete=True, packed=True)
-    packing.archive.write_in_parts(STORE)  # the same bytes, and another etag
-    found = packing.compact(20, delete=True)
+def test_one_that_was_replaced_proves_nothing(sides: Sides) -> None:
+    sides.compact(delete=True, packed=True)
+    sides.archive.write_in_parts(STORE)  # the same bytes, and another etag
+    found = sides.compact(20, delete=True)
     assert (actions(found)[FIRST], found.exit_code) == ("ambiguous", 3)
-    assert packing.archive.etag(STORE) in found.problems[0].reason
-    assert packing.original() == bits(packing.tmp / "made" / FIRST)
+    assert sides.archive.etag(STORE) in found.problems[0].reason
+    assert sides.original() == bits(sides.tmp / "made" / FIRST)
 
 
-def test_one_that_is_damaged_lets_no_tag_go(packing: Sides) -> None:
-    packing.compact(packed=True)
-    data = bytearray(packing.archive.read(STORE))
+def test_one_that_is_damaged_lets_no_tag_go(sides: Sides) -> None:
+    sides.compact(packed=True)
+    data = bytearray(sides.archive.read(STORE))
     data[len(data) // 2] ^= 1
-    packing.archive.write(STORE, bytes(data))
-    found = packing.compact(2, delete=True, packed=True)
+    sides.archive.write(STORE, bytes(data))
+    found = sides.compact(2, delete=True, packed=True)
     assert (actions(found)[FIRST], found.exit_code) == ("failed", 6)
-    assert packing.run.tags() == ALL
-    assert MARK not in packing.run.content()
+    assert sides.tags() == ALL
 
 
 @pytest.mark.parametrize("at", [3, 5, 6, 7, 9, 12])
-def test_a_night_that_is_killed_is_finished_by_the_next(
-    s3: Any,  # noqa: ANN401
-    server: S3Server,
-    tmp_path: Path,
-    at: int,
-) -> None:
-    sides = make_sides(s3, server, tmp_path, "local", "bucket")
-    whole = bits(tmp_path / "made" / FIRST)
+def test_a_night_that_is_killed_is_finished_by_the_next(sides: Sides, at: int) -> None:
+    whole = bits(sides.tmp / "made" / FIRST)
     script = SCRIPT.replace("delete=True", "delete=True, packed=True")
     assert killed(sides, at, days=1, script=script) == KILLED
-    assert (sides.original(), sides.run.tags()) == (whole, ALL)
+    assert (sides.original(), sides.tags()) == (whole, ALL)
     found = sides.compact(delete=True, packed=True)
     assert (actions(found)[FIRST], found.exit_code) == ("deleted", 0)
     assert sides.original() == whole
@@ -148,15 +135,14 @@ def test_a_night_that_is_killed_is_finished_by_the_next(
 
 @pytest.mark.parametrize("of_weights", [False, True])
 def test_one_that_is_killed_between_parts_leaves_none_of_them(
+    sides: Sides,
     s3: Any,  # noqa: ANN401
-    server: S3Server,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     *,
     of_weights: bool,
 ) -> None:
-    sides, days = make_sides(s3, server, tmp_path, "local", "bucket"), 1
-    sides = Sides(Side(str(make_run(tmp_path / "large", LARGE)), s3), sides.archive, tmp_path)
+    sides, days = replace(sides, run=make_run(tmp_path / "large", LARGE)), 1
     monkeypatch.setattr(object_upload, "_SINGLE_BYTES", 1 << 20)
     monkeypatch.setattr(object_upload, "_PART_BYTES", 5 << 20)
     options: dict[str, Any] = {"delete": True, "packed": True, "codec": "none"}
@@ -164,7 +150,7 @@ def test_one_that_is_killed_between_parts_leaves_none_of_them(
         sides.compact(**options)
         assert actions(sides.compact(9, **options))[FIRST] == "purged"
         options["weights_only_older_than"], days = A_MONTH, 50
-    given = (sides.run.where, sides.archive.where, later(days).isoformat())
+    given = (str(sides.run), sides.archive.where, later(days).isoformat())
     assert run_forked(*given, script=IN_PARTS + KILLED_IN_PARTS).code == KILLED
     bucket = sides.archive.where.split("/")[2]
     assert s3.list_multipart_uploads(Bucket=bucket)["Uploads"]

@@ -421,13 +421,15 @@ def test_what_was_measured_of_a_newest_tag_is_not_read_again_to_archive_it(
     assert found.items() <= wanted.items()
 
 
-def test_it_is_the_same_in_a_bucket(buckets: Sides) -> None:
-    run = buckets.run
-    assert str(api.newest(run.where)) == f"{run.where}/{tag_of(1000)}"
-    run.write(f"{tag_of(1000)}/{SHARD}", b"")
-    assert str(api.newest(run.where, quick=True)) == f"{run.where}/{tag_of(100)}"
-    buckets.compact()
-    status = api.compact_status(run.where, buckets.archive.where)
+def test_it_is_the_same_in_a_bucket(sides: Sides) -> None:
+    far = replace(sides.archive, where=f"{sides.archive.where}-of-runs")
+    far.fill(sides.run)
+    assert str(api.newest(far.where)) == f"{far.where}/{tag_of(1000)}"
+    far.write(f"{tag_of(1000)}/{SHARD}", b"")
+    assert str(api.newest(far.where, quick=True)) == f"{far.where}/{tag_of(100)}"
+    (sides.run / tag_of(1000) / SHARD).write_bytes(b"")
+    sides.compact()
+    status = api.compact_status(sides.run, sides.archive.where)
     assert (status.newest_healthy, status.unhealthy) == (tag_of(100), ())
 
 

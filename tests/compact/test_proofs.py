@@ -19,8 +19,6 @@ from streamshard.operations.compact.tag_checks import unchanged
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Progress
-from tests.cloud.proxy import Request
-from tests.cloud.server import S3Server
 from tests.compact.runs import (
     ALL,
     CHUNK,
@@ -34,7 +32,6 @@ from tests.compact.runs import (
     receipt_of,
     tags_in,
 )
-from tests.compact.sides import Sides, disturbed
 from tests.fabricated import edit
 from tests.job import LEAN
 
@@ -207,25 +204,3 @@ def test_a_shard_that_changes_while_it_is_archived(
             assert str(run / FIRST) in found.problems[0].reason
             refused += 1
     assert refused == PARTS if delete else refused > PARTS // 3
-
-
-@pytest.mark.parametrize("sides", ["bucket to local"], indirect=True)
-@pytest.mark.parametrize("gets", range(1, 5))
-def test_an_object_that_is_replaced_while_it_is_archived(
-    sides: Sides, gets: int, server: S3Server
-) -> None:
-    other = changed(sides.tmp / "made" / FIRST / SHARD)
-    asked = count(1)
-
-    def replace_it(request: Request) -> None:
-        is_wanted = request.method == "GET" and request.path.endswith(f"{FIRST}/{SHARD}")
-        if is_wanted and next(asked) == gets:
-            sides.run.write(f"{FIRST}/{SHARD}", other)
-
-    with disturbed(server, replace_it):
-        found = sides.compact(delete=True)
-    assert next(asked) > gets
-    assert actions(found)[FIRST] in ("ambiguous", "failed")
-    assert FIRST in found.problems[0].reason
-    assert sides.original()[SHARD] == other
-    assert sides.run.tags() == ALL

@@ -172,7 +172,7 @@ def test_what_is_left_of_a_save_needs_the_archive_of_that_save(
     """It may be all of it: a run was killed before it had removed anything."""
     api.compact(run, archive, delete=True)
 
-    def be_killed(trash: Trash, tag: str, records: object) -> None:
+    def be_killed(trash: Trash, tag: str) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Trash, "remove", be_killed)

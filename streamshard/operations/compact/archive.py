@@ -168,7 +168,7 @@ def _proved(
     """Hash an archive and its source, prove the archive, and write the receipt."""
     archived, proofs, run_dir = context.archive_of(receipt), context.proofs, context.run_dir
     with source_errors(run_dir):
-        digests = proofs.hash_all([file.path for file in small.files], run_dir / receipt.tag)
+        digests = proofs.hash_all([file.path for file in small.files])
     both = zip(receipt.source, digests, strict=True)
     source = tuple(replace(record, sha256=digest) for record, digest in both)
     with target_errors(archived.store):

@@ -25,6 +25,7 @@ from streamshard.operations.compact.compact_report import (
 )
 from streamshard.operations.compact.compact_run import CompactRun
 from streamshard.operations.compact.run_context import TagProgress
+from streamshard.operations.compact.run_directory import require_on_disk
 from streamshard.operations.compact.tag_choice import matches, require_pattern
 from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Silent, Watched
@@ -53,9 +54,9 @@ def compact(options: _Compact) -> Compaction:
     Parameters
     ----------
     run_dir
-        Directory that holds `latest` and the tags, also in a bucket; or an output directory of HF
-        Trainer, Accelerate or Lightning, each of whose whole checkpoints counts as a tag. Nothing
-        in it changes without `delete`, `undelete` or `purge`.
+        Directory on a disk that holds `latest` and the tags; or an output directory of HF Trainer,
+        Accelerate or Lightning, each of whose whole checkpoints counts as a tag. Nothing in it
+        changes without `delete`, `undelete` or `purge`.
     archive_dir
         Directory for `TAG.zarr`, its checksums and its receipt, also in a bucket; use one for each
         run directory.
@@ -73,8 +74,7 @@ def compact(options: _Compact) -> Compaction:
         Keep tags in which anything changed within this time.
     delete
         Move tags whose archive is proved into a trash in the run directory; and remove tags for
-        good that have been in the trash for longer than `grace`, if their archive is unchanged. In
-        a bucket, a tag in the trash is only marked, and stays where it is for that time.
+        good that have been in the trash for longer than `grace`, if their archive is unchanged.
     weights_only_older_than
         Drop the optimizer states of archives whose originals were removed for good longer ago than
         this. No job can resume from such an archive; `export` still writes its weights.
@@ -101,7 +101,7 @@ def compact(options: _Compact) -> Compaction:
     Raises
     ------
     UsageError
-        The arguments are invalid, or contradict each other.
+        The arguments are invalid, or contradict each other, or the run directory is in a bucket.
     IncompleteError
         No `latest` says which tag is needed, so nothing is changed.
     TargetLockedError
@@ -114,6 +114,7 @@ def compact(options: _Compact) -> Compaction:
     limits = Limits(resident_memory.resident_bytes(), options.memory_limit, options.workers)
     run_dir = as_path(options.run_dir).absolute()
     archive_dir = as_path(options.archive_dir).absolute()
+    require_on_disk(run_dir)
     if options.tags is not None:
         require_pattern(options.tags)
         if options.is_by_hand:
@@ -131,7 +132,7 @@ def compact(options: _Compact) -> Compaction:
     notes = [*_unmatched(patterns, found), *_about_trash(found, options.grace)]
     if options.dry_run:
         notes += _about_space(archive_dir, found)
-        notes += _about_requests(run_dir, archive_dir, options, found)
+        notes += _about_requests(archive_dir, options, found)
     places = str(options.run_dir), str(options.archive_dir)
     return Compaction(*places, options.dry_run, found, seconds, tuple(notes))
 
@@ -173,23 +174,21 @@ def _about_space(archive_dir: Path, tags: Sequence[CompactedTag]) -> Iterator[st
 
 
 def _about_requests(
-    run_dir: Path, archive_dir: Path, options: CompactOptions, tags: Sequence[CompactedTag]
+    archive_dir: Path, options: CompactOptions, tags: Sequence[CompactedTag]
 ) -> Iterator[str]:
-    """Report the requests for tensors, if a side is in a bucket; archives count uncompressed."""
+    """Report the requests for tensors of archives in a bucket, which count uncompressed."""
+    if not is_object(archive_dir):
+        return
     down_bytes = up_bytes = 0
     for tag in tags:
         if tag.action not in (ARCHIVED, DELETED):
             continue
         is_new, goes = not tag.archive_bytes, tag.action == DELETED
-        # `benchmarks.compact_reads` counts how often the proofs read each side.
-        if is_object(run_dir):
-            down_bytes += (3 * is_new + goes * (1 if is_new else 2)) * tag.source_bytes
-        if is_object(archive_dir):
-            # With `delete`, the tag is rebuilt next to its archive, and read there.
-            down_bytes += 2 * (is_new + goes) * tag.source_bytes
-            up_bytes += (is_new + goes) * tag.source_bytes
+        # With `delete`, the tag is rebuilt next to its archive, and read there.
+        down_bytes += 2 * (is_new + goes) * tag.source_bytes
+        up_bytes += (is_new + goes) * tag.source_bytes
     if down_bytes:
-        bucket = place_of(next(filter(is_object, (run_dir, archive_dir))))
+        bucket = place_of(archive_dir)
         down = counted(bucket.requests_to_read(down_bytes), "request")
         chunks = -(-up_bytes // options.chunk_size)
         parts = bucket.requests_to_write(up_bytes) if options.packed else chunks

@@ -20,10 +20,10 @@ from streamshard.operations.compact.receipts import (
     Receipt,
     show_moment,
 )
-from streamshard.operations.compact.run_directory import Identity
+from streamshard.operations.compact.run_directory import require_directory, require_on_disk
 from streamshard.operations.compact.tag_choice import by_step
 from streamshard.operations.compact.tag_health import HealthRecord, TagHealth
-from streamshard.operations.compact.trash import Trash, trash_of
+from streamshard.operations.compact.trash import Trash
 from streamshard.verb_options import DEFAULT_GRACE
 
 _ARCHIVING: Final = "archiving"
@@ -101,17 +101,20 @@ def compact_status(
 
     Raises
     ------
+    UsageError
+        The run directory is in a bucket.
     SourceError
         One of both directories, or the record of the last run, cannot be read. Before the first
         run there is no directory of archives, and the status is that of no tags.
     """
     run, archive = as_path(run_dir).absolute(), as_path(archive_dir).absolute()
-    Identity.of(run)
-    trash = trash_of(run)
+    require_on_disk(run)
+    require_directory(run)
+    trash = Trash(run)
     with source_errors(archive):
         is_new = not exists(archive) and not trash.all_tags()
     if not is_new:
-        Identity.of(archive)
+        require_directory(archive)
     last = RunRecord.last(archive)
     grace = timedelta(seconds=last.grace_seconds) if last else DEFAULT_GRACE
     found = sorted(_tags(run, archive, grace), key=lambda tag: by_step(tag.tag))
@@ -142,7 +145,7 @@ def _read_tags(run_dir: Path, archive_dir: Path) -> list[TagHealth]:
 
 
 def _tags(run_dir: Path, archive_dir: Path, grace: timedelta) -> Iterator[TagStatus]:
-    trash = trash_of(run_dir)
+    trash = Trash(run_dir)
     in_trash, going = {*trash.tags()}, {*trash.being_removed()}
     for archived in ArchivedTag.all_in(archive_dir):
         step, until = step_of(archived.tag), ""

@@ -37,9 +37,7 @@ _FIRST: Final = int(datetime(1, 1, 1, tzinfo=UTC).timestamp())
 _LAST: Final = int(datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC).timestamp())
 
 _TIME: Final = "time of change"
-_LOOKS: Final = {
-    "size": "nbytes", _TIME: "mtime_ns", "inode": "inode", "device": "device", "etag": "etag"
-}  # fmt: skip
+_LOOKS: Final = {"size": "nbytes", _TIME: "mtime_ns", "inode": "inode", "device": "device"}
 """What tells whether a file is the one that was archived: in words, and in its record."""
 
 BEGUN: Final = "begun"
@@ -143,14 +141,11 @@ class SourceRecord:
     inode: int
     device: int
     sha256: str = ""
-    etag: str = ""
-    """Of an object; of a local file empty."""
 
     @classmethod
     def of(cls, path: str, status: Status) -> "SourceRecord":
         """Record what is known of a file without reading it."""
-        ids = status.file_id, status.device
-        return cls(path, status.nbytes, status.modified_ns, *ids, etag=etag_of(status))
+        return cls(path, status.nbytes, status.modified_ns, status.file_id, status.device)
 
     def difference(self, status: Status) -> str:
         """Say how a file differs from the one that was archived; empty if it does not."""

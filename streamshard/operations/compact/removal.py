@@ -147,7 +147,7 @@ def purge(
     # Before the tag is removed: after an interruption, no later run would record it.
     archived.record(receipt, TagEvent.PURGE, purged=show_moment(context.now), checks=log.checks)
     trash.mark_for_removal(tag)
-    trash.remove(tag, receipt.below_tag())
+    trash.remove(tag)
 
 
 def bring_back(context: RunContext, tag: str) -> None:

@@ -25,7 +25,7 @@ from streamshard.io.throttle import Throttle
 from streamshard.model import SourceFile
 from streamshard.operations.compact.receipts import ArchivedTag, Receipt
 from streamshard.operations.compact.run_directory import Identity
-from streamshard.operations.compact.trash import Trash, trash_of
+from streamshard.operations.compact.trash import Trash
 from streamshard.operations.transfer import execution
 from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Progress
@@ -112,7 +112,7 @@ class RunContext:
 
     @property
     def trash(self) -> Trash:
-        return trash_of(self.run_dir)
+        return Trash(self.run_dir)
 
     def archived(self, tag: str) -> ArchivedTag:
         """Return the paths of a tag's receipt, and of its archive if that is a directory."""
@@ -132,7 +132,7 @@ class RunContext:
     def require_same_directory(self, receipt: Receipt) -> str:
         """Require that the run directory is the one whose tag was archived."""
         now = Identity.of(self.run_dir)
-        if now != self.here or not now.is_in(receipt.run_dir, receipt.device, receipt.inode):
+        if now != self.here or now != Identity(receipt.device, receipt.inode):
             message = f"{self.run_dir}: is another directory, or on another device, than the one"
             raise CorruptFileError(f"{message} whose tag was archived; is that one elsewhere?")
         return ""

@@ -8,7 +8,7 @@ resumes from: random states, scheduler, tokenizer, `trainer_state.json`. It coun
 import json
 import os
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -23,6 +23,7 @@ from streamshard.errors import (
     StreamshardError,
     TargetError,
     UnsupportedError,
+    UsageError,
 )
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.names import step_of
@@ -37,9 +38,7 @@ from streamshard.io.entries import (
     is_directory,
     is_real_directory,
     lexists,
-    list_ahead,
     listed_below,
-    listings_kept,
     paths_in,
     read_document,
     resolve,
@@ -49,7 +48,7 @@ from streamshard.io.object_path import is_object
 from streamshard.io.readable import Entry, Status
 from streamshard.operations.compact.receipts import etag_of
 from streamshard.operations.compact.tag_choice import RunDirectory, Tag, is_like
-from streamshard.operations.compact.trash import trash_of
+from streamshard.operations.compact.trash import Trash
 from streamshard.operations.source.completeness import require_named, require_saved_to_end
 from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.source import Source, open_source
@@ -63,32 +62,38 @@ _NAME: Final = re.compile(r"(checkpoint-|checkpoint_|step_|epoch_)\d+|.+(\.ckpt)
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The identity of a directory, which shows if another one is at its path later, or none.
-
-    A bucket has no directories, so of what lies there the path is all that identifies it.
-    """
+    """The identity of a directory, which shows if another one is at its path later, or none."""
 
     device: int
     inode: int
-    url: str = ""
-    """Path in a bucket; empty for a local directory, which may have several paths."""
 
     @classmethod
     def of(cls, path: Path) -> "Identity":
-        try:
-            stat = examine(path)
-        except OSError as error:
-            place = error.filename or path
-            message = f"{place}: cannot be read ({error.strerror})"
-            message = message if is_object(path) else f"{message}; is it mounted?"
-            raise SourceNotFoundError(message) from error
-        if not stat.is_directory:
-            raise SourceNotFoundError(f"{path}: no directory; give the one that holds 'latest'")
-        return cls(stat.device, stat.file_id, str(path) if is_object(path) else "")
+        status = require_directory(path)
+        return cls(status.device, status.file_id)
 
-    def is_in(self, run_dir: str, device: int, inode: int) -> bool:
-        """Tell whether a receipt that names these has this directory's identity."""
-        return (self.device, self.inode) == (device, inode) and self.url in ("", run_dir)
+
+def require_directory(path: Path) -> Status:
+    """Require that a directory can be read, local or in a bucket; return its status."""
+    try:
+        status = examine(path)
+    except OSError as error:
+        place = error.filename or path
+        message = f"{place}: cannot be read ({error.strerror})"
+        message = message if is_object(path) else f"{message}; is it mounted?"
+        raise SourceNotFoundError(message) from error
+    if not status.is_directory:
+        raise SourceNotFoundError(f"{path}: no directory; give the one that holds 'latest'")
+    return status
+
+
+def require_on_disk(run_dir: Path) -> None:
+    """Refuse a run directory in a bucket, where a tag cannot be renamed into a trash."""
+    if is_object(run_dir):
+        message = "the run directory is in a bucket, and compact moves tags on a disk only"
+        raise UsageError(
+            f"{run_dir}: {message}; run it where the job saves. ARCHIVE_DIR may be in a bucket"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +161,7 @@ class _Scan:
 
     def trashed(self) -> tuple[Tag, ...]:
         """Describe the tags in the trash; a link to a tag's former place counts as a link to it."""
-        trash, tags = trash_of(self.run_dir), list[str]()
+        trash, tags = Trash(self.run_dir), list[str]()
         with suppress(TargetError):  # emptying the trash reports this error
             tags = trash.tags()
         return tuple(
@@ -175,7 +180,7 @@ def scan_run_directory(
     `latest`.
     """
     Identity.of(run_dir)
-    with listings_kept(anew=True), source_errors(run_dir):
+    with source_errors(run_dir):
         problems, named = [], []
         for name in (names.LATEST, names.LATEST_UNIVERSAL):
             try:
@@ -183,15 +188,13 @@ def scan_run_directory(
             except (OSError, ValueError) as error:
                 named.append(None)
                 problems.append(f"{run_dir / name}: {getattr(error, 'strerror', None) or error}")
-        list_ahead(run_dir)
         known = {tag.looks: tag for tag in (before.tags if before else ()) if tag.looks}
         scan = _Scan(run_dir, [resolve(link) for link in _links(run_dir)], known)
-        hidden = {run_dir / tag for tag in trash_of(run_dir).hidden()}
         if named[0] is None and not problems:
-            found = _checkpoints_in(run_dir, hidden, pattern)
+            found = _checkpoints_in(run_dir, pattern)
             if found:
                 return _framework_run(scan, found, pattern)
-        entries = sorted(path for path in _candidates(run_dir, named[0]) if path not in hidden)
+        entries = sorted(_candidates(run_dir, named[0]))
         tags = tuple(tag for entry in entries if (tag := scan.tag(entry)))
     return RunDirectory(tags, named[0], named[1], problems[0] if problems else None, scan.trashed())
 
@@ -213,7 +216,7 @@ def _framework_run(scan: _Scan, checkpoints: Sequence[Path], pattern: str | None
     # One without a step, such as Lightning's `last.ckpt`, is kept in any case.
     numbered = [tag for tag in whole if step_of(tag.name) is not None]
     last = max(numbered or whole, key=lambda tag: (tag.saved_ns, step_of(tag.name) or 0))
-    there = [*checkpoints, *(trash_of(scan.run_dir).path_of(tag.name) for tag in trashed)]
+    there = [*checkpoints, *(Trash(scan.run_dir).path_of(tag.name) for tag in trashed)]
     best = {name: tag.name for tag in tags for name in tag.best}
     best |= _best_of(scan.run_dir, there)
     return RunDirectory(tags, last.name, trashed=trashed, is_framework=True, best=best)
@@ -234,9 +237,7 @@ def _named(path: Path) -> str | None:
 
 
 def _links(run_dir: Path) -> Iterator[Path]:
-    """Yield the symbolic links below a run directory; there are none in a bucket."""
-    if is_object(run_dir):
-        return
+    """Yield the symbolic links below a run directory."""
 
     def is_left_out(error: OSError) -> bool:
         # A tag that cannot be read is reported elsewhere; an entry removed meanwhile is not a tag.
@@ -314,17 +315,14 @@ def _is_checkpoint(directory: Path) -> bool:
     return _kind(directory.name) is not None and lexists(directory / names.LATEST)
 
 
-def _checkpoints_in(
-    output_dir: Path, hidden: Container[Path], pattern: str | None = None
-) -> list[Path]:
+def _checkpoints_in(output_dir: Path, pattern: str | None = None) -> list[Path]:
     """List the checkpoints of a framework's output directory; none for any other directory.
 
-    A checkpoint that has no `latest` yet, or not any more, is listed too if another one has it.
-    What is `hidden` is in the trash of a bucket, and is not listed. All others are, also those that
-    the pattern of the checkpoints to consider does not match.
+    A checkpoint that has no `latest` yet, or not any more, is listed too if another one has it, and
+    so are those that the pattern of the checkpoints to consider does not match.
     """
     named = [path for path in paths_in(output_dir) if _kind(path.name) is not None]
-    found = sorted(path for path in named if path not in hidden and is_real_directory(path))
+    found = sorted(filter(is_real_directory, named))
     if not any(exists(path / names.LATEST) for path in found):
         return []
     considered = [p.name for p in found if pattern is None or is_like(p.name, pattern)]

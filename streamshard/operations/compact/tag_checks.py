@@ -56,7 +56,7 @@ def ranks_agree(source: Source) -> str:
 
 
 def records_of(source: Source, run_dir: Path) -> tuple[SourceRecord, ...]:
-    """Record path, size, time of change, inode, device or etag of a source's files."""
+    """Record path, size, time of change, inode and device of a source's files."""
     found = []
     for file in source.files:
         with source_errors(file.path):
@@ -69,7 +69,7 @@ def unchanged(receipt: Receipt, root: Path, proofs: ProofContext | None) -> str:
     """Require that a tag's files are those that were archived.
 
     `root` is the present path of the tag directory. With `proofs`, the files' SHA-256 are compared
-    too; without, only size, time, and inode or etag.
+    too; without, only size, time, inode and device.
     """
     records = receipt.below_tag()
     with source_errors(root):
@@ -81,7 +81,7 @@ def unchanged(receipt: Receipt, root: Path, proofs: ProofContext | None) -> str:
         for name, status in found.items():
             if difference := records[name].difference(status):
                 raise CorruptFileError(f"{root / name}: {difference}")
-        digests = proofs.hash_all([root / name for name in found], root) if proofs else []
+        digests = proofs.hash_all([root / name for name in found]) if proofs else []
     for name, digest in zip(found, digests, strict=bool(proofs)):
         if digest != records[name].sha256:
             raise CorruptFileError(f"{root / name}: its bytes are not those that were archived")

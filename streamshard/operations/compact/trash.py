@@ -2,39 +2,20 @@
 
 At any moment a tag is in one place: next to the other tags, in the trash, or in the part of the
 trash that is being emptied. Each move is one rename within one file system.
-
-In a bucket nothing can be renamed, and a copy of a tag would have to be proved as its archive is.
-So there a tag in the trash stays where it is, whole, for as long as its grace time lasts; an object
-of its name in the trash marks it, and `compact` counts it as gone. After that another mark says
-that it is being removed, and only then an object of it is: first the model's file that every job
-opens, so that nobody takes the rest for a checkpoint. The next run finishes what a killed one
-began. A job may save a tag of that name again, at the same place; so nothing is removed that is not
-the very object that was archived.
 """
 
-from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from streamshard.commands import command
-from streamshard.errors import CorruptFileError, Option, TargetError, TargetExistsError, UsageError
+from streamshard.errors import Option, TargetError, TargetExistsError, UsageError
 from streamshard.formats.deepspeed import names
-from streamshard.io.changes import make_directory, remove, remove_file, rename, sync_path, write_new
-from streamshard.io.entries import examine, exists, is_link, lexists, listed_below, paths_in
+from streamshard.io.changes import make_directory, remove, rename, sync_path
+from streamshard.io.entries import examine, is_link, lexists, paths_in
 from streamshard.io.files import target_errors
-from streamshard.io.object_path import is_object
-from streamshard.io.objects.buckets import for_each
-from streamshard.io.readable import Status
-from streamshard.operations.compact.receipts import SourceRecord
 
 _TRASH: Final = f"{names.OWN_PREFIX}.trash"
 _GOING: Final = f"{names.OWN_PREFIX}.going"
-_MARK: Final = (
-    f"{command('compact', undelete=True)} brings this tag back, unless it is in .going\n".encode()
-)
-"""What marks hold, for whoever looks into one; compact goes by their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +31,6 @@ class Trash:
     @property
     def _going(self) -> Path:
         return self._directory / _GOING
-
-    def hidden(self) -> set[str]:
-        """Name the tags in the trash whose files are next to the other tags nevertheless."""
-        return set()
 
     def tags(self) -> list[str]:
         """List the tags that can be brought back."""
@@ -122,8 +99,8 @@ class Trash:
                 self.require(tag)
                 self._move(self.path_of(tag), self.rest_of(tag))
 
-    def remove(self, tag: str, records: Mapping[str, SourceRecord]) -> None:
-        """Remove a marked tag for good; in a bucket only the objects of the archived `records`."""
+    def remove(self, tag: str) -> None:
+        """Remove a marked tag for good."""
         with target_errors(self.rest_of(tag)):
             remove(self.rest_of(tag))
             sync_path(self._going)
@@ -143,85 +120,10 @@ class Trash:
 
     def _require_own(self, directory: Path) -> None:
         for path in (self._directory, directory):
-            if not is_object(path) and is_link(path):
+            if is_link(path):
                 raise TargetError(f"{path}: a symbolic link, where tags are moved to; remove it")
 
     def _move(self, source: Path, target: Path) -> None:
         rename(source, target)
         for path in (target.parent, source.parent):
             sync_path(path)
-
-
-class BucketTrash(Trash):
-    """The tags of a run directory in a bucket that are marked for removal; see the module."""
-
-    def hidden(self) -> set[str]:
-        """Name all of them: they are where they were."""
-        return self.all_tags()
-
-    def path_of(self, tag: str) -> Path:
-        return self.run_dir / tag
-
-    def rest_of(self, tag: str) -> Path:
-        return self.run_dir / tag
-
-    def _mark(self, tag: str) -> Path:
-        return self._directory / names.flat(tag)
-
-    def _last_mark(self, tag: str) -> Path:
-        return self._going / names.flat(tag)
-
-    def move_in(self, tag: str) -> None:
-        with target_errors(self._mark(tag)):
-            write_new(self._mark(tag), _MARK)
-
-    def move_out(self, tag: str) -> None:
-        self.require(tag)
-        with target_errors(self._mark(tag)):
-            remove_file(self._mark(tag))
-
-    def mark_for_removal(self, tag: str) -> None:
-        with target_errors(self._last_mark(tag)):
-            if tag not in self.being_removed():
-                self.require(tag)
-                write_new(self._last_mark(tag), _MARK)
-            remove_file(self._mark(tag))
-
-    def remove(self, tag: str, records: Mapping[str, SourceRecord]) -> None:
-        """Remove the objects of a marked tag for good, then its mark."""
-        root = self.run_dir / tag
-        known = {root / name: record for name, record in records.items()}
-
-        def require_known(path: Path, status: Status) -> None:
-            other = known[path].difference(status) if path in known else "was not archived"
-            if other:
-                message = f"{path}: {other}: is it of another save of {tag}? Nothing of it is"
-                raise CorruptFileError(f"{message} removed; to keep it, remove {last_mark}")
-
-        def remove_known(path: Path) -> None:
-            with suppress(FileNotFoundError):  # a run that was killed removed it
-                require_known(path, examine(path))
-                remove_file(path)
-
-        last_mark = self._last_mark(tag)
-        with target_errors(root):
-            listed = listed_below(root) if exists(root) else []
-            for entry in listed:
-                if not entry.is_directory:
-                    require_known(entry.path, entry.status())
-            # Not what is listed, as a service may list late.
-            first, *others = sorted(known, key=_order)
-            remove_known(first)
-            for_each(others, remove_known)
-            remove_file(last_mark)
-
-
-def _order(path: Path) -> tuple[bool, str]:
-    """Order the objects of a tag: the model's file that every job opens comes first."""
-    file = names.parse(path.name)
-    return file is None or file.kind != "model", path.name
-
-
-def trash_of(run_dir: Path) -> Trash:
-    """Return the trash of a run directory, local or in a bucket."""
-    return BucketTrash(run_dir) if is_object(run_dir) else Trash(run_dir)
