@@ -108,7 +108,6 @@ def test_what_counts_as_touching_files(line: str, is_found: bool) -> None:
 
 OPENS_TO_WRITE = {
     "streamshard.io.writable": "refuses links and what is no file of its own",
-    "streamshard.io.disk_speed": "makes a file without a name",
     "streamshard.io.node_memory": "makes memory without a name, and opens that of other processes",
     "streamshard.cli.streams": "opens the null device",
     "streamshard.engine.run.resident_memory": "writes to a file of /proc",

@@ -54,5 +54,3 @@ def _show(report: Report, estimate: Estimate | None, arguments: argparse.Namespa
     else:
         text = partial(plan_text, report, estimate, verbose=arguments.verbose)
         print_result(report, arguments, text, more={"estimate": asdict(estimate)})
-    if estimate is not None and estimate.time is not None and estimate.time.error is not None:
-        raise estimate.time.error

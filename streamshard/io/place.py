@@ -86,14 +86,6 @@ class Place(Protocol):
         """Return the space that what is below a directory takes on its file system."""
         return 0
 
-    def requests_to_read(self, nbytes: int) -> int:
-        """Return how many requests it takes to read so many consecutive bytes of a file."""
-        return 0
-
-    def requests_to_write(self, nbytes: int) -> int:
-        """Return how many requests it takes to write a file of this size."""
-        return 0
-
     def writing_bytes(self, largest_bytes: int) -> int:
         """Return the memory that a worker needs to write files of at most this size."""
         return 0

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -291,25 +289,15 @@ def test_a_dry_run_touches_nothing_and_tells_the_exact_size(
     assert planned["files"] == done["files"] == len(tree(out)) > 3
     assert planned["bytes_written"] == sum(map(len, tree(out).values()))
     assert planned["estimate"]["written_bytes"] == done["bytes_written"]
-    assert planned["estimate"]["time"]["problem"] is None
 
 
 def test_a_dry_run_tells_what_it_would_write(run: Path, tmp_path: Path) -> None:
     command = ("repartition", run, tmp_path / "out", "--world-size", 3, "-n")
     done = passed(*command)
-    for text in ("would write", "which is an estimate", "For the job that resumes:", "left out"):
+    for text in ("would write", "memory  ", "space  ", "For the job that resumes:"):
         assert text in done.out
     assert "zero_pp_rank_{0..2}_mp_rank_00" in done.out
     assert "zero_pp_rank_2_mp_rank_00" in in_process(*command, "-v").out
-
-
-def test_a_dry_run_ends_as_the_run_would(run: Path, tmp_path: Path) -> None:
-    for option in ("--no-lock", "--json", "--print-path"):
-        command = f"{sys.executable} -m streamshard convert {run} {tmp_path / 'out'} -n {option}"
-        limited = ["bash", "-c", f"ulimit -f 0 && exec {command}"]
-        done = subprocess.run(limited, capture_output=True, text=True)
-        told = f"streamshard: {tmp_path}: cannot be written (File too large)\n"
-        assert (done.returncode, done.stderr, bool(done.stdout)) == (4, told, True)
 
 
 def test_what_is_advised_is_not_what_was_given(run: Path, tmp_path: Path) -> None:

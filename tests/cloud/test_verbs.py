@@ -89,9 +89,6 @@ def test_if_needed_and_plans(bucket: Bucket, tmp_path: Path) -> None:
     source = bucket.put(write(LEAN, tmp_path / "run"), "runs/7b")
     target = f"{bucket.url}/out"
     plan = api.plan_repartition(source, target, world_size=3)
-    requests = plan.estimate().requests
-    assert requests is not None
-    assert (requests.up, requests.up_bytes) == (plan.report.files, plan.report.bytes_written)
     assert bucket.keys("out") == set()
     plan.run()
     found = api.repartition(source, target, world_size=3, if_needed=True)

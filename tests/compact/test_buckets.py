@@ -11,7 +11,6 @@ import pytest
 
 import streamshard as api
 from streamshard.errors import UsageError
-from streamshard.sizes import show_bytes
 from tests.cloud.server import KEY, SECRET
 from tests.compact.runs import ALL, FIRST, actions, bits, later
 from tests.compact.sides import Sides
@@ -56,14 +55,6 @@ def test_a_tag_is_archived_and_goes_and_comes_back(
     said = "".join(map(str, (found, receipt, capfd.readouterr())))
     assert KEY not in said
     assert SECRET not in said
-
-
-def test_a_dry_run_tells_requests_and_bytes(sides: Sides) -> None:
-    tags = sides.compact(dry_run=True).tags
-    nbytes = sum(tag.source_bytes for tag in tags if tag.action == "archived")
-    (told,) = [note for note in sides.compact(dry_run=True).notes if "not counting those" in note]
-    assert f"down, {show_bytes(2 * nbytes)}" in told
-    assert f"up, {show_bytes(nbytes)}" in told
 
 
 def test_a_receipt_records_what_identifies_objects(sides: Sides) -> None:

@@ -394,7 +394,7 @@ def test_an_estimate_counts_what_is_read_of_each_checkpoint(
     two: list[Path], tmp_path: Path
 ) -> None:
     plan = streamshard.plan_merge(two, tmp_path / "out", zero_stage=2, world_size=2)
-    reads = {Path(one.path): one.nbytes for one in plan.estimate(measures_disk=False).reads}
+    reads = {Path(one.path): one.nbytes for one in plan.estimate().reads}
     numel = sum(math.prod(shape) for shape in Job().shapes.values())
     older = {path: count for path, count in reads.items() if two[0] in path.parents}
     # For the master weights, and once more for the weights in 16 bits that follow from them.

@@ -7,16 +7,9 @@ from typing import Final
 
 from streamshard.cli.text.report_text import resize_fact, target_text
 from streamshard.cli.text.tables import facts_text, paragraph, table
-from streamshard.operations.transfer.estimate import (
-    Estimate,
-    FileBytes,
-    MemoryParts,
-    Part,
-    Requests,
-    Space,
-)
+from streamshard.operations.transfer.estimate import Estimate, FileBytes, MemoryParts, Space
 from streamshard.operations.transfer.report import Report
-from streamshard.sizes import counted, show_bytes, show_time
+from streamshard.sizes import counted, show_bytes
 
 _MOST_ROWS: Final = 12
 """Maximum kinds of files that are listed without `-v`."""
@@ -36,9 +29,6 @@ def plan_text(report: Report, estimate: Estimate, *, verbose: bool) -> str:
     blocks = [facts_text(list(_summary(report, estimate)), wraps=True), reads, writes]
     if estimate.changes:
         blocks.append("For the job that resumes:\n" + facts_text(subjects, wraps=True))
-    for head, parts in (("left out", estimate.left_out), ("made", estimate.made)):
-        if parts:
-            blocks.append(_parts(head, parts))
     said = " ".join(text for _, text in subjects)
     blocks += [paragraph(n) for n in report.notes if n not in listed and n not in said]
     return "\n\n".join(blocks)
@@ -56,9 +46,6 @@ def _summary(report: Report, estimate: Estimate) -> Iterator[tuple[str, str]]:
     if report.is_verified:
         yield "verifies", f"and reads {show_bytes(estimate.reread_bytes)} more for that"
     yield "memory", _memory(estimate.memory)
-    if estimate.requests is not None:
-        yield "requests", _requests(estimate.requests)
-    yield "time", _time(estimate)
     if estimate.space is not None:
         yield "space", _space(estimate.space)
 
@@ -78,58 +65,12 @@ def _memory(memory: MemoryParts) -> str:
     )
 
 
-def _time(estimate: Estimate) -> str:
-    time = estimate.time
-    if time is None:
-        return "not estimated"
-    if time.seconds is None:
-        return f"not estimated: {time.problem}"
-    short = "less than a second" if time.seconds < 1 else f"about {show_time(time.seconds)}"
-    said = (
-        f"{short}, which is an estimate: the source was read at "
-        f"{show_bytes(time.read_bytes_per_second)}/s, as it lies on disk or in the page cache "
-        f"({show_bytes(time.read_sample_bytes)} of it)"
-    )
-    if time.problem is not None:
-        return f"{said}; {time.problem}"
-    if time.encode_sample_bytes:
-        said += (
-            f", compressed at {show_bytes(time.encode_bytes_per_second)}/s "
-            f"({show_bytes(time.encode_sample_bytes)})"
-        )
-    return (
-        f"{said}, and a file next to the target was written and synced at "
-        f"{show_bytes(time.write_bytes_per_second)}/s "
-        f"({show_bytes(time.write_sample_bytes)}, removed)"
-    )
-
-
-def _requests(requests: Requests) -> str:
-    down, up = counted(requests.down, "request"), counted(requests.up, "request")
-    return (
-        f"at least {down} down, {show_bytes(requests.down_bytes)}, and {up} up, "
-        f"{show_bytes(requests.up_bytes)}, not counting those for headers and listings"
-    )
-
-
 def _space(space: Space) -> str:
     begun = ""
     if space.begun_bytes:
         begun = f"; {show_bytes(space.begun_bytes)} are there of a run that was cut off"
     free, after = show_bytes(space.free_bytes), show_bytes(max(0, space.free_after_bytes))
     return f"{free} free on the file system of {space.directory}, {after} after{begun}"
-
-
-def _parts(head: str, parts: Sequence[Part]) -> str:
-    rows: list[Sequence[object]] = [(head, "count", "bytes", "why")]
-    kinds: dict[tuple[str, str], list[Part]] = {}
-    for part in parts:
-        kinds.setdefault((_NUMBER.sub("0", part.what), part.why), []).append(part)
-    for (_, why), kind in kinds.items():
-        count, nbytes = sum(part.count for part in kind), sum(part.nbytes for part in kind)
-        what = _together([part.what for part in kind])
-        rows.append((what, f"{count:,}" if count else "", f"{nbytes:,}", why))
-    return table(rows)
 
 
 def _files(head: str, files: Sequence[FileBytes], *, verbose: bool) -> str:

@@ -253,9 +253,6 @@ class PackedStores(Place):
     def free_bytes(self, directory: Path) -> int:
         return 0
 
-    def requests_to_read(self, nbytes: int) -> int:
-        return self._inner.requests_to_read(nbytes)
-
     def may_change(self, directory: Path) -> bool:
         return False
 

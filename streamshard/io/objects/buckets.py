@@ -27,7 +27,6 @@ from streamshard.io.objects.object_upload import (
     put,
     remove_object,
     upload_bytes,
-    upload_requests,
 )
 from streamshard.io.place import Place
 from streamshard.io.readable import Entry, ReadAheadBytes, Status, absent
@@ -175,12 +174,6 @@ class Buckets(Place):
 
     def free_bytes(self, directory: Path) -> int:
         return _ENDLESS
-
-    def requests_to_read(self, nbytes: int) -> int:
-        return -(-nbytes // REQUEST_BYTES)
-
-    def requests_to_write(self, nbytes: int) -> int:
-        return upload_requests(nbytes)
 
     def writing_bytes(self, largest_bytes: int) -> int:
         return upload_bytes(largest_bytes)

@@ -31,7 +31,7 @@ from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Silent, Watched
 from streamshard.operations.transfer.target import nearest_directory
 from streamshard.options import option, takes
-from streamshard.sizes import counted, show_bytes
+from streamshard.sizes import show_bytes
 from streamshard.verb_options import CompactOptions
 
 _WILD: Final = re.compile(r"[*?[]")
@@ -132,7 +132,6 @@ def compact(options: _Compact) -> Compaction:
     notes = [*_unmatched(patterns, found), *_about_trash(found, options.grace)]
     if options.dry_run:
         notes += _about_space(archive_dir, found)
-        notes += _about_requests(archive_dir, options, found)
     places = str(options.run_dir), str(options.archive_dir)
     return Compaction(*places, options.dry_run, found, seconds, tuple(notes))
 
@@ -171,30 +170,6 @@ def _about_space(archive_dir: Path, tags: Sequence[CompactedTag]) -> Iterator[st
     if rebuilt:
         most = f"for a while, {show_bytes(max(rebuilt))} for the largest"
         yield f"{room}; each tag is rebuilt there before it goes, which takes its size {most}"
-
-
-def _about_requests(
-    archive_dir: Path, options: CompactOptions, tags: Sequence[CompactedTag]
-) -> Iterator[str]:
-    """Report the requests for tensors of archives in a bucket, which count uncompressed."""
-    if not is_object(archive_dir):
-        return
-    down_bytes = up_bytes = 0
-    for tag in tags:
-        if tag.action not in (ARCHIVED, DELETED):
-            continue
-        is_new, goes = not tag.archive_bytes, tag.action == DELETED
-        # With `delete`, the tag is rebuilt next to its archive, and read there.
-        down_bytes += 2 * (is_new + goes) * tag.source_bytes
-        up_bytes += (is_new + goes) * tag.source_bytes
-    if down_bytes:
-        bucket = place_of(archive_dir)
-        down = counted(bucket.requests_to_read(down_bytes), "request")
-        chunks = -(-up_bytes // options.chunk_size)
-        parts = bucket.requests_to_write(up_bytes) if options.packed else chunks
-        up = counted(parts, "request")
-        sizes = f"{down} down, {show_bytes(down_bytes)}, and {up} up, {show_bytes(up_bytes)}"
-        yield f"about {sizes} before compression, not counting those for headers and listings"
 
 
 def _require_apart(run_dir: Path, archive_dir: Path) -> None:

@@ -54,7 +54,6 @@ class RankFilesWriter(TargetWriter):
         """Count the bytes of the files."""
         sidecars, counts = list(_sidecars(source, images.mesh.ranks)), ByteCounts(source)
         counts.add_all(chain(map(layout_of, images.images()), sidecars))
-        counts.padding_bytes = 0  # what replicas hold again was counted as such
         return cls(source, images, sidecars, counts)
 
     def passes(self) -> Sequence[Pass]:

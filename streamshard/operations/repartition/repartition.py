@@ -176,7 +176,6 @@ def prepare(
         template=template,
         is_reusable=is_reusable,
         changes=resizes.changes,
-        new_files=len(resized.new_steps),
         check=None if degrees is None else degrees.check,
         reopened=-(-settings.layout.world_size // checkpoint.layout.world_size),
     )

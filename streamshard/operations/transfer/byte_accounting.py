@@ -31,11 +31,6 @@ class ByteCounts:
         """Path of every target file → its bytes; an upper bound for compressed files."""
         self.times = np.zeros(len(source.checkpoint.tensors), dtype=np.int64)
         """How often each of the source's tensors is read completely."""
-        self.cast_bytes = 0
-        """Bytes written that are module weights cast from master weights, or weights cast to
-        another dtype."""
-        self.padding_bytes = 0
-        """Bytes written that are zeros to fill up partitions."""
         self._tensors, self._piece_numel = source.checkpoint.tensors, source.cutting.piece_numel
         self._numels = np.array([tensor.numel for tensor in self._tensors], dtype=np.int64)
         self._is_counted = np.zeros(len(self._tensors), dtype=bool)
@@ -69,21 +64,18 @@ class ByteCounts:
 
         Segments are counted in what takes the memory of a piece.
         """
-        content, (source_dtype, dtype) = elements.content, dtypes_of(elements, self._tensors)
+        content = elements.content
         if isinstance(content, Whole):
             if not elements.start:
                 self.times[content.tensor] += count
-            if dtype != source_dtype:
-                self.cast_bytes += elements.nbytes * count
+            _, dtype = dtypes_of(elements, self._tensors)
             piece_numel = int(self._piece_numel[content.tensor])
             return elements.nbytes // (ITEMSIZE[dtype] * piece_numel) + 2, 0
         members, numels = content.tensors, self._numels[content.tensors]
-        self.padding_bytes += elements.nbytes * count
         if not content.is_cut or not self._is_counted[members[:1]].all():
             self._is_counted[members] |= content.is_cut
             # These are read once, by one rank or by all ranks together.
             self.times[members] += 1
-            self.padding_bytes -= int(numels.sum()) * ITEMSIZE[dtype]
         copies = int((numels // self._piece_numel[members] + 2).sum())
         return copies, len(members) * _SEGMENT_BYTES // _PIECE_BYTES
 

@@ -126,8 +126,8 @@ class TransferPlan:
         """Return the size of every file that will be written, by its path."""
         return self.output.writer.byte_counts().sizes
 
-    def estimate(self, *, measures_disk: bool = True) -> Estimate:
-        """Estimate in detail what the run will do, and how long it may take."""
+    def estimate(self) -> Estimate:
+        """Estimate in detail what the run will do."""
         return estimate_run(
             self.source,
             self.output.writer.byte_counts(),
@@ -135,9 +135,7 @@ class TransferPlan:
             self.report,
             self.target,
             changes=self.output.changes,
-            new_files=self.output.new_files,
-            encode=self.output.encode,
-            measures_disk=measures_disk,
+            is_upper_bound=self.output.encode is not None,
         )
 
 

@@ -11,7 +11,6 @@ from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.operations.resume.resizing import Change
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.byte_accounting import ByteCounts
-from streamshard.operations.transfer.estimate import Encode
 from streamshard.operations.transfer.file_layout import Layout
 from streamshard.operations.transfer.report import Progress, Report
 
@@ -76,11 +75,9 @@ class Output:
     """Whether a job can resume from the source as it is."""
     changes: tuple[Change, ...] = ()
     """Effects of another world size on the job."""
-    new_files: int = 0
-    """Count of files that are made for new ranks."""
     codec_bytes: int = 0
     """Memory of one worker to compress a piece of the target."""
-    encode: Encode | None = None
+    encode: Callable[[memoryview], bytes] | None = None
     """The function that compresses the target's data; None if it is not compressed."""
     check: Callable[[MemoryPlan, Progress], Sequence[str] | None] | None = None
     """Reads the source and refuses it, or returns notes, before anything is written; None if
