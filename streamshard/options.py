@@ -211,7 +211,7 @@ class SourceOptions(Options):
 
 
 class RunOptions(Options):
-    """Options for a run's memory, workers and progress display."""
+    """Options for a run's memory, and for what carries it out."""
 
     group = RUN
 
@@ -232,14 +232,6 @@ class RunOptions(Options):
         "ADDRESS",
         "run on a Dask cluster: tcp://scheduler:8786, the path of a scheduler file (*.json), or "
         "local:N for N processes with --workers threads each [threads of this process]",
-        is_rare=True,
-    )
-    progress_mode = option(
-        "--progress",
-        "show progress on standard error: a bar, a line per tenth, or a JSON object a second [a "
-        "bar on a terminal; elsewhere lines, if the run takes more than 5 seconds]",
-        default="auto",
-        choices=("auto", "bar", "lines", "json", "none"),
         is_rare=True,
     )
 

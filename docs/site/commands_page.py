@@ -32,21 +32,8 @@ streamshard completion fish > ~/.config/fish/completions/streamshard.fish
 
 ## Progress
 
-It goes to standard error. `--progress` chooses one of these:
-
-| value | what is shown |
-|---|---|
-| `bar` | a bar, which is erased at the end; on a terminal this is the default |
-| `lines` | a line for every tenth and every phase, after 5 seconds; elsewhere this is the default |
-| `json` | a JSON object every second and at every phase |
-| `none` | nothing, as with `-q` |
-
-| key | meaning |
-|---|---|
-| `phase` | what the run does now |
-| `done_bytes`, `total_bytes` | of this phase, with what an earlier run had written |
-| `bytes_per_second` | without what an earlier run had written |
-| `eta_seconds`, `elapsed_seconds` | time left in this phase; time since the command began |
+It goes to standard error: on a terminal a bar, which is erased at the end; elsewhere a line for
+every tenth and every phase, after 5 seconds. `-q` shows none.
 
 Phases are `reading headers`, `writing`, `syncing`, `committing`; with `--verify` also `verifying`
 and `comparing`; with `--if-needed` first `comparing`. Commands that write nothing have `reading`.

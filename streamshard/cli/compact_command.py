@@ -88,7 +88,7 @@ def _compact_run(arguments: argparse.Namespace, indent: int | None = 2) -> int:
     """Compact one run, and return the exit code."""
     try:
         with (
-            display(arguments.progress_mode, is_quiet=arguments.quiet) as progress,
+            display(is_quiet=arguments.quiet) as progress,
             memory_errors(),
         ):
             found = compact.compact(progress=progress, **keywords(arguments))

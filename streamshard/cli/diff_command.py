@@ -148,7 +148,7 @@ def _cosine(value: float | None) -> str:
 
 def run_diff(arguments: argparse.Namespace) -> None:
     """Compare two checkpoints; raises the difference, if there is one."""
-    with display(arguments.progress_mode, is_quiet=arguments.quiet) as progress:
+    with display(is_quiet=arguments.quiet) as progress:
         found = diff.diff(progress=progress, **keywords(arguments))
     form = {"sort": arguments.sort, "verbose": arguments.verbose}
     print_result(found, arguments, lambda: diff_text(found, **form))

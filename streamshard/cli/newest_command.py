@@ -13,7 +13,7 @@ from streamshard.operations.newest.newest import Newest
 
 def run_newest(arguments: argparse.Namespace) -> None:
     """Print the path of the newest good checkpoint."""
-    with display(arguments.progress_mode, is_quiet=arguments.quiet) as progress:
+    with display(is_quiet=arguments.quiet) as progress:
         found = newest.search(progress=progress, **keywords(arguments))
     if arguments.json:
         print_json(asdict(found))

@@ -1,6 +1,5 @@
-"""Shows a run's progress: to a person at a terminal, in a log file, to another program."""
+"""Shows a run's progress: to a person at a terminal, or in a log file."""
 
-import json
 import os
 import sys
 import threading
@@ -8,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Final, Protocol, Self, TextIO
 
 from streamshard.engine.run.phases import READING, READING_HEADERS
@@ -28,7 +27,7 @@ _ERASE_REST: Final = "\x1b[K"
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The state of a run's progress; `--progress json` writes it as one object per line."""
+    """The state of a run's progress."""
 
     phase: str
     """The current phase: `reading headers`, `writing`, `syncing`, `verifying` and `comparing` with
@@ -69,34 +68,22 @@ class Style(Protocol):
     end: str
     """Text that cleans up at the end."""
 
-    def tell(self, moment: Moment, *, is_last: bool) -> str:
+    def tell(self, moment: Moment) -> str:
         """Return the text to write now; empty if there is none."""
 
 
 def display(
-    mode: str,
-    *,
-    stream: TextIO | None = None,
-    is_quiet: bool = False,
-    clock: Callable[[], float] = time.monotonic,
+    *, is_quiet: bool, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
 ) -> AbstractContextManager[Progress]:
-    """Choose how progress is shown until the context ends.
+    """Show progress until the context ends: a bar on a terminal that can erase a line, else lines.
 
-    `mode`: as `--progress` takes it. `auto` is a bar on a terminal that can erase a line, else
-    lines.
     `stream`: where progress is written; by default standard error.
     """
-    stream = sys.stderr if stream is None else stream
-    if mode == "auto":
-        mode = "bar" if stream.isatty() and os.environ.get("TERM") != "dumb" else "lines"
-    styles: dict[str, Callable[[], Style]] = {
-        "bar": lambda: Bar(lambda: _width(stream)),
-        "lines": Lines,
-        "json": JsonLines,
-    }
-    if is_quiet or mode not in styles:
+    if is_quiet:
         return nullcontext(Silent())
-    return Display(styles[mode](), stream, clock)
+    stream = sys.stderr if stream is None else stream
+    has_bar = stream.isatty() and os.environ.get("TERM") != "dumb"
+    return Display(Bar(lambda: _width(stream)) if has_bar else Lines(), stream, clock)
 
 
 class Display:
@@ -128,7 +115,7 @@ class Display:
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
-            self._show(is_due=True, is_last=True)
+            self._show(is_due=True)
             self._write(self._style.end)
 
     def start(self, total_bytes: int, phase: str = READING) -> None:
@@ -162,11 +149,11 @@ class Display:
         with self._lock:
             self._show()
 
-    def _show(self, *, is_due: bool = False, is_last: bool = False) -> None:
+    def _show(self, *, is_due: bool = False) -> None:
         now = self._clock()
         if is_due or now >= self._next:
             self._next = now + self._style.interval_seconds
-            self._write(self._style.tell(self._moment(now), is_last=is_last))
+            self._write(self._style.tell(self._moment(now)))
 
     def _moment(self, now: float) -> Moment:
         rate = self._rate(now)
@@ -219,7 +206,7 @@ class Bar:
         self._width = width
         self._draw = tqdm.format_meter
 
-    def tell(self, moment: Moment, *, is_last: bool) -> str:
+    def tell(self, moment: Moment) -> str:
         if moment.total_bytes is None:
             return f"\r{moment.phase}{_ERASE_REST}"
         drawn = self._draw(
@@ -245,7 +232,7 @@ class Lines:
         """Phase, tenth and total of the last line."""
         self._last_at = 0.0
 
-    def tell(self, moment: Moment, *, is_last: bool) -> str:
+    def tell(self, moment: Moment) -> str:
         """Write a line, unless nothing is new or the last line is too recent."""
         now = moment.elapsed_seconds
         new = moment.phase, (moment.percent or 0) // 10, moment.total_bytes
@@ -256,24 +243,6 @@ class Lines:
             return ""
         self._last, self._last_at = new, now
         return f"streamshard: {', '.join([_said(moment), *_facts(moment)])}\n"
-
-
-class JsonLines:
-    """A JSON object on a line for every second and every phase, for programs; see `Moment`."""
-
-    interval_seconds = 1.0
-    end = ""
-
-    def __init__(self) -> None:
-        self._last: tuple[str, int, int | None] | None = None
-
-    def tell(self, moment: Moment, *, is_last: bool) -> str:
-        """Write an object; the last one is not repeated."""
-        new = moment.phase, moment.done_bytes, moment.total_bytes
-        if is_last and new == self._last:
-            return ""
-        self._last = new
-        return json.dumps(asdict(moment)) + "\n"
 
 
 def _said(moment: Moment) -> str:

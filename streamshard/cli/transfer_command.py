@@ -28,7 +28,7 @@ PLANNERS: Final[Mapping[str, str]] = {
 def run_transfer(arguments: argparse.Namespace) -> None:
     """Plan a verb that writes, and run the plan."""
     planner = registry.load(PLANNERS[arguments.verb])
-    with display(arguments.progress_mode, is_quiet=arguments.quiet) as progress:
+    with display(is_quiet=arguments.quiet) as progress:
         plan = planner(**keywords(arguments))
         done = _carry_out(plan, arguments, progress)
     _show(*done, arguments)

@@ -19,7 +19,7 @@ from streamshard.sizes import counted
 
 def run_verify(arguments: argparse.Namespace) -> None:
     """Verify a checkpoint; raises what was found, if it is not good."""
-    with display(arguments.progress_mode, is_quiet=arguments.quiet) as progress:
+    with display(is_quiet=arguments.quiet) as progress:
         found = verify.verify(progress=progress, **keywords(arguments))
     form = {"verbose": arguments.verbose, "with_digests": arguments.digests}
     print_result(found, arguments, lambda: _verification_text(found, **form))

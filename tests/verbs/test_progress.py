@@ -1,31 +1,23 @@
-"""How far a run is, as it is told to terminals, log files and programs; the clock is the tests'."""
+"""How far a run is, as it is told to terminals and log files; the clock is the tests'."""
 
 import io
-import json
 import re
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
 
 import streamshard
-from streamshard.cli.progress import Bar, Display, display
+from streamshard.cli.progress import Bar, Display, Moment, display
 from streamshard.engine.run import phases as watch
 from streamshard.operations.transfer.report import Progress, Silent
 from tests.compact.runs import NO_GRACE, make_run
 from tests.fabricated import write
 from tests.job import Job
 
-KEYS = [
-    "phase",
-    "done_bytes",
-    "total_bytes",
-    "bytes_per_second",
-    "eta_seconds",
-    "elapsed_seconds",
-]
 KIB = 1 << 10
 
 
@@ -39,12 +31,30 @@ class Clock:
         return self.now
 
 
-class Watched:
-    """Progress in one mode, into memory."""
+class Moments:
+    """Keeps what a style is told, at most once a second in one phase."""
 
-    def __init__(self, mode: str) -> None:
+    interval_seconds = 1.0
+    end = ""
+
+    def __init__(self) -> None:
+        self.found: list[Moment] = []
+
+    def tell(self, moment: Moment) -> str:
+        self.found.append(moment)
+        return ""
+
+
+class Watched:
+    """Progress into a log in memory, or what any style is told of it."""
+
+    def __init__(self, style: Moments | None = None) -> None:
         self.clock, self.stream = Clock(), io.StringIO()
-        self.shown = display(mode, stream=self.stream, clock=self.clock)
+        self.shown: AbstractContextManager[Progress] = (
+            display(is_quiet=False, stream=self.stream, clock=self.clock)
+            if style is None
+            else Display(style, self.stream, self.clock)
+        )
 
     def run(self, progress: Progress, *, seconds: int, nbytes: int) -> None:
         """Advance by so many bytes in every second."""
@@ -58,7 +68,7 @@ class Watched:
 
 
 def test_a_log_file_gets_a_line_for_every_tenth_and_phase() -> None:
-    watched = Watched("lines")
+    watched = Watched()
     with watched.shown as progress:
         watched.clock.now += 3
         progress.start(100 * KIB, watch.WRITING)
@@ -85,7 +95,7 @@ def test_a_log_file_gets_a_line_for_every_tenth_and_phase() -> None:
 
 
 def test_what_ends_within_five_seconds_writes_no_line() -> None:
-    watched = Watched("lines")
+    watched = Watched()
     with watched.shown as progress:
         progress.start(100, watch.WRITING)
         watched.run(progress, seconds=4, nbytes=25)
@@ -97,14 +107,15 @@ def test_what_ends_within_five_seconds_writes_no_line() -> None:
 
 
 def test_many_small_stretches_write_a_line_in_five_seconds_at_most() -> None:
-    watched = Watched("lines")
+    watched = Watched()
     with watched.shown as progress:
         for nbytes in range(60):
             progress.start(nbytes)
             watched.run(progress, seconds=1, nbytes=nbytes)
             progress.stop()
     assert 1 < len(watched.lines) <= 60 // 5
-    watched = Watched("json")
+    moments = Moments()
+    watched = Watched(moments)
     with watched.shown as progress:
         for _ in range(60):
             progress.start(10)
@@ -112,12 +123,13 @@ def test_many_small_stretches_write_a_line_in_five_seconds_at_most() -> None:
             watched.clock.now -= 0.75
             progress.advance(7)
             progress.stop()
-    assert 15 <= len(watched.lines) <= 18
-    assert {json.loads(line)["done_bytes"] for line in watched.lines} <= {0, 7, 10}
+    assert 15 <= len(moments.found) <= 18
+    assert {moment.done_bytes for moment in moments.found} <= {0, 7, 10}
 
 
-def test_programs_get_an_object_a_second_with_pinned_keys() -> None:
-    watched = Watched("json")
+def test_a_style_is_told_of_a_moment_a_second() -> None:
+    moments = Moments()
+    watched = Watched(moments)
     with watched.shown as progress:
         watched.clock.now += 2
         progress.start(1000, watch.WRITING)
@@ -125,9 +137,7 @@ def test_programs_get_an_object_a_second_with_pinned_keys() -> None:
             watched.clock.now += 0.5
             progress.advance(100)
         progress.stop()
-    found = [json.loads(line) for line in watched.lines]
-    assert [list(one) for one in found] == [KEYS] * len(found)
-    assert [tuple(one.values()) for one in found] == [
+    assert [astuple(moment) for moment in moments.found] == [
         ("reading headers", 0, None, None, None, 0.0),
         ("writing", 0, 1000, None, None, 2.0),
         ("writing", 200, 1000, 200, 4.0, 3.0),
@@ -135,30 +145,33 @@ def test_programs_get_an_object_a_second_with_pinned_keys() -> None:
         ("writing", 600, 1000, 200, 2.0, 5.0),
         ("writing", 800, 1000, 200, 1.0, 6.0),
         ("writing", 1000, 1000, 200, 0.0, 7.0),
+        ("writing", 1000, 1000, 200, 0.0, 7.0),
     ]
 
 
 def test_what_an_earlier_run_left_is_done_and_not_in_the_rate() -> None:
-    watched = Watched("json")
+    moments = Moments()
+    watched = Watched(moments)
     with watched.shown as progress:
         progress.start(1000, watch.WRITING)
         progress.keep(600)
         progress.advance(600)
         watched.run(progress, seconds=2, nbytes=100)
         progress.stop()
-    last = json.loads(watched.lines[-1])
-    assert (last["done_bytes"], last["bytes_per_second"], last["eta_seconds"]) == (800, 100, 2.0)
+    last = moments.found[-1]
+    assert (last.done_bytes, last.bytes_per_second, last.eta_seconds) == (800, 100, 2.0)
 
 
 def test_the_rate_is_that_of_the_last_seconds() -> None:
-    watched = Watched("json")
+    moments = Moments()
+    watched = Watched(moments)
     with watched.shown as progress:
         progress.start(10_000, watch.WRITING)
         watched.run(progress, seconds=10, nbytes=500)
         watched.run(progress, seconds=20, nbytes=10)
         progress.stop()
-    last = json.loads(watched.lines[-1])
-    assert (last["bytes_per_second"], last["eta_seconds"]) == (10, 480.0)
+    last = moments.found[-1]
+    assert (last.bytes_per_second, last.eta_seconds) == (10, 480.0)
 
 
 def test_the_bar_is_one_line_that_fits_and_is_erased() -> None:
@@ -184,7 +197,8 @@ def test_the_bar_is_one_line_that_fits_and_is_erased() -> None:
 
 
 def test_bytes_from_many_threads_are_all_counted() -> None:
-    watched = Watched("json")
+    moments = Moments()
+    watched = Watched(moments)
     with watched.shown as progress:
         progress.start(8000, watch.WRITING)
 
@@ -198,19 +212,7 @@ def test_bytes_from_many_threads_are_all_counted() -> None:
         for thread in threads:
             thread.join()
         progress.stop()
-    assert json.loads(watched.lines[-1])["done_bytes"] == 8000
-
-
-class Gone(io.StringIO):
-    def write(self, text: str) -> int:
-        raise BrokenPipeError
-
-
-def test_a_run_does_not_fail_because_nobody_reads_on() -> None:
-    with display("json", stream=Gone()) as progress:
-        progress.start(10, watch.WRITING)
-        progress.advance(10)
-        progress.stop()
+    assert moments.found[-1].done_bytes == 8000
 
 
 class Terminal(io.StringIO):
@@ -218,29 +220,37 @@ class Terminal(io.StringIO):
         return True
 
 
+class Gone(Terminal):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_a_run_does_not_fail_because_nobody_reads_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    with display(is_quiet=False, stream=Gone()) as progress:
+        progress.start(10, watch.WRITING)
+        progress.advance(10)
+        progress.stop()
+
+
 @pytest.mark.parametrize(
-    ("mode", "stream", "term", "quiet", "wanted"),
+    ("stream", "term", "quiet", "wanted"),
     [
-        ("auto", Terminal, "xterm", False, "Bar"),
-        ("auto", Terminal, "dumb", False, "Lines"),
-        ("auto", io.StringIO, "xterm", False, "Lines"),
-        ("bar", io.StringIO, "xterm", False, "Bar"),
-        ("lines", Terminal, "xterm", False, "Lines"),
-        ("json", Terminal, "xterm", False, "JsonLines"),
-        ("json", Terminal, "xterm", True, None),
-        ("none", Terminal, "xterm", False, None),
+        (Terminal, "xterm", False, "Bar"),
+        (Terminal, "dumb", False, "Lines"),
+        (io.StringIO, "xterm", False, "Lines"),
+        (Terminal, "xterm", True, None),
     ],
 )
 def test_who_gets_what(
     monkeypatch: pytest.MonkeyPatch,
-    mode: str,
     stream: Callable[[], io.StringIO],
     term: str,
     quiet: bool,
     wanted: str | None,
 ) -> None:
     monkeypatch.setenv("TERM", term)
-    shown: AbstractContextManager[Progress] = display(mode, stream=stream(), is_quiet=quiet)
+    shown: AbstractContextManager[Progress] = display(stream=stream(), is_quiet=quiet)
     if isinstance(shown, Display):
         assert type(shown._style).__name__ == wanted
     else:
