@@ -249,9 +249,6 @@ class _TargetOptions(Options):
     overwrite: bool = flag("replace the target if it exists")
     if_needed: bool = flag(_IF_NEEDED)
     lock: bool = option("", NO_LOCK.format("OUT"), default=True, is_rare=True)
-    print_path = flag(
-        "print only the path of the result on standard output, for scripts", is_rare=True
-    )
     dry_run = DRY_RUN
     verify: bool = flag(
         "read back what was written, and compare it with SRC before it takes its place"

@@ -11,7 +11,7 @@ from streamshard import registry
 from streamshard.cli.parser import flag, keywords, parse_command
 from streamshard.cli.signals import SIGNALS, Signals, StoppedBySignal
 from streamshard.cli.streams import close_quietly, open_what_was_closed, tell, tell_error
-from streamshard.errors import StreamshardError, UsageError, memory_errors, worded
+from streamshard.errors import StreamshardError, memory_errors, worded
 from streamshard.verb_options import OPTIONS
 
 _Runner = Callable[[argparse.Namespace], int | None]
@@ -49,7 +49,6 @@ def _run(run: _Runner, arguments: argparse.Namespace) -> int:
     try:
         if arguments.verb in OPTIONS:
             OPTIONS[arguments.verb](**keywords(arguments))  # refuses what makes no sense
-            _require_sense(arguments)
         with _cluster(arguments), memory_errors():
             code = run(arguments)
         sys.stdout.flush()
@@ -60,12 +59,6 @@ def _run(run: _Runner, arguments: argparse.Namespace) -> int:
         close_quietly(sys.stdout)  # the reader has gone
         return 0
     return code or 0
-
-
-def _require_sense(arguments: argparse.Namespace) -> None:
-    """Refuse options of the command line alone that contradict each other."""
-    if arguments.print_path and arguments.json:
-        raise UsageError("--print-path: is the key 'path' of --json; leave one of them out")
 
 
 @contextmanager

@@ -79,8 +79,6 @@ _SUMMARIES: Final = {
     ),
 }
 """Verb → what it does, and examples."""
-_OF_SOME: Final = dict.fromkeys(("if_needed", "print_path"), False)
-"""Options that not every verb has, and that are looked at for every one."""
 SHELLS: Final = ("bash", "zsh", "fish")
 """Shells with a completion script."""
 _EXAMPLES: Final = "Examples:"
@@ -117,7 +115,7 @@ def arguments_of() -> argparse.ArgumentParser:
             epilog="\n  ".join([_EXAMPLES, *examples]),
             formatter_class=_Help,
         )
-        verb.set_defaults(verb=name, **_OF_SOME)
+        verb.set_defaults(verb=name)
         if name in OPTIONS:
             _add_options(verb, OPTIONS[name])
         else:
@@ -161,7 +159,8 @@ def _add_general(group: argparse._ArgumentGroup) -> None:
     """Add what every verb takes."""
     group.add_argument("--json", action="store_true", help="print one JSON document")
     volume = group.add_mutually_exclusive_group()
-    volume.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
+    quiet = "print only errors, and the path of the result where there is one"
+    volume.add_argument("-q", "--quiet", action="store_true", help=quiet)
     volume.add_argument("-v", "--verbose", action="store_true", help="print more")
 
 

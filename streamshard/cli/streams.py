@@ -67,9 +67,13 @@ def tell_error(error: BaseException, text: str = "") -> None:
     tell(f"streamshard: {text or error}", *getattr(error, "__notes__", ()))
 
 
-def write_path(path: str) -> None:
-    """Write a path in a line of its own, byte for byte, whatever the encoding of the output."""
-    write_out(f"{path}\n", sys.stdout.buffer)
+def write_path(path: str, *, is_done: bool = False) -> None:
+    """Write a path in a line of its own, byte for byte, whatever the encoding of the output.
+
+    `is_done`: see `print_text`.
+    """
+    if not (is_done and isinstance(sys.stdout, _Closed)):
+        write_out(f"{path}\n", sys.stdout.buffer)
 
 
 def write_out(text: str, raw: BinaryIO | None = None) -> None:

@@ -46,8 +46,8 @@ def _carry_out(
 
 
 def _show(report: Report, estimate: Estimate | None, arguments: argparse.Namespace) -> None:
-    if arguments.print_path:
-        write_path(report.path)
+    if arguments.quiet and not arguments.json:
+        write_path(report.path, is_done=not arguments.dry_run)
     elif estimate is None:
         text = partial(report_text, report, verbose=arguments.verbose)
         print_result(report, arguments, text, is_done=not arguments.dry_run)

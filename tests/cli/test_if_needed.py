@@ -1,4 +1,4 @@
-"""`--if-needed` and `--print-path`: what job scripts run before every start of a job."""
+"""`--if-needed` and `-q`: what job scripts run before every start of a job."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ from tests.fabricated import load
 from tests.faults.scenarios import times
 from tests.job import TAG
 
-IF_NEEDED = ("--if-needed", "--print-path")
+IF_NEEDED = ("--if-needed", "-q")
 
 
 def test_a_job_script(stage_2: Path, tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_a_job_script(stage_2: Path, tmp_path: Path) -> None:
     out = tmp_path / "job's out"
     script = (
         f'CKPT=$({sys.executable} -m streamshard repartition "$1" "$2" --world-size "$3" '
-        '--if-needed --print-path) || exit\nprintf "%s" "$CKPT"'
+        '--if-needed -q) || exit\nprintf "%s" "$CKPT"'
     )
     before = tree(stage_2), times(stage_2)
     first = 0.0
@@ -56,13 +56,13 @@ def test_what_is_there_already_is_proved_by_its_bytes(
     out = tmp_path / "out"
     given = (*command(output, saved(2), out), "--if-needed")
     for _ in range(2):
-        done = in_process(*given, "--print-path")
+        done = in_process(*given, "-q")
         assert (done.code, done.out, done.err) == (0, f"{out}\n", "")
     whole, when = tree(out), times(out)
     report = json.loads(in_process(*given, "--json").out)
     assert (report["found"], report["path"], report["bytes_written"]) == ("target", str(out), 0)
     assert (tree(out), times(out)) == (whole, when)
-    dry = in_process(*given, "--print-path", "--dry-run")
+    dry = in_process(*given, "-q", "--dry-run")
     assert (dry.code, dry.out) == (0, f"{out}\n")
     largest = max(whole, key=lambda name: len(whole[name]))
     data = whole[largest]
@@ -78,12 +78,12 @@ def test_what_is_there_already_is_proved_by_its_bytes(
             continue  # what would be left is free to take
         change()
         damaged = tree(out)
-        done = in_process(*given, "--print-path")
+        done = in_process(*given, "-q")
         assert (done.code, done.out, tree(out)) == (4, "", damaged)
         assert f"{out}: is not what this command makes: {told}" in done.err
         assert in_process(*given, "--dry-run").code == 4
         if "stranger" not in told:
-            done = in_process(*given, "--print-path", "--overwrite")
+            done = in_process(*given, "-q", "--overwrite")
             assert (done.code, done.out) == (0, f"{out}\n"), done.err
             assert tree(out) == whole
 
@@ -168,5 +168,5 @@ def test_killed_it_goes_on(saved: Saved, tmp_path: Path) -> None:
 
 
 def test_the_path_is_printed_without_if_needed_too(saved: Saved, tmp_path: Path) -> None:
-    done = in_process("convert", saved(2), tmp_path / "out", "--print-path")
+    done = in_process("convert", saved(2), tmp_path / "out", "-q")
     assert (done.code, done.out) == (0, f"{tmp_path / 'out'}\n")

@@ -130,7 +130,7 @@ def test_a_pattern_and_a_list_are_the_template_that_they_stand_for(
     for number, given in enumerate(([raw / name], [raw / "*"], sorted(files), files[::-1])):
         out = tmp_path / str(number) / "o.{rank}.pt"
         done = in_process("repartition", "-q", *given, out, "--world-size", 3)
-        assert (done.code, done.out, done.err) == (0, "", "")
+        assert (done.code, done.out, done.err) == (0, f"{out}\n", "")
         written.append([path.read_bytes() for path in sorted(out.parent.iterdir())])
     assert [len(found) for found in written] == [3] * 4
     assert written[1:] == written[:1] * 3
