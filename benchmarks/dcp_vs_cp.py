@@ -39,9 +39,8 @@ _MIB = 1 << 20
 class Bench:
     """One checkpoint, what was exported of it, and the programs that are compared."""
 
-    def __init__(self, root: Path, nbytes: int, stage: int, files: int) -> None:
+    def __init__(self, root: Path, nbytes: int, stage: int) -> None:
         self.source, self.kept, self.target = root / "source", root / "kept", root / "target"
-        self.files = files
         model = transformer(nbytes, stage=stage)
         self.nbytes = fabricate(self.source, model, stage=stage, world_size=RANKS)
         report = succeed(*self.export(self.kept), "--verify", "--json").report
@@ -50,7 +49,7 @@ class Bench:
 
     def export(self, target: Path) -> tuple[str, ...]:
         """Spell an export."""
-        ends = ("--format", "dcp", "--ranks", str(self.files))
+        ends = ("--format", "dcp")
         return (*STREAMSHARD, "export", str(self.source), str(target), *ends)
 
     def round(self) -> dict[str, float]:
@@ -102,7 +101,6 @@ def main() -> int:
     parser.add_argument("--size", default="4GB", help="size of the checkpoint [4GB]")
     parser.add_argument("--short", action="store_true", help=f"{SHORT}, two rounds")
     parser.add_argument("--stage", type=int, choices=(1, 2, 3), help="ZeRO stage [both 2 and 3]")
-    parser.add_argument("--files", type=int, default=1, help="--ranks of the export [1]")
     parser.add_argument("--runs", type=int, default=5, help="rounds [5]")
     parser.add_argument("--directory", type=Path, help="where to work; thrice the size is needed")
     given = parser.parse_args()
@@ -110,7 +108,7 @@ def main() -> int:
     print(machine())
     for stage in [given.stage] if given.stage else [2, 3]:
         with tempfile.TemporaryDirectory(dir=given.directory) as directory:
-            bench = Bench(Path(directory), sizes.parse(size), stage, given.files)
+            bench = Bench(Path(directory), sizes.parse(size), stage)
             rows = compare(bench, runs)
         print(f"\nZeRO stage {stage}, {bench.nbytes:,} bytes of {RANKS} ranks, {runs} rounds")
         print_table(HEAD, rows)

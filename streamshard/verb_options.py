@@ -97,16 +97,6 @@ class ExportOptions(TransferOptions):
     exclude: Sequence[str] = option(
         "PATTERN", "leave out tensors of such names, as often as needed [none]", default=()
     )
-    keep_dtype: Sequence[str] = option(
-        "PATTERN",
-        "do not cast tensors of such names, as often as needed: '*norm*' [none]",
-        default=(),
-        is_rare=True,
-    )
-    strip_prefix: Sequence[str] = option(
-        "TEXT", "prefix to remove from names: module. [none]", default=(), is_rare=True
-    )
-    frozen: bool = option("", "leave out weights that were not trained", default=True, is_rare=True)
     adapter: bool = flag("write LoRA's weights alone, for PeftModel.from_pretrained", is_rare=True)
     layout: str = option(
         "",
@@ -114,14 +104,6 @@ class ExportOptions(TransferOptions):
         "[torch]",
         default="torch",
         choices=("torch", TITAN, ACCELERATE),
-        is_rare=True,
-    )
-    ranks: int = option(
-        "K",
-        "files of a distributed checkpoint, with about as many bytes in each [1]",
-        default=1,
-        least=1,
-        few="at least one is needed",
         is_rare=True,
     )
     cut_rules_file: Path_ | None = CUT_RULES
@@ -150,7 +132,6 @@ class MergeOptions(WritingOptions):
         "learning rate; ema:0.9; or numbers such as 0.2,0.3,0.5 [mean]",
         default="mean",
     )
-    any_sum: bool = flag("take weights whose sum is not 1", is_rare=True)
     states: str = option(
         "",
         "take the optimizer states of the newest; or merge them as the weights are, if they are "

@@ -50,7 +50,7 @@ def as_text(weights: str | Sequence[float]) -> str:
         raise UsageError(message) from error
 
 
-def coefficients(asked: str, count: int, *, any_sum: bool = False) -> list[float]:
+def coefficients(asked: str, count: int) -> list[float]:
     """Return the weight of each of some checkpoints, the oldest first.
 
     >>> coefficients("mean", 4)
@@ -71,19 +71,20 @@ def coefficients(asked: str, count: int, *, any_sum: bool = False) -> list[float
             raise UsageError(f"{Option('weights', asked)}: give a part that is kept, such as 0.9")
         newer = [(1 - kept) * kept**age for age in range(count - 1)]
         return [kept ** (count - 1), *newer[::-1]]
-    return _listed(asked, count, any_sum=any_sum)
+    return _listed(asked, count)
 
 
-def _listed(asked: str, count: int, *, any_sum: bool) -> list[float]:
+def _listed(asked: str, count: int) -> list[float]:
     words, option = asked.split(","), Option("weights", asked)
     found = _numbers(asked, words)
     if len(found) != count:
         both = f"{counted(len(found), 'weight')}, and {counted(count, 'checkpoint')}"
         raise UsageError(f"{option}: {both}; give one for each of them")
     total = math.fsum(found)
-    if abs(total - 1) > _TOLERANCE and not any_sum:
-        say = Option("any_sum", True)
-        raise UsageError(f"{option}: their sum is {total:.12g}, not 1; if that is meant, say {say}")
+    if abs(total - 1) > _TOLERANCE:
+        raise UsageError(
+            f"{option}: their sum is {total:.12g}, not 1; give weights that add up to 1"
+        )
     return found
 
 

@@ -54,8 +54,6 @@ def plan_merge(options: MergeOptions) -> TransferPlan:
     weights
         `mean`; `1-sqrt`, `linear` or `cosine` for the weights that amount to such a decay of the
         learning rate; ``ema:0.9``; or numbers, one for each source.
-    any_sum
-        Whether the weights may have another sum than 1.
     states
         `newest`, or `mean` to merge optimizer states as the weights are.
     last
@@ -106,8 +104,7 @@ def _plan(options: MergeOptions) -> TransferPlan:
             message = f"{Option('last', options.last)}: is for one directory of checkpoints"
             raise UsageError(f"{message}, and there are {counted(len(sources), 'source')}")
         sources, notes = last_whole(str(sources[0]), options.last)
-    weights = coefficients(asked, len(sources), any_sum=options.any_sum)
-    # A plan that is saved keeps to these checkpoints.
+    weights = coefficients(asked, len(sources))
     chosen = options.replaced(source=[*map(str, sources)], weights=asked, last=None)
     found: list[Merging] = []
 

@@ -147,7 +147,7 @@ def test_an_export_loads(made: Path, tmp_path: Path) -> None:
 
 
 def test_the_optimizer_goes_to_another_form(made: Path, tmp_path: Path) -> None:
-    streamshard.export(made / "saved", tmp_path / "out", format="dcp", ranks=2)
+    streamshard.export(made / "saved", tmp_path / "out", format="dcp")
     assert streamshard.diff(made / "saved", tmp_path / "out").is_equal
 
 

@@ -207,11 +207,6 @@ REFUSED: list[tuple[Callable[[Path, Path], object], type[Exception], str]] = [
     (exported(format="universal"), UnsupportedError, "loads it as it is on any count of ranks"),
     (exported(format="dcp", dtype="bf16"), UnsupportedError, "the weights alone, as safetensors"),
     (exported(dtype="fp32"), UsageError, "export them with dtype=bf16"),
-    (
-        exported(dtype="bf16", frozen=False),
-        UsageError,
-        "frozen=False: .* name them with exclude=",
-    ),
     (lambda run, out: streamshard.inspect(run, html=out), UsageError, "nothing to draw"),
     (lambda run, out: streamshard.inspect(run, rank=0), UsageError, "params= shows where"),
     (dumps_like, UsageError, "give a checkpoint of stage 1, 2 or 3 with like="),
@@ -237,7 +232,6 @@ def test_what_the_messages_advise_works(run: Path, tmp_path: Path) -> None:
     streamshard.export(run, tmp_path / "bf16", dtype="bf16", exclude=["old.*"], format="torch")
     exported = torch.load(tmp_path / "bf16" / "pytorch_model.bin")
     assert "old.weight" not in exported
-    streamshard.export(run, tmp_path / "kept", keep_dtype=["*"])
 
 
 def test_the_job_s_config_may_be_given(run: Path, tmp_path: Path) -> None:

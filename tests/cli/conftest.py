@@ -38,7 +38,7 @@ OUTPUTS = (
     "export --dtype bf16",
     "export --format torch",
     "export --format universal",
-    "export --format dcp --ranks 2",
+    "export --format dcp",
 )
 """A command for every kind of target, without its source and target."""
 

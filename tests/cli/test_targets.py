@@ -52,7 +52,7 @@ def test_a_target_is_replaced_only_if_that_is_asked_for(
     [
         *(output for output in OUTPUTS if output.startswith("export")),
         "export --max-shard-size 300000",
-        "export --format dcp --layout titan --ranks 2",
+        "export --format dcp --layout titan",
         "export --format dcp --layout accelerate",
     ],
 )

@@ -235,20 +235,19 @@ def test_json_of_diff_is_complete_and_its_keys_stay(pair: tuple[Path, Path]) -> 
 
 def test_options_of_export_do_what_they_say(run: Path, tmp_path: Path) -> None:
     done = in_process(
-        "export", run, tmp_path / "out", "--dtype", "bf16", "--keep-dtype", "*.bias",
-        "--exclude", "mask", "--exclude", "norm.*", "--strip-prefix", "block.", "--no-frozen",
-        "--verify", "--json",
+        "export", run, tmp_path / "out", "--dtype", "bf16", "--exclude", "mask",
+        "--exclude", "norm.*", "--exclude", "old.*", "--verify", "--json",
     )  # fmt: skip
     assert done.code == 0, done.err
     report = json.loads(done.out)
     found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
     assert {name: tensor.dtype for name, tensor in found.items()} == {
         "embed.weight": torch.bfloat16,
-        "0.attn.weight": torch.bfloat16,
-        "0.mlp": torch.bfloat16,
-        "embed.bias": torch.float32,
-        "0.bias": torch.float32,
-        "1.bias": torch.float32,
+        "block.0.attn.weight": torch.bfloat16,
+        "block.0.mlp": torch.bfloat16,
+        "embed.bias": torch.bfloat16,
+        "block.0.bias": torch.bfloat16,
+        "block.1.bias": torch.bfloat16,
         "rotary.inv_freq": torch.float32,
         "empty": torch.float32,
     }

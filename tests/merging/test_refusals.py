@@ -80,18 +80,17 @@ def test_what_is_no_number_in_states_is_refused_only_where_they_are_merged(
 
 
 def test_a_sum_that_is_too_large_is_refused(two: list[Path], tmp_path: Path) -> None:
+    spoil(two[0], 3e38)
     with pytest.raises(IntegrityError, match="too large for float32"):
-        streamshard.merge(two, tmp_path / "out", weights=[1e38, 1.0], any_sum=True)
+        streamshard.merge(two, tmp_path / "out", weights=[3.0, -2.0])
 
 
-def test_another_sum_than_1_is_taken_when_asked_for(two: list[Path], tmp_path: Path) -> None:
-    """As to go on from a checkpoint into the direction in which the last steps went."""
-    weights = [-1.0, 1.5]
-    with pytest.raises(
-        UsageError, match=r"their sum is 0\.5, not 1; if that is meant, say any_sum="
-    ):
-        streamshard.merge(two, tmp_path / "out", weights=weights)
-    streamshard.merge(two, tmp_path / "out", weights=weights, any_sum=True)
+def test_another_sum_than_1_is_refused(two: list[Path], tmp_path: Path) -> None:
+    """Weights may be negative, as to go on into the direction in which the last steps went."""
+    with pytest.raises(UsageError, match=r"their sum is 0\.5, not 1; give weights that add up"):
+        streamshard.merge(two, tmp_path / "out", weights=[-1.0, 1.5])
+    weights = [-0.5, 1.5]
+    streamshard.merge(two, tmp_path / "out", weights=weights)
     job = Merged.of(JOBS_OF_TWO, weights)
     compare(tmp_path / "out" / "global_step6", write(job, tmp_path / "w", "t") / "t")
 

@@ -140,9 +140,6 @@ def chosen(
     dtype: torch.dtype = torch.float32,
     include: Sequence[str] = ("*",),
     exclude: Sequence[str] = (),
-    frozen: bool = True,
-    keep_dtype: Sequence[str] = (),
-    strip_prefix: Sequence[str] = (),
 ) -> dict[str, torch.Tensor]:
     """Say what is exported; a tied weight once, under the first name that is left."""
     found = {}
@@ -151,15 +148,9 @@ def chosen(
         is_left_out = any(fnmatchcase(name, pattern) for pattern in exclude)
         if is_left_out or not any(fnmatchcase(name, pattern) for pattern in include):
             continue
-        if (name.startswith("old.") and not frozen) or (
-            name[:4] == "head" and "embed.weight" in found
-        ):
+        if name[:4] == "head" and "embed.weight" in found:
             continue
-        is_kept = any(fnmatchcase(name, pattern) for pattern in keep_dtype)
-        written = tensor if is_kept else cast(name, tensor, dtype)
-        for prefix in strip_prefix:
-            name = name.removeprefix(prefix)
-        found[name] = written
+        found[name] = cast(name, tensor, dtype)
     return found
 
 
@@ -167,10 +158,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], int]] = {
     "include": ({"include": ["block.*", "embed.bias"]}, 5),
     "exclude": ({"exclude": ["*.bias", "mask"]}, 7),
     "both": ({"include": ["block.*"], "exclude": ["*.bias"]}, 2),
-    "no frozen": ({"frozen": False}, 10),
     "other tied name": ({"exclude": ["embed.weight"]}, 12),
-    "kept": ({"keep_dtype": ["block.0.*", "old.bias"], "dtype": "fp16"}, 12),
-    "prefixes": ({"strip_prefix": ["block.", "1."]}, 12),
+    "dtype": ({"exclude": ["old.*"], "dtype": "fp16"}, 10),
 }
 """Options, and the count of tensors that they leave."""
 
@@ -190,10 +179,7 @@ def test_names_and_dtypes_are_chosen_by_patterns(
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("include=['layer", {"include": ["layer"]}),
     ("exclude=['nothing", {"exclude": ["nothing.*"]}),
-    ("keep_dtype=['norms", {"keep_dtype": ["norms.*"]}),
-    ("strip_prefix=['module", {"strip_prefix": ["module."]}),
     ("leave nothing", {"exclude": ["*"]}),
-    ("as 'weight'", {"strip_prefix": ["embed.", "head."], "format": "torch"}),
     ("dtype=fp8", {"dtype": "fp8"}),
     ("format=gguf", {"format": "gguf"}),
     ("max_shard_size=0", {"max_shard_size": 0}),
@@ -361,19 +347,18 @@ def test_what_keeps_float64_is_not_continued_by_what_rounds_it(
     streamshard.export(run, out, format=form, verify=True)
 
 
-def test_what_cannot_be_cast_is_refused_and_can_be_kept(run: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_cast_is_refused_and_can_be_left_out(run: Path, tmp_path: Path) -> None:
 
     def add(model: dict[str, Any]) -> None:
         model["module"]["scale"] = torch.ones(3).to(torch.float8_e4m3fn)
         model["buffer_names"].append("scale")
 
     edit(model_file(run), add)
-    with pytest.raises(UnsupportedError, match=r"'scale'.*keep_dtype=\['scale'\]"):
+    with pytest.raises(UnsupportedError, match=r"'scale'.*exclude=\['scale'\]"):
         streamshard.export(run, tmp_path / "out")
-    streamshard.export(run, tmp_path / "out", keep_dtype=["scale"], verify=True)
+    streamshard.export(run, tmp_path / "out", exclude=["scale"], verify=True)
     found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
-    assert found["scale"].dtype == torch.float8_e4m3fn
-    assert found["scale"].float().tolist() == [1, 1, 1]
+    assert "scale" not in found
 
 
 def test_left_out_frozen_weights_are_told(run: Path, tmp_path: Path) -> None:

@@ -25,11 +25,10 @@ from tests.job import EXPERTS, MUON, Job, buffers
 
 
 @pytest.mark.parametrize("name", JOBS)
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_torch_reads_every_tensor_bit_for_bit(name: str, ranks: int, tmp_path: Path) -> None:
+def test_torch_reads_every_tensor_bit_for_bit(name: str, tmp_path: Path) -> None:
     job = JOBS[name]
     run, out = write(job, tmp_path / "run"), tmp_path / "out"
-    plan = streamshard.plan_export(run, out, format="dcp", ranks=ranks, verify=True)
+    plan = streamshard.plan_export(run, out, format="dcp", verify=True)
     sizes = dict(plan.sizes())
     report = plan.run()
     assert sizes == {path.name: path.stat().st_size for path in out.iterdir()}
@@ -82,9 +81,7 @@ def test_items_are_whole_rows_of_bounded_size(
     monkeypatch.setattr(dcp_writer, "_ITEM_BYTES", item_bytes)
     job = JOBS["stage 3"]
     out = tmp_path / "out"
-    streamshard.export(
-        write(job, tmp_path / "run"), out, format="dcp", ranks=2, verify=True, dtype="bf16"
-    )
+    streamshard.export(write(job, tmp_path / "run"), out, format="dcp", verify=True, dtype="bf16")
     same(
         read(out)["model"],
         {n: t if n in buffers() else t.bfloat16() for n, t in in_fp32(job).items()},
@@ -102,7 +99,7 @@ def test_items_are_whole_rows_of_bounded_size(
 
 def test_items_fill_their_files_and_each_is_a_sound_zip(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    streamshard.export(write(JOBS["stage 2"], tmp_path / "run"), out, format="dcp", ranks=3)
+    streamshard.export(write(JOBS["stage 2"], tmp_path / "run"), out, format="dcp")
     places: dict[str, set[tuple[int, int]]] = {}
     for file, offset, data in items(out):
         places.setdefault(file, set()).add((offset, offset + len(data)))
@@ -118,18 +115,6 @@ def test_items_fill_their_files_and_each_is_a_sound_zip(tmp_path: Path) -> None:
         ends = [end for _, end in ordered]
         assert [start for start, _ in ordered] == [0, *ends[:-1]]
         assert ends[-1] == (out / file).stat().st_size
-
-
-def test_files_have_about_as_many_bytes_each(tmp_path: Path) -> None:
-    run = write(JOBS["stage 2"], tmp_path / "run")
-    streamshard.export(run, tmp_path / "few", format="dcp", ranks=4)
-    sizes = [path.stat().st_size for path in (tmp_path / "few").glob("*.distcp")]
-    most = max(len(data) for _, _, data in items(tmp_path / "few"))
-    assert len(sizes) == 4
-    assert max(sizes) - min(sizes) <= 2 * most
-    streamshard.export(run, tmp_path / "many", format="dcp", ranks=1000, verify=True)
-    assert len(list((tmp_path / "many").glob("*.distcp"))) <= len(list(items(tmp_path / "many")))
-    same(read(tmp_path / "many")["model"], in_fp32(JOBS["stage 2"]))
 
 
 def test_tied_names_share_their_items(tmp_path: Path) -> None:
@@ -158,32 +143,16 @@ def test_bits_survive_that_no_arithmetic_keeps(tmp_path: Path) -> None:
         assert torch.equal(tensor.flatten()[:5].view(torch.int32), bits)
 
 
-def test_names_lose_a_prefix_in_the_optimizer_too(tmp_path: Path) -> None:
-    job = Job(
-        stage=3,
-        groups=((("module.a", (3, 2)), ("module.b", (4,))),),
-        frozen=(("module.old", (2,)),),
-        tied={},
-    )
-    run, out = write(job, tmp_path / "run"), tmp_path / "out"
-    streamshard.export(run, out, format="dcp", strip_prefix=["module."], frozen=False)
-    found = read(out)
-    assert {"a", "b"} < found["model"].keys()
-    assert "old" not in found["model"]
-    assert found["optim"]["state"].keys() == {"a", "b"}
-    assert found["optim"]["param_groups"][0]["params"] == ["a", "b"]
-
-
 @pytest.mark.parametrize("layout", ["torch", "titan", "accelerate"])
 def test_a_store_gives_the_same_bytes_and_a_rerun_may_replace_them(
     layout: str, tmp_path: Path
 ) -> None:
     run, out = write(JOBS["stage 3"], tmp_path / "run"), tmp_path / "out"
     streamshard.convert(run, tmp_path / "store.zarr", codec="zstd")
-    streamshard.export(run, out, format="dcp", layout=layout, ranks=2)
+    streamshard.export(run, out, format="dcp", layout=layout)
     direct = tree(out)
     for road in (tmp_path / "store.zarr", run):
-        streamshard.export(road, out, format="dcp", layout=layout, ranks=2, overwrite=True)
+        streamshard.export(road, out, format="dcp", layout=layout, overwrite=True)
         assert tree(out) == direct
 
 
@@ -226,8 +195,6 @@ REFUSED: dict[str, tuple[Job, dict[str, Any]]] = {
     "layout=: is for a distributed checkpoint": (
         Job(), {"format": "safetensors", "layout": "titan"},
     ),
-    "ranks=: is for a distributed checkpoint": (Job(), {"format": "torch", "ranks": 2}),
-    "ranks=0": (Job(), {"ranks": 0}),
     "layout=fsdp": (Job(), {"layout": "fsdp"}),
 }  # fmt: skip
 

@@ -144,7 +144,7 @@ CASES: dict[str, Case] = {
     "safetensors": Case(enlarged, partial(halved, max_shard_size=2 * SPAN_BYTES)),
     "torch": Case(enlarged, partial(halved, format="torch")),
     "universal": Case(enlarged, partial(streamshard.export, format="universal")),
-    "dcp": Case(enlarged, partial(halved, format="dcp", ranks=2)),
+    "dcp": Case(enlarged, partial(halved, format="dcp")),
     "means": Case(of(AVERAGED), merged),
     "merge": Case(trained, partial(streamshard.merge, last=3, weights="1-sqrt")),
     "layers in a store": Case(layers, streamshard.export),

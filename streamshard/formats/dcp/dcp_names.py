@@ -46,17 +46,10 @@ ACCELERATE_MODEL: Final = "pytorch_model_fsdp_0"
 ACCELERATE_OPTIMIZER: Final = "optimizer_0"
 """Directories in which Accelerate (1.15) keeps an FSDP model and its optimizer."""
 
+ITEM_FILE: Final = "__0_0.distcp"
+"""File that the first rank saves its items to."""
 _ITEMS: Final = re.compile(r"__\d+_\d+\.distcp")
 _FOLDERS: Final = re.compile(rf"step-\d+|{ACCELERATE_MODEL}|{ACCELERATE_OPTIMIZER}")
-
-
-def item_file(rank: int) -> str:
-    """Return the name of the file that a rank saves its items to.
-
-    >>> item_file(3)
-    '__3_0.distcp'
-    """
-    return f"__{rank}_0.distcp"
 
 
 def titan_folder(step: int) -> str:

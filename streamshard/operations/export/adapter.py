@@ -90,6 +90,6 @@ def renamed(name: str, adapter: str, *, is_trained: bool = False) -> str | None:
     else:
         return None
     if not found.startswith(_PREFIX):
-        message = f"{Option('adapter')}: '{name}' does not begin with '{_PREFIX}', as PEFT asks: "
-        raise UsageError(f"{message}remove what is before it with {Option('strip_prefix')}")
+        message = f"{Option('adapter')}: '{name}' does not begin with '{_PREFIX}', as PEFT asks"
+        raise UsageError(f"{message}: leave {Option('adapter')} out, and rename what is exported")
     return found

@@ -1,7 +1,6 @@
 """Chooses what a distributed checkpoint holds, under which keys, and turns it into files."""
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -267,13 +266,9 @@ class DcpItem:
 
 
 class DcpFiles:
-    """Places the items of a distributed checkpoint.
+    """Places the items of a distributed checkpoint, in one file for each directory."""
 
-    `ranks`: count of files in each directory: items are divided among them in order, so that each
-    gets about as many bytes.
-    """
-
-    def __init__(self, source: Source, contents: DcpContents, ranks: int) -> None:
+    def __init__(self, source: Source, contents: DcpContents) -> None:
         self._tensors = source.checkpoint.tensors
         self.notes = contents.notes
         self.held: dict[str, list[DcpItem]] = {}
@@ -281,23 +276,18 @@ class DcpFiles:
         self._metadata: dict[str, bytes] = {}
         self._entries = [entry for entries in contents.folders.values() for entry in entries]
         for folder, entries in contents.folders.items():
-            self._place(f"{folder}/" if folder else "", entries, ranks)
+            self._place(f"{folder}/" if folder else "", entries)
 
-    def _place(self, prefix: str, entries: Sequence[DcpEntry], ranks: int) -> None:
+    def _place(self, prefix: str, entries: Sequence[DcpEntry]) -> None:
         """Give every item of a directory its place, and serialize the metadata."""
-        cut = [(entry, list(_parts(entry))) for entry in entries]
-        total = sum(nbytes for _, parts in cut for _, _, nbytes in parts)
-        begun, ends, placed = 0, Counter[int](), []
-        for entry, parts in cut:
+        name, end, placed = dcp_names.ITEM_FILE, 0, []
+        for entry in entries:
             places = []
-            for first, shape, nbytes in parts:
-                rank = min(ranks - 1, (2 * begun + nbytes) * ranks // (2 * total))
-                name = dcp_names.item_file(rank)
-                item = DcpItem(entry, ends[rank], nbytes, first, shape)
+            for first, shape, nbytes in _parts(entry):
+                item = DcpItem(entry, end, nbytes, first, shape)
                 self.held.setdefault(prefix + name, []).append(item)
                 places.append(ItemPlace(name, item.offset, nbytes, first, shape))
-                ends[rank] += nbytes
-                begun += nbytes
+                end += nbytes
             dtype, whole = (
                 (entry.dtype, entry.shape) if isinstance(entry, TensorEntry) else ("", ())
             )

@@ -37,7 +37,7 @@ from streamshard.verb_options import DTYPES, FP32, ExportOptions
 UNIVERSAL: Final = "universal"
 _DCP: Final = "dcp"
 _ONLY_FOR_WEIGHTS: Final = ("max_shard_size", "include", "exclude", "adapter")
-_ONLY_FOR_DCP: Final = ("layout", "ranks")
+_ONLY_FOR_DCP: Final = ("layout",)
 _MODEL: Final = Option("like", what="the base model")
 _MOST_NAMED: Final = 4
 """Most tensors that a note names."""
@@ -76,7 +76,7 @@ class ExportWriter(TargetWriter):
         named = some_of([f"{name} ({number:,})" for name, number in found], _MOST_NAMED)
         note = (
             f"{count:,} finite elements are too large for {report.dtype} and became infinite, in "
-            f"{named}: use bf16, or leave them as they are with {Option('keep_dtype')}."
+            f"{named}: use bf16."
         )
         return replace(report, overflowed=count, notes=(note, *report.notes))
 
@@ -105,24 +105,16 @@ def plan_export(options: ExportOptions) -> TransferPlan:
     format
         `safetensors`; `torch` for `pytorch_model.bin`; `universal` for DeepSpeed's universal
         checkpoint, which holds the optimizer's states too, and accepts no other option from `dtype`
-        to `ranks`; or `dcp` for PyTorch's distributed checkpoint, which holds them as well.
+        to `layout`; or `dcp` for PyTorch's distributed checkpoint, which holds them as well.
     max_shard_size
         Most bytes of tensors in one file; only a tensor that is larger by itself exceeds it.
     include, exclude
         Shell patterns of complete tensor names to export, or to leave out.
-    keep_dtype
-        Patterns of names that are not cast; a trained weight then has its master weights' dtype.
-    strip_prefix
-        Prefixes to remove from the names that have them: each once, in this order.
-    frozen
-        Whether to export weights that were not trained.
     adapter
         Whether to export LoRA's weights alone, as `PeftModel.from_pretrained` loads them.
     layout
         Loader of a distributed checkpoint, which asks for keys and directories of its own: `torch`,
         `titan` (torchtitan) or `accelerate` (its FSDP).
-    ranks
-        Count of files in a distributed checkpoint: about as many bytes go into each.
     source_ds_config_file, like, rename, wrapped
         For sources that lack information; see `plan_repartition`. `like` may also be a base model,
         a directory of safetensors files, whose names and shapes the exported weights must have.
@@ -232,7 +224,7 @@ def _dcp(source: Source, options: ExportOptions) -> Output:
     _require_defaults(options, _ONLY_FOR_WEIGHTS, "files of weights, not a distributed checkpoint")
     chosen = choose_weights(source.checkpoint, options)
     contents = choose_contents(source.checkpoint, chosen, options.layout)
-    files = DcpFiles(source, contents, options.ranks)
+    files = DcpFiles(source, contents)
     writer = ExportWriter.of(files, ModelSidecars(source, (), ()))
     notes = (*contents.notes, *chosen.notes)
     return _output(writer, options, files.tensors(), notes, chosen.wide)
@@ -268,12 +260,8 @@ def _output(
             "max_shard_size": str(options.max_shard_size),
             "include": " ".join(options.include),
             "exclude": " ".join(options.exclude),
-            "keep_dtype": " ".join(options.keep_dtype),
-            "strip_prefix": " ".join(options.strip_prefix),
-            "frozen": str(options.frozen),
             "adapter": str(options.adapter),
             "layout": options.layout,
-            "ranks": str(options.ranks),
         },
         source_world_size=source.checkpoint.ranks,
         tensors=tensors,
@@ -302,11 +290,9 @@ def _require_same_model(
     shapes = {entry.name: entry.shape for entry in model.model_parts[0].module}
     unknown = [weight.names[0] for weight in weights if not shapes.keys() & {*weight.names}]
     if unknown:
-        message = (
-            f"{_MODEL} lacks {show_few(unknown)}: leave out with {Option('exclude')} what is not"
-        )
+        message = f"{_MODEL} lacks {show_few(unknown)}"
         raise DisagreementError(
-            f"{message} its own, and take prefixes away with {Option('strip_prefix')}"
+            f"{message}: leave out with {Option('exclude')} what is not its own"
         )
     for weight in weights:
         for name in weight.names:
@@ -314,7 +300,7 @@ def _require_same_model(
                 message = f"'{name}' is {list(weight.shape)}, in {_MODEL}"
                 raise DisagreementError(f"{message} {list(shapes[name])}")
     written = {name for weight in weights for name in weight.names}
-    is_part = options.include or options.exclude or not options.frozen
+    is_part = options.include or options.exclude
     missing = [] if is_part else [name for name in shapes if name not in written]
     if missing:
         message = f"lacks {show_few(missing)}, which {_MODEL} has"

@@ -92,25 +92,20 @@ def choose_weights(
             message = f"'{name}' is not stored as its elements in a row: {tensor.order}. Make it"
             message = f"{message} contiguous before saving; files of weights alone can leave it out"
             raise UnsupportedError(f"{message} with {Option('exclude', [name])}")
-    taken = [
-        (one, [name for name in one.names if _is_taken(name, options)])
-        for one in found
-        if options.frozen or one.kind not in ("frozen", "loose", "excluded")
-    ]
+    taken = [(one, [name for name in one.names if _is_taken(name, options)]) for one in found]
     chosen = [
         Weight(
-            names=tuple(_stripped(name, options.strip_prefix) for name in held),
+            names=tuple(held),
             tensor=one.tensor,
-            dtype=_dtype(checkpoint.tensors[one.tensor].dtype, held, one.kind, options),
+            dtype=_dtype(checkpoint.tensors[one.tensor].dtype, held[0], one.kind, options),
             shape=one.shape,
         )
         for one, held in taken
         if held
     ]
     if not chosen:
-        given = f"{Option('include')}, {Option('exclude')} and {Option('frozen', False)}"
+        given = f"{Option('include')} and {Option('exclude')}"
         raise UsageError(f"{given} leave nothing of the model")
-    _require_different([name for weight in chosen for name in weight.names])
     notes = tuple(_notes(model_part, checkpoint, apart))
     return Weights(tuple(chosen), notes, options.dtype is None)
 
@@ -118,18 +113,12 @@ def choose_weights(
 def _require_told(
     found: Sequence[_Candidate], checkpoint: Checkpoint, options: ExportOptions
 ) -> None:
-    """Refuse options that need information that the files of stage 0 lack.
-
-    These files record neither which weights are frozen, nor the names of the master weights.
-    """
+    """Refuse a cast of weights whose master weights the files of stage 0 do not name."""
     where = "saved without ZeRO (stage 0), which does not tell"
-    if not options.frozen:
-        message = f"{Option('frozen', False)}: {where} which weights are frozen"
-        raise UsageError(f"{message}; name them with {Option('exclude')}")
     for one in found:
         dtype = checkpoint.tensors[one.tensor].dtype
         is_narrow = one.kind == "weight" and dtype in ("bfloat16", "float16")
-        is_cast = _dtype(dtype, one.names, one.kind, options) != dtype
+        is_cast = _dtype(dtype, one.names[0], one.kind, options) != dtype
         if is_narrow and is_cast and any(_is_taken(name, options) for name in one.names):
             wide = next(short for short, name in DTYPES.items() if name == dtype)
             message = f"{where} which master weights are those of '{one.names[0]}', whose {dtype}"
@@ -187,23 +176,13 @@ def _not_in_rows(model_part: ModelPart) -> Iterator[tuple[str, Tensor]]:
 
 
 def _require_sense(found: Sequence[str], options: ExportOptions) -> None:
-    """Refuse patterns and prefixes that match no tensor's name: they are probably misspelled."""
-    given = {
-        "include": options.include,
-        "exclude": options.exclude,
-        "keep_dtype": options.keep_dtype,
-    }
+    """Refuse patterns that match no tensor's name: they are probably misspelled."""
     example = found[0] if found else ""
-    for option, patterns in given.items():
+    for option, patterns in (("include", options.include), ("exclude", options.exclude)):
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in found):
                 message = f"{Option(option, [pattern])}: no tensor has such a name"
                 raise UsageError(f"{message}; one is '{example}'")
-    for number, prefix in enumerate(options.strip_prefix):
-        before = options.strip_prefix[:number]
-        if not any(_stripped(name, before).startswith(prefix) for name in found):
-            message = f"{Option('strip_prefix', [prefix])}: no tensor's name begins so"
-            raise UsageError(f"{message}; one is '{example}'")
 
 
 def _is_taken(name: str, options: ExportOptions) -> bool:
@@ -215,13 +194,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _stripped(name: str, prefixes: Sequence[str]) -> str:
-    for prefix in prefixes:
-        name = name.removeprefix(prefix)
-    return name
-
-
-def _dtype(source: str, held: Sequence[str], kind: str, options: ExportOptions) -> str:
+def _dtype(source: str, name: str, kind: str, options: ExportOptions) -> str:
     """Return the dtype of a tensor in the export: integers and booleans stay as they are.
 
     Engines in 16 bits leave buffers as they are (`_cast_module_mixed_precision` of DeepSpeed), and
@@ -230,27 +203,15 @@ def _dtype(source: str, held: Sequence[str], kind: str, options: ExportOptions) 
     target = DTYPES[options.dtype or FP32]
     is_kept = kind == "buffer" and target != DTYPES[FP32]
     is_kept = is_kept or (source == _WIDEST and options.dtype is None)
-    is_kept = is_kept or any(_matches(name, options.keep_dtype) for name in held)
     if is_kept or not source.startswith(("float", "bfloat")):
         return source
     try:
         cast_between(source, target)
     except UnsupportedError as error:
-        way = Option("keep_dtype", [held[0]])
-        message = f"'{held[0]}': {error}; leave it as it is with {way}"
+        way = Option("exclude", [name])
+        message = f"'{name}': {error}; leave it out with {way}"
         raise UnsupportedError(message) from error
     return target
-
-
-def _require_different(found: Sequence[str]) -> None:
-    seen: set[str] = set()
-    for name in found:
-        if not name or name in seen:
-            message = (
-                f"{Option('strip_prefix')} leaves two tensors, or one without a name, as '{name}'"
-            )
-            raise UsageError(f"{message}: leave one of them out with {Option('exclude')}")
-        seen.add(name)
 
 
 def _notes(
