@@ -18,6 +18,8 @@ from benchmarks.compact_reads import times_read
 from streamshard.cli.main import main
 from streamshard.engine.journals.journal import Journal
 from streamshard.operations.compact.tag_checks import unchanged
+from streamshard.operations.transfer.packed_files import PackedFiles
+from streamshard.operations.transfer.packed_target import PackedTarget
 from tests.compact.runs import (
     ALL,
     FIRST,
@@ -177,19 +179,21 @@ def test_one_that_changes_while_its_tag_is_moved(
 
 
 def kill_once(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    """Interrupt a run where it notes what it has written."""
+    """Interrupt a run where it notes what it has written, or writes a packed file."""
     notes = count()
 
-    def killing(note: Callable[..., None]) -> Callable[..., None]:
-        def be_killed(*given: Any) -> None:  # noqa: ANN401
+    def killing(note: Callable[..., Any]) -> Callable[..., Any]:
+        def be_killed(*given: Any) -> Any:  # noqa: ANN401
             if next(notes) == at:
                 raise KeyboardInterrupt
-            note(*given)
+            return note(*given)
 
         return be_killed
 
     for name in ("note", "note_all"):
         monkeypatch.setattr(Journal, name, killing(getattr(Journal, name)))
+    monkeypatch.setattr(PackedFiles, "append", killing(PackedFiles.append))
+    monkeypatch.setattr(PackedTarget, "_remove_if_empty", lambda _: None)
 
 
 @pytest.mark.parametrize("then", [True, False], ids=["packed", "a directory"])

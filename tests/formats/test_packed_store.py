@@ -329,7 +329,7 @@ def test_memory_for_a_directory_is_bounded(tmp_path: Path) -> None:
     count = 5_000
     for number in range(count):
         entry = PackedEntry(f"state/exp_avg/layers.{number}.mlp.experts.weight/c/0/0", start, 4)
-        parts.append(entry.whole(b"1234", 1))
+        parts.append(entry.header() + b"1234" + entry.descriptor(1))
         central.append(entry.central(1))
         start = entry.end
     directory = directory_of(central, start)

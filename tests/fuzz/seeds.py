@@ -165,9 +165,9 @@ def _packed_stores() -> list[bytes]:
     files = {"a/c/0": b"chunk", "a/zarr.json": b"{}", "empty": b"", "zarr.json": b"{}"}
     ours, central = b"", list[bytes]()
     for path, data in files.items():
-        entry = PackedEntry(path, len(ours), len(data))
-        ours += entry.whole(data, zlib.crc32(data))
-        central.append(entry.central(zlib.crc32(data)))
+        entry, crc32 = PackedEntry(path, len(ours), len(data)), zlib.crc32(data)
+        ours += entry.header() + data + entry.descriptor(crc32)
+        central.append(entry.central(crc32))
     ours += directory_of(central, len(ours))
     found = [ours]
     for names in (["a/", "a/c/", *files], files, []):

@@ -1,18 +1,18 @@
 """Stores in one file: the same bytes, cut off or not, and no other file is replaced."""
 
-import itertools
 import os
 import shutil
 import threading
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import streamshard
 from streamshard.engine.run.span_writer import FilledSpan, SpanTask, SpanWriter
 from streamshard.errors import (
-    IntegrityError,
     SourceError,
     StreamshardError,
     TargetError,
@@ -23,13 +23,12 @@ from streamshard.formats.zarr.chunks import BloscChunk
 from streamshard.io.place import place_of
 from streamshard.io.sink import Sink
 from streamshard.operations.transfer import file_layout
+from streamshard.operations.transfer.packed_files import PackedFiles
 from streamshard.operations.transfer.packed_target import PackedTarget
 from streamshard.options import CODECS
 from tests.fabricated import write
 from tests.formats.conftest import files_of
 from tests.job import Job
-from tests.samples import sampled
-from tests.verbs.test_spans import CutOffError, counted_reads, cut_off_after
 
 CHUNK = 500
 
@@ -111,67 +110,46 @@ def test_an_error_in_one_worker_ends_those_that_wait_for_it(
         patch.setattr(BloscChunk, "encode", fails)
         with pytest.raises(TargetError, match="this one fails"):
             converted(run, tmp_path / "x.zarr.zip", codec="zstd", workers=4)
-    assert names(tmp_path) == ["run", "x.zarr.zip.partial"]
-    assert converted(run, tmp_path / "x.zarr.zip", codec="zstd").kept_bytes
+    assert names(tmp_path) == ["run"]
+    converted(run, tmp_path / "x.zarr.zip", codec="zstd")
     assert streamshard.verify(tmp_path / "x.zarr.zip").is_good
-
-
-def test_what_an_earlier_run_wrote_and_another_one_damaged_is_written_again(
-    run: Path, tmp_path: Path
-) -> None:
-    converted(run, tmp_path / "whole.zarr.zip", codec="zstd")
-    whole, out = (tmp_path / "whole.zarr.zip").read_bytes(), tmp_path / "x.zarr.zip"
-    begun = tmp_path / "x.zarr.zip.partial" / "x.zarr.zip"
-    for damage in (lambda data: data[: len(data) // 2], lambda data: bytes(len(data))):
-        with pytest.raises(CutOffError), cut_off_after(30):
-            converted(run, out, codec="zstd")
-        begun.write_bytes(damage(begun.read_bytes()))
-        converted(run, out, codec="zstd")
-        assert out.read_bytes() == whole
-        out.unlink()
-
-
-def test_other_sizes_than_before_start_afresh(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As if the library that compresses were another one now."""
-    out, real = tmp_path / "x.zarr.zip", BloscChunk.encode
-    with pytest.raises(CutOffError), cut_off_after(70):
-        converted(run, out, codec="zstd")
-    begun = tmp_path / "x.zarr.zip.partial" / "x.zarr.zip"
-    begun.write_bytes(bytes(begun.stat().st_size))
-    monkeypatch.setattr(BloscChunk, "encode", lambda self, content: real(self, content) + b"!")
-    with pytest.raises(IntegrityError, match="overwrite"):
-        converted(run, out, codec="zstd")
-
-
-@sampled(3)
-@pytest.mark.usefixtures("_many_spans")
-@pytest.mark.parametrize("codec", CODECS)
-def test_a_run_goes_on_after_any_span(run: Path, tmp_path: Path, codec: str, one_in: int) -> None:
-    converted(run, tmp_path / "whole.zarr.zip", codec=codec)
-    one_in *= 1 if codec == "none" else 10
-    whole, out = (tmp_path / "whole.zarr.zip").read_bytes(), tmp_path / "x.zarr.zip"
-    for most in itertools.count(0, one_in):
-        try:
-            with cut_off_after(most):
-                converted(run, out, codec=codec)
-        except CutOffError:
-            assert not out.exists()
-        else:
-            break
-        with counted_reads() as counts:
-            report = converted(run, out, codec=codec)
-        assert out.read_bytes() == whole
-        assert sum(counts) == report.kept_bytes
-        assert bool(report.kept_bytes) == bool(most)
-        assert names(tmp_path) == ["run", "whole.zarr.zip", "x.zarr.zip"]
-        out.unlink()
-    assert most > 8
 
 
 class KilledError(BaseException):
     """Raised where a run is killed: nothing is tidied up after it."""
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_a_run_that_is_killed_starts_from_the_beginning(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str
+) -> None:
+    converted(run, tmp_path / "whole.zarr.zip", codec=codec)
+    whole, out = (tmp_path / "whole.zarr.zip").read_bytes(), tmp_path / "x.zarr.zip"
+    begun, append = tmp_path / "x.zarr.zip.partial" / "x.zarr.zip", PackedFiles.append
+    for most in (0, 1, 9, 70):
+        left = iter(range(most))
+
+        def killed(self: PackedFiles, *file: Any, left: Iterator[int] = left) -> int:  # noqa: ANN401
+            if next(left, None) is None:
+                self._buffer.flush()
+                raise KilledError
+            return append(self, *file)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(PackedFiles, "append", killed)
+            patch.setattr(PackedTarget, "_remove_if_empty", lambda _: None)
+            with pytest.raises(KilledError):
+                converted(run, out, codec=codec)
+        assert not out.exists()
+        assert whole.startswith(begun.read_bytes())
+        assert bool(begun.stat().st_size) == bool(most)
+        for half in (begun, begun.parent):
+            with pytest.raises(SourceError):
+                streamshard.open(half)
+        assert converted(run, out, codec=codec).kept_bytes == 0
+        assert out.read_bytes() == whole
+        assert names(tmp_path) == ["run", "whole.zarr.zip", "x.zarr.zip"]
+        out.unlink()
 
 
 @pytest.mark.parametrize("where", ["make_link", "replace_file", "remove_file", "remove"])

@@ -72,7 +72,7 @@ class Journal:
         self.is_whole = False
         """Whether the earlier run wrote everything."""
         self.is_empty = True
-        """Whether neither an earlier run nor this one has written a span."""
+        """Whether neither an earlier run nor this one has recorded anything that was written."""
         self._file = AppendedFile(path)
         self._read()
 
@@ -93,7 +93,7 @@ class Journal:
         if self.header == {}:
             self.is_whole, rows = False, array("Q")
         self._spans = _Spans.of(np.frombuffer(rows, dtype=np.uint64).reshape(-1, 4))
-        self.is_empty = not len(self._spans.keys)
+        self.is_empty = not (self.is_whole or len(self._spans.keys))
 
     def holds(self, path: str) -> bool:
         """Tell whether the earlier run wrote any span of a file."""
@@ -136,6 +136,7 @@ class Journal:
     def note_whole(self) -> None:
         """Record durably that all files are written and durable."""
         self._file.append(serialize_line(_WHOLE))
+        self.is_empty = False
         self._file.sync()
 
     def close(self) -> None:

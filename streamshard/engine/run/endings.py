@@ -28,7 +28,7 @@ class FileEndings:
 
     def serialize(self, ending: Ending) -> bytes:
         """Return the bytes of an ending whose regions were all added."""
-        data = bytearray(ending.data if ending.make is None else ending.make())
+        data = bytearray(ending.data)
         for place, start, stop in ending.crc32s:
             data[place : place + 4] = self._crc32(start, stop).to_bytes(4, "little")
         return bytes(data)

@@ -3,15 +3,12 @@
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from streamshard.checksums import crc32
 from streamshard.engine.journals.journal import Written
-from streamshard.engine.run.span_writer import SpanWriter
+from streamshard.engine.run.span_writer import SmallFilesWriter, SpanWriter
 from streamshard.engine.run.window import checksums_of
 from streamshard.engine.run.work import Fixed, Region, RegionResult, SpanResult, TargetFile
-from streamshard.io.files import target_errors
-from streamshard.io.new_files import NewFiles
 from streamshard.io.retry import StoppedError
 
 
@@ -37,15 +34,14 @@ class FileBatch:
         for take, result in zip(self.takes, results, strict=True):
             take(result)
 
-    def write(self, worker: SpanWriter, root: Path) -> Sequence[SpanResult]:
-        content, new = self.make(), NewFiles(root, worker.stop)
-        with target_errors(root):
-            if isinstance(content, Region):
-                return self._write_region(content, worker, new)
-            return self._write_fixed(content, worker, new)
+    def write(self, worker: SpanWriter, new: SmallFilesWriter) -> Sequence[SpanResult]:
+        content = self.make()
+        if isinstance(content, Region):
+            return self._write_region(content, worker, new)
+        return self._write_fixed(content, worker, new)
 
     def _write_fixed(
-        self, content: Sequence[Fixed], worker: SpanWriter, new: NewFiles
+        self, content: Sequence[Fixed], worker: SpanWriter, new: SmallFilesWriter
     ) -> list[SpanResult]:
         found = []
         for path, fixed in zip(self.paths, content, strict=True):
@@ -55,7 +51,9 @@ class FileBatch:
         worker.window.advance(self.nbytes)
         return found
 
-    def _write_region(self, region: Region, worker: SpanWriter, new: NewFiles) -> list[SpanResult]:
+    def _write_region(
+        self, region: Region, worker: SpanWriter, new: SmallFilesWriter
+    ) -> list[SpanResult]:
         """Fill the window with as many files as it holds, then write each."""
         window, found, start = worker.window, list[SpanResult](), 0
         filler = window.filler(region)
@@ -76,7 +74,9 @@ def _require_going_on(worker: SpanWriter) -> None:
         raise StoppedError
 
 
-def _write_content(path: str, content: memoryview, region: Region, new: NewFiles) -> SpanResult:
+def _write_content(
+    path: str, content: memoryview, region: Region, new: SmallFilesWriter
+) -> SpanResult:
     """Write a file whose content is in memory, as `Window.write` does with a span of one region."""
     sums, trailer = checksums_of(region), b""
     sums.update(content)

@@ -19,6 +19,9 @@ from streamshard.model import SourceFile
 class Jobs(ABC):
     """The jobs that write the files of a target. All but the bytes of spans is done here."""
 
+    is_ordered = False
+    """Whether `take` gets the results in the order of the jobs."""
+
     @abstractmethod
     def all(self, files: Iterable[TargetFiles]) -> Iterator[Job[SpanWriter, Any] | None]:
         """Yield the jobs; None where all before it have to be done first."""
@@ -87,6 +90,7 @@ class Engine:
             tools,
             workers=self._resources.workers,
             progress=self._watcher.advance,
+            is_ordered=jobs.is_ordered,
             needed_bytes=self._resources.needed_bytes,
         )
         with closing(found):

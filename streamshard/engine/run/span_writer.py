@@ -148,6 +148,13 @@ class SpanWriter:
             self._target.require_current()
 
 
+class SmallFilesWriter(Protocol):
+    """Writes small files, each of which it gets whole."""
+
+    def write(self, path: str, parts: Sequence[bytes | memoryview]) -> None:
+        """Write a file of parts that follow each other."""
+
+
 class SmallFiles(Protocol):
     """New files that one job makes and fills, where workers are threads of the leading process."""
 
@@ -162,7 +169,7 @@ class SmallFiles(Protocol):
     def singly(self) -> Iterator[TargetFile]:
         """Yield the same files as work of their own."""
 
-    def write(self, worker: SpanWriter, root: Path) -> Sequence[SpanResult]:
+    def write(self, worker: SpanWriter, new: SmallFilesWriter) -> Sequence[SpanResult]:
         """Write all, each with one span; returns their results."""
 
     def take(self, results: Sequence[SpanResult]) -> None:

@@ -25,6 +25,7 @@ from streamshard.engine.run.work import Span, SpanResult, TargetFile
 from streamshard.io.changes import open_sink
 from streamshard.io.entries import examine, exists
 from streamshard.io.files import target_errors
+from streamshard.io.new_files import NewFiles
 from streamshard.io.page_cache import drop_file
 from streamshard.io.preallocation import Reservation
 from streamshard.io.writable import LEAST_BYTES
@@ -122,7 +123,7 @@ class _SpanJobs(Jobs):
             with target_errors(self._staged.path):
                 self._staged.make_room(some.nbytes)
             self._small[next(number)] = some
-            yield partial(some.write, root=self._staged.path)
+            yield partial(_write_small, some, self._staged.path)
 
     def _is_begun(self, files: SmallFiles) -> bool:
         """Tell whether files are looked at one by one: workers cannot make them, or one exists."""
@@ -204,3 +205,8 @@ class _SpanJobs(Jobs):
     def close(self) -> None:
         for left in self._opened:
             left.sink.close()
+
+
+def _write_small(files: SmallFiles, root: Path, writer: SpanWriter) -> Sequence[SpanResult]:
+    with target_errors(root):
+        return files.write(writer, NewFiles(root, writer.stop))

@@ -13,11 +13,10 @@ from streamshard.engine.numeric.crc import CRC32C
 from streamshard.engine.run.region import ReadAhead, RegionFiller
 from streamshard.engine.run.source_reader import ReusableBuffer, SourceReader
 from streamshard.engine.run.work import Codec, Fixed, Region, RegionResult, Span, SpanResult
+from streamshard.engine.run.write_buffer import WriteBuffer
 from streamshard.errors import IntegrityError
-from streamshard.io.durability import finish_writeback, start_writeback
-from streamshard.io.page_cache import drop_behind
-from streamshard.io.retry import StoppedError, try_again
-from streamshard.io.sink import LocalSink, Sink
+from streamshard.io.retry import try_again
+from streamshard.io.sink import Sink
 
 _UNWRITTEN_BYTES: Final = (16 << 20, 256 << 20)
 """Smallest and largest amount that a worker may be ahead of the disk."""
@@ -41,7 +40,7 @@ class DifferentError(Exception):
     """Raised when a file differs from the bytes that it was compared with."""
 
 
-class Window:
+class Window(WriteBuffer):
     """A worker's buffer, from which it writes a file, or compares an existing file."""
 
     def __init__(
@@ -56,22 +55,14 @@ class Window:
         progress: Callable[[int], None] | None = None,
         compares: bool = False,
     ) -> None:
-        self._progress = progress
+        super().__init__(
+            buffer, unwritten_bytes, drops_behind=drops_behind, stop=stop, progress=progress
+        )
         self._compares = compares
-        self._drops_behind = drops_behind
-        self._stop = stop or threading.Event()
-        self._unwritten_bytes = unwritten_bytes
-        self.buffer = buffer
         self._scratch = scratch
         self._reader = reader
         self._ahead = ReadAhead((), reader)
         """What reads ahead for the current span."""
-        self._file: Sink = LocalSink(-1)
-        self._offset = 0
-        self._begun = self._filled = 0
-        """Start and stop of the part of the buffer that is not written yet."""
-        self._start = 0
-        """Byte offset where the current span begins."""
         self._crc32 = 0
         """CRC-32 of the span up to the last part, or piece of a part, that is complete."""
         self._makes_holes = True
@@ -83,9 +74,8 @@ class Window:
 
         `is_new`: whether the file is empty at that place, so that zeros need not be written.
         """
-        self._file, self._offset = file, span.offset
-        self._begin()
-        self._start, self._crc32, self._makes_holes = span.offset, 0, is_new
+        self.begin(file, span.offset)
+        self._crc32, self._makes_holes = 0, is_new
         copies = [part.copies for part in span.parts if isinstance(part, Region)]
         self._ahead = ReadAhead(copies, self._reader)
         regions = []
@@ -96,7 +86,7 @@ class Window:
                 regions.append(self._stream(part))
             else:
                 regions.append(self._put_encoded(part, part.codec))
-        self._flush(last=True)
+        self.flush(last=True)
         return self._result(span, regions)
 
     def recall(self, span: Span, file: Sink, written: Written) -> SpanResult | None:
@@ -180,33 +170,14 @@ class Window:
             self._offset += len(view)
             yield view
 
-    def _require_going_on(self) -> None:
-        if self._stop.is_set():
-            raise StoppedError
-
-    def _flush(self, *, last: bool = False) -> None:
-        """Write the buffer's content; zeros are skipped to make a hole, except at the end."""
-        self._require_going_on()
-        view = self.buffer[self._begun : self._filled]
+    def _deliver(self, view: memoryview, *, last: bool) -> None:
+        """Write or compare; zeros are skipped to make a hole, except at the end."""
         if self._compares:
             self._require_same(view)
-        elif last or not (self._makes_holes and _is_hole(view)):
-            try_again(lambda: self._file.write(view, self._offset), self._stop)
-        if len(view) > len(self.buffer) // 2 and not self._compares:
-            start_writeback(self._file.descriptor, self._offset, len(view))
-            behind = self._offset - self._unwritten_bytes
-            if behind >= self._start:
-                finish_writeback(self._file.descriptor, behind, len(view))
-                if self._drops_behind:
-                    drop_behind(self._file.descriptor, self._start, behind + len(view))
-        self._offset += len(view)
-        self.advance(len(view))
-        self._begin()
-
-    def advance(self, nbytes: int) -> None:
-        """Count bytes that are written."""
-        if self._progress is not None:
-            self._progress(nbytes)
+            return
+        if last or not (self._makes_holes and _is_hole(view)):
+            self._write(view)
+        self._pace(view)
 
     def _require_same(self, view: memoryview) -> None:
         """Compare a view with the file's content; the scratch is free between fills."""
@@ -217,24 +188,9 @@ class Window:
             if count < len(wanted) or not np.array_equal(found, wanted):
                 raise DifferentError
 
-    def _begin(self) -> None:
-        """Restart the buffer at the file offset's distance from a block boundary."""
-        self._begun = self._filled = self._offset % self._file.block_bytes
-
     def _put(self, data: bytes) -> None:
         self._crc32 = crc32(data, self._crc32)
-        self._copy(memoryview(data))
-
-    def _copy(self, view: memoryview) -> None:
-        while len(view):
-            if self._filled == len(self.buffer):
-                self._flush()
-            piece = view[: len(self.buffer) - self._filled]
-            # Other threads run while an array is copied, but not while a view is.
-            room = self.buffer[self._filled : self._filled + len(piece)]
-            np.frombuffer(room, np.uint8)[:] = np.frombuffer(piece, np.uint8)
-            self._filled += len(piece)
-            view = view[len(piece) :]
+        self.put(memoryview(data))
 
     def _stream(self, region: Region) -> RegionResult:
         filler, sums = self.filler(region, self._ahead), checksums_of(region)
@@ -243,7 +199,7 @@ class Window:
         while left:
             room = len(self.buffer) - self._filled
             if room < region.target_itemsize:
-                self._flush()
+                self.flush()
                 continue
             count = min(left, room - room % region.target_itemsize)
             view = self.buffer[self._filled : self._filled + count]
@@ -254,7 +210,7 @@ class Window:
         self._crc32 = join_crc32(self._crc32, sums.crc32, sums.nbytes)
         if region.trailer is not None:
             checksum = sums.crc32c if region.trailer.is_crc32c else sums.crc32
-            self._put(region.trailer.serialize(checksum, sums.crc32))
+            self._put(region.trailer.serialize(checksum))
         return RegionResult(offset, sums.digest, tuple(sums.blocks), filler.overflowed)
 
     def _put_encoded(self, region: Region, codec: Codec) -> RegionResult:
@@ -275,14 +231,14 @@ class Window:
                 held.append(encoded)
             else:
                 if not body.nbytes:
-                    self._copy(memoryview(bytes(len(encoder.head))))
-                self._copy(encoded)
+                    self.put(memoryview(bytes(len(encoder.head))))
+                self.put(encoded)
             body.update(encoded)
         head, front = memoryview(encoder.head), RunningChecksums(takes_crc32c=True)
         front.update(head)
         if waits:
             for view in (head, *held):
-                self._copy(view)
+                self.put(view)
         else:
             self._put_back(head, offset)
         self._crc32 = join_crc32(front.crc32, body.crc32, body.nbytes)

@@ -73,24 +73,19 @@ class Trailer:
     """The checksum stands between each two of them."""
     is_crc32c: bool = False
     """Whether the checksum is a CRC-32C; else it is a CRC-32."""
-    after: tuple[bytes, ...] = ()
-    """More bytes; between each two of them stands the CRC-32 of the content and of the parts."""
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return sum(
-            sum(map(len, some)) + 4 * max(0, len(some) - 1) for some in (self.parts, self.after)
-        )
+        return sum(map(len, self.parts)) + 4 * (len(self.parts) - 1)
 
     def checksum(self, view: memoryview, before: int) -> int:
         """Return the checksum of bytes that follow others with the checksum `before`."""
         return crc32c(view, before) if self.is_crc32c else crc32(view, before)
 
-    def serialize(self, checksum: int, content_crc32: int = 0) -> bytes:
-        """Return the bytes with the checksums put in."""
-        data = checksum.to_bytes(4, "little").join(self.parts)
-        return data + crc32(data, content_crc32).to_bytes(4, "little").join(self.after)
+    def serialize(self, checksum: int) -> bytes:
+        """Return the bytes with the checksum put in."""
+        return checksum.to_bytes(4, "little").join(self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +191,6 @@ class Ending:
     crc32s: Sequence[tuple[int, int, int]] = ()
     """(place, start, stop): at this place of `data` goes the CRC-32 of the file's bytes from start
     to stop, which are the content of whole regions."""
-    make: Callable[[], bytes] | None = None
-    """Makes the data after all results were taken, if it depends on them in other ways."""
 
 
 def ignore(result: SpanResult) -> None:

@@ -17,7 +17,6 @@ _DATE: Final = 0x0021
 """The first of January 1980: the earliest, as the bytes do not depend on the time."""
 OURS: Final = (_VERSION_64, 0, 0)
 """What only the zip's directory has of each entry: the version that made it, attributes."""
-CRC32_IN_DESCRIPTOR: Final = slice(4, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +78,6 @@ class PackedEntry:
         made_by, *attributes = OURS
         fields = (crc32, size, size, len(name), len(extra), 0, 0, *attributes, start)
         return CENTRAL.pack(0x02014B50, made_by, *self._common(), *fields) + name + extra
-
-    def whole(self, data: bytes, crc32: int) -> bytes:
-        """Serialize an entry whose content is known."""
-        return self.header() + data + self.descriptor(crc32)
 
     @property
     def content(self) -> int:

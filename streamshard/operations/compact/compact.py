@@ -122,7 +122,7 @@ def compact(options: _Compact) -> Compaction:
             raise UsageError(f"{Option('tags', options.tags)}: {message}")
     _require_apart(run_dir, archive_dir)
     if options.packed:
-        _require_packable(archive_dir, options.codec)
+        _require_threads()
     progress = TagProgress(options.progress or Silent(), options.bytes_per_second)
     with limited_to(options.bytes_per_second):
         run = CompactRun(options, run_dir, archive_dir, limits, now, progress)
@@ -179,18 +179,11 @@ def _require_apart(run_dir: Path, archive_dir: Path) -> None:
         raise UsageError(f"{message} another disk")
 
 
-def _require_packable(archive_dir: Path, codec: str) -> None:
-    """Refuse archives of one file where none can be written."""
-    if current_executor().shares_memory:
-        return
-    message = "a cluster writes no archives of one file into a bucket; leave it out"
-    if not is_object(archive_dir):
-        if codec == "none":
-            return
-        none = Option("codec", "none")
-        message = f"a cluster writes archives of one file with {none} alone; give that, or leave it"
-        message = f"{message} out"
-    raise UsageError(f"{Option('packed', True)}: {message}")
+def _require_threads() -> None:
+    """Refuse archives of one file on a cluster, which writes none."""
+    if not current_executor().shares_memory:
+        message = "a cluster writes no archives of one file; leave it out"
+        raise UsageError(f"{Option('packed', True)}: {message}")
 
 
 def runs_like(pattern: str, archive_dir: str) -> list[tuple[Path, Path]] | None:

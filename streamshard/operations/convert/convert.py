@@ -15,7 +15,7 @@ from streamshard.io.object_path import as_path, is_object, is_packed_name
 from streamshard.layout.memory_plan import MIB
 from streamshard.model import ITEMSIZE
 from streamshard.operations.checks.tensor_content import measured
-from streamshard.operations.convert.packed_targets import PackedTargets, PlacedTargets
+from streamshard.operations.convert.packed_targets import PackedTargets
 from streamshard.operations.convert.store_targets import StoreTargets, chunk_of
 from streamshard.operations.source.degree_change import JobDegrees, other_degrees
 from streamshard.operations.source.source import Source
@@ -144,8 +144,7 @@ def store_output(
     measure = partial(measured, opened, limits, known or {}) if options.health else None
     target, is_raw = as_path(options.target), codec == "none"
     packs = is_packed_name(target)
-    kind = StoreTargets if not packs else PlacedTargets if is_raw else PackedTargets
-    writer = kind(opened, shapes, codec, measure)
+    writer = (PackedTargets if packs else StoreTargets)(opened, shapes, codec, measure)
     if isinstance(writer, PackedTargets):
         writer.name = target.name
     return Output(
@@ -161,12 +160,9 @@ def store_output(
         source_world_size=checkpoint.ranks,
         world_size=checkpoint.ranks if checkpoint.uncut else None,
         notes=checkpoint.remarks,
-        # Pieces are compressed one by one. Where files only grow, a chunk waits in memory, and in a
-        # file with others once more.
-        codec_bytes=0 if is_raw else _ENCODING_BYTES + (2 * packs or is_object(target)) * largest,
+        # Pieces are compressed one by one. Where files only grow, a chunk waits in memory.
+        codec_bytes=0 if is_raw else _ENCODING_BYTES + (is_object(target) and not packs) * largest,
         packs=packs,
-        is_packed_so=writer.is_packed_so
-        if isinstance(writer, PackedTargets) and not is_raw
-        else None,
+        is_packed_so=writer.is_packed_so if isinstance(writer, PackedTargets) else None,
         encode=writer.encode,
     )

@@ -30,13 +30,18 @@ _MOST_BYTES: Final = 8 * WINDOW_BYTES
 """Of all files of a batch: small enough for all workers to get some."""
 
 
-def together(layouts: Iterable[FileLayout], source: Source) -> Iterator[Layout]:
-    """Join small files that follow each other and are alike; yield the others as they are."""
+def together(
+    layouts: Iterable[FileLayout], source: Source, most_bytes: int = _MOST_BYTES
+) -> Iterator[Layout]:
+    """Join small files that follow each other and are alike; yield the others as they are.
+
+    `most_bytes`: of all files that are joined.
+    """
     joined, of, nbytes, copies = list[FileLayout](), _Like(None, 0, 0), 0, 0
     for layout in layouts:
         like = _like(layout, source)
         nbytes, copies = nbytes + like.nbytes, copies + like.copies
-        is_full = nbytes > _MOST_BYTES or copies > MOST_COPIES or len(joined) == _MOST_FILES
+        is_full = nbytes > most_bytes or copies > MOST_COPIES or len(joined) == _MOST_FILES
         if joined and (is_full or like.kind != of.kind):
             yield SmallLayouts(joined, source)
             joined, nbytes, copies = [], like.nbytes, like.copies

@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamshard.checksums import crc32, crc32c
-from streamshard.engine.journals.journal import Written
 from streamshard.engine.numeric import digests
-from streamshard.engine.run.work import RegionResult, SpanResult, Trailer
+from streamshard.engine.run.work import SpanResult, Trailer
 from streamshard.errors import Option, UnsupportedError
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch.zip_layout import ALIGNMENT
@@ -182,12 +181,8 @@ class StoreTargets(TargetWriter):
                 yield number, chunk
 
     def _chunk_layout(self, tensor: int, chunk: StoredChunk) -> FileLayout:
-        take = partial(self._take, tensor, chunk)
-        return FileLayout(chunk.path, [self._elements(tensor, chunk)], take=take)
-
-    def _elements(self, tensor: int, chunk: StoredChunk) -> Elements:
         dtype, is_raw = self._source.checkpoint.tensors[tensor].dtype, self._codec == "none"
-        return Elements(
+        elements = Elements(
             Whole(tensor),
             chunk.nbytes,  # zeros past the tensor's end are stored too
             dtype,
@@ -196,14 +191,11 @@ class StoreTargets(TargetWriter):
             codec=None if is_raw else BloscCodec(ITEMSIZE[dtype]),
             block_bytes=BLOCK_BYTES if is_raw else 0,
         )
+        return FileLayout(chunk.path, [elements], take=partial(self._take, tensor, chunk))
 
     def _take(self, tensor: int, chunk: StoredChunk, result: SpanResult) -> None:
-        self._note(tensor, chunk, result.regions[0], result.written)
-
-    def _note(
-        self, tensor: int, chunk: StoredChunk, region: RegionResult, written: Written
-    ) -> None:
         """Note a chunk, and the digest of its elements without the zeros past the tensor's end."""
+        region, written = result.regions[0], result.written
         crc32s = np.array(region.blocks or [written.crc32], dtype=np.uint32)
         self._records[chunk.path] = FileRecord(written.nbytes, crc32s)
         itemsize = ITEMSIZE[self._source.checkpoint.tensors[tensor].dtype]

@@ -31,6 +31,9 @@ class ByteCounts:
         """Path of every target file → its bytes; an upper bound for compressed files."""
         self.times = np.zeros(len(source.checkpoint.tensors), dtype=np.int64)
         """How often each of the source's tensors is read completely."""
+        self.waiting_bytes = self.shared_bytes = 0
+        """Memory for a file that is packed with others, of which so many wait as `fit_memory` says;
+        and for what all workers write together."""
         self._tensors, self._piece_numel = source.checkpoint.tensors, source.cutting.piece_numel
         self._numels = np.array([tensor.numel for tensor in self._tensors], dtype=np.int64)
         self._is_counted = np.zeros(len(self._tensors), dtype=bool)

@@ -59,7 +59,9 @@ def fit_memory(
     copies: bool = False,
     encodes: bool = False,
     requests_bytes: int = 0,
-    upload_bytes: int = 0,
+    waiting_bytes: int = 0,
+    shared_bytes: int = 0,
+    uploads: bool = False,
 ) -> MemoryPlan:
     """Fit a run into the memory limit; call it after everything is planned.
 
@@ -71,20 +73,23 @@ def fit_memory(
     `reopened`: memory for the headers that are read back after the run, in multiples of the
     source's.
     `requests_bytes`: memory of one worker for requests to an object store.
-    `upload_bytes`: memory for an object that all workers write together.
+    `waiting_bytes`: memory for a file that is packed with others: two per worker, and one more.
+    `shared_bytes`: memory for a file that all workers write together.
+    `uploads`: whether anything is written to an object store.
     """
     if workers is not None and workers < 1:
         raise UsageError(f"{Option('workers', workers)}: at least one is needed")
     workers = workers or current_executor().workers
-    held_bytes = (1 + reopened) * max(0, resident_memory.peak_bytes() - floor_bytes) + upload_bytes
-    if requests_bytes or upload_bytes:
+    held_bytes = (1 + reopened) * max(0, resident_memory.peak_bytes() - floor_bytes)
+    held_bytes += waiting_bytes + shared_bytes
+    if requests_bytes or uploads:
         held_bytes += _CLIENT_BYTES
 
     def fit(count: int) -> MemoryPlan:
         return plan_memory(
             floor_bytes=floor_bytes,
             metadata_bytes=-(-(held_bytes + copies_bytes(count)) // _STEP_BYTES) * _STEP_BYTES,
-            codec_bytes=codec_bytes,
+            codec_bytes=codec_bytes + 2 * waiting_bytes,
             workers=count,
             limit_bytes=limit_bytes,
             requests_bytes=requests_bytes,

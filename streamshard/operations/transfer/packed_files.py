@@ -1,288 +1,234 @@
-"""Files of a target that are packed into one file, in their order, whatever sizes they come to.
+"""Files of a target that are packed into one file: workers fill memory, and one appender writes.
 
-Workers encode files side by side. Each waits only until the sizes of all files before its own are
-known, and then writes to its place. So the order of the plan alone decides where a file lies, and
-a worker holds no more than its own file's bytes.
+Results are taken in the order of the jobs, and written one behind the other, to a file or to an
+upload. So the order of the plan alone decides where a file lies, whatever sizes the files come to.
+Two files per worker wait in memory at most, and one is being written. The one file is no store
+before the zip's directory stands at its end; a run that is cut off starts from the beginning.
 """
 
-import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from streamshard.engine.jobs.executor import Job, current_executor
-from streamshard.engine.journals.journal import Journal, Written
+import numpy as np
+
+from streamshard.engine.jobs.executor import Job
+from streamshard.engine.jobs.proofs import TargetProof
+from streamshard.engine.run import resident_memory
 from streamshard.engine.run.phases import Watcher
 from streamshard.engine.run.runner import Jobs
 from streamshard.engine.run.span_writer import (
-    FilledSpan,
     Resources,
+    SmallFiles,
     SpanTask,
     SpanWriter,
     TargetFiles,
 )
-from streamshard.engine.run.staged_files import Partial
-from streamshard.engine.run.work import Span, TargetFile
-from streamshard.errors import IntegrityError, Option, UsageError
+from streamshard.engine.run.window import unwritten_bytes
+from streamshard.engine.run.work import SpanResult, TargetFile
+from streamshard.engine.run.write_buffer import WriteBuffer
+from streamshard.errors import UsageError
 from streamshard.formats.torch.zip_layout import directory_of
 from streamshard.formats.zarr.packed_layout import PackedEntry
 from streamshard.io.changes import open_sink
-from streamshard.io.entries import exists
 from streamshard.io.files import target_errors
 from streamshard.io.preallocation import Reservation
-from streamshard.io.retry import StoppedError
 from streamshard.io.sink import Sink
+from streamshard.io.writable import aligned
 
-LOOK_SECONDS: Final = 0.05
-"""How often a waiting worker looks whether the run goes on."""
+BUFFER_BYTES: Final = 1 << 21
+"""Memory through which the one file is written: a huge page."""
+
+
+class PackedFiles:
+    """The one file that files are packed into.
+
+    `nbytes`: its size at most.
+    `must_be_new`: whether an object that is there already is an error.
+    `reservation`: preallocated space, which is given back before it is written to.
+    """
+
+    kept_bytes = 0
+
+    def __init__(
+        self,
+        file: Path,
+        nbytes: int,
+        *,
+        must_be_new: bool = False,
+        reservation: Reservation | None = None,
+    ) -> None:
+        self.file = file
+        self.path: Path = file.parent
+        self.buffers: list[bytearray] = []
+        """Memory for files, which is free again."""
+        self._nbytes = nbytes
+        self._must_be_new = must_be_new
+        self._reservation = reservation
+        self._sink: Sink | None = None
+        self._central: list[bytes] = []
+        """The entries of the zip's directory."""
+        self._end = 0
+
+    def jobs(self, resources: Resources, watcher: Watcher) -> "_PackingJobs":
+        if self._sink is None:
+            with target_errors(self.file):
+                self._sink = open_sink(
+                    self.file, is_new=True, nbytes=self._nbytes, is_last=self._must_be_new
+                )
+            self._buffer = WriteBuffer(
+                aligned(BUFFER_BYTES),
+                unwritten_bytes(resident_memory.available_bytes()),
+                drops_behind=resources.drops_behind,
+            )
+            self._buffer.begin(self._sink, 0)
+        return _PackingJobs(self, watcher)
+
+    def begin_proof(self) -> TargetProof:
+        message = f"{self.file.name}: a store in one file is written by threads, not by a cluster"
+        raise UsageError(f"{message}. Give a name that ends in .zarr")
+
+    def append(self, path: str, crc32: int, content: Sequence[bytes | memoryview]) -> int:
+        """Add a file behind those before it; returns how many bytes are around its content."""
+        entry = PackedEntry(path, self._end, sum(map(len, content)))
+        header, descriptor = entry.header(), entry.descriptor(crc32)
+        if self._reservation is not None:
+            self._reservation.give_back(entry.end - entry.start)
+        for piece in (header, *content, descriptor):
+            self._buffer.put(memoryview(piece))
+        self._central.append(entry.central(crc32))
+        self._end = entry.end
+        return len(header) + len(descriptor)
+
+    def append_directory(self) -> int:
+        """Add the zip's directory, after all files; returns its size."""
+        directory = directory_of(self._central, self._end)
+        self._buffer.put(memoryview(directory))
+        self._buffer.flush()
+        return len(directory)
+
+    def finish(self) -> None:
+        """Complete the one file."""
+        if self._sink is not None:
+            self._sink.finish(None)
+            self.close()
+
+    def close(self) -> None:
+        """Close the one file; an object that is not complete is given up."""
+        if self._sink is not None:
+            self._sink.close()
+            self._sink = None
 
 
 class _Memory(Sink):
     """Takes the bytes of one file."""
 
-    only_grows = True
-
-    def __init__(self) -> None:
-        self.pieces: list[bytes] = []
+    def __init__(self, data: bytearray) -> None:
+        self._data = data
 
     def write(self, view: memoryview, offset: int) -> None:
-        self.pieces.append(bytes(view))
+        end = offset + len(view)
+        self._data.extend(bytes(max(0, end - len(self._data))))
+        # Other threads run while an array is copied.
+        np.frombuffer(self._data, np.uint8)[offset:end] = np.frombuffer(view, np.uint8)
 
     def read_into(self, view: memoryview, offset: int) -> int:
-        return 0
+        raise NotImplementedError
 
 
-class _PlacedPart(Sink):
-    """A part of a file that is being written."""
-
-    def __init__(self, sink: Sink, start: int, nbytes: int) -> None:
-        self._sink = sink
-        self._start = start
-        self._nbytes = nbytes
-
-    def write(self, view: memoryview, offset: int) -> None:
-        if offset + len(view) > self._nbytes:
-            raise _other_size()
-        self._sink.write(view, self._start + offset)
-
-    def read_into(self, view: memoryview, offset: int) -> int:
-        count = max(0, min(len(view), self._nbytes - offset))
-        return self._sink.read_into(view[:count], self._start + offset)
-
-
-def _other_size() -> IntegrityError:
-    message = "what an earlier run wrote here has another size now: the libraries that compress it"
-    again = f"Start from the beginning with {Option('overwrite', True)}"
-    return IntegrityError(f"{message} are others. {again}")
-
-
-class _Places:
-    """Gives files their places, in their order."""
+class _MemoryFiles:
+    """Takes the bytes of small files; see `SmallFilesWriter`."""
 
     def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self.entries: list[PackedEntry] = []
-        self.end = 0
-        """Byte offset behind the last file that has a place."""
+        self.contents: list[list[bytes]] = []
 
-    def take(self, number: int, path: str, nbytes: int, stop: threading.Event) -> PackedEntry:
-        """Return the place of a file, once those before it have theirs."""
-        with self._condition:
-            while len(self.entries) < number:
-                if stop.is_set():
-                    raise StoppedError
-                self._condition.wait(LOOK_SECONDS)
-            entry = PackedEntry(path, self.end, nbytes)
-            self.entries.append(entry)
-            self.end = entry.end
-            self._condition.notify_all()
-        return entry
+    def write(self, path: str, parts: Sequence[bytes | memoryview]) -> None:
+        self.contents.append([bytes(part) for part in parts])
 
 
-class Packed(ABC):
-    """The one file that files are packed into; all workers of a run share it."""
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """Files that one job fills."""
 
-    def __init__(self, path: Path) -> None:
-        self.file = path
-        """Path of the one file."""
-        self.places = _Places()
-        self.crc32s: dict[int, int] = {}
-        """Number of each file that is written → its CRC-32."""
-        self.kept_bytes = 0
-        """Bytes that an earlier run wrote, and that this run found correct."""
-
-    @abstractmethod
-    def open(self, *, is_new: bool) -> Sink:
-        """Open the one file."""
-
-    def leave(self, sink: Sink) -> None:  # noqa: B027
-        """Take back what `open` returned, at the end of a pass."""
-
-    @abstractmethod
-    def for_worker(self, sink: Sink, stop: threading.Event) -> Sink:
-        """Return what a worker writes to; `stop` is set when it is not to wait any more."""
-
-    def known(self, number: int) -> Written | None:
-        """Return what an earlier run wrote of a file, if this goes on from there."""
-        return None
-
-    def note(self, number: int, written: Written) -> None:  # noqa: B027
-        """Record a file, for a later run."""
-
-    def make_room(self, nbytes: int) -> None:  # noqa: B027
-        """Free preallocated space for bytes that are about to be written."""
-
-    def directory(self) -> bytes:
-        """Serialize the zip's directory, once all files are written."""
-        entries = enumerate(self.places.entries)
-        central = [entry.central(self.crc32s[number]) for number, entry in entries]
-        return directory_of(central, self.places.end)
+    paths: Sequence[str]
+    nbytes: int
+    """Size of all; an upper bound if they are encoded."""
+    is_last: bool
+    """Whether no file follows."""
+    take: Callable[[Sequence[SpanResult]], None]
+    """Called with their results."""
 
 
-class PackedPartial(Packed, Partial):
-    """A staging directory whose files are packed into one of this name."""
+@dataclass(frozen=True, slots=True)
+class _Filled:
+    """What a job has filled."""
 
-    def __init__(
-        self, path: Path, journal: Journal, reservation: Reservation | None, name: str
-    ) -> None:
-        Packed.__init__(self, path / name)
-        Partial.__init__(self, path, journal, reservation)
-
-    def open(self, *, is_new: bool) -> Sink:
-        return open_sink(self.file, is_new=is_new and not exists(self.file), nbytes=0)
-
-    def leave(self, sink: Sink) -> None:
-        sink.close()
-
-    def for_worker(self, sink: Sink, stop: threading.Event) -> Sink:
-        return sink
-
-    def known(self, number: int) -> Written | None:
-        return self.journal.find(self.file.name, number)
-
-    def note(self, number: int, written: Written) -> None:
-        self.journal.note(self.file.name, number, written)
-
-    def make_room(self, nbytes: int) -> None:
-        Partial.make_room(self, nbytes)
-
-    def jobs(self, resources: Resources, watcher: Watcher) -> Jobs:
-        return PackingJobs(self, Partial.jobs(self, resources, watcher), watcher)
+    results: Sequence[SpanResult]
+    contents: Sequence[Sequence[bytes | memoryview]]
+    buffer: bytearray | None = None
+    """Memory of the content, to be used again."""
 
 
-class PackingJobs(Jobs):
-    """The jobs of files that are packed; the one file itself is written as files are anywhere.
+class _PackingJobs(Jobs):
+    """The jobs of files that are packed: each fills the memory of one file, or of small ones."""
 
-    `plain`: the jobs of the one file itself, where all is known before it is written.
-    """
+    is_ordered = True
 
-    def __init__(self, staged: Packed, plain: Jobs, watcher: Watcher) -> None:
-        self._staged = staged
-        self._plain = plain
+    def __init__(self, packed: PackedFiles, watcher: Watcher) -> None:
+        self._packed = packed
         self._watcher = watcher
-        self._path = staged.file
-        self._sink: Sink | None = None
-        self._first = len(staged.places.entries)
-        """Number of the first file."""
-        self._waiting: dict[int, tuple[TargetFile, Span]] = {}
-        self._is_last = False
-        """Whether no files come after those that are waiting, neither here nor later."""
+        self._waiting: deque[_Waiting] = deque()
 
-    def all(self, files: Iterable[TargetFiles]) -> Iterator[Job[SpanWriter, Any] | None]:
-        rest = _one_by_one(files)
-        first = next(rest)
-        if first.path == self._path.name:
-            yield from self._plain.all([first])
-            return
-        require_threads(self._path, "compressed store in one file")
-        with target_errors(self._path):
-            self._sink = self._staged.open(is_new=not self._first)
-        is_last = False
-        for number, file in enumerate(chain([first], rest), self._first):
-            is_last = is_last or file.is_last
-            yield self._job(number, file, self._sink)
-        self._is_last = is_last
+    def all(self, files: Iterable[TargetFiles]) -> Iterator[Job[SpanWriter, _Filled]]:
+        for some in files:
+            if isinstance(some, TargetFile):
+                (span,) = some.spans
+                self._waiting.append(
+                    _Waiting([some.path], span.nbytes, some.is_last, partial(_take_one, some))
+                )
+                task = SpanTask(self._packed.file, span, is_new=False, known=None)
+                yield partial(_fill, task, self._packed.buffers)
+            else:
+                self._waiting.append(_Waiting(some.paths, some.nbytes, False, some.take))
+                yield partial(_fill_small, some, self._packed.file)
 
-    def _job(self, number: int, file: TargetFile, sink: Sink) -> Job[SpanWriter, FilledSpan]:
-        (span,) = file.spans
-        known = self._staged.known(number)
-        if known is None:
-            with target_errors(self._path):
-                self._staged.make_room(span.nbytes)
-        self._waiting[number] = file, span
-        task = SpanTask(self._path, span, is_new=True, known=known)
-        sink_for = partial(self._staged.for_worker, sink)
-        places = self._staged.places
-        return partial(_pack, task, number, file.path, places, sink_for)
-
-    def take(self, number: int, done: FilledSpan) -> None:
-        """Record a file; after the last one, write the zip's directory."""
-        if self._sink is None:
-            self._plain.take(number, done)
-            return
-        number += self._first
-        (file, span), written = self._waiting.pop(number), done.result.written
-        file.take(done.result)
-        self._staged.crc32s[number] = written.crc32
-        self._watcher.advance(span.nbytes if done.is_kept else span.nbytes - written.nbytes)
-        if done.is_kept:
-            self._staged.kept_bytes += written.nbytes
-            self._watcher.keep(span.nbytes)
-        else:
-            self._staged.note(number, written)
-        if self._is_last and not self._waiting:
-            with target_errors(self._path):
-                self._sink.write(memoryview(self._staged.directory()), self._staged.places.end)
-
-    def synced(self) -> None:
-        self._plain.synced()
-
-    def close(self) -> None:
-        self._plain.close()
-        if self._sink is not None:
-            self._staged.leave(self._sink)
+    def take(self, number: int, done: _Filled) -> None:
+        """Write files; behind the last one of all, the zip's directory."""
+        files = self._waiting.popleft()
+        # Workers count what they fill. The rest is what compression saved, and what is between.
+        rest = files.nbytes - sum(result.written.nbytes for result in done.results)
+        with target_errors(self._packed.file):
+            for path, result, content in zip(files.paths, done.results, done.contents, strict=True):
+                rest += self._packed.append(path, result.written.crc32, content)
+            if files.is_last:
+                rest += self._packed.append_directory()
+        self._watcher.advance(rest)
+        files.take(done.results)
+        if done.buffer is not None:
+            self._packed.buffers.append(done.buffer)
 
 
-def require_threads(path: Path, what: str) -> None:
-    """Refuse workers in other processes."""
-    if not current_executor().shares_memory:
-        message = f"{path.name}: a {what} is written by threads, not by a cluster"
-        raise UsageError(f"{message}. Give a name that ends in .zarr")
+def _take_one(file: TargetFile, results: Sequence[SpanResult]) -> None:
+    file.take(results[0])
 
 
-def _one_by_one(files: Iterable[TargetFiles]) -> Iterator[TargetFile]:
-    for some in files:
-        yield from [some] if isinstance(some, TargetFile) else some.singly()
+def _fill(task: SpanTask, buffers: list[bytearray], writer: SpanWriter) -> _Filled:
+    data = bytearray()
+    with suppress(IndexError):
+        data = buffers.pop()
+    if len(data) < task.span.nbytes:
+        data = bytearray(task.span.nbytes)
+    memory = _Memory(data)
+    result = writer.write(task, memory).result
+    return _Filled([result], [[memoryview(data)[: result.written.nbytes]]], data)
 
 
-def _pack(
-    task: SpanTask,
-    number: int,
-    path: str,
-    places: _Places,
-    sink_for: Callable[[threading.Event], Sink],
-    writer: SpanWriter,
-) -> FilledSpan:
-    """Write a file at its place, or keep what an earlier run wrote there."""
-    memory, pieces, sink = _Memory(), list[bytes](), sink_for(writer.stop)
-    if task.known is None:
-        done = writer.write(task, memory)
-        pieces = memory.pieces
-        entry = places.take(number, path, done.result.written.nbytes, writer.stop)
-    else:
-        entry = places.take(number, path, task.known.nbytes, writer.stop)
-        done = writer.write(task, _PlacedPart(sink, entry.content, entry.nbytes))
-        if done.result.written.nbytes != entry.nbytes:
-            raise _other_size()
-    with target_errors(task.path):
-        sink.write(memoryview(entry.header()), entry.start)
-        at = entry.content
-        for piece in pieces:
-            sink.write(memoryview(piece), at)
-            at += len(piece)
-        descriptor = entry.descriptor(done.result.written.crc32)
-        sink.write(memoryview(descriptor), entry.content + entry.nbytes)
-    return done
+def _fill_small(files: SmallFiles, target: Path, writer: SpanWriter) -> _Filled:
+    memory = _MemoryFiles()
+    with target_errors(target):
+        results = files.write(writer, memory)
+    return _Filled(results, memory.contents)

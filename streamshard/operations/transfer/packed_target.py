@@ -2,8 +2,8 @@
 
 At any moment the disk is in one of these states, and the same command finishes each of them:
 
-- OUT does not exist, or is the old one; OUT.partial does not exist, or has a journal of the parts
-  of the file in it that are written.
+- OUT does not exist, or is the old one; OUT.partial does not exist, or has a journal, and the
+  beginning of the file: this is written again.
 - OUT.partial has a journal that says that the file in it is complete: the file is moved to OUT.
 - OUT.partial has that journal, and its file is at OUT: OUT.partial is removed.
 """
@@ -21,7 +21,7 @@ from streamshard.io.changes import remove, remove_file, rename, sync_path
 from streamshard.io.entries import examine_if_there, is_same_file, lexists
 from streamshard.io.place import place_of
 from streamshard.operations.source.unfinished import JOURNAL
-from streamshard.operations.transfer.packed_files import PackedPartial
+from streamshard.operations.transfer.packed_files import PackedFiles
 from streamshard.operations.transfer.staging import PartialTarget
 from streamshard.operations.transfer.target import partial_of
 from streamshard.operations.transfer.target_state import DiskState, TargetKind, replaces
@@ -79,6 +79,8 @@ def require_packed_store(target: Path) -> None:
 class PackedTarget(PartialTarget):
     """A target that is one file, while it is being written."""
 
+    partial: PackedFiles
+
     def _settled(self) -> DiskState:
         """Look at the target, after what an interrupted run left is tidied."""
         state = PackedState.at(self._target)
@@ -93,9 +95,13 @@ class PackedTarget(PartialTarget):
     def _prepare(self, state: DiskState) -> None:
         super()._prepare(state)
         if not self.is_done:
-            self.partial = PackedPartial(
-                self.path, self.journal, self._reservation, self._target.name
-            )
+            written = self.path / self._target.name
+            self.partial = PackedFiles(written, self._nbytes, reservation=self._reservation)
+
+    def _end(self, error: BaseException | None) -> None:
+        if not self.is_done:
+            self.partial.close()
+        super()._end(error)
 
     def _swap_in(self) -> None:
         """Move the file to its place; where it may not replace another one, it never does."""

@@ -189,9 +189,9 @@ def plan_output(
     source, byte_counts = output.source, output.writer.byte_counts()
     count, bytes_written = len(byte_counts.sizes), sum(byte_counts.sizes.values())
     copies_bytes = byte_counts.copies_bytes()
-    largest = max(byte_counts.sizes.values(), default=0)
+    waiting_bytes, shared_bytes = byte_counts.waiting_bytes, byte_counts.shared_bytes
+    writing_bytes = place_of(target).writing_bytes(max(byte_counts.sizes.values(), default=0))
     del byte_counts  # it is large for a large store
-    writing_bytes = place_of(target).writing_bytes(largest)
     identity = RunIdentity.of(source, output.options, replaces=options.overwrite)
     limit_bytes = execution.limit_or_default(options.memory_limit, floor_bytes)
     compares = options.verify or output.check is not None
@@ -207,7 +207,9 @@ def plan_output(
         encodes=encodes,
         requests_bytes=request_bytes(file.path for file in source.files)
         + (0 if output.packs else writing_bytes),
-        upload_bytes=writing_bytes if output.packs else 0,
+        waiting_bytes=waiting_bytes,
+        shared_bytes=shared_bytes + (writing_bytes if output.packs else 0),
+        uploads=writing_bytes > 0,
     )
     if not options.if_needed:
         require_space(target, bytes_written)
