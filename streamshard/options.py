@@ -176,10 +176,6 @@ SOURCE_HELP: Final = (
     "az://..."
 )
 DRY_RUN: Final = flag("show what would be done, and write nothing", "-n --dry-run", group=RUN)
-NO_LOCK: Final = (
-    "take no lock on {}; for a bucket whose service cannot keep one, and only where nothing else "
-    "writes there"
-)
 
 
 class SourceOptions(Options):
@@ -248,7 +244,6 @@ class _TargetOptions(Options):
 
     overwrite: bool = flag("replace the target if it exists")
     if_needed: bool = flag(_IF_NEEDED)
-    lock: bool = option("", NO_LOCK.format("OUT"), default=True, is_rare=True)
     dry_run = DRY_RUN
     verify: bool = flag(
         "read back what was written, and compare it with SRC before it takes its place"

@@ -8,7 +8,6 @@ from streamshard.options import (
     CODECS,
     CUT_RULES,
     JOB,
-    NO_LOCK,
     OUTPUT,
     PIPELINE_PARALLEL,
     RUN,
@@ -266,7 +265,6 @@ class _ReportOptions(Options):
         "how the last run ended"
     )
     html = option("FILE", "draw --status on a page: what became of each checkpoint", is_rare=True)
-    lock: bool = option("", NO_LOCK.format("RUN_DIR and ARCHIVE_DIR"), default=True, is_rare=True)
     dry_run: bool = flag("say what would be done, and do nothing", "-n --dry-run", group=RUN)
 
 

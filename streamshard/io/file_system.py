@@ -11,8 +11,6 @@ from streamshard.io.retry import FROM_OUTSIDE, ignored
 
 EXT4, XFS, BTRFS, F2FS, TMPFS = 0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994
 """Types of file systems on this machine's own disks or in its memory, by statfs(2)."""
-LOCAL: Final = {EXT4, XFS, BTRFS, F2FS, TMPFS}
-
 _STATFS_BYTES: Final = 256
 _MOUNTS: Final = Path("/proc/self/mountinfo")
 _PLACE: Final = 4
@@ -71,12 +69,7 @@ def _place(line: bytes) -> bytes:
 
 def boot_id() -> str:
     """Identify the machine's current boot; empty where the system does not tell."""
-    return told_by("/proc/sys/kernel/random/boot_id")
-
-
-def told_by(path: str) -> str:
-    """Return what a file of the system's own says; empty if it says nothing."""
     try:
-        return Path(path).read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""

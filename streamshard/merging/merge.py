@@ -73,9 +73,6 @@ def plan_merge(options: MergeOptions) -> TransferPlan:
     if_needed
         Write nothing if the target already holds exactly the bytes that would be written; the
         report says so.
-    lock
-        Whether to keep other runs from writing the target meanwhile. Only for a bucket whose
-        service cannot keep a lock, and where nothing else writes, it may be left out.
 
     Raises
     ------

@@ -127,13 +127,16 @@ def unconditional(request: Request) -> Fault | None:
 
 
 @on(S3Server, FakeGCS)
-def test_no_lock_where_conditions_are_ignored(bucket: Bucket, run: Path) -> None:
+def test_no_lock_where_conditions_are_ignored(
+    bucket: Bucket, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = f"{bucket.url}/out"
     bucket.proxy.plan = unconditional
-    with pytest.raises(TargetError, match=r"ignores conditions of uploads.*lock=False"):
+    with pytest.raises(TargetError, match=r"ignores conditions of uploads.*NO_LOCK=1"):
         api.repartition(run, target, world_size=3)
     assert bucket.keys() == set()
-    api.repartition(run, target, world_size=3, lock=False)
+    monkeypatch.setenv("STREAMSHARD_NO_LOCK", "1")
+    api.repartition(run, target, world_size=3)
     assert bucket.content() == local(run, 3)
 
 

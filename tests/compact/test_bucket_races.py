@@ -54,7 +54,7 @@ def test_an_object_that_is_replaced_after_it_was_read_keeps_the_original(
 def test_a_second_night_ends_at_once(sides: Sides) -> None:
     for where, options in ((sides.archive.where, {}), (sides.run, {"delete": True})):
         place = as_path(where)
-        held = lock_at(place / ".streamshard.lock", place, is_wanted=True)
+        held = lock_at(place / ".streamshard.lock", place)
         held.take()
         with pytest.raises(TargetLockedError) as caught:
             sides.compact(**options)

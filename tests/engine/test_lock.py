@@ -1,6 +1,7 @@
-"""Who may have a lock, with flock and without."""
+"""Who may have a lock."""
 
 import errno
+import fcntl
 import json
 import multiprocessing
 import os
@@ -14,43 +15,24 @@ from pathlib import Path
 import pytest
 
 from streamshard.errors import TargetLockedError
-from streamshard.io import lock as module
-from streamshard.io.changes import write_durably, write_new
+from streamshard.io.changes import lock_at, write_durably, write_new
 from streamshard.io.lock import Holder, Lock
 from streamshard.io.preallocation import Reservation
 from streamshard.io.sink import AppendedFile, open_target
 from tests.held import open_files
-
-NO_FLOCK = OSError(errno.ENOSYS, "Function not implemented")
-
-
-@pytest.fixture(params=["flock", "no flock"])
-def has_flock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the file system knows flock(2); where it does not, the call says so."""
-
-    def refuse(descriptor: int, operation: int) -> None:
-        raise NO_FLOCK
-
-    known: bool = request.param == "flock"
-    if not known:
-        monkeypatch.setattr("streamshard.io.lock.fcntl.flock", refuse)
-    return known
 
 
 def dead_process() -> Holder:
     child = subprocess.run(
         [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True
     )
-    return replace(Holder.this_process(), process=int(child.stdout), started="1")
+    return replace(Holder.this_process(), process=int(child.stdout))
 
 
 HOLDERS: dict[str, Callable[[], Holder]] = {
-    "alive": Holder.this_process,
+    "alive": Holder.this_process,  # a lock of its own that it has not: let go of, or copied
     "dead": dead_process,
-    "number used again": lambda: replace(Holder.this_process(), started="1"),
-    "before a restart": lambda: replace(Holder.this_process(), boot="before"),
-    "another host": lambda: replace(Holder.this_process(), host="elsewhere", boot="other"),
-    "another container": lambda: replace(dead_process(), namespace="pid:[1]"),
+    "another host": lambda: replace(Holder.this_process(), host="elsewhere"),
 }
 
 
@@ -59,47 +41,78 @@ def left_by(path: Path, holder: Holder) -> None:
     path.write_text(json.dumps(asdict(holder)))
 
 
-@pytest.mark.parametrize(
-    ("name", "local", "gone_with_flock", "gone_without"),
-    [
-        ("alive", True, True, False),  # a lock of its own that it has not: let go of, or copied
-        ("dead", False, True, True),
-        ("number used again", False, True, True),
-        ("before a restart", False, True, True),
-        ("another host", True, True, False),
-        ("another host", False, False, False),
-        ("another container", False, True, False),
-    ],
-)
-def test_whose_lock_is_taken_over(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    has_flock: bool,
-    name: str,
-    local: bool,
-    gone_with_flock: bool,
-    gone_without: bool,
-) -> None:
+@pytest.mark.parametrize("name", HOLDERS)
+def test_a_lock_that_no_process_has_is_taken_over(tmp_path: Path, name: str) -> None:
+    """Whoever it names: the kernel knows better."""
     path, before = tmp_path / "lock", open_files()
     left_by(path, HOLDERS[name]())
-    monkeypatch.setattr(module, "LOCAL", {0x1234} if local else set())
-    monkeypatch.setattr(module, "file_system_of", lambda descriptor: 0x1234)
     lock = Lock(path, Path("out"))
-    if gone_with_flock if has_flock else gone_without:
-        lock.take()
-        found = Holder(**json.loads(path.read_text()))
-        assert found == replace(Holder.this_process(), since=found.since)
-        lock.release()
-        assert os.listdir(tmp_path) == []  # noqa: PTH208
-    else:
-        left = path.read_text()
-        with pytest.raises(TargetLockedError, match=f"on {HOLDERS[name]().host}.*remove .*lock"):
-            lock.take()
-        assert path.read_text() == left
+    lock.take()
+    found = Holder(**json.loads(path.read_text()))
+    assert found == replace(Holder.this_process(), since=found.since)
+    lock.release()
+    assert os.listdir(tmp_path) == []  # noqa: PTH208
     assert open_files() == before
 
 
-def test_only_one_has_it(tmp_path: Path, has_flock: bool) -> None:
+def test_a_killed_run_stops_no_later_one(tmp_path: Path) -> None:
+    path, script = tmp_path / "lock", (
+        "import sys, time; from pathlib import Path; from streamshard.io.lock import Lock;"
+        "Lock(Path(sys.argv[1]), Path('out')).take(); print(flush=True); time.sleep(600)"
+    )  # fmt: skip
+    child = subprocess.Popen([sys.executable, "-c", script, path], stdout=subprocess.PIPE)
+    with child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        lock = Lock(path, Path("out"))
+        with pytest.raises(TargetLockedError, match=f"process {child.pid} on .*wait for it"):
+            lock.take()
+        child.kill()
+    lock.take()
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_that_another_run_removed_meanwhile_is_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It opened the file, and has it locked once its holder has released and removed it."""
+    first, second, third = (Lock(tmp_path / "lock", Path("out")) for _ in range(3))
+    first.take()
+    real = fcntl.flock
+
+    def late(descriptor: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", real)
+        first.release()
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    second.take()
+    with pytest.raises(TargetLockedError):
+        third.take()
+    second.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_where_files_cannot_be_locked_a_variable_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(OSError, match=r"does not lock files.*set STREAMSHARD_NO_LOCK=1") as caught:
+        lock_at(tmp_path / "lock", Path("out")).take()
+    assert caught.value.filename == "out"
+    monkeypatch.setenv("STREAMSHARD_NO_LOCK", "1")
+    lock = lock_at(tmp_path / "lock", Path("out"))
+    lock.take()
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_one_has_it(tmp_path: Path) -> None:
     one, other = (Lock(tmp_path / "lock", Path("out")) for _ in range(2))
     one.take()
     with pytest.raises(TargetLockedError, match=f"process {os.getpid()} on .*wait for it"):
@@ -111,19 +124,7 @@ def test_only_one_has_it(tmp_path: Path, has_flock: bool) -> None:
     assert os.listdir(tmp_path) == []  # noqa: PTH208
 
 
-def test_what_a_killed_run_left_on_the_way_is_removed(tmp_path: Path) -> None:
-    """It had given the lock its name, and the temporary one was there too."""
-    left_by(tmp_path / "lock", dead_process())
-    (tmp_path / "lock.new.1.ab").hardlink_to(tmp_path / "lock")
-    for name in ("lock.new.2.ab", "lock.new", "locket"):
-        (tmp_path / name).touch()
-    lock = Lock(tmp_path / "lock", Path("out"))
-    lock.take()
-    assert {path.name for path in tmp_path.iterdir()} == {"lock", "lock.new", "locket"}
-    lock.release()
-
-
-@pytest.mark.parametrize("call", ["os.link", "os.fsync", "os.pwrite", "fcntl.flock"])
+@pytest.mark.parametrize("call", ["os.ftruncate", "os.pwrite", "fcntl.flock"])
 def test_one_that_cannot_be_taken_is_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
@@ -138,21 +139,24 @@ def test_one_that_cannot_be_taken_is_not_there(
     assert open_files() == before
 
 
-def test_a_lock_that_says_nothing(tmp_path: Path, has_flock: bool) -> None:
+def test_a_lock_that_says_nothing(tmp_path: Path) -> None:
     """It was cut off, by a power failure perhaps."""
     for content in (b"", bytes(200), b'{"ho', b'{"host": "a', b'{"host": "a"}', b'{"host": "\xff'):
         (tmp_path / "lock").write_bytes(content)
         lock = Lock(tmp_path / "lock", Path("out"))
-        if has_flock:
-            lock.take()
-            lock.release()
-        else:
-            with pytest.raises(TargetLockedError, match=r"does not say who.*remove"):
-                lock.take()
+        lock.take()
+        lock.release()
+
+
+def test_one_that_is_held_and_says_nothing(tmp_path: Path) -> None:
+    with (tmp_path / "lock").open("wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(TargetLockedError, match="it does not say who"):
+            Lock(tmp_path / "lock", Path("out")).take()
 
 
 @pytest.mark.parametrize("content", [b"4711\n", b"[1]", b'{"lr": 1}', b" " * 5000, b"\xff"])
-def test_a_file_of_others_is_no_lock(tmp_path: Path, has_flock: bool, content: bytes) -> None:
+def test_a_file_of_others_is_no_lock(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "lock"
     path.write_bytes(content)
     with pytest.raises(OSError, match=r"other content than a lock's.*move it away") as caught:
@@ -216,27 +220,8 @@ def test_no_file_is_written_through_what_lies_there(tmp_path: Path, kind: str) -
     assert not (tmp_path / "new").exists()
 
 
-def test_a_take_over_that_was_cut_off_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_flock", lambda descriptor: None)
-    left_by(tmp_path / "lock", dead_process())
-    (tmp_path / "lock.turn").mkdir()
-    with pytest.raises(TargetLockedError, match=r"taking it over.*remove .*lock\.turn"):
-        Lock(tmp_path / "lock", Path("out")).take()
-
-
-def no_links(*paths: Path) -> None:
-    """Refuse as a file system does that has no hard links."""
-    raise OSError(errno.EPERM, "Operation not permitted")
-
-
-def _contend(path: Path, without: str, rounds: int) -> None:
+def _contend(path: Path, rounds: int) -> None:
     """Take a lock again and again, and see to it that nobody else has it."""
-    if "flock" in without:
-        module._flock = lambda descriptor: None
-    if "links" in without:
-        os.link = no_links  # type: ignore[assignment]
     taken = 0
     while taken < rounds:
         lock = Lock(path, Path("out"))
@@ -250,12 +235,11 @@ def _contend(path: Path, without: str, rounds: int) -> None:
         taken += 1
 
 
-@pytest.mark.parametrize("without", ["", "flock", "links", "flock, links"])
-def test_processes_that_all_want_it(tmp_path: Path, without: str) -> None:
+def test_processes_that_all_want_it(tmp_path: Path) -> None:
     """Whoever has it makes a file that must not be there."""
     left_by(tmp_path / "lock", dead_process())
     context = multiprocessing.get_context("spawn")
-    arguments = (tmp_path / "lock", without, 40)
+    arguments = (tmp_path / "lock", 40)
     children = [context.Process(target=_contend, args=arguments) for _ in range(3)]
     for child in children:
         child.start()

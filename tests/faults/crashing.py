@@ -13,12 +13,9 @@ from typing import Final, Protocol
 
 from tests.faults.compact_scenarios import AnyScenario
 from tests.faults.crash_model import History, Node, State
-from tests.faults.scenarios import Scenario, empty
-from tests.faults.shim import Option
+from tests.faults.scenarios import empty
 
 _LOCK: Final = ".streamshard.lock"
-_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
-_OTHER_BOOT: Final = "00000000-0000-4000-8000-000000000000"
 
 
 class CrashDisk:
@@ -63,7 +60,6 @@ class CrashDisk:
 
     def make(self, state: State) -> None:
         """Make the directory what it may be after the machine has started again."""
-        boot = _BOOT.read_text().strip().encode() if _BOOT.exists() else b""
         self._clear()
         made: dict[int, Path] = {}
         directories = []
@@ -77,8 +73,7 @@ class CrashDisk:
             elif node.original is not None and content == node.content and mode == node.mode:
                 os.link(node.original, path)
             else:
-                # A lock tells in which life of the machine it was taken.
-                path.write_bytes(content.replace(boot, _OTHER_BOOT.encode()) if boot else content)
+                path.write_bytes(content)
                 path.chmod(stat.S_IMODE(mode))
             made.setdefault(id(node), path)
         for path, mode, node in reversed(directories):
@@ -196,8 +191,6 @@ def try_crashes(
     states = first.states(most, seed)
     wrong = list(first.wrong(states))
     twice = 0
-    if isinstance(scenario, Scenario) and Option.LOCKLESS in scenario.system:
-        again = 0  # a lock that is being taken over then holds, and the message says what to remove
     for turn, state in enumerate(Random(seed).sample(possible, min(again, len(possible)))):
         second = bench.crash(scenario, Crashed(first.disk, state))
         some = second.states(again, seed + turn)

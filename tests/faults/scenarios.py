@@ -80,14 +80,6 @@ SCENARIOS: Final[Sequence[Scenario]] = (
         system=Option.FOREIGN,
         own=Side.TARGET,
     ),
-    Scenario(
-        "repartition, without locks",
-        "repartition",
-        "stage_2",
-        _TO_3,
-        system=Option.LOCKLESS,
-        own=Side.TARGET,
-    ),
 )
 
 

@@ -51,7 +51,7 @@ enum {
     NO_ATIME = 4096, /* opens in a way that only a file's owner may */
 };
 enum { PASS, FAIL, SHORT, DIE_BEFORE, DIE_AFTER, KILL_BEFORE, KILL_AFTER, STOP };
-enum { HURRY = 1, FOREIGN = 2, LOCKLESS = 4 };
+enum { HURRY = 1, FOREIGN = 2 };
 
 enum { DESCRIPTORS = 4096, PATH_BYTES = 400, EXIT_CODE = 99, HURRY_BY = 200 };
 enum { NFS_SUPER_MAGIC_ = 0x6969 };
@@ -638,10 +638,6 @@ int flock(int descriptor, int operation)
 {
     REAL(flock);
     struct call call;
-    if (plan.options & LOCKLESS) {
-        errno = ENOLCK;
-        return -1;
-    }
     if (!on_descriptor(&call, "flock", LOCK, descriptor)) return real(descriptor, operation);
     DO(int, -1, real(descriptor, operation));
 }

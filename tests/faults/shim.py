@@ -66,8 +66,6 @@ class Option(enum.IntFlag):
     """Whatever waits waits for a small part of that time."""
     FOREIGN = 2
     """The target says that it lies on a network file system."""
-    LOCKLESS = 4
-    """Files cannot be locked; nothing is known then of the calls that try to."""
 
 
 NO_OPTION: Final = Option(0)

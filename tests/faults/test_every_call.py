@@ -11,13 +11,12 @@ import pytest
 from tests.faults.campaign import Benches, Case, chosen_kills, fault_at, rotated, second_runs
 from tests.faults.ground import Verdict
 from tests.faults.scenarios import SCENARIOS, Scenario
-from tests.faults.shim import Action, Option, Side
+from tests.faults.shim import Action, Side
 from tests.faults.table import FAULTS
 from tests.samples import sampled
 
 KEEPING = [scenario for scenario in SCENARIOS if not scenario.replaces]
 """With `--overwrite` a run begins afresh."""
-LOCKED_OR_NOT = [SCENARIOS[0], *(s for s in SCENARIOS if s.system & Option.LOCKLESS)]
 STEP = 4
 KILLS = 42
 MOST_TOLD = 10
@@ -67,10 +66,10 @@ def test_a_run_may_be_stopped_at_any_instant(tried: Benches) -> None:
 
 
 @sampled(9)
-@pytest.mark.parametrize("scenario", LOCKED_OR_NOT, ids=lambda scenario: scenario.name)
 def test_of_two_runs_one_makes_the_target_and_the_other_is_refused(
-    scenario: Scenario, one_in: int, tried: Benches
+    one_in: int, tried: Benches
 ) -> None:
     """At each call of the first a second comes and goes."""
+    scenario = SCENARIOS[0]
     verdicts = judged(tried, second_runs(scenario, tried.undisturbed(scenario))[::one_in])
     assert {verdict.code for verdict in verdicts} == {0, 4, -9}

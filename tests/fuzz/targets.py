@@ -48,7 +48,7 @@ from streamshard.formats.zarr import (
     zarr_python,
 )
 from streamshard.formats.zarr.packed_place import PackedPath, PackedStores
-from streamshard.io.lock import holder_in
+from streamshard.io.lock import Holder
 from streamshard.io.place import place_of
 from streamshard.layout.boxes import NotTiledError, grid_of
 from streamshard.layout.cutting import Segments
@@ -196,7 +196,7 @@ def packed_stores(data: bytes, path: Path) -> None:
 
 
 def locks(data: bytes, _: Path) -> None:
-    holder = holder_in(data)
+    holder = Holder.in_content(data)
     if holder is None:
         raise SourceError("it names no holder")
     str(holder)

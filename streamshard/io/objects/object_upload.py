@@ -3,6 +3,7 @@
 import queue
 import threading
 from collections.abc import Iterator
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from weakref import finalize
 
@@ -248,21 +249,24 @@ def create(path: ObjectPath, content: bytes) -> str:
         return put(path, content, mode="create")
     except FileExistsError:
         # Perhaps this very request was carried out, its answer lost, and obstore repeated it.
-        version, found = get_small(path)
+        version, found, _ = get_small(path)
         if found != content:
             raise
         return version.get("e_tag", "")
 
 
-def get_small(path: ObjectPath) -> tuple[Version, bytes]:
-    def get(client: "ObjectStore") -> tuple[Version, bytes]:
+def get_small(path: ObjectPath) -> tuple[Version, bytes, datetime]:
+    """Return an object's version and content, and when it was put, by the service's clock."""
+
+    def get(client: "ObjectStore") -> tuple[Version, bytes, datetime]:
         result = client.get(path.key)
         found = {"e_tag": quoted(result.meta["e_tag"]), "version": result.meta["version"] or ""}
-        return {name: value for name, value in found.items() if value}, bytes(result.bytes())
+        version = {name: value for name, value in found.items() if value}
+        return version, bytes(result.bytes()), result.meta["last_modified"]
 
     version: Version
-    version, content = call(path, get)
-    return version, content
+    version, content, modified = call(path, get)
+    return version, content, modified
 
 
 def is_there(path: ObjectPath) -> bool:

@@ -150,7 +150,6 @@ def _write_store(
         archived.store,
         codec=storing.codec,
         chunk_size=storing.chunk_size,
-        lock=storing.lock,
         memory_limit=limits.memory_limit,
         workers=limits.workers,
         overwrite=overwrite,

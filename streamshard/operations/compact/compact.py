@@ -90,9 +90,6 @@ def compact(options: _Compact) -> Compaction:
     packed
         Make each new archive one file, `TAG.zarr.zip`, or one object. It shares no files with other
         archives; `CompactedTag.repeated_bytes` says what that costs. Archives that exist stay.
-    lock
-        Whether to keep other runs from the directories meanwhile. Only for buckets whose service
-        cannot keep a lock, and where nothing else writes to them, it may be left out.
     bytes_per_second
         Limit of reading and writing.
     now

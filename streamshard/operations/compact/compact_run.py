@@ -100,13 +100,11 @@ class CompactRun:
         for directory in (archive_dir, *run_dirs):
             with target_errors(directory):
                 make_directory(directory, parents=True, exist_ok=True)
-                lock = lock_at(directory / _LOCK, directory, is_wanted=options.lock)
+                lock = lock_at(directory / _LOCK, directory)
                 lock.take()
             stack.callback(lock.release)
-        if options.lock:
-            with target_errors(archive_dir):
-                dead = paths_like(archive_dir, f"{_LOCK}.*")
-                place_of(archive_dir).remove_dead_locks(dead)
+        with target_errors(archive_dir):
+            place_of(archive_dir).remove_dead_locks(paths_like(archive_dir, f"{_LOCK}.*"))
 
     def _require_archives(self) -> None:
         """Refuse an archive directory that has no receipt of any tag in the trash.

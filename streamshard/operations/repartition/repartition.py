@@ -90,9 +90,6 @@ def plan_repartition(options: RepartitionOptions) -> TransferPlan:
         Write nothing if the job can resume from the source's own files, or if the target already
         holds exactly the bytes that would be written. The report says so, and says which directory
         to resume from.
-    lock
-        Whether to keep other runs from writing the target meanwhile. Only for a bucket whose
-        service cannot keep a lock, and where nothing else writes, it may be left out.
 
     Raises
     ------

@@ -78,7 +78,6 @@ class TransferPlan:
             self.identity,
             nbytes=self.report.bytes_written,
             sizes=self.sizes,
-            lock=options.lock,
             verify=options.verify,
             template=self.output.template,
         ) as partial_target:

@@ -114,14 +114,13 @@ def staged(
     *,
     nbytes: int,
     sizes: Callable[[], Mapping[str, int]],
-    lock: bool,
     verify: bool,
     template: Template | None = None,
 ) -> StagedTarget:
-    """Return a target to be written; `lock`: whether to keep other runs from writing it."""
+    """Return a target to be written."""
     place = target.absolute().with_name(f"{LOCK}.{target.name}")
-    own = lock_at(place, target.absolute(), is_wanted=lock)
+    lock = lock_at(place, target.absolute())
     made: StagedTarget = TargetKind.of(target).staged(
-        target, own, identity, nbytes=nbytes, sizes=sizes, verify=verify, template=template
+        target, lock, identity, nbytes=nbytes, sizes=sizes, verify=verify, template=template
     )
     return made

@@ -234,6 +234,7 @@ class UploadedTarget(StagedTarget):
                     write_new(self.path / names.LATEST, latest.encode())
                 if self.path != self._target:
                     self.journal.note_whole()
+            self._lock.require_held()
             if self.path != self._target:
                 self._replace()
             verb = str(self._identity.header["options"]["verb"])
