@@ -462,11 +462,13 @@ class Checkpoint:
 
 def _with_version(entries: Mapping[str, Node], version: Version) -> dict[str, Node]:
     """Replace the version that a file's dict records, if it records one."""
-    own = {names.DS_VERSION: dotted(version)} if names.DS_VERSION in entries else {}
+    replaced = dict(entries)
+    if names.DS_VERSION in entries:
+        replaced[names.DS_VERSION] = dotted(version)
     state = entries.get(names.OPTIMIZER)
     if isinstance(state, dict) and names.DS_VERSION in state:
-        own = {**own, names.OPTIMIZER: _with_version(state, version)}
-    return {**entries, **own}
+        replaced[names.OPTIMIZER] = _with_version(state, version)
+    return replaced
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,10 +88,6 @@ def of_a_run(make: Callable[[Path], object]) -> Callable[[Path], None]:
     return made
 
 
-def plan(path: Path) -> None:
-    streamshard.plan_repartition("runs/7b", "runs/7b-on-6", world_size=6).save(path)
-
-
 def universal(path: Path) -> None:
     """Make what DeepSpeed's converter makes of a tag."""
     if not any(path.parent.iterdir()):
@@ -136,7 +132,6 @@ MAKERS: tuple[tuple[str, Callable[[Path], object]], ...] = (
         of_a_run(lambda path: streamshard.convert("runs/7b", path, tag=tag_of(1000))),
     ),
     (r"\S+\.zarr", of_a_run(lambda path: streamshard.convert("runs/7b", path))),
-    (r"plan\.json", of_a_run(plan)),
     (r"ds(_config)?\.json", lambda path: path.write_text(DS_CONFIG)),
 )
 DS_CONFIG = (

@@ -107,7 +107,8 @@ def test_ties_go_with_their_layer(tmp_path: Path) -> None:
 
 def test_other_stages_are_those_of_a_save(tmp_path: Path) -> None:
     run, out = write_pipe(TWO, tmp_path / "run"), tmp_path / "out"
-    for degrees in ({"pipeline_parallel": 3}, {"tensor_parallel": 2}):
+    several: list[dict[str, Any]] = [{"pipeline_parallel": 3}, {"tensor_parallel": 2}]
+    for degrees in several:
         with pytest.raises(UsageError, match=r"nothing tells how a job .* say here like=RUN"):
             streamshard.repartition(run, out, world_size=6, **degrees)
 

@@ -35,7 +35,6 @@ from streamshard.io.sink import Sink
 from streamshard.operations.source.source import open_source
 from streamshard.operations.transfer import file_layout
 from tests.cli.conftest import tree
-from tests.degrees.test_averaged import TWO as AVERAGED
 from tests.degrees.test_stores_of_layers import WIDE, is_cut
 from tests.fabricated import edit, optimizer_file, write, write_dumps
 from tests.fabricated_pipes import PipeJob, write_pipe
@@ -127,7 +126,6 @@ def packed(run: Path, out: Path) -> streamshard.Report:
 resized = partial(streamshard.repartition, world_size=3)
 converted = partial(streamshard.convert, chunk_size=SPAN_BYTES)
 halved = partial(streamshard.export, dtype="fp16")
-merged = partial(streamshard.repartition, world_size=2, tensor_parallel=1, average=True)
 CASES: dict[str, Case] = {
     **{
         f"stage {a} to {b}": Case(of(Job(stage=a)), partial(resized, zero_stage=b))
@@ -145,7 +143,6 @@ CASES: dict[str, Case] = {
     "torch": Case(enlarged, partial(halved, format="torch")),
     "universal": Case(enlarged, partial(streamshard.export, format="universal")),
     "dcp": Case(enlarged, partial(halved, format="dcp")),
-    "means": Case(of(AVERAGED), merged),
     "merge": Case(trained, partial(streamshard.merge, last=3, weights="1-sqrt")),
     "layers in a store": Case(layers, streamshard.export),
 }

@@ -42,12 +42,12 @@ _KNOWN_INSIDE: Final = frozenset(_INSIDE.split())
 _MOST_PLAIN: Final = 16
 
 
-def is_dangerous(name: Global) -> bool:
+def _is_dangerous(name: Global) -> bool:
     """Tell whether a name runs what its arguments say.
 
-    >>> is_dangerous(Global("posix", "system")), is_dangerous(Global("torch", "hub.os.system"))
+    >>> _is_dangerous(Global("posix", "system")), _is_dangerous(Global("torch", "hub.os.system"))
     (True, True)
-    >>> is_dangerous(Global("collections", "OrderedDict"))
+    >>> _is_dangerous(Global("collections", "OrderedDict"))
     False
     """
     text = str(name)
@@ -68,7 +68,7 @@ def dangerous_in(node: Node) -> set[Global]:
     while stack:
         node = stack.pop()
         if isinstance(node, Global):
-            if is_dangerous(node):
+            if _is_dangerous(node):
                 found.add(node)
             continue
         if id(node) in seen:

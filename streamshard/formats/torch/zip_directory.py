@@ -27,7 +27,7 @@ from streamshard.formats.torch.zip_layout import (
 from streamshard.io.readable import Readable
 from streamshard.model import Literal
 
-MAGIC: Final = b"PK\x03\x04"
+_MAGIC: Final = b"PK\x03\x04"
 """First bytes of a zip, unless something was put before it."""
 _PICKLE: Final = b"\x80"
 """First byte of a pickle of protocol 2 or later."""
@@ -149,7 +149,7 @@ def names(source: Readable) -> list[bytes]:
     """List the names of a zip's records, even if the zip is damaged at one end."""
     start = source.read_at(0, LOCAL.size + _LIMIT_16)
     found = []
-    if start.startswith(MAGIC) and len(start) > LOCAL.size:
+    if start.startswith(_MAGIC) and len(start) > LOCAL.size:
         name_bytes = LOCAL.unpack_from(start)[-2]
         found.append(start[LOCAL.size : LOCAL.size + name_bytes])
     with suppress(SourceError):
@@ -290,7 +290,7 @@ def read_header(source: Readable, entry: ZipEntry, end: int) -> LocalHeader:
     """Read a record's local header. Its data must not reach past `end`."""
     wanted = LOCAL.size + len(entry.name)
     data = source.read_at(entry.header, wanted + _USUAL_EXTRA)
-    if len(data) < wanted or not data.startswith(MAGIC):
+    if len(data) < wanted or not data.startswith(_MAGIC):
         raise CorruptFileError(f"record {_shown(entry.name)} has no local header")
     fields = LOCAL.unpack_from(data)
     common, (name_bytes, extra_bytes) = fields[1:6], fields[9:]

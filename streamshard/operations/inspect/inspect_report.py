@@ -238,7 +238,7 @@ class IncompleteCheckpoint:
     """The page that was written, with its size."""
 
 
-def degrees_text(parts: int, data: int, degrees: Degrees | None, expert: int) -> str:
+def _degrees_text(parts: int, data: int, degrees: Degrees | None, expert: int) -> str:
     """Say as what ranks share the model; empty if ZeRO alone cuts it.
 
     Parameters
@@ -246,7 +246,7 @@ def degrees_text(parts: int, data: int, degrees: Degrees | None, expert: int) ->
     parts, data
         Tensor and pipeline parallel parts of the model, and the ranks that share each.
 
-    >>> degrees_text(6, 4, Degrees(2, 3), 2), degrees_text(1, 8, Degrees(1, 1), 1)
+    >>> _degrees_text(6, 4, Degrees(2, 3), 2), _degrees_text(1, 8, Degrees(1, 1), 1)
     ('4 data-parallel x 2 tensor-parallel x 3 pipeline-parallel, experts over 2', '')
     """
     if parts == expert == 1:
@@ -334,7 +334,7 @@ class Inspection:
         both = self.tensor_parallel, self.pipeline_parallel
         degrees = None if both[0] is None or both[1] is None else Degrees(both[0], both[1])
         parts, expert = self.model_parallel, self.expert_parallel
-        text = degrees_text(parts, self.data_parallel, degrees, expert)
+        text = _degrees_text(parts, self.data_parallel, degrees, expert)
         return f"{self.world_size}: {text}" if text else f"{self.world_size}"
 
     @property
