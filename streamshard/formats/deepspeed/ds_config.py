@@ -344,7 +344,7 @@ def sequence_replicas(config: Config, dp_world_size: int, version: Version | Non
     return mesh[1] if mesh and mesh[0] == dp_world_size else 1
 
 
-def wants_round_robin(config: Config) -> bool:
+def _wants_round_robin(config: Config) -> bool:
     """Tell whether a config asks for `round_robin_gradients`, which not every engine heeds."""
     return _zero(config).flag("round_robin_gradients")
 

@@ -52,7 +52,7 @@ class Template:
             raise SourceNotFoundError("no such directory", path=self.directory)
         ranks = {self.rank_of(entry.name) for entry in paths_in(self.directory)} - {None}
         if not ranks:
-            message = f"{where}: no file of this name for any rank{hint_of_templates(where)}"
+            message = f"{where}: no file of this name for any rank{_hint_of_templates(where)}"
             raise SourceNotFoundError(message)
         for rank in range(len(ranks)):
             if rank not in ranks:
@@ -99,11 +99,11 @@ def parse_source(path: str) -> Template:
         return _as_padded(parse(path))
     files = [name for name in _files_in(whole.parent) if fnmatchcase(name, whole.name)]
     if not files:
-        raise SourceNotFoundError(f"{path}: no such file{hint_of_templates(whole)}")
+        raise SourceNotFoundError(f"{path}: no such file{_hint_of_templates(whole)}")
     name = fitting(files)
     if name is None:
         message = f"{path}: {some_of(files)}: these names do not differ in"
-        raise UsageError(f"{message} the rank alone{hint_of_templates(whole)}")
+        raise UsageError(f"{message} the rank alone{_hint_of_templates(whole)}")
     return Template(whole.parent, name)
 
 
@@ -113,7 +113,7 @@ def template_for(paths: Sequence[Path]) -> str:
     where = paths[0].with_name(name or paths[0].name)
     if name is None or {*Template(where.parent, name).find()} != {*paths}:
         message = f"{paths[0]} and {len(paths) - 1:,} more files: are not the dumps of all ranks"
-        raise UsageError(f"{message}{hint_of_templates(where)}")
+        raise UsageError(f"{message}{_hint_of_templates(where)}")
     return str(where)
 
 
@@ -141,7 +141,7 @@ def template_of(file_name: str, beside: Iterable[str]) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-def hint_of_templates(path: Path) -> str:
+def _hint_of_templates(path: Path) -> str:
     """Say which templates fit the files in a path's directory."""
     made = {
         name: ranks

@@ -23,7 +23,7 @@ from streamshard.layout.model_cut import ModelCut, Shape
 from streamshard.layout.selection import strides
 
 _VERSION: Final = 1
-MAPS: Final = "affine_map"
+_MAPS: Final = "affine_map"
 
 
 class AffineMaps(CutsInFiles):
@@ -31,17 +31,17 @@ class AffineMaps(CutsInFiles):
 
     @classmethod
     def are_in(cls, info: Node) -> bool:
-        saved = info.get(MAPS) if isinstance(info, dict) else None
+        saved = info.get(_MAPS) if isinstance(info, dict) else None
         if saved is None or saved == {}:
             return False
         maps = saved.get("params") if isinstance(saved, dict) else saved
         if not isinstance(maps, dict):
-            message = f"'{MAPS}' in '{names.UNIVERSAL_INFO}' has {show(maps)} in place of maps"
+            message = f"'{_MAPS}' in '{names.UNIVERSAL_INFO}' has {show(maps)} in place of maps"
             raise CorruptFileError(message)
         return True
 
     def __init__(self, info: Mapping[str, Node]) -> None:
-        maps = info[MAPS]
+        maps = info[_MAPS]
         if maps.get("version") != _VERSION:
             message = f"affine maps of version {show(maps.get('version'))}"
             raise UnsupportedError(f"{message}, not {_VERSION}; use a newer streamshard")
