@@ -176,6 +176,13 @@ SOURCE_HELP: Final = (
     "az://..."
 )
 DRY_RUN: Final = flag("show what would be done, and write nothing", "-n --dry-run", group=RUN)
+DASK: Final = option(
+    "ADDRESS",
+    "run on a Dask cluster: tcp://scheduler:8786, the path of a scheduler file (*.json), or "
+    "local:N for N processes with --workers threads each [threads of this process]",
+    is_rare=True,
+    group=RUN,
+)
 
 
 class SourceOptions(Options):
@@ -224,12 +231,6 @@ class RunOptions(Options):
         few="at least one is needed",
         is_rare=True,
     )
-    dask = option(
-        "ADDRESS",
-        "run on a Dask cluster: tcp://scheduler:8786, the path of a scheduler file (*.json), or "
-        "local:N for N processes with --workers threads each [threads of this process]",
-        is_rare=True,
-    )
 
 
 _IF_NEEDED: Final = (
@@ -244,6 +245,7 @@ class _TargetOptions(Options):
 
     overwrite: bool = flag("replace the target if it exists")
     if_needed: bool = flag(_IF_NEEDED)
+    dask = DASK
     dry_run = DRY_RUN
     verify: bool = flag(
         "read back what was written, and compare it with SRC before it takes its place"

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Sequence
 from datetime import timedelta
-from fractions import Fraction
 from typing import Final
 
 _UNITS: Final = {
@@ -44,23 +43,6 @@ def parse(text: str, *, whole: int | None = None) -> int:
         percent = " or 50%" if whole is not None else ""
         raise ValueError(f"{text!r} is not a size; write 64MiB, 5GB{percent}")
     return int(float(match[1]) * _UNITS[unit])
-
-
-def parse_part(text: str) -> tuple[int | None, int]:
-    """Read a part of a whole: `3/20` for the third of twenty, `5%` for any one of twenty.
-
-    If 100% is not a multiple of the percentage, the part is rounded up: 30% gives one of three.
-
-    >>> parse_part("3/20"), parse_part("5%"), parse_part("30%")
-    ((3, 20), (None, 20), (None, 3))
-    """
-    match = re.fullmatch(r"\s*(?:(\d{1,6})\s*/\s*(\d{1,6})|(\d{1,3}(?:\.\d{1,6})?)\s*%)\s*", text)
-    part, parts, percent = match.groups() if match else (None, None, None)
-    if part is not None and parts is not None and 1 <= int(part) <= int(parts):
-        return int(part), int(parts)
-    if percent is not None and 0 < Fraction(percent) <= 100:
-        return None, int(100 / Fraction(percent))
-    raise ValueError(f"{text!r} is not a part of a whole; write 5% or 3/20")
 
 
 def parse_time(text: str) -> timedelta:

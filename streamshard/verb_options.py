@@ -7,6 +7,7 @@ from typing import Final
 from streamshard.options import (
     CODECS,
     CUT_RULES,
+    DASK,
     JOB,
     OUTPUT,
     PIPELINE_PARALLEL,
@@ -196,10 +197,6 @@ class VerifyOptions(SourceOptions, RunOptions):
         "compare the content with that of another checkpoint, tensor by tensor, whatever its "
         "format, ZeRO stage and world size; checksums are not looked at then",
     )
-    sample: str | None = option(
-        "PART", "read a part only: 3/20, or 5%% for the one of twenty whose turn it is today [all]"
-    )
-    digests: bool = flag("list the digest of every tensor, which does not depend on how it is cut")
     health: bool = flag(
         "look for NaN and infinities in weights and optimizer states; with -v, show how large the "
         "numbers of every tensor are"
@@ -265,6 +262,7 @@ class _ReportOptions(Options):
         "how the last run ended"
     )
     html = option("FILE", "draw --status on a page: what became of each checkpoint", is_rare=True)
+    dask = DASK
     dry_run: bool = flag("say what would be done, and do nothing", "-n --dry-run", group=RUN)
 
 

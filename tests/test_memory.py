@@ -183,7 +183,6 @@ def test_verify(source: Source, place: Path, codec: str) -> None:
     require_kept_contract(verified, limit)
     of_native: list[tuple[Path | str, ...]] = [
         (source.path,),
-        (source.path, "--digests"),
         (out, "--against", source.path),
     ]
     for path, *others in [

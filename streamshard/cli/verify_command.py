@@ -9,7 +9,7 @@ from streamshard.cli.streams import print_result
 from streamshard.cli.text.escaping import one_line
 from streamshard.cli.text.health_text import health_table, healthy_text
 from streamshard.cli.text.report_text import memory_text, read_text
-from streamshard.cli.text.tables import facts_text, more_text, paragraph, table
+from streamshard.cli.text.tables import facts_text, more_text, paragraph
 from streamshard.errors import IntegrityError
 from streamshard.operations.checks.problems import Difference, Problem, Verification
 from streamshard.operations.checks.structure import title_of
@@ -21,8 +21,7 @@ def run_verify(arguments: argparse.Namespace) -> None:
     """Verify a checkpoint; raises what was found, if it is not good."""
     with display(is_quiet=arguments.quiet) as progress:
         found = verify.verify(progress=progress, **keywords(arguments))
-    form = {"verbose": arguments.verbose, "with_digests": arguments.digests}
-    print_result(found, arguments, lambda: _verification_text(found, **form))
+    print_result(found, arguments, lambda: _verification_text(found, verbose=arguments.verbose))
     if not found.is_good:
         first, *others = _findings_lines(found, verbose=arguments.quiet)
         error = IntegrityError(first)
@@ -35,15 +34,13 @@ _MOST_SHOWN: Final = 20
 """Maximum problems that are shown without `-v`."""
 
 
-def _verification_text(found: Verification, *, verbose: bool, with_digests: bool) -> str:
+def _verification_text(found: Verification, *, verbose: bool) -> str:
     """Format what `verify` checked and found."""
     kind = f" ({title_of(found.kind)})" if found.kind else ""
     facts: list[tuple[str, object]] = [("checkpoint", f"{found.path}{kind}")]
     if found.against is not None:
         facts.append(("against", found.against))
     facts.append(("tag", found.tag or "not known"))
-    if found.sample != "1/1":
-        facts.append(("sample", found.sample))
     facts += [("files", f"{found.files:,}"), ("read", read_text(found))]
     if found.against is None:
         facts.append(("checksums", f"{found.checked:,}"))
@@ -54,8 +51,6 @@ def _verification_text(found: Verification, *, verbose: bool, with_digests: bool
     if verbose:
         facts.append(("memory", memory_text(found, verbose=True)))
     blocks = [facts_text(facts), *map(paragraph, found.notes)]
-    if with_digests:
-        blocks.append(table([("digest", "tensor"), *((d, n) for n, d in found.digests.items())]))
     if verbose and found.health:
         blocks.append(health_table(found.health))
     wrong: list[Problem | Difference] = [*found.problems, *found.differences]

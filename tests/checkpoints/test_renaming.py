@@ -251,10 +251,7 @@ def test_what_rules_make_is_compared_before_and_after(
         n for n in streamshard.diff(dcp, tmp_path / "model", rename=rules).notes if "only" in n
     ]
     assert told.startswith("One side is a model's weights in safetensors files, without")
-    measured = streamshard.verify(dcp, digests=True, rename=rules)
-    written = streamshard.verify(zero, digests=True).digests
-    assert measured.digests == {name: written[name] for name in measured.digests}
-    assert len(measured.digests) == len(STATES) * len(wanted)
+    measured = streamshard.verify(dcp, rename=rules)
     seen = streamshard.inspect(dcp, rename=rules)
     assert {one.name for one in seen.parameters} == wanted.keys()
     assert seen.notes == measured.notes

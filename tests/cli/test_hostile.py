@@ -47,10 +47,9 @@ def test_payloads_are_carried_and_never_run(run: Path, tmp_path: Path) -> None:
         assert done.code == 0, done.err
         assert "DANGER: the training state calls posix.system" in " ".join(done.out.split())
     for source in (run, store):
-        for more in ((), ("--digests",)):
-            done = streamshard("verify", source, *more)
-            assert done.code == 0, done.err
-            assert "DANGER: the training state calls" in " ".join(done.out.split())
+        done = streamshard("verify", source)
+        assert done.code == 0, done.err
+        assert "DANGER: the training state calls" in " ".join(done.out.split())
     assert streamshard("verify", run, "--against", store).code == 0
     assert not marker.exists()
     assert tree(tmp_path / "out") == tree(tmp_path / "again")

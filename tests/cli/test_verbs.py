@@ -78,20 +78,6 @@ def test_what_is_written_is_read_back_and_held_against_its_source(
     assert " elements differ, the first at index " in done.out
 
 
-def test_samples_and_digests(saved: Saved, tmp_path: Path) -> None:
-    done = in_process("verify", saved(2), "--sample", "2/3")
-    assert (done.code, "2/3" in done.out) == (0, True)
-    assert in_process("verify", saved(2), "--sample", "5%", "-q").code == 0
-    in_process("repartition", saved(2), tmp_path / "out", "--world-size", 3, "-q")
-    digests = [
-        json.loads(in_process("verify", path, "--digests", "--json").out)["digests"]
-        for path in (saved(2), tmp_path / "out")
-    ]
-    assert digests[0] == digests[1] != {}
-    table = in_process("verify", saved(2), "--digests").out
-    assert all(f"{digest}  {name}" in table for name, digest in digests[0].items())
-
-
 # diff ---------------------------------------------------------------------------------------------
 
 GOLDEN = """\

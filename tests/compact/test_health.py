@@ -231,7 +231,7 @@ def test_a_disk_that_failed_once_is_tried_again(
         raise SourceError("cannot be read (Input/output error)", path=run / tag_of(100) / SHARD)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Probe, "content_of", refuse)
+        patch.setattr(Probe, "magnitudes", refuse)
         found = api.compact(run, archive, keep_last=2, delete=True)
     assert {*actions(found).values()} == {"ambiguous"}
     assert found.exit_code == 3

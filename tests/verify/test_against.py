@@ -80,8 +80,13 @@ def test_digests_do_not_depend_on_the_cutting(tmp_path: Path) -> None:
         name = f"{codec}-{chunk_size}.zarr"
         streamshard.convert(run, tmp_path / name, codec=codec, chunk_size=chunk_size)
         places[name] = tmp_path / name
-    digests = {name: streamshard.verify(p, digests=True).digests for name, p in places.items()}
-    store = zarr.open_group(places["none-24.zarr"], mode="r")
+    digests = {}
+    for name, place in places.items():
+        store = place if place.suffix == ".zarr" else tmp_path / f"of-{name}.zarr"
+        if store != place:
+            streamshard.convert(place, store)
+        digests[name] = streamshard.verify(store).digests
+    group = zarr.open_group(places["none-24.zarr"], mode="r")
     for name, held in digests.items():
         weights = {k for k in digests["run"] if k.startswith("module/") and k[7:] in SMALL.shapes}
         left_out = weights if name.startswith("3-") else set()
@@ -90,7 +95,7 @@ def test_digests_do_not_depend_on_the_cutting(tmp_path: Path) -> None:
             assert digest == digests["run"][array], (name, array)
     assert len(digests["run"]) > 20
     for array, digest in digests["run"].items():
-        values = store[array]
+        values = group[array]
         assert isinstance(values, zarr.Array)
         assert digest == direct_digest(np.asarray(values[...]).tobytes())
 
@@ -396,19 +401,6 @@ def test_all_damaged_chunks_are_problems_and_the_rest_is_compared(
         assert {problem.kind for problem in found.problems} == {"damaged"}
         assert {problem.file for problem in found.problems} & set(map(str, chunks))
         assert found.differences == ()
-
-
-def test_a_sample_compares_a_part(tmp_path: Path) -> None:
-    run = write(SMALL, tmp_path / "run")
-    streamshard.convert(run, tmp_path / "run.zarr")
-    parts = [
-        streamshard.verify(tmp_path / "run.zarr", against=run, sample=f"{part}/4")
-        for part in (1, 2, 3, 4)
-    ]
-    whole = streamshard.verify(tmp_path / "run.zarr", against=run)
-    assert sum(part.tensors for part in parts) == whole.tensors
-    assert sum(part.bytes_read for part in parts) == whole.bytes_read
-    assert all(part.bytes_read < whole.bytes_read for part in parts)
 
 
 NAN = float("nan")

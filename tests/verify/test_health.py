@@ -73,20 +73,6 @@ def poison(run: Path, state: str, value: float) -> None:
     edit(path, change)
 
 
-def test_a_part_of_a_store_or_of_shards_can_be_looked_at(made: Of) -> None:
-    whole = streamshard.verify(made("native-2"), health=True).health
-    parts = [streamshard.verify(made("native-2"), health=True, sample=f"{n}/3") for n in (1, 2, 3)]
-    assert sorted(name for part in parts for name in part.health) == sorted(whole)
-
-
-def test_digests_come_with_it_in_one_read(made: Of) -> None:
-    path = made("native-2")
-    both = streamshard.verify(path, health=True, digests=True)
-    assert both.digests == streamshard.verify(path, digests=True).digests
-    assert both.health == streamshard.verify(path, health=True).health
-    assert both.bytes_read == streamshard.verify(path, digests=True).bytes_read
-
-
 def test_the_table_and_the_document_hold_it(made: Of) -> None:
     shown = program("verify", made("native-2"), "--health", "-v").out
     assert "infinite  zero  largest" in shown.replace("   ", "  ")

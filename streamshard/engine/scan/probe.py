@@ -160,36 +160,19 @@ class Probe:
             digest.update(view)
         return digest.digest
 
-    def content_of(
-        self, region: Region, *, takes_digest: bool, dtype: str | None
-    ) -> tuple[Digest | None, Magnitudes | None]:
-        """Return the digest and the magnitudes of a region without a cast, as far as asked for.
-
-        `dtype`: of the elements, if they are to be measured.
-        """
-        digest = RunningChecksums(takes_crc32c=True) if takes_digest else None
-        meter = None if dtype is None else self._meter(dtype)
+    def magnitudes(self, region: Region, *, dtype: str) -> Magnitudes:
+        """Return the magnitudes of the elements of a region without a cast."""
+        meter = self._meters.setdefault(dtype, Meter(dtype))
         measured: list[Magnitudes] = []
         filler = RegionFiller(region, self._reader, memoryview(b""))
-        unit = region.target_itemsize if meter is None else block_bytes(region.target_itemsize)
+        unit = block_bytes(region.target_itemsize)
         step = len(self._window) // unit * unit
         for at in range(0, region.content_bytes, step):
             view = self._window[: min(step, region.content_bytes - at)]
             filler.fill(view)
             self._progress(len(view))
-            if digest is not None:
-                digest.update(view)
-            if meter is not None:
-                measured.append(meter.measure(view))
-        return (
-            None if digest is None else digest.digest,
-            None if meter is None else joined(measured),
-        )
-
-    def _meter(self, dtype: str) -> Meter:
-        if dtype not in self._meters:
-            self._meters[dtype] = Meter(dtype)
-        return self._meters[dtype]
+            measured.append(meter.measure(view))
+        return joined(measured)
 
     def read(self, file: int, start: int, stop: int) -> bytes:
         """Return a few bytes of a file's content."""

@@ -14,7 +14,6 @@ from streamshard.formats.pickle.inert import show
 from streamshard.io.entries import is_directory, is_file, lexists, listings_kept, paths_in
 from streamshard.io.files import source_errors
 from streamshard.io.object_path import as_path
-from streamshard.layout.sample import EVERYTHING
 from streamshard.operations.checks.problems import UNHEALTHY, Findings
 from streamshard.operations.checks.scan import scan
 from streamshard.operations.checks.structure import check_structure
@@ -76,7 +75,7 @@ class Assessor:
         findings = self._measured(source) if known is None else recorded(source.path, known)
         if findings.problems:
             return findings
-        checked = check_structure(replace(request, opened=source), findings, EVERYTHING)
+        checked = check_structure(replace(request, opened=source), findings)
         if not findings.problems:
             self.progress.start(checked.nbytes)
             try:
@@ -88,7 +87,7 @@ class Assessor:
     def _measured(self, source: Source) -> Findings:
         """Read weights and optimizer states, up to the first tensor with NaN or infinities."""
         findings = Findings()
-        units = TensorUnits(source, findings, health=True)
+        units = TensorUnits(source, findings)
         wanted = takewhile(lambda _: not findings.problems, units)
         self.progress.start(units.nbytes)
         try:

@@ -90,8 +90,6 @@ class Verification:
     """`native` for shards, `store` for a Zarr store, `dumps` for raw per-rank dumps."""
     tag: str | None
     """None if the tag could not be found out."""
-    sample: str
-    """Part of the bytes that was read, such as `3/20`; `1/1` is all of them."""
     files: int
     """Files that were checked."""
     checked: int
@@ -102,7 +100,7 @@ class Verification:
     problems: tuple[Problem, ...]
     differences: tuple[Difference, ...]
     digests: Mapping[str, str]
-    """Tensor → digest of its elements, if computed; it does not depend on how they are cut."""
+    """Tensor of a store → digest of its elements, which does not depend on how they are cut."""
     health: Mapping[str, TensorHealth]
     """Tensor → which numbers it holds, if that was asked for."""
     notes: tuple[str, ...]

@@ -39,7 +39,6 @@ from streamshard.formats.zarr.store_index import (
 from streamshard.formats.zarr.store_manifest import FileRecord, Manifest
 from streamshard.io.entries import read_all
 from streamshard.io.object_path import as_path
-from streamshard.layout.sample import Sample
 from streamshard.model import BlockDigests, Digest, SourceFile
 from streamshard.operations.checks import chunk_check
 from streamshard.operations.checks.chunk_check import ChunkCheck
@@ -61,13 +60,10 @@ class StoreCheck:
     not be listed.
     """
 
-    def __init__(
-        self, index: StoreIndex, unread: Sequence[OSError], findings: Findings, sample: Sample
-    ) -> None:
+    def __init__(self, index: StoreIndex, unread: Sequence[OSError], findings: Findings) -> None:
         self._index = index
         self._root = index.root
         self._findings = findings
-        self._sample = sample
         self._documents: dict[str, bytes] = {}
         """What streamshard writes as the documents of this store."""
         self._chunks = {chunk.path for array in index.arrays for chunk in array.chunks()}
@@ -176,7 +172,7 @@ class StoreCheck:
     # Content -------------------------------------------------------------------------------------
 
     def units(self) -> Iterator[Unit]:
-        """Yield the units to read: small files always, arrays only if they are in the sample."""
+        """Yield the units to read."""
         numbers, manifest, rewritten = (
             self._index.numbers,
             self._index.manifest,
@@ -191,24 +187,11 @@ class StoreCheck:
         for path in numbers:
             if path not in self._chunks:
                 yield self._single_unit(manifest, path)
-        is_part = self._sample.parts > 1
-        sizes = [self._array_bytes(array) if is_part else 0 for array in self._index.arrays]
-        total, at = sum(sizes), 0
-        for array, nbytes in zip(self._index.arrays, sizes, strict=True):
-            start, at = at, at + nbytes
-            if not self._sample.holds(start, at, total):
-                continue
+        for array in self._index.arrays:
             if array.path in rewritten:
                 yield self._rewritten_unit(array.path, rewritten[array.path])
             elif array.path not in self._index.not_ours:
                 yield self._array_unit(manifest, array)
-
-    def _array_bytes(self, array: StoredArray) -> int:
-        rewritten = self._index.rewritten.get(array.path)
-        if rewritten is not None:
-            return sum(map(rewritten.piece_bytes, range(rewritten.pieces)))
-        numbers = (self._index.numbers.get(chunk.path) for chunk in array.chunks())
-        return sum(self._index.files[number].nbytes for number in numbers if number is not None)
 
     def _unlisted_unit(self, path: str) -> Unit:
         number = self._index.numbers[path]

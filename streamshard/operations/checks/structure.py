@@ -14,7 +14,6 @@ from streamshard.formats.deepspeed.cut.zero_cutting import require_alike
 from streamshard.io.entries import listings_kept
 from streamshard.io.files import source_errors
 from streamshard.layout.memory_plan import MemoryPlan
-from streamshard.layout.sample import Sample
 from streamshard.model import SourceFile
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.scan import Unit, scan
@@ -91,7 +90,7 @@ class Reader(ABC):
 
     @abstractmethod
     def check_structure(
-        self, place: Path, request: Request, findings: Findings, sample: Sample
+        self, place: Path, request: Request, findings: Findings
     ) -> CheckedStructure:
         """Check its structure; all problems are added to the findings."""
 
@@ -114,16 +113,12 @@ def opened_to_check(place: Path, request: Request, findings: Findings) -> Source
     return opened
 
 
-def require_same_repeats(source: Source, sample: Sample) -> None:
+def require_same_repeats(source: Source) -> None:
     """Compare what ranks have of the same elements, of which only the ends were compared."""
     with source_errors(source.path):
-        total, at = sum(nbytes for *_, nbytes in source.repeats), 0
         for repeat in source.repeats:
             for start in range(0, repeat[-1], _PIECE_BYTES):
-                nbytes = min(_PIECE_BYTES, repeat[-1] - start)
-                if sample.holds(at + start, at + start + nbytes, total):
-                    require_alike(repeat, start, nbytes)
-            at += repeat[-1]
+                require_alike(repeat, start, min(_PIECE_BYTES, repeat[-1] - start))
 
 
 def title_of(kind: str) -> str:
@@ -132,9 +127,9 @@ def title_of(kind: str) -> str:
     return found
 
 
-def check_structure(request: Request, findings: Findings, sample: Sample) -> CheckedStructure:
+def check_structure(request: Request, findings: Findings) -> CheckedStructure:
     """Check the structure of a checkpoint; all problems are added to the findings."""
     with listings_kept(), source_errors(request.root):
         reader, place = request.reader()
-        checked: CheckedStructure = reader.check_structure(place, request, findings, sample)
+        checked: CheckedStructure = reader.check_structure(place, request, findings)
     return checked

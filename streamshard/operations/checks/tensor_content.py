@@ -1,4 +1,4 @@
-"""Computes the digest and the health of every logical tensor of a checkpoint, however it is cut."""
+"""Measures the health of every logical tensor of a checkpoint, however it is cut."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,12 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from streamshard.engine.numeric import digests, magnitudes
+from streamshard.engine.numeric import magnitudes
 from streamshard.engine.scan.probe import Probe
 from streamshard.errors import SourceError
 from streamshard.formats.zarr.array_paths import array_path
 from streamshard.health import TensorHealth
-from streamshard.layout.sample import EVERYTHING, Sample
 from streamshard.model import ITEMSIZE, LogicalTensor
 from streamshard.operations.checks.problems import UNHEALTHY, Findings
 from streamshard.operations.checks.scan import Result, ScanPiece, Unit, scan
@@ -25,29 +24,21 @@ _PIECE_BYTES: Final = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class TensorUnits:
-    """What is computed of a source's tensors; it is added to the findings."""
+    """The tensors of a source that are measured; their health is added to the findings."""
 
     source: Source
     findings: Findings
-    digests: bool = False
-    health: bool = False
-    sample: Sample = EVERYTHING
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are read if no sample is taken."""
-        return sum(
-            tensor.nbytes for tensor in self.source.checkpoint.tensors if self._takes(tensor)
-        )
+        """Bytes that are read."""
+        return sum(t.nbytes for t in self.source.checkpoint.tensors if is_measured(t))
 
     def __iter__(self) -> Iterator[Unit]:
-        """Yield a unit for every tensor in the sample."""
-        tensors = self.source.checkpoint.tensors
-        total, at = sum(tensor.nbytes for tensor in tensors), 0
+        """Yield a unit for every tensor."""
         failed = partial(self.findings.add_error, place=self.source.path)
-        for index, tensor in enumerate(tensors):
-            start, at = at, at + tensor.nbytes
-            if self._takes(tensor) and self.sample.holds(start, at, total):
+        for index, tensor in enumerate(self.source.checkpoint.tensors):
+            if is_measured(tensor):
                 yield Unit([*self._pieces(index, tensor)], partial(self._note, tensor), failed)
 
     @property
@@ -56,24 +47,16 @@ class TensorUnits:
         is_tag = self.source.kind == "native"
         return self.source.path / self.source.checkpoint.tag if is_tag else self.source.path
 
-    def _takes(self, tensor: LogicalTensor) -> bool:
-        return self.digests or (self.health and is_measured(tensor))
-
     def _pieces(self, index: int, tensor: LogicalTensor) -> Iterator[ScanPiece]:
         step = _PIECE_BYTES // ITEMSIZE[tensor.dtype]
-        dtype = tensor.dtype if self.health and is_measured(tensor) else None
         for first in range(0, tensor.numel, step):
             region = self.source.region(index, first, min(first + step, tensor.numel))
-            read = partial(Probe.content_of, region=region, takes_digest=self.digests, dtype=dtype)
+            read = partial(Probe.magnitudes, region=region, dtype=tensor.dtype)
             yield ScanPiece(region.content_bytes, read)
 
     def _note(self, tensor: LogicalTensor, results: Sequence[Result]) -> None:
-        name = array_path(tensor)
-        if self.digests:
-            self.findings.digests[name] = digests.joined(one for one, _ in results).text
-        if self.health and is_measured(tensor):
-            found = magnitudes.health_of(magnitudes.joined(one for _, one in results))
-            _add_health(self.findings, self._place, name, found)
+        found = magnitudes.health_of(magnitudes.joined(results))
+        _add_health(self.findings, self._place, array_path(tensor), found)
 
 
 def _add_health(findings: Findings, place: Path, name: str, found: TensorHealth) -> None:
@@ -98,7 +81,7 @@ def measured(
     if (found := known_of_all(source, known)) is not None:
         return found
     findings = Findings()
-    units = TensorUnits(source, findings, health=True)
+    units = TensorUnits(source, findings)
     plan = limits.fit(source.codec_bytes, source.files)
     scan(units, source.files, plan, lambda _: None)
     for problem in findings.problems:

@@ -13,7 +13,6 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.torch import zip_audit
 from streamshard.formats.torch.zip_audit import StoredRecord, TorchAudit
 from streamshard.io.entries import identify
-from streamshard.layout.sample import Sample
 from streamshard.model import SourceFile
 from streamshard.operations.checks.problems import (
     DAMAGED,
@@ -39,25 +38,20 @@ class TorchFiles:
     files: Sequence[SourceFile]
     owner: Owner
     findings: Findings
-    sample: Sample
     _unprotected: list[str] = field(default_factory=list)
     """Files that hold no checksums at all."""
 
     @classmethod
-    def at(cls, paths: Iterable[Path], owner: Owner, findings: Findings, sample: Sample) -> Self:
+    def at(cls, paths: Iterable[Path], owner: Owner, findings: Findings) -> Self:
         """Return the files at some paths, as they are now, each once."""
-        return cls([identify(path) for path in dict.fromkeys(paths)], owner, findings, sample)
+        return cls([identify(path) for path in dict.fromkeys(paths)], owner, findings)
 
     def units(self) -> Iterator[Unit]:
         """Check every container, and yield the records to read."""
-        total, at = sum(file.nbytes for file in self.files), 0
         for index, file in enumerate(self.files):
             for record in self._readable_records(file.path):
-                start = at + record.start
-                is_chosen = self.sample.holds(start, start + record.nbytes, total)
-                if record.nbytes and (is_chosen or record.name == "data.pkl"):
+                if record.nbytes:
                     yield self._unit(index, record)
-            at += file.nbytes
             self.findings.files += 1
         if self._unprotected:
             few = some_of(self._unprotected)

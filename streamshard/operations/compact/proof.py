@@ -17,7 +17,6 @@ from streamshard.io.object_path import is_object
 from streamshard.io.page_cache import drop_cached
 from streamshard.io.place import place_of
 from streamshard.layout.memory_plan import COMPARING_BYTES
-from streamshard.layout.sample import EVERYTHING
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.scan import scan
 from streamshard.operations.checks.structure import check_structure
@@ -128,7 +127,7 @@ def read_archive(store: Path, proofs: ProofContext, findings: Findings) -> dict[
     resident_memory.restart_peak()
     with source_errors(store):
         drop_cached(store)
-    found = check_structure(Request(store), findings, EVERYTHING)
+    found = check_structure(Request(store), findings)
     whole: dict[Path, str] = {}
 
     def note(file: int, sha256: str) -> None:

@@ -21,7 +21,6 @@ from streamshard.formats.deepspeed.cut.part_cut import flat_groups
 from streamshard.io.entries import examine, listed_below
 from streamshard.io.files import source_errors
 from streamshard.layout.cutting import Segments
-from streamshard.layout.sample import EVERYTHING
 from streamshard.layout.zero import FlatGroup
 from streamshard.model import ITEMSIZE, MASTER, Copies, NoteKind
 from streamshard.operations.checks.structure import require_same_repeats
@@ -51,7 +50,7 @@ def ranks_agree(source: Source) -> str:
     for note in source.checkpoint.notes:
         if note.kind in (NoteKind.LEFT_OUT, NoteKind.UNREAD):
             raise UnsupportedError(f"{source.path / source.checkpoint.tag}: {note.text}")
-    require_same_repeats(source, EVERYTHING)
+    require_same_repeats(source)
     return ""
 
 

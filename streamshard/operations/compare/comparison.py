@@ -4,7 +4,6 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import Self
 
 import numpy as np
@@ -14,7 +13,6 @@ from streamshard.engine.run.phases import READING, Count
 from streamshard.engine.scan.region_pair import Comparator, Comparison, Mismatch
 from streamshard.errors import SourceError, StreamshardError
 from streamshard.layout.memory_plan import COMPARING_BYTES, MemoryPlan
-from streamshard.layout.sample import Sample
 from streamshard.model import ITEMSIZE
 from streamshard.operations.checks.problems import Difference, Findings
 from streamshard.operations.compare.matched_runs import RunPart, Runs
@@ -147,14 +145,6 @@ def _compare(comparison: Comparison, comparator: Comparator) -> _Result:
 
 def _return(error: StreamshardError, comparator: Comparator) -> _Result:
     return error
-
-
-def chosen(pairs: Sequence[Pair], sample: Sample) -> list[Pair]:
-    """Return the pairs that are in a sample."""
-    ends = list(accumulate(pair.nbytes for pair in pairs))
-    total = ends[-1] if ends else 0
-    both = zip(pairs, ends, strict=True)
-    return [pair for pair, end in both if sample.holds(end - pair.nbytes, end, total)]
 
 
 def _count(counts: dict[int, tuple[int, int]], pair: Pair, part: RunPart, found: Mismatch) -> None:

@@ -17,7 +17,6 @@ from streamshard.io.entries import identify, read_all
 from streamshard.io.files import target_errors
 from streamshard.layout.cutting import Cutting
 from streamshard.layout.memory_plan import MemoryPlan
-from streamshard.layout.sample import EVERYTHING
 from streamshard.model import BLOB, ITEMSIZE, SourceFile, Whole
 from streamshard.operations.checks.problems import DAMAGED, Findings
 from streamshard.operations.checks.scan import Result, ScanPiece, Unit, scan
@@ -104,7 +103,7 @@ def _opened(
         if files.form == pretrained.SAFETENSORS:
             return written, 0, ()
     files_found = written.opened.files
-    units = TorchFiles(files_found, str, findings, EVERYTHING).units()
+    units = TorchFiles(files_found, str, findings).units()
     return written, sum(file.nbytes for file in files_found), units
 
 

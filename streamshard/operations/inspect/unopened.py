@@ -18,7 +18,6 @@ from streamshard.formats.deepspeed.read.validation import Recorded, recorded
 from streamshard.formats.zarr.store_index import is_hierarchy
 from streamshard.io.entries import exists, is_directory, is_file
 from streamshard.io.object_path import as_path
-from streamshard.layout.sample import EVERYTHING
 from streamshard.model import SourceFile
 from streamshard.operations.checks import structure
 from streamshard.operations.checks.problems import Findings
@@ -94,7 +93,7 @@ def _is_tag(place: Path) -> bool:
 
 def _incomplete(request: Request) -> IncompleteCheckpoint:
     findings = Findings()
-    checked = structure.check_structure(request, findings, EVERYTHING)
+    checked = structure.check_structure(request, findings)
     template, root = request.template, as_path(request.path)
     base = template.directory if template else root
     checkpoints: tuple[CheckpointSummary, ...] = ()

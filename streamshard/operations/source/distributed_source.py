@@ -23,7 +23,6 @@ from streamshard.formats.deepspeed import ds_config
 from streamshard.formats.megatron import megatron_reader
 from streamshard.formats.torch.zip_audit import StoredRecord
 from streamshard.io.entries import examine, identify, is_directory, is_file, list_ahead
-from streamshard.layout.sample import Sample
 from streamshard.operations.checks.problems import MALFORMED, Findings
 from streamshard.operations.checks.structure import CheckedStructure, Reader, opened_to_check
 from streamshard.operations.checks.torch_check import TorchFiles
@@ -49,7 +48,6 @@ class ItemFilesCheck(TorchFiles):
         cls,
         items: Mapping[Path, Sequence[tuple[int, int]]],
         findings: Findings,
-        sample: Sample,
     ) -> Self:
         """Look at the files; those that are missing are problems."""
         files = []
@@ -58,7 +56,7 @@ class ItemFilesCheck(TorchFiles):
                 files.append(identify(path))
             else:
                 findings.add_error(missing_file(path), path)
-        return cls(files, lambda _: None, findings, sample, items=items)
+        return cls(files, lambda _: None, findings, items=items)
 
     def _records(self, path: Path) -> Sequence[StoredRecord]:
         found: list[StoredRecord] = []
@@ -129,14 +127,14 @@ class _DistributedReader(Reader):
         return with_config(source.checkpoint, config, zero_stage=stage, world_size=world_size)
 
     def check_structure(
-        self, place: Path, request: Request, findings: Findings, sample: Sample
+        self, place: Path, request: Request, findings: Findings
     ) -> CheckedStructure:
         opened = opened_to_check(place, request, findings)
         items: Mapping[Path, Sequence[tuple[int, int]]] = {}
         # Without an index it is not known where items lie, which is a problem already.
         with suppress(SourceError):
             items = self.items_of(place)
-        check = ItemFilesCheck.of(items, findings, sample)
+        check = ItemFilesCheck.of(items, findings)
         return CheckedStructure(self.kind, place.name, check.files, check.units, source=opened)
 
 
@@ -192,9 +190,9 @@ class _RankShardsReader(_DistributedReader):
         return super().items_of(place) if is_distributed(place) else {}
 
     def check_structure(
-        self, place: Path, request: Request, findings: Findings, sample: Sample
+        self, place: Path, request: Request, findings: Findings
     ) -> CheckedStructure:
-        checked = super().check_structure(place, request, findings, sample)
+        checked = super().check_structure(place, request, findings)
         if checked.source is None:
             return checked
         known = {file.path for file in checked.files}

@@ -9,7 +9,6 @@ from streamshard.formats.deepspeed.dumps import dump_reader
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.formats.deepspeed.read.validation import validate_dumps
 from streamshard.io.entries import paths_in
-from streamshard.layout.sample import Sample
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.structure import CheckedStructure, Reader
 from streamshard.operations.checks.torch_check import TorchFiles
@@ -38,7 +37,7 @@ class _DumpsReader(Reader):
         return Source.of(template.directory, self.kind, found)
 
     def check_structure(
-        self, place: Path, request: Request, findings: Findings, sample: Sample
+        self, place: Path, request: Request, findings: Findings
     ) -> CheckedStructure:
         template, opened = Template(place.parent, place.name), None
         try:
@@ -54,7 +53,7 @@ class _DumpsReader(Reader):
             problems = validate_dumps(template, readable.others)
             explain(error, findings, template.directory, problems, readable)
             paths = readable.files
-        torch = TorchFiles.at(paths, template.rank_of, findings, sample)
+        torch = TorchFiles.at(paths, template.rank_of, findings)
         return CheckedStructure(self.kind, template.name, torch.files, torch.units, source=opened)
 
 

@@ -11,7 +11,6 @@ from streamshard.formats.dcp import reference
 from streamshard.formats.fsdp_ranks import fsdp_ranks_reader, rank_names
 from streamshard.formats.fsdp_ranks.flat_parameters import joined_of
 from streamshard.io.entries import is_file, paths_in
-from streamshard.layout.sample import Sample
 from streamshard.model import NoteKind
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.structure import CheckedStructure, Reader, opened_to_check
@@ -50,14 +49,14 @@ class _FsdpRanksReader(Reader):
         return replace(Source.of(place, self.kind, found), joined=joined_of(found.checkpoint))
 
     def check_structure(
-        self, place: Path, request: Request, findings: Findings, sample: Sample
+        self, place: Path, request: Request, findings: Findings
     ) -> CheckedStructure:
         opened = opened_to_check(place, request, findings)
         for error in () if opened is None else rank_names.incomplete(place):
             findings.add_error(error, place)
         entries = sorted(path for path in paths_in(place) if is_file(path))
         readable = ReadableFiles(entries, [place], findings)
-        torch = TorchFiles.at(readable.files, lambda _: None, findings, sample)
+        torch = TorchFiles.at(readable.files, lambda _: None, findings)
         differ = opened is not None and any(
             note.kind is NoteKind.COPIES for note in opened.checkpoint.notes
         )

@@ -18,7 +18,6 @@ from streamshard.formats.deepspeed.read.validation import validate
 from streamshard.formats.frameworks import framework_of
 from streamshard.io.entries import is_directory, is_file, paths_below, paths_in
 from streamshard.io.files import require_inside, stays_inside
-from streamshard.layout.sample import Sample
 from streamshard.model import Note
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.structure import CheckedStructure, Reader
@@ -65,7 +64,7 @@ class _NativeReader(Reader):
         return replace(opened, checkpoint=replace(opened.checkpoint, notes=noted))
 
     def check_structure(
-        self, place: Path, request: Request, findings: Findings, sample: Sample
+        self, place: Path, request: Request, findings: Findings
     ) -> CheckedStructure:
         try:
             run_dir, tag_dir = find_tag(place, request.tag)
@@ -91,7 +90,7 @@ class _NativeReader(Reader):
             readable = ReadableFiles(entries, [run_dir, tag_dir], findings)
             explain(error, findings, tag_dir, validate(tag_dir, readable.others), readable)
             paths = readable.files
-        torch = TorchFiles.at(paths, deepspeed_owner, findings, sample)
+        torch = TorchFiles.at(paths, deepspeed_owner, findings)
         tag = tag_dir.relative_to(run_dir).as_posix()
         return CheckedStructure(self.kind, tag, torch.files, torch.units, source=opened)
 

@@ -17,7 +17,6 @@ from streamshard.formats.zarr.store_manifest import Manifest
 from streamshard.health import MEASURED, TensorHealth
 from streamshard.io.entries import list_ahead
 from streamshard.io.files import source_errors
-from streamshard.layout.sample import Sample
 from streamshard.model import BLOB, FILE, LogicalTensor
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.store_check import StoreCheck, check_packed, has_directory
@@ -46,7 +45,7 @@ class _StoreReader(Reader):
         return _source(StoreIndex.opened(place), request.tag)
 
     def check_structure(
-        self, place: Path, request: Request, findings: Findings, sample: Sample
+        self, place: Path, request: Request, findings: Findings
     ) -> CheckedStructure:
         list_ahead(place)
         if not has_directory(place, findings):
@@ -67,7 +66,7 @@ class _StoreReader(Reader):
         if not (findings.problems or errors):
             opened = _source(index, request.tag)
             replace(opened, like=request.checkpoint_like).require_use_of_like()
-        check = StoreCheck(index, unread, findings, sample)
+        check = StoreCheck(index, unread, findings)
         check_packed(index, findings)
         for error in errors:
             findings.add_unexplained(error, place)

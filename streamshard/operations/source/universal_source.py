@@ -8,7 +8,6 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.universal import universal_reader
 from streamshard.io.entries import is_directory, is_file, paths_below, paths_in
 from streamshard.io.files import require_inside
-from streamshard.layout.sample import Sample
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.structure import CheckedStructure, Reader, opened_to_check
 from streamshard.operations.checks.torch_check import TorchFiles, deepspeed_owner
@@ -65,13 +64,13 @@ class _UniversalReader(Reader):
         return Source.of(run_dir, self.kind, found)
 
     def check_structure(
-        self, place: Path, request: Request, findings: Findings, sample: Sample
+        self, place: Path, request: Request, findings: Findings
     ) -> CheckedStructure:
         opened = opened_to_check(place, request, findings)
         beside = [file.path for file in opened.files] if opened is not None else []
         run_dir, tag = _parts(place, request.root)
         readable = ReadableFiles(sorted(paths_below(place)), [run_dir, place], findings)
-        torch = TorchFiles.at([*readable.files, *beside], deepspeed_owner, findings, sample)
+        torch = TorchFiles.at([*readable.files, *beside], deepspeed_owner, findings)
         tag = opened.checkpoint.tag if opened is not None else tag
         return CheckedStructure(self.kind, tag, torch.files, torch.units, source=opened)
 

@@ -7,7 +7,6 @@ from streamshard.errors import SourceError, release_frames
 from streamshard.formats import pretrained, pretrained_reader
 from streamshard.formats.deepspeed import names
 from streamshard.io.entries import is_file
-from streamshard.layout.sample import Sample
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.structure import CheckedStructure, Reader
 from streamshard.operations.source.directory_content import DirectoryContent
@@ -37,7 +36,7 @@ class _WeightsReader(Reader):
         return Source.of(place, self.kind, pretrained_reader.read(place))
 
     def check_structure(
-        self, place: Path, request: Request, findings: Findings, sample: Sample
+        self, place: Path, request: Request, findings: Findings
     ) -> CheckedStructure:
         try:
             opened = request.open()

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from streamshard import registry
 from streamshard.engine.run.phases import COMPARING, VERIFYING
 from streamshard.layout.memory_plan import MemoryPlan
-from streamshard.layout.sample import EVERYTHING
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.structure import check_structure
 from streamshard.operations.compare.comparison import compare
@@ -20,7 +19,7 @@ def differences(
 ) -> list[str]:
     """Check the checksums of a written checkpoint, and compare its content with the source."""
     findings = Findings()
-    checked = check_structure(written, findings, EVERYTHING)
+    checked = check_structure(written, findings)
     progress.start(checked.nbytes, VERIFYING)
     checked.read(memory, progress.advance)
     if findings.problems:

@@ -1,9 +1,7 @@
 """`verify`: checks that a checkpoint is complete and unchanged, or that it equals another one."""
 
 import time
-from datetime import UTC, datetime
 
-from streamshard import sizes
 from streamshard.engine.run import resident_memory
 from streamshard.engine.run.phases import Count
 from streamshard.errors import (
@@ -16,14 +14,13 @@ from streamshard.errors import (
 )
 from streamshard.io.object_path import as_path
 from streamshard.layout.memory_plan import COMPARING_BYTES
-from streamshard.layout.sample import EVERYTHING, Sample
 from streamshard.model import BLOB, FILE
 from streamshard.operations.checks.problems import DISAGREEMENT, Difference, Findings, Verification
 from streamshard.operations.checks.scan import scan
 from streamshard.operations.checks.structure import check_structure, require_same_repeats
 from streamshard.operations.checks.suspicion import suspicions
 from streamshard.operations.checks.tensor_content import TensorUnits
-from streamshard.operations.compare.comparison import chosen, compare
+from streamshard.operations.compare.comparison import compare
 from streamshard.operations.compare.matching import pair_up
 from streamshard.operations.compare.pairing import Pairing, SideElements
 from streamshard.operations.compare.sides import open_alike
@@ -54,12 +51,6 @@ def verify(options: _Verify) -> Verification:
     against
         Another checkpoint, of any format, stage and world size. With it, the logical content of
         both checkpoints is compared, and nothing else is checked.
-    sample
-        Part of the bytes to read: `3/20` for the third of twenty parts, or `5%` for one of twenty
-        parts, another one every day. The structure is always checked completely.
-    digests
-        Compute the digest of every tensor in shards too, which reads the shards a second time. The
-        digests of a store are always computed.
     health
         Count the NaNs, infinities and zeros of every tensor, which is then read a second time. NaN
         or infinities are a problem, `unhealthy`.
@@ -82,10 +73,9 @@ def verify(options: _Verify) -> Verification:
     """
     floor_bytes = resident_memory.resident_bytes()
     resident_memory.restart_peak()
-    for name in ("digests", "health"):
-        if getattr(options, name) and options.against is not None:
-            message = "not computed of tensors that are compared; leave one out"
-            raise UsageError(f"{Option(name)}: {message}")
+    if options.health and options.against is not None:
+        message = "not computed of tensors that are compared; leave one out"
+        raise UsageError(f"{Option('health')}: {message}")
     path, against = options.path, options.against
     paths = [path] if against is None else [path, against]
     for one in paths:
@@ -93,18 +83,17 @@ def verify(options: _Verify) -> Verification:
     request, *others = requests(options, *paths)
     limit_bytes = execution.limit_or_default(options.memory_limit, floor_bytes)
     limits = Limits(floor_bytes, limit_bytes, options.workers)
-    run = _Run(_sample(options.sample), limits, options.progress or Silent())
+    run = _Run(limits, options.progress or Silent())
     began = time.monotonic()
     if others:
         run.compare(request, *others)
     else:
-        run.check(request, digests=options.digests, health=options.health)
+        run.check(request, health=options.health)
     return Verification(
         path=str(path),
         against=None if against is None else str(against),
         kind=run.kind,
         tag=run.tag,
-        sample=str(run.sample),
         files=run.findings.files,
         checked=run.findings.checked,
         tensors=run.findings.tensors,
@@ -122,23 +111,10 @@ def verify(options: _Verify) -> Verification:
     )
 
 
-def _sample(text: str | None) -> Sample:
-    """Parse the part to read; a percentage stands for another part every day."""
-    if text is None:
-        return EVERYTHING
-    try:
-        part, parts = sizes.parse_part(text)
-    except ValueError as error:
-        raise UsageError(f"{Option('sample')} {error}") from error
-    today = datetime.now(UTC).toordinal()
-    return Sample(today % parts + 1 if part is None else part, parts)
-
-
 class _Run:
     """One run of the verb, and its results."""
 
-    def __init__(self, sample: Sample, limits: Limits, progress: Progress) -> None:
-        self.sample = sample
+    def __init__(self, limits: Limits, progress: Progress) -> None:
         self.kind = ""
         self.tag: str | None = None
         self.findings = Findings()
@@ -148,9 +124,9 @@ class _Run:
         self._limits = limits
         self._progress = progress
 
-    def check(self, request: Request, *, digests: bool, health: bool) -> None:
+    def check(self, request: Request, *, health: bool) -> None:
         """Check the structure, then read everything that has a checksum."""
-        checked = check_structure(request, self.findings, self.sample)
+        checked = check_structure(request, self.findings)
         self.kind, self.tag = checked.kind, checked.tag
         if checked.source is not None:
             checked.source.require_use_of_like()
@@ -158,14 +134,10 @@ class _Run:
         self.projected_bytes = plan.projected_bytes
         source = checked.source
         if health and checked.kind == "store" and not self.findings.problems:
-            source = request.open()  # the digests of a store are computed in any case
-        is_shards = checked.source is not None
-        units = None
-        if source is not None and (health or (digests and is_shards)):
-            units = TensorUnits(source, self.findings, digests and is_shards, health, self.sample)
-
+            source = request.open()
+        units = TensorUnits(source, self.findings) if health and source is not None else None
         total, read = checked.nbytes + (units.nbytes if units else 0), Count(self._progress.advance)
-        self._progress.start(total // self.sample.parts)
+        self._progress.start(total)
         try:
             checked.read(plan, read.add)
             if source is not None and units is not None:
@@ -177,7 +149,7 @@ class _Run:
             for other in checked.copies():
                 self._compare_copies(source, other)
             try:
-                require_same_repeats(source, self.sample)
+                require_same_repeats(source)
             except (SourceError, IntegrityError) as error:
                 self.findings.add_error(error, source.path)
         if health and source is not None:
@@ -190,7 +162,7 @@ class _Run:
             if tensor.state not in (BLOB, FILE):
                 side = SideElements(number, tensor.dtype)
                 pairing.add(tensor, side, side, tensor.dtype)
-        found = compare(source, other, chosen(pairing.pairs, self.sample), self._limits, Silent())
+        found = compare(source, other, pairing.pairs, self._limits, Silent())
         self.findings.problems += found.findings.problems
         self.bytes_read += found.bytes_read
         for one in found.differences:
@@ -215,9 +187,7 @@ class _Run:
         self.findings.files = len(left.files) + len(right.files)
         self.findings.notes += pairing.notes
         self.differences += pairing.differences
-        compared = compare(
-            left, right, chosen(pairing.pairs, self.sample), self._limits, self._progress
-        )
+        compared = compare(left, right, pairing.pairs, self._limits, self._progress)
         self.findings.problems += compared.findings.problems
         self.findings.tensors = compared.findings.tensors
         self.differences += compared.differences
