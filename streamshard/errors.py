@@ -67,6 +67,25 @@ def worded(words: Callable[[Option], str]) -> Iterator[None]:
         _WORDS.remove(words)
 
 
+_FACTS: Final = {
+    "ds_config": ("source", 'ds_config = "ds_config.json"'),
+    "wrapped": ("source", 'wrapped = ["model.layers.*"]'),
+    "cut_rules": ("source", r"cut_rules = ['.*norm: replicated', '.*dense\.weight: split 1']"),
+    "ds_version": ("target", 'ds_version = "0.16.9"'),
+}
+"""Fact → its table in a file of facts, and an example."""
+
+
+def lacking(fact: str) -> str:
+    """Say how to give a fact that files do not say: the option, and the lines of its file.
+
+    >>> lacking("ds_config")
+    'give facts=FILE, a file with the lines [source] and ds_config = "ds_config.json"'
+    """
+    table, line = _FACTS[fact]
+    return f"give {Option('facts', 'FILE')}, a file with the lines [{table}] and {line}"
+
+
 class StreamshardError(Exception):
     """Base of every error that the input, the target or the caller causes."""
 

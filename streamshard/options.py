@@ -190,24 +190,13 @@ class SourceOptions(Options):
 
     group = SOURCE
 
-    source_ds_config_file: Path_ | None = option(
-        "--source-ds-config FILE", "DeepSpeed config of the job that saved raw dumps", is_rare=True
-    )
     like: Path_ | None = option(
         "SRC", "reference checkpoint of the same job, which supplies what SRC lacks"
     )
-    rename: Path_ | None = option(
+    facts: Path_ | Mapping[str, Any] | None = option(
         "FILE",
-        "rules that give the tensors of FSDP's or Megatron's .distcp files (of two that are "
-        "compared: of the first) other names, and split or join fused ones: lines such as "
-        "'decoder.layers.*.x -> layers.*.x' [their own names]",
-        is_rare=True,
-    )
-    wrapped: Sequence[str] = option(
-        "PATTERN",
-        "modules that FSDP1 wrapped in the model, as often as needed, where model_world_size_*.pt "
-        "do not tell: 'model.layers.*' [all that make the optimizer's states as long as they are]",
-        default=(),
+        "TOML file of what the files of SRC (of two that are compared: of the first) do not say: "
+        "[source] ds_config, rename, wrapped, cut_rules; [target] ds_version",
         is_rare=True,
     )
     tag: str | None = option("", "tag to read [the one that 'latest' names]")
@@ -280,13 +269,6 @@ TENSOR_PARALLEL: Final = (
     "save of the job that will resume [the source's]"
 )
 PIPELINE_PARALLEL: Final = "{}, how many stages share the layers; as above [the source's]"
-CUT_RULES: Final = option(
-    "--cut-rules FILE",
-    "how tensor parallelism cut the parameters, where files do not tell: lines such as "
-    "'.*norm: replicated' [what files tell]",
-    group=PARALLELISM,
-    is_rare=True,
-)
 
 
 class RepartitionOptions(TransferOptions):
@@ -303,7 +285,6 @@ class RepartitionOptions(TransferOptions):
     expert_parallel: int | None = degree(
         "E", "of these ranks, over how many the experts of each layer are spread [the source's]"
     )
-    cut_rules_file: Path_ | None = CUT_RULES
     zero_stage: int | None = option(
         "", "stage of the job that will resume [the source's]", choices=(1, 2, 3)
     )
@@ -316,11 +297,6 @@ class RepartitionOptions(TransferOptions):
         "files of DeepSpeed, or of FSDP's ranks as verl saves them, from such files [deepspeed]",
         default="deepspeed",
         choices=("deepspeed", "fsdp-ranks"),
-        is_rare=True,
-    )
-    ds_version: str | None = option(
-        "VERSION",
-        "DeepSpeed's version in the job that will resume: 0.16.9 [the one that saved]",
         is_rare=True,
     )
     if_needed: bool = flag(f"{_IF_NEEDED}, or if a job can resume from SRC as it is", group=OUTPUT)

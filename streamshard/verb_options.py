@@ -6,7 +6,6 @@ from typing import Final
 
 from streamshard.options import (
     CODECS,
-    CUT_RULES,
     DASK,
     JOB,
     OUTPUT,
@@ -60,7 +59,6 @@ class ConvertOptions(TransferOptions):
     )
     tensor_parallel: int | None = degree("T", TENSOR_PARALLEL.format(_OF_STORE))
     pipeline_parallel: int | None = degree("P", PIPELINE_PARALLEL.format(_OF_STORE))
-    cut_rules_file: Path_ | None = CUT_RULES
 
 
 class ExportOptions(TransferOptions):
@@ -106,7 +104,6 @@ class ExportOptions(TransferOptions):
         choices=("torch", TITAN, ACCELERATE),
         is_rare=True,
     )
-    cut_rules_file: Path_ | None = CUT_RULES
 
 
 class MergeOptions(WritingOptions):

@@ -24,7 +24,6 @@ from streamshard.formats.pickle.node_checks import of_file
 from streamshard.model import MASTER, Note
 from streamshard.operations.source.degree_change import DegreeChange, JobDegrees, OtherDegrees
 from streamshard.operations.source.source import Source
-from streamshard.options import Path_
 from streamshard.sizes import counted
 
 
@@ -112,15 +111,15 @@ class _ModelParallelism(OtherDegrees):
         made = at_degrees(source, wanted)
         return made or _spread_experts(source, wanted.expert_parallel, wanted.world_size)
 
-    def join(self, source: Source, cut_rules_file: Path_ | None = None) -> DegreeChange | None:
-        return whole(source, read_rules(cut_rules_file))
+    def join(self, source: Source) -> DegreeChange | None:
+        return whole(source, read_rules(source.facts.cut_rules))
 
     def join_unequal(
         self, one: Source, other: Source
     ) -> tuple[Source, Source, Sequence[DegreeChange]]:
         if _have_equal_parts(one.checkpoint, other.checkpoint):
             return one, other, []
-        found = [whole(side, None) for side in (one, other)]
+        found = [self.join(side) for side in (one, other)]
         left, right = (
             side if joined is None else joined.source
             for joined, side in zip(found, (one, other), strict=True)

@@ -94,7 +94,7 @@ _MOST_RANKS: Final = 1 << 12
 
 def at_degrees(opened: Source, wanted: JobDegrees) -> DegreeChange | None:
     """Re-cut a checkpoint, if a job is to resume at other degrees than those that saved it."""
-    rules = read_rules(wanted.cut_rules_file)
+    rules = read_rules(opened.facts.cut_rules)
     if wanted.tensor_parallel is None and wanted.pipeline_parallel is None:
         require_unused(rules)
         return None
@@ -115,7 +115,7 @@ def at_degrees(opened: Source, wanted: JobDegrees) -> DegreeChange | None:
     like = TargetJob(laid.source, parts, target, rules).parts_of_model()
     made = recut_source(laid, parts, like)
     _require_config(made.source, like.degrees, wanted.config)
-    cut_rules = {} if rules is None else {"cut_rules_file": rules.text}
+    cut_rules = {} if rules is None else {"cut_rules": rules.text}
     return replace(made, options={**like.degrees.options, **cut_rules})
 
 

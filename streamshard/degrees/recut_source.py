@@ -147,7 +147,7 @@ def recut_source(laid: WithLayerTensors, parts: ModelInParts, like: ModelInParts
         source = recut_checkpoint(opened, parts, like)
         copies = EqualCopies.of(laid, parts)
     return DegreeChange(
-        source=source,
+        source=replace(source, facts=replace(source.facts, cut_rules=None)),  # of the original
         original=opened,
         parts=like.degrees.parts,
         averaged=copies.averaged,
@@ -164,7 +164,6 @@ def tells_cut(opened: Source) -> bool:
 
 def require_unused(rules: CutRules | None) -> None:
     if rules is not None:
-        message = (
-            f"{Option('cut_rules_file')}: no tensor is cut otherwise, or put together, in what is"
-        )
-        raise UsageError(f"{message} asked for; leave it out")
+        asked = Option("facts", what="source.cut_rules")
+        message = f"{asked}: no tensor is cut otherwise, or put together, in what is asked for"
+        raise UsageError(f"{message}; leave them out")

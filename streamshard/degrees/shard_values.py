@@ -5,7 +5,7 @@ from contextlib import closing
 
 import numpy as np
 
-from streamshard.errors import Option, UnsupportedError
+from streamshard.errors import UnsupportedError, lacking
 from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts
 from streamshard.formats.torch.torch_tensor import storages_in
 from streamshard.model import ITEMSIZE, MASTER, MODULE, Whole
@@ -54,11 +54,9 @@ def require_different_shards(source: Source, parts: ModelInParts) -> None:
             state = MODULE if tensor.group is None else MASTER
             first, *others = [index[model_parts[m].name, state, name] for m in tensor.shapes]
             if all(_are_equal(source, access, first, other) for other in others):
-                raise UnsupportedError(
-                    f"'{name}' is the same on all ranks, and no list says whether each has all of "
-                    f"it or a part: tell 'streamshard repartition' or 'export' with "
-                    f"{Option('cut_rules_file')}"
-                )
+                advice = lacking("cut_rules")
+                message = f"'{name}' is the same on all ranks, and no list says whether each has"
+                raise UnsupportedError(f"{message} all of it or a part: {advice}")
 
 
 def _are_equal(source: Source, access: SourceAccess, one: int, other: int) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from streamshard.errors import CorruptFileError, Option
+from streamshard.errors import CorruptFileError, Option, lacking
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.ds_versions import Version, dotted, version_in
 from streamshard.formats.pickle.dangerous import dangerous_in
@@ -43,7 +43,7 @@ def _remark(note: Note) -> str:
     """Return a note's text. What is assumed of dumps may be given, which no file can say."""
     if note.kind is not NoteKind.ASSUMED:
         return note.text
-    return f"{note.text} It is given with {Option('source_ds_config_file')}."
+    return f"{note.text} For that, {lacking('ds_config')}."
 
 
 @dataclass(frozen=True, slots=True)

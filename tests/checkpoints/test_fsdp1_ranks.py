@@ -42,6 +42,10 @@ ALIGNED = 4
 """Elements that FSDP1 aligns parameters to with `use_orig_params`: 16 bytes."""
 
 
+def modules(wrapped: Sequence[str]) -> dict[str, Any]:
+    return {"source": {"wrapped": wrapped}}
+
+
 def tensor_of(name: str, state: str) -> Tensor:
     shape = SHAPES["embed.weight" if name == "head.weight" else name]
     start = 1.0 + 100 * list(SHAPES).index(name) if name in SHAPES else 1.0
@@ -142,7 +146,7 @@ def test_each_rank_gets_what_it_would_have_saved(ranks: int, tmp_path: Path) -> 
 def test_states_are_those_of_the_parameters(tmp_path: Path) -> None:
     """Also of two replicas, and with a second name for a weight, which is joined once."""
     place = saved(tmp_path / "source", 2, 2, names=(*SHAPES, "head.weight"))
-    with streamshard.open(place, wrapped=WRAPPED) as opened:
+    with streamshard.open(place, facts=modules(WRAPPED)) as opened:
         for name in SHAPES:
             for state in ("fp32", *STATES):
                 assert torch.equal(opened[name].tensors[state].torch(), tensor_of(name, state))
@@ -152,7 +156,7 @@ def test_states_are_those_of_the_parameters(tmp_path: Path) -> None:
     held = torch.load(path, weights_only=False)
     held["state"][1]["exp_avg"][-1] = 0.5
     torch.save(held, path)
-    (problem,) = streamshard.verify(place, wrapped=WRAPPED).problems
+    (problem,) = streamshard.verify(place, facts=modules(WRAPPED)).problems
     assert "state/exp_avg/blocks.0.up.bias: 1 of 5 elements differ" in problem.message
     (problem,) = streamshard.verify(place).problems
     assert "state/exp_avg/1: 1 of 20 elements differ" in problem.message
@@ -166,7 +170,11 @@ def test_a_zero_job_goes_on_with_them(tmp_path: Path, monkeypatch: pytest.Monkey
     job = Job(groups=(tuple(SHAPES.items()),), frozen=(), tied={}, stage=2)
     like, out = write(job, tmp_path / "like"), tmp_path / "out"
     streamshard.repartition(
-        saved(tmp_path / "source", 2), out, world_size=3, like=like, wrapped=WRAPPED
+        saved(tmp_path / "source", 2),
+        out,
+        world_size=3,
+        like=like,
+        facts=modules(WRAPPED),
     )
     with streamshard.open(out) as opened:
         for name in SHAPES:
@@ -215,9 +223,15 @@ def test_what_may_be_of_other_parameters_is_not_taken(
     place = saved(tmp_path / "source", 5)
     changed(place, change)
     wrapped = WRAPPED if change is behind else ()
-    assert any(message in note for note in streamshard.inspect(place, wrapped=wrapped).notes)
+    assert any(message in note for note in streamshard.inspect(place, facts=modules(wrapped)).notes)
     with pytest.raises(SourceError, match=message):
-        streamshard.repartition(place, tmp_path / "out", world_size=2, format=FORM, wrapped=wrapped)
+        streamshard.repartition(
+            place,
+            tmp_path / "out",
+            world_size=2,
+            format=FORM,
+            facts=modules(wrapped),
+        )
 
 
 def with_groups(place: Path, change: Callable[[dict[str, Any]], list[dict[str, Any]]]) -> None:
@@ -259,7 +273,12 @@ def test_written_states_are_read_back(
     monkeypatch.setattr(RankFilesWriter, "differences", spoiled)
     with pytest.raises(NotAsWrittenError, match=r"state/exp_avg/\S+: \d of \d+ elements differ"):
         streamshard.repartition(
-            source, tmp_path / "o", world_size=ranks, format=FORM, wrapped=wrapped, verify=True
+            source,
+            tmp_path / "o",
+            world_size=ranks,
+            format=FORM,
+            facts=modules(wrapped),
+            verify=True,
         )
 
 
@@ -267,15 +286,15 @@ def test_written_states_are_read_back(
 def test_what_was_joined_is_that_of_both_sides(ranks: int, tmp_path: Path) -> None:
     one, other = saved(tmp_path / "one", 2), saved(tmp_path / "other", ranks)
     for wrapped in ((), WRAPPED):
-        assert streamshard.verify(one, against=other, wrapped=wrapped).is_good
+        assert streamshard.verify(one, against=other, facts=modules(wrapped)).is_good
     spoil(other)
     for wrapped in ((), WRAPPED):
-        assert not streamshard.verify(one, against=other, wrapped=wrapped).is_good
-        assert not streamshard.verify(other, against=one, wrapped=wrapped).is_good
-        assert not streamshard.diff(one, other, wrapped=wrapped).is_equal
+        assert not streamshard.verify(one, against=other, facts=modules(wrapped)).is_good
+        assert not streamshard.verify(other, against=one, facts=modules(wrapped)).is_good
+        assert not streamshard.diff(one, other, facts=modules(wrapped)).is_equal
     plain = tmp_path / "plain"
     streamshard.export(one, plain)
-    assert streamshard.diff(one, plain, wrapped=WRAPPED).is_equal  # it has none
+    assert streamshard.diff(one, plain, facts=modules(WRAPPED)).is_equal  # it has none
 
 
 def test_where_param_groups_hide_the_order_the_weights_are_read(tmp_path: Path) -> None:
@@ -290,7 +309,7 @@ def test_blocks_are_not_taken_for_each_other(tmp_path: Path) -> None:
     place = saved(tmp_path / "source", 2)
     (note,) = (n for n in streamshard.inspect(place).notes if "No file tells which parameters" in n)
     assert (
-        "name those that were wrapped with wrapped=PATTERN. As they are, only repartition" in note
+        "name those that were wrapped: give facts=FILE, a file with the lines [source] and" in note
     )
     with streamshard.open(place) as opened:
         bias = opened["blocks.0.up.bias"].tensors
@@ -300,7 +319,7 @@ def test_blocks_are_not_taken_for_each_other(tmp_path: Path) -> None:
     like = write(job, tmp_path / "like")
     with pytest.raises(UnsupportedError, match=r"source: tells no .* by name\. No file tells"):
         streamshard.repartition(place, tmp_path / "out", world_size=2, like=like)
-    with pytest.raises(UnsupportedError, match="wrapped=PATTERN"):
+    with pytest.raises(UnsupportedError, match="give facts=FILE"):
         streamshard.export(place, tmp_path / "out", format="dcp")
 
 
@@ -309,7 +328,7 @@ def test_blocks_are_not_taken_for_each_other(tmp_path: Path) -> None:
     [
         (
             "layers.*",
-            r"wrapped=layers\.\*: no module around a parameter is named so; there are embed, bl",
+            r"source\.wrapped: no module around a parameter is named 'layers\.\*'; there are emb",
         ),
         ("blocks.*.up", None),
         (
@@ -324,15 +343,15 @@ def test_modules_that_were_not_wrapped_are_refused(
 ) -> None:
     place = saved(tmp_path / "source", 2)
     if message is None:  # what is joined is the same
-        with streamshard.open(place, wrapped=[wrapped]) as opened:
+        with streamshard.open(place, facts=modules([wrapped])) as opened:
             assert "exp_avg" in opened["blocks.1.up.bias"].tensors
         return
     with pytest.raises(UsageError, match=message):
-        streamshard.open(place, wrapped=[wrapped])
+        streamshard.open(place, facts=modules([wrapped]))
     for path in place.glob("optim_*"):
         path.unlink()
-    with pytest.raises(UsageError, match="not those of flat parameters; leave wrapped= out"):
-        streamshard.inspect(place, wrapped=[wrapped])
+    with pytest.raises(UsageError, match=r"not those of flat parameters; leave source\.wrapped"):
+        streamshard.inspect(place, facts=modules([wrapped]))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -357,7 +376,7 @@ def test_second_names_are_not_tried_without_end() -> None:
     """Of two modules each may leave out any of 13 parameters: 2 ** 26 pairs of choices."""
     numels = {f"{m}.{own}{n}.w": 1 << n for m in "ab" for own in "xy" for n in range(13)}
     twins = {name for name in numels if name[2] == "y"}
-    with pytest.raises(UnsupportedError, match=r"too many modules .* with wrapped=PATTERN"):
+    with pytest.raises(UnsupportedError, match=r"too many modules .* give facts=FILE"):
         joined_parameters(numels, [1 << 22, 5, 5], 2, twins=twins)
 
 

@@ -113,12 +113,12 @@ def test_a_config_that_says_the_other_way(tmp_path: Path, offload: bool) -> None
 
 def test_dumps_need_the_config_of_their_job(tmp_path: Path) -> None:
     template = write_dumps(write(MUON, tmp_path / "run"), tmp_path / "dumps")
-    with pytest.raises(UnsupportedError, match=r"00\.pt: .*offload.*source_ds_config_file="):
+    with pytest.raises(UnsupportedError, match=r"00\.pt: .*offload.*ds_config = "):
         streamshard.convert(template, tmp_path / "out.zarr")
     config = tmp_path / "ds.json"
     config.write_text('{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}')
     out = tmp_path / "out" / DUMPS
-    streamshard.repartition(template, out, world_size=2, source_ds_config_file=config)
+    streamshard.repartition(template, out, world_size=2, facts={"source": {"ds_config": config}})
     wanted = write(replace(MUON, world_size=2), tmp_path / "wanted")
     for rank in range(2):
         ours = load(Path(str(out).format(rank=rank)))

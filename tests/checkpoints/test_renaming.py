@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,6 +58,10 @@ def llama(tmp_path: Path) -> Path:
     path = tmp_path / "llama.rules"
     path.write_text(llama_rules())
     return path
+
+
+def names(rules: Path) -> dict[str, Any]:
+    return {"source": {"rename": rules}}
 
 
 def llama_rules() -> str:
@@ -115,7 +120,7 @@ def test_megatrons_tensors_are_exported_as_llamas(
     """The oracle are reshapes of torch, of what is opened, which is what Megatron loads."""
     if name == FLATTENED:  # it has all layers in one tensor
         llama.write_text(llama.read_text().replace("decoder.layers.*.", "decoder.layers."))
-    report = streamshard.export(saves / name, tmp_path / "out", rename=llama, verify=True)
+    report = streamshard.export(saves / name, tmp_path / "out", facts=names(llama), verify=True)
     wanted = as_llama(held_in(saves / name, "fp32"))
     require_equal(load_file(tmp_path / "out" / "model.safetensors"), wanted)
     notes = " ".join(report.notes)
@@ -136,7 +141,11 @@ def test_all_states_go_into_a_job_with_other_names(
     for world_size in (1, 3):
         out = tmp_path / f"out{world_size}"
         streamshard.repartition(
-            saves / WHOLE, out, world_size=world_size, like=tmp_path / "like", rename=llama
+            saves / WHOLE,
+            out,
+            world_size=world_size,
+            like=tmp_path / "like",
+            facts=names(llama),
         )
         for state in STATES:
             require_equal(held_in(out, state), wanted[state])
@@ -212,14 +221,18 @@ def test_tensors_are_joined_and_layers_unstacked(
     adamw(SHAPES, cut=cut, style=style).write(tmp_path / "dcp")
     rules = tmp_path / "rules"
     rules.write_text(f"{JOIN}  # fused\n\nstack -> layers.*.w\n")
-    streamshard.export(tmp_path / "dcp", tmp_path / "out", rename=rules, verify=True)
+    streamshard.export(tmp_path / "dcp", tmp_path / "out", facts=names(rules), verify=True)
     wanted = {state: joined(held_in(tmp_path / "dcp", state)) for state in STATES}
     require_equal(load_file(tmp_path / "out" / "model.safetensors"), wanted["fp32"])
     monkeypatch.setattr("tests.fabricated.buffers", dict)
     shapes = tuple((name, tuple(tensor.shape)) for name, tensor in wanted["fp32"].items())
     write(Job(groups=(shapes,), frozen=(), tied={}), tmp_path / "like")
     streamshard.repartition(
-        tmp_path / "dcp", tmp_path / "zero", world_size=3, like=tmp_path / "like", rename=rules
+        tmp_path / "dcp",
+        tmp_path / "zero",
+        world_size=3,
+        like=tmp_path / "like",
+        facts=names(rules),
     )
     for state in STATES:
         require_equal(held_in(tmp_path / "zero", state), wanted[state])
@@ -241,22 +254,24 @@ def test_what_rules_make_is_compared_before_and_after(
     write(Job(groups=(shapes,), frozen=(), tied={}), tmp_path / "like")
     dcp, zero, rules = tmp_path / "dcp", tmp_path / "zero", tmp_path / "rules"
     rules.write_text(f"{JOIN}\nstack -> layers.*.w\n")
-    streamshard.repartition(dcp, zero, world_size=3, like=tmp_path / "like", rename=rules)
+    streamshard.repartition(dcp, zero, world_size=3, like=tmp_path / "like", facts=names(rules))
 
-    assert streamshard.verify(dcp, against=zero, rename=rules).is_good
-    assert streamshard.diff(dcp, zero, rename=rules).is_equal
+    assert streamshard.verify(dcp, against=zero, facts=names(rules)).is_good
+    assert streamshard.diff(dcp, zero, facts=names(rules)).is_equal
     assert not streamshard.diff(dcp, zero).is_equal
-    streamshard.export(dcp, tmp_path / "model", rename=rules)
+    streamshard.export(dcp, tmp_path / "model", facts=names(rules))
     (told,) = [
-        n for n in streamshard.diff(dcp, tmp_path / "model", rename=rules).notes if "only" in n
+        n
+        for n in streamshard.diff(dcp, tmp_path / "model", facts=names(rules)).notes
+        if "only" in n
     ]
     assert told.startswith("One side is a model's weights in safetensors files, without")
-    measured = streamshard.verify(dcp, rename=rules)
-    seen = streamshard.inspect(dcp, rename=rules)
+    measured = streamshard.verify(dcp, facts=names(rules))
+    seen = streamshard.inspect(dcp, facts=names(rules))
     assert {one.name for one in seen.parameters} == wanted.keys()
     assert seen.notes == measured.notes
     assert seen.notes[0] == f"Renamed: {JOIN} (3 tensors to 1, a part has 2 rows)."
-    with streamshard.open(dcp, rename=rules) as found:
+    with streamshard.open(dcp, facts=names(rules)) as found:
         require_equal({name: one.fp32.torch() for name, one in found.items()}, wanted)
 
 
@@ -293,7 +308,7 @@ def test_rules_that_do_not_fit_are_refused(rules: str, message: str, tmp_path: P
     adamw(SHAPES).write(tmp_path / "dcp")
     (tmp_path / "rules").write_text(rules)
     with pytest.raises(UsageError, match=re.escape(message)) as caught:
-        streamshard.export(tmp_path / "dcp", tmp_path / "out", rename=tmp_path / "rules")
+        streamshard.export(tmp_path / "dcp", tmp_path / "out", facts=names(tmp_path / "rules"))
     assert str(tmp_path / "rules") in str(caught.value)
     assert not (tmp_path / "out").exists()
 
@@ -303,7 +318,7 @@ def test_parts_of_different_param_groups_are_not_joined(tmp_path: Path) -> None:
     saved.write(tmp_path / "dcp")
     (tmp_path / "rules").write_text(JOIN)
     with pytest.raises(UnsupportedError, match=r"'h\.0\.q' and 'h\.0\.k' are"):
-        streamshard.export(tmp_path / "dcp", tmp_path / "out", rename=tmp_path / "rules")
+        streamshard.export(tmp_path / "dcp", tmp_path / "out", facts=names(tmp_path / "rules"))
 
 
 def test_parts_with_other_states_are_not_joined(tmp_path: Path) -> None:
@@ -312,7 +327,7 @@ def test_parts_with_other_states_are_not_joined(tmp_path: Path) -> None:
     saved.write(tmp_path / "dcp")
     (tmp_path / "rules").write_text(JOIN)
     with pytest.raises(DisagreementError, match="they are to be joined"):
-        streamshard.export(tmp_path / "dcp", tmp_path / "out", rename=tmp_path / "rules")
+        streamshard.export(tmp_path / "dcp", tmp_path / "out", facts=names(tmp_path / "rules"))
 
 
 def test_nothing_that_lies_outside_of_a_tensor_is_left_out(tmp_path: Path) -> None:
@@ -324,7 +339,7 @@ def test_nothing_that_lies_outside_of_a_tensor_is_left_out(tmp_path: Path) -> No
     save_index(metadata, tmp_path / "dcp")
     (tmp_path / "rules").write_text("norm -> {a,b} : 1:1")
     with pytest.raises(CorruptFileError, match="reaches out of"):
-        streamshard.export(tmp_path / "dcp", tmp_path / "out", rename=tmp_path / "rules")
+        streamshard.export(tmp_path / "dcp", tmp_path / "out", facts=names(tmp_path / "rules"))
 
 
 def test_other_kinds_refuse_rules_by_name(tmp_path: Path) -> None:
@@ -339,9 +354,10 @@ def test_other_kinds_refuse_rules_by_name(tmp_path: Path) -> None:
         partial(streamshard.open, run),
     ):
         with pytest.raises(
-            UsageError, match=r"rename=.* is for .*PyTorch and Megatron; .*: DeepSpeed shards"
+            UsageError,
+            match=r"source\.rename given .* is for .*PyTorch and Megatron; .*: DeepSpeed shards",
         ):
-            verb(rename=rules)
+            verb(facts=names(rules))
 
 
 def test_a_config_does_not_tell_the_order_of_other_names(tmp_path: Path) -> None:
@@ -354,15 +370,15 @@ def test_a_config_does_not_tell_the_order_of_other_names(tmp_path: Path) -> None
             tmp_path / "out",
             world_size=2,
             ds_config_file=tmp_path / "ds.json",
-            rename=tmp_path / "rules",
+            facts=names(tmp_path / "rules"),
         )
 
 
 def test_a_dry_run_says_what_is_renamed(tmp_path: Path) -> None:
     adamw(SHAPES).write(tmp_path / "dcp")
-    rules = tmp_path / "rules"
-    rules.write_text("h.0.k -> a\nh.0.v -> b")
-    words = ("export", str(tmp_path / "dcp"), str(tmp_path / "out"), "--rename", str(rules))
+    facts = tmp_path / "facts.toml"
+    facts.write_text('[source]\nrename = ["h.0.k -> a", "h.0.v -> b"]\n')
+    words = ("export", str(tmp_path / "dcp"), str(tmp_path / "out"), "--facts", str(facts))
     done = in_process(*words, "--dry-run")
     assert done.code == 0
     assert "Renamed: h.0.k -> a (1 tensor)." in done.out

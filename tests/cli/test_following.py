@@ -29,7 +29,7 @@ from tests.job import TAG, Job
 
 TYPED = re.compile(r"(?:\$ |CKPT=\$\()?(streamshard .*?)(?:\) \|\| exit| > .*?)?(?: +#.*)?")
 ELSEWHERE = re.compile(
-    r"://| /|--dask|--(?:tensor|pipeline|expert)-parallel|--rename"
+    r"://| /|--dask|--(?:tensor|pipeline|expert)-parallel|--facts"
     r"|fsdp.*--ds-config"
 )
 JOB = Job(

@@ -11,6 +11,7 @@ import streamshard
 from streamshard.cli.main import main
 from streamshard.errors import DisagreementError, StreamshardError, UnsupportedError, UsageError
 from streamshard.formats.deepspeed.model_parallel.cut_rules import CutRules, read_rules
+from streamshard.formats.facts import read_facts
 from tests.comparing import compare
 from tests.documents import blocks, page
 from tests.fabricated import write
@@ -44,6 +45,10 @@ TWO = TensorJob(
 ).told()
 
 
+def cuts(rules: Path) -> dict[str, Any]:
+    return {"source": {"cut_rules": rules}}
+
+
 def untold(run: Path) -> Path:
     """Take away what model files tell of the cut."""
     edit_parts(run, lambda held: held.pop("universal_checkpoint_info", None))
@@ -63,7 +68,7 @@ def test_a_job_that_cuts_its_layers_itself_changes_its_degree(
 ) -> None:
     run = untold(write(TWO, tmp_path / "run"))
     wanted = untold(write(with_degree(TWO, degree, 2), tmp_path / "wanted"))
-    options: dict[str, Any] = {"cut_rules_file": rules, "world_size": 2 * degree}
+    options: dict[str, Any] = {"facts": cuts(rules), "world_size": 2 * degree}
     if degree > 1:
         with pytest.raises(UsageError, match="say here like=RUN as well"):
             streamshard.repartition(run, tmp_path / "out", tensor_parallel=degree, **options)
@@ -78,9 +83,12 @@ def test_a_job_that_cuts_its_layers_itself_changes_its_degree(
 def test_rules_put_whole_tensors_together(tmp_path: Path, rules: Path) -> None:
     run = untold(write(TWO, tmp_path / "run"))
     whole = write(with_degree(TWO, 1, 3), tmp_path / "whole")
-    with pytest.raises(UnsupportedError, match="Tell it with cut_rules_file="):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"give facts=FILE, a file with the lines \[source\] and cut_rules = ",
+    ):
         streamshard.export(run, tmp_path / "none")
-    streamshard.export(run, tmp_path / "a", cut_rules_file=rules)
+    streamshard.export(run, tmp_path / "a", facts=cuts(rules))
     streamshard.export(whole, tmp_path / "b")
     found, wanted = ((tmp_path / out / "model.safetensors").read_bytes() for out in "ab")
     assert found == wanted
@@ -90,15 +98,15 @@ def test_rules_take_the_place_of_what_files_tell(tmp_path: Path, rules: Path) ->
     run, wrong = write(TWO, tmp_path / "run"), tmp_path / "wrong"
     wrong.write_text(RULES.replace("attn.weight: split 1", "attn.weight: replicated"))
     with pytest.raises(DisagreementError, match=r"which is not how .*wrong has it"):
-        streamshard.export(run, tmp_path / "out", cut_rules_file=wrong)
-    streamshard.export(run, tmp_path / "out", cut_rules_file=rules)
+        streamshard.export(run, tmp_path / "out", facts=cuts(wrong))
+    streamshard.export(run, tmp_path / "out", facts=cuts(rules))
 
 
 def test_copies_must_be_equal(tmp_path: Path, rules: Path) -> None:
     drifted = replace(TWO, changed=("fp32", "block.1.bias", 1))
     run = untold(write(drifted, tmp_path / "run"))
     with pytest.raises(DisagreementError, match=r"fp32 of block\.1\.bias: 1 of 2 elements differ"):
-        streamshard.export(run, tmp_path / "out", cut_rules_file=rules)
+        streamshard.export(run, tmp_path / "out", facts=cuts(rules))
 
 
 def test_rules_in_the_page_are_rules() -> None:
@@ -157,7 +165,7 @@ def test_rules_that_do_not_fit_are_refused(
 def test_a_byte_order_mark_is_no_part_of_the_first_rule(tmp_path: Path) -> None:
     path = tmp_path / "cut.rules"
     path.write_text("embed: split 0\n", encoding="utf-8-sig")
-    rules = read_rules(path)
+    rules = read_rules(read_facts(cuts(path)).cut_rules)
     assert rules is not None
     assert rules.cut("embed", BOTH, 2).shape == (4,)
 
@@ -165,28 +173,33 @@ def test_a_byte_order_mark_is_no_part_of_the_first_rule(tmp_path: Path) -> None:
 def test_rules_that_nothing_is_cut_by_are_refused(tmp_path: Path, rules: Path) -> None:
     run, out = write(TWO, tmp_path / "run"), tmp_path / "out"
     single = write(Job(), tmp_path / "single")
-    message = "cut_rules_file=: no tensor is cut otherwise, or put together"
+    message = "source.cut_rules given with facts=: no tensor is cut otherwise, or put together"
     for degree in (None, 2):
         with pytest.raises(UsageError, match=message):
             streamshard.repartition(
-                run, out, world_size=2, cut_rules_file=rules, tensor_parallel=degree
+                run,
+                out,
+                world_size=2,
+                facts=cuts(rules),
+                tensor_parallel=degree,
             )
     with pytest.raises(UsageError, match=message):
-        streamshard.export(single, out, cut_rules_file=rules)
+        streamshard.export(single, out, facts=cuts(rules))
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(UsageError, match="cannot be read"):
-            streamshard.export(run, out, cut_rules_file=path)
+            streamshard.export(run, out, facts=cuts(path))
     (tmp_path / "binary").write_bytes(b"\xff")
-    with pytest.raises(UsageError, match="not a file of rules"):
-        streamshard.export(run, out, cut_rules_file=tmp_path / "binary")
+    with pytest.raises(UsageError, match="is no text in UTF-8"):
+        streamshard.export(run, out, facts=cuts(tmp_path / "binary"))
 
 
 def test_what_is_there_is_what_the_rules_make(
     tmp_path: Path, rules: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     untold(write(TWO, tmp_path / "run"))
+    (tmp_path / "facts.toml").write_text(f"[source]\ncut_rules = '{rules.name}'\n")
     monkeypatch.chdir(tmp_path)
-    options = ["--world-size", "3", "--tensor-parallel", "1", "--cut-rules", "cut.rules"]
+    options = ["--world-size", "3", "--tensor-parallel", "1", "--facts", "facts.toml"]
     assert main(["repartition", "run", "out", *options]) == 0
     assert main(["repartition", "run", "out", *options, "--if-needed"]) == 0
     assert "is already what this would make" in capsys.readouterr().out

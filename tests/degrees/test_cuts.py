@@ -206,7 +206,9 @@ def test_a_tensor_that_no_list_has_may_not_be_the_same_on_all_ranks(tmp_path: Pa
     # What the message advises.
     rules = tmp_path / "cut.rules"
     rules.write_text(RULES_OF_LISTED)
-    streamshard.repartition(run, out, world_size=2, tensor_parallel=1, cut_rules_file=rules)
+    streamshard.repartition(
+        run, out, world_size=2, tensor_parallel=1, facts={"source": {"cut_rules": rules}}
+    )
     whole = write(with_degree(LISTED, 1, 2), tmp_path / "whole")
     compare(out / TAG, whole / TAG)
     # A reference finds out that it is a copy.

@@ -273,7 +273,7 @@ def test_tensor_parallel_stages_of_which_nothing_tells_the_cut(tmp_path: Path) -
     run = write_pipe(replace(TWO, tensor=2), tmp_path / "run")
     what = "cut among 2 tensor-parallel ranks, and no 'universal_checkpoint_info'"
     like = write_pipe(TWO, tmp_path / "like")
-    with pytest.raises(UnsupportedError, match=f"{what} .*cut_rules_file=. {AS_SAVED}"):
+    with pytest.raises(UnsupportedError, match=f"{what} .*facts=FILE.*cut_rules = .*{AS_SAVED}"):
         streamshard.repartition(run, tmp_path / "out", world_size=2, tensor_parallel=1, like=like)
     with pytest.raises(UnsupportedError, match=rf"{what} .*streamshard\.open reads its parts"):
         streamshard.export(run, tmp_path / "out")
@@ -383,15 +383,21 @@ def test_rules_tell_the_cut(tmp_path: Path) -> None:
     for path in (run / TAG).glob("mp_rank_*"):
         edit(path, lambda held: held.pop("universal_checkpoint_info"))
     rules.write_text(".*up: split 1\n.*weight: split 0\n.*old: split 0\n.*bias: replicated\n")
-    options: dict[str, Any] = {"tensor_parallel": 1, "cut_rules_file": rules, "like": wanted}
+    options: dict[str, Any] = {
+        "tensor_parallel": 1,
+        "facts": {"source": {"cut_rules": rules}},
+        "like": wanted,
+    }
     streamshard.repartition(run, tmp_path / "out", world_size=6, verify=True, **options)
     compare(tmp_path / "out" / TAG, wanted / TAG)
-    streamshard.export(run, tmp_path / "exported", dtype="fp32", cut_rules_file=rules)
+    streamshard.export(
+        run, tmp_path / "exported", dtype="fp32", facts={"source": {"cut_rules": rules}}
+    )
     assert load_file(tmp_path / "exported" / "model.safetensors").keys() == of_model(TWO).keys()
     options = {"pipeline_parallel": 1, "like": write_pipe(OTHERS["one-stage"], tmp_path / "one")}
-    with pytest.raises(UsageError, match="cut_rules_file=: no tensor is cut otherwise"):
+    with pytest.raises(UsageError, match="facts=: no tensor is cut otherwise"):
         streamshard.repartition(
-            run, tmp_path / "none", world_size=2, cut_rules_file=rules, **options
+            run, tmp_path / "none", world_size=2, facts={"source": {"cut_rules": rules}}, **options
         )
 
 

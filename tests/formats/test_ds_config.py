@@ -387,14 +387,18 @@ def say_round_robin(path: Path, *, on: bool) -> None:
 
 def test_the_command_line_takes_a_version(tmp_path: Path) -> None:
     run_dir = write(Job(stage=1), tmp_path / "run")
-    resize = ["repartition", run_dir, tmp_path / "out", "--world-size", 2, "--ds-version"]
-    done = run_cli(*resize, "twelve")
+    facts = tmp_path / "facts.toml"
+    resize = ["repartition", run_dir, tmp_path / "out", "--world-size", 2, "--facts", facts]
+    facts.write_text("[target]\nds_version = 'twelve'\n")
+    done = run_cli(*resize)
     assert (done.code, done.out) == (2, "")
-    assert "--ds-version 'twelve': give a release of DeepSpeed" in done.err
-    done = run_cli(*resize, "0.14.0")
+    assert "target.ds_version is 'twelve'; give a release of DeepSpeed" in done.err
+    facts.write_text("[target]\nds_version = '0.14.0'\n")
+    done = run_cli(*resize)
     assert (done.code, done.out) == (2, "")
     assert "for DeepSpeed 0.14.0: files are written for 0.14.1 and later versions" in done.err
-    done = run_cli(*resize, "0.14.5")
+    facts.write_text("[target]\nds_version = '0.14.5'\n")
+    done = run_cli(*resize)
     assert done.code == 0
     assert load(tmp_path / "out" / TAG / "mp_rank_00_model_states.pt")["ds_version"] == "0.14.5"
 

@@ -32,6 +32,7 @@ from streamshard.formats.deepspeed.model_parallel import cut_rules
 from streamshard.formats.deepspeed.model_parallel.affine_maps import AffineMaps
 from streamshard.formats.deepspeed.model_parallel.categories import Categories
 from streamshard.formats.deepspeed.names import is_inside, latest_of
+from streamshard.formats.facts import read_facts
 from streamshard.formats.fsdp_ranks import fsdp_ranks_reader
 from streamshard.formats.pickle import inert_dump, inert_load
 from streamshard.formats.shapes import require_shape
@@ -237,7 +238,7 @@ def _require_inside(reading: Reading) -> None:
 
 
 def rules(_: bytes, path: Path) -> None:
-    found = cut_rules.read_rules(path)
+    found = cut_rules.read_rules(read_facts({"source": {"cut_rules": path}}).cut_rules)
     assert found is not None
     found.cut("layers.1.w", {0: (4, 6), 1: (4, 6)}, 2)
 

@@ -102,7 +102,9 @@ class Dumps:
         """Straight and by way of a store. Where it matters, the user has to give the config."""
         told = one.case in (ROUND_ROBIN, SUB_GROUPS) or one.resume
         resuming = self.config(one.resume) if one.resume else None
-        asked: dict[str, Any] = {"source_ds_config_file": self.config(one.case) if told else None}
+        asked: dict[str, Any] = (
+            {"facts": {"source": {"ds_config": self.config(one.case)}}} if told else {}
+        )
         if one.case.zero_stage == 3:
             # The stage of the checkpoint that gives the shapes does not matter.
             asked["like"] = self.like(2 if one.target == 3 else 3)

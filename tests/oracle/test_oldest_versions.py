@@ -86,8 +86,9 @@ def test_round_robin_at_stage_1_is_written_as_newer_versions_heed_it(
 def test_older_versions_are_no_targets(runs: dict[str, Path], tmp_path: Path) -> None:
     source = runs["0.12.6"] / ROUND_ROBIN_1.name / "saved"
     for version, message in (("0.12.7+1a2b3c", "written for 0.14.1 and later"), ("new", "'new'")):
+        facts = {"target": {"ds_version": version}}
         with pytest.raises(UsageError, match=message):
-            streamshard.repartition(source, tmp_path / "x", world_size=2, ds_version=version)
+            streamshard.repartition(source, tmp_path / "x", world_size=2, facts=facts)
 
 
 @pytest.mark.parametrize("way", ["files", "live"])

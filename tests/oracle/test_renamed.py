@@ -17,6 +17,7 @@ from tests.checkpoints.test_renaming import (
     as_llama,
     held_in,
     llama_rules,
+    names,
     require_equal,
 )
 from tests.oracle.jobs import Resume, Train
@@ -75,7 +76,9 @@ def test_an_engine_loads_every_bit_under_its_own_names(
     lines += [f"{old} -> model.{new}" for old, new in LAST.items()]
     rules.write_text("\n".join((llama_rules(), *lines)))
     require_success(run_jobs(2, [Train(case, like, None, steps=0)], tmp_path / "ranks"))
-    streamshard.repartition(source, out, world_size=ranks, like=like, rename=rules, verify=True)
+    streamshard.repartition(
+        source, out, world_size=ranks, like=like, facts=names(rules), verify=True
+    )
     require_success(run_jobs(ranks, [Resume(case, out, truth)], tmp_path / "ranks"))
 
     loaded = Truth.load(truth)
@@ -87,4 +90,4 @@ def test_an_engine_loads_every_bit_under_its_own_names(
     (group,) = loaded.groups
     assert group["scalars"]["step"] == 2
     assert group["hyper_parameters"]["lr"] == pytest.approx(1e-3)
-    assert streamshard.diff(source, out, rename=rules).is_equal
+    assert streamshard.diff(source, out, facts=names(rules)).is_equal

@@ -323,9 +323,13 @@ def test_a_key_of_a_newer_version_asks_for_that_version(tmp_path: Path) -> None:
     edit_all(run, "*.pt", lambda content: content.update(ds_version="0.16.9"))
     path = write_config(tmp_path, run, parameter_alignment=True)
     given: dict[str, Any] = {"world_size": 3, "ds_config_file": path}
-    with pytest.raises(UsageError, match=r"parameter_alignment on.* give ds_version=VERSION"):
+    with pytest.raises(
+        UsageError, match=r"parameter_alignment on.* give facts=FILE, .* ds_version = "
+    ):
         streamshard.repartition(run, tmp_path / "out", **given)
-    report = streamshard.repartition(run, tmp_path / "out", ds_version="0.19.8", **given)
+    report = streamshard.repartition(
+        run, tmp_path / "out", facts={"target": {"ds_version": "0.19.8"}}, **given
+    )
     assert any("parameter_alignment on" in note for note in report.notes)
 
 

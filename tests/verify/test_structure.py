@@ -385,8 +385,8 @@ def test_what_is_given_for_nothing_is_refused(fresh: Of, kind: str) -> None:
     config = other.with_name("ds.json")
     config.write_text("{}")
     if not kind.startswith("dumps"):
-        with pytest.raises(UsageError, match="leave source_ds_config_file= out"):
-            streamshard.verify(path, source_ds_config_file=config)
+        with pytest.raises(UsageError, match=r"source\.ds_config given .* is for raw dumps"):
+            streamshard.verify(path, facts={"source": {"ds_config": config}})
 
 
 def test_a_store_of_a_later_version_is_left_alone(fresh: Of) -> None:

@@ -1,6 +1,6 @@
 """Gives the tensors of a distributed checkpoint other names, by rules; splits and joins fused ones.
 
-A file of rules has one in each line; what follows # is a remark::
+A rule is a line; what follows # is a remark::
 
     decoder.final_layernorm.weight -> model.norm.weight
     decoder.layers.*.linear_fc1.weight -> model.layers.*.{gate,up}_proj.weight : 1 x 1:1
@@ -17,7 +17,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -27,9 +26,9 @@ from streamshard.formats.dcp.dcp_reader import Distributed, tiled
 from streamshard.formats.dcp.item_reader import TensorPlaces
 from streamshard.formats.dcp.metadata_reader import Ints, SavedItems, SavedTensor
 from streamshard.formats.dcp.optimizer_state import SavedGroup
+from streamshard.formats.facts import RuleLines
 from streamshard.formats.pickle.inert import show
 from streamshard.formats.torch.tree_comparison import show_few
-from streamshard.io.entries import read_all
 from streamshard.model import ITEMSIZE
 from streamshard.sizes import counted
 
@@ -37,7 +36,6 @@ _RULE: Final = re.compile(
     r"(\S+)\s+->\s+(\S+)(?:\s+:\s+(?:(\d{1,5})\s+x\s+)?(\d{1,9}(?::\d{1,9})*))?"
 )
 _BRACES: Final = re.compile(r"\{([^{}*]*)\}")
-_MOST_BYTES: Final = 1 << 20
 _FORM: Final = "PATTERN -> REPLACEMENT, or with braces PATTERN -> REPLACEMENT : GROUPS x PART:PART"
 
 
@@ -92,18 +90,12 @@ def _with_stars(pattern: str, stars: Sequence[str]) -> str:
     return first + "".join(star + other for star, other in zip(stars, others, strict=True))
 
 
-def read_rules(path: Path) -> tuple[Rule, ...]:
-    try:
-        lines = read_all(path, _MOST_BYTES).decode().splitlines()
-    except UnicodeDecodeError as error:
-        raise UsageError(f"is no text in UTF-8: {error}", path=path) from error
-    cut = ((number, line.partition("#")[0].strip()) for number, line in enumerate(lines, 1))
-    try:
-        rules = tuple(rule_of(number, text) for number, text in cut if text)
-    except UsageError as error:
-        raise UsageError(str(error), path=path) from error
+def read_rules(text: str) -> tuple[Rule, ...]:
+    lines = enumerate(text.splitlines(), 1)
+    cut = ((number, line.partition("#")[0].strip()) for number, line in lines)
+    rules = tuple(rule_of(number, text) for number, text in cut if text)
     if not rules:
-        raise UsageError(f"has no rule; a line is {_FORM}", path=path)
+        raise UsageError(f"has no rule; a line is {_FORM}")
     return rules
 
 
@@ -174,17 +166,17 @@ class _Move:
     """Rows of a part."""
 
 
-def renamed(found: Distributed, rules_file: Path) -> Distributed:
+def renamed(found: Distributed, given: RuleLines) -> Distributed:
     """Return a checkpoint with other names for its tensors."""
-    rules = read_rules(rules_file)
     try:
+        rules = read_rules(given.text)
         moves = list(_moves_of(found, rules))
         _require_distinct(moves)
         made = _Made(found)
         for move in moves:
             made.add(move)
     except UsageError as error:
-        raise UsageError(str(error), path=rules_file) from error
+        raise UsageError(f"{given.name}: {error}") from error
     return replace(
         found,
         index=replace(found.index, tensors=made.tensors),

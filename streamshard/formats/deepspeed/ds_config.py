@@ -237,10 +237,18 @@ def read_file(path: Path) -> Config:
         raise UsageError(f"not a DeepSpeed config in JSON ({error})", path=path) from error
     if not isinstance(config, dict):
         raise UsageError("not a DeepSpeed config: the JSON in it is not an object", path=path)
+    return checked(config, str(path))
+
+
+def checked(config: dict[str, Any], name: str) -> Config:
+    """Return a config that a user gives, without keys that look mistyped.
+
+    `name`: where it is, for messages.
+    """
     found = mistyped(config)
     if found is not None:
-        message = f"{show(found[0])} is no known key; did you mean {found[1]!r}? Correct it there,"
-        raise UsageError(f"{message} as DeepSpeed would ignore or refuse it as well", path=path)
+        message = f"{name}: {show(found[0])} is no known key; did you mean {found[1]!r}? Correct it"
+        raise UsageError(f"{message} there, as DeepSpeed would ignore or refuse it as well")
     return config
 
 

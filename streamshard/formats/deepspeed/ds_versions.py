@@ -6,7 +6,7 @@ Found by comparing the releases 0.9.0 to 0.19.8, function by function; the comme
 import re
 from typing import Final
 
-from streamshard.errors import Option, UsageError
+from streamshard.errors import UsageError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.pickle.inert import Node, show
 
@@ -53,12 +53,11 @@ def version_in(*holders: Node) -> Version | None:
     return next((version for version in found if version is not None), None)
 
 
-def given_version(text: str | None) -> Version | None:
-    """Read a version that a user gives."""
+def given_version(text: str | None, name: str) -> Version | None:
+    """Read a version that a user gives for a target; `name`: where it is, for messages."""
     found = recorded_version(text)
     if text is not None and found is None:
-        asked = Option("ds_version", show(text))
-        raise UsageError(f"{asked}: give a release of DeepSpeed, such as 0.16.9")
+        raise UsageError(f"{name} is {show(text)}; give a release of DeepSpeed, such as 0.16.9")
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
-from streamshard.errors import Option
+from streamshard.errors import Option, lacking
 from streamshard.formats.deepspeed import ds_config, ds_versions
 from streamshard.formats.deepspeed.ds_config import Features
 from streamshard.formats.deepspeed.ds_versions import Version
@@ -69,7 +69,7 @@ def _of_order(job: Resuming, features: Features) -> Iterator[str]:
     if ds_config.wants_alignment(job.config) and stage in (1, 2) and not knows_alignment:
         yield (
             "has parameter_alignment on, which DeepSpeed knows since 0.19.7, and the files would "
-            f"be for an older version: give {Option('ds_version', 'VERSION')}, that of the job"
+            f"be for an older version: {lacking('ds_version')}, that of the job"
         )
     rule = ds_versions.EMPTY_PARAMETERS_FROZEN
     both = ds_versions.has(rule, job.version), ds_versions.has(rule, job.saved_by)

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import chain, pairwise
 from typing import Any, Final, Self
 
-from streamshard.errors import Option, UnsupportedError, UsageError
+from streamshard.errors import Option, UnsupportedError, UsageError, lacking
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.dcp.renaming import name_pattern
 from streamshard.formats.fsdp_ranks.rank_names import OPTIMIZER
@@ -90,8 +90,10 @@ def joined_parameters(
         return Joined(way.numels, way.joined if way.is_alone else ())
     held = f"{counted(len(lengths), 'flat parameter')} as FSDP1 makes them"
     if wrapped:
-        message = f"{Option('wrapped', wrapped[0])}: the files have {held}, of {show_few(lengths)}"
-        raise UsageError(f"{message} elements per rank; these modules give others")
+        message = f"{Option('facts')}: source.wrapped: the files have {held}, of"
+        raise UsageError(
+            f"{message} {show_few(lengths)} elements per rank; these modules give others"
+        )
     if way is None:
         message = f"has {held}, and no choice of modules to wrap gives parts of their lengths"
         raise UnsupportedError(message)
@@ -129,7 +131,7 @@ def require_lengths(joined: Joined, lengths: Sequence[int], ranks: int) -> None:
 
 def name_wrapped() -> str:
     """Say what to do where files do not prove which modules were wrapped."""
-    return f"name those that were wrapped with {Option('wrapped', 'PATTERN')}"
+    return f"name those that were wrapped: {lacking('wrapped')}"
 
 
 def evened_roots(roots: Sequence[Any]) -> list[Any] | None:
@@ -232,8 +234,10 @@ class _Wrapping:
             matches = name_pattern(pattern).fullmatch
             known[pattern] = [module for module in held if matches(module)]
             if not known[pattern]:
-                message = f"{Option('wrapped', pattern)}: no module around a parameter is named so"
-                raise UsageError(f"{message}; there are {show_few([m for m in held if m])}")
+                message = f"{Option('facts')}: source.wrapped: no module around a parameter is"
+                raise UsageError(
+                    f"{message} named '{pattern}'; there are {show_few([m for m in held if m])}"
+                )
         chosen = {*chain(*known.values())}
         outside = {*chain(*map(_around, chosen))}
         return cls(numels, lengths, ranks, twins, chosen, outside, held, inside, most)

@@ -115,8 +115,8 @@ class _Ranks:
         optimizer = self._optimizer({entry.name: self.parts[entry.name] for entry in own})
         is_flat = bool(self.unread) if optimizer is None else bool(optimizer.flat)
         if self.wrapped and not is_flat:
-            message = "the optimizer's states are not those of flat parameters"
-            raise UsageError(f"{self.directory}: {message}; leave {Option('wrapped')} out")
+            message = "the optimizer's states are not those of flat parameters; leave"
+            raise UsageError(f"{self.directory}: {message} source.wrapped out of {Option('facts')}")
         if optimizer is not None:
             entries = tuple(_tied(entry, optimizer.tied) for entry in entries)
             own = [entry for entry in entries if entry.kind != "alias"]

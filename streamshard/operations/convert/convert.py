@@ -51,10 +51,10 @@ def plan_convert(options: ConvertOptions) -> TransferPlan:
     health
         Record in the manifest how many NaNs, infinities and zeros each tensor holds, and how large
         its numbers are. `inspect` shows it, and `newest` needs not read the store for it.
-    tensor_parallel, pipeline_parallel, cut_rules_file
+    tensor_parallel, pipeline_parallel
         Degrees of the job that the store holds a checkpoint of, by default the source's; see
         `plan_repartition`. At a tensor parallel degree of 1 its arrays are whole tensors.
-    source_ds_config_file, like, rename, wrapped
+    like, facts
         For sources that lack information; see `plan_repartition`.
     memory_limit
         Bytes of memory beyond what the program itself takes; by default 1 GiB, but at most half of
@@ -91,7 +91,6 @@ def prepare(options: ConvertOptions, opened: Source) -> Output:
         JobDegrees(
             tensor_parallel=options.tensor_parallel,
             pipeline_parallel=options.pipeline_parallel,
-            cut_rules_file=options.cut_rules_file,
         ),
     )
     opened.require_use_of_like(needed=change is not None, if_needed=options.if_needed)

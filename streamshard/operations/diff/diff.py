@@ -64,12 +64,9 @@ def diff(options: _Diff) -> DiffReport:
     params
         Shell patterns of the names of parameters and buffers. If there are any, only the tensors
         whose names match are compared, and nothing else.
-    source_ds_config_file, like
-        For checkpoints that lack information; see `plan_repartition`.
-    rename
-        File of rules for other names of the tensors on the left side; see `export`.
-    wrapped
-        Patterns of the modules that FSDP1 wrapped on the left side; see `plan_repartition`.
+    like, facts
+        For checkpoints that lack information; see `plan_repartition`. Facts are those of the left
+        side.
     tag, against_tag
         Tag to read on the left and on the right side; by default the one that `latest` names.
     memory_limit

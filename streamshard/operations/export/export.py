@@ -115,14 +115,12 @@ def plan_export(options: ExportOptions) -> TransferPlan:
     layout
         Loader of a distributed checkpoint, which asks for keys and directories of its own: `torch`,
         `titan` (torchtitan) or `accelerate` (its FSDP).
-    source_ds_config_file, like, rename, wrapped
+    like, facts
         For sources that lack information; see `plan_repartition`. `like` may also be a base model,
         a directory of safetensors files, whose names and shapes the exported weights must have.
     memory_limit
         Bytes of memory beyond what the program itself takes; by default 1 GiB, but at most half of
         the remaining memory of the machine or the cgroup.
-    cut_rules_file
-        How tensor parallelism cut the parameters; see `plan_repartition`.
     verify
         Read the written files back from disk, and compare them with the source before they are
         renamed into place.
@@ -171,7 +169,7 @@ def prepare(options: ExportOptions, opened: Source) -> Output:
         )
         message = f"{message} with those of files of weights alone"
         raise UsageError(f"{message}; leave {Option('like')} out")
-    joined = other_degrees().join(opened, options.cut_rules_file)
+    joined = other_degrees().join(opened)
     if joined is not None:
         if options.format in (UNIVERSAL, _DCP) and is_pipeline(opened.checkpoint):
             message = (
@@ -179,7 +177,7 @@ def prepare(options: ExportOptions, opened: Source) -> Output:
             )
             form = Option("format", pretrained.SAFETENSORS)
             raise UnsupportedError(f"{message} write: give {form} or {pretrained.TORCH}")
-        output = prepare(options.replaced(cut_rules_file=None), joined.source)
+        output = prepare(options, joined.source)
         return replace(output, check=joined.check)
     make = {UNIVERSAL: _universal, _DCP: _dcp}.get(options.format, _weights)
     try:

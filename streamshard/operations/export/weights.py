@@ -8,7 +8,7 @@ from typing import Final
 
 from streamshard.engine.numeric.cast import cast_between
 from streamshard.engine.run.work import Fixed
-from streamshard.errors import Option, UnsupportedError, UsageError
+from streamshard.errors import Option, UnsupportedError, UsageError, lacking
 from streamshard.formats import pretrained, safetensors_file
 from streamshard.formats.checkpoint import Checkpoint, ModelPart
 from streamshard.formats.deepspeed import names
@@ -134,9 +134,9 @@ def only_model_part(checkpoint: Checkpoint, *, takes_experts: bool = False) -> M
         raise UnsupportedError(f"{message}: export a whole checkpoint of the job")
     if len(checkpoint.model_parts) > 1:
         message = f"the model is in {len(checkpoint.model_parts)} tensor or pipeline parallel parts"
-        message = f"{message}, and its files do not tell how to put them together. Tell it with"
-        rules = Option("cut_rules_file")
-        raise UnsupportedError(f"{message} {rules}; streamshard.open reads them one by one")
+        message = f"{message}, and its files do not tell how to put them together:"
+        advice = lacking("cut_rules")
+        raise UnsupportedError(f"{message} {advice}. streamshard.open reads them one by one")
     if model_part.model_state.get(names.EXPERT_COUNTS) and not takes_experts:
         message = "the model has experts in files of their own: exported as safetensors or with"
         raise UnsupportedError(f"{message} {Option('format', 'torch')}, not yet in this format")

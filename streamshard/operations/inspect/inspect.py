@@ -55,12 +55,8 @@ def inspect(options: InspectOptions) -> Inspection:
 
     Parameters
     ----------
-    source_ds_config_file, like
+    like, facts
         For sources that lack information; see `plan_repartition`.
-    rename
-        File of rules for other names of the tensors; see `export`.
-    wrapped
-        Patterns of the modules that FSDP1 wrapped; see `plan_repartition`.
     params
         Shell patterns of complete tensor names; for each tensor that matches, the result says where
         its elements lie.

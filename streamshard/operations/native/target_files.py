@@ -18,6 +18,7 @@ from streamshard.formats.deepspeed.write.zero_writer import (
     step_files,
     whole_files,
 )
+from streamshard.formats.facts import Facts
 from streamshard.formats.torch.zip_layout import FileImage
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.operations.native.target_settings import TargetSettings
@@ -81,8 +82,10 @@ class NativeWriter(TargetWriter):
 
     def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
         path = place / self.template.name if self.template else place
-        config, like = self.settings.config, self.source.like
-        written = Request(path, self.source.checkpoint.tag, config=config, like=like)
+        # Raw dumps hold no config.
+        facts = Facts(ds_config=self.settings.config if self.template else None)
+        like = self.source.like
+        written = Request(path, self.source.checkpoint.tag, facts, like)
         found: list[str] = load(READ_BACK)(written, self.source, memory, progress)
         return found
 

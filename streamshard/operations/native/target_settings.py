@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from streamshard.errors import Option, UnsupportedError, UsageError
+from streamshard.errors import Option, UnsupportedError, UsageError, lacking
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.deepspeed import ds_config, names, resume_settings
 from streamshard.formats.deepspeed.ds_versions import OLDEST_TARGET, Version, dotted, target_version
@@ -312,8 +312,8 @@ def _require_known_order(
     if unknown and (layout.round_robin or layout.parameter_alignment):
         message = (
             f"{ds_config.GIVEN} has round_robin_gradients or parameter_alignment on, and the dumps "
-            "do not tell whether they were saved so: give the config of the job that saved them "
-            f"with {Option('source_ds_config_file')}"
+            f"do not tell whether they were saved so: {lacking('ds_config')}, the "
+            "config of the job that saved them"
         )
         raise UsageError(message)
 

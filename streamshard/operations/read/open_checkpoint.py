@@ -247,12 +247,8 @@ def open(options: _Open) -> OpenCheckpoint:
     ----------
     source
         Run directory with `latest`, tag directory, store, or a template of raw per-rank dumps.
-    source_ds_config_file, like
+    like, facts
         For sources that do not tell all that is needed; see `plan_repartition`.
-    rename
-        File of rules for other names of the tensors; see `export`.
-    wrapped
-        Patterns of the modules that FSDP1 wrapped; see `plan_repartition`.
     tag
         Tag to read; by default the one that `latest` names.
 

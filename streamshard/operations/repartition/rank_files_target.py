@@ -31,11 +31,9 @@ _OF_ZERO: Final = (
     "tensor_parallel",
     "pipeline_parallel",
     "expert_parallel",
-    "cut_rules_file",
     "like",
     "zero_stage",
     "ds_config_file",
-    "ds_version",
 )
 """Options that say how a job of DeepSpeed cuts."""
 
@@ -98,6 +96,11 @@ def _ranks(options: RepartitionOptions, opened: Source) -> int:
     for name in _OF_ZERO:
         if options.is_given(name):
             raise UsageError(f"{Option(name)}: is for DeepSpeed's files, not for {given}")
+    facts = opened.facts
+    if facts.cut_rules is not None or facts.ds_version is not None:
+        keys = "source.cut_rules and target.ds_version"
+        asked = Option("facts", what=keys)
+        raise UsageError(f"{asked} are for DeepSpeed's files, not for {given}")
     if options.world_size is None:
         message = f"has files for {counted(opened.checkpoint.ranks, 'rank')} already; say with"
         message = f"{message} {Option('world_size')} for how many they are to be written"

@@ -6,7 +6,6 @@ from functools import partial
 from streamshard import registry
 from streamshard.errors import Option, UnsupportedError, UsageError
 from streamshard.formats.deepspeed import ds_config, names
-from streamshard.formats.deepspeed.ds_versions import given_version
 from streamshard.formats.deepspeed.dumps import dump_names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.object_path import as_path
@@ -47,10 +46,6 @@ def plan_repartition(options: RepartitionOptions) -> TransferPlan:
     expert_parallel
         Count of these ranks over which experts are spread, which divides both; by default as many
         as in the source. For ZeRO stages 1 and 2, with DeepSpeed's own `MoE` layers.
-    cut_rules_file
-        File that tells how the tensor parallel ranks of both jobs cut the parameters, where their
-        files do not: in each line a pattern of names, a colon, and ``replicated``, ``split 1`` (its
-        dimension) or ``sub 0 [4096, 1024, 1024]`` (of parameters in a row, each cut by itself).
     zero_stage
         ZeRO stage of the job that resumes; by default the stage in the config.
     ds_config_file
@@ -61,11 +56,6 @@ def plan_repartition(options: RepartitionOptions) -> TransferPlan:
     format
         `deepspeed` for the native files of DeepSpeed; or `fsdp-ranks` for files of FSDP's ranks, as
         verl saves and loads them, from such files: see ``docs/reading.md``.
-    ds_version
-        Version of DeepSpeed in the job that resumes, such as ``0.16.9``, from 0.14.1 on; by default
-        the one that saved, or the oldest of these. Some rules of the layout depend on it.
-    source_ds_config_file
-        The DeepSpeed config of the job that saved, for raw dumps, which hold none.
     like
         Reference checkpoint: another checkpoint of the same job, which supplies what the source
         lacks. Raw dumps of stage 3 hold no shapes, files of Muon at stages 1 and 2 not the order in
@@ -73,13 +63,9 @@ def plan_repartition(options: RepartitionOptions) -> TransferPlan:
         and PyTorch's distributed checkpoints nothing but tensors and hyper-parameters.
         With another count of expert ranks: a save of the job that has these, for the order of its
         parameters.
-    rename
-        File of rules that give the tensors of a distributed checkpoint of PyTorch or Megatron other
-        names, and split or join fused ones: see ``docs/reading.md``.
-    wrapped
-        Patterns of the modules that FSDP1 wrapped in the model, such as ``model.layers.*`` (a star
-        stands for anything without a dot). Needed for other files than FSDP's, where the lengths of
-        flat parameters do not prove them.
+    facts
+        What the source's files do not say: a TOML file or a mapping of its form. See
+        ``docs/reading.md``.
     memory_limit
         Bytes of memory beyond what the program itself takes; by default 1 GiB, but at most half of
         the remaining memory of the machine or the cgroup.
@@ -131,7 +117,6 @@ def prepare(
             tensor_parallel=options.tensor_parallel,
             pipeline_parallel=options.pipeline_parallel,
             expert_parallel=options.expert_parallel,
-            cut_rules_file=options.cut_rules_file,
             world_size=world_size,
             config=wanted,
         ),
@@ -141,7 +126,7 @@ def prepare(
         world_size,
         zero_stage=options.zero_stage,
         wanted=wanted,
-        ds_version=given_version(options.ds_version),
+        ds_version=opened.facts.ds_version,
         degrees=degrees,
     )
     opened, settings, resized = found.source, found.settings, found.resized

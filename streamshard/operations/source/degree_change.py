@@ -9,19 +9,16 @@ from streamshard.formats.deepspeed import ds_config
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.report import Progress
-from streamshard.options import Path_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobDegrees:
-    """The degrees of a job that will resume, and what tells how it cuts the model."""
+    """The degrees of a job that will resume."""
 
     tensor_parallel: int | None = None
     """None for that of the source, as for the other degrees."""
     pipeline_parallel: int | None = None
     expert_parallel: int | None = None
-    cut_rules_file: Path_ | None = None
-    """Rules for how tensor parallelism cut parameters; None for what files tell."""
     world_size: int = 0
     """Count of all ranks of the job; 0 if only a store is made for it."""
     config: ds_config.Config | None = None
@@ -53,7 +50,7 @@ class OtherDegrees(ABC):
         """Re-cut a checkpoint for a job; None if the job cuts the model as the source does."""
 
     @abstractmethod
-    def join(self, source: Source, cut_rules_file: Path_ | None = None) -> DegreeChange | None:
+    def join(self, source: Source) -> DegreeChange | None:
         """Put tensors together that AutoTP or a pipeline cut; None if the model is whole."""
 
     @abstractmethod

@@ -20,6 +20,7 @@ from streamshard.formats.dcp.item_reader import audit_items, missing_file
 from streamshard.formats.dcp.metadata_reader import is_distributed
 from streamshard.formats.dcp.renaming import renamed
 from streamshard.formats.deepspeed import ds_config
+from streamshard.formats.facts import RuleLines
 from streamshard.formats.megatron import megatron_reader
 from streamshard.formats.torch.zip_audit import StoredRecord
 from streamshard.io.entries import examine, identify, is_directory, is_file, list_ahead
@@ -109,16 +110,16 @@ class _DistributedReader(Reader):
     def open(self, place: Path, request: Request) -> Source:
         list_ahead(place)
         like, opened_for = request.source_like, partial(self.index_of, place)
-        if request.rename is not None:
-            opened_for = partial(self._renamed, place, request.rename)
+        if request.facts.rename is not None:
+            opened_for = partial(self._renamed, place, request.facts.rename)
         if like is None:
             return Source.of(place, self.kind, dcp_reader.as_it_is(opened_for(frozenset())))
         opened = Source.of(place, self.kind, reference.read_like(place, like, opened_for))
         is_decoded = any(file.decoder is not None for file in opened.files)
         return replace(opened, codec_bytes=like.codec_bytes if is_decoded else 0)
 
-    def _renamed(self, place: Path, rules: Path, _: Set[str]) -> Distributed:
-        # Rules are for the names that are shown without them, so known ones do not matter.
+    def _renamed(self, place: Path, rules: RuleLines, _: Set[str]) -> Distributed:
+        # RuleLines are for the names that are shown without them, so known ones do not matter.
         return renamed(self.index_of(place, frozenset()), rules)
 
     def complete(

@@ -33,7 +33,7 @@ class _DumpsReader(Reader):
 
     def open(self, place: Path, request: Request) -> Source:
         template = Template(place.parent, place.name)
-        found = dump_reader.read(template, request.config, request.checkpoint_like)
+        found = dump_reader.read(template, request.facts.ds_config, request.checkpoint_like)
         return Source.of(template.directory, self.kind, found)
 
     def check_structure(

@@ -36,7 +36,7 @@ class _FsdpRanksReader(Reader):
         return all(map(rank_names.is_rank_file, others)) if is_one else None
 
     def open(self, place: Path, request: Request) -> Source:
-        found = fsdp_ranks_reader.read(place, request.wrapped, request.joined)
+        found = fsdp_ranks_reader.read(place, request.facts.wrapped, request.joined)
         like = request.source_like
         if like is not None:
             if not found.checkpoint.model_parts[0].groups:
@@ -62,7 +62,7 @@ class _FsdpRanksReader(Reader):
         )
         found = CheckedStructure(self.kind, place.name, torch.files, torch.units, source=opened)
         return (
-            replace(found, copies=partial(self._replicas, place, request.wrapped))
+            replace(found, copies=partial(self._replicas, place, request.facts.wrapped))
             if differ
             else found
         )

@@ -1,6 +1,6 @@
 """Opens a source: finds the checkpoint at a path, and calls the reader of its format."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Self
@@ -13,10 +13,10 @@ from streamshard.engine.numeric.cast import cast_between
 from streamshard.engine.run.work import Region
 from streamshard.errors import Option, UnsupportedError, UsageError
 from streamshard.formats.checkpoint import Checkpoint, Reading
-from streamshard.formats.deepspeed import ds_config
 from streamshard.formats.deepspeed.dumps import dump_names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.formats.deepspeed.names import LATEST
+from streamshard.formats.facts import NO_FACTS, Facts, read_facts
 from streamshard.io.entries import listings_kept
 from streamshard.io.files import source_errors
 from streamshard.io.object_path import as_path
@@ -29,6 +29,7 @@ from streamshard.options import Path_, SourceOptions
 
 _BY_DEFAULT: Final = SourceOptions()
 
+_RENAMED: Final = "distributed checkpoints of PyTorch and Megatron"
 _DISTRIBUTED: Final = ("dcp", "megatron")
 """Kinds of others that hold the state of a job."""
 _UNTOLD: Final = (
@@ -52,6 +53,8 @@ class Source(Reading):
     """Reference checkpoint: another one of the same job, which supplies what this one lacks."""
     reference: "Source | None" = None
     """The same with the places of its tensors, where these are known."""
+    facts: Facts = NO_FACTS
+    """What a user says of it and of the job that will resume."""
     rewritten: tuple[str, ...] = ()
     """Paths of a store's arrays that another tool rewrote."""
     documents: Mapping[str, int | None] = field(default_factory=dict)
@@ -191,15 +194,11 @@ class Request:
 
     path: Path_
     tag: str | None = None
-    config: ds_config.Config | None = None
-    """Config of the job that saved, for raw dumps."""
+    facts: Facts = NO_FACTS
+    """What its files do not say."""
     like: Source | Checkpoint | None = None
     """Reference checkpoint: another one of the same job, which supplies what this one lacks. What
     a distributed checkpoint lacks can come from a whole `Source` alone."""
-    rename: Path | None = None
-    """File of rules that give its tensors other names."""
-    wrapped: Sequence[str] = ()
-    """Patterns of the modules that FSDP1 wrapped."""
     joined: Any = None
     """What FSDP1 has joined, where another checkpoint told it (`Source.joined`)."""
     opened: Source | None = None
@@ -230,12 +229,15 @@ class Request:
         """Return the reader of this kind of checkpoint, and the checkpoint's place."""
         known = ((reader, reader.recognizes(self)) for reader in registry.readers())
         found, place = next((reader, place) for reader, place in known if place is not None)
-        if self.rename is not None and not found.renames:
-            message = f"{Option('rename')} is for distributed checkpoints of PyTorch and Megatron"
-            raise UsageError(f"{message}; this is another kind: {found.title}", path=self.root)
-        if self.wrapped and found.kind != "fsdp-ranks":
-            message = f"{Option('wrapped')} is for files of FSDP's ranks"
-            raise UsageError(f"{message}; this is another kind: {found.title}", path=self.root)
+        facts, fsdp_ranks = self.facts, found.kind == "fsdp-ranks"
+        for key, is_given, takes_it, kinds in (
+            ("ds_config", facts.ds_config is not None, found.kind == "dumps", "raw dumps"),
+            ("rename", facts.rename is not None, found.renames, _RENAMED),
+            ("wrapped", bool(facts.wrapped), fsdp_ranks, "files of FSDP's ranks"),
+        ):
+            if is_given and not takes_it:
+                message = f"{Option('facts', what=f'source.{key}')} is for {kinds}"
+                raise UsageError(f"{message}; this is another kind: {found.title}", path=self.root)
         return found, place
 
     def open(self) -> Source:
@@ -245,7 +247,8 @@ class Request:
         with listings_kept(), source_errors(self.root):
             reader, place = self.reader()
             opened: Source = reader.open(place, self)
-        return replace(opened, like=self.checkpoint_like, reference=self.source_like)
+        like, reference = self.checkpoint_like, self.source_like
+        return replace(opened, like=like, reference=reference, facts=self.facts)
 
 
 def supply() -> str:
@@ -280,21 +283,16 @@ def open_source(
 def requests(
     options: SourceOptions, first: Path_, *others: Path_, takes_model: bool = False
 ) -> list[Request]:
-    """Read the config and the reference checkpoint to open checkpoints with.
+    """Read the facts and the reference checkpoint to open checkpoints with.
 
-    The tag, the rules and the wrapped modules are those of the first.
+    The tag and the facts are those of the first.
     """
-    config_file, is_dumps = options.source_ds_config_file, dump_names.is_source_template
-    if config_file is not None and not any(is_dumps(str(path)) for path in (first, *others)):
-        message = f"{first}: is not a set of raw dumps"
-        raise UsageError(f"{message}; leave {Option('source_ds_config_file')} out")
+    facts = read_facts(options.facts)
     known = None if options.like is None else open_source(options.like)
-    config = ds_config.read_file(as_path(config_file)) if config_file else None
     if known is not None and not (takes_model and known.is_weights_alone):
         _require_of_job(options.like, known)
-    rules = None if options.rename is None else as_path(options.rename)
-    request = Request(first, options.tag, config, known, rules, options.wrapped)
-    return [request, *(Request(path, None, config, known) for path in others)]
+    request = Request(first, options.tag, facts, known)
+    return [request, *(Request(path, like=known) for path in others)]
 
 
 def _require_of_job(like: Path_ | None, known: Source) -> None:

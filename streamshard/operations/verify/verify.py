@@ -54,12 +54,8 @@ def verify(options: _Verify) -> Verification:
     health
         Count the NaNs, infinities and zeros of every tensor, which is then read a second time. NaN
         or infinities are a problem, `unhealthy`.
-    source_ds_config_file, like
-        For checkpoints that lack information; see `plan_repartition`.
-    rename
-        File of rules for other names of `path`'s tensors; see `export`.
-    wrapped
-        Patterns of the modules that FSDP1 wrapped in `path`; see `plan_repartition`.
+    like, facts
+        For checkpoints that lack information; see `plan_repartition`. Facts are those of `path`.
     tag
         Tag of `path` to read; by default the one that `latest` names.
     memory_limit

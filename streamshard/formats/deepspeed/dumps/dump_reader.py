@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
-from streamshard.errors import DisagreementError, Option, UnsupportedError
+from streamshard.errors import DisagreementError, Option, UnsupportedError, lacking
 from streamshard.formats.checkpoint import LIKE, Checkpoint, ModelPart, Reading
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.cut.zero_cutting import cut_source
@@ -135,7 +135,7 @@ def _require_known_momentum(
         message = (
             f"trained with Muon, whose '{names.MOMENTUM}' is kept in one way with "
             "offload_optimizer and in another without, and dumps do not tell which of them was "
-            f"on: give the config of the job that saved them with {Option('source_ds_config_file')}"
+            f"on: {lacking('ds_config')}, the config of the job that saved them"
         )
         raise UnsupportedError(message, path=path)
 

@@ -1,6 +1,6 @@
-"""Rules that a user gives for how tensor parallelism cut the parameters of a job.
+"""RuleLines that a user gives for how tensor parallelism cut the parameters of a job.
 
-A file of rules has one in each line, after a pattern of names and a colon. Patterns start at the
+Each is a line, after a pattern of names and a colon. Patterns start at the
 beginning of a name, as those do that DeepSpeed's files have::
 
     # Attention: query, key and value in one, each cut by itself.
@@ -9,13 +9,12 @@ beginning of a name, as those do that DeepSpeed's files have::
     .*norm: replicated
 """
 
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final
 
-from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError, UsageError
+from streamshard.errors import DisagreementError, UnsupportedError, UsageError
 from streamshard.formats.deepspeed.model_parallel.stated_cuts import (
     NamePatterns,
     StatedCuts,
@@ -25,8 +24,7 @@ from streamshard.formats.deepspeed.model_parallel.stated_cuts import (
     replicated,
     split,
 )
-from streamshard.io.entries import read_document
-from streamshard.io.object_path import as_path
+from streamshard.formats.facts import RuleLines
 from streamshard.layout.model_cut import ModelCut, Shape, segments_cut
 
 _RULE: Final = re.compile(
@@ -47,9 +45,9 @@ class CutRules(StatedCuts):
     """The cut of each parameter that a rule is for."""
 
     def __init__(self, text: str, named: str) -> None:
-        """Read the rules of a file.
+        """Read lines of rules.
 
-        `named`: the file's name, for messages.
+        `named`: where they are, for messages.
         """
         self.text = text
         self._named = named
@@ -93,16 +91,6 @@ def _read(text: str, named: str) -> Iterator[tuple[str, _OneRule]]:
             yield pattern, replicated
 
 
-def read_rules(file: str | os.PathLike[str] | None) -> CutRules | None:
-    """Read a file of rules, if one is given."""
-    if not file:
-        return None
-    path = as_path(file)
-    try:
-        return CutRules(read_document(path).decode("utf-8-sig"), str(path))
-    except OSError as error:
-        raise UsageError(f"cannot be read ({error.strerror})", path=path) from error
-    except CorruptFileError as error:
-        raise UsageError(str(error)) from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"not a file of rules ({error})", path=path) from error
+def read_rules(given: RuleLines | None) -> CutRules | None:
+    """Read rules, if they are given."""
+    return None if given is None else CutRules(given.text, given.name)

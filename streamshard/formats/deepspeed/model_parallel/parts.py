@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from streamshard.errors import DisagreementError, Option, UnsupportedError
+from streamshard.errors import DisagreementError, UnsupportedError, lacking
 from streamshard.formats.checkpoint import Checkpoint, ModelPart, ParamGroup
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.affine_maps import AffineMaps
@@ -92,8 +92,8 @@ class ModelInParts:
             message = f"cut among {self.degrees.tensor} tensor-parallel ranks, and no"
             raise UnsupportedError(
                 f"{message} '{names.UNIVERSAL_INFO}' in its model files tells how, as what AutoTP "
-                f"saves does, and what other jobs save for the universal checkpoint. Tell it with "
-                f"{Option('cut_rules_file')}. {AS_SAVED}"
+                "saves does, and what other jobs save for the universal checkpoint: "
+                f"{lacking('cut_rules')}. {AS_SAVED}"
             )
         for other in others:
             if fingerprint(other) != fingerprint(stated):
