@@ -54,7 +54,6 @@ def times_read(
     nbytes: int,
     stage: int,
     deletes: list[bool],
-    codec: str = "zstd",
     *,
     packed: bool = False,
 ) -> dict[str, list[float]]:
@@ -75,9 +74,8 @@ def times_read(
         # The archive is renamed when it is complete, and is written to before.
         with counted(source, store, store.with_name(f"{store.name}.partial")) as reads:
             done = streamshard.compact(
-                run, archive, keep_last=2, min_age=timedelta(0), codec=codec, delete=delete,
-                packed=packed,
-            )  # fmt: skip
+                run, archive, keep_last=2, min_age=timedelta(0), delete=delete, packed=packed
+            )
             if done.problems:
                 raise RuntimeError(done.problems[0].reason)
     stored = files_in(store) if store.is_dir() else [store]

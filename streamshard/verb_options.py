@@ -348,9 +348,6 @@ class CompactOptions(RunOptions, _ReportOptions):
         group=_OLD_TAGS,
         is_rare=True,
     )
-    codec: str = option(
-        "", "compression [zstd]", default="zstd", choices=CODECS, group=OUTPUT, is_rare=True
-    )
     packed: bool = flag(
         "make each archive one file, TAG.zarr.zip, where many small files are slow or counted; it "
         "shares none with other archives, and the run says what that costs",

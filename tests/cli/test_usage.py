@@ -98,7 +98,7 @@ VERBS = ", ".join(OPTIONS) + ", completion"
         ),
         (
             "diff a b --codec=zstd --workrs 2",
-            "; --codec is an option of convert, merge, compact; did you mean --workers?\n",
+            "; --codec is an option of convert, merge; did you mean --workers?\n",
         ),
     ],
 )

@@ -11,16 +11,18 @@ import pytest
 
 import streamshard as api
 from streamshard.io.objects import object_upload
-from tests.compact.runs import ALL, FIRST, actions, bits, later, make_run
+from tests.compact.runs import ALL, FIRST, actions, age, bits, later, make_run
 from tests.compact.sides import Side, Sides
 from tests.compact.test_bucket_races import KILLED, SCRIPT, killed
+from tests.fabricated import edit
 from tests.forked import run_forked
 from tests.job import Job
 
 STORE, WEIGHTS = f"{FIRST}.zarr.zip", f"{FIRST}.weights.zarr.zip"
 A_MONTH = timedelta(days=30)
-LARGE = Job(stage=2, world_size=1, groups=((("embed.weight", (1_500_000,)),),))
-"""Its archive is uploaded in parts, and so are its weights."""
+NUMEL = 2_000_000
+LARGE = Job(stage=2, world_size=1, groups=((("embed.weight", (NUMEL,)),),))
+"""With random weights, its archive is uploaded in parts, and so are its weights."""
 IN_PARTS = """
 from streamshard.io.objects import object_upload as upload
 upload._SINGLE_BYTES, upload._PART_BYTES = 1 << 20, 5 << 20
@@ -54,7 +56,7 @@ def parts(archive):
 upload.ObjectSink._send = send
 streamshard.compact(
     run, archive, delete=True, packed=True, weights_only_older_than=timedelta(days=30),
-    now=datetime.fromisoformat(now), codec="none",
+    now=datetime.fromisoformat(now),
 )
 """
 
@@ -133,6 +135,12 @@ def test_a_night_that_is_killed_is_finished_by_the_next(sides: Sides, at: int) -
     assert names(sides.archive) == {STORE, f"{STORE}.sha256", f"{FIRST}.receipt.json"}
 
 
+def randomize(content: dict[str, Any]) -> None:
+    """Give the weights values that cannot be compressed."""
+    (weights,) = content["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+    weights.data[:NUMEL].normal_()
+
+
 @pytest.mark.parametrize("of_weights", [False, True])
 def test_one_that_is_killed_between_parts_leaves_none_of_them(
     sides: Sides,
@@ -143,9 +151,12 @@ def test_one_that_is_killed_between_parts_leaves_none_of_them(
     of_weights: bool,
 ) -> None:
     sides, days = replace(sides, run=make_run(tmp_path / "large", LARGE)), 1
+    (shard,) = (sides.run / FIRST).glob("*_optim_states.pt")
+    edit(shard, randomize)
+    age(sides.run / FIRST, 30)
     monkeypatch.setattr(object_upload, "_SINGLE_BYTES", 1 << 20)
     monkeypatch.setattr(object_upload, "_PART_BYTES", 5 << 20)
-    options: dict[str, Any] = {"delete": True, "packed": True, "codec": "none"}
+    options: dict[str, Any] = {"delete": True, "packed": True}
     if of_weights:
         sides.compact(**options)
         assert actions(sides.compact(9, **options))[FIRST] == "purged"

@@ -42,7 +42,6 @@ PARTS = 7
 """After how many parts of all reads the shard changes."""
 
 
-@pytest.mark.parametrize("codec", ["zstd", "none"])
 @pytest.mark.parametrize(
     ("deletes", "source", "archive"),
     [
@@ -55,9 +54,9 @@ PARTS = 7
     ],
 )
 def test_each_side_is_read_so_often_and_no_oftener(
-    tmp_path: Path, codec: str, deletes: list[bool], source: float, archive: float
+    tmp_path: Path, deletes: list[bool], source: float, archive: float
 ) -> None:
-    found = times_read(tmp_path, NBYTES, 2, deletes, codec)
+    found = times_read(tmp_path, NBYTES, 2, deletes)
     times = [sum(column) for column in zip(*found.values(), strict=True)]
     assert times == pytest.approx([source, archive], abs=ROOM), found
 

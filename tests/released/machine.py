@@ -102,10 +102,10 @@ class Versions(RuleBasedStateMachine):
 
     # Runs of `compact` ----------------------------------------------------------------------------
 
-    @rule(who=_WHO, deletes=st.booleans(), drops=st.booleans(), codec=_CODECS, killed_at=_KILLS)
-    def compact(self, who: int, deletes: bool, drops: bool, codec: str, killed_at: int) -> None:
+    @rule(who=_WHO, deletes=st.booleans(), drops=st.booleans(), killed_at=_KILLS)
+    def compact(self, who: int, deletes: bool, drops: bool, killed_at: int) -> None:
         """Archive, and remove what was in the trash before."""
-        options = ["--codec", codec, *(["--delete"] if deletes else [])]
+        options = ["--delete"] if deletes else []
         options += ["--weights-only-older-than", "0h"] if drops and deletes else []
         self._compact(self._versions[who], *options, killed_at=killed_at)
 

@@ -148,7 +148,7 @@ def _write_store(
     options = ConvertOptions(
         context.run_dir / archived.tag,
         archived.store,
-        codec=storing.codec,
+        codec="zstd",
         chunk_size=storing.chunk_size,
         memory_limit=limits.memory_limit,
         workers=limits.workers,
