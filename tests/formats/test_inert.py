@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from streamshard.errors import UnsupportedError
 from streamshard.formats.pickle import inert_dump, inert_load
 from streamshard.formats.pickle.inert import Global
-from streamshard.formats.pickle.opcode_arguments import EndedTooEarlyError
+from streamshard.formats.pickle.inert_load import EndedTooEarlyError
 from tests.formats.graphs import PLAIN, Point, Record, graphs, pickled, same
 
 PROTOCOLS = range(6)

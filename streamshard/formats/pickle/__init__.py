@@ -1,1 +1,1 @@
-"""Pickles without running them: inert nodes, the machine that reads them, the writer."""
+"""Pickles without running them: inert nodes, the unpickler that reads them, the writer."""

@@ -1,123 +1,330 @@
-"""Reads pickles into inert nodes: the opcodes of protocols 0-5, with effects on our own stack only.
+"""Reads pickles into inert nodes, by the unpickler of Python's standard library.
 
-Nothing is imported or called: a `Global` or a `Call` records what the pickle would import or call.
-The pickle's size bounds memory: each byte makes some 80 bytes at most.
+It is the one in Python, whose memo is a dict: the one in C takes memory for any number that a few
+bytes put into it. Whatever would import, call, or change an object is replaced: nothing is imported
+or called, a `Global` or a `Call` records it. The pickle's size bounds memory.
 """
 
+import io
+import pickle
+import re
 import struct
-from collections.abc import Callable
-from typing import Final
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
 
-from streamshard.errors import CorruptFileError, SourceError
-from streamshard.formats.pickle.inert import FROZENSET, SET, Call, Node
-from streamshard.formats.pickle.machine import PersistentLoad, PickleMachine
-from streamshard.formats.pickle.opcode_arguments import EndedTooEarlyError
+from streamshard.errors import CorruptFileError, SourceError, UnsupportedError
+from streamshard.formats.pickle.inert import FROZENSET, ORDERED_DICT, SET, UNSET, Call, Global, Node
+
+PersistentLoad = Callable[[Node], Node]
+"""Returns the object for a persistent id."""
+
+_PythonUnpickler: Any = pickle._Unpickler
+
+_LIMIT_DEPTH: Final = 200
+"""Most levels of nested tuples: Python hashes them by recursion, without checking the depth."""
+_LIMIT_SHARED: Final = 1_000_000
+"""A tuple and its nested tuples may have this many more parts than the pickle has bytes."""
+_LIMIT_KEY_PARTS: Final = 1000
+"""Most parts of a tuple that is a key: it is hashed again with every key that is set."""
+_LIMIT_NAME: Final = 1000
+"""Most letters of a module name and a class name together."""
+_LIMIT_INTEGER_BITS: Final = 1 << 13
+"""Python refuses to print much larger integers."""
+_LIMIT_ARGUMENTS: Final = 100
+"""Most arguments of a call that `drop` examines."""
+_SMALL_INTEGERS: Final = re.compile(rb"(?:K.)+", re.DOTALL)
+"""Opcodes that push an integer of one byte each."""
+
+
+class EndedTooEarlyError(CorruptFileError):
+    """The bytes end before their content is complete."""
 
 
 def load(data: bytes, persistent_load: PersistentLoad) -> Node:
     """Read one pickle into inert nodes. Bytes after it are ignored."""
-    return run(PickleMachine(data, 0, persistent_load))
+    return InertUnpickler(data, persistent_load).load()
 
 
-def run(machine: PickleMachine) -> Node:
-    """Run a pickle to its end and return the node that it builds."""
-    try:
-        return _run(machine)
-    except SourceError:
-        raise
-    except (AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
-        if machine.at >= len(machine.data):
-            raise EndedTooEarlyError("pickle has no end") from error
-        message = f"not a readable pickle ({type(error).__name__} before byte {machine.at})"
-        raise CorruptFileError(message) from error
+class InertUnpickler(_PythonUnpickler):  # type: ignore[misc]
+    """The state of a pickle that is read: the stack, the memo and the objects."""
+
+    def __init__(self, data: bytes, persistent_load: PersistentLoad) -> None:
+        self.stream = io.BytesIO(data)
+        super().__init__(self.stream, encoding="latin1")
+        self.persistent_load = persistent_load
+        self.read, self.readline = self.stream.read, self.stream.readline
+        self._data, self._nbytes = data, len(data)
+        self._globals = {("collections", "OrderedDict"): ORDERED_DICT}
+        self._nested: dict[int, tuple[object, int, int]] = {}
+        """Id of a tuple that contains tuples → the tuple, its depth, its count of parts."""
+
+    def load(self) -> Node:
+        """Read the pickle to its end and return the node that it builds."""
+        try:
+            return self._load()
+        except SourceError:
+            raise
+        except (
+            AttributeError, LookupError, OverflowError, TypeError, ValueError, struct.error,
+            pickle.UnpicklingError,
+        ) as error:  # fmt: skip
+            at = self.stream.tell()
+            if at >= self._nbytes:
+                raise EndedTooEarlyError("pickle has no end") from error
+            message = f"not a readable pickle ({type(error).__name__} before byte {at})"
+            raise CorruptFileError(message) from error
+
+    def _load(self) -> Node:
+        # The library's own loop copies frames, after which an error's place is not known.
+        self.metastack: list[list[Node]] = []
+        self.stack: list[Node] = []
+        self.append = self.stack.append
+        read, table = self.read, _TABLE
+        while (code := read(1)) != pickle.STOP:
+            table[code[0]](self)
+        result = self.stack.pop()
+        if self.stack or self.metastack:
+            raise CorruptFileError("pickle leaves values behind")
+        return result
+
+    # Numbers, frames, names ---------------------------------------------------------------------
+
+    def small_integers(self) -> None:
+        """Push an integer of one byte, and those that follow it.
+
+        Each rank of stages 1 and 2 saves a list with a number for every parameter.
+        """
+        at = self.stream.tell()
+        if self._data[at + 1 : at + 2] != pickle.BININT1:
+            self.append(self.read(1)[0])
+            return
+        run = _SMALL_INTEGERS.match(self._data, at - 1)
+        end = run.end() if run is not None else at
+        self.stack.extend(self._data[at:end:2])
+        self.stream.seek(end)
+
+    def frame(self) -> None:
+        """Begin a frame, which is read as all else is."""
+        (nbytes,) = struct.unpack("<Q", self.read(8))
+        if nbytes > self._nbytes - self.stream.tell():
+            raise EndedTooEarlyError("pickle frame reaches past the end")
+
+    def byte_array(self) -> None:
+        (nbytes,) = struct.unpack("<Q", self.read(8))
+        self.append(bytearray(self.read(nbytes)))
+
+    def find_class(self, module: str, name: str) -> Global:
+        """Return a name without importing it."""
+        found = self._globals.get((module, name))
+        if found is None:
+            # In protocol 2 a line break would end the name, and the rest would be opcodes.
+            if "\n" in module + name or len(module) + len(name) > _LIMIT_NAME:
+                raise CorruptFileError("pickle names something by what is not a name")
+            (module + name).encode()  # raises ValueError at what protocol 2 cannot write
+            found = self._globals[module, name] = Global(module, name)
+        return found
+
+    # The memo -----------------------------------------------------------------------------------
+
+    def put(self, index: int) -> None:
+        """Put the top value into the memo."""
+        if not 0 <= index <= self._nbytes:
+            raise CorruptFileError(f"pickle of {self._nbytes} bytes puts {index} in its memo")
+        self.memo[index] = self.stack[-1]
+
+    def drop(self) -> None:
+        """Drop the top value. If it is a call that changes another object, record it there."""
+        if not self.stack:
+            self.pop_mark()
+            return
+        dropped = self.stack.pop()
+        if type(dropped) is not Call or not 0 < len(dropped.args) <= _LIMIT_ARGUMENTS:
+            return
+        target = dropped.args[0]
+        if len(dropped.args) == 2 and self.stack and target is self.stack[-1]:
+            if type(target) is Call and target.state is UNSET and not dropped.new:
+                target.setter, target.state = dropped.function, dropped.args[1]
+            return
+        made = self._gets_next()
+        if type(made) is Call:
+            # The object was built inside its own arguments. The pickle takes it from the memo.
+            lists = {id(arg) for arg in dropped.args if type(arg) is list}
+            made.shares |= any(id(arg) in lists for arg in made.args[:_LIMIT_ARGUMENTS])
+
+    def _gets_next(self) -> Node:
+        """Return the memo value that the next opcode would push; None if it pushes none."""
+        at, code, index = self.stream.tell(), self.read(1), -1
+        if code in (pickle.BINGET, pickle.LONG_BINGET):
+            index = int.from_bytes(self.read(1 if code == pickle.BINGET else 4), "little")
+        elif code == pickle.GET:
+            index = int(self.readline())
+        self.stream.seek(at)
+        return self.memo.get(index)
+
+    # Containers ---------------------------------------------------------------------------------
+
+    def weigh(self) -> None:
+        """Check the tuple on top, if it contains tuples: hashing it must be safe."""
+        made = self.stack[-1]
+        if tuple not in map(type, made):
+            return
+        depth, parts = 0, len(made)
+        for part in made:
+            if type(part) is tuple:
+                _, deeper, more = self._nested.get(id(part), (part, 1, len(part)))
+                parts += more
+                depth = max(depth, deeper)
+        if depth >= _LIMIT_DEPTH:
+            raise UnsupportedError(f"pickle has more than {_LIMIT_DEPTH} tuples in each other")
+        if parts > self._nbytes + _LIMIT_SHARED:
+            raise UnsupportedError(f"pickle has a tuple of {parts:,} parts, most of them again")
+        self._nested[id(made)] = made, depth + 1, parts
+
+    def extend(self, values: list[Node]) -> None:
+        """Append to the list on top, or to a call that builds one."""
+        target = self.stack[-1]
+        if type(target) is list:
+            target.extend(values)
+        elif type(target) is Call:
+            target.items = _extended(target.items, values)
+        else:
+            raise CorruptFileError(f"pickle appends to a {type(target).__name__}")
+
+    def add(self) -> None:
+        """Add members to the set on top."""
+        values, target = self.pop_mark(), self.stack[-1]
+        if type(target) is not Call or target.function is not SET:
+            raise CorruptFileError("pickle adds members to what is not a set")
+        target.args[0].extend(values)
+
+    def frozen_set(self) -> None:
+        members = self.pop_mark()
+        self.append(Call(FROZENSET, (members,)))
+
+    def set_items(self, flat: list[Node]) -> None:
+        """Set keys and values in the dict on top, or in a call that builds one."""
+        target, keys, values = self.stack[-1], flat[::2], flat[1::2]
+        if isinstance(target, dict):
+            for key in keys:
+                if type(key) is tuple:
+                    _, _, parts = self._nested.get(id(key), (key, 1, len(key)))
+                    if parts > _LIMIT_KEY_PARTS:
+                        raise UnsupportedError(f"pickle has a key of {parts:,} parts")
+            target.update(zip(keys, values, strict=True))
+        elif type(target) is Call:
+            target.entries = _extended(target.entries, zip(keys, values, strict=True))
+        else:
+            raise CorruptFileError(f"pickle sets items of a {type(target).__name__}")
+
+    def dictionary(self) -> None:
+        """Make a dict of the keys and values above the last mark."""
+        flat = self.pop_mark()
+        self.append({})
+        self.set_items(flat)
+
+    # Objects ------------------------------------------------------------------------------------
+
+    def call(self, *, new: bool = False, kwargs: Node = None) -> None:
+        """Replace a function and its arguments by the call."""
+        args, function = self.stack.pop(), self.stack.pop()
+        if type(args) is not tuple:
+            raise CorruptFileError("pickle calls something without an argument tuple")
+        if function is ORDERED_DICT and not args and not new:
+            self.append(OrderedDict())
+        else:
+            self.append(Call(function, args, new, kwargs))
+
+    def _instantiate(self, function: Node, args: list[Node]) -> None:
+        """Push an instance as protocols 0 and 1 build it: without arguments, without __init__."""
+        self.append(Call(function, tuple(args), new=not args))
+
+    def build(self) -> None:
+        """Set the state of the object on top."""
+        state, target = self.stack.pop(), self.stack[-1]
+        if type(target) is Call and target.state is UNSET:
+            target.state = state
+        elif type(target) is OrderedDict and isinstance(state, dict) and not vars(target):
+            target.__dict__ = state  # not copied: many objects may share one large state
+        else:
+            raise CorruptFileError(f"pickle sets the state of a {type(target).__name__}")
 
 
-def _run(machine: PickleMachine) -> Node:
-    data, end, table = machine.data, len(machine.data), _TABLE
-    while True:
-        at = machine.at
-        if at >= end:
-            raise EndedTooEarlyError("pickle has no end")
-        machine.at = at + 1
-        code = data[at]
-        if code == _STOP:
-            result = machine.stack.pop()
-            if machine.stack or machine.below:
-                raise CorruptFileError("pickle leaves values behind")
-            return result
-        table[code](machine)
+def _extended(sequence: Sequence[Node], values: Iterable[Node]) -> Sequence[Node]:
+    """Append values to a list and return it; begin a new list if the sequence is not one yet."""
+    if not isinstance(sequence, list):
+        return list(values)
+    sequence.extend(values)
+    return sequence
 
 
-def _refuse(machine: PickleMachine) -> None:
-    at = machine.at - 1
-    code = machine.data[at : at + 1]
-    raise CorruptFileError(f"pickle opcode {code!r} at byte {at} is not accepted")
+_Load = Callable[[InertUnpickler], None]
 
 
-_STOP: Final = ord(".")
-_OPCODES: Final[dict[str, Callable[[PickleMachine], None]]] = {
-    "\x80": PickleMachine.protocol,
-    "\x95": PickleMachine.frame,
-    "(": PickleMachine.mark,
-    "0": PickleMachine.drop,
-    "1": PickleMachine.drop_mark,
-    "2": lambda m: m.push(m.stack[-1]),
-    "N": lambda m: m.push(None),
-    "\x88": lambda m: m.push(True),
-    "\x89": lambda m: m.push(False),
-    "I": lambda m: m.push(m.line_integer()),
-    "J": lambda m: m.push(m.integer(4)),
-    "K": PickleMachine.small_integers,
-    "M": lambda m: m.stack.append(m.byte() | m.byte() << 8),
-    "L": lambda m: m.push(int(m.line().rstrip("L"))),
-    "\x8a": lambda m: m.push(m.integer(m.byte())),
-    "\x8b": lambda m: m.push(m.integer(m.number())),
-    "F": lambda m: m.push(float(m.line())),
-    "G": lambda m: m.push(m.real()),
-    "S": lambda m: m.push(m.quoted()),
-    "T": lambda m: m.push(m.take(m.number()).decode("latin1")),
-    "U": lambda m: m.push(m.take(m.byte()).decode("latin1")),
-    "V": lambda m: m.push(m.raw_line().decode("raw_unicode_escape")),
-    "X": lambda m: m.stack.append(m.text(m.number())),
-    "\x8c": lambda m: m.stack.append(m.text(m.byte())),
-    "\x8d": lambda m: m.push(m.text(m.long_number())),
-    "B": lambda m: m.push(m.take(m.number())),
-    "C": lambda m: m.push(m.take(m.byte())),
-    "\x8e": lambda m: m.push(m.take(m.long_number())),
-    "\x96": lambda m: m.push(bytearray(m.take(m.long_number()))),
-    ")": lambda m: m.stack.append(()),
-    "t": lambda m: m.push_tuple(tuple(m.pop_mark())),
-    "\x85": lambda m: m.small_tuple(1),
-    "\x86": lambda m: m.small_tuple(2),
-    "\x87": lambda m: m.small_tuple(3),
-    "]": lambda m: m.push([]),
-    "l": lambda m: m.push(m.pop_mark()),
-    "a": lambda m: m.append([m.stack.pop()]),
-    "e": lambda m: m.append(m.pop_mark()),
-    "}": lambda m: m.push({}),
-    "d": PickleMachine.dictionary,
-    "s": lambda m: m.set_items([m.stack.pop(), m.stack.pop()][::-1]),
-    "u": lambda m: m.set_items(m.pop_mark()),
-    "\x8f": lambda m: m.push(Call(SET, ([],))),
-    "\x90": PickleMachine.add,
-    "\x91": lambda m: m.push(Call(FROZENSET, (m.pop_mark(),))),
-    "c": lambda m: m.name(m.line(), m.line()),
-    "\x93": PickleMachine.stack_name,
-    "R": lambda m: m.call(),
-    "\x81": lambda m: m.call(new=True),
-    "\x92": lambda m: m.call(new=True, kwargs=m.stack.pop()),
-    "i": PickleMachine.named_instance,
-    "o": lambda m: m.instance(m.pop_mark()),
-    "b": PickleMachine.build,
-    "P": lambda m: m.push(m.persistent_load(m.line())),
-    "Q": lambda m: m.push(m.persistent_load(m.stack.pop())),
-    "g": lambda m: m.get(m.line_index()),
-    "h": lambda m: m.get(m.byte()),
-    "j": lambda m: m.get(m.number()),
-    "p": lambda m: m.put(m.line_index()),
-    "q": lambda m: m.put(m.byte()),
-    "r": lambda m: m.put(m.number()),
-    "\x94": PickleMachine.memoize,
+def _of_library(code: bytes) -> _Load:
+    """Return what the library does at an opcode."""
+    found: _Load = _PythonUnpickler.dispatch[code[0]]
+    return found
+
+
+def _weighed(code: bytes) -> _Load:
+    """Return what the library does at an opcode that makes a tuple, which is then weighed."""
+    make = _of_library(code)
+
+    def push(unpickler: InertUnpickler) -> None:
+        make(unpickler)
+        unpickler.weigh()
+
+    return push
+
+
+def _integer(code: bytes) -> _Load:
+    """Return what the library does at an opcode with an integer of any length, which is checked."""
+    read = _of_library(code)
+
+    def push(unpickler: InertUnpickler) -> None:
+        read(unpickler)
+        bits = unpickler.stack[-1].bit_length()
+        if bits > _LIMIT_INTEGER_BITS:
+            raise UnsupportedError(f"pickle holds an integer of {bits:,} bits")
+
+    return push
+
+
+def _refuse(unpickler: InertUnpickler) -> None:
+    at = unpickler.stream.tell() - 1
+    raise CorruptFileError(f"pickle opcode at byte {at} is not accepted")
+
+
+_AS_IN_LIBRARY: Final = "\x80(12N\x88\x89JM\x8aFGSTUVX\x8c\x8dBC\x8e)]l}c\x93ioPQghjq\x94"
+"""Opcodes with plain values, the stack, the memo, and names; `find_class` and others are ours."""
+_OPCODES: Final[dict[str, _Load]] = {
+    **{code: _of_library(code.encode("latin1")) for code in _AS_IN_LIBRARY},
+    "\x95": InertUnpickler.frame,
+    "\x96": InertUnpickler.byte_array,
+    "K": InertUnpickler.small_integers,
+    "0": InertUnpickler.drop,
+    "I": _integer(pickle.INT),
+    "L": _integer(pickle.LONG),
+    "\x8b": _integer(pickle.LONG4),
+    "t": _weighed(pickle.TUPLE),
+    "\x85": _weighed(pickle.TUPLE1),
+    "\x86": _weighed(pickle.TUPLE2),
+    "\x87": _weighed(pickle.TUPLE3),
+    "a": lambda u: u.extend([u.stack.pop()]),
+    "e": lambda u: u.extend(u.pop_mark()),
+    "d": InertUnpickler.dictionary,
+    "s": lambda u: u.set_items([u.stack.pop(), u.stack.pop()][::-1]),
+    "u": lambda u: u.set_items(u.pop_mark()),
+    "\x8f": lambda u: u.stack.append(Call(SET, ([],))),
+    "\x90": InertUnpickler.add,
+    "\x91": InertUnpickler.frozen_set,
+    "R": InertUnpickler.call,
+    "\x81": lambda u: u.call(new=True),
+    "\x92": lambda u: u.call(new=True, kwargs=u.stack.pop()),
+    "b": InertUnpickler.build,
+    "p": lambda u: u.put(int(u.readline())),
+    "r": lambda u: u.put(int.from_bytes(u.read(4), "little")),
 }
 """All opcodes but STOP. Those for the extension registry and out-of-band buffers are refused."""
 _TABLE: Final = [_OPCODES.get(chr(code), _refuse) for code in range(256)]

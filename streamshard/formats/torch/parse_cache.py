@@ -20,12 +20,11 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from streamshard.errors import SourceError
-from streamshard.formats.pickle import inert_load
+from streamshard.formats.pickle import inert_dump, inert_load
 from streamshard.formats.pickle.inert import Node
-from streamshard.formats.pickle.machine import PickleMachine
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_file import TorchFile
-from streamshard.formats.torch.torch_tensor import Storage, storage_from_id, storages_in
+from streamshard.formats.torch.torch_tensor import Storage, storage_from_id
 from streamshard.formats.torch.zip_directory import NAME_IN_ENTRY, NAME_IN_HEADER
 from streamshard.formats.torch.zip_layout import CRC32_IN_ENTRY, PICKLE
 from streamshard.io.entries import examine, open_readable
@@ -34,6 +33,7 @@ _NAME: Final = re.compile(
     rb"X(.)\0\0\0([a-z]+:([0-9]+))(?:q.|r....)?(?:K.|M..|J....)t(?:q.|r....)?Q", re.DOTALL
 )
 """The end of a storage's persistent id as torch writes it: the device, the count of elements."""
+_MARK: Final = b"\x7f"
 
 
 class DeviceNumbers:
@@ -55,33 +55,15 @@ class DeviceNumbers:
         Bytes that look like a device name may be part of something else, or be used twice. So the
         pickle is read with a marker in place of each name. The object must not contain the marker.
         """
-        machine = _Marking(self._pickled, self._sizes)
+        marked = bytearray(self._pickled)
+        for at, size in self._sizes.items():
+            marked[at : at + size] = _MARK * size
         try:
-            root = inert_load.run(machine)
+            root = inert_load.load(bytes(marked), lambda identifier: storage_from_id(identifier)[0])
+            again = inert_dump.dump(root, lambda node: "" if isinstance(node, Storage) else None)
         except SourceError:
             return False
-        if machine.unmarked:
-            return False
-        return all(storage is not machine.marker for storage in storages_in(root))
-
-
-class _Marking(PickleMachine):
-    """Reads a pickle with a marker in place of the texts at given offsets."""
-
-    def __init__(self, data: bytes, sizes: dict[int, int]) -> None:
-        super().__init__(data, 0, lambda identifier: storage_from_id(identifier)[0])
-        self.marker = Storage("uint8", 0)
-        self.unmarked = dict(sizes)
-        """Offset of a text that was not read yet → its size in bytes."""
-
-    def text(self, count: int) -> str:
-        """Read a text; return the marker in place of a text at a given offset."""
-        at = self.at
-        found = super().text(count)
-        if self.unmarked.get(at) != count:
-            return found
-        del self.unmarked[at]
-        return self.marker  # type: ignore[return-value]
+        return _MARK * min(self._sizes.values(), default=1) not in again
 
 
 _LIMIT_BYTES: Final = 1 << 26

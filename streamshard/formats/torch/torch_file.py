@@ -9,8 +9,8 @@ from typing import Final
 from streamshard.errors import CorruptFileError, UnsupportedError
 from streamshard.formats.pickle import inert_load
 from streamshard.formats.pickle.inert import LIMIT_BYTES, Node, show
+from streamshard.formats.pickle.inert_load import EndedTooEarlyError
 from streamshard.formats.pickle.node_checks import of_file
-from streamshard.formats.pickle.opcode_arguments import EndedTooEarlyError
 from streamshard.formats.torch import zip_directory
 from streamshard.formats.torch.torch_tensor import Storage, storage_from_id
 from streamshard.formats.torch.zip_directory import ZipRecord

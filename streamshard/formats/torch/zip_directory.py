@@ -14,7 +14,7 @@ from typing import Final
 
 from streamshard.errors import CorruptFileError, SourceError, UnsupportedError
 from streamshard.formats.pickle.inert import show
-from streamshard.formats.pickle.opcode_arguments import EndedTooEarlyError
+from streamshard.formats.pickle.inert_load import EndedTooEarlyError
 from streamshard.formats.torch.zip_layout import (
     CENTRAL,
     END,

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from streamshard.errors import CorruptFileError
 from streamshard.formats.deepspeed.names import is_inside
 from streamshard.formats.pickle.inert import show
+from streamshard.formats.pickle.inert_load import EndedTooEarlyError
 from streamshard.formats.pickle.node_checks import of_file
-from streamshard.formats.pickle.opcode_arguments import EndedTooEarlyError
 from streamshard.formats.torch.zip_directory import (
     LocalHeader,
     ZipDirectory,
