@@ -1,8 +1,8 @@
 """Files of FSDP1's ranks: states of parameters that it has joined, by the modules that it wraps."""
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +146,7 @@ def test_each_rank_gets_what_it_would_have_saved(ranks: int, tmp_path: Path) -> 
 def test_states_are_those_of_the_parameters(tmp_path: Path) -> None:
     """Also of two replicas, and with a second name for a weight, which is joined once."""
     place = saved(tmp_path / "source", 2, 2, names=(*SHAPES, "head.weight"))
-    with streamshard.open(place, facts=modules(WRAPPED)) as opened:
+    with streamshard.open(place) as opened:
         for name in SHAPES:
             for state in ("fp32", *STATES):
                 assert torch.equal(opened[name].tensors[state].torch(), tensor_of(name, state))
@@ -156,10 +156,8 @@ def test_states_are_those_of_the_parameters(tmp_path: Path) -> None:
     held = torch.load(path, weights_only=False)
     held["state"][1]["exp_avg"][-1] = 0.5
     torch.save(held, path)
-    (problem,) = streamshard.verify(place, facts=modules(WRAPPED)).problems
-    assert "state/exp_avg/blocks.0.up.bias: 1 of 5 elements differ" in problem.message
     (problem,) = streamshard.verify(place).problems
-    assert "state/exp_avg/1: 1 of 20 elements differ" in problem.message
+    assert "state/exp_avg/blocks.0.up.bias: 1 of 5 elements differ" in problem.message
     assert any("differ in exp_avg of " in note for note in streamshard.inspect(place).notes)
     with pytest.raises(UnsupportedError, match="FSDP1 with replicas: it loads DTensors by"):
         streamshard.repartition(place, tmp_path / "out", world_size=6, format=FORM)
@@ -169,13 +167,7 @@ def test_a_zero_job_goes_on_with_them(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("tests.fabricated.buffers", dict)
     job = Job(groups=(tuple(SHAPES.items()),), frozen=(), tied={}, stage=2)
     like, out = write(job, tmp_path / "like"), tmp_path / "out"
-    streamshard.repartition(
-        saved(tmp_path / "source", 2),
-        out,
-        world_size=3,
-        like=like,
-        facts=modules(WRAPPED),
-    )
+    streamshard.repartition(saved(tmp_path / "source", 2), out, world_size=3, like=like)
     with streamshard.open(out) as opened:
         for name in SHAPES:
             for state in ("fp32", *STATES):
@@ -213,7 +205,10 @@ def not_all(states: Any) -> None:  # noqa: ANN401
     ("change", "message"),
     [
         (behind, "exp_avg of flat parameter 0 holds more than zeros behind its 24 elements"),
-        (longer, "has 3 flat parameters as FSDP1 makes them, and no choice of modules to wrap"),
+        (
+            longer,
+            "has 3 flat parameters as FSDP1 makes them, of 5, ",
+        ),
         (not_all, "does not have states of one length of flat parameter 2"),
     ],
 )
@@ -222,16 +217,9 @@ def test_what_may_be_of_other_parameters_is_not_taken(
 ) -> None:
     place = saved(tmp_path / "source", 5)
     changed(place, change)
-    wrapped = WRAPPED if change is behind else ()
-    assert any(message in note for note in streamshard.inspect(place, facts=modules(wrapped)).notes)
+    assert any(message in note for note in streamshard.inspect(place).notes)
     with pytest.raises(SourceError, match=message):
-        streamshard.repartition(
-            place,
-            tmp_path / "out",
-            world_size=2,
-            format=FORM,
-            facts=modules(wrapped),
-        )
+        streamshard.repartition(place, tmp_path / "out", world_size=2, format=FORM)
 
 
 def with_groups(place: Path, change: Callable[[dict[str, Any]], list[dict[str, Any]]]) -> None:
@@ -304,23 +292,32 @@ def test_where_param_groups_hide_the_order_the_weights_are_read(tmp_path: Path) 
     streamshard.export(place, tmp_path / "weights", verify=True)
 
 
-def test_blocks_are_not_taken_for_each_other(tmp_path: Path) -> None:
-    """Their list may have been wrapped with one of them in it, which then comes first."""
-    place = saved(tmp_path / "source", 2)
-    (note,) = (n for n in streamshard.inspect(place).notes if "No file tells which parameters" in n)
-    assert (
-        "name those that were wrapped: give facts=FILE, a file with the lines [source] and" in note
-    )
+def test_a_weight_with_the_values_of_another_is_joined_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is tied is joined once: with it the lengths would be others."""
+    monkeypatch.setattr(f"{__name__}.JOINED", [(*JOINED[0], "head.weight"), *JOINED[1:]])
+    place = saved(tmp_path / "source", 2, names=(*SHAPES, "head.weight"))
     with streamshard.open(place) as opened:
-        bias = opened["blocks.0.up.bias"].tensors
-        assert torch.equal(bias["module"].torch(), tensor_of("blocks.0.up.bias", "fp32"))
-        assert "exp_avg" not in bias
-    job = Job(groups=(tuple(SHAPES.items()),), frozen=(), tied={}, stage=2)
-    like = write(job, tmp_path / "like")
-    with pytest.raises(UnsupportedError, match=r"source: tells no .* by name\. No file tells"):
-        streamshard.repartition(place, tmp_path / "out", world_size=2, like=like)
-    with pytest.raises(UnsupportedError, match="give facts=FILE"):
-        streamshard.export(place, tmp_path / "out", format="dcp")
+        for name in (*SHAPES, "head.weight"):
+            assert opened[name].tied_to is None
+            assert torch.equal(opened[name].tensors["exp_avg"].torch(), tensor_of(name, "exp_avg"))
+
+
+def test_other_modules_than_layers_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        f"{__name__}.JOINED", [("embed.weight", *JOINED[1], *JOINED[2]), JOINED[0][1:]]
+    )
+    place, out = saved(tmp_path / "source", 2), tmp_path / "out"
+    message = r"wrapped each layer .* give facts=FILE, .* \[source\] and wrapped = \["
+    assert any(re.search(message, note) for note in streamshard.inspect(place).notes)
+    with pytest.raises(UnsupportedError, match=message):
+        streamshard.export(place, out, format="dcp")
+    with streamshard.open(place, facts=modules(["norm"])) as opened:
+        for name in SHAPES:
+            assert torch.equal(opened[name].tensors["exp_avg"].torch(), tensor_of(name, "exp_avg"))
 
 
 @pytest.mark.parametrize(
@@ -328,7 +325,7 @@ def test_blocks_are_not_taken_for_each_other(tmp_path: Path) -> None:
     [
         (
             "layers.*",
-            r"source\.wrapped: no module around a parameter is named 'layers\.\*'; there are emb",
+            r"source\.wrapped given with facts=: no module around a parameter is n",
         ),
         ("blocks.*.up", None),
         (
@@ -350,99 +347,27 @@ def test_modules_that_were_not_wrapped_are_refused(
         streamshard.open(place, facts=modules([wrapped]))
     for path in place.glob("optim_*"):
         path.unlink()
-    with pytest.raises(UsageError, match=r"not those of flat parameters; leave source\.wrapped"):
+    with pytest.raises(
+        UsageError, match=r"not those of flat parameters; leave source\.wrapped given"
+    ):
         streamshard.inspect(place, facts=modules([wrapped]))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_module_is_not_taken_for_another_that_is_as_long(ranks: int) -> None:
-    """If FSDP1 wrapped `mid`, or the first layer alone, then the parts have the same lengths."""
+def test_modules_that_give_other_lengths_are_not_taken(ranks: int) -> None:
     numels = {"layers.0.w": 12, "layers.1.w": 12, "mid.w": 12, "head.w": 4}
     lengths = [28 // ranks, 12 // ranks]
-    assert joined_parameters(numels, lengths, ranks).names == ()
+    with pytest.raises(UnsupportedError, match="which are others if FSDP1 wrapped each layer"):
+        joined_parameters(numels, lengths, ranks)
     found = joined_parameters(numels, lengths, ranks, wrapped=["layers.0"])
-    assert found.names == (("layers.1.w", "mid.w", "head.w"), ("layers.0.w",))
-    with pytest.raises(UnsupportedError, match="no choice of modules"):
-        joined_parameters(numels, [27 // ranks, 12 // ranks], ranks)
+    assert found == (("layers.1.w", "mid.w", "head.w"), ("layers.0.w",))
 
 
-def test_many_modules_are_not_tried_without_end() -> None:
-    numels = {f"a.{n}.{m}.w": 1 << n for n in range(30) for m in range(30)}
-    with pytest.raises(UnsupportedError, match="too many modules"):
-        joined_parameters(numels, [30 << 30, *(1 << n for n in range(30))], 64)
-
-
-def test_second_names_are_not_tried_without_end() -> None:
-    """Of two modules each may leave out any of 13 parameters: 2 ** 26 pairs of choices."""
-    numels = {f"{m}.{own}{n}.w": 1 << n for m in "ab" for own in "xy" for n in range(13)}
-    twins = {name for name in numels if name[2] == "y"}
-    with pytest.raises(UnsupportedError, match=r"too many modules .* give facts=FILE"):
-        joined_parameters(numels, [1 << 22, 5, 5], 2, twins=twins)
-
-
-def test_modules_of_many_experts_are_joined_where_they_are_named() -> None:
+def test_layers_of_experts_are_as_long_as_each_other() -> None:
     numels = {f"layers.{n}.experts.{m}.w": 3 for n in range(20) for m in range(1300)}
-    found = joined_parameters(numels, [3900 // 4] * 20, 4, wrapped=["layers.*"])
-    assert found.numels == (3900,) * 20
-    assert [len(names) for names in found.names] == [1300] * 20
-    assert found.names[19][0] == "layers.19.experts.0.w"
-
-
-def every_choice(
-    numels: dict[str, int], lengths: list[int], ranks: int
-) -> set[tuple[tuple[str, ...], ...]]:
-    """Try all sets of modules, of which those as short as padding may be in no optimizer."""
-    modules = [""]
-    for name in numels:
-        steps = name.split(".")
-        modules += [".".join(steps[:n]) for n in range(1, len(steps))]
-    modules, found = list(dict.fromkeys(modules)), set()
-    for states in product((0, 1, 2), repeat=len(modules)):
-        chosen = [module for module, state in zip(modules, states, strict=True) if state]
-        units = {module: list[str]() for module in chosen}
-        for name in numels:
-            around = [m for m in chosen if not m or name.startswith(f"{m}.")]
-            if not around:
-                break
-            units[max(around, key=len)].append(name)
-        else:
-            held = [
-                (tuple(names), states[modules.index(module)], sum(numels[n] for n in names))
-                for module, names in units.items()
-                if names
-            ]
-            if all(state == 1 or numel < ranks for _, state, numel in held):
-                kept = [(names, -(-numel // ranks)) for names, state, numel in held if state == 1]
-                if [length for _, length in kept] == lengths:
-                    found.add(tuple(names for names, _ in kept))
-    return found
-
-
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["", "a", "l.0.a", "l.1"]), st.integers(1, 6)),
-        min_size=1, max_size=7,
-    ),
-    st.data(),
-    st.integers(1, 4),
-)  # fmt: skip
-def test_only_what_is_proved_is_taken(
-    params: list[tuple[str, int]], data: st.DataObject, ranks: int
-) -> None:
-    params.sort(key=lambda one: ("", "a", "l.0.a", "l.1").index(one[0]))
-    numels = {f"{m}.p{n}".lstrip("."): numel for n, (m, numel) in enumerate(params)}
-    total = sum(numels.values())
-    units = data.draw(st.lists(st.sampled_from([*numels.values(), total]), min_size=1, max_size=4))
-    sizes = [*units[:-1], max(total - sum(units[:-1]), 1)]
-    lengths = [-(-size // ranks) for size in data.draw(st.permutations(sizes))]
-    choices = every_choice(numels, lengths, ranks)
-    try:
-        found = joined_parameters(numels, lengths, ranks)
-    except UnsupportedError:
-        made = {tuple(sum(numels[n] for n in names) for names in joined) for joined in choices}
-        assert len(made) != 1
-    else:
-        assert found.names == (choices.pop() if len(choices) == 1 else ())
+    found = joined_parameters(numels, [3900 // 4] * 20, 4)
+    assert [len(names) for names in found] == [1300] * 20
+    assert found[19][0] == "layers.19.experts.0.w"
 
 
 @given(
@@ -454,25 +379,27 @@ def test_only_what_is_proved_is_taken(
     st.sets(st.sampled_from(["a", "b", "l.*", "l.*.a", "l.*.b", "l"])),
     st.integers(1, 4),
 )  # fmt: skip
-def test_no_other_modules_are_taken_for_those_that_were_wrapped(
+def test_modules_come_in_the_order_of_the_model(
     params: list[tuple[str, int]], wrapped: set[str], ranks: int
 ) -> None:
     order = ("", "a", "b", "l.0.a", "l.0.b.c", "l.1.a", "l.1.b.c")
     params.sort(key=lambda one: order.index(one[0]))
     numels = {f"{m}.p{n}".lstrip("."): numel for n, (m, numel) in enumerate(params)}
     units: dict[str, list[str]] = {"": []}
+    known = set()
     for name in numels:
         steps = name.split(".")[:-1]
         around = [".".join(steps[:n]) for n in range(len(steps) + 1)]
         for module in around:
             units.setdefault(module, [])
         kind = [".".join("*" if s.isdigit() else s for s in m.split(".")) for m in around]
-        units[[m for m, k in zip(around, kind, strict=True) if not m or k in wrapped][-1]] += [name]
-    wanted = [tuple(names) for names in units.values() if names]
+        known |= {*kind}
+        own = wrapped or {"l.*"}
+        units[[m for m, k in zip(around, kind, strict=True) if not m or k in own][-1]] += [name]
+    wanted = tuple(tuple(names) for names in units.values() if names)
     lengths = [group_of([numels[n] for n in names], ranks).partition_numel for names in wanted]
-    refusal = ""
-    try:
-        assert joined_parameters(numels, lengths, ranks).names in (tuple(wanted), ())
-    except UnsupportedError as error:
-        refusal = str(error)
-    assert "no choice" not in refusal
+    if wrapped <= known:
+        assert joined_parameters(numels, lengths, ranks, sorted(wrapped)) == wanted
+    else:
+        with pytest.raises(UsageError, match="no module around a parameter is named"):
+            joined_parameters(numels, lengths, ranks, sorted(wrapped))

@@ -32,7 +32,7 @@ from streamshard.formats.deepspeed.read.zero_reader import adopt_files, malforme
 from streamshard.formats.foreign_checkpoint import foreign_checkpoint
 from streamshard.formats.fsdp_ranks import rank_names
 from streamshard.formats.fsdp_ranks.device_meshes import require_ascending, with_local
-from streamshard.formats.fsdp_ranks.flat_parameters import Joined, flat_node
+from streamshard.formats.fsdp_ranks.flat_parameters import WRAPPED, Names, flat_node
 from streamshard.formats.fsdp_ranks.optimizer_files import RanksOptimizer, read_optimizer
 from streamshard.formats.fsdp_ranks.rank_names import EXTRA, KINDS, MODEL, OPTIMIZER
 from streamshard.formats.fsdp_ranks.rank_trees import TreeShape
@@ -58,7 +58,9 @@ _WEIGHTS: Final = "a model's weights in files of FSDP's ranks"
 _PIECES: Final = ("how FSDP1 with use_orig_params pads what it cuts for other ranks",)
 
 
-def read(directory: Path, wrapped: Sequence[str] = (), joined: Joined | None = None) -> Reading:
+def read(
+    directory: Path, wrapped: Sequence[str] = (), joined: Sequence[Names] | None = None
+) -> Reading:
     """Open what all ranks have saved.
 
     `wrapped`: patterns of the modules that FSDP1 wrapped, where they are known.
@@ -90,7 +92,7 @@ class _Ranks:
     directory: Path
     files: Mapping[str, Sequence[Path]]
     wrapped: Sequence[str] = ()
-    joined: Joined | None = None
+    joined: Sequence[Names] | None = None
     replica: int = 0
     """Which replica's parts are taken of what is cut among ranks."""
     has_replica: bool = False
@@ -115,8 +117,8 @@ class _Ranks:
         optimizer = self._optimizer({entry.name: self.parts[entry.name] for entry in own})
         is_flat = bool(self.unread) if optimizer is None else bool(optimizer.flat)
         if self.wrapped and not is_flat:
-            message = "the optimizer's states are not those of flat parameters; leave"
-            raise UsageError(f"{self.directory}: {message} source.wrapped out of {Option('facts')}")
+            message = "the optimizer's states are not those of flat parameters"
+            raise UsageError(f"{self.directory}: {message}; leave {WRAPPED} out")
         if optimizer is not None:
             entries = tuple(_tied(entry, optimizer.tied) for entry in entries)
             own = [entry for entry in entries if entry.kind != "alias"]

@@ -22,11 +22,10 @@ from streamshard.formats.dcp.optimizer_state import is_plain, number_in
 from streamshard.formats.deepspeed.read.rank_files import SourceFiles
 from streamshard.formats.deepspeed.read.redundant_copies import alike
 from streamshard.formats.fsdp_ranks.flat_parameters import (
-    Joined,
+    Names,
     evened_roots,
     joined_parameters,
-    name_wrapped,
-    require_lengths,
+    lengths_of,
 )
 from streamshard.formats.fsdp_ranks.rank_trees import TreeShape, paths_to_tensors
 from streamshard.formats.fsdp_ranks.sharded_tensors import (
@@ -105,7 +104,7 @@ def read_optimizer(
     sources: SourceFiles,
     weights: Mapping[str, Sequence[RankPart]],
     wrapped: Sequence[str],
-    joined: Joined | None = None,
+    joined: Sequence[Names] | None = None,
 ) -> RanksOptimizer | None:
     """Open the optimizers of all ranks, in order of rank; None if no rank has one.
 
@@ -153,14 +152,13 @@ class _Reading:
         sources: SourceFiles,
         weights: Mapping[str, Sequence[RankPart]],
         wrapped: Sequence[str],
-        joined: Joined | None,
+        joined: Sequence[Names] | None,
         *,
         is_in_pieces: bool,
     ) -> None:
         self._is_in_pieces = is_in_pieces
         self._root, self._templates = root, templates
         self._sources, self._wrapped, self._known = sources, wrapped, joined
-        self._flat_numels: Mapping[Node, int] = {}
         self._parts = weights
         self._weights = {name: parts[0] for name, parts in weights.items()}
         self._tied: Mapping[str, str] = {}
@@ -169,7 +167,7 @@ class _Reading:
     def optimizer(self) -> RanksOptimizer:
         names, untold = self._names()
         is_flat = self._is_flat()
-        if untold and is_flat and not (self._is_in_pieces or self._flat_numels):
+        if untold and is_flat and not self._is_in_pieces:
             raise UnsupportedError(untold)
         cut, flat = dict[int, CutState](), dict[int, FlatCut]()
         paths = {id(leaf): path for path, leaf in paths_to_tensors(self._root)}
@@ -223,44 +221,44 @@ class _Reading:
         is_plain = bool(shaped) and all(p.is_plain and len(p.shape) == 1 for p in shaped)
         return is_plain and any(part.is_dtensor for part in self._weights.values())
 
-    def _joined(self, keys: Sequence[Node]) -> tuple[dict[Node, tuple[str, ...]], str]:
-        """Return the parameters in each flat one, or why they are not known."""
-        numels: dict[str, int] = {}
+    def _joined(self, keys: Sequence[Node]) -> dict[Node, tuple[str, ...]]:
+        """Return the parameters in each flat one."""
+        numels, lengths = self._numels(), [self._length(key) for key in keys]
+        ranks = max(self._shards()) + 1
+        search = partial(joined_parameters, lengths=lengths, ranks=ranks, wrapped=self._wrapped)
+        try:
+            joined = search(numels) if self._known is None else self._known
+        except (UnsupportedError, UsageError):
+            self._tied = dict(self._twins())
+            if not self._tied:
+                raise
+            joined = search({n: numel for n, numel in numels.items() if n not in self._tied})
+        once = {*chain(*joined)}
+        if not once <= numels.keys() or lengths_of(joined, numels, ranks) != lengths:
+            message = "has flat parameters whose lengths are not those of the parameters joined"
+            raise UnsupportedError(f"{message} to them")
+        if self._known is not None and once < numels.keys():
+            self._tied = {name: first for name, first in self._twins() if name not in once}
+        return dict(zip(keys, joined, strict=True))
+
+    def _numels(self) -> dict[str, int]:
+        """Return the elements of each weight that FSDP1 may have joined."""
         for name, part in self._weights.items():
             *others, last = part.placements or (Placement(REPLICATE),)
             if any(one.kind != REPLICATE for one in others) or last.dim > 0:
                 message = f"'{name}' is cut as FSDP1 does not cut, and states are joined as it does"
                 raise UnsupportedError(message)
-            if part.is_dtensor:
-                numels[name] = math.prod(part.shape)
-        lengths, states = list[int](), self._root[_STATE]
-        for key in keys:
-            tensors = [tensor_of(node) for node in states.get(key, {}).values()]
-            found = {tensor.shape for tensor in tensors if tensor is not None and tensor.shape}
-            if len(found) != 1 or len(*found) != 1:
-                message = f"does not have states of one length of flat parameter {show(key)}"
-                raise UnsupportedError(f"{message}, and so does not tell what FSDP1 joined to it")
-            lengths += found.pop()
-        ranks = max(self._shards()) + 1
-        twins: dict[str, str] = {}
-        search = partial(joined_parameters, numels, lengths, ranks, wrapped=self._wrapped)
-        try:
-            joined = search() if self._known is None else self._known
-        except (UnsupportedError, UsageError):
-            twins = dict(self._twins())
-            if not twins:
-                raise
-            joined = search(twins=twins.keys())
-        require_lengths(joined, lengths, ranks)
-        once = {*chain(*joined.names)} or numels.keys()
-        if self._known is not None and once < numels.keys():
-            twins = dict(self._twins())
-        self._tied = {name: first for name, first in twins.items() if name not in once}
-        self._flat_numels = dict(zip(keys, joined.numels, strict=True))
-        if joined.names:
-            return dict(zip(keys, joined.names, strict=True)), ""
-        message = "several choices of modules for FSDP1 to wrap give its flat parameters' lengths"
-        return {}, f"{message}; {name_wrapped()}"
+        return {n: math.prod(part.shape) for n, part in self._weights.items() if part.is_dtensor}
+
+    def _length(self, key: Node) -> int:
+        """Return the elements that a rank has of a flat parameter."""
+        tensors = [tensor_of(node) for node in self._root[_STATE].get(key, {}).values()]
+        found = {tensor.shape for tensor in tensors if tensor is not None and tensor.shape}
+        if len(found) != 1 or len(*found) != 1:
+            message = f"does not have states of one length of flat parameter {show(key)}"
+            raise UnsupportedError(f"{message}, and so does not tell what FSDP1 joined to it")
+        ((length,),) = found
+        return length
 
     def _twins(self) -> Iterator[tuple[str, str]]:
         """Yield matrices that hold the same as others before, as tied ones do, and these."""
@@ -294,12 +292,9 @@ class _Reading:
             part = parts.setdefault(shard, Box(start, tensor.require_contiguous(what), []))
             if part.tensor is not tensor:
                 part.copies.append(tensor)
-        is_known = {*joined} <= self._weights.keys() if names else path[1] in self._flat_numels
-        if not is_known:
+        if not {*joined} <= self._weights.keys():
             raise UnsupportedError(f"{what} is of parameters that no file of the model names")
-        shapes: Sequence[Shape] = [(self._flat_numels[path[1]],)] if not names else [
-            self._weights[name].shape for name in joined
-        ]  # fmt: skip
+        shapes = [self._weights[name].shape for name in joined]
         self._require_padding(what, sum(map(math.prod, shapes)), parts)
         boxes = [parts[shard] for shard in range(len(parts))]
         return FlatCut(state, joined, shapes, own[0].dtype, boxes)
@@ -382,7 +377,7 @@ class _Reading:
         if len(groups) > 1:
             return {}, f"its parameters are numbered, in {len(groups)} param groups"
         if self._is_flat() and not self._is_in_pieces:
-            return self._joined(keys)
+            return self._joined(keys), ""
         return self._numbered(keys)
 
     def _numbered(self, keys: Sequence[Node]) -> tuple[Mapping[Node, tuple[str, ...]], str]:

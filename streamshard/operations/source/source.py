@@ -60,7 +60,7 @@ class Source(Reading):
     documents: Mapping[str, int | None] = field(default_factory=dict)
     """Path → size of the document of each array of a store; None where it is not as written."""
     joined: Any = None
-    """What FSDP1 has joined to flat parameters, as its reader found it (`Joined`)."""
+    """What FSDP1 has joined to flat parameters, the names in each."""
 
     @classmethod
     def of(cls, path: Path, kind: str, found: Reading) -> Self:
