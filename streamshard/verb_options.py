@@ -52,11 +52,6 @@ class ConvertOptions(TransferOptions):
         least=1,
         few="at least one byte is needed",
     )
-    health: bool = flag(
-        "record how many NaNs each tensor holds and how large its numbers are, for inspect; reads "
-        "SRC once more",
-        is_rare=True,
-    )
     tensor_parallel: int | None = degree("T", TENSOR_PARALLEL.format(_OF_STORE))
     pipeline_parallel: int | None = degree("P", PIPELINE_PARALLEL.format(_OF_STORE))
 

@@ -30,6 +30,7 @@ from tests.fabricated import client_state, load, write
 from tests.fabricated_dcp import adamw
 from tests.fuzz.targets import BETWEEN, FILES, TARGETS
 from tests.job import TAG, Job, ds_config, stand_ins
+from tests.measured import plan_measured
 
 SMALL = Job(
     world_size=2,
@@ -44,7 +45,7 @@ def seeds(directory: Path) -> dict[str, list[bytes]]:
     """Make what every target begins with, in an empty directory."""
     run = write(SMALL, directory / "run")
     streamshard.convert(run, directory / "run.zarr")
-    streamshard.convert(run, directory / "measured.zarr", health=True)
+    plan_measured(run, directory / "measured.zarr").run()
     # Behind the content are four bytes of checksum.
     held = [
         (directory / store / "meta" / name / "c/0").read_bytes()[:-4]

@@ -51,7 +51,7 @@ def write(version: Version, root: Path) -> None:
         tags = shutil.ignore_patterns("global_step*")
         shutil.copytree(saved, run, dirs_exist_ok=True, ignore=tags)
         _done(version, "compact", run, root / "archive", "--keep-last", "2", *options)
-    _done(version, "convert", run, root / "plain.zarr", "--health")
+    _done(version, "convert", run, root / "plain.zarr")
     _done(version, "convert", run, root / "packed.zarr.zip", "--codec", "zstd")
     _done(version, "convert", run, root / "begun.zarr", killed_at=_KILLED_AT)
 

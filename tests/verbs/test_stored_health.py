@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 import streamshard
-from streamshard.errors import CorruptFileError, TargetError
+from streamshard.errors import CorruptFileError
 from streamshard.formats.zarr import store_manifest
 from tests.cli.conftest import streamshard as program
 from tests.compact.runs import NO_GRACE, STEPS, bits, later, make_run, tag_of
 from tests.fabricated import write
 from tests.job import TAG
+from tests.measured import plan_measured
 from tests.verbs.test_newest import poison
 from tests.verify.conftest import SMALL
 
@@ -29,7 +30,7 @@ def run(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 def test_it_is_what_the_shards_hold(run: Path, tmp_path: Path, codec: str) -> None:
     store = tmp_path / "run.zarr"
-    plan = streamshard.plan_convert(run, store, codec=codec, chunk_size=24, health=True)
+    plan = plan_measured(run, store, codec=codec, chunk_size=24)
     report = plan.run()
     size = sum(path.stat().st_size for path in store.rglob("*") if path.is_file())
     assert report.bytes_written == size
@@ -44,23 +45,20 @@ def test_it_is_recorded_only_if_it_is_wanted(run: Path, tmp_path: Path) -> None:
     streamshard.convert(run, tmp_path / "run.zarr")
     assert streamshard.inspect(tmp_path / "run.zarr").health is None
     assert "healthy" not in program("inspect", tmp_path / "run.zarr").out
-    with pytest.raises(TargetError):
-        streamshard.convert(run, tmp_path / "run.zarr", health=True, if_needed=True)
 
 
 def test_the_same_bytes_come_out_whoever_measures(run: Path, tmp_path: Path) -> None:
     stores = [tmp_path / f"{workers}.zarr" for workers in (1, 3)]
     for store, workers in zip(stores, (1, 3), strict=True):
-        streamshard.convert(run, store, workers=workers, health=True)
+        plan_measured(run, store, workers=workers).run()
     assert bits(stores[0]) == bits(stores[1])
-    again = streamshard.convert(run, stores[0], health=True, if_needed=True)
-    assert again.found == "target"
 
 
 def test_nothing_is_read_to_show_it(run: Path, tmp_path: Path) -> None:
     poison(run / TAG, math.inf)
     store = tmp_path / "stores" / "run.zarr"
-    streamshard.convert(run, store, health=True)
+    store.parent.mkdir()
+    plan_measured(run, store).run()
     for chunk in (store / "state").rglob("c/**/*"):
         if chunk.is_file():
             chunk.write_bytes(bytes(chunk.stat().st_size))
@@ -82,7 +80,8 @@ def test_what_is_recorded_of_some_tensors_says_nothing_of_others(
         return serialize(records, codec, found, {k: v for k, v in health.items() if v.is_good})
 
     monkeypatch.setattr(store_manifest, "serialize", partly)
-    streamshard.convert(run, tmp_path / "stores" / "run.zarr", health=True)
+    (tmp_path / "stores").mkdir()
+    plan_measured(run, tmp_path / "stores" / "run.zarr").run()
     found = json.loads(program("newest", tmp_path / "stores", "--json").out)
     assert [one["is_healthy"] for one in found["checkpoints"]] == [False]
 

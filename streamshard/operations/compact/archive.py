@@ -153,7 +153,6 @@ def _write_store(
         memory_limit=limits.memory_limit,
         workers=limits.workers,
         overwrite=overwrite,
-        health=True,
     )
     require_separate(small.path, archived.store, small.directories)
     output = store_output(small, verb="compact", options=options, known=health)

@@ -48,9 +48,6 @@ def plan_convert(options: ConvertOptions) -> TransferPlan:
         `none` or `zstd`.
     chunk_size
         Bytes per chunk at most, before compression.
-    health
-        Record in the manifest how many NaNs, infinities and zeros each tensor holds, and how large
-        its numbers are. `inspect` shows it, and `newest` needs not read the store for it.
     tensor_parallel, pipeline_parallel
         Degrees of the job that the store holds a checkpoint of, by default the source's; see
         `plan_repartition`. At a tensor parallel degree of 1 its arrays are whole tensors.
@@ -127,7 +124,8 @@ def store_output(
 ) -> Output:
     """Describe the store of an opened source; `verb` is the verb that writes it.
 
-    `known`: what was measured of its tensors earlier; they are read if some is missing.
+    `known`: record the health of its tensors; what was measured earlier, and all are read if some
+    is missing.
     """
     opened.require_training_state()
     opened.require_cut_states(keeps_cut=True)
@@ -137,7 +135,7 @@ def store_output(
     both = zip(shapes, tensors, strict=True)
     largest = max((math.prod(shape) * ITEMSIZE[t.dtype] for shape, t in both), default=0)
     limits = Limits(resident_bytes(), options.memory_limit, options.workers)
-    measure = partial(measured, opened, limits, known or {}) if options.health else None
+    measure = None if known is None else partial(measured, opened, limits, known)
     target, is_raw = as_path(options.target), codec == "none"
     packs = is_packed_name(target)
     writer = (PackedTargets if packs else StoreTargets)(opened, shapes, codec, measure)
@@ -151,7 +149,7 @@ def store_output(
             "tag": checkpoint.tag,
             "codec": codec,
             "chunk_size": str(options.chunk_size),
-            **({"health": "measured"} if options.health else {}),
+            **({} if known is None else {"health": "measured"}),
         },
         source_world_size=checkpoint.ranks,
         world_size=checkpoint.ranks if checkpoint.uncut else None,
