@@ -19,6 +19,7 @@ from streamshard.operations.inspect.inspect_report import CheckpointList
 from tests.cli.conftest import in_process, passed
 from tests.fabricated import edit, write, write_dumps
 from tests.job import Job
+from tests.measured import plan_measured
 from tests.verify.test_health import poison
 
 JOB = Job(stage=2, world_size=3)
@@ -102,9 +103,11 @@ def test_the_age_of_each_is_shown(run: Path, hours: float, age: str) -> None:
 def test_what_stores_record_of_their_health_is_shown(run: Path) -> None:
     archive = run.with_name("archive")
     poison(run / "global_step100", "exp_avg_sq", math.nan)
-    for step, health in ((90, True), (100, True), (110, False)):
+    archive.mkdir()
+    for step in (90, 100):
         store = archive / f"global_step{step}.zarr"
-        streamshard.convert(run / f"global_step{step}", store, health=health)
+        plan_measured(run / f"global_step{step}", store).run()
+    streamshard.convert(run / "global_step110", archive / "global_step110.zarr")
     shown = passed("inspect", archive).out
     table = shown[shown.index("checkpoint  ") :].splitlines()[:5]
     assert [line.split()[-1] for line in table if "--" not in line] == ["healthy", "yes", "NO", "-"]
