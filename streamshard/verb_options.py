@@ -207,16 +207,6 @@ class DiffOptions(SourceOptions, RunOptions):
         "compare nothing but tensors of such names: 'layers.0.*' [all, and all else]",
         default=(),
     )
-    sort = option(
-        "",
-        "the most changed first by relative L2, by the largest or mean difference, by cosine, by "
-        "elements changed; or in the checkpoint's order [relative]",
-        default="relative",
-        choices=("relative", "max", "mean", "cosine", "changed", "name"),
-    )
-    against_tag: str | None = option(
-        "TAG", "tag to read of B [the one that 'latest' names]", group=SOURCE
-    )
     tag: str | None = option("", "tag to read of A [the one that 'latest' names]", group=SOURCE)
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Final
 
 from streamshard.cli.parser import keywords
@@ -19,37 +19,26 @@ from streamshard.sizes import counted
 _MOST_SHOWN: Final = 20
 """Maximum tensors, and other differences, that are shown without `-v`."""
 _HEAD: Final = ("elements", "changed", "relative L2", "max abs", "mean abs", "cosine")
-_NO_NUMBERS: Final = -2.0
-"""A sort key below that of any figure; cosines are negated, so their keys are at least -1."""
-
-ORDERS: Final[dict[str, Callable[[TensorDiff], float]]] = {
-    "relative": lambda tensor: _rank(tensor, tensor.distance.relative_l2),
-    "max": lambda tensor: _rank(tensor, tensor.distance.max_abs),
-    "mean": lambda tensor: _rank(tensor, tensor.distance.mean_abs),
-    "cosine": lambda tensor: _rank(tensor, _turned(tensor.distance)),
-    "changed": lambda tensor: tensor.distance.fraction_changed,
-}
-"""Sort keys of tensors, the most changed first; `name` keeps the checkpoint's order."""
 
 
-def _rank(tensor: TensorDiff, value: float | None) -> float:
-    """Sort tensors without the figure first; tensors without numbers and equal tensors last."""
-    if not tensor.distance.changed:
-        return -math.inf
-    if tensor.distance.max_abs is None:
-        return _NO_NUMBERS
-    return math.inf if value is None else value
+def most_changed_first(tensors: Iterable[TensorDiff]) -> list[TensorDiff]:
+    """Sort tensors by relative L2, those without it first; at the end what are no numbers, and
+    then what is equal.
+    """
+
+    def rank(tensor: TensorDiff) -> tuple[bool, bool, float]:
+        figures = tensor.distance
+        relative = math.inf if figures.relative_l2 is None else figures.relative_l2
+        return figures.changed > 0, figures.max_abs is not None, relative
+
+    return sorted(tensors, key=rank, reverse=True)
 
 
-def _turned(distance: Distance) -> float | None:
-    return None if distance.cosine is None else -distance.cosine
-
-
-def diff_text(found: DiffReport, *, sort: str, verbose: bool) -> str:
+def diff_text(found: DiffReport, *, verbose: bool) -> str:
     """Format the result of `diff`."""
     blocks = [_summary(found, verbose=verbose), *map(paragraph, found.notes)]
     blocks += [_states(found)] if found.states else ["No tensor is in both with the same shape."]
-    blocks += _tensors(found, sort=sort, verbose=verbose)
+    blocks += _tensors(found, verbose=verbose)
     blocks += _not_finite(found, verbose=verbose)
     if found.differences:
         lines = [f"{difference.kind}: {difference.message}" for difference in found.differences]
@@ -94,10 +83,8 @@ def _states(found: DiffReport) -> str:
     return table([("state", "tensors", *_HEAD), *rows], of_numbers=True)
 
 
-def _tensors(found: DiffReport, *, sort: str, verbose: bool) -> list[str]:
-    tensors = list(found.tensors if verbose else found.changed)
-    if sort != "name":
-        tensors.sort(key=ORDERS[sort], reverse=True)
+def _tensors(found: DiffReport, *, verbose: bool) -> list[str]:
+    tensors = most_changed_first(found.tensors if verbose else found.changed)
     shown = tensors if verbose else tensors[:_MOST_SHOWN]
     if not shown:
         return []
@@ -150,7 +137,6 @@ def run_diff(arguments: argparse.Namespace) -> None:
     """Compare two checkpoints; raises the difference, if there is one."""
     with display(is_quiet=arguments.quiet) as progress:
         found = diff.diff(progress=progress, **keywords(arguments))
-    form = {"sort": arguments.sort, "verbose": arguments.verbose}
-    print_result(found, arguments, lambda: diff_text(found, **form))
+    print_result(found, arguments, lambda: diff_text(found, verbose=arguments.verbose))
     if not found.is_equal:
         raise IntegrityError(_difference_text(found))

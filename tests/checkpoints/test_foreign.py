@@ -189,12 +189,12 @@ def trainer_output(place: Path, steps: Iterable[int]) -> Path:
 
 def test_a_checkpoint_in_the_output_of_a_trainer_is_a_tag_of_it(tmp_path: Path) -> None:
     out = trainer_output(tmp_path / "out", (10, 20))
-    found = streamshard.diff(out, out, tag="checkpoint-10", against_tag="checkpoint-20")
+    found = streamshard.diff(out, out / "checkpoint-20", tag="checkpoint-10")
     assert found.tags == ("global_step10", "global_step20")
     (out / "checkpoint-10" / "latest").unlink()
     shards = out / "checkpoint-10" / "global_step10"
     with pytest.raises(SourceNotFoundError, match=rf"Give the one in it: {shards}$"):
-        streamshard.diff(out, out, tag="checkpoint-10", against_tag="checkpoint-20")
+        streamshard.diff(out, out / "checkpoint-20", tag="checkpoint-10")
     assert streamshard.inspect(shards).tag == "global_step10"
 
 

@@ -13,15 +13,8 @@ from numpy.typing import NDArray
 from streamshard.engine.numeric.cast import cast_between
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.work import Region
-from streamshard.engine.scan.distance import (
-    BLOCK_NUMEL,
-    COUNTS,
-    SUMS,
-    Measured,
-    Measurement,
-    Measurer,
-)
-from streamshard.engine.scan.region_pair import Comparator, Comparison, Mismatch
+from streamshard.engine.scan.distance import BLOCK_NUMEL, COUNTS, SUMS, Measured, Measurer
+from streamshard.engine.scan.region_pair import Comparator, Mismatch, RegionPair
 from streamshard.io.entries import identify
 from streamshard.model import Copies
 from streamshard.operations.diff.diff_report import Totals
@@ -30,7 +23,7 @@ from tests.engine.fakes import FakeReader, copies_of
 DTYPES = {1: "uint8", 2: "bfloat16", 4: "float32", 8: "float64", 16: "complex128"}
 
 
-def compare(comparison: Comparison, left: bytes, right: bytes, window: int) -> list[Mismatch]:
+def compare(pair: RegionPair, left: bytes, right: bytes, window: int) -> list[Mismatch]:
     told: list[int] = []
     comparator = Comparator(
         FakeReader([left]),
@@ -39,9 +32,9 @@ def compare(comparison: Comparison, left: bytes, right: bytes, window: int) -> l
         scratch_bytes=64,
         progress=told.append,
     )
-    found = comparator.compare(comparison)
+    found = comparator.compare(pair)
     comparator.close()
-    assert sum(told) == 2 * comparison.right.content_bytes
+    assert sum(told) == 2 * pair.right.content_bytes
     return found
 
 
@@ -61,8 +54,8 @@ def test_every_difference_is_found_where_it_is(data: st.DataObject, itemsize: in
     right = bytearray(left)
     for element in changed:
         right[element * itemsize + data.draw(st.integers(0, itemsize - 1))] ^= 1
-    comparison = Comparison(
-        plain(left, itemsize), plain(bytes(right), itemsize), starts, DTYPES[itemsize]
+    comparison = RegionPair(
+        plain(left, itemsize), plain(bytes(right), itemsize), numels, DTYPES[itemsize]
     )
     window = data.draw(st.sampled_from([16, 48, 1 << 12]))
     found = {m.part: (m.first, m.count) for m in compare(comparison, left, bytes(right), window)}
@@ -80,7 +73,7 @@ def test_zeros_differ_in_their_sign(dtype: str) -> None:
     right = left.copy()
     right[[1, 5]] *= -1
     region = plain(left.tobytes(), left.itemsize)
-    comparison = Comparison(region, region, np.array([0]), dtype)
+    comparison = RegionPair(region, region, [6], dtype)
     assert compare(comparison, left.tobytes(), right.tobytes(), 64) == [Mismatch(0, 1, 2)]
 
 
@@ -95,7 +88,7 @@ def test_nans_of_a_cast_may_have_any_bits(any_nan: bool) -> None:
         target_itemsize=2,
         cast=cast_between("float32", "bfloat16"),
     )
-    comparison = Comparison(left, plain(target, 2), np.array([0]), "bfloat16", any_nan=any_nan)
+    comparison = RegionPair(left, plain(target, 2), [5], "bfloat16", any_nan=any_nan)
     found = compare(comparison, source, target, 64)
     # Infinity is not a NaN, and 3.0 is not 3.015625.
     assert found == [Mismatch(0, 2, 2) if any_nan else Mismatch(0, 1, 3)]
@@ -130,7 +123,7 @@ def numbers(array: Array, dtype: str) -> NDArray[np.float64]:
 
 
 def measured(
-    place: Path, left: Array, right: Array, dtype: str | None, *, window_bytes: int = 1 << 18
+    place: Path, left: Array, right: Array, dtype: str, *, window_bytes: int = 1 << 18
 ) -> list[Measured]:
     """Measure two arrays that lie in files, as if they were tensors of `PARTS`."""
     readers = []
@@ -150,7 +143,7 @@ def measured(
         readers[0], readers[1], window_bytes=window_bytes, scratch_bytes=0, progress=seen.append
     )
     try:
-        found = tools.measure(Measurement(region, region, PARTS, dtype))
+        found = tools.measure(RegionPair(region, region, PARTS, dtype))
     finally:
         tools.close()
     assert sum(seen) == 2 * left.nbytes
@@ -246,7 +239,7 @@ def test_what_are_no_numbers_is_counted_only(tmp_path: Path) -> None:
     left = np.arange(sum(PARTS), dtype=np.complex128)
     right = left.copy()
     right[5] += 1j
-    found = measured(tmp_path, left, right, None)
+    found = measured(tmp_path, left, right, "complex128")
     assert [part.counts[0] for part in found] == [0, 1, 0, 0, 0]
     assert all(len(part.sums) == 0 for part in found)
 

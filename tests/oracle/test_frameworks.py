@@ -409,9 +409,7 @@ def test_the_output_of_a_trainer_is_listed_and_each_checkpoint_is_one_of_it(
         ("checkpoint-3", 3, 2, True, False),
         ("checkpoint-4", 4, 2, False, True),
     ]
-    report = streamshard.diff(
-        trainer_output, trainer_output, tag="checkpoint-2", against_tag="checkpoint-3"
-    )
+    report = streamshard.diff(trainer_output, trainer_output / "checkpoint-3", tag="checkpoint-2")
     assert report.tags == ("global_step2", "global_step3")
     assert any(tensor.distance.changed for tensor in report.tensors)
     with pytest.raises(IncompleteError, match="rank 0 of at least 2 is missing"):

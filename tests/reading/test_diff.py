@@ -216,7 +216,7 @@ def test_what_is_not_finite_is_counted_and_left_out(tmp_path: Path) -> None:
     found = by_name(streamshard.diff(one, other))["state/fp32/w"].distance
     assert (found.changed, found.nan, found.inf) == (3, (1, 2), (2, 2))
     assert (found.max_abs, found.mean_abs) == (2.0, 2.0 / 11)
-    text = diff_text(streamshard.diff(one, other), sort="relative", verbose=False)
+    text = diff_text(streamshard.diff(one, other), verbose=False)
     assert "state/fp32/w         1       2         2       2" in text
 
 
@@ -299,8 +299,6 @@ def test_two_steps_of_one_run(tmp_path: Path) -> None:
     reference = streamshard.diff(run / TAG, run / "global_step8")
     assert [tensor.name for tensor in reference.changed] == ["state/exp_avg/w"]
     assert reference.tags == (TAG, "global_step8")
-    found = streamshard.diff(run, run, against_tag="global_step8")
-    assert found.tensors == reference.tensors
     back = streamshard.diff(run, run, tag="global_step8")
     assert (back.tags, back.changed[0].name) == (("global_step8", TAG), "state/exp_avg/w")
 

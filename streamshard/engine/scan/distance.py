@@ -10,8 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from streamshard.engine.run.work import Region
-from streamshard.engine.scan.region_pair import PairReader
+from streamshard.engine.scan.region_pair import PairReader, RegionPair
 from streamshard.model import ITEMSIZE
 
 Floats = NDArray[np.float64]
@@ -23,22 +22,8 @@ SUMS: Final = ("difference", "squared_difference", "squared_left", "squared_righ
 COUNTS: Final = ("changed", "nan_left", "nan_right", "inf_left", "inf_right", "finite")
 """Counts of elements: with different bits, NaN, infinite, and finite on both sides."""
 
-NUMERIC: Final = frozenset(d for d in ITEMSIZE if not d.startswith(("complex", "float8", "q")))
+_NUMERIC: Final = frozenset(d for d in ITEMSIZE if not d.startswith(("complex", "float8", "q")))
 """Dtypes whose elements are real numbers that streamshard can convert to float64."""
-
-
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """Two regions whose distance is to be measured."""
-
-    left: Region
-    right: Region
-    numels: Sequence[int]
-    """Elements of each of the consecutive parts of the regions."""
-    dtype: str | None
-    """Dtype of both regions after any cast; None if the elements are not numbers."""
-    any_nan: bool = False
-    """Whether NaNs with different bits count as equal, for example if a side is cast."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,28 +41,28 @@ class Measured:
 class Measurer(PairReader):
     """A worker that reads and measures pairs of regions."""
 
-    def measure(self, wanted: Measurement) -> list[Measured]:
+    def measure(self, pair: RegionPair) -> list[Measured]:
         """Read two regions, and measure each part."""
         meter = _Meter()
-        counts = np.zeros((len(wanted.numels), len(COUNTS)), dtype=np.int64)
-        sums: list[list[Floats]] = [[] for _ in wanted.numels]
-        largest = [0.0] * len(wanted.numels)
-        for part, left, right in self._blocks(wanted):
-            found = meter.measure(left, right, wanted)
+        counts = np.zeros((len(pair.numels), len(COUNTS)), dtype=np.int64)
+        sums: list[list[Floats]] = [[] for _ in pair.numels]
+        largest = [0.0] * len(pair.numels)
+        for part, left, right in self._blocks(pair):
+            found = meter.measure(left, right, pair)
             counts[part] += found.counts
             sums[part].append(found.sums)
             largest[part] = max(largest[part], found.largest)
         none = np.zeros((0, len(SUMS)))
         return [
             Measured(counts[part], np.concatenate([none, *sums[part]]), largest[part])
-            for part in range(len(wanted.numels))
+            for part in range(len(pair.numels))
         ]
 
-    def _blocks(self, wanted: Measurement) -> Iterator[tuple[int, memoryview, memoryview]]:
+    def _blocks(self, pair: RegionPair) -> Iterator[tuple[int, memoryview, memoryview]]:
         """Yield (part, left block, right block); each read fills a window with blocks."""
-        read = self.begin(wanted.left, wanted.right)
-        itemsize = wanted.left.target_itemsize
-        for window in self._in_windows(wanted.numels, itemsize):
+        read = self.begin(pair.left, pair.right)
+        itemsize = pair.left.target_itemsize
+        for window in self._in_windows(pair.numels, itemsize):
             one, other = read(sum(size for _, size in window))
             at = 0
             for part, size in window:
@@ -109,20 +94,21 @@ class _Meter:
     def __init__(self) -> None:
         self._floats = [np.empty(BLOCK_NUMEL) for _ in range(3)]
 
-    def measure(self, left: memoryview, right: memoryview, wanted: Measurement) -> Measured:
-        differ = _differing(left, right, wanted.left.target_itemsize)
+    def measure(self, left: memoryview, right: memoryview, pair: RegionPair) -> Measured:
+        itemsize = pair.left.target_itemsize
+        differ = _differing(left, right, itemsize)
         counts = np.zeros(len(COUNTS), dtype=np.int64)
-        if wanted.dtype is None:
+        if pair.dtype not in _NUMERIC or itemsize != ITEMSIZE[pair.dtype]:
             counts[0] = 0 if differ is None else np.count_nonzero(differ)
             return Measured(counts, np.zeros((0, len(SUMS))), 0.0)
         with np.errstate(all="ignore"):  # numbers may be of any size, and NaNs of any kind
-            one = self._widened(left, wanted.dtype, 0)
-            other = one if differ is None else self._widened(right, wanted.dtype, 1)
+            one = self._widened(left, pair.dtype, 0)
+            other = one if differ is None else self._widened(right, pair.dtype, 1)
             sums, largest = self._sums(one, other)
             if np.isfinite(sums).all():
                 counts[5] = len(one)
             else:  # almost always because an element is not finite
-                if differ is not None and wanted.any_nan:
+                if differ is not None and pair.any_nan:
                     differ &= ~(np.isnan(one) & np.isnan(other))
                 counts[1:] = _count(one, other)
                 finite = np.isfinite(one) & np.isfinite(other)

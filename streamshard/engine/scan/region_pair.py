@@ -99,13 +99,13 @@ _LOOK_NUMEL: Final = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """Two regions whose content should be the same."""
+class RegionPair:
+    """Two regions that are read side by side."""
 
     left: Region
     right: Region
-    starts: Ints
-    """First element of each tensor's part in the regions; the first entry is 0."""
+    numels: Sequence[int]
+    """Elements of each of the consecutive parts of the regions."""
     dtype: str
     """Dtype of both regions, after any cast."""
     any_nan: bool = False
@@ -117,7 +117,7 @@ class Mismatch:
     """Elements that differ in the part of one tensor."""
 
     part: int
-    """Index in the comparison's `starts`."""
+    """Index in the pair's `numels`."""
     first: int
     """Index in the part of the first element that differs."""
     count: int
@@ -126,17 +126,18 @@ class Mismatch:
 class Comparator(PairReader):
     """A worker that reads and compares pairs of regions."""
 
-    def compare(self, comparison: Comparison) -> list[Mismatch]:
+    def compare(self, pair: RegionPair) -> list[Mismatch]:
         """Read both regions; returns the parts that differ."""
-        read = self.begin(comparison.left, comparison.right)
-        itemsize = comparison.right.target_itemsize
+        read = self.begin(pair.left, pair.right)
+        itemsize = pair.right.target_itemsize
         step = self.window_bytes // itemsize * itemsize
+        starts = np.cumsum([0, *pair.numels[:-1]])
         found: dict[int, Mismatch] = {}
-        for at in range(0, comparison.right.content_bytes, step):
-            one, other = read(min(step, comparison.right.content_bytes - at))
+        for at in range(0, pair.right.content_bytes, step):
+            one, other = read(min(step, pair.right.content_bytes - at))
             if not _same(one, other):
-                for elements in _differing(one, other, comparison):
-                    _add(found, elements + at // itemsize, comparison.starts)
+                for elements in _differing(one, other, pair):
+                    _add(found, elements + at // itemsize, starts)
         return list(found.values())
 
 
@@ -145,15 +146,15 @@ def _same(left: memoryview, right: memoryview) -> bool:
     return not (np.frombuffer(left, dtype=word) != np.frombuffer(right, dtype=word)).any()
 
 
-def _differing(left: memoryview, right: memoryview, comparison: Comparison) -> Iterator[Ints]:
+def _differing(left: memoryview, right: memoryview, pair: RegionPair) -> Iterator[Ints]:
     """Yield the indices of the elements that differ, in small batches to limit memory."""
-    dtype, itemsize = comparison.dtype, comparison.right.target_itemsize
+    dtype, itemsize = pair.dtype, pair.right.target_itemsize
     step = _LOOK_NUMEL * itemsize
     for at in range(0, len(left), step):
         one, other = left[at : at + step], right[at : at + step]
         rows = [np.frombuffer(v, dtype=np.uint8).reshape(-1, itemsize) for v in (one, other)]
         differ = (rows[0] != rows[1]).any(axis=1)
-        if comparison.any_nan:
+        if pair.any_nan:
             differ &= ~(find_nans(one, dtype) & find_nans(other, dtype))
         yield np.flatnonzero(differ) + at // itemsize
 

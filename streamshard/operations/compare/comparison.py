@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
-import numpy as np
-
 from streamshard.engine.jobs.executor import Job
 from streamshard.engine.run.phases import READING, Count
-from streamshard.engine.scan.region_pair import Comparator, Comparison, Mismatch
+from streamshard.engine.scan.region_pair import Comparator, Mismatch, RegionPair
 from streamshard.errors import SourceError, StreamshardError
 from streamshard.layout.memory_plan import COMPARING_BYTES, MemoryPlan
 from streamshard.model import ITEMSIZE
@@ -121,24 +119,14 @@ def _differences(
 
 def _job(runs: Runs, run: Sequence[RunPart], *, exactly: bool) -> Job[Comparator, _Result]:
     try:
-        return partial(_compare, _comparison(runs, run, exactly=exactly))
+        return partial(_compare, runs.regions(run, exactly=exactly))
     except StreamshardError as error:
         return partial(_return, error)
 
 
-def _comparison(runs: Runs, run: Sequence[RunPart], *, exactly: bool) -> Comparison:
-    first = runs.pairs[run[0].number]
-    ratio = first.itemsize // ITEMSIZE[first.dtype]
-    ends = np.cumsum([part.stop - part.start for part in run])
-    left, right = runs.regions(run)
-    starts = np.concatenate([[0], ends[:-1]]) // ratio
-    any_nan = not exactly and first.left.dtype != first.right.dtype
-    return Comparison(left, right, starts, first.dtype, any_nan)
-
-
-def _compare(comparison: Comparison, comparator: Comparator) -> _Result:
+def _compare(pair: RegionPair, comparator: Comparator) -> _Result:
     try:
-        return comparator.compare(comparison)
+        return comparator.compare(pair)
     except StreamshardError as error:
         return error
 

@@ -11,7 +11,7 @@ import numpy as np
 from streamshard.engine.jobs.executor import Job, run_ordered
 from streamshard.engine.numeric.cast import comparing_cast
 from streamshard.engine.run.work import Region
-from streamshard.engine.scan.region_pair import PairReader, PairTools
+from streamshard.engine.scan.region_pair import PairReader, PairTools, RegionPair
 from streamshard.layout.cutting import Segments, coalesce
 from streamshard.layout.memory_plan import SCRATCH_BYTES, MemoryPlan
 from streamshard.model import ITEMSIZE
@@ -134,13 +134,20 @@ class Runs:
     def _piece_numel(self, side: Source, elements: SideElements) -> int:
         return int(side.cutting.piece_numel[elements.tensor])
 
-    def regions(self, run: Sequence[RunPart]) -> tuple[Region, Region]:
-        """Return the regions that fill the windows of the left and of the right side."""
+    def regions(self, run: Sequence[RunPart], *, exactly: bool = False) -> RegionPair:
+        """Return the regions that fill the windows of both sides.
+
+        `exactly`: the bits of a NaN count too where one side is a cast.
+        """
         pairs = [self.pairs[part.number] for part in run]
-        left, right = self.sides
-        return (
-            self._region(left, [pair.left for pair in pairs], run, pairs[0]),
-            self._region(right, [pair.right for pair in pairs], run, pairs[0]),
+        first, (left, right) = pairs[0], self.sides
+        ratio = first.itemsize // ITEMSIZE[first.dtype]
+        return RegionPair(
+            self._region(left, [pair.left for pair in pairs], run, first),
+            self._region(right, [pair.right for pair in pairs], run, first),
+            [(part.stop - part.start) // ratio for part in run],
+            first.dtype,
+            any_nan=not exactly and first.left.dtype != first.right.dtype,
         )
 
     def _region(

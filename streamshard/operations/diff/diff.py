@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Final
@@ -11,11 +10,11 @@ from streamshard.engine.jobs.executor import Job
 from streamshard.engine.numeric.cast import wider
 from streamshard.engine.run import resident_memory
 from streamshard.engine.run.phases import Count
-from streamshard.engine.scan.distance import BLOCK_NUMEL, NUMERIC, Measured, Measurement, Measurer
+from streamshard.engine.scan.distance import BLOCK_NUMEL, Measured, Measurer
 from streamshard.errors import Option, UsageError
 from streamshard.io.object_path import as_path
 from streamshard.layout.memory_plan import MemoryPlan
-from streamshard.model import FILE, ITEMSIZE, LogicalTensor
+from streamshard.model import FILE, LogicalTensor
 from streamshard.operations.compare.comparison import fit_sides
 from streamshard.operations.compare.matched_runs import RunPart, Runs
 from streamshard.operations.compare.matching import pair_up
@@ -67,8 +66,8 @@ def diff(options: _Diff) -> DiffReport:
     like, facts
         For checkpoints that lack information; see `plan_repartition`. Facts are those of the left
         side.
-    tag, against_tag
-        Tag to read on the left and on the right side; by default the one that `latest` names.
+    tag
+        Tag to read on the left side; by default the one that `latest` names. A path may name a tag.
     memory_limit
         Bytes of memory beyond what the program itself takes; by default 1 GiB, but at most half of
         the remaining memory of the machine or the cgroup.
@@ -96,7 +95,6 @@ def diff(options: _Diff) -> DiffReport:
     first, second = requests(options, left, right)
     limit_bytes = execution.limit_or_default(options.memory_limit, floor_bytes)
     limits = Limits(floor_bytes, limit_bytes, options.workers)
-    second = replace(second, tag=options.against_tag)
     one, other = open_alike(first, second, first.open(), second.open())
     one.require_use_of_like(needed=other.needs_like)
     one, other, joined = other_degrees().join_unequal(one, other)
@@ -106,7 +104,7 @@ def diff(options: _Diff) -> DiffReport:
         _choose(pairing, one, other, params)
         notes.append(f"Compared are tensors named {', '.join(params)}, and nothing else.")
     notes += _notes(pairing.pairs)
-    measuring = _Measuring(one, other, pairing.pairs)
+    runs = Runs(one, other, pairing.pairs, block_numel=BLOCK_NUMEL)
     plan = fit_sides(limits, one, other, copies_bytes=_TENSOR_BYTES * len(pairing.pairs))
     progress = options.progress or Silent()
     read = Count(progress.advance)
@@ -114,8 +112,8 @@ def diff(options: _Diff) -> DiffReport:
         for put_together in joined:
             if put_together.check is not None:
                 put_together.check(plan, progress)
-        progress.start(2 * measuring.nbytes)
-        totals = measuring.run(plan, read.add)
+        progress.start(2 * runs.nbytes)
+        totals = _measured(runs, plan, read.add)
     finally:
         progress.stop()
     tensors, states = _summed(pairing.pairs, totals)
@@ -176,38 +174,17 @@ class _Names:
         return [*plain, *(f"{tensor.model_part}/{name}" for name in plain if tensor.model_part)]
 
 
-class _Measuring:
-    """Two opened checkpoints, and the pairs of tensors to measure."""
+def _measured(runs: Runs, plan: MemoryPlan, progress: Callable[[int], None]) -> dict[Pair, Totals]:
+    """Read the pairs of tensors, and measure them."""
+    totals = {pair: Totals(pair.nbytes // pair.itemsize) for pair in runs.pairs}
 
-    def __init__(self, left: Source, right: Source, pairs: Sequence[Pair]) -> None:
-        self._runs = Runs(left, right, pairs, block_numel=BLOCK_NUMEL)
+    def job(run: Sequence[RunPart]) -> Job[Measurer, list[Measured]]:
+        return partial(Measurer.measure, pair=runs.regions(run))
 
-    @property
-    def nbytes(self) -> int:
-        return self._runs.nbytes
-
-    def run(self, plan: MemoryPlan, progress: Callable[[int], None]) -> dict[Pair, Totals]:
-        pairs = self._runs.pairs
-        totals = {pair: Totals(pair.nbytes // pair.itemsize) for pair in pairs}
-        for run, results in self._runs.work(Measurer, self._job, plan, progress):
-            for part, found in zip(run, results, strict=True):
-                totals[pairs[part.number]].add(found)
-        return totals
-
-    def _job(self, run: Sequence[RunPart]) -> Job[Measurer, list[Measured]]:
-        return partial(Measurer.measure, wanted=self._measurement(run))
-
-    def _measurement(self, run: Sequence[RunPart]) -> Measurement:
-        first = self._runs.pairs[run[0].number]
-        ratio = first.itemsize // ITEMSIZE[first.dtype]
-        left, right = self._runs.regions(run)
-        return Measurement(
-            left,
-            right,
-            [(part.stop - part.start) // ratio for part in run],
-            first.dtype if first.dtype in NUMERIC and ratio == 1 else None,
-            any_nan=first.left.dtype != first.right.dtype,
-        )
+    for run, results in runs.work(Measurer, job, plan, progress):
+        for part, found in zip(run, results, strict=True):
+            totals[runs.pairs[part.number]].add(found)
+    return totals
 
 
 def _summed(
