@@ -23,7 +23,7 @@ from zarr.storage import MemoryStore
 import streamshard
 from streamshard.formats.zarr.array_paths import array_path
 from streamshard.formats.zarr.documents import array_document, chunk_keys, group_document
-from streamshard.formats.zarr.rewritten import is_serialized_again
+from streamshard.formats.zarr.rewritten_documents import is_serialized_again
 from streamshard.model import ITEMSIZE, LogicalTensor
 from streamshard.options import CODECS
 from tests.fabricated import client_state, write

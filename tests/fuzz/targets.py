@@ -41,12 +41,12 @@ from streamshard.formats.torch.torch_tensor import Storage, tensor_of
 from streamshard.formats.torch.tree_comparison import compare_nodes
 from streamshard.formats.universal import universal_reader
 from streamshard.formats.zarr import (
+    bounded_codecs,
     documents,
     packed_audit,
-    rewritten,
+    rewritten_documents,
     store_manifest,
     store_state,
-    zarr_python,
 )
 from streamshard.formats.zarr.packed_place import PackedPath, PackedStores
 from streamshard.io.lock import Holder
@@ -132,13 +132,13 @@ def dcp_metadata(_: bytes, path: Path) -> None:
 def zarr_documents(data: bytes, _: Path) -> None:
     """Compare a document with ours, and open it as an array that another tool rewrote."""
     for ours in (documents.group_document({"a": 1}), documents.small_array_document(40)):
-        rewritten.is_serialized_again(data, ours)
+        rewritten_documents.is_serialized_again(data, ours)
     try:
         document = strict_json.parse(data)
         shape = require_shape(document["shape"])
     except (KeyError, TypeError, ValueError) as error:
         raise SourceError("no document of an array") from error
-    zarr_python._bounded(document.get("codecs"), [])
+    bounded_codecs.bounded(document.get("codecs"), [])
     assert require_shape(list(shape)) == shape
 
 

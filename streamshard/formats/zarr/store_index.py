@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -33,16 +33,12 @@ from streamshard.formats.zarr.documents import (
     STATE_PATH,
     VERSION_KEY,
     WEIGHTS_KEY,
+    array_document,
     chunk_counts,
     chunk_keys,
 )
 from streamshard.formats.zarr.packed_place import is_packed, packed
-from streamshard.formats.zarr.rewritten import (
-    RewrittenArray,
-    RewrittenPiece,
-    find_rewritten,
-    read_small_array,
-)
+from streamshard.formats.zarr.rewritten_documents import read_small_array, rewritten_document
 from streamshard.formats.zarr.small_files import read_small, require_inside
 from streamshard.formats.zarr.store_manifest import BLOCK_BYTES, FileRecord, Manifest
 from streamshard.io.entries import is_directory, is_file, resolve
@@ -50,6 +46,9 @@ from streamshard.io.relative_paths import examiner, inside_test, names_below
 from streamshard.layout.cutting import Cutting, CuttingBuilder
 from streamshard.model import ITEMSIZE, BlockDigests, Decoder, LogicalTensor, Slot, SourceFile
 from streamshard.options import CODECS
+
+if TYPE_CHECKING:
+    from streamshard.formats.zarr.rewritten import RewrittenArray
 
 MANIFEST_FILES: Final = (f"{MANIFEST_PATH}/zarr.json", f"{MANIFEST_PATH}/c/0")
 """Files that the manifest itself does not list."""
@@ -224,14 +223,12 @@ class StoreIndex:
                 yield from self._chunk_faults(array, self.manifest)
                 continue
             try:
-                found = find_rewritten(self.root, array.tensor, array.chunk, self.manifest)
+                found = self._add_rewritten(array, self.manifest)
             except (SourceError, IntegrityError) as error:
                 self.not_ours.add(array.path)
                 yield Fault(self.root / array.path, error)
                 continue
-            if found is not None:
-                self._add_rewritten(array.path, found)
-            else:
+            if not found:
                 yield from self._chunk_faults(array, self.manifest)
 
     def cutting(self) -> Cutting:
@@ -375,15 +372,27 @@ class StoreIndex:
             content_bytes=chunk.nbytes,
         )
 
-    def _add_rewritten(self, path: str, array: RewrittenArray) -> None:
-        """Add an array that another tool rewrote, in pieces that are not its chunks."""
+    def _add_rewritten(self, array: StoredArray, manifest: Manifest) -> bool:
+        """Add an array if another tool rewrote it, in pieces that are not its chunks."""
+        path = array.path
+        if f"{path}/{ROOT_DOCUMENT}" not in manifest.records:
+            return False
+        ours = array_document(path, array.tensor, array.chunk, manifest.codec)
+        document = rewritten_document(self.root / path / ROOT_DOCUMENT, ours)
+        if document is None:
+            return False
+        # Only here and for small arrays, because it loads zarr-python.
+        from streamshard.formats.zarr.rewritten import RewrittenPiece, open_rewritten
+
+        found = open_rewritten(self.root, path, document, manifest.digests.get(path))
         self.not_ours.add(path)
-        self.rewritten[path] = array
-        for number in range(array.pieces):
-            self.files.append(replace(array.document, decoder=RewrittenPiece(array, number)))
+        self.rewritten[path] = found
+        for number in range(found.pieces):
+            self.files.append(replace(found.document, decoder=RewrittenPiece(found, number)))
         # Nothing is read from these; the run ends with an error if one of them changes.
-        self.files += array.files.values()
-        self.codec_bytes = max(self.codec_bytes, array.codec_bytes)
+        self.files += found.files.files.values()
+        self.codec_bytes = max(self.codec_bytes, found.codec_bytes)
+        return True
 
 
 def is_hierarchy(root: Path) -> bool:

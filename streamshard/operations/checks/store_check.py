@@ -1,10 +1,10 @@
 """Checks a store: the list of its files, every chunk, and the digests of its tensors."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from streamshard.checksums import crc32, join_crc32
 from streamshard.engine.numeric import digests
@@ -23,12 +23,7 @@ from streamshard.formats.zarr.documents import (
 )
 from streamshard.formats.zarr.packed_audit import AuditedEntry, audit
 from streamshard.formats.zarr.packed_place import directory_of, is_packed
-from streamshard.formats.zarr.rewritten import (
-    RewrittenArray,
-    RewrittenPiece,
-    is_serialized_again,
-    remark,
-)
+from streamshard.formats.zarr.rewritten_documents import is_serialized_again, remark
 from streamshard.formats.zarr.small_files import read_small
 from streamshard.formats.zarr.store_index import (
     MANIFEST_FILES,
@@ -44,6 +39,9 @@ from streamshard.operations.checks import chunk_check
 from streamshard.operations.checks.chunk_check import ChunkCheck
 from streamshard.operations.checks.problems import DAMAGED, EXTRA, MALFORMED, UNREADABLE, Findings
 from streamshard.operations.checks.scan import Result, Unit
+
+if TYPE_CHECKING:
+    from streamshard.formats.zarr.rewritten import RewrittenArray
 
 _LIMIT_AGAIN: Final = 4
 """How many times longer a document may be than streamshard writes it."""
@@ -83,7 +81,8 @@ class StoreCheck:
     @property
     def files(self) -> Sequence[SourceFile]:
         """All files that exist and have the right length, as they are read here."""
-        return [_checking(file) for file in self._index.files]
+        rewritten = {array.document.path for array in self._index.rewritten.values()}
+        return [_checking(file, rewritten) for file in self._index.files]
 
     # Structure -----------------------------------------------------------------------------------
 
@@ -264,7 +263,7 @@ class StoreCheck:
 
         return Unit([check.piece() for check in checks], judge)
 
-    def _rewritten_unit(self, path: str, array: RewrittenArray) -> Unit:
+    def _rewritten_unit(self, path: str, array: "RewrittenArray") -> Unit:
         """Compare all elements of a rewritten array with their digest, and nothing else."""
         first = self._index.first[path]
         pieces = [
@@ -332,10 +331,10 @@ def _is_same_array(found: bytes, expected: bytes) -> bool:
     return any(shown == [form.get(key) for key in _TOLD_TWICE] for form in known)
 
 
-def _checking(file: SourceFile) -> SourceFile:
+def _checking(file: SourceFile, rewritten: Container[Path]) -> SourceFile:
     """Return how a file is read whose checksums are compared here, block by block."""
-    if isinstance(file.decoder, RewrittenPiece):
-        return replace(file, decoder=replace(file.decoder, is_compared=False))
+    if file.path in rewritten:
+        return replace(file, decoder=replace(cast(Any, file.decoder), is_compared=False))
     if isinstance(file.decoder, BlockDigests):
         return SourceFile(file.path, file.nbytes, file.version, file.file_id)
     return file

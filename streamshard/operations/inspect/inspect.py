@@ -22,7 +22,7 @@ from streamshard.formats.deepspeed.names import step_of
 from streamshard.formats.deepspeed.read.rank_files import find
 from streamshard.formats.pickle.inert import Call, Global, Node, show
 from streamshard.formats.zarr.chunks import EncodedChunk
-from streamshard.formats.zarr.rewritten import remark
+from streamshard.formats.zarr.rewritten_documents import remark
 from streamshard.io.entries import is_directory, is_file, listings_kept, paths_below, paths_in
 from streamshard.io.files import source_errors
 from streamshard.io.object_path import as_path

@@ -10,7 +10,7 @@ import numpy as np
 
 from streamshard.drawing.page import Document, column, page, pooled, table
 from streamshard.formats.deepspeed import names
-from streamshard.formats.zarr.rewritten import remark
+from streamshard.formats.zarr.rewritten_documents import remark
 from streamshard.io.entries import resolve
 from streamshard.layout.cutting import Ints
 from streamshard.model import MASTER, MODULE, NoteKind

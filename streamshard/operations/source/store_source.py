@@ -11,7 +11,7 @@ from streamshard.formats.zarr import store_manifest
 from streamshard.formats.zarr.array_paths import array_path
 from streamshard.formats.zarr.documents import MANIFEST_PATH
 from streamshard.formats.zarr.packed_place import is_packed, packed
-from streamshard.formats.zarr.rewritten import read_small_array
+from streamshard.formats.zarr.rewritten_documents import read_small_array
 from streamshard.formats.zarr.store_index import StoreIndex, is_hierarchy, is_store, may_be_store
 from streamshard.formats.zarr.store_manifest import Manifest
 from streamshard.health import MEASURED, TensorHealth
