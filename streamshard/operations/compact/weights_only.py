@@ -2,17 +2,17 @@
 
 The archive of only the weights is made next to the full archive, under another name, and proved.
 Then the receipt names it, and then the full archive is removed. So at any moment the archive that
-the receipt names is complete, with the list of its checksums next to it. No tensor is decoded: kept
-tensors have the same chunks, and so the same files.
+the receipt names is complete, with the list of its checksums next to it. The chunks of kept tensors
+are those of the full archive, so their files are linked; in one file they are written once more.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from streamshard.checksums import crc32
+from streamshard.engine.run import resident_memory
 from streamshard.errors import (
     CorruptFileError,
     IntegrityError,
@@ -21,30 +21,15 @@ from streamshard.errors import (
     raise_first,
 )
 from streamshard.formats.checkpoint import Checkpoint, Dropped
-from streamshard.formats.torch.zip_layout import directory_of
-from streamshard.formats.zarr import store_manifest, store_state
+from streamshard.formats.zarr import store_state
 from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT, array_path
-from streamshard.formats.zarr.documents import MANIFEST_PATH, STATE_PATH, store_documents
-from streamshard.formats.zarr.packed_layout import PackedEntry
-from streamshard.formats.zarr.packed_place import packed
-from streamshard.formats.zarr.store_index import MANIFEST_FILES, StoredArray, StoreIndex
+from streamshard.formats.zarr.store_index import StoredChunk, StoreIndex
 from streamshard.formats.zarr.store_manifest import FileRecord, Manifest
-from streamshard.io.changes import (
-    discard,
-    link_or_copy,
-    open_sink,
-    remove,
-    remove_file,
-    rename,
-    sync_path,
-    sync_tree,
-    write_new,
-)
-from streamshard.io.entries import ahead_of, lexists, listings_kept, open_readable
+from streamshard.io.changes import link_or_copy, remove, remove_file, rename, sync_path
+from streamshard.io.entries import lexists
 from streamshard.io.files import source_errors, target_errors
-from streamshard.io.object_path import is_object, is_packed_name
+from streamshard.io.object_path import is_object
 from streamshard.io.objects.buckets import for_each
-from streamshard.io.place import place_of
 from streamshard.model import BLOB, FILE, MASTER, MODULE
 from streamshard.operations.compact import compact_report, omissions
 from streamshard.operations.compact.compact_report import CompactedTag
@@ -58,71 +43,20 @@ from streamshard.operations.compact.receipts import (
     TagEvent,
     show_moment,
 )
-from streamshard.operations.compact.run_context import ProofContext, RunContext
+from streamshard.operations.compact.run_context import RunContext
 from streamshard.operations.compact.sharing import repeated_bytes
-from streamshard.operations.convert.store_targets import record_of, small_array
+from streamshard.operations.convert.convert import store_output
+from streamshard.operations.convert.store_targets import StoreTargets
 from streamshard.operations.source.source import Source, open_source
-from streamshard.operations.transfer.report import Progress, Silent
-from streamshard.operations.transfer.target import is_there, partial_of, require_space
+from streamshard.operations.source.unfinished import has_journal
+from streamshard.operations.transfer.byte_accounting import ByteCounts
+from streamshard.operations.transfer.execution import Limits
+from streamshard.operations.transfer.file_layout import FileLayout
+from streamshard.operations.transfer.plan import plan_output
+from streamshard.operations.transfer.report import Progress
+from streamshard.operations.transfer.target import is_there, partial_of
 from streamshard.sizes import counted, show_bytes
-
-_PIECE_BYTES: Final = 1 << 20
-
-
-class PackedCopy:
-    """Writes a store in one file from files that exist, one after another.
-
-    The one file must not exist yet, and is no store before it is finished.
-
-    `nbytes`: its size at most.
-    `advance`: told of bytes that are copied.
-    """
-
-    def __init__(self, target: Path, nbytes: int, advance: Callable[[int], None]) -> None:
-        self._sink = open_sink(target, is_new=True, nbytes=nbytes, is_last=True)
-        self._advance = advance
-        self._central: list[bytes] = []
-        self._end = 0
-
-    def copy(self, path: str, known: Path) -> None:
-        """Add a file that is a copy of a known file."""
-        piece = memoryview(bytearray(_PIECE_BYTES))
-        with open_readable(known) as file:
-            entry, offset, found = PackedEntry(path, self._end, file.nbytes), 0, 0
-            self._write(entry.header())
-            while count := file.read_into(piece, offset):
-                self._write(piece[:count])
-                offset, found = offset + count, crc32(piece[:count], found)
-                self._advance(count)
-                if file.takes_requests:
-                    file.will_need(offset, ahead_of([known]).ahead)
-        self._close_entry(entry, found)
-
-    def write(self, path: str, data: bytes) -> None:
-        """Add a small file."""
-        entry = PackedEntry(path, self._end, len(data))
-        self._write(entry.header() + data)
-        self._close_entry(entry, crc32(data))
-
-    def _close_entry(self, entry: PackedEntry, found: int) -> None:
-        self._write(entry.descriptor(found))
-        self._central.append(entry.central(found))
-        if self._end != entry.end:
-            raise CorruptFileError("changed its size while it was copied", path=Path(entry.path))
-
-    def _write(self, data: bytes | memoryview) -> None:
-        """Write what comes next: an object is uploaded from its beginning to its end."""
-        self._sink.write(memoryview(data), self._end)
-        self._end += len(data)
-
-    def finish(self) -> None:
-        """Write the zip's directory, and complete the file."""
-        self._write(directory_of(self._central, self._end))
-        self._sink.finish(None)
-
-    def close(self) -> None:
-        self._sink.close()
-
+from streamshard.verb_options import ConvertOptions
 
 _WHY: Final = "by compact, which was to keep only the weights after a time"
 
@@ -165,116 +99,119 @@ class WeightsOnlyStore:
     """The rest, read from the full store."""
     manifest: Manifest
     """Manifest of the full store."""
-    arrays: Sequence[StoredArray]
-    """Arrays of all tensors of the full store."""
+    chunk_shapes: Mapping[str, tuple[int, ...]]
+    """Path of the array of each kept tensor → shape of its chunks."""
+    kept: Mapping[str, FileRecord]
+    """Path → record of each file of a kept tensor, which stays as it is."""
+    dropped_bytes: int
+    """Bytes of the files of dropped tensors."""
+    limits: Limits
 
     @classmethod
-    def of(cls, store: Path, *, at: str, why: str) -> "WeightsOnlyStore":
+    def of(
+        cls, store: Path, *, at: str, why: str, limits: Limits | None = None
+    ) -> "WeightsOnlyStore":
         """Open a full store."""
+        limits = limits or Limits(resident_memory.resident_bytes(), None, None)
+        resident_memory.restart_peak()
         full = open_source(store)
         full.require_as_written()
         with source_errors(store):
             index = StoreIndex(full.path)
             raise_first(fault.error for fault in index.metadata_faults())
             manifest, _ = index.known()
-        return cls(full, _without_states(full, at=at, why=why), manifest, index.arrays)
-
-    def kept(self) -> dict[str, FileRecord]:
-        """Return the files of the full store that are kept as they are: those of kept tensors."""
-        return self._records(are_kept=True)
-
-    @property
-    def full_bytes(self) -> int:
-        """Bytes of the files of the full store, more than those of what is kept of it."""
-        return sum(record.nbytes for record in self.manifest.records.values())
-
-    @property
-    def dropped_bytes(self) -> int:
-        """Bytes of the files of dropped tensors."""
-        return sum(record.nbytes for record in self._records(are_kept=False).values())
-
-    def _records(self, *, are_kept: bool) -> dict[str, FileRecord]:
-        kept = {array_path(tensor) for tensor in self.source.checkpoint.tensors}
-        arrays = [array for array in self.arrays if (array.path in kept) == are_kept]
-        return {path: self.manifest.records[path] for array in arrays for path in array.paths()}
+        source = _without_states(full, at=at, why=why)
+        arrays = {array.path: array for array in index.arrays}
+        kept = [arrays.pop(array_path(tensor)) for tensor in source.checkpoint.tensors]
+        dropped = (path for array in arrays.values() for path in array.paths())
+        return cls(
+            full,
+            source,
+            manifest,
+            chunk_shapes={array.path: array.chunk for array in kept},
+            kept={path: manifest.records[path] for array in kept for path in array.paths()},
+            dropped_bytes=sum(manifest.records[path].nbytes for path in dropped),
+            limits=limits,
+        )
 
     def write(self, target: Path, progress: Progress | None = None) -> None:
-        """Write the store durably; the partial store of an earlier run is removed first.
+        """Write the store as `convert` does, with the chunks of the full one."""
+        manifest, limits = self.manifest, self.limits
+        options = ConvertOptions(
+            self.full.path,
+            target,
+            codec=manifest.codec,
+            memory_limit=limits.memory_limit,
+            workers=limits.workers,
+        )
+        output = store_output(
+            self.source,
+            verb="compact",
+            options=options,
+            known=manifest.health,
+            chunk_shapes=[*self.chunk_shapes.values()],
+        )
+        if not output.packs:
+            writer = _LinkedTargets(self, target)
+            output = replace(output, writer=writer, codec_bytes=0, encode=None)
+        plan_output(options, output, target, limits.floor_bytes).run(progress)
 
-        In a bucket, where nothing can be renamed, its root document comes last: before that, it is
-        no store.
-        """
-        partial = target if is_object(target) else partial_of(target)
-        with target_errors(partial):
-            remove(partial)
-            try:
-                if is_packed_name(target):
-                    self._pack(partial, progress or Silent())
-                else:
-                    self._fill(partial)
-            except OSError:
-                discard(partial)  # it would keep a full disk full
-                raise
-            if partial != target:
-                rename(partial, target)
-            sync_path(target.parent)
 
-    def _fill(self, partial: Path) -> None:
-        def keep(path: str) -> None:
-            link_or_copy(self.full.path / path, partial / path)
+class _LinkedTargets(StoreTargets):
+    """Links the files of kept tensors to those of the full store, and writes the few others.
 
-        if is_object(partial):
-            for_each(self.kept(), keep)
-        else:
-            for path in self.kept():
-                keep(path)
-        documents = dict(self._documents())
-        root = documents.pop(ROOT_DOCUMENT)
-        for path, data in documents.items():
-            write_new(partial / path, data)
-        write_new(partial / ROOT_DOCUMENT, root)
-        sync_tree(partial)
+    Objects have no links, so they are copied.
+    """
 
-    def _pack(self, partial: Path, progress: Progress) -> None:
-        """Write one file, in the order of such stores: the manifest and the root come last."""
-        documents, kept = dict(self._documents()), self.kept()
-        last = [*MANIFEST_FILES, ROOT_DOCUMENT]
-        nbytes = sum(record.nbytes for record in kept.values())
-        require_space(partial, nbytes + sum(map(len, documents.values())))
-        progress.start(nbytes)
-        try:
-            place_of(partial).abort_uploads(partial)  # of a run that was killed
-            most = self.full_bytes if is_object(partial) else 0
-            with listings_kept(), closing(PackedCopy(partial, most, progress.advance)) as copy:
-                for path in (path for path in documents if path not in last):
-                    copy.write(path, documents[path])
-                for path in kept:
-                    copy.copy(path, self.full.path / path)
-                for path in last:
-                    copy.write(path, documents[path])
-                copy.finish()
-        finally:
-            progress.stop()
-        sync_path(partial)
+    def __init__(self, store: WeightsOnlyStore, target: Path) -> None:
+        shapes, manifest, health = store.chunk_shapes, store.manifest, store.manifest.health
+        measured = health and {path: health[path] for path in shapes if path in health}
+        measure = None if measured is None else lambda: measured
+        super().__init__(store.source, [*shapes.values()], manifest.codec, measure)
+        self._kept = store.kept
+        self._kept_digests = {path: manifest.digests[path] for path in shapes}
+        self._target = target
 
-    def _documents(self) -> Mapping[str, bytes]:
-        """Serialize the files that do not belong to kept tensors, by path."""
-        small, kept, codec = self.source.checkpoint, self.kept(), self.manifest.codec
-        known = {array.path: array.chunk for array in self.arrays}
-        arrays = [array_path(tensor) for tensor in small.tensors]
-        shapes = [known[array] for array in arrays]
-        written = {
-            **store_documents(small, shapes, codec),
-            **small_array(STATE_PATH, store_state.dump(small, shapes)),
-        }
-        written = {path: data for path, data in written.items() if path not in kept}
-        records = {**kept, **{path: record_of(data) for path, data in written.items()}}
-        digests = {array: self.manifest.digests[array] for array in arrays}
-        health = self.manifest.health
-        if health is not None:
-            health = {array: health[array] for array in arrays if array in health}
-        manifest = store_manifest.serialize(dict(sorted(records.items())), codec, digests, health)
-        return {**written, **small_array(MANIFEST_PATH, manifest)}
+    def content(self) -> Iterator[FileLayout]:
+        self._link()
+        self._records.update(self._kept)
+        yield from super().content()
+
+    def _link(self) -> None:
+        is_far, full = is_object(self._target), self._source.path
+        place = self._target if is_far else partial_of(self._target)
+
+        def link(path: str) -> None:
+            link_or_copy(full / path, place / path)
+
+        with target_errors(place):
+            if is_far:
+                for_each(self._kept, link)
+            else:
+                for path in self._kept:
+                    link(path)
+
+    def byte_counts(self) -> ByteCounts:
+        """Count the bytes that are written: links take no room."""
+        counts = super().byte_counts()
+        if not is_object(self._target):
+            for path in self._kept:
+                del counts.sizes[path]
+        return counts
+
+    def _most_records(self) -> dict[str, FileRecord]:
+        return super()._most_records() | dict(self._kept)
+
+    def _documents(self) -> dict[str, bytes]:
+        found = super()._documents().items()
+        return {path: data for path, data in found if path not in self._kept}
+
+    def _chunks(self) -> Iterator[tuple[int, StoredChunk]]:
+        """Yield none: all are linked."""
+        return iter(())
+
+    def _tensor_digests(self) -> Mapping[str, str]:
+        return self._kept_digests
 
 
 def drop_states(context: RunContext, tag: str, *, is_dry_run: bool) -> CompactedTag:
@@ -285,7 +222,9 @@ def drop_states(context: RunContext, tag: str, *, is_dry_run: bool) -> Compacted
     nbytes = 0
     if receipt.state != WEIGHTS_ONLY:
         dropped_at = receipt.dropped or show_moment(context.now)
-        store = WeightsOnlyStore.of(full.store, at=dropped_at, why=_WHY)
+        store = WeightsOnlyStore.of(
+            full.store, at=dropped_at, why=_WHY, limits=context.proofs.limits
+        )
         if not _states_of(store.full.checkpoint):
             reason = "its archive holds no optimizer states"
             if not store.full.checkpoint.layout.stage:
@@ -324,16 +263,16 @@ def _make(context: RunContext, receipt: Receipt, store: WeightsOnlyStore) -> Rec
         # From now on, files under the names of the archive of weights are ours.
         dropped = store.source.checkpoint.dropped
         latest = full.record(receipt, TagEvent.DROP, dropped=dropped.at if dropped else "")
-        if is_there(weights.store):
+        with target_errors(weights.store):
+            remove(partial_of(weights.store))  # of a run that was cut off
+            is_complete = is_there(weights.store) and not has_journal(weights.store)
+        if is_complete:
             # An earlier run completed this archive; if it is wrong, it is made again.
             with suppress(StreamshardError):
                 return _proved(context, latest, store, CheckLog(log.checks))
             latest.write(full.receipt)  # it must not name the archive that is removed now
-            with target_errors(weights.store):
-                remove(weights.store)
-        if weights.is_packed:  # its parts are held in memory until they are sent
-            upload_bytes = place_of(weights.store).writing_bytes(store.full_bytes)
-            context.proofs.limits.fit(0, store.full.files, upload_bytes)
+        with target_errors(weights.store):
+            remove(weights.store)
         store.write(weights.store, context.proofs.progress)
         return _proved(context, latest, store, log)
     except StreamshardError:
@@ -358,7 +297,8 @@ def _proved(
     statuses = weights.statuses()
     with source_errors(weights.store):
         sums = sums_of(weights, proofs)
-    log.run("kept_files_same", lambda: _require_same_files(full, weights, store, sums, proofs))
+    if not weights.is_packed:
+        log.run("kept_files_same", lambda: _require_same_files(full, weights, store, sums))
     weights.write_sums(sums)
     etags = weights.etags()
     archive = prove(store.source, weights, proofs, log)
@@ -383,30 +323,14 @@ def _proved(
 
 
 def _require_same_files(
-    full: ArchivedTag,
-    weights: ArchivedTag,
-    store: WeightsOnlyStore,
-    sums: Mapping[str, str],
-    proofs: ProofContext,
+    full: ArchivedTag, weights: ArchivedTag, store: WeightsOnlyStore, sums: Mapping[str, str]
 ) -> str:
-    """Require that the kept files have their recorded SHA-256; in one file, that of the full one's.
-
-    That the full one is as recorded was found before.
-    """
-    kept, recorded = store.kept(), full.read_sums()
-    if full.is_packed:
-        recorded, sums = (_digests_in(one.store, [*kept], proofs) for one in (full, weights))
-    for path in kept:
+    """Require that the kept files have the SHA-256 that is recorded of the full archive's."""
+    recorded = full.read_sums()
+    for path in store.kept:
         if path not in sums or sums[path] != recorded.get(path):
             raise IntegrityError(f"{weights.store / path}: not what {full.store} has there")
-    return counted(len(kept), "file")
-
-
-def _digests_in(store: Path, paths: Sequence[str], proofs: ProofContext) -> dict[str, str]:
-    """Return the SHA-256 of files in a store that is one file."""
-    with source_errors(store):
-        root = packed(store)
-        return dict(zip(paths, proofs.hash_all([root / path for path in paths]), strict=True))
+    return counted(len(store.kept), "file")
 
 
 def _require_original_gone(context: RunContext, receipt: Receipt) -> str:

@@ -1,7 +1,7 @@
 """`convert`: writes a checkpoint as chunked Zarr arrays, which do not depend on the ranks."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -121,17 +121,19 @@ def store_output(
     verb: str,
     options: ConvertOptions,
     known: Mapping[str, TensorHealth] | None = None,
+    chunk_shapes: Sequence[tuple[int, ...]] | None = None,
 ) -> Output:
     """Describe the store of an opened source; `verb` is the verb that writes it.
 
     `known`: record the health of its tensors; what was measured earlier, and all are read if some
     is missing.
+    `chunk_shapes`: shapes of the tensors' chunks; by default the options decide.
     """
     opened.require_training_state()
     opened.require_cut_states(keeps_cut=True)
     checkpoint, codec = opened.checkpoint, options.codec
     tensors = checkpoint.tensors
-    shapes = [chunk_of(tensor, options.chunk_size) for tensor in tensors]
+    shapes = chunk_shapes or [chunk_of(tensor, options.chunk_size) for tensor in tensors]
     both = zip(shapes, tensors, strict=True)
     largest = max((math.prod(shape) * ITEMSIZE[t.dtype] for shape, t in both), default=0)
     limits = Limits(resident_bytes(), options.memory_limit, options.workers)

@@ -111,15 +111,8 @@ class StoreTargets(TargetWriter):
 
     def _sizes(self) -> dict[str, int]:
         """Compute the size of every file by its path."""
-        documents = self._documents()
         store_state.require_readable(self._state)
-        # The manifest is as long whatever the checksums are.
-        records = {path: FileRecord(len(data), _zeros(1)) for path, data in documents.items()}
-        for _, chunk in self._chunks():
-            blocks = -(-chunk.nbytes // BLOCK_BYTES) if self._codec == "none" else 1
-            is_raw = self._codec == "none"
-            most_bytes = chunk.nbytes if is_raw else most_encoded_bytes(chunk.nbytes)
-            records[chunk.path] = FileRecord(most_bytes + CHECKSUM_BYTES, _zeros(blocks))
+        records = self._most_records()
         tensors = self._source.checkpoint.tensors
         tensor_digests = {array_path(tensor): digests.EMPTY.text for tensor in tensors}
         health = None
@@ -137,6 +130,19 @@ class StoreTargets(TargetWriter):
                 raise UnsupportedError(f"{message}; use a larger {Option('chunk_size')}")
         return sizes
 
+    def _most_records(self) -> dict[str, FileRecord]:
+        """Return a record of each file in the manifest, of the size that the file has at most.
+
+        The manifest is as long whatever the checksums are.
+        """
+        documents, is_raw = self._documents(), self._codec == "none"
+        records = {path: FileRecord(len(data), _zeros(1)) for path, data in documents.items()}
+        for _, chunk in self._chunks():
+            blocks = -(-chunk.nbytes // BLOCK_BYTES) if is_raw else 1
+            most_bytes = chunk.nbytes if is_raw else most_encoded_bytes(chunk.nbytes)
+            records[chunk.path] = FileRecord(most_bytes + CHECKSUM_BYTES, _zeros(blocks))
+        return records
+
     def manifest(self) -> Iterator[FileLayout]:
         """Yield the layouts of the manifest, after everything else is written, and of the root."""
         yield from fixed_files(self._manifest())
@@ -144,18 +150,11 @@ class StoreTargets(TargetWriter):
 
     def _manifest(self) -> dict[str, bytes]:
         """Serialize the files of the manifest, after everything else is written."""
-        pieces: dict[int, list[Digest]] = {}
-        for tensor, start in sorted(self._digests):
-            pieces.setdefault(tensor, []).append(self._digests[tensor, start])
-        tensor_digests = {
-            array_path(tensor): digests.joined(pieces.get(index, ())).text
-            for index, tensor in enumerate(self._source.checkpoint.tensors)
-        }
         # Sorted, because workers and continued runs record the files in any order.
         manifest = store_manifest.serialize(
             dict(sorted(self._records.items())),
             self._codec,
-            tensor_digests,
+            self._tensor_digests(),
             None if self._measure is None else self._measure(),
         )
         small = small_array(MANIFEST_PATH, manifest)
@@ -163,6 +162,16 @@ class StoreTargets(TargetWriter):
             written = (record.nbytes for record in self._records.values())
             self.nbytes = sum(written) + sum(map(len, small.values()))
         return small
+
+    def _tensor_digests(self) -> Mapping[str, str]:
+        """Return the digest of each tensor by the path of its array, after all is written."""
+        pieces: dict[int, list[Digest]] = {}
+        for tensor, start in sorted(self._digests):
+            pieces.setdefault(tensor, []).append(self._digests[tensor, start])
+        return {
+            array_path(tensor): digests.joined(pieces.get(index, ())).text
+            for index, tensor in enumerate(self._source.checkpoint.tensors)
+        }
 
     def _documents(self) -> dict[str, bytes]:
         """Serialize all files of a store except tensors' chunks and the manifest."""
