@@ -222,8 +222,9 @@ class RunOptions(Options):
     )
 
 
-_IF_NEEDED: Final = (
-    "write nothing, and exit with 0, if OUT already holds what this would write, byte for byte"
+IF_NEEDED: Final = (
+    "write nothing, and exit with 0, if OUT already is what this would write, as names, sizes and "
+    "headers tell; with --verify byte for byte"
 )
 
 
@@ -233,8 +234,6 @@ class _TargetOptions(Options):
     group = OUTPUT
 
     overwrite: bool = flag("replace the target if it exists")
-    if_needed: bool = flag(_IF_NEEDED)
-    dask = DASK
     dry_run = DRY_RUN
     verify: bool = flag(
         "read back what was written, and compare it with SRC before it takes its place"
@@ -251,6 +250,11 @@ class WritingOptions(RunOptions, _TargetOptions):
     def sources(self) -> Sequence[Path_]:
         """What is read."""
         return [self.source] if isinstance(self.source, str | os.PathLike) else self.source
+
+    @property
+    def is_lenient(self) -> bool:
+        """Whether a target that is there may be what is to be written; see `if_needed`."""
+        return bool(vars(self).get("if_needed"))
 
 
 class TransferOptions(SourceOptions, WritingOptions):
@@ -299,4 +303,4 @@ class RepartitionOptions(TransferOptions):
         choices=("deepspeed", "fsdp-ranks"),
         is_rare=True,
     )
-    if_needed: bool = flag(f"{_IF_NEEDED}, or if a job can resume from SRC as it is", group=OUTPUT)
+    if_needed: bool = flag(f"{IF_NEEDED}; or if a job can resume from SRC as it is", group=OUTPUT)

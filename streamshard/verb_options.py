@@ -7,6 +7,7 @@ from typing import Final
 from streamshard.options import (
     CODECS,
     DASK,
+    IF_NEEDED,
     JOB,
     OUTPUT,
     PIPELINE_PARALLEL,
@@ -54,6 +55,7 @@ class ConvertOptions(TransferOptions):
     )
     tensor_parallel: int | None = degree("T", TENSOR_PARALLEL.format(_OF_STORE))
     pipeline_parallel: int | None = degree("P", PIPELINE_PARALLEL.format(_OF_STORE))
+    if_needed: bool = flag(IF_NEEDED)
 
 
 class ExportOptions(TransferOptions):

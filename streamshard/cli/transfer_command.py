@@ -39,7 +39,7 @@ def _carry_out(
 ) -> tuple[Report, Estimate | None]:
     """Run a plan, or for `--dry-run` only estimate it."""
     if arguments.dry_run:
-        if arguments.if_needed and (found := plan.found(progress)) is not None:
+        if plan.options.is_lenient and (found := plan.found(progress)) is not None:
             return found, None
         return plan.report, plan.estimate()
     return plan.run(progress), None

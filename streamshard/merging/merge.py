@@ -70,9 +70,6 @@ def plan_merge(options: MergeOptions) -> TransferPlan:
     verify
         Read the written files back from disk, and compare them with the merged sources before they
         are renamed into place.
-    if_needed
-        Write nothing if the target already holds exactly the bytes that would be written; the
-        report says so.
 
     Raises
     ------

@@ -1,12 +1,14 @@
 """`--if-needed` and `-q`: what job scripts run before every start of a job."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,9 +25,9 @@ from tests.cli.conftest import (
     tree,
 )
 from tests.cli.test_going_on import cut_off
-from tests.fabricated import load
+from tests.fabricated import edit_optimizers, load, wrapped, write
 from tests.faults.scenarios import times
-from tests.job import TAG
+from tests.job import TAG, Job
 
 IF_NEEDED = ("--if-needed", "-q")
 
@@ -49,12 +51,15 @@ def test_a_job_script(stage_2: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [out.name, stage_2.name]
 
 
-@pytest.mark.parametrize("output", OUTPUTS)
-def test_what_is_there_already_is_proved_by_its_bytes(
+LENIENT = [output for output in OUTPUTS if not output.startswith("export")]
+
+
+@pytest.mark.parametrize("output", LENIENT)
+def test_with_verify_what_is_there_already_is_proved_by_its_bytes(
     saved: Saved, tmp_path: Path, output: str
 ) -> None:
     out = tmp_path / "out"
-    given = (*command(output, saved(2), out), "--if-needed")
+    given = (*command(output, saved(2), out), "--if-needed", "--verify")
     for _ in range(2):
         done = in_process(*given, "-q")
         assert (done.code, done.out, done.err) == (0, f"{out}\n", "")
@@ -86,6 +91,87 @@ def test_what_is_there_already_is_proved_by_its_bytes(
             done = in_process(*given, "-q", "--overwrite")
             assert (done.code, done.out) == (0, f"{out}\n"), done.err
             assert tree(out) == whole
+
+
+def aged(path: Path) -> Path:
+    """Give files a time of change long ago, as a copy that keeps times has it."""
+    for file in (path, *path.rglob("*")):
+        os.utime(file, ns=(10**9, 10**9))
+    return path
+
+
+@pytest.mark.parametrize("output", LENIENT)
+def test_without_verify_it_goes_by_names_sizes_and_beginnings(
+    saved: Saved, tmp_path: Path, output: str
+) -> None:
+    out = tmp_path / "out"
+    given = (*command(output, saved(2), out), "--if-needed", "-q")
+    for _ in range(2):
+        assert in_process(*given).out == f"{out}\n"
+    whole = tree(out)
+    largest = max(whole, key=lambda name: len(whole[name]))
+    for told, change in (
+        (largest, lambda: (out / largest).write_bytes(whole[largest][:-1])),
+        (largest, lambda: (out / largest).write_bytes(whole[largest] + b"\0")),
+        (f"{largest} is missing", (out / largest).unlink),
+        ("stranger is not one", lambda: (out / "stranger").write_text("?")),
+    ):
+        change()
+        done = in_process(*given)
+        assert (done.code, done.out) == (4, "")
+        assert told in done.err
+        (out / "stranger").unlink(missing_ok=True)
+        (out / largest).write_bytes(whole[largest])
+    assert in_process(*given).code == 0
+
+
+OTHERS = {
+    "another step": Job(stage=2, world_size=4, step=8),
+    "another rate": Job(stage=2, world_size=4, rates="1"),
+    "another state of the client": Job(stage=2, world_size=4, client_state={"epoch": 3}),
+    "other values": Job(stage=2, world_size=4),
+}
+
+
+def scale(state: dict[str, Any]) -> None:
+    """Change all numbers, as another run of the same job has them."""
+    for flat in state["single_partition_of_fp32_groups"]:
+        flat.data *= 1.5
+    for moments in wrapped(state)["state"].values():
+        moments["exp_avg"] *= 1.5
+        moments["exp_avg_sq"] *= 1.5
+
+
+@pytest.mark.parametrize("name", ["out", "x.zarr", "x.zarr.zip"])
+@pytest.mark.parametrize("what", OTHERS)
+def test_a_target_of_another_save_with_the_same_names_and_sizes_is_refused(
+    tmp_path: Path, what: str, name: str
+) -> None:
+    """Also if it is newer than the source that it is taken for."""
+    one = write(Job(stage=2, world_size=4), tmp_path / "one")
+    other = write(OTHERS[what], tmp_path / "other")
+    if what == "other values":
+        edit_optimizers(other, scale)
+    aged(other)
+    verb = ("repartition", "--world-size", 3) if name == "out" else ("convert", "--codec", "zstd")
+    out = tmp_path / name
+    assert in_process(verb[0], one, out, *verb[1:]).code == 0
+    assert in_process(verb[0], one, out, *verb[1:], "--if-needed").code == 0
+    done = in_process(verb[0], other, out, *verb[1:], "--if-needed")
+    assert done.code == 4
+    assert f"{out}: is not what this command makes" in done.err
+
+
+def test_a_target_that_is_older_than_the_source_is_refused(saved: Saved, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(saved(2), tmp_path / "run"))
+    given = ("repartition", run, tmp_path / "out", "--world-size", 3, "--if-needed")
+    assert in_process(*given).code == 0
+    assert in_process(*given).code == 0
+    model_file(run).touch()
+    done = in_process(*given)
+    assert done.code == 4
+    assert f"{model_file(run)} has changed since; --verify compares bytes" in done.err
+    assert in_process(*given, "--verify").code == 0
 
 
 def test_of_the_source_all_that_shapes_files_has_to_fit(saved: Saved, tmp_path: Path) -> None:

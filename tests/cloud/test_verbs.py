@@ -85,7 +85,7 @@ def test_open_and_diff(run: Path, bucket: Bucket) -> None:
     assert {tensor.distance.changed for tensor in api.diff(run, source).tensors} == {0}
 
 
-def test_if_needed_and_plans(bucket: Bucket, tmp_path: Path) -> None:
+def test_if_needed(bucket: Bucket, tmp_path: Path) -> None:
     source = bucket.put(write(LEAN, tmp_path / "run"), "runs/7b")
     target = f"{bucket.url}/out"
     plan = api.plan_repartition(source, target, world_size=3)

@@ -75,7 +75,7 @@ def test_a_target_that_is_there_already_is_compared_by_the_workers(
 ) -> None:
     run = write(Job(stage=2), tmp_path / "run")
     streamshard.repartition(run, tmp_path / "out", world_size=3)
-    options = {"world_size": 3, "if_needed": True}
+    options = {"world_size": 3, "if_needed": True, "verify": True}
     assert on(cluster, "repartition", run, tmp_path / "out", **options).found == "target"
     path = optimizer_file(tmp_path / "out", 2)
     change(path, -2000)

@@ -380,15 +380,6 @@ def test_fewer_than_asked_for_are_not_merged(two: list[Path], tmp_path: Path) ->
         streamshard.merge(two, tmp_path / "out", last=2)
 
 
-def test_what_is_there_already_is_not_written_again(two: list[Path], tmp_path: Path) -> None:
-    streamshard.merge(two, tmp_path / "out", weights="linear")
-    assert (
-        streamshard.merge(two, tmp_path / "out", weights="mean", if_needed=True).found == "target"
-    )
-    with pytest.raises(streamshard.StreamshardError, match="holds other bytes"):
-        streamshard.merge(two, tmp_path / "out", weights="1-sqrt", if_needed=True)
-
-
 def test_an_estimate_counts_what_is_read_of_each_checkpoint(
     two: list[Path], tmp_path: Path
 ) -> None:

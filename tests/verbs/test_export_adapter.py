@@ -55,9 +55,6 @@ def test_an_adapter_has_its_own_names_and_files(stage: int, form: str, tmp_path:
     assert held.keys() == NAMES.keys()
     assert all(torch.equal(held[to], job.values("fp32", name)) for to, name in NAMES.items())
     assert any("base model's: " in note and "base_layer" in note for note in report.notes)
-    assert (
-        streamshard.export(source, out, adapter=True, format=form, if_needed=True).found == "target"
-    )
     streamshard.export(source, out, adapter=True, format=form, overwrite=True)
 
 

@@ -252,11 +252,11 @@ def test_only_a_store_in_one_file_is_replaced(run: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])
-def test_if_needed_compares_every_byte(run: Path, tmp_path: Path, codec: str) -> None:
+def test_if_needed_and_verify_compare_every_byte(run: Path, tmp_path: Path, codec: str) -> None:
     out = tmp_path / "x.zarr.zip"
-    assert converted(run, out, codec=codec, if_needed=True).found is None
+    assert converted(run, out, codec=codec, if_needed=True, verify=True).found is None
     whole = out.read_bytes()
-    assert converted(run, out, codec=codec, if_needed=True).found == "target"
+    assert converted(run, out, codec=codec, if_needed=True, verify=True).found == "target"
     places = (
         0,
         6,
@@ -269,11 +269,11 @@ def test_if_needed_compares_every_byte(run: Path, tmp_path: Path, codec: str) ->
     for at in places:
         out.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         with pytest.raises(TargetExistsError):
-            converted(run, out, codec=codec, if_needed=True)
+            converted(run, out, codec=codec, if_needed=True, verify=True)
     for other in (whole + b"\0", whole[:-1], b"", repacked(out, whole)):
         out.write_bytes(other)
         with pytest.raises(TargetExistsError):
-            converted(run, out, codec=codec, if_needed=True)
+            converted(run, out, codec=codec, if_needed=True, verify=True)
 
 
 def repacked(place: Path, whole: bytes) -> bytes:

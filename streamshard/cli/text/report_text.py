@@ -56,7 +56,7 @@ def _found(report: Report) -> str:
     if report.found == "source":
         ranks = counted(report.source_world_size, "rank")
         return f"Nothing to do: a job with {ranks} resumes from {report.path}."
-    return f"Nothing to do: {report.path} is already what this would make, to the byte."
+    return f"Nothing to do: {report.path} is already what this would make."
 
 
 def memory_text(found: Report | Verification | DiffReport, *, verbose: bool) -> str:

@@ -70,8 +70,12 @@ def first_difference(
     window_bytes: int,
     scratch_bytes: int,
     progress: Callable[[int], None],
+    to_end: bool = True,
 ) -> str | None:
-    """Return the path of the first file that differs from what a run would write, if any."""
+    """Return the path of the first file that differs from what a run would write, if any.
+
+    `to_end`: whether the files are whole, so that nothing may come after their last bytes.
+    """
     waiting: deque[tuple[TargetFile, FileEndings, bool]] = deque()
 
     def jobs() -> Iterator[Callable[[Matcher], SpanResult | None]]:
@@ -95,7 +99,7 @@ def first_difference(
         endings.add(found)
         end = max(end, found.offset + found.written.nbytes)
         if is_last:
-            if not _ends_so(root / file.path, endings.all(), end, progress):
+            if to_end and not _ends_so(root / file.path, endings.all(), end, progress):
                 return file.path
             end = 0
     return None

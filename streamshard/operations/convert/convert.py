@@ -60,8 +60,8 @@ def plan_convert(options: ConvertOptions) -> TransferPlan:
         Read the written files back from disk, and compare them with the source before they are
         renamed into place.
     if_needed
-        Write nothing if the target already holds exactly the bytes that would be written; the
-        report says so.
+        Write nothing if the target already is what would be written, as the names, sizes and
+        beginnings of its files tell; with `verify`, byte for byte. The report says so.
 
     Raises
     ------

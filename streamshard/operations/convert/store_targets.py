@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from streamshard.checksums import crc32, crc32c
 from streamshard.engine.numeric import digests
-from streamshard.engine.run.work import SpanResult, Trailer
+from streamshard.engine.run.work import SpanResult, Trailer, ignore
 from streamshard.errors import Option, UnsupportedError
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch.zip_layout import ALIGNMENT
@@ -47,6 +47,8 @@ from streamshard.operations.transfer.report import Progress, Report
 from streamshard.operations.transfer.target_writer import Pass, TargetWriter
 
 _TRAILER: Final = Trailer(is_crc32c=True)
+_MOST_SAMPLES: Final = 8
+"""Chunks that are compared to tell a store from another one."""
 
 
 class StoreTargets(TargetWriter):
@@ -102,6 +104,17 @@ class StoreTargets(TargetWriter):
     def passes(self) -> Sequence[Pass]:
         """Return two passes: the manifest lists the checksums of everything else."""
         return [lambda: together(self.content(), self._source), self.manifest]
+
+    def beginnings(self) -> Iterator[FileLayout]:
+        """Lay out the root, the training state, and some chunks, with the document of each."""
+        documents, chunks = self._documents(), list(self._chunks())
+        some = chunks[:: -(-len(chunks) // _MOST_SAMPLES) or 1]
+        tensors = self._source.checkpoint.tensors
+        arrays = [f"{array_path(tensors[number])}/zarr.json" for number, _ in some]
+        paths = ROOT_DOCUMENT, STATE_FILES[1], *arrays
+        yield from fixed_files({path: documents[path] for path in paths})
+        for tensor, chunk in some:
+            yield replace(self._chunk_layout(tensor, chunk), take=ignore)
 
     def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
         return read_back.differences(Request(place), self._source, memory, progress)

@@ -124,9 +124,6 @@ def plan_export(options: ExportOptions) -> TransferPlan:
     verify
         Read the written files back from disk, and compare them with the source before they are
         renamed into place.
-    if_needed
-        Write nothing if the target already holds exactly the bytes that would be written; the
-        report says so.
 
     Raises
     ------

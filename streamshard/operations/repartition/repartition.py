@@ -74,8 +74,8 @@ def plan_repartition(options: RepartitionOptions) -> TransferPlan:
         renamed into place.
     if_needed
         Write nothing if the job can resume from the source's own files, or if the target already
-        holds exactly the bytes that would be written. The report says so, and says which directory
-        to resume from.
+        is what would be written, as the names, sizes and beginnings of its files tell; with
+        `verify`, byte for byte. The report says so, and says which directory to resume from.
 
     Raises
     ------

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
 import numpy as np
 
@@ -37,6 +37,8 @@ SPAN_BYTES = 128 * MIB
 """Workers get files in spans of about this size, a multiple of any dtype's item size."""
 MOST_COPIES: Final = 1024
 """Copies that cost as much as the bytes of a whole span; no region of one has more."""
+_SAMPLE_BYTES: Final = 1 << 16
+"""Of the first elements of a file, a multiple of any dtype's item size."""
 _UNIT_COST: Final = SPAN_BYTES // MOST_COPIES
 """Bytes that a piece counts as in addition to its own, and each of its copies."""
 
@@ -89,6 +91,15 @@ class FileLayout:
 
     def divided(self, divider: "Divider") -> TargetFile:
         return divider.target(self)
+
+    def beginning(self) -> "FileLayout":
+        """Return the file up to its first elements, with some of these."""
+        first = next((n for n, p in enumerate(self.pieces) if isinstance(p, Elements)), None)
+        if first is None:
+            return FileLayout(self.path, self.pieces)
+        elements = cast("Elements", self.pieces[first])
+        some = replace(elements, nbytes=min(elements.nbytes, _SAMPLE_BYTES), trailer=None, name="")
+        return FileLayout(self.path, [*self.pieces[:first], some])
 
 
 def fixed_files(files: Mapping[str, bytes], *, is_last: bool = False) -> Iterator[FileLayout]:

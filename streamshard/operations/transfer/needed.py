@@ -1,28 +1,41 @@
 """`if_needed`: finds out whether the target already holds what a run would write.
 
-Nothing is recorded in a target for this. Every file is compared, byte by byte, with the bytes that
-the run would write. That proves more than a name, a size or a date, whoever wrote the files, and
-costs reading both sides once.
+What a target records is compared with what the run would write: the names and sizes of its files,
+and their beginnings, which hold the step, the settings, the names of the tensors and the first
+elements. No file of the source may be newer than the target. With `verify`, every byte is compared;
+also where facts that are in no checkpoint decide what the target holds, as its beginnings may not
+tell these.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from streamshard.engine.run.phases import COMPARING
 from streamshard.engine.scan.target_comparison import first_difference
-from streamshard.errors import SourceError, StreamshardError, TargetError, TargetExistsError
+from streamshard.errors import (
+    IntegrityError,
+    Option,
+    SourceError,
+    StreamshardError,
+    TargetError,
+    TargetExistsError,
+)
 from streamshard.formats.deepspeed import names
 from streamshard.formats.zarr.packed_place import packed
-from streamshard.io.entries import files_below, is_directory
+from streamshard.io.entries import entries_below, examine, is_directory
 from streamshard.io.files import target_errors
 from streamshard.io.object_path import is_object
+from streamshard.io.readable import Status
 from streamshard.layout.memory_plan import SCRATCH_BYTES, MemoryPlan
+from streamshard.operations.source.source import open_source
 from streamshard.operations.source.unfinished import COMMITTED, JOURNAL
 from streamshard.operations.transfer.file_layout import Divider
 from streamshard.operations.transfer.report import Progress, Report, Silent, nothing_done
 from streamshard.operations.transfer.target import require_space
 from streamshard.operations.transfer.target_state import TargetState
 from streamshard.operations.transfer.target_writer import Output
+from streamshard.options import WritingOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +46,7 @@ class ExistingTarget:
     target: Path
     output: Output
     memory: MemoryPlan
-    overwrite: bool
+    options: WritingOptions
 
     def found(self, progress: Progress | None = None) -> Report | None:
         """Return a report if the target holds what the run would write, else None."""
@@ -42,17 +55,19 @@ class ExistingTarget:
             shown = progress or Silent()
             shown.start(self.report.bytes_written, COMPARING)
             try:
-                difference = self._difference(shown)
-            except (SourceError, TargetError) as error:
-                if self.output.is_packed_so is None or self._is_elsewhere(error):
+                whole = self.options.verify or self._has_facts()
+                difference = self._difference(shown) if whole else self._other_record(shown)
+            except (IntegrityError, SourceError, TargetError) as error:
+                is_ours = self.output.packs or not isinstance(error, TargetError)
+                if not is_ours or self._is_elsewhere(error):
                     raise
-                difference = f"{error}"  # another file is packed in it, or the zip is damaged
+                difference = f"{error}"  # it is damaged, or another file is packed in it
             finally:
                 shown.stop()
             if difference is None:
                 return nothing_done(self.report, "target", self.report.target)
         try:
-            state.require_free(overwrite=self.overwrite)
+            state.require_free(overwrite=self.options.overwrite)
         except TargetExistsError as error:
             what = f"{self.target}: is not what this command makes: {difference}"
             error.__notes__ = [] if difference is None else [what]  # in place of other advice
@@ -67,15 +82,10 @@ class ExistingTarget:
     def _other_names(self) -> str | None:
         """Describe a file that is missing, or that is there and should not; None if none is."""
         output, latest = self.output, self.output.latest
-        root = self.target.parent if output.packs else self.target
         if is_directory(self.target) == output.packs:
             return "it is a directory" if output.packs else "it is not a directory"
         with target_errors(self.target):
-            found = [self.target] if output.packs else files_below(self.target)
-            there = {path.relative_to(root).as_posix() for path in found}
-            if is_object(self.target):
-                own = (COMMITTED, JOURNAL)
-                there = {path for path in there if path.partition("/")[0] not in own}
+            there = {path for path, _ in self._files()}
             named = names.latest_of(self.target) if latest is not None else None
         if named != latest:
             shown = "there is no 'latest'" if named is None else f"its 'latest' names {named!r}"
@@ -88,6 +98,55 @@ class ExistingTarget:
             if paths:
                 more = f", and {len(paths) - 1:,} more" if len(paths) > 1 else ""
                 return f"{min(paths)} {problem}{more}"
+        return None
+
+    def _files(self) -> Iterator[tuple[str, Status]]:
+        """Yield the relative path and the status of every file of the target."""
+        if self.output.packs:
+            yield self.target.name, examine(self.target)
+            return
+        own = (COMMITTED, JOURNAL) if is_object(self.target) else ()
+        for entry in entries_below(self.target):
+            path = entry.path.relative_to(self.target)
+            if not entry.is_directory and path.parts[0] not in own:
+                yield path.as_posix(), entry.status()
+
+    def _has_facts(self) -> bool:
+        """Tell whether what is in no checkpoint decides what the target holds."""
+        return any(map(self.options.is_given, ("facts", "like")))
+
+    def _other_record(self, progress: Progress) -> str | None:
+        """Describe a difference to what the target records; None if there is none."""
+        if (other := self._other_names() or self._other_sizes()) is not None:
+            return other
+        output, divider = self.output, Divider(self.output.source)
+        root = packed(self.target) if output.packs else self.target
+        if output.encode is not None:
+            open_source(self.target)  # which compares the sizes with those that it records
+        path = first_difference(
+            root,
+            (layout.divided(divider) for layout in output.writer.beginnings()),
+            output.source.files,
+            workers=self.memory.workers,
+            window_bytes=self.memory.window_bytes,
+            scratch_bytes=SCRATCH_BYTES // 2,
+            progress=progress.advance,
+            to_end=False,
+        )
+        return None if path is None else f"{path} holds other bytes"
+
+    def _other_sizes(self) -> str | None:
+        """Describe a file of another size, or one of the source that is newer than the target."""
+        sizes, oldest = self.output.writer.byte_counts().sizes, []
+        for path, status in self._files():
+            oldest.append(status.modified_ns)
+            if self.output.encode is None and status.nbytes != sizes[path]:
+                return f"{path} has {status.nbytes:,} bytes, not {sizes[path]:,}"
+        # Times in buckets are of whole seconds.
+        unit = 10**9 if is_object(self.target) or is_object(self.output.source.path) else 1
+        for source in dict.fromkeys(file.path for file in self.output.source.files):
+            if examine(source).modified_ns // unit > min(oldest) // unit:
+                return f"{source} has changed since; {Option('verify', True)} compares bytes"
         return None
 
     def _difference(self, progress: Progress) -> str | None:

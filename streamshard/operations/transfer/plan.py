@@ -61,15 +61,14 @@ class TransferPlan:
             is_native = self.source.kind == "native"
             place = str(self.source.path) if is_native else self.report.source
             return nothing_done(self.report, "source", place)
-        overwrite = self.options.overwrite
-        named = load(EXISTING_TARGET)(self.report, self.target, output, self.memory, overwrite)
+        named = load(EXISTING_TARGET)(self.report, self.target, output, self.memory, self.options)
         found: Report | None = named.found(progress)
         return found
 
     def run(self, progress: Progress | None = None) -> Report:
         """Write the target."""
         options, shown = self.options, progress or Silent()
-        if options.if_needed and (found := self.found(progress)) is not None:
+        if options.is_lenient and (found := self.found(progress)) is not None:
             return found
         check = self.output.check
         noted = () if check is None else check(self.memory, shown) or ()
@@ -166,7 +165,7 @@ def plan_opened(
     target = place_to_make(template.directory if template else as_path(options.target))
     for source in options.sources:
         require_other(source, target)
-    if options.if_needed:
+    if options.is_lenient:
         require_named(target)  # its content is compared after planning
     else:
         TargetState.of(target, template).require_free(overwrite=options.overwrite)
@@ -210,7 +209,7 @@ def plan_output(
         shared_bytes=shared_bytes + (writing_bytes if output.packs else 0),
         uploads=writing_bytes > 0,
     )
-    if not options.if_needed:
+    if not options.is_lenient:
         require_space(target, bytes_written)
     named = output.named or str(target)
     stage = output.zero_stage

@@ -1,7 +1,7 @@
 """What a verb that writes has to supply; all other steps are those of `TransferPlan`."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -11,7 +11,7 @@ from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.operations.resume.resizing import Change
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.byte_accounting import ByteCounts
-from streamshard.operations.transfer.file_layout import Layout
+from streamshard.operations.transfer.file_layout import FileLayout, Layout
 from streamshard.operations.transfer.report import Progress, Report
 
 Pass: TypeAlias = Callable[[], Iterable[Layout]]
@@ -31,6 +31,16 @@ class TargetWriter(ABC):
     @abstractmethod
     def passes(self) -> Sequence[Pass]:
         """Return what lays out the files; a pass may need the results of the passes before it."""
+
+    def beginnings(self) -> Iterator[FileLayout]:
+        """Lay out what tells this target from others without reading all of it.
+
+        That is what comes before the elements in a file, such as the step, the settings and the
+        names, and the first elements.
+        """
+        for layout in self.passes()[0]():
+            if isinstance(layout, FileLayout):
+                yield layout.beginning()
 
     @abstractmethod
     def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
