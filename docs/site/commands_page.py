@@ -26,6 +26,7 @@ Trainer, Accelerate or Lightning. The default is in square brackets. Sizes are w
 _TAIL: Final = """\
 
 ```
+mkdir -p ~/.local/share/bash-completion/completions ~/.zfunc ~/.config/fish/completions
 streamshard completion zsh > ~/.zfunc/_streamshard          # a directory of $fpath
 streamshard completion fish > ~/.config/fish/completions/streamshard.fish
 ```
