@@ -175,7 +175,7 @@ SOURCE_HELP: Final = (
     "'ckpt/optimizer.{rank:02d}.pt'; as every path here, local or s3://bucket/..., gs://... or "
     "az://..."
 )
-DRY_RUN: Final = flag("show what would be done, and write nothing", "-n --dry-run", group=RUN)
+_DRY_RUN: Final = flag("show what would be done, and write nothing", "-n --dry-run", group=RUN)
 DASK: Final = option(
     "ADDRESS",
     "run on a Dask cluster: tcp://scheduler:8786, the path of a scheduler file (*.json), or "
@@ -234,7 +234,7 @@ class _TargetOptions(Options):
     group = OUTPUT
 
     overwrite: bool = flag("replace the target if it exists")
-    dry_run = DRY_RUN
+    dry_run = _DRY_RUN
     verify: bool = flag(
         "read back what was written, and compare it with SRC before it takes its place"
     )
