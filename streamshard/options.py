@@ -234,6 +234,7 @@ class _TargetOptions(Options):
     group = OUTPUT
 
     overwrite: bool = flag("replace the target if it exists")
+    dask = DASK
     dry_run = _DRY_RUN
     verify: bool = flag(
         "read back what was written, and compare it with SRC before it takes its place"

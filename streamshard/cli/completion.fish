@@ -51,7 +51,7 @@ function _shtab_streamshard_using
 end
 
 set -g _shtab_streamshard_commands repartition convert export merge verify diff inspect newest compact completion help
-set -g _shtab_streamshard_opts_with_value --acknowledge --against --against-tag --bwlimit --chunk-size --codec --dask --ds-config --dtype --exclude --expert-parallel --facts --format --grace --html --include --keep-every --keep-last --keep-tag --last --layout --like --max-shard-size --memory-limit --min-age --param --pipeline-parallel --purge --rank --sort --states --tag --tags --tensor-parallel --undelete --weights --weights-only-older-than --workers --world-size --zero-stage
+set -g _shtab_streamshard_opts_with_value --acknowledge --against --bwlimit --chunk-size --codec --dask --ds-config --dtype --exclude --expert-parallel --facts --format --grace --html --include --keep-every --keep-last --keep-tag --last --layout --like --max-shard-size --memory-limit --min-age --param --pipeline-parallel --purge --rank --states --tag --tags --tensor-parallel --undelete --weights --weights-only-older-than --workers --world-size --zero-stage
 
 complete -c streamshard -e
 complete -c streamshard -f
@@ -72,6 +72,7 @@ complete -c streamshard -n '_shtab_streamshard_using repartition' -l pipeline-pa
 complete -c streamshard -n '_shtab_streamshard_using repartition' -l expert-parallel -x -d 'of these ranks, over how many the experts of each layer are spread [the source'"'"'s]'
 complete -c streamshard -n '_shtab_streamshard_using repartition' -l memory-limit -x -d 'memory above the program'"'"'s own: 512MiB, 2GB, or 50% of the machine'"'"'s [1GiB, at most half of what there is]'
 complete -c streamshard -n '_shtab_streamshard_using repartition' -l workers -x -d 'threads [one per core, at most 4; to compress, two more than there are cores, at most 16; 8 with object stores; fewer where memory is tight]'
+complete -c streamshard -n '_shtab_streamshard_using repartition' -l dask -x -d 'run on a Dask cluster: tcp://scheduler:8786, the path of a scheduler file (*.json), or local:N for N processes with --workers threads each [threads of this process]'
 complete -c streamshard -n '_shtab_streamshard_using repartition' -s n -l dry-run -d 'show what would be done, and write nothing'
 complete -c streamshard -n '_shtab_streamshard_using repartition' -l if-needed -d 'write nothing, and exit with 0, if OUT already is what this would write, as names, sizes and headers tell; with --verify byte for byte; or if a job can resume from SRC as it is'
 complete -c streamshard -n '_shtab_streamshard_using repartition' -l overwrite -d 'replace the target if it exists'
@@ -91,6 +92,7 @@ complete -c streamshard -n '_shtab_streamshard_using convert' -l tensor-parallel
 complete -c streamshard -n '_shtab_streamshard_using convert' -l pipeline-parallel -x -d 'of the ranks of a job that would resume from the store, how many stages share the layers; as above [the source'"'"'s]'
 complete -c streamshard -n '_shtab_streamshard_using convert' -l memory-limit -x -d 'memory above the program'"'"'s own: 512MiB, 2GB, or 50% of the machine'"'"'s [1GiB, at most half of what there is]'
 complete -c streamshard -n '_shtab_streamshard_using convert' -l workers -x -d 'threads [one per core, at most 4; to compress, two more than there are cores, at most 16; 8 with object stores; fewer where memory is tight]'
+complete -c streamshard -n '_shtab_streamshard_using convert' -l dask -x -d 'run on a Dask cluster: tcp://scheduler:8786, the path of a scheduler file (*.json), or local:N for N processes with --workers threads each [threads of this process]'
 complete -c streamshard -n '_shtab_streamshard_using convert' -s n -l dry-run -d 'show what would be done, and write nothing'
 complete -c streamshard -n '_shtab_streamshard_using convert' -l codec -xka "none zstd" -d 'compression [none]'
 complete -c streamshard -n '_shtab_streamshard_using convert' -l chunk-size -x -d 'bytes per chunk at most, before compression [64MiB]'
@@ -110,6 +112,7 @@ complete -c streamshard -n '_shtab_streamshard_using export' -l facts -xka "(__f
 complete -c streamshard -n '_shtab_streamshard_using export' -l tag -x -d 'tag to read [the one that '"'"'latest'"'"' names]'
 complete -c streamshard -n '_shtab_streamshard_using export' -l memory-limit -x -d 'memory above the program'"'"'s own: 512MiB, 2GB, or 50% of the machine'"'"'s [1GiB, at most half of what there is]'
 complete -c streamshard -n '_shtab_streamshard_using export' -l workers -x -d 'threads [one per core, at most 4; to compress, two more than there are cores, at most 16; 8 with object stores; fewer where memory is tight]'
+complete -c streamshard -n '_shtab_streamshard_using export' -l dask -x -d 'run on a Dask cluster: tcp://scheduler:8786, the path of a scheduler file (*.json), or local:N for N processes with --workers threads each [threads of this process]'
 complete -c streamshard -n '_shtab_streamshard_using export' -s n -l dry-run -d 'show what would be done, and write nothing'
 complete -c streamshard -n '_shtab_streamshard_using export' -l dtype -xka "fp32 bf16 fp16" -d 'what to cast weights to; buffers are cast to fp32 only [fp32, or float64 as it is]'
 complete -c streamshard -n '_shtab_streamshard_using export' -l format -xka "safetensors torch universal dcp" -d 'model.safetensors, torch'"'"'s pytorch_model.bin, DeepSpeed'"'"'s universal checkpoint, or PyTorch'"'"'s distributed checkpoint, for FSDP [safetensors]'
@@ -136,6 +139,7 @@ complete -c streamshard -n '_shtab_streamshard_using merge' -l zero-stage -xka "
 complete -c streamshard -n '_shtab_streamshard_using merge' -l ds-config -xka "(__fish_complete_path (commandline -ct))" -d 'whole DeepSpeed config of the job that will resume [the one kept in the newest]'
 complete -c streamshard -n '_shtab_streamshard_using merge' -l memory-limit -x -d 'memory above the program'"'"'s own: 512MiB, 2GB, or 50% of the machine'"'"'s [1GiB, at most half of what there is]'
 complete -c streamshard -n '_shtab_streamshard_using merge' -l workers -x -d 'threads [one per core, at most 4; to compress, two more than there are cores, at most 16; 8 with object stores; fewer where memory is tight]'
+complete -c streamshard -n '_shtab_streamshard_using merge' -l dask -x -d 'run on a Dask cluster: tcp://scheduler:8786, the path of a scheduler file (*.json), or local:N for N processes with --workers threads each [threads of this process]'
 complete -c streamshard -n '_shtab_streamshard_using merge' -s n -l dry-run -d 'show what would be done, and write nothing'
 complete -c streamshard -n '_shtab_streamshard_using merge' -l codec -xka "none zstd" -d 'compression of a store [none]'
 complete -c streamshard -n '_shtab_streamshard_using merge' -l chunk-size -x -d 'bytes per chunk of a store at most, before compression [64MiB]'
@@ -166,8 +170,6 @@ complete -c streamshard -n '_shtab_streamshard_using verify; and test $_shtab_st
 complete -c streamshard -n '_shtab_streamshard_using; and test $_shtab_streamshard_npos -eq 0' -a diff -d 'Say how different two checkpoints are, tensor by tensor.'
 complete -c streamshard -n '_shtab_streamshard_using diff' -s h -l help -d 'show this help message and exit'
 complete -c streamshard -n '_shtab_streamshard_using diff' -l param -x -d 'compare nothing but tensors of such names: '"'"'layers.0.*'"'"' [all, and all else]'
-complete -c streamshard -n '_shtab_streamshard_using diff' -l sort -xka "relative max mean cosine changed name" -d 'the most changed first by relative L2, by the largest or mean difference, by cosine, by elements changed; or in the checkpoint'"'"'s order [relative]'
-complete -c streamshard -n '_shtab_streamshard_using diff' -l against-tag -x -d 'tag to read of B [the one that '"'"'latest'"'"' names]'
 complete -c streamshard -n '_shtab_streamshard_using diff' -l like -xka "(__fish_complete_path (commandline -ct))" -d 'reference checkpoint of the same job, which supplies what SRC lacks'
 complete -c streamshard -n '_shtab_streamshard_using diff' -l facts -xka "(__fish_complete_path (commandline -ct))" -d 'TOML file of what the files of SRC (of two that are compared: of the first) do not say: [source] ds_config, rename, wrapped, cut_rules; [target] ds_version'
 complete -c streamshard -n '_shtab_streamshard_using diff' -l tag -x -d 'tag to read of A [the one that '"'"'latest'"'"' names]'
