@@ -5,8 +5,8 @@ experts; and above a count of elements it divides the latter
 (`split_params_into_different_moe_groups_for_optimizer` of `deepspeed/moe/utils.py`, 0.19.8).
 
 An engine does not notice another order when it loads, so nothing may be left open. The order is
-recomputed only where the rule gives the source's own, and where every other rule that gives it
-gives the same one for the target. Else a reference checkpoint of the target's job tells it.
+recomputed only where the source's own is the module's, and is not sorted by something else as well.
+Else a reference checkpoint of the target's job tells it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -232,7 +232,7 @@ class _Rule:
                 found = _doubt_of_shared(group, position)
             if found:
                 return found
-        return None if are_fused else self._other_rule()
+        return None if are_fused else self._other_order()
 
     def _spread(self, group: UndividedGroup) -> list[tuple[str, ...]]:
         layers = group.layers()
@@ -276,17 +276,16 @@ class _Rule:
             return f"{what} may be of one param group of the training script or of several"
         return None
 
-    def _other_rule(self) -> str | None:
-        """Look for another rule that gives the source's order, and not the target's."""
-        rules: dict[str, Key] = {
+    def _other_order(self) -> str | None:
+        """Say what else than the module's order the source's may be."""
+        keys: dict[str, Key] = {
             "by name": str,
             "by size": self.numels.__getitem__,
             "by size, the largest first": lambda name: -self.numels[name],
         }
-        targets = [self._spread(group)[0] for group in self.groups if group.has_experts]
-        for what, key in rules.items():
-            saved = all(_is_sorted(group.params[0], key) for group in self.groups)
-            if saved and not all(_is_sorted(params, key) for params in targets):
+        params = [group.params[0] for group in self.groups]
+        for what, key in keys.items():
+            if all(list(own) == sorted(own, key=key) for own in params):
                 return f"the parameters may be in the order of the module, or sorted {what}"
         return None
 
@@ -296,10 +295,6 @@ def _doubt_of_shared(group: UndividedGroup, position: Mapping[str, int]) -> str 
     if positions == sorted(positions) and -1 not in positions:
         return None
     return f"param group {group.numbers[0]} is not in the order of the module"
-
-
-def _is_sorted(params: Sequence[str], key: Key) -> bool:
-    return list(params) == sorted(params, key=key)
 
 
 def order_of_reference(
