@@ -275,6 +275,7 @@ def ds_config(job: Job) -> dict[str, Any]:
         "round_robin_gradients": job.round_robin,
         "parameter_alignment": job.alignment,
         "sub_group_size": job.sub_group_size,
+        "elastic_checkpoint": False,
         "offload_optimizer": {"device": "cpu" if job.offload else "none"},
     }
     precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}

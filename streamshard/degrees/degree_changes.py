@@ -32,7 +32,6 @@ def whole(opened: Source, rules: CutRules | None) -> DegreeChange | None:
 
     `rules`: how tensor parallelism cut parameters; None for what files tell.
     """
-    opened = replace(opened, checkpoint=opened.checkpoint.without_held())
     model_parts = opened.checkpoint.model_parts
     is_pipe = is_pipeline(opened.checkpoint)
     if len(model_parts) == 1 or (is_pipe and degrees_of(opened.checkpoint).tensor == 1):
@@ -107,7 +106,6 @@ def _spread_experts(opened: Source, degree: int | None, world_size: int) -> Degr
 
 class _ModelParallelism(OtherDegrees):
     def change(self, source: Source, wanted: JobDegrees) -> DegreeChange | None:
-        source = replace(source, checkpoint=source.checkpoint.without_held())
         made = at_degrees(source, wanted)
         return made or _spread_experts(source, wanted.expert_parallel, wanted.world_size)
 

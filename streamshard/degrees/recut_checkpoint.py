@@ -23,7 +23,6 @@ from streamshard.formats.checkpoint import (
     ParamGroup,
     Reading,
     ScalarState,
-    UncutState,
 )
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
@@ -180,7 +179,6 @@ def _facts(group: ParamGroup) -> object:
     return {
         key: value if isinstance(value, FlatState | ScalarState) else fingerprint(value)
         for key, value in group.states.items()
-        if not isinstance(value, UncutState)
     }
 
 

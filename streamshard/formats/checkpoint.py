@@ -39,6 +39,13 @@ _DANGER: Final = (
 )
 
 
+def danger_in(nodes: Sequence[Node]) -> tuple[str, ...]:
+    """Return a warning if nodes have names that run something when loaded."""
+    found = sorted(map(str, dangerous_in(nodes)))
+    calls = some_of(found, 1)
+    return (f"DANGER: the training state calls {calls}{_DANGER}",) if found else ()
+
+
 def _remark(note: Note) -> str:
     """Return a note's text. What is assumed of dumps may be given, which no file can say."""
     if note.kind is not NoteKind.ASSUMED:
@@ -77,21 +84,6 @@ class ScalarState:
 
 
 @dataclass(frozen=True, slots=True)
-class UncutState:
-    """An optimizer state that cannot be cut for other ranks, and is kept as each rank has it."""
-
-    why: str
-    """Says also what to do."""
-    held: tuple[tuple[Node, ...], ...]
-    """What each of the ranks that share a group has of it, at stage 3 of each sub-group. Empty if
-    it is not kept."""
-    path: Path | None = None
-    """File of a rank that shows it; None if another source was made of the files."""
-    of_group: bool = False
-    """Whether it is a hyper-parameter: an entry of the param group in each rank's file."""
-
-
-@dataclass(frozen=True, slots=True)
 class ParamGroup:
     """One param group of the optimizer, with the states of its parameters."""
 
@@ -99,8 +91,8 @@ class ParamGroup:
     """Parameter names in the optimizer's order."""
     master_dtype: str
     states: Mapping[str, Node] | None
-    """State key → `FlatState`, `ScalarState`, `UncutState`, or a plain value; None before the first
-    step."""
+    """State key → `FlatState`, `ScalarState`, or a plain value; None before the first step. Empty
+    if the states cannot be cut."""
     number: int = 0
     """Index of the group in the optimizer. A group of experts is listed once per expert rank."""
     expert_parallel: int = 1
@@ -110,23 +102,6 @@ class ParamGroup:
     def flat_states(self) -> dict[str, str]:
         """Return state → dtype of the group's flat states, in the optimizer's order."""
         return {k: v.dtype for k, v in (self.states or {}).items() if isinstance(v, FlatState)}
-
-    def of_group(self) -> dict[str, UncutState]:
-        """Return hyper-parameter → what each rank has of it, where ranks have different values."""
-        states = (self.states or {}).items()
-        return {k: v for k, v in states if isinstance(v, UncutState) and v.of_group}
-
-    def uncut(self) -> list[UncutState]:
-        """List the states that cannot be cut."""
-        return [state for state in (self.states or {}).values() if isinstance(state, UncutState)]
-
-    def without_held(self) -> Self:
-        """Return it without what ranks have of states that cannot be cut."""
-        emptied = {
-            key: replace(value, held=()) if isinstance(value, UncutState) else value
-            for key, value in (self.states or {}).items()
-        }
-        return replace(self, states=None if self.states is None else emptied)
 
     def block(self, state: str) -> int:
         """Return how many elements of a parameter one element of a flat state stands for."""
@@ -245,10 +220,6 @@ class ModelPart:
         whole = layout.whole_momentum and self.is_muon(group)
         return frozenset({names.MOMENTUM} & group.flat_states().keys()) if whole else frozenset()
 
-    def uncut(self) -> list[UncutState]:
-        """List the states that cannot be cut."""
-        return [state for group in self.groups for state in group.uncut()]
-
     def serialized(self, group: ParamGroup) -> tuple[str, ...]:
         """Return a group's parameter names as in the files: each expert rank counts from 0."""
         first = (g for g in self.groups if g.number == group.number and g.expert_rank == 0)
@@ -278,6 +249,18 @@ class ModelPart:
             if expert_rank == group.expert_rank:
                 found.append((index, sharer))
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Uncut:
+    """Optimizer states that cannot be cut for other ranks, so that the ranks' files are kept."""
+
+    why: str
+    """Says also what to do."""
+    files: tuple[str, ...]
+    """The files of the ranks' optimizers, which are among the other files of the checkpoint."""
+    path: Path | None = None
+    """The file that shows it; None if another source was made of the files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +302,8 @@ class Checkpoint:
     """`Accelerator.step`, which Accelerate saves with each rank's random state."""
     dropped: Dropped | None = None
     """States that were dropped on request; None if the checkpoint is complete."""
+    uncut: Uncut | None = None
+    """States that cannot be cut; None if all are logical tensors and values."""
     foreign: str = ""
     """What it is, if it is not of DeepSpeed: then it holds no training state of an engine."""
     saved_parts: int | None = None
@@ -338,23 +323,10 @@ class Checkpoint:
         """Say why the optimizer's states, or some of them, are not read; empty if they are."""
         if self.dropped is not None:
             return (f"Weights only: {self.dropped}. No job can resume from it.",)
+        if self.uncut is None:
+            return ()
         what = "Not all of the optimizer's state can be cut for other ranks"
-        return tuple(f"{what}: {state.path or self.tag}: {state.why}." for state in self.uncut[:1])
-
-    @property
-    def uncut(self) -> list[UncutState]:
-        """The optimizer states that cannot be cut."""
-        return [state for model_part in self.model_parts for state in model_part.uncut()]
-
-    def without_held(self) -> Self:
-        """Return it without what ranks have of states that cannot be cut."""
-        if not self.uncut:
-            return self
-        model_parts = [
-            replace(part, groups=tuple(group.without_held() for group in part.groups))
-            for part in self.model_parts
-        ]
-        return replace(self, model_parts=tuple(model_parts))
+        return (f"{what}: {self.uncut.path or self.tag}: {self.uncut.why}.",)
 
     @property
     def largest_block(self) -> int:
@@ -366,17 +338,10 @@ class Checkpoint:
     def warnings(self) -> tuple[str, ...]:
         """Return a warning if the training state has names that run something when loaded."""
         kept = [
-            (
-                part.model_state,
-                part.optimizer_file,
-                [group.states for group in part.groups],
-                [state.held for state in part.uncut()],
-            )
+            (part.model_state, part.optimizer_file, [group.states for group in part.groups])
             for part in self.model_parts
         ]
-        found = sorted(map(str, dangerous_in([kept, [layer.state for layer in self.layers]])))
-        calls = some_of(found, 1)
-        return (f"DANGER: the training state calls {calls}{_DANGER}",) if found else ()
+        return danger_in([kept, [layer.state for layer in self.layers]])
 
     @property
     def is_dumps(self) -> bool:

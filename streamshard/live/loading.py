@@ -179,7 +179,8 @@ class Loading:
         opened.require_training_state()
         opened.require_states()
         found = live_engine.resharding_for(self._engine, opened, distributed.get_world_size())
-        opened.require_cut_states(keeps_cut=found.keeps_cut)
+        if is_object(opened.path) or not found.has_these_files():
+            opened.require_cut_states()
         return found
 
     def _require_unchanged(self, source: Source) -> None:

@@ -161,8 +161,8 @@ def _require_linear(source: Source, weights: Sequence[float]) -> None:
     asked = Option("states", "mean")
     states = {t.state for t in source.checkpoint.tensors} - {MASTER, MODULE, BLOB, FILE}
     if uncut := source.checkpoint.uncut:
-        message = f"{asked}: not all states have a mean: {uncut[0].why}"
-        raise UnsupportedError(message, path=uncut[0].path or place_of(source))
+        message = f"{asked}: not all states have a mean: {uncut.why}"
+        raise UnsupportedError(message, path=uncut.path or place_of(source))
     if not states:
         raise UsageError(f"{asked}: there are no optimizer states", path=place_of(source))
     if others := sorted(states - {*LINEAR_STATES}):

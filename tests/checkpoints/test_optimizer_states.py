@@ -304,7 +304,7 @@ OF_GROUPS = [
 def test_a_number_of_each_rank_in_param_groups_is_kept(tmp_path: Path, job: Job) -> None:
     run = with_numbers(job, tmp_path / "run", prodigy)
     assert streamshard.verify(run).is_good
-    assert streamshard.inspect(run).groups[0].hyper_parameters["d"] == "not cut"
+    assert "d" not in streamshard.inspect(run).groups[0].hyper_parameters
     streamshard.convert(run, tmp_path / "store.zarr", verify=True)
     out = tmp_path / "out"
     streamshard.repartition(tmp_path / "store.zarr", out, world_size=2, verify=True)
@@ -321,7 +321,7 @@ def test_a_number_of_each_rank_in_param_groups_is_kept(tmp_path: Path, job: Job)
     other = with_numbers(job, tmp_path / "b", lambda rank: prodigy(rank) | {"d": 0.75 + rank})
     found = streamshard.verify(out, against=other).differences
     assert found
-    assert all(".d" in one.name for one in found)
+    assert all("optim_states.pt" in one.name for one in found)
 
 
 @pytest.mark.parametrize("other_steps", [False, True])
@@ -348,7 +348,6 @@ def test_numbers_of_each_rank_are_no_second_problem(tmp_path: Path, other_steps:
         lambda rank: prodigy(rank) | {"last": {"betas": (0.9, 0.5 + rank)}},
         lambda rank: prodigy(rank) | {"added": rank},
         lambda rank: {"d": 5 + rank, "k": 7},
-        lambda rank: {"exp_avg": 0.5 + rank, "k": 7},
     ],
     ids=[
         "other-steps",
@@ -358,7 +357,6 @@ def test_numbers_of_each_rank_are_no_second_problem(tmp_path: Path, other_steps:
         "one-group",
         "more-groups",
         "other-counts",
-        "state's-name",
     ],
 )
 def test_param_groups_that_differ_otherwise_show_several_saves(
@@ -395,7 +393,7 @@ def test_what_is_not_such_a_state_is_read(
     run = with_states(job, tmp_path / "run", lambda rank, group, numel: states(numel))
     plain = write(job, tmp_path / "plain")
     found = streamshard.inspect(run)
-    assert "not cut" in found.groups[0].states.values()
+    assert found.groups[0].states == {}
     reason = "Not all of the optimizer's state can be cut for other ranks: "
     assert [note for note in found.notes if note.startswith(reason)]
     verified = streamshard.verify(run)
@@ -415,7 +413,8 @@ def test_what_is_not_such_a_state_is_read(
     same = streamshard.diff(run, run)
     assert same.is_equal
     assert [note for note in same.notes if reason in note]
-    assert {d.kind for d in streamshard.diff(run, plain).differences} == {"missing", "value"}
+    kinds = {d.kind for d in streamshard.diff(run, plain).differences}
+    assert kinds == {"missing", "extra", "value"}  # extra: the files of the ranks
     again = streamshard.repartition(run, tmp_path / "out", world_size=2, if_needed=True)
     assert again.found == "source"
     streamshard.convert(run, tmp_path / "store.zarr")

@@ -15,14 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from streamshard.formats.checkpoint import (
-    Checkpoint,
-    FlatState,
-    ModelPart,
-    ParamGroup,
-    ScalarState,
-    UncutState,
-)
+from streamshard.formats.checkpoint import Checkpoint, FlatState, ModelPart, ParamGroup, ScalarState
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.auto_experts import without_ranks
 from streamshard.formats.pickle.inert import Node, show
@@ -90,7 +83,7 @@ def _without_experts(model_part: ModelPart) -> ModelPart:
 def _shown_scalars(group: ParamGroup) -> dict[str, Node]:
     """Return the unpartitioned states of a group, such as its step; tensors as text."""
     return {
-        key: value.held if isinstance(value, UncutState) else _scalar_text(value)
+        key: _scalar_text(value)
         for key, value in (group.states or {}).items()
         if not isinstance(value, FlatState)
     }
@@ -203,7 +196,7 @@ def _stated(model_part: ModelPart, group: ParamGroup) -> dict[str, str]:
     states = {
         key: _number(value) if isinstance(value, ScalarState) else value
         for key, value in (group.states or {}).items()
-        if not isinstance(value, FlatState | UncutState)
+        if not isinstance(value, FlatState)
     }
     return {
         key: _plain_text(value)

@@ -21,11 +21,10 @@ from streamshard.formats.checkpoint import (
     OtherFile,
     ParamGroup,
     ScalarState,
-    UncutState,
+    Uncut,
     require_tied_to_weights,
 )
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.cut.part_cut import cut_model_part
 from streamshard.formats.pickle import inert_dump, inert_load
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import name_of, require_unrolled
@@ -47,7 +46,6 @@ VERSION: Final = 1
 """Version of a store's format."""
 _FLAT: Final = "flat"
 _SCALAR: Final = "scalar"
-_UNCUT: Final = "uncut"
 _PLAIN: Final = "plain"
 _LIMIT_COUNT: Final = 1 << 53
 
@@ -74,6 +72,8 @@ def dump(
 
     # Present only where they are needed.
     dropped = {} if checkpoint.dropped is None else {"dropped": _values(checkpoint.dropped)}
+    kept = checkpoint.uncut
+    uncut = {} if kept is None else {"uncut": (kept.why, kept.files)}
     layers = {"layers": list(map(_values, checkpoint.layers))} if checkpoint.layers else {}
     return inert_dump.dump(
         {
@@ -90,6 +90,7 @@ def dump(
             "is_bf16": checkpoint.is_bf16,
             "accelerate_step": checkpoint.accelerate_step,
             **dropped,
+            **uncut,
             **layers,
         },
         persistent_id,
@@ -127,6 +128,7 @@ def load(data: bytes) -> tuple[Checkpoint, ChunkShapes]:
             is_bf16=root["is_bf16"] is True,
             accelerate_step=None if step is None else _count(step),
             dropped=_dropped(*root["dropped"]) if "dropped" in root else None,
+            uncut=_uncut(*root["uncut"]) if "uncut" in root else None,
             layers=tuple(_layer(*values) for values in root.get("layers", ())),
         )
         _require_consistent(checkpoint)
@@ -251,8 +253,6 @@ def _serialize_state(value: Node) -> Node:
         return (_FLAT, value.dtype) if value.block == 1 else (_FLAT, value.dtype, value.block)
     if isinstance(value, ScalarState):
         return (_SCALAR, value.dtype, value.shape, value.data.hex())
-    if isinstance(value, UncutState):
-        return (_UNCUT, value.why, value.held, *[True] * value.of_group)
     return (_PLAIN, value)
 
 
@@ -267,9 +267,6 @@ def _read_state(serialized: Node) -> Node:
         if len(scalar.data) != math.prod(scalar.shape) * ITEMSIZE[scalar.dtype]:
             raise CorruptFileError(f"a {dtype}{list(scalar.shape)} of {len(scalar.data)} bytes")
         return scalar
-    if kind == _UNCUT:
-        why, held, *of_group = values
-        return UncutState(_text(why), tuple(map(tuple, held)), of_group=of_group == [True])
     (value,) = values
     return value
 
@@ -302,6 +299,10 @@ def _entry(
     dtype = dtype if dtype == "" else _dtype(dtype)
     known = name_of(name), _text(kind), dtype, shape_of(shape), name_of(alias_of)
     return ModuleEntry(*known, paused=paused is True)
+
+
+def _uncut(why: Node, files: Node) -> Uncut:
+    return Uncut(_text(why), tuple(map(_text, files)))
 
 
 def _dropped(at: Node, why: Node, states: Node) -> Dropped:
@@ -359,6 +360,9 @@ def _require_consistent(checkpoint: Checkpoint) -> None:
         raise CorruptFileError("holds no part of a model")
     if checkpoint.dropped is not None:
         _require_no_states(checkpoint)
+    kept = set() if checkpoint.uncut is None else {*checkpoint.uncut.files}
+    if not kept <= {file.path for file in checkpoint.files}:
+        raise CorruptFileError("lacks files of ranks whose states cannot be cut")
     for model_part in checkpoint.model_parts:
         if checkpoint.layout.stage:
             _require_whole_optimizer(model_part)
@@ -366,7 +370,6 @@ def _require_consistent(checkpoint: Checkpoint) -> None:
             _require_uncut(model_part)
         _require_tensors(model_part, checkpoint.tensors, index)
         _require_shapes(model_part, checkpoint)
-        _require_held(model_part, checkpoint)
 
 
 def _require_no_states(checkpoint: Checkpoint) -> None:
@@ -403,21 +406,6 @@ def _require_tensors(
         found = entry.name in extra if entry.kind == "extra" else bool(own & index.keys())
         if entry.kind not in ("alias", "excluded") and not found:
             raise CorruptFileError(f"module's {show(entry.name)} is not there")
-
-
-def _require_held(model_part: ModelPart, checkpoint: Checkpoint) -> None:
-    """Require that states that cannot be cut are those of all ranks and sub-groups."""
-    layout = checkpoint.layout
-    if not model_part.uncut():
-        return
-    cut = () if layout.stage < 3 else cut_model_part(checkpoint, model_part, layout, "").sub_groups
-    cut_groups = [unit.group for unit in cut]
-    for number, group in enumerate(model_part.groups):
-        ranks = layout.world_size // group.expert_parallel
-        count = cut_groups.count(number) if layout.stage == 3 else 1
-        for state in group.uncut():
-            if state.held and [len(unit) for unit in state.held] != [ranks] * count:
-                raise CorruptFileError("states that are kept as ranks have them are not of all")
 
 
 def _require_shapes(model_part: ModelPart, checkpoint: Checkpoint) -> None:

@@ -55,8 +55,8 @@ def pair_up(
         checkpoint = side.checkpoint
         said = [note.text for note in checkpoint.notes if note.kind in _TOLD]
         found.notes += [f"{side.path}: {text}" for text in (*checkpoint.unread, *said)]
-    if uncut := [*one.uncut, *other.uncut]:
-        are_kept = not (one.foreign or other.foreign) and all(state.held for state in uncut)
+    if one.uncut or other.uncut:
+        are_kept = not (one.foreign or other.foreign)
         how = "compared as each rank has them" if are_kept else "not compared"
         found.notes.append(f"States that cannot be cut for other ranks were {how}.")
     return found
@@ -66,8 +66,7 @@ def _differ_in_unread(left: Source, right: Source, found: Pairing) -> None:
     """Tell apart from equal ones two optimizers of which one could not be read."""
     for side, other in ((left, right), (right, left)):
         unread = [note for note in side.checkpoint.notes if note.kind is NoteKind.UNREAD]
-        is_kept = all(state.held for state in side.checkpoint.uncut)
-        if (unread or not is_kept) and _has_optimizer(other.checkpoint):
+        if unread and _has_optimizer(other.checkpoint):
             message = f"not compared, as that of {side.path} is not read"
             found.differ("unread", "the optimizer's state", message)
 

@@ -94,6 +94,7 @@ def prepare(options: ConvertOptions, opened: Source) -> Output:
     if change is None:
         output = store_output(opened, verb="convert", options=options)
         return replace(output, notes=(*output.notes, *_kept_apart(opened)))
+    opened.require_cut_states()
     output = store_output(change.source, verb="convert", options=options)
     return replace(
         output,
@@ -130,7 +131,6 @@ def store_output(
     `chunk_shapes`: shapes of the tensors' chunks; by default the options decide.
     """
     opened.require_training_state()
-    opened.require_cut_states(keeps_cut=True)
     checkpoint, codec = opened.checkpoint, options.codec
     tensors = checkpoint.tensors
     shapes = chunk_shapes or [chunk_of(tensor, options.chunk_size) for tensor in tensors]

@@ -8,13 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from streamshard.errors import Option, SourceError, UsageError
-from streamshard.formats.checkpoint import (
-    Checkpoint,
-    FlatState,
-    ParamGroup,
-    ScalarState,
-    UncutState,
-)
+from streamshard.formats.checkpoint import Checkpoint, FlatState, ParamGroup, ScalarState
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.cut import muon_order
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import known_degrees
@@ -42,7 +36,6 @@ from streamshard.operations.transfer.target import require_separate
 from streamshard.options import takes
 from streamshard.verb_options import InspectOptions
 
-_NOT_CUT: Final = "not cut"
 _MOST_SHOWN: Final = 16
 Plain = Any
 """A value that JSON can hold."""
@@ -187,8 +180,7 @@ def _groups(checkpoint: Checkpoint) -> tuple[GroupSummary, ...]:
                 states=_states(group),
                 hyper_parameters={
                     k: _plain(v) for k, v in hyper[group.number].items() if k != "params"
-                }
-                | dict.fromkeys(group.of_group(), _NOT_CUT),
+                },
             )
             for group in model_part.groups
         ]
@@ -204,14 +196,10 @@ def _codec(source: Source) -> str | None:
 def _states(group: ParamGroup) -> dict[str, Any]:
     shown: dict[str, Any] = {}
     for key, value in (group.states or {}).items():
-        if key in group.of_group():
-            continue
         if isinstance(value, FlatState):
             shown[key] = value.dtype
         elif isinstance(value, ScalarState):
             shown[key] = _scalar(value)
-        elif isinstance(value, UncutState):
-            shown[key] = _NOT_CUT
         else:
             shown[key] = _plain(value)
     return shown

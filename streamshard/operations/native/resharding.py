@@ -55,10 +55,11 @@ class Resharding:
         It can if its own files would be laid out alike.
         """
         source = self.source
-        return self.keeps_cut and source.is_of_ranks and source.checkpoint.ranks == self.world_size
+        is_alike = self.is_cut_alike and source.checkpoint.ranks == self.world_size
+        return is_alike and source.is_of_ranks
 
     @property
-    def keeps_cut(self) -> bool:
+    def is_cut_alike(self) -> bool:
         """Whether each rank gets what a rank of the source had."""
         source, settings = self.source, self.settings
         checkpoint = source.checkpoint

@@ -133,8 +133,8 @@ def prepare(
     opened.require_use_of_like(needed=found.uses_like, if_needed=options.if_needed)
     checkpoint, stage = opened.checkpoint, settings.layout.stage
     is_reusable = options.if_needed and _is_resumed_from(found)
-    if not is_reusable:
-        opened.require_cut_states(keeps_cut=found.keeps_cut)
+    if not found.is_cut_alike:
+        opened.require_cut_states()
     resizes = found.explain()
     shaping = settings.layout, settings.config, settings.module_dtype, settings.is_bf16
     return Output(

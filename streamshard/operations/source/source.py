@@ -147,15 +147,14 @@ class Source(Reading):
             way = command("export", self.path, "OUT")
             raise UnsupportedError(f"{message}. Its weights are written by: {way}", path=self.path)
 
-    def require_cut_states(self, *, keeps_cut: bool = False, in_blocks: bool = True) -> None:
+    def require_cut_states(self, *, in_blocks: bool = True) -> None:
         """Refuse optimizer states that a target cannot hold.
 
-        `keeps_cut`: whether it can hold those that are kept as each rank has them.
         `in_blocks`: whether it can hold those that have one scale for a block of elements.
         """
-        for state in self.checkpoint.uncut:
-            if not (keeps_cut and state.held):
-                raise UnsupportedError(state.why, path=state.path or self.path)
+        uncut = self.checkpoint.uncut
+        if uncut is not None:
+            raise UnsupportedError(uncut.why, path=uncut.path or self.path)
         if not in_blocks and self.checkpoint.largest_block > 1:
             message = "its optimizer keeps 8 bits of each element and a scale for each block, which"
             message = f"{message} only files of ZeRO and stores hold. Give another"

@@ -19,7 +19,7 @@ from streamshard.formats.checkpoint import (
     OtherFile,
     ParamGroup,
     ScalarState,
-    UncutState,
+    Uncut,
 )
 from streamshard.formats.pickle import inert_dump
 from streamshard.formats.pickle.inert import Node
@@ -53,7 +53,7 @@ _PARTS: Final[Mapping[type, Callable[[Any], Node]]] = {
     # Earlier versions had no paused entries, and no blocks.
     ModuleEntry: lambda e: (e.name, e.kind, e.dtype, e.shape, e.alias_of, *[True] * e.paused),
     FlatState: lambda state: state.dtype if state.block == 1 else (state.dtype, state.block),
-    UncutState: lambda state: (state.why, state.held, *[True] * state.of_group),
+    Uncut: lambda uncut: (uncut.why, uncut.files),
     Storage: attrgetter("dtype", "numel", "blob"),
     NoteKind: str,
 }

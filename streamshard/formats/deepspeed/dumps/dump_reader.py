@@ -97,11 +97,12 @@ def _read_ranks(
     shapes = {name: shape for unit in units for name, shape in unit.items()}
     groups = optimizer.groups([list(unit) for unit in units], {})
     groups = optimizer.with_whole_blocks(groups, shapes, layout)
+    if optimizer.uncut is not None:
+        raise optimizer.uncut
     tensors = optimizer_tensors(groups, shapes, "")
     strip_optimizer(states[0], stage)
     whole: dict[int, tuple[int, int]] = {}
-    held = [state.held for group in groups for state in group.uncut()]
-    adopt_blobs([states[0], held], tensors, whole, first=0, model_part="")
+    adopt_blobs([states[0]], tensors, whole, first=0, model_part="")
     model_part = ModelPart(
         name="",
         groups=groups,

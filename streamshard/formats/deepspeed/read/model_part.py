@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from streamshard.errors import CorruptFileError, UnsupportedError
-from streamshard.formats.checkpoint import ModelPart, ModuleEntry, ParamGroup
+from streamshard.formats.checkpoint import ModelPart, ModuleEntry, ParamGroup, danger_in
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.auto_experts import placements
 from streamshard.formats.deepspeed.cut.part_cut import in_own_order
@@ -58,6 +58,8 @@ class ModelPartReading:
     tied: Mapping[str, str]
     """Parameter → the other name under which its values are saved, as the files list it."""
     notes: Sequence[Note]
+    uncut: UnsupportedError | None = None
+    """Why states of the optimizer cannot be cut; None if all can."""
 
 
 def read_model_part(
@@ -114,6 +116,7 @@ def read_model_part(
     notes = [
         *unlike_optimizers(optimizers, files.optimizer_files),
         *steps_apart(groups, models[0]),
+        *(map(Note, danger_in(states)) if optimizer.uncut else ()),
     ]
     require_alike(model_files, entries, stage)
     module.assign(entries, first=first + len(tensors), model_part=name)
@@ -125,8 +128,7 @@ def read_model_part(
     module.strip(entries)
     whole = dict(module.whole)
     model_part = ModelPart(name, groups, entries, models[0], optimizers[0], param_ids)
-    held = [state.held for state in model_part.uncut()]
-    adopt_blobs([models[0], optimizers[0], held], tensors, whole, first=first, model_part=name)
+    adopt_blobs([models[0], optimizers[0]], tensors, whole, first=first, model_part=name)
     return ModelPartReading(
         model_part=model_part,
         part_map=where,
@@ -137,6 +139,7 @@ def read_model_part(
         module_dtype=module.dtype(entries) or ds_config.module_dtype(config),
         tied=module.tied,
         notes=(*module.notes, *notes),
+        uncut=optimizer.uncut,
     )
 
 

@@ -5,42 +5,38 @@ and 2, a sub-group in stage 3.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
-from streamshard.formats.checkpoint import FlatState, ParamGroup, ScalarState, UncutState
+from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError, raise_first
+from streamshard.formats.checkpoint import FlatState, ParamGroup, ScalarState
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.auto_experts import Placement, of_ranks
 from streamshard.formats.deepspeed.cut.block_cut import divided_block
 from streamshard.formats.deepspeed.cut.zero_cutting import RecordedCut, recorded_cut
-from streamshard.formats.deepspeed.read.agreement import disagreement
-from streamshard.formats.deepspeed.read.fingerprints import fingerprint
+from streamshard.formats.deepspeed.read.agreement import disagreements, group_facts
+from streamshard.formats.deepspeed.read.fingerprints import fingerprint, pickled
 from streamshard.formats.deepspeed.read.rank_files import SAVE_AGAIN, SourceFiles, require
 from streamshard.formats.deepspeed.read.state_of_ranks import (
     ANEW,
+    GROUP,
+    STATE,
     StateOfRanks,
-    another_for_each,
-    numbers_of_each,
-    numbers_of_groups,
-    numbers_of_sub_groups,
+    rank_local_error,
+    rank_local_numbers,
     states_in_blocks,
     unwrapped,
 )
-from streamshard.formats.pickle import inert_dump
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import name_of, of_file
-from streamshard.formats.torch.torch_tensor import Storage, Tensor, storages_in, tensor_of
+from streamshard.formats.torch.torch_tensor import Tensor, storages_in, tensor_of
 from streamshard.model import MASTER, Slot, ZeroLayout
 
-_HELD_LIMIT_BYTES: Final = 1 << 16
-"""Most bytes of states that are kept uncut, but for their tensors: they are in every header."""
 _STATES_LIMIT: Final = 100
 """Most states of one group. Each state takes the work of one tensor on every rank."""
 
@@ -59,6 +55,8 @@ class OptimizerReader:
         """(param group, state), in stage 3 (unit, state) → its places in the files of its ranks."""
         self.sub_group_params: list[Sequence[Sequence[str]]] = []
         """The tensors of each parameter of each sub-group, of experts for each expert rank."""
+        self.uncut: UnsupportedError | None = None
+        """Why states of some group cannot be cut; None if all can."""
         self._sources = sources
         self._paths = paths
         self._states = states
@@ -130,7 +128,7 @@ class OptimizerReader:
                 message = f"{len(masters)} flat groups for {len(units)} groups of parameter shapes"
                 raise DisagreementError(message, path=self._paths[rank])
         units_of = self.members(len(self._masters[0]))
-        own = numbers_of_groups(self._inner, units_of, self._paths, self._sources)
+        local = self._local_entries(units_of)
         found: list[ParamGroup] = []
         experts = names.count_local_experts(chain.from_iterable(units))
         for number, members in enumerate(units_of):
@@ -149,19 +147,22 @@ class OptimizerReader:
                 first = len(self.sub_group_params) if self._stage == 3 else len(found)
                 self.sub_group_params += tensors
                 ranks = self._sharers(expert_parallel, expert_rank)
-                states = self._states_of(members, first, expert_parallel, expert_rank)
-                uncut = partial(self._uncut, members, first, ranks)
+                if expert_parallel > 1 and self._stage == 3:
+                    self._require_sharers(members, ranks)
                 found.append(
                     ParamGroup(
                         params=tuple(chain.from_iterable(chain.from_iterable(tensors))),
                         master_dtype=self._masters[0][members[0]].dtype if members else "float32",
-                        states=self._with_own(states, number, own[number], uncut, ranks),
+                        states=self._states_of(number, members, first, ranks, local[number]),
                         number=number,
                         expert_parallel=expert_parallel,
                         expert_rank=expert_rank,
                     )
                 )
         self._require_one_kind(found)
+        for keys, entries in zip(local, self._inner[0]["param_groups"], strict=True):
+            for key in keys:  # a rank's own number is none of the group
+                del entries[key]
         return tuple(found)
 
     def _require_one_kind(self, groups: Sequence[ParamGroup]) -> None:
@@ -224,69 +225,108 @@ class OptimizerReader:
                     message = f"{message} config ranks {[*ranks]} do"
                     raise DisagreementError(message, path=self._paths[rank])
 
-    def _with_own(
-        self,
-        states: dict[str, Node] | None,
-        number: int,
-        own: Set[str],
-        uncut: Callable[[UnsupportedError], dict[str, Node]],
-        ranks: Sequence[int],
-    ) -> dict[str, Node] | None:
-        """Add the hyper-parameters that are numbers of each rank to a param group's states.
+    def _local_entries(self, units_of: Sequence[Sequence[int]]) -> list[set[str]]:
+        """Return which hyper-parameters of each param group each rank computes by itself.
 
-        With them, none of its states can be cut for other ranks: `uncut` takes them as they are.
+        Ranks must agree about all others.
         """
-        if not own:
-            return states
-        path, what = self._paths[ranks[0]], f"'{min(own)}' of param group {number}"
-        if not states or own & states.keys():
-            raise disagreement(self._paths[ranks[-1]], path, what)
-        error = another_for_each(what, "rank", path)
-        if not any(isinstance(state, UncutState) for state in states.values()):
-            states = uncut(error)
-        units = next(len(state.held) for state in states.values())
-        groups = [self._inner[rank]["param_groups"][number] for rank in ranks]
-        return states | {
-            key: UncutState(
-                why=str(error.args[0]),
-                held=(tuple(group[key] for group in groups),) * units,
-                path=path,
-                of_group=True,
-            )
-            for key in sorted(own)
+        # Equal param groups of ranks are one object, as a rule.
+        first, groups = group_facts(self._inner[0]), self._inner[0]["param_groups"]
+        facts = {
+            path: first if inner["param_groups"] is groups else group_facts(inner)
+            for path, inner in zip(self._paths, self._inner, strict=True)
         }
+        errors = [*disagreements(facts, self._paths[0])]
+        if not errors:
+            return [set() for _ in units_of]
+        local = [self._rank_local(GROUP, number, units) for number, units in enumerate(units_of)]
+        rest = [
+            [
+                *(
+                    {key: node for key, node in group.items() if key not in keys}
+                    for keys, group in zip(local, inner["param_groups"], strict=False)
+                ),
+                *inner["param_groups"][len(local) :],
+            ]
+            for inner in self._inner
+        ]
+        if not any(local) or len({*map(pickled, rest)}) > 1:
+            raise_first(errors)
+        return local
+
+    def _rank_local(self, kind: str, number: int, units: Sequence[int]) -> set[str]:
+        """Return which entries of one kind ranks, or sub-groups, of a param group compute alone."""
+        found: dict[tuple[str, str], list[Node]] = {}
+        for unit in units:
+            nodes: dict[tuple[str, str], dict[int, Node]] = {}
+            for rank, inner in enumerate(self._inner):
+                groups = inner["param_groups"][number : number + 1]
+                for key, node in chain.from_iterable(group.items() for group in groups):
+                    nodes.setdefault((GROUP, key), {})[rank] = node
+                for key, node in inner["state"].get(unit, {}).items():
+                    nodes.setdefault((STATE, key), {})[rank] = node
+            for entry, by_rank in nodes.items():
+                values = StateOfRanks(str(entry), by_rank, {}, self._paths)
+                found.setdefault(entry, []).extend(values.numbers(self._sources))
+        count = len(self._inner) * len(units)
+        complete = {entry: values for entry, values in found.items() if len(values) == count}
+        return {key for of, key in rank_local_numbers(complete) if of == kind}
 
     def _states_of(
-        self, members: Sequence[int], first: int, expert_parallel: int, expert_rank: int
+        self,
+        number: int,
+        members: Sequence[int],
+        first: int,
+        ranks: Sequence[int],
+        local: Set[str],
     ) -> dict[str, Node] | None:
-        """Read the states of one param group. Its units must agree about unpartitioned values.
+        """Read the states of one param group, or leave them in the files of its ranks.
 
         `first`: number of the first of the slots, one for each unit, that its places go into.
+        `local`: the group's hyper-parameters that each rank computes by itself.
         """
-        ranks = self._sharers(expert_parallel, expert_rank)
-        if expert_parallel > 1 and self._stage == 3:
-            self._require_sharers(members, ranks)
+        for slot, unit in enumerate(members, first):
+            masters = {rank: self._masters[rank][unit] for rank in ranks}
+            self._add_slot(slot, MASTER, ranks, masters)
         try:
-            states = [
-                self._unit_states(unit, slot, ranks) for slot, unit in enumerate(members, first)
-            ]
+            states = self._cut_states(number, members, first, ranks)
         except UnsupportedError as error:
-            return self._uncut(members, first, ranks, error)
+            return self._keep_uncut(members, first, error)
+        if local:
+            what = f"'{min(local)}' of param group {number}"
+            local_error = rank_local_error(what, "rank", self._paths[ranks[0]])
+            return self._keep_uncut(members, first, local_error)
+        return states
+
+    def _cut_states(
+        self, number: int, members: Sequence[int], first: int, ranks: Sequence[int]
+    ) -> dict[str, Node] | None:
+        try:
+            return self._agreed_states(members, first, ranks, frozenset())
+        except DisagreementError as error:
+            local = self._rank_local(STATE, number, members)
+            if not local:
+                raise
+            self._agreed_states(members, first, ranks, local)
+            path, what = self._paths[ranks[0]], f"optimizer state '{min(local)}'"
+            if len(ranks) == 1:
+                raise rank_local_error(what, "sub-group", path) from error
+            raise rank_local_error(f"{what} of group {members[0]}", "rank", path) from error
+
+    def _agreed_states(
+        self, members: Sequence[int], first: int, ranks: Sequence[int], local: Set[str]
+    ) -> dict[str, Node] | None:
+        """Read states, except those in `local`. Units must agree about unpartitioned values."""
+        states = [
+            self._unit_states(unit, slot, ranks, local) for slot, unit in enumerate(members, first)
+        ]
         if len({_has_blocks(own) for own in states}) > 1:
             message = f"some sub-groups of a param group are in 8 bits, and others are not. {ANEW}"
-            mixed = UnsupportedError(message, path=self._paths[ranks[0]])
-            return self._uncut(members, first, ranks, mixed)
-        first_states = states[0] if states else None
-        for other in states[1:]:
-            if other != first_states:
-                own = numbers_of_sub_groups(states)
-                if own:
-                    what = f"optimizer state '{own[0]}'"
-                    each = another_for_each(what, "sub-group", self._paths[0])
-                    return self._uncut(members, first, ranks, each)
-                message = "sub-groups of a param group differ in state"
-                raise DisagreementError(message, path=self._paths[0])
-        return first_states
+            raise UnsupportedError(message, path=self._paths[ranks[0]])
+        if any(other != states[0] for other in states):
+            message = "sub-groups of a param group differ in state"
+            raise DisagreementError(message, path=self._paths[0])
+        return states[0] if states else None
 
     def _sharers(self, expert_parallel: int, expert_rank: int) -> list[int]:
         """List the ranks that share a param group."""
@@ -295,31 +335,15 @@ class OptimizerReader:
         )
         return [rank for rank, (found, _) in places if found == expert_rank]
 
-    def _uncut(
-        self, members: Sequence[int], first: int, ranks: Sequence[int], error: UnsupportedError
+    def _keep_uncut(
+        self, members: Sequence[int], first: int, error: UnsupportedError
     ) -> dict[str, Node]:
-        """Take the states of a param group as its ranks have them; see `_states_of`."""
-        slots = range(first, first + len(members))
+        """Leave the states of a param group in the files of its ranks."""
+        self.uncut = self.uncut or error
         for slot, state in list(self.slots):
-            if slot in slots and state != MASTER:
+            if first <= slot < first + len(members) and state != MASTER:
                 del self.slots[slot, state]
-        held = [[self._inner[rank]["state"].get(unit, {}) for rank in ranks] for unit in members]
-        keys = next(list(states) for states in chain.from_iterable(held) if states)
-        is_kept = all(
-            list(states) == keys and _header_bytes(states) <= _HELD_LIMIT_BYTES
-            for states in chain.from_iterable(held)
-        )
-        for slot, unit in zip(slots, members, strict=True):
-            masters = {rank: self._masters[rank][unit] for rank in ranks}
-            self._add_slot(slot, MASTER, ranks, masters)
-        return {
-            key: UncutState(
-                why=str(error.args[0]),
-                held=tuple(tuple(s[key] for s in unit) for unit in held) if is_kept else (),
-                path=None if error.path is None else Path(error.path),
-            )
-            for key in keys
-        }
+        return {}
 
     def with_whole_blocks(
         self,
@@ -341,8 +365,7 @@ class OptimizerReader:
             cut = divided_block(group, numels, layout)
             if cut is not None:
                 error = UnsupportedError(f"{cut}. {ANEW}", path=self._paths[0])
-                ranks = self._sharers(group.expert_parallel, group.expert_rank)
-                group = replace(group, states=self._uncut(own, first, ranks, error))
+                group = replace(group, states=self._keep_uncut(own, first, error))
             found.append(group)
             first += len(own)
         return tuple(found)
@@ -359,9 +382,10 @@ class OptimizerReader:
         """Return how many elements of each unit a rank holds."""
         return [master.numel for master in self._masters[0]]
 
-    def _unit_states(self, unit: int, slot: int, ranks: Sequence[int]) -> dict[str, Node] | None:
+    def _unit_states(
+        self, unit: int, slot: int, ranks: Sequence[int], local: Set[str]
+    ) -> dict[str, Node] | None:
         """Read one unit's states on some ranks and record their places; None without states."""
-        self._add_slot(slot, MASTER, ranks, {rank: self._masters[rank][unit] for rank in ranks})
         if not any(unit in self._inner[rank]["state"] for rank in ranks):
             return None
         states_of = {rank: self._inner[rank]["state"].get(unit, {}) for rank in ranks}
@@ -390,30 +414,15 @@ class OptimizerReader:
                 paths=self._paths,
             )
             for key in keys
+            if key not in local
         }
-        found = self._interpreted(unit, by_key, self._paths[ranks[0]])
+        found = states_in_blocks(by_key, self._sources)
+        rest = [key for key in by_key if key not in found]
+        found |= {key: self._state(unit, key, by_key[key]) for key in rest}
         for key, state in found.items():
             if isinstance(state, FlatState):
                 self._add_slot(slot, key, ranks, by_key[key].tensors)
-        return found
-
-    def _interpreted(
-        self, unit: int, states: Mapping[str, StateOfRanks], path: Path
-    ) -> dict[str, Node]:
-        """Interpret a unit's states. `path`: the first rank's file."""
-        found = states_in_blocks(states, self._sources)
-        rest = [key for key in states if key not in found]
-        try:
-            found |= {key: self._state(unit, key, states[key]) for key in rest}
-        except DisagreementError as error:
-            own = numbers_of_each({key: states[key].numbers(self._sources) for key in rest})
-            for key in rest:
-                if key not in own:
-                    self._state(unit, key, states[key])
-            if own:
-                raise another_for_each(states[min(own)].what, "rank", path) from error
-            raise
-        return {key: found[key] for key in states}
+        return {key: found[key] for key in by_key}
 
     def _state(self, unit: int, key: str, state: StateOfRanks) -> Node:
         # A state of whole parameters: its element count on a rank needs the layout's arithmetic.
@@ -502,7 +511,3 @@ class OptimizerReader:
 
 def _has_blocks(states: Mapping[str, Node] | None) -> bool:
     return any(isinstance(own, FlatState) and own.block > 1 for own in (states or {}).values())
-
-
-def _header_bytes(states: Node) -> int:
-    return len(inert_dump.dump(states, lambda n: "" if isinstance(n, Storage) else None))

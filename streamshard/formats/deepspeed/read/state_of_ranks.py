@@ -7,17 +7,16 @@ of 256 elements, the last of which may be shorter. Element e has the value
 at any size in either form.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Final
 
-from streamshard.errors import DisagreementError, UnsupportedError, raise_first
+from streamshard.errors import DisagreementError, UnsupportedError
 from streamshard.formats.checkpoint import CODES, FlatState, ScalarState
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.read.agreement import disagreement, disagreements, group_facts
+from streamshard.formats.deepspeed.read.agreement import disagreement
 from streamshard.formats.deepspeed.read.fingerprints import pickled
 from streamshard.formats.deepspeed.read.rank_files import SourceFiles
 from streamshard.formats.pickle.inert import Call, Global, Node, show
@@ -27,9 +26,11 @@ from streamshard.formats.torch.torch_tensor import Tensor, storages_in
 from streamshard.layout.zero import ceil_div
 from streamshard.model import ITEMSIZE
 
-_STEP: Final = "step"
-_STEPS: Final = frozenset({_STEP, "k"})
-"""Names of counts of steps in param groups; `k` is that of Prodigy and D-Adaptation."""
+STATE: Final = "state"
+GROUP: Final = "param group"
+"""What an entry belongs to: the state of a unit, or its param group."""
+_STEPS: Final = frozenset({(STATE, "step"), (GROUP, "step"), (GROUP, "k")})
+"""Counts of steps; `k` is that of Prodigy and D-Adaptation."""
 _OF_JOB: Final = frozenset({"lr", "initial_lr", "eps", "weight_decay", "momentum"})
 """Hyper-parameters that a job or its LR scheduler sets, on all ranks alike."""
 _PLAIN_LIMIT_BYTES: Final = 1024
@@ -223,87 +224,32 @@ def unwrapped(states: Node) -> Node:
     return {**{key: node for key, node in states.items() if key != names.QUANTISED}, **held}
 
 
-def numbers_of_each(
-    held: Mapping[str, Sequence[Node]], steps: Set[str] = frozenset({_STEP})
-) -> set[str]:
-    """Return the states that are numbers computed of what each rank or sub-group has.
+def rank_local_numbers(
+    entries: Mapping[tuple[str, str], Sequence[Node]],
+) -> set[tuple[str, str]]:
+    """Return the entries that each rank or sub-group computes from its own elements only.
 
     Such are fractions that differ, as the `RMS` of Adafactor in transformers (5.23), or in param
     groups the `d` of Prodigy (1.1.2) and D-Adaptation (3.2), where the step and all other counts
-    show that they are of one save. `held`: state or hyper-parameter → its values. `steps`: the
-    names that a count of steps may have.
+    show that they are of one save.
+
+    `entries`: (`STATE` or `GROUP`, name) → the number that each of them has, or None.
     """
-    known: dict[str, list[int | float]] = {}
-    for key, values in held.items():
-        numbers = [number for value in values if (number := _number(value)) is not None]
-        if len(numbers) == len(values):
-            known[key] = numbers
-    counts = [key for key, found in known.items() if all(n == n // 1 for n in found)]
-    alike = [*counts, *_OF_JOB & known.keys()]
-    if steps.isdisjoint(counts) or any(len({*known[key]}) > 1 for key in alike):
+    numbers = {entry: values for entry, values in entries.items() if None not in values}
+    counts = {entry for entry, values in numbers.items() if all(n == n // 1 for n in values)}
+    of_job = {entry for entry in numbers if entry[0] == GROUP and entry[1] in _OF_JOB}
+    if counts.isdisjoint(_STEPS) or any(len({*numbers[e]}) > 1 for e in counts | of_job):
         return set()
-    return {key for key, found in known.items() if len({*found}) > 1}
+    return {entry for entry, values in numbers.items() if len({*values}) > 1}
 
 
-def may_be_of_each(key: Node, value: Node) -> bool:
-    """Tell whether an entry of one file may be what `numbers_of_each` finds among files."""
-    return type(value) is float and key not in _STEPS | _OF_JOB
+def may_be_rank_local(key: Node, value: Node) -> bool:
+    """Tell whether an entry of one file may be what `rank_local_numbers` finds among files."""
+    return type(value) is float and key not in {"step", "k"} | _OF_JOB
 
 
-def numbers_of_sub_groups(states: Sequence[Mapping[str, Node] | None]) -> list[str]:
-    """List the states in which sub-groups differ, if these are numbers of each; else none."""
-    held = [own or {} for own in states]
-    if any(list(own) != list(held[0]) for own in held):
-        return []
-    own = numbers_of_each({key: [one[key] for one in held] for key in held[0]})
-    rest = [{key: node for key, node in one.items() if key not in own} for one in held]
-    return sorted(own) if all(one == rest[0] for one in rest) else []
-
-
-def numbers_of_groups(
-    optimizers: Sequence[Mapping[str, Node]],
-    members: Sequence[Sequence[int]],
-    paths: Sequence[Path],
-    sources: SourceFiles,
-) -> list[set[str]]:
-    """Return which hyper-parameters of each param group are numbers of each rank.
-
-    Ranks must agree about all others. `optimizers`: the state of each rank's inner optimizer.
-    `members`: the units of each param group.
-    """
-    # Equal param groups of ranks are one object, as a rule.
-    first, groups = group_facts(optimizers[0]), optimizers[0]["param_groups"]
-    facts = {
-        path: first if one["param_groups"] is groups else group_facts(one)
-        for path, one in zip(paths, optimizers, strict=True)
-    }
-    errors = [*disagreements(facts, paths[0])]
-    if not errors:
-        return [set() for _ in members]
-    found: list[set[str]] = []
-    for number, units in enumerate(members):
-        alike = [one["param_groups"][number : number + 1] for one in optimizers]
-        states = [one["state"].get(unit, {}) for one in optimizers for unit in units[:1]]
-        steps = StateOfRanks(_STEP, {r: s.get(_STEP) for r, s in enumerate(states)}, {}, paths)
-        found.append(_numbers_in([*chain(*alike)], steps.numbers(sources)))
-        rest = [[{k: v for k, v in g.items() if k not in found[-1]} for g in own] for own in alike]
-        if len({*map(pickled, rest)}) > 1:
-            raise_first(errors)
-    if not any(found) or len({len(one["param_groups"]) for one in optimizers}) > 1:
-        raise_first(errors)
-    return found
-
-
-def _numbers_in(groups: Sequence[Mapping[str, Node]], steps: Sequence[Node]) -> set[str]:
-    """Return the numbers of each rank in what ranks have of one param group."""
-    if any(list(one) != list(groups[0]) for one in groups):
-        return set()
-    entries = {key: [one[key] for one in groups] for key in groups[0]}
-    return numbers_of_each({_STEP: steps} | entries, _STEPS)
-
-
-def another_for_each(what: str, holder: str, path: Path) -> UnsupportedError:
-    """Refuse a state that `numbers_of_each` names."""
+def rank_local_error(what: str, holder: str, path: Path) -> UnsupportedError:
+    """Refuse an entry that `rank_local_numbers` names."""
     message = f"{what} differs between {holder}s: each computes it from its own elements. {ANEW}"
     return UnsupportedError(message, path=path)
 

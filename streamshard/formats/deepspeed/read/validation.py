@@ -34,7 +34,7 @@ from streamshard.formats.deepspeed.read.rank_files import (
     read_dict,
     require,
 )
-from streamshard.formats.deepspeed.read.state_of_ranks import may_be_of_each
+from streamshard.formats.deepspeed.read.state_of_ranks import may_be_rank_local
 from streamshard.formats.deepspeed.read.zero_reader import malformed
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import name_of
@@ -227,7 +227,7 @@ def _facts_of_rank(state: Root, path: Path) -> Facts:
         for unit, group in (units if isinstance(units, dict) else {}).items()
         for key, value in (group if isinstance(group, dict) else {}).items()
         for tensor in (tensor_of(value),)
-        if (tensor is None or tensor.numel == 1) and not may_be_of_each(key, value)
+        if (tensor is None or tensor.numel == 1) and not may_be_rank_local(key, value)
     }
     scalars = {
         f"'{show_key(key)}' of group {show_key(unit)}": found
@@ -235,7 +235,7 @@ def _facts_of_rank(state: Root, path: Path) -> Facts:
     }
     groups = inner.get("param_groups")
     common = [
-        {key: value for key, value in group.items() if not may_be_of_each(key, value)}
+        {key: value for key, value in group.items() if not may_be_rank_local(key, value)}
         if isinstance(group, dict)
         else group
         for group in (groups if isinstance(groups, list) else ())

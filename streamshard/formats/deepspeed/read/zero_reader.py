@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 from streamshard.errors import (
@@ -12,7 +13,7 @@ from streamshard.errors import (
     raise_first,
 )
 from streamshard.formats import frameworks
-from streamshard.formats.checkpoint import Checkpoint, ModelPart, OtherFile, Reading
+from streamshard.formats.checkpoint import Checkpoint, ModelPart, OtherFile, Reading, Uncut
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.cut.part_cut import undo_round_robin
 from streamshard.formats.deepspeed.cut.zero_cutting import ModelPartMap, cut_source
@@ -160,6 +161,10 @@ def _read_shards(
             undo_round_robin(model_part, layout.world_size) for model_part in model_parts
         ]
     whole = {k: v for reading in readings for k, v in reading.whole.items()}
+    uncut = _uncut(tag, parts, readings)
+    if uncut is not None:
+        paths = chain.from_iterable(files.optimizer_files for files in parts)
+        others = [*others, *zip(paths, uncut.files, strict=True)]
     files_ = adopt_files(others, sources, tensors, whole)
     checkpoint = Checkpoint(
         tag=tag,
@@ -169,12 +174,24 @@ def _read_shards(
         module_dtype=readings[0].module_dtype,
         files=files_,
         notes=(*sources.notes, *dict.fromkeys(note for r in readings for note in r.notes)),
+        uncut=uncut,
         is_bf16="bf16_" in found.prefixes,
         accelerate_step=accelerate_step(others, layout.world_size * len(readings)),
     )
     frozen = {k: v for reading in readings for k, v in reading.shards.items()}
     part_maps = [reading.part_map for reading in readings]
     return cut_source(checkpoint, sources.files, whole, frozen, part_maps)
+
+
+def _uncut(
+    tag: str, parts: Sequence[ModelPartFiles], readings: Sequence[ModelPartReading]
+) -> Uncut | None:
+    """Say for which states the ranks' files are kept; None if all can be cut."""
+    error = next((reading.uncut for reading in readings if reading.uncut), None)
+    if error is None:
+        return None
+    files = (f"{tag}/{path.name}" for part in parts for path in part.optimizer_files)
+    return Uncut(str(error.args[0]), tuple(files), Path(error.path) if error.path else None)
 
 
 def _check_model_parts(readings: Sequence[ModelPartReading], paths: Sequence[Path]) -> None:
@@ -246,8 +263,9 @@ def adopt_files(
     whole: dict[int, tuple[int, int]],
 ) -> tuple[OtherFile, ...]:
     files = []
+    numbers = {file.path: number for number, file in enumerate(sources.files)}
     for path, relative in others:
-        index = sources.add(path)
+        index = numbers[path] if path in numbers else sources.add(path)
         whole[len(tensors)] = (index, 0)
         tensors.append(LogicalTensor(FILE, relative, "uint8", (sources.files[index].nbytes,)))
         files.append(OtherFile(relative, examine(path).permissions))

@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from streamshard.formats.checkpoint import FlatState, ParamGroup, ScalarState, UncutState
+from streamshard.formats.checkpoint import FlatState, ParamGroup, ScalarState
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.cut.part_cut import ZeroTarget
 from streamshard.formats.pickle.inert import GETATTR, Call, Global, Node
@@ -172,11 +172,7 @@ class OptimizerWriter:
         whole = self._model_part.whole_states(param_group, self._layout)
         states: dict[str, Node] = {}
         for key, value in (param_group.states or {}).items():
-            if key in param_group.of_group():
-                continue
-            if isinstance(value, UncutState):
-                states[key] = value.held[0][sharer]
-            elif key not in whole:
+            if key not in whole:
                 numel = own.numel // param_group.block(key)
                 states[key] = self._state(
                     value, numel, partial(self._partition, group, sharer, key)
@@ -212,9 +208,7 @@ class OptimizerWriter:
                 self._model_part.groups[sub_group.group],
                 sharers[sub_group.group],
             )
-            own = members[param_group.number]
-            number = len(own)
-            own.append(unit)
+            members[param_group.number].append(unit)
             share = self._shards(sub_group, sharer, MASTER, param_group.master_dtype)
             storage = Storage(param_group.master_dtype, sub_group.numel, share)
             masters.append(
@@ -227,15 +221,12 @@ class OptimizerWriter:
             )
             if param_group.states is not None:
                 states[unit] = {
-                    key: value.held[number][sharer]
-                    if isinstance(value, UncutState)
-                    else self._state(
+                    key: self._state(
                         value,
                         sub_group.numel // param_group.block(key),
                         partial(self._shards, sub_group, sharer, key),
                     )
                     for key, value in param_group.states.items()
-                    if key not in param_group.of_group()
                 }
         return {
             names.ZERO_STAGE: self._stage_enum(),
@@ -331,10 +322,6 @@ class OptimizerWriter:
             {**group, "params": list(params)}
             for group, params in zip(wrapped["param_groups"], members, strict=True)
         ]
-        for index, sharer in self._model_part.held_by(rank, self._layout):
-            group = self._model_part.groups[index]
-            own = {key: value.held[0][sharer] for key, value in group.of_group().items()}
-            groups[group.number].update(own)
         return {**wrapped, "state": dict(states), "param_groups": groups}
 
 

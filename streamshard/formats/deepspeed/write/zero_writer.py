@@ -260,10 +260,12 @@ def whole_files(target: ZeroTarget) -> Iterator[FileImage]:
 
 
 def native_files(target: ZeroTarget) -> Iterator[FileImage]:
-    """Yield the files of a model part: model files, then optimizer files."""
+    """Yield the files of a model part: model files, then optimizer files, if these are not kept."""
     yield from model_files(target)
+    if target.checkpoint.uncut is not None:
+        return
     build, is_3, mp_rank = OptimizerWriter(target).file, target.layout.stage == 3, target.mp_rank
-    is_own = _tells_rank(target) or bool(target.model_part.uncut())
+    is_own = _tells_rank(target)
     for rank in range(target.layout.world_size):
         name = names.optimizer_file(rank, bf16=target.is_bf16, mp_rank=mp_rank)
         # At stage 3 all ranks own equally much of what is cut. A file contains its own name.
