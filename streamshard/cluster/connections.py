@@ -2,19 +2,14 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from streamshard.batches import BatchMapper, mapped_by
-from streamshard.engine.jobs.executor import Host, Toolkit, current_executor, run_ordered, runs_on
-from streamshard.engine.jobs.proofs import require_seen, some_files
+from streamshard.engine.jobs.executor import runs_on
 from streamshard.errors import ClusterError, Option, UsageError
-from streamshard.io.entries import exists, identify, read_document
-from streamshard.model import SourceFile
+from streamshard.io.entries import exists, read_document
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -25,8 +20,6 @@ _LOCAL: Final = "local:"
 _HEEDS_NO_INTERRUPT: Final = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
 """A terminal sends Ctrl-C to all processes; only the one that leads the run is to act on it."""
 _CONNECT_SECONDS: Final = 30
-_BATCH_FILES: Final = 64
-"""So many headers take about a second; fewer files than that are examined here."""
 _TLS: Final = "DASK_DISTRIBUTED__COMM__TLS"
 
 
@@ -72,7 +65,6 @@ def executor(client: "Client | str", *, workers: int | None = None) -> Iterator[
             raise UsageError(f"executor({client!r}): a dask.distributed.Client, or an address")
         chosen = DaskExecutor(client)
         stack.enter_context(runs_on(chosen))
-        stack.enter_context(mapped_by(_on_workers()))
         yield chosen
 
 
@@ -165,47 +157,3 @@ def _local_cluster(address: str, threads: int) -> Iterator[str]:
         preload=[_HEEDS_NO_INTERRUPT],
     ) as cluster:
         yield str(cluster.scheduler_address)
-
-
-_Function = Callable[[Sequence[Path]], Sequence[Any]]
-
-
-class _NoTools:
-    """What a worker needs apart from the files: nothing."""
-
-    def close(self) -> None:
-        pass
-
-
-@dataclass(frozen=True, slots=True)
-class _BatchTools(Toolkit[_NoTools]):
-    """Describes workers that examine files."""
-
-    sources: Sequence[SourceFile]
-
-    def make(self, host: Host) -> _NoTools:
-        return _NoTools()
-
-
-def _on_workers() -> BatchMapper:
-    """Return what applies functions to batches of paths on the workers of the current executor."""
-    return BatchMapper(_map, _BATCH_FILES)
-
-
-def _map(function: _Function, batches: Sequence[Sequence[Path]]) -> Iterable[Sequence[Any]]:
-    if len(batches) <= 1:
-        return map(function, batches)
-    files = [tuple(identify(path) for path in batch) for batch in batches]
-    tools = _BatchTools(some_files([file for batch in files for file in batch]))
-    jobs = (partial(_apply, function=function, files=batch) for batch in files)
-    return run_ordered(jobs, tools, workers=current_executor().workers or 1, progress=_ignore)
-
-
-def _apply(_: _NoTools, function: _Function, files: tuple[SourceFile, ...]) -> Sequence[Any]:
-    """Apply a function where each of the files is the one that the leading process sees."""
-    require_seen(files)
-    return function([file.path for file in files])
-
-
-def _ignore(nbytes: int) -> None:
-    pass

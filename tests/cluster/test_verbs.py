@@ -8,8 +8,7 @@ import pytest
 from distributed import Client
 
 import streamshard
-from streamshard.cluster import connections
-from streamshard.errors import SourceError, UsageError
+from streamshard.errors import UsageError
 from tests.cli.conftest import tree
 from tests.cluster.conftest import names, on
 from tests.documents import blocks, page
@@ -92,36 +91,6 @@ def test_a_plan_may_be_made_elsewhere(cluster: Client, tmp_path: Path) -> None:
     streamshard.repartition(run, tmp_path / "near", world_size=3)
     assert tree(tmp_path / "out") == tree(tmp_path / "near")
     assert (tmp_path / "out" / TAG).is_dir()
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_workers_read_the_headers_of_many_ranks(
-    stage: int,
-    cluster: Client,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(connections, "_BATCH_FILES", 2)
-    run = write(Job(stage=stage, world_size=6), tmp_path / "run")
-    with streamshard.executor(cluster) as chosen:
-        plan = streamshard.plan_repartition(run, tmp_path / "there", world_size=4)
-        assert sum(rate.jobs for rate in chosen.rates.values()) >= 3  # of two headers each
-    plan.run()
-    streamshard.repartition(run, tmp_path / "here", world_size=4)
-    assert tree(tmp_path / "there") == tree(tmp_path / "here")
-
-
-def test_a_rank_file_that_cannot_be_read_is_named_by_its_worker(
-    cluster: Client,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(connections, "_BATCH_FILES", 2)
-    run = write(Job(stage=2, world_size=6), tmp_path / "run")
-    file = optimizer_file(run, 4)
-    file.write_bytes(file.read_bytes()[:-100])
-    with streamshard.executor(cluster), pytest.raises(SourceError, match=file.name):
-        streamshard.inspect(run)
 
 
 def test_what_the_page_shows_works(

@@ -11,7 +11,6 @@ import re
 import zlib
 from dataclasses import dataclass
 from functools import cached_property
-from hashlib import sha256
 from pathlib import Path
 from typing import Final
 
@@ -122,9 +121,6 @@ class ParseCache:
             oldest = self._skeletons.pop(next(iter(self._skeletons)))
             kept_bytes -= oldest.nbytes
 
-    def skeleton(self, file_bytes: int) -> "Skeleton | None":
-        return self._skeletons.get(file_bytes)
-
     def find(self, path: Path) -> CachedParse | None:
         skeleton = self._skeletons.get(examine(path).nbytes)
         return skeleton.match(path) if skeleton is not None else None
@@ -219,15 +215,8 @@ class Skeleton:
         # As in reading, 0 means that torch was told to leave checksums out.
         if listed[-1] not in (0, zlib.crc32(memoryview(own)[self._pickle])):
             return None
-        return self.cached(listed[:-1])
-
-    def digest(self) -> bytes:
-        """Return a digest of all that files are compared with."""
-        return sha256(self._data).digest()
-
-    def cached(self, crc32s: NDArray[np.uint32]) -> CachedParse:
-        """Return what is known of a match with these checksums."""
-        return CachedParse(self._root, self._places, crc32s, _numbers(self._crc32_bytes)[:-1])
+        known = _numbers(self._crc32_bytes)[:-1]
+        return CachedParse(self._root, self._places, listed[:-1], known)
 
     def _differs_in_devices(self, data: bytearray) -> bool:
         """Tell whether the files differ only in the device numbers of storages."""

@@ -1,27 +1,17 @@
 """Opens and compares the model files of a model part: one per rank in stage 3, else one."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from streamshard.batches import map_batches
-from streamshard.errors import SourceError
 from streamshard.formats.deepspeed.read.agreement import Facts, differing
 from streamshard.formats.deepspeed.read.fingerprints import fingerprints
-from streamshard.formats.deepspeed.read.rank_files import ReadFile, SourceFiles, read_dict
+from streamshard.formats.deepspeed.read.rank_files import SourceFiles
 from streamshard.formats.pickle.inert import Node
-from streamshard.formats.torch import torch_file, zip_directory
+from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.parse_cache import CachedParse, ParseCache
-from streamshard.formats.torch.torch_file import TorchFile
 from streamshard.formats.torch.torch_tensor import Storage, storages_in
-from streamshard.io.entries import examine, open_readable
-from streamshard.io.retry import FROM_OUTSIDE, ignored
 
 Entries = Mapping[Node, Node]
 
@@ -46,86 +36,22 @@ class ModelFile:
         return torch_file.checksum(own)
 
 
-def match_models(
-    parsed: Mapping[int, ReadFile], paths: Sequence[Path]
-) -> list[NDArray[np.uint32] | None]:
-    """Return the checksums of each file that holds the object of the parsed one of its size.
-
-    They are `CachedParse.crc32s`; None for a file that must be parsed itself.
-    """
-    found: list[NDArray[np.uint32] | None] = []
-    for path in paths:
-        cached = None
-        # What is wrong with the file is said when it is parsed.
-        with ignored(FROM_OUTSIDE), suppress(SourceError, ValueError):
-            like = parsed.get(examine(path).nbytes)
-            cache = _cache_of(like) if like is not None else None
-            cached = cache.find(path) if cache is not None else None
-        found.append(None if cached is None else cached.crc32s)
-    return found
-
-
-@lru_cache(maxsize=2)
-def _cache_of(like: ReadFile) -> ParseCache | None:
-    """Read what files are compared with, once for many batches; None if it is another file here."""
-    with open_readable(like.path) as file:
-        records = tuple(zip_directory.read(file).values())
-    cache = ParseCache()
-    cache.remember(like.path, TorchFile(None, {}, records=records))
-    skeleton = cache.skeleton(examine(like.path).nbytes)
-    return cache if skeleton is not None and skeleton.digest() == like.digest else None
-
-
 def read_models(sources: SourceFiles, paths: Sequence[Path]) -> list[ModelFile]:
     """Open a model part's model files. Files with the same object are parsed only once."""
     numbers = [sources.add(path) for path in paths]
     if len(paths) == 1:  # there is nothing to compare it with
         return [ModelFile(paths[0], numbers[0], sources.read(paths[0], numbers[0]).root)]
-    sizes = [sources.files[number].nbytes for number in numbers]
     cache = ParseCache()
-    first = {size: index for index, size in reversed([*enumerate(sizes)])}
-    opened = {index: _open(paths[index], numbers[index], cache) for index in first.values()}
-    skeletons = {size: cache.skeleton(size) for size in first}
-    others = [index for index in range(len(paths)) if index not in opened]
-    like = {
-        size: ReadFile(paths[first[size]], skeleton.digest())
-        for size, skeleton in skeletons.items()
-        if skeleton is not None and others
-    }
-    found = map_batches(partial(match_models, like), [paths[index] for index in others])
-    _cache_of.cache_clear()  # a worker keeps it for its next batch; here there is none
-    matches = dict(zip(others, found, strict=True))
     files: list[ModelFile] = []
-    for index, (path, number) in enumerate(zip(paths, numbers, strict=True)):
-        crc32s, skeleton = matches.get(index), skeletons[sizes[index]]
-        if crc32s is not None and skeleton is not None:
-            own: _Opened = skeleton.cached(crc32s)
-        else:
-            own = opened[index] if index in opened else _open(path, number, cache)
-        if isinstance(own, Exception):
-            raise own
-        if isinstance(own, CachedParse):
-            files.append(ModelFile(path, number, own.root, own))
-            continue
-        sources.note(path, own.unknown)
-        files.append(ModelFile(path, number, own.root))
-    return files
-
-
-_Opened = TorchFile | CachedParse | Exception
-
-
-def _open(path: Path, number: int, cache: ParseCache) -> _Opened:
-    """Find a file in the cache, or parse and remember it; return the error if it is unreadable."""
-    try:
+    for path, number in zip(paths, numbers, strict=True):
         cached = cache.find(path)
         if cached is not None:
-            return cached
-        found = read_dict(path, number)
+            files.append(ModelFile(path, number, cached.root, cached))
+            continue
+        found = sources.read(path, number)
         cache.remember(path, found)
-    except (SourceError, OSError) as error:
-        return error
-    return found
+        files.append(ModelFile(path, number, found.root))
+    return files
 
 
 @dataclass(frozen=True, slots=True)

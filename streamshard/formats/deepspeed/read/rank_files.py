@@ -248,15 +248,6 @@ class SourceFiles:
         return data
 
 
-@dataclass(frozen=True, slots=True)
-class ReadFile:
-    """A file that was read, with which others are compared."""
-
-    path: Path
-    digest: bytes
-    """Digest of what is compared. A worker that finds another one does not see the same file."""
-
-
 def read_dict(path: Path, number: int = -1) -> TorchFile:
     """Open a torch file that must hold a dict. Its storages refer to the file by the number."""
     return require_dict(torch_file.read(path, number), path)

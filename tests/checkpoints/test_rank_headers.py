@@ -1,13 +1,9 @@
-"""Rank files that are read in batches elsewhere: the same checkpoint, and the same errors."""
+"""Rank files of which equal parts are one object: the same checkpoint, and the same errors."""
 
-import pickle
-import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from streamshard.batches import BatchMapper, mapped_by
 from streamshard.errors import SourceError
-from streamshard.formats.deepspeed.read import model_files, rank_files, rank_headers
+from streamshard.formats.deepspeed.read import rank_headers
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.pickle.inert_dump import dump
+from streamshard.formats.torch.parse_cache import ParseCache
 from streamshard.formats.torch.torch_tensor import Storage
 from streamshard.operations.source.source import Source, open_source
 from tests.fabricated import (
@@ -49,38 +45,13 @@ JOBS = {
 Opener = Callable[[], Source]
 
 
-def elsewhere(size: int, order: int) -> AbstractContextManager[None]:
-    """Have batches of a size done in some order by somebody who gets and returns bytes."""
-
-    def worked(
-        function: Callable[[Any], Any], batches: Sequence[Sequence[Any]]
-    ) -> Iterable[Sequence[Any]]:
-        turns = list(range(len(batches)))
-        random.Random(order).shuffle(turns)
-        done = {}
-        for turn in turns:
-            task, batch = pickle.loads(pickle.dumps((function, batches[turn])))
-            done[turn] = pickle.loads(pickle.dumps(task(batch)))
-        return [done[turn] for turn in range(len(batches))]
-
-    return mapped_by(BatchMapper(worked, size))
-
-
-def nowhere() -> AbstractContextManager[None]:
-    """Have every file read by itself where it is needed, as if there were no batches."""
-
-    def refused(_: object, batches: Sequence[Sequence[Any]]) -> Iterable[Sequence[None]]:
-        return [[None] * len(batch) for batch in batches]
-
-    return mapped_by(BatchMapper(refused, 3))
-
-
-Way = Callable[[], AbstractContextManager[None]]
-WAYS: list[Way] = [
-    nullcontext,
-    *(partial(elsewhere, size, order) for size in (1, 2, 5) for order in (1, 2)),
-]
-FEW: list[Way] = [nullcontext, partial(elsewhere, 1, 1), partial(elsewhere, 5, 2)]
+@contextmanager
+def one_by_one() -> Iterator[None]:
+    """Have every file read by itself, as if it had nothing in common with others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_headers, "_parts", lambda _: None)
+        patch.setattr(ParseCache, "find", lambda *_: None)
+        yield
 
 
 @pytest.fixture(params=[*JOBS, "0", "dumps-2"])
@@ -118,27 +89,9 @@ def described(source: Source) -> dict[str, object]:
 
 
 def test_the_source_is_that_of_files_read_one_by_one(opener: Opener) -> None:
-    with nowhere():
+    with one_by_one():
         wanted = described(opener())
-    for way in WAYS:
-        with way():
-            assert described(opener()) == wanted
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_other_processes_read_them(stage: int, tmp_path: Path) -> None:
-    run = write(Job(stage=stage, world_size=12), tmp_path / "run")
-    with nowhere():
-        wanted = described(open_source(run))
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        with mapped_by(BatchMapper(pool.map, 3)):
-            assert described(open_source(run)) == wanted
-        torn(optimizer_file(run, 7))
-        with (
-            mapped_by(BatchMapper(pool.map, 3)),
-            pytest.raises(SourceError, match=r"rank_7_.*Was the save interrupted"),
-        ):
-            open_source(run)
+    assert described(opener()) == wanted
 
 
 # Errors -------------------------------------------------------------------------------------------
@@ -201,92 +154,29 @@ def test_errors_are_those_of_files_read_one_by_one(
     run = write(Job(stage=stage, world_size=12, sub_group_size=20), tmp_path / "run")
     for rank in ranks:
         damage(place(run, rank))
-    with nowhere(), pytest.raises(SourceError) as wanted:
+    with one_by_one(), pytest.raises(SourceError) as wanted:
         open_source(run)
     assert str(run) in str(wanted.value)
-    for way in FEW:
-        with way(), pytest.raises(SourceError) as found:
-            open_source(run)
-        assert (type(found.value), str(found.value)) == (type(wanted.value), str(wanted.value))
-        assert found.value.exit_code == 3
+    with pytest.raises(SourceError) as found:
+        open_source(run)
+    assert (type(found.value), str(found.value)) == (type(wanted.value), str(wanted.value))
+    assert found.value.exit_code == 3
 
 
 def test_ranks_that_differ_in_notes_alone(tmp_path: Path) -> None:
     run = write(Job(stage=2, world_size=5), tmp_path / "run")
     edit(optimizer_file(run, 3), lambda file: file.update(of_a_user=[1, 2]))
     edit(optimizer_file(run, 4), lambda file: file.update(ds_version="0.18.0"))
-    with nowhere():
+    with one_by_one():
         wanted = described(open_source(run))
     assert "of_a_user" in str(wanted["checkpoint"])
-    for way in WAYS:
-        with way():
-            assert described(open_source(run)) == wanted
+    assert described(open_source(run)) == wanted
 
 
 def test_true_is_not_one(tmp_path: Path) -> None:
     """Values that are equal in Python and other ones in the file are told apart."""
     run = write(Job(stage=2, world_size=3), tmp_path / "run")
     edit(optimizer_file(run, 2), lambda file: file["optimizer_state_dict"].update(overflow=0))
-    for way in [nowhere, *WAYS]:
+    for way in (one_by_one, nullcontext):
         with way(), pytest.raises(SourceError, match=r"rank_2_.*disagrees with .* about overflow"):
             open_source(run)
-
-
-# What is sent -------------------------------------------------------------------------------------
-
-
-def sent(run: Path, name: str) -> Iterator[bytes]:
-    """Open a checkpoint; yields what comes back for each batch of one function, itself small."""
-    found: list[bytes] = []
-
-    def worked(function: Any, batches: Sequence[Any]) -> Iterable[Any]:  # noqa: ANN401
-        for batch in batches:
-            result = function(batch)
-            if function.func.__name__ == name:
-                assert len(pickle.dumps(function)) < 1_000
-                found.append(pickle.dumps(result))
-            yield result
-
-    with mapped_by(BatchMapper(worked, 4)):
-        open_source(run)
-    yield from found
-
-
-@pytest.mark.parametrize(
-    ("stage", "function", "most"),
-    [
-        (2, rank_headers.read_headers, 2_500),
-        (3, rank_headers.read_headers, 1_000),
-        (3, model_files.match_models, 200),
-    ],
-)
-def test_what_comes_back_is_small(
-    tmp_path: Path, stage: int, function: Callable[..., Any], most: int
-) -> None:
-    """What all ranks have is not sent, however much it is."""
-    names = [(f"layers.{n}.weight", (3, 5)) for n in range(60)]
-    job = Job(stage=stage, world_size=16, groups=(tuple(names),), frozen=(), tied={})
-    run = write(job, tmp_path / "run")
-    sizes = [len(batch) / 4 for batch in sent(run, function.__name__)]
-    assert len(sizes) == 4
-    assert np.median(sizes) < most
-
-
-def test_a_worker_that_sees_another_first_file_is_not_believed(tmp_path: Path) -> None:
-    """Its parts are not those that it is asked about."""
-    run = write(Job(stage=3, world_size=4), tmp_path / "run")
-    other = write(Job(stage=3, world_size=4, sub_group_size=20), tmp_path / "other")
-
-    def mistaken(function: Any, batches: Sequence[Any]) -> Iterable[Any]:  # noqa: ANN401
-        (given,) = function.args
-        if isinstance(given, rank_files.ReadFile):
-            arrived = pickle.loads(pickle.dumps(given))
-            given = replace(arrived, path=optimizer_file(other, 0))
-        else:
-            given = {size: replace(one, path=model(other, 2)) for size, one in given.items()}
-        return [partial(function.func, given)(batch) for batch in batches]
-
-    with nowhere():
-        wanted = described(open_source(run))
-    with mapped_by(BatchMapper(mistaken, 2)):
-        assert described(open_source(run)) == wanted
