@@ -152,7 +152,7 @@ class ObjectLock(AnyLock):
 
     def _keep(self) -> None:
         while not self._is_lost and not self._ended.wait(_REFRESH_SECONDS):
-            with suppress(OSError):  # the next turn may succeed
+            with ignored(FROM_OUTSIDE | {errno.ENOTSUP, errno.EPROTO}):  # the next turn may succeed
                 self._refresh()
 
     def _refresh(self) -> None:
