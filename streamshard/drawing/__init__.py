@@ -1,1 +1,1 @@
-"""Draws pictures of how parameters are cut, as SVG and HTML; knows no file and no format."""
+"""Puts reports on pages; knows no file and no format."""
