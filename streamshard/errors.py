@@ -36,7 +36,7 @@ class Option(NamedTuple):
     """
 
     name: str
-    """The keyword, or a call that takes its place, such as `plan.save()`."""
+    """The keyword."""
     value: object = None
     what: str = ""
     """What the option gives, if the message is about that and not about the option."""
