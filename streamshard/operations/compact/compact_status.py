@@ -20,7 +20,7 @@ from streamshard.operations.compact.receipts import (
     Receipt,
     show_moment,
 )
-from streamshard.operations.compact.run_directory import require_directory, require_on_disk
+from streamshard.operations.compact.run_directory import directory_status, require_on_disk
 from streamshard.operations.compact.tag_choice import by_step
 from streamshard.operations.compact.tag_health import HealthRecord, TagHealth
 from streamshard.operations.compact.trash import Trash
@@ -109,12 +109,12 @@ def compact_status(
     """
     run, archive = as_path(run_dir).absolute(), as_path(archive_dir).absolute()
     require_on_disk(run)
-    require_directory(run)
+    directory_status(run)
     trash = Trash(run)
     with source_errors(archive):
         is_new = not exists(archive) and not trash.all_tags()
     if not is_new:
-        require_directory(archive)
+        directory_status(archive)
     last = RunRecord.last(archive)
     grace = timedelta(seconds=last.grace_seconds) if last else DEFAULT_GRACE
     found = sorted(_tags(run, archive, grace), key=lambda tag: by_step(tag.tag))

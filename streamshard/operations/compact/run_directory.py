@@ -69,11 +69,11 @@ class Identity:
 
     @classmethod
     def of(cls, path: Path) -> "Identity":
-        status = require_directory(path)
+        status = directory_status(path)
         return cls(status.device, status.file_id)
 
 
-def require_directory(path: Path) -> Status:
+def directory_status(path: Path) -> Status:
     """Require that a directory can be read, local or in a bucket; return its status."""
     try:
         status = examine(path)

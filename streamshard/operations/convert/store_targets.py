@@ -84,7 +84,7 @@ class StoreTargets(TargetWriter):
     def content(self) -> Iterator[FileLayout]:
         """Yield the layouts of all files except the manifest and the root's document."""
         documents = self._documents()
-        self._records.update({path: record_of(data) for path, data in documents.items()})
+        self._records.update({path: _record_of(data) for path, data in documents.items()})
         self._root = documents.pop(ROOT_DOCUMENT)
         yield from fixed_files(documents)
         for tensor, chunk in self._chunks():
@@ -133,7 +133,7 @@ class StoreTargets(TargetWriter):
             nothing = TensorHealth(0, 0, 0, 0, 0.0, 0.0)
             health = {array_path(tensor): nothing for tensor in tensors if is_measured(tensor)}
         manifest = store_manifest.serialize(records, self._codec, tensor_digests, health)
-        small = small_array(MANIFEST_PATH, manifest)
+        small = _small_array(MANIFEST_PATH, manifest)
         sizes = {path: record.nbytes for path, record in records.items()}
         sizes |= {path: len(data) for path, data in small.items()}
         for path in (MANIFEST_FILES[1], STATE_FILES[1]):
@@ -170,7 +170,7 @@ class StoreTargets(TargetWriter):
             self._tensor_digests(),
             None if self._measure is None else self._measure(),
         )
-        small = small_array(MANIFEST_PATH, manifest)
+        small = _small_array(MANIFEST_PATH, manifest)
         if self._records:
             written = (record.nbytes for record in self._records.values())
             self.nbytes = sum(written) + sum(map(len, small.values()))
@@ -189,7 +189,7 @@ class StoreTargets(TargetWriter):
     def _documents(self) -> dict[str, bytes]:
         """Serialize all files of a store except tensors' chunks and the manifest."""
         found = store_documents(self._source.checkpoint, self._chunk_shapes, self._codec)
-        return {**found, **small_array(STATE_PATH, self._state)}
+        return {**found, **_small_array(STATE_PATH, self._state)}
 
     @cached_property
     def _state(self) -> bytes:
@@ -233,7 +233,7 @@ def _zeros(count: int) -> NDArray[np.uint32]:
     return np.zeros(count, dtype=np.uint32)
 
 
-def small_array(path: str, data: bytes) -> dict[str, bytes]:
+def _small_array(path: str, data: bytes) -> dict[str, bytes]:
     """Serialize an array of raw bytes: its document and its only chunk, by path."""
     return {
         f"{path}/zarr.json": small_array_document(len(data)),
@@ -241,7 +241,7 @@ def small_array(path: str, data: bytes) -> dict[str, bytes]:
     }
 
 
-def record_of(data: bytes) -> FileRecord:
+def _record_of(data: bytes) -> FileRecord:
     """Return the record of a file with the given bytes."""
     return FileRecord(len(data), np.array([crc32(data)], dtype=np.uint32))
 
