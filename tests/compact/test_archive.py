@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import zarr
 
 import streamshard as api
+from streamshard.errors import UnsupportedError
 from streamshard.io.place import Disk
 from streamshard.operations.source.source import open_source
 from tests.compact.runs import (
@@ -32,7 +34,7 @@ from tests.compact.runs import (
     tag_of,
 )
 from tests.comparing import differences
-from tests.fabricated import client_state, edit, load, write
+from tests.fabricated import client_state, edit, load, wrapped, write
 from tests.job import EXPERTS, STATES, Job, buffers
 
 JOBS = {
@@ -54,6 +56,31 @@ CHECK = ("sha256sum", "--check", "--strict", "--quiet")
 def store(archive: Path) -> Path:
     """The archive of the tag that may go."""
     return archive / f"{FIRST}.zarr"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_states_that_cannot_be_cut_come_back_in_the_files_of_their_ranks(
+    stage: int, tmp_path: Path, archive: Path, store: Path
+) -> None:
+    run = make_run(tmp_path / "run", Job(stage=stage, garbage=False, client_state=client_state()))
+    files = sorted((run / FIRST).glob("*optim_states.pt"))
+    for rank, path in enumerate(files):
+        edit(path, partial(with_a_list, rank=rank))
+    age(run / FIRST, 30)
+    saved = {path.name: path.read_bytes() for path in files}
+    found = api.compact(run, archive)
+    assert [tag.action for tag in found.tags] == ["archived", "kept", "kept", "kept"]
+    api.repartition(store, tmp_path / "out")
+    written = (tmp_path / "out" / FIRST).glob("*optim_states.pt")
+    assert {path.name: path.read_bytes() for path in written} == saved
+    assert api.verify(tmp_path / "out", against=store).is_good
+    with pytest.raises(UnsupportedError, match="'Q' of group 0 is of type list"):
+        api.repartition(store, tmp_path / "other", world_size=3)
+
+
+def with_a_list(content: dict[str, Any], rank: int) -> None:
+    """Have a state that no reader can cut, of another length on each rank."""
+    wrapped(content["optimizer_state_dict"])["state"][0]["Q"] = [torch.ones(3 + rank), None]
 
 
 @pytest.mark.parametrize("name", JOBS)

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import streamshard as api
 from streamshard.errors import SourceError
@@ -19,6 +21,7 @@ from tests.compact.runs import (
     STEPS,
     TRASH,
     actions,
+    age,
     bits,
     damage,
     later,
@@ -28,6 +31,7 @@ from tests.compact.runs import (
     tag_of,
 )
 from tests.compact.test_archive import JOBS
+from tests.fabricated import edit, wrapped
 from tests.job import STATES, Job
 
 MONTH = timedelta(days=30)
@@ -281,6 +285,22 @@ def test_what_archives_share_stays_whole(tmp_path: Path, archive: Path) -> None:
     third = archive / f"{tag_of(3)}.zarr"
     assert (first / "module/old/c/0").samefile(third / "module/old/c/0")
     assert receipt_of(archive, tag_of(3))["shared_bytes"] > 0
+
+
+def test_states_in_the_files_of_the_ranks_are_kept(run: Path, archive: Path) -> None:
+    """None of these can be told from the rest of its file."""
+    for path in (run / FIRST).glob("*optim_states.pt"):
+        edit(path, with_a_list)
+    age(run / FIRST, 30)
+    for days in (0, 39, 90):
+        found = compact(run, archive, days).tags
+    reason = "its optimizer has states that are kept in the files of the ranks"
+    assert ("kept", reason) in [(tag.action, tag.reason) for tag in found if tag.tag == FIRST]
+    assert api.verify(archive / f"{FIRST}.zarr").is_good
+
+
+def with_a_list(content: dict[str, Any]) -> None:
+    wrapped(content["optimizer_state_dict"])["state"][0]["Q"] = [torch.ones(3), None]
 
 
 def test_what_has_no_states_keeps_what_it_has(

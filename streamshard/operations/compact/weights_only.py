@@ -225,9 +225,12 @@ def drop_states(context: RunContext, tag: str, *, is_dry_run: bool) -> Compacted
         store = WeightsOnlyStore.of(
             full.store, at=dropped_at, why=_WHY, limits=context.proofs.limits
         )
-        if not _states_of(store.full.checkpoint):
+        checkpoint = store.full.checkpoint
+        if checkpoint.uncut is not None or not _states_of(checkpoint):
             reason = "its archive holds no optimizer states"
-            if not store.full.checkpoint.layout.stage:
+            if checkpoint.uncut is not None:
+                reason = "its optimizer has states that are kept in the files of the ranks"
+            elif not checkpoint.layout.stage:
                 reason = "saved without ZeRO (stage 0), whose states cannot be distinguished"
             return replace(result, action=compact_report.KEPT, reason=reason)
         nbytes = store.dropped_bytes
