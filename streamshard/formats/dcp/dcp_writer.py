@@ -42,10 +42,10 @@ class ItemFrame:
         return self.head + content + zlib.crc32(content).to_bytes(4, "little").join(self.tail)
 
 
-def chunk_rows(shape: tuple[int, ...], itemsize: int) -> int:
+def _chunk_rows(shape: tuple[int, ...], itemsize: int) -> int:
     """Return how many rows of a tensor go into each item: whole ones, and at least one.
 
-    >>> chunk_rows((1000, 1 << 20), 4), chunk_rows((3, 1 << 30), 4), chunk_rows((5, 0), 4)
+    >>> _chunk_rows((1000, 1 << 20), 4), _chunk_rows((3, 1 << 30), 4), _chunk_rows((5, 0), 4)
     (16, 1, 5)
     """
     row_bytes = math.prod(shape[1:]) * itemsize
@@ -58,7 +58,7 @@ def chunks(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[int, tuple[i
     >>> list(chunks((40, 1 << 20), 4)), list(chunks((), 4)), list(chunks((0, 3), 4))
     ([(0, (16, 1048576)), (16, (16, 1048576)), (32, (8, 1048576))], [(0, ())], [(0, (0, 3))])
     """
-    rows = chunk_rows(shape, itemsize) if shape else 0
+    rows = _chunk_rows(shape, itemsize) if shape else 0
     if not rows:
         yield 0, shape
         return

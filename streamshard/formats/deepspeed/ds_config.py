@@ -352,11 +352,6 @@ def sequence_replicas(config: Config, dp_world_size: int, version: Version | Non
     return mesh[1] if mesh and mesh[0] == dp_world_size else 1
 
 
-def _wants_round_robin(config: Config) -> bool:
-    """Tell whether a config asks for `round_robin_gradients`, which not every engine heeds."""
-    return _zero(config).flag("round_robin_gradients")
-
-
 def wants_alignment(config: Config) -> bool:
     """Tell whether a config asks for `parameter_alignment`, which older versions refuse."""
     return _zero(config).flag("parameter_alignment")

@@ -44,7 +44,7 @@ _COMPARING: Final = threading.Lock()
 """Held while one array is compared with its digest, for all others that want it."""
 
 
-class _Files(dict[str, Buffer]):
+class _ArrayFiles(dict[str, Buffer]):
     """The files of one array, as zarr-python's store in memory: each is read when it is wanted."""
 
     def __init__(self, document: bytes, files: Mapping[str, SourceFile]) -> None:
@@ -83,7 +83,7 @@ class RewrittenArray:
     document: SourceFile
     """Its zarr.json."""
     array: "zarr.Array[Any]"
-    files: _Files
+    files: _ArrayFiles
     chunk: tuple[int, ...]
     """Shape of what one file holds: a chunk or a zarr shard."""
     codec_bytes: int
@@ -198,7 +198,7 @@ def open_rewritten(
     itself = found.pop(ROOT_DOCUMENT)
     try:
         said = {**document, "codecs": bounded_codecs.bounded(document.get("codecs"), names)}
-        files = _Files(json.dumps(said).encode(), found)
+        files = _ArrayFiles(json.dumps(said).encode(), found)
         array = zarr.open_array(MemoryStore(files), mode="r", zarr_format=3)
         chunk = require_shape(array.shards or array.chunks)
         count = math.prod(chunk_counts(array.shape, chunk))  # chunks of no length are an error

@@ -164,7 +164,7 @@ class _Waiting:
 
 
 @dataclass(frozen=True, slots=True)
-class _Filled:
+class _FilledFiles:
     """What a job has filled."""
 
     results: Sequence[SpanResult]
@@ -183,7 +183,7 @@ class _PackingJobs(Jobs):
         self._watcher = watcher
         self._waiting: deque[_Waiting] = deque()
 
-    def all(self, files: Iterable[TargetFiles]) -> Iterator[Job[SpanWriter, _Filled]]:
+    def all(self, files: Iterable[TargetFiles]) -> Iterator[Job[SpanWriter, _FilledFiles]]:
         for some in files:
             if isinstance(some, TargetFile):
                 (span,) = some.spans
@@ -196,7 +196,7 @@ class _PackingJobs(Jobs):
                 self._waiting.append(_Waiting(some.paths, some.nbytes, False, some.take))
                 yield partial(_fill_small, some, self._packed.file)
 
-    def take(self, number: int, done: _Filled) -> None:
+    def take(self, number: int, done: _FilledFiles) -> None:
         """Write files; behind the last one of all, the zip's directory."""
         files = self._waiting.popleft()
         # Workers count what they fill. The rest is what compression saved, and what is between.
@@ -216,7 +216,7 @@ def _take_one(file: TargetFile, results: Sequence[SpanResult]) -> None:
     file.take(results[0])
 
 
-def _fill(task: SpanTask, buffers: list[bytearray], writer: SpanWriter) -> _Filled:
+def _fill(task: SpanTask, buffers: list[bytearray], writer: SpanWriter) -> _FilledFiles:
     data = bytearray()
     with suppress(IndexError):
         data = buffers.pop()
@@ -224,11 +224,11 @@ def _fill(task: SpanTask, buffers: list[bytearray], writer: SpanWriter) -> _Fill
         data = bytearray(task.span.nbytes)
     memory = _Memory(data)
     result = writer.write(task, memory).result
-    return _Filled([result], [[memoryview(data)[: result.written.nbytes]]], data)
+    return _FilledFiles([result], [[memoryview(data)[: result.written.nbytes]]], data)
 
 
-def _fill_small(files: SmallFiles, target: Path, writer: SpanWriter) -> _Filled:
+def _fill_small(files: SmallFiles, target: Path, writer: SpanWriter) -> _FilledFiles:
     memory = _MemoryFiles()
     with target_errors(target):
         results = files.write(writer, memory)
-    return _Filled(results, memory.contents)
+    return _FilledFiles(results, memory.contents)
