@@ -141,8 +141,6 @@ class SourceRecord:
     inode: int
     device: int
     sha256: str = ""
-    etag: str = ""
-    """Empty; receipts that were written earlier have it."""
 
     @classmethod
     def of(cls, path: str, status: Status) -> "SourceRecord":
