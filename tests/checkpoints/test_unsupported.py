@@ -111,9 +111,10 @@ def with_muon(content: Content) -> None:
 
 def rename_experts(content: Content) -> None:
     """Name the experts of all ranks alike, as AutoEP's fused ones are."""
-    mapping = content["optimizer_state_dict"]["param_slice_mappings"][-1]
-    for number, name in enumerate(list(mapping)):
-        mapping[f"mlp.experts.w{number}"] = mapping.pop(name)
+    state = content.get("optimizer_state_dict", {})
+    *_, named = state.get("param_slice_mappings") or content.get("param_shapes") or [{}]
+    for name in list(named):
+        named[name.replace("deepspeed_experts", "experts")] = named.pop(name)
 
 
 def tell_more(content: Content) -> None:
@@ -153,7 +154,7 @@ KINDS = [
         Kind(
             f"elastic-{stage}",
             Job(stage=stage),
-            ("saved with elastic_checkpoint", "with elastic_checkpoint off", "save again"),
+            ("trained with elastic_checkpoint", "with elastic_checkpoint off", "save again"),
             optimizer=(as_elastic,),
             both=(zero(elastic_checkpoint=True),),
         )
@@ -170,28 +171,28 @@ KINDS = [
     Kind(
         "nvme-without-its-swap-files",
         STAGE_3,
-        ("rank_0_mp_rank_00_optim_states.pt: sub-group 1 is empty", "swapped out to NVMe"),
+        ("rank_0_mp_rank_00_optim_states.pt: fp32_flat_groups[1] is empty", "swapped out to NVMe"),
         optimizer=(swap_out(1),),
         both=(zero(offload_optimizer=NVME),),
     ),
     Kind(
         "twin-flow",
         STAGE_3,
-        ("no optimizer state of sub-groups [0]: offload_optimizer.ratio 0.6", "train until"),
+        ("of sub-groups [0]: trained with offload_optimizer.ratio below 1", "train until"),
         optimizer=(without_states(0),),
         both=(zero(offload_optimizer={"device": "cpu", "ratio": 0.6}),),
     ),
     Kind(
         "twin-flow-everything",
         STAGE_3,
-        ("no optimizer state of sub-groups [0, 1, 2]: offload_optimizer.ratio 0 ",),
+        ("no optimizer state of sub-groups [0, 1, 2]: trained with offload_optimizer.ratio",),
         optimizer=(without_states(0, 1, 2),),
         both=(zero(offload_optimizer={"device": "cpu", "ratio": 0.0}),),
     ),
     Kind(
         "super-offload",
         STAGE_3,
-        ("no optimizer state of sub-groups [0, 1, 2]: SuperOffload", "super_offload", "train"),
+        ("no optimizer state of sub-groups [0, 1, 2]: ", "super_offload", "train until"),
         optimizer=(without_states(0, 1, 2),),
         both=(zero(offload_optimizer={"device": "cpu", "super_offload": True}),),
     ),
@@ -199,7 +200,7 @@ KINDS = [
         Kind(
             f"zenflow-{stage}",
             Job(stage=stage),
-            ("trained with ZenFlow", "matrices transposed", "engine.save_16bit_model()"),
+            ("trained with ZenFlow", "transposes matrices", "engine.save_16bit_model()"),
             both=(zero(zenflow={"topk_ratio": 0.1}),),
         )
         for stage in (1, 2, 3)
@@ -207,39 +208,39 @@ KINDS = [
     Kind(
         "mics",
         STAGE_3,
-        ("trained with MiCS (mics_shard_size 2) on 8 ranks", "zero_to_fp32.py"),
+        ("2 of 8 ranks saved: trained with MiCS (mics_shard_size)", "zero_to_fp32.py"),
         both=(zero(mics_shard_size=2),),
         model=(lambda content: content.update(dp_world_size=8),),
     ),
     Kind(
         "mesh-of-sequences",
         STAGE_3,
-        ("at ZeRO stage 3 with data_parallel_size 2 and sequence_parallel_size 2", "among 4 ranks"),
+        ("2 of 4 ranks saved: trained with data_parallel_size and sequence_parallel_size at ZeRO",),
         both=(MESH,),
     ),
     Kind(
         "autoep-with-autotp",
         Job(world_size=4, experts=EXPERTS, expert_parallel=2),
-        ("trained with AutoEP ('ds_autoep_layers' says so) and AutoTP", "ds_to_universal"),
+        ("'folding' says so: trained with AutoEP", "or with AutoTP", "ds_to_universal"),
         model=(lambda content: content.update(ds_autoep_layers=[{}], folding={"tp_size": 2}),),
     ),
     Kind(
         "autoep-with-muon",
         Job(world_size=4, experts=EXPERTS, expert_parallel=2),
-        ("mp_rank_00_model_states.pt: trained with AutoEP ('ds_autoep_layers'", "and Muon"),
+        ("mp_rank_00_model_states.pt: 'use_muon' says so: trained with AutoEP", "or Muon"),
         model=(lambda content: content.update(ds_autoep_layers=[{}]),),
         optimizer=(with_muon,),
     ),
     Kind(
         "autoep-of-0.19.2",
         Job(world_size=4, experts=EXPERTS, expert_parallel=2),
-        ("trained with AutoEP ('autoep_layers' says so)", "ds_to_universal"),
+        ("'autoep_layers' says so: trained with AutoEP", "ds_to_universal"),
         model=(lambda content: content.update(autoep_layers=[{"ep_size": 2}]),),
     ),
     Kind(
         "autoep-stage-3",
         STAGE_3,
-        ("optim_states.pt: trained with AutoEP ('ds_zero_partition_groups' says so)",),
+        ("'ds_zero_partition_groups' says so: trained with AutoEP",),
         optimizer=(auto_expert_groups,),
     ),
     Kind(
@@ -251,8 +252,8 @@ KINDS = [
     Kind(
         "experts-without-numbers",
         Job(world_size=4, experts=EXPERTS, expert_parallel=2),
-        ("'mlp.experts.w0' is of experts without numbers, as of AutoEP",),
-        optimizer=(rename_experts,),
+        ("is of experts without numbers: trained with AutoEP",),
+        both=(rename_experts,),
     ),
     *(
         Kind(
@@ -277,7 +278,7 @@ KINDS = [
     Kind(
         "optimizer-twice",
         Job(stage=1),
-        ("holds an optimizer's state next to the ranks' own files", "Train with stage 1"),
+        ("next to the ranks' own files: trained with a bf16 pipeline", "Train with stage 1"),
         optimizer=(lambda content: content["optimizer_state_dict"].pop("zero_stage"),),
         model=(lambda content: content.update(optimizer={"clip_grad": 1.0}, module=None),),
         both=(zero(stage=0),),
@@ -303,9 +304,9 @@ def test_each_kind_is_refused_by_name(kind: Kind, tmp_path: Path) -> None:
 
 
 DUMPED = {
-    "elastic-2": ("saved with elastic_checkpoint",),
-    "nvme": ("sub-group 0 is empty", "swapped out to NVMe"),
-    "twin-flow": ("no optimizer state of sub-groups [0], while others have it", "super_offload"),
+    "elastic-2": ("trained with elastic_checkpoint",),
+    "nvme": ("fp32_flat_groups[0] is empty", "swapped out to NVMe"),
+    "twin-flow": ("no optimizer state of sub-groups [0]: trained with", "super_offload"),
     "autoep-stage-3": ("'ds_zero_partition_groups' says so",),
     "experts-without-numbers": ("experts without numbers",),
 }

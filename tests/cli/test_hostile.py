@@ -202,7 +202,7 @@ def test_what_is_told_of_another_way_to_train_is_quoted_shortly(tmp_path: Path) 
 
     for path in (run / TAG).iterdir():
         edit(path, mics)
-    require_refused(run, "trained with MiCS (mics_shard_size 2) on a list of 2 ranks")
+    require_refused(run, "2 of a list of 2 ranks saved: trained with MiCS")
 
 
 def test_what_is_told_where_no_rank_saved_its_part_is_not_spelled_out(run: Path) -> None:

@@ -86,7 +86,7 @@ def mics(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_mics_is_refused_by_name(mics: Path, tmp_path: Path) -> None:
-    message = r"MiCS \(mics_shard_size 2\) on 4 ranks.*zero_to_fp32.py writes the weights"
+    message = r"2 of 4 ranks saved: trained with MiCS .*zero_to_fp32.py writes the weights"
     with pytest.raises(UnsupportedError, match=message):
         streamshard.repartition(mics / "2", tmp_path / "out", world_size=3)
     weights = torch.load(mics / "weights.pt", weights_only=False)
@@ -119,17 +119,17 @@ QUANTISED = odd(
 )  # fmt: skip
 LATE_GROUP = {stage: odd("late-group", stage, {}, saving=a_group_more) for stage in (2, 3)}
 REFUSED = {
-    TWIN_FLOW: r"no optimizer state of sub-groups \[0, 1\]: offload_optimizer\.ratio 0\.4",
+    TWIN_FLOW: r"no optimizer state of sub-groups \[0, 1\]: trained with offload_optimizer\.ratio",
     QUANTISED: r"weight of 'middle\.weight' is kept as int8 .*zero_quantized_nontrainable_weights",
 }
 for stage in (1, 2):
     REFUSED[odd("zenflow", stage, ZENFLOW, optimizer=None)] = "trained with ZenFlow"
 for stage, advice in ((2, "load_module_only=True"), (3, "save_16bit_model")):
     REFUSED[LATE_GROUP[stage]] = (
-        rf"param groups \[3\] of 4 were added to the wrapped optimizer after .*{advice}"
+        rf"param groups \[3\] of 4 .* added to the wrapped optimizer after .*{advice}"
     )
     REFUSED[odd("low-rank", stage, {}, model=LowRank, one_group=True)] = (
-        r"'q_proj\.weight' has 192 of 384 elements: OptimizedLinear's base_weight_sharding"
+        r"'q_proj\.weight' has 192 of 384 elements: trained with .*'s base_weight_sharding"
     )
 STAGE_0 = Case("z0-bf16", 0, "bf16")
 

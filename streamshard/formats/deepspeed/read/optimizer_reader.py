@@ -32,6 +32,7 @@ from streamshard.formats.deepspeed.read.state_of_ranks import (
     states_in_blocks,
     unwrapped,
 )
+from streamshard.formats.deepspeed.unsupported import AUTO_EXPERTS, ELASTIC, SWAPPED
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import name_of, of_file
 from streamshard.formats.torch.torch_tensor import Tensor, storages_in, tensor_of
@@ -84,6 +85,8 @@ class OptimizerReader:
 
     def _inner_state(self, state: Mapping[str, Node], key: str, path: Path) -> Mapping[str, Node]:
         inner = require(state, key, path)
+        if isinstance(inner, list):
+            raise ELASTIC.error(f"'{key}' is a list", path)
         if not isinstance(inner, dict) or not {"state", "param_groups"} <= inner.keys():
             raise CorruptFileError(f"'{key}' is not the state dict of an optimizer", path=path)
         if not isinstance(inner["state"], dict):
@@ -113,6 +116,8 @@ class OptimizerReader:
             tensor = tensor_of(node)
         if tensor is None or len(tensor.shape) != 1:
             raise CorruptFileError(f"{what} is not a flat tensor", path=path)
+        if self._stage == 3 and tensor.numel == 0:
+            raise SWAPPED.error(f"{what} is empty", path)
         return tensor.require_contiguous(f"{path}: {what}")
 
     def groups(
@@ -134,6 +139,11 @@ class OptimizerReader:
         for number, members in enumerate(units_of):
             expert_ranks = self._expert_ranks(number)
             expert_parallel = expert_ranks or 1
+            own = chain.from_iterable(units[unit] for unit in members if expert_parallel > 1)
+            for name in own:
+                if name not in placed and not names.count_local_experts([name]):
+                    shown = f"{show(name)} is of experts without numbers"
+                    raise AUTO_EXPERTS.error(shown, self._paths[0])
             for expert_rank in range(expert_parallel):
                 tensors = [
                     [

@@ -33,7 +33,7 @@ from streamshard.formats.deepspeed.read.rank_files import (
     find,
     require,
 )
-from streamshard.formats.deepspeed.unsupported import Saved, refuse_uncut
+from streamshard.formats.deepspeed.unsupported import Saved, refuse
 from streamshard.formats.detect import is_stage_0
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import of_file
@@ -65,7 +65,7 @@ def _read_uncut_part(
     if not is_stage_0(file.path):
         message = "holds no optimizer's state, as another part of the model does"
         raise DisagreementError(f"{message}: they are not of one run", path=file.path)
-    refuse_uncut(Saved(0, config, (), (), [model], [file.path]))
+    refuse(Saved(0, config, (), (), [model], [file.path]))
     layout = ds_config.zero_layout(config, stage=0, world_size=recorded_ranks(file))
     module = ModuleReader([file], 0, {})
     entries = module.entries({})
