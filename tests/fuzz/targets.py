@@ -41,9 +41,9 @@ from streamshard.formats.torch.torch_tensor import Storage, tensor_of
 from streamshard.formats.torch.tree_comparison import compare_nodes
 from streamshard.formats.universal import universal_reader
 from streamshard.formats.zarr import (
-    bounded_codecs,
     documents,
     packed_audit,
+    rewritten,
     rewritten_documents,
     store_manifest,
     store_state,
@@ -138,7 +138,7 @@ def zarr_documents(data: bytes, _: Path) -> None:
         shape = require_shape(document["shape"])
     except (KeyError, TypeError, ValueError) as error:
         raise SourceError("no document of an array") from error
-    bounded_codecs.bounded(document.get("codecs"), [])
+    rewritten._bounded(document.get("codecs"), [])
     assert require_shape(list(shape)) == shape
 
 

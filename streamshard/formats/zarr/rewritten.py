@@ -5,30 +5,30 @@ those of files that are gone, but the digest of a tensor depends on neither chun
 element is delivered before all elements of its tensor have been read and compared with that digest.
 """
 
-import json
+import gzip
+import io
 import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import product, starmap
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import zarr
+from numcodecs.blosc import Blosc
+from numcodecs.zstd import Zstd
+from zarr.abc.codec import BytesBytesCodec
+from zarr.core.array_spec import ArraySpec
 from zarr.core.buffer import Buffer, default_buffer_prototype
-from zarr.storage import MemoryStore
+from zarr.registry import register_codec
+from zarr.storage import MemoryStore, StorePath
 
 from streamshard.checksums import crc32, crc32c
-from streamshard.errors import (
-    CorruptFileError,
-    IncompleteError,
-    IntegrityError,
-    StreamshardError,
-    UnsupportedError,
-)
+from streamshard.errors import CorruptFileError, IncompleteError, IntegrityError, UnsupportedError
+from streamshard.formats.pickle.inert import show
 from streamshard.formats.shapes import require_shape
-from streamshard.formats.zarr import bounded_codecs
 from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT
 from streamshard.formats.zarr.documents import chunk_counts
 from streamshard.io.entries import entries_below, identify, open_readable
@@ -40,35 +40,12 @@ _PIECE_BYTES: Final = 1 << 20
 """Small chunks are decoded together up to this size."""
 _MOST_MISSING: Final = 1 << 18
 """More chunks than zarr-python leaves out of any tensor because all their elements are zero."""
+_COMPRESSIONS: Final = ("blosc", "gzip", "zstd")
+_CODECS: Final = ("bytes", "transpose", "sharding_indexed", *_COMPRESSIONS, "crc32c")
+"""Codecs of Zarr's own. Others would have zarr-python load plug-ins."""
+_PREFIX: Final = "streamshard.bounded."
 _COMPARING: Final = threading.Lock()
 """Held while one array is compared with its digest, for all others that want it."""
-
-
-class _ArrayFiles(dict[str, Buffer]):
-    """The files of one array, as zarr-python's store in memory: each is read when it is wanted."""
-
-    def __init__(self, document: bytes, files: Mapping[str, SourceFile]) -> None:
-        super().__init__()
-        self.document, self.files = document, files
-        self.missing: set[str] = set()
-        """Chunks that were missing when they were to be read; Zarr takes the fill value instead."""
-
-    def __missing__(self, key: str) -> Buffer:
-        make = default_buffer_prototype().buffer.from_bytes
-        if key == ROOT_DOCUMENT:
-            return make(self.document)
-        file = self.files.get(key)
-        # An empty file is not a chunk either: in place of a zarr shard it would read as fill value.
-        if file is None or not file.nbytes:
-            self.missing.add(key)
-            raise KeyError(key)
-        with open_readable(file.path) as opened:
-            require_same(file, opened.status())
-            data = opened.read_at(0, file.nbytes)
-        if len(data) != file.nbytes:
-            raise CorruptFileError(f"ends before byte {file.nbytes}", path=file.path)
-        self[key] = found = make(data)  # zarr-python may read a zarr shard part by part
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,22 +56,29 @@ class RewrittenArray:
     each chunk is decoded once, and is one range of elements in C order.
     """
 
-    directory: Path
     document: SourceFile
     """Its zarr.json."""
     array: "zarr.Array[Any]"
-    files: _ArrayFiles
+    """The array without its chunks, and with codecs that are bounded."""
+    files: Mapping[str, SourceFile]
+    """All its files but zarr.json, by key."""
     chunk: tuple[int, ...]
     """Shape of what one file holds: a chunk or a zarr shard."""
     codec_bytes: int
     """Memory that decoding a piece takes."""
     rows: int
-    """Of one piece; the last piece may have fewer, as with elements."""
+    """Of chunks in a piece; the last piece may have fewer, as with elements."""
     numel: int
     digest: str
     """Digest of all elements in the manifest."""
+    missing: set[str] = field(default_factory=set)
+    """Keys of chunks that were missing when they were to be read."""
     sums: list[tuple[int, int]] = field(default_factory=list)
-    """CRC-32 and CRC-32C of all elements up to the end of each piece, once they are compared."""
+    """CRC-32 and CRC-32C of what is before each piece and of all, once that is compared."""
+
+    @property
+    def directory(self) -> Path:
+        return self.document.path.parent
 
     @property
     def pieces(self) -> int:
@@ -105,53 +89,66 @@ class RewrittenArray:
         left = math.prod(self.array.shape) - number * self.numel
         return min(self.numel, left) * self.array.dtype.itemsize
 
-    def read(self, number: int, view: memoryview) -> None:
+    def read(self, number: int, view: memoryview) -> memoryview:
         """Decode a piece into the front of a view; its elements are compared with nothing."""
-        first, shape = number * self.rows, self.array.shape
-        ends = (min(first + self.rows, shape[0]), *shape[1:]) if shape else ()
-        out = np.frombuffer(view[: self.piece_bytes(number)], self.array.dtype)
-        out = out.reshape([-1, *shape[1:]] if shape else [])
-        steps = zip([first] + [0] * len(shape), ends, self.chunk, strict=False)
-        for corner in product(*starmap(range, steps)):
-            both = zip(corner, self.chunk, ends, strict=True)
-            box = tuple(slice(start, min(start + step, end)) for start, step, end in both)
-            here = tuple(slice(s.start - first, s.stop - first) for s in box[:1]) + box[1:]
-            try:
-                out[here] = np.asarray(self.array[box])
-            except (MemoryError, StreamshardError):
-                raise
-            except Exception as error:  # each codec has errors of its own
-                if isinstance(error, OSError) and error.errno is not None:
-                    raise
-                where = ", ".join(f"{s.start}:{s.stop}" for s in box)
-                message = f"damaged: elements [{where}] cannot be decoded ({_first_line(error)})"
-                raise IntegrityError(message, path=self.directory) from error
-            finally:
-                self.files.clear()
+        piece, shape = view[: self.piece_bytes(number)], self.array.shape
+        out = np.frombuffer(piece, self.array.dtype).reshape([-1, *shape[1:]] if shape else [])
+        for index in product(*map(range, chunk_counts(out.shape, self.chunk))):
+            row = tuple(number * self.rows + i for i in index[:1])
+            out[self._box(index)] = self._decoded(row + index[1:])
+        return piece
 
-    def read_compared(self, number: int, view: memoryview) -> None:
+    def _box(self, index: tuple[int, ...]) -> tuple[slice, ...]:
+        """Return where the elements of a chunk lie, past the end of the array too."""
+        both = zip(index, self.chunk, strict=True)
+        return tuple(slice(i * length, (i + 1) * length) for i, length in both)
+
+    def _decoded(self, index: tuple[int, ...]) -> Any:  # noqa: ANN401
+        """Decode a chunk, or return the fill value if there is none."""
+        key = self.array.metadata.encode_chunk_key(index)
+        file = self.files.get(key)
+        # An empty file is not a chunk either: in place of a zarr shard it would read as fill value.
+        if file is None or not file.nbytes:
+            self.missing.add(key)
+            return 0
+        with open_readable(file.path) as opened:
+            require_same(file, opened.status())
+            data = opened.read_at(0, file.nbytes)
+        if len(data) != file.nbytes:
+            raise CorruptFileError(f"ends before byte {file.nbytes}", path=file.path)
+        buffer = default_buffer_prototype().buffer.from_bytes(data)
+        try:
+            store = StorePath(MemoryStore({key: buffer}))
+            array: zarr.AsyncArray[Any] = zarr.AsyncArray(self.array.metadata, store)
+            return np.asarray(zarr.Array(array)[self._box(index)])
+        except MemoryError:
+            raise
+        except Exception as error:  # each codec has errors of its own
+            message = f"damaged: cannot be decoded ({_first_line(error)})"
+            raise IntegrityError(message, path=file.path) from error
+
+    def read_compared(self, number: int, view: memoryview) -> memoryview:
         """Decode a piece, after all elements of the tensor were compared with their digest.
 
         `view`: as long as the first piece.
         """
         with _COMPARING:
             if not self.sums:
-                self.sums.extend(self._compared(view))
-        self.read(number, view)
-        before = self.sums[number - 1] if number else (0, 0)
-        if _extended(before, view[: self.piece_bytes(number)]) != self.sums[number]:
+                self._compare(view)
+        piece = self.read(number, view)
+        if _extended(self.sums[number], piece) != self.sums[number + 1]:
             message = "changed while it was being read. Stop what changes the"
             raise IntegrityError(f"{message} source, and run again", path=self.directory)
+        return piece
 
-    def _compared(self, view: memoryview) -> list[tuple[int, int]]:
+    def _compare(self, view: memoryview) -> None:
         sums = [(0, 0)]
         for number in range(self.pieces):
-            self.read(number, view)
-            sums.append(_extended(sums[-1], view[: self.piece_bytes(number)]))
+            sums.append(_extended(sums[-1], self.read(number, view)))
         found = f"{sums[-1][0]:08x}{sums[-1][1]:08x}"
         if found != self.digest:
             raise IntegrityError(self.difference(found))
-        return sums[1:]
+        self.sums.extend(sums)
 
     def difference(self, found: str) -> str:
         """Say that the elements have another digest, and which chunks are missing."""
@@ -162,9 +159,9 @@ class RewrittenArray:
     @property
     def missing_text(self) -> str:
         """What to add to a message about chunks that were missing; empty if none was."""
-        shown = some_of(sorted(self.files.missing), 3)
+        shown = some_of(sorted(self.missing), 3)
         text = f". Missing or empty, so that Zarr takes the fill value for them: {shown}"
-        return text if self.files.missing else ""
+        return text if self.missing else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +177,8 @@ class RewrittenPiece:
         self, file: StoredBytes, stored: Memory, content: Memory, part: tuple[int, int] | None
     ) -> tuple[int, memoryview]:
         """Return the elements of the piece, all of them."""
-        view = content(self.array.piece_bytes(0))
         read = self.array.read_compared if self.is_compared else self.array.read
-        read(self.number, view)
-        return 0, view[: self.array.piece_bytes(self.number)]
+        return 0, read(self.number, content(self.array.piece_bytes(0)))
 
 
 def open_rewritten(
@@ -193,14 +188,16 @@ def open_rewritten(
 
     `digest`: that in the manifest; None if it has none.
     """
-    directory, place, names = root / path, root / path / ROOT_DOCUMENT, list[str]()
-    found = _files_below(directory, root)
-    itself = found.pop(ROOT_DOCUMENT)
+    place, names, files = root / path / ROOT_DOCUMENT, list[str](), dict[str, SourceFile]()
+    for entry in entries_below(place.parent):
+        if not entry.is_directory:
+            require_regular(entry.path, root)
+            files[entry.path.relative_to(place.parent).as_posix()] = identify(entry.path)
+    itself = files.pop(ROOT_DOCUMENT)
     try:
-        said = {**document, "codecs": bounded_codecs.bounded(document.get("codecs"), names)}
-        files = _ArrayFiles(json.dumps(said).encode(), found)
-        array = zarr.open_array(MemoryStore(files), mode="r", zarr_format=3)
-        chunk = require_shape(array.shards or array.chunks)
+        said = {**document, "codecs": _bounded(document.get("codecs"), names)}
+        array = zarr.Array.from_dict(StorePath(MemoryStore()), said)
+        chunk = require_shape(document["chunk_grid"]["configuration"]["chunk_shape"])
         count = math.prod(chunk_counts(array.shape, chunk))  # chunks of no length are an error
     except UnsupportedError as error:
         raise UnsupportedError(str(error), path=place) from error
@@ -208,31 +205,21 @@ def open_rewritten(
         message = f"zarr-python cannot open this array: {_first_line(error)}"
         raise UnsupportedError(message, path=place) from error
     if digest is None:
-        message = "rewritten by another tool; the manifest has no digest"
-        message = f"{message} with which its elements could be compared"
+        message = "rewritten by another tool; the manifest has no digest with which to compare it"
         raise UnsupportedError(message, path=place)
-    if count - len(found) > _MOST_MISSING:
-        message = f"{counted(count, 'chunk')}, and {counted(len(found), 'file')} of them"
+    if count - len(files) > _MOST_MISSING:
+        message = f"{counted(count, 'chunk')}, and {counted(len(files), 'file')} of them"
         message = f"{message}. Is the copy whole? Else rewrite it in larger chunks"
         raise IncompleteError(message, path=place)
-    itemsize, row_numel, rows = array.dtype.itemsize, math.prod(array.shape[1:]), (*chunk, 1)[0]
-    rows *= max(1, _PIECE_BYTES // max(1, rows * row_numel * itemsize))
+    itemsize, row_numel = array.dtype.itemsize, math.prod((*chunk[:1], *array.shape[1:]))
+    rows = max(1, _PIECE_BYTES // max(1, row_numel * itemsize))
     numel, nbytes = min(math.prod(array.shape), rows * row_numel), math.prod(chunk) * itemsize
     # A codec holds what it reads, twice what it makes while that grows, and a copy. Around the
     # codecs are the file and the chunk, twice because the allocator keeps those before them.
-    stored = max((file.nbytes for file in found.values()), default=0)
+    stored = max((file.nbytes for file in files.values()), default=0)
     steps = sum(name not in ("bytes", "sharding_indexed") for name in names)
     codec_bytes = numel * itemsize + 2 * (nbytes + stored) + 5 * steps * nbytes
-    return RewrittenArray(directory, itself, array, files, chunk, codec_bytes, rows, numel, digest)
-
-
-def _files_below(directory: Path, root: Path) -> dict[str, SourceFile]:
-    found = {}
-    for entry in entries_below(directory):
-        if not entry.is_directory:
-            require_regular(entry.path, root)
-            found[entry.path.relative_to(directory).as_posix()] = identify(entry.path)
-    return found
+    return RewrittenArray(itself, array, files, chunk, codec_bytes, rows, numel, digest)
 
 
 def _extended(sums: tuple[int, int], view: memoryview) -> tuple[int, int]:
@@ -242,3 +229,71 @@ def _extended(sums: tuple[int, int], view: memoryview) -> tuple[int, int]:
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__} {str(error).splitlines()[0] if str(error) else ''}".strip()
+
+
+@dataclass(frozen=True)
+class _Bounded(BytesBytesCodec):
+    """A compression that decodes no further than its chunk.
+
+    zarr-python's own allocate what a frame claims to hold, or grow with it: a frame of 16 KB can
+    claim, and hold, half a gigabyte. Here the claim is compared with the size of the chunk first.
+    """
+
+    name: str
+    is_fixed_size = False
+
+    def compute_encoded_size(self, input_byte_length: int, chunk_spec: ArraySpec) -> int:
+        raise NotImplementedError
+
+    async def _decode_single(self, chunk_bytes: Buffer, chunk_spec: ArraySpec) -> Buffer:
+        nbytes = math.prod(chunk_spec.shape) * chunk_spec.dtype.to_native_dtype().itemsize
+        # Another compression makes what does not repeat hardly longer; a zarr shard has an index.
+        most, data, name = 2 * nbytes + (1 << 16), chunk_bytes.to_bytes(), self.name
+        if name.endswith("gzip"):
+            content = np.frombuffer(gzip.GzipFile(fileobj=io.BytesIO(data)).read(most + 1), "B")
+            claimed = len(content)
+        elif name.endswith("zstd"):
+            claimed = _zstd_bytes(data) or nbytes
+        else:
+            claimed = int.from_bytes(data[4:8], "little")
+        if claimed > most:
+            raise ValueError(f"a frame of more than {most:,} bytes in a chunk of {nbytes:,}")
+        if not name.endswith("gzip"):
+            # Given a place to fill, the libraries allocate none, for no frame behind this either.
+            content = np.empty(claimed, "B")
+            (Zstd() if name.endswith("zstd") else Blosc()).decode(data, content)
+        return chunk_spec.prototype.buffer.from_array_like(content)
+
+
+for _name in _COMPRESSIONS:
+    register_codec(_PREFIX + _name, _Bounded)
+
+
+def _zstd_bytes(data: bytes) -> int:
+    """Return what a frame says it holds, where RFC 8878, section 3.1.1.1, has it; 0 if it has not.
+
+    Whether it is a frame at all is for the library to say.
+    """
+    header = data[:18].ljust(18, b"\0")
+    flags, is_single = header[4] >> 6, header[4] >> 5 & 1
+    length = (is_single, 2, 4, 8)[flags]
+    start = 5 + (not is_single) + (0, 1, 2, 4)[header[4] & 3]
+    return int.from_bytes(header[start : start + length], "little") + 256 * (length == 2)
+
+
+def _bounded(codecs: Any, names: list[str]) -> Any:  # noqa: ANN401
+    """Return codecs with the compressions here in place of zarr-python's, and note their names."""
+    if isinstance(codecs, list):
+        return [_bounded(codec, names) for codec in codecs]
+    codec = codecs if isinstance(codecs, dict) else {"name": codecs}
+    name, settings = codec.get("name"), codec.get("configuration")
+    if name not in _CODECS:
+        message = f"rewritten with the codec {show(name)}, which is not known; known are"
+        raise UnsupportedError(f"{message} {', '.join(_CODECS)}")
+    names.append(name)
+    if name in _COMPRESSIONS:
+        return {"name": _PREFIX + name}
+    if not isinstance(settings, dict):
+        return codec
+    nested = {key: _bounded(settings[key], names) for key in settings if key.endswith("codecs")}
+    return {**codec, "configuration": {**settings, **nested}}

@@ -390,7 +390,7 @@ class StoreIndex:
         for number in range(found.pieces):
             self.files.append(replace(found.document, decoder=RewrittenPiece(found, number)))
         # Nothing is read from these; the run ends with an error if one of them changes.
-        self.files += found.files.files.values()
+        self.files += found.files.values()
         self.codec_bytes = max(self.codec_bytes, found.codec_bytes)
         return True
 
