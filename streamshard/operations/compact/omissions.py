@@ -1,18 +1,22 @@
-"""Leaves tensors out of an opened checkpoint, such as module weights proved to be casts."""
+"""Leaves tensors out of an opened checkpoint: proved casts, sidecars, states of the optimizer."""
 
 from collections.abc import Collection
+from dataclasses import replace
+from typing import Final
 
 from streamshard.engine.numeric.cast import cast_between
 from streamshard.errors import UnsupportedError
-from streamshard.formats.checkpoint import Checkpoint
+from streamshard.formats.checkpoint import Checkpoint, Dropped
 from streamshard.formats.zarr import store_state
 from streamshard.formats.zarr.array_paths import array_path
-from streamshard.model import FILE, ITEMSIZE, MASTER, MODULE
+from streamshard.model import BLOB, FILE, ITEMSIZE, MASTER, MODULE
 from streamshard.operations.compare.comparison import compare
 from streamshard.operations.compare.pairing import Pair, SideElements
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Progress
+
+_KEPT: Final = (MASTER, MODULE, BLOB, FILE)
 
 
 def cast_candidates(checkpoint: Checkpoint) -> dict[int, Pair]:
@@ -63,6 +67,33 @@ def sidecars_beside(source: Source) -> set[int]:
 def tag_only(source: Source) -> Source:
     """Return a source without the sidecars that lie next to the tag."""
     return narrowed(source, sidecars_beside(source))
+
+
+def states_of(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Name the optimizer's states that are stored as tensors per parameter; others are small."""
+    found = (tensor.state for tensor in checkpoint.tensors if tensor.state not in _KEPT)
+    return tuple(dict.fromkeys(found))
+
+
+def without_states(source: Source, *, at: str, why: str) -> Source:
+    """Return a source without the optimizer's states of its parameters.
+
+    Hyper-parameters stay, and so does all training state that is not the optimizer's.
+    """
+    checkpoint = source.checkpoint
+    groups = [group for model_part in checkpoint.model_parts for group in model_part.groups]
+    named = [*states_of(checkpoint), *(key for group in groups for key in group.states or ())]
+    emptied = replace(
+        checkpoint,
+        model_parts=tuple(
+            replace(model_part, groups=tuple(replace(g, states=None) for g in model_part.groups))
+            for model_part in checkpoint.model_parts
+        ),
+        dropped=Dropped(at, why, tuple(dict.fromkeys(named))),
+    )
+    blobs = store_state.blobs_in(checkpoint) - store_state.blobs_in(emptied)
+    numbers = {n for n, t in enumerate(checkpoint.tensors) if t.state not in _KEPT}
+    return narrowed(replace(source, checkpoint=emptied), numbers | blobs)
 
 
 def narrowed(source: Source, left_out: Collection[int]) -> Source:

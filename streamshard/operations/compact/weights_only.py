@@ -6,7 +6,7 @@ the receipt names is complete, with the list of its checksums next to it. The ch
 are those of the full archive, so their files are linked; in one file they are written once more.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,17 +20,12 @@ from streamshard.errors import (
     TargetExistsError,
     raise_first,
 )
-from streamshard.formats.checkpoint import Checkpoint, Dropped
-from streamshard.formats.zarr import store_state
 from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT, array_path
-from streamshard.formats.zarr.store_index import StoredChunk, StoreIndex
-from streamshard.formats.zarr.store_manifest import FileRecord, Manifest
-from streamshard.io.changes import link_or_copy, remove, remove_file, rename, sync_path
+from streamshard.formats.zarr.store_index import StoreIndex
+from streamshard.io.changes import remove, remove_file, rename, sync_path
 from streamshard.io.entries import lexists
 from streamshard.io.files import source_errors, target_errors
 from streamshard.io.object_path import is_object
-from streamshard.io.objects.buckets import for_each
-from streamshard.model import BLOB, FILE, MASTER, MODULE
 from streamshard.operations.compact import compact_report, omissions
 from streamshard.operations.compact.compact_report import CompactedTag
 from streamshard.operations.compact.proof import content_equal, intact, prove, same_archive, sums_of
@@ -46,12 +41,10 @@ from streamshard.operations.compact.receipts import (
 from streamshard.operations.compact.run_context import RunContext
 from streamshard.operations.compact.sharing import repeated_bytes
 from streamshard.operations.convert.convert import store_output
-from streamshard.operations.convert.store_targets import StoreTargets
+from streamshard.operations.convert.store_targets import KeptArrays
 from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.source.unfinished import has_journal
-from streamshard.operations.transfer.byte_accounting import ByteCounts
 from streamshard.operations.transfer.execution import Limits
-from streamshard.operations.transfer.file_layout import FileLayout
 from streamshard.operations.transfer.plan import plan_output
 from streamshard.operations.transfer.report import Progress
 from streamshard.operations.transfer.target import is_there, partial_of
@@ -59,35 +52,6 @@ from streamshard.sizes import counted, show_bytes
 from streamshard.verb_options import ConvertOptions
 
 _WHY: Final = "by compact, which was to keep only the weights after a time"
-
-_KEPT = (MASTER, MODULE, BLOB, FILE)
-
-
-def _states_of(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Name the optimizer's states that are stored as tensors per parameter; others are small."""
-    found = (tensor.state for tensor in checkpoint.tensors if tensor.state not in _KEPT)
-    return tuple(dict.fromkeys(found))
-
-
-def _without_states(source: Source, *, at: str, why: str) -> Source:
-    """Return a source without the optimizer's states of its parameters.
-
-    Hyper-parameters stay, and so does all training state that is not the optimizer's.
-    """
-    checkpoint = source.checkpoint
-    groups = [group for model_part in checkpoint.model_parts for group in model_part.groups]
-    named = [*_states_of(checkpoint), *(key for group in groups for key in group.states or ())]
-    emptied = replace(
-        checkpoint,
-        model_parts=tuple(
-            replace(model_part, groups=tuple(replace(g, states=None) for g in model_part.groups))
-            for model_part in checkpoint.model_parts
-        ),
-        dropped=Dropped(at, why, tuple(dict.fromkeys(named))),
-    )
-    blobs = store_state.blobs_in(checkpoint) - store_state.blobs_in(emptied)
-    numbers = {n for n, t in enumerate(checkpoint.tensors) if t.state not in _KEPT}
-    return omissions.narrowed(replace(source, checkpoint=emptied), numbers | blobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +61,8 @@ class WeightsOnlyStore:
     full: Source
     source: Source
     """The rest, read from the full store."""
-    manifest: Manifest
-    """Manifest of the full store."""
-    chunk_shapes: Mapping[str, tuple[int, ...]]
-    """Path of the array of each kept tensor → shape of its chunks."""
-    kept: Mapping[str, FileRecord]
-    """Path → record of each file of a kept tensor, which stays as it is."""
+    kept: KeptArrays
+    """The arrays of the kept tensors."""
     dropped_bytes: int
     """Bytes of the files of dropped tensors."""
     limits: Limits
@@ -120,23 +80,16 @@ class WeightsOnlyStore:
             index = StoreIndex(full.path)
             raise_first(fault.error for fault in index.metadata_faults())
             manifest, _ = index.known()
-        source = _without_states(full, at=at, why=why)
+        source = omissions.without_states(full, at=at, why=why)
         arrays = {array.path: array for array in index.arrays}
         kept = [arrays.pop(array_path(tensor)) for tensor in source.checkpoint.tensors]
         dropped = (path for array in arrays.values() for path in array.paths())
-        return cls(
-            full,
-            source,
-            manifest,
-            chunk_shapes={array.path: array.chunk for array in kept},
-            kept={path: manifest.records[path] for array in kept for path in array.paths()},
-            dropped_bytes=sum(manifest.records[path].nbytes for path in dropped),
-            limits=limits,
-        )
+        dropped_bytes = sum(manifest.records[path].nbytes for path in dropped)
+        return cls(full, source, KeptArrays(kept, manifest), dropped_bytes, limits)
 
     def write(self, target: Path, progress: Progress | None = None) -> None:
         """Write the store as `convert` does, with the chunks of the full one."""
-        manifest, limits = self.manifest, self.limits
+        manifest, limits = self.kept.manifest, self.limits
         options = ConvertOptions(
             self.full.path,
             target,
@@ -145,73 +98,9 @@ class WeightsOnlyStore:
             workers=limits.workers,
         )
         output = store_output(
-            self.source,
-            verb="compact",
-            options=options,
-            known=manifest.health,
-            chunk_shapes=[*self.chunk_shapes.values()],
+            self.source, verb="compact", options=options, known=manifest.health, kept=self.kept
         )
-        if not output.packs:
-            writer = _LinkedTargets(self, target)
-            output = replace(output, writer=writer, codec_bytes=0, encode=None)
         plan_output(options, output, target, limits.floor_bytes).run(progress)
-
-
-class _LinkedTargets(StoreTargets):
-    """Links the files of kept tensors to those of the full store, and writes the few others.
-
-    Objects have no links, so they are copied.
-    """
-
-    def __init__(self, store: WeightsOnlyStore, target: Path) -> None:
-        shapes, manifest, health = store.chunk_shapes, store.manifest, store.manifest.health
-        measured = health and {path: health[path] for path in shapes if path in health}
-        measure = None if measured is None else lambda: measured
-        super().__init__(store.source, [*shapes.values()], manifest.codec, measure)
-        self._kept = store.kept
-        self._kept_digests = {path: manifest.digests[path] for path in shapes}
-        self._target = target
-
-    def content(self) -> Iterator[FileLayout]:
-        self._link()
-        self._records.update(self._kept)
-        yield from super().content()
-
-    def _link(self) -> None:
-        is_far, full = is_object(self._target), self._source.path
-        place = self._target if is_far else partial_of(self._target)
-
-        def link(path: str) -> None:
-            link_or_copy(full / path, place / path)
-
-        with target_errors(place):
-            if is_far:
-                for_each(self._kept, link)
-            else:
-                for path in self._kept:
-                    link(path)
-
-    def byte_counts(self) -> ByteCounts:
-        """Count the bytes that are written: links take no room."""
-        counts = super().byte_counts()
-        if not is_object(self._target):
-            for path in self._kept:
-                del counts.sizes[path]
-        return counts
-
-    def _most_records(self) -> dict[str, FileRecord]:
-        return super()._most_records() | dict(self._kept)
-
-    def _documents(self) -> dict[str, bytes]:
-        found = super()._documents().items()
-        return {path: data for path, data in found if path not in self._kept}
-
-    def _chunks(self) -> Iterator[tuple[int, StoredChunk]]:
-        """Yield none: all are linked."""
-        return iter(())
-
-    def _tensor_digests(self) -> Mapping[str, str]:
-        return self._kept_digests
 
 
 def drop_states(context: RunContext, tag: str, *, is_dry_run: bool) -> CompactedTag:
@@ -226,7 +115,7 @@ def drop_states(context: RunContext, tag: str, *, is_dry_run: bool) -> Compacted
             full.store, at=dropped_at, why=_WHY, limits=context.proofs.limits
         )
         checkpoint = store.full.checkpoint
-        if checkpoint.uncut is not None or not _states_of(checkpoint):
+        if checkpoint.uncut is not None or not omissions.states_of(checkpoint):
             reason = "its archive holds no optimizer states"
             if checkpoint.uncut is not None:
                 reason = "its optimizer has states that are kept in the files of the ranks"
@@ -329,11 +218,11 @@ def _require_same_files(
     full: ArchivedTag, weights: ArchivedTag, store: WeightsOnlyStore, sums: Mapping[str, str]
 ) -> str:
     """Require that the kept files have the SHA-256 that is recorded of the full archive's."""
-    recorded = full.read_sums()
-    for path in store.kept:
+    recorded, kept = full.read_sums(), store.kept.records()
+    for path in kept:
         if path not in sums or sums[path] != recorded.get(path):
             raise IntegrityError(f"{weights.store / path}: not what {full.store} has there")
-    return counted(len(store.kept), "file")
+    return counted(len(kept), "file")
 
 
 def _require_original_gone(context: RunContext, receipt: Receipt) -> str:

@@ -1,7 +1,7 @@
 """`convert`: writes a checkpoint as chunked Zarr arrays, which do not depend on the ranks."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,12 @@ from streamshard.layout.memory_plan import MIB
 from streamshard.model import ITEMSIZE
 from streamshard.operations.checks.tensor_content import measured
 from streamshard.operations.convert.packed_targets import PackedTargets
-from streamshard.operations.convert.store_targets import StoreTargets, chunk_of
+from streamshard.operations.convert.store_targets import (
+    KeptArrays,
+    LinkedTargets,
+    StoreTargets,
+    chunk_of,
+)
 from streamshard.operations.source.degree_change import JobDegrees, other_degrees
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.execution import Limits
@@ -122,27 +127,34 @@ def store_output(
     verb: str,
     options: ConvertOptions,
     known: Mapping[str, TensorHealth] | None = None,
-    chunk_shapes: Sequence[tuple[int, ...]] | None = None,
+    kept: KeptArrays | None = None,
 ) -> Output:
     """Describe the store of an opened source; `verb` is the verb that writes it.
 
     `known`: record the health of its tensors; what was measured earlier, and all are read if some
     is missing.
-    `chunk_shapes`: shapes of the tensors' chunks; by default the options decide.
+    `kept`: arrays of all tensors that are to stay as they are in the opened store; their files are
+    linked, except in one file.
     """
     opened.require_training_state()
     checkpoint, codec = opened.checkpoint, options.codec
     tensors = checkpoint.tensors
-    shapes = chunk_shapes or [chunk_of(tensor, options.chunk_size) for tensor in tensors]
+    if kept is None:
+        shapes = [chunk_of(tensor, options.chunk_size) for tensor in tensors]
+    else:
+        shapes = [array.chunk for array in kept.arrays]
     both = zip(shapes, tensors, strict=True)
     largest = max((math.prod(shape) * ITEMSIZE[t.dtype] for shape, t in both), default=0)
     limits = Limits(resident_bytes(), options.memory_limit, options.workers)
     measure = None if known is None else partial(measured, opened, limits, known)
-    target, is_raw = as_path(options.target), codec == "none"
-    packs = is_packed_name(target)
-    writer = (PackedTargets if packs else StoreTargets)(opened, shapes, codec, measure)
-    if isinstance(writer, PackedTargets):
-        writer.name = target.name
+    target = as_path(options.target)
+    packs, planned = is_packed_name(target), (opened, shapes, codec, measure)
+    writer = StoreTargets(*planned)
+    if packs:
+        writer = PackedTargets(target.name, *planned)
+    elif kept is not None:
+        writer = LinkedTargets(target, kept, *planned)
+    is_raw = writer.encode is None
     return Output(
         source=opened,
         writer=writer,

@@ -37,13 +37,11 @@ _ENTRY_BYTES: Final = 512
 
 
 class PackedTargets(StoreTargets):
-    """Fills the one file of a store from a source."""
+    """Fills the one file of a store, which has a given name, from a source."""
 
-    name = ""
-    """Of the file."""
-
-    def __init__(self, *planned: Any) -> None:  # noqa: ANN401
+    def __init__(self, name: str, *planned: Any) -> None:  # noqa: ANN401
         super().__init__(*planned)
+        self._name = name
         self._chunks_written: dict[str, Written] = {}
         """Path of each chunk that was written so far."""
         self._last: Mapping[str, bytes] = {}
@@ -69,7 +67,7 @@ class PackedTargets(StoreTargets):
                 start += ALIGNMENT
         counts.waiting_bytes = max(*sizes.values(), min(_TOGETHER_BYTES, sum(sizes.values())))
         counts.shared_bytes = BUFFER_BYTES + len(sizes) * _ENTRY_BYTES
-        counts.sizes = {self.name: start + directory + len(directory_of([], 0))}
+        counts.sizes = {self._name: start + directory + len(directory_of([], 0))}
         return counts
 
     def passes(self) -> Sequence[Pass]:
@@ -77,7 +75,7 @@ class PackedTargets(StoreTargets):
         return [lambda: small(self.content()), self.manifest]
 
     def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
-        return read_back.differences(Request(place / self.name), self._source, memory, progress)
+        return read_back.differences(Request(place / self._name), self._source, memory, progress)
 
     def is_packed_so(self, file: Path) -> bool:
         """Tell whether a file has just what belongs around the files that were compared."""

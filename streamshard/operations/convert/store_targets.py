@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,11 +29,16 @@ from streamshard.formats.zarr.documents import (
 from streamshard.formats.zarr.store_index import (
     MANIFEST_FILES,
     STATE_FILES,
+    StoredArray,
     StoredChunk,
     stored_arrays,
 )
-from streamshard.formats.zarr.store_manifest import BLOCK_BYTES, FileRecord
+from streamshard.formats.zarr.store_manifest import BLOCK_BYTES, FileRecord, Manifest
 from streamshard.health import TensorHealth
+from streamshard.io.changes import link_or_copy
+from streamshard.io.files import target_errors
+from streamshard.io.object_path import is_object
+from streamshard.io.objects.buckets import for_each
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.zero import ceil_div
 from streamshard.model import BLOB, FILE, ITEMSIZE, Digest, LogicalTensor, Whole
@@ -44,6 +49,7 @@ from streamshard.operations.transfer import read_back
 from streamshard.operations.transfer.byte_accounting import ByteCounts
 from streamshard.operations.transfer.file_layout import Elements, FileLayout, fixed_files
 from streamshard.operations.transfer.report import Progress, Report
+from streamshard.operations.transfer.target import partial_of
 from streamshard.operations.transfer.target_writer import Pass, TargetWriter
 
 _TRAILER: Final = Trailer(is_crc32c=True)
@@ -226,6 +232,69 @@ class StoreTargets(TargetWriter):
         self._digests[tensor, chunk.start] = (
             digests.without_zeros(found, past_end) if past_end else found
         )
+
+
+@dataclass(frozen=True, slots=True)
+class KeptArrays:
+    """The arrays of a store's tensors that another store has, with the same files."""
+
+    arrays: Sequence[StoredArray]
+    manifest: Manifest
+    """Manifest of the other store."""
+
+    def records(self) -> dict[str, FileRecord]:
+        """Return the record of each of their files by its path."""
+        records = self.manifest.records
+        return {path: records[path] for array in self.arrays for path in array.paths()}
+
+
+class LinkedTargets(StoreTargets):
+    """Links the files of all tensors to those of another store, and writes the few others.
+
+    Objects have no links, so they are copied.
+    """
+
+    encode = None
+
+    def __init__(self, target: Path, kept: KeptArrays, *planned: Any) -> None:  # noqa: ANN401
+        super().__init__(*planned)
+        digests = kept.manifest.digests
+        self._target = target
+        self._kept = kept.records()
+        self._kept_digests = {array.path: digests[array.path] for array in kept.arrays}
+
+    def content(self) -> Iterator[FileLayout]:
+        self._link()
+        yield from (layout for layout in super().content() if layout.path not in self._kept)
+        self._records.update(self._kept)
+
+    def _link(self) -> None:
+        is_far, full = is_object(self._target), self._source.path
+        place = self._target if is_far else partial_of(self._target)
+
+        def link(path: str) -> None:
+            link_or_copy(full / path, place / path)
+
+        with target_errors(place):
+            if is_far:
+                for_each(self._kept, link)
+            else:
+                for path in self._kept:
+                    link(path)
+
+    def byte_counts(self) -> ByteCounts:
+        """Count the bytes that are written: links take no room."""
+        counts = super().byte_counts()
+        if not is_object(self._target):
+            for path in self._kept:
+                del counts.sizes[path]
+        return counts
+
+    def _most_records(self) -> dict[str, FileRecord]:
+        return super()._most_records() | self._kept
+
+    def _tensor_digests(self) -> Mapping[str, str]:
+        return self._kept_digests
 
 
 @cache
