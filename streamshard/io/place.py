@@ -1,7 +1,7 @@
 """Places that hold files: the disks of this machine, object stores, and packed stores.
 
-A bucket has no directories, owners and links, and renames nothing: there these methods copy and
-remove, or have nothing to do. All errors are OSError.
+A bucket has no directories, owners and links: there these methods copy, or have nothing to do. All
+errors are OSError.
 """
 
 import errno
@@ -116,10 +116,10 @@ class Place(Protocol):
         self.write_new(path, data)
 
     def rename(self, path: Path, target: Path) -> None:
-        """Rename a file or a directory; an empty directory may be replaced."""
+        """Rename a file, which may replace one, or a directory, which may replace an empty one.
 
-    def replace_file(self, path: Path, target: Path) -> None:
-        """Rename a file; at any moment there is the old or the new one at the target."""
+        At any moment the old or the new one is at the target. In a bucket nothing is renamed.
+        """
 
     def make_link(self, known: Path, path: Path) -> None:
         """Make a hard link to a known file; a symbolic link itself is linked to."""
@@ -270,9 +270,6 @@ class Disk(Place):
             if error.errno != errno.EXDEV:
                 raise
             raise OSError(error.errno, _NOT_RENAMED, str(path)) from error
-
-    def replace_file(self, path: Path, target: Path) -> None:
-        path.replace(target)
 
     def make_link(self, known: Path, path: Path) -> None:
         os.link(known, path, follow_symlinks=False)

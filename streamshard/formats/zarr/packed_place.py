@@ -260,7 +260,7 @@ class PackedStores(Place):
         raise OSError(errno.EROFS, "a store in one file is not changed", str(args[0]))
 
     open_sink = lock = make_directory = write_new = write_durably = _refuse
-    rename = replace_file = make_link = link_or_copy = remove_file = remove_files = _refuse
+    rename = make_link = link_or_copy = remove_file = remove_files = _refuse
     remove = discard = take_over_status = sync_path = sync_tree = _refuse
 
 

@@ -191,14 +191,7 @@ class Buckets(Place):
         put(object_of(path), data)
 
     def rename(self, path: Path, target: Path) -> None:
-        root, other = object_of(path), object_of(target)
-        found = objects_below(root)
-        for_each(found, lambda one: copy_object(one, moved(one, root, other)))
-        for_each(found, remove_object)
-
-    def replace_file(self, path: Path, target: Path) -> None:
-        self.make_link(path, target)
-        remove_object(object_of(path))
+        raise OSError(errno.ENOTSUP, "objects are not renamed", str(path))
 
     def make_link(self, known: Path, path: Path) -> None:
         copy_object(object_of(known), object_of(path))

@@ -7,7 +7,7 @@ from typing import Final
 
 from streamshard.errors import SourceError
 from streamshard.formats.deepspeed import names
-from streamshard.io.changes import remove_file
+from streamshard.io.changes import remove_file, rename
 from streamshard.io.entries import is_same_file, paths_below
 from streamshard.io.object_path import is_object
 from streamshard.io.place import place_of
@@ -92,5 +92,5 @@ def _link(known: Path, path: Path, digest: str, proofs: ProofContext) -> bool:
         place_of(link).make_link(known, link)
     except OSError:
         return False
-    place_of(path).replace_file(link, path)
+    rename(link, path)
     return True

@@ -105,12 +105,12 @@ class PackedTarget(PartialTarget):
 
     def _swap_in(self) -> None:
         """Move the file to its place; where it may not replace another one, it never does."""
-        place, written = place_of(self.path), self.path / self._target.name
+        written = self.path / self._target.name
         if replaces(self.journal.header):
-            place.replace_file(written, self._target)
+            rename(written, self._target)
             return
         try:
-            place.make_link(written, self._target)
+            place_of(written).make_link(written, self._target)
         except FileExistsError:
             raise
         except OSError:  # there are no hard links here
