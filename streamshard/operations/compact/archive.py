@@ -191,7 +191,6 @@ def _proved(
         archived=show_moment(datetime.now(UTC)),
         source=source,
         archive_bytes=sum(sizes.values()),
-        shared_files=len(shared),
         shared_bytes=sum(sizes[path] for path in shared),
         repeated_bytes=repeated_bytes(archived, {*shared}),
         sums_sha256=archived.sums_sha256(),

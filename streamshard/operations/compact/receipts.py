@@ -224,9 +224,8 @@ class Receipt(JsonRecord):
     """Whether the archive is one file."""
     source_bytes: int = 0
     archive_bytes: int = 0
-    shared_files: int = 0
-    """Count of the archive's files that are links to equal files in earlier archives."""
     shared_bytes: int = 0
+    """Bytes of the archive's files that are links to equal files in earlier archives."""
     repeated_bytes: int = 0
     """Bytes of files that an earlier archive holds too, and that are stored once more."""
     dropped: str = ""

@@ -197,16 +197,14 @@ def _proved(
     log.run("content_equal", lambda: content_equal(archive, store.source, proofs))
     log.run("original_still_gone", lambda: _require_original_gone(context, receipt))
     dropped = store.source.checkpoint.dropped
-    # The full archive has one link to a kept file, and this archive another.
-    shared = [stat.nbytes for stat in statuses.values() if stat.links > 2]
     return weights.record(
         receipt,
         TagEvent.DROPPED,
         dropped_states=dropped.states if dropped else (),
         full_bytes=receipt.archive_bytes,
         archive_bytes=sum(stat.nbytes for stat in statuses.values()),
-        shared_files=len(shared),
-        shared_bytes=sum(shared),
+        # The full archive has one link to a kept file, and this archive another.
+        shared_bytes=sum(stat.nbytes for stat in statuses.values() if stat.links > 2),
         repeated_bytes=repeated_bytes(weights, ()) if weights.is_packed else 0,
         sums_sha256=weights.sums_sha256(),
         etags=etags,
