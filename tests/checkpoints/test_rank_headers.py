@@ -49,7 +49,7 @@ Opener = Callable[[], Source]
 def one_by_one() -> Iterator[None]:
     """Have every file read by itself, as if it had nothing in common with others."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_headers, "_parts", lambda _: None)
+        patch.setattr(rank_headers, "_serialized", lambda _: None)
         patch.setattr(ParseCache, "find", lambda *_: None)
         yield
 

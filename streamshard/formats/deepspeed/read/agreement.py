@@ -6,9 +6,9 @@ from typing import Final
 
 from streamshard.errors import DisagreementError, UnsupportedError, raise_first
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.read.fingerprints import Known, fingerprint, fingerprints
+from streamshard.formats.deepspeed.read.fingerprints import fingerprint, fingerprints
 from streamshard.formats.deepspeed.read.rank_files import ModelPartFiles, require
-from streamshard.formats.pickle.inert import GETATTR, Call, Node, show
+from streamshard.formats.pickle.inert import GETATTR, UNSET, Call, Node, show
 from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.sizes import counted
 
@@ -114,11 +114,14 @@ def facts_of_each(
     `cut`: keys of the entries that do.
     """
     found: list[Facts] = []
-    first: Known | None = None
     for root, path in zip(roots, paths, strict=True):
         common = {key: node for key, node in root.items() if key not in cut}
-        found.append(fingerprints(common, path, like=first))
-        first = first or Known(common, found[0])
+        # An entry that is the first rank's own object has its fingerprint.
+        apart = {
+            k: node for k, node in common.items() if roots[0].get(k, UNSET) is not node or not found
+        }
+        own = fingerprints(apart, path)
+        found.append({key: own[key] if key in own else found[0][key] for key in common})
     return found
 
 

@@ -1,7 +1,6 @@
 """Fingerprints of entries of torch files: equal for equal values, tensors by size and CRC-32."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Final
@@ -18,14 +17,6 @@ _LIMIT_AGAIN: Final = 4
 """How often parts may be shared between entries, on average."""
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """The entries of a file, and their fingerprints."""
-
-    nodes: Mapping[Node, Node]
-    facts: Mapping[Node, bytes]
-
-
 def fingerprint(node: Node) -> bytes:
     """Return a digest that is equal for nodes of equal value, tensors by size and CRC-32."""
     return sha256(pickled(node)).digest()
@@ -35,18 +26,13 @@ def fingerprints(
     nodes: Mapping[Node, Node],
     path: Path,
     checksum: Callable[[Storage], int] = torch_file.checksum,
-    like: Known | None = None,
 ) -> dict[Node, bytes]:
     """Return the fingerprint of every entry of a file.
 
-    `like`: entries of another file. An entry that is the same object has the same fingerprint.
     `checksum`: returns the CRC-32 of a storage; by default, in the file that the storage refers to.
     """
     found, spent, together = {}, 0, 0
     for key, node in nodes.items():
-        if like is not None and key in like.nodes and like.nodes[key] is node:
-            found[key] = like.facts[key]
-            continue
         serialized = pickled(node, checksum)
         found[key] = sha256(serialized).digest()
         spent += len(serialized)

@@ -54,15 +54,6 @@ def read_models(sources: SourceFiles, paths: Sequence[Path]) -> list[ModelFile]:
     return files
 
 
-@dataclass(frozen=True, slots=True)
-class _Compared:
-    entries: Entries
-    wrong: Sequence[Node]
-    """Keys of entries that differ."""
-    places: Mapping[Node, frozenset[int]]
-    """Entry → the offsets of its storages."""
-
-
 def differences(
     files: Sequence[ModelFile], entries: Callable[[ModelFile], Entries]
 ) -> Iterator[tuple[ModelFile, list[Node]]]:
@@ -73,27 +64,21 @@ def differences(
     `entries`: selects the entries of a file to compare; called once for each object.
     """
     first: Facts | None = None
-    compared: dict[int, _Compared] = {}
+    compared: dict[int, tuple[Entries, Facts, dict[Node, frozenset[int]]]] = {}
+    """Object of a file, by its id → its entries, their fingerprints, and where their storages are.
+    """
     for file in files:
         if file.cached is None:
             picked = entries(file)
             own = fingerprints(picked, file.path, file.checksum)
-            first = own if first is None else first
-            wrong = differing(first, own)
             places = {k: frozenset(s.offset for s in storages_in(n)) for k, n in picked.items()}
-            compared[id(file.root)] = _Compared(picked, wrong, places)
+            compared[id(file.root)] = picked, own, places
         else:
-            wrong = _of_cached(file, file.cached, compared[id(file.root)], first or {})
+            picked, known, places = compared[id(file.root)]
+            changed = file.cached.changed()
+            again = {key: picked[key] for key, at in places.items() if not changed.isdisjoint(at)}
+            own = {**known, **fingerprints(again, file.path, file.checksum)}
+        first = own if first is None else first
+        wrong = differing(first, own)
         if wrong:
             yield file, wrong
-
-
-def _of_cached(file: ModelFile, cached: CachedParse, like: _Compared, first: Facts) -> list[Node]:
-    """List the keys of entries in which a file with a shared object differs from the first."""
-    changed = cached.changed()
-    again = {
-        key: like.entries[key] for key, at in like.places.items() if not changed.isdisjoint(at)
-    }
-    own = fingerprints(again, file.path, file.checksum)
-    same = [key for key in like.wrong if key not in own]
-    return [*same, *(key for key in own if first.get(key) != own[key])]

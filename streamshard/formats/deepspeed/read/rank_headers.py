@@ -4,8 +4,8 @@ Rank files are nearly identical. Parts that are equal to the first rank's are th
 which are examined once. A file that differs from such a file in checksums alone is not parsed.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -29,109 +29,93 @@ _LIMIT_BYTES: Final = 1 << 24
 _TOGETHER: Final = 16
 """Files whose storages of one element are read side by side."""
 
-Place = tuple[Node, ...]
+
+def _mapped(root: Mapping[Node, Node], change: Callable[[Node], Node], depth: int = 1) -> Node:
+    """Make an object of the same keys, and of what `change` returns for each part."""
+    return {
+        key: _mapped(node, change, depth + 1)
+        if depth < _DEPTH and key in _OPENED and type(node) is dict
+        else change(node)
+        for key, node in root.items()
+    }
 
 
-class _Parts:
-    """The parts of an optimizer file's object, which are compared one by one."""
+def _serialized(found: TorchFile) -> dict[int, bytes]:
+    """Serialize the parts of a file's object, storages as their numbers; by the ids of the parts.
 
-    def __init__(self, found: TorchFile) -> None:
-        self.storages = [*found.storages.values()]
-        self._numbers = {id(storage): number for number, storage in enumerate(self.storages)}
-        places = dict(_parts_of(found.root))
-        self.keys = [*places]
-        self.nodes = [*places.values()]
-        self.serialized: list[bytes] = []
-        held_bytes = 0
-        for node in self.nodes:
-            self.serialized.append(inert_dump.dump(node, self._storage_id))
-            held_bytes += len(self.serialized[-1])
-            if held_bytes > _LIMIT_BYTES:
-                raise UnsupportedError("holds parts that are too large to be compared")
+    None of them if it is no dict, or too large to be compared.
+    """
+    numbers = {id(storage): number for number, storage in enumerate(found.storages.values())}
+    serialized: dict[int, bytes] = {}
+    left = _LIMIT_BYTES
 
-    def _storage_id(self, node: Node) -> Node | None:
-        if not isinstance(node, Storage):
-            return None
-        return node.dtype, node.numel, self._numbers[id(node)]
+    def persistent_id(node: Node) -> Node | None:
+        return (node.dtype, node.numel, numbers[id(node)]) if isinstance(node, Storage) else None
 
-    def key_paths(self) -> list[list[tuple[type, Node]]]:
-        """List the keys that lead to each part; 1 and True are equal, but not the same key."""
-        return [[(type(key), key) for key in key_path] for key_path in self.keys]
+    def serialize(part: Node) -> None:
+        nonlocal left
+        serialized[id(part)] = inert_dump.dump(part, persistent_id)
+        left -= len(serialized[id(part)])
+        if left < 0:
+            raise UnsupportedError("holds parts that are too large to be compared")
 
-
-def _parts_of(root: dict[Node, Node], around: Place = ()) -> Iterator[tuple[Place, Node]]:
-    """Yield the parts of an object, each with the keys that lead to it."""
-    for key, node in root.items():
-        key_path = (*around, key)
-        if key in _OPENED and type(node) is dict and node and len(key_path) < _DEPTH:
-            yield from _parts_of(node, key_path)
-        else:
-            yield key_path, node
-
-
-def _parts(found: TorchFile) -> _Parts | None:
-    """Take a file's object apart; None if it is no dict, or too large to be compared."""
-    try:
-        return _Parts(found) if type(found.root) is dict else None
-    except (KeyError, SourceError):  # storages outside of the pickle's, or parts without end
-        return None
+    with suppress(SourceError):  # or nested too deeply
+        if type(found.root) is dict:
+            _mapped(found.root, serialize)
+            return serialized
+    return {}
 
 
 class _RankReader:
-    """Reads the files of further ranks, which share what is equal to the first rank's."""
+    """Reads the files of all ranks, which share what is equal to the first rank's."""
 
-    def __init__(self, sources: SourceFiles, first: _Parts) -> None:
+    def __init__(self, sources: SourceFiles) -> None:
         self._sources = sources
-        self._first = first
-        self._with_storages = {
-            number for number, node in enumerate(first.nodes) if any(storages_in(node))
-        }
         self._cache = ParseCache()
-        self._storages: dict[int, list[Storage]] = {}
-        """Object of a file in the cache, by its id → the file's storages."""
+        self._first: dict[bytes, Node] = {}
+        """Part of the first rank's object, serialized → the part; None if storages are in it."""
+        self._parsed: dict[int, tuple[dict[int, bytes], list[Storage]]] = {}
+        """Object of a file in the cache, by its id → its parts, serialized, and its storages."""
 
-    def read(self, path: Path, number: int) -> tuple[dict[str, Any], Iterable[Storage]]:
+    def read(self, path: Path, number: int) -> tuple[dict[str, Any], list[Storage]]:
         """Return a file's object, and its storages."""
         cached = self._cache.find(path)
         if cached is not None:
+            serialized, parsed = self._parsed[id(cached.root)]
             storages = [
                 replace(storage, file=number, path=path, crc32=cached.crc32(storage), data=None)
-                for storage in self._storages[id(cached.root)]
+                for storage in parsed
             ]
-            return self._assembled(self._shared(storages)), storages
+
+            def copied(part: Node) -> Node:
+                return inert_load.load(serialized[id(part)], lambda known: storages[known[2]])
+
+            return self._shared(cached.root, serialized, copied), storages
         found = self._sources.read(path, number)
-        parts, first = _parts(found), self._first
-        if parts is None or parts.key_paths() != first.key_paths():
-            return found.root, found.storages.values()
-        both = zip(parts.serialized, first.serialized, strict=True)
-        equal = [one == other for one, other in both]
-        if all(equal):
+        serialized, storages = _serialized(found), [*found.storages.values()]
+        if not serialized:
+            return found.root, storages
+        if not self._first:
+
+            def remember(part: Node) -> None:
+                self._first[serialized[id(part)]] = None if any(storages_in(part)) else part
+
+            _mapped(found.root, remember)
+        if self._first.keys() >= {*serialized.values()}:
             self._cache.remember(path, found)
-            self._storages[id(found.root)] = parts.storages
-        nodes = [
-            first.nodes[n] if equal[n] and n not in self._with_storages else node
-            for n, node in enumerate(parts.nodes)
-        ]
-        return self._assembled(nodes), parts.storages
+            self._parsed[id(found.root)] = serialized, storages
+        return self._shared(found.root, serialized, lambda part: part), storages
 
-    def _shared(self, storages: Sequence[Storage]) -> list[Node]:
-        """Return the first rank's parts, for a file that has these storages in their places."""
-        return [
-            inert_load.load(self._first.serialized[number], lambda known: storages[known[2]])
-            if number in self._with_storages
-            else node
-            for number, node in enumerate(self._first.nodes)
-        ]
+    def _shared(
+        self, root: Node, serialized: Mapping[int, bytes], own: Callable[[Node], Node]
+    ) -> Node:
+        """Make an object of the first rank's parts where they are equal, and of its `own`."""
 
-    def _assembled(self, nodes: Iterable[Node]) -> dict[str, Any]:
-        """Put the object of a file together from its parts."""
-        root: dict[str, Any] = {}
-        for key_path, node in zip(self._first.keys, nodes, strict=True):
-            inside = root
-            for key in key_path[:-1]:
-                inside = inside.setdefault(key, {})
-            inside[key_path[-1]] = node
-        return root
+        def part_of(part: Node) -> Node:
+            known = self._first.get(serialized[id(part)])
+            return own(part) if known is None else known
+
+        return _mapped(root, part_of)
 
 
 def _read_scalars(storages: Iterable[tuple[Path, list[Storage]]]) -> None:
@@ -154,14 +138,11 @@ def _read_scalars(storages: Iterable[tuple[Path, list[Storage]]]) -> None:
 def read_optimizers(sources: SourceFiles, paths: Sequence[Path]) -> list[dict[str, Any]]:
     """Open the optimizer files of all ranks; what they have in common is one object."""
     numbers = [sources.add(path) for path in paths]
-    found = sources.read(paths[0], numbers[0])
-    first = _parts(found) if len(paths) > 1 else None
-    roots: list[dict[str, Any]] = [found.root]
-    if first is None:
-        both = zip(paths[1:], numbers[1:], strict=True)
-        return [*roots, *(sources.read(path, number).root for path, number in both)]
-    reader = _RankReader(sources, first)
-    for start in range(1, len(paths), _TOGETHER):
+    if len(paths) == 1:  # there is nothing to compare it with
+        return [sources.read(paths[0], numbers[0]).root]
+    reader = _RankReader(sources)
+    roots: list[dict[str, Any]] = []
+    for start in range(0, len(paths), _TOGETHER):
         scalars = []
         for path, number in zip(paths[start:], numbers[start : start + _TOGETHER], strict=False):
             root, storages = reader.read(path, number)
