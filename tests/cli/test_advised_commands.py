@@ -191,9 +191,7 @@ def test_what_an_optimizer_without_zero_is_loaded_by(tmp_path: Path) -> None:
 
 # The catalogue is whole ---------------------------------------------------------------------------
 
-ELSEWHERE = {
-    "operations.source.source_access", "formats.checkpoint", "operations.compact.trash"
-}  # fmt: skip
+ELSEWHERE = {"operations.source.source_access"}
 """Modules whose commands are followed in tests of their own."""
 OTHERS = {
     "--make-vocab-size-divisible-by", "--per_device_train_batch_size", "--backend", "--local_dir",

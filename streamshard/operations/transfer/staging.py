@@ -137,9 +137,10 @@ class PartialTarget(StagedTarget):
             return False
 
     def _remove_if_empty(self) -> None:
-        """Remove this run's partial target if nothing was written."""
+        """Remove this run's partial target if nothing was written, whatever that ends with."""
         if self._is_own and self.journal.is_empty:
-            discard(self.path)
+            with ignored(FROM_OUTSIDE):
+                discard(self.path)
 
     def _finish_reservation(self) -> None:
         if self._reservation is not None:
