@@ -38,7 +38,7 @@ def test_the_tags_are_what_they_were(root: Path) -> None:
 
 @pytest.mark.parametrize(
     "name", ["archive/global_step20.zarr", "archive/global_step30.zarr",
-             "archive/global_step40.zarr", "packed.zarr.zip"]
+             "archive/global_step40.zarr", "packed.zarr.zip", "plain.zarr"]
 )  # fmt: skip
 def test_a_store_gives_back_what_was_saved(name: str, root: Path, tmp_path: Path) -> None:
     found = api.verify(root / name)
