@@ -116,7 +116,7 @@ REFUSED: dict[str, tuple[Job, Callable[[Path], None], type[SourceError], str]] =
         BOTH,
         experts_of_tensor_ranks,
         UnsupportedError,
-        "experts of param group 'ep_size_4' are on 8 ranks, .*without enable_expert_tensor_par",
+        "experts 'ep_size_4' are on 8 ranks, .*without enable_expert_tensor_par",
     ),
     # DeepSpeed saves no files of tensor-parallel ranks that share whole experts with others.
     "part with experts": (BOTH, lost("mp_rank_01_model*"), IncompleteError, f"{PART_1}$"),

@@ -108,9 +108,7 @@ class Targets(Ground[Scenario]):
             problems.append(f"said to be done, and left {sorted(left)}")
         if ended.slept > _LONGEST_SECONDS:
             problems.append(f"would have waited {ended.slept:.0f} s")
-        begun = self.undisturbed(command).has_begun
-        has_begun = ended.fired is not None and ended.fired.number >= begun
-        return problems + self._left(command, ended, has_begun=has_begun)
+        return problems + self._left(command, ended, has_begun=has_noted(ended.calls))
 
     def _after_signal(self, code: int, ended: Ended, *, has_begun: bool) -> list[str]:
         """Judge how a run ended that was sent a signal, after which this exit code is right."""

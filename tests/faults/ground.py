@@ -135,7 +135,7 @@ class Ground(ABC, Generic[C]):
         """
         self.undisturbed(command)
         self._prepare(command)
-        ended = self._run(command, fault.at(at), Option.HURRY)
+        ended = self._run(command, fault.at(at), Option.HURRY, with_calls=True)
         problems = self._after_fault(command, fault, ended)
         told = f"{fault.name} at {ended.fired or 'no call'}"
         return self._verdict(told, command, ended, problems, has_fired=ended.fired is not None)

@@ -152,12 +152,12 @@ def test_a_run_that_is_killed_starts_from_the_beginning(
         out.unlink()
 
 
-@pytest.mark.parametrize("where", ["make_link", "replace_file", "remove_file", "remove"])
+@pytest.mark.parametrize("where", ["make_link", "rename", "remove_file", "remove"])
 @pytest.mark.parametrize("is_before", [True, False])
 def test_killed_while_the_file_is_moved_the_same_command_finishes(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, *, is_before: bool
 ) -> None:
-    out, overwrite = tmp_path / "x.zarr.zip", where == "replace_file"
+    out, overwrite = tmp_path / "x.zarr.zip", where == "rename"
     if overwrite:
         streamshard.convert(run, out, chunk_size=77)
     disk = type(place_of(tmp_path))
