@@ -164,6 +164,6 @@ def tells_cut(opened: Source) -> bool:
 
 def require_unused(rules: CutRules | None) -> None:
     if rules is not None:
-        asked = Option("facts", what="source.cut_rules")
-        message = f"{asked}: no tensor is cut otherwise, or put together, in what is asked for"
+        rules_given = Option("facts", what="source.cut_rules")
+        message = f"{rules_given}: no tensor is cut otherwise, or put together, by this command"
         raise UsageError(f"{message}; leave them out")

@@ -49,11 +49,11 @@ class Facts:
     ds_config: Config | None = None
     """Of the job that saved raw dumps, which hold none."""
     rename: RuleLines | None = None
-    """RuleLines that give the tensors of a distributed checkpoint other names."""
+    """Rules that give the tensors of a distributed checkpoint other names."""
     wrapped: Sequence[str] = ()
     """Patterns of the modules that FSDP1 wrapped."""
     cut_rules: RuleLines | None = None
-    """RuleLines for how tensor parallelism cut the parameters."""
+    """Rules for how tensor parallelism cut the parameters."""
     ds_version: Version | None = None
     """Version of DeepSpeed in the job that will resume."""
 

@@ -396,7 +396,7 @@ def test_the_command_line_takes_a_version(tmp_path: Path) -> None:
     facts.write_text("[target]\nds_version = '0.14.0'\n")
     done = run_cli(*resize)
     assert (done.code, done.out) == (2, "")
-    assert "for DeepSpeed 0.14.0: files are written for 0.14.1 and later versions" in done.err
+    assert "target.ds_version is '0.14.0': files are written for 0.14.1 and later" in done.err
     facts.write_text("[target]\nds_version = '0.14.5'\n")
     done = run_cli(*resize)
     assert done.code == 0

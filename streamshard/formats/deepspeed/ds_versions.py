@@ -58,6 +58,9 @@ def given_version(text: str | None, name: str) -> Version | None:
     found = recorded_version(text)
     if text is not None and found is None:
         raise UsageError(f"{name} is {show(text)}; give a release of DeepSpeed, such as 0.16.9")
+    if found is not None and found < OLDEST_TARGET:
+        message = f"{name} is {show(text)}: files are written for {dotted(OLDEST_TARGET)} and later"
+        raise UsageError(f"{message} versions; resume with one of these")
     return found
 
 
@@ -67,9 +70,6 @@ def target_version(wanted: Version | None, saved_by: Version | None) -> Version 
     >>> target_version(None, (0, 16, 9)), target_version(None, (0, 9, 5))
     ((0, 16, 9), (0, 14, 1))
     """
-    if wanted is not None and wanted < OLDEST_TARGET:
-        message = f"for DeepSpeed {dotted(wanted)}: files are written for {dotted(OLDEST_TARGET)}"
-        raise UsageError(f"{message} and later versions; resume with one of these")
     return wanted or (None if saved_by is None else max(saved_by, OLDEST_TARGET))
 
 

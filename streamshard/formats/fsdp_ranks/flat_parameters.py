@@ -76,15 +76,16 @@ def joined_parameters(
         for module in around:
             joined.setdefault(module, [])
         joined[around[-1] if around else ""].append(name)
-    found = tuple(tuple(names) for names in joined.values() if names)
-    if lengths_of(found, numels, ranks) == [*lengths]:
-        return found
-    held = f"{counted(len(lengths), 'flat parameter')} as FSDP1 makes them, of {show_few(lengths)}"
+    parameters = tuple(tuple(names) for names in joined.values() if names)
+    if lengths_of(parameters, numels, ranks) == [*lengths]:
+        return parameters
+    flat = f"{counted(len(lengths), 'flat parameter')} of FSDP1, of {show_few(lengths)} elements"
     if wrapped:
-        message = f"{WRAPPED}: the files have {held} elements per rank; these modules give others"
+        message = f"{WRAPPED}: the files have {flat} per rank; these modules give other lengths"
         raise UsageError(message)
-    message = f"has {held} elements per rank, which are others if FSDP1 wrapped each layer of a"
-    raise UnsupportedError(f"{message} numbered list. Name what it wrapped: {lacking('wrapped')}")
+    message = f"has {flat} per rank. If FSDP1 had wrapped each layer of a numbered list, they would"
+    message = f"{message} have other lengths. Name what it wrapped"
+    raise UnsupportedError(f"{message}: {lacking('wrapped')}")
 
 
 def lengths_of(joined: Sequence[Names], numels: Mapping[str, int], ranks: int) -> list[int]:
@@ -110,8 +111,10 @@ def joined_of(checkpoint: Checkpoint) -> tuple[Names, ...] | None:
         return None
     keys = [key for group in optimizer[_GROUPS] for key in group[_PARAMS]]
     flats = (next(filter(is_flat, states[key].values())) for key in keys)
-    held = ([tensor_of(node) for node in flat.args] for flat in flats)
-    return tuple(tuple(checkpoint.tensors[t.storage.blob].name for t in some if t) for some in held)
+    parts = ([tensor_of(node) for node in flat.args] for flat in flats)
+    return tuple(
+        tuple(checkpoint.tensors[t.storage.blob].name for t in some if t) for some in parts
+    )
 
 
 def _leaves(states: Mapping[Node, Node]) -> Iterator[Node]:
