@@ -34,7 +34,7 @@ def scripts() -> Mapping[str, str]:
     for verb in verbs.choices.values():
         for action in verb._actions:
             if action.metavar in _PATHS:
-                action.complete = shtab.FILE  # type: ignore[attr-defined]
+                action.complete = shtab.FILE
     return {shell: shtab.complete(parser, shell=shell) for shell in SHELLS}
 
 
