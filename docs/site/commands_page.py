@@ -26,7 +26,7 @@ Trainer, Accelerate or Lightning. The default is in square brackets. Sizes are w
 _TAIL: Final = """\
 
 ```
-mkdir -p ~/.local/share/bash-completion/completions ~/.zfunc ~/.config/fish/completions
+mkdir -p ~/.zfunc ~/.config/fish/completions
 streamshard completion zsh > ~/.zfunc/_streamshard          # a directory of $fpath
 streamshard completion fish > ~/.config/fish/completions/streamshard.fish
 ```
@@ -94,13 +94,15 @@ def _section(
     name: str, summary: str, verb: argparse.ArgumentParser, common: Set[_Row]
 ) -> Iterator[str]:
     """Yield a verb's lines: what it does, examples, its own arguments, and names of common ones."""
-    rows = _rows(verb)
+    rows, said = _rows(verb), {row.help: row.names for row in common}
     usage = " ".join([name, *(str(a.metavar) for a in verb._actions if not a.option_strings)])
     yield from ("", f"## {name}", "", f"`streamshard {usage} [options]`", "", f"{summary}.", "")
     examples = (line.strip() for line in (verb.epilog or "").splitlines()[1:])
     yield from ("```", *examples, "```", "")
     yield from ("| argument | what it does |", "|---|---|")
-    yield from (_line(row) for row in rows if row not in common)
+    for names, text in (row for row in rows if row not in common):
+        above = f"as {said[text]} [above](#common-arguments)" if text in said else text
+        yield _line(_Row(names, above))
     if shared := [row.names for row in rows if row in common]:
         yield from ("", f"[Common](#common-arguments): {' · '.join(shared)}")
 

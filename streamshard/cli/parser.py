@@ -30,8 +30,8 @@ from streamshard.verb_options import OPTIONS
 _SUMMARIES: Final = {
     "repartition": (
         "write a checkpoint's files for another world size",
-        "streamshard repartition runs/7b runs/7b-on-6 --world-size 6",
         "streamshard repartition runs/7b runs/7b-on-6 --world-size 6 --dry-run",
+        "streamshard repartition runs/7b runs/7b-on-6 --world-size 6",
     ),
     "convert": (
         "write a checkpoint into a Zarr store",
@@ -75,6 +75,7 @@ _SUMMARIES: Final = {
     ),
     "completion": (
         "print what teaches a shell to complete this command line",
+        "mkdir -p ~/.local/share/bash-completion/completions",
         "streamshard completion bash > ~/.local/share/bash-completion/completions/streamshard",
     ),
 }

@@ -23,7 +23,7 @@ from streamshard.cli.parser import arguments_of
 from tests.checkpoints.test_fsdp_ranks import in_rank
 from tests.cli.conftest import in_process
 from tests.compact.runs import age, make_run, tag_of
-from tests.documents import PAGES, TEXTS, blocks
+from tests.documents import PAGES, README, TEXTS, blocks
 from tests.fabricated import DUMPS, edit, write, write_dumps
 from tests.job import TAG, Job
 
@@ -159,8 +159,10 @@ def shown(block: str) -> list[list[str]]:
 
 
 def followed(page: Path) -> list[list[list[str]]]:
-    """List what is typed in turn: a block, or one of the examples of a command's help."""
+    """List what is typed in turn: the README, a block, or one example of a command's help."""
     found = [shown(block) for block in blocks(TEXTS[page], "")]
+    if page == README:
+        found = [[command for block in found for command in block]]
     if page.stem == "commands":
         found = [[command] for block in found for command in block]
     return [commands for commands in found if commands]

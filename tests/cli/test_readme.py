@@ -45,6 +45,12 @@ def test_the_page_of_commands_is_what_the_parser_says() -> None:
     )
 
 
+def test_no_command_of_the_readme_writes_what_another_one_has_written() -> None:
+    given = (arguments_of().parse_args(shlex.split(c)[1:]) for c in commands(TEXTS[README]))
+    targets = [one.target for one in given if "target" in one and not one.dry_run]
+    assert sorted(set(targets)) == sorted(targets)
+
+
 def test_the_readme_is_short() -> None:
     assert len(TEXTS[README].splitlines()) <= MOST_LINES
 

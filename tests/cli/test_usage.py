@@ -1,6 +1,7 @@
 """The command line itself: its help, what is mistyped or cannot be, and what a shell completes."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -20,16 +21,24 @@ from tests.job import Job
 
 def test_help_teaches_by_example_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    verbs = "repartition convert export verify diff inspect compact completion"
+    verbs = "repartition convert export verify diff inspect compact"
     for verb in verbs.split():
         done = passed(verb, "--help")
         examples = done.out.partition("Examples:\n")[2].splitlines()
         assert examples
         for example in examples:
-            words = [word for word in shlex.split(example) if word != ">"]
-            assert words.pop(0) == "streamshard"
-            arguments_of().parse_args(words[: 2 if verb == "completion" else None])
+            assert example.split()[0] == "streamshard"
+            arguments_of().parse_args(shlex.split(example)[1:])
     assert "Exit codes" in in_process("--help").out
+
+
+def test_completion_is_installed_as_its_help_says(tmp_path: Path) -> None:
+    examples = passed("completion", "--help").out.partition("Examples:\n")[2]
+    program = f'streamshard() {{ {sys.executable} -m streamshard "$@"; }}'
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    subprocess.run(["bash", "-ec", f"{program}\n{examples}"], env=environment, check=True)
+    (script,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    assert "complete" in script.read_text()
 
 
 def test_help_is_short_and_all_of_it_is_there_when_asked_for() -> None:
