@@ -18,6 +18,7 @@ import streamshard as api
 from streamshard.errors import UnsupportedError
 from streamshard.io.place import Disk
 from streamshard.operations.source.source import open_source
+from tests.cli.conftest import streamshard
 from tests.compact.runs import (
     CHUNK,
     FIRST,
@@ -216,6 +217,31 @@ def test_without_links_everything_is_stored(
     assert [tag.action for tag in found.tags[:2]] == ["deleted", "deleted"]
     assert found.tags[1].shared_bytes == 0
     assert {path.stat().st_nlink for path in archive.rglob("*") if path.is_file()} == {1}
+
+
+KILLED_BEFORE_RENAME = """
+import os, sys
+from streamshard.cli.main import main
+from streamshard.operations.compact import sharing
+sharing.rename = lambda *_: os._exit(9)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_of_a_night_killed_between_link_and_rename_nothing_is_left(
+    tmp_path: Path, archive: Path
+) -> None:
+    run = make_run(tmp_path / "run", steps=(1, 2, 3, 4, 5))
+    assert streamshard("compact", run, archive, script=KILLED_BEFORE_RENAME).code == 9
+    store = archive / f"{tag_of(2)}.zarr"
+    assert [path.name for path in store.rglob(".*")] == [".streamshard.link"]
+    # A night that wrote the archive again, and was killed too, left this.
+    shutil.copytree(store, archive / f"{store.name}.partial")
+    inode = store.stat().st_ino
+    assert actions(api.compact(run, archive))[tag_of(2)] == "archived"
+    assert store.stat().st_ino == inode  # it is not written again
+    assert not list(store.rglob(".*"))
+    assert not list(archive.glob("*.partial"))
 
 
 def test_a_damaged_file_of_an_earlier_archive_is_not_taken(tmp_path: Path, archive: Path) -> None:

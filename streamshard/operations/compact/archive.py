@@ -12,7 +12,7 @@ from streamshard.errors import CorruptFileError, StreamshardError, TargetExistsE
 from streamshard.formats.zarr.array_paths import array_path
 from streamshard.health import TensorHealth
 from streamshard.io.changes import remove, sync_tree
-from streamshard.io.entries import examine, lexists, paths_in
+from streamshard.io.entries import examine, lexists
 from streamshard.io.files import source_errors, target_errors
 from streamshard.operations.compact import omissions
 from streamshard.operations.compact.proof import Proof, content_equal, prove, rebuilt_equal, sums_of
@@ -27,11 +27,11 @@ from streamshard.operations.compact.receipts import (
 )
 from streamshard.operations.compact.run_context import RunContext
 from streamshard.operations.compact.run_directory import Identity, change_digest, open_tag
-from streamshard.operations.compact.sharing import repeated_bytes, share
+from streamshard.operations.compact.sharing import remove_begun_links, repeated_bytes, share
 from streamshard.operations.compact.tag_checks import accounted_for, records_of
 from streamshard.operations.convert.convert import store_output
 from streamshard.operations.source.source import Source
-from streamshard.operations.source.unfinished import JOURNAL, has_journal, is_unfinished
+from streamshard.operations.source.unfinished import has_journal, is_unfinished
 from streamshard.operations.transfer.plan import plan_output
 from streamshard.operations.transfer.target import is_there, partial_of, require_separate
 from streamshard.sizes import counted
@@ -93,8 +93,6 @@ def archive_tag(
     with target_errors(archived.store):
         journals_at = partial_of(archived.store) if archived.is_packed else archived.store
         is_complete = lexists(archived.store) and not has_journal(journals_at)
-        if is_complete and archived.is_packed:
-            _remove_emptied(journals_at)
     if is_complete:
         # An earlier run completed the store; if it is not of this source, it is made again.
         with suppress(StreamshardError):
@@ -108,12 +106,6 @@ def archive_tag(
         # It was begun with another source.
         _write_store(context, small, archived, storing, health, overwrite=True)
     return _proved(context, receipt, small, log, whole)
-
-
-def _remove_emptied(partial: Path) -> None:
-    """Remove what a run leaves next to a file that is complete, if it is killed while it tidies."""
-    if lexists(partial) and all(path.name.startswith(JOURNAL) for path in paths_in(partial)):
-        remove(partial)
 
 
 def _remove_begun(archived: ArchivedTag) -> None:
@@ -170,6 +162,7 @@ def _proved(
     both = zip(receipt.source, digests, strict=True)
     source = tuple(replace(record, sha256=digest) for record, digest in both)
     with target_errors(archived.store):
+        remove_begun_links(archived)  # before they are listed
         sums = sums_of(archived, proofs)
         shared = share(archived, sums, proofs)
         sync_tree(archived.store)
@@ -184,6 +177,8 @@ def _proved(
     if not comes_back:
         log.run("content_equal", lambda: content_equal(archive, small, proofs))
     log.run("source_unchanged", lambda: _require_unchanged(small, receipt.source, run_dir))
+    with target_errors(archived.store):
+        remove(partial_of(archived.store))  # of a run that was killed, and is not needed now
     sizes = {path: status.nbytes for path, status in archived.statuses().items()}
     proved = archived.record(
         receipt,

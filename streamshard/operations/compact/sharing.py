@@ -21,18 +21,23 @@ _LINK: Final = f"{names.OWN_PREFIX}.link"
 def share(archived: ArchivedTag, sums: dict[str, str], proofs: ProofContext) -> list[str]:
     """Replace files by links to equal files in earlier archives; return the paths of the links.
 
-    If the file system has no hard links, or a file has too many, the file stays as it is. Objects
-    have no links, nor has what is in a store in one file.
+    If the file system has no hard links, or a file has too many, the file stays as it is.
     """
-    if is_object(archived.store) or archived.is_packed:
+    if not _may_share(archived):
         return []
-    _remove_own_links(archived.store)
     earlier = _earlier_files(archived)
     return [
         path
         for path, digest in sums.items()
         if digest in earlier and _link(earlier[digest], archived.store / path, digest, proofs)
     ]
+
+
+def remove_begun_links(archived: ArchivedTag) -> None:
+    """Remove a link that an interrupted run made, and did not move to its place."""
+    for path in list(paths_below(archived.store)) if _may_share(archived) else ():
+        if path.name == _LINK:
+            remove_file(path)
 
 
 def repeated_bytes(archived: ArchivedTag, shared: Collection[str]) -> int:
@@ -54,11 +59,9 @@ def repeated_bytes(archived: ArchivedTag, shared: Collection[str]) -> int:
     return nbytes
 
 
-def _remove_own_links(store: Path) -> None:
-    """Remove a link that an interrupted run had only begun to put in place."""
-    for path in list(paths_below(store)):
-        if path.name == _LINK:
-            remove_file(path)
+def _may_share(archived: ArchivedTag) -> bool:
+    """Tell whether files of an archive can be links; objects, and what is in one file, cannot."""
+    return not (is_object(archived.store) or archived.is_packed)
 
 
 def _earlier(archived: ArchivedTag) -> Iterator[ArchivedTag]:
