@@ -96,6 +96,16 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
+def ordinal(number: int) -> str:
+    """Format a place in an order.
+
+    >>> ordinal(2), ordinal(11), ordinal(23), ordinal(104)
+    ('2nd', '11th', '23rd', '104th')
+    """
+    last = 0 if number // 10 % 10 == 1 else number % 10
+    return str(number) + {1: "st", 2: "nd", 3: "rd"}.get(last, "th")
+
+
 def show_ranks(ranks: Sequence[int]) -> str:
     """List ranks as text, with consecutive ranks as ranges.
 

@@ -102,8 +102,8 @@ def arguments_of() -> argparse.ArgumentParser:
         description="Reshard DeepSpeed ZeRO checkpoints to another number of GPUs. "
         "'streamshard VERB --help' shows what a verb takes.",
         epilog="Exit codes: 0 done, 2 usage, 3 source unreadable or incomplete, 4 target, "
-        "5 memory limit too small, 6 bytes differ from what was recorded, verify found problems or "
-        "diff differences, 7 workers of a cluster gone, "
+        "5 memory limit too small, 6 bytes differ from what was recorded, verify found problems, "
+        "diff differences or compact a newest tag that is not healthy, 7 workers of a cluster gone, "
         "130 interrupted, 143 terminated.",
     )
     parser.add_argument("--version", action=_Version, help="show the version and exit")

@@ -233,8 +233,17 @@ def test_those_after_the_newest_healthy_one_are_told() -> None:
     run = changed(ill(RUN, "s10", "s100", "s1000"), "s1000", changed_ns=NOW)
     found = {choice.tag.name: choice for choice in choose(run, RULES, NOW)}
     assert {name for name, choice in found.items() if choice.unhealthy} == {"s100", "s1000"}
-    told = {name for name, choice in found.items() if "not healthy" in choice.reason}
-    assert told == {"s10", "s100", "s1000"}
+    told = {name: choice.reason for name, choice in found.items() if "NaN" in choice.reason}
+    assert told == {
+        "s10": "newer than the 2nd newest healthy one; not healthy: 3 NaN",
+        "s100": "newer than the 2nd newest healthy one; not healthy: 3 NaN",
+        "s1000": "changed 0.0 s ago, min_age= is 2h; not healthy: 3 NaN",
+    }
+    few = choose(ill(RUN, "s9", "s10", "s100", "s1000"), RULES, NOW)
+    assert [choice.reason for choice in few if choice.tag.name in ("s10", "s11")] == [
+        "fewer than 2 are healthy; not healthy: 3 NaN",
+        "among the newest 2",
+    ]
 
 
 def test_the_states_of_the_newest_healthy_archive_are_not_dropped() -> None:

@@ -97,19 +97,22 @@ def test_one_that_is_damaged_does_not_count(tmp_path: Path, archive: Path) -> No
     damage_data(run / tag_of(100) / SHARD)
     age(run / tag_of(100), 30)
     found = api.compact(run, archive, keep_last=2, delete=True)
-    assert {*actions(found).values()} == {"kept"}
+    assert ({*actions(found).values()}, found.exit_code) == ({"kept"}, 6)
     assert "CRC-32" in found.tags[-1].reason
 
 
 def test_the_first_night_says_so(ill_run: Path, archive: Path) -> None:
     done = streamshard("compact", ill_run, archive, "--keep-last", "2")
-    assert done.code == 0  # compact has done what it should
+    assert done.code == 6
+    assert done.out.startswith(f"{ill_run}: 1 archived, 5 kept")  # it has done all that it can
     record = json.loads(streamshard("compact", ill_run, archive, "--status", "--json").out)[
         "last_run"
     ]
     assert [one["tag"] for one in record["problems"]] == [tag_of(step) for step in BAD]
     assert "1 NaN of" in record["problems"][0]["unhealthy"]
-    assert done.err.count("not healthy, so it does not count") == 3
+    newer = "kept: newer than the 2nd newest healthy one; not healthy: state/"
+    assert done.err.count(newer) == 2
+    assert done.err.count("kept: 'latest' names it; not healthy: state/") == 1
     assert "global_step100" not in done.err
 
 
@@ -123,19 +126,19 @@ def test_a_young_one_is_told_as_well(tmp_path: Path, archive: Path) -> None:
 def test_a_run_that_has_recovered_is_not_told(ill_run: Path, archive: Path) -> None:
     save(ill_run, 140)
     found = api.compact(ill_run, archive, keep_last=2, delete=True)
-    assert not found.problems
+    assert (found.problems, found.exit_code) == ((), 0)
     assert {tag for tag, action in actions(found).items() if action == "deleted"} == {
         tag_of(80), tag_of(90)
     }  # fmt: skip
 
 
-def test_an_error_after_one_that_is_told_makes_the_exit_code(ill_run: Path, archive: Path) -> None:
+def test_the_first_problem_makes_the_exit_code(ill_run: Path, archive: Path) -> None:
     save(ill_run, 140)
     (ill_run / "latest").write_text(tag_of(130))  # the last save did not end
     found = api.compact(ill_run, archive, keep_last=2)
-    assert [one.exit_code for one in found.problems] == [0, 0, 0, 3]
-    assert found.exit_code == 3
-    assert api.compact_status(ill_run, archive).last_run.exit_code == 3  # type: ignore[union-attr]
+    assert [one.exit_code for one in found.problems] == [6, 6, 6, 3]
+    assert found.exit_code == 6
+    assert api.compact_status(ill_run, archive).last_run.exit_code == 6  # type: ignore[union-attr]
 
 
 def test_each_save_is_read_once(
@@ -169,7 +172,7 @@ def test_a_record_that_is_damaged_is_made_again(ill_run: Path, archive: Path) ->
     api.compact(ill_run, archive)
     before = known(archive)
     (archive / HEALTH).write_text("{")
-    assert api.compact(ill_run, archive).exit_code == 0
+    assert api.compact(ill_run, archive).exit_code == 6
     assert known(archive) == before
 
 
@@ -216,7 +219,7 @@ def test_a_record_that_cannot_be_used_is_made_again(
     api.compact(ill_run, archive)
     before = (archive / HEALTH).read_bytes()
     RECORDS[what](archive / HEALTH)
-    assert api.compact(ill_run, archive).exit_code == 0
+    assert api.compact(ill_run, archive).exit_code == 6
     assert not (archive / HEALTH).is_symlink()
     assert (archive / HEALTH).read_bytes() == before
     assert api.compact_status(ill_run, archive).newest_healthy == tag_of(100)

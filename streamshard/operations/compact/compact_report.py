@@ -49,7 +49,7 @@ class CompactedTag:
     dropped_bytes: int = 0
     """Bytes of optimizer states that were dropped from its archive."""
     exit_code: int = 0
-    """Exit code of the error."""
+    """Exit code of the error; 6 if it is kept and `unhealthy`."""
     unhealthy: str = ""
     """Why no job should go on from it, if no newer tag is good either."""
 
@@ -103,7 +103,7 @@ class Compaction:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the first error; 0 if there was none."""
+        """Exit code of the first problem; 0 if there was none."""
         return next((tag.exit_code for tag in self.problems if tag.exit_code), 0)
 
 

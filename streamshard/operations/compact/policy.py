@@ -13,6 +13,7 @@ from streamshard.commands import command
 from streamshard.errors import (
     CorruptFileError,
     IncompleteError,
+    IntegrityError,
     Option,
     SourceError,
     SourceNotFoundError,
@@ -99,7 +100,8 @@ class Policy:
         if choice.verdict == tag_choice.KEPT and self.healths.is_unread(tag):
             return CompactedTag.failed(tag.name, SourceError(reason))
         if choice.verdict == tag_choice.KEPT:
-            kept = CompactedTag.of(tag.name, compact_report.KEPT, reason)
+            code = IntegrityError.exit_code if choice.unhealthy else 0
+            kept = CompactedTag.of(tag.name, compact_report.KEPT, reason, code)
             return replace(kept, unhealthy=choice.unhealthy)
         known = _Acknowledgement.read(self._acknowledgement_of(tag))
         if known is not None and known == _Acknowledgement.of(tag, known.at):

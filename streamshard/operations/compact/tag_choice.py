@@ -9,7 +9,7 @@ from typing import Final, Self
 
 from streamshard.errors import Option, UsageError
 from streamshard.formats.deepspeed.names import step_of
-from streamshard.sizes import show_duration, show_time
+from streamshard.sizes import ordinal, show_duration, show_time
 from streamshard.verb_options import CompactOptions
 
 KEPT: Final = "kept"
@@ -229,10 +229,10 @@ def _decide(tag: Tag, run: RunDirectory, rules: Rules, newest: _Newest, now_ns: 
 
 def _kept(tag: Tag, reason: str, step: int | None, newest: _Newest) -> Choice:
     if tag.name in newest.mixed:
-        reason += "; its files may be of two saves, so it does not count as one of the newest"
+        reason += "; its files may be of two saves"
     unhealthy = newest.unhealthy.get(tag.name, "")
     if unhealthy:
-        reason += f"; not healthy, so it does not count as one of the newest: {unhealthy}"
+        reason += f"; not healthy: {unhealthy}"
     is_last = step is not None and step > max(newest.good, default=-1)
     return Choice(tag, KEPT, reason, unhealthy if is_last else "")
 
@@ -267,8 +267,12 @@ def _protected(
         yield f"lies in another directory than {run.latest}, so their steps are not compared"
     elif step is None:
         yield "tells no step"
-    elif step in newest.steps:
+    elif step in newest.good:
         yield f"among the newest {rules.keep_last}"
+    elif step in newest.steps and len(newest.good) == rules.keep_last:
+        yield f"newer than the {ordinal(rules.keep_last)} newest healthy one"
+    elif step in newest.steps:
+        yield f"fewer than {rules.keep_last} are healthy"
     elif rules.keep_every is not None and step % rules.keep_every == 0:
         yield f"a multiple of {rules.keep_every:,}"
     yield from (f"matches {p}" for p in rules.keep_tags if matches(tag.name, p))
