@@ -24,13 +24,15 @@ UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
-def parse(text: str, *, whole: int | None = None) -> int:
+def parse(text: str, *, whole: int | None = None, needs_unit: bool = False) -> int:
     """Read a size in bytes.
 
     Parameters
     ----------
     whole
         What a percentage is taken of; without it, percentages are refused.
+    needs_unit
+        Refuse a number alone where other programs count in KiB or MB.
 
     >>> parse("64MiB"), parse("5GB"), parse("1.5 KiB"), parse("50%", whole=1000)
     (67108864, 5000000000, 1536, 500)
@@ -42,6 +44,8 @@ def parse(text: str, *, whole: int | None = None) -> int:
     if match is None or unit not in _UNITS:
         percent = " or 50%" if whole is not None else ""
         raise ValueError(f"{text!r} is not a size; write 64MiB, 5GB{percent}")
+    if not unit and needs_unit:
+        raise ValueError(f"{text!r} has no unit; write {match[1]}MB or {match[1]}B")
     return int(float(match[1]) * _UNITS[unit])
 
 

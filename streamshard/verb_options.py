@@ -343,8 +343,8 @@ class CompactOptions(RunOptions, _ReportOptions):
     )
     chunk_size: int = option(default=64 << 20, least=1, few="at least one byte is needed")
     bytes_per_second: int | None = option(
-        "--bwlimit SIZE",
-        "read and write no more than this a second: 200MB [no limit]",
+        "--bwlimit RATE",
+        "read and write no more than this a second, with a unit: 200MB [no limit]",
         least=1,
         group=RUN,
     )

@@ -219,7 +219,7 @@ complete -c streamshard -n '_shtab_streamshard_using compact' -l weights-only-ol
 complete -c streamshard -n '_shtab_streamshard_using compact' -l undelete -x -d 'bring tags back from the trash; give it behind ARCHIVE_DIR'
 complete -c streamshard -n '_shtab_streamshard_using compact' -l purge -x -d 'remove tags in the trash for good once --grace is over, whatever rules say; give it behind ARCHIVE_DIR'
 complete -c streamshard -n '_shtab_streamshard_using compact' -l acknowledge -x -d 'leave ambiguous tags as they are, and report them again only when they change; give it behind ARCHIVE_DIR'
-complete -c streamshard -n '_shtab_streamshard_using compact' -l bwlimit -x -d 'read and write no more than this a second: 200MB [no limit]'
+complete -c streamshard -n '_shtab_streamshard_using compact' -l bwlimit -x -d 'read and write no more than this a second, with a unit: 200MB [no limit]'
 complete -c streamshard -n '_shtab_streamshard_using compact' -l memory-limit -x -d 'memory above the program'"'"'s own: 512MiB, 2GB, or 50% of the machine'"'"'s [1GiB, at most half of what there is]'
 complete -c streamshard -n '_shtab_streamshard_using compact' -l workers -x -d 'threads [one per core, at most 4; to compress, two more than there are cores, at most 16; 8 with object stores; fewer where memory is tight]'
 complete -c streamshard -n '_shtab_streamshard_using compact' -l dask -x -d 'run on a Dask cluster: tcp://scheduler:8786, the path of a scheduler file (*.json), or local:N for N processes with --workers threads each [threads of this process]'

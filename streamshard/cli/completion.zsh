@@ -46,7 +46,7 @@ _shtab_streamshard_compact_options=(
   "--undelete[bring tags back from the trash\; give it behind ARCHIVE_DIR]:TAG:"
   "--purge[remove tags in the trash for good once --grace is over, whatever rules say\; give it behind ARCHIVE_DIR]:TAG:"
   "--acknowledge[leave ambiguous tags as they are, and report them again only when they change\; give it behind ARCHIVE_DIR]:TAG:"
-  "--bwlimit[read and write no more than this a second\: 200MB \[no limit\]]:SIZE:"
+  "--bwlimit[read and write no more than this a second, with a unit\: 200MB \[no limit\]]:RATE:"
   "--memory-limit[memory above the program\'s own\: 512MiB, 2GB, or 50\% of the machine\'s \[1GiB, at most half of what there is\]]:SIZE:"
   "--workers[threads \[one per core, at most 4\; to compress, two more than there are cores, at most 16\; 8 with object stores\; fewer where memory is tight\]]:N:"
   "--dask[run on a Dask cluster\: tcp\:\/\/scheduler\:8786, the path of a scheduler file (\*.json), or local\:N for N processes with --workers threads each \[threads of this process\]]:ADDRESS:"

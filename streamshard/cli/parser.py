@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from itertools import chain, groupby
 from pathlib import Path
 from types import MappingProxyType
@@ -103,7 +103,7 @@ def arguments_of() -> argparse.ArgumentParser:
         "'streamshard VERB --help' shows what a verb takes.",
         epilog="Exit codes: 0 done, 2 usage, 3 source unreadable or incomplete, 4 target, "
         "5 memory limit too small, 6 bytes differ from what was recorded, verify found problems, "
-        "diff differences or compact a newest tag that is not healthy, 7 workers of a cluster gone, "
+        "diff differences, compact an unhealthy newest tag, 7 workers of a cluster gone, "
         "130 interrupted, 143 terminated.",
     )
     parser.add_argument("--version", action=_Version, help="show the version and exit")
@@ -218,6 +218,7 @@ def _number(text: str) -> int:
 
 _READ: Final = {
     "SIZE": _reads(sizes.parse),
+    "RATE": _reads(partial(sizes.parse, needs_unit=True)),
     "TIME": _reads(sizes.parse_time),
 }
 """What stands for a value → how it is read."""

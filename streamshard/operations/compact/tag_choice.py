@@ -178,6 +178,14 @@ class _Newest:
     unhealthy: Mapping[str, str] = field(default_factory=dict)
     """Tag that is not counted as it is not good → why."""
 
+    def reason(self, step: int, keep_last: int) -> str:
+        """Say why one of these steps is kept."""
+        if step in self.good:
+            return f"among the newest {keep_last}"
+        if len(self.good) == keep_last:
+            return f"newer than the {ordinal(keep_last)} newest healthy one"
+        return f"fewer than {keep_last} are healthy"
+
 
 def _newest(run: RunDirectory, rules: Rules) -> _Newest:
     last = step_of(run.latest or "")
@@ -267,12 +275,8 @@ def _protected(
         yield f"lies in another directory than {run.latest}, so their steps are not compared"
     elif step is None:
         yield "tells no step"
-    elif step in newest.good:
-        yield f"among the newest {rules.keep_last}"
-    elif step in newest.steps and len(newest.good) == rules.keep_last:
-        yield f"newer than the {ordinal(rules.keep_last)} newest healthy one"
     elif step in newest.steps:
-        yield f"fewer than {rules.keep_last} are healthy"
+        yield newest.reason(step, rules.keep_last)
     elif rules.keep_every is not None and step % rules.keep_every == 0:
         yield f"a multiple of {rules.keep_every:,}"
     yield from (f"matches {p}" for p in rules.keep_tags if matches(tag.name, p))
