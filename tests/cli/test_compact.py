@@ -14,7 +14,7 @@ import streamshard as api
 from streamshard.io.lock import Lock
 from streamshard.sizes import show_bytes
 from tests.cli.conftest import in_process, passed, refused
-from tests.compact.runs import NO_GRACE, STEPS, bits, make_run, save, tag_of
+from tests.compact.runs import NO_GRACE, STEPS, age, bits, make_run, save, tag_of
 from tests.documents import TEXTS
 
 FIRST = tag_of(STEPS[0])
@@ -46,6 +46,15 @@ def test_a_dry_run_tells_of_each_tag_and_does_nothing(
     assert re.search(rf"{tag_of(1000)} +kept .* 'latest' names it", done.out)
     assert bits(tmp_path) == before
     assert not archive.exists()
+
+
+def test_a_dry_run_says_which_tags_do_not_fit(run: Path, archive: Path) -> None:
+    with (run / FIRST / "notes.txt").open("ab") as stream:
+        stream.truncate(1 << 43)
+    age(run / FIRST, 30)
+    done = in_process("compact", run, archive, "--delete", "-n")
+    assert (done.code, "1 failed, 3 kept" in done.out) == (4, True)
+    assert f"{FIRST}: failed: {archive / FIRST}.zarr: does not fit: it needs 8,796," in done.err
 
 
 def test_lengths_of_time_are_said_as_they_are_asked_for(run: Path, archive: Path) -> None:

@@ -49,7 +49,7 @@ from streamshard.operations.compact.tag_choice import CANDIDATE, Choice, Rules, 
 from streamshard.operations.compact.tag_health import growth
 from streamshard.operations.compact.weights_only import drop_states
 from streamshard.operations.transfer.execution import Limits
-from streamshard.operations.transfer.target import is_there
+from streamshard.operations.transfer.target import is_there, require_space
 from streamshard.sizes import counted
 from streamshard.verb_options import CompactOptions
 
@@ -252,6 +252,8 @@ class CompactRun:
         tag = choice.tag.name
         context, is_dry_run, is_moved = self._context, self._options.dry_run, self._options.delete
         receipt, proof, action, grown = self._archived(tag), None, compact_report.READY, ""
+        if is_dry_run and (receipt is None or is_moved):  # it is stored, or rebuilt, there
+            require_space(context.archived(tag).store, choice.tag.nbytes)
         if receipt is None:
             action = compact_report.ARCHIVED
             if not is_dry_run:

@@ -99,7 +99,7 @@ def require_space(target: Path, nbytes: int) -> None:
         free = place.free_bytes(nearest_directory(target))
         free += place.allocated_bytes(partial_of(target))
     if nbytes > free:
-        message = f"{target}: needs {nbytes:,} bytes, {free:,} are free on its file system"
+        message = f"{target}: does not fit: it needs {nbytes:,} bytes, {free:,} are free there"
         raise NoSpaceError(f"{message}. Nothing was written; free some, or choose another place")
 
 
