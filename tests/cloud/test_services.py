@@ -173,23 +173,33 @@ def test_directories_are_passed_over(bucket: Bucket, run: Path) -> None:
         assert bucket.get_bytes(f"out/{path}") == data
 
 
+USER = {"type": "authorized_user", "client_id": "a", "client_secret": "b", "refresh_token": "c"}
+
+
 @on(FakeGCS)
-@pytest.mark.parametrize("way", ["GOOGLE_BASE_URL", "STORAGE_EMULATOR_HOST", "host", "account"])
+@pytest.mark.parametrize(
+    "way", ["GOOGLE_BASE_URL", "STORAGE_EMULATOR_HOST", "host", "host of a user", "account"]
+)
 def test_an_emulator_of_google_s_service_is_reached_without_tls(
     bucket: Bucket, run: Path, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It is written to, and gets no token of an account."""
     source, url = bucket.put(run, "runs/7b"), bucket.proxy.url
     account = os.environ["GOOGLE_SERVICE_ACCOUNT_KEY"]
     monkeypatch.delenv("GOOGLE_SERVICE_ACCOUNT_KEY")
     if way == "account":
         (tmp_path / "account.json").write_text(account)
         monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "account.json"))
-    elif way == "host":
+    elif way.startswith("host"):
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", url.removeprefix("http://"))
     else:
         monkeypatch.setenv(way, url)
         monkeypatch.setenv("GOOGLE_SKIP_SIGNATURE", "true")
-    assert api.inspect(source).world_size == LEAN.world_size
+    if way == "host of a user":
+        (tmp_path / "user.json").write_text(json.dumps(USER))
+        monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "user.json"))
+    api.repartition(source, f"{bucket.url}/out", world_size=3)
+    assert bucket.content() == local(run, 3)
 
 
 @on(*KINDS[1:])  # moto's are those of tests/compact

@@ -47,6 +47,10 @@ _ADDRESSES: Final = {
 """Variables that hold the address of a service, by scheme."""
 _GOOGLE_EMULATOR: Final = "STORAGE_EMULATOR_HOST"
 """Variable of Google's own libraries, which obstore does not read."""
+_GOOGLE_ADDRESS: Final = "GOOGLE_BASE_URL"
+_GOOGLE_UNSIGNED: Final = "GOOGLE_SKIP_SIGNATURE"
+_YES: Final = frozenset({"1", "true", "on", "yes", "y"})
+"""What obstore takes for yes."""
 _GOOGLE_KEY: Final = "GOOGLE_SERVICE_ACCOUNT_KEY"
 """Variable that holds the content of such a file."""
 _GOOGLE_ACCOUNTS: Final = ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH")
@@ -104,7 +108,7 @@ def _make_client(bucket: str, retries: dict[str, Any]) -> "ObjectStore":
     }
     if bucket.startswith("s3:"):
         options |= {"checksum_algorithm": "SHA256", **_profile()}
-    if bucket.startswith("gs:") and "GOOGLE_BASE_URL" not in os.environ:
+    if bucket.startswith("gs:"):
         options |= _google_emulator()
     try:
         return from_url(bucket, **options)
@@ -127,13 +131,19 @@ def _plain_http(bucket: str) -> dict[str, bool]:
 
 
 def _google_emulator() -> dict[str, Any]:
-    """Return the options for an emulator that a variable of Google's own libraries names."""
-    address = os.environ.get(_GOOGLE_EMULATOR, "")
-    if not address:
-        return {}
-    if "://" not in address:
+    """Return the options for an emulator that a variable of Google's own libraries names.
+
+    obstore gets a token for writing even if it may skip signatures: of an account in the
+    environment, or of this machine's, which is not meant for an emulator.
+    """
+    address = "" if _GOOGLE_ADDRESS in os.environ else os.environ.get(_GOOGLE_EMULATOR, "")
+    if address and "://" not in address:
         address = f"http://{address}"
-    return {"base_url": address.rstrip("/"), "skip_signature": True}
+    if not address and os.environ.get(_GOOGLE_UNSIGNED, "").lower() not in _YES:
+        return {}
+    nobody = {"token": "", "expires_at": None}
+    options = {"skip_signature": True, "credential_provider": lambda: nobody}
+    return {**options, "base_url": address.rstrip("/")} if address else options
 
 
 def _addresses_in_accounts() -> Iterator[str]:
