@@ -83,7 +83,7 @@ def sync_tree(root: Path) -> None:
 
 def sync_path(path: Path) -> None:
     """Make a file's content, or the names in a directory, durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe is refused
     try:
         os.fsync(descriptor)
     except OSError as error:

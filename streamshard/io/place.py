@@ -58,7 +58,7 @@ class Place(Protocol):
         """
 
     def stream(self, path: Path) -> BinaryIO:
-        """Open a file, or a pipe, to read it from its beginning."""
+        """Open a file to read it from its beginning."""
 
     def listed(self, root: Path) -> Mapping[Any, Mapping[str, Entry]]:
         """Return entries by directory and name, where listing all below a path takes one call."""
@@ -220,12 +220,7 @@ class Disk(Place):
         return ReadableFile(open_to_read(path))
 
     def stream(self, path: Path) -> BinaryIO:
-        descriptor = open_to_read(path)
-        try:
-            return os.fdopen(descriptor, "rb")
-        except OSError as error:  # it is a directory
-            os.close(descriptor)
-            raise OSError(error.errno, error.strerror, str(path)) from error
+        return os.fdopen(open_to_read(path), "rb")
 
     def has_file(self, path: Path) -> bool:
         return path.is_file()

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from stat import S_ISDIR, S_ISLNK, S_ISREG
+from stat import S_ISBLK, S_ISCHR, S_ISDIR, S_ISFIFO, S_ISLNK, S_ISREG, S_ISSOCK
 from typing import Final, NamedTuple, Protocol, Self
 
 from streamshard.io.retry import UNSUPPORTED, close_unwritten, ignored
@@ -17,6 +17,14 @@ from streamshard.model import Decoder, SourceFile
 
 _QUIET: Final = getattr(os, "O_NOATIME", 0)
 """Flag of open(2) that keeps the access time; allowed only for the owner of a file."""
+_KINDS: Final = {
+    S_ISLNK: "a symbolic link",
+    S_ISDIR: "a directory",
+    S_ISFIFO: "a pipe (FIFO)",
+    S_ISSOCK: "a socket",
+    S_ISCHR: "a device",
+    S_ISBLK: "a device",
+}
 
 
 class Status(NamedTuple):
@@ -143,12 +151,26 @@ def absent(path: Path) -> FileNotFoundError:
 
 
 def open_to_read(path: Path) -> int:
-    """Open a local file for reading; returns its descriptor."""
-    flags = os.O_RDONLY | os.O_CLOEXEC
+    """Open a regular local file for reading; returns its descriptor.
+
+    A pipe would be waited for until someone writes to it; a device may have no end.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
     try:
-        return os.open(path, flags | _QUIET)
+        descriptor = os.open(path, flags | _QUIET)
     except PermissionError:
-        return os.open(path, flags)
+        descriptor = os.open(path, flags)
+    mode = os.fstat(descriptor).st_mode
+    if S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    number = errno.EISDIR if S_ISDIR(mode) else errno.EINVAL
+    raise OSError(number, f"it is {kind_of(mode)}; put a regular file there", str(path))
+
+
+def kind_of(mode: int) -> str:
+    """Name what is no regular file."""
+    return next((text for is_kind, text in _KINDS.items() if is_kind(mode)), "no file")
 
 
 def read_into(descriptor: int, view: memoryview, offset: int) -> int:

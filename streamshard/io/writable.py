@@ -14,10 +14,11 @@ import errno
 import mmap
 import os
 from pathlib import Path
-from stat import S_ISBLK, S_ISCHR, S_ISDIR, S_ISFIFO, S_ISLNK, S_ISREG, S_ISSOCK
+from stat import S_ISREG
 from typing import Final
 
 from streamshard.io.file_system import EXT4, XFS, file_system_of
+from streamshard.io.readable import kind_of
 from streamshard.io.retry import UNSUPPORTED, ignored
 
 BLOCK_BYTES: Final = max(4096, mmap.PAGESIZE)
@@ -32,14 +33,6 @@ _FILE_SYSTEMS: Final = {EXT4, XFS}
 wait for its answer."""
 _FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """Without the last, a pipe would wait for a reader."""
-_KINDS: Final = {
-    S_ISLNK: "a symbolic link",
-    S_ISDIR: "a directory",
-    S_ISFIFO: "a pipe (FIFO)",
-    S_ISSOCK: "a socket",
-    S_ISCHR: "a device",
-    S_ISBLK: "a device",
-}
 _OTHER_KIND: Final = {errno.ELOOP, errno.EISDIR, errno.ENXIO}
 """Errors of open(2) if there is no regular file."""
 
@@ -81,8 +74,7 @@ def open_regular(path: Path, flags: int, mode: int = 0o666) -> int:
 
 def _require_regular(path: Path, mode: int) -> None:
     if not S_ISREG(mode):
-        kind = next((text for is_kind, text in _KINDS.items() if is_kind(mode)), "no file")
-        raise not_ours(path, kind)
+        raise not_ours(path, kind_of(mode))
 
 
 def require_one_name(descriptor: int, path: Path) -> None:

@@ -2,8 +2,12 @@
 
 import json
 import os
+import re
 import shutil
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +15,8 @@ import streamshard as api
 from tests.cli.conftest import in_process, passed, refused
 from tests.cli.hostile import MODEL, OPTIMIZER, elsewhere, optimizer_files
 from tests.compact.runs import NO_GRACE, actions, age, bits, later, receipt_of
-from tests.fabricated import client_state, edit, write
+from tests.fabricated import client_state, edit, write, write_dumps
+from tests.forked import Finished
 from tests.job import EXPERTS, TAG, Job
 
 
@@ -97,13 +102,87 @@ def test_files_of_another_kind_are_looked_at_without_waiting_for_pipes(tmp_path:
     assert in_process("inspect", tmp_path / "optimizer.0.pt").code == 3
 
 
-def test_a_pipe_in_a_file_s_place_is_not_waited_for(run: Path) -> None:
-    (run / "latest").unlink()
-    os.mkfifo(run / "latest")
-    assert in_process("inspect", run).code == 3
-    (run / OPTIMIZER).unlink()
-    os.mkfifo(run / OPTIMIZER)
-    refused(3, "rank_1", "inspect", run, "--tag", TAG)
+def _exported(run: Path, place: Path, format: str, **options: Any) -> Path:  # noqa: ANN401
+    """Export it, with a config next to its files."""
+    api.export(run, place, format=format, **options)
+    (place / "config.json").write_text("{}")
+    return place
+
+
+def _with_another(run: Path, place: Path) -> Path:
+    """Take a run, and put a DCP checkpoint next to its tags."""
+    _exported(run, place, "dcp").rename(run / "other")
+    return run.rename(place)
+
+
+def _stored(run: Path, place: Path) -> Path:
+    api.convert(run, place.with_suffix(".zarr"))
+    return place.with_suffix(".zarr")
+
+
+SOURCES: dict[str, Callable[[Path, Path], Path]] = {
+    "a run": _with_another,
+    "dumps": write_dumps,
+    "a store": _stored,
+    "DCP": lambda run, place: _exported(run, place, "dcp"),
+    "universal": lambda run, place: _exported(run, place, "universal"),
+    "safetensors": lambda run, place: _exported(run, place, "safetensors", max_shard_size=999),
+    "torch": lambda run, place: _exported(run, place, "torch", max_shard_size=999),
+}
+COMMANDS = (
+    "inspect SRC", "verify SRC", "newest SRC", "diff SRC SRC", "export SRC OUT",
+    "export SRC OUT --format dcp", "repartition SRC OUT --world-size 3",
+    "convert SRC OUT", "compact SRC OUT --min-age 0s",
+)  # fmt: skip
+
+
+def in_time(pipe: Path, *words: object) -> Finished:
+    """Run a command; if it waits for someone who writes to a pipe, let it go, and fail."""
+    done, waited = threading.Event(), list[object]()
+
+    def watch() -> None:
+        while not done.wait(0.05 if waited else 30):
+            waited.append(words)
+            os.close(os.open(pipe, os.O_RDWR | os.O_NONBLOCK))
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        finished = in_process(*words)
+    finally:
+        done.set()
+        watching.join()
+    assert not waited
+    return finished
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_no_verb_waits_for_a_pipe_in_the_place_of_a_file(
+    run: Path, tmp_path: Path, kind: str
+) -> None:
+    (run / "config.json").write_text("{}")
+    source = SOURCES[kind](run, tmp_path / "source")
+    root = source.parent if kind == "dumps" else source
+    paths = [path for path in sorted(root.rglob("*")) if path.is_file()]
+    of_each_kind = {(len(path.parts), re.sub(r"\d", "", path.name)): path for path in paths}
+    for file, path in enumerate(of_each_kind.values()):
+        kept = path.rename(tmp_path / "kept")
+        os.mkfifo(path)
+        for number, command in enumerate(COMMANDS):
+            places = {"SRC": source, "OUT": tmp_path / f"out-{file}-{number}"}
+            done = in_time(path, *(places.get(word, word) for word in command.split()))
+            assert done.code in (0, 3, 6), (path, command, done.err)
+        path.unlink()
+        kept.rename(path)
+
+
+@pytest.mark.parametrize("option", ["--ds-config", "--facts"])
+def test_a_pipe_is_no_file_of_an_option_s(run: Path, tmp_path: Path, option: str) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    done = in_time(pipe, "repartition", run, tmp_path / "out", "--world-size", 3, option, pipe)
+    assert done.code == 2
+    assert f"{pipe}: cannot be read (it is a pipe (FIFO); put a regular file there)" in done.err
 
 
 def test_names_in_files_give_no_orders_to_the_terminal(run: Path) -> None:

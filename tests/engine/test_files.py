@@ -2,6 +2,7 @@
 
 import errno
 import os
+import socket
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,6 +35,7 @@ from streamshard.io.entries import (
     is_real_directory,
     is_same_file,
     lexists,
+    open_readable,
     paths_below,
     paths_in,
     paths_like,
@@ -380,10 +382,26 @@ def test_names_are_found_by_a_pattern_if_there_is_a_directory(place: Path) -> No
     assert paths_like(place / "file", "*") == paths_like(place / "absent", "*") == []
 
 
-def test_a_small_file_is_read_up_to_a_limit_and_a_directory_is_named(place: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("directory", "a directory"),
+        ("pipe", "a pipe"),
+        ("socket", "a socket|address"),
+        ("zero", "a device"),
+    ],
+)
+def test_a_small_file_is_read_up_to_a_limit_and_nothing_else_is(
+    place: Path, name: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert (read_all(place / "file"), read_all(place / "to-file", 7)) == (DATA, DATA[:7])
-    with pytest.raises(IsADirectoryError, match="/directory'"):
-        read_all(place / "directory")
+    (place / "zero").symlink_to("/dev/zero")
+    monkeypatch.chdir(place)  # the path of a socket has to be short
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind("socket")
+        for read in (read_all, open_readable):
+            with pytest.raises(OSError, match=f"{says}.*/{name}'"):
+                read(place / name)
 
 
 def test_the_same_file_is_known_by_any_of_its_names(place: Path) -> None:
