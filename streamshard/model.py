@@ -311,6 +311,8 @@ class SourceFile:
     """Tells the file from another one at its path; "0" where the place has nothing like it."""
     decoder: Decoder | None = field(default=None, compare=False, repr=False)
     """How its content is made of its bytes; None if these are the content."""
+    changed_ns: int = field(default=0, compare=False, repr=False)
+    """See `Status`. Another link changes it too, so only a run that is continued compares it."""
 
     @property
     def is_plain(self) -> bool:

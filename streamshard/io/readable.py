@@ -40,6 +40,8 @@ class Status(NamedTuple):
     """Inode; 0 where the place has no such number."""
     device: int
     links: int
+    changed_ns: int = 0
+    """When content, mode, owner or links changed, which no program can set; 0 where unknown."""
 
     @property
     def is_file(self) -> bool:
@@ -58,13 +60,14 @@ class Status(NamedTuple):
         return self.mode & 0o777
 
     def source_file(self, path: Path, decoder: Decoder | None = None) -> SourceFile:
-        return SourceFile(path, self.nbytes, self.version, str(self.file_id), decoder)
+        identity = self.version, str(self.file_id)
+        return SourceFile(path, self.nbytes, *identity, decoder, self.changed_ns)
 
     @classmethod
     def of(cls, stat: os.stat_result) -> "Status":
         changed = stat.st_mtime_ns
         ids = stat.st_ino, stat.st_dev, stat.st_nlink
-        return cls(stat.st_mode, stat.st_size, changed, str(changed), *ids)
+        return cls(stat.st_mode, stat.st_size, changed, str(changed), *ids, stat.st_ctime_ns)
 
 
 class Readable(Protocol):

@@ -208,7 +208,21 @@ def with_another_inode(path: Path) -> None:
     Path(shutil.copy2(path, path.with_name("copy"))).replace(path)
 
 
-@pytest.mark.parametrize("change", [os.utime, with_another_inode])
+def rewritten_in_place(path: Path) -> None:
+    """Change a byte, as a program does that restores the time, such as `rsync --inplace -t`."""
+    stat = path.stat()
+    flip(path)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def of_another_mode(path: Path) -> None:
+    """Change what the system dates as it does a change of the content."""
+    path.chmod(0o640)
+
+
+@pytest.mark.parametrize(
+    "change", [os.utime, with_another_inode, rewritten_in_place, of_another_mode]
+)
 def test_a_changed_source_is_refused_and_named(begun: Path, change: Callable[[Path], None]) -> None:
     run, before = begun.with_name("run"), tree(begun)
     command = ("repartition", run, begun.with_name("out"), "--world-size", 3)
@@ -284,13 +298,13 @@ def line(text: str) -> bytes:
 
 def header(**changes: object) -> str:
     """Spell a header of the present format that is no run's."""
-    known = {"format": 3, "options": {}, "headers": "", "files": "", "replaces": False}
+    known = {"format": 4, "options": {}, "headers": "", "files": "", "replaces": False}
     return json.dumps({**known, **changes})
 
 
 SPAN = ["a", 0, 1, 2]
 FOREIGN: dict[str, Sequence[str]] = {
-    "a header of another format": [header(format=4)],
+    "a header of another format": [header(format=3)],
     "an empty header": ["{}"],
     "a format that is no number": [header(format=[2])],
     "options that are a list": [header(options=[["verb", "x"]])],

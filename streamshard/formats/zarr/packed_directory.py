@@ -110,7 +110,7 @@ class PackedDirectory:
         whole = self.status
         mode = whole.permissions | (_DIRECTORY if row is None else _FILE)
         nbytes = 0 if row is None else int(self._nbytes[row])
-        ids = whole.file_id, whole.device, 1
+        ids = whole.file_id, whole.device, 1, whole.changed_ns
         return Status(mode, nbytes, whole.modified_ns, whole.version, *ids)
 
     @property

@@ -28,7 +28,7 @@ from streamshard.model import LogicalTensor, Note, NoteKind, SourceFile, ZeroLay
 from streamshard.operations.source.source import Source
 from streamshard.sizes import counted
 
-_FORMAT: Final = 3
+_FORMAT: Final = 4
 """Rises whenever the same run makes other bytes, or has another digest of its headers."""
 _DIGEST_BYTES: Final = 8
 _MOST_SHOWN: Final = 40
@@ -125,7 +125,7 @@ class RunIdentity:
             if _digest(file) != digests[start : start + _DIGEST_BYTES]
         ]
         more = f" and {len(changed) - 1:,} more have" if len(changed) > 1 else " has"
-        return f"{changed[0]}{more} changed since"
+        return f"{changed[0]}{more} changed since, in content, mode, owner or links"
 
 
 def is_header(value: object) -> bool:
@@ -154,8 +154,11 @@ def digest_of_headers(checkpoint: Checkpoint) -> str:
 
 
 def _digest(file: SourceFile) -> bytes:
-    """Return a digest of a file's size and identity when the plan was made."""
-    looks = f"{file.nbytes} {file.version} {file.file_id}"
+    """Return a digest of a file's size and identity when the plan was made.
+
+    A program that rewrites a file in place can restore its modification time.
+    """
+    looks = f"{file.nbytes} {file.version} {file.file_id} {file.changed_ns}"
     return blake2b(looks.encode(), digest_size=_DIGEST_BYTES).digest()
 
 
