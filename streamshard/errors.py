@@ -6,6 +6,7 @@
     ├── UsageError              2   the command line or a call asks for something impossible
     ├── SourceError             3   the source cannot be read or is incomplete
     │   ├── SourceNotFoundError       nothing checkpoint-like at the given path
+    │   ├── NotPermittedError         this user may not read it
     │   ├── CorruptFileError          a file is truncated or not what its name says
     │   ├── IncompleteError           a rank's file is missing, or one is there that should not be
     │   ├── DisagreementError         two files of one checkpoint contradict each other
@@ -116,6 +117,10 @@ class SourceError(StreamshardError):
 
 class SourceNotFoundError(SourceError):
     """Nothing at the given path looks like a checkpoint."""
+
+
+class NotPermittedError(SourceError):
+    """A file or directory of the source may not be read by this user."""
 
 
 class CorruptFileError(SourceError):

@@ -1,14 +1,22 @@
 """System errors that name the file; sources that changed, or that lead out of what was given."""
 
 import errno
+import os
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
-from streamshard.errors import CorruptFileError, NoSpaceError, SourceError, TargetError
+from streamshard.errors import (
+    CorruptFileError,
+    NoSpaceError,
+    NotPermittedError,
+    SourceError,
+    TargetError,
+)
 from streamshard.io.entries import examine, list_ahead, listings_kept, resolve
-from streamshard.io.object_path import as_path
+from streamshard.io.object_path import as_path, is_object
 from streamshard.io.readable import Status
 from streamshard.model import Computed, SourceFile
 
@@ -67,8 +75,21 @@ def source_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        named = as_path(error.filename or path)
-        raise SourceError(f"cannot be read ({error.strerror})", path=named) from error
+        raise unreadable(error, path) from error
+
+
+def unreadable(error: OSError, path: Path) -> SourceError:
+    """Return the error of a source that the system does not let this process read.
+
+    If a directory may not be entered, it names that, as nobody can tell what is in it.
+    """
+    named, message = as_path(error.filename or path), f"cannot be read ({error.strerror})"
+    if error.errno != errno.EACCES or is_object(named):
+        return SourceError(message, path=named)
+    while not os.path.lexists(named):
+        named = named.parent
+    advice = f"its owner can let others read it: chmod -R +rX {shlex.quote(str(named))}"
+    return NotPermittedError(f"{message}; {advice}", path=named)
 
 
 @contextmanager

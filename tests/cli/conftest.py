@@ -9,8 +9,9 @@ import shutil
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from io import BytesIO, TextIOWrapper
@@ -175,6 +176,23 @@ def on_terminal(
     out, err = ((piped or b"").decode() for piped in child.communicate())
     text = shown.decode()
     return Finished(child.returncode, *((text, err) if stream == "stdout" else (out, text)))
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives its rights up, which takes some")
+
+
+@pytest.fixture
+def open_to_all() -> Iterator[Path]:
+    """A directory that others than its owner can reach."""
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o755)
+        yield Path(directory)
+
+
+def as_nobody(*arguments: object) -> Finished:
+    """Run the command line as a user of no rights."""
+    script = "import os\nfrom streamshard.__main__ import program\nos.setuid(4321)\nprogram()\n"
+    return streamshard(*arguments, script=script)
 
 
 def model_file(run_dir: Path, rank: int | None = None) -> Path:

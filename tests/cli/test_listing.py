@@ -4,7 +4,9 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,8 @@ import streamshard
 from streamshard.cli.text.inspect_text import inspection_text
 from streamshard.operations.inspect.checkpoint_list import summaries
 from streamshard.operations.inspect.inspect_report import CheckpointList
-from tests.cli.conftest import in_process, passed
+from tests.cli.conftest import as_nobody, in_process, needs_root, passed
+from tests.compact.runs import make_run
 from tests.fabricated import edit, write, write_dumps
 from tests.job import Job
 from tests.measured import plan_measured
@@ -249,6 +252,31 @@ def without_zero(model: dict[str, Any]) -> None:
     """Make of a model file what DeepSpeed saves without ZeRO, where it holds the optimizer."""
     model["ds_config"]["zero_optimization"]["stage"] = 0
     model |= {"param_shapes": None, "shared_params": None, "optimizer": {"state": {}}}
+
+
+@needs_root
+@pytest.mark.parametrize("mode", [0o000, 0o711, 0o744], ids=oct)
+@pytest.mark.parametrize("latest", [True, False])
+def test_a_tag_that_may_not_be_read_is_a_row_and_hides_no_other(
+    open_to_all: Path, mode: int, *, latest: bool
+) -> None:
+    open_to_all.chmod(0o777)
+    run, archive = make_run(open_to_all / "run", steps=(80, 90, 100, 110)), open_to_all / "archive"
+    (run / "global_step90").chmod(mode)
+    if not latest:
+        (run / "latest").unlink()
+    done = as_nobody("inspect", run)
+    assert (done.code, done.err) == (0 if latest else 3, done.err)
+    assert re.search(r"^global_step90 .* NO", done.out, re.MULTILINE)
+    assert re.search(r"^global_step100 .* yes", done.out, re.MULTILINE)
+    advice = f"chmod -R +rX {run}/global_step90"
+    assert done.out.count(f"{run}/global_step90: cannot be read (Permission denied); its") == 1
+    assert f"{advice}\n" in done.out
+    if latest:
+        done = as_nobody("compact", run, archive)
+        assert (done.code, advice in done.err, "--acknowledge" in done.err) == (3, True, False)
+    subprocess.run(shlex.split(advice), check=True)
+    assert "NO" not in as_nobody("inspect", run).out
 
 
 def test_archives_are_listed_too(run: Path, tmp_path: Path) -> None:

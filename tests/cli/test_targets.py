@@ -6,7 +6,6 @@ import shutil
 import signal
 import stat
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -18,11 +17,12 @@ from streamshard.errors import TargetError
 from tests.cli.conftest import (
     OUTPUTS,
     Saved,
+    as_nobody,
     command,
     in_process,
+    needs_root,
     passed,
     refused,
-    streamshard,
     tree,
 )
 from tests.cli.test_going_on import cut_off
@@ -366,15 +366,7 @@ def test_a_directory_that_cannot_be_renamed_is_named_with_what_does_work(
     assert tree(lower_layer) == before
 
 
-@pytest.fixture
-def open_to_all() -> Iterator[Path]:
-    """A directory that others than its owner can reach."""
-    with tempfile.TemporaryDirectory() as directory:
-        Path(directory).chmod(0o755)
-        yield Path(directory)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="gives its rights up, which takes some")
+@needs_root
 @pytest.mark.parametrize("case", ["parent", "owner"])
 def test_a_place_that_cannot_be_taken_is_refused_at_once(
     saved: Saved, open_to_all: Path, case: str
@@ -385,8 +377,7 @@ def test_a_place_that_cannot_be_taken_is_refused_at_once(
     out.mkdir(parents=True)
     os.chown(out, *((4321, 4321) if case == "parent" else (1234, 1234)))
     place.chmod(0o755 if case == "parent" else 0o777)
-    script = "import os\nfrom streamshard.__main__ import program\nos.setuid(4321)\nprogram()\n"
-    done = streamshard("repartition", source, out, "--world-size", 3, script=script)
+    done = as_nobody("repartition", source, out, "--world-size", 3)
     assert done.code == 4, done.err
     assert ("may not be written" if case == "parent" else "belongs to user 1234") in done.err
     assert f"Give a new name in it: {out}/NAME" in done.err

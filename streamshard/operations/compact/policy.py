@@ -107,6 +107,8 @@ class Policy:
         if known is not None and known == _Acknowledgement.of(tag, known.at):
             reason = f"{reason}; acknowledged {known.at[:10]}"
             return CompactedTag.of(tag.name, compact_report.KEPT, reason)
+        if tag.is_denied:
+            return CompactedTag.failed(tag.name, SourceError(reason))
         dirs = self.context.run_dir, self.context.archive_dir
         advice = f"To leave it as it is: {command('compact', *dirs, acknowledge=tag.name)}"
         if known is not None:

@@ -18,7 +18,9 @@ from typing import Any, Final
 from streamshard.errors import (
     CorruptFileError,
     IncompleteError,
+    NotPermittedError,
     Option,
+    SourceError,
     SourceNotFoundError,
     StreamshardError,
     TargetError,
@@ -43,7 +45,7 @@ from streamshard.io.entries import (
     read_document,
     resolve,
 )
-from streamshard.io.files import source_errors
+from streamshard.io.files import source_errors, unreadable
 from streamshard.io.object_path import is_object
 from streamshard.io.readable import Entry, Status
 from streamshard.operations.compact.receipts import etag_of
@@ -125,16 +127,15 @@ class _Scan:
         except OSError as error:
             if step_of(name) is None:
                 return None
-            problem = f"{entry}: {error.strerror}"
-        return Tag(name, examine(entry, follows=False).modified_ns, problem)
+            return _unread(entry, name, unreadable(error, entry))
+        return _unread(entry, name, SourceError(problem))
 
     def checkpoint(self, directory: Path) -> Tag:
         """Describe a whole checkpoint of a framework."""
         try:
             return self._described(directory, directory.name, is_framework=True)
         except OSError as error:
-            changed_ns = examine(directory, follows=False).modified_ns
-            return Tag(directory.name, changed_ns, f"{directory}: {error.strerror}")
+            return _unread(directory, directory.name, unreadable(error, directory))
 
     def _described(self, directory: Path, name: str, *, is_framework: bool = False) -> Tag:
         """Describe what is in a directory, and say whether it can be opened."""
@@ -156,7 +157,8 @@ class _Scan:
                     saved_ns = examine(directory / names.LATEST).modified_ns
                 found = replace(found, saved_ns=saved_ns, best=_called_best(opened))
         except StreamshardError as error:
-            return replace(found, problem=str(error))
+            is_denied = isinstance(error, NotPermittedError)
+            return replace(found, problem=str(error), is_denied=is_denied)
         return found
 
     def trashed(self) -> tuple[Tag, ...]:
@@ -168,6 +170,12 @@ class _Scan:
             Tag(tag, 0, is_linked=self.is_linked(trash.path_of(tag), self.run_dir / tag))
             for tag in tags
         )
+
+
+def _unread(directory: Path, name: str, error: SourceError) -> Tag:
+    """Describe a directory that is not opened."""
+    changed_ns = examine(directory, follows=False).modified_ns
+    return Tag(name, changed_ns, str(error), is_denied=isinstance(error, NotPermittedError))
 
 
 def scan_run_directory(

@@ -41,6 +41,8 @@ class Tag:
     """Checkpoints that Lightning calls the best in it."""
     lags: tuple[int | None, ...] = ()
     """For each model part, how many steps its optimizer is behind; None where it is not known."""
+    is_denied: bool = False
+    """Whether the problem is that this user may not read it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read import validation
 from streamshard.formats.deepspeed.read.validation import Recorded
 from streamshard.io.entries import entries_below, examine, is_file, paths_in
-from streamshard.io.files import source_errors, stays_inside
+from streamshard.io.files import source_errors, stays_inside, unreadable
 from streamshard.operations.checks.suspicion import StepCounts, skipped_since, steps_of, suspicions
 from streamshard.operations.inspect.inspect_report import CheckpointSummary
 from streamshard.operations.source.completeness import require_named, require_saved_to_end
@@ -66,11 +66,11 @@ def _summary(
     root: Path, name: str, latest: str | None, opened: Source | None
 ) -> tuple[CheckpointSummary, StepCounts | None]:
     place = root / name
-    kind = kind_at(place)
-    problem, recorded, nbytes, changed, is_known = None, _UNKNOWN, 0, None, True
+    kind, problem, recorded, nbytes, changed, is_known = "native", None, _UNKNOWN, 0, None, True
     warnings: tuple[str, ...] = ()
     is_healthy, steps = None, None
     try:
+        kind = kind_at(place)
         nbytes, changed = _size_and_time(place)
         source = opened if opened and latest == name else open_source(place)
         recorded = _recorded(source)
@@ -80,7 +80,7 @@ def _summary(
         is_healthy, warnings = _is_healthy(source), tuple(suspicions(source.checkpoint, {}))
         steps = steps_of(source.checkpoint)
     except OSError as error:
-        problem = f"{error.filename or place}: cannot be read ({error.strerror})"
+        problem = str(unreadable(error, place))
     except StreamshardError as error:
         release_frames(error)
         problem, is_known = str(error), not isinstance(error, UnsupportedError)

@@ -31,7 +31,7 @@ from streamshard.operations.inspect.inspect_report import (
 )
 from streamshard.operations.inspect.page_file import require_free, write_page
 from streamshard.operations.source.source import Request, requests
-from streamshard.operations.source.tag_directory import find_tag
+from streamshard.operations.source.tag_directory import find_tag, may_be_finished
 from streamshard.operations.source.unfinished import is_unfinished
 from streamshard.operations.transfer.target import require_separate
 from streamshard.options import Path_, SourceOptions
@@ -88,7 +88,7 @@ def _directory(root: Path, error: SourceError) -> CheckpointList | None:
 
 
 def _is_tag(place: Path) -> bool:
-    return not is_file(place / names.LATEST) and not is_unfinished(place)
+    return may_be_finished(place) and not is_file(place / names.LATEST)
 
 
 def _incomplete(request: Request) -> IncompleteCheckpoint:

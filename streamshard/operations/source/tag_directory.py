@@ -85,9 +85,17 @@ def without_suffix(path: str) -> str:
     return path
 
 
+def may_be_finished(place: Path) -> bool:
+    """Tell whether a checkpoint can be entered, and no run is writing it."""
+    try:
+        return not is_unfinished(place)
+    except PermissionError:
+        return False
+
+
 def _choose_one(error: SourceError, root: Path) -> SourceError:
     """Add to an error which checkpoints are in a directory that is none itself, newest first."""
-    found = [name for name in find_candidates(root)[::-1] if not is_unfinished(root / name)]
+    found = [name for name in find_candidates(root)[::-1] if may_be_finished(root / name)]
     said = error.args[0]
     if not found:
         message = f"{said}. Give the directory that holds 'latest', or a tag directory"

@@ -41,6 +41,7 @@ from streamshard.formats.pickle.node_checks import name_of
 from streamshard.formats.torch.torch_tensor import tensor_of
 from streamshard.formats.torch.tree_comparison import show_key
 from streamshard.io.entries import paths_in
+from streamshard.io.files import unreadable
 
 Root = Mapping[str, Node]
 T = TypeVar("T")
@@ -162,7 +163,7 @@ def _readable(paths: Iterable[Path], errors: list[SourceError]) -> Iterator[tupl
             errors.append(error)
             continue
         except OSError as error:
-            errors.append(SourceError(f"cannot be read ({error.strerror})", path=path))
+            errors.append(unreadable(error, path))
             continue
         yield path, root
 
