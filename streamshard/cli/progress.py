@@ -17,9 +17,9 @@ from streamshard.sizes import show_bytes, show_time
 _RATE_SECONDS: Final = 10
 """The rate is the average over this time, as disks are faster at first."""
 _QUIET_SECONDS: Final = 5
-"""Shorter runs print no lines; lines of one phase are at least this far apart."""
-_PHASE_SECONDS: Final = 1
-"""A new phase gets no line if the last line is more recent than this."""
+"""Shorter runs print no lines; lines are at least this far apart."""
+_MOST_SECONDS: Final = 60
+"""After this time there is a line although no tenth has passed."""
 _WIDTH: Final = 80
 """Width of a terminal that does not report its own."""
 _ERASE_REST: Final = "\x1b[K"
@@ -222,26 +222,23 @@ class Bar:
 
 
 class Lines:
-    """A line for every tenth and every phase, for pipes and log files."""
+    """A line at the start, and when a tenth or a minute has passed, for pipes and log files."""
 
     interval_seconds = 0.5
     end = ""
 
     def __init__(self) -> None:
-        self._last: tuple[str, int, int | None] | None = None
-        """Phase, tenth and total of the last line."""
+        self._tenth = 0
         self._last_at = 0.0
 
     def tell(self, moment: Moment) -> str:
         """Write a line, unless nothing is new or the last line is too recent."""
-        now = moment.elapsed_seconds
-        new = moment.phase, (moment.percent or 0) // 10, moment.total_bytes
-        gap = _QUIET_SECONDS
-        if self._last is not None and self._last[0] != moment.phase:
-            gap = _PHASE_SECONDS
-        if new == self._last or now < self._last_at + gap:
+        now, tenth = moment.elapsed_seconds, (moment.percent or 0) // 10
+        self._tenth = min(self._tenth, tenth)  # a new count begins below it
+        is_new = self._last_at == 0 or tenth > self._tenth
+        if now < self._last_at + (_QUIET_SECONDS if is_new else _MOST_SECONDS):
             return ""
-        self._last, self._last_at = new, now
+        self._tenth, self._last_at = tenth, now
         return f"streamshard: {', '.join([_said(moment), *_facts(moment)])}\n"
 
 

@@ -67,14 +67,14 @@ class Watched:
         return self.stream.getvalue().splitlines()
 
 
-def test_a_log_file_gets_a_line_for_every_tenth_and_phase() -> None:
+def test_a_log_file_gets_a_line_at_the_start_and_for_every_tenth() -> None:
     watched = Watched()
     with watched.shown as progress:
         watched.clock.now += 3
         progress.start(100 * KIB, watch.WRITING)
         watched.run(progress, seconds=100, nbytes=KIB)
         progress.enter(watch.SYNCING)
-        watched.clock.now += 90
+        watched.clock.now += 59
         progress.enter(watch.COMMITTING)
         progress.stop()
     assert watched.lines == [
@@ -90,7 +90,16 @@ def test_a_log_file_gets_a_line_for_every_tenth_and_phase() -> None:
             ]
         ),
         "streamshard: writing 100%, 100.0 KiB of 100.0 KiB, 1.0 KiB/s",
-        "streamshard: committing 100%, 100.0 KiB of 100.0 KiB",
+    ]
+
+
+def test_a_log_file_gets_a_line_after_a_minute() -> None:
+    watched = Watched()
+    with watched.shown as progress:
+        progress.start(100 * KIB, watch.WRITING)
+        watched.run(progress, seconds=190, nbytes=KIB // 20)
+    assert [line.split(",")[0] for line in watched.lines] == [
+        f"streamshard: writing {percent}%" for percent in (0, 3, 6, 9)
     ]
 
 
@@ -109,11 +118,11 @@ def test_what_ends_within_five_seconds_writes_no_line() -> None:
 def test_many_small_stretches_write_a_line_in_five_seconds_at_most() -> None:
     watched = Watched()
     with watched.shown as progress:
-        for nbytes in range(60):
+        for nbytes in range(120):
             progress.start(nbytes)
             watched.run(progress, seconds=1, nbytes=nbytes)
             progress.stop()
-    assert 1 < len(watched.lines) <= 60 // 5
+    assert 1 < len(watched.lines) <= 120 // 5
     moments = Moments()
     watched = Watched(moments)
     with watched.shown as progress:
