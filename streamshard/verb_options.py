@@ -134,7 +134,10 @@ class MergeOptions(WritingOptions):
         choices=("newest", "mean"),
     )
     last: int | None = option(
-        "N", "merge the N newest whole checkpoints of one run directory", least=1
+        "N",
+        "merge the N newest whole checkpoints of one run directory",
+        least=2,
+        few="at least 2; a mean of one is that one",
     )
     world_size: int | None = option(
         "M", "number of ranks that will resume [as many as saved the newest]", group=JOB

@@ -27,7 +27,7 @@ def last_whole(directory: str, count: int) -> tuple[list[str], list[str]]:
                 passed_over.append(f"Passed over {found.path}: {found.reason}.")
     if len(chosen) < count:
         known = f"it holds {counted(len(chosen), 'whole checkpoint')} with a known step"
-        advice = f"; write {Option('last', len(chosen))}" if chosen else ""
+        advice = f"; write {Option('last', len(chosen))}" if len(chosen) > 1 else ""
         error = IncompleteError(f"{directory}: {Option('last', count)}: {known}{advice}")
         for reason in passed_over:
             error.add_note(reason)

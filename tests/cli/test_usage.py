@@ -167,6 +167,8 @@ RANKS = "1000000", "9" * 40
         ("repartition SRC OUT", "--world-size 2 --ds-config nothing.json", "nothing.json"),
         ("repartition SRC OUT", "--world-size 2 --like SRC", "leave --like out"),
         ("convert SRC OUT", "--like SRC", "leave --like out"),
+        ("convert SRC OUT.zip", "", "/o.zarr.zip\n"),
+        ("merge SRC OUT", "--last 1", "--last 1: at least 2"),
         ("repartition SRC .", "--world-size 2 --overwrite", "not a name for a new directory"),
         ("repartition SRC ..", "--world-size 2 --overwrite", "not a name for a new directory"),
         ("repartition SRC /", "--world-size 2 --overwrite", "not a name for a new directory"),

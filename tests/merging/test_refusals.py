@@ -355,9 +355,8 @@ def test_that_only_one_is_merged_is_told(tmp_path: Path) -> None:
     done = streamshard.merge(run, tmp_path / "out")
     told = f"Only {run / 'global_step3'} is merged, so nothing is averaged; last=5 takes"
     assert any(note.startswith(told) for note in done.notes)
-    for last in (1, 2):
-        other = streamshard.plan_merge(run, tmp_path / "other", last=last)
-        assert not any("nothing is averaged" in note for note in other.report.notes)
+    other = streamshard.plan_merge(run, tmp_path / "other", last=2)
+    assert not any("nothing is averaged" in note for note in other.report.notes)
 
 
 def test_what_the_job_has_left_behind_is_not_merged(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ from functools import partial
 from typing import Final
 
 from streamshard.engine.run.resident_memory import resident_bytes
-from streamshard.errors import Option, SourceError
+from streamshard.errors import Option, SourceError, UsageError
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_pipeline
 from streamshard.health import TensorHealth
-from streamshard.io.object_path import as_path, is_object, is_packed_name
+from streamshard.io.object_path import PACKED_SUFFIX, as_path, is_object, is_packed_name
 from streamshard.layout.memory_plan import MIB
 from streamshard.model import ITEMSIZE
 from streamshard.operations.checks.tensor_content import measured
@@ -83,6 +83,10 @@ def convert(options: _Convert) -> Report:
 
 
 def _plan(options: ConvertOptions) -> TransferPlan:
+    target = as_path(options.target)
+    if target.suffix == ".zip" and not is_packed_name(target):
+        message = f"a store in one file ends in {PACKED_SUFFIX}, and any other name is a directory"
+        raise UsageError(f"{target}: {message}; write {target.with_suffix(PACKED_SUFFIX)}")
     return plan_transfer(options, partial(prepare, options))
 
 
