@@ -10,4 +10,4 @@ from streamshard.cli import compact_command
 
 def keep_priority() -> None:
     """Leave this process's priority alone, whatever it runs."""
-    vars(compact_command)["lower_priority"] = lambda: None
+    vars(compact_command)["lower_priority"] = lambda _: None

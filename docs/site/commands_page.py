@@ -33,8 +33,8 @@ streamshard completion fish > ~/.config/fish/completions/streamshard.fish
 
 ## Progress
 
-It goes to standard error: on a terminal a bar, which is erased at the end; elsewhere, if it
-takes longer than 5 seconds, a line at the start and when a tenth or a minute has passed. `-q` shows none.
+It goes to standard error: on a terminal a bar, which is erased at the end; elsewhere, after 5
+seconds, a line at the start and when a tenth or a minute has passed. `-q` shows none.
 
 Phases are `reading headers`, `writing`, `syncing`, `committing`; with `--verify` also `verifying`
 and `comparing`; with `--if-needed` first `comparing`. Commands that write nothing have `reading`.

@@ -1,6 +1,7 @@
 """`compact` on the command line: one run directory or many, and `--status`."""
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -40,7 +41,8 @@ def run_compact(arguments: argparse.Namespace) -> int:
     if arguments.status:
         _show_status(runs or [(arguments.run_dir, arguments.archive_dir)], arguments)
         return 0
-    lower_priority()
+    # Someone who waits at a terminal shares the processors; a night takes what is left.
+    lower_priority(5 if any(map(os.isatty, range(3))) else 19)
     return _compact(arguments, runs)
 
 

@@ -12,7 +12,6 @@ from typing import Final
 from streamshard.io.file_system import libc
 from streamshard.io.retry import FROM_OUTSIDE, ignored
 
-_NICENESS: Final = 19
 _IDLE_CLASS: Final = 3 << 13
 _WHO_PROCESS: Final = 1
 _SET_IO_PRIORITY: Final = {"x86_64": 251, "aarch64": 30}
@@ -58,10 +57,10 @@ class Throttle:
         self._advance(nbytes)
 
 
-def lower_priority() -> None:
-    """Set the lowest CPU and disk priority; where the system refuses, nothing happens."""
+def lower_priority(niceness: int) -> None:
+    """Set a lower CPU and the lowest disk priority; where the system refuses, nothing happens."""
     with ignored(FROM_OUTSIDE):
-        os.nice(_NICENESS)
+        os.nice(niceness)
     number = _SET_IO_PRIORITY.get(os.uname().machine)
     call = libc("syscall", ctypes.c_long, ctypes.c_int, ctypes.c_int, ctypes.c_int)
     if os.uname().sysname == "Linux" and number is not None and call is not None:

@@ -1,11 +1,14 @@
 """Holding back, and letting others go first."""
 
 import os
+import pty
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+
+import pytest
 
 from streamshard.io.throttle import Throttle
 from tests.compact.runs import make_run
@@ -52,12 +55,17 @@ print(os.getpriority(os.PRIO_PROCESS, 0), ctypes.CDLL(None).syscall(get, 1, 0) i
 """
 
 
-def test_others_go_first(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stdin", "wanted"), [(os.devnull, 19), ("a terminal", 5)])
+def test_others_go_first(tmp_path: Path, stdin: str, wanted: int) -> None:
     before = os.getpriority(os.PRIO_PROCESS, 0)
     run = make_run(tmp_path / "run")
     command = [sys.executable, "-c", SCRIPT, str(run), str(tmp_path / "archive")]
-    done = subprocess.run(command, capture_output=True, text=True)
+    master, slave = pty.openpty()
+    with Path(os.ttyname(slave) if stdin == "a terminal" else stdin).open() as stream:
+        done = subprocess.run(command, stdin=stream, capture_output=True, text=True)
+    os.close(slave)
+    os.close(master)
     niceness, io_class = map(int, done.stdout.split())
-    assert niceness == 19
+    assert niceness == min(before + wanted, 19)
     assert io_class in (3 << 13, (3 << 13) | 7)
     assert os.getpriority(os.PRIO_PROCESS, 0) == before

@@ -126,7 +126,7 @@ def compact(options: _Compact) -> Compaction:
         found = tuple(run.results())
     seconds = time.monotonic() - began
     patterns = () if options.is_by_hand else options.keep_tags
-    notes = [*_unmatched(patterns, found), *_about_trash(found, options.grace)]
+    notes = [*_unmatched(patterns, found), *_about_trash(found, options.grace), *run.notes]
     if options.dry_run:
         notes += _about_space(archive_dir, found)
     places = str(options.run_dir), str(options.archive_dir)

@@ -26,7 +26,12 @@ from streamshard.io.place import place_of
 from streamshard.operations.compact import compact_report
 from streamshard.operations.compact.archive import archive_tag
 from streamshard.operations.compact.compact_report import LAST_RUN, CompactedTag, RunRecord
-from streamshard.operations.compact.policy import Policy, grace_left, may_drop_states
+from streamshard.operations.compact.policy import (
+    Policy,
+    grace_left,
+    is_from_future,
+    may_drop_states,
+)
 from streamshard.operations.compact.proof import remove_rebuilt
 from streamshard.operations.compact.receipts import (
     BEGUN,
@@ -74,6 +79,8 @@ class CompactRun:
         proofs = ProofContext(limits, progress)
         self._context = RunContext(run_dir, archive_dir, Identity.of(run_dir), now, proofs)
         self._deleted: set[str] = set()
+        self.notes: list[str] = []
+        """What the user should know of the trash."""
 
     def results(self) -> Iterator[CompactedTag]:
         """Carry out the run, and yield the result for each tag."""
@@ -310,6 +317,9 @@ class CompactRun:
             return None
         waits = grace_left(self._context, tag, self._options.grace)
         if waits is not None:
+            if is_from_future(self._context, tag):
+                ends = f"{Option('undelete')} brings it back"
+                self.notes.append(f"{tag}: in the trash {waits}: the time is to come; {ends}")
             return waits
         protection = policy.protection_in_trash(tag)
         return f"{protection}; {Option('undelete')} brings it back" if protection else None

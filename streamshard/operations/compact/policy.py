@@ -207,9 +207,15 @@ def grace_left(context: RunContext, tag: str, grace: timedelta) -> str | None:
     archived = context.archived(tag)
     receipt = archived.require_receipt()
     since = archived.since(receipt.trashed, "in the trash")
-    if context.now - since > grace:
+    if not grace or context.now - since > grace:
         return None
     return f"since {since:%Y-%m-%d %H:%M} UTC, {Option('grace')} is {show_duration(grace)}"
+
+
+def is_from_future(context: RunContext, tag: str) -> bool:
+    """Tell whether a tag was moved to the trash later than now, as by a machine's wrong clock."""
+    archived = context.archived(tag)
+    return archived.since(archived.require_receipt().trashed, "in the trash") > context.now
 
 
 def may_drop_states(context: RunContext, tag: str, least_age: timedelta) -> bool:

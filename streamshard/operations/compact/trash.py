@@ -104,6 +104,8 @@ class Trash:
         with target_errors(self.rest_of(tag)):
             remove(self.rest_of(tag))
             sync_path(self._going)
+            if next(paths_in(self._going), None) is None:
+                remove(self._going)
 
     def require(self, tag: str) -> None:
         """Require that a tag is in the trash, and that no part of it is removed."""
