@@ -306,6 +306,24 @@ def by_momentum(place: Path) -> None:
     trained_and_saved(place, trained, torch.optim.SGD(trained.parameters(), momentum=0.5))
 
 
+def by(kind: type[torch.optim.Optimizer], place: Path, **options: object) -> None:
+    trained = model()
+    trained_and_saved(place, trained, kind(trained.parameters(), **options))
+
+
+def by_older_torch(place: Path) -> None:
+    """Save AdamW as torch before 2.7 does, which says nothing about weight decay."""
+    trained = model()
+    optimizer = torch.optim.AdamW(trained.parameters())
+
+    def forget(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        for group in state["param_groups"]:
+            del group["decoupled_weight_decay"]
+
+    optimizer.register_state_dict_post_hook(forget)
+    trained_and_saved(place, trained, optimizer)
+
+
 def plain(place: Path, *, flat: bool = False) -> None:
     """Save what a config suffices for, unless the optimizer is flattened, as torchtitan's is."""
     trained = model()
@@ -324,6 +342,20 @@ def plain(place: Path, *, flat: bool = False) -> None:
         ),
         (in_16_bits, {}, r"missing: fp32 master weights of 1\.0\.weight"),
         (by_momentum, {}, "missing: the hyper-parameters of torch's Adam"),
+        (partial(by, torch.optim.NAdam), {}, "torch's Adam, .*; an optimizer that keeps mu_prod"),
+        (partial(by, torch.optim.RAdam), {}, "missing: the hyper-parameters of torch's Adam"),
+        (partial(by, torch.optim.Adamax), {}, "; an optimizer that keeps exp_inf, which torch's"),
+        (
+            partial(by, torch.optim.Adam, weight_decay=0.1),
+            {},
+            r"the config's way of weight decay, decoupled \(AdamW\): the source's is added to",
+        ),
+        (
+            partial(by, torch.optim.AdamW),
+            {"optimizer": {"type": "Adam", "params": {"torch_adam": True, "adam_w_mode": False}}},
+            r"way of weight decay, added to the gradients \(Adam\): the source's is decoupled",
+        ),
+        (by_older_torch, {}, r"decoupled \(AdamW\): the source's is not recorded"),
         (plain, {"optimizer": {"type": "AdamW"}}, "missing: the kind of the optimizer"),
         (plain, {"scheduler": {"type": "WarmupLR"}}, "missing: the state of the learning rate sch"),
         (plain, {"fp16": {"enabled": True}, "bf16": {}}, "missing: the state of the loss scaler"),
@@ -344,6 +376,25 @@ def test_what_is_missing_is_listed(
             tmp_path / "dcp", tmp_path / "out", world_size=2, ds_config_file=config
         )
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "mode"),
+    [
+        (torch.optim.Adam, {}, True),  # without weight decay both are the same
+        (torch.optim.Adam, {"weight_decay": 0.1}, False),
+        (torch.optim.AdamW, {"amsgrad": True}, True),
+    ],
+)
+def test_adams_of_the_config_s_kind_are_taken(
+    kind: type[torch.optim.Optimizer], options: dict[str, Any], mode: bool, tmp_path: Path
+) -> None:
+    by(kind, tmp_path, **options)
+    params = {"torch_adam": True, "adam_w_mode": mode}
+    config = config_file(tmp_path, optimizer={"type": "Adam", "params": params})
+    streamshard.repartition(
+        tmp_path / "dcp", tmp_path / "out", world_size=2, ds_config_file=config, verify=True
+    )
 
 
 def test_without_a_config_the_message_names_it_where_it_may_do(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from streamshard.errors import Option, UnsupportedError
 from streamshard.formats.checkpoint import Checkpoint, ModelPart
-from streamshard.formats.dcp.optimizer_state import OF_TORCH
+from streamshard.formats.dcp.optimizer_state import DECOUPLED, OF_TORCH, STEP
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.write.optimizer_writer import unscaled
 from streamshard.formats.pickle.inert import Call, Node
@@ -36,6 +36,9 @@ _STATELESS: Final = frozenset(
 _STATELESS_BF16: Final = frozenset({"enabled", "immediate_grad_update"})
 """Keys of the bf16 section that leave master weights and states in fp32."""
 _ADAMS: Final = ("adam", "adamw")
+_OF_ADAM: Final = frozenset({"betas", "amsgrad", OF_TORCH})
+"""Hyper-parameters of torch's Adam and AdamW. NAdam, RAdam and Adamax have no `amsgrad`."""
+_STATES_OF_ADAM: Final = frozenset({STEP, "exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
 
 
 def with_config(
@@ -104,8 +107,20 @@ def _missing_of_optimizer(model_part: ModelPart, config: ds_config.Config) -> It
             "the kind of the optimizer: the config does not name torch's Adam or AdamW "
             '("optimizer": {"type": "AdamW", "params": {"torch_adam": true, …}})'
         )
-    if any("betas" not in group or OF_TORCH not in group for group in model_part.hyper_parameters):
+    groups = model_part.hyper_parameters
+    if any(not group.keys() >= _OF_ADAM for group in groups):
         yield "the hyper-parameters of torch's Adam, in each param group"
+    states = {key for group in model_part.groups for key in group.states or {}} - _STATES_OF_ADAM
+    if states:
+        yield f"an optimizer that keeps {show_few(sorted(states))}, which torch's Adam does not"
+    # `adam_w_mode` is on by default (`DeepSpeedEngine._configure_basic_optimizer`). torch before
+    # 2.7 records it for no optimizer.
+    decouples = str(section.get("type")).lower() == "adamw" or bool(params.get("adam_w_mode", True))
+    saved = [group.get(DECOUPLED) for group in groups if group.get("weight_decay")]
+    if any(way is not decouples for way in saved):
+        ways = {True: "decoupled (AdamW)", False: "added to the gradients (Adam)"}
+        message = f"the config's way of weight decay, {ways[decouples]}: the source's is"
+        yield f"{message} {ways[not decouples] if None not in saved else 'not recorded'}"
 
 
 def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

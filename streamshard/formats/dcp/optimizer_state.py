@@ -17,6 +17,8 @@ from streamshard.formats.torch.torch_tensor import tensor_of
 STEP: Final = "step"
 OF_TORCH: Final = "foreach"
 """Hyper-parameter that only torch's own optimizers have: they count steps in a tensor."""
+DECOUPLED: Final = "decoupled_weight_decay"
+"""Hyper-parameter that tells torch's AdamW from Adam, since torch 2.7."""
 OF_DEEPSPEED: Final = "bias_correction"
 """Hyper-parameter that only DeepSpeed's own Adams have: they count steps in a number."""
 _SWITCHES: Final = {"maximize": False, "foreach": None, "differentiable": False}
@@ -29,7 +31,7 @@ _DEFAULTS: Final[tuple[tuple[frozenset[str], Mapping[str, Node]], ...]] = (
             **_SWITCHES,
             "capturable": False,
             "fused": None,
-            "decoupled_weight_decay": False,
+            DECOUPLED: False,
         },
     ),
     (frozenset({"momentum", "nesterov"}), {**_SWITCHES, "fused": None}),
