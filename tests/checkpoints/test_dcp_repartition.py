@@ -306,7 +306,7 @@ def by_momentum(place: Path) -> None:
     trained_and_saved(place, trained, torch.optim.SGD(trained.parameters(), momentum=0.5))
 
 
-def by(kind: type[torch.optim.Optimizer], place: Path, **options: object) -> None:
+def by(kind: type[torch.optim.Optimizer], place: Path, **options: Any) -> None:  # noqa: ANN401
     trained = model()
     trained_and_saved(place, trained, kind(trained.parameters(), **options))
 

@@ -260,7 +260,7 @@ def configs(_: bytes, path: Path) -> None:
         ds_config.batch_sizes,
         ds_config.features,
         ds_config.zero_stage,
-        lambda config: list(resume_settings.notes(config, ZeroLayout(2, world_size=1))),
+        lambda config: list(resume_settings.notes(config, ZeroLayout(2, 1), "bfloat16")),
     ):
         with suppress(StreamshardError):
             read(config)

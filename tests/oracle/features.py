@@ -25,10 +25,12 @@ from tests.oracle.models import (
     VOCABULARY,
     Block,
     Case,
+    FullyTrainedModel,
     TinyLanguageModel,
     Topology,
     global_batch,
     merged,
+    param_groups,
 )
 from tests.oracle.reshardings import Resharding
 from tests.oracle.truth import Engine
@@ -44,6 +46,13 @@ class Named(Case):
 
     def groups(self, model: nn.Module, scale: float) -> list[dict[str, Any]]:
         return [{"name": "all", "params": [*model.parameters()]}]
+
+
+class CastByHand(Case):
+    """A model that is cast before, as `from_pretrained` does it; the config does not say so."""
+
+    def ds_config(self) -> dict[str, Any]:
+        return {k: v for k, v in super().ds_config().items() if k not in ("bf16", "fp16")}
 
 
 @dataclass(frozen=True)
@@ -259,6 +268,34 @@ class HalfFrozen(nn.Module):
         return loss_of(self.out(self.middle(self.embed(tokens))), tokens)
 
 
+class InBf16(TinyLanguageModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bfloat16()
+
+
+class InFp16(TinyLanguageModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.half()
+
+
+class InTwoDtypes(FullyTrainedModel):
+    """A model with a param group in bf16 and two in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for param in param_groups(self)[0]["params"]:
+            param.data = param.data.bfloat16()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        inputs = self.embed(tokens) * self.gain + self.mix.sum()
+        hidden = torch.tanh(functional.linear(inputs, self.up.weight.float(), self.up.bias))
+        scale, bias = self.norm.weight.float(), self.norm.bias
+        hidden = functional.layer_norm(hidden, scale.shape, scale, bias)
+        return loss_of(functional.linear(hidden, self.head.weight.float()), tokens)
+
+
 def experts() -> nn.Module:
     """Make a tiny model of Hugging Face with experts, where AutoEP looks for them."""
     transformers: Any = importlib.import_module("transformers")
@@ -458,7 +495,13 @@ def cases(clusters: Path) -> list[Resharding]:
     even = partial(at, model=Even)
     by_all, apart = writer(data_parallel="replica"), writer(decoupled=True)
     nothings = [at(stage, "nothings", model=WithNothings) for stage in (2, 3)]
+    cast = partial(CastByHand, dtype="bf16", model=InBf16)
+    half = partial(CastByHand, dtype="fp16", model=InFp16)
+    aligned = zero(parameter_alignment=True)
+    by_hand = cast("z2-cast-by-hand", 2), cast("z2-cast-and-aligned", 2, ds_overrides=aligned)
+    halves = [half(f"z{stage}-half-by-hand", stage) for stage in (2, 3)]
     unchanged = [
+        CastByHand("z2-two-dtypes", 2, "bf16", aligned, model=InTwoDtypes),
         hpz,
         even(3, "zeropp", zeropp),
         *nothings,
@@ -469,6 +512,9 @@ def cases(clusters: Path) -> list[Resharding]:
         dropping[1],
     ]
     changed = [
+        by_hand,
+        by_hand[::-1],
+        (halves[0], halves[1]),
         (nothing[1], nothing[2]),
         (nothing[3], nothing[2]),
         (nothings[0], nothings[1]),

@@ -1,5 +1,6 @@
 """What DeepSpeed's rarer features save resumes on other ranks, or is refused by name."""
 
+import json
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -58,6 +59,18 @@ def test_the_states_of_data_efficiency_come_along(key: str, places: Places) -> N
         assert list(value_differences(before, after, one.name)) == []
         found += before is not None
     assert found == 2
+
+
+def test_parameters_of_two_dtypes_are_not_aligned_for_a_job_that_casts_them(
+    places: Places, tmp_path: Path
+) -> None:
+    [one] = (one for one in RESHARDINGS if "two-dtypes" in one.name)
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({**one.case.ds_config(), "bf16": {"enabled": True}}))
+    with pytest.raises(UnsupportedError, match=r"bfloat16 and float32, .* set parameter_alignment"):
+        streamshard.repartition(
+            places.source(one), tmp_path / "out", world_size=2, ds_config_file=config
+        )
 
 
 def test_a_run_of_which_no_save_was_committed_is_named(places: Places, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def objection(job: Resuming) -> str | None:
     return next(chain.from_iterable(rule(job, features) for rule in rules), None)
 
 
-def notes(config: ds_config.Config, layout: ZeroLayout) -> Iterator[str]:
+def notes(config: ds_config.Config, layout: ZeroLayout, dtype: str) -> Iterator[str]:
     """Yield notes on settings with which a job does not load native files as they are."""
     features = ds_config.features(config)
     if features.loads_universal:
@@ -52,7 +52,6 @@ def notes(config: ds_config.Config, layout: ZeroLayout) -> Iterator[str]:
             "The config has checkpoint.load_universal on, with which DeepSpeed does not load these "
             "files: set it to false in the DeepSpeed config of the job that resumes."
         )
-    dtype = ds_config.module_dtype(config)
     # `DeepSpeedZeroOptimizer._restore_from_bit16_weights`; stage 3 does not heed it.
     if not features.loads_masters and layout.stage in (1, 2) and dtype != "float32":
         yield (

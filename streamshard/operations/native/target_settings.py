@@ -69,12 +69,15 @@ def target_settings(
         config = ds_config.with_data_parallel_size(config, dp_world_size)
     if wanted is not None:
         config = ds_config.resolved(wanted, kept)
-        dtype, in_config = ds_config.module_dtype(config), ds_config.zero_stage(config)
+        cast_to, in_config = ds_config.module_dtype(config), ds_config.zero_stage(config)
         # A BF16_Optimizer's job may have no stage.
-        as_saved = dtype == "bfloat16" and not (in_config or zero_stage or saved_stage)
+        as_saved = cast_to == "bfloat16" and not (in_config or zero_stage or saved_stage)
         stage = stage if as_saved else _agreed_stage(in_config, zero_stage)
         _require_known_order(checkpoint, config, stage, version)
-        is_bf16 = dtype == "bfloat16"
+        is_bf16 = cast_to == "bfloat16"
+        # Without a section for bf16 or fp16 an engine casts nothing, and the model has its dtype.
+        casts = cast_to != "float32" or not kept or ds_config.module_dtype(kept) != "float32"
+        dtype = cast_to if casts else dtype
         _require_same_scaling(checkpoint, dtype)
     if config and not as_saved:
         config = ds_config.with_stage(config, stage)
@@ -92,6 +95,7 @@ def target_settings(
         layout = replace(
             checkpoint.layout, stage=stage, world_size=dp_world_size, bf16_optimizer=bool(same)
         )
+    _require_one_unit(checkpoint, config, layout)
     _require_resumable(checkpoint, config, layout, version, given=wanted is not None)
     note = _settings_note(checkpoint, layout, dtype, wanted)
     if as_saved and saved_stage == 0 and not _is_pipeline(checkpoint):
@@ -100,7 +104,7 @@ def target_settings(
     if ds_version is None and saved_by is not None and saved_by < OLDEST_TARGET:
         note = f"{note} DeepSpeed {dotted(saved_by)} saved it; what is written is for"
         note = f"{note} {dotted(OLDEST_TARGET)} and later versions."
-    notes = (note, *left_out(checkpoint, stage), *resume_settings.notes(config, layout))
+    notes = (note, *left_out(checkpoint, stage), *resume_settings.notes(config, layout, dtype))
     return TargetSettings(layout, config, dtype, is_bf16, notes)
 
 
@@ -148,7 +152,7 @@ def _uncut_settings(
         raise UsageError(f"{message} kind; keep the dtype")
     layout = ds_config.zero_layout(config, stage=0, world_size=dp_world_size)
     _require_resumable(checkpoint, config, layout, version, given=wanted is not None)
-    notes = (_NOT_CUT, *resume_settings.notes(config, layout))
+    notes = (_NOT_CUT, *resume_settings.notes(config, layout, dtype))
     return TargetSettings(layout, config, dtype, checkpoint.is_bf16, notes)
 
 
@@ -331,6 +335,17 @@ def _require_same_scaling(checkpoint: Checkpoint, target: str) -> None:
             "the loss scale that fp16 training needs cannot be made up"
         )
         raise UsageError(message)
+
+
+def _require_one_unit(checkpoint: Checkpoint, config: ds_config.Config, layout: ZeroLayout) -> None:
+    """Refuse to align parameters of several dtypes for a job that casts them and did not before."""
+    entries = (entry for model_part in checkpoint.model_parts for entry in model_part.module)
+    dtypes = sorted({entry.dtype for entry in entries if entry.kind == "param"})
+    cast_to, before = map(ds_config.module_dtype, (config, checkpoint.config))
+    if layout.parameter_alignment and len(dtypes) > 1 and cast_to != before:
+        message = f"the weights are saved in {' and '.join(dtypes)}, {ds_config.GIVEN} casts all to"
+        message = f"{message} {cast_to} and has parameter_alignment on, whose unit is by dtype: set"
+        raise UnsupportedError(f"{message} parameter_alignment to false, or bf16 and fp16 as saved")
 
 
 def _settings_note(

@@ -56,15 +56,22 @@ def cut_model_part(
 def flat_groups(
     checkpoint: Checkpoint, model_part: ModelPart, layout: ZeroLayout, dtype: str
 ) -> list[FlatGroup]:
-    """Lay out a model part's param groups for stages 1 and 2; `dtype` is the module's dtype."""
+    """Lay out a model part's param groups for stages 1 and 2; `dtype` is the module's dtype.
+
+    The unit of `parameter_alignment` is that of the dtype of a group's first parameter
+    (`DeepSpeedZeroOptimizer.__init__`). A module that is not cast may have several dtypes.
+    """
     numels = checkpoint.master_numels(model_part)
-    unit = alignment_unit(ITEMSIZE[dtype]) if layout.parameter_alignment else 1
+    same = dtype == checkpoint.module_dtype
+    dtypes = {entry.name: entry.dtype for entry in model_part.module if same}
     return [
         flat_group(
             [numels[name] for name in group.params],
             world_size=layout.world_size // group.expert_parallel,
             round_robin=layout.round_robin,
-            alignment=unit,
+            alignment=alignment_unit(ITEMSIZE[dtypes.get(group.params[0], dtype)])
+            if layout.parameter_alignment and group.params
+            else 1,
             counts=model_part.tensor_counts(group),
         )
         for group in model_part.groups
