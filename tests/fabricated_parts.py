@@ -78,7 +78,7 @@ class TensorJob(Job):
             pieces = [whole.narrow(dimension, at, n) for at, _, n in self._pieces(name, self.part)]
             whole = torch.cat(pieces, dimension)
         if self.changed is not None and self.changed[:2] == (state, name) and self.part:
-            whole.view(-1)[self.changed[2]] += 1
+            whole.view(-1)[self.changed[2]] += self.changed_by
         return whole
 
     def _copy(self, state: str, name: str) -> Tensor:

@@ -105,7 +105,7 @@ class PipeJob(Job):
         if dimension is not None:
             made = made.tensor_split(self.tensor, dimension)[shard].clone()
         if self.changed is not None and self.changed[:2] == (state, name):
-            made.view(-1)[self.changed[2]] += 1 if stage or name[0] != "t" else 0
+            made.view(-1)[self.changed[2]] += self.changed_by if stage or name[0] != "t" else 0
         return made
 
     def weight(self, name: str) -> Tensor:

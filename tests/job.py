@@ -143,7 +143,8 @@ class Job:
     step: int = STEP
     """After which it is saved; its states have other values after another one."""
     changed: tuple[str, str, int] | None = None
-    """(state, parameter, index) of an element that is greater by one than it should be."""
+    """(state, parameter, index) of an element that is greater than it should be."""
+    changed_by: float = 1
 
     @property
     def cut_groups(self) -> tuple[Shapes, ...]:
@@ -200,7 +201,7 @@ class Job:
             seed = f"{seed}@{self.step}"
         made = values(seed, self.in_model(name, expert_rank), shape)
         if self.changed is not None and self.changed[:2] == (state, name):
-            made.view(-1)[self.changed[2]] += 1
+            made.view(-1)[self.changed[2]] += self.changed_by
         return made
 
     def stored_order(self, group: int) -> list[str]:

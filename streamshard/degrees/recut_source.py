@@ -1,6 +1,6 @@
 """Re-cuts the model of a source for other degrees."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -9,7 +9,9 @@ from typing import Self
 
 from streamshard.degrees.layered import WithLayerTensors, layered, pair_of_copy
 from streamshard.degrees.recut_checkpoint import MadeTensor, cutting_of, recut_checkpoint
+from streamshard.degrees.rounding import Rounding
 from streamshard.engine.run.phases import COMPARING
+from streamshard.engine.scan.distance import BLOCK_NUMEL
 from streamshard.errors import DisagreementError, Option, UsageError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.cut_rules import CutRules
@@ -22,15 +24,18 @@ from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.model_cut import recut, whole_cut
 from streamshard.model import BLOB, FILE, ITEMSIZE, LogicalTensor
 from streamshard.operations.compare.comparison import compare
+from streamshard.operations.compare.matched_runs import Runs
 from streamshard.operations.compare.pairing import Pair, SideElements
+from streamshard.operations.diff.diff import measured
 from streamshard.operations.source.degree_change import DegreeChange
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.report import Progress
+from streamshard.sizes import counted
 
 
 @dataclass(frozen=True, slots=True)
 class EqualCopies:
-    """The tensors of which a checkpoint holds copies, which must be equal."""
+    """The tensors of which a checkpoint holds copies, which must be equal up to rounding."""
 
     original: Source
     in_parts: Sequence[Sequence[MadeTensor]]
@@ -39,23 +44,40 @@ class EqualCopies:
     """What the files of a pipeline's layers must have in common with others."""
     averaged: Sequence[str]
     """Parameters that are to be averaged."""
+    summed: Set[str]
+    """Trained parameters of which any copy counts, as all were updated by the same sums."""
+    rounding: Rounding
+    """How far these may differ."""
 
     @classmethod
     def of(cls, laid: WithLayerTensors, parts: ModelInParts) -> Self:
         """Find the copies in a source."""
-        found = list(_copies_in_parts(laid.source, parts))
-        return cls(laid.source, found, laid.copies, parts.averaged())
+        found, averaged = list(_copies_in_parts(laid.source, parts)), parts.averaged()
+        trained = {name for name, tensor in parts.tensors.items() if tensor.group is not None}
+        rounding = Rounding.of(laid.source.checkpoint)
+        return cls(laid.source, found, laid.copies, averaged, trained - {*averaged}, rounding)
 
-    def require_equal(self, memory: MemoryPlan, progress: Progress) -> None:
-        first = self._held_by(0)
+    def require_equal(self, memory: MemoryPlan, progress: Progress) -> Sequence[str]:
+        """Refuse copies that differ by more than rounding explains; returns a note on others."""
+        first, apart, shown = self._held_by(0), list[tuple[float, str]](), (memory, progress)
         for holder in range(1, max(map(len, self.in_parts), default=1)):
             pairs, holders = list(self._pairs(holder)), partial(self._holders, holder)
-            self._require_equal(first, self._held_by(holder), pairs, holders, memory, progress)
+            apart += self._rounded(first, self._held_by(holder), pairs, holders, *shown)
         for path, copies in groupby(self.of_layers, key=lambda layer: layer.path):
             pairs, holders = list(map(pair_of_copy, copies)), partial(_file_and_module, path)
-            self._require_equal(self.original, self.original, pairs, holders, memory, progress)
+            apart += self._rounded(self.original, self.original, pairs, holders, *shown)
+        if not apart:
+            return []
+        (units, most), count = max(apart), counted(len({name for _, name in apart}), "tensor")
+        note = (
+            f"Copies of {count} in {self.original.path} differ by rounding, as ranks add gradients "
+            "in another order on each stage or rank: the first copy is taken. Their largest "
+            f"difference, in {most}, is {units:.2g} units in the last place of "
+            f"{self.rounding.dtype} at its largest value."
+        )
+        return [note]
 
-    def _require_equal(
+    def _rounded(
         self,
         left: Source,
         right: Source,
@@ -63,14 +85,29 @@ class EqualCopies:
         holders: Callable[[Pair], str],
         memory: MemoryPlan,
         progress: Progress,
-    ) -> None:
-        """Compare pairs; `holders` says whose copies a pair is made of."""
+    ) -> Iterator[tuple[float, str]]:
+        """Compare pairs; `holders` says whose copies a pair is made of.
+
+        Yields what differs by rounding, each behind its units in the last place.
+        """
         compared = compare(left, right, pairs, memory, progress, phase=COMPARING).require_read()
-        if found := compared.differences:
-            pair = next(pair for pair in pairs if pair.name == found[0].name)
-            where = f"{found[0].message}, between {holders(pair)}"
-            message = f"{self.original.path}: {where}. Copies must be equal: they have drifted"
-            message = f"{message} apart in training, and which is right is unknown"
+        messages = {found.name: found.message for found in compared.differences}
+        apart = {pair: messages[pair.name] for pair in pairs if pair.name in messages}
+        summed = [p for p in apart if p.tensor is not None and p.tensor.name in self.summed]
+        runs = Runs(left, right, summed, block_numel=BLOCK_NUMEL)
+        progress.start(2 * runs.nbytes, COMPARING)
+        totals = measured(runs, memory, progress.advance)
+        for pair, message in apart.items():
+            share = self.rounding.difference(totals[pair]) if pair in totals else None
+            if share is not None and share <= self.rounding.share:
+                yield self.rounding.units(totals[pair]), pair.name
+                continue
+            message = f"{self.original.path}: {message}, between {holders(pair)}. Copies must be"
+            message = f"{message} equal: they have drifted apart in training"
+            if share is not None:
+                message = f"{message} by {share:.2g} of their size, of which rounding explains"
+                message = f"{message} {self.rounding.share:.2g}"
+            message = f"{message}, and which is right is unknown"
             if pair.tensor is not None and pair.tensor.name in self.averaged:
                 message = f"{message}. Its files list it as one whose mean counts"
             raise DisagreementError(f"{message}. {AS_SAVED}")

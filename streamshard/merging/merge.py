@@ -258,9 +258,8 @@ def _as_merged(
     }
 
     def check(memory: MemoryPlan, progress: Progress) -> Sequence[str]:
-        if output.check is not None:
-            output.check(memory, progress)
-        return merging.kept_differ(memory, progress)
+        noted = () if output.check is None else output.check(memory, progress) or ()
+        return [*noted, *merging.kept_differ(memory, progress)]
 
     return replace(
         output,

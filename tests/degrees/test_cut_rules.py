@@ -103,7 +103,7 @@ def test_rules_take_the_place_of_what_files_tell(tmp_path: Path, rules: Path) ->
 
 
 def test_copies_must_be_equal(tmp_path: Path, rules: Path) -> None:
-    drifted = replace(TWO, changed=("fp32", "block.1.bias", 1))
+    drifted = replace(TWO, changed=("fp32", "block.1.bias", 1), changed_by=1000)
     run = untold(write(drifted, tmp_path / "run"))
     with pytest.raises(DisagreementError, match=r"fp32 of block\.1\.bias: 1 of 2 elements differ"):
         streamshard.export(run, tmp_path / "out", facts=cuts(rules))

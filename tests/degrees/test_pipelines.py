@@ -68,7 +68,7 @@ def test_the_model_is_put_together(tmp_path: Path, job: PipeJob) -> None:
 
 
 def changed_in_layer(run: Path) -> None:
-    edit(layer_file(run, 5), lambda held: held["weight"].view(-1)[3:4].add_(1))
+    edit(layer_file(run, 5), lambda held: held["weight"].view(-1)[3:4].add_(1000))
 
 
 def lost_layer(run: Path) -> None:
@@ -87,7 +87,7 @@ BUFFERED = (*SHARED, ("running", (4,)))
     ("job", "damage", "kind", "message"),
     [
         (
-            replace(TWO, changed=("exp_avg", "tied_modules.embed.bias", 1)),
+            replace(TWO, changed=("exp_avg", "tied_modules.embed.bias", 1), changed_by=1000),
             None,
             DisagreementError,
             r"exp_avg of tied_modules\.embed\.bias: 1 of 2 elements differ, the first at index 1",
@@ -245,11 +245,26 @@ def test_diff_of_equal_stages_is_of_the_files(tmp_path: Path) -> None:
 
 def test_diff_refuses_copies_that_drifted_apart(tmp_path: Path) -> None:
     run = write_pipe(TWO, tmp_path / "run")
-    drifted = replace(OTHERS["three-stages"], changed=("fp32", "tied_modules.embed.weight", 4))
+    drifted = replace(
+        OTHERS["three-stages"], changed=("fp32", "tied_modules.embed.weight", 4), changed_by=1000
+    )
     with pytest.raises(
         DisagreementError, match=r"other: fp32 of tied_modules\.embed\.weight: 1 of"
     ):
         streamshard.diff(run, write_pipe(drifted, tmp_path / "other"))
+
+
+def test_copies_that_differ_by_rounding_are_the_first_stage_s(tmp_path: Path) -> None:
+    job = replace(TWO, changed=("fp32", "tied_modules.embed.weight", 4))
+    run, wanted = write_pipe(job, tmp_path / "run"), write_pipe(TWO, tmp_path / "wanted")
+    report = streamshard.diff(run, write_pipe(OTHERS["three-stages"], tmp_path / "other"))
+    assert report.is_equal
+    assert any("fp32 of tied_modules.embed.weight, is" in note for note in report.notes)
+    for source, out in ((run, "run-out"), (wanted, "wanted-out")):
+        streamshard.repartition(
+            source, tmp_path / out, world_size=2, pipeline_parallel=1, verify=True
+        )
+    compare(tmp_path / "run-out" / TAG, tmp_path / "wanted-out" / TAG)
 
 
 def as_two_stages(content: dict[str, Any]) -> None:
@@ -447,7 +462,7 @@ def test_a_vocabulary_keeps_its_padding(tmp_path: Path) -> None:
 
 
 def drifted_bias(run: Path) -> None:
-    edit(layer_file(run, 3, 1), lambda held: held["bias"].add_(1))
+    edit(layer_file(run, 3, 1), lambda held: held["bias"].add_(1000))
 
 
 def other_buffer(run: Path) -> None:

@@ -104,7 +104,9 @@ def test_a_store_of_other_degrees_takes_a_reference_or_is_refused(tmp_path: Path
         streamshard.convert(run, store, like=like)
     with pytest.raises(UsageError, match="nothing tells how a job with"):
         streamshard.convert(run, store, tensor_parallel=3)
-    drifted = write(replace(TWO, changed=("fp32", "block.1.bias", 1)), tmp_path / "drifted")
+    drifted = write(
+        replace(TWO, changed=("fp32", "block.1.bias", 1), changed_by=1000), tmp_path / "drifted"
+    )
     with pytest.raises(DisagreementError, match=r"fp32 of block\.1\.bias: 1 of 2 elements differ"):
         streamshard.convert(drifted, store, tensor_parallel=1)
     assert not store.exists()
@@ -140,7 +142,9 @@ def test_exports_are_of_the_whole_model(tmp_path: Path, form: str) -> None:
         streamshard.export(source, tmp_path / f"of-{source.name}", format=form, verify=True)
     found, of_store, wanted = (tree(tmp_path / f"of-{name}") for name in ("run", "store", "whole"))
     assert found == of_store == wanted
-    drifted = write(replace(TWO, changed=("fp32", "block.1.bias", 1)), tmp_path / "drifted")
+    drifted = write(
+        replace(TWO, changed=("fp32", "block.1.bias", 1), changed_by=1000), tmp_path / "drifted"
+    )
     with pytest.raises(DisagreementError, match=r"fp32 of block\.1\.bias: 1 of 2 elements differ"):
         streamshard.export(drifted, tmp_path / "none", format=form)
 
@@ -275,7 +279,7 @@ def test_what_is_no_map_is_refused_although_lists_tell_the_cut(
 def test_copies_that_drifted_apart_are_refused_before_anything_is_written(
     tmp_path: Path, state: str
 ) -> None:
-    run = write(replace(TWO, changed=(state, "block.1.bias", 1)), tmp_path / "run")
+    run = write(replace(TWO, changed=(state, "block.1.bias", 1), changed_by=1000), tmp_path / "run")
     like = write(with_degree(TWO, 1, 2), tmp_path / "like")
     out = tmp_path / "out"
     message = (
@@ -286,6 +290,22 @@ def test_copies_that_drifted_apart_are_refused_before_anything_is_written(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["like", "run"]
     # Nothing of it is taken for granted where the degrees stay.
     streamshard.repartition(run, out, world_size=2)
+
+
+@pytest.mark.parametrize("state", ["fp32", "exp_avg_sq"])
+def test_copies_that_differ_by_rounding_are_the_first(tmp_path: Path, state: str) -> None:
+    job = replace(TWO, changed=(state, "block.1.bias", 1))
+    run, out = write(job, tmp_path / "run"), tmp_path / "out"
+    like = write(with_degree(TWO, 1, 2), tmp_path / "like")
+    report = streamshard.repartition(run, out, world_size=2, tensor_parallel=1, like=like)
+    compare(out / TAG, like / TAG)
+    note = rf"Copies of 1 tensor in .*run differ .*, in {state} of block\.1\.bias, is 0\.\d+ units"
+    assert [re.search(note, text) for text in report.notes].count(None) == len(report.notes) - 1
+    # Of two ranks the sums have one order, and after fewer bits less is rounded.
+    for other in (replace(job, world_size=2), replace(job, dtype=torch.float32)):
+        run = write(other, tmp_path / f"run-of-{other.world_size}")
+        with pytest.raises(DisagreementError, match=r"by 0\.00\d+ of their size, of which"):
+            streamshard.repartition(run, tmp_path / "none", world_size=2, tensor_parallel=1)
 
 
 def test_an_empty_shard_is_refused(tmp_path: Path) -> None:

@@ -251,7 +251,7 @@ def test_sums_do_not_depend_on_how_parts_are_cut() -> None:
     for cuts in ([], [1, 2, 500], list(range(1, 1000))):
         totals = Totals()
         for piece in np.split(rows, cuts):
-            totals.add(Measured(none, piece, 0.0))
+            totals.add(Measured(none, piece, 0.0, 0.0))
         sums.append(totals.sums.tobytes())
     assert len(set(sums)) == 1
 

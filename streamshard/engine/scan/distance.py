@@ -36,6 +36,8 @@ class Measured:
     """One row per block, with columns in the order of `SUMS`."""
     largest: float
     """Largest absolute difference among elements that are finite on both sides."""
+    peak: float
+    """Largest magnitude on the left among these, in the blocks that differ."""
 
 
 class Measurer(PairReader):
@@ -46,15 +48,16 @@ class Measurer(PairReader):
         meter = _Meter()
         counts = np.zeros((len(pair.numels), len(COUNTS)), dtype=np.int64)
         sums: list[list[Floats]] = [[] for _ in pair.numels]
-        largest = [0.0] * len(pair.numels)
+        largest, peaks = ([0.0] * len(pair.numels) for _ in range(2))
         for part, left, right in self._blocks(pair):
             found = meter.measure(left, right, pair)
             counts[part] += found.counts
             sums[part].append(found.sums)
             largest[part] = max(largest[part], found.largest)
+            peaks[part] = max(peaks[part], found.peak)
         none = np.zeros((0, len(SUMS)))
         return [
-            Measured(counts[part], np.concatenate([none, *sums[part]]), largest[part])
+            Measured(counts[part], np.concatenate([none, *sums[part]]), largest[part], peaks[part])
             for part in range(len(pair.numels))
         ]
 
@@ -100,11 +103,11 @@ class _Meter:
         counts = np.zeros(len(COUNTS), dtype=np.int64)
         if pair.dtype not in _NUMERIC or itemsize != ITEMSIZE[pair.dtype]:
             counts[0] = 0 if differ is None else np.count_nonzero(differ)
-            return Measured(counts, np.zeros((0, len(SUMS))), 0.0)
+            return Measured(counts, np.zeros((0, len(SUMS))), 0.0, 0.0)
         with np.errstate(all="ignore"):  # numbers may be of any size, and NaNs of any kind
             one = self._widened(left, pair.dtype, 0)
             other = one if differ is None else self._widened(right, pair.dtype, 1)
-            sums, largest = self._sums(one, other)
+            sums, *most = self._sums(one, other)
             if np.isfinite(sums).all():
                 counts[5] = len(one)
             else:  # almost always because an element is not finite
@@ -113,9 +116,9 @@ class _Meter:
                 counts[1:] = _count(one, other)
                 finite = np.isfinite(one) & np.isfinite(other)
                 one, other = one[finite], other[finite]
-                sums, largest = self._sums(one, other)
+                sums, *most = self._sums(one, other)
         counts[0] = 0 if differ is None else np.count_nonzero(differ)
-        return Measured(counts, sums[np.newaxis], largest)
+        return Measured(counts, sums[np.newaxis], *most)
 
     def _widened(self, view: memoryview, dtype: str, number: int) -> Floats:
         """Return elements as float64, in an existing buffer."""
@@ -128,21 +131,22 @@ class _Meter:
         floats[:] = values
         return floats
 
-    def _sums(self, one: Floats, other: Floats) -> tuple[Floats, float]:
-        """Return the sums, by NumPy's pairwise summation, and the largest difference."""
+    def _sums(self, one: Floats, other: Floats) -> tuple[Floats, float, float]:
+        """Return the sums, by NumPy's pairwise summation, the largest difference, and the peak."""
         room, sums = self._floats[2][: len(one)], np.zeros(len(SUMS))
         sums[2] = np.multiply(one, one, out=room).sum()
         if one is other:
             sums[3] = sums[4] = sums[2]
-            return sums, 0.0
+            return sums, 0.0, 0.0
         sums[3] = np.multiply(other, other, out=room).sum()
         sums[4] = np.multiply(one, other, out=room).sum()
+        peak = float(np.abs(one, out=room).max(initial=0.0))
         np.subtract(other, one, out=room)
         np.abs(room, out=room)
         sums[0] = room.sum()
         largest = float(room.max(initial=0.0))
         sums[1] = np.multiply(room, room, out=room).sum()
-        return sums, largest
+        return sums, largest, peak
 
 
 def _differing(left: memoryview, right: memoryview, itemsize: int) -> NDArray[np.bool_] | None:

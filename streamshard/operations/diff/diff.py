@@ -111,9 +111,9 @@ def diff(options: _Diff) -> DiffReport:
     try:
         for put_together in joined:
             if put_together.check is not None:
-                put_together.check(plan, progress)
+                notes += put_together.check(plan, progress)
         progress.start(2 * runs.nbytes)
-        totals = _measured(runs, plan, read.add)
+        totals = measured(runs, plan, read.add)
     finally:
         progress.stop()
     tensors, states = _summed(pairing.pairs, totals)
@@ -174,7 +174,7 @@ class _Names:
         return [*plain, *(f"{tensor.model_part}/{name}" for name in plain if tensor.model_part)]
 
 
-def _measured(runs: Runs, plan: MemoryPlan, progress: Callable[[int], None]) -> dict[Pair, Totals]:
+def measured(runs: Runs, plan: MemoryPlan, progress: Callable[[int], None]) -> dict[Pair, Totals]:
     """Read the pairs of tensors, and measure them."""
     totals = {pair: Totals(pair.nbytes // pair.itemsize) for pair in runs.pairs}
 

@@ -112,6 +112,7 @@ class Totals:
     counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(COUNTS), dtype=np.int64))
     sums: NDArray[np.float64] = field(default_factory=lambda: np.zeros(len(SUMS)))
     largest: float = 0.0
+    peak: float = 0.0
 
     def add(self, found: Measured) -> None:
         """Add the next result, block by block in order, so that the sums are reproducible."""
@@ -119,11 +120,12 @@ class Totals:
         with np.errstate(over="ignore", invalid="ignore"):
             self.sums = np.add.accumulate([self.sums, *found.sums])[-1]
         self.largest = max(self.largest, found.largest)
+        self.peak = max(self.peak, found.peak)
 
     def join(self, other: "Totals") -> None:
         """Add the totals of another tensor."""
         self.numel += other.numel
-        self.add(Measured(other.counts, other.sums[np.newaxis], other.largest))
+        self.add(Measured(other.counts, other.sums[np.newaxis], other.largest, other.peak))
 
     def distance(self, *, are_numbers: bool) -> Distance:
         """Compute the measures from the totals."""

@@ -38,8 +38,9 @@ class DegreeChange:
     """The options that ask for this."""
     averaged: Sequence[str] = ()
     """Parameters whose copies may differ, as the files list them as ones to be averaged."""
-    check: Callable[[MemoryPlan, Progress], None] | None = None
-    """Compares the copies in the original of which one was taken; None if there are none."""
+    check: Callable[[MemoryPlan, Progress], Sequence[str]] | None = None
+    """Compares the copies in the original of which one was taken, and returns notes; None if there
+    are none."""
 
 
 class OtherDegrees(ABC):
