@@ -20,9 +20,13 @@ from streamshard.errors import (
     UsageError,
     memory_errors,
 )
+from streamshard.io.changes import make_directory
+from streamshard.io.files import target_errors
+from streamshard.io.object_path import as_path
 from streamshard.io.throttle import lower_priority
 from streamshard.operations.compact import compact
 from streamshard.operations.compact.compact_status import CompactStatus, compact_status
+from streamshard.operations.compact.run_directory import require_parent
 from streamshard.operations.compact.status_page import draw_status
 from streamshard.sizes import show_bytes
 from streamshard.verb_options import CompactOptions
@@ -58,6 +62,7 @@ def _require_sense(arguments: argparse.Namespace) -> None:
 
 def _compact(arguments: argparse.Namespace, runs: Sequence[_Directories] | None) -> int:
     """Compact one run directory, or each of `runs`; returns the first exit code that is not 0."""
+    require_parent(as_path(arguments.archive_dir))
     if runs is None:
         return _compact_run(arguments)
     if CompactOptions(**keywords(arguments)).is_by_hand:
@@ -74,6 +79,10 @@ def _compact_one_of_many(
         **{**vars(arguments), "run_dir": str(run), "archive_dir": str(archive)}
     )
     try:
+        if not arguments.dry_run:
+            parent = as_path(archive).parent
+            with target_errors(parent):
+                make_directory(parent, parents=True, exist_ok=True)
         return _compact_run(one, indent=None)
     except StreamshardError as error:
         if arguments.json:

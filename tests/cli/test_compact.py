@@ -57,6 +57,34 @@ def test_a_dry_run_says_which_tags_do_not_fit(run: Path, archive: Path) -> None:
     assert f"{FIRST}: failed: {archive / FIRST}.zarr: does not fit: it needs 8,796," in done.err
 
 
+@pytest.mark.parametrize("more", ["", "-n"])
+@pytest.mark.parametrize("runs", ["run", "*"])
+def test_of_the_path_of_archives_only_the_last_part_is_made(
+    run: Path, tmp_path: Path, runs: str, more: str
+) -> None:
+    """The disk that they go to may not be mounted."""
+    where = tmp_path / "my disk"
+    command = ("compact", tmp_path / runs, where / "archive", *more.split())
+    done = refused(4, f"{where}: not there, and archive is to be made in it; is it mou", *command)
+    assert [path.name for path in tmp_path.iterdir()] == [run.name]
+    (advice,) = re.findall(r": (mkdir .*)\n", done.err)
+    subprocess.run(shlex.split(advice), check=True)
+    command = ("compact", run, where / "archive", *more.split())
+    assert in_process(*command).code == 0
+    assert (where / "archive").exists() == (not more)
+
+
+def test_archives_of_runs_in_deeper_directories_are_made(tmp_path: Path) -> None:
+    deep = tmp_path / "users" / "a" / "output"
+    deep.parent.mkdir(parents=True)
+    make_run(tmp_path / "run").rename(deep)
+    command = ("compact", tmp_path / "users" / "*" / "output", tmp_path / "archive")
+    assert in_process(*command, "-n").code == 0
+    assert not (tmp_path / "archive").exists()
+    assert in_process(*command).code == 0
+    assert (tmp_path / "archive" / "a" / "output" / f"{FIRST}.zarr").is_dir()
+
+
 def test_lengths_of_time_are_said_as_they_are_asked_for(run: Path, archive: Path) -> None:
     command = ("compact", run, archive)
     tag = run / FIRST
@@ -201,6 +229,7 @@ CRON = sorted({*re.findall(r"^30 3 \* \* \* (.*)$", "\n".join(TEXTS.values()), r
 def test_a_line_for_cron_does_what_it_says(line: str, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "7b"
     run.parent.mkdir()
+    (tmp_path / "archive").mkdir()  # where the disk is mounted
     make_run(run)
     assert "%" not in line  # which cron takes for the end of a line
     program, *words = shlex.split(line)

@@ -48,7 +48,7 @@ from streamshard.operations.compact.removal import (
     record_back,
 )
 from streamshard.operations.compact.run_context import ProofContext, RunContext, TagProgress
-from streamshard.operations.compact.run_directory import Identity
+from streamshard.operations.compact.run_directory import Identity, require_parent
 from streamshard.operations.compact.tag_checks import unchanged
 from streamshard.operations.compact.tag_choice import CANDIDATE, Choice, Rules, by_step
 from streamshard.operations.compact.tag_health import growth
@@ -104,9 +104,10 @@ class CompactRun:
         options, archive_dir = self._options, self._context.archive_dir
         changes_run_dir = options.delete or options.undelete or options.purge
         run_dirs = [self._context.run_dir] if changes_run_dir else []
+        require_parent(archive_dir)
         for directory in (archive_dir, *run_dirs):
             with target_errors(directory):
-                make_directory(directory, parents=True, exist_ok=True)
+                make_directory(directory, exist_ok=True)
                 lock = lock_at(directory / _LOCK, directory)
                 lock.take()
             stack.callback(lock.release)

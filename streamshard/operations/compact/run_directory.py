@@ -8,6 +8,7 @@ resumes from: random states, scheduler, tokenizer, `trainer_state.json`. It coun
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -45,7 +46,7 @@ from streamshard.io.entries import (
     read_document,
     resolve,
 )
-from streamshard.io.files import source_errors, unreadable
+from streamshard.io.files import source_errors, target_errors, unreadable
 from streamshard.io.object_path import is_object
 from streamshard.io.readable import Entry, Status
 from streamshard.operations.compact.receipts import etag_of
@@ -96,6 +97,16 @@ def require_on_disk(run_dir: Path) -> None:
         raise UsageError(
             f"{run_dir}: {message}; run it where the job saves. ARCHIVE_DIR may be in a bucket"
         )
+
+
+def require_parent(archive_dir: Path) -> None:
+    """Refuse a directory of archives whose parent is not there, as if its disk is not mounted."""
+    parent = archive_dir.absolute().parent
+    with target_errors(parent):
+        is_there = is_object(archive_dir) or exists(parent)
+    if not is_there:
+        message = f"not there, and {archive_dir.name} is to be made in it; is it mounted? If it is"
+        raise TargetError(f"{message} new: mkdir -p {shlex.quote(str(parent))}", path=parent)
 
 
 @dataclass(frozen=True, slots=True)
