@@ -1,6 +1,6 @@
 """Something happens to a run: at a call to the file system, at any instant, or another run comes.
 
-Here one thing each, in turn, at every 32nd call, and in a campaign at every fourth;
+Here one thing each, in turn, at every 48th call, and in a campaign at every fourth;
 `python -m tests.faults` tries all of them at each call.
 """
 

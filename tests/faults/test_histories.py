@@ -19,7 +19,7 @@ STEPS = 10
 """Most steps of each."""
 
 
-@sampled(2)
+@sampled(4)
 def test_no_save_is_lost(shim: Path, place: Path, one_in: int) -> None:
     root = place / f"histories-{one_in}"
     root.mkdir()
