@@ -38,6 +38,24 @@ def test_tags_that_are_no_tags(tag: str, how: str, run: Path) -> None:
     assert (f"\n{TAG} " in done.out) == (how == "latest"), done.out
     assert "\x1b" not in done.out + done.err
     assert len(done.err.strip().splitlines()) == 1
+    assert how != "latest" or len(done.err) < 500
+    assert len(done.out) < 3000
+
+
+def test_a_name_that_gives_orders_to_a_terminal_or_a_log_is_no_tag_s(run: Path) -> None:
+    evil = "global_step9\nrun: all is well\x1b[2J"
+    shutil.copytree(run / TAG, run / evil)
+    shutil.copytree(run, run.parent / "runs" / "a\nb")
+    shown = r"global_step9\nrun: all is well\x1b[2J: its name has characters that cannot be shown"
+    done = in_process("newest", run)
+    assert (done.code, done.out) == (0, f"{run / TAG}\n")
+    assert shown in done.err
+    (run / "latest").unlink()
+    done = in_process("inspect", run)
+    assert (done.code, shown in done.out) == (3, True)
+    done = in_process("inspect", run.parent / "runs")
+    assert r"a\nb: its name has" in done.out
+    assert "None of them is whole" in done.out
 
 
 @pytest.mark.parametrize("name", [MODEL, OPTIMIZER, "latest"])

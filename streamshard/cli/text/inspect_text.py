@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
-from streamshard.cli.text.escaping import printable
+from streamshard.cli.text.escaping import one_line, printable
 from streamshard.cli.text.health_text import health_table, healthy_text
 from streamshard.cli.text.tables import bold, facts_text, more_text, paragraph, table
 from streamshard.commands import command
@@ -52,7 +52,7 @@ def inspection_text(
     """
     page = _Page(width, verbose=verbose)
     if isinstance(found, CheckpointList):
-        page.add(f"directory  {printable(found.path)}, {_checkpoints(found.checkpoints)}")
+        page.add(f"directory  {one_line(found.path)}, {_checkpoints(found.checkpoints)}")
         page.checkpoints(found, ())
         page.pictures(found.pictures)
         return page.text()
@@ -99,7 +99,7 @@ class _Page:
     def texts(self, texts: Sequence[str]) -> None:
         """Add running text."""
         for text in texts:
-            self.add(printable(text) if self._width is None else paragraph(printable(text)))
+            self.add(one_line(text) if self._width is None else paragraph(one_line(text)))
 
     def pictures(self, pictures: Sequence[FileSummary]) -> None:
         """Tell what was drawn."""

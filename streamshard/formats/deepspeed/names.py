@@ -13,6 +13,9 @@ from streamshard.io.entries import is_file, read_all
 LATEST: Final = "latest"
 _LATEST_BYTES: Final = 4096
 """More bytes than a tag has."""
+_NAME_BYTES: Final = 255
+"""What the name of a directory takes at most."""
+NO_TAG: Final = "its name has characters that cannot be shown, so it is no tag; rename it"
 LATEST_UNIVERSAL: Final = "latest_universal"
 _NO_DIRECTORY: Final = (LATEST, LATEST_UNIVERSAL)
 OWN_PREFIX: Final = ".streamshard"
@@ -293,7 +296,9 @@ def is_tag(text: str) -> bool:
     """
     if not is_inside(text) or not text.isprintable():
         return False
-    first, *deeper = text.split("/")
+    first, *deeper = parts = text.split("/")
+    if any(len(part.encode()) > _NAME_BYTES for part in parts):
+        return False
     # A path below our own directories is not a tag, nor is one below the file `latest`.
     return not deeper or not (first in _NO_DIRECTORY or first.startswith(OWN_PREFIX))
 

@@ -131,7 +131,10 @@ class RunAssessment:
         """
         with listings_kept(), source_errors(self._root):
             require_there(self._root)
-            found = find_candidates(self._root)
+            listed = find_candidates(self._root)
+            found = [name for name in listed if name.isprintable()]
+            hidden = (self._root / name for name in listed if not name.isprintable())
+            self.notes += [f"{path}: {names.NO_TAG}" for path in hidden]
             found += self._deeper(found)
             latest = self._latest(found)
             steps = self._steps(found)

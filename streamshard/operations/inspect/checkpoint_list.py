@@ -72,6 +72,8 @@ def _summary(
     try:
         kind = kind_at(place)
         nbytes, changed = _size_and_time(place)
+        if not name.isprintable():
+            raise SourceError(names.NO_TAG, path=place)
         source = opened if opened and latest == name else open_source(place)
         recorded = _recorded(source)
         if kind == "native" and place.parent != root and not is_file(place / names.LATEST):
