@@ -163,3 +163,12 @@ def test_blocks_that_are_not_listed(block: int) -> None:
     made, stored = chunk(content, bytes(encoded[:64]))
     with pytest.raises(IntegrityError, match="chunk: lists fewer than"):
         decode(made, stored, (len(content) - 10, len(content)))
+
+
+@pytest.mark.parametrize("nbytes", [0, 3, 15, 16, 100])
+def test_blosc_gets_no_frame_that_ends_before_it_says(nbytes: int) -> None:
+    """It would read past the end."""
+    content, codec = floats(1000, is_noise=True), BloscCodec(4)
+    frame = memoryview(codec.encode(memoryview(content)))[:nbytes]
+    with pytest.raises(IntegrityError, match=r"says it decodes to|ends after"):
+        codec.decode(frame, memoryview(bytearray(len(content))))

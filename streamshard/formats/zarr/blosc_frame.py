@@ -28,6 +28,13 @@ def require_size(frame: memoryview, nbytes: int) -> None:
         raise IntegrityError(f"says it decodes to {said} bytes where {nbytes} belong")
 
 
+def require_whole(frame: memoryview) -> None:
+    """Refuse a frame that is shorter than it says, as Blosc would read past its end."""
+    said = int.from_bytes(frame[_ENCODED], "little")
+    if len(frame) < HEADER_BYTES or said > len(frame):
+        raise IntegrityError(f"a frame of {max(said, HEADER_BYTES)} bytes ends after {len(frame)}")
+
+
 def block_bytes(frame: memoryview) -> int:
     """Return how much content a block of a frame holds."""
     return int.from_bytes(frame[_BLOCK], "little")

@@ -64,6 +64,7 @@ class BloscChunk:
         from numcodecs.blosc import decompress  # not at the top, as above
 
         blosc_frame.require_size(encoded, len(content))
+        blosc_frame.require_whole(encoded)
         decompress(encoded, content)  # a frame says itself how it was made
 
 

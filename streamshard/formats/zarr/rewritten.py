@@ -29,6 +29,7 @@ from streamshard.checksums import crc32, crc32c
 from streamshard.errors import CorruptFileError, IncompleteError, IntegrityError, UnsupportedError
 from streamshard.formats.pickle.inert import show
 from streamshard.formats.shapes import require_shape
+from streamshard.formats.zarr import blosc_frame
 from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT
 from streamshard.formats.zarr.documents import chunk_counts
 from streamshard.io.entries import entries_below, identify, open_readable
@@ -255,6 +256,7 @@ class _Bounded(BytesBytesCodec):
         elif name.endswith("zstd"):
             claimed = _zstd_bytes(data) or nbytes
         else:
+            blosc_frame.require_whole(memoryview(data))
             claimed = int.from_bytes(data[4:8], "little")
         if claimed > most:
             raise ValueError(f"a frame of more than {most:,} bytes in a chunk of {nbytes:,}")
