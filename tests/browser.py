@@ -14,8 +14,9 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
+
+from tests.lacking import lacking
 
 WIDTH, HEIGHT = 960, 900
 SWITCHES = (
@@ -30,11 +31,7 @@ Pixels = NDArray[np.uint8]
 def chromium() -> str:
     """Return the place of the browser, without which a test is skipped."""
     found = shutil.which("chromium") or shutil.which("chromium-browser")
-    if found is None and os.environ.get("CI"):
-        pytest.fail("no chromium: install it, for pictures are to be looked at (.ci/run does)")
-    if found is None:
-        pytest.skip("no chromium to look at pictures with: apt-get install chromium")
-    return found
+    return found or lacking("chromium", "apt-get install chromium")
 
 
 class Browser:

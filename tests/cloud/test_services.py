@@ -23,6 +23,7 @@ from tests.engine.test_lock import dead_process
 from tests.fabricated import write
 from tests.forked import run_forked
 from tests.job import LEAN
+from tests.lacking import lacking
 
 KINDS = (S3Server, SeaweedFS, FakeGCS, Azurite)
 
@@ -37,7 +38,7 @@ def on(*kinds: type[Service]) -> pytest.MarkDecorator:
 def service(request: pytest.FixtureRequest) -> Iterator[Service]:
     kind: type[Service] = request.param
     if kind is Azurite and Azurite.PROGRAM is None:
-        pytest.skip("no azurite-blob on the PATH; it comes by: npm install --global azurite")
+        lacking("azurite-blob", "npm install --global azurite")
     with kind() as made:
         yield made
 

@@ -98,15 +98,24 @@ def expected(contents: Sequence[bytes], rows: Sequence[Row], nbytes: int) -> byt
 
 def is_cached(path: Path, offset: int = 0) -> bool:
     """Tell whether the page of a byte of a file is in memory; to try to read it would fetch it."""
-    page = offset // mmap.PAGESIZE
-    found = (ctypes.c_ubyte * (page + 1))()
+    return bool(_cached_pages(path)[offset // mmap.PAGESIZE])
+
+
+def is_mostly_cached(path: Path) -> bool:
+    """Tell whether most pages are in memory: the system may keep a few, whatever is dropped."""
+    pages = _cached_pages(path)
+    return sum(pages) > len(pages) / 2
+
+
+def _cached_pages(path: Path) -> list[int]:
+    found = (ctypes.c_ubyte * -(-path.stat().st_size // mmap.PAGESIZE))()
     nbytes = ctypes.c_size_t(len(found) * mmap.PAGESIZE)
     with path.open("r+b") as stream, mmap.mmap(stream.fileno(), 0) as mapped:
         start = ctypes.byref(ctypes.c_char.from_buffer(mapped))
         if ctypes.CDLL(None).mincore(start, nbytes, found) != 0:
             pytest.skip("this system does not tell what it has in memory")
         del start
-    return bool(found[page] & 1)
+    return [page & 1 for page in found]
 
 
 def contents() -> st.SearchStrategy[list[bytes]]:
