@@ -153,6 +153,13 @@ def halved() -> Saved:
     return made
 
 
+def without_states() -> Saved:
+    made = saved(Job())
+    for key in [key for key in made.tensors if ".state.embed.bias." in key]:
+        del made.tensors[key], made.paths[key]
+    return made
+
+
 def model_alone() -> Saved:
     tensors = saved(Job()).tensors
     return Saved({key: held for key, held in tensors.items() if key.startswith("model.")})
@@ -170,6 +177,7 @@ REFUSED: list[tuple[Saved, type[StreamshardError], str]] = [
     (saved(Job(), groups=THREE_GROUPS), StreamshardError, "in .* they are in one param group"),
     (saved(Job(), groups=GROUPS[:1]), StreamshardError, "is in no param group of it"),
     (halved(), UnsupportedError, r"'embed\.bias' is bfloat16.*float32"),
+    (without_states(), UnsupportedError, r"no states of embed\.bias, which no gradient has"),
     (model_alone(), UnsupportedError, "holds no states of an optimizer"),
 ]
 
@@ -264,6 +272,29 @@ def test_the_files_hold_what_was_saved(stage: int, tmp_path: Path) -> None:
     held = load(path)
     assert held["ds_config"]["zero_optimization"]["stage"] == stage
     assert held["optimizer_state_dict"]["loss_scaler"].cur_scale == 1.0
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_parameters_without_states_keep_nothing_but_zero_from_being_written(
+    flat: bool, tmp_path: Path
+) -> None:
+    """No gradient has reached an unused head, or an expert without tokens."""
+    trained, dcp = model(), tmp_path / "dcp"
+    trained[2].bias.requires_grad_(False)
+    wanted = trained_and_saved(tmp_path, trained, by_shape(trained), flat=flat)
+    assert [set(group.states) for group in streamshard.inspect(dcp).groups].count(set()) == 1
+    assert streamshard.verify(dcp).is_good
+    streamshard.export(dcp, tmp_path / "weights", format="safetensors")
+    streamshard.export(dcp, tmp_path / "again", format="dcp")
+    assert not streamshard.diff(tmp_path / "again", dcp).differences
+    with streamshard.open(dcp) as found:
+        assert found.keys() == wanted["model"].keys()
+        assert "exp_avg" not in found["2.bias"].tensors
+        assert torch.equal(found["2.bias"].tensors["fp32"].torch(), wanted["model"]["2.bias"])
+    with pytest.raises(UnsupportedError, match=r"missing: the optimizer's states of 2\.bias"):
+        streamshard.repartition(
+            dcp, tmp_path / "out", world_size=2, ds_config_file=config_file(tmp_path)
+        )
 
 
 class Frozen(nn.Sequential):

@@ -209,8 +209,9 @@ def _unrecorded(
     found: Distributed, groups: Sequence[ParamGroup], entries: Sequence[ModuleEntry]
 ) -> Iterator[str]:
     """Name what a job needs that neither the checkpoint nor a job's config tells."""
-    if not groups or any(group.states is None for group in groups if group.params):
-        yield "the optimizer's states"
+    bare = [name for group in groups if group.states is None for name in group.params]
+    if bare or not groups:
+        yield f"the optimizer's states{f' of {show_few(bare)}' if bare else ''}"
         return
     yield from found.unrecorded
     place = {name: number for number, name in enumerate(found.keys.weights)}

@@ -105,7 +105,8 @@ class SavedOptimizer:
         """Read the param groups.
 
         A flattened optimizer has options by parameter, and does not tell which parameters shared a
-        group: those with equal options and states are one group here.
+        group: those with equal options and states are one group here. Parameters without states,
+        as no gradient has reached them yet, are a group of their own too.
         """
         if self._keys.by_parameter:
             return self._by_options()
@@ -119,7 +120,12 @@ class SavedOptimizer:
                 if listed.setdefault(name, number) != number or params.count(name) > 1:
                     raise CorruptFileError(f"'{name}' is in two param groups")
             self._require_copies(params, number, options)
-            found.append(SavedGroup(params, options, self.states_of(params)))
+            begun = tuple(name for name in params if name in self._keys.states)
+            rest = tuple(name for name in params if name not in self._keys.states)
+            found += [
+                SavedGroup(names, options, self.states_of(names))
+                for names in ([begun, rest] if begun and rest else [params])
+            ]
         for name in self._keys.states:
             if name not in listed:
                 raise CorruptFileError(f"the optimizer has states of {show(name)}, in no group")

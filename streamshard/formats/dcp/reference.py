@@ -211,6 +211,10 @@ class _Merging:
     def groups(self) -> tuple[list[ParamGroup], list[Mapping[str, Node]]]:
         """Build the param groups in the reference's order, and their hyper-parameters."""
         saved = self._found.groups
+        bare = [name for group in saved if group.states is None for name in group.params]
+        if bare and any(group.states for group in saved):
+            message = f"holds no states of {show_few(bare)}, which no gradient has reached yet"
+            raise UnsupportedError(f"{message}: ZeRO keeps states of every parameter")
         owner = {name: number for number, group in enumerate(saved) for name in group.params}
         like_groups = self._model_part.hyper_parameters
         groups, options = [], []
