@@ -297,6 +297,28 @@ def test_parameters_without_states_keep_nothing_but_zero_from_being_written(
         )
 
 
+def test_weights_are_read_next_to_states_by_number(tmp_path: Path) -> None:
+    """`optimizer.state_dict()` as it is, which names no parameters."""
+    trained, dcp = model(), tmp_path / "dcp"
+    optimizer = by_shape(trained)
+    trained_and_saved(tmp_path / "named", trained, optimizer)
+    states = {"model": trained.state_dict(), "optimizer": optimizer.state_dict()}
+    save_distributed(states, checkpoint_id=dcp, no_dist=True)
+    assert any("get_optimizer_state_dict" in n for n in streamshard.inspect(dcp).notes)
+    assert streamshard.verify(dcp).is_good
+    streamshard.export(dcp, tmp_path / "weights", format="safetensors")
+    with streamshard.open(dcp) as found:
+        for name, tensor in trained.state_dict().items():
+            assert torch.equal(found[name].tensors["module"].torch(), tensor)
+    completed: list[dict[str, Any]] = [
+        {"ds_config_file": config_file(tmp_path)},
+        {"like": write(Job(), tmp_path / "like")},
+    ]
+    for known in completed:
+        with pytest.raises(UnsupportedError, match=r"what .*get_optimizer_state_dict returns"):
+            streamshard.repartition(dcp, tmp_path / "out", world_size=2, **known)
+
+
 class Frozen(nn.Sequential):
     """A model with a buffer, a frozen weight and a tied one."""
 

@@ -139,7 +139,8 @@ def open_distributed(root: Path, known: Set[str] = frozenset()) -> Distributed:
         files = ItemFiles(index)
         places = locate(index, keys, files)
         optimizer = SavedOptimizer(index, keys, files, places)
-        return Distributed(root, index, keys, files.files, places, optimizer.groups)
+        groups, unread = optimizer.groups, keys.unread
+        return Distributed(root, index, keys, files.files, places, groups, unread=unread)
 
 
 def locate(index: Index, keys: StateKeys, files: ItemFiles) -> dict[str, TensorPlaces]:
@@ -212,6 +213,8 @@ def _unrecorded(
     bare = [name for group in groups if group.states is None for name in group.params]
     if bare or not groups:
         yield f"the optimizer's states{f' of {show_few(bare)}' if bare else ''}"
+        if found.keys.unread:
+            yield found.keys.unread.removesuffix(".")
         return
     yield from found.unrecorded
     place = {name: number for number, name in enumerate(found.keys.weights)}

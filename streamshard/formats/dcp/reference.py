@@ -69,6 +69,8 @@ def read_like(root: Path, like: Reading, opened: Callable[[Set[str]], Distribute
     """
     model_part = _only_model_part(root, like.checkpoint)
     found = opened({name for group in model_part.groups for name in group.params})
+    if found.keys.unread:
+        raise UnsupportedError(found.keys.unread.removesuffix("."), path=root)
     with of_file(root):
         weights = {name: found.weight(name) for name in found.keys.weights}
         incomplete = Incomplete(

@@ -27,6 +27,11 @@ _MODELS: Final = ("model", "module", "state_dict", "model_state_dict", "")
 _OPTIMIZERS: Final = ("optimizer", "optim", "optimizers", "optimizer_0", "optimizer_state_dict")
 _BESIDE: Final = ("train_state", "lr_scheduler", "dataloader", "scheduler", "rng_state", "client")
 """What stands next to a model's own tensors at the top of a state dict (torchtitan)."""
+_NUMBERED: Final = (
+    "The optimizer's states are not read, as they are numbered, and numbers name no parameters: "
+    "save what torch.distributed.checkpoint.state_dict.get_optimizer_state_dict returns, in place "
+    "of optimizer.state_dict()."
+)
 _WRAPPERS: Final = ("module.", "_orig_mod.")
 """Prefixes that DistributedDataParallel and torch.compile give to all names of a model."""
 
@@ -49,6 +54,8 @@ class StateKeys:
     """What was taken off the names of all parameters."""
     others: list[str] = field(default_factory=list)
     """Everything else."""
+    unread: str = ""
+    """Why the optimizer's states are not among these, although they are there."""
 
 
 def sort_keys(index: Index, known: Set[str] = frozenset()) -> StateKeys:
@@ -122,13 +129,16 @@ def _sort_weights(rest: Mapping[str, tuple[str, ...]], index: Index, found: Stat
             containers.setdefault(path[:-1], {})[path[-1]] = key
     trained = found.states.keys() | (found.groups.keys() if found.by_parameter else set())
     usual = [c for c in containers if (c[-1] if c else "") in _MODELS]
-    if trained:
+    fits = any(_has_all(names, trained) for names in containers.values())
+    if trained and containers and not fits and all(map(str.isdecimal, trained)):
+        found.states, found.groups, found.copies, found.unread = {}, {}, {}, _NUMBERED
+    elif trained:
         fit = [c for c in containers if _has_all(containers[c], trained)]
         usual = [c for c in fit if c in usual] or fit
     if len(usual) > 1:
         listed = show_few([".".join(path) or "the top" for path in usual])
         raise UnsupportedError(f"{len(usual)} state dicts that may be the model's: {listed}")
-    if trained and not usual and containers:
+    if trained and not usual and containers and not found.unread:
         example = sorted(trained)[0]
         message = f"the optimizer has states of {show(example)}, which no model in it has"
         raise UnsupportedError(message)
