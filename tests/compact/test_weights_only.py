@@ -187,7 +187,7 @@ def test_what_is_not_long_gone_keeps_its_states(run: Path, archive: Path) -> Non
 def test_while_the_original_is_anywhere_nothing_is_dropped(run: Path, archive: Path) -> None:
     before = bits(archive)
     for place in (run / FIRST, run / TRASH / FIRST, run / TRASH / ".streamshard.going" / FIRST):
-        place.mkdir()
+        place.mkdir(parents=True)
         api.compact(run, archive, now=later(90), weights_only_older_than=MONTH)
         assert bits(archive) == before
         place.rmdir()

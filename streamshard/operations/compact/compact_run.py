@@ -111,6 +111,9 @@ class CompactRun:
                 lock = lock_at(directory / _LOCK, directory)
                 lock.take()
             stack.callback(lock.release)
+        if changes_run_dir:
+            with suppress(TargetError):  # emptying the trash reports this error
+                self._context.trash.tidy()
         with target_errors(archive_dir):
             place_of(archive_dir).remove_dead_locks(paths_like(archive_dir, f"{_LOCK}.*"))
 

@@ -11,7 +11,7 @@ from typing import Final
 from streamshard.errors import Option, TargetError, TargetExistsError, UsageError
 from streamshard.formats.deepspeed import names
 from streamshard.io.changes import make_directory, remove, rename, sync_path
-from streamshard.io.entries import examine, is_link, lexists, paths_in
+from streamshard.io.entries import examine, is_link, is_real_directory, lexists, paths_in
 from streamshard.io.files import target_errors
 
 _TRASH: Final = f"{names.OWN_PREFIX}.trash"
@@ -104,7 +104,13 @@ class Trash:
         with target_errors(self.rest_of(tag)):
             remove(self.rest_of(tag))
             sync_path(self._going)
-            if next(paths_in(self._going), None) is None:
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Remove the part of the trash that was being emptied, if nothing is left in it."""
+        with target_errors(self._going):
+            is_own = is_real_directory(self._directory) and is_real_directory(self._going)
+            if is_own and next(paths_in(self._going), None) is None:
                 remove(self._going)
 
     def require(self, tag: str) -> None:
