@@ -186,6 +186,7 @@ def test_what_a_page_shows_does_what_it_says(
     commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("archive").mkdir()  # where archives go is there, as a disk that is mounted
     for words in commands:
         given = arguments_of().parse_args(words)
         for word in words[1:2] + [str(v) for k, v in vars(given).items() if is_read(k, v)]:
