@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
@@ -317,6 +318,14 @@ def test_weights_are_read_next_to_states_by_number(tmp_path: Path) -> None:
     for known in completed:
         with pytest.raises(UnsupportedError, match=r"what .*get_optimizer_state_dict returns"):
             streamshard.repartition(dcp, tmp_path / "out", world_size=2, **known)
+
+
+def test_tensors_in_the_format_of_safetensors_are_named(tmp_path: Path) -> None:
+    trained = model()
+    writer = FileSystemWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
+    save_distributed({"model": trained.state_dict()}, storage_writer=writer, no_dist=True)
+    with pytest.raises(UnsupportedError, match="in the format of safetensors, and"):
+        streamshard.inspect(tmp_path)
 
 
 class Frozen(nn.Sequential):

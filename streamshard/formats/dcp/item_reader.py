@@ -41,6 +41,8 @@ _DESCRIPTOR: Final = b"PK\x07\x08"
 """Begins what follows the data of a record: its checksum and sizes."""
 _TOGETHER: Final = 256
 """Items of a file whose ends are got together: a MiB, which is dropped after that."""
+_HEADER_LENGTH_BYTES: Final = 8
+"""Bytes of the number that a safetensors file begins with; JSON follows."""
 _Row = tuple[int, int, int, int, int]
 _LIMIT_VALUE: Final = 1 << 24
 """Most bytes of a value that is no tensor."""
@@ -189,11 +191,23 @@ class ItemFiles:
         for at in np.flatnonzero(same & ~equal & (offset[1:] < (offset + nbytes)[:-1]))[
             :1
         ].tolist():
+            self._refuse_safetensors(int(file[at]), int(offset[at]))
             message = f"{METADATA} lists items of bytes"
             one, other = (f"{offset[n]:,} to {offset[n] + nbytes[n]:,}" for n in (at, at + 1))
             yield CorruptFileError(
                 f"{message} {one} and of {other}, which overlap", path=self._paths[file[at]]
             )
+
+    def _refuse_safetensors(self, file: int, offset: int) -> None:
+        """Name the format whose tensors torch lists as if all began where their header does."""
+        with open_readable(self._paths[file], self.files[file]) as source:
+            if source.read_at(offset, _HEADER_LENGTH_BYTES + 2)[_HEADER_LENGTH_BYTES:] != b'{"':
+                return
+        message = (
+            f"its tensors are in the format of safetensors, and {METADATA} does not tell where"
+        )
+        message = f"{message}: save with torch's default, SerializationFormat.TORCH_SAVE"
+        raise UnsupportedError(message, path=self._paths[file])
 
     def locate(self, tensors: Mapping[str, SavedTensor]) -> dict[str, TensorPlaces]:
         """Find the elements of tensors by the headers of their items, file by file."""
