@@ -86,6 +86,21 @@ def test_all_verbs_take_it(stage: int, tmp_path: Path) -> None:
     assert files_of(direct) == files_of(of_store)
 
 
+@pytest.mark.parametrize("job", [Job(), Job(alignment=True, world_size=3), JOBS["fp32"]])
+def test_parameters_that_went_round_are_read_where_they_are_in_their_places(
+    job: Job, tmp_path: Path
+) -> None:
+    """As `export` puts them, and nobody else: see `REFUSED`."""
+    run, made = write(replace(job, round_robin=True), tmp_path / "run"), tmp_path / "made"
+    streamshard.export(run, made, format="universal", verify=True)
+    shutil.copy(run / "zero_to_fp32.py", made)
+    assert streamshard.verify(made).problems == ()
+    assert streamshard.diff(run, made).is_equal
+    for source, out in ((run, "wanted"), (made, "out")):
+        streamshard.repartition(source, tmp_path / out, world_size=4)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "wanted")
+
+
 def test_where_it_may_lie(tmp_path: Path) -> None:
     run = tmp_path / "run"
     made = write_universal(Job(), run)

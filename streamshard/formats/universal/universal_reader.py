@@ -22,6 +22,7 @@ from streamshard.errors import (
 )
 from streamshard.formats.checkpoint import Checkpoint, ModelPart, ParamGroup, Reading
 from streamshard.formats.deepspeed import ds_config, names
+from streamshard.formats.deepspeed.cut.part_cut import in_own_order
 from streamshard.formats.deepspeed.cut.zero_cutting import cut_source
 from streamshard.formats.deepspeed.ds_versions import version_in
 from streamshard.formats.deepspeed.read.agreement import model_part_stage
@@ -79,10 +80,6 @@ _PARTS: Final = (
 _AUTO_EXPERTS: Final = (
     "trained with AutoEP, whose experts are cut in a way of their own, and not read here. "
     'DeepSpeed loads it as it is with "checkpoint": {"load_universal": true}'
-)
-_ROUND_ROBIN: Final = (
-    "made of a checkpoint with round_robin_gradients, of which DeepSpeed's ds_to_universal puts "
-    f"parameters into each other's places. {_GIVE}"
 )
 
 
@@ -247,9 +244,9 @@ def _job(found: _Files, sources: SourceFiles) -> _Job:
         bf16_optimizer=names.ZERO_STAGE not in kept,
         version=version,
     )
-    if layout.round_robin and ranks > 1:
-        raise UnsupportedError(_ROUND_ROBIN, path=found.state)
     units = listed_shapes(models, files)
+    if layout.round_robin:
+        units = [{name: unit[name] for name in in_own_order([*unit], ranks)} for unit in units]
     state = _restored(kept, stage, len(units))
     states, paths = [state] * len(models), [found.state] * len(models)
     roots = [model.root for model in models]

@@ -16,6 +16,7 @@ from streamshard.operations.source.readable_files import ReadableFiles
 from streamshard.operations.source.sidecars import find_beside
 from streamshard.operations.source.source import Request, Source
 from streamshard.operations.source.tag_directory import find_candidates, run_directory_of
+from streamshard.operations.source.universal_order import require_own_places
 
 _MASTERS: Final = "fp32.pt"
 
@@ -61,7 +62,10 @@ class _UniversalReader(Reader):
             require_inside(path, run_dir, place)
         files, notes = find_beside(run_dir, tag)
         found = universal_reader.read(place, files, tag=tag, notes=notes)
-        return Source.of(run_dir, self.kind, found)
+        source = Source.of(run_dir, self.kind, found)
+        if source.checkpoint.layout.round_robin:
+            require_own_places(source, place)
+        return source
 
     def check_structure(
         self, place: Path, request: Request, findings: Findings
