@@ -61,6 +61,13 @@ def join_crc32(first: int, second: int, second_bytes: int) -> int:
     return int(isal_zlib.crc32_combine(first, second, second_bytes))
 
 
+def difference(name: str, nbytes: int, found: int, recorded: int) -> str:
+    """Say that a record's bytes are not those that were saved, and what to do."""
+    message = f"the {nbytes:,} bytes of record {name:.100} have the CRC-32 {found:08x},"
+    message = f"{message} {recorded:08x} was recorded when they were saved. Take another copy of"
+    return f"{message} the file, or an older tag"
+
+
 class RunningChecksums:
     """Checksums of a stream of bytes. The CRC-32 of a byte is computed once.
 
@@ -82,12 +89,15 @@ class RunningChecksums:
         """Digest of the bytes so far."""
         return Digest(self.nbytes, self.crc32, self.crc32c)
 
-    def update(self, view: memoryview) -> None:
-        """Take in the next bytes."""
+    def update(self, view: memoryview, known: int | None = None) -> None:
+        """Take in the next bytes; `known`: their CRC-32, if it was computed."""
         if self._takes_crc32c:
             self.crc32c = crc32c(view, self.crc32c)
         if not self._block_bytes:
-            self.crc32 = crc32(view, self.crc32)
+            if known is None:
+                self.crc32 = crc32(view, self.crc32)
+            else:
+                self.crc32 = join_crc32(self.crc32, known, len(view))
             self.nbytes += len(view)
             return
         while len(view):

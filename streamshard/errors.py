@@ -17,7 +17,6 @@
     │   └── NoSpaceError
     ├── MemoryLimitError        5   more memory is needed than the limit, or than there is
     ├── IntegrityError          6   bytes differ from what was recorded
-    │   └── NotAsWrittenError         what was written reads back as something else
     └── ClusterError            7   the workers of a cluster are gone, or cannot be reached
 """
 
@@ -167,10 +166,6 @@ class IntegrityError(StreamshardError):
     """Bytes differ from what was recorded when they were written."""
 
     exit_code = 6
-
-
-class NotAsWrittenError(IntegrityError):
-    """The bytes read back from the disk differ from the bytes that the run wrote."""
 
 
 class ClusterError(StreamshardError):

@@ -8,7 +8,7 @@ and keys are in ``formats``.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -296,6 +296,17 @@ class Computed(ABC):
 Decoder = BlockDigests | Computed | Encoded
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordCrcs:
+    """The CRC-32s that a file records of runs of its bytes; parallel, in the order of the runs."""
+
+    starts: NDArray[np.int64]
+    stops: NDArray[np.int64]
+    crc32s: NDArray[np.uint32]
+    names: Sequence[str] = ()
+    """What to call each run in messages; empty if they have no names."""
+
+
 @dataclass(frozen=True, slots=True)
 class SourceFile:
     """A file to read from: how it is read, and its size and identity when the plan was made.
@@ -313,6 +324,8 @@ class SourceFile:
     """How its content is made of its bytes; None if these are the content."""
     changed_ns: int = field(default=0, compare=False, repr=False)
     """See `Status`. Another link changes it too, so only a run that is continued compares it."""
+    recorded: RecordCrcs | None = field(default=None, compare=False, repr=False)
+    """Checksums to compare with what is read of it; None if it records none, or checks itself."""
 
     @property
     def is_plain(self) -> bool:

@@ -233,6 +233,10 @@ class Loading:
                     served.prepare(name)
             self._share(served, self._weights if self._weights in names else names[0])
             path, state = self._load_served(served, tag)
+            read = self._agreement.gather(served.log.take())
+            with self._agreement.step():
+                if distributed.get_rank() == 0:
+                    served.require_intact(read)
         if path is not None:
             path = str(source.path / path)
         return (path, state), (served.read_bytes, sum(served.mapped.values()))

@@ -3,15 +3,17 @@
 import io
 import pickle
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from streamshard.engine.run.region import RegionFiller
+from streamshard.engine.run.source_check import Ranges, ReadLog, SourceCheck
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.work import Region
+from streamshard.errors import IntegrityError
 from streamshard.io.files import require_all_unchanged
 from streamshard.io.memory_map import detach_map
 from streamshard.io.object_path import is_object
@@ -46,7 +48,9 @@ class ServedFiles:
         self._source = source
         self._files = files
         self._maps = maps
-        self._reader = SourceReader(source.files, reads_once=True)
+        self.log = ReadLog(source.files)
+        """Notes the checksums of what this rank reads."""
+        self._reader = SourceReader(source.files, reads_once=True, log=self.log)
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self._prepared: dict[str, FileContent] = {}
         self._shares: dict[str, NodeShare] = {}
@@ -116,6 +120,22 @@ class ServedFiles:
             detach_map(block)
         if blocks:  # what they showed until now could change until now
             self.require_unchanged()
+
+    def require_intact(self, read: Iterable[Ranges]) -> None:
+        """Compare what all ranks have read with the checksums that the files record."""
+        check = SourceCheck(self._source.files)
+
+        def read_rest(ranges: Ranges) -> None:
+            self._reader.read_all(ranges, memoryview(bytearray(_WINDOW_BYTES)))
+            check.add(self.log.take())
+
+        try:
+            for ranges in read:
+                check.add(ranges)
+            check.settle(0, read_rest)
+        except IntegrityError as error:
+            message = "The engine holds what was read of it: build the engine again"
+            raise IntegrityError(f"{error}. {message}") from error
 
     def close(self) -> None:
         """Close the source's files, and shared memory; what is mapped stays."""

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
 import streamshard
-from streamshard.errors import NotAsWrittenError, SourceError, UnsupportedError, UsageError
+from streamshard.errors import IntegrityError, SourceError, UnsupportedError, UsageError
 from streamshard.formats.fsdp_ranks.flat_parameters import group_of, joined_parameters
 from streamshard.operations.repartition.rank_files_target import RankFilesWriter
 from tests.checkpoints.test_fsdp_ranks import in_rank
@@ -256,7 +256,7 @@ def test_written_states_are_read_back(
         return read_back(self, place, *others)
 
     monkeypatch.setattr(RankFilesWriter, "differences", spoiled)
-    with pytest.raises(NotAsWrittenError, match=r"state/exp_avg/\S+: \d of \d+ elements differ"):
+    with pytest.raises(IntegrityError, match=r"state/exp_avg/\S+: \d of \d+ elements differ"):
         streamshard.repartition(
             source,
             tmp_path / "o",

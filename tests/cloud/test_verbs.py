@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 
 import streamshard as api
+from streamshard.errors import IntegrityError
 from tests.checkpoints.test_dcp_repartition import saved
 from tests.cli.conftest import tree
 from tests.cloud.conftest import Bucket
-from tests.fabricated import write
+from tests.fabricated import optimizer_file, write
 from tests.job import LEAN, Job
+from tests.verify.conftest import flip_data
 
 
 @pytest.fixture(params=[2, 3])
@@ -130,3 +132,15 @@ def test_a_universal_checkpoint(run: Path, bucket: Bucket, tmp_path: Path) -> No
     assert api.verify(source).problems == ()
     api.repartition(source, tmp_path / "out", world_size=3)
     assert tree(tmp_path / "out") == tree(tmp_path / "wanted")
+
+
+def test_a_flipped_bit_is_not_carried(bucket: Bucket, tmp_path: Path) -> None:
+    """There is no target then, in the bucket or out of it."""
+    run = write(Job(stage=2), tmp_path / "run")
+    flip_data(optimizer_file(run, 1))
+    source = bucket.put(run, "runs/7b")
+    for target in (f"{bucket.url}/out", tmp_path / "down"):
+        with pytest.raises(IntegrityError, match="was recorded when they were saved"):
+            api.repartition(source, target, world_size=3)
+    assert bucket.get("out") == {}
+    assert not (tmp_path / "down").exists()

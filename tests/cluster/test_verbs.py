@@ -8,13 +8,14 @@ import pytest
 from distributed import Client
 
 import streamshard
-from streamshard.errors import UsageError
+from streamshard.errors import IntegrityError, UsageError
 from tests.cli.conftest import tree
 from tests.cluster.conftest import names, on
 from tests.documents import blocks, page
 from tests.fabricated import optimizer_file, write
 from tests.job import TAG, Job
 from tests.verbs.test_spans import CASES
+from tests.verify.conftest import flip_data
 
 pytestmark = pytest.mark.usefixtures("many_spans")
 
@@ -120,4 +121,13 @@ def test_a_store_in_one_file_is_written_by_threads_alone(
         pytest.raises(UsageError, match="written by threads, not by a cluster"),
     ):
         streamshard.convert(run, tmp_path / "x.zarr.zip", codec=codec)
+    assert names(tmp_path) == ["run"]
+
+
+def test_a_flipped_bit_of_the_source_is_not_carried(cluster: Client, tmp_path: Path) -> None:
+    """Each worker sees a part of the record."""
+    run = write(Job(stage=2), tmp_path / "run")
+    flip_data(optimizer_file(run, 1))
+    with pytest.raises(IntegrityError, match="was recorded when they were saved"):
+        on(cluster, "repartition", run, tmp_path / "out", world_size=3)
     assert names(tmp_path) == ["run"]

@@ -20,6 +20,7 @@ from tests.oracle.jobs import Train
 from tests.oracle.models import Case
 from tests.oracle.topology.pipeline import Pipeline
 from tests.oracle.truth import Truth
+from tests.verify.conftest import flip_data
 
 FROM, TO = 3, 2
 SOON_SECONDS = 20.0
@@ -70,6 +71,11 @@ def damaged(store: Path) -> None:
     content = bytearray(chunk.read_bytes())
     content[len(content) // 2] ^= 1
     chunk.write_bytes(content)
+
+
+def with_a_flipped_bit(source: Path) -> None:
+    """Flip a bit of the last rank's shard."""
+    flip_data(max(source.glob("*/*optim_states.pt")))
 
 
 @dataclass(frozen=True)
@@ -133,6 +139,19 @@ FAULTS = {
     "a damaged chunk": Expect(
         STAGE_3, ("damaged",), ("IntegrityError",), of_store=True, prepare=damaged,
         is_usable=False,
+    ),
+    "a flipped bit of a shard": Expect(
+        STAGE_2, ("rank 0: ", "zero_pp_rank_2", "was recorded when", "build the engine again"),
+        ("IntegrityError",), prepare=with_a_flipped_bit, is_usable=False,
+    ),
+    "a flipped bit of a shard that ranks cut": Expect(
+        STAGE_3, ("rank 0: ", "zero_pp_rank_2", "was recorded when", "build the engine again"),
+        ("IntegrityError",), prepare=with_a_flipped_bit, is_usable=False,
+    ),
+    "a flipped bit of a shard that is mapped": Expect(
+        STAGE_3, ("rank 0: ", "zero_pp_rank_2", "was recorded when", "build the engine again"),
+        ("IntegrityError",), prepare=with_a_flipped_bit,
+        job={"fault": faulty_loads.mapped}, is_usable=False,
     ),
     "another sub_group_size": Expect(
         STAGE_3, (_LAST, "groups of parameters for this rank"), ("DisagreementError",),

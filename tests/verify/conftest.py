@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import streamshard
+from streamshard.formats.torch.zip_audit import DATA, audit
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, serialize_checksum
 from streamshard.formats.zarr.documents import small_array_document
 from tests.fabricated import client_state, write, write_dumps
@@ -110,3 +111,12 @@ def damaged(path: Path, place: int, value: int) -> Iterator[None]:
 def kinds_of(found: streamshard.Verification) -> list[tuple[str, str]]:
     """Return what is wrong with which file, by name."""
     return sorted({(problem.kind, Path(problem.file).name) for problem in found.problems})
+
+
+def flip_data(path: Path) -> None:
+    """Flip a bit in the middle of a torch file's largest storage."""
+    records = (record for record in audit(path).records if record.name.startswith(DATA))
+    largest = max(records, key=lambda record: record.nbytes)
+    content = bytearray(path.read_bytes())
+    content[largest.start + largest.nbytes // 2] ^= 1
+    path.write_bytes(content)

@@ -8,7 +8,7 @@ from streamshard.operations.checks.problems import Verification
 from streamshard.operations.checks.structure import title_of
 from streamshard.operations.diff.diff_report import DiffReport
 from streamshard.operations.transfer.report import Report
-from streamshard.sizes import counted, show_bytes
+from streamshard.sizes import counted, show_bytes, some_of
 
 if TYPE_CHECKING:
     from streamshard.cluster.dask_executor import WorkerRate
@@ -28,6 +28,9 @@ def report_text(report: Report, *, verbose: bool) -> str:
     ]
     if report.is_verified:
         facts.append(("verified", "read back: no difference" if done else "will be"))
+    if verbose and report.unchecked:
+        partly = "read in part, so that their checksums were not compared"
+        facts.append(("not checked", f"{some_of(report.unchecked)}: {partly}"))
     if report.seconds is not None:
         rate = report.bytes_written / max(report.seconds, 1e-9)
         facts.append(("took", f"{report.seconds:.1f} s, {show_bytes(int(rate))}/s"))

@@ -7,6 +7,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from streamshard.engine.numeric.cast import Cast
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.work import Region
 from streamshard.model import Copies
@@ -94,9 +95,10 @@ class RegionFiller:
             region.copies, reader, widening=region.target_itemsize / region.source_itemsize
         )
 
-    def fill(self, view: memoryview) -> None:
-        """Fill a view with the region's next bytes."""
+    def fill(self, view: memoryview) -> int | None:
+        """Fill a view with the region's next bytes; returns its CRC-32 if reading computed it."""
         region, copies, end, done = self._region, self._copies, self._at + len(view), 0
+        checksum = None
         while done < len(view):
             at = self._at + done
             target = int(copies.target[self._next]) if self._next < len(copies) else end
@@ -115,11 +117,19 @@ class RegionFiller:
             wanted = (len(view) - done) // region.target_itemsize * region.source_itemsize
             count = min(source_bytes - self._used, wanted)
             self._ahead.advance(count)
-            done += self._deliver(count, view[done:])
+            if region.cast is None:
+                offset = int(copies.source[self._next]) + self._used
+                file = int(copies.file[self._next])
+                found = self._reader.read_into(file, offset, view[done : done + count])
+                checksum = found if count == len(view) else None
+                done += count
+            else:
+                done += self._cast(region.cast, count, view[done:])
             self._used += count
             if self._used == source_bytes:
                 self._next, self._used = self._next + 1, 0
         self._at = end
+        return checksum
 
     def _deliver_together(self, view: memoryview) -> int:
         """Read several short copies into the front of a view; returns bytes filled, 0 if none."""
@@ -143,15 +153,11 @@ class RegionFiller:
         self._next += count
         return filled
 
-    def _deliver(self, count: int, view: memoryview) -> int:
-        """Read source bytes of the current copy into the front of a view; returns bytes filled."""
+    def _cast(self, cast: Cast, count: int, view: memoryview) -> int:
+        """Cast source bytes of the current copy into the front of a view; returns bytes filled."""
         file = int(self._copies.file[self._next])
         offset = int(self._copies.source[self._next]) + self._used
-        region = self._region
-        if region.cast is None:
-            self._reader.read_into(file, offset, view[:count])
-            return count
-        written = 0
+        region, written = self._region, 0
         step = len(self._scratch) - len(self._scratch) % region.source_itemsize
         for start in range(0, count, step):
             piece = self._scratch[: min(step, count - start)]
@@ -159,9 +165,9 @@ class RegionFiller:
             produced = len(piece) // region.source_itemsize * region.target_itemsize
             into = view[written : written + produced]
             if region.counts_overflow:
-                self.overflowed += region.cast.count_overflow(piece, into)
+                self.overflowed += cast.count_overflow(piece, into)
             else:
-                region.cast(piece, into)
+                cast(piece, into)
             written += produced
         return written
 

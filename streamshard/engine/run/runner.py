@@ -1,19 +1,27 @@
 """Writes target files: hands spans to workers, and does the rest in the order of their results."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
+
+import numpy as np
 
 from streamshard.engine.jobs.executor import Job, current_executor
 from streamshard.engine.jobs.proofs import TargetProof
 from streamshard.engine.run.phases import SYNCING, WRITING, Watcher
+from streamshard.engine.run.source_check import Ranges, SourceCheck
 from streamshard.engine.run.span_writer import Resources, SpanWriter, TargetFiles, WritingTools
 from streamshard.io.changes import sync_tree
 from streamshard.io.files import target_errors
 from streamshard.model import SourceFile
+
+_JOB_BYTES: Final = 16 << 20
+"""Bytes that a worker reads again in one job."""
 
 
 class Jobs(ABC):
@@ -51,6 +59,16 @@ class StagedFiles(Protocol):
         """Begin to show other processes that they write the same target."""
 
 
+def _logged(job: Job[SpanWriter, Any], writer: SpanWriter) -> tuple[Any, Ranges]:
+    return job(writer), writer.log.take()
+
+
+def _some(ranges: Ranges) -> Iterator[Ranges]:
+    """Divide ranges into jobs: a large one each, or many small ones."""
+    nbytes = np.cumsum(ranges[:, 2] - ranges[:, 1])
+    yield from np.split(ranges, np.flatnonzero(np.diff(nbytes // _JOB_BYTES)) + 1)
+
+
 class Engine:
     """Writes target files from source files with fixed buffers.
 
@@ -69,6 +87,7 @@ class Engine:
         self._resources = resources
         self._watcher = watcher
         self._staged = staged
+        self._check = SourceCheck(sources)
 
     def run(self, files: Iterable[TargetFiles]) -> None:
         """Write all files of a staged target, a bounded number at a time, and sync them.
@@ -84,18 +103,47 @@ class Engine:
                 sync_tree(self._staged.path)
                 jobs.synced()
 
+    def check_sources(self) -> Sequence[SourceFile]:
+        """Compare what was read with the checksums that sources record, if they do.
+
+        Returns the files of which the run read only a part of what a checksum is of. Raises an
+        `IntegrityError` if anything differs, as `run` does where it sees that earlier.
+        """
+        return self._check.settle(self._staged.kept_bytes, self._read)
+
+    def _read(self, ranges: Ranges) -> None:
+        jobs = (partial(SpanWriter.read, ranges=some) for some in _some(ranges))
+        deque(self._results(jobs, self._tools, lambda _: None), maxlen=0)
+
     def _run(self, jobs: Jobs, files: Iterable[TargetFiles], tools: WritingTools) -> None:
-        found = current_executor().run(
-            jobs.all(files),
-            tools,
-            workers=self._resources.workers,
-            progress=self._watcher.advance,
-            is_ordered=jobs.is_ordered,
-            needed_bytes=self._resources.needed_bytes,
+        found = self._results(
+            jobs.all(files), tools, self._watcher.advance, is_ordered=jobs.is_ordered
         )
         with closing(found):
             for number, done in found:
                 jobs.take(number, done)
+
+    def _results(
+        self,
+        jobs: Iterable[Job[SpanWriter, Any] | None],
+        tools: WritingTools,
+        progress: Callable[[int], None],
+        *,
+        is_ordered: bool = False,
+    ) -> Generator[tuple[int, Any], None, None]:
+        """Yield each job's number and result, after what it read is taken for the check."""
+        found = current_executor().run(
+            (job and partial(_logged, job) for job in jobs),
+            tools,
+            workers=self._resources.workers,
+            progress=progress,
+            is_ordered=is_ordered,
+            needed_bytes=self._resources.needed_bytes,
+        )
+        with closing(found):
+            for number, (done, ranges) in found:
+                self._check.add(ranges)
+                yield number, done
 
     @contextmanager
     def _proof(self) -> Iterator[TargetProof | None]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from streamshard.checksums import crc32
+from streamshard.engine.run.source_check import Ranges, ReadLog
 from streamshard.errors import CorruptFileError, IntegrityError, SourceError
 from streamshard.io import page_cache
 from streamshard.io.entries import ahead_of, open_readable
@@ -62,6 +63,7 @@ class SourceReader:
     `workers`: number of workers; the more there are, the fewer files each keeps open.
     `stop`: if set, failed reads are not retried.
     `reads_once`: whether what is not read at once is not read at all; then it is not decoded.
+    `log`: notes the checksums of what is read.
     """
 
     def __init__(
@@ -72,7 +74,9 @@ class SourceReader:
         workers: int = 1,
         stop: threading.Event | None = None,
         reads_once: bool = False,
+        log: ReadLog | None = None,
     ) -> None:
+        self._log = log
         self._reads_once = reads_once
         self._keeps_open = min(_OPEN_FILES, max(1, _OPEN_TOGETHER // workers))
         self._stop = stop
@@ -92,13 +96,19 @@ class SourceReader:
         while self._open:
             self._open.popitem()[1].close()
 
-    def read_into(self, file: int, offset: int, view: memoryview) -> None:
-        """Fill a view from a byte offset of a file's content."""
+    def read_into(self, file: int, offset: int, view: memoryview) -> int | None:
+        """Fill a view from a byte offset of a file's content; returns its CRC-32 if noted."""
         try:
-            try_again(lambda: self._fill(file, offset, view), self._stop)
+            return try_again(lambda: self._fill(file, offset, view), self._stop)
         except OSError as error:
             message = f"cannot be read ({error.strerror})"
             raise SourceError(message, path=self._files[file].path) from error
+
+    def read_all(self, ranges: Ranges, buffer: memoryview) -> None:
+        """Read ranges through a buffer, for nothing but the checksums that are noted."""
+        for file, start, stop, _ in ranges.tolist():
+            for at in range(start, stop, len(buffer)):
+                self.read_into(file, at, buffer[: stop - at])
 
     def map(
         self, file: int, offset: int, nbytes: int, *, is_private: bool, is_checked: bool
@@ -143,16 +153,21 @@ class SourceReader:
             # It may have been open for long, and a map that leaves the file ends the process.
             require_same(self._files[file], opened.status())
             start = opened.origin + offset
-            return map_range(opened.descriptor, start, nbytes, is_private=is_private)
+            view = map_range(opened.descriptor, start, nbytes, is_private=is_private)
         except OSError:
             self._forget(file)
             raise
+        if self._log is not None:
+            self._log.add(file, offset, view)
+        return view
 
-    def _fill(self, file: int, offset: int, view: memoryview) -> None:
-        decoder = self._files[file].decoder
+    def _fill(self, file: int, offset: int, view: memoryview) -> int | None:
+        decoder, checksum = self._files[file].decoder, None
         try:
             if decoder is None:
                 self._read(file, offset, view)
+                if self._log is not None:
+                    checksum = self._log.add(file, offset, view)
             elif isinstance(decoder, BlockDigests):
                 self._read_checked(file, decoder, offset, view)
             elif isinstance(decoder, Computed):
@@ -162,6 +177,7 @@ class SourceReader:
         except OSError:
             self._forget(file)
             raise
+        return checksum
 
     def _decode(self, file: int, decoder: Encoded, offset: int, view: memoryview) -> None:
         """Fill a view with decoded content: where it lies, if that is just what is wanted."""

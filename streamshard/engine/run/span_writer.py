@@ -10,6 +10,7 @@ from streamshard.engine.jobs.executor import Host, Toolkit
 from streamshard.engine.jobs.proofs import TargetProof
 from streamshard.engine.journals.journal import Written
 from streamshard.engine.run import resident_memory
+from streamshard.engine.run.source_check import Ranges, ReadLog
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.window import Window, unwritten_bytes
 from streamshard.engine.run.work import Span, SpanResult, TargetFile
@@ -84,6 +85,8 @@ class SpanWriter:
     def __init__(self, tools: WritingTools, host: Host) -> None:
         resources = tools.resources
         self._target = tools.target
+        self.log = ReadLog(tools.sources)
+        """Notes the checksums of what is read."""
         self.stop = host.stop
         """Set when the current job is not wanted any more."""
         self._reader = SourceReader(
@@ -91,6 +94,7 @@ class SpanWriter:
             drops_behind=resources.drops_behind,
             workers=host.workers,
             stop=host.stop,
+            log=self.log,
         )
         # A window and its scratch, each from a block boundary: of their usual size, one huge page.
         scratch_start = -(-resources.window_bytes // BLOCK_BYTES) * BLOCK_BYTES
@@ -117,6 +121,10 @@ class SpanWriter:
                     return FilledSpan(kept, is_kept=True)
             result = self.window.write(task.span, sink, is_new=task.is_new)
             return FilledSpan(result, is_kept=False)
+
+    def read(self, ranges: Ranges) -> None:
+        """Read ranges of source files, for nothing but their checksums."""
+        self._reader.read_all(ranges, self.window.buffer)
 
     def fill(self, task: SpanTask, *, is_shared: bool, is_direct: bool) -> FilledSpan:
         """Do the same with a file that another process has made.

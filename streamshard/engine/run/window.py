@@ -22,6 +22,9 @@ _UNWRITTEN_BYTES: Final = (16 << 20, 256 << 20)
 """Smallest and largest amount that a worker may be ahead of the disk."""
 _LEAST_HOLE_BYTES: Final = 4096
 _LOOK_BYTES: Final = 64
+_STEP_BYTES: Final = 1 << 19
+"""What is read is still in the CPU's cache when its checksums are computed; a multiple of all
+sizes of elements."""
 _LONGEST: Final = 16
 """Bytes of the largest element of any dtype."""
 
@@ -201,10 +204,9 @@ class Window(WriteBuffer):
             if room < region.target_itemsize:
                 self.flush()
                 continue
-            count = min(left, room - room % region.target_itemsize)
+            count = min(left, room - room % region.target_itemsize, _STEP_BYTES)
             view = self.buffer[self._filled : self._filled + count]
-            filler.fill(view)
-            sums.update(view)
+            sums.update(view, filler.fill(view))
             self._filled += count
             left -= count
         self._crc32 = join_crc32(self._crc32, sums.crc32, sums.nbytes)

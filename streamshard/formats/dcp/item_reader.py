@@ -4,8 +4,9 @@ Nothing but headers of tensors is read. An item's length is what the index says;
 must agree with it, and with the shape and the dtype that are listed for its box.
 """
 
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Final, Self
@@ -31,7 +32,7 @@ from streamshard.formats.torch.zip_layout import CRC32_IN_ENTRY
 from streamshard.io.entries import identify, open_readable
 from streamshard.io.files import require_regular
 from streamshard.io.readable import Readable
-from streamshard.model import ITEMSIZE, SourceFile
+from streamshard.model import ITEMSIZE, RecordCrcs, SourceFile
 
 _END_BYTES: Final = 2048
 """At each end of an item, more bytes than torch writes around a tensor; read at once."""
@@ -110,11 +111,15 @@ class _Frame:
     """All behind the storage, with zeros in the holes."""
     holes: tuple[tuple[int, int], ...]
     """Where in the tail there are checksums or the id."""
+    storage: int
+    """Byte offset of the storage in the item."""
+    crc32: int
+    """Byte offset of its recorded CRC-32."""
 
     @classmethod
     def of(cls, item: _ItemBytes, opened: TorchFile, tensor: Tensor) -> Self:
         """Describe an item that holds one tensor."""
-        stop = tensor.storage.offset + tensor.storage.nbytes
+        stop, crc32 = tensor.storage.offset + tensor.storage.nbytes, 0
         holes = []
         for record in opened.records:
             end = record.start + record.nbytes
@@ -122,13 +127,15 @@ class _Frame:
             if record.start != tensor.storage.offset and not is_id:
                 continue
             holes += [(record.entry + CRC32_IN_ENTRY, record.entry + CRC32_IN_ENTRY + 4)]
+            crc32 = crc32 if is_id else record.entry + CRC32_IN_ENTRY
             if item.read_at(end, 4) == _DESCRIPTOR:
                 holes.append((end + 4, end + 8))
             if is_id:
                 holes.append((record.start, end))
         inside = tuple((start - stop, end - stop) for start, end in holes)
         tail = _blanked(item.read_at(stop, item.nbytes - stop), inside)
-        return cls(tensor.offset, item.read_at(0, tensor.offset), stop, tail, inside)
+        head = item.read_at(0, tensor.offset)
+        return cls(tensor.offset, head, stop, tail, inside, tensor.storage.offset, crc32)
 
     def is_around(self, item: _ItemBytes) -> bool:
         """Tell whether an item of this length is alike in all but elements and checksums."""
@@ -169,6 +176,8 @@ class ItemFiles:
         self._known: dict[bytes, Node] = {}
         self._frames: dict[tuple[int, str, tuple[int, ...]], _Frame] = {}
         """Length of an item, dtype and shape of its tensor → what is around the elements."""
+        self._crc32s = array("q")
+        """File, start and stop of storages, and what is recorded of them."""
         raise_first(self._overlaps())
 
     def _overlaps(self) -> Iterator[SourceError]:
@@ -229,7 +238,17 @@ class ItemFiles:
         for source, some in self._together(zip(*columns, strict=True)):
             for *_, t, b in some:
                 self._place(source, names[t], tensors[names[t]], b, places[names[t]])
+        self._record()
         return places
+
+    def _record(self) -> None:
+        """Add the recorded checksums to the files; tied names share a storage."""
+        rows = np.unique(np.array(self._crc32s, dtype=np.int64).reshape(-1, 4), axis=0)
+        stops = np.searchsorted(rows[:, 0], np.arange(len(self.files)), side="right")
+        self.files = tuple(
+            replace(file, recorded=RecordCrcs(own[:, 1], own[:, 2], own[:, 3].astype(np.uint32)))
+            for file, own in zip(self.files, np.split(rows, stops[:-1]), strict=True)
+        )
 
     def _together(self, rows: Iterable[_Row]) -> Iterator[tuple[Readable, list[_Row]]]:
         """Yield open files, each with some of the items in it whose ends are read already.
@@ -256,6 +275,9 @@ class ItemFiles:
             with of_file(self._paths[file]):
                 frame = self._parsed(item, f"{what} at byte {start:,}", tensor.dtype, shape)
         found_at.offset[box] = start + frame.start
+        crc32 = int.from_bytes(item.read_at(frame.crc32, 4), "little")
+        if crc32:  # else the writer left it out
+            self._crc32s.extend((file, start + frame.storage, start + frame.stop, crc32))
         if not shape:
             found_at.scalar = item.read_at(frame.start, ITEMSIZE[tensor.dtype])
 

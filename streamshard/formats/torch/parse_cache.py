@@ -17,6 +17,7 @@ import re
 import zlib
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Final
 
@@ -33,6 +34,7 @@ from streamshard.formats.torch.torch_tensor import Storage, storage_from_id
 from streamshard.formats.torch.zip_directory import NAME_IN_ENTRY, NAME_IN_HEADER
 from streamshard.formats.torch.zip_layout import CRC32_IN_ENTRY, PICKLE
 from streamshard.io.entries import examine, open_readable
+from streamshard.model import RecordCrcs
 
 _DEVICE: Final = re.compile(
     rb"X(.)\0\0\0([a-z]+:([0-9]+))(?:q.|r....)?(?:K.|M..|J....)t(?:q.|r....)?Q", re.DOTALL
@@ -59,6 +61,18 @@ class CachedParse:
     """Checksums of these records in this file; 0 if the file does not record one."""
     others: NDArray[np.uint32]
     """Checksums of these records in the earlier file; 0 likewise."""
+    nbytes: Offsets
+    """Sizes of these records in either file."""
+    names: tuple[str, ...]
+    """Their names, without the root folder."""
+
+    @property
+    def recorded(self) -> RecordCrcs:
+        """The checksums that this file records."""
+        is_known = self.crc32s != 0
+        names = tuple(compress(self.names, is_known))
+        starts, nbytes = self.places[is_known], self.nbytes[is_known]
+        return RecordCrcs(starts, starts + nbytes, self.crc32s[is_known], names)
 
     def changed(self) -> frozenset[int]:
         """Return the offsets of records whose bytes may differ from the earlier file's."""
@@ -100,7 +114,9 @@ class ParseCache:
         read = header.read(path) if header is not None else None
         if header is None or read is None or read[0] != header.data:
             return None
-        return CachedParse(header.root, header.places, read[1], header.crc32s)
+        return CachedParse(
+            header.root, header.places, read[1], header.crc32s, header.sizes, header.record_names
+        )
 
 
 class _Header:
@@ -138,6 +154,8 @@ class _Header:
         filled = [n for n, record in enumerate(records) if record.nbytes and not is_read[n]]
         self.places = np.array([records[number].start for number in filled], dtype=np.int64)
         """Offsets of the records whose checksums may differ."""
+        self.sizes = np.array([records[number].nbytes for number in filled], dtype=np.int64)
+        self.record_names = tuple(own[number] for number in filled)
         self._crc32s = entries[[*filled, pickled]] + CRC32_IN_ENTRY
         """Places of these checksums, and of the pickle's."""
         start = int(places[pickled]) + records[pickled].start - records[pickled].header

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from streamshard.errors import CorruptFileError, UnsupportedError
 from streamshard.formats.pickle import inert_load
 from streamshard.formats.pickle.inert import LIMIT_BYTES, Node, show
@@ -17,7 +19,7 @@ from streamshard.formats.torch.zip_directory import ZipRecord
 from streamshard.formats.torch.zip_layout import PICKLE
 from streamshard.io.entries import open_readable
 from streamshard.io.readable import Readable
-from streamshard.model import ITEMSIZE
+from streamshard.model import ITEMSIZE, RecordCrcs
 
 LOOKED_INTO: Final = frozenset({PICKLE, "byteorder"})
 """Records whose content is read. Of other records only the place and the size are used."""
@@ -38,6 +40,21 @@ class TorchFile:
     """Records of a zip, in file order."""
     unknown: tuple[str, ...] = ()
     """Names of records that torch does not write, or of storages that the object does not use."""
+
+    @property
+    def recorded(self) -> RecordCrcs:
+        """The checksums of its records."""
+        known = [record for record in self.records if record.nbytes and record.crc32 is not None]
+        starts = np.array([record.start for record in known], dtype=np.int64)
+        nbytes = np.array([record.nbytes for record in known], dtype=np.int64)
+        crc32s = np.array([record.crc32 for record in known], dtype=np.uint32)
+        names = tuple(record.name.partition("/")[2] for record in known)
+        return RecordCrcs(starts, starts + nbytes, crc32s, names)
+
+    @property
+    def lacks_checksums(self) -> bool:
+        """Whether its writer left the checksums of tensor data out, as torch can be told to."""
+        return any(s.nbytes and s.crc32 is None for s in self.storages.values())
 
 
 def read(path: Path, file: int) -> TorchFile:

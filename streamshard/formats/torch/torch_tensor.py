@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from streamshard.errors import CorruptFileError, UnsupportedError
+from streamshard.checksums import crc32, difference
+from streamshard.errors import CorruptFileError, IntegrityError, UnsupportedError
 from streamshard.formats.pickle.inert import Call, Global, Node, nodes_below, show
 from streamshard.formats.shapes import LIMIT_DIMENSIONS, LIMIT_NUMEL, is_size, require_shape
 from streamshard.layout.cutting import Share
@@ -80,6 +81,13 @@ class Storage:
         if not isinstance(self.content, Whole):
             raise CorruptFileError("a storage of the training state is not a blob")
         return self.content.tensor
+
+    def require_intact(self, data: bytes) -> None:
+        """Refuse bytes of the whole storage that are not those that were saved."""
+        if self.crc32 is not None and crc32(data) != self.crc32:
+            name = f"at byte {self.offset:,}"
+            message = difference(name, len(data), crc32(data), self.crc32)
+            raise IntegrityError(message, path=self.path)
 
     def require_like(self, other: "Storage", key: str) -> "Storage":
         """Return the storage itself if another mention of its key describes the same one."""

@@ -106,8 +106,9 @@ class ParamFiles:
         raise IncompleteError(message, path=self.root / name / f"{state}{_SUFFIX}")
 
     def _read(self, path: Path) -> Node:
-        found = torch_file.read(path, self.sources.add(path))
-        self.sources.note(path, found.unknown)
+        number = self.sources.add(path)
+        found = torch_file.read(path, number)
+        self.sources.note(number, found)
         return found.root
 
     def _tensor(self, path: Path, name: str, shape: Shape) -> tuple[Tensor, bool]:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final, Self
 
-from streamshard.checksums import join_crc32
+from streamshard.checksums import difference, join_crc32
 from streamshard.engine.scan.probe import Probe
 from streamshard.formats.deepspeed import names
 from streamshard.formats.torch import zip_audit
@@ -107,11 +107,8 @@ class TorchFiles:
             crc32 = join_crc32(crc32, result, size)
         self.findings.checked += 1
         if crc32 != record.crc32:
-            message = (
-                f"{path}: the {record.nbytes} bytes of record {record.name:.100} have the CRC-32"
-            )
-            message = f"{message} {crc32:08x}, {record.crc32:08x} was recorded when they were saved"
-            self.findings.add(DAMAGED, path, message)
+            message = difference(record.name, record.nbytes, crc32, record.crc32)
+            self.findings.add(DAMAGED, path, f"{path}: {message}")
 
 
 def _lacks_checksums(audit: TorchAudit) -> bool:

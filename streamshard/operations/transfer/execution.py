@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final
@@ -11,7 +11,7 @@ from streamshard.engine.jobs.executor import current_executor
 from streamshard.engine.run import resident_memory
 from streamshard.engine.run.phases import WRITING
 from streamshard.engine.run.runner import Engine
-from streamshard.engine.run.span_writer import Resources, TargetFiles
+from streamshard.engine.run.span_writer import Resources
 from streamshard.errors import MemoryLimitError, Option, UsageError
 from streamshard.io.entries import request_bytes
 from streamshard.layout.memory_plan import MIB, SCRATCH_BYTES, MemoryPlan, plan_memory
@@ -130,16 +130,10 @@ class Limits:
         )
 
 
-def run(
-    source: Source,
-    files: Iterable[TargetFiles],
-    target: StagedTarget,
-    memory_plan: MemoryPlan,
-    progress: Progress,
-) -> None:
-    """Write all files of a plan to the partial target, except parts that are written already."""
-    if target.is_written:
-        return
+def engine_for(
+    source: Source, target: StagedTarget, memory_plan: MemoryPlan, progress: Progress
+) -> Engine:
+    """Return what writes files to the partial target, except parts that are written already."""
     resources = Resources(
         memory_plan.workers,
         memory_plan.window_bytes,
@@ -147,7 +141,7 @@ def run(
         _is_large(source),
         memory_plan.process_bytes,
     )
-    Engine(source.files, resources, progress, target.partial).run(files)
+    return Engine(source.files, resources, progress, target.partial)
 
 
 def _is_large(source: Source) -> bool:
@@ -157,16 +151,22 @@ def _is_large(source: Source) -> bool:
 
 
 def measured(
-    report: Report, target: StagedTarget, progress: Progress, work: Callable[[], None]
+    report: Report,
+    target: StagedTarget,
+    progress: Progress,
+    work: Callable[[], Sequence[SourceFile]],
 ) -> Report:
-    """Do the work, and add its duration and its peak memory to the report."""
+    """Do the work, and add its duration and its peak memory to the report.
+
+    `work`: returns the files of the source that were not checked whole.
+    """
     progress.start(report.bytes_written, WRITING)
     began = time.monotonic()
     try:
         if target.is_written:
             progress.keep(target.kept_bytes)
             progress.advance(target.kept_bytes)
-        work()
+        unchecked = work()
     finally:
         progress.stop()
     return replace(
@@ -174,5 +174,6 @@ def measured(
         kept_bytes=target.kept_bytes,
         peak_bytes=resident_memory.peak_bytes(),
         seconds=time.monotonic() - began,
+        unchecked=tuple(str(file.path) for file in unchecked),
         notes=(*report.notes, *target.notes),
     )

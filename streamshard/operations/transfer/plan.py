@@ -1,13 +1,13 @@
 """The one plan of all verbs that write: estimate, stage, run, read back, commit, report."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from streamshard.engine.run import resident_memory
 from streamshard.engine.run.phases import COMMITTING
-from streamshard.errors import NotAsWrittenError, SourceError, UsageError
+from streamshard.errors import IntegrityError, SourceError, UsageError
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.entries import request_bytes
 from streamshard.io.files import require_all_unchanged, target_errors
@@ -16,6 +16,7 @@ from streamshard.io.page_cache import drop_cached
 from streamshard.io.place import place_of
 from streamshard.io.writable import LEAST_BYTES
 from streamshard.layout.memory_plan import COMPARING_BYTES, MemoryPlan
+from streamshard.model import SourceFile
 from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.transfer import execution
 from streamshard.operations.transfer.estimate import Estimate, estimate_run
@@ -86,15 +87,23 @@ class TransferPlan:
             done = execution.measured(report, partial_target, shown, write)
             return self.output.writer.finish(done, divider.overflowed)
 
-    def _write(self, divider: Divider, partial_target: StagedTarget, progress: Progress) -> None:
-        """Write all files, read them back if that is wanted, and rename them into place."""
+    def _write(
+        self, divider: Divider, partial_target: StagedTarget, progress: Progress
+    ) -> Sequence[SourceFile]:
+        """Write all files, read them back if that is wanted, and rename them into place.
+
+        Returns the files of the source that were not checked whole.
+        """
         writer, latest = self.output.writer, self.output.latest
         # If a file changed during the run, the bytes read before and after do not belong together.
         read = () if partial_target.is_written else self.source.files
         unchanged = partial(require_all_unchanged, read)
-        for layouts in writer.passes():
-            files = (layout.divided(divider) for layout in layouts())
-            execution.run(self.source, files, partial_target, self.memory, progress)
+        unchecked: Sequence[SourceFile] = ()
+        if not partial_target.is_written:
+            engine = execution.engine_for(self.source, partial_target, self.memory, progress)
+            for layouts in writer.passes():
+                engine.run(layout.divided(divider) for layout in layouts())
+            unchecked = engine.check_sources()
         if latest is not None and not partial_target.is_written:
             progress.advance(len(latest.encode()))  # the commit writes it
         if self.options.verify and not partial_target.is_done:
@@ -102,6 +111,7 @@ class TransferPlan:
             self._read_back(partial_target.complete(), progress)
         progress.enter(COMMITTING)
         partial_target.commit(unchanged, latest=latest)
+        return unchecked
 
     def _read_back(self, place: Path, progress: Progress) -> None:
         """Require that the written files, which are synced to the disk, are what the source holds.
@@ -115,7 +125,7 @@ class TransferPlan:
         except SourceError as error:
             wrong = [str(error)]
         if wrong:
-            raise NotAsWrittenError(
+            raise IntegrityError(
                 f"{place}: read back, it is not what {self.source.path} holds. "
                 f"{some_of(wrong, 1)}. It was not put into its place"
             )

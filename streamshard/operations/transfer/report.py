@@ -87,6 +87,9 @@ class Report:
     resume from it as it is."""
     found: str | None = None
     """With `if_needed`, if nothing was written: which one has the result, `source` or `target`."""
+    unchecked: tuple[str, ...] = ()
+    """Files of the source that record a checksum of more than the run read, so that it was not
+    compared."""
     notes: tuple[str, ...] = field(default=())
     """What the user should know or do next."""
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 from streamshard.engine.jobs.staged_proof import PROOF_PREFIX
 from streamshard.engine.journals.journal import Journal
 from streamshard.engine.run.staged_files import Partial
-from streamshard.errors import NotAsWrittenError
+from streamshard.errors import IntegrityError
 from streamshard.formats.deepspeed import names
 from streamshard.io.changes import (
     discard,
@@ -125,7 +125,7 @@ class PartialTarget(StagedTarget):
     def _end(self, error: BaseException | None) -> None:
         with ignored(FROM_OUTSIDE):
             self._finish_reservation()
-        if isinstance(error, NotAsWrittenError):
+        if isinstance(error, IntegrityError):
             discard(self.path)
         elif error is not None and not self.journal.is_empty and self._is_there():
             self._keep(error, "written")

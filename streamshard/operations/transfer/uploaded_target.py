@@ -20,7 +20,7 @@ from typing import Final
 
 from streamshard.engine.journals.upload_journal import UploadJournal
 from streamshard.engine.run.uploads import Uploads
-from streamshard.errors import NotAsWrittenError, TargetExistsError
+from streamshard.errors import IntegrityError, TargetExistsError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.changes import remove_file, write_new
@@ -206,7 +206,7 @@ class UploadedTarget(StagedTarget):
             raise TargetExistsError(f"{message} it away, and run the same command again")
 
     def _end(self, error: BaseException | None) -> None:
-        if isinstance(error, NotAsWrittenError):
+        if isinstance(error, IntegrityError):
             self._clear()
         elif self._is_own and error is not None:
             self._close(error)

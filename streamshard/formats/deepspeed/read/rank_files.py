@@ -1,7 +1,7 @@
 """Finds and opens the files of a ZeRO checkpoint. Refuses sets with missing or foreign files."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
@@ -17,7 +17,7 @@ from streamshard.formats.torch.torch_file import TorchFile
 from streamshard.formats.torch.torch_tensor import Storage
 from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.io.entries import identify, is_file, open_readable, paths_below
-from streamshard.model import Note, NoteKind, SourceFile
+from streamshard.model import Note, NoteKind, RecordCrcs, SourceFile
 
 SAVE_AGAIN: Final = "Load it with a later version at its own world size, and save it again"
 """What to do about a checkpoint that a very old DeepSpeed saved."""
@@ -224,14 +224,25 @@ class SourceFiles:
     def read(self, path: Path, number: int) -> TorchFile:
         """Open a numbered torch file. It must hold a dict."""
         found = read_dict(path, number)
-        self.note(path, found.unknown)
+        self.note(number, found)
         return found
 
-    def note(self, path: Path, unknown: Sequence[str]) -> None:
-        """Note what the user should know about a file's container."""
+    def note(self, number: int, found: TorchFile) -> None:
+        """Note the checksums in a numbered file, and what the user should know about it."""
+        path, unknown = self.files[number].path, found.unknown
+        self.record(number, found.recorded)
+        if found.lacks_checksums:
+            text = (
+                f"Not protected, as its writer left the checksums of tensor data out: {path.name}"
+            )
+            self._notes[Note(f"{text}.")] = None
         if unknown:
             text = f"Not read, as torch.save writes no such records: {show_few(unknown)}"
             self._notes[Note(f"{text} in {path.name}.", NoteKind.LEFT_OUT)] = None
+
+    def record(self, number: int, recorded: RecordCrcs) -> None:
+        """Note the checksums in a numbered file."""
+        self.files[number] = replace(self.files[number], recorded=recorded)
 
     def path_of(self, storage: Storage) -> Path:
         return self.files[storage.file].path
@@ -239,12 +250,15 @@ class SourceFiles:
     def read_bytes(self, storage: Storage, offset: int, nbytes: int) -> bytes:
         known = storage.data
         if known is not None and storage.offset == offset and len(known) == nbytes:
+            storage.require_intact(known)
             return known
         with open_readable(self.path_of(storage)) as file:
             data = file.read_at(offset, nbytes)
         if len(data) != nbytes:
             message = f"ends before byte {offset + nbytes}"
             raise CorruptFileError(message, path=self.path_of(storage))
+        if nbytes == storage.nbytes:
+            storage.require_intact(data)
         return data
 
 
