@@ -12,7 +12,7 @@ OF_SYSTEM = {
     "os.PathLike", "os.environ", "os.sep", "os.fsencode", "os.fsdecode", "os.path",
     "os.path.relpath", "os.path.dirname", "os.path.commonpath", "os._exit", "os.geteuid",
     "os.sched_getaffinity", "os.get_terminal_size", "shutil.get_terminal_size", "io.BytesIO",
-    "io.StringIO", "io.TextIOWrapper",
+    "io.StringIO", "io.TextIOWrapper", "os.isatty",
 }  # fmt: skip
 """What all rooms may take from these modules: nothing of it looks at a file."""
 FILE_MODULES = {"fcntl", "fileinput", "glob", "mmap", "tarfile", "tempfile", "zipfile"}
