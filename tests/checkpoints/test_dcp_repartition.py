@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 import streamshard
 from streamshard.errors import DisagreementError, StreamshardError, UnsupportedError, UsageError
 from tests.cli.conftest import tree
-from tests.fabricated import load, write
+from tests.fabricated import edit, load, wrapped, write
 from tests.fabricated_dcp import Saved, adamw, mesh
 from tests.job import Job, buffers
 
@@ -457,6 +457,30 @@ def test_adams_of_the_config_s_kind_are_taken(
     streamshard.repartition(
         tmp_path / "dcp", tmp_path / "out", world_size=2, ds_config_file=config, verify=True
     )
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
+def test_the_way_of_weight_decay_is_exported_by_the_checkpoint_s_config(
+    kind: type[torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    """DeepSpeed's own Adams and torch before 2.7 record it nowhere else."""
+    by(kind, tmp_path, weight_decay=0.1)
+    mode = {"torch_adam": True, "adam_w_mode": kind is torch.optim.AdamW}
+    config = config_file(tmp_path, optimizer={"type": "Adam", "params": mode})
+    run, back = tmp_path / "run", tmp_path / "back"
+    streamshard.repartition(tmp_path / "dcp", run, world_size=2, ds_config_file=config)
+    for path in run.glob("dcp/*optim_states.pt"):
+        edit(path, without_the_way_of_weight_decay)
+    streamshard.export(run, tmp_path / "exported", format="dcp")
+    streamshard.repartition(tmp_path / "exported", back, world_size=3, ds_config_file=config)
+    assert not streamshard.diff(back, tmp_path / "dcp").differences
+    wanted, found = (streamshard.inspect(path).groups for path in (tmp_path / "dcp", back))
+    assert found[0].hyper_parameters == wanted[0].hyper_parameters
+
+
+def without_the_way_of_weight_decay(held: dict[str, Any]) -> None:
+    for group in wrapped(held["optimizer_state_dict"])["param_groups"]:
+        del group["decoupled_weight_decay"]
 
 
 def test_without_a_config_the_message_names_it_where_it_may_do(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from streamshard.formats.dcp import dcp_writer
 from streamshard.operations.export import export_read_back
 from tests.cli.conftest import tree
 from tests.exported import JOBS, in_fp32, items, metadata_of, read, same, states
-from tests.fabricated import edit, edit_optimizers, optimizer_file, wrapped, write
+from tests.fabricated import edit, edit_all, edit_optimizers, optimizer_file, wrapped, write
 from tests.job import EXPERTS, MUON, Job, buffers
 
 
@@ -270,8 +270,11 @@ def test_an_optimizer_of_deepspeed_goes_on_as_torchs(
     job = Job(stage=2, frozen=(), tied={})
     run = write(job, tmp_path / "run")
     set_groups(run, **ADAM, bias_correction=True)
+    config = {"type": "Adam", "params": {"adam_w_mode": kind is torch.optim.AdamW}}
+    edit_all(run, "*.pt", lambda held: held["ds_config"].update(optimizer=config))
     report = streamshard.export(run, tmp_path / "out", format="dcp")
     (note,) = [note for note in report.notes if "torch's defaults" in note]
+    assert any(f"so load it into {kind.__name__}." in note for note in report.notes)
     assert all(key in note for key in ADDED)
     model = Trained(job)
     params = dict(model.named_parameters())
@@ -290,6 +293,16 @@ def test_an_optimizer_of_deepspeed_goes_on_as_torchs(
     for group in optimizer.param_groups:
         assert {k: v for k, v in group.items() if k in ADAM} == ADAM
         assert {k: group[k] for k in ADDED} == {k: default[k] for k in ADDED}
+
+
+def test_no_way_of_weight_decay_is_claimed_that_no_config_tells(tmp_path: Path) -> None:
+    run = write(Job(stage=2), tmp_path / "run")
+    set_groups(run, **{**ADAM, "weight_decay": 0.1}, bias_correction=True)
+    edit_all(run, "*.pt", lambda held: held["ds_config"].pop("optimizer"))
+    report = streamshard.export(run, tmp_path / "out", format="dcp", verify=True)
+    assert any("not known, so load it into AdamW if" in note for note in report.notes)
+    for group in read(tmp_path / "out")["optim"]["param_groups"]:
+        assert group["decoupled_weight_decay"] is None
 
 
 def test_a_learning_rate_that_is_a_tensor_stays_one(tmp_path: Path) -> None:

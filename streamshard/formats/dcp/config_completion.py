@@ -35,7 +35,6 @@ _STATELESS: Final = frozenset(
 """Sections of a config with which an engine saves nothing but what is written here."""
 _STATELESS_BF16: Final = frozenset({"enabled", "immediate_grad_update"})
 """Keys of the bf16 section that leave master weights and states in fp32."""
-_ADAMS: Final = ("adam", "adamw")
 _OF_ADAM: Final = frozenset({"betas", "amsgrad", OF_TORCH})
 """Hyper-parameters of torch's Adam and AdamW. NAdam, RAdam and Adamax have no `amsgrad`."""
 _STATES_OF_ADAM: Final = frozenset({STEP, "exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
@@ -92,7 +91,10 @@ def _missing(model_part: ModelPart, config: ds_config.Config) -> Iterator[str]:
     if "scheduler" in config:
         yield "the state of the learning rate scheduler"
     sections = sorted(config.keys() - _STATELESS - {"scheduler"})
-    sections += [f"bf16.{key}" for key in sorted(_section(config, "bf16").keys() - _STATELESS_BF16)]
+    sections += [
+        f"bf16.{key}"
+        for key in sorted(ds_config.mapping_at(config, "bf16").keys() - _STATELESS_BF16)
+    ]
     if sections:
         yield f"what an engine keeps for {show_few(sections)} of the config"
     yield from _missing_of_optimizer(model_part, config)
@@ -100,9 +102,9 @@ def _missing(model_part: ModelPart, config: ds_config.Config) -> Iterator[str]:
 
 def _missing_of_optimizer(model_part: ModelPart, config: ds_config.Config) -> Iterator[str]:
     """Say if it is open whether the engine's optimizer keeps states as the saved one does."""
-    section = _section(config, "optimizer")
-    params = _section(section, "params")
-    if str(section.get("type")).lower() not in _ADAMS or params.get("torch_adam") is not True:
+    params = ds_config.mapping_at(ds_config.mapping_at(config, "optimizer"), "params")
+    decouples = ds_config.decouples_weight_decay(config)
+    if decouples is None or params.get("torch_adam") is not True:
         yield (
             "the kind of the optimizer: the config does not name torch's Adam or AdamW "
             '("optimizer": {"type": "AdamW", "params": {"torch_adam": true, …}})'
@@ -113,19 +115,12 @@ def _missing_of_optimizer(model_part: ModelPart, config: ds_config.Config) -> It
     states = {key for group in model_part.groups for key in group.states or {}} - _STATES_OF_ADAM
     if states:
         yield f"an optimizer that keeps {show_few(sorted(states))}, which torch's Adam does not"
-    # `adam_w_mode` is on by default (`DeepSpeedEngine._configure_basic_optimizer`). torch before
-    # 2.7 records it for no optimizer.
-    decouples = str(section.get("type")).lower() == "adamw" or bool(params.get("adam_w_mode", True))
+    # torch before 2.7 records it for no optimizer.
     saved = [group.get(DECOUPLED) for group in groups if group.get("weight_decay")]
-    if any(way is not decouples for way in saved):
+    if decouples is not None and any(way is not decouples for way in saved):
         ways = {True: "decoupled (AdamW)", False: "added to the gradients (Adam)"}
         message = f"the config's way of weight decay, {ways[decouples]}: the source's is"
         yield f"{message} {ways[not decouples] if None not in saved else 'not recorded'}"
-
-
-def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = config.get(key)
-    return value if isinstance(value, Mapping) else {}
 
 
 def _autos(config: Mapping[str, Any], keys: str = "") -> Iterator[str]:

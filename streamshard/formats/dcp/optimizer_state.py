@@ -25,14 +25,7 @@ _SWITCHES: Final = {"maximize": False, "foreach": None, "differentiable": False}
 _DEFAULTS: Final[tuple[tuple[frozenset[str], Mapping[str, Node]], ...]] = (
     (
         frozenset({"betas", "eps", "weight_decay"}),
-        # AdamW sets decoupled_weight_decay whenever it loads, and for Adam it is False.
-        {
-            "amsgrad": False,
-            **_SWITCHES,
-            "capturable": False,
-            "fused": None,
-            DECOUPLED: False,
-        },
+        {"amsgrad": False, **_SWITCHES, "capturable": False, "fused": None, DECOUPLED: None},
     ),
     (frozenset({"momentum", "nesterov"}), {**_SWITCHES, "fused": None}),
     (frozenset({"lr_decay", "initial_accumulator_value"}), {**_SWITCHES, "fused": None}),
@@ -44,12 +37,15 @@ _EXACT: Final = 1 << 24
 """Counts up to this are exact in float32."""
 
 
-def missing_keys(group: Mapping[str, Node]) -> dict[str, Node]:
+def missing_keys(group: Mapping[str, Node], *, decouples: bool | None) -> dict[str, Node]:
     """Return the keys, with torch's defaults, that a param group lacks of torch's optimizer.
 
     torch loads a distributed checkpoint only if it has every key of the optimizer that loads.
+    `decouples`: whether Adam's weight decay is decoupled; None if no file says it. Of None torch's
+    Adam makes False, and its AdamW True.
 
-    >>> sorted(missing_keys({"lr": 0.1, "momentum": 0.9, "nesterov": False, "foreach": None}))
+    >>> sgd = {"lr": 0.1, "momentum": 0.9, "nesterov": False, "foreach": None}
+    >>> sorted(missing_keys(sgd, decouples=None))
     ['differentiable', 'fused', 'maximize']
     """
     if group.get(OF_DEEPSPEED, True) is not True and group.get(OF_DEEPSPEED) != 1:
@@ -59,7 +55,7 @@ def missing_keys(group: Mapping[str, Node]) -> dict[str, Node]:
     for known, defaults in _DEFAULTS:
         if known <= group.keys():
             found |= {key: value for key, value in defaults.items() if key not in group}
-    return found
+    return {key: decouples if key == DECOUPLED else value for key, value in found.items()}
 
 
 def step_of(value: Node) -> bytes:

@@ -419,6 +419,26 @@ def gradient_clipping(config: Config) -> float | None:
         raise UsageError(message) from error
 
 
+def mapping_at(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = config.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def decouples_weight_decay(config: Mapping[str, Any]) -> bool | None:
+    """Tell whether the optimizer is AdamW: Adam is too, unless `adam_w_mode` turns it off.
+
+    None if the config names neither. The rule: `DeepSpeedEngine._configure_basic_optimizer`.
+
+    >>> decouples_weight_decay({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}})
+    False
+    """
+    section = mapping_at(config, "optimizer")
+    kind = str(section.get("type")).lower()
+    if kind not in ("adam", "adamw"):
+        return None
+    return kind == "adamw" or bool(mapping_at(section, "params").get("adam_w_mode", True))
+
+
 def batch_sizes(config: Config) -> tuple[int | None, int | None, int | None]:
     """Read (train_batch_size, micro batch per GPU, gradient accumulation steps) as given."""
     top = Section(config)

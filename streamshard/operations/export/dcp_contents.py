@@ -16,7 +16,8 @@ from streamshard.formats.dcp.dcp_writer import (
     StatePath,
     serialize_metadata,
 )
-from streamshard.formats.dcp.optimizer_state import STEP, missing_keys, step_of
+from streamshard.formats.dcp.optimizer_state import DECOUPLED, STEP, missing_keys, step_of
+from streamshard.formats.deepspeed.ds_config import decouples_weight_decay
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch.torch_tensor import Tensor, storages_in, tensor_of
 from streamshard.model import ITEMSIZE, MASTER, LogicalTensor, Whole
@@ -33,6 +34,11 @@ _NO_STATES: Final = (
     "Saved before the optimizer's first step: there are param groups, but no states. Load the "
     "model alone."
 )
+_DECAY: Final = {
+    True: "decoupled, so load it into AdamW",
+    False: "not decoupled, so load it into Adam",
+    None: "not known, so load it into AdamW if the job decouples it, else into Adam",
+}
 _LEFT_OUT: Final = (
     "Not in it, as they have no common form: LR scheduler, loss scaler, data position, client "
     "state. Begin the new scheduler at the count of steps that the optimizer has done."
@@ -204,7 +210,7 @@ class _OptimizerEntries:
     def _group(self, number: int, group: ParamGroup, stored: Sequence[str]) -> Iterator[DcpEntry]:
         """Yield the hyper-parameters of a group."""
         saved = self.model_part.wrapped_optimizer["param_groups"][group.number]
-        missing = missing_keys(saved)
+        missing = missing_keys(saved, decouples=decouples_weight_decay(self.checkpoint.config))
         self.added |= dict.fromkeys(missing)
         values = {**saved, **missing, dcp_names.PARAMS: list(stored)}
         for key, value in values.items():
@@ -229,6 +235,9 @@ class _OptimizerEntries:
                 "Keys that torch's optimizer has in its param groups and the checkpoint has not, "
                 f"with torch's defaults: {', '.join(self.added)}."
             )
+        if DECOUPLED in self.added:
+            way = _DECAY[decouples_weight_decay(self.checkpoint.config)]
+            yield f"Weight decay, by the checkpoint's config: {way}."
         if any(group.states is None for group in self.model_part.groups):
             yield _NO_STATES
 
