@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -476,6 +477,46 @@ def test_the_way_of_weight_decay_is_exported_by_the_checkpoint_s_config(
     assert not streamshard.diff(back, tmp_path / "dcp").differences
     wanted, found = (streamshard.inspect(path).groups for path in (tmp_path / "dcp", back))
     assert found[0].hyper_parameters == wanted[0].hyper_parameters
+
+
+@pytest.mark.parametrize(
+    ("save", "message"),
+    [
+        (partial(by, torch.optim.RAdam), "its optimizer has betas, that of .* another kind"),
+        (partial(by, torch.optim.NAdam), "another kind|mu_product|exp_inf"),
+        (partial(by, torch.optim.Adamax), "another kind|mu_product|exp_inf"),
+        (partial(by, torch.optim.Adam, weight_decay=0.1), "_decay False, that of .* True: another"),
+        (partial(by, torch.optim.Adam), ""),
+        (partial(by, torch.optim.AdamW), ""),
+        (by_older_torch, ""),
+    ],
+)
+def test_a_reference_of_adamw_takes_no_other_kind(
+    save: Callable[[Path], None], message: str, tmp_path: Path
+) -> None:
+    by(torch.optim.AdamW, tmp_path / "like")
+    save(tmp_path)
+    for number, change in enumerate([fresh, without_the_way_of_weight_decay, of_deepspeed]):
+        like, out = tmp_path / f"like{number}", tmp_path / f"out{number}"
+        config = config_file(tmp_path)
+        streamshard.repartition(tmp_path / "like/dcp", like, world_size=2, ds_config_file=config)
+        for path in like.glob("dcp/*optim_states.pt"):
+            edit(path, change)
+        with pytest.raises(StreamshardError, match=message) if message else nullcontext():
+            streamshard.repartition(tmp_path / "dcp", out, world_size=2, like=like)
+
+
+def fresh(held: dict[str, Any]) -> None:
+    """Make it what a job saves before its first step."""
+    wrapped(held["optimizer_state_dict"])["state"].clear()
+
+
+def of_deepspeed(held: dict[str, Any]) -> None:
+    fresh(held)
+    for group in wrapped(held["optimizer_state_dict"])["param_groups"]:
+        for key in group.keys() - {"lr", "betas", "eps", "weight_decay", "params"}:
+            del group[key]
+        group["bias_correction"] = True
 
 
 def without_the_way_of_weight_decay(held: dict[str, Any]) -> None:

@@ -27,13 +27,14 @@ from streamshard.formats.checkpoint import (
 from streamshard.formats.dcp.dcp_names import PARAMS
 from streamshard.formats.dcp.dcp_reader import Distributed, cut
 from streamshard.formats.dcp.optimizer_state import (
+    DECOUPLED,
     OF_DEEPSPEED,
     OF_TORCH,
     STEP,
     SavedGroup,
     number_in,
 )
-from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.read.model_part import optimizer_tensors
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import of_file
@@ -42,7 +43,7 @@ from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.formats.torch.tree_copy import copied
 from streamshard.model import MASTER, MODULE, LogicalTensor, Note, Whole
 
-_KINDS: Final = ("betas", "momentum", "alpha", "lr_decay")
+_KINDS: Final = ("betas", "momentum", "alpha", "lr_decay", "amsgrad")
 """Hyper-parameters that tell optimizers apart; a param group has as many of them as its kind."""
 
 
@@ -312,10 +313,20 @@ class _Merging:
         """Return the hyper-parameters that the reference's optimizer has too."""
         if mine is None or not mine.options:
             return {}
-        kinds = [{k for k in _KINDS if k in options} for options in (mine.options, like_group)]
+        both = mine.options, like_group
+        # DeepSpeed's own Adams keep amsgrad or not; of torch's kinds with betas only Adam has it.
+        kinds = [
+            {k for k in _KINDS if k in options or (k == "amsgrad" and OF_DEEPSPEED in options)}
+            for options in both
+        ]
         if kinds[0] != kinds[1]:
             message = f"its optimizer has {show_few(sorted(kinds[0]))}, that of {LIKE}"
             raise DisagreementError(f"{message} {show_few(sorted(kinds[1]))}: another kind")
+        decouples = ds_config.decouples_weight_decay(self._reference.config)
+        ways = mine.options.get(DECOUPLED), like_group.get(DECOUPLED, decouples)
+        if mine.options.get("weight_decay") and None not in ways and ways[0] != ways[1]:
+            message = f"its weight decay has {DECOUPLED} {ways[0]}, that of {LIKE}"
+            raise DisagreementError(f"{message} {ways[1]}: another kind of Adam")
         self._unlike |= mine.options.keys() ^ (like_group.keys() - {"params"})
         return {key: value for key, value in mine.options.items() if key in like_group}
 
