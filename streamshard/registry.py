@@ -32,8 +32,8 @@ WITH_LAYER_PAIRS: Final = "streamshard.degrees.layered:with_layer_pairs"
 """Adds the tensors in the files of a pipeline's layers; see `operations/transfer/read_back.py`."""
 RANK_FILES: Final = "streamshard.operations.repartition.rank_files_target:prepare"
 """Plans files of FSDP's ranks; see `operations/repartition/repartition.py`."""
-_BLOSC: Final = "numcodecs.blosc:Blosc"
 _READERS: Final = (
+    "streamshard.operations.source.native_source:CERTAIN",
     "streamshard.operations.source.dumps_source:READER",
     "streamshard.operations.source.store_source:READER",
     "streamshard.operations.source.distributed_source:MEGATRON",
@@ -53,10 +53,9 @@ def load(name: str) -> Any:  # noqa: ANN401
     return getattr(import_module(module), attribute)
 
 
-def load_ahead() -> None:
-    """Load what runs load when they need it, so that it does not count as memory of the run."""
-    list(readers())
-    load(_BLOSC)
+def completing(kind: str) -> Any | None:  # noqa: ANN401
+    """Return the reader of a kind whose checkpoints a job's config completes, if it is one."""
+    return next((one for one in readers() if one.kind == kind and one.completes), None)
 
 
 def readers() -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 import sys
 from collections import Counter
 from functools import cache
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import streamshard
+from tests.fabricated import write
+from tests.job import Job
 
 ROOT = Path(streamshard.__file__).parent
 FLOORS: dict[str, int] = {
@@ -55,6 +58,8 @@ CORE = "streamshard.operations.repartition.repartition"
 CORE_MODULES, CORE_LINES = 95, 15_250
 """What who touches the core has to know: all that it imports, and what that imports, lazily or for
 type checking as well."""
+PLAIN_MODULES, PLAIN_LINES = 170, 25_150
+"""What a plain `repartition` loads; this only falls."""
 AROUND = (
     "degrees",
     "merging",
@@ -241,6 +246,27 @@ def test_who_touches_the_core_need_not_know_more_than_before() -> None:
     lines = sum(len(MODULES[module].read_text().splitlines()) for module in known)
     assert len(known) <= CORE_MODULES
     assert lines <= CORE_LINES
+
+
+def test_a_plain_repartition_loads_no_more_than_before(tmp_path: Path) -> None:
+    """From its start to its end, of native shards on a disk, for other ranks alone."""
+    run = write(Job(stage=2), tmp_path / "run")
+    command = ["repartition", str(run), str(tmp_path / "out"), "--world-size", "3", "--quiet"]
+    done = subprocess.run(
+        [sys.executable, "-c", _LOADED, *command], check=True, capture_output=True, text=True
+    )
+    modules = done.stdout.splitlines()[1:]
+    lines = sum(len(MODULES[module].read_text().splitlines()) for module in modules)
+    assert len(modules) <= PLAIN_MODULES
+    assert lines <= PLAIN_LINES
+
+
+_LOADED = """
+import sys
+from streamshard.cli.main import main
+assert main(sys.argv[1:]) == 0
+print(*(name for name in sys.modules if name.partition(".")[0] == "streamshard"), sep="\\n")
+"""
 
 
 def test_the_core_imports_no_room_around_it() -> None:

@@ -31,8 +31,6 @@ def carry_out(arguments: argparse.Namespace, signals: Signals) -> int:
     """Run one verb to its end, or until a signal asks it to stop; returns the exit code."""
     try:
         run = registry.load(_VERBS[arguments.verb])
-        if "memory_limit" in arguments:
-            registry.load_ahead()
         signals.install()  # not before: what is loaded might mistake the error for its own
         with worded(flag):
             code = _run(run, arguments)

@@ -86,7 +86,7 @@ def unreadable(error: OSError, path: Path) -> SourceError:
     named, message = as_path(error.filename or path), f"cannot be read ({error.strerror})"
     if error.errno != errno.EACCES or is_object(named):
         return SourceError(message, path=named)
-    while not os.path.lexists(named):
+    while path in named.parents and not os.path.lexists(named):
         named = named.parent
     advice = f"its owner can let others read it: chmod -R +rX {shlex.quote(str(named))}"
     return NotPermittedError(f"{message}; {advice}", path=named)

@@ -22,7 +22,7 @@ from streamshard.operations.convert.store_targets import (
     StoreTargets,
     chunk_of,
 )
-from streamshard.operations.source.degree_change import JobDegrees, other_degrees
+from streamshard.operations.source.degree_change import JobDegrees, change_of, other_degrees
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.plan import TransferPlan, plan_transfer
@@ -92,7 +92,7 @@ def _plan(options: ConvertOptions) -> TransferPlan:
 
 def prepare(options: ConvertOptions, opened: Source) -> Output:
     """Decide what the store holds: the source's parts of the model, or those of other degrees."""
-    change = other_degrees().change(
+    change = change_of(
         opened,
         JobDegrees(
             tensor_parallel=options.tensor_parallel,
@@ -116,9 +116,8 @@ def prepare(options: ConvertOptions, opened: Source) -> Output:
 def _kept_apart(opened: Source) -> Iterator[str]:
     """Say that a store keeps parts of tensors, where it might hold whole ones."""
     parts = len(opened.checkpoint.model_parts)
-    degrees = other_degrees()
     with suppress(SourceError):  # parts are stored whatever files tell of their cut
-        if parts > 1 and not is_pipeline(opened.checkpoint) and degrees.tells_cut(opened):
+        if parts > 1 and not is_pipeline(opened.checkpoint) and other_degrees().tells_cut(opened):
             yield (
                 f"The store keeps what each of {parts} tensor-parallel ranks has. With "
                 f"{Option('tensor_parallel', 1)} it holds whole tensors, for any Zarr library."

@@ -11,7 +11,7 @@ from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.object_path import as_path
 from streamshard.operations.native.resharding import Resharding, resharding_of
 from streamshard.operations.native.target_files import NativeWriter
-from streamshard.operations.source.degree_change import JobDegrees, other_degrees
+from streamshard.operations.source.degree_change import JobDegrees, change_of
 from streamshard.operations.source.source import Source, supply
 from streamshard.operations.transfer.plan import TransferPlan, plan_transfer
 from streamshard.operations.transfer.report import Report, Watched
@@ -111,7 +111,7 @@ def prepare(
     opened.require_states()
     _require_same_kind(opened, template, options.target)
     world_size = _own_world_size(opened) if options.world_size is None else options.world_size
-    degrees = other_degrees().change(
+    degrees = change_of(
         opened,
         JobDegrees(
             tensor_parallel=options.tensor_parallel,
@@ -167,9 +167,8 @@ def _with_training_state(
     opened: Source, options: RepartitionOptions, wanted: ds_config.Config | None
 ) -> Source:
     """Add what a DeepSpeed job needs to a source, from the job's config if that suffices."""
-    every = registry.readers()
-    reader = next((one for one in every if one.kind == opened.kind and one.completes), None)
-    if reader is None or not opened.checkpoint.foreign or wanted is None:
+    reader = registry.completing(opened.kind) if opened.checkpoint.foreign and wanted else None
+    if reader is None or wanted is None:
         opened.require_training_state()
         return opened
     if options.world_size is None:

@@ -68,6 +68,14 @@ class OtherDegrees(ABC):
         """Tell whether the model files tell how parameters are cut."""
 
 
+def change_of(source: Source, wanted: JobDegrees) -> DegreeChange | None:
+    """Re-cut a checkpoint for a job; None if the job cuts the model as the source does."""
+    asked = wanted.tensor_parallel, wanted.pipeline_parallel, wanted.expert_parallel
+    if asked == (None, None, None) and source.facts.cut_rules is None:
+        return None
+    return other_degrees().change(source, wanted)
+
+
 def other_degrees() -> OtherDegrees:
     """Return what takes checkpoints to other degrees."""
     found: OtherDegrees = registry.load(registry.OTHER_DEGREES)

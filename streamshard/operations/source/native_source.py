@@ -16,7 +16,7 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read import zero_reader
 from streamshard.formats.deepspeed.read.validation import validate
 from streamshard.formats.frameworks import framework_of
-from streamshard.io.entries import is_directory, is_file, paths_below, paths_in
+from streamshard.io.entries import is_directory, is_file, list_ahead, paths_below, paths_in
 from streamshard.io.files import require_inside, stays_inside
 from streamshard.model import Note
 from streamshard.operations.checks.problems import Findings
@@ -37,8 +37,7 @@ class _NativeReader(Reader):
         if not has_shards(directory):
             return False
         # DeepSpeed's universal checkpoints hold the model files of their source too.
-        kinds = {parsed.kind for f in paths_in(directory) if (parsed := names.parse(f.name))}
-        return "optim" in kinds or not is_directory(directory / names.UNIVERSAL_PARAMS)
+        return _has_optimizer(directory) or not is_directory(directory / names.UNIVERSAL_PARAMS)
 
     def recognizes(self, request: Request) -> Path | None:
         return request.root
@@ -95,8 +94,30 @@ class _NativeReader(Reader):
         return CheckedStructure(self.kind, tag, torch.files, torch.units, source=opened)
 
 
+def _has_optimizer(directory: Path) -> bool:
+    kinds = (parsed.kind for file in paths_in(directory) if (parsed := names.parse(file.name)))
+    return "optim" in kinds
+
+
 def _first(tag: str) -> str:
     return tag.partition("/")[0]
 
 
+class _CertainReader(_NativeReader):
+    """Is asked first: one listing decides for the shards of an optimizer, without other readers."""
+
+    def recognizes(self, request: Request) -> Path | None:
+        root = request.root
+        if request.template is not None or not is_directory(root):
+            return None
+        tag = request.tag or ("" if has_shards(root) else names.latest_of(root) or "")
+        place = root / tag
+        if (tag and not names.is_tag(tag)) or not is_directory(place):
+            return None
+        list_ahead(place)
+        is_universal = is_directory(place / names.UNIVERSAL_PARAMS)
+        return root if _has_optimizer(place) and not is_universal else None
+
+
+CERTAIN: Final = _CertainReader()
 READER: Final = _NativeReader()

@@ -133,8 +133,7 @@ class Source(Reading):
 
     def _config_advice(self) -> str:
         """Say what may do if all tensors are trained, so that only a config is lacking."""
-        completes = any(one.kind == self.kind and one.completes for one in registry.readers())
-        if self.checkpoint.unrecorded or not completes:
+        if self.checkpoint.unrecorded or not registry.completing(self.kind):
             return ""
         with_config = f"{Option('ds_config_file')} with the job's config may do for"
         return f". All of its tensors are trained, so {with_config} 'streamshard repartition'"
