@@ -312,6 +312,35 @@ def test_what_is_hidden_is_refused(kind: str, message: str, root: Path, tmp_path
     streamshard.export(place, tmp_path / "model", dtype="bf16")
 
 
+class Outside:
+    """A tensor that leaves its storage, which torch itself makes none of."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __reduce__(self) -> tuple[object, ...]:
+        rebuild, args = self.tensor.__reduce_ex__(2)[:2]
+        return rebuild, (args[0], 7, *args[2:])
+
+
+@pytest.mark.parametrize("state", ["step", "exp_avg"])
+def test_a_tensor_that_leaves_its_storage_is_a_problem(
+    state: str, root: Path, tmp_path: Path
+) -> None:
+    place = shutil.copytree(root / f"FSDP2 {SOURCE}", tmp_path / "actor")
+    path = place / f"optim_world_size_{SOURCE}_rank_1.pt"
+    held = load(path)
+    if state == "step":
+        held["state"][3]["step"] = Outside(held["state"][3]["step"])
+    else:
+        part = held["state"][3]["exp_avg"]
+        part._local_tensor = Outside(part._local_tensor)
+    torch.save(held, path)
+    (problem,) = streamshard.verify(place).problems
+    assert "start 7 reaches to byte" in problem.message
+    streamshard.export(place, tmp_path / "model", dtype="bf16")
+
+
 def test_a_plan_is_of_the_config_that_was_there(root: Path, tmp_path: Path) -> None:
     place = shutil.copytree(root / f"FSDP2 {SOURCE}", tmp_path / "actor")
     plan = streamshard.plan_repartition(place, tmp_path / "out", world_size=3, format=FORM)

@@ -55,6 +55,7 @@ from streamshard.model import ITEMSIZE, MASTER, MODULE, LogicalTensor, Note, Not
 
 _WHAT: Final = "a checkpoint in files of FSDP's ranks"
 _WEIGHTS: Final = "a model's weights in files of FSDP's ranks"
+_FAULTS: Final = {DisagreementError: NoteKind.MIXED, CorruptFileError: NoteKind.CORRUPT}
 _PIECES: Final = ("how FSDP1 with use_orig_params pads what it cuts for other ranks",)
 
 
@@ -107,8 +108,8 @@ class _Ranks:
     """What is in the model's files and no tensor."""
     unread: dict[str, NoteKind] = field(default_factory=dict)
     """What else is not read, and why."""
-    mixed: str = ""
-    """Why the optimizer's files are not of one save, if so."""
+    fault: Note | None = None
+    """Why the optimizer's files are not of one save, or what in them contradicts itself."""
 
     def reading(self) -> Reading:
         self._read_model()
@@ -211,8 +212,8 @@ class _Ranks:
             return read_optimizer(paths, self.sources, weights, self.wrapped, self.joined)
         except SourceError as error:
             release_frames(error)
-            if isinstance(error, DisagreementError):
-                self.mixed = str(error)
+            kind = _FAULTS.get(type(error))
+            self.fault = Note(f"{error}.", kind) if kind is not None else None
             self.unread[f"the optimizer's state ({error})"] = NoteKind.UNREAD
             return None
 
@@ -310,8 +311,8 @@ class _Ranks:
             unread[f"{show_few(strays)}, of other ranks"] = NoteKind.LEFT_OUT
         for text, note_kind in unread.items():
             yield Note(f"Not read: {text}.", note_kind)
-        if self.mixed:
-            yield Note(f"{self.mixed}.", NoteKind.MIXED)
+        if self.fault is not None:
+            yield self.fault
         if optimizer is not None and optimizer.untold:
             text = (
                 f"No file tells which parameters the optimizer's states are of: {optimizer.untold}"

@@ -12,7 +12,7 @@ from streamshard.formats.fsdp_ranks import fsdp_ranks_reader, rank_names
 from streamshard.formats.fsdp_ranks.flat_parameters import joined_of
 from streamshard.io.entries import is_file, paths_in
 from streamshard.model import NoteKind
-from streamshard.operations.checks.problems import Findings
+from streamshard.operations.checks.problems import MALFORMED, Findings
 from streamshard.operations.checks.structure import CheckedStructure, Reader, opened_to_check
 from streamshard.operations.checks.torch_check import TorchFiles
 from streamshard.operations.source.directory_content import DirectoryContent
@@ -54,6 +54,9 @@ class _FsdpRanksReader(Reader):
         opened = opened_to_check(place, request, findings)
         for error in () if opened is None else rank_names.incomplete(place):
             findings.add_error(error, place)
+        for note in () if opened is None else opened.checkpoint.notes:
+            if note.kind is NoteKind.CORRUPT:
+                findings.add(MALFORMED, place, note.text)
         entries = sorted(path for path in paths_in(place) if is_file(path))
         readable = ReadableFiles(entries, [place], findings)
         torch = TorchFiles.at(readable.files, lambda _: None, findings)
