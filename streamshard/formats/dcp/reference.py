@@ -313,12 +313,9 @@ class _Merging:
         """Return the hyper-parameters that the reference's optimizer has too."""
         if mine is None or not mine.options:
             return {}
-        both = mine.options, like_group
         # DeepSpeed's own Adams keep amsgrad or not; of torch's kinds with betas only Adam has it.
-        kinds = [
-            {k for k in _KINDS if k in options or (k == "amsgrad" and OF_DEEPSPEED in options)}
-            for options in both
-        ]
+        both = [{*o, "amsgrad"} if OF_DEEPSPEED in o else {*o} for o in (mine.options, like_group)]
+        kinds = [keys.intersection(_KINDS) for keys in both]
         if kinds[0] != kinds[1]:
             message = f"its optimizer has {show_few(sorted(kinds[0]))}, that of {LIKE}"
             raise DisagreementError(f"{message} {show_few(sorted(kinds[1]))}: another kind")

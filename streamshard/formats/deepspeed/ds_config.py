@@ -428,9 +428,6 @@ def decouples_weight_decay(config: Mapping[str, Any]) -> bool | None:
     """Tell whether the optimizer is AdamW: Adam is too, unless `adam_w_mode` turns it off.
 
     None if the config names neither. The rule: `DeepSpeedEngine._configure_basic_optimizer`.
-
-    >>> decouples_weight_decay({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}})
-    False
     """
     section = mapping_at(config, "optimizer")
     kind = str(section.get("type")).lower()

@@ -34,11 +34,8 @@ _NO_STATES: Final = (
     "Saved before the optimizer's first step: there are param groups, but no states. Load the "
     "model alone."
 )
-_DECAY: Final = {
-    True: "decoupled, so load it into AdamW",
-    False: "not decoupled, so load it into Adam",
-    None: "not known, so load it into AdamW if the job decouples it, else into Adam",
-}
+_CLASSES: Final = {True: "AdamW", False: "Adam", None: "AdamW or Adam, whichever the job has"}
+"""Whether weight decay is decoupled → torch's class that does so."""
 _LEFT_OUT: Final = (
     "Not in it, as they have no common form: LR scheduler, loss scaler, data position, client "
     "state. Begin the new scheduler at the count of steps that the optimizer has done."
@@ -236,8 +233,8 @@ class _OptimizerEntries:
                 f"with torch's defaults: {', '.join(self.added)}."
             )
         if DECOUPLED in self.added:
-            way = _DECAY[decouples_weight_decay(self.checkpoint.config)]
-            yield f"Weight decay, by the checkpoint's config: {way}."
+            chosen = _CLASSES[decouples_weight_decay(self.checkpoint.config)]
+            yield f"Load it into {chosen}, for the same kind of weight decay."
         if any(group.states is None for group in self.model_part.groups):
             yield _NO_STATES
 
