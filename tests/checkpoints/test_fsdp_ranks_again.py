@@ -319,7 +319,7 @@ class Outside:
         self.tensor = tensor
 
     def __reduce__(self) -> tuple[object, ...]:
-        rebuild, args = self.tensor.__reduce_ex__(2)[:2]
+        rebuild, args = self.tensor.__reduce_ex__(2)[:2]  # type: ignore[no-untyped-call]
         return rebuild, (args[0], 7, *args[2:])
 
 

@@ -56,6 +56,14 @@ def without_states(*units: int) -> Edit:
     return edit
 
 
+def join_groups(content: Content) -> None:
+    """Have one param group for all flat groups, as a fresh engine has with torch's Adagrad."""
+    optimizer = wrapped(content["optimizer_state_dict"])
+    first, second = optimizer["param_groups"]
+    params = [*first["params"], *second["params"]]
+    optimizer["param_groups"] = [{**first, "params": params, "lr_decay": 0.0}]
+
+
 def as_elastic(content: Content) -> None:
     """Have a list of the groups' states, without hyper-parameters."""
     state = content["optimizer_state_dict"]
@@ -150,6 +158,12 @@ class Kind:
 MESH = config(data_parallel_size=2, sequence_parallel_size=2)
 NVME = {"device": "nvme", "nvme_path": "/local_nvme"}
 KINDS = [
+    Kind(
+        "adagrad",
+        Job(stage=2),
+        ("one param group for 2 flat groups", "joins those of torch's Adagrad"),
+        optimizer=(join_groups,),
+    ),
     *(
         Kind(
             f"elastic-{stage}",

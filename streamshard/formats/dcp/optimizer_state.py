@@ -41,8 +41,7 @@ def missing_keys(group: Mapping[str, Node], *, decouples: bool | None) -> dict[s
     """Return the keys, with torch's defaults, that a param group lacks of torch's optimizer.
 
     torch loads a distributed checkpoint only if it has every key of the optimizer that loads.
-    `decouples`: whether Adam's weight decay is decoupled; None if no file says it. Of None torch's
-    Adam makes False, and its AdamW True.
+    `decouples`: Adam's weight decay; None if no file says it (torch's Adam takes it for False).
 
     >>> sgd = {"lr": 0.1, "momentum": 0.9, "nesterov": False, "foreach": None}
     >>> sorted(missing_keys(sgd, decouples=None))

@@ -99,6 +99,10 @@ def rank_counts(state: Mapping[str, Node], path: Path) -> list[Node]:
         return [counts]
     wrapped = require(state, names.BASE_OPTIMIZER, path)
     groups = wrapped["param_groups"] if isinstance(wrapped, dict) else [{}] * len(counts)
+    if len(groups) == 1 < len(counts) and "lr_decay" in groups[0]:
+        message = f"one param group for {len(counts)} flat groups: DeepSpeed joins those of torch's"
+        message = f"{message} Adagrad, and fails in the first step. Give it one param group, and"
+        raise UnsupportedError(f"{message} begin with the model again", path=path)
     return [
         count
         for count, group in zip(counts, groups, strict=True)
