@@ -1,30 +1,249 @@
-"""Other degrees as verbs ask for them; see `operations/source/degree_change.py`."""
+"""Takes a checkpoint to other degrees; see `operations/source/degree_change.py`.
 
+What decides how a model's parts go together is read: checksums in a store, values of shards.
+"""
+
+import zlib
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import closing
+from dataclasses import dataclass, replace
 from typing import Final
 
-from streamshard.degrees.layered import WithLayerTensors
-from streamshard.degrees.other_degrees import at_degrees
+import numpy as np
+
+from streamshard.degrees.layered import WithLayerTensors, layered
 from streamshard.degrees.recut_source import parts_of, recut_source, require_unused, tells_cut
-from streamshard.degrees.shard_values import note_checksums, require_different_shards
-from streamshard.errors import Option, UnsupportedError, UsageError
-from streamshard.formats.checkpoint import Checkpoint
-from streamshard.formats.deepspeed.model_parallel.cut_rules import CutRules, read_rules
+from streamshard.errors import Option, StreamshardError, UnsupportedError, UsageError, lacking
+from streamshard.formats.checkpoint import LIKE, Checkpoint, ModelPart
+from streamshard.formats.deepspeed import ds_config
 from streamshard.formats.deepspeed.model_parallel.expert_degree import (
     expert_degree,
     is_own_degree,
     spread_note,
     with_expert_degree,
 )
-from streamshard.formats.deepspeed.model_parallel.parallel_degrees import degrees_of, is_pipeline
-from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts, whole_model
+from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
+    Degrees,
+    degrees_of,
+    is_pipeline,
+)
+from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts, one_stage, whole_model
 from streamshard.formats.deepspeed.model_parallel.pipeline_layers import as_one_module
+from streamshard.formats.deepspeed.model_parallel.stated_cuts import CutRules, read_rules
 from streamshard.formats.pickle.node_checks import of_file
-from streamshard.model import MASTER, Note
+from streamshard.formats.torch.torch_tensor import storages_in
+from streamshard.model import ITEMSIZE, MASTER, MODULE, Note, Whole
 from streamshard.operations.source.degree_change import DegreeChange, JobDegrees, OtherDegrees
 from streamshard.operations.source.source import Source
+from streamshard.operations.source.source_access import SourceAccess
 from streamshard.sizes import counted
+
+_MOST_RANKS: Final = 1 << 12
+"""More ranks than share a model in any job."""
+
+
+_READ_BYTES = 1 << 20
+
+
+def _note_checksums(source: Source) -> None:
+    """Note the CRC-32 of each tensor in the training state, as torch's files have it.
+
+    Parts of a model are compared by it, so that no two tensors are in memory.
+    """
+    model_parts = source.checkpoint.model_parts
+    roots = [root for one in model_parts for root in (one.model_state, one.optimizer_file)]
+    with closing(SourceAccess(source)) as access:
+        for storage in storages_in(roots):
+            if storage.crc32 is None and isinstance(storage.content, Whole):
+                storage.crc32 = _crc32(access, storage.content.tensor, storage.nbytes)
+
+
+def _crc32(access: SourceAccess, blob: int, nbytes: int) -> int:
+    piece = np.empty(min(nbytes, _READ_BYTES), dtype=np.uint8)
+    found = 0
+    for start in range(0, nbytes, _READ_BYTES):
+        part = piece[: min(nbytes - start, _READ_BYTES)]
+        access.fill(part, blob, start, None)
+        found = zlib.crc32(part.data, found)
+    return found
+
+
+_PIECE_BYTES = 1 << 16
+
+
+def _require_different_shards(source: Source, parts: ModelInParts) -> None:
+    """Refuse a tensor that is cut only because no list has it, if all ranks hold the same of it.
+
+    It may be one that each rank holds whole: put together, it would be several times as long. Only
+    the beginnings of other tensors are read.
+    """
+    index, model_parts = parts.checkpoint.tensor_index(), parts.checkpoint.model_parts
+    with closing(SourceAccess(source)) as access:
+        for name in parts.cut_by_default():
+            tensor = parts.tensors[name]
+            state = MODULE if tensor.group is None else MASTER
+            first, *others = [index[model_parts[m].name, state, name] for m in tensor.shapes]
+            if all(_are_equal(source, access, first, other) for other in others):
+                advice = lacking("cut_rules")
+                message = f"'{name}' is the same on all ranks, and no list says whether each has"
+                raise UnsupportedError(f"{message} all of it or a part: {advice}")
+
+
+def _are_equal(source: Source, access: SourceAccess, one: int, other: int) -> bool:
+    tensor = source.checkpoint.tensors[one]
+    size = ITEMSIZE[tensor.dtype]
+    pieces = np.empty((2, min(tensor.numel, _PIECE_BYTES // size)), dtype=f"u{size}")
+    for start in range(0, tensor.numel, max(1, pieces.shape[1])):
+        rows = pieces[:, : tensor.numel - start]
+        for row, number in zip(rows, (one, other), strict=True):
+            access.fill(row, number, start, None)
+        if not np.array_equal(rows[0], rows[1]):
+            return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class TargetJob:
+    """A job that is to resume from a source at other degrees."""
+
+    source: Source
+    parts: ModelInParts
+    """Those of the source."""
+    degrees: Degrees
+    rules: CutRules | None
+    """How both jobs cut parameters; None for what their files tell."""
+
+    def parts_of_model(self) -> ModelInParts:
+        """Return how the job cuts the model, by the first that tells it."""
+        found = _reference(self) or _whole(self) or _one_stage(self)
+        if found is not None:
+            return found
+        message = f"{self.source.path}: saved with {self.parts.degrees}, and nothing tells how"
+        raise UsageError(f"{message} a job with {self.degrees} cuts the model: {_supply()}")
+
+
+def _reference(job: TargetJob) -> ModelInParts | None:
+    """Cut as in a reference checkpoint, which the job saved."""
+    checkpoint, known = job.source.like, job.source.reference
+    if checkpoint is None:
+        return None
+    try:
+        if job.source.checkpoint.layers and known is not None and is_pipeline(known.checkpoint):
+            checkpoint = layered(known).source.checkpoint
+        like = ModelInParts(checkpoint, job.rules, keeps_shards=job.parts.keeps_shards)
+    except StreamshardError as error:
+        raise type(error)(f"{LIKE}: {error}") from error
+    if like.degrees != job.degrees:
+        message = f"{LIKE} was saved with {like.degrees}, and {job.degrees} are asked for"
+        raise UsageError(f"{message}: {_supply()}")
+    return like
+
+
+def _whole(job: TargetJob) -> ModelInParts | None:
+    """Leave the model whole, which depends on no choice of the job."""
+    if job.degrees.parts > 1 or is_pipeline(job.source.checkpoint):
+        return None
+    with of_file(job.source.path):
+        _require_different_shards(job.source, job.parts)
+        return whole_model(job.parts)
+
+
+def _one_stage(job: TargetJob) -> ModelInParts | None:
+    """Put all stages of a pipeline together, whose tensor-parallel ranks keep what they have."""
+    if job.degrees != Degrees(job.parts.degrees.tensor, 1):
+        return None
+    try:
+        with of_file(job.source.path):
+            return one_stage(job.parts)
+    except UnsupportedError as error:
+        message = f"{error}. A save of that job tells it: {_supply()}"
+        raise UnsupportedError(message) from error
+
+
+def _supply() -> str:
+    return (
+        'start that job, let it call engine.save_checkpoint("RUN") before its first step, and say '
+        f"here {Option('like', 'RUN')} as well"
+    )
+
+
+def _at_degrees(opened: Source, wanted: JobDegrees) -> DegreeChange | None:
+    """Re-cut a checkpoint, if a job is to resume at other degrees than those that saved it."""
+    rules = read_rules(opened.facts.cut_rules)
+    if wanted.tensor_parallel is None and wanted.pipeline_parallel is None:
+        require_unused(rules)
+        return None
+    _require_ranks(opened, wanted.tensor_parallel, wanted.pipeline_parallel)
+    _note_checksums(opened)
+    with of_file(opened.path):
+        own = degrees_of(opened.checkpoint)
+        target = Degrees(
+            wanted.tensor_parallel or own.tensor, wanted.pipeline_parallel or own.pipeline
+        )
+        keeps_shards = target.tensor == own.tensor
+        if keeps_shards:
+            require_unused(rules)
+        if target == own and not _has_other_stages(opened):
+            return None
+        _require_changeable(opened, target, own, wanted.expert_parallel)
+        laid, parts = parts_of(opened, rules, keeps_shards=keeps_shards)
+    like = TargetJob(laid.source, parts, target, rules).parts_of_model()
+    made = recut_source(laid, parts, like)
+    _require_config(made.source, like.degrees, wanted.config)
+    cut_rules = {} if rules is None else {"cut_rules": rules.text}
+    return replace(made, options={**like.degrees.options, **cut_rules})
+
+
+def _require_config(made: Source, degrees: Degrees, config: ds_config.Config | None) -> None:
+    """Refuse a config of a job with another tensor parallel degree (AutoTP)."""
+    if config is None or is_pipeline(made.checkpoint):
+        return
+    configured = ds_config.features(config).tensor_parallel
+    if configured != degrees.tensor:
+        asked = Option("tensor_parallel", degrees.tensor)
+        message = f"{asked}, but {ds_config.GIVEN} says"
+        raise UsageError(f"{message} autotp_size {configured}; make them agree")
+
+
+def _require_ranks(opened: Source, *degrees: int | None) -> None:
+    """Refuse impossible degrees, and sources that have none."""
+    for name, degree in zip(("tensor_parallel", "pipeline_parallel"), degrees, strict=True):
+        if degree is not None and degree < 1:
+            raise UsageError(f"{Option(name, degree)}: at least one rank is needed")
+    if opened.kind not in ("native", "store"):
+        message = f"{opened.path}: only what an engine saved can be cut for other degrees, and this"
+        raise UnsupportedError(f"{message} is neither its files nor a store of them")
+    tensor, pipeline = (degree or 1 for degree in degrees)
+    if tensor * pipeline > _MOST_RANKS:
+        message = (
+            f"{Degrees(tensor, pipeline)}: more than {_MOST_RANKS:,} ranks for each replica of"
+        )
+        raise UsageError(f"{message} the model; give the degrees of the job that will resume")
+
+
+def _require_changeable(
+    opened: Source, wanted: Degrees, own: Degrees, expert_parallel: int | None
+) -> None:
+    if wanted.pipeline > 1 and not is_pipeline(opened.checkpoint):
+        asked = Option("pipeline_parallel", wanted.pipeline)
+        message = f"{asked}: but it is not of a pipeline"
+        raise UsageError(f"{message} (PipelineModule); leave it out")
+    if expert_parallel is not None and not is_own_degree(opened.checkpoint, expert_parallel):
+        asked = Option("expert_parallel", expert_parallel)
+        message = f"{asked} with {wanted}: experts are spread again"
+        raise UnsupportedError(f"{message} only at the other degrees of the source, {own}")
+
+
+def _has_other_stages(opened: Source) -> bool:
+    """Tell whether a reference checkpoint is of a pipeline whose stages begin elsewhere."""
+    own, like = opened.checkpoint, opened.like
+    if like is None or not (is_pipeline(own) and is_pipeline(like)):
+        return False
+    return [*map(_params, own.model_parts)] != [*map(_params, like.model_parts)]
+
+
+def _params(model_part: ModelPart) -> list[tuple[str, ...]]:
+    return [group.params for group in model_part.groups]
 
 
 def whole(opened: Source, rules: CutRules | None) -> DegreeChange | None:
@@ -50,8 +269,8 @@ def whole(opened: Source, rules: CutRules | None) -> DegreeChange | None:
 
 
 def _whole_of_parts(laid: WithLayerTensors, parts: ModelInParts) -> DegreeChange:
-    note_checksums(laid.source)
-    require_different_shards(laid.source, parts)
+    _note_checksums(laid.source)
+    _require_different_shards(laid.source, parts)
     made = recut_source(laid, parts, whole_model(parts))
     if not is_pipeline(laid.source.checkpoint):
         return made
@@ -106,7 +325,7 @@ def _spread_experts(opened: Source, degree: int | None, world_size: int) -> Degr
 
 class _ModelParallelism(OtherDegrees):
     def change(self, source: Source, wanted: JobDegrees) -> DegreeChange | None:
-        made = at_degrees(source, wanted)
+        made = _at_degrees(source, wanted)
         return made or _spread_experts(source, wanted.expert_parallel, wanted.world_size)
 
     def join(self, source: Source) -> DegreeChange | None:

@@ -23,7 +23,7 @@ from streamshard.io.entries import open_readable
 from streamshard.io.readable import Readable
 from streamshard.layout.cutting import Cutting
 from streamshard.model import ITEMSIZE, MODULE, LogicalTensor, SourceFile
-from streamshard.operations.compare.pairing import Pair, SideElements
+from streamshard.operations.compare.comparison import Pair, SideElements
 from streamshard.operations.source.source import Source
 
 

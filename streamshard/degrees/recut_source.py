@@ -14,18 +14,17 @@ from streamshard.engine.run.phases import COMPARING
 from streamshard.engine.scan.distance import BLOCK_NUMEL
 from streamshard.errors import DisagreementError, Option, UsageError
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.model_parallel.cut_rules import CutRules
+from streamshard.formats.deepspeed.model_parallel.cuts_in_files import cuts_in
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import AS_SAVED, is_pipeline
-from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts, cuts_in
+from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts
 from streamshard.formats.deepspeed.model_parallel.pipeline_layers import LayerCopy
+from streamshard.formats.deepspeed.model_parallel.stated_cuts import CutRules
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.model_cut import recut, whole_cut
 from streamshard.model import BLOB, FILE, ITEMSIZE, LogicalTensor
-from streamshard.operations.compare.comparison import compare
-from streamshard.operations.compare.matched_runs import Runs
-from streamshard.operations.compare.pairing import Pair, SideElements
+from streamshard.operations.compare.comparison import Pair, Runs, SideElements, compare
 from streamshard.operations.diff.diff import measured
 from streamshard.operations.source.degree_change import DegreeChange
 from streamshard.operations.source.source import Source

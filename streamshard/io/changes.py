@@ -1,14 +1,21 @@
-"""Makes, renames and removes files and directories, in whatever `Place` they are."""
+"""Makes, renames and removes files and directories, in whatever `Place` they are.
+
+Small local files are made by the thousand without a `Path` of each, which takes a third more
+processor time in all.
+"""
 
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from streamshard.io.lock import NO_LOCK, AnyLock
 from streamshard.io.place import place_of
+from streamshard.io.retry import try_again
 from streamshard.io.sink import Sink
+from streamshard.io.writable import create, write_all
 
 
 def open_sink(path: Path, *, is_new: bool, nbytes: int, is_last: bool = False) -> Sink:
@@ -94,3 +101,32 @@ def linked_directory(links: Mapping[str, Path]) -> Iterator[Path]:
         for name, path in links.items():
             (root / name).symlink_to(path)
         yield root
+
+
+class NewFiles:
+    """Makes files below a directory that are not there yet, and the directories that they lie in.
+
+    `stop`: if set, failed writes are not retried.
+    """
+
+    def __init__(self, root: Path, stop: threading.Event) -> None:
+        self._root = str(root)
+        self._stop = stop
+
+    def write(self, path: str, parts: Sequence[bytes | memoryview]) -> None:
+        """Make a file of parts that follow each other."""
+        full = f"{self._root}/{path}"
+        os.makedirs(full.rpartition("/")[0], exist_ok=True)  # noqa: PTH103
+        descriptor = create(full, os.O_WRONLY)
+        try:
+            try_again(lambda: _write(descriptor, parts), self._stop)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, full) from error
+        finally:
+            os.close(descriptor)
+
+
+def _write(descriptor: int, parts: Sequence[bytes | memoryview]) -> None:
+    count = os.pwritev(descriptor, parts, 0)
+    if count < sum(map(len, parts)):
+        write_all(descriptor, memoryview(b"".join(parts))[count:], count)

@@ -15,8 +15,7 @@ from streamshard.layout.batch import BatchPlan, keep_global_batch
 from streamshard.live.consensus import say
 from streamshard.live.live_engine import Engine, replaced
 from streamshard.operations.native.resharding import Resharding
-from streamshard.operations.resume import job_settings
-from streamshard.operations.resume.advice import global_batch
+from streamshard.operations.resume.advice import global_batch, settings_text
 from streamshard.sizes import counted
 
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
@@ -104,7 +103,7 @@ def plan_batch(engine: Engine, resharding: Resharding) -> BatchPlan | None:
     if now == found.total:
         return None
     head = f"{source.path}: saved with a global batch of {found.total:,}; the engine's is {now:,}."
-    advice = job_settings.text(found, resharding.resized.framework)
+    advice = settings_text(found, resharding.resized.framework)
     framework = _framework()
     if framework is not None:
         message = f"{head} {framework} counts the accumulation itself, so it is not changed here"

@@ -13,7 +13,7 @@ from streamshard.merging.coefficients import as_text, coefficients, is_of_age
 from streamshard.merging.last_checkpoints import last_whole
 from streamshard.merging.merged_source import LINEAR_STATES, Merging, place_of, without_weight_files
 from streamshard.model import BLOB, FILE, MASTER, MODULE
-from streamshard.operations.compare.pairing import Pair
+from streamshard.operations.compare.comparison import Pair
 from streamshard.operations.convert import convert
 from streamshard.operations.export import export
 from streamshard.operations.repartition import repartition

@@ -18,8 +18,7 @@ from streamshard.layout.memory_plan import MIB, MemoryPlan
 from streamshard.merging.weighted_mean import SUMMING_BYTES, Summand, WeightedMean
 from streamshard.model import BLOB, FILE, ITEMSIZE, MASTER, MODULE, LogicalTensor, Note
 from streamshard.operations.compact.omissions import narrowed
-from streamshard.operations.compare.comparison import compare
-from streamshard.operations.compare.pairing import Pair, SideElements
+from streamshard.operations.compare.comparison import Pair, SideElements, compare
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.report import Progress
 from streamshard.sizes import counted, some_of

@@ -14,7 +14,7 @@ import pytest
 from distributed import Client
 
 import streamshard
-from streamshard.cluster import membership
+from streamshard.cluster import dask_executor
 from streamshard.cluster.dask_executor import DaskExecutor
 from streamshard.engine.jobs.executor import runs_on
 from streamshard.operations.transfer.report import Silent
@@ -98,7 +98,7 @@ class Chaos(Silent):
 def test_workers_that_die_leave_and_hang_do_no_harm(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(membership, "_SILENT_SECONDS", 4.0)
+    monkeypatch.setattr(dask_executor, "_SILENT_SECONDS", 4.0)
     run = write(Job(stage=3), tmp_path / "run")
     verb = list(VERBS.values())[seed % len(VERBS)]
     verb(run, tmp_path / "near", None)

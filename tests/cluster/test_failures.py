@@ -17,7 +17,7 @@ import pytest
 from distributed import Client
 
 import streamshard
-from streamshard.cluster import membership
+from streamshard.cluster import dask_executor
 from streamshard.cluster.dask_executor import DaskExecutor
 from streamshard.engine.jobs.executor import runs_on
 from streamshard.errors import ClusterError, MemoryLimitError, SourceError, TargetError, UsageError
@@ -145,7 +145,7 @@ def test_a_worker_that_comes_later_is_refused_too(empty: Client, run: Path) -> N
 def test_a_cluster_without_workers(
     empty: Client, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(membership, "_NO_WORKERS_SECONDS", 0.1)
+    monkeypatch.setattr(dask_executor, "_NO_WORKERS_SECONDS", 0.1)
     assert "has had no workers" in refused(ClusterError, "workers", empty, run)
 
 

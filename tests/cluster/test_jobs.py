@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from distributed import Client
 
-from streamshard.cluster import membership
+from streamshard.cluster import dask_executor
 from streamshard.cluster.dask_executor import DaskExecutor
 from streamshard.engine.jobs.executor import Host, Toolkit
 from streamshard.errors import ClusterError
@@ -146,7 +146,7 @@ def test_a_job_is_done_again_when_all_workers_that_might_have_it_are_gone(tmp_pa
 def test_a_job_goes_to_a_worker_that_came_later_if_its_own_is_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(membership, "_SILENT_SECONDS", 2.0)
+    monkeypatch.setattr(dask_executor, "_SILENT_SECONDS", 2.0)
     with started(1) as client, ThreadPoolExecutor() as pool:
         found = pool.submit(list, results(client, tmp_path, [Witness.freeze]))
         wait_for(tmp_path / "begun")
@@ -161,7 +161,7 @@ def test_workers_that_hang_are_waited_for_only_for_so_long(
 ) -> None:
     with started(workers) as client:
         list(results(client, tmp_path, numbers(1)))  # who has imported all answers at once
-        monkeypatch.setattr(membership, "_PROOF_SECONDS", 2.0)
+        monkeypatch.setattr(dask_executor, "_PROOF_SECONDS", 2.0)
         untyped: Any = client
         os.kill(next(iter(untyped.cluster.workers.values())).pid, signal.SIGSTOP)
         found = results(client, tmp_path, numbers(3))

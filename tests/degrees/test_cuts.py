@@ -19,7 +19,7 @@ from streamshard.errors import (
     UnsupportedError,
     UsageError,
 )
-from streamshard.formats.deepspeed.model_parallel.categories import Categories
+from streamshard.formats.deepspeed.model_parallel.cuts_in_files import Categories
 from streamshard.formats.deepspeed.model_parallel.stated_cuts import NamePatterns
 from streamshard.layout.model_cut import ModelCut
 from tests.comparing import compare

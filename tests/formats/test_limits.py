@@ -12,9 +12,8 @@ import pytest
 
 from streamshard.errors import CorruptFileError, StreamshardError, UnsupportedError, UsageError
 from streamshard.formats import safetensors_file
-from streamshard.formats.deepspeed.model_parallel.affine_maps import AffineMaps
-from streamshard.formats.deepspeed.model_parallel.categories import Categories
-from streamshard.formats.deepspeed.model_parallel.cut_rules import CutRules
+from streamshard.formats.deepspeed.model_parallel.cuts_in_files import AffineMaps, Categories
+from streamshard.formats.deepspeed.model_parallel.stated_cuts import CutRules
 from streamshard.formats.pickle.inert import Global, show
 from streamshard.formats.pickle.inert_load import load
 from streamshard.formats.pickle.node_checks import name_of, require_unrolled

@@ -28,9 +28,8 @@ from streamshard.formats import safetensors_file, strict_json
 from streamshard.formats.checkpoint import Reading
 from streamshard.formats.dcp import metadata_reader
 from streamshard.formats.deepspeed import ds_config, names, resume_settings
-from streamshard.formats.deepspeed.model_parallel import cut_rules
-from streamshard.formats.deepspeed.model_parallel.affine_maps import AffineMaps
-from streamshard.formats.deepspeed.model_parallel.categories import Categories
+from streamshard.formats.deepspeed.model_parallel import stated_cuts
+from streamshard.formats.deepspeed.model_parallel.cuts_in_files import AffineMaps, Categories
 from streamshard.formats.deepspeed.names import is_inside, latest_of
 from streamshard.formats.facts import read_facts
 from streamshard.formats.fsdp_ranks import fsdp_ranks_reader
@@ -238,7 +237,7 @@ def _require_inside(reading: Reading) -> None:
 
 
 def rules(_: bytes, path: Path) -> None:
-    found = cut_rules.read_rules(read_facts({"source": {"cut_rules": path}}).cut_rules)
+    found = stated_cuts.read_rules(read_facts({"source": {"cut_rules": path}}).cut_rules)
     assert found is not None
     found.cut("layers.1.w", {0: (4, 6), 1: (4, 6)}, 2)
 

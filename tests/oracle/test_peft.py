@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import streamshard
-from streamshard.operations.export.adapter import renamed
+from streamshard.operations.export.weights import renamed
 from tests.oracle.compare import differences
 from tests.oracle.frameworks.common import language_model, run, samples
 from tests.oracle.frameworks.hf_trainer import HfTrain

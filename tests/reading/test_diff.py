@@ -20,7 +20,7 @@ import streamshard
 from streamshard import DiffReport, Distance, TensorDiff
 from streamshard.cli.diff_command import diff_text
 from streamshard.errors import IntegrityError, MemoryLimitError, UsageError
-from streamshard.operations.compare import matched_runs
+from streamshard.operations.compare import comparison
 from tests.fabricated import edit, optimizer_file, write, write_dumps
 from tests.job import JOBS, TAG, Job
 from tests.verify.conftest import SMALL
@@ -138,7 +138,7 @@ def test_the_figures_do_not_depend_on_formats_workers_and_windows(
 def with_many_parts(monkeypatch: pytest.MonkeyPatch, left: Path, right: Path) -> DiffReport:
     """Share the tensors out in parts of about a block, as very large ones are in larger parts."""
     with monkeypatch.context() as smaller:
-        smaller.setattr(matched_runs, "_RUN_BYTES", 100_000)
+        smaller.setattr(comparison, "_RUN_BYTES", 100_000)
         return streamshard.diff(left, right, workers=2)
 
 

@@ -21,7 +21,7 @@ import zarr
 import streamshard
 from streamshard import Difference, Verification
 from streamshard.errors import SourceNotFoundError
-from streamshard.operations.compare import matched_runs
+from streamshard.operations.compare import comparison
 from tests.cli.conftest import flip
 from tests.cli.conftest import model_file as model
 from tests.fabricated import edit, load, write, write_dumps
@@ -233,7 +233,7 @@ def test_where_first_in_a_tensor_that_is_compared_in_parts(
         content["module"]["w"][indices] += 1
 
     edit(model(changed), change)
-    monkeypatch.setattr(matched_runs, "_RUN_BYTES", 10)
+    monkeypatch.setattr(comparison, "_RUN_BYTES", 10)
     (found,) = streamshard.verify(changed, against=run).differences
     assert spot(found) == ("module/w", "elements", indices[0], len(indices), 32)
 

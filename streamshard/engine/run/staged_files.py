@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from streamshard.engine.jobs.executor import Job, current_executor
-from streamshard.engine.jobs.staged_proof import StagedProof
+from streamshard.engine.jobs.proofs import StagedProof
 from streamshard.engine.journals.journal import Journal
-from streamshard.engine.run.endings import FileEndings
 from streamshard.engine.run.phases import Watcher
 from streamshard.engine.run.runner import Jobs
 from streamshard.engine.run.span_writer import (
@@ -21,11 +20,10 @@ from streamshard.engine.run.span_writer import (
     SpanWriter,
     TargetFiles,
 )
-from streamshard.engine.run.work import Span, SpanResult, TargetFile
-from streamshard.io.changes import open_sink
+from streamshard.engine.run.work import FileEndings, Span, SpanResult, TargetFile
+from streamshard.io.changes import NewFiles, open_sink
 from streamshard.io.entries import examine, exists
 from streamshard.io.files import target_errors
-from streamshard.io.new_files import NewFiles
 from streamshard.io.page_cache import drop_file
 from streamshard.io.preallocation import Reservation
 from streamshard.io.writable import LEAST_BYTES

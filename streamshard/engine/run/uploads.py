@@ -13,11 +13,10 @@ from typing import Final, Self
 from streamshard.engine.jobs.executor import Job
 from streamshard.engine.jobs.proofs import TargetProof
 from streamshard.engine.journals.upload_journal import UploadJournal
-from streamshard.engine.run.endings import FileEndings
 from streamshard.engine.run.phases import Watcher
 from streamshard.engine.run.runner import Jobs
 from streamshard.engine.run.span_writer import Resources, SpanWriter, TargetFiles
-from streamshard.engine.run.work import Region, SpanResult, TargetFile, ignore
+from streamshard.engine.run.work import FileEndings, Region, SpanResult, TargetFile, ignore
 from streamshard.errors import TargetError
 from streamshard.io.changes import open_sink
 from streamshard.io.entries import read_all

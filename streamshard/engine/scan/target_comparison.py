@@ -9,11 +9,10 @@ from pathlib import Path
 
 from streamshard.engine.jobs.executor import Host, Toolkit, run_ordered
 from streamshard.engine.jobs.proofs import require_seen
-from streamshard.engine.run.endings import FileEndings
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.span_writer import TargetFiles
 from streamshard.engine.run.window import DifferentError, Window
-from streamshard.engine.run.work import Span, SpanResult, TargetFile
+from streamshard.engine.run.work import FileEndings, Span, SpanResult, TargetFile
 from streamshard.io.entries import identify, open_readable
 from streamshard.io.files import target_errors
 from streamshard.io.object_path import is_object

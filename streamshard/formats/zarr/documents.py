@@ -3,6 +3,8 @@
 zarr-python is not used for writing: it needs a millisecond or more per array and holds whole
 chunks. A checkpoint has tens of thousands of arrays, and chunks are streamed here. Tests open the
 written stores with zarr-python and TensorStore.
+
+Documents and other small files of a store are read here. Neither they nor paths are trusted.
 """
 
 import json
@@ -10,12 +12,16 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Final
 
+from streamshard.errors import CorruptFileError, IncompleteError, SourceError
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.zarr.array_paths import array_path, is_shortened
-from streamshard.formats.zarr.chunks import EARLY_SETTINGS, SETTINGS
+from streamshard.formats.zarr.chunks import EARLY_SETTINGS, SETTINGS, require_checksum
 from streamshard.formats.zarr.store_state import VERSION, ChunkShapes
+from streamshard.io.entries import examine, read_all, resolve
+from streamshard.io.files import stays_inside
 from streamshard.layout.zero import ceil_div
 from streamshard.model import BLOB, ITEMSIZE, LogicalTensor
 
@@ -25,9 +31,10 @@ VERSION_KEY: Final = "format_version"
 WEIGHTS_KEY: Final = "weights_only"
 STATE_PATH: Final = "meta/state"
 MANIFEST_PATH: Final = "meta/manifest"
-
 _STORED_DTYPES: Final = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 """Dtype without a name in Zarr's core → the integer dtype that stores its bits."""
+LIMIT_BYTES: Final = 1 << 30
+"""Most bytes of a document, manifest or training state. A sparse file can claim any size."""
 
 
 def group_document(attributes: Mapping[str, Any] | None = None) -> bytes:
@@ -144,3 +151,28 @@ def chunk_keys(counts: Sequence[int]) -> list[str]:
 
 def _json(document: Mapping[str, Any]) -> bytes:
     return json.dumps(document, indent=1).encode()
+
+
+def require_inside(path: Path, root: Path) -> None:
+    """Refuse a path in which a symbolic link leads out of the store."""
+    if not stays_inside(path, root):
+        message = f"a symbolic link leads out of the store here, to {resolve(path)}"
+        raise SourceError(f"{message}; copy the store with 'cp -rL'", path=path)
+
+
+def read_small(path: Path) -> bytes:
+    """Read a small file: a document, the manifest or the training state."""
+    try:
+        stat = examine(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise IncompleteError("missing; the store is not whole", path=path) from None
+    if not stat.is_file:
+        raise CorruptFileError("not a regular file", path=path)
+    if stat.nbytes > LIMIT_BYTES:
+        raise CorruptFileError(f"{stat.nbytes:,} bytes, where {LIMIT_BYTES:,} is most", path=path)
+    return read_all(path)
+
+
+def read_checked(path: Path) -> bytes:
+    """Read a small array's only chunk. The checksum at its end is checked and left out."""
+    return bytes(require_checksum(read_small(path), path))

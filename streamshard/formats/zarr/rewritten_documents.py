@@ -17,8 +17,7 @@ from streamshard.formats.pickle.inert import show
 from streamshard.formats.shapes import is_size
 from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT
 from streamshard.formats.zarr.chunks import serialize_checksum
-from streamshard.formats.zarr.documents import forms, small_array_document
-from streamshard.formats.zarr.small_files import read_checked, read_small
+from streamshard.formats.zarr.documents import forms, read_checked, read_small, small_array_document
 from streamshard.formats.zarr.store_manifest import Manifest
 from streamshard.io.entries import examine
 

@@ -36,10 +36,11 @@ from streamshard.formats.zarr.documents import (
     array_document,
     chunk_counts,
     chunk_keys,
+    read_small,
+    require_inside,
 )
 from streamshard.formats.zarr.packed_place import is_packed, packed
 from streamshard.formats.zarr.rewritten_documents import read_small_array, rewritten_document
-from streamshard.formats.zarr.small_files import read_small, require_inside
 from streamshard.formats.zarr.store_manifest import BLOCK_BYTES, FileRecord, Manifest
 from streamshard.io.entries import is_directory, is_file, resolve
 from streamshard.io.relative_paths import examiner, inside_test, names_below

@@ -18,13 +18,13 @@ from streamshard.formats.zarr.documents import (
     MANIFEST_PATH,
     STATE_PATH,
     forms,
+    read_small,
     small_array_document,
     store_documents,
 )
 from streamshard.formats.zarr.packed_audit import AuditedEntry, audit
 from streamshard.formats.zarr.packed_place import directory_of, is_packed
 from streamshard.formats.zarr.rewritten_documents import is_serialized_again, remark
-from streamshard.formats.zarr.small_files import read_small
 from streamshard.formats.zarr.store_index import (
     MANIFEST_FILES,
     STATE_FILES,

@@ -10,8 +10,7 @@ from streamshard.formats.checkpoint import Checkpoint, Dropped
 from streamshard.formats.zarr import store_state
 from streamshard.formats.zarr.array_paths import array_path
 from streamshard.model import BLOB, FILE, ITEMSIZE, MASTER, MODULE
-from streamshard.operations.compare.comparison import compare
-from streamshard.operations.compare.pairing import Pair, SideElements
+from streamshard.operations.compare.comparison import Pair, SideElements, compare
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Progress

@@ -14,7 +14,7 @@ from streamshard.formats.checkpoint import Checkpoint, ModelPart
 from streamshard.formats.deepspeed import training_state
 from streamshard.formats.torch.tree_comparison import BlobPair, show_few
 from streamshard.model import BLOB, FILE, MASTER, MODULE, LogicalTensor, NoteKind
-from streamshard.operations.compare.pairing import Pair, Pairing, SideElements
+from streamshard.operations.compare.comparison import Pair, Pairing, SideElements
 from streamshard.operations.source.source import Source
 
 _OWN_STATES: Final = (MODULE, BLOB, FILE)

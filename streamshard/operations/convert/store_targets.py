@@ -16,11 +16,12 @@ from streamshard.engine.run.work import SpanResult, Trailer, ignore
 from streamshard.errors import Option, UnsupportedError
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch.zip_layout import ALIGNMENT
-from streamshard.formats.zarr import small_files, store_manifest, store_state
+from streamshard.formats.zarr import store_manifest, store_state
 from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT, array_path
 from streamshard.formats.zarr.blosc_encoder import BloscCodec, most_encoded_bytes
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, serialize_checksum
 from streamshard.formats.zarr.documents import (
+    LIMIT_BYTES,
     MANIFEST_PATH,
     STATE_PATH,
     small_array_document,
@@ -143,9 +144,9 @@ class StoreTargets(TargetWriter):
         sizes = {path: record.nbytes for path, record in records.items()}
         sizes |= {path: len(data) for path, data in small.items()}
         for path in (MANIFEST_FILES[1], STATE_FILES[1]):
-            if sizes[path] > small_files.LIMIT_BYTES:
+            if sizes[path] > LIMIT_BYTES:
                 message = f"{path} of its store would have {sizes[path]:,} bytes, and"
-                message = f"{message} {small_files.LIMIT_BYTES:,} is most that is read"
+                message = f"{message} {LIMIT_BYTES:,} is most that is read"
                 raise UnsupportedError(f"{message}; use a larger {Option('chunk_size')}")
         return sizes
 

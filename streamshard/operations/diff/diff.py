@@ -15,11 +15,15 @@ from streamshard.errors import Option, UsageError
 from streamshard.io.object_path import as_path
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.model import FILE, LogicalTensor
-from streamshard.operations.compare.comparison import fit_sides
-from streamshard.operations.compare.matched_runs import RunPart, Runs
+from streamshard.operations.compare.comparison import (
+    Pair,
+    Pairing,
+    RunPart,
+    Runs,
+    fit_sides,
+    open_alike,
+)
 from streamshard.operations.compare.matching import pair_up
-from streamshard.operations.compare.pairing import Pair, Pairing
-from streamshard.operations.compare.sides import open_alike
 from streamshard.operations.diff.diff_report import (
     TRAINING,
     DiffReport,

@@ -18,12 +18,17 @@ from streamshard.io.object_path import as_path
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.model import MASTER
 from streamshard.operations.export import export_read_back
-from streamshard.operations.export.adapter import adapter_weights
 from streamshard.operations.export.dcp_contents import DcpFiles, choose_contents
 from streamshard.operations.export.export_read_back import ExportFiles
 from streamshard.operations.export.model_sidecars import ModelSidecars, find_model_sidecars
 from streamshard.operations.export.universal_files import UniversalFiles
-from streamshard.operations.export.weights import Weight, WeightFiles, Weights, choose_weights
+from streamshard.operations.export.weights import (
+    Weight,
+    WeightFiles,
+    Weights,
+    adapter_weights,
+    choose_weights,
+)
 from streamshard.operations.source.degree_change import other_degrees
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.byte_accounting import ByteCounts

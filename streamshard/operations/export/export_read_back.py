@@ -8,7 +8,7 @@ from pathlib import Path
 from streamshard.engine.run.phases import COMPARING, VERIFYING
 from streamshard.engine.scan.probe import Probe
 from streamshard.errors import CorruptFileError
-from streamshard.formats import pretrained, pretrained_reader
+from streamshard.formats import pretrained
 from streamshard.formats.checkpoint import Reading
 from streamshard.formats.dcp import dcp_reader
 from streamshard.formats.dcp.dcp_writer import ItemFrame, key_of
@@ -21,8 +21,7 @@ from streamshard.model import BLOB, ITEMSIZE, SourceFile, Whole
 from streamshard.operations.checks.problems import DAMAGED, Findings
 from streamshard.operations.checks.scan import Result, ScanPiece, Unit, scan
 from streamshard.operations.checks.torch_check import TorchFiles
-from streamshard.operations.compare.comparison import compare
-from streamshard.operations.compare.pairing import Pair, SideElements
+from streamshard.operations.compare.comparison import Pair, SideElements, compare
 from streamshard.operations.export.dcp_contents import DcpFiles, TensorEntry
 from streamshard.operations.export.model_sidecars import ModelSidecars
 from streamshard.operations.export.universal_files import UniversalFiles
@@ -109,7 +108,7 @@ def _opened(
 
 def _weights(place: Path, files: WeightFiles, source: Source) -> _Written:
     """Open the weights, and pair each with the source's."""
-    reading = pretrained_reader.read(place, files.form)
+    reading = pretrained.read(place, files.form)
     tensors, cutting = reading.checkpoint.tensors, reading.cutting
     weights = [weight for held in files.held.values() for weight in held]
     rows = {tensor.name: row for row, tensor in enumerate(tensors)}

@@ -107,8 +107,7 @@ def inspect(options: InspectOptions) -> Inspection:
 
 def _page_of(source: Source, found: Inspection, html: Path, options: InspectOptions) -> bytes:
     """Draw a checkpoint, and how it would be resized."""
-    from streamshard.operations.inspect.cut_picture import cut_of
-    from streamshard.operations.inspect.inspect_page import cut_page
+    from streamshard.operations.inspect.inspect_page import cut_of, cut_page
 
     require_separate(source.path, html, source.directories)
     cut = cut_of(source, world_size=options.world_size, zero_stage=options.zero_stage)

@@ -9,9 +9,8 @@ from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.deepspeed import ds_config
 from streamshard.formats.frameworks import TrainerState
 from streamshard.layout.batch import BatchPlan
-from streamshard.operations.resume import advice, job_settings
-from streamshard.operations.resume.advice import GlobalBatch
-from streamshard.operations.resume.job_settings import arguments
+from streamshard.operations.resume import advice
+from streamshard.operations.resume.advice import GlobalBatch, arguments
 from streamshard.operations.source.source import Source
 from streamshard.operations.source.source_access import head_of
 from streamshard.sizes import counted
@@ -62,7 +61,7 @@ def explain(
     checkpoint = source.checkpoint
     framework = _framework(checkpoint, resized)
     found = advice.global_batch(checkpoint, config, dp_world_size, parts)
-    batch = found if isinstance(found, str) else job_settings.text(found, framework, job)
+    batch = found if isinstance(found, str) else advice.settings_text(found, framework, job)
     batches = [batch] if batch else []
     if world_size == checkpoint.ranks and parts is None:
         return Resizing((), (*resized.notes, *batches))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from streamshard.errors import IncompleteError, SourceError
-from streamshard.formats import detect, pretrained_reader
+from streamshard.formats import detect, pretrained
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.dcp import dcp_names, dcp_reader, rank_shards, reference
 from streamshard.formats.dcp.config_completion import with_config
@@ -181,7 +181,7 @@ class _RankShardsReader(_DistributedReader):
         """Tell so, unless whole files were made of those of ranks."""
         if not rank_shards.is_of_shards(directory) or has_shards(directory):
             return False
-        is_whole = pretrained_reader.is_pretrained(directory)
+        is_whole = pretrained.is_pretrained(directory)
         return is_distributed(directory) or not is_whole
 
     def index_of(self, place: Path, known: Set[str]) -> Distributed:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.errors import SourceError, release_frames
-from streamshard.formats import pretrained, pretrained_reader
+from streamshard.formats import pretrained
 from streamshard.formats.deepspeed import names
 from streamshard.io.entries import is_file
 from streamshard.operations.checks.problems import Findings
@@ -25,7 +25,7 @@ class _WeightsReader(Reader):
 
     def recognizes(self, request: Request) -> Path | None:
         root = request.root
-        if request.tag is not None or not pretrained_reader.is_pretrained(root) or has_shards(root):
+        if request.tag is not None or not pretrained.is_pretrained(root) or has_shards(root):
             return None
         return None if is_file(root / names.LATEST) or find_candidates(root) else root
 
@@ -33,7 +33,7 @@ class _WeightsReader(Reader):
         return pretrained.is_export(content.files) or None
 
     def open(self, place: Path, request: Request) -> Source:
-        return Source.of(place, self.kind, pretrained_reader.read(place))
+        return Source.of(place, self.kind, pretrained.read(place))
 
     def check_structure(
         self, place: Path, request: Request, findings: Findings

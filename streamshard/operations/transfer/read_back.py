@@ -7,9 +7,8 @@ from streamshard.engine.run.phases import COMPARING, VERIFYING
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.structure import check_structure
-from streamshard.operations.compare.comparison import compare
+from streamshard.operations.compare.comparison import Pair, compare
 from streamshard.operations.compare.matching import pair_up
-from streamshard.operations.compare.pairing import Pair
 from streamshard.operations.source.source import Request, Source
 from streamshard.operations.transfer.report import Progress
 

@@ -20,10 +20,8 @@ from streamshard.operations.checks.scan import scan
 from streamshard.operations.checks.structure import check_structure, require_same_repeats
 from streamshard.operations.checks.suspicion import suspicions
 from streamshard.operations.checks.tensor_content import TensorUnits
-from streamshard.operations.compare.comparison import compare
+from streamshard.operations.compare.comparison import Pairing, SideElements, compare, open_alike
 from streamshard.operations.compare.matching import pair_up
-from streamshard.operations.compare.pairing import Pairing, SideElements
-from streamshard.operations.compare.sides import open_alike
 from streamshard.operations.source.source import Request, Source, requests
 from streamshard.operations.source.unfinished import require_finished
 from streamshard.operations.transfer import execution

@@ -24,7 +24,7 @@ from streamshard.errors import DisagreementError, Option, UnsupportedError, Usag
 from streamshard.formats.checkpoint import LIKE, Checkpoint, ModelPart, ParamGroup
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.auto_experts import Layer, with_layers
-from streamshard.formats.deepspeed.model_parallel.affine_maps import map_of
+from streamshard.formats.deepspeed.model_parallel.cuts_in_files import map_of
 from streamshard.formats.deepspeed.model_parallel.expert_groups import (
     AS_SAVED,
     ExpertLayer,

@@ -1,16 +1,20 @@
-"""The parts of the model that a checkpoint's model parts are, tensor by tensor: a cut of each."""
+"""The parts of the model that a checkpoint's model parts are, tensor by tensor: a cut of each.
+
+What a stage of a pipeline has, and in which order, follows from its layers (`PipelineModule._build`
+of `deepspeed/runtime/pipe/module.py`, 0.19.8): first the modules that several layers share, in the
+order in which layers of the stage use them, then layer by layer.
+"""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from itertools import pairwise
+from typing import Final, TypeAlias
 
 from streamshard.errors import DisagreementError, UnsupportedError, lacking
 from streamshard.formats.checkpoint import Checkpoint, ModelPart, ParamGroup
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.model_parallel.affine_maps import AffineMaps
-from streamshard.formats.deepspeed.model_parallel.categories import Categories
-from streamshard.formats.deepspeed.model_parallel.cut_rules import CutRules
+from streamshard.formats.deepspeed.model_parallel.cuts_in_files import cuts_in
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
     AS_SAVED,
     TENSOR_PARALLEL,
@@ -18,12 +22,25 @@ from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
     degrees_of,
     is_pipeline,
 )
-from streamshard.formats.deepspeed.model_parallel.pipeline_layers import in_order, order_of
-from streamshard.formats.deepspeed.model_parallel.stated_cuts import CutsInFiles, StatedCuts
+from streamshard.formats.deepspeed.model_parallel.pipeline_layers import (
+    beginning_of,
+    in_order,
+    order_of,
+)
+from streamshard.formats.deepspeed.model_parallel.stated_cuts import CutRules, StatedCuts
 from streamshard.formats.deepspeed.read.fingerprints import fingerprint
 from streamshard.formats.pickle.inert import Node
 from streamshard.layout.model_cut import ModelCut, Shape, split_cut, whole_cut
-from streamshard.model import MASTER, LogicalTensor
+from streamshard.model import MASTER, MODULE, LogicalTensor
+
+_OF_WHOLE: Final[Mapping[str, Node]] = {
+    names.MP_WORLD_SIZE: 1,
+    names.PARALLEL_DEGREES: {"pp_degree": 1, "tp_degree": 1},
+}
+"""What the model file of a job with one part has in place of the source's degrees."""
+_MOST_DIGITS: Final = 7
+"""More digits than the number of any layer has."""
+
 
 _TRAINED = "param"
 _HELD = (_TRAINED, "frozen", "buffer", "loose")
@@ -39,20 +56,6 @@ class HeldTensor:
     """Model part's number → shape there."""
     group: int | None
     """Number of the param group that trains it."""
-
-
-_OF_WHOLE: Final[Mapping[str, Node]] = {
-    names.MP_WORLD_SIZE: 1,
-    names.PARALLEL_DEGREES: {"pp_degree": 1, "tp_degree": 1},
-}
-"""What the model file of a job with one part has in place of the source's degrees."""
-_IN_FILES: Final[Sequence[type[CutsInFiles]]] = (AffineMaps, Categories)
-"""What may tell cuts in model files, in the order in which it is asked."""
-
-
-def cuts_in(info: Node) -> type[CutsInFiles] | None:
-    """Return what tells cuts in a model file's entry for the universal checkpoint, if any does."""
-    return next((kind for kind in _IN_FILES if kind.are_in(info)), None)
 
 
 class ModelInParts:
@@ -282,7 +285,7 @@ def whole_model(parts: ModelInParts) -> ModelInParts:
             for model_part in checkpoint.model_parts
             for entry in model_part.module
         }
-        groups = tuple(with_all_params(group, checkpoint.model_parts) for group in first.groups)
+        groups = tuple(_with_all_params(group, checkpoint.model_parts) for group in first.groups)
         first = replace(first, groups=groups, module=in_order(tuple(held.values())))
     state = {
         key: _OF_WHOLE.get(key, node)
@@ -307,7 +310,7 @@ def whole_model(parts: ModelInParts) -> ModelInParts:
     return ModelInParts(made)
 
 
-def with_all_params(group: ParamGroup, stages: Sequence[ModelPart]) -> ParamGroup:
+def _with_all_params(group: ParamGroup, stages: Sequence[ModelPart]) -> ParamGroup:
     """Return a param group with the parameters that it has on all stages, layer by layer."""
     listed = [g.params for stage in stages for g in stage.groups if g.number == group.number]
     found = dict.fromkeys(name for params in listed for name in params)
@@ -337,3 +340,108 @@ def _config_of_whole(config: Node) -> Node:
     if not isinstance(section, dict):
         return dict(config)
     return {**config, TENSOR_PARALLEL: {**section, "autotp_size": 1}}
+
+
+LayerKey: TypeAlias = int | str
+"""A layer's number, or what the names of a module begin with that layers share."""
+
+
+def one_stage(parts: ModelInParts) -> ModelInParts:
+    """Return the parts of a job that has all layers on one stage, and that is alike otherwise.
+
+    `parts`: the parts of a job with a pipeline.
+    """
+    checkpoint, degree = parts.checkpoint, parts.degrees.tensor
+    degrees: dict[str, Node] = {
+        names.MP_WORLD_SIZE: degree,
+        names.PARALLEL_DEGREES: {"pp_degree": 1, "tp_degree": degree},
+    }
+    model_parts = []
+    for rank in range(degree):
+        stage = _joined(checkpoint.model_parts[rank::degree])
+        state = {key: degrees.get(key, node) for key, node in stage.model_state.items()}
+        name = names.model_part(rank) if degree > 1 else ""
+        model_parts.append(replace(stage, name=name, model_state=state))
+    tensors = _tensors(checkpoint, model_parts)
+    made = replace(checkpoint, model_parts=tuple(model_parts), tensors=tuple(tensors))
+    return ModelInParts(made, keeps_shards=parts.keeps_shards)
+
+
+def _joined(stages: Sequence[ModelPart]) -> ModelPart:
+    """Return the stage that has all that one tensor-parallel rank has of the stages."""
+    _require_order(stages)
+    first = stages[0]
+    listed = [stage.model_state.get(names.BUFFER_NAMES) or [] for stage in stages]
+    buffers = dict.fromkeys(name for of_stage in listed for name in of_stage)
+    state = {**first.model_state, names.BUFFER_NAMES: sorted(buffers, key=order_of)}
+    # Only the first stage's file lists tied names, and nothing that loads a pipeline reads it.
+    for name, other in (first.model_state.get(names.SHARED_PARAMS) or {}).items():
+        if _layer_key(name) != _layer_key(other):
+            message = f"'{name}' of one layer is tied to '{other}' of another without a"
+            raise UnsupportedError(f"{message} TiedLayerSpec: on other stages it may not be")
+    return replace(
+        first,
+        groups=tuple(_with_all_params(group, stages) for group in first.groups),
+        module=tuple(entry for stage in stages for entry in stage.module),
+        model_state=state,
+    )
+
+
+def _tensors(checkpoint: Checkpoint, stages: Sequence[ModelPart]) -> list[LogicalTensor]:
+    """Return a checkpoint's tensors, of which those of the module are of its new stages.
+
+    Files of layers refer to tensors by number, so the master weights come behind.
+    """
+    ranks = [model_part.name for model_part in checkpoint.model_parts]
+    home = {name: stages[number % len(stages)].name for number, name in enumerate(ranks)}
+    masters = {(home[t.model_part], t.name): t for t in checkpoint.tensors if t.state == MASTER}
+    tensors = [
+        replace(t, model_part=home[t.model_part]) if t.state == MODULE else t
+        for t in checkpoint.tensors
+    ]
+    tensors += [
+        replace(masters[stage.name, name], model_part=stage.name)
+        for stage in stages
+        for group in stage.groups
+        for name in group.params
+    ]
+    return tensors
+
+
+def _require_order(stages: Sequence[ModelPart]) -> None:
+    """Refuse stages whose optimizers do not have the order in which DeepSpeed lists layers."""
+    layers = [{key for key in map(_layer_key, _names(stage)) if isinstance(key, int)}
+              for stage in stages]  # fmt: skip
+    if any(max(one) >= min(other) for one, other in pairwise(filter(None, layers))):
+        message = "its stages do not have one layer after the other, as under DualPipeV, where each"
+        raise UnsupportedError(f"{message} rank has two stages")
+    groups = [group for stage in stages for group in stage.groups]
+    if any(list(group.params) != sorted(group.params, key=order_of) for group in groups):
+        message = "its optimizer does not have its parameters layer by layer"
+        raise UnsupportedError(f"{message}, so their order on other stages is not known")
+    if all(len(set(map(_layer_key, group.params))) < 2 for group in groups):
+        message = "no stage trains several layers, so in which order one would have them"
+        raise UnsupportedError(f"{message} is not known")
+
+
+def _names(stage: ModelPart) -> Iterable[str]:
+    """Yield the names of all tensors that a stage lists."""
+    for group in stage.groups:
+        yield from group.params
+    yield from stage.model_state.get(names.BUFFER_NAMES) or []
+
+
+def _layer_key(name: str) -> LayerKey:
+    """Return where a name belongs.
+
+    >>> _layer_key("12.up.weight"), _layer_key("tied_modules.embed.weight")
+    (12, 'tied_modules.embed.')
+    """
+    beginning = beginning_of(name) or ""
+    number = beginning.removesuffix(".")
+    if number.isdecimal() and len(number) <= _MOST_DIGITS:
+        return int(number)
+    if beginning and not number.isdecimal():
+        return beginning
+    message = f"'{name[:100]}' is of no layer, so which stages have it is not known"
+    raise UnsupportedError(message)
