@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import streamshard
-from tests.oracle.cases import ALIGNED, BF16, BF16_OPTIMIZER, FP16, SUB_GROUPS
+from tests.oracle.cases import ALIGNED, BF16, BF16_OPTIMIZER, FP16, ROUND_ROBIN, SUB_GROUPS
 from tests.oracle.compare import differences
 from tests.oracle.jobs import Resume, Train
 from tests.oracle.models import Case
@@ -63,6 +63,7 @@ IMPORTS = [
     Import(FP16[1], FP16[2]),
     Import(BF16_OPTIMIZER, BF16[2], is_ours=True),
     Import(AMSGRAD, AMSGRAD, is_ours=True),
+    Import(ROUND_ROBIN, ROUND_ROBIN, is_ours=True),
 ]
 
 
