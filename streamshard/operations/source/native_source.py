@@ -106,6 +106,8 @@ def _first(tag: str) -> str:
 class _CertainReader(_NativeReader):
     """Is asked first: one listing decides for the shards of an optimizer, without other readers."""
 
+    is_alone_in = Reader.is_alone_in  # what is to be replaced may be of another kind
+
     def recognizes(self, request: Request) -> Path | None:
         root = request.root
         if request.template is not None or not is_directory(root):
