@@ -112,6 +112,7 @@ class Trash:
             is_own = is_real_directory(self._directory) and is_real_directory(self._going)
             if is_own and next(paths_in(self._going), None) is None:
                 remove(self._going)
+                sync_path(self._directory)
 
     def require(self, tag: str) -> None:
         """Require that a tag is in the trash, and that no part of it is removed."""

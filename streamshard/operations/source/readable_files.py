@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from streamshard.errors import SourceError, StreamshardError, UnsupportedError
+from streamshard.errors import IntegrityError, SourceError, StreamshardError, UnsupportedError
 from streamshard.formats.deepspeed.read.validation import SetErrors
 from streamshard.io.entries import is_directory
 from streamshard.io.files import require_regular, stays_inside
@@ -44,4 +44,5 @@ def explain(
     is_of_a_kind = isinstance(error, UnsupportedError) and not (errors.own or readable.others)
     for found in (*errors.own, *(() if is_of_a_kind else errors.together)):
         findings.add_error(found, place)
-    findings.add_unexplained(error, place)
+    if not isinstance(error, IntegrityError):  # reading all records finds the damaged one
+        findings.add_unexplained(error, place)
