@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.fabricated_states import flat, flat_state, shard, sharded_state, units
-from tests.job import TAG, Job, Keepsake, buffers, ds_config, stand_ins
+from tests.job import TAG, Job, Keepsake, ZeroStageEnum, buffers, ds_config, stand_ins
 
 DUMPS = "optimizer.{rank:02d}.pt"
 
@@ -28,7 +28,8 @@ def write(job: Job, run_dir: Path, tag: str = TAG) -> Path:
     place.mkdir(parents=True)
     with stand_ins():
         key = BytesIO()
-        torch.save((job, [*buffers()]), key)  # some tests give the module no buffers
+        # Some tests give the module no buffers, or save stages in another way.
+        torch.save((job, [*buffers()], ZeroStageEnum.weights), key)
         files = _TAGS.get(key.getvalue())
         if files is None:
             for part in range(job.parts):
@@ -203,6 +204,16 @@ def client_state() -> dict[str, Any]:
 def edit_optimizers(run_dir: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change the states of the optimizers in all ranks' files."""
     edit_all(run_dir, "*_optim_states.pt", lambda held: change(held["optimizer_state_dict"]))
+
+
+def make_adam(run_dir: Path) -> None:
+    """Give each param group what torch's Adam and AdamW alone have."""
+
+    def change(state: dict[str, Any]) -> None:
+        for group in wrapped(state)["param_groups"]:
+            group["amsgrad"] = False
+
+    edit_optimizers(run_dir, change)
 
 
 def wrapped(state: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from streamshard.errors import CorruptFileError, DisagreementError, IncompleteEr
 from streamshard.formats.dcp.item_reader import TensorPlaces
 from streamshard.formats.dcp.metadata_reader import SavedItems, SavedTensor
 from streamshard.formats.megatron.megatron_reader import unflattened
-from tests.fabricated import write
+from tests.fabricated import make_adam, write
 from tests.fabricated_dcp import adamw
 from tests.job import Job
 from tests.unpacking import unpack
@@ -133,7 +133,7 @@ def test_it_goes_into_a_zero_job(
     with streamshard.open(saves / WHOLE) as found:
         shapes = {name: parameter.shape for name, parameter in found.items()}
     job = Job(groups=(tuple(shapes.items()),), frozen=(), tied={}, step=2)
-    write(job, tmp_path / "like")
+    make_adam(write(job, tmp_path / "like"))
     streamshard.repartition(
         saves / WHOLE, tmp_path / "out", world_size=3, like=tmp_path / "like", verify=True
     )

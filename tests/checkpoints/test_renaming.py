@@ -22,7 +22,7 @@ from streamshard.formats.dcp.metadata_reader import SavedItems, SavedTensor
 from streamshard.formats.dcp.renaming import Held, remade, rule_of
 from streamshard.layout.boxes import grid_of
 from tests.cli.conftest import in_process
-from tests.fabricated import write
+from tests.fabricated import make_adam, write
 from tests.fabricated_dcp import adamw, mesh, save_index
 from tests.job import Job
 from tests.unpacking import unpack
@@ -137,7 +137,7 @@ def test_all_states_go_into_a_job_with_other_names(
     wanted = {state: as_llama(held_in(saves / WHOLE, state)) for state in STATES}
     shapes = tuple((name, tuple(tensor.shape)) for name, tensor in wanted["fp32"].items())
     job = Job(groups=(shapes[::-1],), frozen=(), tied={}, step=2)
-    write(job, tmp_path / "like")
+    make_adam(write(job, tmp_path / "like"))
     for world_size in (1, 3):
         out = tmp_path / f"out{world_size}"
         streamshard.repartition(

@@ -159,7 +159,7 @@ def test_a_disk_that_is_full_before(kind: str, run: Run, saved: Saved, tmp_path:
         free = shutil.disk_usage(target).free
         # Some blocks are left, for a lock and a directory; far too few for the checkpoint.
         ballast.write_bytes(bytes(free - sum(len(data) for _, data in saved.whole.values()) // 4))
-        require_refused(run(target), target, "free on its file system")
+        require_refused(run(target), target, "are free there")
         assert {path.name for path in target.iterdir()} == {ballast.name}
         ballast.unlink()
         require_whole(run(target), target, saved)

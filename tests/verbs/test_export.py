@@ -23,7 +23,7 @@ from streamshard.operations.export.weights import shards
 from streamshard.operations.transfer.target import partial_of
 from tests.cli.conftest import model_file, tree
 from tests.exported import JOBS, same
-from tests.fabricated import edit, load, optimizer_file, write
+from tests.fabricated import edit, load, optimizer_file, save, write
 from tests.job import EXPERT, EXPERTS, TAG, Job, buffers, expected, values
 
 
@@ -444,6 +444,7 @@ def test_what_became_infinite_is_counted_though_a_run_was_cut_off(
     element = Job(stage=2).values("fp32", "block.0.attn.weight").numpy().tobytes()[:4]
     (file,) = (p for p in run.rglob("*optim_states.pt") if element in p.read_bytes())
     file.write_bytes(file.read_bytes().replace(element, struct.pack("<f", number), 1))
+    save(load(file), file)  # with its checksum
     note, written = Journal.note, []
 
     def once(self: Journal, path: str, offset: int, what: Written) -> None:

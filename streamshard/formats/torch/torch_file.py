@@ -21,6 +21,9 @@ from streamshard.io.entries import open_readable
 from streamshard.io.readable import Readable
 from streamshard.model import ITEMSIZE, RecordCrcs
 
+LACKS_CHECKSUMS: Final = (
+    "its writer left the checksums of tensor data out, which can therefore not be checked."
+)
 LOOKED_INTO: Final = frozenset({PICKLE, "byteorder"})
 """Records whose content is read. Of other records only the place and the size are used."""
 _KNOWN: Final = LOOKED_INTO | {
@@ -44,7 +47,8 @@ class TorchFile:
     @property
     def recorded(self) -> RecordCrcs:
         """The checksums of its records."""
-        known = [record for record in self.records if record.nbytes and record.crc32 is not None]
+        listed = [(record.name.partition("/")[2], record) for record in self.records]
+        known = [r for name, r in listed if r.nbytes and r.crc32 and name not in LOOKED_INTO]
         starts = np.array([record.start for record in known], dtype=np.int64)
         nbytes = np.array([record.nbytes for record in known], dtype=np.int64)
         crc32s = np.array([record.crc32 for record in known], dtype=np.uint32)

@@ -11,6 +11,7 @@ from streamshard.checksums import difference, join_crc32
 from streamshard.engine.scan.probe import Probe
 from streamshard.formats.deepspeed import names
 from streamshard.formats.torch import zip_audit
+from streamshard.formats.torch.torch_file import LACKS_CHECKSUMS
 from streamshard.formats.torch.zip_audit import StoredRecord, TorchAudit
 from streamshard.io.entries import identify
 from streamshard.model import SourceFile
@@ -81,8 +82,8 @@ class TorchFiles:
             )
             self.findings.add(DISAGREEMENT, path, message)
         if _lacks_checksums(audit):
-            message = f"{path}: its writer left the checksums of tensor data out"
-            self.findings.notes.append(f"{message}, which can therefore not be checked.")
+            note = f"{path}: {LACKS_CHECKSUMS}"
+            self.findings.notes += [note] if note not in self.findings.notes else []
             others = [r for r in audit.records if not r.name.startswith(zip_audit.DATA)]
             return others if any(record.crc32 for record in others) else ()
         return audit.records

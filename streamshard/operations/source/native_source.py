@@ -18,6 +18,7 @@ from streamshard.formats.deepspeed.read.validation import validate
 from streamshard.formats.frameworks import framework_of
 from streamshard.io.entries import is_directory, is_file, list_ahead, paths_below, paths_in
 from streamshard.io.files import require_inside, stays_inside
+from streamshard.io.object_path import is_packed_name
 from streamshard.model import Note
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.structure import CheckedStructure, Reader
@@ -34,7 +35,7 @@ class _NativeReader(Reader):
     title = "DeepSpeed shards"
 
     def holds(self, directory: Path) -> bool:
-        if not has_shards(directory):
+        if is_packed_name(directory) or not has_shards(directory):
             return False
         # DeepSpeed's universal checkpoints hold the model files of their source too.
         return _has_optimizer(directory) or not is_directory(directory / names.UNIVERSAL_PARAMS)

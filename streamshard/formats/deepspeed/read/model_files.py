@@ -46,7 +46,7 @@ def read_models(sources: SourceFiles, paths: Sequence[Path]) -> list[ModelFile]:
     for path, number in zip(paths, numbers, strict=True):
         cached = cache.find(path)
         if cached is not None:
-            sources.record(number, cached.recorded)
+            sources.record(number, cached.recorded, is_whole=bool(cached.crc32s.all()))
             files.append(ModelFile(path, number, cached.root, cached))
             continue
         found = sources.read(path, number)

@@ -230,18 +230,15 @@ class SourceFiles:
     def note(self, number: int, found: TorchFile) -> None:
         """Note the checksums in a numbered file, and what the user should know about it."""
         path, unknown = self.files[number].path, found.unknown
-        self.record(number, found.recorded)
-        if found.lacks_checksums:
-            text = (
-                f"Not protected, as its writer left the checksums of tensor data out: {path.name}"
-            )
-            self._notes[Note(f"{text}.")] = None
+        self.record(number, found.recorded, is_whole=not found.lacks_checksums)
         if unknown:
             text = f"Not read, as torch.save writes no such records: {show_few(unknown)}"
             self._notes[Note(f"{text} in {path.name}.", NoteKind.LEFT_OUT)] = None
 
-    def record(self, number: int, recorded: RecordCrcs) -> None:
-        """Note the checksums in a numbered file."""
+    def record(self, number: int, recorded: RecordCrcs, *, is_whole: bool) -> None:
+        """Note the checksums in a numbered file; `is_whole`: whether they are of all storages."""
+        if not is_whole:
+            self._notes[Note(f"{self.files[number].path}: {torch_file.LACKS_CHECKSUMS}")] = None
         self.files[number] = replace(self.files[number], recorded=recorded)
 
     def path_of(self, storage: Storage) -> Path:

@@ -81,7 +81,7 @@ class _RankReader:
         """Return a file's object, and its storages."""
         cached = self._cache.find(path)
         if cached is not None:
-            self._sources.record(number, cached.recorded)
+            self._sources.record(number, cached.recorded, is_whole=bool(cached.crc32s.all()))
             serialized, parsed = self._parsed[id(cached.root)]
             storages = [
                 replace(storage, file=number, path=path, crc32=cached.crc32(storage), data=None)
