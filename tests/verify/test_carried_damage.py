@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import streamshard
-from streamshard.errors import IntegrityError, StreamshardError
+from streamshard.errors import CorruptFileError, IntegrityError, StreamshardError
 from streamshard.formats.torch.zip_audit import DATA, audit
 from streamshard.operations.transfer.report import Silent
 from tests.fabricated import write, write_dumps
@@ -17,7 +17,7 @@ from tests.fabricated_dcp import adamw
 from tests.fabricated_universal import write_universal
 from tests.job import Job
 from tests.samples import sampled
-from tests.verify.conftest import TINY, Of, damaged, files_of
+from tests.verify.conftest import TINY, Of, damaged, files_of, flip_data
 
 WIDE = replace(TINY, groups=((("w", (128, 16)),),))
 Carry = Callable[[Path, Path], object]
@@ -152,3 +152,19 @@ def test_what_an_earlier_run_read_is_checked_too(tmp_path: Path) -> None:
             go()
     assert not out.exists()
     assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_job_that_is_still_saving_is_not_called_damage(tmp_path: Path) -> None:
+    """What was read of a file that has changed since is no evidence against what it holds now."""
+    source = write(replace(WIDE, stage=1, world_size=1), tmp_path / "run")
+    (states,) = source.glob("*/*_optim_states.pt")
+    flip_data(states)
+
+    class Saving(Silent):
+        """Saves the file again while the run reads it."""
+
+        def advance(self, nbytes: int) -> None:
+            states.write_bytes(states.read_bytes())
+
+    with pytest.raises(CorruptFileError, match="changed while it was being read"):
+        streamshard.repartition(source, tmp_path / "out", world_size=2, progress=Saving())

@@ -101,9 +101,13 @@ class TransferPlan:
         unchecked: Sequence[SourceFile] = ()
         if not partial_target.is_written:
             engine = execution.engine_for(self.source, partial_target, self.memory, progress)
-            for layouts in writer.passes():
-                engine.run(layout.divided(divider) for layout in layouts())
-            unchecked = engine.check_sources()
+            try:
+                for layouts in writer.passes():
+                    engine.run(layout.divided(divider) for layout in layouts())
+                unchecked = engine.check_sources()
+            except IntegrityError:
+                unchanged()  # a job that is still saving is another error than damage
+                raise
         if latest is not None and not partial_target.is_written:
             progress.advance(len(latest.encode()))  # the commit writes it
         if self.options.verify and not partial_target.is_done:
