@@ -7,11 +7,13 @@ and keys are in ``formats``.
 """
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from string import Formatter
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -350,3 +352,42 @@ class Slot:
     """Byte offsets in those files."""
     numels: NDArray[np.int64]
     """Recorded elements of each piece, to be checked against the arithmetic."""
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """Files in one directory whose names differ only in the rank: ``optimizer.{rank:02d}.pt``."""
+
+    directory: Path
+    name: str
+
+    def file_name(self, rank: int) -> str:
+        """Return the name of one rank's file.
+
+        >>> Template(Path("."), "optimizer.{rank:02d}.pt").file_name(3)
+        'optimizer.03.pt'
+        """
+        return self.name.format(rank=rank)
+
+    def rank_of(self, file_name: str) -> int | None:
+        """Return the rank in a file name; None if the name does not fit the template.
+
+        >>> Template(Path("."), "optimizer.{rank:02d}.pt").rank_of("optimizer.12.pt")
+        12
+        """
+        before, after = (re.escape(text) for text in self.around)
+        match = re.fullmatch(f"{before}([0-9]+){after}", file_name)
+        if match is None or self.file_name(int(match[1])) != file_name:
+            return None
+        return int(match[1])
+
+    @property
+    def around(self) -> tuple[str, str]:
+        """The text before and after the rank."""
+        texts = ["", ""]
+        after = 0
+        for literal, field_name, _, _ in Formatter().parse(self.name):
+            texts[after] += literal
+            if field_name is not None:
+                after = 1
+        return texts[0], texts[1]

@@ -58,6 +58,12 @@ def completing(kind: str) -> Any | None:  # noqa: ANN401
     return next((one for one in readers() if one.kind == kind and one.completes), None)
 
 
+def title_of(kind: str) -> str:
+    """Return what text calls a kind of checkpoint."""
+    title: str = next(reader.title for reader in readers() if reader.kind == kind)
+    return title
+
+
 def readers() -> Iterator[Any]:
-    """Yield the readers; see `operations.checks.structure.Reader`."""
+    """Yield the readers; see `operations.source.reader.Reader`."""
     return map(load, _READERS)

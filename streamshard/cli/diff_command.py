@@ -11,9 +11,9 @@ from streamshard.cli.streams import print_result
 from streamshard.cli.text.report_text import memory_text, read_text
 from streamshard.cli.text.tables import facts_text, more_text, paragraph, table
 from streamshard.errors import IntegrityError
-from streamshard.operations.checks.structure import title_of
 from streamshard.operations.diff import diff
 from streamshard.operations.diff.diff_report import DiffReport, Distance, TensorDiff
+from streamshard.registry import title_of
 from streamshard.sizes import counted
 
 _MOST_SHOWN: Final = 20

@@ -12,8 +12,8 @@ from streamshard.cli.text.report_text import memory_text, read_text
 from streamshard.cli.text.tables import facts_text, more_text, paragraph
 from streamshard.errors import IntegrityError
 from streamshard.operations.checks.problems import Difference, Problem, Verification
-from streamshard.operations.checks.structure import title_of
 from streamshard.operations.verify import verify
+from streamshard.registry import title_of
 from streamshard.sizes import counted
 
 

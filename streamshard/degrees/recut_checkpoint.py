@@ -33,9 +33,8 @@ from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
 from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts, with_cut_info
 from streamshard.formats.deepspeed.read.fingerprints import fingerprint
 from streamshard.formats.deepspeed.read.model_part import optimizer_tensors
-from streamshard.formats.pickle.inert import Node
+from streamshard.formats.pickle.inert import Node, show_few
 from streamshard.formats.torch.torch_tensor import Storage
-from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.formats.torch.tree_copy import copied
 from streamshard.layout.boxes import NotTiledError
 from streamshard.layout.cutting import Cutting, CuttingBuilder

@@ -19,8 +19,8 @@ from streamshard.formats.deepspeed.model_parallel.parallel_degrees import AS_SAV
 from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts
 from streamshard.formats.deepspeed.model_parallel.pipeline_layers import LayerCopy
 from streamshard.formats.deepspeed.model_parallel.stated_cuts import CutRules
+from streamshard.formats.pickle.inert import show_few
 from streamshard.formats.pickle.node_checks import of_file
-from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.model_cut import recut, whole_cut
 from streamshard.model import BLOB, FILE, ITEMSIZE, LogicalTensor

@@ -364,6 +364,11 @@ class Checkpoint:
         )
 
     @property
+    def has_muon(self) -> bool:
+        """Whether DeepSpeed's Muon trains some of it."""
+        return any(part.is_muon(group) for part in self.model_parts for group in part.groups)
+
+    @property
     def has_auto_experts(self) -> bool:
         """Whether it was trained with AutoEP."""
         return any(part.model_state.get(names.AUTO_EXPERTS) for part in self.model_parts)

@@ -20,12 +20,11 @@ from streamshard.formats import detect, safetensors_file, strict_json
 from streamshard.formats.checkpoint import ModuleEntry, Reading
 from streamshard.formats.deepspeed import names
 from streamshard.formats.foreign_checkpoint import foreign_checkpoint
-from streamshard.formats.pickle.inert import show
+from streamshard.formats.pickle.inert import show, show_few
 from streamshard.formats.pickle.node_checks import name_of, of_file
 from streamshard.formats.safetensors_file import Described, Stored
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import tensor_of
-from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.io.entries import exists, identify, is_directory, names_in, read_all
 from streamshard.io.files import require_regular
 from streamshard.layout.cutting import CuttingBuilder

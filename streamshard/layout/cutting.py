@@ -11,13 +11,16 @@ array arithmetic finds the fragments of any range, and no list of all fragments 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streamshard.layout.boxes import Boxes, BoxGrid, gather
 from streamshard.layout.zero import FlatGroup, ends_and_numels
 from streamshard.model import Copies, Slot
+
+if TYPE_CHECKING:
+    from streamshard.layout.boxes import Boxes, BoxGrid
 
 Ints = NDArray[np.int64]
 
@@ -71,7 +74,7 @@ class Cutting:
     file: Ints
     offset: Ints
     """Byte offset of the piece in its file."""
-    boxes: Boxes | None = None
+    boxes: "Boxes | None" = None
     """How tensors are cut that are cut into boxes; None if there are none."""
     grid: Ints | None = None
     """Row in `boxes` of each tensor, -1 for one that is not cut into boxes; None without boxes."""
@@ -224,7 +227,7 @@ class Cutting:
         return np.where(grid >= 0, self.boxes.pieces[grid], 0)
 
     def _boxed(
-        self, boxes: Boxes, grid: Ints, segments: Segments, keep: Ints, target_itemsize: int
+        self, boxes: "Boxes", grid: Ints, segments: Segments, keep: Ints, target_itemsize: int
     ) -> tuple[Ints, Copies]:
         """Find the copies of segments of tensors in boxes, each with its segment's number."""
         tensor, start = segments.tensor[keep], segments.start[keep]
@@ -297,7 +300,7 @@ class CuttingBuilder:
         slot = self.slot(Slot(np.array([file]), np.array([offset]), np.array([numel])))
         self.assign(tensor, slot, piece_numel=numel)
 
-    def place_boxes(self, tensor: int, slot: int, grid: BoxGrid) -> None:
+    def place_boxes(self, tensor: int, slot: int, grid: "BoxGrid") -> None:
         """Record that a tensor is cut into boxes, which are the pieces of a slot."""
         numel = math.prod(grid.shape)
         self.assign(tensor, slot, piece_numel=numel // grid.runs)
@@ -325,9 +328,11 @@ class CuttingBuilder:
             of=of,
         )
 
-    def _boxes(self) -> tuple[Boxes | None, Ints | None]:
+    def _boxes(self) -> "tuple[Boxes | None, Ints | None]":
         if not self._grids:
             return None, None
+        from streamshard.layout.boxes import gather  # not at the top: ZeRO cuts no boxes
+
         grid = np.full_like(self._first, -1)
         grid[list(self._grids)] = np.arange(len(self._grids))
         return gather(list(self._grids.values()), self._first[list(self._grids)].tolist()), grid

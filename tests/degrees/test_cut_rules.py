@@ -11,7 +11,7 @@ import streamshard
 from streamshard.cli.main import main
 from streamshard.errors import DisagreementError, StreamshardError, UnsupportedError, UsageError
 from streamshard.formats.deepspeed.model_parallel.stated_cuts import CutRules, read_rules
-from streamshard.formats.facts import read_facts
+from streamshard.formats.facts_file import read_facts
 from tests.comparing import compare
 from tests.documents import blocks, page
 from tests.fabricated import write

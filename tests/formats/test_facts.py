@@ -9,7 +9,8 @@ import pytest
 
 import streamshard
 from streamshard.errors import UsageError
-from streamshard.formats.facts import NO_FACTS, Facts, RuleLines, read_facts
+from streamshard.formats.facts import NO_FACTS, Facts, RuleLines
+from streamshard.formats.facts_file import read_facts
 from tests.documents import blocks, page
 from tests.fabricated import write
 from tests.job import Job
@@ -49,7 +50,7 @@ def test_a_file_and_a_mapping_say_the_same(tmp_path: Path) -> None:
         wanted.wrapped,
         wanted.cut_rules,
     )
-    assert read_facts({}) == read_facts(None) == NO_FACTS
+    assert read_facts({}) == NO_FACTS
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from streamshard.formats.deepspeed import ds_config, names, resume_settings
 from streamshard.formats.deepspeed.model_parallel import stated_cuts
 from streamshard.formats.deepspeed.model_parallel.cuts_in_files import AffineMaps, Categories
 from streamshard.formats.deepspeed.names import is_inside, latest_of
-from streamshard.formats.facts import read_facts
+from streamshard.formats.facts_file import read_facts
 from streamshard.formats.fsdp_ranks import fsdp_ranks_reader
 from streamshard.formats.pickle import inert_dump, inert_load
 from streamshard.formats.shapes import require_shape

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import streamshard
-from streamshard.cli.transfer_command import plan_text
+from streamshard.cli.text.estimate_text import plan_text
 from streamshard.engine.run.work import Region
 from streamshard.operations.transfer import estimate
 from streamshard.operations.transfer.estimate import Estimate, FileBytes, MemoryParts, Space

@@ -9,7 +9,6 @@ from streamshard.cli.text.health_text import health_table, healthy_text
 from streamshard.cli.text.tables import bold, facts_text, more_text, paragraph, table
 from streamshard.commands import command
 from streamshard.health import TensorHealth
-from streamshard.operations.checks.structure import title_of
 from streamshard.operations.inspect.inspect_report import (
     FOREIGN,
     CheckpointList,
@@ -24,6 +23,7 @@ from streamshard.operations.inspect.inspect_report import (
     ParameterDetail,
     RankDetail,
 )
+from streamshard.registry import title_of
 from streamshard.sizes import counted, show_bytes
 
 _PARAMETERS_SHOWN: Final = 20

@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from streamshard.cli.text.tables import facts_text, paragraph, table
-from streamshard.operations.checks.problems import Verification
-from streamshard.operations.checks.structure import title_of
-from streamshard.operations.diff.diff_report import DiffReport
 from streamshard.operations.transfer.report import Report
+from streamshard.registry import title_of
 from streamshard.sizes import counted, show_bytes, some_of
 
 if TYPE_CHECKING:
     from streamshard.cluster.dask_executor import WorkerRate
+    from streamshard.operations.checks.problems import Verification
+    from streamshard.operations.diff.diff_report import DiffReport
 
 
 def report_text(report: Report, *, verbose: bool) -> str:
@@ -62,7 +62,7 @@ def _found(report: Report) -> str:
     return f"Nothing to do: {report.path} is already what this would make."
 
 
-def memory_text(found: Report | Verification | DiffReport, *, verbose: bool) -> str:
+def memory_text(found: "Report | Verification | DiffReport", *, verbose: bool) -> str:
     """Format the measured or projected memory above the program's own."""
     projected = show_bytes(found.projected_bytes - found.floor_bytes)
     above = f"above the program's {show_bytes(found.floor_bytes)}"
@@ -72,7 +72,7 @@ def memory_text(found: Report | Verification | DiffReport, *, verbose: bool) -> 
     return f"{measured}; projected {projected}" if verbose else measured
 
 
-def read_text(found: Verification | DiffReport) -> str:
+def read_text(found: "Verification | DiffReport") -> str:
     """Say how much was read, and how fast."""
     rate = show_bytes(int(found.bytes_read / max(found.seconds, 1e-9)))
     return f"{show_bytes(found.bytes_read)} in {found.seconds:.1f} s, {rate}/s"

@@ -13,7 +13,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from streamshard.engine.jobs.proofs import require_seen, some_files
 from streamshard.model import SourceFile
 
 
@@ -53,6 +52,9 @@ class Toolkit(ABC, Generic[T_co]):
 
         Called once in each process, before it gets tools. Returns a text that `accept` checks.
         """
+        # Not at the top: threads of one process have nothing to prove.
+        from streamshard.engine.jobs.proofs import require_seen, some_files
+
         require_seen(some_files(self.sources))
         return ""
 

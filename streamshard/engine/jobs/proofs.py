@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
+from streamshard.engine.journals.journal import PROOF_PREFIX
 from streamshard.errors import SourceError, TargetError
 from streamshard.io.changes import make_directory, remove, rename, write_durably
 from streamshard.io.entries import examine, read_all
@@ -27,7 +28,6 @@ from streamshard.model import SourceFile
 
 _EXAMINED: Final = 64
 """Files that are examined beforehand. Each is examined once more when it is opened."""
-PROOF_PREFIX: Final = ".streamshard.proof."
 _NONCE: Final = "run"
 _MOST_UNDER_WAY: Final = 8
 """As many answers may be under way when a run ends: each disturbs one removal."""

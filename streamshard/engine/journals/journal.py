@@ -27,6 +27,8 @@ from streamshard.io.sink import AppendedFile
 
 Numbers = NDArray[np.uint64]
 
+PROOF_PREFIX: Final = ".streamshard.proof."
+"""Beginning of the name of a directory next to a journal: see `engine/jobs/proofs.py`."""
 HEADER: Final = "0"
 """Name of the object without which the others of an upload's journal are none."""
 _WHOLE: Final = "whole"

@@ -7,18 +7,20 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
 from streamshard.engine.jobs.executor import Job, current_executor
-from streamshard.engine.jobs.proofs import TargetProof
 from streamshard.engine.run.phases import SYNCING, WRITING, Watcher
 from streamshard.engine.run.source_check import Ranges, SourceCheck
 from streamshard.engine.run.span_writer import Resources, SpanWriter, TargetFiles, WritingTools
 from streamshard.io.changes import sync_tree
 from streamshard.io.files import target_errors
 from streamshard.model import SourceFile
+
+if TYPE_CHECKING:
+    from streamshard.engine.jobs.proofs import TargetProof
 
 _JOB_BYTES: Final = 16 << 20
 """Bytes that a worker reads again in one job."""
@@ -55,7 +57,7 @@ class StagedFiles(Protocol):
     def jobs(self, resources: Resources, watcher: Watcher) -> Jobs:
         """Return the jobs that write the files."""
 
-    def begin_proof(self) -> TargetProof:
+    def begin_proof(self) -> "TargetProof":
         """Begin to show other processes that they write the same target."""
 
 
@@ -146,7 +148,7 @@ class Engine:
                 yield number, done
 
     @contextmanager
-    def _proof(self) -> Iterator[TargetProof | None]:
+    def _proof(self) -> Iterator["TargetProof | None"]:
         """Let other processes tell this run's target from others, as long as it goes on."""
         if current_executor().shares_memory:
             yield None

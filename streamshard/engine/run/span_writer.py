@@ -4,10 +4,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from streamshard.engine.jobs.executor import Host, Toolkit
-from streamshard.engine.jobs.proofs import TargetProof
 from streamshard.engine.journals.journal import Written
 from streamshard.engine.run import resident_memory
 from streamshard.engine.run.source_check import Ranges, ReadLog
@@ -18,6 +17,9 @@ from streamshard.io.files import target_errors
 from streamshard.io.sink import InnerPages, Sink, open_to_fill
 from streamshard.io.writable import BLOCK_BYTES, aligned
 from streamshard.model import SourceFile
+
+if TYPE_CHECKING:
+    from streamshard.engine.jobs.proofs import TargetProof
 
 _PAGE_BYTES: Final = BLOCK_BYTES
 """Page of the machine that leads a run."""
@@ -64,7 +66,7 @@ class WritingTools(Toolkit["SpanWriter"]):
 
     sources: tuple[SourceFile, ...]
     resources: Resources
-    target: TargetProof | None = None
+    target: "TargetProof | None" = None
     """None if all workers are threads of the process that leads the run."""
 
     def prove(self) -> str:

@@ -5,10 +5,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from streamshard.engine.jobs.executor import Job, current_executor
-from streamshard.engine.jobs.proofs import StagedProof
 from streamshard.engine.journals.journal import Journal
 from streamshard.engine.run.phases import Watcher
 from streamshard.engine.run.runner import Jobs
@@ -27,6 +26,9 @@ from streamshard.io.files import target_errors
 from streamshard.io.page_cache import drop_file
 from streamshard.io.preallocation import Reservation
 from streamshard.io.writable import LEAST_BYTES
+
+if TYPE_CHECKING:
+    from streamshard.engine.jobs.proofs import StagedProof
 
 _KEPT_FILES: Final = 8
 """The last files written: they are not yet on disk, and cannot be dropped from the cache."""
@@ -52,7 +54,11 @@ class Partial:
     def jobs(self, resources: Resources, watcher: Watcher) -> Jobs:
         return _SpanJobs(self, resources, watcher)
 
-    def begin_proof(self) -> StagedProof:
+    def begin_proof(self) -> "StagedProof":
+        from streamshard.engine.jobs.proofs import (
+            StagedProof,  # not at the top: for other processes
+        )
+
         return StagedProof.begin(self.path)
 
 

@@ -15,8 +15,7 @@ from streamshard.formats.checkpoint import Checkpoint, ModelPart
 from streamshard.formats.dcp.optimizer_state import DECOUPLED, OF_TORCH, STEP
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.write.optimizer_writer import unscaled
-from streamshard.formats.pickle.inert import Call, Node
-from streamshard.formats.torch.tree_comparison import show_few
+from streamshard.formats.pickle.inert import Call, Node, show_few
 from streamshard.model import Note
 
 _VERSION: Final = "0.19.8"

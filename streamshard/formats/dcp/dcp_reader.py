@@ -28,9 +28,8 @@ from streamshard.formats.dcp.optimizer_state import SavedGroup, SavedOptimizer
 from streamshard.formats.dcp.state_names import StateKeys, sort_keys
 from streamshard.formats.deepspeed.read.model_part import optimizer_tensors
 from streamshard.formats.foreign_checkpoint import foreign_checkpoint
-from streamshard.formats.pickle.inert import show
+from streamshard.formats.pickle.inert import show, show_few
 from streamshard.formats.pickle.node_checks import of_file
-from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.io.files import require_inside
 from streamshard.layout.boxes import BoxGrid, NotTiledError, grid_of
 from streamshard.layout.cutting import Cutting, CuttingBuilder

@@ -36,10 +36,9 @@ from streamshard.formats.dcp.optimizer_state import (
 )
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.read.model_part import optimizer_tensors
-from streamshard.formats.pickle.inert import Node, show
+from streamshard.formats.pickle.inert import Node, show, show_few
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch.torch_tensor import Storage
-from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.formats.torch.tree_copy import copied
 from streamshard.model import MASTER, MODULE, LogicalTensor, Note, Whole
 

@@ -27,8 +27,7 @@ from streamshard.formats.dcp.item_reader import TensorPlaces
 from streamshard.formats.dcp.metadata_reader import Ints, SavedItems, SavedTensor
 from streamshard.formats.dcp.optimizer_state import SavedGroup
 from streamshard.formats.facts import RuleLines
-from streamshard.formats.pickle.inert import show
-from streamshard.formats.torch.tree_comparison import show_few
+from streamshard.formats.pickle.inert import show, show_few
 from streamshard.model import ITEMSIZE
 from streamshard.sizes import counted
 

@@ -19,8 +19,7 @@ from typing import Final
 from streamshard.errors import CorruptFileError, UnsupportedError
 from streamshard.formats.dcp.dcp_names import PARAM_GROUPS, PARAM_OPTIONS, STATE
 from streamshard.formats.dcp.metadata_reader import Index
-from streamshard.formats.pickle.inert import show
-from streamshard.formats.torch.tree_comparison import show_few
+from streamshard.formats.pickle.inert import show, show_few
 
 _MODELS: Final = ("model", "module", "state_dict", "model_state_dict", "")
 """Last part of where a model's own state dict stands, the usual ones first."""

@@ -5,7 +5,8 @@ whose first dimension counts them (`deepspeed/module_inject/auto_ep_layer.py`, 0
 part of each expert is a tensor of its own, whichever rank holds it.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Final
@@ -15,20 +16,36 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.model import ZeroLayout
 
-Placement = tuple[tuple[int, ...], ...]
-"""The experts of each expert rank, in the order in which its parameters have them."""
-
-_ROUTER: Final = "router"
 _WEIGHTS: Final = ("w1", "w2", "w3")
 _FORMATS: Final = {"per_expert_files": (1, 2), "zero3_partitioned": (3,)}
 """How experts are saved → the ZeRO stages at which they are."""
 _ANEW: Final = "Save again with DeepSpeed 0.19.8"
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the experts are that a layer's parameters have."""
+
+    experts: tuple[tuple[int, ...], ...]
+    """Of each expert rank, in the order in which its parameters have them."""
+
+    def names_of(self, name: str, expert_rank: int, ranks: int | None) -> tuple[str, ...]:
+        """Return the names of the experts that a parameter of an expert rank has.
+
+        `ranks`: count of expert ranks of its param group; None if that is not of experts.
+        """
+        if len(self.experts) != ranks:
+            group = "is of no experts" if ranks is None else f"has its experts on {ranks}"
+            count = len(self.experts)
+            message = f"the experts '{name}' are on {count} ranks, and their param group {group}"
+            raise DisagreementError(message)
+        return tuple(names.fused_expert(name, number) for number in self.experts[expert_rank])
+
+
 def placements(
     model: Mapping[str, Node], shapes: Mapping[str, Sequence[int]], path: Path, stage: int
 ) -> dict[str, Placement]:
-    """Return where the experts are that each parameter of AutoEP has; empty without AutoEP.
+    """Return where the experts are that each parameter of AutoEP has.
 
     `shapes`: of each trained parameter, as the first rank has it.
     """
@@ -85,7 +102,7 @@ def _placement(prefix: str, layer: Mapping[str, Node], path: Path) -> Placement:
     if len({*held}) > 1:
         message = f"the ranks have {held} experts of '{prefix}', and not as many each"
         raise UnsupportedError(f"{message}: not supported. {_ANEW}", path=path)
-    return found
+    return Placement(found)
 
 
 def _require_shape(
@@ -95,26 +112,11 @@ def _require_shape(
         message = f"the experts '{name}' are frozen, and AutoEP saves those of one rank alone in"
         raise UnsupportedError(f"{message} the model file: not supported. Train them", path=path)
     own = shapes[name]
-    if len(own) < 2 or own[0] != len(placement[0]):
-        message = f"'{name}' has shape {list(own)}, and {len(placement[0])} experts on a rank"
-        raise DisagreementError(message, path=path)
-
-
-def of_ranks(
-    name: str, expert_rank: int, ranks: int | None, placed: Mapping[str, Placement]
-) -> tuple[str, ...]:
-    """Return the names of the experts that a parameter of an expert rank has.
-
-    `ranks`: count of expert ranks of its param group; None if that is not of experts.
-    """
-    placement = placed[name]
-    if len(placement) != ranks:
-        group = "is of no experts" if ranks is None else f"has its experts on {ranks}"
+    if len(own) < 2 or own[0] != len(placement.experts[0]):
         message = (
-            f"the experts '{name}' are on {len(placement)} ranks, and their param group {group}"
+            f"'{name}' has shape {list(own)}, and {len(placement.experts[0])} experts on a rank"
         )
-        raise DisagreementError(message)
-    return tuple(names.fused_expert(name, number) for number in placement[expert_rank])
+        raise DisagreementError(message, path=path)
 
 
 _OF_RANKS: Final = frozenset(
@@ -179,22 +181,3 @@ def with_layers(model: Mapping[str, Node], change: Callable[[Layer], Layer]) -> 
         if own is not info[names.AUTO_EXPERTS]:
             both[names.UNIVERSAL_INFO] = {**info, names.AUTO_EXPERTS: own}
     return {key: both.get(key, node) for key, node in model.items()}
-
-
-def second_names(model: Mapping[str, Node], module: Collection[str]) -> dict[str, str]:
-    """Return the second names of routers' weights → their first names; empty without AutoEP.
-
-    A layer has its router under the name that Hugging Face's model gives it, too. DeepSpeed lists
-    that nowhere, as the module is the same.
-    """
-    layers = model.get(names.AUTO_EXPERTS) or []
-    paths = {layer.get("module_path") for layer in layers if isinstance(layer, dict)}
-    found: dict[str, str] = {}
-    for name in module if paths else ():
-        parts = name.split(".")
-        for length in range(1, len(parts) - 1):
-            path, own = ".".join(parts[:length]), parts[length]
-            first = ".".join([path, _ROUTER, *parts[length + 1 :]])
-            if path in paths and own != _ROUTER and first in module:
-                found[name] = first
-    return found

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from streamshard.errors import CorruptFileError, Option, UsageError
-from streamshard.formats import strict_json
 from streamshard.formats.deepspeed import ds_versions, names
 from streamshard.formats.deepspeed.ds_versions import Version
 from streamshard.formats.pickle.inert import show
@@ -227,6 +226,8 @@ _UNFILLED: Final = frozenset(
 
 
 def read_file(path: Path) -> Config:
+    from streamshard.formats import strict_json  # not at the top: most configs are in checkpoints
+
     try:
         config = strict_json.parse(read_document(path))
     except OSError as error:

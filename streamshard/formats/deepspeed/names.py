@@ -1,14 +1,15 @@
 """File names and dictionary keys of DeepSpeed (`deepspeed/checkpoint/constants.py`)."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, NamedTuple
 
-from streamshard.formats.pickle.inert import Global
-from streamshard.io.entries import is_file, read_all
+from streamshard.formats.pickle.inert import Global, Node
+from streamshard.io.entries import exists, is_file, read_all
+from streamshard.io.object_path import as_path
 
 LATEST: Final = "latest"
 _LATEST_BYTES: Final = 4096
@@ -384,3 +385,33 @@ def step_of(name: str) -> int | None:
         return int(steps[0]) if len(steps) == 1 else None
     match = _LAST_NUMBER.search(name)
     return int(match[0]) if match else None
+
+
+def is_template(path: str) -> bool:
+    """Tell whether a path stands for one file per rank: raw dumps."""
+    return "{" in path
+
+
+def is_source_template(path: str) -> bool:
+    """Tell whether a path stands for the files of all ranks: a template or a file name pattern."""
+    whole = as_path(path)
+    return is_template(path) or (bool({*"*?["} & {*whole.name}) and not exists(whole))
+
+
+def second_names(model: Mapping[str, Node], module: Collection[str]) -> dict[str, str]:
+    """Return the second names of routers' weights → their first names; empty without AutoEP.
+
+    A layer has its router under the name that Hugging Face's model gives it, too. DeepSpeed lists
+    that nowhere, as the module is the same.
+    """
+    layers = model.get(AUTO_EXPERTS) or []
+    paths = {layer.get("module_path") for layer in layers if isinstance(layer, dict)}
+    found: dict[str, str] = {}
+    for name in module if paths else ():
+        parts = name.split(".")
+        for length in range(1, len(parts) - 1):
+            path, own = ".".join(parts[:length]), parts[length]
+            first = ".".join([path, "router", *parts[length + 1 :]])
+            if path in paths and own != "router" and first in module:
+                found[name] = first
+    return found

@@ -18,8 +18,8 @@ import numpy as np
 from streamshard.formats.checkpoint import Checkpoint, FlatState, ModelPart, ParamGroup, ScalarState
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.auto_experts import without_ranks
-from streamshard.formats.pickle.inert import Node, show
-from streamshard.formats.torch.tree_comparison import Disparity, Found, compare_nodes, show_key
+from streamshard.formats.pickle.inert import Node, show, show_key
+from streamshard.formats.torch.tree_comparison import Disparity, Found, compare_nodes
 from streamshard.model import ZeroLayout
 
 _ANY_RANKS: Final = "ep_size_*"

@@ -17,9 +17,8 @@ from streamshard.errors import Option, UnsupportedError, UsageError, lacking
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.dcp.renaming import name_pattern
 from streamshard.formats.fsdp_ranks.rank_names import OPTIMIZER
-from streamshard.formats.pickle.inert import Call, Global, Node
+from streamshard.formats.pickle.inert import Call, Global, Node, show_few
 from streamshard.formats.torch.torch_tensor import Storage, Tensor, make_tensor, tensor_of
-from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.layout.zero import FlatGroup, ceil_div, flat_group
 from streamshard.model import Literal
 from streamshard.sizes import counted

@@ -43,10 +43,9 @@ from streamshard.formats.fsdp_ranks.sharded_tensors import (
     dtype_of,
     part_of,
 )
-from streamshard.formats.pickle.inert import Call, Node
+from streamshard.formats.pickle.inert import Call, Node, show_few
 from streamshard.formats.pickle.node_checks import name_of, of_file
 from streamshard.formats.torch.torch_tensor import Storage, Tensor, make_tensor
-from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.io.entries import is_directory, is_file, paths_in
 from streamshard.io.files import require_regular
 from streamshard.layout.boxes import NotTiledError, grid_of

@@ -38,10 +38,9 @@ from streamshard.formats.fsdp_ranks.sharded_tensors import (
     dtype_of,
     part_of,
 )
-from streamshard.formats.pickle.inert import Node, show
+from streamshard.formats.pickle.inert import Node, show, show_few
 from streamshard.formats.pickle.node_checks import name_of, of_file
 from streamshard.formats.torch.torch_tensor import Tensor, tensor_of
-from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.model import BLOB, FILE, ITEMSIZE, MASTER, MODULE
 
 _STATE: Final = "state"

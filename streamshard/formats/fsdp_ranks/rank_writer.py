@@ -17,9 +17,8 @@ from streamshard.formats.fsdp_ranks.flat_parameters import group_of, is_flat
 from streamshard.formats.fsdp_ranks.rank_names import EXTRA, MODEL, OPTIMIZER, rank_file
 from streamshard.formats.fsdp_ranks.rank_trees import TreeShape
 from streamshard.formats.fsdp_ranks.sharded_tensors import Shape, box_of, part_of
-from streamshard.formats.pickle.inert import Call, Node
+from streamshard.formats.pickle.inert import Call, Node, show_few
 from streamshard.formats.torch.torch_tensor import Storage, make_tensor, tensor_of
-from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.formats.torch.zip_layout import FileImage, Serialized, serialize
 from streamshard.layout.cutting import Segments, Share, partition_segments
 from streamshard.sizes import counted, show_ranks

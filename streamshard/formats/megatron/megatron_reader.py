@@ -29,11 +29,10 @@ from streamshard.formats.dcp.item_reader import ItemFiles, TensorPlaces
 from streamshard.formats.dcp.metadata_reader import Index, SavedTensor, is_distributed, read_index
 from streamshard.formats.dcp.optimizer_state import STEP, SavedGroup, is_plain, number_in
 from streamshard.formats.dcp.state_names import StateKeys
-from streamshard.formats.pickle.inert import Node, show
+from streamshard.formats.pickle.inert import Node, show, show_few
 from streamshard.formats.pickle.node_checks import of_file, require_unrolled
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import tensor_of
-from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.io.entries import is_directory, is_file, names_in, open_readable, read_all
 from streamshard.io.files import require_inside, require_regular
 from streamshard.model import ITEMSIZE

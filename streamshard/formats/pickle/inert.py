@@ -99,6 +99,9 @@ def nodes_below(node: Node) -> Sequence[Node]:
     return node if isinstance(node, (list, tuple)) else ()
 
 
+_MOST_KEYS: Final = 8
+"""Most keys that a message names."""
+_LIMIT_KEY: Final = 80
 _SHOWN_LETTERS: Final = 80
 _SHOWN_BITS: Final = 128
 _SHOWN_PARTS: Final = 8
@@ -128,3 +131,18 @@ def show(node: Node) -> str:
         kind = "dict" if isinstance(node, OrderedDict) else type(node).__name__
         return f"a {kind} of {len(node)}"
     return f"a {type(node).__name__}"
+
+
+def show_few(keys: Sequence[Node]) -> str:
+    """Return the first of possibly many keys as text for a message.
+
+    >>> show_few(["a", "b"]), show_few(range(50))
+    ('a, b', '0, 1, 2, 3, 4, 5, 6, 7 and 42 more')
+    """
+    more = len(keys) - _MOST_KEYS
+    return ", ".join(map(show_key, keys[:_MOST_KEYS])) + f" and {more:,} more" * (more > 0)
+
+
+def show_key(key: Node) -> str:
+    """Return a key as part of a name: short text as it is, anything else quoted."""
+    return key if isinstance(key, str) and len(key) <= _LIMIT_KEY else show(key)

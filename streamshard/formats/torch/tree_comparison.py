@@ -2,13 +2,13 @@
 
 import struct
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from streamshard.errors import SourceError, UnsupportedError
 from streamshard.formats.pickle import inert_dump
-from streamshard.formats.pickle.inert import Call, Global, Node, show
+from streamshard.formats.pickle.inert import Call, Global, Node, show, show_key
 from streamshard.formats.torch.torch_tensor import Storage, Tensor, tensor_of
 from streamshard.formats.torch.tree_copy import is_storage, put_together, take_apart
 from streamshard.model import ITEMSIZE
@@ -52,9 +52,6 @@ _PAIR_BYTES: Final = 16
 """Bytes that the visit of a pair counts as."""
 _LIMIT_PATH: Final = 400
 """Most letters of a place in a message."""
-_LIMIT_KEY: Final = 80
-_MOST_KEYS: Final = 8
-"""Most keys that a message names."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -255,21 +252,6 @@ def _is_by_identity(key: Node) -> bool:
     if isinstance(key, tuple):
         return any(isinstance(part, Call | tuple) for part in key)
     return isinstance(key, Call)
-
-
-def show_few(keys: Sequence[Node]) -> str:
-    """Return the first of possibly many keys as text for a message.
-
-    >>> show_few(["a", "b"]), show_few(range(50))
-    ('a, b', '0, 1, 2, 3, 4, 5, 6, 7 and 42 more')
-    """
-    more = len(keys) - _MOST_KEYS
-    return ", ".join(map(show_key, keys[:_MOST_KEYS])) + f" and {more:,} more" * (more > 0)
-
-
-def show_key(key: Node) -> str:
-    """Return a key as part of a name: short text as it is, anything else quoted."""
-    return key if isinstance(key, str) and len(key) <= _LIMIT_KEY else show(key)
 
 
 def _is_same(one: Node, other: Node) -> bool:

@@ -51,10 +51,9 @@ from streamshard.formats.deepspeed.read.zero_reader import (
     recorded_ranks,
 )
 from streamshard.formats.deepspeed.unsupported import Saved, refuse, refuse_files
-from streamshard.formats.pickle.inert import Node, show
+from streamshard.formats.pickle.inert import Node, show, show_few
 from streamshard.formats.pickle.node_checks import name_of, of_file
 from streamshard.formats.torch.torch_tensor import tensor_of
-from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.formats.universal.param_files import AGAIN, ParamFiles, scalar_of
 from streamshard.io.entries import is_file, paths_below
 from streamshard.model import Note, NoteKind, ZeroLayout

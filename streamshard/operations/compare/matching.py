@@ -12,7 +12,8 @@ from streamshard.errors import UnsupportedError
 from streamshard.formats import frameworks
 from streamshard.formats.checkpoint import Checkpoint, ModelPart
 from streamshard.formats.deepspeed import training_state
-from streamshard.formats.torch.tree_comparison import BlobPair, show_few
+from streamshard.formats.pickle.inert import show_few
+from streamshard.formats.torch.tree_comparison import BlobPair
 from streamshard.model import BLOB, FILE, MASTER, MODULE, LogicalTensor, NoteKind
 from streamshard.operations.compare.comparison import Pair, Pairing, SideElements
 from streamshard.operations.source.source import Source

@@ -12,8 +12,8 @@ from streamshard.formats import pretrained
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_pipeline
+from streamshard.formats.pickle.inert import show_few, show_key
 from streamshard.formats.torch import torch_file
-from streamshard.formats.torch.tree_comparison import show_few, show_key
 from streamshard.io.object_path import as_path
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.model import MASTER

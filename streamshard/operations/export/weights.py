@@ -18,11 +18,10 @@ from streamshard.errors import Option, UnsupportedError, UsageError, lacking
 from streamshard.formats import pretrained, safetensors_file
 from streamshard.formats.checkpoint import Checkpoint, ModelPart
 from streamshard.formats.deepspeed import names
-from streamshard.formats.pickle.inert import Node
+from streamshard.formats.pickle.inert import Node, show_few
 from streamshard.formats.safetensors_file import Described
 from streamshard.formats.torch import zip_layout
 from streamshard.formats.torch.torch_tensor import Storage, Tensor, make_tensor, tensor_of
-from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.model import ITEMSIZE, MASTER, MODULE, Whole
 from streamshard.operations.transfer.file_layout import Elements, FileLayout, fixed_files
 from streamshard.operations.transfer.torch_layout import torch_layout

@@ -24,7 +24,6 @@ from streamshard.io.entries import resolve
 from streamshard.layout.cutting import Ints
 from streamshard.layout.zero import ceil_div, ends_and_numels
 from streamshard.model import ITEMSIZE, MASTER, MODULE, NoteKind, ZeroLayout
-from streamshard.operations.checks.structure import title_of
 from streamshard.operations.inspect.file_groups import relative
 from streamshard.operations.inspect.inspect_report import (
     CheckpointList,
@@ -35,6 +34,7 @@ from streamshard.operations.inspect.inspect_report import (
 from streamshard.operations.inspect.ownership import ranks_of_files, sharing_ranks
 from streamshard.operations.native.target_settings import require_allowed, target_settings
 from streamshard.operations.source.source import Source
+from streamshard.registry import title_of
 from streamshard.sizes import counted
 
 _TAPE_ROWS: Final = 8

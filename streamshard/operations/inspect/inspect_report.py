@@ -7,7 +7,7 @@ from typing import Any, Final
 from streamshard.formats.checkpoint import Dropped
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import Degrees
 from streamshard.health import TensorHealth
-from streamshard.operations.checks.structure import title_of
+from streamshard.registry import title_of
 from streamshard.sizes import counted, show_bytes
 
 FOREIGN: Final = ("dcp", "megatron", "weights", "fsdp-ranks")

@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 
 from streamshard.formats import frameworks
 from streamshard.formats.deepspeed import ds_config
-from streamshard.formats.deepspeed.cut import muon_order
 from streamshard.formats.deepspeed.ds_versions import Version, target_version
 from streamshard.layout.batch import BatchPlan
 from streamshard.model import ZeroLayout
@@ -93,8 +92,12 @@ def resharding_of(
     dp_world_size = require_allowed(opened.checkpoint, world_size)
     settings = target_settings(opened.checkpoint, dp_world_size, zero_stage, wanted, ds_version)
     stage = settings.layout.stage
-    uses_like = muon_order.needs_order(opened.checkpoint, stage)
-    checkpoint = muon_order.in_order_of(opened.checkpoint, stage, opened.like)
+    uses_like, checkpoint = degrees is not None, opened.checkpoint
+    if checkpoint.has_muon:
+        from streamshard.formats.deepspeed.cut import muon_order  # not at the top: Adam has none
+
+        uses_like = uses_like or muon_order.needs_order(checkpoint, stage)
+        checkpoint = muon_order.in_order_of(checkpoint, stage, opened.like)
     checkpoint = checkpoint.of_version(target_version(ds_version, checkpoint.ds_version))
     resized = frameworks.resize(
         checkpoint.tag,
@@ -103,22 +106,17 @@ def resharding_of(
         world_size=world_size,
     )
     source = replace(opened, checkpoint=checkpoint)
-    uses_like = uses_like or degrees is not None
     return Resharding(source, world_size, settings, resized, uses_like, degrees)
 
 
 def _shaping(source: Source, layout: ZeroLayout) -> ZeroLayout:
     """Return a layout without the settings that do not shape files at its stage."""
-    model_parts = source.checkpoint.model_parts
-    has_muon = any(
-        model_part.is_muon(group) for model_part in model_parts for group in model_part.groups
-    )
     has_experts = source.checkpoint.expert_parallel > 1
     return replace(
         layout,
         sub_group_size=layout.sub_group_size if layout.stage == 3 else 0,
         round_robin=layout.round_robin and layout.stage < 3,
         parameter_alignment=layout.parameter_alignment and layout.stage < 3,
-        offload=layout.offload and has_muon,
+        offload=layout.offload and source.checkpoint.has_muon,
         data_before_experts=layout.data_before_experts and has_experts,
     )

@@ -8,9 +8,7 @@ from typing import Self
 
 from streamshard.formats import frameworks
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.cut.block_cut import require_whole_blocks
 from streamshard.formats.deepspeed.cut.part_cut import ZeroTarget, cut_model_part
-from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.formats.deepspeed.write.zero_writer import (
     dump_files,
     layer_files,
@@ -21,6 +19,7 @@ from streamshard.formats.deepspeed.write.zero_writer import (
 from streamshard.formats.facts import Facts
 from streamshard.formats.torch.zip_layout import FileImage
 from streamshard.layout.memory_plan import MemoryPlan
+from streamshard.model import Template
 from streamshard.operations.native.target_settings import TargetSettings
 from streamshard.operations.source.source import Request, Source
 from streamshard.operations.transfer.byte_accounting import ByteCounts
@@ -98,7 +97,11 @@ def layout_of(image: FileImage) -> FileLayout:
 def targets_of(source: Source, settings: TargetSettings) -> list[ZeroTarget]:
     """Cut each model part of a checkpoint according to the settings."""
     checkpoint, layout = source.checkpoint, settings.layout
-    require_whole_blocks(checkpoint, layout, source.path)
+    if checkpoint.largest_block > 1:
+        # Not at the top: most optimizers keep no blocks.
+        from streamshard.formats.deepspeed.cut.block_cut import require_whole_blocks
+
+        require_whole_blocks(checkpoint, layout, source.path)
     dtype, index = settings.module_dtype, checkpoint.tensor_index()
     cuts = [
         cut_model_part(checkpoint, model_part, layout, dtype)

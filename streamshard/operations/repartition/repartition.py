@@ -6,9 +6,8 @@ from functools import partial
 from streamshard import registry
 from streamshard.errors import Option, UnsupportedError, UsageError
 from streamshard.formats.deepspeed import ds_config, names
-from streamshard.formats.deepspeed.dumps import dump_names
-from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.object_path import as_path
+from streamshard.model import Template
 from streamshard.operations.native.resharding import Resharding, resharding_of
 from streamshard.operations.native.target_files import NativeWriter
 from streamshard.operations.source.degree_change import JobDegrees, change_of
@@ -93,11 +92,17 @@ def repartition(options: _Repartition) -> Report:
 
 def _plan(options: RepartitionOptions) -> TransferPlan:
     target = str(options.target)
-    template = dump_names.parse(target) if dump_names.is_template(target) else None
+    template = _template(target) if names.is_template(target) else None
     if options.format == "fsdp-ranks":
         return plan_transfer(options, partial(registry.load(registry.RANK_FILES), options))
     wanted = ds_config.read_file(as_path(file)) if (file := options.ds_config_file) else None
     return plan_transfer(options, partial(prepare, template, options, wanted), template=template)
+
+
+def _template(target: str) -> Template:
+    from streamshard.formats.deepspeed.dumps.dump_names import parse  # not at the top: for dumps
+
+    return parse(target)
 
 
 def prepare(

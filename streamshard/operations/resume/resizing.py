@@ -12,7 +12,6 @@ from streamshard.layout.batch import BatchPlan
 from streamshard.operations.resume import advice
 from streamshard.operations.resume.advice import GlobalBatch, arguments
 from streamshard.operations.source.source import Source
-from streamshard.operations.source.source_access import head_of
 from streamshard.sizes import counted
 
 _SCHEDULER: Final = "lr_scheduler"
@@ -138,6 +137,9 @@ def _position_in_data(
     if framework == frameworks.HF_TRAINER:
         if job is not None and not isinstance(batch, str) and job.train_batch_size == batch.total:
             return None
+        # Not at the top: only Trainer's files are looked into.
+        from streamshard.operations.source.source_access import head_of
+
         state = frameworks.trainer_state(
             head_of(source, frameworks.TRAINER_STATE, _HEAD_BYTES) or b""
         )

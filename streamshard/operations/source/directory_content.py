@@ -8,9 +8,9 @@ from typing import Final, Self
 
 from streamshard import registry
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.entries import entries, files_below, is_directory, paths_in
 from streamshard.io.readable import Entry
+from streamshard.model import Template
 from streamshard.operations.source.unfinished import COMMITTED, JOURNAL
 
 _MARKS: Final = (COMMITTED, JOURNAL)

@@ -25,9 +25,10 @@ from streamshard.formats.megatron import megatron_reader
 from streamshard.formats.torch.zip_audit import StoredRecord
 from streamshard.io.entries import examine, identify, is_directory, is_file, list_ahead
 from streamshard.operations.checks.problems import MALFORMED, Findings
-from streamshard.operations.checks.structure import CheckedStructure, Reader, opened_to_check
+from streamshard.operations.checks.structure import CheckedStructure, opened_to_check
 from streamshard.operations.checks.torch_check import TorchFiles
 from streamshard.operations.source.directory_content import DirectoryContent
+from streamshard.operations.source.reader import Reader
 from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.source import Request, Source
 from streamshard.operations.source.weights_source import NO_CHECKSUMS

@@ -6,14 +6,15 @@ from typing import Final
 
 from streamshard.errors import IntegrityError, SourceError, SourceNotFoundError, release_frames
 from streamshard.formats.deepspeed.dumps import dump_reader
-from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.formats.deepspeed.read.validation import validate_dumps
 from streamshard.io.entries import paths_in
+from streamshard.model import Template
 from streamshard.operations.checks.problems import Findings
-from streamshard.operations.checks.structure import CheckedStructure, Reader
+from streamshard.operations.checks.structure import CheckedStructure
 from streamshard.operations.checks.torch_check import TorchFiles
 from streamshard.operations.source.directory_content import DirectoryContent
 from streamshard.operations.source.readable_files import ReadableFiles, explain
+from streamshard.operations.source.reader import Reader
 from streamshard.operations.source.source import Request, Source
 
 

@@ -1,33 +1,25 @@
 """Reads a tag directory of a run, as DeepSpeed saves it."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from streamshard.errors import (
-    IntegrityError,
-    SourceError,
-    SourceNotFoundError,
-    UsageError,
-    release_frames,
-)
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read import zero_reader
-from streamshard.formats.deepspeed.read.validation import validate
 from streamshard.formats.frameworks import framework_of
-from streamshard.io.entries import is_directory, is_file, list_ahead, paths_below, paths_in
-from streamshard.io.files import require_inside, stays_inside
+from streamshard.io.entries import is_directory, list_ahead, paths_below, paths_in
+from streamshard.io.files import require_inside
 from streamshard.io.object_path import is_packed_name
 from streamshard.model import Note
-from streamshard.operations.checks.problems import Findings
-from streamshard.operations.checks.structure import CheckedStructure, Reader
-from streamshard.operations.checks.torch_check import TorchFiles, deepspeed_owner
-from streamshard.operations.source.directory_content import DirectoryContent
-from streamshard.operations.source.readable_files import ReadableFiles, explain
-from streamshard.operations.source.sidecars import find_beside, has_shards, may_come_along
+from streamshard.operations.source.reader import Reader
+from streamshard.operations.source.sidecars import find_beside, has_shards
 from streamshard.operations.source.source import Request, Source
 from streamshard.operations.source.tag_directory import find_tag
+
+if TYPE_CHECKING:
+    from streamshard.operations.checks.problems import Findings
+    from streamshard.operations.checks.structure import CheckedStructure
+    from streamshard.operations.source.directory_content import DirectoryContent
 
 
 class _NativeReader(Reader):
@@ -43,7 +35,7 @@ class _NativeReader(Reader):
     def recognizes(self, request: Request) -> Path | None:
         return request.root
 
-    def is_alone_in(self, content: DirectoryContent) -> bool | None:
+    def is_alone_in(self, content: "DirectoryContent") -> bool | None:
         root, names_there = content.root, content.names
         tag = names.latest_of(root) or ""
         if framework_of(tag, [*names_there]) is not None:
@@ -64,35 +56,12 @@ class _NativeReader(Reader):
         return replace(opened, checkpoint=replace(opened.checkpoint, notes=noted))
 
     def check_structure(
-        self, place: Path, request: Request, findings: Findings
-    ) -> CheckedStructure:
-        try:
-            run_dir, tag_dir = find_tag(place, request.tag)
-        except SourceNotFoundError:
-            raise
-        except SourceError as error:
-            if not is_directory(place):
-                raise
-            findings.add_error(error, place)
-            return CheckedStructure(self.kind, None)
-        opened: Source | None = None
-        try:
-            opened = request.open()
-            paths: Iterable[Path] = [file.path for file in opened.files]
-            findings.notes += opened.checkpoint.remarks
-        except SourceNotFoundError:
-            raise
-        # The user's options were checked before, so a UsageError is about a config in the files.
-        except (SourceError, IntegrityError, UsageError) as error:
-            release_frames(error)
-            beside = [p for p in may_come_along(run_dir) if is_file(p) and stays_inside(p, run_dir)]
-            entries = [*sorted(paths_below(tag_dir)), *sorted(beside)]
-            readable = ReadableFiles(entries, [run_dir, tag_dir], findings)
-            explain(error, findings, tag_dir, validate(tag_dir, readable.others), readable)
-            paths = readable.files
-        torch = TorchFiles.at(paths, deepspeed_owner, findings)
-        tag = tag_dir.relative_to(run_dir).as_posix()
-        return CheckedStructure(self.kind, tag, torch.files, torch.units, source=opened)
+        self, place: Path, request: Request, findings: "Findings"
+    ) -> "CheckedStructure":
+        # Not at the top: who opens shards need not load what checks them.
+        from streamshard.operations.source.native_check import check_native
+
+        return check_native(place, request, findings)
 
 
 def _has_optimizer(directory: Path) -> bool:

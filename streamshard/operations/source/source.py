@@ -13,17 +13,15 @@ from streamshard.engine.numeric.cast import cast_between
 from streamshard.engine.run.work import Region
 from streamshard.errors import Option, UnsupportedError, UsageError
 from streamshard.formats.checkpoint import Checkpoint, Reading
-from streamshard.formats.deepspeed.dumps import dump_names
-from streamshard.formats.deepspeed.dumps.dump_names import Template
-from streamshard.formats.deepspeed.names import LATEST
-from streamshard.formats.facts import NO_FACTS, Facts, read_facts
+from streamshard.formats.deepspeed.names import LATEST, is_source_template
+from streamshard.formats.facts import NO_FACTS, Facts
 from streamshard.io.entries import listings_kept
 from streamshard.io.files import source_errors
 from streamshard.io.object_path import as_path
 from streamshard.io.place import place_of
 from streamshard.io.retry import try_again
 from streamshard.layout.cutting import Segments, coalesce
-from streamshard.model import ITEMSIZE
+from streamshard.model import ITEMSIZE, Template
 from streamshard.operations.source.unfinished import require_finished
 from streamshard.options import Path_, SourceOptions
 
@@ -211,7 +209,12 @@ class Request:
     def template(self) -> Template | None:
         """Template of the file names, if the checkpoint is raw dumps."""
         path = str(self.path)
-        return dump_names.parse_source(path) if dump_names.is_source_template(path) else None
+        if not is_source_template(path):
+            return None
+        # Not at the top: raw dumps alone have templates.
+        from streamshard.formats.deepspeed.dumps.dump_names import parse_source
+
+        return parse_source(path)
 
     @property
     def source_like(self) -> Source | None:
@@ -285,7 +288,11 @@ def requests(
 
     The tag and the facts are those of the first.
     """
-    facts = read_facts(options.facts)
+    facts = NO_FACTS
+    if options.facts is not None:
+        from streamshard.formats.facts_file import read_facts  # not at the top: most give none
+
+        facts = read_facts(options.facts)
     known = None if options.like is None else open_source(options.like)
     if known is not None and not (takes_model and known.is_weights_alone):
         _require_of_job(options.like, known)

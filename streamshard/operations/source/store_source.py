@@ -20,8 +20,9 @@ from streamshard.io.files import source_errors
 from streamshard.model import BLOB, FILE, LogicalTensor
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.store_check import StoreCheck, check_packed, has_directory
-from streamshard.operations.checks.structure import CheckedStructure, Reader
+from streamshard.operations.checks.structure import CheckedStructure
 from streamshard.operations.source.directory_content import DirectoryContent
+from streamshard.operations.source.reader import Reader
 from streamshard.operations.source.source import Request, Source
 
 

@@ -8,7 +8,6 @@ from typing import Final
 from streamshard import registry
 from streamshard.commands import command
 from streamshard.errors import IncompleteError, SourceError, SourceNotFoundError, UnsupportedError
-from streamshard.formats import detect
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.names import step_of
 from streamshard.formats.pickle.inert import show
@@ -122,6 +121,8 @@ def find_tag(root: Path, tag: str | None) -> tuple[Path, Path]:
     """Return the run directory and the tag directory in it."""
     require_there(root)
     if not is_directory(root):
+        from streamshard.formats import detect  # not at the top: only refusals need it
+
         what = detect.file(root)
         if what is not None:
             raise UnsupportedError(f"{what}", path=root)
@@ -160,6 +161,8 @@ def run_directory_of(tag_dir: Path) -> Path:
 def _latest(root: Path) -> str:
     latest = root / names.LATEST
     if not is_file(latest):
+        from streamshard.formats import detect  # not at the top: only refusals need it
+
         what = None if find_candidates(root) else detect.directory(root)
         if what is not None:
             raise UnsupportedError(f"{what}", path=root)

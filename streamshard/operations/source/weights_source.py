@@ -8,8 +8,9 @@ from streamshard.formats import pretrained
 from streamshard.formats.deepspeed import names
 from streamshard.io.entries import is_file
 from streamshard.operations.checks.problems import Findings
-from streamshard.operations.checks.structure import CheckedStructure, Reader
+from streamshard.operations.checks.structure import CheckedStructure
 from streamshard.operations.source.directory_content import DirectoryContent
+from streamshard.operations.source.reader import Reader
 from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.source import Request, Source
 from streamshard.operations.source.tag_directory import find_candidates

@@ -15,11 +15,11 @@ from typing import Final, Self
 
 from streamshard.engine.journals.journal import Journal
 from streamshard.errors import SourceError, TargetExistsError
-from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.formats.zarr.store_index import is_store
 from streamshard.io.changes import remove, remove_file, rename, sync_path
 from streamshard.io.entries import examine_if_there, is_same_file, lexists
 from streamshard.io.place import place_of
+from streamshard.model import Template
 from streamshard.operations.source.unfinished import JOURNAL
 from streamshard.operations.transfer.packed_files import PackedFiles
 from streamshard.operations.transfer.staging import PartialTarget

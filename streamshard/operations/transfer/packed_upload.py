@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from streamshard.errors import TargetExistsError
-from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.files import target_errors
 from streamshard.io.object_path import ObjectPath, object_of
 from streamshard.io.objects.buckets import copy_object
@@ -19,6 +18,7 @@ from streamshard.io.objects.clients import together
 from streamshard.io.objects.listings import head
 from streamshard.io.objects.object_upload import remove_object, upload_requests
 from streamshard.io.readable import Status
+from streamshard.model import Template
 from streamshard.operations.transfer.packed_files import PackedFiles
 from streamshard.operations.transfer.packed_target import require_packed_store
 from streamshard.operations.transfer.staged_target import StagedTarget

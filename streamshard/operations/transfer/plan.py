@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from streamshard.engine.run import resident_memory
 from streamshard.engine.run.phases import COMMITTING
 from streamshard.errors import IntegrityError, SourceError, UsageError
-from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.entries import request_bytes
 from streamshard.io.files import require_all_unchanged, target_errors
 from streamshard.io.object_path import as_path, is_packed_name
@@ -16,10 +16,9 @@ from streamshard.io.page_cache import drop_cached
 from streamshard.io.place import place_of
 from streamshard.io.writable import LEAST_BYTES
 from streamshard.layout.memory_plan import COMPARING_BYTES, MemoryPlan
-from streamshard.model import SourceFile
+from streamshard.model import SourceFile, Template
 from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.transfer import execution
-from streamshard.operations.transfer.estimate import Estimate, estimate_run
 from streamshard.operations.transfer.file_layout import Divider
 from streamshard.operations.transfer.report import Progress, Report, Silent, nothing_done
 from streamshard.operations.transfer.run_identity import RunIdentity
@@ -36,6 +35,9 @@ from streamshard.operations.transfer.target_writer import Output
 from streamshard.options import TransferOptions, WritingOptions
 from streamshard.registry import EXISTING_TARGET, load
 from streamshard.sizes import some_of
+
+if TYPE_CHECKING:
+    from streamshard.operations.transfer.estimate import Estimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +140,11 @@ class TransferPlan:
         """Return the size of every file that will be written, by its path."""
         return self.output.writer.byte_counts().sizes
 
-    def estimate(self) -> Estimate:
+    def estimate(self) -> "Estimate":
         """Estimate in detail what the run will do."""
+        # Not at the top: a dry run alone shows it.
+        from streamshard.operations.transfer.estimate import estimate_run
+
         return estimate_run(
             self.source,
             self.output.writer.byte_counts(),

@@ -8,11 +8,11 @@ from typing import Any, Self
 
 from streamshard.engine.run.runner import StagedFiles
 from streamshard.errors import Option
-from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.changes import lock_at
 from streamshard.io.files import target_errors
 from streamshard.io.lock import AnyLock
 from streamshard.io.retry import FROM_OUTSIDE, ignored
+from streamshard.model import Template
 from streamshard.operations.transfer.run_identity import RunIdentity
 from streamshard.operations.transfer.target import LOCK
 from streamshard.operations.transfer.target_state import TargetKind

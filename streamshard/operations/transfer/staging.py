@@ -16,8 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from streamshard.engine.jobs.proofs import PROOF_PREFIX
-from streamshard.engine.journals.journal import Journal
+from streamshard.engine.journals.journal import PROOF_PREFIX, Journal
 from streamshard.engine.run.staged_files import Partial
 from streamshard.errors import IntegrityError
 from streamshard.formats.deepspeed import names

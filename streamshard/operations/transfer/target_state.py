@@ -10,13 +10,13 @@ from typing import Any, Final, NamedTuple, Self
 
 from streamshard.engine.journals.journal import Journal
 from streamshard.errors import Option, TargetExistsError
-from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.entries import examine_if_there, lexists, paths_in
 from streamshard.io.file_system import is_mount_point
 from streamshard.io.files import target_errors
 from streamshard.io.object_path import is_object, is_packed_name
 from streamshard.io.place import place_of
 from streamshard.io.readable import Status
+from streamshard.model import Template
 from streamshard.operations.source.directory_content import DirectoryContent
 from streamshard.operations.source.unfinished import JOURNAL
 from streamshard.operations.transfer.target import partial_of, replaced_of, require_named

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.layout.memory_plan import MemoryPlan
+from streamshard.model import Template
 from streamshard.operations.resume.resizing import Change
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.byte_accounting import ByteCounts

@@ -22,7 +22,6 @@ from streamshard.engine.journals.upload_journal import UploadJournal
 from streamshard.engine.run.uploads import Uploads
 from streamshard.errors import IntegrityError, TargetExistsError
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.changes import remove_file, write_new
 from streamshard.io.entries import (
     entries_below,
@@ -40,6 +39,7 @@ from streamshard.io.objects.listings import has_content, holds_objects, is_no_ma
 from streamshard.io.objects.object_upload import create, upload_requests
 from streamshard.io.place import place_of
 from streamshard.io.readable import Entry
+from streamshard.model import Template
 from streamshard.operations.source.directory_content import DirectoryContent
 from streamshard.operations.source.unfinished import COMMITTED, JOURNAL
 from streamshard.operations.transfer.staged_target import StagedTarget

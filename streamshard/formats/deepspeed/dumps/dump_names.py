@@ -2,69 +2,37 @@
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from string import Formatter
 from typing import Final
 
 from streamshard.errors import IncompleteError, SourceNotFoundError, UsageError
-from streamshard.io.entries import exists, is_directory, is_file, paths_in
+from streamshard.formats.deepspeed.names import is_template
+from streamshard.io.entries import is_directory, is_file, paths_in
 from streamshard.io.object_path import as_path
+from streamshard.model import Template
 from streamshard.sizes import some_of
 
-_WILDCARDS: Final = frozenset("*?[")
 _NUMBER: Final = re.compile(r"[0-9]+")
 _SUFFIXES: Final = (".pt", ".pth", ".bin")
 
 
-@dataclass(frozen=True, slots=True)
-class Template:
-    """Files in one directory whose names differ only in the rank: ``optimizer.{rank:02d}.pt``."""
-
-    directory: Path
-    name: str
-
-    def file_name(self, rank: int) -> str:
-        """Return the name of one rank's file.
-
-        >>> Template(Path("."), "optimizer.{rank:02d}.pt").file_name(3)
-        'optimizer.03.pt'
-        """
-        return self.name.format(rank=rank)
-
-    def rank_of(self, file_name: str) -> int | None:
-        """Return the rank in a file name; None if the name does not fit the template.
-
-        >>> Template(Path("."), "optimizer.{rank:02d}.pt").rank_of("optimizer.12.pt")
-        12
-        """
-        before, after = (re.escape(text) for text in _literals(self.name))
-        match = re.fullmatch(f"{before}([0-9]+){after}", file_name)
-        if match is None or self.file_name(int(match[1])) != file_name:
-            return None
-        return int(match[1])
-
-    def find(self) -> tuple[Path, ...]:
-        """List the files of all ranks."""
-        where = self.directory / self.name
-        if not is_directory(self.directory):
-            raise SourceNotFoundError("no such directory", path=self.directory)
-        ranks = {self.rank_of(entry.name) for entry in paths_in(self.directory)} - {None}
-        if not ranks:
-            message = f"{where}: no file of this name for any rank{_hint_of_templates(where)}"
-            raise SourceNotFoundError(message)
-        for rank in range(len(ranks)):
-            if rank not in ranks:
-                missing = self.directory / self.file_name(rank)
-                message = f"missing, while ranks up to {max(filter(None, ranks))} exist; copy it"
-                raise IncompleteError(f"{message} from the node that saved it", path=missing)
-        return tuple(self.directory / self.file_name(rank) for rank in range(len(ranks)))
-
-
-def is_template(path: str) -> bool:
-    """Tell whether a path stands for one file per rank."""
-    return "{" in path
+def files_of(template: Template) -> tuple[Path, ...]:
+    """List the files of all ranks' dumps."""
+    where = template.directory / template.name
+    if not is_directory(template.directory):
+        raise SourceNotFoundError("no such directory", path=template.directory)
+    ranks = {template.rank_of(entry.name) for entry in paths_in(template.directory)} - {None}
+    if not ranks:
+        message = f"{where}: no file of this name for any rank{_hint_of_templates(where)}"
+        raise SourceNotFoundError(message)
+    for rank in range(len(ranks)):
+        if rank not in ranks:
+            missing = template.directory / template.file_name(rank)
+            message = f"missing, while ranks up to {max(filter(None, ranks))} exist; copy it"
+            raise IncompleteError(f"{message} from the node that saved it", path=missing)
+    return tuple(template.directory / template.file_name(rank) for rank in range(len(ranks)))
 
 
 def parse(path: str) -> Template:
@@ -86,12 +54,6 @@ def parse(path: str) -> Template:
 # Templates of existing files ----------------------------------------------------------------------
 
 
-def is_source_template(path: str) -> bool:
-    """Tell whether a path stands for the files of all ranks: a template or a file name pattern."""
-    whole = as_path(path)
-    return is_template(path) or (bool(_WILDCARDS & {*whole.name}) and not exists(whole))
-
-
 def parse_source(path: str) -> Template:
     """Read a template of existing files, such as `raw/*.pt` or `{rank}` with its padding."""
     whole = as_path(path)
@@ -111,7 +73,7 @@ def template_for(paths: Sequence[Path]) -> str:
     """Return the template of files that were listed one by one, as a shell expands `raw/*.pt`."""
     name = fitting([path.name for path in paths])
     where = paths[0].with_name(name or paths[0].name)
-    if name is None or {*Template(where.parent, name).find()} != {*paths}:
+    if name is None or {*files_of(Template(where.parent, name))} != {*paths}:
         message = f"{paths[0]} and {len(paths) - 1:,} more files: are not the dumps of all ranks"
         raise UsageError(f"{message}{_hint_of_templates(where)}")
     return str(where)
@@ -159,15 +121,16 @@ def _hint_of_templates(path: Path) -> str:
 
 def _as_padded(template: Template) -> Template:
     """Use the padding of the existing files if the template's own padding misses some of them."""
-    before, after = _literals(template.name)
+    before, after = template.around
     names = _files_in(template.directory)
     alike = [n for n in names if re.fullmatch(f"{re.escape(before)}[0-9]+{re.escape(after)}", n)]
     own = {template.rank_of(name) for name in alike} - {None}
     if own and own == {*range(len(own))}:
         return template
     for name, ranks in _templates(alike):
-        if _literals(name) == (before, after) and len(ranks) == len(alike):
-            return Template(template.directory, name)
+        padded = Template(template.directory, name)
+        if padded.around == template.around and len(ranks) == len(alike):
+            return padded
     return template
 
 
@@ -193,14 +156,3 @@ def _templates(file_names: Iterable[str]) -> Iterator[tuple[str, list[int]]]:
         known = [rank for rank in ranks if rank is not None]
         if len(known) == len(texts):
             yield template.name, known
-
-
-def _literals(name: str) -> tuple[str, str]:
-    """Return the text before and after the rank."""
-    texts = ["", ""]
-    after = 0
-    for literal, field, _, _ in Formatter().parse(name):
-        texts[after] += literal
-        if field is not None:
-            after = 1
-    return texts[0], texts[1]

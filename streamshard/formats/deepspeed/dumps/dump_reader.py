@@ -15,7 +15,7 @@ from streamshard.formats.checkpoint import LIKE, Checkpoint, ModelPart, Reading
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.cut.zero_cutting import cut_source
 from streamshard.formats.deepspeed.ds_versions import version_in
-from streamshard.formats.deepspeed.dumps.dump_names import Template
+from streamshard.formats.deepspeed.dumps.dump_names import files_of
 from streamshard.formats.deepspeed.read.agreement import check_agreement, rank_counts, stage_of
 from streamshard.formats.deepspeed.read.fingerprints import fingerprints
 from streamshard.formats.deepspeed.read.model_part import (
@@ -32,11 +32,10 @@ from streamshard.formats.deepspeed.read.rank_headers import read_optimizers
 from streamshard.formats.deepspeed.read.zero_reader import malformed
 from streamshard.formats.deepspeed.unsupported import Saved, refuse
 from streamshard.formats.detect import is_cut, kind_of_whole_dump, part_of_rank
-from streamshard.formats.pickle.inert import Node, show
-from streamshard.formats.torch.tree_comparison import show_few
+from streamshard.formats.pickle.inert import Node, show, show_few
 from streamshard.io.files import require_inside
 from streamshard.layout.zero import shard_numel
-from streamshard.model import Note, NoteKind, ZeroLayout
+from streamshard.model import Note, NoteKind, Template, ZeroLayout
 from streamshard.sizes import counted
 
 _ASSUMED: Final = (
@@ -61,7 +60,7 @@ def read(template: Template, config: ds_config.Config | None, like: Checkpoint |
     `like`: reference checkpoint of the same job. It supplies the names and shapes of the
     parameters, which stage 3 needs.
     """
-    paths = template.find()
+    paths = files_of(template)
     for path in paths:
         require_inside(path, template.directory)
     with malformed(template.directory):

@@ -26,11 +26,10 @@ from streamshard.formats.deepspeed.model_parallel.parallel_degrees import LAYER_
 from streamshard.formats.deepspeed.read.model_files import ModelFile
 from streamshard.formats.deepspeed.read.module_reader import ModuleReader
 from streamshard.formats.deepspeed.read.rank_files import require_dict
-from streamshard.formats.pickle.inert import Node
+from streamshard.formats.pickle.inert import Node, show_few
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import Storage, make_tensor, tensor_of
-from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.io.readable import Readable
 from streamshard.model import BLOB, FILE, MASTER, LogicalTensor, Note, Whole
 

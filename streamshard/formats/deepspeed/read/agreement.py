@@ -8,8 +8,7 @@ from streamshard.errors import DisagreementError, UnsupportedError, raise_first
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read.fingerprints import fingerprint, fingerprints
 from streamshard.formats.deepspeed.read.rank_files import ModelPartFiles, require
-from streamshard.formats.pickle.inert import GETATTR, UNSET, Call, Node, show
-from streamshard.formats.torch.tree_comparison import show_few
+from streamshard.formats.pickle.inert import GETATTR, UNSET, Call, Node, show, show_few
 from streamshard.sizes import counted
 
 SAME_IN_ALL: Final = ("global_steps", "skipped_steps", "global_samples", names.MP_WORLD_SIZE)

@@ -5,11 +5,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from streamshard.errors import CorruptFileError, UnsupportedError
 from streamshard.formats.checkpoint import ModelPart, ModuleEntry, ParamGroup, danger_in
 from streamshard.formats.deepspeed import ds_config, names
-from streamshard.formats.deepspeed.auto_experts import placements
 from streamshard.formats.deepspeed.cut.part_cut import in_own_order
 from streamshard.formats.deepspeed.cut.zero_cutting import ModelPartMap
 from streamshard.formats.deepspeed.ds_versions import version_in
@@ -39,6 +39,9 @@ from streamshard.formats.pickle.inert import Node
 from streamshard.formats.pickle.node_checks import name_of, of_file
 from streamshard.formats.torch.torch_tensor import shape_of, storages_in, tensor_of
 from streamshard.model import BLOB, MASTER, LogicalTensor, Note, Slot, Whole, ZeroLayout
+
+if TYPE_CHECKING:
+    from streamshard.formats.deepspeed.auto_experts import Placement
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -99,7 +102,11 @@ def read_model_part(
     optimizer = OptimizerReader(sources, files.optimizer_files, states, layout)
     shapes = _param_shapes(model_files, files, optimizer)
     shape_by_name = {param: shape for unit in shapes for param, shape in unit.items()}
-    placed = placements(models[0], shape_by_name, files.model_files[0], stage)
+    placed: Mapping[str, Placement] = {}
+    if models[0].get(names.AUTO_EXPERTS):
+        from streamshard.formats.deepspeed.auto_experts import placements  # not at the top: rare
+
+        placed = placements(models[0], shape_by_name, files.model_files[0], stage)
     groups = optimizer.groups([list(unit) for unit in shapes], placed)
     if version is None or stage == 1:
         layout = replace(layout, round_robin=_is_round_robin(optimizer, layout, shapes))
@@ -108,7 +115,7 @@ def read_model_part(
     of_experts = {
         names.fused_expert(param, number): shape_by_name[param][1:]
         for param, placement in placed.items()
-        for number in placement[0]
+        for number in placement.experts[0]
     }
     tensor_shapes = {**shape_by_name, **of_experts}
     groups = optimizer.with_whole_blocks(groups, tensor_shapes, layout)

@@ -8,7 +8,6 @@ import numpy as np
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
 from streamshard.formats.checkpoint import ModuleEntry, require_tied_to_weights
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.auto_experts import second_names, without_ranks
 from streamshard.formats.deepspeed.read.model_files import ModelFile, differences
 from streamshard.formats.deepspeed.read.rank_files import SAVE_AGAIN, require
 from streamshard.formats.deepspeed.read.redundant_copies import alike, ranks_differ
@@ -51,7 +50,7 @@ class ModuleReader:
             self._first.get(names.SHARED_PARAMS) or tied
         )
 
-        self._second_names = second_names(self._first, self._module)
+        self._second_names = names.second_names(self._first, self._module)
         self._placeholders: dict[int, str] | None = None
         """Storage of each listed placeholder → its name; empty unless all have their own."""
 
@@ -260,7 +259,12 @@ class ModuleReader:
         kept = [entry.name for entry in entries if whole & {entry.name, entry.alias_of}]
 
         def common(file: ModelFile) -> dict[Node, Node]:
-            root = without_ranks(file.root)
+            root = file.root
+            if root.get(names.AUTO_EXPERTS):
+                # Not at the top: AutoEP alone notes ranks.
+                from streamshard.formats.deepspeed.auto_experts import without_ranks
+
+                root = without_ranks(root)
             state = {key: node for key, node in root.items() if key not in names.CUT_IN_MODEL}
             return state | {name: file.root[names.MODULE_STATE][name] for name in kept}
 

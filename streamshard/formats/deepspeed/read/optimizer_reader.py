@@ -9,15 +9,13 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError, raise_first
 from streamshard.formats.checkpoint import FlatState, ParamGroup, ScalarState
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.auto_experts import Placement, of_ranks
-from streamshard.formats.deepspeed.cut.block_cut import divided_block
 from streamshard.formats.deepspeed.cut.zero_cutting import RecordedCut, recorded_cut
 from streamshard.formats.deepspeed.read.agreement import disagreements, group_facts
 from streamshard.formats.deepspeed.read.fingerprints import fingerprint, pickled
@@ -37,6 +35,9 @@ from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import name_of, of_file
 from streamshard.formats.torch.torch_tensor import Tensor, storages_in, tensor_of
 from streamshard.model import MASTER, Slot, ZeroLayout
+
+if TYPE_CHECKING:
+    from streamshard.formats.deepspeed.auto_experts import Placement
 
 _STATES_LIMIT: Final = 100
 """Most states of one group. Each state takes the work of one tensor on every rank."""
@@ -121,7 +122,7 @@ class OptimizerReader:
         return tensor.require_contiguous(f"{path}: {what}")
 
     def groups(
-        self, units: Sequence[Sequence[str]], placed: Mapping[str, Placement]
+        self, units: Sequence[Sequence[str]], placed: Mapping[str, "Placement"]
     ) -> tuple[ParamGroup, ...]:
         """Read the param groups.
 
@@ -147,7 +148,7 @@ class OptimizerReader:
             for expert_rank in range(expert_parallel):
                 tensors = [
                     [
-                        of_ranks(name, expert_rank, expert_ranks, placed)
+                        placed[name].names_of(name, expert_rank, expert_ranks)
                         if name in placed
                         else (names.of_expert_rank(name, expert_rank, experts),)
                         for name in units[unit]
@@ -365,6 +366,11 @@ class OptimizerReader:
 
         `shapes`: shape of each parameter, by its name in the files.
         """
+        if all(group.largest_block == 1 for group in groups):
+            return tuple(groups)
+        # Not at the top: most optimizers keep no blocks.
+        from streamshard.formats.deepspeed.cut.block_cut import divided_block
+
         serialized = {group.number: group.params for group in groups if group.expert_rank == 0}
         members = self.members(len(self._masters[0]))
         found: list[ParamGroup] = []

@@ -9,13 +9,11 @@ from typing import Final
 from streamshard.errors import CorruptFileError, IncompleteError, raise_first
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.unsupported import refuse_files
-from streamshard.formats.detect import is_stage_0, without_shards
-from streamshard.formats.pickle.inert import Node
+from streamshard.formats.pickle.inert import Node, show_few
 from streamshard.formats.pickle.node_checks import of_file, require_unrolled
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_file import TorchFile
 from streamshard.formats.torch.torch_tensor import Storage
-from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.io.entries import identify, is_file, open_readable, paths_below
 from streamshard.model import Note, NoteKind, RecordCrcs, SourceFile
 
@@ -189,6 +187,9 @@ def find(tag_dir: Path) -> tuple[TagFiles, list[ModelPartFiles]]:
         models = [
             path for model_part in found.model_parts.values() for path in model_part.model.values()
         ]
+        # Not at the top: most checkpoints have optimizer files.
+        from streamshard.formats.detect import is_stage_0, without_shards
+
         if not models or not is_stage_0(models[0]):
             raise without_shards(tag_dir, models, found.parts)
     ranks = (

@@ -9,11 +9,10 @@ from streamshard.formats.checkpoint import ModuleEntry, ParamGroup, ScalarState
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read.agreement import differing, disagreement, facts_of_each
 from streamshard.formats.deepspeed.read.model_files import ModelFile
-from streamshard.formats.pickle.inert import Node, show
+from streamshard.formats.pickle.inert import Node, show, show_few, show_key
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import Tensor, shape_of, tensor_of
-from streamshard.formats.torch.tree_comparison import show_few, show_key
 from streamshard.model import Note, NoteKind
 
 _OTHER_COPY: Final = "take another copy of the checkpoint, or an earlier tag"

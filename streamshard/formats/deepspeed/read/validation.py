@@ -13,7 +13,6 @@ from typing import TypeVar
 from streamshard.errors import DisagreementError, SourceError, release_frames
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.ds_versions import version_in
-from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.formats.deepspeed.model_parallel.missing_layers import Listed, missing_layers
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_stage
 from streamshard.formats.deepspeed.read.agreement import (
@@ -36,12 +35,12 @@ from streamshard.formats.deepspeed.read.rank_files import (
 )
 from streamshard.formats.deepspeed.read.state_of_ranks import may_be_rank_local
 from streamshard.formats.deepspeed.read.zero_reader import malformed
-from streamshard.formats.pickle.inert import Node, show
+from streamshard.formats.pickle.inert import Node, show, show_key
 from streamshard.formats.pickle.node_checks import name_of
 from streamshard.formats.torch.torch_tensor import tensor_of
-from streamshard.formats.torch.tree_comparison import show_key
 from streamshard.io.entries import paths_in
 from streamshard.io.files import unreadable
+from streamshard.model import Template
 
 Root = Mapping[str, Node]
 T = TypeVar("T")

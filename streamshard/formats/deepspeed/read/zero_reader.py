@@ -17,7 +17,6 @@ from streamshard.formats.checkpoint import Checkpoint, ModelPart, OtherFile, Rea
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.cut.part_cut import undo_round_robin
 from streamshard.formats.deepspeed.cut.zero_cutting import ModelPartMap, cut_source
-from streamshard.formats.deepspeed.model_parallel.missing_layers import listed_in, missing_layers
 from streamshard.formats.deepspeed.read.agreement import SAME_IN_ALL, disagreements, model_facts
 from streamshard.formats.deepspeed.read.model_files import ModelFile, read_models
 from streamshard.formats.deepspeed.read.model_part import (
@@ -34,7 +33,6 @@ from streamshard.formats.deepspeed.read.rank_files import (
     require,
 )
 from streamshard.formats.deepspeed.unsupported import Saved, refuse
-from streamshard.formats.detect import is_stage_0
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch import torch_file
@@ -59,6 +57,9 @@ def _read_uncut_part(
     `name`: name of the model part if the checkpoint has several, else empty.
     `first`: number of the model part's first logical tensor in the checkpoint.
     """
+    # Not at the top: most checkpoints have optimizer files.
+    from streamshard.formats.detect import is_stage_0
+
     (file,) = read_models(sources, files.model_files)
     model = file.root
     config = ds_config.config_in(model)
@@ -225,6 +226,12 @@ def _check_parts(
         message = "no layer_*-model_states.pt file, in which a pipeline keeps the weights: copy"
         raise IncompleteError(f"{message} them from the nodes that saved them", path=found.tag_dir)
     if model[names.MODULE_STATE] is None:
+        # Not at the top: only pipelines have files of layers.
+        from streamshard.formats.deepspeed.model_parallel.missing_layers import (
+            listed_in,
+            missing_layers,
+        )
+
         listed = [listed_in(model_part) for model_part in model_parts]
         raise_first(missing_layers(found.tag_dir, listed, present))
     # A training script may keep an entry of this name: then there are neither groups nor files.

@@ -14,7 +14,7 @@ import numpy as np
 
 from streamshard.errors import UnsupportedError
 from streamshard.formats.checkpoint import Checkpoint, ModuleEntry, ParamGroup
-from streamshard.formats.deepspeed import auto_experts, names
+from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.cut.part_cut import ZeroTarget
 from streamshard.formats.deepspeed.write.optimizer_writer import OptimizerWriter
 from streamshard.formats.pickle.inert import Node
@@ -43,7 +43,7 @@ class ModuleWriter:
         self._shape: Callable[[tuple[int, ...]], Node] = tuple if self._is_cloned else make_size
         self._entries = {entry.name: entry for entry in self._model_part.module}
         state = self._model_part.model_state
-        self._second_names = auto_experts.second_names(state, self._entries)
+        self._second_names = names.second_names(state, self._entries)
         self._shapes = target.checkpoint.master_shapes(target.model_part)
 
     def file(self, rank: int | None) -> dict[str, Node]:
@@ -66,13 +66,22 @@ class ModuleWriter:
         # Another stage may need entries that an old DeepSpeed did not save for the source's stage.
         crosses = self._layout.stage != self._source.layout.stage
         known = {key: value for key, value in state.items() if crosses or key in source}
-        placed = auto_experts.of_rank(source, self._layout, rank or 0)
-        return {**placed, **known, **given}
+        return {**self._of_rank(rank or 0), **known, **given}
+
+    def _of_rank(self, rank: int) -> Mapping[str, Node]:
+        """Return the source's dict as a data-parallel rank saves it."""
+        state = self._model_part.model_state
+        if not self._source.has_auto_experts:
+            return state
+        # Not at the top: AutoEP alone notes ranks.
+        from streamshard.formats.deepspeed.auto_experts import of_rank
+
+        return of_rank(state, self._layout, rank)
 
     def _uncut(self, module: Mapping[str, Node]) -> dict[str, Node]:
         """Build the model file of stage 0, which also holds the optimizer's state."""
         world_size = self._layout.world_size
-        source = auto_experts.of_rank(self._model_part.model_state, self._layout, 0)
+        source = self._of_rank(0)
         state: dict[str, Node] = {**source, names.DP_WORLD_SIZE: world_size}
         if source[names.MODULE_STATE] is not None:  # it is None with pipeline parallelism
             state[names.MODULE_STATE] = module
