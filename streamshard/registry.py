@@ -14,6 +14,8 @@ PACKED: Final = "streamshard.formats.zarr.packed_place:PACKED"
 """Stores in one file each, on a disk, as a `Place` that is only read."""
 PACKED_OBJECTS: Final = "streamshard.formats.zarr.packed_objects:PACKED_OBJECTS"
 """The same in buckets."""
+FACTS: Final = "streamshard.formats.facts_file:read_facts"
+"""Reads what a user knows of a checkpoint; see `formats/facts.py`."""
 DISK_TARGET: Final = "streamshard.operations.transfer.staging:KIND"
 """A target that is a directory on a disk; see `operations/transfer/target_state.py`."""
 PACKED_TARGET: Final = "streamshard.operations.transfer.packed_target:KIND"
@@ -53,15 +55,9 @@ def load(name: str) -> Any:  # noqa: ANN401
     return getattr(import_module(module), attribute)
 
 
-def completing(kind: str) -> Any | None:  # noqa: ANN401
-    """Return the reader of a kind whose checkpoints a job's config completes, if it is one."""
-    return next((one for one in readers() if one.kind == kind and one.completes), None)
-
-
-def title_of(kind: str) -> str:
-    """Return what text calls a kind of checkpoint."""
-    title: str = next(reader.title for reader in readers() if reader.kind == kind)
-    return title
+def reader_of(kind: str) -> Any:  # noqa: ANN401
+    """Return the reader of a kind of checkpoint, by its name in reports."""
+    return next(reader for reader in readers() if reader.name == kind)
 
 
 def readers() -> Iterator[Any]:

@@ -13,7 +13,7 @@ from streamshard.cli.text.tables import facts_text, more_text, paragraph, table
 from streamshard.errors import IntegrityError
 from streamshard.operations.diff import diff
 from streamshard.operations.diff.diff_report import DiffReport, Distance, TensorDiff
-from streamshard.registry import title_of
+from streamshard.registry import reader_of
 from streamshard.sizes import counted
 
 _MOST_SHOWN: Final = 20
@@ -61,7 +61,7 @@ def _difference_text(found: DiffReport) -> str:
 def _summary(found: DiffReport, *, verbose: bool) -> str:
     changed = len(found.changed)
     left, right = (
-        f"{path} ({title_of(kind)}), {tag}"
+        f"{path} ({reader_of(kind).title}), {tag}"
         for path, kind, tag in zip((found.left, found.right), found.kinds, found.tags, strict=True)
     )
     facts = [

@@ -13,7 +13,7 @@ from streamshard.cli.text.tables import facts_text, more_text, paragraph
 from streamshard.errors import IntegrityError
 from streamshard.operations.checks.problems import Difference, Problem, Verification
 from streamshard.operations.verify import verify
-from streamshard.registry import title_of
+from streamshard.registry import reader_of
 from streamshard.sizes import counted
 
 
@@ -36,7 +36,7 @@ _MOST_SHOWN: Final = 20
 
 def _verification_text(found: Verification, *, verbose: bool) -> str:
     """Format what `verify` checked and found."""
-    kind = f" ({title_of(found.kind)})" if found.kind else ""
+    kind = f" ({reader_of(found.kind).title})" if found.kind else ""
     facts: list[tuple[str, object]] = [("checkpoint", f"{found.path}{kind}")]
     if found.against is not None:
         facts.append(("against", found.against))

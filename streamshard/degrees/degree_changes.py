@@ -210,7 +210,7 @@ def _require_ranks(opened: Source, *degrees: int | None) -> None:
     for name, degree in zip(("tensor_parallel", "pipeline_parallel"), degrees, strict=True):
         if degree is not None and degree < 1:
             raise UsageError(f"{Option(name, degree)}: at least one rank is needed")
-    if opened.kind not in ("native", "store"):
+    if not opened.kind.changes_degrees:
         message = f"{opened.path}: only what an engine saved can be cut for other degrees, and this"
         raise UnsupportedError(f"{message} is neither its files nor a store of them")
     tensor, pipeline = (degree or 1 for degree in degrees)

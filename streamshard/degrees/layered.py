@@ -83,14 +83,14 @@ class _KeptFiles:
         self._reader = SourceReader(source.files)
 
     def path(self, file: int) -> Path:
-        if self._source.kind == "native":
-            return self._own(file).path
-        return self._source.path / self._source.checkpoint.tensors[file].name
+        if self._source.kind.is_store:
+            return self._source.path / self._source.checkpoint.tensors[file].name
+        return self._own(file).path
 
     def open(self, file: int) -> AbstractContextManager[Readable]:
-        if self._source.kind == "native":
-            return open_readable(self._own(file).path)
-        return nullcontext(_StoredFile(self._source, self._reader, file))
+        if self._source.kind.is_store:
+            return nullcontext(_StoredFile(self._source, self._reader, file))
+        return open_readable(self._own(file).path)
 
     def close(self) -> None:
         self._reader.close()

@@ -189,7 +189,7 @@ class Loading:
         A store has checksums, and more files.
         """
         with self._agreement.step():
-            if distributed.get_rank() == 0 and source.kind != "store":
+            if distributed.get_rank() == 0 and not source.kind.is_store:
                 require_all_unchanged(source.files)
 
     def _notes(self, resharding: Resharding) -> tuple[str, ...]:
@@ -205,7 +205,7 @@ class Loading:
     def _is_uncut(resharding: Resharding) -> bool:
         """Tell whether DeepSpeed itself loads the files on any count of ranks."""
         source = resharding.source
-        return source.kind == "native" and not source.checkpoint.layout.stage
+        return source.kind.is_tag and not source.checkpoint.layout.stage
 
     def _load_plainly(self, resharding: Resharding) -> tuple[str | None, Any]:
         source = resharding.source

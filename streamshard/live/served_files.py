@@ -74,7 +74,7 @@ class ServedFiles:
 
     def real_path(self, path: str) -> Path | None:
         """Return the source's own file for a path, if it is the file of that path as it is."""
-        is_here = self._source.kind != "store" and not is_object(self._source.path)
+        is_here = not self._source.kind.is_store and not is_object(self._source.path)
         if path not in self._sidecars or not is_here:
             return None
         return self._source.path / self._sidecars[path]
@@ -82,7 +82,7 @@ class ServedFiles:
     def prepare(self, path: str) -> None:
         """Find what fills a file, and open the source's files that hold it."""
         content = self._content(path)
-        if self._source.kind != "store":  # a store has a file for each chunk, which it lists
+        if not self._source.kind.is_store:  # a store has a file for each chunk, which it lists
             for file in sorted(content.source_files()):
                 self._reader.require_unchanged(file)
         self._prepared[path] = content

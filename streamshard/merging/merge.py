@@ -11,7 +11,7 @@ from streamshard.io.object_path import as_path, is_packed_name
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.merging.coefficients import as_text, coefficients, is_of_age
 from streamshard.merging.last_checkpoints import last_whole
-from streamshard.merging.merged_source import LINEAR_STATES, Merging, place_of, without_weight_files
+from streamshard.merging.merged_source import LINEAR_STATES, Merging, without_weight_files
 from streamshard.model import BLOB, FILE, MASTER, MODULE
 from streamshard.operations.compare.comparison import Pair
 from streamshard.operations.convert import convert
@@ -119,7 +119,7 @@ def _opened(options: MergeOptions, weights: Sequence[float]) -> Merging:
     with listings_kept():
         sources = [open_source(path) for path in options.sources]
     target = as_path(options.target)
-    places = [resolve(place_of(source)) for source in sources]
+    places = [resolve(source.place) for source in sources]
     for source, place in zip(sources, places, strict=True):
         require_separate(source.path, target, source.directories)
         if source.checkpoint.is_dumps:
@@ -138,7 +138,7 @@ def _opened(options: MergeOptions, weights: Sequence[float]) -> Merging:
 
 
 def _alone(merging: Merging) -> str:
-    place = place_of(merging.sources[0])
+    place = merging.sources[0].place
     advice = f"{Option('last', 5)} takes the newest five of a directory"
     return f"Only {place} is merged, so nothing is averaged; {advice}."
 
@@ -162,12 +162,12 @@ def _require_linear(source: Source, weights: Sequence[float]) -> None:
     states = {t.state for t in source.checkpoint.tensors} - {MASTER, MODULE, BLOB, FILE}
     if uncut := source.checkpoint.uncut:
         message = f"{asked}: not all states have a mean: {uncut.why}"
-        raise UnsupportedError(message, path=uncut.path or place_of(source))
+        raise UnsupportedError(message, path=uncut.path or source.place)
     if not states:
-        raise UsageError(f"{asked}: there are no optimizer states", path=place_of(source))
+        raise UsageError(f"{asked}: there are no optimizer states", path=source.place)
     if others := sorted(states - {*LINEAR_STATES}):
         message = f"{asked}: a mean of {some_of(others)} has no meaning; leave it out"
-        raise UnsupportedError(message, path=place_of(source))
+        raise UnsupportedError(message, path=source.place)
     if min(weights) < 0:
         message = f"{asked}: with a negative weight a second moment may become negative; leave one"
         raise UsageError(f"{message} of them out")
@@ -233,7 +233,7 @@ _OPTIONS_OF = {
 
 def _require_no_other_copies(source: Source) -> None:
     """Refuse checkpoints with weights in 16 bits that are carried along and not read."""
-    checkpoint, place = source.checkpoint, place_of(source)
+    checkpoint, place = source.checkpoint, source.place
     way = f"write weights instead, with {Option('format', 'safetensors')}"
     if not checkpoint.layout.stage:
         message = "saved without ZeRO (stage 0), which does not name the master weights in the"

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Final
 
 import numpy as np
@@ -32,12 +32,6 @@ _MOST_NAMED: Final = 3
 
 _Key = tuple[int, str, str]
 """Model part, state and name of a tensor."""
-
-
-def place_of(source: Source) -> Path:
-    """Return what messages call a checkpoint: its tag directory or its store."""
-    is_of_tag = source.kind == "native"
-    return source.path / source.checkpoint.tag if is_of_tag else source.path
 
 
 @dataclass(frozen=True)
@@ -81,7 +75,7 @@ class Merging:
             same = compare(base, base, self.copies, memory, progress, phase=COMPARING)
             for difference in same.require_read().differences:
                 message = f"{difference.message}: the file of a layer is no copy of its module, so"
-                raise DisagreementError(f"{message} what it holds is unknown", path=place_of(base))
+                raise DisagreementError(f"{message} what it holds is unknown", path=base.place)
         for one, index in zip(self.sources, self._indices, strict=True):
             pairs = [] if one is base else list(self._kept_pairs(one, index))
             if not pairs:
@@ -90,8 +84,8 @@ class Merging:
             if names := [difference.name for difference in compared.differences]:
                 self._require_not_quantized(one, [p.tensor for p in pairs if p.name in names])
                 found.append(
-                    f"{place_of(one)} has other values of {some_of(names, _MOST_NAMED)}: buffers "
-                    f"and frozen weights are not averaged, and are those of {place_of(base)}. "
+                    f"{one.place} has other values of {some_of(names, _MOST_NAMED)}: buffers "
+                    f"and frozen weights are not averaged, and are those of {base.place}. "
                     "Statistics of activations, as BatchNorm keeps, have to be computed again."
                 )
         return found
@@ -106,9 +100,7 @@ class Merging:
             if tensor is not None and len(tensor.shape) > 1 and tensor.dtype != "bool":
                 message = f"has other values of '{tensor.name}', of {tensor.dtype}: quantized"
                 message = f"{message} weights have no mean. Merge the checkpoints that they were"
-                raise UnsupportedError(
-                    f"{message} made from, and quantize that", path=place_of(one)
-                )
+                raise UnsupportedError(f"{message} made from, and quantize that", path=one.place)
 
     @cached_property
     def averaged(self) -> Sequence[int]:
@@ -185,7 +177,7 @@ class Merging:
         own = np.array([rows[row] for row in originals], dtype=np.int64)
         dtype = source.checkpoint.tensors[own[0]].dtype
         cutting = source.cutting.in_files(numbers).take(own)
-        return Summand(place_of(source), self.weights[number], dtype, cutting)
+        return Summand(source.place, self.weights[number], dtype, cutting)
 
     def _kept_pairs(self, other: Source, index: Mapping[_Key, int]) -> Iterator[Pair]:
         """Pair the tensors of the module that are not averaged with those of another checkpoint."""
@@ -213,10 +205,10 @@ class Merging:
         for row in averaged:
             if self._tensor(row).dtype not in _FLOATS:
                 message = f"'{self._tensor(row).name}' is of {self._tensor(row).dtype}, which has"
-                raise UnsupportedError(f"{message} no mean", path=place_of(base))
+                raise UnsupportedError(f"{message} no mean", path=base.place)
         wanted = {key: row for key, row in own.items() if row in averaged}
         for one, index in zip(self.sources, self._indices, strict=True):
-            here, there = place_of(one), place_of(base)
+            here, there = one.place, base.place
             if len(one.checkpoint.model_parts) != parts:
                 message = f"{len(one.checkpoint.model_parts)} tensor or pipeline parallel parts, "
                 message = f"{message}{there} has {parts}: take one of them to the degrees of the"
@@ -242,7 +234,7 @@ class Merging:
     def _note(self) -> str:
         named = [one.checkpoint.tag for one in self.sources]
         if len({*named}) < len(named):  # of several runs
-            ends = (place_of(one).parts[-2:] for one in self.sources)
+            ends = (one.place.parts[-2:] for one in self.sources)
             named = [str(PurePosixPath(*end)) for end in ends]
         both = zip(named, self.weights, strict=True)
         listed = ", ".join(f"{name} x {weight:.6g}" for name, weight in both)

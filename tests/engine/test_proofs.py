@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamshard.engine.jobs.proofs import PROOF_PREFIX, StagedProof, require_seen, some_files
+from streamshard.engine.jobs.proofs import StagedProof, require_seen, some_files
+from streamshard.engine.journals.journal import PROOF_PREFIX
 from streamshard.errors import SourceError, TargetError
 from streamshard.io.entries import identify
 from streamshard.io.sink import InnerPages, open_target, open_to_fill

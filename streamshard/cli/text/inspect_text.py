@@ -10,7 +10,6 @@ from streamshard.cli.text.tables import bold, facts_text, more_text, paragraph, 
 from streamshard.commands import command
 from streamshard.health import TensorHealth
 from streamshard.operations.inspect.inspect_report import (
-    FOREIGN,
     CheckpointList,
     CheckpointSummary,
     FileGroup,
@@ -23,7 +22,7 @@ from streamshard.operations.inspect.inspect_report import (
     ParameterDetail,
     RankDetail,
 )
-from streamshard.registry import title_of
+from streamshard.registry import reader_of
 from streamshard.sizes import counted, show_bytes
 
 _PARAMETERS_SHOWN: Final = 20
@@ -187,7 +186,7 @@ class _Page:
         most = None if self._verbose else _PARAMETERS_SHOWN
         shown = found.parameters[:most]
         is_of_ranks = any(p.first_rank is not None for p in shown)
-        pieces = "chunks" if found.kind == "store" else "pieces"
+        pieces = "chunks" if reader_of(found.kind).is_store else "pieces"
         head = ("parameter", "shape", "elements", "group", "ranks" if is_of_ranks else pieces)
         rows = [
             (
@@ -200,7 +199,7 @@ class _Page:
             for p in shown
         ]
         hint = "-v lists all, --param PATTERN shows where the elements of some lie"
-        if not rows or (not found.zero_stage and found.kind not in FOREIGN):
+        if not rows or (not found.zero_stage and not reader_of(found.kind).is_foreign):
             return  # only the module's weights are known by name, and they are not cut
         self.table("", head, rows, more_text(len(found.parameters) - len(rows), hint))
 
@@ -356,7 +355,7 @@ def _incomplete_summary(found: IncompleteCheckpoint) -> str:
     )
     steps = "not recorded" if found.global_steps is None else f"{found.global_steps:,}"
     facts = [
-        ("checkpoint", f"{found.path} ({title_of(found.kind)}), NOT WHOLE"),
+        ("checkpoint", f"{found.path} ({reader_of(found.kind).title}), NOT WHOLE"),
         ("tag", found.tag or "not known"),
         ("saved by", f"{stage}, world size {found.world_size or 'not recorded'}"),
         ("DeepSpeed", found.deepspeed_version or "version not recorded"),

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from streamshard.cli.text.tables import facts_text, paragraph, table
 from streamshard.operations.transfer.report import Report
-from streamshard.registry import title_of
+from streamshard.registry import reader_of
 from streamshard.sizes import counted, show_bytes, some_of
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def report_text(report: Report, *, verbose: bool) -> str:
 def target_text(report: Report) -> str:
     """Name the target; a store is marked as one, as its name need not show that."""
     is_store = report.tensors is None and (report.world_size is None or report.verb == "convert")
-    return f"{report.target} ({title_of('store')})" if is_store else report.target
+    return f"{report.target} ({reader_of('store').title})" if is_store else report.target
 
 
 def resize_fact(report: Report) -> tuple[str, str]:

@@ -23,7 +23,7 @@ _ANEW: Final = "Save again with DeepSpeed 0.19.8"
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class ExpertPlacement:
     """Where the experts are that a layer's parameters have."""
 
     experts: tuple[tuple[int, ...], ...]
@@ -44,7 +44,7 @@ class Placement:
 
 def placements(
     model: Mapping[str, Node], shapes: Mapping[str, Sequence[int]], path: Path, stage: int
-) -> dict[str, Placement]:
+) -> dict[str, ExpertPlacement]:
     """Return where the experts are that each parameter of AutoEP has.
 
     `shapes`: of each trained parameter, as the first rank has it.
@@ -52,7 +52,7 @@ def placements(
     layers = model.get(names.AUTO_EXPERTS) or []
     if not isinstance(layers, list):
         raise CorruptFileError(f"its '{names.AUTO_EXPERTS}' is no list", path=path)
-    found: dict[str, Placement] = {}
+    found: dict[str, ExpertPlacement] = {}
     for layer in layers:
         for name, placement in _of_layer(layer, path, stage):
             if name in found:
@@ -63,7 +63,7 @@ def placements(
     return found
 
 
-def _of_layer(layer: Node, path: Path, stage: int) -> Iterator[tuple[str, Placement]]:
+def _of_layer(layer: Node, path: Path, stage: int) -> Iterator[tuple[str, ExpertPlacement]]:
     entries = layer if isinstance(layer, dict) else {}
     prefix = entries.get("expert_key_prefix")
     if not isinstance(prefix, str) or not names.fused_expert_of(f"{prefix}.w1.0"):
@@ -78,7 +78,7 @@ def _of_layer(layer: Node, path: Path, stage: int) -> Iterator[tuple[str, Placem
         yield f"{prefix}.{weight}", placement
 
 
-def _placement(prefix: str, layer: Mapping[str, Node], path: Path) -> Placement:
+def _placement(prefix: str, layer: Mapping[str, Node], path: Path) -> ExpertPlacement:
     """Read the placement of a layer's experts: each on one rank, as many on each rank."""
     what = f"the placement of the experts of '{prefix}'"
     placed, count, degree = (layer.get(k) for k in ("expert_placement", "num_experts", "ep_size"))
@@ -102,11 +102,11 @@ def _placement(prefix: str, layer: Mapping[str, Node], path: Path) -> Placement:
     if len({*held}) > 1:
         message = f"the ranks have {held} experts of '{prefix}', and not as many each"
         raise UnsupportedError(f"{message}: not supported. {_ANEW}", path=path)
-    return Placement(found)
+    return ExpertPlacement(found)
 
 
 def _require_shape(
-    name: str, placement: Placement, shapes: Mapping[str, Sequence[int]], path: Path
+    name: str, placement: ExpertPlacement, shapes: Mapping[str, Sequence[int]], path: Path
 ) -> None:
     if name not in shapes:
         message = f"the experts '{name}' are frozen, and AutoEP saves those of one rank alone in"

@@ -3,7 +3,7 @@
 import json
 import struct
 from binascii import a2b_base64, b2a_base64
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,7 +14,9 @@ from streamshard.errors import CorruptFileError
 from streamshard.formats import strict_json
 from streamshard.formats.deepspeed.names import is_inside
 from streamshard.formats.pickle.inert import show
-from streamshard.health import TensorHealth
+from streamshard.formats.zarr.array_paths import array_path
+from streamshard.health import MEASURED, TensorHealth
+from streamshard.model import BLOB, FILE, LogicalTensor
 
 BLOCK_BYTES: Final = 1 << 20
 """Bytes of uncompressed chunks that share a CRC-32, so that a part can be read and checked."""
@@ -110,3 +112,18 @@ def read(data: bytes) -> Manifest:
     if block_bytes != BLOCK_BYTES:
         raise CorruptFileError(f"manifest has blocks of {block_bytes} bytes, not {BLOCK_BYTES}")
     return Manifest(records, codec, digests, health)
+
+
+def is_measured(tensor: LogicalTensor) -> bool:
+    """Tell whether a tensor is one of floats, and a weight, a buffer or an optimizer's state."""
+    return tensor.dtype in MEASURED and tensor.state not in (BLOB, FILE)
+
+
+def health_of_all(
+    tensors: Iterable[LogicalTensor], known: Mapping[str, TensorHealth]
+) -> dict[str, TensorHealth] | None:
+    """Return what is known of the tensors of floats; None unless it is known of each."""
+    floats = {array_path(tensor): tensor.numel for tensor in tensors if is_measured(tensor)}
+    measured = {name: known[name] for name in floats if name in known}
+    is_whole = {name: health.numel for name, health in measured.items()} == floats
+    return measured if is_whole else None

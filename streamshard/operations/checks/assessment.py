@@ -17,12 +17,16 @@ from streamshard.io.object_path import as_path
 from streamshard.operations.checks.problems import UNHEALTHY, Findings
 from streamshard.operations.checks.scan import scan
 from streamshard.operations.checks.structure import check_structure
-from streamshard.operations.checks.suspicion import skipped_since, steps_of, suspicions
+from streamshard.operations.checks.suspicion import (
+    known_health,
+    skipped_since,
+    steps_of,
+    suspicions,
+)
 from streamshard.operations.checks.tensor_content import TensorUnits, recorded
 from streamshard.operations.source.completeness import require_named, require_saved_to_end
 from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.source import Request, Source, open_source
-from streamshard.operations.source.store_source import known_health
 from streamshard.operations.source.tag_directory import (
     find_candidates,
     require_there,
@@ -225,7 +229,7 @@ class RunAssessment:
     def _assessed(self, one: AssessedCheckpoint, place: Path) -> AssessedCheckpoint:
         opened = open_source(place)
         name = self._names[one]
-        is_inner = opened.kind == "native" and "/" in name and opened.path != place
+        is_inner = opened.kind.is_tag and "/" in name and opened.path != place
         if is_inner and not self._is_tag(name):
             require_named(place.parent)
         require_saved_to_end(opened)

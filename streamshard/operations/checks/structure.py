@@ -13,7 +13,7 @@ from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.model import SourceFile
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.scan import Unit, scan
-from streamshard.operations.source.source import Request, Source
+from streamshard.operations.source.source import Kind, Request, Source
 
 _PIECE_BYTES: Final = 1 << 20
 
@@ -22,7 +22,7 @@ _PIECE_BYTES: Final = 1 << 20
 class CheckedStructure:
     """A checkpoint whose structure was checked."""
 
-    kind: str
+    kind: Kind
     tag: str | None
     files: Sequence[SourceFile] = ()
     units: Callable[[], Iterable[Unit]] = tuple

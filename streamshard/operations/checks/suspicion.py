@@ -7,8 +7,10 @@ from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.deepspeed import names
 from streamshard.formats.pickle.inert import Call, Node
 from streamshard.formats.zarr.array_paths import array_path
+from streamshard.formats.zarr.store_manifest import health_of_all
 from streamshard.health import TensorHealth
 from streamshard.model import MASTER, MODULE, NoteKind
+from streamshard.operations.source.source import Source
 from streamshard.sizes import some_of
 
 _SECOND_MOMENT: Final = "exp_avg_sq"
@@ -25,6 +27,12 @@ StepCounts = tuple[Node, Node]
 def suspicions(checkpoint: Checkpoint, health: Mapping[str, TensorHealth]) -> list[str]:
     """List what is suspicious; `health` may lack tensors."""
     return [*_loss_scale(checkpoint), *_moments(checkpoint, health), *_two_saves(checkpoint)]
+
+
+def known_health(source: Source) -> dict[str, TensorHealth] | None:
+    """Return what was measured of a source when it was made; None unless it is of each tensor."""
+    known = source.kind.health(source)
+    return None if known is None else health_of_all(source.checkpoint.tensors, known)
 
 
 def steps_of(checkpoint: Checkpoint) -> StepCounts:

@@ -10,12 +10,12 @@ from streamshard.engine.numeric import magnitudes
 from streamshard.engine.scan.probe import Probe
 from streamshard.errors import SourceError
 from streamshard.formats.zarr.array_paths import array_path
+from streamshard.formats.zarr.store_manifest import health_of_all, is_measured
 from streamshard.health import TensorHealth
 from streamshard.model import ITEMSIZE, LogicalTensor
 from streamshard.operations.checks.problems import UNHEALTHY, Findings
 from streamshard.operations.checks.scan import Result, ScanPiece, Unit, scan
 from streamshard.operations.source.source import Source
-from streamshard.operations.source.store_source import is_measured, known_of_all
 from streamshard.operations.transfer.execution import Limits
 
 _PIECE_BYTES: Final = 8 << 20
@@ -41,12 +41,6 @@ class TensorUnits:
             if is_measured(tensor):
                 yield Unit([*self._pieces(index, tensor)], partial(self._note, tensor), failed)
 
-    @property
-    def _place(self) -> Path:
-        """The directory of the checkpoint itself."""
-        is_tag = self.source.kind == "native"
-        return self.source.path / self.source.checkpoint.tag if is_tag else self.source.path
-
     def _pieces(self, index: int, tensor: LogicalTensor) -> Iterator[ScanPiece]:
         step = _PIECE_BYTES // ITEMSIZE[tensor.dtype]
         for first in range(0, tensor.numel, step):
@@ -56,7 +50,7 @@ class TensorUnits:
 
     def _note(self, tensor: LogicalTensor, results: Sequence[Result]) -> None:
         found = magnitudes.health_of(magnitudes.joined(results))
-        _add_health(self.findings, self._place, array_path(tensor), found)
+        _add_health(self.findings, self.source.place, array_path(tensor), found)
 
 
 def _add_health(findings: Findings, place: Path, name: str, found: TensorHealth) -> None:
@@ -78,7 +72,7 @@ def measured(
     source: Source, limits: Limits, known: Mapping[str, TensorHealth]
 ) -> dict[str, TensorHealth]:
     """Return which numbers each tensor of floats holds; they are read unless all are known."""
-    if (found := known_of_all(source, known)) is not None:
+    if (found := health_of_all(source.checkpoint.tensors, known)) is not None:
         return found
     findings = Findings()
     units = TensorUnits(source, findings)

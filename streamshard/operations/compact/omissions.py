@@ -104,7 +104,7 @@ def narrowed(source: Source, left_out: Collection[int]) -> Source:
 
 def _alone(source: Source, left_out: Collection[int]) -> set[int]:
     """List the source's files that are sidecars and are left out."""
-    if source.kind != "native":
+    if not source.kind.is_tag:
         return set()
     first, tensors = source.cutting.first_piece, source.checkpoint.tensors
     return {

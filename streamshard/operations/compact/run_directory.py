@@ -371,7 +371,7 @@ def open_tag(run_dir: Path, name: str) -> Source:
     directory = run_dir / name
     if not _is_checkpoint(directory):
         opened = open_source(run_dir, SourceOptions(tag=name))
-        if not opened.is_of_ranks:
+        if not opened.kind.is_of_ranks:
             message = "not what an engine saved, but made of it: keep it, or remove it by hand"
             raise UnsupportedError(f"{directory}: {message}")
         return opened

@@ -125,11 +125,11 @@ class Pairing:
 def open_alike(
     first: Request, second: Request, one: Source, other: Source
 ) -> tuple[Source, Source]:
-    """Open the one of two checkpoints again that does not tell what FSDP1 joined, if one does."""
-    if one.kind == other.kind and (one.joined is None) != (other.joined is None):
-        if one.joined is None:
-            return replace(first, joined=other.joined).open(), other
-        return one, replace(second, joined=one.joined).open()
+    """Open the one of two checkpoints again that lacks details which the other tells."""
+    if one.kind == other.kind and (one.details is None) != (other.details is None):
+        if one.details is None:
+            return replace(first, details=other.details).open(), other
+        return one, replace(second, details=one.details).open()
     return one, other
 
 

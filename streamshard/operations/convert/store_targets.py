@@ -34,7 +34,7 @@ from streamshard.formats.zarr.store_index import (
     StoredChunk,
     stored_arrays,
 )
-from streamshard.formats.zarr.store_manifest import BLOCK_BYTES, FileRecord, Manifest
+from streamshard.formats.zarr.store_manifest import BLOCK_BYTES, FileRecord, Manifest, is_measured
 from streamshard.health import TensorHealth
 from streamshard.io.changes import link_or_copy
 from streamshard.io.files import target_errors
@@ -45,7 +45,6 @@ from streamshard.layout.zero import ceil_div
 from streamshard.model import BLOB, FILE, ITEMSIZE, Digest, LogicalTensor, Whole
 from streamshard.operations.convert.small_layouts import together
 from streamshard.operations.source.source import Request, Source
-from streamshard.operations.source.store_source import is_measured
 from streamshard.operations.transfer import read_back
 from streamshard.operations.transfer.byte_accounting import ByteCounts
 from streamshard.operations.transfer.file_layout import Elements, FileLayout, fixed_files

@@ -124,7 +124,7 @@ def diff(options: _Diff) -> DiffReport:
     return DiffReport(
         left=str(left),
         right=str(right),
-        kinds=(one.kind, other.kind),
+        kinds=(one.kind.name, other.kind.name),
         tags=(one.checkpoint.tag, other.checkpoint.tag),
         tensors=tensors,
         states=states,

@@ -311,7 +311,7 @@ def _require_trained_experts(source: Source) -> None:
     counts = model_part.model_state.get(names.EXPERT_COUNTS)
     if not counts or (checkpoint.has_auto_experts and checkpoint.layout.stage == 3):
         return
-    if source.kind != "native" or not isinstance(counts, list):
+    if not source.kind.is_tag or not isinstance(counts, list):
         message = "the model has experts in files of their own, which are in a store unread: write"
         raise UnsupportedError(f"{message} its files with 'streamshard repartition', export these")
     trained = {

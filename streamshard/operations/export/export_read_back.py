@@ -28,6 +28,7 @@ from streamshard.operations.export.universal_files import UniversalFiles
 from streamshard.operations.export.weights import WeightFiles
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.report import Progress
+from streamshard.registry import reader_of
 
 ExportFiles = WeightFiles | UniversalFiles | DcpFiles
 """The files of an export."""
@@ -59,7 +60,7 @@ class _Written:
     """Written files, and their tensors that should be equal to some of the source."""
 
     def __init__(self, place: Path, source: Source, reading: Reading) -> None:
-        self.opened = Source.of(place, "weights", reading)
+        self.opened = Source.of(place, reader_of("weights"), reading)
         self.pairs: list[Pair] = []
         self._source = source
 

@@ -6,17 +6,23 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
+from streamshard import registry
 from streamshard.errors import SourceError, StreamshardError, UnsupportedError, release_frames
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read import validation
 from streamshard.formats.deepspeed.read.validation import Recorded
 from streamshard.io.entries import entries_below, examine, is_file, paths_in
 from streamshard.io.files import source_errors, stays_inside, unreadable
-from streamshard.operations.checks.suspicion import StepCounts, skipped_since, steps_of, suspicions
+from streamshard.operations.checks.suspicion import (
+    StepCounts,
+    known_health,
+    skipped_since,
+    steps_of,
+    suspicions,
+)
 from streamshard.operations.inspect.inspect_report import CheckpointSummary
 from streamshard.operations.source.completeness import require_named, require_saved_to_end
 from streamshard.operations.source.source import Source, open_source
-from streamshard.operations.source.store_source import known_health
 from streamshard.operations.source.tag_directory import (
     find_candidates,
     find_tag,
@@ -66,7 +72,8 @@ def _summary(
     root: Path, name: str, latest: str | None, opened: Source | None
 ) -> tuple[CheckpointSummary, StepCounts | None]:
     place = root / name
-    kind, problem, recorded, nbytes, changed, is_known = "native", None, _UNKNOWN, 0, None, True
+    kind = registry.reader_of("native")
+    problem, recorded, nbytes, changed, is_known = None, _UNKNOWN, 0, None, True
     warnings: tuple[str, ...] = ()
     is_healthy, steps = None, None
     try:
@@ -76,7 +83,7 @@ def _summary(
             raise SourceError(names.NO_TAG, path=place)
         source = opened if opened and latest == name else open_source(place)
         recorded = _recorded(source)
-        if kind == "native" and place.parent != root and not is_file(place / names.LATEST):
+        if kind.is_tag and place.parent != root and not is_file(place / names.LATEST):
             require_named(place.parent)
         require_saved_to_end(source)
         is_healthy, warnings = _is_healthy(source), tuple(suspicions(source.checkpoint, {}))
@@ -86,11 +93,11 @@ def _summary(
     except StreamshardError as error:
         release_frames(error)
         problem, is_known = str(error), not isinstance(error, UnsupportedError)
-        recorded = _recorded_in(place) if kind == "native" else _UNKNOWN
+        recorded = _recorded_in(place) if kind.is_tag else _UNKNOWN
     step = recorded.global_steps
     summary = CheckpointSummary(
         path=name,
-        kind=kind,
+        kind=kind.name,
         step=step_of_path(name) if step is None else step,
         zero_stage=recorded.zero_stage,
         world_size=recorded.world_size,

@@ -15,8 +15,6 @@ from streamshard.formats.deepspeed.model_parallel.parallel_degrees import known_
 from streamshard.formats.deepspeed.names import step_of
 from streamshard.formats.deepspeed.read.rank_files import find
 from streamshard.formats.pickle.inert import Call, Global, Node, show
-from streamshard.formats.zarr.chunks import EncodedChunk
-from streamshard.formats.zarr.rewritten_documents import remark
 from streamshard.io.entries import is_directory, is_file, listings_kept, paths_below, paths_in
 from streamshard.io.files import source_errors
 from streamshard.io.object_path import as_path
@@ -30,7 +28,6 @@ from streamshard.operations.inspect.ownership import (
 )
 from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.source import Source, open_source
-from streamshard.operations.source.store_source import recorded_health
 from streamshard.operations.source.tag_directory import find_tag
 from streamshard.operations.transfer.target import require_separate
 from streamshard.options import takes
@@ -89,7 +86,7 @@ def inspect(options: InspectOptions) -> Inspection:
         needed=is_resized and muon_order.needs_order(opened.checkpoint, stage)
     )
     is_brief = bool(params or rank is not None or html)
-    is_run = opened.kind == "native" and opened.path == as_path(source) and tag is None
+    is_run = opened.kind.is_tag and opened.path == as_path(source) and tag is None
     try:
         found = replace(
             summarize(opened),
@@ -127,7 +124,7 @@ def summarize(source: Source) -> Inspection:
     degrees = known_degrees(checkpoint)
     return Inspection(
         path=str(source.path),
-        kind=source.kind,
+        kind=source.kind.name,
         tag=checkpoint.tag,
         zero_stage=checkpoint.layout.stage,
         world_size=checkpoint.ranks,
@@ -151,14 +148,14 @@ def summarize(source: Source) -> Inspection:
         state_bytes=sizes,
         files=len(files),
         file_bytes=sum(file.nbytes for file in files),
-        file_groups=group_files(files, is_store=source.kind == "store"),
+        file_groups=group_files(files, source.kind),
         file_list=files,
         tensors=len(checkpoint.tensors),
-        codec=_codec(source),
+        codec=source.kind.codec(source),
         problems=_problems_of(source),
-        notes=(*([remark(source.rewritten)] if source.rewritten else []), *checkpoint.remarks),
+        notes=(*source.kind.remarks(source), *checkpoint.remarks),
         weights_only=checkpoint.dropped,
-        health=recorded_health(source.path) if source.kind == "store" else None,
+        health=source.kind.health(source),
     )
 
 
@@ -184,12 +181,6 @@ def _groups(checkpoint: Checkpoint) -> tuple[GroupSummary, ...]:
             for group in model_part.groups
         ]
     return tuple(found)
-
-
-def _codec(source: Source) -> str | None:
-    """Return the codec of a store's chunks, read from its first chunk."""
-    decoder = next((file.decoder for file in source.files if file.decoder is not None), None)
-    return "zstd" if isinstance(decoder, EncodedChunk) else None
 
 
 def _states(group: ParamGroup) -> dict[str, Any]:
@@ -244,7 +235,7 @@ def _optimizer_type(config: Node) -> str | None:
 def _problems_of(source: Source) -> tuple[str, ...]:
     """Check the files around an opened checkpoint; only their names and `latest` are read."""
     with source_errors(source.path):
-        return tuple(_problems(source)) if source.kind == "native" else ()
+        return tuple(_problems(source)) if source.kind.is_tag else ()
 
 
 def _problems(source: Source) -> Iterator[str]:

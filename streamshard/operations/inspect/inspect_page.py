@@ -19,7 +19,6 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.cut import muon_order
 from streamshard.formats.deepspeed.cut.part_cut import cut_model_part, flat_groups
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import known_degrees
-from streamshard.formats.zarr.rewritten_documents import remark
 from streamshard.io.entries import resolve
 from streamshard.layout.cutting import Ints
 from streamshard.layout.zero import ceil_div, ends_and_numels
@@ -31,10 +30,10 @@ from streamshard.operations.inspect.inspect_report import (
     IncompleteCheckpoint,
     Inspection,
 )
-from streamshard.operations.inspect.ownership import ranks_of_files, sharing_ranks
+from streamshard.operations.inspect.ownership import sharing_ranks
 from streamshard.operations.native.target_settings import require_allowed, target_settings
 from streamshard.operations.source.source import Source
-from streamshard.registry import title_of
+from streamshard.registry import reader_of
 from streamshard.sizes import counted
 
 _TAPE_ROWS: Final = 8
@@ -69,7 +68,7 @@ def cut_of(
         for place, group in enumerate(model_part.groups)
         if group.params
     ]
-    meant = ["chunk"] if source.kind == "store" else []
+    meant = ["chunk"] if source.kind.is_store else []
     meant += ["sub-group"] if any(way["borders"] for p in panels for way in p["ways"]) else []
     return {"border": f"a {' or '.join(meant)} ends" if meant else "", "panels": panels}
 
@@ -88,14 +87,14 @@ class _Cut:
     @property
     def tape(self) -> Source | None:
         """The source, if no ranks cut it: then it is drawn as a tape that is wrapped into rows."""
-        return self.source if self.source and not self.source.is_of_ranks else None
+        return self.source if self.source and not self.source.kind.is_of_ranks else None
 
 
 def _as_it_is(source: Source) -> _Cut:
     layout, checkpoint = source.checkpoint.layout, source.checkpoint
     title = f"As saved by {_ranks(checkpoint, layout)}, ZeRO stage {layout.stage}"
-    if not source.is_of_ranks:
-        where = "In the store, one" if source.kind == "store" else "One"
+    if not source.kind.is_of_ranks:
+        where = "In the store, one" if source.kind.is_store else "One"
         title = f"{where} tensor after the other, cut among no ranks"
     return _Cut(checkpoint, layout, checkpoint.module_dtype, title, source)
 
@@ -238,17 +237,17 @@ def _sub_group_ends(cut: _Cut, model_part: ModelPart, place: int) -> Iterator[in
 
 def cut_page(found: Inspection, source: Source, cut: Document) -> bytes:
     """Draw a checkpoint on a page."""
-    is_of_ranks = source.is_of_ranks
+    is_of_ranks = source.kind.is_of_ranks
     numbers = {file.path: number for number, file in enumerate(found.file_list)}
     listed = np.array([numbers.get(relative(source, n), -1) for n in range(len(source.files))])
-    ranks = dict(zip(listed.tolist(), ranks_of_files(source), strict=True))
+    ranks = dict(zip(listed.tolist(), source.kind.ranks_of_files(source), strict=True))
     document = {
         **asdict(replace(found, parameters=(), file_list=())),
         "parameters": table(found.parameters),
         "file_list": _files(found.file_list, list(map(ranks.get, numbers.values())))
         if is_of_ranks
         else {},
-        "kind_title": title_of(found.kind),
+        "kind_title": reader_of(found.kind).title,
         "alarms": _alarms(source),
         **cut,
     }
@@ -268,7 +267,7 @@ def unopened_page(found: CheckpointList | IncompleteCheckpoint) -> bytes:
     """Draw what there is of a checkpoint that cannot be opened, or of several."""
     document: Document = {**asdict(found), "kind_title": "directory of checkpoints"}
     if isinstance(found, IncompleteCheckpoint):
-        document["kind_title"] = title_of(found.kind)
+        document["kind_title"] = reader_of(found.kind).title
         parsed = [names.parse(PurePosixPath(file.path).name) for file in found.file_list]
         ranks = [None if one is None else one.dp_rank for one in parsed]
         document["file_list"] = _files(found.file_list, ranks)
@@ -287,7 +286,7 @@ def _alarms(source: Source) -> list[str]:
         checkpoint, notes=tuple(n for n in checkpoint.notes if n.kind is NoteKind.MIXED)
     )
     return [
-        *([remark(source.rewritten)] if source.rewritten else []),
+        *source.kind.remarks(source),
         *replace(doubted, dropped=None).remarks,
     ]
 

@@ -2,16 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from streamshard.formats.checkpoint import Dropped
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import Degrees
 from streamshard.health import TensorHealth
-from streamshard.registry import title_of
+from streamshard.registry import reader_of
 from streamshard.sizes import counted, show_bytes
-
-FOREIGN: Final = ("dcp", "megatron", "weights", "fsdp-ranks")
-"""Kinds of sources that are not of DeepSpeed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,8 +338,9 @@ class Inspection:
     def title(self) -> list[tuple[str, str]]:
         """The facts that say which checkpoint it is."""
         codec = f", {self.codec}" if self.codec else ""
-        found = [("checkpoint", f"{self.path} ({title_of(self.kind)}{codec})"), ("tag", self.tag)]
-        if self.kind not in FOREIGN:
+        kind = reader_of(self.kind)
+        found = [("checkpoint", f"{self.path} ({kind.title}{codec})"), ("tag", self.tag)]
+        if not kind.is_foreign:
             stage = f"ZeRO stage {self.zero_stage}" if self.zero_stage else "DeepSpeed without ZeRO"
             found.append(("saved by", f"{stage}, world size {self.ranks_text}"))
         return found
@@ -370,7 +368,7 @@ def _facts(found: Inspection) -> Iterator[tuple[str, str]]:
     trained = f"{len(found.parameters):,} trained, {counted(numel, 'element')}"
     uncertain = f"{found.weights:,}, the files do not say which of them are trained"
     also = [counted(found.buffers, "buffer"), counted(len(found.tied), "tied name")]
-    if found.kind in FOREIGN:
+    if reader_of(found.kind).is_foreign:
         yield "dtypes", found.module_dtype or "not recorded"
         if not found.groups:
             yield "weights", uncertain

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from streamshard.errors import Option, UsageError
 from streamshard.formats.checkpoint import Checkpoint, ModelPart, ModuleEntry, ParamGroup
-from streamshard.formats.deepspeed import names
 from streamshard.layout.cutting import whole_segment
 from streamshard.model import ITEMSIZE, MASTER, MODULE, ZeroLayout
 from streamshard.operations.inspect.file_groups import list_files, relative
@@ -71,7 +70,7 @@ def ranks_of(source: Source) -> dict[int, tuple[int, tuple[int, ...] | None]]:
     The ranks are data-parallel ranks; they are None for a source that ZeRO did not cut.
     """
     return {
-        row: (group, tuple(sharing[first : last + 1]) if source.is_of_ranks else None)
+        row: (group, tuple(sharing[first : last + 1]) if source.kind.is_of_ranks else None)
         for row, group, sharing, first, last in _trained(source)
     }
 
@@ -86,8 +85,8 @@ def parameter_summaries(source: Source) -> Iterator[ParameterSummary]:
             numel=tensor.numel,
             group=group,
             pieces=last - first + 1,
-            first_rank=sharing[first] if source.is_of_ranks else None,
-            last_rank=sharing[last] if source.is_of_ranks else None,
+            first_rank=sharing[first] if source.kind.is_of_ranks else None,
+            last_rank=sharing[last] if source.kind.is_of_ranks else None,
         )
 
 
@@ -99,7 +98,7 @@ def parameter_details(source: Source, patterns: Sequence[str]) -> tuple[Paramete
         if not any(fnmatchcase(name, pattern) for name in known):
             asked = Option("params", [pattern])
             raise UsageError(f"{asked}: {_no_such_name(pattern, known)}")
-    index, ranks = source.checkpoint.tensor_index(), ranks_of_files(source)
+    index, ranks = source.checkpoint.tensor_index(), source.kind.ranks_of_files(source)
     return tuple(
         _detail(source, one, index, ranks)
         for one in found
@@ -186,19 +185,11 @@ def _pieces(
         yield OwnedPiece(state, ranks[file], relative(source, file), start, stop, offset)
 
 
-def ranks_of_files(source: Source) -> list[int | None]:
-    """Return for each file the data-parallel rank that saved it; None if it is not a single one."""
-    if source.kind == "dumps":
-        return list(range(len(source.files)))
-    parsed = (names.parse(file.path.name) for file in source.files)
-    return [found.dp_rank if found and source.kind == "native" else None for found in parsed]
-
-
 def rank_detail(source: Source, rank: int) -> RankDetail:
     """Describe the part of the optimizer that one data-parallel rank holds."""
     layout, asked = source.checkpoint.layout, Option("rank", rank)
-    if not source.is_of_ranks:
-        what, pieces = ("a store", "chunks") if source.kind == "store" else ("this", "pieces")
+    if not source.kind.is_of_ranks:
+        what, pieces = ("a store", "chunks") if source.kind.is_store else ("this", "pieces")
         message = f"{asked}: {what} is not cut among ranks of ZeRO, so there is none to look"
         raise UsageError(f"{message} at; {Option('params')} shows the {pieces}")
     if not layout.stage:
@@ -207,7 +198,7 @@ def rank_detail(source: Source, rank: int) -> RankDetail:
     if not 0 <= rank < layout.world_size:
         message = f"{asked}: it has data-parallel {show_ranks(range(layout.world_size))}"
         raise UsageError(message)
-    ranks = ranks_of_files(source)
+    ranks = source.kind.ranks_of_files(source)
     own = {relative(source, number) for number, held in enumerate(ranks) if held == rank}
     files: list[FileSummary] = [file for file in list_files(source) if file.path in own]
     return RankDetail(rank, tuple(files), tuple(_partitions(source, rank)))

@@ -1,7 +1,6 @@
 """Describes a source that `inspect` cannot open: several checkpoints, or an incomplete one."""
 
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,11 +13,10 @@ from streamshard.errors import (
     release_frames,
 )
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.read.validation import Recorded, recorded
+from streamshard.formats.deepspeed.read.validation import recorded
 from streamshard.formats.zarr.store_index import is_hierarchy
 from streamshard.io.entries import exists, is_directory, is_file
 from streamshard.io.object_path import as_path
-from streamshard.model import SourceFile
 from streamshard.operations.checks import structure
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.inspect.checkpoint_list import summaries
@@ -35,6 +33,7 @@ from streamshard.operations.source.tag_directory import find_tag, may_be_finishe
 from streamshard.operations.source.unfinished import is_unfinished
 from streamshard.operations.transfer.target import require_separate
 from streamshard.options import Path_, SourceOptions
+from streamshard.registry import reader_of
 
 
 def describe_unopened(
@@ -80,7 +79,8 @@ def _directory(root: Path, error: SourceError) -> CheckpointList | None:
     """List a directory's checkpoints; tags without a `latest` next to them are a problem."""
     found = summaries(root)
     is_run = exists(root / names.LATEST) or any(
-        "/" not in one.path and one.kind == "native" and _is_tag(root / one.path) for one in found
+        "/" not in one.path and reader_of(one.kind).is_tag and _is_tag(root / one.path)
+        for one in found
     )
     return CheckpointList(
         str(root), "directory", found, (str(error),) if is_run else ()
@@ -97,7 +97,7 @@ def _incomplete(request: Request) -> IncompleteCheckpoint:
     template, root = request.template, as_path(request.path)
     base = template.directory if template else root
     checkpoints: tuple[CheckpointSummary, ...] = ()
-    if checked.kind == "native":
+    if checked.kind.is_tag:
         base, tag_dir = find_tag(root, request.tag)
         if base == root and request.tag is None and tag_dir.parent == root:
             checkpoints = summaries(root)
@@ -107,10 +107,10 @@ def _incomplete(request: Request) -> IncompleteCheckpoint:
             key=lambda file: natural_order(file.path),
         )
     )
-    found = _recorded(checked.kind, checked.files)
+    found = recorded(f.path for f in checked.files if checked.kind.is_shard(f.path))
     return IncompleteCheckpoint(
         path=str(base),
-        kind=checked.kind,
+        kind=checked.kind.name,
         is_whole=False,
         tag=checked.tag,
         zero_stage=found.zero_stage,
@@ -119,13 +119,8 @@ def _incomplete(request: Request) -> IncompleteCheckpoint:
         deepspeed_version=found.version,
         files=len(files),
         file_bytes=sum(file.nbytes for file in files),
-        file_groups=group_files(files, is_store=checked.kind == "store"),
+        file_groups=group_files(files, checked.kind),
         file_list=files,
         problems=tuple(problem.message for problem in findings.problems),
         checkpoints=checkpoints,
     )
-
-
-def _recorded(kind: str, files: Sequence[SourceFile]) -> Recorded:
-    paths = [f.path for f in files if kind == "dumps" or names.parse(f.path.name)]
-    return recorded(paths if kind != "store" else [])

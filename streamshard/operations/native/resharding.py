@@ -55,7 +55,7 @@ class Resharding:
         """
         source = self.source
         is_alike = self.is_cut_alike and source.checkpoint.ranks == self.world_size
-        return is_alike and source.is_of_ranks
+        return is_alike and source.kind.is_of_ranks
 
     @property
     def is_cut_alike(self) -> bool:

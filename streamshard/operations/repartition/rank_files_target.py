@@ -58,7 +58,7 @@ class RankFilesWriter(TargetWriter):
         return [lambda: chain(map(layout_of, self.images.images()), self.sidecars)]
 
     def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
-        written = Request(place, joined=self.source.joined)
+        written = Request(place, details=self.source.details)
         found: list[str] = load(READ_BACK)(written, self.source, memory, progress)
         return found
 
@@ -90,7 +90,7 @@ def prepare(options: RepartitionOptions, opened: Source) -> Output:
 
 def _ranks(options: RepartitionOptions, opened: Source) -> int:
     given = Option("format", FORMAT)
-    if opened.kind != FORMAT:
+    if opened.kind.form != FORMAT:
         message = f"{given}: writes files of FSDP's ranks from such files alone"
         raise UnsupportedError(message, path=opened.path)
     for name in _OF_ZERO:

@@ -172,8 +172,7 @@ def _with_training_state(
     opened: Source, options: RepartitionOptions, wanted: ds_config.Config | None
 ) -> Source:
     """Add what a DeepSpeed job needs to a source, from the job's config if that suffices."""
-    reader = registry.completing(opened.kind) if opened.checkpoint.foreign and wanted else None
-    if reader is None or wanted is None:
+    if wanted is None or not (opened.checkpoint.foreign and opened.kind.completes):
         opened.require_training_state()
         return opened
     if options.world_size is None:
@@ -181,7 +180,7 @@ def _with_training_state(
         raise UsageError(message)
     stage, ranks = options.zero_stage, options.world_size
     try:
-        completed = reader.complete(opened, wanted, stage, ranks)
+        completed = opened.kind.complete(opened, wanted, stage, ranks)
     except UnsupportedError as error:
         message = f"{opened.path}: {opened.checkpoint.foreign}; {error}"
         raise UnsupportedError(f"{message}: {supply()}") from error
@@ -194,7 +193,7 @@ def _own_world_size(source: Source) -> int:
     It is the world size of the ranks that saved the content of a store, or the reference of a
     distributed checkpoint.
     """
-    if source.is_of_ranks:
+    if source.kind.is_of_ranks:
         ranks = counted(source.checkpoint.ranks, "rank")
         message = f"{source.path}: has files for {ranks} already; say with"
         raise UsageError(f"{message} {Option('world_size')} for how many they are to be written")
@@ -214,6 +213,6 @@ def _require_same_kind(source: Source, template: Template | None, target: Path_)
 def _is_resumed_from(found: Resharding) -> bool:
     """Tell whether `load_checkpoint` without a tag can take the source's own files."""
     source = found.source
-    if source.kind == "native" and names.latest_of(source.path) != source.checkpoint.tag:
+    if source.kind.is_tag and names.latest_of(source.path) != source.checkpoint.tag:
         return False
     return found.has_these_files()

@@ -26,7 +26,7 @@ def require_named(directory: Path) -> None:
 
 def require_saved_to_end(opened: Source) -> None:
     """Refuse a framework's checkpoint that lacks what the framework writes last."""
-    if opened.kind != "native":
+    if not opened.kind.is_tag:
         return
     directory, checkpoint = opened.path, opened.checkpoint
     with source_errors(directory):

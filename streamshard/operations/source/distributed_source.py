@@ -3,7 +3,7 @@
 They are PyTorch's own, Megatron's, and safetensors files of ranks with an optimizer next to them.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -85,10 +85,14 @@ class ItemFilesCheck(TorchFiles):
 class _DistributedReader(Reader):
     """Reads what `torch.distributed.checkpoint` saves."""
 
-    kind = "dcp"
+    name = "dcp"
     title = "PyTorch's distributed checkpoint"
+    is_foreign = True
     completes = True
-    renames = True
+    facts = frozenset({"rename"})
+
+    def needs_like(self, checkpoint: Checkpoint) -> bool:
+        return True
 
     def holds(self, directory: Path) -> bool:
         return bool(dcp_reader.parts_of(directory)) and not has_shards(directory)
@@ -114,8 +118,8 @@ class _DistributedReader(Reader):
         if request.facts.rename is not None:
             opened_for = partial(self._renamed, place, request.facts.rename)
         if like is None:
-            return Source.of(place, self.kind, dcp_reader.as_it_is(opened_for(frozenset())))
-        opened = Source.of(place, self.kind, reference.read_like(place, like, opened_for))
+            return Source.of(place, self, dcp_reader.as_it_is(opened_for(frozenset())))
+        opened = Source.of(place, self, reference.read_like(place, like, opened_for))
         is_decoded = any(file.decoder is not None for file in opened.files)
         return replace(opened, codec_bytes=like.codec_bytes if is_decoded else 0)
 
@@ -128,6 +132,11 @@ class _DistributedReader(Reader):
     ) -> Checkpoint:
         return with_config(source.checkpoint, config, zero_stage=stage, world_size=world_size)
 
+    def other_files(self, source: Source) -> Iterable[tuple[str, int]]:
+        for place in dcp_reader.parts_of(source.path):
+            path = place / dcp_names.METADATA
+            yield path.relative_to(source.path).as_posix(), examine(path).nbytes
+
     def check_structure(
         self, place: Path, request: Request, findings: Findings
     ) -> CheckedStructure:
@@ -137,11 +146,11 @@ class _DistributedReader(Reader):
         with suppress(SourceError):
             items = self.items_of(place)
         check = ItemFilesCheck.of(items, findings)
-        return CheckedStructure(self.kind, place.name, check.files, check.units, source=opened)
+        return CheckedStructure(self, place.name, check.files, check.units, source=opened)
 
 
 class _MegatronReader(_DistributedReader):
-    kind = "megatron"
+    name = "megatron"
     title = "Megatron's distributed checkpoint"
     completes = False
 
@@ -176,8 +185,6 @@ class _MegatronReader(_DistributedReader):
 
 
 class _RankShardsReader(_DistributedReader):
-    completes = False
-
     def holds(self, directory: Path) -> bool:
         """Tell so, unless whole files were made of those of ranks."""
         if not rank_shards.is_of_shards(directory) or has_shards(directory):

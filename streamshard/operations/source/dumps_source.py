@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.errors import IntegrityError, SourceError, SourceNotFoundError, release_frames
+from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.deepspeed.dumps import dump_reader
 from streamshard.formats.deepspeed.read.validation import validate_dumps
 from streamshard.io.entries import paths_in
@@ -19,8 +20,19 @@ from streamshard.operations.source.source import Request, Source
 
 
 class _DumpsReader(Reader):
-    kind = "dumps"
+    name = "dumps"
     title = "raw per-rank dumps"
+    is_of_ranks = True
+    facts = frozenset({"ds_config"})
+
+    def needs_like(self, checkpoint: Checkpoint) -> bool:
+        return checkpoint.layout.stage == 3
+
+    def is_shard(self, path: Path) -> bool:
+        return True
+
+    def ranks_of_files(self, source: Source) -> list[int | None]:
+        return list(range(len(source.files)))
 
     def recognizes(self, request: Request) -> Path | None:
         template = request.template
@@ -35,7 +47,7 @@ class _DumpsReader(Reader):
     def open(self, place: Path, request: Request) -> Source:
         template = Template(place.parent, place.name)
         found = dump_reader.read(template, request.facts.ds_config, request.checkpoint_like)
-        return Source.of(template.directory, self.kind, found)
+        return Source.of(template.directory, self, found)
 
     def check_structure(
         self, place: Path, request: Request, findings: Findings
@@ -55,7 +67,7 @@ class _DumpsReader(Reader):
             explain(error, findings, template.directory, problems, readable)
             paths = readable.files
         torch = TorchFiles.at(paths, template.rank_of, findings)
-        return CheckedStructure(self.kind, template.name, torch.files, torch.units, source=opened)
+        return CheckedStructure(self, template.name, torch.files, torch.units, source=opened)
 
 
 READER: Final = _DumpsReader()

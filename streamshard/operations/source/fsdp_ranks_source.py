@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.errors import UnsupportedError
+from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.dcp import reference
 from streamshard.formats.fsdp_ranks import fsdp_ranks_reader, rank_names
 from streamshard.formats.fsdp_ranks.flat_parameters import joined_of
@@ -22,8 +23,15 @@ from streamshard.operations.source.source import Request, Source
 
 
 class _FsdpRanksReader(Reader):
-    kind = "fsdp-ranks"
+    name = "fsdp-ranks"
     title = "files of FSDP's ranks"
+    is_foreign = True
+    is_of_job = False
+    facts = frozenset({"wrapped"})
+    form = "fsdp-ranks"
+
+    def needs_like(self, checkpoint: Checkpoint) -> bool:
+        return True
 
     def holds(self, directory: Path) -> bool:
         return rank_names.is_of_ranks(directory)
@@ -37,7 +45,7 @@ class _FsdpRanksReader(Reader):
         return all(map(rank_names.is_rank_file, others)) if is_one else None
 
     def open(self, place: Path, request: Request) -> Source:
-        found = fsdp_ranks_reader.read(place, request.facts.wrapped, request.joined)
+        found = fsdp_ranks_reader.read(place, request.facts.wrapped, request.details)
         like = request.source_like
         if like is not None:
             if not found.checkpoint.model_parts[0].groups:
@@ -46,8 +54,8 @@ class _FsdpRanksReader(Reader):
                 )
                 raise UnsupportedError(message.removesuffix("."), path=place)
             found = reference.complete_reading(place, found, like)
-            return Source.of(place, self.kind, found)
-        return replace(Source.of(place, self.kind, found), joined=joined_of(found.checkpoint))
+            return Source.of(place, self, found)
+        return replace(Source.of(place, self, found), details=joined_of(found.checkpoint))
 
     def check_structure(
         self, place: Path, request: Request, findings: Findings
@@ -64,7 +72,7 @@ class _FsdpRanksReader(Reader):
         differ = opened is not None and any(
             note.kind is NoteKind.COPIES for note in opened.checkpoint.notes
         )
-        found = CheckedStructure(self.kind, place.name, torch.files, torch.units, source=opened)
+        found = CheckedStructure(self, place.name, torch.files, torch.units, source=opened)
         return (
             replace(found, copies=partial(self._replicas, place, request.facts.wrapped))
             if differ
@@ -73,7 +81,7 @@ class _FsdpRanksReader(Reader):
 
     def _replicas(self, place: Path, wrapped: Sequence[str]) -> Iterator[Source]:
         for found in fsdp_ranks_reader.replicas(place, wrapped):
-            yield Source.of(place, self.kind, found)
+            yield Source.of(place, self, found)
 
 
 READER: Final = _FsdpRanksReader()

@@ -18,11 +18,11 @@ from streamshard.operations.checks.structure import CheckedStructure
 from streamshard.operations.checks.torch_check import TorchFiles, deepspeed_owner
 from streamshard.operations.source.readable_files import ReadableFiles, explain
 from streamshard.operations.source.sidecars import may_come_along
-from streamshard.operations.source.source import Request, Source
+from streamshard.operations.source.source import Kind, Request, Source
 from streamshard.operations.source.tag_directory import find_tag
 
 
-def check_native(place: Path, request: Request, findings: Findings) -> CheckedStructure:
+def check_native(kind: Kind, place: Path, request: Request, findings: Findings) -> CheckedStructure:
     """Check the structure of a tag directory; all problems are added to the findings."""
     try:
         run_dir, tag_dir = find_tag(place, request.tag)
@@ -32,7 +32,7 @@ def check_native(place: Path, request: Request, findings: Findings) -> CheckedSt
         if not is_directory(place):
             raise
         findings.add_error(error, place)
-        return CheckedStructure("native", None)
+        return CheckedStructure(kind, None)
     opened: Source | None = None
     try:
         opened = request.open()
@@ -50,4 +50,4 @@ def check_native(place: Path, request: Request, findings: Findings) -> CheckedSt
         paths = readable.files
     torch = TorchFiles.at(paths, deepspeed_owner, findings)
     tag = tag_dir.relative_to(run_dir).as_posix()
-    return CheckedStructure("native", tag, torch.files, torch.units, source=opened)
+    return CheckedStructure(kind, tag, torch.files, torch.units, source=opened)

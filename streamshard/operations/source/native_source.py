@@ -1,5 +1,7 @@
 """Reads a tag directory of a run, as DeepSpeed saves it."""
 
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -7,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read import zero_reader
 from streamshard.formats.frameworks import framework_of
-from streamshard.io.entries import is_directory, list_ahead, paths_below, paths_in
+from streamshard.io.entries import examine, is_directory, list_ahead, paths_below, paths_in
 from streamshard.io.files import require_inside
 from streamshard.io.object_path import is_packed_name
 from streamshard.model import Note
@@ -23,8 +25,11 @@ if TYPE_CHECKING:
 
 
 class _NativeReader(Reader):
-    kind = "native"
+    name = "native"
     title = "DeepSpeed shards"
+    is_tag = True
+    is_of_ranks = True
+    changes_degrees = True
 
     def holds(self, directory: Path) -> bool:
         if is_packed_name(directory) or not has_shards(directory):
@@ -51,9 +56,19 @@ class _NativeReader(Reader):
         tag = tag_dir.relative_to(run_dir).as_posix()
         files, notes = find_beside(run_dir, tag)
         found = zero_reader.read(tag_dir, files, tag=tag)
-        opened = Source.of(run_dir, self.kind, found)
+        opened = Source.of(run_dir, self, found)
         noted = (*opened.checkpoint.notes, *map(Note, notes))
         return replace(opened, checkpoint=replace(opened.checkpoint, notes=noted))
+
+    def other_files(self, source: Source) -> Iterable[tuple[str, int]]:
+        latest = source.path / names.LATEST
+        with suppress(FileNotFoundError):
+            if names.read_latest(latest) == source.checkpoint.tag:
+                yield names.LATEST, examine(latest).nbytes
+
+    def ranks_of_files(self, source: Source) -> list[int | None]:
+        parsed = (names.parse(file.path.name) for file in source.files)
+        return [None if known is None else known.dp_rank for known in parsed]
 
     def check_structure(
         self, place: Path, request: Request, findings: "Findings"
@@ -61,7 +76,7 @@ class _NativeReader(Reader):
         # Not at the top: who opens shards need not load what checks them.
         from streamshard.operations.source.native_check import check_native
 
-        return check_native(place, request, findings)
+        return check_native(self, place, request, findings)
 
 
 def _has_optimizer(directory: Path) -> bool:

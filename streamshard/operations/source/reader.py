@@ -1,12 +1,11 @@
-"""What a reader of one kind of checkpoint does, and what its kind is like."""
+"""What a reader of one kind of checkpoint does."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
-from streamshard.formats.checkpoint import Checkpoint
-from streamshard.formats.deepspeed import ds_config, names
-from streamshard.operations.source.source import Request, Source
+from streamshard.formats.deepspeed import names
+from streamshard.operations.source.source import Kind, Request, Source
 
 if TYPE_CHECKING:
     from streamshard.operations.checks.problems import Findings
@@ -14,17 +13,8 @@ if TYPE_CHECKING:
     from streamshard.operations.source.directory_content import DirectoryContent
 
 
-class Reader(ABC):
+class Reader(Kind, ABC):
     """Reads one kind of checkpoint; `registry` lists the readers."""
-
-    kind: ClassVar[str]
-    """What `Source.kind` says."""
-    title: ClassVar[str]
-    """What text calls this kind."""
-    completes: ClassVar[bool] = False
-    """Whether a job's config can tell what the checkpoint lacks."""
-    renames: ClassVar[bool] = False
-    """Whether it takes rules for other names of its tensors."""
 
     def holds(self, directory: Path) -> bool:
         """Tell whether a directory is one of the checkpoints to choose from around it."""
@@ -59,9 +49,3 @@ class Reader(ABC):
         self, place: Path, request: Request, findings: "Findings"
     ) -> "CheckedStructure":
         """Check its structure; all problems are added to the findings."""
-
-    def complete(
-        self, source: Source, config: ds_config.Config, stage: int | None, world_size: int
-    ) -> Checkpoint:
-        """Add what a job's config tells of the training state, where `completes`."""
-        raise NotImplementedError

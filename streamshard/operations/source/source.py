@@ -1,9 +1,10 @@
 """Opens a source: finds the checkpoint at a path, and calls the reader of its format."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 
@@ -13,7 +14,8 @@ from streamshard.engine.numeric.cast import cast_between
 from streamshard.engine.run.work import Region
 from streamshard.errors import Option, UnsupportedError, UsageError
 from streamshard.formats.checkpoint import Checkpoint, Reading
-from streamshard.formats.deepspeed.names import LATEST, is_source_template
+from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.ds_config import Config
 from streamshard.formats.facts import NO_FACTS, Facts
 from streamshard.io.entries import listings_kept
 from streamshard.io.files import source_errors
@@ -28,13 +30,80 @@ from streamshard.options import Path_, SourceOptions
 _BY_DEFAULT: Final = SourceOptions()
 
 _RENAMED: Final = "distributed checkpoints of PyTorch and Megatron"
-_DISTRIBUTED: Final = ("dcp", "megatron")
-"""Kinds of others that hold the state of a job."""
 _UNTOLD: Final = (
     "what else a DeepSpeed job needs: the order of the parameters in the optimizer, which "
     "tensors are frozen weights and which buffers, which names are tied, the DeepSpeed config, the "
     "loss scaler, the learning rate scheduler and the counters of steps"
 )
+
+
+class Kind:
+    """What one kind of checkpoint is like; a `Reader` is the kind that it reads."""
+
+    name: ClassVar[str]
+    """What reports call this kind."""
+    title: ClassVar[str]
+    """What text calls it."""
+    is_tag: ClassVar[bool] = False
+    """Whether it is a tag of a run directory, with the files that an engine saved."""
+    is_store: ClassVar[bool] = False
+    """Whether it is one of our stores."""
+    is_of_ranks: ClassVar[bool] = False
+    """Whether its files are those of data-parallel ranks, as ZeRO cuts."""
+    is_foreign: ClassVar[bool] = False
+    """Whether it is not of DeepSpeed."""
+    is_of_job: ClassVar[bool] = True
+    """Whether it may hold the state of a job even where it has no states of an optimizer."""
+    changes_degrees: ClassVar[bool] = False
+    """Whether its model can be cut for other parallel degrees."""
+    completes: ClassVar[bool] = False
+    """Whether a job's config can tell what it lacks."""
+    facts: ClassVar[frozenset[str]] = frozenset()
+    """The facts of a source that it takes; see `formats/facts.py`."""
+    form: ClassVar[str] = ""
+    """The target format in which `repartition` writes such files; empty if in that of DeepSpeed."""
+
+    def needs_like(self, checkpoint: Checkpoint) -> bool:
+        """Tell whether a checkpoint can only be read with a reference checkpoint."""
+        return False
+
+    def complete(
+        self, source: "Source", config: Config, stage: int | None, world_size: int
+    ) -> Checkpoint:
+        """Add what a job's config tells of the training state, where `completes`."""
+        raise NotImplementedError
+
+    def rewritten(self, source: "Source") -> Sequence[str]:
+        """Return the paths of what another tool rewrote in it."""
+        return ()
+
+    def remarks(self, source: "Source") -> Sequence[str]:
+        """Return what to say of its files, next to the checkpoint's own remarks."""
+        return ()
+
+    def health(self, source: "Source") -> Mapping[str, Any] | None:
+        """Return the `TensorHealth` of its tensors, as measured when it was made, if at all."""
+        return None
+
+    def codec(self, source: "Source") -> str | None:
+        """Return the codec of its files, if they are compressed."""
+        return None
+
+    def other_files(self, source: "Source") -> Iterable[tuple[str, int]]:
+        """Yield relative path and size of the files that hold no tensors."""
+        return ()
+
+    def pattern_of(self, path: str) -> str:
+        """Return what is the same for all files that differ in numbers only."""
+        return re.sub(r"\d+", "*", path)
+
+    def is_shard(self, path: Path) -> bool:
+        """Tell whether a file records what ZeRO's files do: stage, ranks, steps."""
+        return names.parse(path.name) is not None
+
+    def ranks_of_files(self, source: "Source") -> list[int | None]:
+        """Return for each file the data-parallel rank that saved it; None if it is not one."""
+        return [None] * len(source.files)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +112,7 @@ class Source(Reading):
 
     path: Path
     """The run directory, the store, or the directory of the dumps."""
-    kind: str
-    """Of its reader: `native`, `store`, `dumps`, `dcp`, …"""
+    kind: Kind
     codec_bytes: int = 0
     """Memory that decoding one file takes."""
     like: Checkpoint | None = None
@@ -53,15 +121,11 @@ class Source(Reading):
     """The same with the places of its tensors, where these are known."""
     facts: Facts = NO_FACTS
     """What a user says of it and of the job that will resume."""
-    rewritten: tuple[str, ...] = ()
-    """Paths of a store's arrays that another tool rewrote."""
-    documents: Mapping[str, int | None] = field(default_factory=dict)
-    """Path → size of the document of each array of a store; None where it is not as written."""
-    joined: Any = None
-    """What FSDP1 has joined to flat parameters, the names in each."""
+    details: Any = None
+    """What its kind knows of it, and no other kind has."""
 
     @classmethod
-    def of(cls, path: Path, kind: str, found: Reading) -> Self:
+    def of(cls, path: Path, kind: Kind, found: Reading) -> Self:
         content = found.checkpoint, found.cutting, found.files, found.repeats
         return cls(*content, path=path, kind=kind)
 
@@ -89,27 +153,25 @@ class Source(Reading):
     @property
     def directories(self) -> frozenset[Path]:
         """The directories that its files lie in, and its own; no link leads out of a store."""
-        files = () if self.kind == "store" else self.files
+        files = () if self.kind.is_store else self.files
         return frozenset({self.path, *(file.path.parent for file in files)})
+
+    @property
+    def place(self) -> Path:
+        """The directory of the checkpoint itself: its tag directory, or its path."""
+        return self.path / self.checkpoint.tag if self.kind.is_tag else self.path
 
     @property
     def needs_like(self) -> bool:
         """Whether it can only be read with a reference checkpoint."""
-        if self.kind in (*_DISTRIBUTED, "fsdp-ranks"):
-            return True
-        return self.kind == "dumps" and self.checkpoint.layout.stage == 3
+        return self.kind.needs_like(self.checkpoint)
 
     @property
     def is_weights_alone(self) -> bool:
         """Whether it is a model's weights, and no state of a job."""
         checkpoint = self.checkpoint
         has_states = any(model_part.groups for model_part in checkpoint.model_parts)
-        return bool(checkpoint.foreign) and self.kind not in _DISTRIBUTED and not has_states
-
-    @property
-    def is_of_ranks(self) -> bool:
-        """Whether its files are those of data-parallel ranks, as ZeRO cuts."""
-        return self.kind in ("native", "dumps")
+        return bool(checkpoint.foreign) and not (self.kind.is_of_job or has_states)
 
     def require_training_state(self) -> None:
         """Refuse a source that lacks what a DeepSpeed job needs in addition to tensors."""
@@ -124,14 +186,14 @@ class Source(Reading):
 
     def _form_advice(self) -> str:
         """Say how such files are written for other ranks."""
-        if self.kind != "fsdp-ranks":
+        if not self.kind.form:
             return ""
-        form = Option("format", self.kind)
+        form = Option("format", self.kind.form)
         return f". For another count of FSDP's ranks give 'streamshard repartition' {form}"
 
     def _config_advice(self) -> str:
         """Say what may do if all tensors are trained, so that only a config is lacking."""
-        if self.checkpoint.unrecorded or not registry.completing(self.kind):
+        if self.checkpoint.unrecorded or not self.kind.completes:
             return ""
         with_config = f"{Option('ds_config_file')} with the job's config may do for"
         return f". All of its tensors are trained, so {with_config} 'streamshard repartition'"
@@ -159,11 +221,12 @@ class Source(Reading):
 
     def require_as_written(self) -> None:
         """Refuse a store in which another tool rewrote an array."""
-        if self.rewritten:
+        rewritten = self.kind.rewritten(self)
+        if rewritten:
             message = "rewritten by another tool: no archive that"
             raise UnsupportedError(
                 f"{message} proves anything. Put back what streamshard wrote",
-                path=self.path / self.rewritten[0],
+                path=self.path / rewritten[0],
             )
 
     def require_use_of_like(self, *, needed: bool = False, if_needed: bool = False) -> None:
@@ -195,8 +258,8 @@ class Request:
     like: Source | Checkpoint | None = None
     """Reference checkpoint: another one of the same job, which supplies what this one lacks. What
     a distributed checkpoint lacks can come from a whole `Source` alone."""
-    joined: Any = None
-    """What FSDP1 has joined, where another checkpoint told it (`Source.joined`)."""
+    details: Any = None
+    """What another checkpoint of its kind tells that its files do not (`Source.details`)."""
     opened: Source | None = None
     """The checkpoint, where it is open already."""
 
@@ -209,7 +272,7 @@ class Request:
     def template(self) -> Template | None:
         """Template of the file names, if the checkpoint is raw dumps."""
         path = str(self.path)
-        if not is_source_template(path):
+        if not names.is_source_template(path):
             return None
         # Not at the top: raw dumps alone have templates.
         from streamshard.formats.deepspeed.dumps.dump_names import parse_source
@@ -230,13 +293,13 @@ class Request:
         """Return the reader of this kind of checkpoint, and the checkpoint's place."""
         known = ((reader, reader.recognizes(self)) for reader in registry.readers())
         found, place = next((reader, place) for reader, place in known if place is not None)
-        facts, fsdp_ranks = self.facts, found.kind == "fsdp-ranks"
-        for key, is_given, takes_it, kinds in (
-            ("ds_config", facts.ds_config is not None, found.kind == "dumps", "raw dumps"),
-            ("rename", facts.rename is not None, found.renames, _RENAMED),
-            ("wrapped", bool(facts.wrapped), fsdp_ranks, "files of FSDP's ranks"),
+        facts = self.facts
+        for key, is_given, kinds in (
+            ("ds_config", facts.ds_config is not None, "raw dumps"),
+            ("rename", facts.rename is not None, _RENAMED),
+            ("wrapped", bool(facts.wrapped), "files of FSDP's ranks"),
         ):
-            if is_given and not takes_it:
+            if is_given and key not in found.facts:
                 message = f"{Option('facts', what=f'source.{key}')} is for {kinds}"
                 raise UsageError(f"{message}; this is another kind: {found.title}", path=self.root)
         return found, place
@@ -273,7 +336,7 @@ def open_source(
     is_model = known is not None and known.is_weights_alone
     with listings_kept():
         with source_errors(request.root):
-            place_of(request.root).look_ahead(request.root, LATEST)
+            place_of(request.root).look_ahead(request.root, names.LATEST)
         require_finished(request.root)
         opened = (replace(request, like=None) if is_model else request).open()
     if is_model and known is not None:
@@ -290,9 +353,7 @@ def requests(
     """
     facts = NO_FACTS
     if options.facts is not None:
-        from streamshard.formats.facts_file import read_facts  # not at the top: most give none
-
-        facts = read_facts(options.facts)
+        facts = registry.load(registry.FACTS)(options.facts)
     known = None if options.like is None else open_source(options.like)
     if known is not None and not (takes_model and known.is_weights_alone):
         _require_of_job(options.like, known)

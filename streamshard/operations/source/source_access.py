@@ -90,7 +90,7 @@ def _locate_whole(source: Source, number: int, name: str) -> tuple[int, int, int
     tensor = source.checkpoint.tensors[number]
     copies = source.region(number, 0, tensor.numel).copies
     files = list(dict.fromkeys(copies.file.tolist()))
-    rewritten = {source.path / path for path in source.rewritten}
+    rewritten = {source.path / path for path in source.kind.rewritten(source)}
     why = []
     if len(copies) > 1:
         why.append(f"is cut into {len(copies):,} pieces")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from streamshard import registry
 from streamshard.commands import command
@@ -59,9 +59,10 @@ def _is_checkpoint(directory: Path) -> bool:
     return any(reader.holds(directory) for reader in registry.readers())
 
 
-def kind_at(place: Path) -> str:
+def kind_at(place: Path) -> Any:  # noqa: ANN401
     """Return the kind of a checkpoint in a directory; that of a framework's is DeepSpeed's own."""
-    return next((reader.kind for reader in registry.readers() if reader.holds(place)), "native")
+    holding = (reader for reader in registry.readers() if reader.holds(place))
+    return next(holding, None) or registry.reader_of("native")
 
 
 def step_of_path(path: str) -> int | None:

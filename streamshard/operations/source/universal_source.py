@@ -23,7 +23,7 @@ _MASTERS: Final = "fp32.pt"
 
 
 class _UniversalReader(Reader):
-    kind = "universal"
+    name = "universal"
     title = "DeepSpeed's universal checkpoint"
 
     def holds(self, directory: Path) -> bool:
@@ -63,7 +63,7 @@ class _UniversalReader(Reader):
             require_inside(path, run_dir, place)
         files, notes = find_beside(run_dir, tag)
         found = universal_reader.read(place, files, tag=tag, notes=notes)
-        source = Source.of(run_dir, self.kind, found)
+        source = Source.of(run_dir, self, found)
         if source.checkpoint.layout.round_robin:
             require_own_places(source, place)
         return source
@@ -77,7 +77,7 @@ class _UniversalReader(Reader):
         readable = ReadableFiles(sorted(paths_below(place)), [run_dir, place], findings)
         torch = TorchFiles.at([*readable.files, *beside], deepspeed_owner, findings)
         tag = opened.checkpoint.tag if opened is not None else tag
-        return CheckedStructure(self.kind, tag, torch.files, torch.units, source=opened)
+        return CheckedStructure(self, tag, torch.files, torch.units, source=opened)
 
 
 def _parts(place: Path, root: Path) -> tuple[Path, str]:

@@ -21,8 +21,10 @@ NO_CHECKSUMS: Final = (
 
 
 class _WeightsReader(Reader):
-    kind = "weights"
+    name = "weights"
     title = "safetensors"
+    is_foreign = True
+    is_of_job = False
 
     def recognizes(self, request: Request) -> Path | None:
         root = request.root
@@ -34,7 +36,7 @@ class _WeightsReader(Reader):
         return pretrained.is_export(content.files) or None
 
     def open(self, place: Path, request: Request) -> Source:
-        return Source.of(place, self.kind, pretrained.read(place))
+        return Source.of(place, self, pretrained.read(place))
 
     def check_structure(
         self, place: Path, request: Request, findings: Findings
@@ -44,11 +46,11 @@ class _WeightsReader(Reader):
         except SourceError as error:
             release_frames(error)
             findings.add_error(error, place)
-            return CheckedStructure(self.kind, place.name)
+            return CheckedStructure(self, place.name)
         findings.files += len(opened.files)
         findings.notes += opened.checkpoint.remarks
         findings.notes.append(NO_CHECKSUMS)
-        return CheckedStructure(self.kind, place.name, opened.files, source=opened)
+        return CheckedStructure(self, place.name, opened.files, source=opened)
 
 
 READER: Final = _WeightsReader()

@@ -61,8 +61,8 @@ class TransferPlan:
         """Return the report of a run that has nothing to do; None if there is something to do."""
         output = self.output
         if output.is_reusable:
-            is_native = self.source.kind == "native"
-            place = str(self.source.path) if is_native else self.report.source
+            is_tag = self.source.kind.is_tag
+            place = str(self.source.path) if is_tag else self.report.source
             return nothing_done(self.report, "source", place)
         named = load(EXISTING_TARGET)(self.report, self.target, output, self.memory, self.options)
         found: Report | None = named.found(progress)

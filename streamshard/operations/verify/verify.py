@@ -121,13 +121,13 @@ class _Run:
     def check(self, request: Request, *, health: bool) -> None:
         """Check the structure, then read everything that has a checksum."""
         checked = check_structure(request, self.findings)
-        self.kind, self.tag = checked.kind, checked.tag
+        self.kind, self.tag = checked.kind.name, checked.tag
         if checked.source is not None:
             checked.source.require_use_of_like()
         plan = self._limits.fit(checked.codec_bytes, checked.files)
         self.projected_bytes = plan.projected_bytes
         source = checked.source
-        if health and checked.kind == "store" and not self.findings.problems:
+        if health and checked.kind.is_store and not self.findings.problems:
             source = request.open()
         units = TensorUnits(source, self.findings) if health and source is not None else None
         total, read = checked.nbytes + (units.nbytes if units else 0), Count(self._progress.advance)
@@ -175,7 +175,7 @@ class _Run:
             self.projected_bytes = self._limits.fit(COMPARING_BYTES).projected_bytes
             return
         left, right = open_alike(request, other, left, right)
-        self.kind, self.tag = left.kind, left.checkpoint.tag
+        self.kind, self.tag = left.kind.name, left.checkpoint.tag
         left.require_use_of_like(needed=right.needs_like)
         pairing = pair_up(left, right)
         self.findings.files = len(left.files) + len(right.files)

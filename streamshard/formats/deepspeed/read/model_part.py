@@ -41,7 +41,7 @@ from streamshard.formats.torch.torch_tensor import shape_of, storages_in, tensor
 from streamshard.model import BLOB, MASTER, LogicalTensor, Note, Slot, Whole, ZeroLayout
 
 if TYPE_CHECKING:
-    from streamshard.formats.deepspeed.auto_experts import Placement
+    from streamshard.formats.deepspeed.auto_experts import ExpertPlacement
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -102,7 +102,7 @@ def read_model_part(
     optimizer = OptimizerReader(sources, files.optimizer_files, states, layout)
     shapes = _param_shapes(model_files, files, optimizer)
     shape_by_name = {param: shape for unit in shapes for param, shape in unit.items()}
-    placed: Mapping[str, Placement] = {}
+    placed: Mapping[str, ExpertPlacement] = {}
     if models[0].get(names.AUTO_EXPERTS):
         from streamshard.formats.deepspeed.auto_experts import placements  # not at the top: rare
 

@@ -259,7 +259,7 @@ class ModuleReader:
         kept = [entry.name for entry in entries if whole & {entry.name, entry.alias_of}]
 
         def common(file: ModelFile) -> dict[Node, Node]:
-            root = file.root
+            root: Mapping[str, Node] = file.root
             if root.get(names.AUTO_EXPERTS):
                 # Not at the top: AutoEP alone notes ranks.
                 from streamshard.formats.deepspeed.auto_experts import without_ranks

@@ -37,7 +37,7 @@ from streamshard.formats.torch.torch_tensor import Tensor, storages_in, tensor_o
 from streamshard.model import MASTER, Slot, ZeroLayout
 
 if TYPE_CHECKING:
-    from streamshard.formats.deepspeed.auto_experts import Placement
+    from streamshard.formats.deepspeed.auto_experts import ExpertPlacement
 
 _STATES_LIMIT: Final = 100
 """Most states of one group. Each state takes the work of one tensor on every rank."""
@@ -122,7 +122,7 @@ class OptimizerReader:
         return tensor.require_contiguous(f"{path}: {what}")
 
     def groups(
-        self, units: Sequence[Sequence[str]], placed: Mapping[str, "Placement"]
+        self, units: Sequence[Sequence[str]], placed: Mapping[str, "ExpertPlacement"]
     ) -> tuple[ParamGroup, ...]:
         """Read the param groups.
 
