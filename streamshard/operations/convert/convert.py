@@ -9,13 +9,10 @@ from typing import Final
 
 from streamshard.engine.run.resident_memory import resident_bytes
 from streamshard.errors import Option, SourceError, UsageError
-from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_pipeline
 from streamshard.health import TensorHealth
 from streamshard.io.object_path import PACKED_SUFFIX, as_path, is_object, is_packed_name
 from streamshard.layout.memory_plan import MIB
 from streamshard.model import ITEMSIZE
-from streamshard.operations.checks.tensor_content import measured
-from streamshard.operations.convert.packed_targets import PackedTargets
 from streamshard.operations.convert.store_targets import (
     KeptArrays,
     LinkedTargets,
@@ -116,8 +113,13 @@ def prepare(options: ConvertOptions, opened: Source) -> Output:
 def _kept_apart(opened: Source) -> Iterator[str]:
     """Say that a store keeps parts of tensors, where it might hold whole ones."""
     parts = len(opened.checkpoint.model_parts)
+    if parts == 1:
+        return
+    # Not at the top: only models in parts have degrees.
+    from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_pipeline
+
     with suppress(SourceError):  # parts are stored whatever files tell of their cut
-        if parts > 1 and not is_pipeline(opened.checkpoint) and other_degrees().tells_cut(opened):
+        if not is_pipeline(opened.checkpoint) and other_degrees().tells_cut(opened):
             yield (
                 f"The store keeps what each of {parts} tensor-parallel ranks has. With "
                 f"{Option('tensor_parallel', 1)} it holds whole tensors, for any Zarr library."
@@ -149,12 +151,19 @@ def store_output(
     both = zip(shapes, tensors, strict=True)
     largest = max((math.prod(shape) * ITEMSIZE[t.dtype] for shape, t in both), default=0)
     limits = Limits(resident_bytes(), options.memory_limit, options.workers)
-    measure = None if known is None else partial(measured, opened, limits, known)
+    measure = None
+    if known is not None:
+        from streamshard.operations.checks.tensor_content import measured  # not at the top: rare
+
+        measure = partial(measured, opened, limits, known)
     target = as_path(options.target)
     packs, planned = is_packed_name(target), (opened, shapes, codec, measure)
-    writer = StoreTargets(*planned)
+    writer, is_packed_so = StoreTargets(*planned), None
     if packs:
-        writer = PackedTargets(target.name, *planned)
+        from streamshard.operations.convert.packed_targets import PackedTargets  # not at the top
+
+        writer = packed = PackedTargets(target.name, *planned)
+        is_packed_so = packed.is_packed_so
     elif kept is not None:
         writer = LinkedTargets(target, kept, *planned)
     is_raw = writer.encode is None
@@ -174,6 +183,6 @@ def store_output(
         # Pieces are compressed one by one. Where files only grow, a chunk waits in memory.
         codec_bytes=0 if is_raw else _ENCODING_BYTES + (is_object(target) and not packs) * largest,
         packs=packs,
-        is_packed_so=writer.is_packed_so if isinstance(writer, PackedTargets) else None,
+        is_packed_so=is_packed_so,
         encode=writer.encode,
     )

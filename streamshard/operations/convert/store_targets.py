@@ -39,18 +39,17 @@ from streamshard.health import TensorHealth
 from streamshard.io.changes import link_or_copy
 from streamshard.io.files import target_errors
 from streamshard.io.object_path import is_object
-from streamshard.io.objects.buckets import for_each
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.zero import ceil_div
 from streamshard.model import BLOB, FILE, ITEMSIZE, Digest, LogicalTensor, Whole
 from streamshard.operations.convert.small_layouts import together
 from streamshard.operations.source.source import Request, Source
-from streamshard.operations.transfer import read_back
 from streamshard.operations.transfer.byte_accounting import ByteCounts
 from streamshard.operations.transfer.file_layout import Elements, FileLayout, fixed_files
 from streamshard.operations.transfer.report import Progress, Report
 from streamshard.operations.transfer.target import partial_of
 from streamshard.operations.transfer.target_writer import Pass, TargetWriter
+from streamshard.registry import READ_BACK, load
 
 _TRAILER: Final = Trailer(is_crc32c=True)
 _MOST_SAMPLES: Final = 8
@@ -123,7 +122,8 @@ class StoreTargets(TargetWriter):
             yield replace(self._chunk_layout(tensor, chunk), take=ignore)
 
     def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
-        return read_back.differences(Request(place), self._source, memory, progress)
+        differences: list[str] = load(READ_BACK)(Request(place), self._source, memory, progress)
+        return differences
 
     def finish(self, report: Report, overflowed: Mapping[str, int]) -> Report:
         return replace(report, bytes_written=self.nbytes or report.bytes_written)
@@ -277,6 +277,8 @@ class LinkedTargets(StoreTargets):
 
         with target_errors(place):
             if is_far:
+                from streamshard.io.objects.buckets import for_each  # not at the top: for buckets
+
                 for_each(self._kept, link)
             else:
                 for path in self._kept:
