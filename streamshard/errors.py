@@ -20,6 +20,7 @@
     └── ClusterError            7   the workers of a cluster are gone, or cannot be reached
 """
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import PurePath
@@ -51,6 +52,22 @@ def keyword(option: Option) -> str:
     value = "" if option.value is None else option.value
     text = option.name if option.name.endswith(")") else f"{option.name}={value}"
     return f"{option.what} given with {text}" if option.what else text
+
+
+def command(verb: str, *arguments: object, **options: object) -> str:
+    """Write a command as it can be pasted into a shell; it stands at the end of a line.
+
+    >>> command("inspect", "my runs/7b")
+    "streamshard inspect 'my runs/7b'"
+    """
+    return shlex.join(["streamshard", verb, *map(str, arguments), *_flags(options)])
+
+
+def _flags(options: dict[str, object]) -> Iterator[str]:
+    for name, value in options.items():
+        yield f"--{name.replace('_', '-')}"
+        if value is not True:
+            yield str(value)
 
 
 _WORDS: Final[list[Callable[[Option], str]]] = [keyword]

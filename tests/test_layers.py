@@ -18,7 +18,7 @@ from tests.job import Job
 ROOT = Path(streamshard.__file__).parent
 FLOORS: dict[str, int] = {
     "model": 0, "errors": 0, "sizes": 0,
-    "commands": 0, "registry": 0, "health": 0,
+    "registry": 0, "health": 0,
     "layout": 1, "io": 1, "options": 1, "checksums": 1,
     "engine": 2, "formats": 2, "drawing": 2, "verb_options": 2,
     "operations": 3, "cluster": 3,

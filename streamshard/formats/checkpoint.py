@@ -13,8 +13,8 @@ import numpy as np
 from streamshard.errors import CorruptFileError, Option, lacking
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.ds_versions import Version, dotted, version_in
-from streamshard.formats.pickle.dangerous import dangerous_in
 from streamshard.formats.pickle.inert import Node
+from streamshard.formats.pickle.node_checks import dangerous_in
 from streamshard.layout.cutting import Cutting
 from streamshard.model import (
     FILE,

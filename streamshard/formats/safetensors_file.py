@@ -16,8 +16,7 @@ from typing import Any, Final
 from streamshard.errors import CorruptFileError, Option, UnsupportedError
 from streamshard.formats import strict_json
 from streamshard.formats.pickle.inert import show
-from streamshard.formats.pickle.node_checks import is_text
-from streamshard.formats.shapes import is_size, require_shape, sizes_of
+from streamshard.formats.pickle.node_checks import is_size, is_text, require_shape, sizes_of
 from streamshard.io.entries import open_readable
 from streamshard.model import ITEMSIZE
 

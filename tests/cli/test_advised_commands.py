@@ -18,8 +18,7 @@ import torch
 
 import streamshard as package
 from streamshard.cli.parser import arguments_of, flag
-from streamshard.commands import command
-from streamshard.errors import Option
+from streamshard.errors import Option, command
 from tests.cli.conftest import in_process
 from tests.compact.runs import NO_GRACE, STEPS, make_run, tag_of
 from tests.fabricated import load, save, write

@@ -16,8 +16,7 @@ from streamshard.formats.deepspeed.model_parallel.cuts_in_files import AffineMap
 from streamshard.formats.deepspeed.model_parallel.stated_cuts import CutRules
 from streamshard.formats.pickle.inert import Global, show
 from streamshard.formats.pickle.inert_load import load
-from streamshard.formats.pickle.node_checks import name_of, require_unrolled
-from streamshard.formats.shapes import LIMIT_NUMEL
+from streamshard.formats.pickle.node_checks import LIMIT_NUMEL, name_of, require_unrolled
 from streamshard.formats.torch.torch_tensor import storage_from_id
 
 # Containers that share their parts without end, and those that share like any others -------------

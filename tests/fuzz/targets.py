@@ -34,7 +34,7 @@ from streamshard.formats.deepspeed.names import is_inside, latest_of
 from streamshard.formats.facts_file import read_facts
 from streamshard.formats.fsdp_ranks import fsdp_ranks_reader
 from streamshard.formats.pickle import inert_dump, inert_load
-from streamshard.formats.shapes import require_shape
+from streamshard.formats.pickle.node_checks import require_shape
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import Storage, tensor_of
 from streamshard.formats.torch.tree_comparison import compare_nodes

@@ -7,7 +7,7 @@ from typing import Final
 from streamshard.cli.text.escaping import one_line, printable
 from streamshard.cli.text.health_text import health_table, healthy_text
 from streamshard.cli.text.tables import bold, facts_text, more_text, paragraph, table
-from streamshard.commands import command
+from streamshard.errors import command
 from streamshard.health import TensorHealth
 from streamshard.operations.inspect.inspect_report import (
     CheckpointList,

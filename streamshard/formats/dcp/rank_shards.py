@@ -30,9 +30,8 @@ from streamshard.formats.dcp.metadata_reader import (
 from streamshard.formats.dcp.optimizer_state import SavedOptimizer
 from streamshard.formats.dcp.state_names import StateKeys, sort_keys
 from streamshard.formats.pickle.inert import show
-from streamshard.formats.pickle.node_checks import name_of, of_file
+from streamshard.formats.pickle.node_checks import LIMIT_NUMEL, name_of, of_file
 from streamshard.formats.safetensors_file import Stored
-from streamshard.formats.shapes import LIMIT_NUMEL
 from streamshard.io.entries import identify, is_directory, paths_in
 from streamshard.io.files import require_inside, require_regular
 from streamshard.model import SourceFile

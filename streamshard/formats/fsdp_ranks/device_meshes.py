@@ -15,7 +15,7 @@ import numpy as np
 from streamshard.errors import UnsupportedError
 from streamshard.formats.fsdp_ranks.sharded_tensors import REPLICATE, RankPart, Shape, entries_of
 from streamshard.formats.pickle.inert import Call, Global, Node, show, show_few
-from streamshard.formats.shapes import require_shape
+from streamshard.formats.pickle.node_checks import require_shape
 from streamshard.formats.torch.torch_tensor import Storage, make_tensor, tensor_of
 from streamshard.layout.selection import strides
 from streamshard.model import Literal

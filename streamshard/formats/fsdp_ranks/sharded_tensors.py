@@ -10,7 +10,7 @@ from typing import Final
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
 from streamshard.formats.pickle.inert import Call, Global, Node, show
-from streamshard.formats.shapes import is_size
+from streamshard.formats.pickle.node_checks import is_size
 from streamshard.formats.torch.torch_tensor import Tensor, shape_of, tensor_of
 
 _TORCH: Final = "torch.distributed"

@@ -1,5 +1,11 @@
-"""Checks nodes before they are interpreted as DeepSpeed's own data."""
+"""Checks nodes before they are interpreted as DeepSpeed's own data.
 
+Shapes are refused before any product of their numbers is computed: a file can list a million
+dimensions, or a size of a million digits, and to multiply those takes longer than all honest work
+on a file of that length.
+"""
+
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -7,13 +13,17 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
-from streamshard.formats.pickle.inert import Node, show
+from streamshard.formats.pickle.inert import Call, Global, Node, nodes_below, show
 
 _LIMIT_DEPTH: Final = 100
 _LIMIT_AGAIN: Final = 16
 """How often parts may be shared on average."""
 _FREE_PARTS: Final = 100_000
 _LIMIT_NAME: Final = 4096
+LIMIT_DIMENSIONS: Final = 64
+"""Most dimensions that torch can iterate over."""
+LIMIT_NUMEL: Final = 1 << 44
+"""More elements than any real tensor has. The sum of many such numbers still fits an int64."""
 _NESTING: Final = dict, list, tuple
 _CONTAINERS: Final = frozenset({*_NESTING, OrderedDict})
 
@@ -67,3 +77,100 @@ def of_file(path: Path) -> Iterator[None]:
 def is_text(text: str) -> bool:
     """Tell whether a text can be written as UTF-8: it has no half of a surrogate pair."""
     return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def is_size(node: Node) -> bool:
+    """Tell whether a value can be the length of a tensor along a dimension."""
+    return type(node) is int and 0 <= node <= LIMIT_NUMEL
+
+
+def sizes_of(node: Node) -> tuple[int, ...]:
+    """Read a list of lengths, one for each dimension; their product may be any."""
+    if isinstance(node, list | tuple) and len(node) <= LIMIT_DIMENSIONS and all(map(is_size, node)):
+        return tuple(node)
+    raise CorruptFileError(f"{show(node)} is not a shape")
+
+
+def require_shape(node: Node) -> tuple[int, ...]:
+    """Read the shape of a tensor."""
+    shape = sizes_of(node)
+    if math.prod(shape) > LIMIT_NUMEL:
+        raise CorruptFileError(f"{show(node)} is not a shape: no tensor has as many elements")
+    return shape
+
+
+# Names that a pickle imports to run something. The list is short on purpose: what is on it is an
+# attack, or as good as one; nothing that a training job keeps is. A name that is not on it may be
+# one all the same, since any class of a job can run what it likes.
+
+_MODULES: Final = (
+    "_io _pickle _posixsubprocess _socket _winapi bdb cProfile cffi commands ctypes importlib imp "
+    "marshal nt os pdb pickle platform popen2 posix profile pty runpy shutil socket subprocess sys "
+    "timeit webbrowser zipimport"
+)
+_NAMES: Final = frozenset(
+    f"{module}.{name}"
+    for module, names in {
+        "__builtin__": "__import__ apply compile eval exec execfile exit file input open quit",
+        "builtins": "__import__ breakpoint compile eval exec exit input open quit",
+        "asyncio": "create_subprocess_exec create_subprocess_shell",
+        "code": "InteractiveConsole InteractiveInterpreter interact",
+        "multiprocessing": "Process",
+        "multiprocessing.util": "spawnv_passfds",
+        "numpy": "load",
+        "numpy.testing._private.utils": "runstring",
+        "operator": "methodcaller",
+        "pip": "main",
+        "torch": "load",
+        "torch.hub": "load",
+        "torch.serialization": "load",
+        "torch.utils.cpp_extension": "load load_inline",
+        "urllib.request": "urlopen urlretrieve",
+    }.items()
+    for name in names.split()
+)
+_HARMLESS: Final = "os.stat_result os.terminal_size posix.stat_result platform.uname_result"
+_INSIDE: Final = "builtins importlib os posix shutil socket subprocess sys"
+"""Modules that other modules have in them by name, as `torch.hub.os.system`."""
+_KNOWN_MODULES: Final = frozenset(_MODULES.split())
+_KNOWN_INSIDE: Final = frozenset(_INSIDE.split())
+_MOST_PLAIN: Final = 16
+
+
+def _is_dangerous(name: Global) -> bool:
+    """Tell whether a name runs what its arguments say.
+
+    >>> _is_dangerous(Global("posix", "system")), _is_dangerous(Global("torch", "hub.os.system"))
+    (True, True)
+    >>> _is_dangerous(Global("collections", "OrderedDict"))
+    False
+    """
+    text = str(name)
+    if text in _NAMES:
+        return True
+    parts = text.split(".")
+    is_inside = "." in name.name and not _KNOWN_INSIDE.isdisjoint(parts[1:-1])
+    return (parts[0] in _KNOWN_MODULES or is_inside) and text not in _HARMLESS.split()
+
+
+_WITH_PARTS: Final = (Call, Global, dict, list, tuple)
+
+
+def dangerous_in(node: Node) -> set[Global]:
+    found: set[Global] = set()
+    seen: set[int] = set()
+    stack = [node]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, Global):
+            if _is_dangerous(node):
+                found.add(node)
+            continue
+        if id(node) in seen:
+            continue
+        inner = [one for one in nodes_below(node) if isinstance(one, _WITH_PARTS)]
+        # Most containers are small and plain; to remember those would take most of the memory.
+        if inner or isinstance(node, Call) or len(node) > _MOST_PLAIN:
+            seen.add(id(node))
+        stack += inner
+    return found

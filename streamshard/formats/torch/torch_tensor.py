@@ -10,7 +10,12 @@ from typing import Final
 from streamshard.checksums import crc32, difference
 from streamshard.errors import CorruptFileError, IntegrityError, UnsupportedError
 from streamshard.formats.pickle.inert import Call, Global, Node, nodes_below, show
-from streamshard.formats.shapes import LIMIT_DIMENSIONS, LIMIT_NUMEL, is_size, require_shape
+from streamshard.formats.pickle.node_checks import (
+    LIMIT_DIMENSIONS,
+    LIMIT_NUMEL,
+    is_size,
+    require_shape,
+)
 from streamshard.layout.cutting import Share
 from streamshard.model import ITEMSIZE, Literal, Whole
 

@@ -28,7 +28,7 @@ from zarr.storage import MemoryStore, StorePath
 from streamshard.checksums import crc32, crc32c
 from streamshard.errors import CorruptFileError, IncompleteError, IntegrityError, UnsupportedError
 from streamshard.formats.pickle.inert import show
-from streamshard.formats.shapes import require_shape
+from streamshard.formats.pickle.node_checks import require_shape
 from streamshard.formats.zarr import blosc_frame
 from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT
 from streamshard.formats.zarr.documents import chunk_counts

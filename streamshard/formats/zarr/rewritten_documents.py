@@ -14,7 +14,7 @@ from streamshard.checksums import crc32, crc32c
 from streamshard.errors import CorruptFileError, IncompleteError, IntegrityError, StreamshardError
 from streamshard.formats import strict_json
 from streamshard.formats.pickle.inert import show
-from streamshard.formats.shapes import is_size
+from streamshard.formats.pickle.node_checks import is_size
 from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT
 from streamshard.formats.zarr.chunks import serialize_checksum
 from streamshard.formats.zarr.documents import forms, read_checked, read_small, small_array_document

@@ -24,15 +24,11 @@ from streamshard.operations.checks.suspicion import (
     suspicions,
 )
 from streamshard.operations.checks.tensor_content import TensorUnits, recorded
+from streamshard.operations.source.candidates import find_candidates, step_of_path, without_suffix
 from streamshard.operations.source.completeness import require_named, require_saved_to_end
 from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.source import Request, Source, open_source
-from streamshard.operations.source.tag_directory import (
-    find_candidates,
-    require_there,
-    step_of_path,
-    without_suffix,
-)
+from streamshard.operations.source.tag_directory import require_there
 from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Progress
 

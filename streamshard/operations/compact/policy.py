@@ -9,7 +9,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
-from streamshard.commands import command
 from streamshard.errors import (
     CorruptFileError,
     IncompleteError,
@@ -18,6 +17,7 @@ from streamshard.errors import (
     SourceError,
     SourceNotFoundError,
     UsageError,
+    command,
 )
 from streamshard.formats.deepspeed import names
 from streamshard.operations.compact import compact_report, tag_choice

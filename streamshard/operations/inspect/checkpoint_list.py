@@ -21,14 +21,10 @@ from streamshard.operations.checks.suspicion import (
     suspicions,
 )
 from streamshard.operations.inspect.inspect_report import CheckpointSummary
+from streamshard.operations.source.candidates import find_candidates, kind_at, step_of_path
 from streamshard.operations.source.completeness import require_named, require_saved_to_end
 from streamshard.operations.source.source import Source, open_source
-from streamshard.operations.source.tag_directory import (
-    find_candidates,
-    find_tag,
-    kind_at,
-    step_of_path,
-)
+from streamshard.operations.source.tag_directory import find_tag
 
 _UNKNOWN: Final = Recorded(None, None, None, None)
 

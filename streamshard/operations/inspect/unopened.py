@@ -28,8 +28,9 @@ from streamshard.operations.inspect.inspect_report import (
     IncompleteCheckpoint,
 )
 from streamshard.operations.inspect.page_file import require_free, write_page
+from streamshard.operations.source.candidates import may_be_finished
 from streamshard.operations.source.source import Request, requests
-from streamshard.operations.source.tag_directory import find_tag, may_be_finished
+from streamshard.operations.source.tag_directory import find_tag
 from streamshard.operations.source.unfinished import is_unfinished
 from streamshard.operations.transfer.target import require_separate
 from streamshard.options import Path_, SourceOptions

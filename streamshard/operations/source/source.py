@@ -9,10 +9,9 @@ from typing import Any, ClassVar, Final, Self
 import numpy as np
 
 from streamshard import registry
-from streamshard.commands import command
 from streamshard.engine.numeric.cast import cast_between
 from streamshard.engine.run.work import Region
-from streamshard.errors import Option, UnsupportedError, UsageError
+from streamshard.errors import Option, UnsupportedError, UsageError, command
 from streamshard.formats.checkpoint import Checkpoint, Reading
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.ds_config import Config

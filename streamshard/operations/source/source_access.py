@@ -9,11 +9,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from streamshard.commands import command
 from streamshard.engine.numeric.cast import Cast
 from streamshard.engine.run.region import RegionFiller
 from streamshard.engine.run.source_reader import SourceReader
-from streamshard.errors import UsageError
+from streamshard.errors import UsageError, command
 from streamshard.layout.memory_plan import SCRATCH_BYTES
 from streamshard.model import FILE
 from streamshard.operations.source.source import Source

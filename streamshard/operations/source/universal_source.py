@@ -11,12 +11,13 @@ from streamshard.io.files import require_inside
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.structure import CheckedStructure, opened_to_check
 from streamshard.operations.checks.torch_check import TorchFiles, deepspeed_owner
+from streamshard.operations.source.candidates import find_candidates
 from streamshard.operations.source.directory_content import DirectoryContent
 from streamshard.operations.source.readable_files import ReadableFiles
 from streamshard.operations.source.reader import Reader
 from streamshard.operations.source.sidecars import find_beside
 from streamshard.operations.source.source import Request, Source
-from streamshard.operations.source.tag_directory import find_candidates, run_directory_of
+from streamshard.operations.source.tag_directory import run_directory_of
 from streamshard.operations.source.universal_order import require_own_places
 
 _MASTERS: Final = "fp32.pt"

@@ -9,11 +9,11 @@ from streamshard.formats.deepspeed import names
 from streamshard.io.entries import is_file
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.structure import CheckedStructure
+from streamshard.operations.source.candidates import find_candidates
 from streamshard.operations.source.directory_content import DirectoryContent
 from streamshard.operations.source.reader import Reader
 from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.source import Request, Source
-from streamshard.operations.source.tag_directory import find_candidates
 
 NO_CHECKSUMS: Final = (
     "Files in safetensors format keep no checksums: their headers and sizes were checked."

@@ -34,7 +34,12 @@ from streamshard.formats.deepspeed.model_parallel.stated_cuts import (
     split,
 )
 from streamshard.formats.pickle.inert import Node, show
-from streamshard.formats.shapes import LIMIT_DIMENSIONS, is_size, require_shape, sizes_of
+from streamshard.formats.pickle.node_checks import (
+    LIMIT_DIMENSIONS,
+    is_size,
+    require_shape,
+    sizes_of,
+)
 from streamshard.layout.boxes import NotTiledError
 from streamshard.layout.model_cut import ModelCut, Shape, segments_cut
 from streamshard.layout.selection import strides

@@ -37,7 +37,7 @@ from streamshard.formats.deepspeed.model_parallel.expert_groups import (
 )
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_pipeline
 from streamshard.formats.pickle.inert import Node, show
-from streamshard.formats.shapes import require_shape
+from streamshard.formats.pickle.node_checks import require_shape
 from streamshard.layout.model_cut import split_cut
 from streamshard.sizes import counted
 
