@@ -1,20 +1,15 @@
-"""The global batch of the job that saved, and the settings that keep it at another world size.
+"""The global batch of the job that saved, and the settings that keep it at another world size."""
 
-They are named in the words of the job's framework. HF Trainer and Accelerate replace "auto" in the
-DeepSpeed config with their own numbers; numbers that are there already must agree
-(`trainer_config_process` of transformers 5.23, `_prepare_deepspeed` of accelerate 1.15). Lightning
-refuses accumulation in that config (`_format_batch_size_and_grad_accum_config` of lightning 2.6).
-"""
-
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Final
 
-from streamshard.formats import frameworks
+from streamshard import registry
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.layout.batch import BatchPlan, keep_global_batch, nearest_plans, ranks_per_sample
+from streamshard.operations.source.source import Source
 from streamshard.sizes import counted
 
 _LIMIT_BATCH: Final = 1 << 24
@@ -24,6 +19,11 @@ _LIMIT_BATCH: Final = 1 << 24
 _UNKNOWN = (
     "The checkpoint's config lacks the global batch size. The job keeps it if micro batch x "
     "accumulation x world size stays as it was."
+)
+
+
+_UNSURE: Final = (
+    "This holds unless sequences are cut among several ranks: the checkpoint's config does not say."
 )
 
 
@@ -162,9 +162,6 @@ def _complete(
     return total, micro, accumulation or max(1, total // (micro * batch_ranks))
 
 
-Settings = Callable[[GlobalBatch, BatchPlan], str]
-
-
 def settings_text(batch: GlobalBatch, framework: str | None, job: BatchPlan | None = None) -> str:
     """Say how the job keeps its global batch, or which global batches are nearest.
 
@@ -172,8 +169,10 @@ def settings_text(batch: GlobalBatch, framework: str | None, job: BatchPlan | No
     """
     if job is not None:
         return _text_of_running(batch, framework, job)
-    settings = _SETTINGS.get(framework or "", _deepspeed)
-    notes = _remarks(batch, framework)
+    advice = advice_for(framework)
+    settings, notes = advice.settings, [*advice.remarks(batch)]
+    if not batch.is_sure:
+        notes.append(_UNSURE)
     kept = batch.kept
     if kept is not None:
         head = f"To keep the global batch of {batch.total:,} on {batch.where}, "
@@ -202,14 +201,6 @@ def _text_of_running(batch: GlobalBatch, framework: str | None, job: BatchPlan) 
     return f"{head}{batch.total:,}. {settings_text(batch, framework)}"
 
 
-def arguments(plan: BatchPlan) -> str:
-    """Return the arguments of HF Trainer as Python code."""
-    return (
-        f"per_device_train_batch_size={plan.micro_batch}, "
-        f"gradient_accumulation_steps={plan.accumulation}"
-    )
-
-
 def _other_ranks(batch: GlobalBatch) -> str:
     """Name the nearest world sizes that divide the batch, if nothing else limits them."""
     if batch.where != counted(batch.ranks, "rank"):
@@ -220,64 +211,14 @@ def _other_ranks(batch: GlobalBatch) -> str:
     return f"{named} rank{'s' * (named != '1')} would keep it. "
 
 
-def _hf_trainer(batch: GlobalBatch, plan: BatchPlan) -> str:
-    return (
-        f"set these TrainingArguments:\n  {arguments(plan)}\n"
-        "or give these flags:\n"
-        f"  --per_device_train_batch_size {plan.micro_batch} "
-        f"--gradient_accumulation_steps {plan.accumulation}\n"
-        'In the DeepSpeed config leave these sizes "auto". If it has numbers, set them too:\n'
-        f"{_keys(batch, plan)}"
-    )
-
-
-def _accelerate(batch: GlobalBatch, plan: BatchPlan) -> str:
-    return (
-        "set in the training script:\n"
-        f"  DataLoader(..., batch_size={plan.micro_batch})\n"
-        f"  Accelerator(gradient_accumulation_steps={plan.accumulation})\n"
-        f"With split_batches=True, batch_size is {plan.micro_batch * batch.ranks:,}. If "
-        "`accelerate launch` or its config file sets gradient_accumulation_steps, change it there. "
-        'In the DeepSpeed config leave these sizes "auto". If it has numbers or lacks a key, set:\n'
-        f"{_keys(batch, plan)}"
-    )
-
-
-def _lightning(batch: GlobalBatch, plan: BatchPlan) -> str:
-    keys = _keys(batch, plan).rpartition(",\n")[0]
-    return (
-        "set in the training script:\n"
-        f"  DataLoader(..., batch_size={plan.micro_batch})\n"
-        f"  Trainer(accumulate_grad_batches={plan.accumulation})\n"
-        "Leave gradient_accumulation_steps out of DeepSpeedStrategy's config, where Lightning "
-        "refuses it. If that config has these keys, set them too:\n"
-        f"{keys}"
-    )
-
-
-def _fabric(batch: GlobalBatch, plan: BatchPlan) -> str:
-    return (
-        f"set in the training script:\n  DataLoader(..., batch_size={plan.micro_batch})\n"
-        f"and in the config of DeepSpeedStrategy:\n{_keys(batch, plan)}"
-    )
-
-
 def _deepspeed(batch: GlobalBatch, plan: BatchPlan) -> str:
-    text = f"set in the DeepSpeed config:\n{_keys(batch, plan)}"
+    text = f"set in the DeepSpeed config:\n{keys_text(batch, plan)}"
     if batch.data_parallel_size is not None:
         text += f',\n  "data_parallel_size": {batch.data_parallel_size}'
     return text
 
 
-_SETTINGS: Final[Mapping[str, Settings]] = {
-    frameworks.HF_TRAINER: _hf_trainer,
-    frameworks.ACCELERATE: _accelerate,
-    frameworks.LIGHTNING: _lightning,
-    frameworks.FABRIC: _fabric,
-}
-
-
-def _keys(batch: GlobalBatch, plan: BatchPlan) -> str:
+def keys_text(batch: GlobalBatch, plan: BatchPlan) -> str:
     """Return the keys of a DeepSpeed config as text, the accumulation last."""
     return (
         f'  "train_batch_size": {plan.train_batch_size},\n'
@@ -286,24 +227,27 @@ def _keys(batch: GlobalBatch, plan: BatchPlan) -> str:
     )
 
 
-def _remarks(batch: GlobalBatch, framework: str | None) -> list[str]:
-    """Return remarks on cases in which the job does not use these numbers."""
-    found = []
-    plans = [batch.kept] if batch.kept is not None else batch.nearest
-    if framework == frameworks.HF_TRAINER and any(p.micro_batch != batch.micro for p in plans):
-        found.append(
-            "Leave auto_find_batch_size off: with it, Trainer takes the batch size of each rank "
-            "from trainer_state.json, not from its arguments."
-        )
-    if framework in (frameworks.LIGHTNING, frameworks.FABRIC) and batch.micro == 1:
-        found.append(
-            "The checkpoint says that the old job's DataLoader had a batch_size of 1. Lightning "
-            "writes 1 also where nothing told it the batch_size. If yours was another one, keep "
-            "batch_size x accumulation x ranks as it was."
-        )
-    if not batch.is_sure:
-        found.append(
-            "This holds unless sequences are cut among several ranks: the checkpoint's config does "
-            "not say."
-        )
+@dataclass(frozen=True, slots=True)
+class JobAdvice:
+    """What a job is told, in the words of the framework that runs it."""
+
+    settings: Callable[[GlobalBatch, BatchPlan], str]
+    """Say what to set for a global batch."""
+    remarks: Callable[[GlobalBatch], Iterable[str]] = lambda batch: ()
+    """Say in which cases the job does not use these numbers."""
+    position: Callable[[Source, GlobalBatch | str, BatchPlan | None], str | None] = (
+        lambda source, batch, job: None
+    )
+    """Say where the job continues in the data, if it is known; it is given the batch of a job that
+    runs already."""
+
+
+_DEEPSPEED: Final = JobAdvice(_deepspeed)
+
+
+def advice_for(framework: str | None) -> JobAdvice:
+    """Return what a job of a framework is told; None is DeepSpeed alone."""
+    if framework is None:
+        return _DEEPSPEED
+    found: JobAdvice = registry.load(registry.FRAMEWORK_ADVICE)[framework]
     return found
