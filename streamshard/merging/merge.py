@@ -3,23 +3,24 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from streamshard.errors import Option, UnsupportedError, UsageError
+from streamshard.errors import IncompleteError, Option, UnsupportedError, UsageError
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_pipeline
 from streamshard.io.entries import listings_kept, resolve
-from streamshard.io.object_path import as_path, is_packed_name
+from streamshard.io.object_path import PACKED_SUFFIX, as_path, is_packed_name
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.merging.coefficients import as_text, coefficients, is_of_age
-from streamshard.merging.last_checkpoints import last_whole
 from streamshard.merging.merged_source import LINEAR_STATES, Merging, without_weight_files
 from streamshard.model import BLOB, FILE, MASTER, MODULE
+from streamshard.operations.checks.assessment import AssessedCheckpoint, RunAssessment
 from streamshard.operations.compare.comparison import Pair
 from streamshard.operations.convert import convert
 from streamshard.operations.export import export
 from streamshard.operations.repartition import repartition
 from streamshard.operations.source.source import Source, open_source
+from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.plan import TransferPlan, plan_opened
-from streamshard.operations.transfer.report import Progress, Report, Watched
+from streamshard.operations.transfer.report import Progress, Report, Silent, Watched
 from streamshard.operations.transfer.run_identity import digest_of_headers
 from streamshard.operations.transfer.target import require_separate
 from streamshard.operations.transfer.target_writer import Output
@@ -97,7 +98,7 @@ def _plan(options: MergeOptions) -> TransferPlan:
         if len(sources) != 1:
             message = f"{Option('last', options.last)}: is for one directory of checkpoints"
             raise UsageError(f"{message}, and there are {counted(len(sources), 'source')}")
-        sources, notes = last_whole(str(sources[0]), options.last)
+        sources, notes = _last_whole(str(sources[0]), options.last)
     weights = coefficients(asked, len(sources))
     chosen = options.replaced(source=[*map(str, sources)], weights=asked, last=None)
     found: list[Merging] = []
@@ -268,3 +269,35 @@ def _as_merged(
         is_reusable=False,
         check=check,
     )
+
+
+def _last_whole(directory: str, count: int) -> tuple[list[str], list[str]]:
+    """Return the newest whole checkpoints in a directory, the oldest first, and notes on others.
+
+    Headers alone are read: the merge itself refuses what is not healthy.
+    """
+    assessment = RunAssessment(directory, Limits(0, None, None), Silent(), is_quick=True)
+    chosen, passed_over = dict[int, str](), list[str]()
+    # A store of a tag that is there too is no other checkpoint.
+    for one in sorted(assessment.order(), key=_newest_first):
+        if len(chosen) == count:
+            break
+        if one.step is not None and one.step not in chosen:
+            found = assessment.assess(one)
+            if found.is_good:
+                chosen[one.step] = found.path
+            else:
+                passed_over.append(f"Passed over {found.path}: {found.reason}.")
+    if len(chosen) < count:
+        known = f"it holds {counted(len(chosen), 'whole checkpoint')} with a known step"
+        advice = f"; write {Option('last', len(chosen))}" if len(chosen) > 1 else ""
+        error = IncompleteError(f"{directory}: {Option('last', count)}: {known}{advice}")
+        for reason in passed_over:
+            error.add_note(reason)
+        raise error
+    return [*chosen.values()][::-1], [*assessment.notes, *passed_over]
+
+
+def _newest_first(one: AssessedCheckpoint) -> tuple[int, bool]:
+    """Return a sort key: newest first, and of one step the store last."""
+    return -(one.step or 0), one.path.endswith((".zarr", PACKED_SUFFIX))
