@@ -14,7 +14,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import distributed
 
 from streamshard.errors import SourceNotFoundError
-from streamshard.formats.frameworks import hf_random_file
+from streamshard.formats.rank_states import hf_random_file
 from streamshard.io.changes import linked_directory
 from streamshard.io.object_path import as_path
 from streamshard.live.consensus import Agreement, say

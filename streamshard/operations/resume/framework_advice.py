@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from streamshard.formats import frameworks
-from streamshard.formats.frameworks import TrainerState
+from streamshard.formats.rank_states import TrainerState, trainer_state
 from streamshard.layout.batch import BatchPlan
 from streamshard.operations.resume.advice import GlobalBatch, JobAdvice, keys_text
 from streamshard.operations.source.source import Source
@@ -94,7 +94,7 @@ def _trainer_position(
     """Say where Trainer continues; None if it skips just what a running job has seen."""
     if job is not None and not isinstance(batch, str) and job.train_batch_size == batch.total:
         return None
-    state = frameworks.trainer_state(head_of(source, frameworks.TRAINER_STATE, _HEAD_BYTES) or b"")
+    state = trainer_state(head_of(source, frameworks.TRAINER_STATE, _HEAD_BYTES) or b"")
     return "\n".join(_trainer(state, batch, job)) if state else _TRAINER_UNKNOWN
 
 
