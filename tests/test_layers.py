@@ -58,8 +58,13 @@ CORE = "streamshard.operations.repartition.repartition"
 CORE_MODULES, CORE_LINES = 82, 14_820
 """What who touches the core has to know: all that it imports, and what that imports, lazily or for
 type checking as well."""
-PLAIN_MODULES, PLAIN_LINES = 131, 20_750
-"""What a plain `repartition` loads; this only falls."""
+PLAIN = {
+    "repartition": (131, 20_750),
+    "convert": (142, 22_320),
+    "inspect": (135, 20_950),
+}
+"""Modules and lines that a plain run of a verb loads: native shards on a disk, of Adam, for the
+same degrees. They only fall."""
 AROUND = (
     "degrees",
     "merging",
@@ -248,17 +253,19 @@ def test_who_touches_the_core_need_not_know_more_than_before() -> None:
     assert lines <= CORE_LINES
 
 
-def test_a_plain_repartition_loads_no_more_than_before(tmp_path: Path) -> None:
-    """From its start to its end, of native shards on a disk, for other ranks alone."""
-    run = write(Job(stage=2), tmp_path / "run")
-    command = ["repartition", str(run), str(tmp_path / "out"), "--world-size", "3", "--quiet"]
+@pytest.mark.parametrize("verb", PLAIN)
+def test_a_plain_run_loads_no_more_than_before(verb: str, tmp_path: Path) -> None:
+    """From its start to its end."""
+    run, out = str(write(Job(stage=2), tmp_path / "run")), str(tmp_path / "out")
+    arguments = {"repartition": [out, "--world-size", "3"], "convert": [out], "inspect": []}
+    command = [verb, run, *arguments[verb], "--quiet"]
     done = subprocess.run(
         [sys.executable, "-c", _LOADED, *command], check=True, capture_output=True, text=True
     )
-    modules = done.stdout.splitlines()[1:]
-    lines = sum(len(MODULES[module].read_text().splitlines()) for module in modules)
-    assert len(modules) <= PLAIN_MODULES
-    assert lines <= PLAIN_LINES
+    loaded = [MODULES[line] for line in done.stdout.splitlines() if line in MODULES]
+    most_modules, most_lines = PLAIN[verb]
+    assert len(loaded) <= most_modules
+    assert sum(len(path.read_text().splitlines()) for path in loaded) <= most_lines
 
 
 _LOADED = """
