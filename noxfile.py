@@ -90,8 +90,8 @@ def docs(session: nox.Session) -> None:
     """Build the site into `build/site`; a link that leads nowhere is an error."""
     session.install(*packages("docs"))
     # What the theme has to say of its next version is for whoever raises the pin.
-    quiet = {"NO_MKDOCS_2_WARNING": "1"}
-    session.run("mkdocs", "build", "--clean", "--config-file", "docs/site/mkdocs.yml", env=quiet)
+    env = {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(Path.cwd())}
+    session.run("mkdocs", "build", "--clean", "--config-file", "docs/site/mkdocs.yml", env=env)
 
 
 @nox.session(python=False)

@@ -1,11 +1,12 @@
 """What an option is, and the options of `repartition`; `verb_options` has those of other verbs.
 
 A field of a class below makes the option of the command line, the keyword of the function, its
-type, and the row in `docs/commands.md`. What has no type is of the command line alone, and what has
-no help of Python alone. What they mean is in the docstrings of the verbs' functions.
+type, its entry in the function's docstring, and the row in `docs/commands.md`. What has no type is
+of the command line alone, and what has no help of Python alone.
 """
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cache, wraps
@@ -26,6 +27,13 @@ if TYPE_CHECKING:
     from inspect import Signature
 
 Path_ = str | os.PathLike[str]
+_LONG_NAME: Final = re.compile(r"--([a-z][a-z-]*)")
+_UNITS: Final = {
+    "SIZE": " Here a number of bytes.",
+    "RATE": " Here a number of bytes.",
+    "TIME": " Here a timedelta.",
+}
+"""What stands for a value on the command line → what it is in Python."""
 P = ParamSpec("P")
 Given = TypeVar("Given")
 Result = TypeVar("Result")
@@ -145,6 +153,29 @@ def _signature_of(kind: type[Options], returned: object = None) -> "Signature":
 _known_signature: Final[Callable[..., "Signature"]] = cache(_signature_of)
 
 
+def with_parameters(text: str, kind: type[Options]) -> str:
+    """Add a section of parameters to a docstring, of the help of options."""
+    from inspect import cleandoc  # as above
+    from textwrap import indent, wrap
+
+    fields = {name: fields_of(kind)[name] for name in types_of(kind)}
+    entries = "".join(
+        f"\n{name}\n" + indent("\n".join(wrap(described(field), 88)), "    ")
+        for name, field in sorted(fields.items(), key=lambda entry: entry[1].default is not ...)
+        if field.help
+    )
+    head, raises, rest = cleandoc(text).partition("\n\nRaises\n")
+    return f"{head}\n\nParameters\n----------{entries}{raises}{rest}"
+
+
+def described(field: OptionField) -> str:
+    """Return an option's help as sentences, with keywords in place of the command line's names."""
+    text = _LONG_NAME.sub(lambda name: f"`{name[1].replace('-', '_')}`", field.help)
+    end = "" if text.endswith("...") else "."
+    unit = _UNITS.get(field.shown.rpartition(" ")[2], "")
+    return f"{text[:1].upper()}{text[1:].replace('%%', '%')}{end}{unit}"
+
+
 def takes(kind: Callable[P, Given]) -> Callable[[Callable[[Given], Result]], Callable[P, Result]]:
     """Let a function that takes an options object take its fields, for type checkers too."""
 
@@ -156,6 +187,7 @@ def takes(kind: Callable[P, Given]) -> Callable[[Callable[[Given], Result]], Cal
         returned = function.__annotations__["return"]
         signature = _signature_of(kind, returned)  # type: ignore[arg-type]
         call.__dict__["__signature__"] = signature
+        call.__doc__ = with_parameters(function.__doc__ or "", kind)  # type: ignore[arg-type]
         return call
 
     return decorate

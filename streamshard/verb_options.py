@@ -183,6 +183,12 @@ class MergeOptions(WritingOptions):
     )
 
 
+class OpenOptions(SourceOptions):
+    """What `streamshard.open` takes."""
+
+    source: Path_ = place("SRC", SOURCE_HELP, kw_only=False)
+
+
 class VerifyOptions(SourceOptions, RunOptions):
     """Options of `verify`."""
 
@@ -383,4 +389,4 @@ OPTIONS: Final[Mapping[str, type[Options]]] = {
     "newest": NewestOptions,
     "compact": CompactOptions,
 }
-"""Verb → its options."""
+"""Verb of the command line → its options."""

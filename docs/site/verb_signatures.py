@@ -1,10 +1,11 @@
-"""Shows what verbs take as parameters, as `help` does; the site runs no code.
+"""Shows what verbs take as parameters, as `help` does; the site runs no code but that of options.
 
 `takes(Options)` of `streamshard/options.py` makes these parameters of the fields of a class.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from importlib import import_module
+from typing import Any, cast
 
 from griffe import (
     Attribute,
@@ -18,6 +19,9 @@ from griffe import (
     ParameterKind,
     Parameters,
 )
+
+from streamshard import options
+from streamshard.options import Options, with_parameters
 
 
 class VerbSignatures(Extension):
@@ -35,6 +39,9 @@ class VerbSignatures(Extension):
                     found = [_parameter(field) for field in fields.values()]
                     found.sort(key=lambda one: one.kind is ParameterKind.keyword_only)
                     function.parameters = Parameters(*found)
+                    kind = _options_class(_found(function.parent, argument))
+                    if function.docstring is not None:
+                        function.docstring.value = with_parameters(function.docstring.value, kind)
 
 
 def _functions(module: Module) -> Iterator[Function]:
@@ -48,6 +55,14 @@ def _found(module: Module, name: str) -> Any:  # noqa: ANN401
     """Return what a name stands for in a module."""
     found = module.members[name]
     return found.final_target if found.is_alias else found
+
+
+def _options_class(kind: Class) -> type[Options]:
+    """Return the class of options that a class of a verb is or extends."""
+    for one in (kind, *(_found(kind.module, str(base)) for base in kind.bases)):
+        if one.module.name in (options.__name__.rpartition(".")[2], "verb_options"):
+            return cast("type[Options]", getattr(import_module(one.module.path), one.name))
+    raise LookupError(kind.path)
 
 
 def _fields(kind: Class) -> Iterator[Attribute]:

@@ -43,34 +43,7 @@ def plan_merge(options: MergeOptions) -> TransferPlan:
     All else is the newest source's: optimizer states, step, scheduler, random states, client state,
     buffers and frozen weights. The newest is that of the highest step, or the last one given.
 
-    Parameters
-    ----------
-    source
-        Run directories, tag directories, a framework's checkpoints, stores: whatever `convert`
-        takes, of any world size, ZeRO stage and kind. Their tensors must have the same names and
-        shapes. With `last`, one directory of checkpoints.
-    target
-        Run directory to make; a store if the name ends in `.zarr` or `.zarr.zip`; with `format` a
-        model directory.
-    weights
-        `mean`; `1-sqrt`, `linear` or `cosine` for the weights that amount to such a decay of the
-        learning rate; ``ema:0.9``; or numbers, one for each source.
-    states
-        `newest`, or `mean` to merge optimizer states as the weights are.
-    last
-        Take the newest whole checkpoints of one run directory, so many.
-    world_size, zero_stage, ds_config_file
-        The job that resumes; see `plan_repartition`. By default as the newest source.
-    codec, chunk_size
-        For a store; see `plan_convert`.
-    format, dtype
-        For weights; see `plan_export`.
-    memory_limit
-        Bytes of memory beyond what the program itself takes; by default 1 GiB, but at most half of
-        the remaining memory of the machine or the cgroup.
-    verify
-        Read the written files back from disk, and compare them with the merged sources before they
-        are renamed into place.
+    Tensors of all sources must have the same names and shapes.
 
     Raises
     ------

@@ -51,49 +51,9 @@ def compact(options: _Compact) -> Compaction:
 
     If one tag fails, the result says so, and the run continues with the others.
 
-    Parameters
-    ----------
-    run_dir
-        Directory on a disk that holds `latest` and the tags; or an output directory of HF Trainer,
-        Accelerate or Lightning, each of whose whole checkpoints counts as a tag. Nothing in it
-        changes without `delete`, `undelete` or `purge`.
-    archive_dir
-        Directory for `TAG.zarr`, its checksums and its receipt, also in a bucket; use one for each
-        run directory.
-    keep_last
-        How many of the newest steps to keep that are whole and healthy, at least 2: they are read
-        to look for damage and NaN, each save once. If fewer are healthy, every tag stays.
-    keep_every
-        Keep steps that are multiples of this.
-    keep_tags
-        Patterns of tag names to keep.
-    tags
-        Pattern of the tags to consider, relative to the run directory; a `*` matches within one
-        directory. Others are neither touched nor counted as one of the newest.
-    min_age
-        Keep tags in which anything changed within this time.
-    delete
-        Move tags whose archive is proved into a trash in the run directory; and remove tags for
-        good that have been in the trash for longer than `grace`, if their archive is unchanged.
-    weights_only_older_than
-        Drop the optimizer states of archives whose originals were removed for good longer ago than
-        this. No job can resume from such an archive; `export` still writes its weights.
-    undelete, purge
-        Tags to bring back from the trash, or to remove for good if they have been there for longer
-        than `grace`, whatever the rules say. With them, nothing else is done.
-    acknowledge
-        Ambiguous tags to leave as they are. This is recorded in `archive_dir`, so that they are
-        reported again only if they change, or cannot be opened for another reason. With it, nothing
-        else is done.
-    dry_run
-        Report what would be done, and do nothing.
-    packed
-        Make each new archive one file, `TAG.zarr.zip`, or one object. It shares no files with other
-        archives; `CompactedTag.repeated_bytes` says what that costs. Archives that exist stay.
-    bytes_per_second
-        Limit of reading and writing.
-    now
-        Time from which ages are counted; by default the current time.
+    Nothing in the run directory changes without `delete`, `undelete` or `purge`; with these or
+    `acknowledge`, the named tags alone are dealt with. Use one archive directory for each run
+    directory. `now`: time from which ages are counted, by default the present.
 
     Raises
     ------

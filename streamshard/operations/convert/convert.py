@@ -40,31 +40,6 @@ class _Convert(ConvertOptions, Watched):
 def plan_convert(options: ConvertOptions) -> TransferPlan:
     """Read the source's headers and plan a conversion; writes nothing.
 
-    Parameters
-    ----------
-    source
-        Run directory with `latest`, tag directory, or another store.
-    target
-        Store to make; by convention it ends in `.zarr`. If it ends in `.zarr.zip`, it is one file.
-    codec
-        `none` or `zstd`.
-    chunk_size
-        Bytes per chunk at most, before compression.
-    tensor_parallel, pipeline_parallel
-        Degrees of the job that the store holds a checkpoint of, by default the source's; see
-        `plan_repartition`. At a tensor parallel degree of 1 its arrays are whole tensors.
-    like, facts
-        For sources that lack information; see `plan_repartition`.
-    memory_limit
-        Bytes of memory beyond what the program itself takes; by default 1 GiB, but at most half of
-        the remaining memory of the machine or the cgroup.
-    verify
-        Read the written files back from disk, and compare them with the source before they are
-        renamed into place.
-    if_needed
-        Write nothing if the target already is what would be written, as the names, sizes and
-        beginnings of its files tell; with `verify`, byte for byte. The report says so.
-
     Raises
     ------
     StreamshardError

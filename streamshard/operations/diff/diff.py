@@ -62,20 +62,6 @@ def diff(options: _Diff) -> DiffReport:
     or the stages of a pipeline cut into unequal parts are compared as whole tensors, after what
     each holds several times has been found equal.
 
-    Parameters
-    ----------
-    params
-        Shell patterns of the names of parameters and buffers. If there are any, only the tensors
-        whose names match are compared, and nothing else.
-    like, facts
-        For checkpoints that lack information; see `plan_repartition`. Facts are those of the left
-        side.
-    tag
-        Tag to read on the left side; by default the one that `latest` names. A path may name a tag.
-    memory_limit
-        Bytes of memory beyond what the program itself takes; by default 1 GiB, but at most half of
-        the remaining memory of the machine or the cgroup.
-
     Raises
     ------
     StreamshardError

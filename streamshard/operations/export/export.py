@@ -97,38 +97,8 @@ def plan_export(options: ExportOptions) -> TransferPlan:
     Trained weights are exported from the master weights. Tied weights are stored once, as
     transformers stores them.
 
-    Parameters
-    ----------
-    source
-        Run directory with `latest`, tag directory, a framework's checkpoint, or a store.
-    target
-        Directory to make.
-    dtype
-        `fp32`, `bf16` or `fp16`: the dtype to which floating-point tensors are cast. Buffers are
-        cast to fp32 only: in 16 bits they stay as they are, as in DeepSpeed's `save_16bit_model`.
-        By default `fp32`, except that float64 stays float64.
-    format
-        `safetensors`; `torch` for `pytorch_model.bin`; `universal` for DeepSpeed's universal
-        checkpoint, which holds the optimizer's states too, and accepts no other option from `dtype`
-        to `layout`; or `dcp` for PyTorch's distributed checkpoint, which holds them as well.
-    max_shard_size
-        Most bytes of tensors in one file; only a tensor that is larger by itself exceeds it.
-    include, exclude
-        Shell patterns of complete tensor names to export, or to leave out.
-    adapter
-        Whether to export LoRA's weights alone, as `PeftModel.from_pretrained` loads them.
-    layout
-        Loader of a distributed checkpoint, which asks for keys and directories of its own: `torch`,
-        `titan` (torchtitan) or `accelerate` (its FSDP).
-    like, facts
-        For sources that lack information; see `plan_repartition`. `like` may also be a base model,
-        a directory of safetensors files, whose names and shapes the exported weights must have.
-    memory_limit
-        Bytes of memory beyond what the program itself takes; by default 1 GiB, but at most half of
-        the remaining memory of the machine or the cgroup.
-    verify
-        Read the written files back from disk, and compare them with the source before they are
-        renamed into place.
+    With `universal` no other option from `dtype` to `layout` may be given. `like` may also be a
+    base model, a directory of safetensors files, whose names and shapes the weights must have.
 
     Raises
     ------

@@ -43,20 +43,8 @@ Plain = Any
 def inspect(options: InspectOptions) -> Inspection:
     """Read a checkpoint's headers; no tensor data is read.
 
-    Parameters
-    ----------
-    like, facts
-        For sources that lack information; see `plan_repartition`.
-    params
-        Shell patterns of complete tensor names; for each tensor that matches, the result says where
-        its elements lie.
-    rank
-        Data-parallel rank, as in file names; the result says what this rank holds.
-    html
-        File for a page that shows how the parameters are cut among ranks. It is complete in itself.
-        A page that is there already is replaced, any other file refused.
-    world_size, zero_stage
-        Show on the page also how `repartition` would cut the parameters.
+    A page of `html` is complete in itself. A page that is there already is replaced, any other file
+    refused.
 
     Raises
     ------

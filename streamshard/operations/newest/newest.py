@@ -56,17 +56,6 @@ def newest(options: _Search) -> Newest:
     infinities. A checkpoint that is not whole or not healthy is passed over, and the result says
     why.
 
-    Parameters
-    ----------
-    run_dir
-        Directory that holds `latest` and the tags, also in a bucket; an output directory of HF
-        Trainer, Accelerate or Lightning; or a directory of stores.
-    quick
-        Look at headers alone. Damaged bytes and NaN are not noticed then.
-    memory_limit
-        Bytes of memory beyond what the program itself takes; by default 1 GiB, but at most half of
-        the remaining memory of the machine or the cgroup.
-
     Raises
     ------
     SourceNotFoundError

@@ -17,8 +17,9 @@ from streamshard.operations.source.degree_change import other_degrees
 from streamshard.operations.source.lazy_tensor import LazyTensor
 from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.source.source_access import SourceAccess
-from streamshard.options import SOURCE_HELP, Path_, SourceOptions, place, takes
+from streamshard.options import takes
 from streamshard.sizes import counted
+from streamshard.verb_options import OpenOptions
 
 _KINDS: Final = {"param": "trained", "weight": "weight", "buffer": "buffer"} | dict.fromkeys(
     ("frozen", "loose", "excluded"), "frozen"
@@ -233,24 +234,9 @@ class OpenCheckpoint(Mapping[str, Parameter]):
         return LazyTensor(name, tensor.state, tensor.dtype, tensor.shape, number, self._reading)
 
 
-class _Open(SourceOptions):
-    """What `open` takes."""
-
-    source: Path_ = place("SRC", SOURCE_HELP, kw_only=False)
-
-
-@takes(_Open)
-def open(options: _Open) -> OpenCheckpoint:
+@takes(OpenOptions)
+def open(options: OpenOptions) -> OpenCheckpoint:
     """Open a checkpoint to read its tensors, or parts of them; reads its headers.
-
-    Parameters
-    ----------
-    source
-        Run directory with `latest`, tag directory, store, or a template of raw per-rank dumps.
-    like, facts
-        For sources that do not tell all that is needed; see `plan_repartition`.
-    tag
-        Tag to read; by default the one that `latest` names.
 
     Raises
     ------

@@ -28,53 +28,8 @@ class _Repartition(RepartitionOptions, Watched):
 def plan_repartition(options: RepartitionOptions) -> TransferPlan:
     """Read the source's headers and plan a repartition; writes nothing.
 
-    Parameters
-    ----------
-    source
-        Run directory with `latest`, tag directory, store, or a template of raw per-rank dumps
-        such as ``ckpt/optimizer.{rank:02d}.pt``.
-    target
-        Run directory to make; for raw dumps a template in a directory that is made.
-    world_size
-        Count of all ranks of the job that resumes. Each data-parallel replica has as many ranks as
-        both degrees below make, so not every count is possible. For a store the default is the
-        count of ranks that saved its content; for other sources there is no default.
-    tensor_parallel, pipeline_parallel
-        Degrees of the job that resumes, by default the source's. For others `like` must be a
-        checkpoint that this job saved, which tells how it cuts the model.
-    expert_parallel
-        Count of these ranks over which experts are spread, which divides both; by default as many
-        as in the source. For ZeRO stages 1 and 2, with DeepSpeed's own `MoE` layers.
-    zero_stage
-        ZeRO stage of the job that resumes; by default the stage in the config.
-    ds_config_file
-        The complete DeepSpeed config of the job that resumes; by default the config kept in the
-        checkpoint. A key that it leaves out has DeepSpeed's default; an "auto" in it has the last
-        run's value. It can stand in place of `like` for a distributed checkpoint of PyTorch whose
-        tensors are all trained.
-    format
-        `deepspeed` for the native files of DeepSpeed; or `fsdp-ranks` for files of FSDP's ranks, as
-        verl saves and loads them, from such files: see ``docs/reading.md``.
-    like
-        Reference checkpoint: another checkpoint of the same job, which supplies what the source
-        lacks. Raw dumps of stage 3 hold no shapes, files of Muon at stages 1 and 2 not the order in
-        which stage 3 keeps the parameters, no files how a job with other degrees cuts the model,
-        and PyTorch's distributed checkpoints nothing but tensors and hyper-parameters.
-        With another count of expert ranks: a save of the job that has these, for the order of its
-        parameters.
-    facts
-        What the source's files do not say: a TOML file or a mapping of its form. See
-        ``docs/reading.md``.
-    memory_limit
-        Bytes of memory beyond what the program itself takes; by default 1 GiB, but at most half of
-        the remaining memory of the machine or the cgroup.
-    verify
-        Read the written files back from disk, and compare them with the source before they are
-        renamed into place.
-    if_needed
-        Write nothing if the job can resume from the source's own files, or if the target already
-        is what would be written, as the names, sizes and beginnings of its files tell; with
-        `verify`, byte for byte. The report says so, and says which directory to resume from.
+    A key that `ds_config_file` leaves out has DeepSpeed's default; an "auto" in it has the last
+    run's value. Only a store knows the default of `world_size`; other sources need it.
 
     Raises
     ------

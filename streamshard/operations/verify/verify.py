@@ -42,23 +42,7 @@ def verify(options: _Verify) -> Verification:
     The result lists every problem, not only the first. An error is raised only if there is no
     checkpoint at `path`, or if the checkpoint `against` cannot be read.
 
-    Parameters
-    ----------
-    path
-        Run directory with `latest`, tag directory, store, or a template of raw per-rank dumps.
-    against
-        Another checkpoint, of any format, stage and world size. With it, the logical content of
-        both checkpoints is compared, and nothing else is checked.
-    health
-        Count the NaNs, infinities and zeros of every tensor, which is then read a second time. NaN
-        or infinities are a problem, `unhealthy`.
-    like, facts
-        For checkpoints that lack information; see `plan_repartition`. Facts are those of `path`.
-    tag
-        Tag of `path` to read; by default the one that `latest` names.
-    memory_limit
-        Bytes of memory beyond what the program itself takes; by default 1 GiB, but at most half of
-        the remaining memory of the machine or the cgroup.
+    With `against`, the content of both checkpoints is compared, and nothing else is checked.
 
     Raises
     ------
