@@ -20,7 +20,7 @@ from streamshard.errors import (
     UnsupportedError,
     UsageError,
 )
-from streamshard.merging.coefficients import coefficients
+from streamshard.merging.merge import coefficients
 from tests.comparing import compare
 from tests.fabricated import edit, edit_optimizers, without_zero, write, write_dumps
 from tests.job import JOBS, TAG, Job

@@ -12,7 +12,7 @@ from typing import Final
 from streamshard.formats import frameworks
 from streamshard.formats.rank_states import TrainerState, trainer_state
 from streamshard.layout.batch import BatchPlan
-from streamshard.operations.resume.advice import GlobalBatch, JobAdvice, keys_text
+from streamshard.operations.resume.resizing import GlobalBatch, JobAdvice, keys_text
 from streamshard.operations.source.source import Source
 from streamshard.operations.source.source_access import head_of
 

@@ -14,8 +14,8 @@ from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.structure import CheckedStructure
 from streamshard.operations.checks.torch_check import TorchFiles
 from streamshard.operations.source.directory_content import DirectoryContent
-from streamshard.operations.source.readable_files import ReadableFiles, explain
 from streamshard.operations.source.reader import Reader
+from streamshard.operations.source.shards_check import ReadableFiles, explain
 from streamshard.operations.source.source import Request, Source
 
 

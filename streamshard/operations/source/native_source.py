@@ -74,7 +74,7 @@ class _NativeReader(Reader):
         self, place: Path, request: Request, findings: "Findings"
     ) -> "CheckedStructure":
         # Not at the top: who opens shards need not load what checks them.
-        from streamshard.operations.source.native_check import check_native
+        from streamshard.operations.source.shards_check import check_native
 
         return check_native(self, place, request, findings)
 

@@ -22,8 +22,8 @@ from streamshard.operations.checks.structure import CheckedStructure, opened_to_
 from streamshard.operations.checks.torch_check import TorchFiles, deepspeed_owner
 from streamshard.operations.source.candidates import find_candidates
 from streamshard.operations.source.directory_content import DirectoryContent
-from streamshard.operations.source.readable_files import ReadableFiles
 from streamshard.operations.source.reader import Reader
+from streamshard.operations.source.shards_check import ReadableFiles
 from streamshard.operations.source.sidecars import find_beside
 from streamshard.operations.source.source import Request, Source
 from streamshard.operations.source.source_access import SourceAccess

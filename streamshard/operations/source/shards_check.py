@@ -1,25 +1,64 @@
-"""Checks the structure of a tag directory, as DeepSpeed saves it."""
+"""Checks a set of shards, and explains file by file why it cannot be opened."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from streamshard.errors import (
     IntegrityError,
     SourceError,
     SourceNotFoundError,
+    StreamshardError,
+    UnsupportedError,
     UsageError,
     release_frames,
 )
-from streamshard.formats.deepspeed.read.validation import validate
+from streamshard.formats.deepspeed.read.validation import SetErrors, validate
 from streamshard.io.entries import is_directory, is_file, paths_below
-from streamshard.io.files import stays_inside
-from streamshard.operations.checks.problems import Findings
+from streamshard.io.files import require_regular, stays_inside
+from streamshard.operations.checks.problems import UNREADABLE, Findings
 from streamshard.operations.checks.structure import CheckedStructure
 from streamshard.operations.checks.torch_check import TorchFiles, deepspeed_owner
-from streamshard.operations.source.readable_files import ReadableFiles, explain
 from streamshard.operations.source.sidecars import may_come_along
 from streamshard.operations.source.source import Kind, Request, Source
 from streamshard.operations.source.tag_directory import find_tag
+
+
+class ReadableFiles:
+    """The files that can be read; the problems of the others are added to the findings."""
+
+    def __init__(self, entries: Iterable[Path], roots: Sequence[Path], findings: Findings) -> None:
+        self.files: list[Path] = []
+        self.others: set[Path] = set()
+        for entry in entries:
+            try:
+                if is_directory(entry) and stays_inside(entry, *roots):
+                    continue
+                require_regular(entry, *roots)
+                self.files.append(entry)
+            except (OSError, SourceError) as error:
+                if isinstance(error, OSError):
+                    message = f"{entry}: cannot be read ({error.strerror})"
+                    findings.add(UNREADABLE, entry, message)
+                else:
+                    findings.add_error(error, entry)
+                self.others.add(entry)
+
+
+def explain(
+    error: StreamshardError,
+    findings: Findings,
+    place: Path,
+    errors: SetErrors,
+    readable: ReadableFiles,
+) -> None:
+    """Add all problems of a set of shards that cannot be opened."""
+    # For an unsupported kind of checkpoint it is not known which files belong together, so such
+    # problems are left out. But if a single file is refused, that is the reason, whatever the kind.
+    is_of_a_kind = isinstance(error, UnsupportedError) and not (errors.own or readable.others)
+    for found in (*errors.own, *(() if is_of_a_kind else errors.together)):
+        findings.add_error(found, place)
+    if not isinstance(error, IntegrityError):  # reading all records finds the damaged one
+        findings.add_unexplained(error, place)
 
 
 def check_native(kind: Kind, place: Path, request: Request, findings: Findings) -> CheckedStructure:
