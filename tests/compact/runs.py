@@ -3,9 +3,11 @@
 import json
 import os
 import time
+import zipfile
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from tests.job import Job
 STEPS = (80, 90, 100, 1000)
 """By name the newest comes first."""
 DAY = 24 * 3600
-NO_GRACE = timedelta(0)
+NO_GRACE, MONTH = timedelta(0), timedelta(days=30)
 TRASH = ".streamshard.trash"
 MODEL = "mp_rank_00_model_states.pt"
 SHARD = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -68,6 +70,13 @@ def bits(root: Path) -> dict[str, bytes]:
         for path in sorted(root.rglob("*"))
         if path.is_file() and path.name not in (RECORD, HEALTH)
     }
+
+
+def entries(packed: Path | BytesIO) -> dict[str, bytes]:
+    """Every file of a store in one file, of whose zip each is as its CRC-32 says."""
+    with zipfile.ZipFile(packed) as opened:
+        assert opened.testzip() is None
+        return {entry.filename: opened.read(entry) for entry in opened.infolist()}
 
 
 def damage(path: Path) -> None:

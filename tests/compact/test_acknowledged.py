@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shlex
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,7 @@ from tests.compact.runs import FIRST, SHARD, STEPS, actions, bits, tag_of
 from tests.fabricated import write
 from tests.job import Job
 
-NOW = datetime.now(UTC)
 NEXT = tag_of(STEPS[1])
-
-
-def after(days: float) -> datetime:
-    """Return the time so many days after these tests began."""
-    return NOW + timedelta(days=days)
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """Archives that are one object each: proved, removed, replaced, and finished after kills."""
 
-import zipfile
 from dataclasses import replace
-from datetime import timedelta
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ import pytest
 
 import streamshard as api
 from streamshard.io.objects import object_upload
-from tests.compact.runs import ALL, FIRST, actions, age, bits, later, make_run
+from tests.compact.runs import ALL, FIRST, MONTH, actions, age, bits, entries, later, make_run
 from tests.compact.sides import Side, Sides
 from tests.compact.test_bucket_races import KILLED, SCRIPT, killed
 from tests.fabricated import edit
@@ -19,7 +17,6 @@ from tests.forked import run_forked
 from tests.job import Job
 
 STORE, WEIGHTS = f"{FIRST}.zarr.zip", f"{FIRST}.weights.zarr.zip"
-A_MONTH = timedelta(days=30)
 NUMEL = 2_000_000
 LARGE = Job(stage=2, world_size=1, groups=((("embed.weight", (NUMEL,)),),))
 """With random weights, its archive is uploaded in parts, and so are its weights."""
@@ -66,13 +63,6 @@ def names(side: Side) -> set[str]:
     return {path.split("/")[0] for path in side.content()}
 
 
-def entries(content: bytes) -> dict[str, bytes]:
-    """Every file of a store in one file, of whose zip each is as its CRC-32 says."""
-    with zipfile.ZipFile(BytesIO(content)) as packed:
-        assert packed.testzip() is None
-        return {entry.filename: packed.read(entry) for entry in packed.infolist()}
-
-
 def test_the_whole_way_of_a_tag(sides: Sides) -> None:
     """The weights that are left are those of the same way on a disk."""
     run, archive, tmp = sides.run, sides.archive, sides.tmp
@@ -88,13 +78,13 @@ def test_the_whole_way_of_a_tag(sides: Sides) -> None:
     assert [(one.tag, one.state) for one in status] == [(FIRST, "in the trash")]
     api.repartition(f"{archive.where}/{STORE}", tmp / "back", world_size=3)
     assert bits(tmp / "back") == bits(tmp / "wanted")
-    full = entries(archive.read(STORE))
+    full = entries(BytesIO(archive.read(STORE)))
     assert actions(sides.compact(9, delete=True))[FIRST] == "purged"
     assert (sides.original(), sides.tags()) == ({}, ALL - {FIRST})
-    options: dict[str, Any] = {"delete": True, "weights_only_older_than": A_MONTH}
+    options: dict[str, Any] = {"delete": True, "weights_only_older_than": MONTH}
     assert actions(sides.compact(50, **options))[FIRST] == "weights only"
     assert names(archive) == {WEIGHTS, f"{WEIGHTS}.sha256", f"{FIRST}.receipt.json"}
-    kept = entries(archive.read(WEIGHTS))
+    kept = entries(BytesIO(archive.read(WEIGHTS)))
     assert not [path for path in kept if "exp_avg" in path]
     assert {path for path in full if path.startswith(("state/fp32", "file/"))} <= kept.keys()
     own = {path for path in kept if path.startswith("meta/") or path == "zarr.json"}
@@ -160,7 +150,7 @@ def test_one_that_is_killed_between_parts_leaves_none_of_them(
     if of_weights:
         sides.compact(**options)
         assert actions(sides.compact(9, **options))[FIRST] == "purged"
-        options["weights_only_older_than"], days = A_MONTH, 50
+        options["weights_only_older_than"], days = MONTH, 50
     given = (str(sides.run), sides.archive.where, later(days).isoformat())
     assert run_forked(*given, script=IN_PARTS + KILLED_IN_PARTS).code == KILLED
     bucket = sides.archive.where.split("/")[2]

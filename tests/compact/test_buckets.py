@@ -3,7 +3,6 @@
 import re
 import shlex
 import shutil
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,12 @@ import pytest
 import streamshard as api
 from streamshard.errors import UsageError
 from tests.cloud.server import KEY, SECRET
-from tests.compact.runs import ALL, FIRST, actions, bits, later
+from tests.compact.runs import ALL, FIRST, MONTH, actions, bits, later
 from tests.compact.sides import Sides
 from tests.compact.test_families import make_output
 from tests.documents import page
 from tests.forked import run_forked
 from tests.job import LEAN
-
-A_MONTH = timedelta(days=30)
 
 
 def test_a_tag_is_archived_and_goes_and_comes_back(
@@ -117,7 +114,7 @@ def test_one_night_archives_and_removes_and_a_later_one_drops_states(sides: Side
     assert actions(sides.compact(9, delete=True))[FIRST] == "purged"
     assert sides.original() == {}
     assert sides.tags() == ALL - {FIRST}
-    options = {"delete": True, "weights_only_older_than": A_MONTH}
+    options = {"delete": True, "weights_only_older_than": MONTH}
     for dry_run in (True, False):
         found = sides.compact(50, **options, dry_run=dry_run)
         assert (actions(found)[FIRST], found.exit_code) == ("weights only", 0)
@@ -136,7 +133,7 @@ def test_an_archive_of_one_file_that_came_to_a_bucket_loses_its_states(sides: Si
         api.compact(sides.run, here, delete=True, packed=True, now=later(days))
     sides.archive.fill(here)
     before = sides.archive.content()
-    found = sides.compact(50, delete=True, weights_only_older_than=A_MONTH)
+    found = sides.compact(50, delete=True, weights_only_older_than=MONTH)
     (tag,) = (one for one in found.tags if one.tag == FIRST)
     assert (tag.action, found.exit_code) == ("weights only", 0)
     assert sides.archive.content().keys() - before.keys() == {weights, f"{weights}.sha256"}

@@ -13,17 +13,7 @@ import torch
 import streamshard as api
 from streamshard.errors import IncompleteError, SourceError, UsageError
 from tests.cli.conftest import streamshard
-from tests.compact.runs import (
-    NO_GRACE,
-    TRASH,
-    actions,
-    age,
-    bits,
-    later,
-    make_run,
-    receipt_of,
-    save,
-)
+from tests.compact.runs import NO_GRACE, actions, age, bits, later, make_run, receipt_of, save
 from tests.fabricated import client_state
 from tests.job import Job
 
@@ -90,20 +80,6 @@ def test_a_whole_checkpoint_goes_and_comes_back(
     assert bits(output / first).keys() == before.keys()
     outside = {name: data for name, data in before.items() if "global_step" not in name}
     assert outside.items() <= bits(output / first).items()
-
-
-def test_what_is_in_the_trash_goes_in_time(output: Path, archive: Path) -> None:
-    assert compact(output, archive).exit_code == 0
-    # Another run proves everything again, before anything goes.
-    assert actions(compact(output, archive, delete=True))["checkpoint-300"] == "deleted"
-    found = compact(output, archive, delete=True, grace=NO_GRACE, now=later(1))
-    purged = [tag for tag, action in actions(found).items() if action == "purged"]
-    assert purged == ["checkpoint-100", "checkpoint-200", "checkpoint-300"]
-    assert {path.name for path in output.glob("checkpoint-*")} == {
-        "checkpoint-900",
-        "checkpoint-1000",
-    }
-    assert not [path for path in (output / TRASH).rglob("*") if path.is_file()]
 
 
 def test_the_best_the_linked_and_the_newest_stay(tmp_path: Path, archive: Path) -> None:
@@ -273,21 +249,6 @@ def test_only_what_matches_is_touched_and_counted(deep: Path, archive: Path) -> 
     assert actions(found) == {"run2/ema_step11": "kept", "run2/ema_step21": "ambiguous"}
     compact(deep, archive, undelete=["run2/global_step20"])
     assert bits(deep) == before
-
-
-def test_the_tag_that_latest_names_stays_though_nothing_matches_it(
-    deep: Path, archive: Path
-) -> None:
-    shutil.rmtree(deep / "run2" / "ema_step21")
-    for step, name in ((10, "global"), (12, "global"), (15, "global"), (21, "ema")):
-        save(deep, step).rename(deep / "run2" / f"{name}_step{step}")
-    (deep / "latest").write_text("run2/ema_step21")
-    before = bits(deep / "run2" / "ema_step21")
-    found = actions(compact(deep, archive, tags=DEEP, delete=True))
-    assert [found[f"run2/global_step{step}"] for step in (10, 12, 15, 20, 30)] == [
-        "deleted", "deleted", "kept", "kept", "ambiguous"
-    ]  # fmt: skip
-    assert bits(deep / "run2" / "ema_step21") == before
 
 
 @pytest.mark.parametrize(

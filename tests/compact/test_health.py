@@ -15,7 +15,8 @@ import streamshard as api
 from streamshard.engine.scan.probe import Probe
 from streamshard.errors import SourceError
 from streamshard.operations.checks.assessment import Assessor
-from streamshard.operations.compact import policy, removal
+from streamshard.operations.compact import removal
+from streamshard.operations.compact.run_context import RunContext
 from streamshard.operations.compact.run_directory import scan_run_directory
 from streamshard.operations.compact.tag_health import TagHealths
 from tests.cli.conftest import streamshard
@@ -24,7 +25,6 @@ from tests.compact.runs import (
     HEALTH,
     NO_GRACE,
     SHARD,
-    TRASH,
     actions,
     age,
     bits,
@@ -85,13 +85,6 @@ def test_the_last_good_one_stays_after_three_that_are_not(ill_run: Path, archive
     assert api.newest(ill_run).path == str(ill_run / tag_of(100))
 
 
-def test_as_many_healthy_ones_stay_as_are_to_stay(ill_run: Path, archive: Path) -> None:
-    found = api.compact(ill_run, archive, keep_last=2, delete=True)
-    assert actions(found) == {
-        tag_of(80): "deleted", **{tag_of(s): "kept" for s in (90, 100, *BAD)}
-    }  # fmt: skip
-
-
 def test_one_that_is_damaged_does_not_count(tmp_path: Path, archive: Path) -> None:
     run = make_run(tmp_path / "run", steps=(80, 90, 100))
     damage_data(run / tag_of(100) / SHARD)
@@ -114,22 +107,6 @@ def test_the_first_night_says_so(ill_run: Path, archive: Path) -> None:
     assert done.err.count(newer) == 2
     assert done.err.count("kept: 'latest' names it; not healthy: state/") == 1
     assert "global_step100" not in done.err
-
-
-def test_a_young_one_is_told_as_well(tmp_path: Path, archive: Path) -> None:
-    run = make_run(tmp_path / "run", steps=(80, 90))
-    poison(run / tag_of(90), days=0)
-    (problem,) = api.compact(run, archive).problems
-    assert (problem.tag, problem.reason[:8]) == (tag_of(90), "changed ")
-
-
-def test_a_run_that_has_recovered_is_not_told(ill_run: Path, archive: Path) -> None:
-    save(ill_run, 140)
-    found = api.compact(ill_run, archive, keep_last=2, delete=True)
-    assert (found.problems, found.exit_code) == ((), 0)
-    assert {tag for tag, action in actions(found).items() if action == "deleted"} == {
-        tag_of(80), tag_of(90)
-    }  # fmt: skip
 
 
 def test_the_first_problem_makes_the_exit_code(ill_run: Path, archive: Path) -> None:
@@ -168,14 +145,6 @@ def test_each_save_is_read_once(
     assert known(archive)[tag_of(130)] == ""
 
 
-def test_a_record_that_is_damaged_is_made_again(ill_run: Path, archive: Path) -> None:
-    api.compact(ill_run, archive)
-    before = known(archive)
-    (archive / HEALTH).write_text("{")
-    assert api.compact(ill_run, archive).exit_code == 6
-    assert known(archive) == before
-
-
 def lead_out(path: Path) -> None:
     path.rename(path.parents[1] / "elsewhere")
     path.symlink_to(path.parents[1] / "elsewhere")
@@ -195,6 +164,7 @@ RECORDS: dict[str, Callable[[Path], object]] = {
     "a link that leads out": lead_out,
     "a link that leads nowhere": lead_nowhere,
     "a pipe": make_pipe,
+    "no document": lambda path: path.write_text("{"),
     "fewer than no NaN": lambda path: alter(path, "nans", -5),
     "more elements than can be": lambda path: alter(path, "numel", 1 << 70),
     "a path that leads out": lambda path: path.write_text(
@@ -254,7 +224,7 @@ def test_a_time_of_change_that_no_calendar_has_is_no_obstacle(
         run = scan_run_directory(*arguments)
         return replace(run, tags=tuple(replace(tag, changed_ns=1 << 90) for tag in run.tags))
 
-    monkeypatch.setattr("streamshard.operations.compact.policy.scan_run_directory", late)
+    monkeypatch.setattr("streamshard.operations.compact.compact_run.scan_run_directory", late)
     found = api.compact(ill_run, archive, delete=True)
     assert {*actions(found).values()} == {"kept"}
     assert api.compact_status(ill_run, archive).unhealthy_since[:4] == "9999"
@@ -298,22 +268,6 @@ def test_one_that_turns_bad_meanwhile_keeps_the_next(
     assert tag_of(80) in tags_in(run)
 
 
-def test_the_trash_is_not_emptied_of_what_counts_again(tmp_path: Path, archive: Path) -> None:
-    run = make_run(tmp_path / "run", steps=(80, 90, 100, 110))
-    assert api.compact(run, archive, keep_last=2, delete=True).exit_code == 0
-    for step in (100, 110):
-        poison(run / tag_of(step))
-    found = api.compact(run, archive, keep_last=2, delete=True, grace=NO_GRACE, now=later(1))
-    assert {one.tag: one.action for one in found.tags if one.action == "in the trash"} == {
-        tag_of(80): "in the trash", tag_of(90): "in the trash"
-    }  # fmt: skip
-    assert (run / TRASH / tag_of(90)).is_dir()
-    save(run, 120)
-    save(run, 130)
-    found = api.compact(run, archive, keep_last=2, delete=True, grace=NO_GRACE, now=later(2))
-    assert {one.tag for one in found.tags if one.action == "purged"} == {tag_of(80), tag_of(90)}
-
-
 def test_the_trash_is_judged_by_its_archive(tmp_path: Path, archive: Path) -> None:
     """One of NaN there does not stand for the good one before it."""
     run = make_run(tmp_path / "run", steps=(80, 90, 100, 110, 120))
@@ -328,21 +282,6 @@ def test_the_trash_is_judged_by_its_archive(tmp_path: Path, archive: Path) -> No
     assert known(archive)[tag_of(90)]
 
 
-def test_the_states_of_the_last_good_archive_stay(tmp_path: Path, archive: Path) -> None:
-    run = make_run(tmp_path / "run", steps=(80, 90, 100, 110))
-    for days in (0, 1):
-        api.compact(run, archive, keep_last=2, delete=True, grace=NO_GRACE, now=later(days))
-    for step in (100, 110):
-        poison(run / tag_of(step))
-    options: dict[str, Any] = {"delete": True, "weights_only_older_than": timedelta(days=1)}
-    found = api.compact(run, archive, keep_last=2, now=later(10), **options)
-    reasons = {one.tag: one.reason for one in found.tags}
-    assert reasons[tag_of(90)] == "no newer tag is known to be healthy"
-    save(run, 120)
-    found = api.compact(run, archive, keep_last=2, now=later(11), **options)
-    assert actions(found)[tag_of(90)] == "weights only"
-
-
 def test_the_states_stay_if_what_was_good_is_gone_meanwhile(
     tmp_path: Path, archive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -350,14 +289,14 @@ def test_the_states_stay_if_what_was_good_is_gone_meanwhile(
     run = make_run(tmp_path / "run", steps=(80, 90, 100, 110))
     for days in (0, 1):
         api.compact(run, archive, keep_last=2, delete=True, grace=NO_GRACE, now=later(days))
-    may_drop = policy.may_drop_states
+    removed_at = RunContext.removed_at
 
-    def change(*arguments: Any) -> bool:  # noqa: ANN401
+    def change(*arguments: Any) -> datetime | None:  # noqa: ANN401
         for step in (100, 110):
             poison(run / tag_of(step))
-        return may_drop(*arguments)
+        return removed_at(*arguments)
 
-    monkeypatch.setattr("streamshard.operations.compact.compact_run.may_drop_states", change)
+    monkeypatch.setattr(RunContext, "removed_at", change)
     options: dict[str, Any] = {"delete": True, "weights_only_older_than": timedelta(days=1)}
     found = api.compact(run, archive, keep_last=2, now=later(10), **options)
     reasons = {one.tag: one.reason for one in found.tags}

@@ -23,12 +23,14 @@ from streamshard.operations.transfer.packed_target import PackedTarget
 from tests.compact.runs import (
     ALL,
     FIRST,
+    MONTH,
     NO_GRACE,
     SHARD,
     actions,
     age,
     bits,
     damage,
+    entries,
     later,
     make_run,
     receipt_of,
@@ -37,7 +39,6 @@ from tests.compact.runs import (
     tags_in,
 )
 from tests.compact.test_archive import JOBS
-from tests.compact.test_weights_only import MONTH
 from tests.fabricated import edit
 from tests.job import Job
 
@@ -98,13 +99,6 @@ def test_the_whole_way_of_a_tag(name: str, tmp_path: Path, archive: Path, store:
 def differing(one: dict[str, bytes], other: dict[str, bytes]) -> list[str]:
     """List the files that differ, or that only one side has."""
     return sorted(path for path in one.keys() | other.keys() if one.get(path) != other.get(path))
-
-
-def entries(store: Path) -> dict[str, bytes]:
-    """Every file of a store in one file, of whose zip each is as its CRC-32 says."""
-    with zipfile.ZipFile(store) as packed:
-        assert packed.testzip() is None
-        return {entry.filename: packed.read(entry) for entry in packed.infolist()}
 
 
 def test_zarr_python_opens_it(run: Path, archive: Path, store: Path, tmp_path: Path) -> None:

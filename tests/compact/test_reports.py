@@ -23,12 +23,10 @@ from tests.compact.runs import (
     actions,
     make_run,
     receipt_of,
-    tag_of,
     tags_in,
 )
 
 NOW = datetime.now(UTC)
-NEXT = tag_of(STEPS[1])
 
 
 def after(days: float) -> datetime:

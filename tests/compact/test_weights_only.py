@@ -18,6 +18,7 @@ from streamshard.operations.compact.weights_only import WeightsOnlyStore
 from tests.compact.runs import (
     CHUNK,
     FIRST,
+    MONTH,
     STEPS,
     TRASH,
     actions,
@@ -34,7 +35,6 @@ from tests.compact.test_archive import JOBS
 from tests.fabricated import edit, wrapped
 from tests.job import STATES, Job
 
-MONTH = timedelta(days=30)
 JOB = Job(groups=((("embed.weight", (11, 4)),),), frozen=(("old", (3,)),), tied={})
 
 
@@ -166,21 +166,6 @@ def test_a_store_whose_mark_was_taken_off_is_refused(
     with pytest.raises(SourceError, match="whether the store holds weights only"):
         api.inspect(weights)
     assert not api.verify(weights).is_good
-
-
-def test_what_is_not_long_gone_keeps_its_states(run: Path, archive: Path) -> None:
-    for days, state in ((0, "trashed"), (6.9, "trashed"), (8, "purged"), (37.9, "purged")):
-        found = compact(run, archive, days, weights_only_older_than=MONTH)
-        assert (receipt_of(archive, FIRST)["state"], found.exit_code) == (state, 0)
-    full = bits(archive)
-    compact(run, archive, 90, weights_only_older_than=None)
-    compact(run, archive, 90, dry_run=True)
-    found = compact(run, archive, 90, keep_every=80)
-    assert (found.tags[-1].tag, found.tags[-1].reason) == (FIRST, "a multiple of 80")
-    assert compact(run, archive, 90, keep_tags=["*8?"]).tags[-1].action == "kept"
-    assert bits(archive) == full
-    compact(run, archive, 90)
-    assert receipt_of(archive, FIRST)["state"] == "weights only"
 
 
 @pytest.mark.usefixtures("full")

@@ -10,7 +10,7 @@ import pytest
 
 import streamshard as api
 from streamshard.errors import TargetExistsError
-from streamshard.operations.compact.receipts import ArchivedTag, TagEvent
+from streamshard.operations.compact.receipts import ARCHIVED, DROPPING, TRASHED, ArchivedTag
 from streamshard.operations.compact.tag_health import HealthRecord
 from tests.comparing import compare
 from tests.released.keep import KEPT, STATES
@@ -72,12 +72,12 @@ def test_a_run_that_was_begun_is_known_as_one_of_other_files(root: Path) -> None
 
 def test_what_receipts_say_is_understood(root: Path) -> None:
     allowed = {
-        "global_step20": TagEvent.DROP,
-        "global_step30": TagEvent.KEEP,
-        "global_step40": TagEvent.TRASH,
+        "global_step20": DROPPING,
+        "global_step30": ARCHIVED,
+        "global_step40": TRASHED,
     }
-    for tag, event in allowed.items():
+    for tag, state in allowed.items():
         archived = ArchivedTag(root / "archive", tag)
-        archived.require_possible(archived.require_receipt(), event)
+        archived.require_possible(archived.require_receipt(), state)
     dropped = ArchivedTag(root / "archive", "global_step10")
     assert dropped.named_by(dropped.require_receipt()).store.is_dir()

@@ -6,7 +6,6 @@ from datetime import UTC, datetime
 
 from streamshard.cli.text.tables import facts_text, table
 from streamshard.operations.compact.compact_report import (
-    ARCHIVED,
     DELETED,
     KEPT,
     CompactedTag,
@@ -14,6 +13,7 @@ from streamshard.operations.compact.compact_report import (
     RunRecord,
 )
 from streamshard.operations.compact.compact_status import GONE, STATES, CompactStatus
+from streamshard.operations.compact.receipts import ARCHIVED
 from streamshard.sizes import counted, show_bytes, some_of
 
 

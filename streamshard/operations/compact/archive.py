@@ -17,12 +17,12 @@ from streamshard.io.files import source_errors, target_errors
 from streamshard.operations.compact import omissions
 from streamshard.operations.compact.proof import Proof, content_equal, prove, rebuilt_equal, sums_of
 from streamshard.operations.compact.receipts import (
+    ARCHIVED,
     BEGUN,
     ArchivedTag,
     CheckLog,
     Receipt,
     SourceRecord,
-    TagEvent,
     show_moment,
 )
 from streamshard.operations.compact.run_context import RunContext
@@ -182,7 +182,7 @@ def _proved(
     sizes = {path: status.nbytes for path, status in archived.statuses().items()}
     proved = archived.record(
         receipt,
-        TagEvent.PROVE,
+        ARCHIVED,
         archived=show_moment(datetime.now(UTC)),
         source=source,
         archive_bytes=sum(sizes.values()),

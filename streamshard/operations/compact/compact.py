@@ -17,16 +17,16 @@ from streamshard.io.files import source_errors, target_errors
 from streamshard.io.object_path import as_path, is_object
 from streamshard.io.place import place_of
 from streamshard.operations.compact.compact_report import (
-    ARCHIVED,
     BROUGHT_BACK,
     DELETED,
     CompactedTag,
     Compaction,
 )
 from streamshard.operations.compact.compact_run import CompactRun
+from streamshard.operations.compact.prune import matches, require_pattern
+from streamshard.operations.compact.receipts import ARCHIVED
 from streamshard.operations.compact.run_context import TagProgress
 from streamshard.operations.compact.run_directory import require_on_disk
-from streamshard.operations.compact.tag_choice import matches, require_pattern
 from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Silent, Watched
 from streamshard.operations.transfer.target import nearest_directory

@@ -12,14 +12,11 @@ from streamshard.formats.deepspeed.names import step_of
 from streamshard.operations.compact.receipts import JsonRecord, Receipt, parse_moment
 
 KEPT: Final = "kept"
-ARCHIVED: Final = "archived"
 READY: Final = "archived before"
 DELETED: Final = "deleted"
 IN_TRASH: Final = "in the trash"
-PURGED: Final = "purged"
 ACKNOWLEDGED: Final = "acknowledged"
 BROUGHT_BACK: Final = "brought back"
-WEIGHTS_ONLY: Final = "weights only"
 AMBIGUOUS: Final = "ambiguous"
 _FAILED: Final = "failed"
 

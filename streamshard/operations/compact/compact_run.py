@@ -1,10 +1,14 @@
-"""Carries out one run of `compact`: by the rules, or for tags that the user names."""
+"""Carries out one run of `compact`: by the rules, or for tags that the user names.
+
+`prune` decides what becomes of each tag, from a description of what is there. Right before a tag
+goes, it decides again from what is there by then, and has to come to the same.
+"""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -14,6 +18,7 @@ from streamshard.errors import (
     IncompleteError,
     Option,
     SourceError,
+    SourceNotFoundError,
     StreamshardError,
     TargetError,
     UsageError,
@@ -23,23 +28,21 @@ from streamshard.io.changes import lock_at, make_directory
 from streamshard.io.entries import paths_like
 from streamshard.io.files import target_errors
 from streamshard.io.place import place_of
-from streamshard.operations.compact import compact_report
+from streamshard.operations.compact import compact_report, receipts
+from streamshard.operations.compact.acknowledgement import acknowledge, acknowledged
 from streamshard.operations.compact.archive import archive_tag
 from streamshard.operations.compact.compact_report import LAST_RUN, CompactedTag, RunRecord
-from streamshard.operations.compact.policy import (
-    Policy,
-    grace_left,
-    is_from_future,
-    may_drop_states,
-)
 from streamshard.operations.compact.proof import remove_rebuilt
-from streamshard.operations.compact.receipts import (
-    BEGUN,
-    ArchivedTag,
-    Receipt,
-    remove_unfinished,
-    show_moment,
+from streamshard.operations.compact.prune import (
+    RunDirectory,
+    by_step,
+    considers,
+    grace_left,
+    nanoseconds,
+    prune,
+    refusal,
 )
+from streamshard.operations.compact.receipts import BEGUN, Receipt, remove_unfinished, show_moment
 from streamshard.operations.compact.removal import (
     bring_back,
     is_back,
@@ -48,17 +51,21 @@ from streamshard.operations.compact.removal import (
     record_back,
 )
 from streamshard.operations.compact.run_context import ProofContext, RunContext, TagProgress
-from streamshard.operations.compact.run_directory import Identity, require_parent
+from streamshard.operations.compact.run_directory import (
+    Identity,
+    require_parent,
+    scan_run_directory,
+)
 from streamshard.operations.compact.tag_checks import unchanged
-from streamshard.operations.compact.tag_choice import CANDIDATE, Choice, Rules, by_step
-from streamshard.operations.compact.tag_health import growth
+from streamshard.operations.compact.tag_health import TagHealths, growth
 from streamshard.operations.compact.weights_only import drop_states
 from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.target import is_there, require_space
-from streamshard.sizes import counted
+from streamshard.sizes import counted, some_of
 from streamshard.verb_options import CompactOptions
 
 _LOCK: Final = f"{names.OWN_PREFIX}.lock"
+_MOST_NAMED: Final = 4
 
 
 class CompactRun:
@@ -75,10 +82,10 @@ class CompactRun:
     ) -> None:
         self._options = options
         self._progress = progress
-        self._rules = Rules.of(options)
         proofs = ProofContext(limits, progress)
         self._context = RunContext(run_dir, archive_dir, Identity.of(run_dir), now, proofs)
-        self._deleted: set[str] = set()
+        self._before = RunDirectory((), None)
+        self._healths = TagHealths(self._context, remembers=not options.dry_run)
         self.notes: list[str] = []
         """What the user should know of the trash."""
 
@@ -93,7 +100,7 @@ class CompactRun:
                 remove_unfinished(self._context.archive_dir)
                 remove_rebuilt(self._context.archive_dir)
             if options.is_by_hand:
-                yield from self._by_hand()
+                yield from self._carried_out(self._by_hand())
             elif options.dry_run:
                 yield from self._by_rules()
             else:
@@ -168,125 +175,105 @@ class CompactRun:
             yield CompactedTag.failed(LAST_RUN, error)
 
     def _by_hand(self) -> Iterator[CompactedTag]:
-        """Do what the user asks for with the tags that the user names."""
-        options, context = self._options, self._context
+        """List what the user asks for."""
+        options = self._options
         if options.acknowledge:
-            # A tag of any age is there, and has been looked at.
-            rules = replace(self._rules, min_age_ns=0)
-            policy = Policy.of(context, rules, is_dry_run=options.dry_run)
-            acknowledge = partial(policy.acknowledge, is_dry_run=options.dry_run)
-            yield from self._each(options.acknowledge, acknowledge)
-        yield from self._each(options.undelete, self._undelete)
-        yield from self._each(options.purge, self._purge_if_over)
-
-    def _each(
-        self, tags: Iterable[str], do: Callable[[str], CompactedTag | None]
-    ) -> Iterator[CompactedTag]:
-        """Do something with tags, and yield the results, if there are any; an error is one too."""
-        for tag in tags:
-            self._progress.tag = tag
-            try:
-                result = do(tag)
-            except StreamshardError as error:
-                result = CompactedTag.failed(tag, error)
-            if result is not None:
-                yield result
-
-    def _undelete(self, tag: str) -> CompactedTag:
-        if self._options.dry_run:
-            self._context.trash.require(tag)
-        else:
-            bring_back(self._context, tag)
-        reason = "its archive stays where it is"
-        return CompactedTag.of(tag, compact_report.BROUGHT_BACK, reason)
-
-    def _purge_if_over(self, tag: str) -> CompactedTag:
-        """Remove a tag for good, but not before its grace time in the trash is over."""
-        trash = self._context.trash
-        if tag not in trash.being_removed():
-            trash.require(tag)
-            waits = grace_left(self._context, tag, self._options.grace)
-            if waits is not None:
-                now = Option("grace", timedelta())
-                raise UsageError(f"in the trash {waits}; give {now} too to remove it for good now")
-        return self._purge(tag, "asked for")
-
-    def _purge(
-        self, tag: str, reason: str, require_unprotected: Callable[[], str] | None = None
-    ) -> CompactedTag:
-        trash = self._context.trash
-        if not self._options.dry_run:
-            purge(self._context, tag, require_unprotected)
-        elif tag not in trash.being_removed():
-            trash.require(tag)
-        return CompactedTag.of(tag, compact_report.PURGED, reason)
+            self._before = self._first_look()
+        kept = "kept, and reported again when a file in it changes or another problem appears"
+        asked = (
+            (options.acknowledge, compact_report.ACKNOWLEDGED, kept),
+            (options.undelete, compact_report.BROUGHT_BACK, "its archive stays where it is"),
+            (options.purge, receipts.PURGED, "asked for"),
+        )
+        for tags, action, reason in asked:
+            yield from (CompactedTag.of(tag, action, reason) for tag in tags)
 
     def _by_rules(self) -> Iterator[CompactedTag]:
         """Archive and remove what the rules do not keep."""
-        context, is_dry_run = self._context, self._options.dry_run
-        policy = Policy.of(context, self._rules, is_dry_run=is_dry_run)
-        choices = {choice.tag.name: choice for choice in policy.choices()}
-        for result in self._each(choices, lambda tag: self._carry_out(choices[tag], policy)):
-            nbytes = result.source_bytes or choices[result.tag].tag.nbytes
-            yield replace(result, source_bytes=nbytes)
-        yield from self._each_in(
-            "the trash",
-            lambda: context.trash.all_tags() - self._deleted,
-            partial(self._empty_trash, policy),
-        )
-        least_age = self._options.weights_only_older_than
-        if least_age is not None:
-            yield from self._each_in(
-                "the archives",
-                lambda: [archived.tag for archived in ArchivedTag.all_in(context.archive_dir)],
-                partial(self._drop_states, policy, least_age),
-            )
+        context = self._context
+        self._before = self._first_look()
+        outcomes = [*prune(self._before, context, self._options, context.now)]
+        self._healths.record(self._before)
+        yield from self._carried_out(outcomes)
 
-    def _each_in(
-        self,
-        what: str,
-        tags: Callable[[], Iterable[str]],
-        do: Callable[[str], CompactedTag | None],
-    ) -> Iterator[CompactedTag]:
-        """Do something with the considered ones of some tags, in the order of their steps."""
-        try:
-            considered = sorted(filter(self._rules.considers, tags()), key=by_step)
-        except StreamshardError as error:
-            yield CompactedTag.failed(what, error)
-            return
-        yield from self._each(considered, do)
+    def _first_look(self) -> RunDirectory:
+        """Scan the run directory, and refuse it if nothing in it may be removed."""
+        run, run_dir = self._scanned(), self._context.run_dir
+        there = [tag.name for tag in (*run.tags, *run.trashed)]
+        if there and not any(considers(self._options, name) for name in there):
+            message = f"{run_dir}: {Option('tags', self._options.tags)} matches no tag; there are"
+            raise SourceNotFoundError(f"{message} {some_of(there, _MOST_NAMED)}")
+        reason = refusal(run)
+        if reason is not None:
+            raise IncompleteError(f"{run_dir}: {reason}. Nothing was done")
+        return replace(run, unhealthy=self._healths.read)
 
-    def _carry_out(self, choice: Choice, policy: Policy) -> CompactedTag:
-        """Archive a tag, and with `delete` move it to the trash, unless it is kept."""
-        if choice.verdict != CANDIDATE:
-            return policy.kept(choice)
-        tag = choice.tag.name
-        context, is_dry_run, is_moved = self._context, self._options.dry_run, self._options.delete
-        receipt, proof, action, grown = self._archived(tag), None, compact_report.READY, ""
-        if is_dry_run and (receipt is None or is_moved):  # it is stored, or rebuilt, there
-            require_space(context.archived(tag).store, choice.tag.nbytes)
-        if receipt is None:
-            action = compact_report.ARCHIVED
-            if not is_dry_run:
+    def _scanned(self, before: RunDirectory | None = None) -> RunDirectory:
+        run = scan_run_directory(self._context.run_dir, before, self._options.tags)
+        told = partial(acknowledged, self._context)
+        # Reading takes time, in which others may go on to change the directory.
+        return replace(run, unhealthy=self._healths.recall, acknowledged=told)
+
+    def _carried_out(self, outcomes: Iterable[CompactedTag]) -> Iterator[CompactedTag]:
+        """Do what was decided, and yield the results; an error is one too."""
+        for outcome in outcomes:
+            self._progress.tag = outcome.tag
+            try:
+                result = self._carry_out(outcome)
+            except StreamshardError as error:
+                failed = CompactedTag.failed(outcome.tag, error)
+                result = replace(failed, source_bytes=outcome.source_bytes)
+            yield result
+
+    def _carry_out(self, outcome: CompactedTag) -> CompactedTag:
+        tag, options, context = outcome.tag, self._options, self._context
+        match outcome.action:
+            case receipts.ARCHIVED | compact_report.DELETED:
+                return self._archive(outcome)
+            case receipts.PURGED:
+                return self._purge(outcome)
+            case receipts.WEIGHTS_ONLY:
+                again = self._decided_again(outcome)
+                if again.action != outcome.action:
+                    return again
+                return drop_states(context, tag, is_dry_run=options.dry_run)
+            case compact_report.ACKNOWLEDGED:
+                self._acknowledge(tag)
+            case compact_report.BROUGHT_BACK if options.dry_run:
+                context.trash.require(tag)
+            case compact_report.BROUGHT_BACK:
+                bring_back(context, tag)
+            case compact_report.IN_TRASH if options.delete and context.is_from_future(tag):
+                ends = f"the time is to come; {Option('undelete')} brings it back"
+                self.notes.append(f"{tag}: in the trash {outcome.reason}: {ends}")
+        return outcome
+
+    def _archive(self, outcome: CompactedTag) -> CompactedTag:
+        """Archive a tag if it is not archived yet, and move it to the trash if it is to go."""
+        tag, context, is_dry_run = outcome.tag, self._context, self._options.dry_run
+        goes = outcome.action == compact_report.DELETED
+        receipt, proof, grown = self._archived(tag), None, ""
+        if is_dry_run and (receipt is None or goes):  # it is stored, or rebuilt, there
+            require_space(context.archived(tag).store, outcome.source_bytes)
+        if receipt is not None and not goes:
+            outcome = replace(outcome, action=compact_report.READY)
+        if not is_dry_run:
+            if receipt is None:
                 receipt, proof = archive_tag(
                     context,
                     tag,
                     self._options,
-                    stable_since_ns=context.now_ns - self._rules.min_age_ns,
-                    health=policy.healths.tensors(choice.tag),
-                    rebuilds=is_moved,
+                    stable_since_ns=context.now_ns - nanoseconds(self._options.min_age),
+                    health=self._healths.tensors(self._before.by_name[tag]),
+                    rebuilds=goes,
                 )
                 grown = growth(context, tag)
-        elif is_back(context, receipt) and not is_dry_run:
-            receipt = record_back(context, receipt)  # an earlier run was interrupted here
-        if is_moved:
-            if not is_dry_run:
-                move_to_trash(context, tag, partial(policy.require_removable, choice), proof)
-            self._deleted.add(tag)
-            action = compact_report.DELETED
-        reason = "; ".join(filter(None, (choice.reason, grown)))
-        result = CompactedTag.of(tag, action, reason)
-        return result if receipt is None else result.with_sizes(receipt)
+            elif is_back(context, receipt):
+                receipt = record_back(context, receipt)  # an earlier run was interrupted here
+            if goes:
+                move_to_trash(context, tag, partial(self._require_same, outcome), proof)
+        outcome = replace(outcome, reason="; ".join(filter(None, (outcome.reason, grown))))
+        return outcome if receipt is None else outcome.with_sizes(receipt)
 
     def _archived(self, tag: str) -> Receipt | None:
         """Return the receipt of a tag that is archived; None if it is not archived yet."""
@@ -305,34 +292,76 @@ class CompactRun:
             raise CorruptFileError(f"{message}; move one of them away") from error
         return receipt
 
-    def _empty_trash(self, policy: Policy, tag: str) -> CompactedTag:
-        """Remove a tag for good whose grace time in the trash is over."""
-        stays = self._stays_in_trash(policy, tag)
-        if stays is not None:
-            return CompactedTag.of(tag, compact_report.IN_TRASH, stays)
-        over = f"in the trash for longer than {Option('grace', self._options.grace)}"
-        return self._purge(tag, over, partial(policy.require_unprotected, tag))
+    def _purge(self, outcome: CompactedTag) -> CompactedTag:
+        """Remove a tag in the trash for good."""
+        tag, context, options, still = outcome.tag, self._context, self._options, None
+        is_begun = tag in context.trash.being_removed()
+        if options.is_by_hand and not is_begun:
+            context.trash.require(tag)
+            waits = grace_left(context, tag, options, context.now)
+            if waits is not None:
+                now = Option("grace", timedelta())
+                raise UsageError(f"in the trash {waits}; give {now} too to remove it for good now")
+        elif not is_begun:
+            again = self._decided_again(outcome)
+            if again.action != outcome.action:
+                return again
+            still = partial(self._require_same, outcome)
+        if not options.dry_run:
+            purge(context, tag, still)
+        return outcome
 
-    def _stays_in_trash(self, policy: Policy, tag: str) -> str | None:
-        """Say why a tag stays in the trash; None if it is removed for good."""
-        if not self._options.delete:
-            return f"no {Option('delete', True)}"
-        if tag in self._context.trash.being_removed():
-            return None
-        waits = grace_left(self._context, tag, self._options.grace)
-        if waits is not None:
-            if is_from_future(self._context, tag):
-                ends = f"{Option('undelete')} brings it back"
-                self.notes.append(f"{tag}: in the trash {waits}: the time is to come; {ends}")
-            return waits
-        protection = policy.protection_in_trash(tag)
-        return f"{protection}; {Option('undelete')} brings it back" if protection else None
+    def _acknowledge(self, tag: str) -> None:
+        """Record that a tag stays as it is, and is not reported again until it changes."""
+        # Whether a tag is unclear does not depend on numbers in it, so none is read. A tag of any
+        # age is there, and has been looked at.
+        run = replace(self._before, unhealthy=lambda _: "", acknowledged=lambda _: (False, ""))
+        there = run.by_name
+        if tag not in there:
+            shown = ", ".join(sorted(there, key=by_step)) or "none"
+            message = f"{self._context.run_dir}: no tag {tag} with shards; there are {shown}"
+            raise UsageError(message)
+        rules = self._options.replaced(min_age=timedelta())
+        outcome = next(prune(run, self._context, rules, self._context.now, tag))
+        if outcome.action == compact_report.KEPT:
+            raise UsageError(f"kept anyway ({outcome.reason}), so there is nothing to acknowledge")
+        if outcome.action != compact_report.AMBIGUOUS:
+            message = "it can be opened, and no rule keeps it"
+            raise UsageError(
+                f"{message}; {Option('keep_tags', [tag])} in every run leaves it alone"
+            )
+        if not self._options.dry_run:
+            acknowledge(self._context, there[tag])
 
-    def _drop_states(self, policy: Policy, least_age: timedelta, tag: str) -> CompactedTag | None:
-        """Drop the optimizer states of an archive whose original was removed long enough ago."""
-        if not may_drop_states(self._context, tag, least_age):
-            return None
-        reason = policy.protection_of_archive(tag)
+    def _decided_again(self, outcome: CompactedTag) -> CompactedTag:
+        """Decide about a tag again, from what is there now: the run may have begun long ago."""
+        tag, before, run = outcome.tag, self._before, self._scanned(self._before)
+        reason = refusal(run)
+        if reason is None and outcome.action == compact_report.DELETED:
+            now = run.by_name.get(tag)
+            if now is None or now.looks != before.by_name[tag].looks:
+                reason = "changed while it was watched"
+        elif reason is None and outcome.action == receipts.PURGED:
+            # Without one that could be opened before, the rules would keep others in its place.
+            whole = {earlier.name for earlier in before.tags if earlier.problem is None}
+            torn = (now.problem for now in run.tags if now.name in whole and now.problem)
+            reason = next(torn, None) or (str(run.trash_error) if run.trash_error else None)
         if reason is not None:
-            return CompactedTag.of(tag, compact_report.KEPT, reason)
-        return drop_states(self._context, tag, is_dry_run=self._options.dry_run)
+            raise self._kept_now(tag, reason)
+        at = max(self._context.now, datetime.now(UTC))
+        decided = [*prune(run, self._context, self._options, at, tag)]
+        again = [now for now in decided if now.tag == tag]
+        same = [now for now in again if now.action == outcome.action]
+        changed = CompactedTag.of(tag, compact_report.KEPT, "is not what it was any more")
+        return [changed, *again, *same][-1]
+
+    def _require_same(self, outcome: CompactedTag) -> str:
+        """Require that what was decided of a tag is decided again."""
+        again = self._decided_again(outcome)
+        if again.action != outcome.action:
+            raise self._kept_now(outcome.tag, again.reason)
+        return "no rule keeps it"
+
+    def _kept_now(self, tag: str, reason: str) -> CorruptFileError:
+        message = f"{self._context.run_dir}: {tag} may not be removed any more: {reason}"
+        return CorruptFileError(message)

@@ -13,7 +13,9 @@ from streamshard.io.entries import exists, lexists
 from streamshard.io.files import source_errors
 from streamshard.io.object_path import as_path
 from streamshard.operations.compact.compact_report import IN_TRASH, RunRecord
+from streamshard.operations.compact.prune import by_step
 from streamshard.operations.compact.receipts import (
+    ARCHIVED,
     BEGUN,
     WEIGHTS_ONLY,
     ArchivedTag,
@@ -21,18 +23,16 @@ from streamshard.operations.compact.receipts import (
     show_moment,
 )
 from streamshard.operations.compact.run_directory import directory_status, require_on_disk
-from streamshard.operations.compact.tag_choice import by_step
 from streamshard.operations.compact.tag_health import HealthRecord, TagHealth
 from streamshard.operations.compact.trash import Trash
 from streamshard.verb_options import DEFAULT_GRACE
 
 _ARCHIVING: Final = "archiving"
-_ARCHIVED: Final = "archived"
 _GOING: Final = "being removed"
 _REMOVED: Final = "removed"
 _UNREADABLE: Final = "unreadable"
 STATES: Final = (
-    _ARCHIVING, _ARCHIVED, IN_TRASH, _GOING, _REMOVED, WEIGHTS_ONLY, _UNREADABLE
+    _ARCHIVING, ARCHIVED, IN_TRASH, _GOING, _REMOVED, WEIGHTS_ONLY, _UNREADABLE
 )  # fmt: skip
 GONE: Final = (_REMOVED, WEIGHTS_ONLY)
 """States in which the original is gone."""
@@ -181,4 +181,4 @@ def _state(receipt: Receipt, trash: Trash, in_trash: set[str], going: set[str]) 
         return _ARCHIVING if receipt.state == BEGUN else WEIGHTS_ONLY
     original = trash.run_dir / tag
     with source_errors(original):
-        return _ARCHIVED if lexists(original) else _REMOVED
+        return ARCHIVED if lexists(original) else _REMOVED

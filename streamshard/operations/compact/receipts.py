@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from enum import StrEnum
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
@@ -54,27 +53,14 @@ WEIGHTS_ONLY: Final = "weights only"
 """The archive holds only the weights; the full archive is removed, or about to be."""
 
 
-class TagEvent(StrEnum):
-    """What happens to an archived tag, in the words of the error that refuses it."""
-
-    PROVE = "archived"
-    TRASH = "moved to the trash"
-    KEEP = "kept in its place"
-    """A check failed before it was moved, or it was brought back."""
-    PURGE = "removed for good"
-    DROP = "left with its weights only"
-    DROPPED = "without its full archive"
-
-
-_TABLE: Final[Mapping[TagEvent, tuple[tuple[str, ...], str]]] = {
-    TagEvent.PROVE: ((BEGUN,), ARCHIVED),
-    TagEvent.TRASH: ((ARCHIVED, TRASHED), TRASHED),
-    TagEvent.KEEP: ((ARCHIVED, TRASHED, PURGED), ARCHIVED),
-    TagEvent.PURGE: ((ARCHIVED, TRASHED, PURGED), PURGED),
-    TagEvent.DROP: ((PURGED, DROPPING), DROPPING),
-    TagEvent.DROPPED: ((DROPPING,), WEIGHTS_ONLY),
+_TABLE: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
+    ARCHIVED: ((BEGUN, ARCHIVED, TRASHED, PURGED), "kept in its place"),
+    TRASHED: ((ARCHIVED, TRASHED), "moved to the trash"),
+    PURGED: ((ARCHIVED, TRASHED, PURGED), "removed for good"),
+    DROPPING: ((PURGED, DROPPING), "left with its weights only"),
+    WEIGHTS_ONLY: ((DROPPING,), "without its full archive"),
 }
-"""Event → the states of a receipt that it can follow, and the next state; all else is refused. A
+"""State → the states that it can follow, and what then becomes of a tag; all else is refused. A
 receipt is written before files are moved or removed, and again by a run that continues."""
 
 
@@ -248,10 +234,6 @@ class Receipt(JsonRecord):
         if not all(0 <= nbytes < _MOST_BYTES for nbytes in (*sizes, self.repeated_bytes)):
             raise ValueError("holds a size that nothing has")
 
-    def allows(self, event: TagEvent) -> bool:
-        """Tell whether an event can follow the state."""
-        return self.state in _TABLE[event][0]
-
     def below_tag(self) -> dict[str, SourceRecord]:
         """Return the files of the tag directory by their path in it."""
         prefix = f"{self.tag}/"
@@ -329,9 +311,13 @@ class ArchivedTag:
         if receipt is None:
             message = f"{self.receipt}: not there, so nothing tells what was archived of {self.tag}"
             raise SourceError(f"{message}; is {self.directory} mounted?")
+        self.require_own(receipt)
+        return receipt
+
+    def require_own(self, receipt: Receipt) -> None:
+        """Require that a receipt is that of this tag."""
         if receipt.tag != self.tag:
             raise CorruptFileError(f"{self.receipt}: is the receipt of {receipt.tag}")
-        return receipt
 
     def since(self, moment: str, where: str) -> datetime:
         """Parse the time since when the tag is where its receipt says it is."""
@@ -341,16 +327,17 @@ class ArchivedTag:
             message = f"{self.receipt}: does not say since when {self.tag} is {where} ({error})"
             raise CorruptFileError(message) from error
 
-    def require_possible(self, receipt: Receipt, event: TagEvent) -> None:
-        """Require that an event can follow the state of the receipt."""
-        if not receipt.allows(event):
-            message = f"{self.receipt}: says '{receipt.state}' of a tag that is to be {event}"
+    def require_possible(self, receipt: Receipt, state: str) -> None:
+        """Require that a state can follow that of the receipt."""
+        before, what = _TABLE[state]
+        if receipt.state not in before:
+            message = f"{self.receipt}: says '{receipt.state}' of a tag that is to be {what}"
             raise SourceError(message)
 
-    def record(self, receipt: Receipt, event: TagEvent, **facts: Any) -> Receipt:  # noqa: ANN401
-        """Write the receipt as it is after an event, durably."""
-        self.require_possible(receipt, event)
-        after = replace(receipt, state=_TABLE[event][1], **facts)
+    def record(self, receipt: Receipt, state: str, **facts: Any) -> Receipt:  # noqa: ANN401
+        """Write the receipt with its next state, durably."""
+        self.require_possible(receipt, state)
+        after = replace(receipt, state=state, **facts)
         after.write(self.receipt)
         return after
 

@@ -16,11 +16,11 @@ from streamshard.operations.compact.proof import (
     same_objects,
 )
 from streamshard.operations.compact.receipts import (
+    ARCHIVED,
     PURGED,
     TRASHED,
     CheckLog,
     Receipt,
-    TagEvent,
     show_moment,
 )
 from streamshard.operations.compact.run_context import RunContext
@@ -47,7 +47,7 @@ def move_to_trash(
     archived, log = context.archived(tag), CheckLog(proof.checks if proof else ())
     receipt = archived.require_receipt()
     archived = archived.named_by(receipt)
-    archived.require_possible(receipt, TagEvent.TRASH)
+    archived.require_possible(receipt, TRASHED)
     if tag in context.trash.being_removed():
         message = "another save of that name is not wholly removed yet"
         raise SourceError(f"{context.trash.rest_of(tag)}: {message}")
@@ -58,7 +58,7 @@ def move_to_trash(
         at = show_moment(max(context.now, datetime.now(UTC)))  # the run may have begun long ago
         receipt = archived.record(
             receipt,
-            TagEvent.TRASH,
+            TRASHED,
             trashed=at,
             sums_sha256=archived.sums_sha256(),
             etags=etags,
@@ -66,7 +66,7 @@ def move_to_trash(
         )
         context.trash.move_in(tag)
     except StreamshardError:
-        archived.record(receipt, TagEvent.KEEP, trashed="", checks=log.checks)
+        archived.record(receipt, ARCHIVED, trashed="", checks=log.checks)
         raise
     # If this fails, the tag is in the trash all the same, as the receipt says.
     context.trash.make_durable(tag)
@@ -136,7 +136,7 @@ def purge(
         message = f"{archived.receipt}: is of another save than what is left of one in"
         message = f"{message} {trash.rest_of(tag)}; put back the archive of that, or"
         raise CorruptFileError(f"{message} remove it yourself")
-    archived.require_possible(receipt, TagEvent.PURGE)
+    archived.require_possible(receipt, PURGED)
     log.run("same_archive", lambda: same_archive(receipt, archived))
     if not is_begun:
         log.run("same_objects", lambda: same_objects(receipt, archived))
@@ -145,7 +145,7 @@ def purge(
     if require_unprotected is not None and not is_begun:
         log.run("not_protected", require_unprotected)
     # Before the tag is removed: after an interruption, no later run would record it.
-    archived.record(receipt, TagEvent.PURGE, purged=show_moment(context.now), checks=log.checks)
+    archived.record(receipt, PURGED, purged=show_moment(context.now), checks=log.checks)
     trash.mark_for_removal(tag)
     trash.remove(tag)
 
@@ -160,7 +160,7 @@ def bring_back(context: RunContext, tag: str) -> None:
     else:
         unchanged(receipt, context.run_dir / tag, None)
     # Another receipt is of another save of that name.
-    if receipt is not None and receipt.allows(TagEvent.KEEP):
+    if receipt is not None and receipt.state in (ARCHIVED, TRASHED, PURGED):
         record_back(context, receipt)
 
 
@@ -173,4 +173,4 @@ def is_back(context: RunContext, receipt: Receipt) -> bool:
 
 def record_back(context: RunContext, receipt: Receipt) -> Receipt:
     """Record in the receipt that a tag is in its place again; return the receipt."""
-    return context.archived(receipt.tag).record(receipt, TagEvent.KEEP, trashed="")
+    return context.archived(receipt.tag).record(receipt, ARCHIVED, trashed="")

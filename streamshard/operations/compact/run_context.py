@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
 from typing import Final, Self
@@ -23,7 +23,13 @@ from streamshard.io.object_path import is_object
 from streamshard.io.page_cache import drop_file
 from streamshard.io.throttle import Throttle
 from streamshard.model import SourceFile
-from streamshard.operations.compact.receipts import ArchivedTag, Receipt
+from streamshard.operations.compact.receipts import (
+    DROPPING,
+    PURGED,
+    WEIGHTS_ONLY,
+    ArchivedTag,
+    Receipt,
+)
 from streamshard.operations.compact.run_directory import Identity
 from streamshard.operations.compact.trash import Trash
 from streamshard.operations.transfer import execution
@@ -121,6 +127,36 @@ class RunContext:
     def archive_of(self, receipt: Receipt) -> ArchivedTag:
         """Return the paths of the archive that a receipt names."""
         return self.archived(receipt.tag).named_by(receipt)
+
+    def tags(self) -> list[str]:
+        """List the tags that have a receipt."""
+        return [archived.tag for archived in ArchivedTag.all_in(self.archive_dir)]
+
+    def trashed_at(self, tag: str) -> datetime:
+        """Return when a tag was moved into the trash, as its receipt says."""
+        archived = self.archived(tag)
+        return archived.since(archived.require_receipt().trashed, "in the trash")
+
+    def is_from_future(self, tag: str) -> bool:
+        """Tell whether a tag was moved there later than now, as by a machine's wrong clock."""
+        return self.trashed_at(tag) > self.now
+
+    def removed_at(self, tag: str) -> datetime | None:
+        """Return when a tag was removed for good; None if its archive has nothing to lose.
+
+        Nothing is lost while the original exists anywhere, or unless the receipt says that it was
+        removed. Of a full archive whose states were dropped, a rest may be left: since ever.
+        """
+        archived = self.archived(tag)
+        receipt = archived.read_receipt()
+        if receipt is None or receipt.state not in (PURGED, DROPPING, WEIGHTS_ONLY):
+            return None
+        archived.require_own(receipt)
+        if receipt.state == WEIGHTS_ONLY:
+            is_left = any(map(is_there, archived.full_of(receipt).leftovers))
+            return datetime.min.replace(tzinfo=UTC) if is_left else None
+        since = archived.since(receipt.purged, "gone")
+        return None if any(self.originals(tag)) else since
 
     def originals(self, tag: str) -> Iterator[Path]:
         """Yield the paths where the original of an archive, or a part of it, still exists."""

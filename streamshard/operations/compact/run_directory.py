@@ -10,7 +10,6 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path, PureWindowsPath
@@ -49,8 +48,8 @@ from streamshard.io.entries import (
 from streamshard.io.files import source_errors, target_errors, unreadable
 from streamshard.io.object_path import is_object
 from streamshard.io.readable import Entry, Status
+from streamshard.operations.compact.prune import RunDirectory, Tag, is_like
 from streamshard.operations.compact.receipts import etag_of
-from streamshard.operations.compact.tag_choice import RunDirectory, Tag, is_like
 from streamshard.operations.compact.trash import Trash
 from streamshard.operations.source.completeness import require_named, require_saved_to_end
 from streamshard.operations.source.sidecars import has_shards
@@ -172,15 +171,18 @@ class _Scan:
             return replace(found, problem=str(error), is_denied=is_denied)
         return found
 
-    def trashed(self) -> tuple[Tag, ...]:
+    def with_trash(self, run: RunDirectory) -> RunDirectory:
         """Describe the tags in the trash; a link to a tag's former place counts as a link to it."""
-        trash, tags = Trash(self.run_dir), list[str]()
-        with suppress(TargetError):  # emptying the trash reports this error
-            tags = trash.tags()
-        return tuple(
-            Tag(tag, 0, is_linked=self.is_linked(trash.path_of(tag), self.run_dir / tag))
-            for tag in tags
+        trash = Trash(self.run_dir)
+        try:
+            names_there, going = trash.tags(), trash.being_removed()
+        except TargetError as error:
+            return replace(run, trash_error=error)
+        trashed = (
+            Tag(name, 0, is_linked=self.is_linked(trash.path_of(name), self.run_dir / name))
+            for name in names_there
         )
+        return replace(run, trashed=tuple(trashed), going=tuple(going))
 
 
 def _unread(directory: Path, name: str, error: SourceError) -> Tag:
@@ -215,7 +217,8 @@ def scan_run_directory(
                 return _framework_run(scan, found, pattern)
         entries = sorted(_candidates(run_dir, named[0]))
         tags = tuple(tag for entry in entries if (tag := scan.tag(entry)))
-    return RunDirectory(tags, named[0], named[1], problems[0] if problems else None, scan.trashed())
+    problem = problems[0] if problems else None
+    return scan.with_trash(RunDirectory(tags, named[0], named[1], problem))
 
 
 def _framework_run(scan: _Scan, checkpoints: Sequence[Path], pattern: str | None) -> RunDirectory:
@@ -225,20 +228,20 @@ def _framework_run(scan: _Scan, checkpoints: Sequence[Path], pattern: str | None
     checkpoint saves lower numbers than one that it has left behind. Nor does the last change: what
     a framework's rotation removes a file of has just changed.
     """
-    tags, trashed = tuple(map(scan.checkpoint, checkpoints)), scan.trashed()
+    tags = tuple(map(scan.checkpoint, checkpoints))
+    run = scan.with_trash(RunDirectory(tags, None, is_framework=True))
     considered = [tag for tag in tags if pattern is None or is_like(tag.name, pattern)]
     whole = [tag for tag in considered if tag.problem is None]
     if not whole:
         reason = ((considered or tags)[-1].problem or "").rstrip(".")
-        problem = f"no checkpoint of it can be opened: {reason}"
-        return RunDirectory(tags, None, problem=problem, trashed=trashed)
+        return replace(run, problem=f"no checkpoint of it can be opened: {reason}")
     # One without a step, such as Lightning's `last.ckpt`, is kept in any case.
     numbered = [tag for tag in whole if step_of(tag.name) is not None]
     last = max(numbered or whole, key=lambda tag: (tag.saved_ns, step_of(tag.name) or 0))
-    there = [*checkpoints, *(Trash(scan.run_dir).path_of(tag.name) for tag in trashed)]
+    there = [*checkpoints, *(Trash(scan.run_dir).path_of(tag.name) for tag in run.trashed)]
     best = {name: tag.name for tag in tags for name in tag.best}
     best |= _best_of(scan.run_dir, there)
-    return RunDirectory(tags, last.name, trashed=trashed, is_framework=True, best=best)
+    return replace(run, latest=last.name, best=best)
 
 
 def _named(path: Path) -> str | None:

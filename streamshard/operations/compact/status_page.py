@@ -12,9 +12,9 @@ from streamshard.errors import StreamshardError, release_frames
 from streamshard.formats.deepspeed.names import step_of
 from streamshard.io.object_path import as_path
 from streamshard.operations.compact.compact_status import CompactStatus
+from streamshard.operations.compact.prune import Tag, by_step
 from streamshard.operations.compact.receipts import show_moment
 from streamshard.operations.compact.run_directory import scan_run_directory
-from streamshard.operations.compact.tag_choice import Tag, by_step
 from streamshard.operations.inspect.inspect_report import FileSummary
 from streamshard.operations.inspect.page_file import require_free, write_page
 from streamshard.operations.transfer.target import require_separate

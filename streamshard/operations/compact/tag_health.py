@@ -13,6 +13,7 @@ from streamshard.health import TensorHealth
 from streamshard.operations.checks import suspicion
 from streamshard.operations.checks.assessment import Assessor
 from streamshard.operations.checks.problems import UNREADABLE, kind_of
+from streamshard.operations.compact.prune import RunDirectory, Tag, by_step
 from streamshard.operations.compact.receipts import (
     ArchivedTag,
     JsonRecord,
@@ -22,7 +23,6 @@ from streamshard.operations.compact.receipts import (
 )
 from streamshard.operations.compact.run_context import RunContext
 from streamshard.operations.compact.run_directory import open_tag
-from streamshard.operations.compact.tag_choice import RunDirectory, Tag, by_step
 from streamshard.operations.source.source import Request, open_source
 from streamshard.operations.source.store_source import recorded_health
 
@@ -81,9 +81,13 @@ class TagHealths:
             record = HealthRecord.of(context.archive_dir)
             self._known = {(one.tag, one.looks): one for one in record.tags}
 
-    def read(self, tag: Tag) -> str:
-        """Say why a tag is not good, empty if it is; read it if that is not known."""
-        return self._judge(tag, self._measured)
+    def read(self, tag: Tag) -> str | SourceError:
+        """Say why a tag is not good, empty if it is; read it if that is not known.
+
+        The error is that of a tag that could not be read.
+        """
+        reason = self._judge(tag, self._measured)
+        return SourceError(reason) if (tag.name, tag.looks) in self._unread else reason
 
     def recall(self, tag: Tag) -> str:
         """Do the same without reading: a tag that is not known does not count as good."""
@@ -99,10 +103,6 @@ class TagHealths:
             if kind_of(error) == UNREADABLE:
                 self._unread.add((tag.name, tag.looks))
             return str(error)
-
-    def is_unread(self, tag: Tag) -> bool:
-        """Tell whether a tag does not count as good because it could not be read."""
-        return (tag.name, tag.looks) in self._unread
 
     def _looks_of_archive(self, tag: str) -> str:
         """Identify what is in the trash by its archive, which holds all of it."""

@@ -35,7 +35,6 @@ from streamshard.operations.compact.receipts import (
     ArchivedTag,
     CheckLog,
     Receipt,
-    TagEvent,
     show_moment,
 )
 from streamshard.operations.compact.run_context import RunContext
@@ -107,7 +106,7 @@ def drop_states(context: RunContext, tag: str, *, is_dry_run: bool) -> Compacted
     """Drop the states of an archive, or remove the rest of a full one; return the result."""
     receipt = context.archived(tag).require_receipt()
     full = context.archived(tag).full_of(receipt)
-    result = CompactedTag.of(tag, compact_report.WEIGHTS_ONLY, "")
+    result = CompactedTag.of(tag, WEIGHTS_ONLY, "")
     nbytes = 0
     if receipt.state != WEIGHTS_ONLY:
         dropped_at = receipt.dropped or show_moment(context.now)
@@ -154,7 +153,7 @@ def _make(context: RunContext, receipt: Receipt, store: WeightsOnlyStore) -> Rec
             _require_free(weights)
         # From now on, files under the names of the archive of weights are ours.
         dropped = store.source.checkpoint.dropped
-        latest = full.record(receipt, TagEvent.DROP, dropped=dropped.at if dropped else "")
+        latest = full.record(receipt, DROPPING, dropped=dropped.at if dropped else "")
         with target_errors(weights.store):
             remove(partial_of(weights.store))  # of a run that was cut off
             is_complete = is_there(weights.store) and not has_journal(weights.store)
@@ -199,7 +198,7 @@ def _proved(
     dropped = store.source.checkpoint.dropped
     return weights.record(
         receipt,
-        TagEvent.DROPPED,
+        WEIGHTS_ONLY,
         dropped_states=dropped.states if dropped else (),
         full_bytes=receipt.archive_bytes,
         archive_bytes=sum(stat.nbytes for stat in statuses.values()),
