@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from streamshard.errors import CorruptFileError, Option, UsageError
-from streamshard.formats.deepspeed import ds_config, ds_versions
+from streamshard.formats.deepspeed import ds_versions, given_config
 from streamshard.formats.deepspeed.ds_config import Config
 from streamshard.formats.facts import Facts, RuleLines
 from streamshard.formats.pickle.inert import show
@@ -81,9 +81,9 @@ class _Document:
         if value is None:
             return None
         if isinstance(value, str | os.PathLike):
-            return ds_config.read_file(self._path(value))
+            return given_config.read_file(self._path(value))
         self._require(isinstance(value, Mapping), "source.ds_config", value, "a path or a table")
-        return ds_config.checked(dict(value), f"{self.name}: source.ds_config")
+        return given_config.checked(dict(value), f"{self.name}: source.ds_config")
 
     def _rules(self, source: Mapping[str, Any], key: str) -> RuleLines | None:
         value = source.get(key)

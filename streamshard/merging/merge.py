@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Final
 
 from streamshard.errors import IncompleteError, Option, UnsupportedError, UsageError
-from streamshard.formats.deepspeed import ds_config, names
+from streamshard.formats.deepspeed import given_config, names
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_pipeline
 from streamshard.io.entries import listings_kept, resolve
 from streamshard.io.object_path import PACKED_SUFFIX, as_path, is_packed_name
@@ -170,7 +170,7 @@ def _native(options: MergeOptions, source: Source) -> Output:
     source.require_training_state()
     _require_no_other_copies(source)
     file = options.ds_config_file
-    wanted = ds_config.read_file(as_path(file)) if file else None
+    wanted = given_config.read_file(as_path(file)) if file else None
     given = RepartitionOptions(
         source.path,
         options.target,

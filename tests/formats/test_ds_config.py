@@ -27,8 +27,8 @@ from deepspeed.runtime.zero.offload_config import (
 import streamshard
 from streamshard.errors import UsageError
 from streamshard.formats.deepspeed import ds_config
-from streamshard.formats.deepspeed.ds_config import mistyped
 from streamshard.formats.deepspeed.ds_versions import Version
+from streamshard.formats.deepspeed.given_config import mistyped
 from streamshard.live import live_engine
 from tests.cli.conftest import streamshard as run_cli
 from tests.fabricated import edit, load, write

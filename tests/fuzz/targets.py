@@ -27,7 +27,7 @@ from streamshard.errors import SourceError, StreamshardError
 from streamshard.formats import safetensors_file, strict_json
 from streamshard.formats.checkpoint import Reading
 from streamshard.formats.dcp import metadata_reader
-from streamshard.formats.deepspeed import ds_config, names, resume_settings
+from streamshard.formats.deepspeed import ds_config, given_config, names, resume_settings
 from streamshard.formats.deepspeed.model_parallel import stated_cuts
 from streamshard.formats.deepspeed.model_parallel.cuts_in_files import AffineMaps, Categories
 from streamshard.formats.deepspeed.names import is_inside, latest_of
@@ -251,7 +251,7 @@ def latest(_: bytes, path: Path) -> None:
 
 
 def configs(_: bytes, path: Path) -> None:
-    config = ds_config.read_file(path)
+    config = given_config.read_file(path)
     for read in (
         partial(ds_config.sequence_mesh, version=None),
         ds_config.module_dtype,

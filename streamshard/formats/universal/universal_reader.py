@@ -44,12 +44,8 @@ from streamshard.formats.deepspeed.read.rank_files import (
     require,
 )
 from streamshard.formats.deepspeed.read.redundant_copies import require_alike, steps_apart
-from streamshard.formats.deepspeed.read.zero_reader import (
-    accelerate_step,
-    adopt_files,
-    malformed,
-    recorded_ranks,
-)
+from streamshard.formats.deepspeed.read.uncut_part import recorded_ranks
+from streamshard.formats.deepspeed.read.zero_reader import accelerate_step, adopt_files, malformed
 from streamshard.formats.deepspeed.unsupported import Saved, refuse, refuse_files
 from streamshard.formats.pickle.inert import Node, show, show_few
 from streamshard.formats.pickle.node_checks import name_of, of_file

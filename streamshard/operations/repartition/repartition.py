@@ -50,7 +50,12 @@ def _plan(options: RepartitionOptions) -> TransferPlan:
     template = _template(target) if names.is_template(target) else None
     if options.format == "fsdp-ranks":
         return plan_transfer(options, partial(registry.load(registry.RANK_FILES), options))
-    wanted = ds_config.read_file(as_path(file)) if (file := options.ds_config_file) else None
+    wanted: ds_config.Config | None = None
+    if options.ds_config_file:
+        # Not at the top: most jobs keep the config that is in the checkpoint.
+        from streamshard.formats.deepspeed.given_config import read_file
+
+        wanted = read_file(as_path(options.ds_config_file))
     return plan_transfer(options, partial(prepare, template, options, wanted), template=template)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from streamshard.engine.journals.journal import Journal
 from streamshard.errors import Option, TargetExistsError
@@ -17,10 +17,12 @@ from streamshard.io.object_path import is_object, is_packed_name
 from streamshard.io.place import place_of
 from streamshard.io.readable import Status
 from streamshard.model import Template
-from streamshard.operations.source.directory_content import DirectoryContent
 from streamshard.operations.source.unfinished import JOURNAL
 from streamshard.operations.transfer.target import partial_of, replaced_of, require_named
 from streamshard.registry import DISK_TARGET, PACKED_TARGET, PACKED_UPLOAD, UPLOADED_TARGET, load
+
+if TYPE_CHECKING:
+    from streamshard.operations.source.directory_content import DirectoryContent
 
 _KINDS: Final = {
     (False, False): DISK_TARGET, (False, True): UPLOADED_TARGET,
@@ -89,12 +91,19 @@ class TargetState(ABC):
         error.add_note(f"If this is already done, {_IF_NEEDED} tells so and ends with exit code 0")
         return error
 
-    def _require_ours(self, content: DirectoryContent | None) -> None:
+    def _require_ours(self, content: "DirectoryContent | None") -> None:
         """Refuse to replace what is more than one checkpoint, store, set of dumps or export."""
         if content is None or not content.is_one_checkpoint():
             message = f"{self.target}: holds more than one checkpoint or store of ours, so"
             message = f"{message} {_OVERWRITE} will not replace it; remove it yourself"
             raise TargetExistsError(message)
+
+
+def _content_of(target: Path, template: Template | None) -> "DirectoryContent":
+    # Not at the top: most targets are new.
+    from streamshard.operations.source.directory_content import DirectoryContent
+
+    return DirectoryContent.of(target, template)
 
 
 @dataclass(frozen=True)
@@ -104,7 +113,7 @@ class DiskState(TargetState):
     target: Path
     is_there: bool
     """Whether there is anything at its path, even a link that leads to nothing."""
-    content: DirectoryContent | None
+    content: "DirectoryContent | None"
     """What lies in it; None if it is no directory, or a link to one."""
     journal: Journal
     """The journal in it: it has taken its place, and the rest is to be tidied."""
@@ -114,7 +123,7 @@ class DiskState(TargetState):
         """Look at the target; what lies next to it is looked at when it matters."""
         status = examine_if_there(target, follows=False)
         is_directory = status is not None and status.is_directory
-        content = DirectoryContent.of(target, template) if is_directory else None
+        content = _content_of(target, template) if is_directory else None
         return cls(target, status is not None, content, Journal(target / JOURNAL))
 
     @cached_property
