@@ -26,7 +26,7 @@ from streamshard.operations.compact.receipts import (
     show_moment,
 )
 from streamshard.operations.compact.run_context import RunContext
-from streamshard.operations.compact.run_directory import Identity, change_digest, open_tag
+from streamshard.operations.compact.run_directory import change_digest, identity_of, open_tag
 from streamshard.operations.compact.sharing import remove_begun_links, repeated_bytes, share
 from streamshard.operations.compact.tag_checks import accounted_for, records_of
 from streamshard.operations.convert.convert import store_output
@@ -72,11 +72,11 @@ def archive_tag(
     left_out = tuple(opened.checkpoint.tensors[number].name for number in sorted(moving))
     opened = omissions.narrowed(opened, moving)
     records = records_of(opened, context.run_dir)
-    here = Identity.of(context.run_dir)
+    here = identity_of(context.run_dir)
     if interrupted is not None and is_other:
         _remove_begun(archived.full_of(interrupted))
     begun = Receipt(
-        tag, str(context.run_dir), here.device, here.inode, BEGUN, packed=storing.packed,
+        tag, str(context.run_dir), *here, BEGUN, packed=storing.packed,
         source=(), checks=(),
     )  # fmt: skip
     begun.write(archived.receipt)

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Final
 
 from streamshard.errors import SourceError, StreamshardError
@@ -130,11 +129,6 @@ class RunRecord(JsonRecord):
         """Refuse times without a time zone."""
         for moment in filter(None, (self.began, self.ended)):
             parse_moment(moment)
-
-    @classmethod
-    def last(cls, archive_dir: Path) -> "RunRecord | None":
-        """Read the record of the last run; None if there is none."""
-        return cls.read(archive_dir / LAST_RUN)
 
     def after(
         self, tags: Iterable[CompactedTag], error: StreamshardError | None = None, at: str = ""

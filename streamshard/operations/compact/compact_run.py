@@ -52,7 +52,7 @@ from streamshard.operations.compact.removal import (
 )
 from streamshard.operations.compact.run_context import ProofContext, RunContext, TagProgress
 from streamshard.operations.compact.run_directory import (
-    Identity,
+    identity_of,
     require_parent,
     scan_run_directory,
 )
@@ -83,7 +83,7 @@ class CompactRun:
         self._options = options
         self._progress = progress
         proofs = ProofContext(limits, progress)
-        self._context = RunContext(run_dir, archive_dir, Identity.of(run_dir), now, proofs)
+        self._context = RunContext(run_dir, archive_dir, identity_of(run_dir), now, proofs)
         self._before = RunDirectory((), None)
         self._healths = TagHealths(self._context, remembers=not options.dry_run)
         self.notes: list[str] = []
@@ -243,9 +243,10 @@ class CompactRun:
                 context.trash.require(tag)
             case compact_report.BROUGHT_BACK:
                 bring_back(context, tag)
-            case compact_report.IN_TRASH if options.delete and context.is_from_future(tag):
-                ends = f"the time is to come; {Option('undelete')} brings it back"
-                self.notes.append(f"{tag}: in the trash {outcome.reason}: {ends}")
+            case compact_report.IN_TRASH if options.delete:
+                if context.trashed_at(tag) > context.now:  # as by a machine's wrong clock
+                    ends = f"the time is to come; {Option('undelete')} brings it back"
+                    self.notes.append(f"{tag}: in the trash {outcome.reason}: {ends}")
         return outcome
 
     def _archive(self, outcome: CompactedTag) -> CompactedTag:

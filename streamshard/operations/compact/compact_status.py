@@ -12,7 +12,7 @@ from streamshard.formats.deepspeed.names import step_of
 from streamshard.io.entries import exists, lexists
 from streamshard.io.files import source_errors
 from streamshard.io.object_path import as_path
-from streamshard.operations.compact.compact_report import IN_TRASH, RunRecord
+from streamshard.operations.compact.compact_report import IN_TRASH, LAST_RUN, RunRecord
 from streamshard.operations.compact.prune import by_step
 from streamshard.operations.compact.receipts import (
     ARCHIVED,
@@ -115,7 +115,7 @@ def compact_status(
         is_new = not exists(archive) and not trash.all_tags()
     if not is_new:
         directory_status(archive)
-    last = RunRecord.last(archive)
+    last = RunRecord.read(archive / LAST_RUN)
     grace = timedelta(seconds=last.grace_seconds) if last else DEFAULT_GRACE
     found = sorted(_tags(run, archive, grace), key=lambda tag: by_step(tag.tag))
     gone = [tag for tag in found if tag.state in GONE]

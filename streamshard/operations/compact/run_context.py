@@ -30,7 +30,7 @@ from streamshard.operations.compact.receipts import (
     ArchivedTag,
     Receipt,
 )
-from streamshard.operations.compact.run_directory import Identity
+from streamshard.operations.compact.run_directory import identity_of
 from streamshard.operations.compact.trash import Trash
 from streamshard.operations.transfer import execution
 from streamshard.operations.transfer.execution import Limits
@@ -106,8 +106,8 @@ class RunContext:
 
     run_dir: Path
     archive_dir: Path
-    here: Identity
-    """Identity of the run directory when the run began."""
+    here: tuple[int, int]
+    """Device and inode of the run directory when the run began."""
     now: datetime
     proofs: ProofContext
 
@@ -137,10 +137,6 @@ class RunContext:
         archived = self.archived(tag)
         return archived.since(archived.require_receipt().trashed, "in the trash")
 
-    def is_from_future(self, tag: str) -> bool:
-        """Tell whether a tag was moved there later than now, as by a machine's wrong clock."""
-        return self.trashed_at(tag) > self.now
-
     def removed_at(self, tag: str) -> datetime | None:
         """Return when a tag was removed for good; None if its archive has nothing to lose.
 
@@ -167,8 +163,7 @@ class RunContext:
 
     def require_same_directory(self, receipt: Receipt) -> str:
         """Require that the run directory is the one whose tag was archived."""
-        now = Identity.of(self.run_dir)
-        if now != self.here or now != Identity(receipt.device, receipt.inode):
+        if not identity_of(self.run_dir) == self.here == (receipt.device, receipt.inode):
             message = f"{self.run_dir}: is another directory, or on another device, than the one"
             raise CorruptFileError(f"{message} whose tag was archived; is that one elsewhere?")
         return ""

@@ -62,17 +62,10 @@ _NAME: Final = re.compile(r"(checkpoint-|checkpoint_|step_|epoch_)\d+|.+(\.ckpt)
 """HF Trainer's names of its checkpoints; those of Accelerate and its examples; Lightning's."""
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """The identity of a directory, which shows if another one is at its path later, or none."""
-
-    device: int
-    inode: int
-
-    @classmethod
-    def of(cls, path: Path) -> "Identity":
-        status = directory_status(path)
-        return cls(status.device, status.file_id)
+def identity_of(path: Path) -> tuple[int, int]:
+    """Return device and inode of a directory, which show if another one is at its path later."""
+    status = directory_status(path)
+    return status.device, status.file_id
 
 
 def directory_status(path: Path) -> Status:
@@ -200,7 +193,7 @@ def scan_run_directory(
     checkpoints, the one saved last of those that the pattern of considered tags matches counts as
     `latest`.
     """
-    Identity.of(run_dir)
+    directory_status(run_dir)
     with source_errors(run_dir):
         problems, named = [], []
         for name in (names.LATEST, names.LATEST_UNIVERSAL):
