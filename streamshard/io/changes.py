@@ -18,12 +18,12 @@ from streamshard.io.sink import Sink
 from streamshard.io.writable import create, write_all
 
 
-def open_sink(path: Path, *, is_new: bool, nbytes: int, is_last: bool = False) -> Sink:
-    """Open a file of a target to write it; a new file must not exist yet.
+def open_sink(path: Path, *, nbytes: int, is_last: bool = False) -> Sink:
+    """Open a new file of a target to write it; a local one must not exist yet.
 
     `is_last`: whether nobody else may have written an object of that name meanwhile.
     """
-    return place_of(path).open_sink(path, is_new=is_new, nbytes=nbytes, is_last=is_last)
+    return place_of(path).open_sink(path, nbytes=nbytes, is_last=is_last)
 
 
 def lock_at(path: Path, what: Path) -> AnyLock:

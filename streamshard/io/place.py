@@ -90,7 +90,7 @@ class Place(Protocol):
         """Return the memory that a worker needs to write files of at most this size."""
         return 0
 
-    def open_sink(self, path: Path, *, is_new: bool, nbytes: int, is_last: bool) -> Sink:
+    def open_sink(self, path: Path, *, nbytes: int, is_last: bool) -> Sink:
         """Open a file of a target to write it; see `changes.open_sink`."""
 
     def open_written(self, path: Path) -> Sink:
@@ -233,11 +233,9 @@ class Disk(Place):
             return 0
         return sum(path.lstat().st_blocks * _BLOCK_BYTES for path in walk(root))
 
-    def open_sink(self, path: Path, *, is_new: bool, nbytes: int, is_last: bool) -> LocalSink:
-        descriptor = open_target(path, is_new=is_new)
-        # Not for an existing file: the page cache may still hold its earlier pages.
-        goes_past = is_new and nbytes >= LEAST_BYTES
-        return LocalSink(descriptor, open_direct(path, descriptor) if goes_past else -1)
+    def open_sink(self, path: Path, *, nbytes: int, is_last: bool) -> LocalSink:
+        descriptor = open_target(path)
+        return LocalSink(descriptor, open_direct(path, descriptor) if nbytes >= LEAST_BYTES else -1)
 
     def open_written(self, path: Path) -> LocalSink:
         return LocalSink(open_to_read(path))
@@ -276,7 +274,7 @@ class Disk(Place):
         except FileExistsError:
             raise
         except OSError:
-            new = os.fdopen(open_target(path, is_new=True), "wb")
+            new = os.fdopen(open_target(path), "wb")
             with self.stream(known) as given, new as copy:
                 shutil.copyfileobj(given, copy)
 

@@ -27,6 +27,8 @@ class Sink(ABC):
     """Etag of a complete object; empty for a local file."""
     only_grows = False
     """Whether bytes can only be written behind those before them."""
+    has_zeros = False
+    """Whether zeros are read where nothing is written."""
     block_bytes = 1
     """Divisor by which a view in memory should be as far from a boundary as in the file."""
     descriptor = -1
@@ -69,6 +71,8 @@ class LocalSink(Sink):
     `direct`: descriptor from `open_direct`; -1 if there is none.
     """
 
+    has_zeros = True
+
     def __init__(self, descriptor: int, direct: int = -1) -> None:
         self.descriptor = descriptor
         self.block_bytes = BLOCK_BYTES if direct >= 0 else 1
@@ -97,17 +101,16 @@ class LocalSink(Sink):
 
 
 def open_to_fill(path: Path, *, is_direct: bool) -> LocalSink:
-    """Open a local file that another process has made, to write a part of it.
+    """Open a new local file that another process has made, to write a part of it.
 
-    `is_direct`: whether to write past the page cache, where that is faster: only if the file is
-    new.
+    `is_direct`: whether to write past the page cache, where that is faster.
     """
-    descriptor = open_target(path, is_new=False)
+    descriptor = open_to_write(path, os.O_RDWR)
     return LocalSink(descriptor, open_direct(path, descriptor) if is_direct else -1)
 
 
 class InnerPages(Sink):
-    """Writes only the whole pages of a part of a file, and keeps the bytes at its ends.
+    """Writes only the whole pages of a part of a new file, and keeps the bytes at its ends.
 
     The page between two parts would have two writers. Over NFS, a machine may write back a page of
     which it changed a part, as a whole and with what the rest was before.
@@ -115,6 +118,8 @@ class InnerPages(Sink):
     `start` and `stop`: the part of the file.
     `page_bytes`: largest page of all machines that write.
     """
+
+    has_zeros = True
 
     def __init__(self, sink: LocalSink, start: int, stop: int, page_bytes: int) -> None:
         self._sink = sink
@@ -144,10 +149,8 @@ class InnerPages(Sink):
         self._sink.close()
 
 
-def open_target(path: Path, *, is_new: bool) -> int:
-    """Open a file for writing at any offset; a new file must not exist yet."""
-    if not is_new:
-        return open_to_write(path, os.O_RDWR)
+def open_target(path: Path) -> int:
+    """Make a file, which must not exist yet, to write it at any offset."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return create(path, os.O_RDWR)
 

@@ -132,7 +132,7 @@ class ServedFiles:
         try:
             for ranges in read:
                 check.add(ranges)
-            check.settle(0, read_rest)
+            check.settle(read_rest)
         except IntegrityError as error:
             message = "The engine holds what was read of it: build the engine again"
             raise IntegrityError(f"{error}. {message}") from error

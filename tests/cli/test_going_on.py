@@ -172,6 +172,19 @@ def test_what_does_not_read_back_is_written_again(saved: Saved, tmp_path: Path) 
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_what_a_killed_run_read_is_compared_by_the_next(
+    saved: Saved, tmp_path: Path, count: int
+) -> None:
+    """It had no time to compare what it had read of a damaged source for files that are kept."""
+    run = shutil.copytree(saved(2), tmp_path / "run", copy_function=shutil.copy2)
+    flip(optimizer_file(run, 0))
+    command = ("repartition", run, tmp_path / "out", "--world-size", 3, "--workers", 1)
+    assert cut_off("note_all", count, command).code == -signal.SIGKILL
+    assert "were saved" in refused(6, f"{optimizer_file(run, 0)}", *command).err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.fixture
 def begun(saved: Saved, tmp_path: Path) -> Path:
     """A partial target of stage 2 for 3 ranks."""
@@ -298,13 +311,18 @@ def line(text: str) -> bytes:
 
 def header(**changes: object) -> str:
     """Spell a header of the present format that is no run's."""
-    known = {"format": 4, "options": {}, "headers": "", "files": "", "replaces": False}
+    known = {"format": 5, "options": {}, "headers": "", "files": "", "replaces": False}
     return json.dumps({**known, **changes})
 
 
-SPAN = ["a", 0, 1, 2]
+def noted(*row: object, read: object = "") -> str:
+    """Spell the line of a file that a job finished."""
+    return json.dumps([[row], read])
+
+
 FOREIGN: dict[str, Sequence[str]] = {
-    "a header of another format": [header(format=3)],
+    "a header of another format": [header(format=4)],
+    "a span of another format": [header(format=4), '["a", 0, 1, 2]'],
     "an empty header": ["{}"],
     "a format that is no number": [header(format=[2])],
     "options that are a list": [header(options=[["verb", "x"]])],
@@ -314,19 +332,28 @@ FOREIGN: dict[str, Sequence[str]] = {
     "headers that are a list": [header(headers=[])],
     "no JSON": [header(), "{"],
     "nested without end": [header(), "[" * 100_000],
-    "a number of many digits": [header(), f'["a", 0, 1, {"9" * 5000}]'],
+    "a number of many digits": [header(), f'[[["a", "", 1, {"9" * 5000}]], ""]'],
     "a text": [header(), '"done"'],
     "a number": [header(), "7"],
     "null": [header(), "null"],
-    "a short span": [header(), json.dumps(SPAN[:3])],
-    "a long span": [header(), json.dumps([*SPAN, 5])],
-    "a span of texts": [header(), '["a", "0", "1", "2"]'],
-    "a span of lists": [header(), '["a", [0], 1, 2]'],
-    "a path that is a number": [header(), "[1, 0, 1, 2]"],
-    "a path that is no text": [header(), r'["\ud800", 0, 1, 2]'],
-    "a negative number": [header(), '["a", 0, -1, 2]'],
-    "a large number": [header(), json.dumps(["a", 0, 1 << 64, 2])],
-    "a span before the header": [json.dumps(SPAN[:2]), header()],
+    "a short file": [header(), noted("a", "", 1)],
+    "a file of texts": [header(), noted("a", "", "1", "2")],
+    "a file of lists": [header(), noted("a", "", [1], 2)],
+    "a version that is a number": [header(), noted("a", 0, 1, 2)],
+    "a path that is a number": [header(), noted(1, "", 1, 2)],
+    "a path that is no text": [header(), noted("\ud800", "", 1, 2)],
+    "a path that leads away": [header(), noted("../a", "", 1, 2)],
+    "a path that begins at the root": [header(), noted("/a", "", 1, 2)],
+    "a negative number": [header(), noted("a", "", -1, 2)],
+    "a large number": [header(), noted("a", "", 1 << 64, 2)],
+    "a short span": [header(), noted("a", "", 1, 2, [0, 1, 2])],
+    "a span of texts": [header(), noted("a", "", 1, 2, ["0", 1, 2, []])],
+    "a region of texts": [header(), noted("a", "", 1, 2, [0, 1, 2, [[0, ["1", 2, 3], [], 0]]])],
+    "blocks of texts": [header(), noted("a", "", 1, 2, [0, 1, 2, [[0, [1, 2, 3], ["a"], 0]]])],
+    "ranges that are no base64": [header(), noted("a", "", 1, 2, read="ä")],
+    "a torn range": [header(), noted("a", "", 1, 2, read="AAAA")],
+    "a file before the header": [noted("a", ""), header()],
+    "two headers": [header(), header()],
     "whole before the header": ['"whole"', "[]"],
 }
 

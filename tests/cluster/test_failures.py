@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -123,12 +122,13 @@ def test_a_worker_whose_writes_are_not_seen_is_refused(
 
 
 def test_a_worker_that_comes_later_is_refused_too(empty: Client, run: Path) -> None:
-    """It comes when the first result is there; the worker that may goes on until then."""
-    before, steps, came = mounted_elsewhere(run), count(), list[str]()
+    """It comes when the first file is there; the worker that may goes on until then."""
+    before, came = mounted_elsewhere(run), list[str]()
+    journal = run.parent / "out.partial" / ".streamshard.journal"
 
     class Shown(Silent):
         def advance(self, nbytes: int) -> None:
-            if next(steps) == 0:
+            if not came and len(journal.read_bytes().splitlines()) > 2:
                 came.append(later.enter_context(worker(empty, before=before)))
 
     with worker(empty), ExitStack() as later:

@@ -184,8 +184,7 @@ def kill_once(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
 
         return be_killed
 
-    for name in ("note", "note_all"):
-        monkeypatch.setattr(Journal, name, killing(getattr(Journal, name)))
+    monkeypatch.setattr(Journal, "note_all", killing(Journal.note_all))
     monkeypatch.setattr(PackedFiles, "append", killing(PackedFiles.append))
     monkeypatch.setattr(PackedTarget, "_remove_if_empty", lambda _: None)
 

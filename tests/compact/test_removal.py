@@ -116,16 +116,16 @@ def test_by_hand_nothing_goes_before_its_time_or_in_a_dry_run(run: Path, archive
 def test_what_was_begun_of_an_earlier_save_is_made_anew(
     run: Path, archive: Path, monkeypatch: pytest.MonkeyPatch, is_archived: bool
 ) -> None:
-    notes, note = count(), Journal.note
+    notes, note_all = count(), Journal.note_all
 
     def be_killed(*given: Any) -> None:  # noqa: ANN401
         if next(notes) == 3:
             raise KeyboardInterrupt
-        note(*given)
+        note_all(*given)
 
     if is_archived:
         api.compact(run, archive)
-    monkeypatch.setattr(Journal, "note", be_killed)
+    monkeypatch.setattr(Journal, "note_all", be_killed)
     with pytest.raises(KeyboardInterrupt):
         api.compact(run, archive, delete=True, workers=1)
     monkeypatch.undo()

@@ -102,7 +102,7 @@ def test_short_writes_are_continued(
         return real(descriptor, view[:most], offset)
 
     monkeypatch.setattr("streamshard.io.sink.os.pwrite", few)
-    descriptor = open_target(tmp_path / "deep" / "target", is_new=True)
+    descriptor = open_target(tmp_path / "deep" / "target")
     write_all(descriptor, memoryview(DATA), 5)
     os.close(descriptor)
     assert (tmp_path / "deep" / "target").read_bytes() == bytes(5) + DATA
@@ -423,7 +423,7 @@ def test_an_identity_is_that_of_the_content_and_of_the_file(tmp_path: Path) -> N
 
 def test_a_finished_file_has_its_mode_and_is_closed_once(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "target"
-    sink = open_sink(path, is_new=True, nbytes=len(DATA))
+    sink = open_sink(path, nbytes=len(DATA))
     sink.write(memoryview(DATA)[500:], 500)
     sink.write(memoryview(DATA)[:500], 0)
     view = memoryview(bytearray(2000))
@@ -434,7 +434,7 @@ def test_a_finished_file_has_its_mode_and_is_closed_once(tmp_path: Path) -> None
     assert sink.descriptor == -1
     assert (path.read_bytes(), path.stat().st_mode & 0o777) == (DATA, 0o640)
     with pytest.raises(FileExistsError):
-        open_sink(path, is_new=True, nbytes=0)
+        open_sink(path, nbytes=0)
 
 
 def test_files_of_two_relative_directories_are_each_looked_at(

@@ -2,83 +2,93 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from streamshard.engine.journals.journal import Journal, Written
+from streamshard.engine.journals.journal import Journal
+from streamshard.engine.run.work import FinishedFile, RegionResult, SpanResult, Written
+from streamshard.model import Digest
 
 HEADER = {"about": "something", "replaces": False}
-Note = tuple[str, int, int, int]
-
-notes = st.tuples(
-    st.sampled_from(["a", "a/b", "line\nbreak", "\udcff"]),
-    st.integers(0, 3),
-    st.integers(0, 1 << 62),
-    st.integers(0, (1 << 32) - 1),
+PATHS = ("a", "a/b", "line\nbreak", "\udcff")
+numbers = st.integers(0, (1 << 62) - 1)
+regions = st.builds(
+    RegionResult,
+    numbers,
+    st.builds(Digest, numbers, numbers, numbers),
+    st.lists(numbers, max_size=3).map(tuple),
+    numbers,
 )
+written = st.builds(Written, numbers, numbers)
+results = st.builds(SpanResult, numbers, written, st.lists(regions, max_size=2).map(tuple))
+files = st.builds(
+    FinishedFile, st.sampled_from(PATHS), st.just(""), written, st.lists(results, max_size=2)
+)
+READ = np.arange(8).reshape(2, 4)
 
 
-def begun(path: Path, drawn: list[Note]) -> Journal:
+def begun(path: Path, jobs: list[list[FinishedFile]]) -> Journal:
     journal = Journal(path)
     journal.begin(HEADER)
-    for file, offset, nbytes, crc32 in drawn:
-        journal.note(file, offset, Written(nbytes, crc32))
+    for job in jobs:
+        journal.note_all(job, READ[: len(job)])
     return journal
 
 
-@given(st.lists(notes, max_size=12))
+@given(st.lists(st.lists(files, min_size=1, max_size=4), max_size=4))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_the_last_note_of_a_span_counts(tmp_path: Path, drawn: list[Note]) -> None:
+def test_the_last_note_of_a_file_counts(tmp_path: Path, jobs: list[list[FinishedFile]]) -> None:
     path = tmp_path / "journal"
-    begun(path, drawn).close()
+    begun(path, jobs).close()
     found = Journal(path)
-    wanted = {(file, offset): Written(*rest) for file, offset, *rest in drawn}
-    assert (found.header, found.is_whole, found.is_empty) == (HEADER, False, not drawn)
-    for file in ("a", "a/b", "line\nbreak", "\udcff", "b"):
-        assert found.holds(file) == any(key[0] == file for key in wanted)
-        for offset in range(4):
-            assert found.find(file, offset) == wanted.get((file, offset))
+    wanted = {file.path: file for job in jobs for file in job}
+    assert (found.header, found.is_whole, found.is_empty) == (HEADER, False, not jobs)
+    assert {name: found.find(name) for name in PATHS if found.holds(name)} == wanted
+    assert {file.path: file for file in found.finished()} == wanted
+    read = [ranges.tolist() for ranges in found.ranges()]
+    assert read == [READ[: len(job)].tolist() for job in jobs]
+    for name in wanted:
+        found.forget(name)
+    assert not [*found.finished()]
 
 
-@given(st.lists(notes, min_size=1, max_size=6), st.data())
+@given(st.integers(0), st.integers(1, 255))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_damage_costs_the_lines_that_it_hits_and_no_more(
-    tmp_path: Path, drawn: list[Note], data: st.DataObject
+    tmp_path: Path, place: int, flipped: int
 ) -> None:
     path = tmp_path / "journal"
-    begun(path, [(f"{n}", *rest) for n, (_, *rest) in enumerate(drawn)]).close()  # type: ignore[misc]
-    whole = path.read_bytes()
-    place = data.draw(st.integers(0, len(whole) - 1))
-    damaged = bytearray(whole)
-    damaged[place] ^= data.draw(st.integers(1, 255))
+    jobs = [[FinishedFile(f"{n}", "", Written(n, 2), [])] for n in range(6)]
+    begun(path, jobs).close()
+    damaged = bytearray(path.read_bytes())
+    damaged[place % len(damaged)] ^= flipped
     path.write_bytes(damaged)
     found = Journal(path)
-    lost = [n for n, _ in enumerate(drawn) if not found.holds(f"{n}")]
+    lost = [job for job in jobs if found.find(job[0].path) is None]
     assert len(lost) + (found.header is None) <= 2  # a line, and the one that it runs into
-    for n, (_, offset, *rest) in enumerate(drawn):
-        if n not in lost:
-            assert found.find(f"{n}", offset) == Written(*rest)
+    assert all(found.find(job[0].path) == job[0] for job in jobs if job not in lost)
 
 
 def test_what_comes_after_a_torn_line_counts(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
-    begun(path, [("a", 0, 1, 2)]).close()
+    path, one = tmp_path / "journal", FinishedFile("a", "", Written(1, 2), [])
+    two = FinishedFile("b", "", Written(3, 4), [])
+    begun(path, [[one]]).close()
     path.write_bytes(path.read_bytes()[:-5])
     found = Journal(path)
     assert (found.header, found.is_empty) == (HEADER, True)
     found.proceed()
-    found.note("b", 0, Written(3, 4))
+    found.note_all([two], READ)
     found.note_whole()
     found.close()
     again = Journal(path)
-    assert (again.find("a", 0), again.find("b", 0)) == (None, Written(3, 4))
-    assert again.is_whole
+    assert (again.find("a"), again.find("b"), again.is_whole) == (None, two, True)
 
 
 def test_to_begin_is_to_forget(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    journal = begun(path, [("a", 0, 1, 2)])
+    journal = begun(path, [[FinishedFile("a", "", Written(1, 2), [])]])
     journal.note_whole()
     journal.close()
     again = Journal(path)

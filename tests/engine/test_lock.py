@@ -18,7 +18,7 @@ from streamshard.errors import TargetLockedError
 from streamshard.io.changes import lock_at, write_durably, write_new
 from streamshard.io.lock import Holder, Lock
 from streamshard.io.preallocation import Reservation
-from streamshard.io.sink import AppendedFile, open_target
+from streamshard.io.sink import AppendedFile, open_to_fill
 from tests.held import open_files
 
 
@@ -210,7 +210,7 @@ def test_no_file_is_written_through_what_lies_there(tmp_path: Path, kind: str) -
     for write in (
         lambda: write_new(path, b"x"),
         lambda: write_durably(tmp_path / "new", b"x", path),
-        lambda: open_target(path, is_new=False),
+        lambda: open_to_fill(path, is_direct=False),
         lambda: AppendedFile(path).open(),
         lambda: Reservation(path, 0),
     ):

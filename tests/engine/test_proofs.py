@@ -111,7 +111,7 @@ def test_a_file_that_a_process_is_to_fill_is_not_made(tmp_path: Path) -> None:
 
 
 def made(path: Path) -> Path:
-    os.close(open_target(path, is_new=True))
+    os.close(open_target(path))
     return path
 
 

@@ -3,7 +3,7 @@
 import os
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamshard.engine.journals.journal import Written
 from streamshard.engine.numeric.cast import cast_between
 from streamshard.engine.run.region import ReadAhead, RegionFiller
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.window import Window, unwritten_bytes
-from streamshard.engine.run.work import Fixed, Region, RegionResult, Span, Trailer
+from streamshard.engine.run.work import Fixed, Region, RegionResult, Span, Trailer, Written
 from streamshard.io.entries import identify
+from streamshard.io.readable import ReadableFile
 from streamshard.io.sink import LocalSink
-from streamshard.model import Digest, Memory, SourceFile
+from streamshard.model import Digest, SourceFile
 from tests.engine.fakes import FakeReader, Row, copies_of, expected, regions
 
 Drawn = tuple[list[bytes], list[Row], int]
@@ -127,21 +127,6 @@ class Backwards:
         count = max(1, nbytes // 4)
         return [4] * (count - 1) + [nbytes - 4 * (count - 1)]
 
-    def pieces(
-        self, read: Callable[[memoryview], None], nbytes: int, content_bytes: int, room: Memory
-    ) -> Iterator[tuple[int, int, memoryview]]:
-        sizes, at = self.sizes(content_bytes), 0
-        read(room(len(sizes)))
-        for size in sizes:
-            view = room(size)
-            read(view)
-            yield at, at + size, view
-            at += size
-
-    def decode(self, encoded: memoryview, content: memoryview) -> None:
-        if len(encoded):
-            content[:] = encoded[::-1]
-
 
 class TurnsAround:
     def __init__(self, seen: list[bytes], count: int) -> None:
@@ -175,7 +160,7 @@ def checked(found: RegionResult, content: bytes, overflowed: int = 0) -> None:
 
 
 @given(regions(), st.integers(1, 30), st.booleans(), st.booleans(), st.booleans())
-def test_what_is_recalled_is_known_as_if_it_were_written(
+def test_what_is_written_is_known_and_recognized(
     drawn: Drawn, window: int, is_encoded: bool, is_crc32c: bool, only_grows: bool
 ) -> None:
     contents, rows, nbytes = drawn
@@ -203,20 +188,18 @@ def test_what_is_recalled_is_known_as_if_it_were_written(
         assert [part.offset for part in found.regions] == offsets
         for part in found.regions:
             checked(part, content)
-        assert writer.recall(span, sink, found.written) == found
+        assert writer.is_so(ReadableFile(sink.descriptor), found.written)
         for place in (0, len(whole) // 2, len(whole) - 1):
             os.pwrite(sink.descriptor, bytes([whole[place] ^ 1]), place)
-            assert writer.recall(span, sink, found.written) is None
+            assert not writer.is_so(ReadableFile(sink.descriptor), found.written)
             os.pwrite(sink.descriptor, whole[place : place + 1], place)
-        for nbytes in range(0 if is_encoded else len(whole)):  # what is known is of another span
-            other = Written(nbytes, zlib.crc32(whole[:nbytes]))
-            assert writer.recall(span, sink, other) is None
-        os.truncate(sink.descriptor, len(whole) - 1)
-        assert writer.recall(span, sink, found.written) is None
+        for nbytes in (len(whole) - 1, len(whole) + 1):
+            os.truncate(sink.descriptor, nbytes)
+            assert not writer.is_so(ReadableFile(sink.descriptor), found.written)
 
 
 @pytest.mark.parametrize("number", [1.0, 1e30, float("inf")])
-def test_overflow_is_counted_or_the_span_is_written_again(number: float) -> None:
+def test_overflow_is_counted(number: float) -> None:
     numbers = np.array([0.5, number, -3.0, number], dtype=np.float32)
     region = Region(
         8,
@@ -230,9 +213,6 @@ def test_overflow_is_counted_or_the_span_is_written_again(number: float) -> None
     with file_of() as sink:
         found = writer.write(Span(0, [region]), sink)
         assert found.regions[0].overflowed == (2 if number == 1e30 else 0)
-        # Of an infinite element, the file does not tell whether it was finite in the source.
-        again = writer.recall(Span(0, [region]), sink, found.written)
-        assert again == (found if number == 1.0 else None)
 
 
 def test_of_what_was_encoded_before_nothing_is_left() -> None:
@@ -297,10 +277,12 @@ def test_windows_of_zeros_become_holes_that_read_as_zeros(around: bytes) -> None
     assert allocated <= 2 * window
 
 
-def test_zeros_are_written_over_what_was_there() -> None:
-    with file_of(b"?" * 20_000) as sink:
+def test_zeros_are_written_where_nothing_reads_as_zeros() -> None:
+    with file_of() as sink:
         span = Span(0, [Region(20_000, copies_of([]))])
-        Window(buffer(5000), buffer(8), FakeReader([])).write(span, sink, is_new=False)
+        grown = OnlyGrows(sink.descriptor)
+        grown.has_zeros = False
+        Window(buffer(5000), buffer(8), FakeReader([])).write(span, grown)
         assert held(sink) == bytes(20_000)
 
 

@@ -147,8 +147,8 @@ def journals(data: bytes, path: Path) -> None:
     path.write_bytes(b"".join(lines))
     journal = Journal(path)
     assert journal.is_empty or journal.header != {}
-    journal.holds("a")
-    journal.find("a", 0)
+    journal.find("a")
+    list(journal.finished())
     if not is_header(journal.header):
         raise SourceError("of another version")
 

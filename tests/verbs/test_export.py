@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 import streamshard
-from streamshard.engine.journals.journal import Journal, Written
+from streamshard.engine.journals.journal import Journal
+from streamshard.engine.run.source_check import Ranges
+from streamshard.engine.run.work import FinishedFile
 from streamshard.errors import IntegrityError, TargetExistsError, UnsupportedError, UsageError
 from streamshard.operations.export import export_read_back
 from streamshard.operations.export.weights import shards
@@ -331,15 +333,15 @@ def test_what_keeps_float64_is_not_continued_by_what_rounds_it(
 ) -> None:
     wide = {"wide": torch.tensor([1 / 3, 1e300], dtype=torch.float64)}
     edit(model_file(run), lambda model: model["module"].update(wide))
-    note = Journal.note
+    note_all = Journal.note_all
 
-    def once(self: Journal, path: str, offset: int, what: Written) -> None:
-        note(self, path, offset, what)
+    def once(self: Journal, *noted: Any) -> None:  # noqa: ANN401
+        note_all(self, *noted)
         raise KeyboardInterrupt
 
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(Journal, "note", once)
+        patch.setattr(Journal, "note_all", once)
         with pytest.raises(KeyboardInterrupt):
             streamshard.export(run, out, format=form, workers=1)
     with pytest.raises(TargetExistsError, match="float64"):
@@ -440,21 +442,20 @@ def test_a_plan_can_be_run_again(run: Path, tmp_path: Path) -> None:
 def test_what_became_infinite_is_counted_though_a_run_was_cut_off(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: float, overflowed: int
 ) -> None:
-    """What an earlier run wrote does not tell whether it was infinite before the cast."""
     element = Job(stage=2).values("fp32", "block.0.attn.weight").numpy().tobytes()[:4]
     (file,) = (p for p in run.rglob("*optim_states.pt") if element in p.read_bytes())
     file.write_bytes(file.read_bytes().replace(element, struct.pack("<f", number), 1))
     save(load(file), file)  # with its checksum
-    note, written = Journal.note, []
+    note_all, written = Journal.note_all, []
 
-    def once(self: Journal, path: str, offset: int, what: Written) -> None:
-        note(self, path, offset, what)
-        if path.endswith(".safetensors"):
-            written.append(path)
+    def once(self: Journal, files: Sequence[FinishedFile], ranges: Ranges) -> None:
+        note_all(self, files, ranges)
+        if files[0].path.endswith(".safetensors"):
+            written.append(files[0].path)
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Journal, "note", once)
+        patch.setattr(Journal, "note_all", once)
         with pytest.raises(KeyboardInterrupt):
             streamshard.export(run, tmp_path / "out", dtype="fp16", workers=1)
     assert written

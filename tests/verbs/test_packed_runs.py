@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import streamshard
-from streamshard.engine.run.span_writer import FilledSpan, SpanTask, SpanWriter
+from streamshard.engine.run.span_writer import FilledSpan, SpanWriter
+from streamshard.engine.run.work import Span
 from streamshard.errors import (
     SourceError,
     StreamshardError,
@@ -77,11 +78,11 @@ def test_files_are_in_the_order_of_the_plan_whichever_is_ready_first(
     lock, ready, write = threading.Lock(), threading.Condition(), SpanWriter.write
     begun = ended = 0
 
-    def late(self: SpanWriter, task: SpanTask, sink: Sink) -> FilledSpan:
+    def late(self: SpanWriter, path: Path, span: Span, sink: Sink) -> FilledSpan:
         nonlocal begun, ended
         with lock:
             number, begun = begun, begun + 1
-        done = write(self, task, sink)
+        done = write(self, path, span, sink)
         with ready:
             if number % 4 == 0:
                 ready.wait_for(lambda: ended > number - number // 4, timeout=0.1)

@@ -138,7 +138,7 @@ class _Cut(Silent):
 
 
 def test_what_an_earlier_run_read_is_checked_too(tmp_path: Path) -> None:
-    """A run that goes on does not know what the one before has read: it reads that again."""
+    """A run that goes on knows what the one before has read for the files that it finished."""
     job = Job(stage=1, world_size=1, groups=((("w", (1 << 20, 4)),),), frozen=(), tied={})
     source, out = write(job, tmp_path / "run"), tmp_path / "out"
     (states,) = source.glob("*/*_optim_states.pt")

@@ -1,65 +1,40 @@
-"""A record of the spans that a run has written, so that a later run can continue from there.
+"""A record of the files that a run has finished, so that a later run can continue from there.
 
-The first line identifies the run; each other line describes the content of one span of a file.
-Each line begins with a CRC-32 of its own. A line says that a span was handed to the system, not
-that it is on disk: a run that continues reads the span back and compares. So a power failure may
-lose or tear lines and data; the only effect is that some spans are written again.
+The first line identifies the run; each other line describes the files that a job finished, and
+what was read of the source for them. Each line begins with a CRC-32 of its own. A line says that
+files were handed to the system, not that they are on disk: a run that continues reads them back.
+So a power failure may lose or tear lines and data; the only effect is that some files are written
+again.
 """
 
 import errno
 import json
 import zlib
-from array import array
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from hashlib import blake2b
-from json.encoder import encode_basestring_ascii
-from pathlib import Path
-from typing import Any, BinaryIO, Final, Self
+from base64 import b64decode, b64encode
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from streamshard.engine.run.source_check import Ranges
+from streamshard.engine.run.work import FinishedFile, RegionResult, SpanResult, Written
 from streamshard.io.changes import write_durably
 from streamshard.io.entries import examine, stream_of
 from streamshard.io.files import target_errors
 from streamshard.io.sink import AppendedFile
-
-Numbers = NDArray[np.uint64]
+from streamshard.model import Digest
 
 PROOF_PREFIX: Final = ".streamshard.proof."
 """Beginning of the name of a directory next to a journal: see `engine/jobs/proofs.py`."""
 HEADER: Final = "0"
 """Name of the object without which the others of an upload's journal are none."""
-_WHOLE: Final = "whole"
+WHOLE: Final = "whole"
 _CRC_BYTES: Final = 9
 """Eight hexadecimal digits and a space."""
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """Size and checksum of a span's content."""
-
-    nbytes: int
-    crc32: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Spans:
-    """Spans in ascending order of their keys; there may be millions."""
-
-    keys: Numbers
-    nbytes: Numbers
-    crc32s: Numbers
-    files: Numbers
-    """Keys of the files that contain the spans."""
-
-    @classmethod
-    def of(cls, rows: Numbers) -> Self:
-        """Sort rows of key, file's key, bytes and CRC-32."""
-        # If a span was written twice, the last row counts.
-        keys, last = np.unique(rows[::-1, 0], return_index=True)
-        return cls(keys, rows[::-1, 2][last], rows[::-1, 3][last], np.unique(rows[:, 1]))
+_LIMIT: Final = 1 << 62
+"""Larger than any file, offset or checksum."""
+_COLUMNS: Final = 4
 
 
 class Journal:
@@ -69,75 +44,117 @@ class Journal:
         self.path = path
         self.header: Mapping[str, Any] | None = None
         """Identity of the run; None before it has begun, empty if another version wrote this."""
-        self.is_there = False
-        """Whether there is a journal, of whatever run."""
         self.is_whole = False
         """Whether the earlier run wrote everything."""
-        self.is_empty = True
-        """Whether neither an earlier run nor this one has recorded anything that was written."""
         self._file = AppendedFile(path)
+        self.is_there = self._look()
+        """Whether there is a journal, of whatever run."""
         self._read()
+        self.is_empty = not (self.is_whole or self._starts)
+        """Whether neither an earlier run nor this one has recorded a file."""
+
+    def _look(self) -> bool:
+        try:
+            status = examine(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        if not (status.is_file or status.is_directory):  # a pipe would wait for a writer
+            raise OSError(errno.EINVAL, "it is a pipe or a device; move it away", str(self.path))
+        return True
+
+    def _lines(self, start: int = 0) -> Iterator[tuple[int, Any]]:
+        """Yield where each line of an earlier run begins, and what it holds."""
+        if self.is_there:
+            with stream_of(self.path) as stream:
+                stream.seek(start)
+                yield from intact_lines(stream, start)
 
     def _read(self) -> None:
-        rows = array("Q")
-        stream = _open_if_there(self.path)
-        self.is_there = stream is not None
+        self._begin_anew()
         try:
-            for line in () if stream is None else _lines_of(stream):
+            for start, line in self._lines():
                 if isinstance(line, dict):
-                    self.header = line if self.header is None else self.header
-                elif line == _WHOLE:
+                    _require_none(self.header)
+                    self.header = line
+                elif line == WHOLE:
                     self.is_whole = True
                 else:
-                    rows.extend(_row(*line))
+                    self._starts.update((file.path, start) for file in parsed(line)[0])
+                    self._end = start
         except (OverflowError, RecursionError, TypeError, ValueError):
             self.header = {}
         if self.header == {}:
-            self.is_whole, rows = False, array("Q")
-        self._spans = _Spans.of(np.frombuffer(rows, dtype=np.uint64).reshape(-1, 4))
-        self.is_empty = not (self.is_whole or len(self._spans.keys))
+            self.is_whole = False
+            self._starts.clear()
+
+    def _begin_anew(self) -> None:
+        self._starts: dict[str, int] = {}
+        """Path of each file that the earlier run finished → where its last line begins."""
+        self._end = -1
+        """Where the last line of the earlier run begins."""
+        self._parsed: tuple[int, Mapping[str, FinishedFile]] = (-1, {})
+        """Where the line begins that was parsed last, and its files."""
 
     def holds(self, path: str) -> bool:
-        """Tell whether the earlier run wrote any span of a file."""
-        return bool(len(self._spans.files)) and _find(self._spans.files, _key(path)) is not None
+        """Tell whether the earlier run finished a file."""
+        return path in self._starts
 
-    def find(self, path: str, offset: int) -> Written | None:
-        """Return what the earlier run wrote into the span at an offset of a file, if anything."""
-        spans, row = self._spans, _find(self._spans.keys, _key(f"{offset} {path}"))
-        return None if row is None else Written(int(spans.nbytes[row]), int(spans.crc32s[row]))
+    def find(self, path: str) -> FinishedFile | None:
+        """Return a file that the earlier run finished; None if it did not."""
+        start = self._starts.get(path)
+        if start is None:
+            return None
+        if self._parsed[0] != start:
+            _, line = next(self._lines(start))
+            self._parsed = start, {file.path: file for file in parsed(line)[0]}
+        return self._parsed[1][path]
+
+    def finished(self) -> Iterator[FinishedFile]:
+        """Yield the files that the earlier run finished."""
+        for start, files, _ in self._all():
+            yield from (file for file in files if self._starts.get(file.path) == start)
+
+    def ranges(self) -> Iterator[Ranges]:
+        """Yield what the earlier run read of the source for the files that it finished."""
+        return (ranges for _, _, ranges in self._all())
+
+    def _all(self) -> Iterator[tuple[int, Sequence[FinishedFile], Ranges]]:
+        for start, line in self._lines() if self._starts else ():
+            if start > self._end:
+                break
+            if isinstance(line, list):
+                yield start, *parsed(line)
+
+    def forget(self, path: str) -> None:
+        """Forget a file, which is to be written again."""
+        del self._starts[path]
 
     def begin(self, header: Mapping[str, Any]) -> None:
-        """Start a new journal, which from now on identifies the directory as this run's."""
+        """Start a new journal, which from now on identifies the target as this run's."""
+        self._make(header)
+        self.header, self.is_whole, self.is_there, self.is_empty = header, False, True, True
+        self._begin_anew()
+        self.proceed()
+
+    def _make(self, header: Mapping[str, Any]) -> None:
         new = self.path.with_name(f"{self.path.name}.new")
         write_durably(self.path, serialize_line(header), new)
-        self.header = header
-        self._spans, self.is_whole, self.is_empty = (
-            _Spans.of(np.zeros((0, 4), dtype=np.uint64)),
-            False,
-            True,
-        )
-        self.proceed()
 
     def proceed(self) -> None:
         """Open the existing journal to append to it."""
         self._file.open()
 
-    def note(self, path: str, offset: int, written: Written) -> None:
-        """Add the content of a written span."""
-        self.note_all([(path, offset, written)])
-
-    def note_all(self, spans: Iterable[tuple[str, int, Written]]) -> None:
-        """Add the content of written spans, each with its file and its offset there."""
-        lines = (  # as `json` does it, faster
-            f"[{encode_basestring_ascii(path)}, {at}, {one.nbytes}, {one.crc32}]"
-            for path, at, one in spans
-        )
-        self._file.append(b"".join(map(_checked, lines)))
+    def note_all(self, files: Sequence[FinishedFile], ranges: Ranges) -> None:
+        """Add files that a job has finished, and what it read of the source for them."""
+        self._append(serialized(files, ranges))
         self.is_empty = False
+
+    def _append(self, line: bytes) -> None:
+        self._file.append(line)
 
     def note_whole(self) -> None:
         """Record durably that all files are written and durable."""
-        self._file.append(serialize_line(_WHOLE))
+        self._file.append(serialize_line(WHOLE))
         self.is_empty = False
         self._file.sync()
 
@@ -154,48 +171,95 @@ def header_of(path: Path) -> Path:
 
 def serialize_line(line: object) -> bytes:
     """Serialize a line; it starts with a line break, so a torn line before it does no harm."""
-    return _checked(json.dumps(line))
-
-
-def _checked(line: str) -> bytes:
-    text = line.encode()
+    text = json.dumps(line).encode()
     return b"\n%08x %s\n" % (zlib.crc32(text), text)
 
 
-def _open_if_there(path: Path) -> BinaryIO | None:
-    try:
-        status = examine(path)
-        if not (status.is_file or status.is_directory):  # a pipe would wait for a writer
-            raise OSError(errno.EINVAL, "it is a pipe or a device; move it away", str(path))
-        return stream_of(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+def intact_lines(stream: Iterable[bytes], start: int = 0) -> Iterator[tuple[int, Any]]:
+    """Yield where each line begins whose checksum is correct, and what it holds.
 
-
-def _lines_of(stream: BinaryIO) -> Iterator[Any]:
-    with stream:
-        yield from intact_lines(stream)
-
-
-def _row(path: str, offset: int, nbytes: int, crc32: int) -> tuple[int, int, int, int]:
-    if type(path) is not str or {type(offset), type(nbytes), type(crc32)} != {int}:
-        raise TypeError("not a span")
-    return _key(f"{offset} {path}"), _key(path), nbytes, crc32
-
-
-def intact_lines(stream: Iterable[bytes]) -> Iterator[Any]:
-    """Yield the lines whose checksum is correct."""
+    `start`: where the first one begins.
+    """
     for line in stream:
         text = line[_CRC_BYTES:].rstrip(b"\n")
         if line[:_CRC_BYTES] == b"%08x " % zlib.crc32(text):
-            yield json.loads(text.decode())
+            yield start, json.loads(text.decode())
+        start += len(line)
 
 
-def _key(text: str) -> int:
-    """Hash the name of a span or a file to 64 bits, as there may be millions."""
-    return int.from_bytes(blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).digest())
+def serialized(files: Sequence[FinishedFile], ranges: Ranges) -> bytes:
+    """Serialize the line of files that a job has finished."""
+    rows = [
+        [file.path, file.version, file.written.nbytes, file.written.crc32]
+        + [_numbers(result) for result in file.results]
+        for file in files
+    ]
+    return serialize_line([rows, b64encode(ranges.astype("<i8").tobytes()).decode()])
 
 
-def _find(keys: Numbers, key: int) -> int | None:
-    row = int(np.searchsorted(keys, np.uint64(key)))
-    return row if row < len(keys) and int(keys[row]) == key else None
+def parsed(line: object) -> tuple[Sequence[FinishedFile], Ranges]:
+    """Parse what `serialized` made."""
+    if not isinstance(line, list):
+        raise TypeError("not a line of a journal")
+    rows, encoded = line[:2]
+    if isinstance(rows, str):  # an earlier version noted spans, which no run continues
+        return [], np.empty((0, _COLUMNS), dtype=np.int64)
+    files = [
+        FinishedFile(path, version, Written(nbytes, crc32), [_result(span) for span in spans])
+        for path, version, nbytes, crc32, *spans in rows
+    ]
+    for file in files:
+        if type(file.version) is not str or not _is_below(file.path):
+            raise TypeError("not a file of a target")
+        _require_numbers([file.written.nbytes, file.written.crc32])
+    ranges = np.frombuffer(b64decode(encoded, validate=True), dtype="<i8")
+    return files, ranges.reshape(-1, _COLUMNS).astype(np.int64)
+
+
+def _is_below(path: object) -> bool:
+    """Tell whether this is a path that leads to no place outside the target."""
+    if not isinstance(path, str):
+        return False
+    path.encode("utf-8", "surrogateescape")
+    parts = PurePosixPath(path).parts
+    return bool(parts) and parts[0] != "/" and ".." not in parts
+
+
+def _numbers(result: SpanResult) -> list[Any]:
+    """Return what stands for the result of a span."""
+    regions = [
+        [
+            region.offset,
+            [region.content.nbytes, region.content.crc32, region.content.crc32c],
+            list(region.blocks),
+            region.overflowed,
+        ]
+        for region in result.regions
+    ]
+    return [result.offset, result.written.nbytes, result.written.crc32, regions]
+
+
+def _result(numbers: Sequence[Any]) -> SpanResult:
+    offset, nbytes, crc32, regions = numbers
+    results = tuple(
+        RegionResult(start, Digest(*content), tuple(blocks), overflowed)
+        for start, content, blocks, overflowed in regions
+    )
+    _require_numbers([offset, nbytes, crc32])
+    for region in results:
+        content = region.content
+        _require_numbers([region.offset, content.nbytes, content.crc32, content.crc32c])
+        _require_numbers([region.overflowed, *region.blocks])
+    return SpanResult(offset, Written(nbytes, crc32), results)
+
+
+def _require_numbers(numbers: Sequence[Any]) -> None:
+    if {type(number) for number in numbers} != {int} or not (
+        0 <= min(numbers) <= max(numbers) < _LIMIT
+    ):
+        raise TypeError("not the numbers of a file")
+
+
+def _require_none(header: object) -> None:
+    if header is not None:
+        raise TypeError("a second header")

@@ -5,10 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from streamshard.checksums import crc32
-from streamshard.engine.journals.journal import Written
 from streamshard.engine.run.span_writer import SmallFilesWriter, SpanWriter
 from streamshard.engine.run.window import checksums_of
-from streamshard.engine.run.work import Fixed, Region, RegionResult, SpanResult, TargetFile
+from streamshard.engine.run.work import Fixed, Region, RegionResult, SpanResult, TargetFile, Written
 from streamshard.io.retry import StoppedError
 
 

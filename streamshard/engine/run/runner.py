@@ -37,8 +37,8 @@ class Jobs(ABC):
         """Yield the jobs; None where all before it have to be done first."""
 
     @abstractmethod
-    def take(self, number: int, done: Any) -> None:  # noqa: ANN401
-        """Record the result of a job."""
+    def take(self, number: int, done: Any, ranges: Ranges) -> None:  # noqa: ANN401
+        """Record the result of a job, and what it read of the source."""
 
     def synced(self) -> None:  # noqa: B027
         """Take note that all files are durable."""
@@ -53,6 +53,9 @@ class StagedFiles(Protocol):
     path: Path
     kept_bytes: int
     """Bytes that an earlier run wrote, and that this run found correct."""
+
+    def ranges(self) -> Iterable[Ranges]:
+        """Return what an earlier run read of the source for what it finished."""
 
     def jobs(self, resources: Resources, watcher: Watcher) -> Jobs:
         """Return the jobs that write the files."""
@@ -111,7 +114,9 @@ class Engine:
         Returns the files of which the run read only a part of what a checksum is of. Raises an
         `IntegrityError` if anything differs, as `run` does where it sees that earlier.
         """
-        return self._check.settle(self._staged.kept_bytes, self._read)
+        for ranges in self._staged.ranges():
+            self._check.add(ranges)
+        return self._check.settle(self._read)
 
     def _read(self, ranges: Ranges) -> None:
         jobs = (partial(SpanWriter.read, ranges=some) for some in _some(ranges))
@@ -122,8 +127,8 @@ class Engine:
             jobs.all(files), tools, self._watcher.advance, is_ordered=jobs.is_ordered
         )
         with closing(found):
-            for number, done in found:
-                jobs.take(number, done)
+            for number, done, ranges in found:
+                jobs.take(number, done, ranges)
 
     def _results(
         self,
@@ -132,8 +137,8 @@ class Engine:
         progress: Callable[[int], None],
         *,
         is_ordered: bool = False,
-    ) -> Generator[tuple[int, Any], None, None]:
-        """Yield each job's number and result, after what it read is taken for the check."""
+    ) -> Generator[tuple[int, Any, Ranges], None, None]:
+        """Yield each job's number and result, and what it read, which is taken for the check."""
         found = current_executor().run(
             (job and partial(_logged, job) for job in jobs),
             tools,
@@ -145,7 +150,7 @@ class Engine:
         with closing(found):
             for number, (done, ranges) in found:
                 self._check.add(ranges)
-                yield number, done
+                yield number, done, ranges
 
     @contextmanager
     def _proof(self) -> Iterator["TargetProof | None"]:

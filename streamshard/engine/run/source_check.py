@@ -79,14 +79,13 @@ class SourceCheck:
         if self._waiting > max(_MOST_WAITING, len(self._apart)):
             self._join()
 
-    def settle(self, kept_bytes: int, read: Callable[[Ranges], None]) -> Sequence[SourceFile]:
+    def settle(self, read: Callable[[Ranges], None]) -> Sequence[SourceFile]:
         """Have the rest of records read if that is little; return the files with other records.
 
-        `kept_bytes`: what an earlier run wrote. It did not leave the checksums of what it read.
         `read`: reads ranges, and calls `add`.
         """
         self._join()
-        allowed = max(self._read_bytes // _PER_BYTE, _LITTLE_BYTES) + kept_bytes
+        allowed = max(self._read_bytes // _PER_BYTE, _LITTLE_BYTES)
         missing = [*self._missing(allowed)]
         if missing:
             read(np.concatenate(missing))

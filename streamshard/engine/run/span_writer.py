@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from streamshard.engine.jobs.executor import Host, Toolkit
-from streamshard.engine.journals.journal import Written
 from streamshard.engine.run import resident_memory
 from streamshard.engine.run.source_check import Ranges, ReadLog
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.window import Window, unwritten_bytes
-from streamshard.engine.run.work import Span, SpanResult, TargetFile
+from streamshard.engine.run.work import Span, SpanResult, TargetFile, Written
+from streamshard.io.entries import open_readable
 from streamshard.io.files import target_errors
 from streamshard.io.sink import InnerPages, Sink, open_to_fill
 from streamshard.io.writable import BLOCK_BYTES, aligned
@@ -39,23 +39,10 @@ class Resources:
 
 
 @dataclass(frozen=True, slots=True)
-class SpanTask:
-    """A span to write, or to keep if an earlier run wrote it."""
-
-    path: Path
-    span: Span
-    is_new: bool
-    """Whether the file was made by this run, so that what is not written there is zeros."""
-    known: Written | None
-    """What an earlier run wrote there."""
-
-
-@dataclass(frozen=True, slots=True)
 class FilledSpan:
     """What became of a span."""
 
     result: SpanResult
-    is_kept: bool
     ends: tuple[tuple[int, bytes], ...] = ()
     """(byte offset, bytes): what the process that leads the run has to write."""
 
@@ -114,21 +101,21 @@ class SpanWriter:
     def close(self) -> None:
         self._reader.close()
 
-    def write(self, task: SpanTask, sink: Sink) -> FilledSpan:
-        """Keep a span that an earlier run wrote correctly, else write it, into an open file."""
-        with target_errors(task.path):
-            if task.known is not None:
-                kept = self.window.recall(task.span, sink, task.known)
-                if kept is not None:
-                    return FilledSpan(kept, is_kept=True)
-            result = self.window.write(task.span, sink, is_new=task.is_new)
-            return FilledSpan(result, is_kept=False)
+    def write(self, path: Path, span: Span, sink: Sink) -> FilledSpan:
+        """Write a span into an open file."""
+        with target_errors(path):
+            return FilledSpan(self.window.write(span, sink))
+
+    def is_so(self, path: Path, written: Written) -> bool:
+        """Tell whether a file holds what an earlier run wrote."""
+        with target_errors(path), open_readable(path) as file:
+            return self.window.is_so(file, written)
 
     def read(self, ranges: Ranges) -> None:
         """Read ranges of source files, for nothing but their checksums."""
         self._reader.read_all(ranges, self.window.buffer)
 
-    def fill(self, task: SpanTask, *, is_shared: bool, is_direct: bool) -> FilledSpan:
+    def fill(self, path: Path, span: Span, *, is_shared: bool, is_direct: bool) -> FilledSpan:
         """Do the same with a file that another process has made.
 
         What this returns is on the disk as soon as the process that leads the run syncs the file.
@@ -139,18 +126,18 @@ class SpanWriter:
         `is_shared`: whether others write other parts of the file.
         `is_direct`: whether to write past the page cache; see `open_to_fill`.
         """
-        target, span = self._target, task.span
+        target = self._target
         if target is None:
             raise TypeError("no proof of the target")
-        with target_errors(task.path):
-            file = open_to_fill(task.path, is_direct=is_direct)
+        with target_errors(path):
+            file = open_to_fill(path, is_direct=is_direct)
             with closing(file):
                 target.require_current()
                 inner = InnerPages(file, span.offset, span.offset + span.nbytes, _PAGE_BYTES)
-                found = self.write(task, inner if is_shared else file)
-                if not found.is_kept and not target.shares_cache():
+                result = self.window.write(span, inner if is_shared else file)
+                if not target.shares_cache():
                     file.sync()
-        return FilledSpan(found.result, found.is_kept, tuple(inner.ends))
+        return FilledSpan(result, tuple(inner.ends))
 
     def require_current(self) -> None:
         """Require that the run goes on, in the target that is seen here."""

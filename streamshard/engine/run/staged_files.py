@@ -7,24 +7,27 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from streamshard.engine.jobs.executor import Job, current_executor
 from streamshard.engine.journals.journal import Journal
 from streamshard.engine.run.phases import Watcher
 from streamshard.engine.run.runner import Jobs
+from streamshard.engine.run.source_check import Ranges
 from streamshard.engine.run.span_writer import (
     FilledSpan,
     Resources,
     SmallFiles,
-    SpanTask,
     SpanWriter,
     TargetFiles,
 )
-from streamshard.engine.run.work import FileEndings, Span, SpanResult, TargetFile
-from streamshard.io.changes import NewFiles, open_sink
-from streamshard.io.entries import examine, exists
+from streamshard.engine.run.work import FileEndings, FinishedFile, Span, SpanResult, TargetFile
+from streamshard.io.changes import NewFiles, open_sink, remove_file
+from streamshard.io.entries import exists
 from streamshard.io.files import target_errors
 from streamshard.io.page_cache import drop_file
 from streamshard.io.preallocation import Reservation
+from streamshard.io.sink import open_to_fill
 from streamshard.io.writable import LEAST_BYTES
 
 if TYPE_CHECKING:
@@ -45,6 +48,31 @@ class Partial:
         self.kept_bytes = 0
         """Bytes that an earlier run wrote, and that this run found correct."""
         self._reservation = reservation
+        self._is_read_back = journal.is_empty
+
+    def ranges(self) -> Iterator[Ranges]:
+        return self.journal.ranges()
+
+    def finished(self) -> Iterator[FinishedFile]:
+        """Yield, once, what an earlier run finished, and is still there."""
+        if self._is_read_back:
+            return
+        self._is_read_back = True
+        for file in self.journal.finished():
+            path = self.path / file.path
+            with target_errors(path):
+                # After a power failure, the journal may list a file that is gone.
+                if exists(path):
+                    open_to_fill(path, is_direct=False).close()  # a link to another one is refused
+                    yield file
+                else:
+                    self.journal.forget(file.path)
+
+    def take_back(self, file: FinishedFile) -> None:
+        """Remove a file that is not as an earlier run finished it."""
+        with target_errors(self.path / file.path):
+            remove_file(self.path / file.path)
+        self.journal.forget(file.path)
 
     def make_room(self, nbytes: int) -> None:
         """Free preallocated space for bytes that are about to be written."""
@@ -65,39 +93,37 @@ class Partial:
 class _OpenFile:
     """A target file while its spans are being written."""
 
-    def __init__(self, file: TargetFile, path: Path, *, is_new: bool) -> None:
+    def __init__(self, file: TargetFile, path: Path) -> None:
         self.file = file
         self.path = path
-        self.is_new = is_new
         self.nbytes = file.span_bytes
-        self.found_bytes = 0 if is_new else examine(path).nbytes
-        """Size of the file that an earlier run left."""
-        self.sink = open_sink(path, is_new=is_new, nbytes=self.nbytes)
+        self.sink = open_sink(path, nbytes=self.nbytes)
         self._endings = FileEndings(file)
+        self._ranges = list[Ranges]()
         self._left = len(file.spans)
 
-    def span_done(self, done: FilledSpan) -> bool:
+    def span_done(self, done: FilledSpan, ranges: Ranges) -> bool:
         """Take the result of a finished span; returns whether it was the last."""
         for offset, data in done.ends:
             self.sink.write(memoryview(data), offset)
-        self.file.take(done.result)
         self._endings.add(done.result)
+        self._ranges.append(ranges)
         self._left -= 1
         return self._left == 0
 
-    def finish(self) -> int:
-        """Write the endings; returns their size."""
-        endings = list(self._endings.all())
-        for offset, data in endings:
+    def finish(self) -> tuple[FinishedFile, Ranges]:
+        """Write the endings; returns what the file is now, and what was read for it."""
+        for offset, data in self._endings.all():
             self.sink.write(memoryview(data), offset)
         self.sink.finish(self.file.mode)
-        return sum(len(data) for _, data in endings)
+        return self.file.finish(self._endings.finished()), np.concatenate(self._ranges)
 
 
 class _SpanJobs(Jobs):
     """The jobs of local files: a span each. All but the bytes of spans is done here.
 
-    Workers that are threads make small new files too, many in one job.
+    Workers that are threads make small files too, many in one job. First of all, what an earlier
+    run finished is read back.
     """
 
     def __init__(self, staged: Partial, resources: Resources, watcher: Watcher) -> None:
@@ -105,7 +131,9 @@ class _SpanJobs(Jobs):
         self._resources = resources
         self._watcher = watcher
         self._shares_memory = current_executor().shares_memory
-        self._waiting: dict[int, tuple[_OpenFile, SpanTask]] = {}
+        self._earlier: dict[int, FinishedFile] = {}
+        """Number of a job → the file that it reads back."""
+        self._waiting: dict[int, tuple[_OpenFile, Span]] = {}
         """Number of a job → its file and its span."""
         self._small: dict[int, SmallFiles] = {}
         """Number of a job → its files."""
@@ -113,16 +141,24 @@ class _SpanJobs(Jobs):
         self._finished: deque[Path] = deque()
         """Finished files that are still to be dropped from the page cache."""
 
-    def all(self, files: Iterable[TargetFiles]) -> Iterator[Job[SpanWriter, Any]]:
-        """Make all files, and yield the jobs that fill them."""
+    def all(self, files: Iterable[TargetFiles]) -> Iterator[Job[SpanWriter, Any] | None]:
+        """Make all files that are not there, and yield the jobs that fill them."""
         number = count()
+        for file in self._staged.finished():
+            self._earlier[next(number)] = file
+            yield partial(
+                SpanWriter.is_so, path=self._staged.path / file.path, written=file.written
+            )
+        if self._earlier:
+            yield None
         for some in files:
             if isinstance(some, TargetFile) or self._is_begun(some):
-                for opened in self._files(some.singly()):
+                for opened in self._new(some.singly()):
                     for span in opened.file.spans:
-                        task = self._task(opened, span)
-                        self._waiting[next(number)] = opened, task
-                        yield self._job(opened, task)
+                        with target_errors(opened.path):
+                            self._staged.make_room(span.nbytes)
+                        self._waiting[next(number)] = opened, span
+                        yield self._job(opened, span)
                 continue
             with target_errors(self._staged.path):
                 self._staged.make_room(some.nbytes)
@@ -133,66 +169,71 @@ class _SpanJobs(Jobs):
         """Tell whether files are looked at one by one: workers cannot make them, or one exists."""
         return not self._shares_memory or any(map(self._staged.journal.holds, files.paths))
 
-    def _files(self, files: Iterable[TargetFile]) -> Iterator[_OpenFile]:
+    def _new(self, files: Iterable[TargetFile]) -> Iterator[_OpenFile]:
+        """Make the files that an earlier run has not finished."""
         for file in files:
-            path = self._staged.path / file.path
+            path, earlier = self._staged.path / file.path, self._staged.journal.find(file.path)
+            if earlier is not None and not file.fits(earlier):
+                self._staged.take_back(earlier)
+            elif earlier is not None:
+                self._keep(file, earlier, path)
+                continue
             with target_errors(path):
-                # After a power failure, the journal may list a file that is gone.
-                is_new = not self._staged.journal.holds(file.path) or not exists(path)
-                opened = _OpenFile(file, path, is_new=is_new)
+                opened = _OpenFile(file, path)
             self._opened.add(opened)
             yield opened
 
-    def _task(self, opened: _OpenFile, span: Span) -> SpanTask:
-        """Describe a span; frees space for what will be written."""
-        known = None
-        if not opened.is_new:
-            known = self._staged.journal.find(opened.file.path, span.offset)
-        if known is not None and span.offset + known.nbytes > opened.found_bytes:
-            known = None  # the file was cut off
-        if known is None:
-            with target_errors(opened.path):
-                self._staged.make_room(span.nbytes)
-        return SpanTask(opened.path, span, opened.is_new, known)
+    def _keep(self, file: TargetFile, earlier: FinishedFile, path: Path) -> None:
+        if file.mode is not None:
+            with target_errors(path):
+                open_to_fill(path, is_direct=False).finish(file.mode)
+        nbytes = earlier.written.nbytes
+        self._staged.kept_bytes += nbytes
+        self._watcher.keep(nbytes)
+        # Progress counts data before compression: add what compression saved.
+        self._watcher.advance(file.nbytes)
+        file.finish(earlier)
 
-    def _job(self, opened: _OpenFile, task: SpanTask) -> Job[SpanWriter, FilledSpan]:
+    def _job(self, opened: _OpenFile, span: Span) -> Job[SpanWriter, FilledSpan]:
         if self._shares_memory:
-            return partial(SpanWriter.write, task=task, sink=opened.sink)
+            return partial(SpanWriter.write, path=opened.path, span=span, sink=opened.sink)
         is_shared = len(opened.file.spans) > 1 or bool(opened.file.endings)
-        is_direct = opened.is_new and opened.nbytes >= LEAST_BYTES
-        return partial(SpanWriter.fill, task=task, is_shared=is_shared, is_direct=is_direct)
+        is_direct = opened.nbytes >= LEAST_BYTES
+        fill = partial(SpanWriter.fill, is_shared=is_shared, is_direct=is_direct)
+        return partial(fill, path=opened.path, span=span)
 
-    def take(self, number: int, done: Any) -> None:  # noqa: ANN401
-        if number in self._small:
-            self._take_small(self._small.pop(number), done)
+    def take(self, number: int, done: Any, ranges: Ranges) -> None:  # noqa: ANN401
+        if number in self._earlier:
+            earlier = self._earlier.pop(number)
+            if not done:
+                self._staged.take_back(earlier)
+        elif number in self._small:
+            self._take_small(self._small.pop(number), done, ranges)
         else:
-            self._take_span(*self._waiting.pop(number), done)
+            self._take_span(*self._waiting.pop(number), done, ranges)
 
-    def _take_small(self, files: SmallFiles, results: Sequence[SpanResult]) -> None:
+    def _take_small(self, files: SmallFiles, results: Sequence[SpanResult], ranges: Ranges) -> None:
+        finished = [
+            FinishedFile(path, "", result.written, [result])
+            for path, result in zip(files.paths, results, strict=True)
+        ]
         with target_errors(self._staged.path):
-            both = zip(files.paths, results, strict=True)
-            self._staged.journal.note_all((path, 0, result.written) for path, result in both)
+            self._staged.journal.note_all(finished, ranges)
         files.take(results)
         self._watcher.advance(files.nbytes - sum(result.written.nbytes for result in results))
         if self._resources.drops_behind:
             self._finished.extend(self._staged.path / path for path in files.paths)
             self._drop(keep=_KEPT_FILES)
 
-    def _take_span(self, opened: _OpenFile, task: SpanTask, done: FilledSpan) -> None:
-        """Record a span; after the last one of a file, complete the file."""
-        span, written = task.span, done.result.written
+    def _take_span(self, opened: _OpenFile, span: Span, done: FilledSpan, ranges: Ranges) -> None:
+        """Take the result of a span; after the last one of a file, complete and record it."""
         with target_errors(opened.path):
-            is_last = opened.span_done(done)
-            if done.is_kept:
-                self._staged.kept_bytes += written.nbytes
-                self._watcher.keep(span.nbytes)
-                self._watcher.advance(span.nbytes)
-            else:
-                self._staged.journal.note(opened.file.path, span.offset, written)
-                # Progress counts data before compression: add what compression saved.
-                self._watcher.advance(span.nbytes - written.nbytes)
-            if is_last:
-                self._watcher.advance(opened.finish())
+            # Progress counts data before compression: add what compression saved.
+            self._watcher.advance(span.nbytes - done.result.written.nbytes)
+            if opened.span_done(done, ranges):
+                finished, read = opened.finish()
+                self._staged.journal.note_all([finished], read)
+                self._watcher.advance(opened.file.nbytes - opened.nbytes)
                 self._opened.discard(opened)
                 if self._resources.drops_behind:
                     self._finished.append(opened.path)

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
@@ -15,8 +15,9 @@ from streamshard.engine.jobs.proofs import TargetProof
 from streamshard.engine.journals.upload_journal import UploadJournal
 from streamshard.engine.run.phases import Watcher
 from streamshard.engine.run.runner import Jobs
+from streamshard.engine.run.source_check import Ranges
 from streamshard.engine.run.span_writer import Resources, SpanWriter, TargetFiles
-from streamshard.engine.run.work import FileEndings, Region, SpanResult, TargetFile, ignore
+from streamshard.engine.run.work import FileEndings, FinishedFile, TargetFile
 from streamshard.errors import TargetError
 from streamshard.io.changes import open_sink
 from streamshard.io.entries import read_all
@@ -38,6 +39,9 @@ class Uploads:
         self.journal = journal
         self.kept_bytes = 0
         """Bytes that an earlier run uploaded."""
+
+    def ranges(self) -> Iterator[Ranges]:
+        return self.journal.ranges()
 
     def jobs(self, resources: Resources, watcher: Watcher) -> "_UploadJobs":
         return _UploadJobs(self, watcher)
@@ -71,18 +75,6 @@ class _BucketProof(TargetProof):
             raise TargetError(f"{message} the same on all machines?", path=self.place)
 
 
-@dataclass(frozen=True, slots=True)
-class Uploaded:
-    """A file that was uploaded."""
-
-    version: str
-    """The object's etag."""
-    results: tuple[SpanResult, ...]
-    """The results of its spans."""
-    ending_bytes: int
-    """Size of its endings."""
-
-
 class _UploadJobs(Jobs):
     """The jobs of a bucket: a file each, as an object grows only at its end."""
 
@@ -93,51 +85,42 @@ class _UploadJobs(Jobs):
 
     def all(
         self, files: Iterable[TargetFiles]
-    ) -> Iterator[Job[SpanWriter, Sequence[Uploaded]] | None]:
+    ) -> Iterator[Job[SpanWriter, Sequence[FinishedFile]] | None]:
         number = count()
         for some in _grouped(self._left(files)):
             if some[0].is_last:
                 yield None
             self._waiting[next(number)] = some
-            sent = [replace(file, take=ignore) for file in some]
+            sent = [file.sent() for file in some]
             yield partial(_upload, files=sent, root=self._uploads.path)
 
     def _left(self, files: Iterable[TargetFiles]) -> Iterator[TargetFile]:
         """Yield the files that are not uploaded yet."""
         for file in chain.from_iterable(some.singly() for some in files):
-            kept = self._uploads.journal.results_of(file.path)
-            if kept is not None and _are_of(kept, file):
-                self._keep(file, kept)
+            earlier = self._uploads.journal.find(file.path)
+            if earlier is not None and file.fits(earlier):
+                self._uploads.kept_bytes += earlier.written.nbytes
+                self._watcher.keep(earlier.written.nbytes)
+                self._watcher.advance(file.nbytes)
+                file.finish(earlier)
             else:
                 yield file
 
-    def _keep(self, file: TargetFile, results: Sequence[SpanResult]) -> None:
-        ending_bytes = sum(len(ending.data) for ending in file.endings)
-        nbytes = sum(result.written.nbytes for result in results)
-        self._uploads.kept_bytes += nbytes + ending_bytes
-        self._watcher.keep(nbytes + ending_bytes)
-        self._watcher.advance(nbytes)
-        self._finish(file, results, ending_bytes)
-
-    def take(self, number: int, done: Sequence[Uploaded]) -> None:
-        for file, one in zip(self._waiting.pop(number), done, strict=True):
-            with target_errors(self._uploads.path / file.path):
-                self._uploads.journal.note(file.path, one.version, one.results)
-            self._finish(file, one.results, one.ending_bytes)
-
-    def _finish(self, file: TargetFile, results: Sequence[SpanResult], ending_bytes: int) -> None:
-        for result in results:
-            file.take(result)
-        # Progress counts data before compression: add what compression saved.
-        saved = file.span_bytes - sum(r.written.nbytes for r in results)
-        self._watcher.advance(ending_bytes + saved)
+    def take(self, number: int, done: Sequence[FinishedFile], ranges: Ranges) -> None:
+        with target_errors(self._uploads.path / done[0].path):
+            self._uploads.journal.note_all(done, ranges)
+        for file, uploaded in zip(self._waiting.pop(number), done, strict=True):
+            file.finish(uploaded)
+            # Progress counts data before compression: add endings, and what compression saved.
+            endings_bytes = file.nbytes - file.span_bytes
+            self._watcher.advance(file.nbytes + endings_bytes - uploaded.written.nbytes)
 
 
 def _grouped(files: Iterable[TargetFile]) -> Iterator[Sequence[TargetFile]]:
     """Yield files that are uploaded by one job each: small ones together, the last one alone."""
     small: list[TargetFile] = []
     for file in files:
-        is_small = _bytes_of(file) <= _SMALL_BYTES and not file.is_last
+        is_small = file.nbytes <= _SMALL_BYTES and not file.is_last
         if is_small:
             small.append(file)
         if small and (file.is_last or len(small) == _TOGETHER):
@@ -149,11 +132,7 @@ def _grouped(files: Iterable[TargetFile]) -> Iterator[Sequence[TargetFile]]:
         yield small
 
 
-def _bytes_of(file: TargetFile) -> int:
-    return file.span_bytes + sum(len(ending.data) for ending in file.endings)
-
-
-def _upload(writer: SpanWriter, files: Sequence[TargetFile], root: Path) -> Sequence[Uploaded]:
+def _upload(writer: SpanWriter, files: Sequence[TargetFile], root: Path) -> Sequence[FinishedFile]:
     """Upload whole files, as a worker's job; several small ones side by side."""
     if len(files) == 1:
         whole = partial(_upload_once, writer, files[0], root / files[0].path)
@@ -171,7 +150,7 @@ def _upload(writer: SpanWriter, files: Sequence[TargetFile], root: Path) -> Sequ
             return list(pool.map(_Filled.finish, filled))
 
 
-def _upload_once(writer: SpanWriter, file: TargetFile, path: Path) -> Uploaded:
+def _upload_once(writer: SpanWriter, file: TargetFile, path: Path) -> FinishedFile:
     filled = _fill(writer, file, path)
     with closing(filled.sink):
         writer.require_current()  # the next request makes the object exist
@@ -185,31 +164,28 @@ class _Filled:
     path: Path
     sink: Sink
     mode: int | None
-    results: tuple[SpanResult, ...]
-    ending_bytes: int
+    endings: FileEndings
 
-    def finish(self) -> Uploaded:
+    def finish(self) -> FinishedFile:
         """Complete the object."""
         with target_errors(self.path):
             self.sink.finish(self.mode)
-        return Uploaded(self.sink.version, self.results, self.ending_bytes)
+        return self.endings.finished(self.sink.version)
 
 
 def _fill(writer: SpanWriter, file: TargetFile, path: Path) -> _Filled:
     """Hand a file over, span after span, in the order of their bytes."""
-    sink = open_sink(path, is_new=True, nbytes=_bytes_of(file), is_last=file.is_last)
-    results: list[SpanResult] = []
+    sink = open_sink(path, nbytes=file.nbytes, is_last=file.is_last)
     late = _LateEndings(file, sink)
     try:
         for span in file.spans:
             late.write(span.offset)
-            results.append(writer.window.write(span, sink, is_new=False))
-            late.endings.add(results[-1])
+            late.endings.add(writer.window.write(span, sink))
         late.write(None)
     except BaseException:
         sink.close()
         raise
-    return _Filled(path, sink, file.mode, tuple(results), late.nbytes)
+    return _Filled(path, sink, file.mode, late.endings)
 
 
 class _LateEndings:
@@ -217,7 +193,6 @@ class _LateEndings:
 
     def __init__(self, file: TargetFile, sink: Sink) -> None:
         self.endings = FileEndings(file)
-        self.nbytes = 0
         self._sink = sink
         self._waiting = deque(sorted(file.endings, key=lambda ending: ending.offset))
 
@@ -227,21 +202,3 @@ class _LateEndings:
             ending = self._waiting.popleft()
             data = self.endings.serialize(ending)
             self._sink.write(memoryview(data), ending.offset)
-            self.nbytes += len(data)
-
-
-def _are_of(results: Iterable[SpanResult], file: TargetFile) -> bool:
-    """Tell whether results that a journal recorded are those of a file's spans."""
-    wanted = {}
-    for span in file.spans:
-        at, regions = span.offset, []
-        for part in span.parts:
-            if isinstance(part, Region):
-                blocks = -(-part.content_bytes // part.block_bytes) if part.block_bytes else 0
-                regions.append((at, part.content_bytes, blocks))
-            at += part.nbytes
-        wanted[span.offset] = regions
-    return wanted == {
-        result.offset: [(r.offset, r.content.nbytes, len(r.blocks)) for r in result.regions]
-        for result in results
-    }

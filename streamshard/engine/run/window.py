@@ -1,20 +1,26 @@
 """Streams parts through one buffer into a file: large sequential writes even of small fragments."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import numpy as np
 
 from streamshard.checksums import RunningChecksums, crc32, join_crc32
-from streamshard.engine.journals.journal import Written
-from streamshard.engine.numeric.cast import count_infinite
 from streamshard.engine.numeric.crc import CRC32C
 from streamshard.engine.run.region import ReadAhead, RegionFiller
 from streamshard.engine.run.source_reader import ReusableBuffer, SourceReader
-from streamshard.engine.run.work import Codec, Fixed, Region, RegionResult, Span, SpanResult
+from streamshard.engine.run.work import (
+    Codec,
+    Fixed,
+    Region,
+    RegionResult,
+    Span,
+    SpanResult,
+    Written,
+)
 from streamshard.engine.run.write_buffer import WriteBuffer
-from streamshard.errors import IntegrityError
+from streamshard.io.readable import OpenedFile
 from streamshard.io.retry import try_again
 from streamshard.io.sink import Sink
 
@@ -25,8 +31,6 @@ _LOOK_BYTES: Final = 64
 _STEP_BYTES: Final = 1 << 19
 """What is read is still in the CPU's cache when its checksums are computed; a multiple of all
 sizes of elements."""
-_LONGEST: Final = 16
-"""Bytes of the largest element of any dtype."""
 
 
 def unwritten_bytes(available_bytes: int) -> int:
@@ -68,17 +72,13 @@ class Window(WriteBuffer):
         """What reads ahead for the current span."""
         self._crc32 = 0
         """CRC-32 of the span up to the last part, or piece of a part, that is complete."""
-        self._makes_holes = True
-        self._content, self._encoded = ReusableBuffer(), ReusableBuffer()
-        """Memory for a piece of content before it is encoded, and of what was encoded before."""
+        self._content = ReusableBuffer()
+        """Memory for a piece of content before it is encoded."""
 
-    def write(self, span: Span, file: Sink, *, is_new: bool = True) -> SpanResult:
-        """Write a span of a file.
-
-        `is_new`: whether the file is empty at that place, so that zeros need not be written.
-        """
+    def write(self, span: Span, file: Sink) -> SpanResult:
+        """Write a span of a file."""
         self.begin(file, span.offset)
-        self._crc32, self._makes_holes = 0, is_new
+        self._crc32 = 0
         copies = [part.copies for part in span.parts if isinstance(part, Region)]
         self._ahead = ReadAhead(copies, self._reader)
         regions = []
@@ -90,95 +90,26 @@ class Window(WriteBuffer):
             else:
                 regions.append(self._put_encoded(part, part.codec))
         self.flush(last=True)
-        return self._result(span, regions)
-
-    def recall(self, span: Span, file: Sink, written: Written) -> SpanResult | None:
-        """Return the result of a span that an earlier run wrote, as if it were written now.
-
-        Reads the span once. Returns None if its size or content differs from that run's journal or
-        from the span's fixed parts, or if overflow is to be counted and an element is infinite: it
-        may have been infinite before the cast.
-        """
-        if written.nbytes != span.nbytes and not span.is_encoded:
-            return None
-        self._file, self._offset, self._crc32 = file, span.offset, 0
-        end = span.offset + written.nbytes
-        regions = []
-        for part in span.parts:
-            if isinstance(part, Fixed):
-                if self._recall_bytes(part.nbytes, end) != part.data:
-                    return None
-                continue
-            region = self._recall_region(part, end)
-            if region is None:
-                return None
-            regions.append(region)
-        found = self._result(span, regions)
-        return found if found.written == written else None
-
-    def _result(self, span: Span, regions: Sequence[RegionResult]) -> SpanResult:
         written = Written(self._offset - span.offset, self._crc32)
         return SpanResult(span.offset, written, tuple(regions))
 
-    def _recall_region(self, region: Region, end: int) -> RegionResult | None:
-        offset, sums, cast = self._offset, checksums_of(region), region.cast
-        if region.codec is None:
-            for view in self._read_back(region.content_bytes, end):
-                if region.counts_overflow and cast and count_infinite(view, cast.target):
-                    return None
-                sums.update(view)
-            self._crc32 = join_crc32(self._crc32, sums.crc32, sums.nbytes)
-            self._recall_bytes(region.trailer_bytes, end)
-        else:
-            nbytes = end - offset - region.trailer_bytes
-            try:
-                for content in self._decoded(region, region.codec, nbytes):
-                    sums.update(content)
-            except (EOFError, RuntimeError, ValueError, IntegrityError):
-                return None  # it is damaged
-            self._recall_bytes(region.trailer_bytes, end)
-        return RegionResult(offset, sums.digest, tuple(sums.blocks))
-
-    def _decoded(self, region: Region, codec: Codec, nbytes: int) -> Iterator[memoryview]:
-        """Read back the encoded bytes of a region, and yield its content in pieces."""
-
-        def read(view: memoryview) -> None:
+    def is_so(self, file: OpenedFile, written: Written) -> bool:
+        """Tell whether a file holds what an earlier run wrote."""
+        found, at = 0, 0
+        while at < written.nbytes:
             self._require_going_on()
-            if self._file.read_into(view, self._offset) < len(view):
-                raise EOFError
-            self._crc32 = crc32(view, self._crc32)
-            self._offset += len(view)
-
-        for start, stop, encoded in codec.pieces(read, nbytes, region.content_bytes, self._encoded):
-            content = self._content(stop - start)
-            codec.decode(encoded, content)
-            yield content
-
-    def _recall_bytes(self, nbytes: int, end: int) -> bytes:
-        """Read the next bytes of a span whole."""
-        data = b"".join(map(bytes, self._read_back(nbytes, end)))
-        self._crc32 = crc32(data, self._crc32)
-        return data
-
-    def _read_back(self, nbytes: int, end: int) -> Iterator[memoryview]:
-        """Yield the next bytes of a span through the buffer, up to its end or the file's."""
-        end = min(end, self._offset + nbytes)
-        while self._offset < end:
-            self._require_going_on()
-            # Whole elements of any dtype.
-            room = max(len(self.buffer) // _LONGEST * _LONGEST, 1)
-            view = self.buffer[: min(room, end - self._offset)]
-            if self._file.read_into(view, self._offset) < len(view):
-                return  # the file was cut off, maybe within an element
-            self._offset += len(view)
-            yield view
+            view = self.buffer[: written.nbytes - at]
+            if file.read_into(view, at) < len(view):
+                return False
+            found, at = crc32(view, found), at + len(view)
+        return Written(file.nbytes, found) == written
 
     def _deliver(self, view: memoryview, *, last: bool) -> None:
         """Write or compare; zeros are skipped to make a hole, except at the end."""
         if self._compares:
             self._require_same(view)
             return
-        if last or not (self._makes_holes and _is_hole(view)):
+        if last or not (self._file.has_zeros and _is_hole(view)):
             self._write(view)
         self._pace(view)
 

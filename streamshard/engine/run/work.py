@@ -5,13 +5,13 @@ process. What comes back, a span's result, is plain data too.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Protocol
 
 from streamshard.checksums import crc32, crc32c, join_crc32
-from streamshard.engine.journals.journal import Written
 from streamshard.engine.numeric.cast import Cast
-from streamshard.model import Copies, Digest, Memory
+from streamshard.model import Copies, Digest
 
 
 class Encoder(Protocol):
@@ -37,20 +37,6 @@ class Codec(Protocol):
 
     def encoder(self, nbytes: int) -> Encoder:
         """Return what makes the same bytes of so much content in pieces."""
-
-    def pieces(
-        self, read: Callable[[memoryview], None], nbytes: int, content_bytes: int, room: Memory
-    ) -> Iterator[tuple[int, int, memoryview]]:
-        """Read encoded bytes, and yield what decodes to each piece of the content.
-
-        That is where the piece begins and ends, and a view that is valid until the next is read.
-
-        `read`: fills a view with the next of `nbytes` encoded bytes.
-        `room`: memory for them.
-        """
-
-    def decode(self, encoded: memoryview, content: memoryview) -> None:
-        """Fill a view with the content of encoded bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +115,6 @@ class Span:
         """Size in the file; an upper bound if a part is encoded."""
         return sum(part.nbytes for part in self.parts)
 
-    @property
-    def is_encoded(self) -> bool:
-        """Whether a part is encoded, so that its size is known once it is written."""
-        return any(isinstance(part, Region) and part.codec is not None for part in self.parts)
-
 
 class LazySpans(Collection[Span]):
     """Spans that are made when they are needed and not kept, because their copies take memory."""
@@ -172,14 +153,36 @@ class RegionResult:
 
 
 @dataclass(frozen=True, slots=True)
+class Written:
+    """Size and checksum of bytes in a file."""
+
+    nbytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
 class SpanResult:
-    """What is known of a span after it is written, or found to be as an earlier run wrote it."""
+    """What is known of a span after it is written."""
 
     offset: int
     written: Written
     """The bytes in the file."""
     regions: tuple[RegionResult, ...]
     """In the order of the span's parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedFile:
+    """A file that a run has finished, as its journal notes it."""
+
+    path: str
+    """Relative to the target directory."""
+    version: str
+    """The object's etag; empty for a local file."""
+    written: Written
+    """All bytes of the file."""
+    results: Sequence[SpanResult]
+    """The results of its spans; none where nobody takes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +198,10 @@ class Ending:
 
 def ignore(result: SpanResult) -> None:
     """Take no note of a result."""
+
+
+def hand_back(result: SpanResult) -> None:
+    """Leave a result to the process that leads the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,42 +224,94 @@ class TargetFile:
         """Yield the file; see `SmallFiles`."""
         yield self
 
+    def fits(self, done: FinishedFile) -> bool:
+        """Tell whether results that a journal noted are those of the file's spans."""
+        if self.take is ignore:
+            return True
+        wanted = {span.offset: _sizes_of(span) for span in self.spans}
+        return wanted == {
+            result.offset: [(r.offset, r.content.nbytes, len(r.blocks)) for r in result.regions]
+            for result in done.results
+        }
+
+    def finish(self, done: FinishedFile) -> FinishedFile:
+        """Hand over the results of all spans."""
+        for result in done.results:
+            self.take(result)
+        return done
+
+    def sent(self) -> "TargetFile":
+        """Return the file as it is sent to another process, which hands over no results."""
+        return replace(self, take=self.take if self.take is ignore else hand_back)
+
     @property
     def span_bytes(self) -> int:
         """Size of all spans; an upper bound if a part is encoded."""
         spans = self.spans
         return spans.nbytes if isinstance(spans, LazySpans) else sum(span.nbytes for span in spans)
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the file; an upper bound if a part is encoded."""
+        return self.span_bytes + sum(len(ending.data) for ending in self.endings)
+
+
+def _sizes_of(span: Span) -> list[tuple[int, int, int]]:
+    """Return of each region of a span the offset, the content's size, and the count of blocks."""
+    offset, sizes = span.offset, []
+    for part in span.parts:
+        if isinstance(part, Region):
+            blocks = -(-part.content_bytes // part.block_bytes) if part.block_bytes else 0
+            sizes.append((offset, part.content_bytes, blocks))
+        offset += part.nbytes
+    return sizes
+
 
 class FileEndings:
-    """The endings of one file; collects the CRC-32s of its regions, in any order."""
+    """The endings of one file; collects what is written of it, in any order."""
 
     def __init__(self, file: TargetFile) -> None:
-        self._endings = file.endings
-        self._found: dict[int, Digest] = {}
+        self._file = file
+        self._digests: dict[int, Digest] = {}
         """Byte offset of a region's content → its digest."""
+        self._results: list[SpanResult] = []
+        self._parts: list[tuple[int, Written]] = []
+        """Byte offset of each span and ending → what it is."""
 
     def add(self, result: SpanResult) -> None:
-        """Add the regions of a span that is done."""
-        if self._endings:
-            found = (region for region in result.regions if region.content.nbytes)
-            self._found.update((region.offset, region.content) for region in found)
+        """Add a span that is done."""
+        self._parts.append((result.offset, result.written))
+        if self._file.take is not ignore:
+            self._results.append(result)
+        if self._file.endings:
+            regions = (region for region in result.regions if region.content.nbytes)
+            self._digests.update((region.offset, region.content) for region in regions)
 
     def all(self) -> Iterator[tuple[int, bytes]]:
         """Yield the byte offset and the bytes of each ending."""
-        for ending in self._endings:
+        for ending in self._file.endings:
             yield ending.offset, self.serialize(ending)
+
+    def finished(self, version: str = "") -> FinishedFile:
+        """Describe the file, all of whose spans were added and endings serialized."""
+        whole = Written(0, 0)
+        for _, part in sorted(self._parts, key=itemgetter(0)):
+            joined = join_crc32(whole.crc32, part.crc32, part.nbytes)
+            whole = Written(whole.nbytes + part.nbytes, joined)
+        return FinishedFile(self._file.path, version, whole, self._results)
 
     def serialize(self, ending: Ending) -> bytes:
         """Return the bytes of an ending whose regions were all added."""
         data = bytearray(ending.data)
         for place, start, stop in ending.crc32s:
             data[place : place + 4] = self._crc32(start, stop).to_bytes(4, "little")
-        return bytes(data)
+        serialized = bytes(data)
+        self._parts.append((ending.offset, Written(len(data), crc32(serialized))))
+        return serialized
 
     def _crc32(self, start: int, stop: int) -> int:
-        crc32 = 0
+        joined = 0
         while start < stop:
-            piece = self._found[start]
-            crc32, start = join_crc32(crc32, piece.crc32, piece.nbytes), start + piece.nbytes
-        return crc32
+            piece = self._digests[start]
+            joined, start = join_crc32(joined, piece.crc32, piece.nbytes), start + piece.nbytes
+        return joined

@@ -1,6 +1,6 @@
 """Encodes chunks piece by piece, to the same frames as at once."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from streamshard.formats.zarr import blosc_frame
 from streamshard.formats.zarr.blosc_frame import HEADER_BYTES, PIECE_BYTES
 from streamshard.formats.zarr.chunks import BloscChunk
-from streamshard.model import Memory
 
 _LEAST_BLOCK: Final = 1 << 16
 """No block of a large chunk is smaller; each takes 8 bytes more than its content, at most."""
@@ -77,8 +76,3 @@ class BloscCodec(BloscChunk):
 
     def encoder(self, nbytes: int) -> BloscEncoder:
         return BloscEncoder(self.encode, nbytes)
-
-    def pieces(
-        self, read: Callable[[memoryview], None], nbytes: int, content_bytes: int, room: Memory
-    ) -> Iterator[tuple[int, int, memoryview]]:
-        return blosc_frame.pieces(read, nbytes, content_bytes, room)

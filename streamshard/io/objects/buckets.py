@@ -178,7 +178,7 @@ class Buckets(Place):
     def writing_bytes(self, largest_bytes: int) -> int:
         return upload_bytes(largest_bytes)
 
-    def open_sink(self, path: Path, *, is_new: bool, nbytes: int, is_last: bool) -> ObjectSink:
+    def open_sink(self, path: Path, *, nbytes: int, is_last: bool) -> ObjectSink:
         return ObjectSink(object_of(path), nbytes, must_be_new=is_last)
 
     def lock(self, path: Path, what: Path) -> AnyLock:

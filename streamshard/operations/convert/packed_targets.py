@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from streamshard.checksums import crc32
-from streamshard.engine.journals.journal import Written
-from streamshard.engine.run.work import SpanResult
+from streamshard.engine.run.work import SpanResult, Written
 from streamshard.formats.torch.zip_layout import ALIGNMENT, directory_of
 from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT
 from streamshard.formats.zarr.packed_layout import PackedEntry

@@ -162,7 +162,8 @@ class Divider:
 
         spans = LazySpans([partial(self._span, *run) for run in runs.all()], runs.nbytes)
         endings = [*late, *layout.endings]
-        return TargetFile(layout.path, spans, endings, layout.mode, layout.is_last, take)
+        taken = take if named else layout.take
+        return TargetFile(layout.path, spans, endings, layout.mode, layout.is_last, taken)
 
     def _span(self, offset: int, parts: Sequence["Fixed | _Part"]) -> Span:
         return Span(offset, [p if isinstance(p, Fixed) else self._region(p) for p in parts])
@@ -249,7 +250,7 @@ class _Runs:
         self.nbytes += part.nbytes
         self.end += part.nbytes
         self._cost += part.nbytes + units * _UNIT_COST
-        # A run without bytes would begin where the next one does, and a journal knows them by that.
+        # A run without bytes would begin where the next one does, and results are told by that.
         if self._cost >= SPAN_BYTES and self.end > self._start:
             self.skip(0)
 

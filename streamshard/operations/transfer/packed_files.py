@@ -21,15 +21,10 @@ from streamshard.engine.jobs.proofs import TargetProof
 from streamshard.engine.run import resident_memory
 from streamshard.engine.run.phases import Watcher
 from streamshard.engine.run.runner import Jobs
-from streamshard.engine.run.span_writer import (
-    Resources,
-    SmallFiles,
-    SpanTask,
-    SpanWriter,
-    TargetFiles,
-)
+from streamshard.engine.run.source_check import Ranges
+from streamshard.engine.run.span_writer import Resources, SmallFiles, SpanWriter, TargetFiles
 from streamshard.engine.run.window import unwritten_bytes
-from streamshard.engine.run.work import SpanResult, TargetFile
+from streamshard.engine.run.work import Span, SpanResult, TargetFile
 from streamshard.engine.run.write_buffer import WriteBuffer
 from streamshard.errors import UsageError
 from streamshard.formats.torch.zip_layout import directory_of
@@ -74,12 +69,13 @@ class PackedFiles:
         """The entries of the zip's directory."""
         self._end = 0
 
+    def ranges(self) -> Iterator[Ranges]:
+        return iter(())
+
     def jobs(self, resources: Resources, watcher: Watcher) -> "_PackingJobs":
         if self._sink is None:
             with target_errors(self.file):
-                self._sink = open_sink(
-                    self.file, is_new=True, nbytes=self._nbytes, is_last=self._must_be_new
-                )
+                self._sink = open_sink(self.file, nbytes=self._nbytes, is_last=self._must_be_new)
             self._buffer = WriteBuffer(
                 aligned(BUFFER_BYTES),
                 unwritten_bytes(resident_memory.available_bytes()),
@@ -190,13 +186,12 @@ class _PackingJobs(Jobs):
                 self._waiting.append(
                     _Waiting([some.path], span.nbytes, some.is_last, partial(_take_one, some))
                 )
-                task = SpanTask(self._packed.file, span, is_new=False, known=None)
-                yield partial(_fill, task, self._packed.buffers)
+                yield partial(_fill, self._packed.file, span, self._packed.buffers)
             else:
                 self._waiting.append(_Waiting(some.paths, some.nbytes, False, some.take))
                 yield partial(_fill_small, some, self._packed.file)
 
-    def take(self, number: int, done: _FilledFiles) -> None:
+    def take(self, number: int, done: _FilledFiles, ranges: Ranges) -> None:
         """Write files; behind the last one of all, the zip's directory."""
         files = self._waiting.popleft()
         # Workers count what they fill. The rest is what compression saved, and what is between.
@@ -216,14 +211,14 @@ def _take_one(file: TargetFile, results: Sequence[SpanResult]) -> None:
     file.take(results[0])
 
 
-def _fill(task: SpanTask, buffers: list[bytearray], writer: SpanWriter) -> _FilledFiles:
+def _fill(path: Path, span: Span, buffers: list[bytearray], writer: SpanWriter) -> _FilledFiles:
     data = bytearray()
     with suppress(IndexError):
         data = buffers.pop()
-    if len(data) < task.span.nbytes:
-        data = bytearray(task.span.nbytes)
+    if len(data) < span.nbytes:
+        data = bytearray(span.nbytes)
     memory = _Memory(data)
-    result = writer.write(task, memory).result
+    result = writer.write(path, span, memory).result
     return _FilledFiles([result], [[memoryview(data)[: result.written.nbytes]]], data)
 
 

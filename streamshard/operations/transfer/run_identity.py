@@ -28,8 +28,9 @@ from streamshard.model import LogicalTensor, Note, NoteKind, SourceFile, ZeroLay
 from streamshard.operations.source.source import Source
 from streamshard.sizes import counted
 
-_FORMAT: Final = 4
-"""Rises whenever the same run makes other bytes, or has another digest of its headers."""
+_FORMAT: Final = 5
+"""Rises whenever the same run makes other bytes, has another digest of its headers, or notes its
+files in another way."""
 _DIGEST_BYTES: Final = 8
 _MOST_SHOWN: Final = 40
 _TARGET: Final = "OUT"

@@ -181,9 +181,10 @@ class UploadedTarget(StagedTarget):
     def _forget_changed(self) -> None:
         """Forget recorded objects that are gone, or are others now: they are uploaded again."""
         if not self.journal.is_whole:
-            found = {name: entry.status().version for name, entry in self._objects()}
-            known = ((name, self.journal.version_of(name)) for name in self.journal.paths())
-            self.journal.keep_only({name for name, version in known if found.get(name) == version})
+            versions = {name: entry.status().version for name, entry in self._objects()}
+            for file in self.journal.finished():
+                if versions.get(file.path) != file.version:
+                    self.journal.forget(file.path)
 
     def _objects(self) -> Iterator[tuple[str, Entry]]:
         """Yield the relative paths and the entries of all objects but the journal's."""
@@ -194,7 +195,7 @@ class UploadedTarget(StagedTarget):
 
     def _own(self) -> set[str]:
         """Return the relative paths of all objects that this run, or the one it continues, made."""
-        return {*self._sizes(), *self.journal.paths()}
+        return {*self._sizes(), *(file.path for file in self.journal.finished())}
 
     def _require_alone(self) -> None:
         """Refuse to complete a target in which there are objects of others."""
