@@ -186,7 +186,7 @@ def kill_once(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
 
     monkeypatch.setattr(Journal, "note_all", killing(Journal.note_all))
     monkeypatch.setattr(PackedFiles, "append", killing(PackedFiles.append))
-    monkeypatch.setattr(PackedTarget, "_remove_if_empty", lambda _: None)
+    monkeypatch.setattr(PackedTarget, "_discard", lambda _: None)
 
 
 @pytest.mark.parametrize("then", [True, False], ids=["packed", "a directory"])

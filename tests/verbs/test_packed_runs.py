@@ -138,7 +138,7 @@ def test_a_run_that_is_killed_starts_from_the_beginning(
 
         with monkeypatch.context() as patch:
             patch.setattr(PackedFiles, "append", killed)
-            patch.setattr(PackedTarget, "_remove_if_empty", lambda _: None)
+            patch.setattr(PackedTarget, "_discard", lambda _: None)
             with pytest.raises(KilledError):
                 converted(run, out, codec=codec)
         assert not out.exists()

@@ -18,7 +18,7 @@ from streamshard.layout.memory_plan import MIB, SCRATCH_BYTES, MemoryPlan, plan_
 from streamshard.model import SourceFile
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.report import Progress, Report
-from streamshard.operations.transfer.staged_target import StagedTarget
+from streamshard.operations.transfer.transaction import Transaction
 
 _DEFAULT_LIMIT_BYTES: Final = 1024 * MIB
 _CLIENT_BYTES: Final = 32 * MIB
@@ -131,7 +131,7 @@ class Limits:
 
 
 def engine_for(
-    source: Source, target: StagedTarget, memory_plan: MemoryPlan, progress: Progress
+    source: Source, target: Transaction, memory_plan: MemoryPlan, progress: Progress
 ) -> Engine:
     """Return what writes files to the partial target, except parts that are written already."""
     resources = Resources(
@@ -141,7 +141,7 @@ def engine_for(
         _is_large(source),
         memory_plan.process_bytes,
     )
-    return Engine(source.files, resources, progress, target.partial)
+    return Engine(source.files, resources, progress, target.files)
 
 
 def _is_large(source: Source) -> bool:
@@ -152,7 +152,7 @@ def _is_large(source: Source) -> bool:
 
 def measured(
     report: Report,
-    target: StagedTarget,
+    target: Transaction,
     progress: Progress,
     work: Callable[[], Sequence[SourceFile]],
 ) -> Report:

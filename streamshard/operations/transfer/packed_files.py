@@ -7,7 +7,7 @@ before the zip's directory stands at its end; a run that is cut off starts from 
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -44,7 +44,6 @@ class PackedFiles:
 
     `nbytes`: its size at most.
     `must_be_new`: whether an object that is there already is an error.
-    `reservation`: preallocated space, which is given back before it is written to.
     """
 
     kept_bytes = 0
@@ -55,7 +54,6 @@ class PackedFiles:
         nbytes: int,
         *,
         must_be_new: bool = False,
-        reservation: Reservation | None = None,
     ) -> None:
         self.file = file
         self.path: Path = file.parent
@@ -63,7 +61,8 @@ class PackedFiles:
         """Memory for files, which is free again."""
         self._nbytes = nbytes
         self._must_be_new = must_be_new
-        self._reservation = reservation
+        self.reservation: Reservation | None = None
+        """Preallocated space, which is given back before it is written to."""
         self._sink: Sink | None = None
         self._central: list[bytes] = []
         """The entries of the zip's directory."""
@@ -92,8 +91,8 @@ class PackedFiles:
         """Add a file behind those before it; returns how many bytes are around its content."""
         entry = PackedEntry(path, self._end, sum(map(len, content)))
         header, descriptor = entry.header(), entry.descriptor(crc32)
-        if self._reservation is not None:
-            self._reservation.give_back(entry.end - entry.start)
+        if self.reservation is not None:
+            self.reservation.give_back(entry.end - entry.start)
         for piece in (header, *content, descriptor):
             self._buffer.put(memoryview(piece))
         self._central.append(entry.central(crc32))
@@ -147,22 +146,10 @@ class _MemoryFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
-    """Files that one job fills."""
-
-    paths: Sequence[str]
-    nbytes: int
-    """Size of all; an upper bound if they are encoded."""
-    is_last: bool
-    """Whether no file follows."""
-    take: Callable[[Sequence[SpanResult]], None]
-    """Called with their results."""
-
-
-@dataclass(frozen=True, slots=True)
 class _FilledFiles:
     """What a job has filled."""
 
+    paths: Sequence[str]
     results: Sequence[SpanResult]
     contents: Sequence[Sequence[bytes | memoryview]]
     buffer: bytearray | None = None
@@ -177,18 +164,16 @@ class _PackingJobs(Jobs):
     def __init__(self, packed: PackedFiles, watcher: Watcher) -> None:
         self._packed = packed
         self._watcher = watcher
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: deque[TargetFiles] = deque()
 
     def all(self, files: Iterable[TargetFiles]) -> Iterator[Job[SpanWriter, _FilledFiles]]:
         for some in files:
+            self._waiting.append(some)
             if isinstance(some, TargetFile):
-                (span,) = some.spans
-                self._waiting.append(
-                    _Waiting([some.path], span.nbytes, some.is_last, partial(_take_one, some))
+                yield partial(
+                    _fill, some.path, *some.spans, self._packed.file, self._packed.buffers
                 )
-                yield partial(_fill, self._packed.file, span, self._packed.buffers)
             else:
-                self._waiting.append(_Waiting(some.paths, some.nbytes, False, some.take))
                 yield partial(_fill_small, some, self._packed.file)
 
     def take(self, number: int, done: _FilledFiles, ranges: Ranges) -> None:
@@ -197,33 +182,34 @@ class _PackingJobs(Jobs):
         # Workers count what they fill. The rest is what compression saved, and what is between.
         rest = files.nbytes - sum(result.written.nbytes for result in done.results)
         with target_errors(self._packed.file):
-            for path, result, content in zip(files.paths, done.results, done.contents, strict=True):
+            for path, result, content in zip(done.paths, done.results, done.contents, strict=True):
                 rest += self._packed.append(path, result.written.crc32, content)
-            if files.is_last:
+            if isinstance(files, TargetFile) and files.is_last:
                 rest += self._packed.append_directory()
         self._watcher.advance(rest)
-        files.take(done.results)
+        if isinstance(files, TargetFile):
+            files.take(*done.results)
+        else:
+            files.take(done.results)
         if done.buffer is not None:
             self._packed.buffers.append(done.buffer)
 
 
-def _take_one(file: TargetFile, results: Sequence[SpanResult]) -> None:
-    file.take(results[0])
-
-
-def _fill(path: Path, span: Span, buffers: list[bytearray], writer: SpanWriter) -> _FilledFiles:
+def _fill(
+    path: str, span: Span, target: Path, buffers: list[bytearray], writer: SpanWriter
+) -> _FilledFiles:
     data = bytearray()
     with suppress(IndexError):
         data = buffers.pop()
     if len(data) < span.nbytes:
         data = bytearray(span.nbytes)
     memory = _Memory(data)
-    result = writer.write(path, span, memory).result
-    return _FilledFiles([result], [[memoryview(data)[: result.written.nbytes]]], data)
+    result = writer.write(target, span, memory).result
+    return _FilledFiles([path], [result], [[memoryview(data)[: result.written.nbytes]]], data)
 
 
 def _fill_small(files: SmallFiles, target: Path, writer: SpanWriter) -> _FilledFiles:
     memory = _MemoryFiles()
     with target_errors(target):
         results = files.write(writer, memory)
-    return _FilledFiles(results, memory.contents)
+    return _FilledFiles(files.paths, results, memory.contents)

@@ -11,7 +11,7 @@ At any moment the disk is in one of these states, and the same command finishes 
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Self
 
 from streamshard.engine.journals.journal import Journal
 from streamshard.errors import SourceError, TargetExistsError
@@ -24,7 +24,7 @@ from streamshard.operations.source.unfinished import JOURNAL
 from streamshard.operations.transfer.packed_files import PackedFiles
 from streamshard.operations.transfer.staging import PartialTarget
 from streamshard.operations.transfer.target import partial_of
-from streamshard.operations.transfer.target_state import DiskState, TargetKind, replaces
+from streamshard.operations.transfer.target_state import DiskState, replaces
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ def require_packed_store(target: Path) -> None:
 class PackedTarget(PartialTarget):
     """A target that is one file, while it is being written."""
 
-    partial: PackedFiles
+    state = PackedState
+    files: PackedFiles
 
     def _settled(self) -> DiskState:
         """Look at the target, after what an interrupted run left is tidied."""
@@ -92,15 +93,17 @@ class PackedTarget(PartialTarget):
             return PackedState.at(self._target)
         return state
 
-    def _prepare(self, state: DiskState) -> None:
-        super()._prepare(state)
-        if not self.is_done:
-            written = self.path / self._target.name
-            self.partial = PackedFiles(written, self._nbytes, reservation=self._reservation)
+    def __init__(self, *planned: Any, **options: Any) -> None:  # noqa: ANN401
+        super().__init__(*planned, **options)
+        self.files = PackedFiles(self.path / self._target.name, self._nbytes)
+
+    def _open_files(self) -> PackedFiles:
+        super()._open_files()
+        self.files.reservation = self._reservation
+        return self.files
 
     def _end(self, error: BaseException | None) -> None:
-        if not self.is_done:
-            self.partial.close()
+        self.files.close()
         super()._end(error)
 
     def _swap_in(self) -> None:
@@ -124,6 +127,3 @@ class PackedTarget(PartialTarget):
         remove_file(self.path / self._target.name, missing_ok=True)
         remove(self.path)
         sync_path(self._target.parent)
-
-
-KIND: Final = TargetKind(PackedState, PackedTarget)

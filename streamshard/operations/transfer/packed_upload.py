@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Self
 
 from streamshard.errors import TargetExistsError
 from streamshard.io.files import target_errors
@@ -21,9 +21,9 @@ from streamshard.io.readable import Status
 from streamshard.model import Template
 from streamshard.operations.transfer.packed_files import PackedFiles
 from streamshard.operations.transfer.packed_target import require_packed_store
-from streamshard.operations.transfer.staged_target import StagedTarget
 from streamshard.operations.transfer.target import partial_of
-from streamshard.operations.transfer.target_state import TargetKind, TargetState
+from streamshard.operations.transfer.target_state import TargetState
+from streamshard.operations.transfer.transaction import Transaction
 from streamshard.operations.transfer.uploaded_target import abort_strays
 
 
@@ -51,13 +51,12 @@ class PackedUploadState(TargetState):
         require_packed_store(self.target)
 
 
-class PackedUploadTarget(StagedTarget):
+class PackedUploadTarget(Transaction):
     """A target that is one object, while it is being written."""
 
+    state = PackedUploadState
     _target: ObjectPath
-    partial: PackedFiles
-    is_written = False
-    kept_bytes = 0
+    files: PackedFiles
 
     def __init__(self, *planned: Any, **options: Any) -> None:  # noqa: ANN401
         super().__init__(*planned, **options)
@@ -69,18 +68,19 @@ class PackedUploadTarget(StagedTarget):
         with target_errors(self._target):
             self._lock.take()
             stack.callback(self._lock.release)
-            self._state = PackedUploadState.at(self._target)
-            self._state.require_free(overwrite=self._overwrite)
+            self._before = PackedUploadState.at(self._target)
+            self._before.require_free(overwrite=self._overwrite)
             if upload_requests(self._nbytes) > 1:
                 self.notes = abort_strays(self._target, self._elsewhere)
             written = self._elsewhere if self._verify else self._target
             must_be_new = not (self._overwrite or self._verify)
-            self.partial = PackedFiles(written, self._nbytes, must_be_new=must_be_new)
-            stack.callback(self.partial.close)
+            self.files = PackedFiles(written, self._nbytes, must_be_new=must_be_new)
+            stack.callback(self.files.close)
+            stack.push(self._ended)
 
     def complete(self) -> Path:
         with target_errors(self._target):
-            self.partial.finish()
+            self.files.finish()
         return self.path
 
     def commit(self, require: Callable[[], None], latest: str | None = None) -> None:
@@ -90,11 +90,11 @@ class PackedUploadTarget(StagedTarget):
                 copy_object(self._elsewhere, self._target)
                 remove_object(self._elsewhere)
             else:
-                self.partial.finish()
+                self.files.finish()
 
     def _require_same(self) -> None:
         """Refuse to replace an object that came meanwhile."""
-        now, before = head(self._target), self._state.found
+        now, before = head(self._target), self._before.found
         if (now and now.version) != (before and before.version):
             message = f"{self._target}: was written by someone else meanwhile; move it away"
             raise TargetExistsError(f"{message}, and run the same command again")
@@ -103,6 +103,3 @@ class PackedUploadTarget(StagedTarget):
         # A run that was killed may have left one.
         if (error is not None or not self._verify) and head(self._elsewhere) is not None:
             remove_object(self._elsewhere)
-
-
-KIND: Final = TargetKind(PackedUploadState, PackedUploadTarget)

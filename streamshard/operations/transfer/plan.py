@@ -22,7 +22,6 @@ from streamshard.operations.transfer import execution
 from streamshard.operations.transfer.file_layout import Divider
 from streamshard.operations.transfer.report import Progress, Report, Silent, nothing_done
 from streamshard.operations.transfer.run_identity import RunIdentity
-from streamshard.operations.transfer.staged_target import StagedTarget, staged
 from streamshard.operations.transfer.target import (
     place_to_make,
     require_named,
@@ -30,8 +29,9 @@ from streamshard.operations.transfer.target import (
     require_separate,
     require_space,
 )
-from streamshard.operations.transfer.target_state import TargetState
+from streamshard.operations.transfer.target_state import TargetState, transaction_of
 from streamshard.operations.transfer.target_writer import Output
+from streamshard.operations.transfer.transaction import Transaction
 from streamshard.options import TransferOptions, WritingOptions
 from streamshard.registry import EXISTING_TARGET, load
 from streamshard.sizes import some_of
@@ -75,22 +75,22 @@ class TransferPlan:
             return found
         check = self.output.check
         noted = () if check is None else check(self.memory, shown) or ()
-        with staged(
+        with transaction_of(self.target)(
             self.target,
             self.identity,
             nbytes=self.report.bytes_written,
             sizes=self.sizes,
             verify=options.verify,
             template=self.output.template,
-        ) as partial_target:
+        ) as transaction:
             divider = Divider(self.source)
-            write = partial(self._write, divider, partial_target, shown)
+            write = partial(self._write, divider, transaction, shown)
             report = replace(self.report, notes=(*self.report.notes, *noted))
-            done = execution.measured(report, partial_target, shown, write)
+            done = execution.measured(report, transaction, shown, write)
             return self.output.writer.finish(done, divider.overflowed)
 
     def _write(
-        self, divider: Divider, partial_target: StagedTarget, progress: Progress
+        self, divider: Divider, target: Transaction, progress: Progress
     ) -> Sequence[SourceFile]:
         """Write all files, read them back if that is wanted, and rename them into place.
 
@@ -98,11 +98,11 @@ class TransferPlan:
         """
         writer, latest = self.output.writer, self.output.latest
         # If a file changed during the run, the bytes read before and after do not belong together.
-        read = () if partial_target.is_written else self.source.files
+        read = () if target.is_written else self.source.files
         unchanged = partial(require_all_unchanged, read)
         unchecked: Sequence[SourceFile] = ()
-        if not partial_target.is_written:
-            engine = execution.engine_for(self.source, partial_target, self.memory, progress)
+        if not target.is_written:
+            engine = execution.engine_for(self.source, target, self.memory, progress)
             try:
                 for layouts in writer.passes():
                     engine.run(layout.divided(divider) for layout in layouts())
@@ -110,13 +110,13 @@ class TransferPlan:
             except IntegrityError:
                 unchanged()  # a job that is still saving is another error than damage
                 raise
-        if latest is not None and not partial_target.is_written:
+        if latest is not None and not target.is_written:
             progress.advance(len(latest.encode()))  # the commit writes it
-        if self.options.verify and not partial_target.is_done:
+        if self.options.verify and not target.is_done:
             unchanged()
-            self._read_back(partial_target.complete(), progress)
+            self._read_back(target.complete(), progress)
         progress.enter(COMMITTING)
-        partial_target.commit(unchanged, latest=latest)
+        target.commit(unchanged, latest=latest)
         return unchecked
 
     def _read_back(self, place: Path, progress: Progress) -> None:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from streamshard.engine.journals.journal import PROOF_PREFIX, Journal
+from streamshard.engine.run.runner import StagedFiles
 from streamshard.engine.run.staged_files import Partial
-from streamshard.errors import IntegrityError
 from streamshard.formats.deepspeed import names
 from streamshard.io.changes import (
     discard,
@@ -35,17 +35,17 @@ from streamshard.io.place import place_of
 from streamshard.io.preallocation import Reservation
 from streamshard.io.retry import FROM_OUTSIDE, ignored
 from streamshard.operations.source.unfinished import JOURNAL
-from streamshard.operations.transfer.staged_target import StagedTarget
 from streamshard.operations.transfer.target import is_vacant, partial_of, replaced_of
-from streamshard.operations.transfer.target_state import DiskState, TargetKind, replaces
+from streamshard.operations.transfer.target_state import DiskState, replaces
+from streamshard.operations.transfer.transaction import JournaledTransaction
 
 _RESERVED: Final = f"{names.OWN_PREFIX}.reserved"
 
 
-class PartialTarget(StagedTarget):
-    """A target while it is being written."""
+class PartialTarget(JournaledTransaction):
+    """A directory while it is being written."""
 
-    journal: Journal
+    state = DiskState
 
     def __init__(self, *planned: Any, **options: Any) -> None:  # noqa: ANN401
         super().__init__(*planned, **options)
@@ -63,7 +63,7 @@ class PartialTarget(StagedTarget):
         state = self._settled()
         self.journal = state.begun
         stack.callback(self.journal.close)
-        stack.callback(self._remove_if_empty)
+        stack.push(self._ended)
         self._prepare(state)
 
     def _settled(self) -> DiskState:
@@ -80,27 +80,17 @@ class PartialTarget(StagedTarget):
             return state
         return DiskState.at(self._target, self._template)
 
-    def _prepare(self, state: DiskState) -> None:
-        """Start from the beginning, or continue from an earlier run's partial target."""
-        if self.is_done:
-            return
-        state.require_free(overwrite=self._overwrite)
-        header = self.journal.header
-        if self._overwrite or header is None:
-            self._is_own = True
+    def _make_ready(self, state: DiskState, *, is_new: bool) -> None:
+        if is_new:
             make_directory(self.path, exist_ok=True)
-            self._become_like_empty(state)
-            self.journal.begin(self._identity.header)
-        else:
-            self._identity.require_same(header, self.path)
-            self._is_own = True
-            self._become_like_empty(state)
-            self.journal.proceed()
+        self._become_like_empty(state)
+
+    def _open_files(self) -> StagedFiles:
         if not self.journal.is_whole:
             self._remove_unknown()
             left = max(0, self._nbytes - place_of(self.path).allocated_bytes(self.path))
             self._reservation = Reservation(self.path / _RESERVED, left)
-        self.partial = Partial(self.path, self.journal, self._reservation)
+        return Partial(self.path, self.journal, self._reservation)
 
     def _become_like_empty(self, state: DiskState) -> None:
         """Take over owner, mode and access list of the empty directory that will be replaced.
@@ -124,22 +114,15 @@ class PartialTarget(StagedTarget):
     def _end(self, error: BaseException | None) -> None:
         with ignored(FROM_OUTSIDE):
             self._finish_reservation()
-        if isinstance(error, IntegrityError):
-            discard(self.path)
-        elif error is not None and not self.journal.is_empty and self._is_there():
-            self._keep(error, "written")
+        super()._end(error)
 
     def _is_there(self) -> bool:
-        try:
+        with ignored(FROM_OUTSIDE):  # the first error is the one to report
             return lexists(self.path)
-        except OSError:  # the first error is the one to report
-            return False
+        return False
 
-    def _remove_if_empty(self) -> None:
-        """Remove this run's partial target if nothing was written, whatever that ends with."""
-        if self._is_own and self.journal.is_empty:
-            with ignored(FROM_OUTSIDE):
-                discard(self.path)
+    def _discard(self) -> None:
+        discard(self.path)
 
     def _finish_reservation(self) -> None:
         if self._reservation is not None:
@@ -185,6 +168,3 @@ class PartialTarget(StagedTarget):
             sync_path(self._replaced.parent)
         remove_file(self._target / JOURNAL)
         sync_path(self._target)
-
-
-KIND: Final = TargetKind(DiskState, PartialTarget)

@@ -2,11 +2,11 @@
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from streamshard.engine.journals.journal import Journal
 from streamshard.errors import Option, TargetExistsError
@@ -28,24 +28,14 @@ _KINDS: Final = {
     (False, False): DISK_TARGET, (False, True): UPLOADED_TARGET,
     (True, False): PACKED_TARGET, (True, True): PACKED_UPLOAD,
 }  # fmt: skip
-"""Whether a target is one file, and whether it is in a bucket → its kind."""
+"""Whether a target is one file, and whether it is in a bucket → what makes it."""
 _OVERWRITE: Final = Option("overwrite", True)
 _IF_NEEDED: Final = Option("if_needed", True)
 
 
-class TargetKind(NamedTuple):
-    """What a kind of target is looked at with, and what writes it."""
-
-    state: Any
-    """A class of `TargetState` with a constructor `at`."""
-    staged: Callable[..., Any]
-    """Makes what `staged_target.StagedTarget` describes."""
-
-    @staticmethod
-    def of(target: Path) -> "TargetKind":
-        """Return the kind of a target: its name and its place tell."""
-        found: TargetKind = load(_KINDS[is_packed_name(target), is_object(target)])
-        return found
+def transaction_of(target: Path) -> Any:  # noqa: ANN401
+    """Return the class of `transaction.Transaction` that makes a target: name and place tell."""
+    return load(_KINDS[is_packed_name(target), is_object(target)])
 
 
 class TargetState(ABC):
@@ -61,8 +51,13 @@ class TargetState(ABC):
         """
         require_named(target)
         with target_errors(target):
-            found: TargetState = TargetKind.of(target).state.at(target, template)
-        return found
+            state: TargetState = transaction_of(target).state.at(target, template)
+        return state
+
+    @classmethod
+    @abstractmethod
+    def at(cls, target: Any, template: Template | None = None) -> Self:  # noqa: ANN401
+        """Look at a target of this kind."""
 
     @property
     @abstractmethod

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from streamshard.engine.journals.upload_journal import UploadJournal
 from streamshard.engine.run.uploads import Uploads
-from streamshard.errors import IntegrityError, TargetExistsError
+from streamshard.errors import TargetExistsError
 from streamshard.formats.deepspeed import names
 from streamshard.io.changes import remove_file, write_new
 from streamshard.io.entries import (
@@ -42,9 +42,9 @@ from streamshard.io.readable import Entry
 from streamshard.model import Template
 from streamshard.operations.source.directory_content import DirectoryContent
 from streamshard.operations.source.unfinished import COMMITTED, JOURNAL
-from streamshard.operations.transfer.staged_target import StagedTarget
 from streamshard.operations.transfer.target import partial_of
-from streamshard.operations.transfer.target_state import TargetKind, TargetState, replaces
+from streamshard.operations.transfer.target_state import TargetState, replaces
+from streamshard.operations.transfer.transaction import JournaledTransaction
 
 _STRAYS: Final = (
     "{}: a run that was cut off may have left parts of an upload, which cost their storage until "
@@ -74,7 +74,7 @@ class UploadState(TargetState):
     """Whether there is any object at its path or below it."""
 
     @classmethod
-    def at(cls, target: ObjectPath, template: Template | None = None) -> "UploadState":
+    def at(cls, target: ObjectPath, template: Template | None = None) -> Self:
         """Ask the service."""
         with listings_kept(anew=True):
             is_committed, journal, begun, has_object, is_occupied = together(
@@ -123,9 +123,10 @@ _LAST: Final = (names.LATEST, "zarr.json")
 """Objects that make a directory a checkpoint or a store."""
 
 
-class UploadedTarget(StagedTarget):
+class UploadedTarget(JournaledTransaction):
     """A target while it is being uploaded."""
 
+    state = UploadState
     _target: ObjectPath
     journal: UploadJournal
 
@@ -134,6 +135,7 @@ class UploadedTarget(StagedTarget):
         """Removes what is of no use once the target exists."""
         self._lock.take(self._look)
         stack.callback(self._release)
+        stack.push(self._ended)
         self._prepare(self._settled())
 
     def _look(self) -> None:
@@ -153,23 +155,16 @@ class UploadedTarget(StagedTarget):
             self.path, self.journal = partial_of(self._target), upload.begun
         return upload
 
-    def _prepare(self, upload: UploadState) -> None:
-        """Start from the beginning, or continue an earlier run."""
-        if self.is_done:
+    def _make_ready(self, state: UploadState, *, is_new: bool) -> None:
+        if self.journal.header is None:
             return
-        header = self.journal.header
-        upload.require_free(overwrite=self._overwrite)
-        if self._overwrite or header is None:
-            if header is not None:
-                self._clear()
-                self._abort()
-            self.journal.begin(self._identity.header)
-        else:
-            self._identity.require_same(header, self.path)
-            self._abort()
-            self._forget_changed()
-        self._is_own = True
-        self.partial = Uploads(self.path, self.journal)
+        if is_new:
+            self._discard()
+        self._abort()
+
+    def _open_files(self) -> Uploads:
+        self._forget_changed()
+        return Uploads(self.path, self.journal)
 
     def _abort(self) -> None:
         """Abort uploads in parts of the earlier run, or say that some may be left."""
@@ -180,7 +175,7 @@ class UploadedTarget(StagedTarget):
 
     def _forget_changed(self) -> None:
         """Forget recorded objects that are gone, or are others now: they are uploaded again."""
-        if not self.journal.is_whole:
+        if not (self.journal.is_whole or self.journal.is_empty):
             versions = {name: entry.status().version for name, entry in self._objects()}
             for file in self.journal.finished():
                 if versions.get(file.path) != file.version:
@@ -206,23 +201,9 @@ class UploadedTarget(StagedTarget):
             message = f"{strange}: came to {self.path} while that was written, from elsewhere; move"
             raise TargetExistsError(f"{message} it away, and run the same command again")
 
-    def _end(self, error: BaseException | None) -> None:
-        if isinstance(error, IntegrityError):
-            self._clear()
-        elif self._is_own and error is not None:
-            self._close(error)
-
     def _release(self) -> None:
         with target_errors(self._target):
             self._lock.release(self._tidy)
-
-    def _close(self, error: BaseException) -> None:
-        """Leave what was uploaded to a later run, if there is anything."""
-        self.journal.close()
-        if self.journal.is_empty:
-            self._clear()
-        else:
-            self._keep(error, "uploaded")
 
     def commit(self, require: Callable[[], None], latest: str | None = None) -> None:
         """Upload `latest` and the commit record, which make the target exist."""
@@ -243,9 +224,9 @@ class UploadedTarget(StagedTarget):
             place = self._target.of_key(f"{self._target.key}/{COMMITTED}")
             create(place, json.dumps(record).encode() + b"\n")
             self._is_own = False  # the target exists: whatever fails now takes nothing back
-            self._tidy = self.journal.remove if self.path == self._target else self._clear
+            self._tidy = self.journal.remove if self.path == self._target else self._discard
 
-    def _clear(self) -> None:
+    def _discard(self) -> None:
         """Remove all that was uploaded, so that what is left of it at any moment is known as such.
 
         First it no longer counts as whole. As long as anything is there, the journal's header is.
@@ -277,6 +258,3 @@ class UploadedTarget(StagedTarget):
 
 def _relative(path: ObjectPath, root: ObjectPath) -> str:
     return path.relative_to(root).as_posix()
-
-
-KIND: Final = TargetKind(UploadState, UploadedTarget)
