@@ -25,7 +25,7 @@ from streamshard.io.readable import (
     open_to_read,
     walk,
 )
-from streamshard.io.sink import LocalSink, Sink, WrittenFile, open_target
+from streamshard.io.sink import LocalSink, Sink, open_target
 from streamshard.io.writable import LEAST_BYTES, open_direct, write_file
 from streamshard.model import SourceFile
 
@@ -92,10 +92,6 @@ class Place(Protocol):
 
     def open_sink(self, path: Path, *, nbytes: int, is_last: bool) -> Sink:
         """Open a file of a target to write it; see `changes.open_sink`."""
-
-    def open_written(self, path: Path) -> Sink:
-        """Open a file of a target only to read back what is written."""
-        return WrittenFile(self.open(path))
 
     def lock(self, path: Path, what: Path) -> AnyLock:
         """Return a lock, not taken yet, that is the file at a path."""
@@ -236,9 +232,6 @@ class Disk(Place):
     def open_sink(self, path: Path, *, nbytes: int, is_last: bool) -> LocalSink:
         descriptor = open_target(path)
         return LocalSink(descriptor, open_direct(path, descriptor) if nbytes >= LEAST_BYTES else -1)
-
-    def open_written(self, path: Path) -> LocalSink:
-        return LocalSink(open_to_read(path))
 
     def lock(self, path: Path, what: Path) -> Lock:
         return Lock(path, what)

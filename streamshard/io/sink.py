@@ -9,7 +9,6 @@ import os
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-from streamshard.io.readable import OpenedFile, read_into
 from streamshard.io.writable import (
     BLOCK_BYTES,
     LEAST_BYTES,
@@ -38,31 +37,11 @@ class Sink(ABC):
     def write(self, view: memoryview, offset: int) -> None:
         """Write all of a view at an offset; once more does no harm."""
 
-    @abstractmethod
-    def read_into(self, view: memoryview, offset: int) -> int:
-        """Read back what is written; returns the bytes read, fewer only at the file's end."""
-
     def finish(self, mode: int | None) -> None:  # noqa: B027
         """Complete the file, with permission bits where they matter; a part needs nothing."""
 
     def close(self) -> None:  # noqa: B027
         """Stop writing, unless that is done; what is not complete is of no use to readers."""
-
-
-class WrittenFile(Sink):
-    """A file that is complete, to be read back."""
-
-    def __init__(self, file: OpenedFile) -> None:
-        self._file = file
-
-    def write(self, view: memoryview, offset: int) -> None:
-        raise OSError(errno.EROFS, "a file that is complete is not changed")
-
-    def read_into(self, view: memoryview, offset: int) -> int:
-        return self._file.read_into(view, offset)
-
-    def close(self) -> None:
-        self._file.close()
 
 
 class LocalSink(Sink):
@@ -80,9 +59,6 @@ class LocalSink(Sink):
 
     def write(self, view: memoryview, offset: int) -> None:
         write_blocks(self.descriptor, self._direct, view, offset)
-
-    def read_into(self, view: memoryview, offset: int) -> int:
-        return read_into(self.descriptor, view, offset)
 
     def sync(self) -> None:
         os.fsync(self.descriptor)
@@ -140,9 +116,6 @@ class InnerPages(Sink):
         for first, last in ((offset, min(end, self._start)), (max(offset, self._stop), end)):
             if first < last:
                 self.ends.append((first, bytes(view[first - offset : last - offset])))
-
-    def read_into(self, view: memoryview, offset: int) -> int:
-        return self._sink.read_into(view, offset)
 
     def close(self) -> None:
         self.descriptor = -1

@@ -338,10 +338,13 @@ def test_what_a_journal_says_wrongly_of_an_object_is_uploaded_again(
     lines = [json.loads(line[9:]) for line in bucket.get_bytes(key).splitlines() if line]
     for files, _ in lines:
         for file in files:
-            for span in file[4:] if change != "spans" else ():
-                span[3] = [] if change == "regions" else [[0, [5, 2, 3], [9] * 40, 0]] * 3
-            if change == "spans" and file[4:]:
-                file.append([1 << 40, 1, 2, []])
+            if file[4:]:
+                others = {
+                    "spans": [*file[4:], 1 << 40, 1, 2, 0],
+                    "regions": [*file[4:7], 0],
+                    "numbers": [*file[4:7], 1, 0, 5, 2, 3, 0, 0],
+                }
+                file[4:] = others[change]
     bucket.put_bytes(key, b"".join(map(serialize_line, lines)))
     api.convert(run, unfinished)
     assert bucket.content() == of_the_disk(run)

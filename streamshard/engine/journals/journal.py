@@ -12,6 +12,7 @@ import json
 import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
@@ -34,7 +35,6 @@ _CRC_BYTES: Final = 9
 """Eight hexadecimal digits and a space."""
 _LIMIT: Final = 1 << 62
 """Larger than any file, offset or checksum."""
-_COLUMNS: Final = 4
 
 
 class Journal:
@@ -73,8 +73,7 @@ class Journal:
         self._begin_anew()
         try:
             for start, line in self._lines():
-                if isinstance(line, dict):
-                    _require_none(self.header)
+                if isinstance(line, dict) and self.header is None:
                     self.header = line
                 elif line == WHOLE:
                     self.is_whole = True
@@ -188,10 +187,10 @@ def intact_lines(stream: Iterable[bytes], start: int = 0) -> Iterator[tuple[int,
 
 
 def serialized(files: Sequence[FinishedFile], ranges: Ranges) -> bytes:
-    """Serialize the line of files that a job has finished."""
+    """Serialize the line of files that a job has finished: a path, an etag and numbers of each."""
     rows = [
         [file.path, file.version, file.written.nbytes, file.written.crc32]
-        + [_numbers(result) for result in file.results]
+        + [number for result in file.results for number in _numbers(result)]
         for file in files
     ]
     return serialize_line([rows, b64encode(ranges.astype("<i8").tobytes()).decode()])
@@ -201,19 +200,16 @@ def parsed(line: object) -> tuple[Sequence[FinishedFile], Ranges]:
     """Parse what `serialized` made."""
     if not isinstance(line, list):
         raise TypeError("not a line of a journal")
-    rows, encoded = line[:2]
-    if isinstance(rows, str):  # an earlier version noted spans, which no run continues
-        return [], np.empty((0, _COLUMNS), dtype=np.int64)
-    files = [
-        FinishedFile(path, version, Written(nbytes, crc32), [_result(span) for span in spans])
-        for path, version, nbytes, crc32, *spans in rows
-    ]
-    for file in files:
-        if type(file.version) is not str or not _is_below(file.path):
+    files, (rows, encoded) = list[FinishedFile](), line
+    for path, version, *numbers in rows:
+        if type(version) is not str or not _is_below(path) or {*map(type, numbers)} != {int}:
             raise TypeError("not a file of a target")
-        _require_numbers([file.written.nbytes, file.written.crc32])
+        if not 0 <= min(numbers) <= max(numbers) < _LIMIT:
+            raise ValueError("not the numbers of a file")
+        nbytes, crc32, *rest = numbers
+        files.append(FinishedFile(path, version, Written(nbytes, crc32), [*_results(rest)]))
     ranges = np.frombuffer(b64decode(encoded, validate=True), dtype="<i8")
-    return files, ranges.reshape(-1, _COLUMNS).astype(np.int64)
+    return files, ranges.reshape(-1, 4).astype(np.int64)
 
 
 def _is_below(path: object) -> bool:
@@ -225,41 +221,24 @@ def _is_below(path: object) -> bool:
     return bool(parts) and parts[0] != "/" and ".." not in parts
 
 
-def _numbers(result: SpanResult) -> list[Any]:
-    """Return what stands for the result of a span."""
-    regions = [
-        [
-            region.offset,
-            [region.content.nbytes, region.content.crc32, region.content.crc32c],
-            list(region.blocks),
-            region.overflowed,
-        ]
-        for region in result.regions
-    ]
-    return [result.offset, result.written.nbytes, result.written.crc32, regions]
-
-
-def _result(numbers: Sequence[Any]) -> SpanResult:
-    offset, nbytes, crc32, regions = numbers
-    results = tuple(
-        RegionResult(start, Digest(*content), tuple(blocks), overflowed)
-        for start, content, blocks, overflowed in regions
-    )
-    _require_numbers([offset, nbytes, crc32])
-    for region in results:
+def _numbers(result: SpanResult) -> Iterator[int]:
+    """Yield the numbers that stand for the result of a span."""
+    yield from (result.offset, result.written.nbytes, result.written.crc32, len(result.regions))
+    for region in result.regions:
         content = region.content
-        _require_numbers([region.offset, content.nbytes, content.crc32, content.crc32c])
-        _require_numbers([region.overflowed, *region.blocks])
-    return SpanResult(offset, Written(nbytes, crc32), results)
+        yield from (region.offset, content.nbytes, content.crc32, content.crc32c)
+        yield from (region.overflowed, len(region.blocks), *region.blocks)
 
 
-def _require_numbers(numbers: Sequence[Any]) -> None:
-    if {type(number) for number in numbers} != {int} or not (
-        0 <= min(numbers) <= max(numbers) < _LIMIT
-    ):
-        raise TypeError("not the numbers of a file")
+def _results(numbers: Sequence[int]) -> Iterator[SpanResult]:
+    left = iter(numbers)
+    for offset in left:
+        nbytes, crc32, count = islice(left, 3)
+        regions = tuple(_region(left) for _ in range(count))
+        yield SpanResult(offset, Written(nbytes, crc32), regions)
 
 
-def _require_none(header: object) -> None:
-    if header is not None:
-        raise TypeError("a second header")
+def _region(left: Iterator[int]) -> RegionResult:
+    offset, nbytes, crc32, crc32c, overflowed, count = islice(left, 6)
+    blocks = tuple(islice(left, count))
+    return RegionResult(offset, Digest(nbytes, crc32, crc32c), blocks, overflowed)

@@ -6,24 +6,83 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
+from streamshard.checksums import crc32, join_crc32
 from streamshard.engine.jobs.executor import Job, current_executor
 from streamshard.engine.run.phases import SYNCING, WRITING, Watcher
 from streamshard.engine.run.source_check import Ranges, SourceCheck
 from streamshard.engine.run.span_writer import Resources, SpanWriter, TargetFiles, WritingTools
+from streamshard.engine.run.work import (
+    Ending,
+    FinishedFile,
+    SpanResult,
+    TargetFile,
+    Written,
+    ignore,
+)
 from streamshard.io.changes import sync_tree
 from streamshard.io.files import target_errors
-from streamshard.model import SourceFile
+from streamshard.model import Digest, SourceFile
 
 if TYPE_CHECKING:
     from streamshard.engine.jobs.proofs import TargetProof
 
 _JOB_BYTES: Final = 16 << 20
 """Bytes that a worker reads again in one job."""
+
+
+class FileEndings:
+    """The endings of one file; collects what is written of it, in any order."""
+
+    def __init__(self, file: TargetFile) -> None:
+        self._file = file
+        self._digests: dict[int, Digest] = {}
+        """Byte offset of a region's content → its digest."""
+        self._results: list[SpanResult] = []
+        self._parts: list[tuple[int, Written]] = []
+        """Byte offset of each span and ending → what it is."""
+
+    def add(self, result: SpanResult) -> None:
+        """Add a span that is done."""
+        self._parts.append((result.offset, result.written))
+        if self._file.take is not ignore:
+            self._results.append(result)
+        if self._file.endings:
+            regions = (region for region in result.regions if region.content.nbytes)
+            self._digests.update((region.offset, region.content) for region in regions)
+
+    def all(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the byte offset and the bytes of each ending."""
+        for ending in self._file.endings:
+            yield ending.offset, self.serialize(ending)
+
+    def finished(self, version: str = "") -> FinishedFile:
+        """Describe the file, all of whose spans were added and endings serialized."""
+        nbytes = joined = 0
+        for _, part in sorted(self._parts, key=itemgetter(0)):
+            nbytes, joined = nbytes + part.nbytes, join_crc32(joined, part.crc32, part.nbytes)
+        return FinishedFile(self._file.path, version, Written(nbytes, joined), self._results)
+
+    def serialize(self, ending: Ending) -> bytes:
+        """Return the bytes of an ending whose regions were all added."""
+        data = bytearray(ending.data)
+        for place, start, stop in ending.crc32s:
+            data[place : place + 4] = self._crc32(start, stop).to_bytes(4, "little")
+        serialized = bytes(data)
+        self._parts.append((ending.offset, Written(len(data), crc32(serialized))))
+        return serialized
+
+    def _crc32(self, start: int, stop: int) -> int:
+        joined = 0
+        while start < stop:
+            piece = self._digests[start]
+            joined, start = join_crc32(joined, piece.crc32, piece.nbytes), start + piece.nbytes
+        return joined
 
 
 class Jobs(ABC):

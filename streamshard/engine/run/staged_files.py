@@ -12,7 +12,7 @@ import numpy as np
 from streamshard.engine.jobs.executor import Job, current_executor
 from streamshard.engine.journals.journal import Journal
 from streamshard.engine.run.phases import Watcher
-from streamshard.engine.run.runner import Jobs
+from streamshard.engine.run.runner import FileEndings, Jobs
 from streamshard.engine.run.source_check import Ranges
 from streamshard.engine.run.span_writer import (
     FilledSpan,
@@ -21,7 +21,7 @@ from streamshard.engine.run.span_writer import (
     SpanWriter,
     TargetFiles,
 )
-from streamshard.engine.run.work import FileEndings, FinishedFile, Span, SpanResult, TargetFile
+from streamshard.engine.run.work import FinishedFile, Span, SpanResult, TargetFile
 from streamshard.io.changes import NewFiles, open_sink, remove_file
 from streamshard.io.entries import exists
 from streamshard.io.files import target_errors
@@ -83,9 +83,8 @@ class Partial:
         return _SpanJobs(self, resources, watcher)
 
     def begin_proof(self) -> "StagedProof":
-        from streamshard.engine.jobs.proofs import (
-            StagedProof,  # not at the top: for other processes
-        )
+        # Not at the top: for other processes.
+        from streamshard.engine.jobs.proofs import StagedProof
 
         return StagedProof.begin(self.path)
 
@@ -187,9 +186,8 @@ class _SpanJobs(Jobs):
         if file.mode is not None:
             with target_errors(path):
                 open_to_fill(path, is_direct=False).finish(file.mode)
-        nbytes = earlier.written.nbytes
-        self._staged.kept_bytes += nbytes
-        self._watcher.keep(nbytes)
+        self._staged.kept_bytes += earlier.written.nbytes
+        self._watcher.keep(earlier.written.nbytes)
         # Progress counts data before compression: add what compression saved.
         self._watcher.advance(file.nbytes)
         file.finish(earlier)

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
@@ -14,10 +14,10 @@ from streamshard.engine.jobs.executor import Job
 from streamshard.engine.jobs.proofs import TargetProof
 from streamshard.engine.journals.upload_journal import UploadJournal
 from streamshard.engine.run.phases import Watcher
-from streamshard.engine.run.runner import Jobs
+from streamshard.engine.run.runner import FileEndings, Jobs
 from streamshard.engine.run.source_check import Ranges
 from streamshard.engine.run.span_writer import Resources, SpanWriter, TargetFiles
-from streamshard.engine.run.work import FileEndings, FinishedFile, TargetFile
+from streamshard.engine.run.work import FinishedFile, SpanResult, TargetFile, ignore
 from streamshard.errors import TargetError
 from streamshard.io.changes import open_sink
 from streamshard.io.entries import read_all
@@ -91,7 +91,7 @@ class _UploadJobs(Jobs):
             if some[0].is_last:
                 yield None
             self._waiting[next(number)] = some
-            sent = [file.sent() for file in some]
+            sent = [replace(f, take=f.take if f.take is ignore else _hand_back) for f in some]
             yield partial(_upload, files=sent, root=self._uploads.path)
 
     def _left(self, files: Iterable[TargetFiles]) -> Iterator[TargetFile]:
@@ -114,6 +114,10 @@ class _UploadJobs(Jobs):
             # Progress counts data before compression: add endings, and what compression saved.
             endings_bytes = file.nbytes - file.span_bytes
             self._watcher.advance(file.nbytes + endings_bytes - uploaded.written.nbytes)
+
+
+def _hand_back(result: SpanResult) -> None:
+    """Leave a result to the process that leads the run."""
 
 
 def _grouped(files: Iterable[TargetFile]) -> Iterator[Sequence[TargetFile]]:

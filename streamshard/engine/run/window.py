@@ -43,12 +43,8 @@ def unwritten_bytes(available_bytes: int) -> int:
     return min(max(available_bytes // 32, least), most)
 
 
-class DifferentError(Exception):
-    """Raised when a file differs from the bytes that it was compared with."""
-
-
 class Window(WriteBuffer):
-    """A worker's buffer, from which it writes a file, or compares an existing file."""
+    """A worker's buffer, from which it writes files."""
 
     def __init__(
         self,
@@ -60,12 +56,10 @@ class Window(WriteBuffer):
         drops_behind: bool = False,
         stop: threading.Event | None = None,
         progress: Callable[[int], None] | None = None,
-        compares: bool = False,
     ) -> None:
         super().__init__(
             buffer, unwritten_bytes, drops_behind=drops_behind, stop=stop, progress=progress
         )
-        self._compares = compares
         self._scratch = scratch
         self._reader = reader
         self._ahead = ReadAhead((), reader)
@@ -105,22 +99,10 @@ class Window(WriteBuffer):
         return Written(file.nbytes, found) == written
 
     def _deliver(self, view: memoryview, *, last: bool) -> None:
-        """Write or compare; zeros are skipped to make a hole, except at the end."""
-        if self._compares:
-            self._require_same(view)
-            return
+        """Write; zeros are skipped to make a hole, except at the end."""
         if last or not (self._file.has_zeros and _is_hole(view)):
             self._write(view)
         self._pace(view)
-
-    def _require_same(self, view: memoryview) -> None:
-        """Compare a view with the file's content; the scratch is free between fills."""
-        for start in range(0, len(view), len(self._scratch)):
-            wanted = view[start : start + len(self._scratch)]
-            found = self._scratch[: len(wanted)]
-            count = self._file.read_into(found, self._offset + start)
-            if count < len(wanted) or not np.array_equal(found, wanted):
-                raise DifferentError
 
     def _put(self, data: bytes) -> None:
         self._crc32 = crc32(data, self._crc32)
@@ -153,7 +135,7 @@ class Window(WriteBuffer):
         """
         filler, sums, offset = self.filler(region, self._ahead), checksums_of(region), self._offset
         encoder, body = codec.encoder(region.content_bytes), RunningChecksums(takes_crc32c=True)
-        waits, held = self._compares or self._file.only_grows, list[memoryview]()
+        waits, held = self._file.only_grows, list[memoryview]()
         for nbytes in _piece_sizes(region.content_bytes, codec.piece_bytes):
             self._require_going_on()
             content = self._content(nbytes)

@@ -5,11 +5,10 @@ process. What comes back, a span's result, is plain data too.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
-from operator import itemgetter
+from dataclasses import dataclass
 from typing import Protocol
 
-from streamshard.checksums import crc32, crc32c, join_crc32
+from streamshard.checksums import crc32, crc32c
 from streamshard.engine.numeric.cast import Cast
 from streamshard.model import Copies, Digest
 
@@ -115,6 +114,11 @@ class Span:
         """Size in the file; an upper bound if a part is encoded."""
         return sum(part.nbytes for part in self.parts)
 
+    @property
+    def sizes(self) -> list[int]:
+        """Size of the content of each region."""
+        return [part.content_bytes for part in self.parts if isinstance(part, Region)]
+
 
 class LazySpans(Collection[Span]):
     """Spans that are made when they are needed and not kept, because their copies take memory."""
@@ -200,10 +204,6 @@ def ignore(result: SpanResult) -> None:
     """Take no note of a result."""
 
 
-def hand_back(result: SpanResult) -> None:
-    """Leave a result to the process that leads the run."""
-
-
 @dataclass(frozen=True, slots=True)
 class TargetFile:
     """A file to write. Its spans are sent to workers; the rest stays where the run is led."""
@@ -226,11 +226,8 @@ class TargetFile:
 
     def fits(self, done: FinishedFile) -> bool:
         """Tell whether results that a journal noted are those of the file's spans."""
-        if self.take is ignore:
-            return True
-        wanted = {span.offset: _sizes_of(span) for span in self.spans}
-        return wanted == {
-            result.offset: [(r.offset, r.content.nbytes, len(r.blocks)) for r in result.regions]
+        return self.take is ignore or {span.offset: span.sizes for span in self.spans} == {
+            result.offset: [region.content.nbytes for region in result.regions]
             for result in done.results
         }
 
@@ -239,10 +236,6 @@ class TargetFile:
         for result in done.results:
             self.take(result)
         return done
-
-    def sent(self) -> "TargetFile":
-        """Return the file as it is sent to another process, which hands over no results."""
-        return replace(self, take=self.take if self.take is ignore else hand_back)
 
     @property
     def span_bytes(self) -> int:
@@ -254,64 +247,3 @@ class TargetFile:
     def nbytes(self) -> int:
         """Size of the file; an upper bound if a part is encoded."""
         return self.span_bytes + sum(len(ending.data) for ending in self.endings)
-
-
-def _sizes_of(span: Span) -> list[tuple[int, int, int]]:
-    """Return of each region of a span the offset, the content's size, and the count of blocks."""
-    offset, sizes = span.offset, []
-    for part in span.parts:
-        if isinstance(part, Region):
-            blocks = -(-part.content_bytes // part.block_bytes) if part.block_bytes else 0
-            sizes.append((offset, part.content_bytes, blocks))
-        offset += part.nbytes
-    return sizes
-
-
-class FileEndings:
-    """The endings of one file; collects what is written of it, in any order."""
-
-    def __init__(self, file: TargetFile) -> None:
-        self._file = file
-        self._digests: dict[int, Digest] = {}
-        """Byte offset of a region's content → its digest."""
-        self._results: list[SpanResult] = []
-        self._parts: list[tuple[int, Written]] = []
-        """Byte offset of each span and ending → what it is."""
-
-    def add(self, result: SpanResult) -> None:
-        """Add a span that is done."""
-        self._parts.append((result.offset, result.written))
-        if self._file.take is not ignore:
-            self._results.append(result)
-        if self._file.endings:
-            regions = (region for region in result.regions if region.content.nbytes)
-            self._digests.update((region.offset, region.content) for region in regions)
-
-    def all(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the byte offset and the bytes of each ending."""
-        for ending in self._file.endings:
-            yield ending.offset, self.serialize(ending)
-
-    def finished(self, version: str = "") -> FinishedFile:
-        """Describe the file, all of whose spans were added and endings serialized."""
-        whole = Written(0, 0)
-        for _, part in sorted(self._parts, key=itemgetter(0)):
-            joined = join_crc32(whole.crc32, part.crc32, part.nbytes)
-            whole = Written(whole.nbytes + part.nbytes, joined)
-        return FinishedFile(self._file.path, version, whole, self._results)
-
-    def serialize(self, ending: Ending) -> bytes:
-        """Return the bytes of an ending whose regions were all added."""
-        data = bytearray(ending.data)
-        for place, start, stop in ending.crc32s:
-            data[place : place + 4] = self._crc32(start, stop).to_bytes(4, "little")
-        serialized = bytes(data)
-        self._parts.append((ending.offset, Written(len(data), crc32(serialized))))
-        return serialized
-
-    def _crc32(self, start: int, stop: int) -> int:
-        joined = 0
-        while start < stop:
-            piece = self._digests[start]
-            joined, start = join_crc32(joined, piece.crc32, piece.nbytes), start + piece.nbytes
-        return joined

@@ -2,21 +2,26 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
+
 from streamshard.engine.jobs.executor import Host, Toolkit, run_ordered
 from streamshard.engine.jobs.proofs import require_seen
+from streamshard.engine.run.runner import FileEndings
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.span_writer import TargetFiles
-from streamshard.engine.run.window import DifferentError, Window
-from streamshard.engine.run.work import FileEndings, Span, SpanResult, TargetFile
+from streamshard.engine.run.window import Window
+from streamshard.engine.run.work import Span, SpanResult, TargetFile
 from streamshard.io.entries import identify, open_readable
 from streamshard.io.files import target_errors
 from streamshard.io.object_path import is_object
-from streamshard.io.place import place_of
+from streamshard.io.readable import OpenedFile
+from streamshard.io.sink import Sink
 from streamshard.model import SourceFile
 
 
@@ -32,6 +37,36 @@ class MatchingTools(Toolkit["Matcher"]):
         return Matcher(self, host)
 
 
+class _DifferentError(Exception):
+    """Raised when a file differs from the bytes that it was compared with."""
+
+
+class _Unwritten(Sink):
+    """Stands for a file that exists, and is not changed."""
+
+    only_grows = True
+
+    def write(self, view: memoryview, offset: int) -> None:
+        raise NotImplementedError
+
+
+class _ComparingWindow(Window):
+    """Compares an existing file with what it would write."""
+
+    def compare(self, span: Span, file: OpenedFile) -> SpanResult:
+        self._existing = file
+        return self.write(span, _Unwritten())
+
+    def _deliver(self, view: memoryview, *, last: bool) -> None:
+        """Compare a view with the file's content; the scratch is free between fills."""
+        for start in range(0, len(view), len(self._scratch)):
+            wanted = view[start : start + len(self._scratch)]
+            content = self._scratch[: len(wanted)]
+            count = self._existing.read_into(content, self._offset + start)
+            if count < len(wanted) or not np.array_equal(content, wanted):
+                raise _DifferentError
+
+
 class Matcher:
     """A worker that produces spans in memory, and compares them with files."""
 
@@ -39,8 +74,8 @@ class Matcher:
         self._reader = SourceReader(tools.sources, workers=host.workers, stop=host.stop)
         sizes = tools.window_bytes, tools.scratch_bytes
         buffer, scratch = (memoryview(bytearray(size)) for size in sizes)
-        self._window = Window(
-            buffer, scratch, self._reader, progress=host.progress, stop=host.stop, compares=True
+        self._window = _ComparingWindow(
+            buffer, scratch, self._reader, progress=host.progress, stop=host.stop
         )
 
     def close(self) -> None:
@@ -51,13 +86,9 @@ class Matcher:
         with target_errors(there.path):
             if not is_object(there.path):  # a bucket is the same everywhere
                 require_seen((there,))
-            file = place_of(there.path).open_written(there.path)
-            try:
-                return self._window.write(span, file)
-            except DifferentError:
-                return None
-            finally:
-                file.close()
+            with open_readable(there.path) as file, suppress(_DifferentError):
+                return self._window.compare(span, file)
+        return None
 
 
 def first_difference(

@@ -136,10 +136,6 @@ class ObjectSink(Sink):
         finalize(part, _keep, self._free, self._buffer).atexit = False
         return part
 
-    def read_into(self, view: memoryview, offset: int) -> int:
-        """Refuse to read back what is not there yet."""
-        raise NotImplementedError
-
     def finish(self, mode: int | None) -> None:
         if self._upload is not None:
             self._upload.send(self._filled_part())

@@ -131,9 +131,6 @@ class _Memory(Sink):
         # Other threads run while an array is copied.
         np.frombuffer(self._data, np.uint8)[offset:end] = np.frombuffer(view, np.uint8)
 
-    def read_into(self, view: memoryview, offset: int) -> int:
-        raise NotImplementedError
-
 
 class _MemoryFiles:
     """Takes the bytes of small files; see `SmallFilesWriter`."""
@@ -170,9 +167,8 @@ class _PackingJobs(Jobs):
         for some in files:
             self._waiting.append(some)
             if isinstance(some, TargetFile):
-                yield partial(
-                    _fill, some.path, *some.spans, self._packed.file, self._packed.buffers
-                )
+                (span,) = some.spans
+                yield partial(_fill, some.path, span, self._packed.file, self._packed.buffers)
             else:
                 yield partial(_fill_small, some, self._packed.file)
 

@@ -114,12 +114,7 @@ class PartialTarget(JournaledTransaction):
     def _end(self, error: BaseException | None) -> None:
         with ignored(FROM_OUTSIDE):
             self._finish_reservation()
-        super()._end(error)
-
-    def _is_there(self) -> bool:
-        with ignored(FROM_OUTSIDE):  # the first error is the one to report
-            return lexists(self.path)
-        return False
+        super()._end(error if lexists(self.path) else None)
 
     def _discard(self) -> None:
         discard(self.path)

@@ -138,10 +138,7 @@ class JournaledTransaction(Transaction):
 
     @abstractmethod
     def _make_ready(self, state: Any, *, is_new: bool) -> None:  # noqa: ANN401
-        """Prepare the place where the files are written.
-
-        `is_new`: whether nothing is kept that an earlier run wrote.
-        """
+        """Prepare the place; `is_new`: whether nothing is kept that an earlier run wrote."""
 
     @abstractmethod
     def _open_files(self) -> StagedFiles:
@@ -152,7 +149,7 @@ class JournaledTransaction(Transaction):
             self.journal.close()
             if self.journal.is_empty or isinstance(error, IntegrityError):
                 self._discard()
-            elif self._is_there():
+            else:
                 how = f"without {Option('overwrite', True)}" if self._overwrite else "again"
                 kept = f"keeps what was written; run the same command {how} to go on"
                 error.add_note(f"{self.path}: {kept}")
@@ -160,7 +157,3 @@ class JournaledTransaction(Transaction):
     @abstractmethod
     def _discard(self) -> None:
         """Remove all that this run, or the one it continues, has written."""
-
-    def _is_there(self) -> bool:
-        """Tell whether what was written is still there."""
-        return True
