@@ -177,22 +177,6 @@ class ZeroLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class RankPartition:
-    """The partition of a flat group that one rank owns (stages 1 and 2)."""
-
-    numel: int
-    """Length of the partition, padding included; equal on all ranks."""
-    padding: int
-    """Elements at the partition's end that belong to no parameter."""
-    slices: tuple[tuple[int, int, int], ...]
-    """(parameter's index in the group, start in the partition, numel), in order of parameter."""
-    recorded: tuple[tuple[int, int, int], ...]
-    """The slices as DeepSpeed records them; under round robin they differ from `slices`."""
-    whole_numel: int
-    """Total size of the parameters that the rank owns a part of, other ranks' parts included."""
-
-
-@dataclass(frozen=True, slots=True)
 class SubGroup:
     """Consecutive parameters of one param group that ZeRO-3 flattens together."""
 

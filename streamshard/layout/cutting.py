@@ -363,7 +363,7 @@ def partition_segments(group: FlatGroup, rank: int, tensors: Ints, *, itemsize: 
 
     `tensors`: logical tensor of each parameter, in the param group's own order.
     """
-    slices = np.asarray(group.cut(rank).slices, dtype=np.int64).reshape(-1, 3)
+    slices = np.asarray(group.slices(rank), dtype=np.int64).reshape(-1, 3)
     which, begin, numel = slices[:, 0], slices[:, 1], slices[:, 2]
     start = rank * group.partition_numel + begin - group.starts[which]
     return Segments(tensors[which], start, start + numel, begin * itemsize)

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from streamshard.model import RankPartition, SubGroup
+from streamshard.model import SubGroup
 
 _START_ALIGNMENT: Final = 2
 """`nccl_start_alignment_factor`: a flat group is padded to this many elements per rank."""
@@ -39,6 +39,10 @@ def alignment_unit(itemsize: int) -> int:
     (8, 4)
     """
     return max(1, 16 // itemsize)
+
+
+Slices = tuple[tuple[int, int, int], ...]
+"""(index in the param group, start in a rank's partition, numel) of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,22 +84,33 @@ class FlatGroup:
         last = rank == self.world_size - 1
         return self.world_size * self.partition_numel - self.numel if last else 0
 
-    def cut(self, rank: int) -> RankPartition:
-        """Return a rank's partition; slices follow the param group's own order."""
-        lower = rank * self.partition_numel
-        upper = lower + self.partition_numel
-        slices = _slices_within(self.starts, self.numels, lower, upper)
+    def slices(self, rank: int) -> Slices:
+        """Return the tensors that a rank owns a part of, in the param group's own order."""
+        return self._slices_within(self.starts, self.numels, rank)
+
+    def recorded(self, rank: int) -> Slices:
+        """Return a rank's slices of parameters as DeepSpeed records them."""
         ends, numels = ends_and_numels(self.numels, self.lasts)
         if any(self.alignments):
             ends = self.starts[self.lasts] + self.numels[self.lasts]
         # Else `_create_param_mapping` (0.19.8) computes offsets as if the parameters were stored in
         # the group's own order. Only with alignment padding does it get the real offsets.
-        recorded = _slices_within(ends - numels, numels, lower, upper)
-        whole = sum(int(self.numels[index]) for index, _, _ in slices)
-        return RankPartition(self.partition_numel, self.padding(rank), slices, recorded, whole)
+        return self._slices_within(ends - numels, numels, rank)
+
+    def _slices_within(
+        self, starts: NDArray[np.int64], numels: NDArray[np.int64], rank: int
+    ) -> Slices:
+        """Cut consecutive items to a rank's partition."""
+        lower = rank * self.partition_numel
+        upper = lower + self.partition_numel
+        first, stop = np.maximum(starts, lower), np.minimum(starts + numels, upper)
+        owned = np.flatnonzero(stop > first)
+        return tuple((int(i), int(first[i] - lower), int(stop[i] - first[i])) for i in owned)
 
     def in_blocks(self, block: int) -> "FlatGroup":
         """Return the cut of what has one element per block; no block is cut."""
+        if block == 1:
+            return self
         return replace(
             self,
             numels=self.numels // block,
@@ -106,17 +121,8 @@ class FlatGroup:
 
     def owned(self, rank: int) -> tuple[int, ...]:
         """List the tensors that a rank owns a part of, in stored order."""
-        owned = (index for index, _, _ in self.cut(rank).slices)
+        owned = (index for index, _, _ in self.slices(rank))
         return tuple(sorted(owned, key=lambda index: int(self.starts[index])))
-
-
-def _slices_within(
-    starts: NDArray[np.int64], numels: NDArray[np.int64], lower: int, upper: int
-) -> tuple[tuple[int, int, int], ...]:
-    """Cut consecutive items to a range; returns (index, start in the range, numel) of each."""
-    first, stop = np.maximum(starts, lower), np.minimum(starts + numels, upper)
-    owned = np.flatnonzero(stop > first)
-    return tuple((int(i), int(first[i] - lower), int(stop[i] - first[i])) for i in owned)
 
 
 def ends_and_numels(

@@ -460,6 +460,12 @@ DIFFERING: list[tuple[Job, Made, type[SourceError], str]] = [
         SourceError,
         "'max1' of group 0 is a scalar, and in another",
     ),
+    (
+        Job(stage=3, sub_group_size=20),
+        lambda _, unit, n: {**adam(n), "step": torch.tensor(7.0 + (unit == 1))},
+        DisagreementError,
+        "sub-groups of a param group differ in state",
+    ),
 ]
 
 
@@ -498,27 +504,6 @@ def test_states_of_bitsandbytes_with_32_bits_are_like_any_other(tmp_path: Path, 
     assert kept[0][0][0]["state1"].count_nonzero()
     for other in kept[1:]:
         assert not differences(other, kept[0])
-
-
-def test_codes_of_one_group_are_refused_next_to_32_bits_of_another(tmp_path: Path) -> None:
-    run = with_states(
-        Job(),
-        tmp_path / "run",
-        lambda _, group, n: as_of_today(bitsandbytes(n) if group == 1 else small(n)),
-    )
-    with pytest.raises(UnsupportedError, match="'absmax1' of group 1 has shape"):
-        streamshard.repartition(run, tmp_path / "out", world_size=3)
-
-
-def test_a_step_that_one_sub_group_has_alone(tmp_path: Path) -> None:
-    """A param group has one step, however many sub-groups stage 3 makes of it."""
-    run = with_states(
-        Job(stage=3, sub_group_size=20),
-        tmp_path / "run",
-        lambda rank, unit, n: {**adam(n), "step": torch.tensor(7.0 + (unit == 1))},
-    )
-    with pytest.raises(DisagreementError, match="sub-groups of a param group differ in state"):
-        streamshard.repartition(run, tmp_path / "out", world_size=3)
 
 
 def with_rates(job: Job, run_dir: Path, lr: Callable[[int], list[Tensor]]) -> Path:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from streamshard.layout.zero import alignment_unit, flat_group, shard_numel, sub_groups
+from streamshard.layout.zero import FlatGroup, alignment_unit, flat_group, shard_numel, sub_groups
 from streamshard.model import SubGroup
 from tests.layout.brute import Owner, deal, flatten, rank_of_flat, shard
 
@@ -37,14 +37,11 @@ def test_a_flat_group_is_cut_as_the_list_of_owners_says(
     assert group.partition_numel * world_size == len(owners)
     for rank in range(world_size):
         mine = rank_of_flat(owners, world_size, rank)
-        cut = group.cut(rank)
-        assert cut.numel == len(mine)
         behind = range(rank * len(mine), (rank + 1) * len(mine))
-        assert cut.padding == group.padding(rank) == sum(position >= used for position in behind)
-        assert cut.slices == slices_of(mine)
+        assert group.padding(rank) == sum(position >= used for position in behind)
+        assert group.slices(rank) == slices_of(mine)
         owned = tuple(dict.fromkeys(owner[0] for owner in mine if owner is not None))
         assert group.owned(rank) == owned
-        assert cut.whole_numel == sum(numels[param] for param in owned)
     assert group.padding_counted_last(world_size - 1) == len(owners) - used
 
 
@@ -62,14 +59,16 @@ def test_whole_blocks_are_cut_as_their_elements_are(
     assume(group.partition_numel % block == 0)
     blocks = group.in_blocks(block)
     for rank in range(world_size):
-        cut, own = group.cut(rank), blocks.cut(rank)
-        assert own.numel * block == cut.numel
-        assert own.padding * block == cut.padding
-        assert [tuple(x * block for x in at) for _, *at in own.slices] == [
-            tuple(at) for _, *at in cut.slices
-        ]
-        assert [index for index, *_ in own.slices] == [index for index, *_ in cut.slices]
+        assert blocks.padding(rank) * block == group.padding(rank)
+        slices = [(index, start * block, n * block) for index, start, n in blocks.slices(rank)]
+        assert slices == [*group.slices(rank)]
         assert blocks.owned(rank) == group.owned(rank)
+
+
+def whole_numels(group: FlatGroup) -> list[int]:
+    """Count the elements of all parameters that each rank owns a part of."""
+    ranks = range(group.world_size)
+    return [sum(int(group.numels[param]) for param in group.owned(rank)) for rank in ranks]
 
 
 def test_whole_parameters_that_are_as_long_as_partitions_are_what_is_in_them() -> None:
@@ -77,8 +76,7 @@ def test_whole_parameters_that_are_as_long_as_partitions_are_what_is_in_them() -
     for numels in (list(n) for count in range(1, 5) for n in product(range(1, 6), repeat=count)):
         for world_size in range(1, 5):
             group = flat_group(numels, world_size=world_size, round_robin=False, alignment=1)
-            cuts = [group.cut(rank) for rank in range(world_size)]
-            if any(cut.whole_numel != cut.numel for cut in cuts):
+            if {*whole_numels(group)} != {group.partition_numel}:
                 continue
             fits += 1
             _, owners = flatten(numels, world_size, round_robin=False, unit=1)
@@ -90,10 +88,9 @@ def test_whole_parameters_that_are_as_long_as_partitions_are_what_is_in_them() -
 
 def test_gaps_can_make_whole_parameters_as_long_as_partitions_that_hold_others() -> None:
     group = flat_group([4, 6, 4], world_size=2, round_robin=False, alignment=8)
-    cuts = [group.cut(rank) for rank in range(2)]
-    assert [cut.whole_numel for cut in cuts] == [cut.numel for cut in cuts] == [10, 10]
+    assert whole_numels(group) == [group.partition_numel] * 2 == [10, 10]
     assert group.owned(0) == (0, 1)
-    assert cuts[0].slices == ((0, 0, 4), (1, 8, 2))
+    assert group.slices(0) == ((0, 0, 4), (1, 8, 2))
 
 
 @given(NUMELS, WORLDS, st.booleans(), UNITS)
@@ -114,23 +111,21 @@ def test_starts_follow_the_order_and_the_gaps(
 
 
 @pytest.mark.parametrize(
-    ("numels", "world_size", "partition", "lean", "paddings"),
+    ("numels", "world_size", "partition", "paddings"),
     [
-        pytest.param([3], 4, 2, [2, 1, 0, 0], [0, 1, 2, 2], id="smaller than the world"),
-        pytest.param([3], 1, 4, [3], [1], id="one rank pads an odd group"),
-        pytest.param([4], 1, 4, [4], [0], id="one rank leaves an even group"),
-        pytest.param([5, 4], 3, 4, [4, 4, 1], [0, 0, 3], id="padding at the end"),
-        pytest.param([], 3, 0, [0, 0, 0], [0, 0, 0], id="nothing"),
+        pytest.param([3], 4, 2, [0, 1, 2, 2], id="smaller than the world"),
+        pytest.param([3], 1, 4, [1], id="one rank pads an odd group"),
+        pytest.param([4], 1, 4, [0], id="one rank leaves an even group"),
+        pytest.param([5, 4], 3, 4, [0, 0, 3], id="padding at the end"),
+        pytest.param([], 3, 0, [0, 0, 0], id="nothing"),
     ],
 )
 def test_known_flat_groups(
-    numels: list[int], world_size: int, partition: int, lean: list[int], paddings: list[int]
+    numels: list[int], world_size: int, partition: int, paddings: list[int]
 ) -> None:
     group = flat_group(numels, world_size=world_size, round_robin=False, alignment=1)
-    cuts = [group.cut(rank) for rank in range(world_size)]
-    assert [cut.numel for cut in cuts] == [partition] * world_size
-    assert [cut.padding for cut in cuts] == paddings
-    assert [cut.numel - cut.padding for cut in cuts] == lean
+    assert group.partition_numel == partition
+    assert [group.padding(rank) for rank in range(world_size)] == paddings
 
 
 @pytest.mark.parametrize(("itemsize", "unit"), [(1, 16), (2, 8), (4, 4), (8, 2), (16, 1)])

@@ -46,7 +46,7 @@ def is_flat(node: Node) -> bool:
 def group_of(numels: Sequence[int], ranks: int) -> FlatGroup:
     """Return how ranks cut what parameters of such lengths are joined to.
 
-    >>> group_of([5, 4], 2).cut(1).slices
+    >>> group_of([5, 4], 2).slices(1)
     ((1, 0, 4),)
     """
     group = flat_group(numels, world_size=ranks, round_robin=False, alignment=1)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
-from streamshard.formats.checkpoint import Checkpoint, Reading
+from streamshard.formats.checkpoint import Checkpoint, ModelPart, Reading
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.cut.part_cut import flat_groups
 from streamshard.formats.pickle.inert import Node, show
@@ -18,7 +18,7 @@ from streamshard.formats.pickle.node_checks import name_of, of_file
 from streamshard.io.entries import open_readable
 from streamshard.layout.cutting import CuttingBuilder
 from streamshard.layout.zero import FlatGroup, shard_numel
-from streamshard.model import ITEMSIZE, MASTER, Repeat, Slot, SourceFile
+from streamshard.model import ITEMSIZE, MASTER, Repeat, Slot, SourceFile, ZeroLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,8 @@ class _WholeMomentum:
     def lengths(self) -> list[int]:
         """Return the count of elements that each rank should have."""
         ranks = range(self._flat.world_size)
-        return [self._flat.cut(rank).whole_numel for rank in ranks]
+        numels = self._flat.numels
+        return [int(numels[[*self._flat.owned(rank)]].sum()) for rank in ranks]
 
     def assign(self, tensors: NDArray[np.int64], builder: CuttingBuilder) -> Iterator[Repeat]:
         """Place the momentum of every parameter; yields where other ranks have it as well.
@@ -166,12 +167,10 @@ _LAYOUT_KEYS: Final = (
 class ModelPartMap:
     """Where the shards of one model part store its cut tensors."""
 
-    partitions: Mapping[tuple[int, str], Slot] = field(default_factory=dict)
-    """(param group, state) → each rank's partition (stages 1 and 2)."""
+    slots: Mapping[tuple[int, str], Slot] = field(default_factory=dict)
+    """(param group, in stage 3 sub-group, state) → its places on the ranks."""
     recorded: tuple[RecordedCut, ...] = ()
     """One per rank (stages 1 and 2)."""
-    sub_groups: Mapping[tuple[int, str], Slot] = field(default_factory=dict)
-    """(sub-group, state) → each rank's shards (stage 3)."""
     sub_group_params: Sequence[Sequence[Sequence[str]]] = ()
     """The tensors of each parameter of each sub-group (stage 3)."""
 
@@ -192,13 +191,9 @@ def cut_source(
     builder = CuttingBuilder([ITEMSIZE[tensor.dtype] for tensor in tensors])
     index = checkpoint.tensor_index()
     repeats: list[Repeat] = []
-    for number, part_map in enumerate(model_parts):
-        placing = _Placing(checkpoint, part_map, files, builder, index, number)
-        if checkpoint.layout.stage == 3:
-            placing.sub_groups()
-        else:
-            placing.partitions()
-        repeats += placing.repeats
+    place = _place_shards if checkpoint.layout.stage == 3 else _place_partitions
+    for model_part, part_map in zip(checkpoint.model_parts, model_parts, strict=False):
+        repeats += place(checkpoint, model_part, part_map, files, index, builder)
     for tensor, (file, offset) in whole.items():
         builder.place(tensor, file, offset, tensors[tensor].numel)
     for tensor, slot in shards.items():
@@ -212,104 +207,101 @@ def cut_source(
     return Reading(checkpoint, builder.build(), tuple(files), tuple(repeats))
 
 
-class _Placing:
-    """Places the elements of one model part's optimizer states."""
+def _place_partitions(
+    checkpoint: Checkpoint,
+    model_part: ModelPart,
+    part_map: ModelPartMap,
+    files: Sequence[SourceFile],
+    index: Mapping[tuple[str, str, str], int],
+    builder: CuttingBuilder,
+) -> list[Repeat]:
+    """Place a model part's partitions of flat groups (stages 1 and 2); returns further copies."""
+    layout, repeats = checkpoint.layout, list[Repeat]()
+    groups = flat_groups(checkpoint, model_part, layout, checkpoint.module_dtype)
+    for (group, state), slot in part_map.slots.items():
+        param_group = model_part.groups[group]
+        flat = groups[group].in_blocks(param_group.block(state))
+        what = f"{state} of param group {group}"
+        tensors = np.array([index[model_part.name, state, name] for name in param_group.params])
+        if state in model_part.whole_states(param_group, layout):
+            itemsize = ITEMSIZE[param_group.flat_states()[state]]
+            whole = _WholeMomentum(flat, slot, itemsize, files)
+            _require_lengths(slot, whole.lengths(), files, what)
+            repeats += whole.assign(tensors, builder)
+            continue
+        lengths = [flat.partition_numel] * flat.world_size
+        if state == MASTER and not layout.bf16_optimizer:
+            lengths = _stripped_lengths(flat, slot)
+        _require_lengths(slot, lengths, files, what)
+        first = builder.slot(slot)
+        for tensor, start in zip(tensors.tolist(), flat.starts.tolist(), strict=True):
+            builder.assign(tensor, first, piece_numel=flat.partition_numel, origin=start)
+    for rank, recorded in enumerate(part_map.recorded):
+        _require_recorded(recorded, rank, model_part, groups, layout)
+    return repeats
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        part_map: ModelPartMap,
-        files: Sequence[SourceFile],
-        builder: CuttingBuilder,
-        index: Mapping[tuple[str, str, str], int],
-        number: int,
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._layout = checkpoint.layout
-        self._files = files
-        self._builder = builder
-        self._index = index
-        self._model_part = checkpoint.model_parts[number]
-        self._map = part_map
-        self.repeats: list[Repeat] = []
 
-    def partitions(self) -> None:
-        """Place the partitions of flat groups (stages 1 and 2)."""
-        dtype = self._checkpoint.module_dtype
-        groups = flat_groups(self._checkpoint, self._model_part, self._layout, dtype)
-        for (group, state), slot in self._map.partitions.items():
-            param_group = self._model_part.groups[group]
-            flat = groups[group].in_blocks(param_group.block(state))
-            what = f"{state} of param group {group}"
-            tensors = np.array(
-                [self._index[self._model_part.name, state, n] for n in param_group.params]
+def _require_recorded(
+    recorded: RecordedCut,
+    rank: int,
+    model_part: ModelPart,
+    groups: Sequence[FlatGroup],
+    layout: ZeroLayout,
+) -> None:
+    """Refuse a source whose files record another cut than the one computed from its config.
+
+    The lengths alone do not show it: in another order, parameters take as much room.
+    """
+    places = model_part.held_by(rank, layout)
+    params = [model_part.serialized(model_part.groups[group]) for group, _ in places]
+    slices = tuple(
+        tuple((names_[i], start, numel) for i, start, numel in groups[group].recorded(sharer))
+        for names_, (group, sharer) in zip(params, places, strict=True)
+    )
+    alignments = tuple(groups[group].alignments for group, _ in places)
+    paddings = tuple(groups[group].padding(sharer) for group, sharer in places)
+    counted_last = tuple(groups[group].padding_counted_last(sharer) for group, sharer in places)
+    computed = {
+        "group_paddings": (recorded.paddings, (paddings, counted_last)),
+        "param_alignment_paddings": (recorded.alignments, (alignments,)),
+        "param_slice_mappings": (recorded.slices, (slices,)),
+    }
+    for key, (there, expected) in computed.items():
+        if there is not None and there not in expected:
+            message = f"its {key} are not those of the layout that its"
+            raise DisagreementError(
+                f"{message} ds_config describes ({_LAYOUT_KEYS}). Was the config changed "
+                "after the save?",
+                path=recorded.path,
             )
-            if state in self._model_part.whole_states(param_group, self._layout):
-                itemsize = ITEMSIZE[param_group.flat_states()[state]]
-                whole = _WholeMomentum(flat, slot, itemsize, self._files)
-                _require_lengths(slot, whole.lengths(), self._files, what)
-                self.repeats += whole.assign(tensors, self._builder)
-                continue
-            lengths = [flat.partition_numel] * flat.world_size
-            if state == MASTER and not self._layout.bf16_optimizer:
-                lengths = _stripped_lengths(flat, slot)
-            _require_lengths(slot, lengths, self._files, what)
-            first = self._builder.slot(slot)
-            for tensor, start in zip(tensors.tolist(), flat.starts.tolist(), strict=True):
-                self._builder.assign(tensor, first, piece_numel=flat.partition_numel, origin=start)
-        for rank, recorded in enumerate(self._map.recorded):
-            self._require_recorded(recorded, rank, groups)
 
-    def _require_recorded(
-        self, recorded: RecordedCut, rank: int, groups: Sequence[FlatGroup]
-    ) -> None:
-        """Refuse a source whose files record another cut than the one computed from its config.
 
-        The lengths alone do not show it: in another order, parameters take as much room.
-        """
-        own = self._model_part.held_by(rank, self._layout)
-        cuts = [groups[group].cut(sharer) for group, sharer in own]
-        names = [self._model_part.serialized(self._model_part.groups[group]) for group, _ in own]
-        slices = tuple(
-            tuple((params[index], start, numel) for index, start, numel in cut.recorded)
-            for params, cut in zip(names, cuts, strict=True)
-        )
-        alignments = tuple(groups[group].alignments for group, _ in own)
-        paddings = tuple(cut.padding for cut in cuts)
-        counted_last = tuple(groups[group].padding_counted_last(sharer) for group, sharer in own)
-        computed = {
-            "group_paddings": (recorded.paddings, (paddings, counted_last)),
-            "param_alignment_paddings": (recorded.alignments, (alignments,)),
-            "param_slice_mappings": (recorded.slices, (slices,)),
-        }
-        for key, (found, expected) in computed.items():
-            if found is not None and found not in expected:
-                message = f"its {key} are not those of the layout that its"
-                raise DisagreementError(
-                    f"{message} ds_config describes ({_LAYOUT_KEYS}). Was the config changed "
-                    "after the save?",
-                    path=recorded.path,
-                )
-
-    def sub_groups(self) -> None:
-        """Place the shards of sub-groups (stage 3)."""
-        tensors = self._checkpoint.tensors
-        for (unit, state), slot in self._map.sub_groups.items():
-            params = [
-                [self._index[self._model_part.name, state, name] for name in names_]
-                for names_ in self._map.sub_group_params[unit]
-            ]
-            ranks = len(slot.numels)
-            numels = [[tensors[tensor].numel for tensor in param] for param in params]
-            shares = [shard_numel(sum(own), ranks) for own in numels]
-            lengths = [sum(shares)] * ranks
-            _require_lengths(slot, lengths, self._files, f"{state} of sub-group {unit}")
-            first, filled = self._builder.slot(slot), 0
-            for param, own, share in zip(params, numels, shares, strict=True):
-                for tensor, origin in zip(param, accumulate(own, initial=0), strict=False):
-                    lead = filled * ITEMSIZE[tensors[tensor].dtype]
-                    self._builder.assign(tensor, first, piece_numel=share, origin=origin, lead=lead)
-                filled += share
+def _place_shards(
+    checkpoint: Checkpoint,
+    model_part: ModelPart,
+    part_map: ModelPartMap,
+    files: Sequence[SourceFile],
+    index: Mapping[tuple[str, str, str], int],
+    builder: CuttingBuilder,
+) -> list[Repeat]:
+    """Place a model part's shards of sub-groups (stage 3)."""
+    tensors = checkpoint.tensors
+    for (unit, key), slot in part_map.slots.items():
+        params = [
+            [index[model_part.name, key, name] for name in names_]
+            for names_ in part_map.sub_group_params[unit]
+        ]
+        ranks = len(slot.numels)
+        numels = [[tensors[tensor].numel for tensor in param] for param in params]
+        shares = [shard_numel(sum(parts), ranks) for parts in numels]
+        _require_lengths(slot, [sum(shares)] * ranks, files, f"{key} of sub-group {unit}")
+        first, filled = builder.slot(slot), 0
+        for param, parts, share in zip(params, numels, shares, strict=True):
+            for tensor, origin in zip(param, accumulate(parts, initial=0), strict=False):
+                lead = filled * ITEMSIZE[tensors[tensor].dtype]
+                builder.assign(tensor, first, piece_numel=share, origin=origin, lead=lead)
+            filled += share
+    return []
 
 
 def _stripped_lengths(flat: FlatGroup, found: Slot) -> list[int]:

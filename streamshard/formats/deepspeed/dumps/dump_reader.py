@@ -22,7 +22,6 @@ from streamshard.formats.deepspeed.read.model_part import (
     Shapes,
     adopt_blobs,
     optimizer_tensors,
-    part_map,
     recorded_units,
     strip_optimizer,
 )
@@ -94,8 +93,7 @@ def _read_ranks(
     else:
         units = recorded_units(optimizer, paths)
     shapes = {name: shape for unit in units for name, shape in unit.items()}
-    groups = optimizer.groups([list(unit) for unit in units], {})
-    groups = optimizer.with_whole_blocks(groups, shapes, layout)
+    groups = optimizer.groups([list(unit) for unit in units], {}, shapes)
     if optimizer.uncut is not None:
         raise optimizer.uncut
     tensors = optimizer_tensors(groups, shapes, "")
@@ -121,8 +119,7 @@ def _read_ranks(
         notes=(*sources.notes, *_notes(layout, config)),
     )
     # The recorded slices name the parameters in the group's own order already.
-    placed = part_map(optimizer, layout)
-    return cut_source(checkpoint, sources.files, whole, {}, [placed])
+    return cut_source(checkpoint, sources.files, whole, {}, [optimizer.part_map()])
 
 
 def _require_known_momentum(

@@ -100,25 +100,24 @@ def read_model_part(
         version=version,
     )
     optimizer = OptimizerReader(sources, files.optimizer_files, states, layout)
-    shapes = _param_shapes(model_files, files, optimizer)
+    shapes = _param_shapes(model_files, files, optimizer, layout)
     shape_by_name = {param: shape for unit in shapes for param, shape in unit.items()}
     placed: Mapping[str, ExpertPlacement] = {}
     if models[0].get(names.AUTO_EXPERTS):
         from streamshard.formats.deepspeed.auto_experts import placements  # not at the top: rare
 
         placed = placements(models[0], shape_by_name, files.model_files[0], stage)
-    groups = optimizer.groups([list(unit) for unit in shapes], placed)
-    if version is None or stage == 1:
-        layout = replace(layout, round_robin=_is_round_robin(optimizer, layout, shapes))
-    module = ModuleReader(model_files, stage, tied)
-    entries = module.entries(shape_by_name)
     of_experts = {
         names.fused_expert(param, number): shape_by_name[param][1:]
         for param, placement in placed.items()
         for number in placement.experts[0]
     }
     tensor_shapes = {**shape_by_name, **of_experts}
-    groups = optimizer.with_whole_blocks(groups, tensor_shapes, layout)
+    groups = optimizer.groups([list(unit) for unit in shapes], placed, tensor_shapes)
+    if version is None or stage == 1:
+        layout = replace(layout, round_robin=_is_round_robin(optimizer, layout, shapes))
+    module = ModuleReader(model_files, stage, tied)
+    entries = module.entries(shape_by_name)
     tensors = optimizer_tensors(groups, tensor_shapes, name)
     notes = [
         *unlike_optimizers(optimizers, files.optimizer_files),
@@ -130,7 +129,7 @@ def read_model_part(
     tensors += module.tensors
 
     param_ids = known_param_ids(optimizer.ends(), [list(unit) for unit in shapes], entries)
-    where = part_map(optimizer, layout)  # before the next lines strip what it reads
+    part_map = optimizer.part_map()  # before the next lines strip what it reads
     strip_optimizer(states[0], stage)
     module.strip(entries)
     whole = dict(module.whole)
@@ -138,7 +137,7 @@ def read_model_part(
     adopt_blobs([models[0], optimizers[0]], tensors, whole, first=first, model_part=name)
     return ModelPartReading(
         model_part=model_part,
-        part_map=where,
+        part_map=part_map,
         layout=layout,
         tensors=tensors,
         whole=whole,
@@ -150,20 +149,16 @@ def read_model_part(
     )
 
 
-def part_map(optimizer: OptimizerReader, layout: ZeroLayout) -> ModelPartMap:
-    """Return where a model part's optimizer keeps its states. Its groups must have been read."""
-    if layout.stage == 3:
-        return ModelPartMap(sub_groups=optimizer.slots, sub_group_params=optimizer.sub_group_params)
-    return ModelPartMap(partitions=optimizer.slots, recorded=optimizer.recorded())
-
-
 def _param_shapes(
-    models: Sequence[ModelFile], files: ModelPartFiles, optimizer: OptimizerReader
+    models: Sequence[ModelFile],
+    files: ModelPartFiles,
+    optimizer: OptimizerReader,
+    layout: ZeroLayout,
 ) -> list[Shapes]:
     """Read names and shapes of the trained parameters, per param group or sub-group."""
     first = models[0].root
     units = first.get(names.PARAM_SHAPES)
-    if names.PARAM_SHAPES in first and units is None and optimizer.is_bf16_optimizer:
+    if names.PARAM_SHAPES in first and units is None and layout.bf16_optimizer:
         # Without a ZeRO stage the model file lists no shapes, but BF16_Optimizer saves its states.
         return _with_shapes(
             recorded_units(optimizer, files.optimizer_files), first[names.MODULE_STATE]
@@ -190,7 +185,7 @@ def recorded_units(optimizer: OptimizerReader, paths: Sequence[Path]) -> list[Sh
     A parameter's size is the sum of its slices on all ranks. Its shape is unknown and not needed.
     """
     found: list[dict[str, int]] = []
-    for recorded, path in zip(optimizer.recorded(), paths, strict=True):
+    for recorded, path in zip(optimizer.recorded, paths, strict=True):
         if recorded.slices is None:
             message = "saved by a DeepSpeed before 0.7.4, which did not name parameters"
             raise UnsupportedError(message, path=path)

@@ -5,8 +5,9 @@ and 2, a sub-group in stage 3.
 """
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -16,7 +17,7 @@ import numpy as np
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError, raise_first
 from streamshard.formats.checkpoint import FlatState, ParamGroup, ScalarState
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.cut.zero_cutting import RecordedCut, recorded_cut
+from streamshard.formats.deepspeed.cut.zero_cutting import ModelPartMap, RecordedCut, recorded_cut
 from streamshard.formats.deepspeed.read.agreement import disagreements, group_facts
 from streamshard.formats.deepspeed.read.fingerprints import fingerprint, pickled
 from streamshard.formats.deepspeed.read.rank_files import SAVE_AGAIN, SourceFiles, require
@@ -26,7 +27,7 @@ from streamshard.formats.deepspeed.read.state_of_ranks import (
     STATE,
     StateOfRanks,
     rank_local_error,
-    rank_local_numbers,
+    rank_local_keys,
     states_in_blocks,
     unwrapped,
 )
@@ -64,7 +65,6 @@ class OptimizerReader:
         self._states = states
         self._layout = layout
         self._stage = layout.stage
-        self._recorded: tuple[RecordedCut, ...] | None = None
         self._require_paddings()
         inner = names.OPTIMIZER if layout.stage == 3 else names.BASE_OPTIMIZER
         masters = names.FLAT_GROUPS_3 if layout.stage == 3 else names.FLAT_GROUPS
@@ -122,12 +122,15 @@ class OptimizerReader:
         return tensor.require_contiguous(f"{path}: {what}")
 
     def groups(
-        self, units: Sequence[Sequence[str]], placed: Mapping[str, "ExpertPlacement"]
+        self,
+        units: Sequence[Sequence[str]],
+        placed: Mapping[str, "ExpertPlacement"],
+        shapes: Mapping[str, tuple[int, ...]],
     ) -> tuple[ParamGroup, ...]:
         """Read the param groups.
 
         `units` names the parameters of each unit. `placed`: where the experts are that AutoEP fused
-        to one parameter.
+        to one parameter. `shapes`: shape of each parameter, by its name in the files.
         """
         for rank, masters in enumerate(self._masters):
             if len(masters) != len(units):
@@ -135,46 +138,41 @@ class OptimizerReader:
                 raise DisagreementError(message, path=self._paths[rank])
         units_of = self.members(len(self._masters[0]))
         local = self._local_entries(units_of)
-        found: list[ParamGroup] = []
+        groups: list[ParamGroup] = []
         experts = names.count_local_experts(chain.from_iterable(units))
         for number, members in enumerate(units_of):
             expert_ranks = self._expert_ranks(number)
-            expert_parallel = expert_ranks or 1
-            own = chain.from_iterable(units[unit] for unit in members if expert_parallel > 1)
-            for name in own:
-                if name not in placed and not names.count_local_experts([name]):
-                    shown = f"{show(name)} is of experts without numbers"
-                    raise AUTO_EXPERTS.error(shown, self._paths[0])
-            for expert_rank in range(expert_parallel):
+            params = [units[unit] for unit in members]
+            if expert_ranks and expert_ranks > 1:
+                _require_numbered(chain.from_iterable(params), placed, self._paths[0])
+            numels: dict[str, int] = {}
+            for expert_rank in range(expert_ranks or 1):
                 tensors = [
                     [
                         placed[name].names_of(name, expert_rank, expert_ranks)
                         if name in placed
                         else (names.of_expert_rank(name, expert_rank, experts),)
-                        for name in units[unit]
+                        for name in unit
                     ]
-                    for unit in members
+                    for unit in params
                 ]
-                first = len(self.sub_group_params) if self._stage == 3 else len(found)
-                self.sub_group_params += tensors
-                ranks = self._sharers(expert_parallel, expert_rank)
-                if expert_parallel > 1 and self._stage == 3:
-                    self._require_sharers(members, ranks)
-                found.append(
-                    ParamGroup(
-                        params=tuple(chain.from_iterable(chain.from_iterable(tensors))),
-                        master_dtype=self._masters[0][members[0]].dtype if members else "float32",
-                        states=self._states_of(number, members, first, ranks, local[number]),
-                        number=number,
-                        expert_parallel=expert_parallel,
-                        expert_rank=expert_rank,
-                    )
+                group = ParamGroup(
+                    params=tuple(chain.from_iterable(chain.from_iterable(tensors))),
+                    master_dtype=self._masters[0][members[0]].dtype if members else "float32",
+                    states=None,
+                    number=number,
+                    expert_parallel=expert_ranks or 1,
+                    expert_rank=expert_rank,
                 )
-        self._require_one_kind(found)
+                numels = numels or {name: math.prod(shapes[name]) for name in group.params}
+                first = len(self.sub_group_params) if self._stage == 3 else len(groups)
+                groups.append(self._with_states(group, members, first, numels, local[number]))
+                self.sub_group_params += tensors
+        self._require_one_kind(groups)
         for keys, entries in zip(local, self._inner[0]["param_groups"], strict=True):
             for key in keys:  # a rank's own number is none of the group
                 del entries[key]
-        return tuple(found)
+        return tuple(groups)
 
     def _require_one_kind(self, groups: Sequence[ParamGroup]) -> None:
         """Refuse a state that has an element per parameter element in some groups only.
@@ -191,11 +189,6 @@ class OptimizerReader:
                         "or looks so; this optimizer is not supported"
                     )
                     raise UnsupportedError(message, path=self._paths[0])
-
-    @property
-    def is_bf16_optimizer(self) -> bool:
-        """Whether a `BF16_Optimizer` saved the files."""
-        return self._layout.bf16_optimizer
 
     def expert_parallel(self, number: int) -> int:
         """Return the count of expert ranks of a param group: 1 if it holds no experts."""
@@ -250,14 +243,15 @@ class OptimizerReader:
         errors = [*disagreements(facts, self._paths[0])]
         if not errors:
             return [set() for _ in units_of]
-        local = [self._rank_local(GROUP, number, units) for number, units in enumerate(units_of)]
+        local = [
+            rank_local_keys(GROUP, number, units, self._inner, self._sources)
+            for number, units in enumerate(units_of)
+        ]
+        left_out = local + [set[str]()] * len(groups)
         rest = [
             [
-                *(
-                    {key: node for key, node in group.items() if key not in keys}
-                    for keys, group in zip(local, inner["param_groups"], strict=False)
-                ),
-                *inner["param_groups"][len(local) :],
+                {key: node for key, node in group.items() if key not in keys}
+                for group, keys in zip(inner["param_groups"], left_out, strict=False)
             ]
             for inner in self._inner
         ]
@@ -265,126 +259,90 @@ class OptimizerReader:
             raise_first(errors)
         return local
 
-    def _rank_local(self, kind: str, number: int, units: Sequence[int]) -> set[str]:
-        """Return which entries of one kind ranks, or sub-groups, of a param group compute alone."""
-        found: dict[tuple[str, str], list[Node]] = {}
-        for unit in units:
-            nodes: dict[tuple[str, str], dict[int, Node]] = {}
-            for rank, inner in enumerate(self._inner):
-                groups = inner["param_groups"][number : number + 1]
-                for key, node in chain.from_iterable(group.items() for group in groups):
-                    nodes.setdefault((GROUP, key), {})[rank] = node
-                for key, node in inner["state"].get(unit, {}).items():
-                    nodes.setdefault((STATE, key), {})[rank] = node
-            for entry, by_rank in nodes.items():
-                values = StateOfRanks(str(entry), by_rank, {}, self._paths)
-                found.setdefault(entry, []).extend(values.numbers(self._sources))
-        count = len(self._inner) * len(units)
-        complete = {entry: values for entry, values in found.items() if len(values) == count}
-        return {key for of, key in rank_local_numbers(complete) if of == kind}
+    def _with_states(
+        self,
+        group: ParamGroup,
+        members: Sequence[int],
+        first: int,
+        numels: Mapping[str, int],
+        local: Set[str],
+    ) -> ParamGroup:
+        """Read the states of a param group, or leave them in the files of its ranks.
+
+        `members`: its units. `first`: number of the first of the slots, one for each unit.
+        `numels`: elements of its parameters, by their names in the files.
+        `local`: its hyper-parameters that each rank computes by itself.
+        """
+        ranks = self._layout.sharing_ranks(group.expert_parallel, group.expert_rank)
+        if group.expert_parallel > 1 and self._stage == 3:
+            self._require_sharers(members, ranks)
+        values = [self._values_of(unit, ranks) for unit in members]
+        try:
+            group = replace(group, states=self._states_of(group.number, members, ranks, values))
+            self._require_cuttable(group, numels, local)
+        except UnsupportedError as error:
+            self.uncut = self.uncut or error
+            group = replace(group, states={})
+        for slot, (unit, of_unit) in enumerate(zip(members, values, strict=True), first):
+            tensors = {MASTER: {rank: self._masters[rank][unit] for rank in ranks}}
+            tensors |= {key: (of_unit or {})[key].tensors for key in group.flat_states()}
+            for key, by_rank in tensors.items():
+                self._add_slot(slot, key, ranks, by_rank)
+        return group
+
+    def _require_cuttable(
+        self, group: ParamGroup, numels: Mapping[str, int], local: Set[str]
+    ) -> None:
+        if group.largest_block > 1:
+            # Not at the top: most optimizers keep no blocks.
+            from streamshard.formats.deepspeed.cut.block_cut import divided_block
+
+            if cut := divided_block(group, numels, self._layout):
+                raise UnsupportedError(f"{cut}. {ANEW}", path=self._paths[0])
+        if local:
+            what = f"'{min(local)}' of param group {group.number}"
+            raise rank_local_error(what, "rank", self._paths[0])
 
     def _states_of(
         self,
         number: int,
         members: Sequence[int],
-        first: int,
         ranks: Sequence[int],
-        local: Set[str],
+        values: Sequence[Mapping[str, StateOfRanks] | None],
     ) -> dict[str, Node] | None:
-        """Read the states of one param group, or leave them in the files of its ranks.
-
-        `first`: number of the first of the slots, one for each unit, that its places go into.
-        `local`: the group's hyper-parameters that each rank computes by itself.
-        """
-        for slot, unit in enumerate(members, first):
-            masters = {rank: self._masters[rank][unit] for rank in ranks}
-            self._add_slot(slot, MASTER, ranks, masters)
+        """Return the states of a param group. `values`: what ranks hold of each of its units."""
         try:
-            states = self._cut_states(number, members, first, ranks)
-        except UnsupportedError as error:
-            return self._keep_uncut(members, first, error)
-        if local:
-            what = f"'{min(local)}' of param group {number}"
-            local_error = rank_local_error(what, "rank", self._paths[ranks[0]])
-            return self._keep_uncut(members, first, local_error)
-        return states
-
-    def _cut_states(
-        self, number: int, members: Sequence[int], first: int, ranks: Sequence[int]
-    ) -> dict[str, Node] | None:
-        try:
-            return self._agreed_states(members, first, ranks, frozenset())
+            return self._agreed(members, ranks, values, frozenset())
         except DisagreementError as error:
-            local = self._rank_local(STATE, number, members)
+            local = rank_local_keys(STATE, number, members, self._inner, self._sources)
             if not local:
                 raise
-            self._agreed_states(members, first, ranks, local)
+            self._agreed(members, ranks, values, local)
             path, what = self._paths[ranks[0]], f"optimizer state '{min(local)}'"
             if len(ranks) == 1:
                 raise rank_local_error(what, "sub-group", path) from error
             raise rank_local_error(f"{what} of group {members[0]}", "rank", path) from error
 
-    def _agreed_states(
-        self, members: Sequence[int], first: int, ranks: Sequence[int], local: Set[str]
+    def _agreed(
+        self,
+        members: Sequence[int],
+        ranks: Sequence[int],
+        values: Sequence[Mapping[str, StateOfRanks] | None],
+        local: Set[str],
     ) -> dict[str, Node] | None:
-        """Read states, except those in `local`. Units must agree about unpartitioned values."""
+        """Return the states, except those in `local`, in which units must agree."""
+        both = zip(members, values, strict=True)
         states = [
-            self._unit_states(unit, slot, ranks, local) for slot, unit in enumerate(members, first)
+            None if of_unit is None else self._unit_states(unit, of_unit, local)
+            for unit, of_unit in both
         ]
-        if len({_has_blocks(own) for own in states}) > 1:
+        if len({_has_blocks(of_unit) for of_unit in states}) > 1:
             message = f"some sub-groups of a param group are in 8 bits, and others are not. {ANEW}"
             raise UnsupportedError(message, path=self._paths[ranks[0]])
-        if any(other != states[0] for other in states):
+        if any(of_unit != states[0] for of_unit in states):
             message = "sub-groups of a param group differ in state"
             raise DisagreementError(message, path=self._paths[0])
         return states[0] if states else None
-
-    def _sharers(self, expert_parallel: int, expert_rank: int) -> list[int]:
-        """List the ranks that share a param group."""
-        places = enumerate(
-            self._layout.expert_place(rank, expert_parallel) for rank in range(len(self._states))
-        )
-        return [rank for rank, (found, _) in places if found == expert_rank]
-
-    def _keep_uncut(
-        self, members: Sequence[int], first: int, error: UnsupportedError
-    ) -> dict[str, Node]:
-        """Leave the states of a param group in the files of its ranks."""
-        self.uncut = self.uncut or error
-        for slot, state in list(self.slots):
-            if first <= slot < first + len(members) and state != MASTER:
-                del self.slots[slot, state]
-        return {}
-
-    def with_whole_blocks(
-        self,
-        groups: Sequence[ParamGroup],
-        shapes: Mapping[str, tuple[int, ...]],
-        layout: ZeroLayout,
-    ) -> tuple[ParamGroup, ...]:
-        """Leave states in their files of which the source's own cut divides a block.
-
-        `shapes`: shape of each parameter, by its name in the files.
-        """
-        if all(group.largest_block == 1 for group in groups):
-            return tuple(groups)
-        # Not at the top: most optimizers keep no blocks.
-        from streamshard.formats.deepspeed.cut.block_cut import divided_block
-
-        serialized = {group.number: group.params for group in groups if group.expert_rank == 0}
-        members = self.members(len(self._masters[0]))
-        found: list[ParamGroup] = []
-        first = 0
-        for group in groups:
-            own = members[group.number]
-            numels = {name: math.prod(shapes[name]) for name in serialized[group.number]}
-            cut = divided_block(group, numels, layout)
-            if cut is not None:
-                error = UnsupportedError(f"{cut}. {ANEW}", path=self._paths[0])
-                group = replace(group, states=self._keep_uncut(own, first, error))
-            found.append(group)
-            first += len(own)
-        return tuple(found)
 
     def members(self, unit_count: int) -> list[list[int]]:
         """Return the units of each param group."""
@@ -398,10 +356,8 @@ class OptimizerReader:
         """Return how many elements of each unit a rank holds."""
         return [master.numel for master in self._masters[0]]
 
-    def _unit_states(
-        self, unit: int, slot: int, ranks: Sequence[int], local: Set[str]
-    ) -> dict[str, Node] | None:
-        """Read one unit's states on some ranks and record their places; None without states."""
+    def _values_of(self, unit: int, ranks: Sequence[int]) -> dict[str, StateOfRanks] | None:
+        """Return what some ranks hold of a unit, by key; None without states."""
         if not any(unit in self._inner[rank]["state"] for rank in ranks):
             return None
         states_of = {rank: self._inner[rank]["state"].get(unit, {}) for rank in ranks}
@@ -422,23 +378,25 @@ class OptimizerReader:
                 )
                 raise DisagreementError(message, path=self._paths[rank])
         numels = {rank: self._state_numel(unit, rank, ranks[0]) for rank in states_of}
-        by_key = {
+        return {
             key: StateOfRanks(
                 what=f"optimizer state '{key}' of group {unit}",
-                nodes={rank: own[key] for rank, own in states_of.items()},
+                nodes={rank: states[key] for rank, states in states_of.items()},
                 numels=numels,
                 paths=self._paths,
             )
             for key in keys
-            if key not in local
         }
-        found = states_in_blocks(by_key, self._sources)
-        rest = [key for key in by_key if key not in found]
-        found |= {key: self._state(unit, key, by_key[key]) for key in rest}
-        for key, state in found.items():
-            if isinstance(state, FlatState):
-                self._add_slot(slot, key, ranks, by_key[key].tensors)
-        return {key: found[key] for key in by_key}
+
+    def _unit_states(
+        self, unit: int, values: Mapping[str, StateOfRanks], local: Set[str]
+    ) -> dict[str, Node]:
+        by_key = {key: state for key, state in values.items() if key not in local}
+        states = states_in_blocks(by_key, self._sources)
+        return {
+            key: states[key] if key in states else self._state(unit, key, state)
+            for key, state in by_key.items()
+        }
 
     def _state(self, unit: int, key: str, state: StateOfRanks) -> Node:
         # A state of whole parameters: its element count on a rank needs the layout's arithmetic.
@@ -496,7 +454,7 @@ class OptimizerReader:
         A rank records its slices in that order, unless there is padding between parameters.
         """
         orders: list[dict[str, None]] = []
-        for recorded in self.recorded():
+        for recorded in self.recorded:
             if recorded.slices is None or any(any(gaps) for gaps in recorded.alignments or ()):
                 return None
             orders = orders or [{} for _ in recorded.slices]
@@ -504,13 +462,9 @@ class OptimizerReader:
                 order.update((name, None) for name, _, _ in slices)
         return [list(order) for order in orders]
 
+    @cached_property
     def recorded(self) -> tuple[RecordedCut, ...]:
-        """Read what each rank's file records about its own partition."""
-        if self._recorded is None:
-            self._recorded = self._read_recorded()
-        return self._recorded
-
-    def _read_recorded(self) -> tuple[RecordedCut, ...]:
+        """What each rank's file records about its own partition."""
         found: list[RecordedCut] = []
         for rank, (state, path) in enumerate(zip(self._states, self._paths, strict=True)):
             own = recorded_cut(state, path, has_paddings=self._strips_masters(rank))
@@ -520,6 +474,11 @@ class OptimizerReader:
             found.append(own)
         return tuple(found)
 
+    def part_map(self) -> ModelPartMap:
+        """Return where the states are, whose groups must have been read."""
+        recorded = self.recorded if self._stage < 3 else ()
+        return ModelPartMap(self.slots, recorded, self.sub_group_params)
+
     def ends(self) -> list[Node]:
         """Return the ids of the first and last parameter of each unit, as ZeRO-3 records them."""
         return [master.attributes.get("ds_id") for master in self._masters[0]]
@@ -527,3 +486,10 @@ class OptimizerReader:
 
 def _has_blocks(states: Mapping[str, Node] | None) -> bool:
     return any(isinstance(own, FlatState) and own.block > 1 for own in (states or {}).values())
+
+
+def _require_numbered(params: Iterable[str], placed: Container[str], path: Path) -> None:
+    """Refuse parameters of experts whose names do not number these."""
+    for name in params:
+        if name not in placed and not names.count_local_experts([name]):
+            raise AUTO_EXPERTS.error(f"{show(name)} is of experts without numbers", path)

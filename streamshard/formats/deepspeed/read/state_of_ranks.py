@@ -10,6 +10,7 @@ at any size in either form.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Final
 
@@ -148,19 +149,6 @@ class StateOfRanks:
             tensor.require_contiguous(self._place(rank))
         return FlatState(next(iter(self.tensors.values())).dtype)
 
-    def numbers(self, sources: SourceFiles) -> list[Node]:
-        """Return the number that each rank has; None where it is something else."""
-        try:
-            tensors = {rank: self._tensor(rank) for rank in self.nodes}
-        except UnsupportedError:
-            return [None]
-        return [
-            _number(self.nodes[rank] if tensor is None else self._scalar(rank, tensor, sources))
-            if tensor is None or not tensor.shape
-            else None
-            for rank, tensor in tensors.items()
-        ]
-
     def _is_flat(self, rank: int, tensor: Tensor) -> bool:
         return len(tensor.shape) == 1 and tensor.numel == self.numels[rank]
 
@@ -224,39 +212,59 @@ def unwrapped(states: Node) -> Node:
     return {**{key: node for key, node in states.items() if key != names.QUANTISED}, **held}
 
 
-def rank_local_numbers(
-    entries: Mapping[tuple[str, str], Sequence[Node]],
-) -> set[tuple[str, str]]:
-    """Return the entries that each rank or sub-group computes from its own elements only.
+def rank_local_keys(
+    kind: str,
+    number: int,
+    units: Sequence[int],
+    optimizers: Sequence[Mapping[str, Node]],
+    sources: SourceFiles,
+) -> set[str]:
+    """Return the entries of one kind that each rank or sub-group of a param group computes alone.
 
     Such are fractions that differ, as the `RMS` of Adafactor in transformers (5.23), or in param
     groups the `d` of Prodigy (1.1.2) and D-Adaptation (3.2), where the step and all other counts
     show that they are of one save.
 
-    `entries`: (`STATE` or `GROUP`, name) → the number that each of them has, or None.
+    `kind`: `STATE` or `GROUP`. `optimizers`: the state dict of each rank's optimizer.
     """
-    numbers = {entry: values for entry, values in entries.items() if None not in values}
+    entries: dict[tuple[str, str], list[Node]] = {}
+    for unit, optimizer in product(units, optimizers):
+        groups = optimizer["param_groups"][number : number + 1]
+        listed = [((GROUP, key), node) for group in groups for key, node in group.items()]
+        listed += [((STATE, key), node) for key, node in optimizer["state"].get(unit, {}).items()]
+        for entry, node in listed:
+            entries.setdefault(entry, []).append(_number(node, sources))
+    complete = len(units) * len(optimizers)
+    numbers = {e: n for e, n in entries.items() if len(n) == complete and None not in n}
     counts = {entry for entry, values in numbers.items() if all(n == n // 1 for n in values)}
     of_job = {entry for entry in numbers if entry[0] == GROUP and entry[1] in _OF_JOB}
     if counts.isdisjoint(_STEPS) or any(len({*numbers[e]}) > 1 for e in counts | of_job):
         return set()
-    return {entry for entry, values in numbers.items() if len({*values}) > 1}
+    return {key for (of, key), values in numbers.items() if of == kind and len({*values}) > 1}
+
+
+def _number(node: Node, sources: SourceFiles) -> Node:
+    """Read a number, or a tensor that is one; None for anything else."""
+    try:
+        tensor = torch_tensor.tensor_of(node)
+    except UnsupportedError:
+        return None
+    if tensor is None:
+        return node if type(node) in (int, float) else None
+    nbytes = ITEMSIZE[tensor.dtype]
+    data = b"" if tensor.shape else sources.read_bytes(tensor.storage, tensor.offset, nbytes)
+    return ScalarState(tensor.dtype, tensor.shape, data).number()
 
 
 def may_be_rank_local(key: Node, value: Node) -> bool:
-    """Tell whether an entry of one file may be what `rank_local_numbers` finds among files."""
+    """Tell whether an entry of one file may be what `rank_local_keys` finds among files."""
     return type(value) is float and key not in {"step", "k"} | _OF_JOB
 
 
 def rank_local_error(what: str, holder: str, path: Path) -> UnsupportedError:
-    """Refuse an entry that `rank_local_numbers` names."""
+    """Refuse an entry that `rank_local_keys` names."""
     message = f"{what} differs between {holder}s: each computes it from its own elements. {ANEW}"
     return UnsupportedError(message, path=path)
-
-
-def _number(value: Node) -> int | float | None:
-    found = value.number() if isinstance(value, ScalarState) else value
-    return found if type(found) in (int, float) else None
 
 
 def _kind(node: Node) -> str:

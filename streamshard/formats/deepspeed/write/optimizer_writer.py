@@ -19,8 +19,8 @@ from streamshard.layout.cutting import (
     partition_segments,
     shard_segments,
 )
-from streamshard.layout.zero import FlatGroup
-from streamshard.model import MASTER, Literal, RankPartition, SubGroup, ZeroLayout
+from streamshard.layout.zero import FlatGroup, Slices
+from streamshard.model import MASTER, Literal, SubGroup, ZeroLayout
 
 _LOSS_SCALER: Final = Global("deepspeed.runtime.fp16.loss_scaler", "LossScaler")
 _FRAGMENT_ADDRESS: Final = Global("deepspeed.utils.tensor_fragment", "fragment_address")
@@ -143,14 +143,14 @@ class OptimizerWriter:
         for group, sharer in self._model_part.held_by(rank, self._layout):
             param_group, flat = self._model_part.groups[group], self._flat_groups[group]
             cuts.append((flat, sharer))
-            own = flat.cut(sharer)
-            padding = 0 if self._layout.bf16_optimizer else own.padding
+            padding = 0 if self._layout.bf16_optimizer else flat.padding(sharer)
             share = self._partition(group, sharer, MASTER, param_group.master_dtype)
-            storage = Storage(param_group.master_dtype, own.numel - padding, share)
+            numel = flat.partition_numel - padding
+            storage = Storage(param_group.master_dtype, numel, share)
             masters.append(make_tensor(storage, (storage.numel,), requires_grad=True))
             if param_group.states is not None:
-                states[param_group.number] = self._states(group, param_group, own, sharer)
-            mappings.append(self._slice_mapping(param_group, own))
+                states[param_group.number] = self._states(group, param_group, flat, sharer)
+            mappings.append(self._slice_mapping(param_group, flat.recorded(sharer)))
         return {
             names.BASE_OPTIMIZER: self._inner(
                 {number: entry for number, entry in states.items() if entry is not None},
@@ -166,21 +166,20 @@ class OptimizerWriter:
         }
 
     def _states(
-        self, group: int, param_group: ParamGroup, own: RankPartition, sharer: int
+        self, group: int, param_group: ParamGroup, flat: FlatGroup, sharer: int
     ) -> dict[str, Node] | None:
         """Build a rank's states of a param group; None if the rank has no entry for the group."""
         whole = self._model_part.whole_states(param_group, self._layout)
         states: dict[str, Node] = {}
         for key, value in (param_group.states or {}).items():
             if key not in whole:
-                numel = own.numel // param_group.block(key)
+                numel = flat.partition_numel // param_group.block(key)
                 states[key] = self._state(
                     value, numel, partial(self._partition, group, sharer, key)
                 )
-            elif own.whole_numel:
-                states[key] = self._state(
-                    value, own.whole_numel, partial(self._owned, group, sharer, key)
-                )
+            elif owned := [*flat.owned(sharer)]:
+                numel = int(flat.numels[owned].sum())
+                states[key] = self._state(value, numel, partial(self._owned, group, sharer, key))
         return None if whole and not states else states
 
     def _group_padding(self, flat: FlatGroup, rank: int) -> int:
@@ -192,10 +191,10 @@ class OptimizerWriter:
             return flat.padding_counted_last(rank)
         return flat.padding(rank)
 
-    def _slice_mapping(self, group: ParamGroup, own: RankPartition) -> OrderedDict[str, Node]:
+    def _slice_mapping(self, group: ParamGroup, slices: Slices) -> OrderedDict[str, Node]:
         params = self._model_part.serialized(group)
         return OrderedDict(
-            (params[index], _fragment_address(start, numel)) for index, start, numel in own.recorded
+            (params[index], _fragment_address(start, numel)) for index, start, numel in slices
         )
 
     def _stage_3(self, rank: int) -> dict[str, Node]:
