@@ -39,9 +39,9 @@ from benchmarks._fabricate import fabricate
 from benchmarks._measure import machine, print_table, ratio_cell, warm
 from benchmarks.plan_at_scale import model as model_of
 from streamshard import sizes
-from streamshard.operations.native.files_on_demand import FilesOnDemand
-from streamshard.operations.native.resharding import resharding_of
-from streamshard.operations.source.source import open_source
+from streamshard.native.files_on_demand import FilesOnDemand
+from streamshard.native.resharding import resharding_of
+from streamshard.source.source import open_source
 
 FROM, TO = 4, 2
 SHORT, SHORT_PARAMS = "32MB", 200

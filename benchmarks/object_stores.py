@@ -30,7 +30,7 @@ from benchmarks._fabricate import fabricate
 from benchmarks._measure import STREAMSHARD, files_in, machine, print_table, succeed, warm
 from benchmarks._model import transformer
 from streamshard import sizes
-from streamshard.operations.transfer.execution import default_workers
+from streamshard.engine.run.memory_limits import default_workers
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore

@@ -3,12 +3,12 @@
 import typing
 
 if typing.TYPE_CHECKING:
+    from streamshard.checks.problems import Difference, Problem, Verification
     from streamshard.cluster.connections import executor
+    from streamshard.compare.assessment import AssessedCheckpoint
     from streamshard.errors import StreamshardError
     from streamshard.health import TensorHealth
     from streamshard.merging.merge import merge, plan_merge
-    from streamshard.operations.checks.assessment import AssessedCheckpoint
-    from streamshard.operations.checks.problems import Difference, Problem, Verification
     from streamshard.operations.compact.compact import compact
     from streamshard.operations.compact.compact_report import CompactedTag, Compaction, RunRecord
     from streamshard.operations.compact.compact_status import (
@@ -25,10 +25,10 @@ if typing.TYPE_CHECKING:
     from streamshard.operations.newest.newest import Newest, newest
     from streamshard.operations.read.open_checkpoint import OpenCheckpoint, Parameter, open
     from streamshard.operations.repartition.repartition import plan_repartition, repartition
-    from streamshard.operations.source.lazy_tensor import LazyTensor
-    from streamshard.operations.transfer.estimate import Estimate
-    from streamshard.operations.transfer.report import Report
     from streamshard.operations.verify.verify import verify
+    from streamshard.source.lazy_tensor import LazyTensor
+    from streamshard.transfer.estimate import Estimate
+    from streamshard.transfer.report import Report
 
 __all__ = [
     "AssessedCheckpoint",
@@ -72,28 +72,28 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AssessedCheckpoint": "operations.checks.assessment",
+    "AssessedCheckpoint": "compare.assessment",
     "CompactStatus": "operations.compact.compact_status",
     "CompactedTag": "operations.compact.compact_report",
     "Compaction": "operations.compact.compact_report",
     "DiffReport": "operations.diff.diff_report",
-    "Difference": "operations.checks.problems",
+    "Difference": "checks.problems",
     "Distance": "operations.diff.diff_report",
-    "Estimate": "operations.transfer.estimate",
+    "Estimate": "transfer.estimate",
     "Inspection": "operations.inspect.inspect_report",
-    "LazyTensor": "operations.source.lazy_tensor",
+    "LazyTensor": "source.lazy_tensor",
     "Newest": "operations.newest.newest",
     "OpenCheckpoint": "operations.read.open_checkpoint",
     "Parameter": "operations.read.open_checkpoint",
-    "Problem": "operations.checks.problems",
-    "Report": "operations.transfer.report",
+    "Problem": "checks.problems",
+    "Report": "transfer.report",
     "RunRecord": "operations.compact.compact_report",
     "StateDiff": "operations.diff.diff_report",
     "StreamshardError": "errors",
     "TagStatus": "operations.compact.compact_status",
     "TensorDiff": "operations.diff.diff_report",
     "TensorHealth": "health",
-    "Verification": "operations.checks.problems",
+    "Verification": "checks.problems",
     "compact": "operations.compact.compact",
     "compact_status": "operations.compact.compact_status",
     "convert": "operations.convert.convert",

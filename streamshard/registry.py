@@ -16,39 +16,39 @@ PACKED_OBJECTS: Final = "streamshard.formats.zarr.packed_objects:PACKED_OBJECTS"
 """The same in buckets."""
 FACTS: Final = "streamshard.formats.facts_file:read_facts"
 """Reads what a user knows of a checkpoint; see `formats/facts.py`."""
-DISK_TARGET: Final = "streamshard.operations.transfer.staging:PartialTarget"
-"""A target that is a directory on a disk; see `operations/transfer/transaction.py`."""
-PACKED_TARGET: Final = "streamshard.operations.transfer.packed_target:PackedTarget"
+DISK_TARGET: Final = "streamshard.transfer.staging:PartialTarget"
+"""A target that is a directory on a disk; see `transfer/transaction.py`."""
+PACKED_TARGET: Final = "streamshard.transfer.packed_target:PackedTarget"
 """A target that is one file."""
-PACKED_UPLOAD: Final = "streamshard.operations.transfer.packed_upload:PackedUploadTarget"
+PACKED_UPLOAD: Final = "streamshard.transfer.packed_upload:PackedUploadTarget"
 """A target that is one object."""
-UPLOADED_TARGET: Final = "streamshard.operations.transfer.uploaded_target:UploadedTarget"
+UPLOADED_TARGET: Final = "streamshard.transfer.uploaded_target:UploadedTarget"
 """A target that comes into being by uploads."""
-EXISTING_TARGET: Final = "streamshard.operations.transfer.needed:ExistingTarget"
-"""Compares what is there with what a run would write; see `operations/transfer/needed.py`."""
-FRAMEWORK_ADVICE: Final = "streamshard.operations.resume.framework_advice:ADVICE"
-"""What jobs of frameworks are told; see `operations/resume/resizing.py`."""
+EXISTING_TARGET: Final = "streamshard.transfer.needed:ExistingTarget"
+"""Compares what is there with what a run would write; see `transfer/needed.py`."""
+FRAMEWORK_ADVICE: Final = "streamshard.native.framework_advice:ADVICE"
+"""What jobs of frameworks are told; see `native/resizing.py`."""
 RANK_STATES: Final = "streamshard.formats.rank_states:RESIZE"
 """What becomes of the files of ranks that frameworks save; see `formats/frameworks.py`."""
-READ_BACK: Final = "streamshard.operations.transfer.read_back:differences"
+READ_BACK: Final = "streamshard.compare.read_back:differences"
 """Compares a written checkpoint with its source, to verify it."""
 OTHER_DEGREES: Final = "streamshard.degrees.degree_changes:OTHER_DEGREES"
-"""Other tensor, pipeline and expert parallel degrees; see `operations/source/degree_change.py`."""
+"""Other tensor, pipeline and expert parallel degrees; see `source/degree_change.py`."""
 WITH_LAYER_PAIRS: Final = "streamshard.degrees.layered:with_layer_pairs"
-"""Adds the tensors in the files of a pipeline's layers; see `operations/transfer/read_back.py`."""
+"""Adds the tensors in the files of a pipeline's layers; see `compare/read_back.py`."""
 RANK_FILES: Final = "streamshard.operations.repartition.rank_files_target:prepare"
 """Plans files of FSDP's ranks; see `operations/repartition/repartition.py`."""
 _READERS: Final = (
-    "streamshard.operations.source.native_source:CERTAIN",
-    "streamshard.operations.source.dumps_source:READER",
-    "streamshard.operations.source.store_source:READER",
-    "streamshard.operations.source.distributed_source:MEGATRON",
-    "streamshard.operations.source.distributed_source:RANK_SHARDS",
-    "streamshard.operations.source.distributed_source:READER",
-    "streamshard.operations.source.weights_source:READER",
-    "streamshard.operations.source.fsdp_ranks_source:READER",
-    "streamshard.operations.source.universal_source:READER",
-    "streamshard.operations.source.native_source:READER",
+    "streamshard.source.native_source:CERTAIN",
+    "streamshard.source.dumps_source:READER",
+    "streamshard.source.store_source:READER",
+    "streamshard.source.distributed_source:MEGATRON",
+    "streamshard.source.distributed_source:RANK_SHARDS",
+    "streamshard.source.distributed_source:READER",
+    "streamshard.source.weights_source:READER",
+    "streamshard.source.fsdp_ranks_source:READER",
+    "streamshard.source.universal_source:READER",
+    "streamshard.source.native_source:READER",
 )
 """Readers of checkpoints, in the order in which they are asked."""
 
@@ -65,5 +65,5 @@ def reader_of(kind: str) -> Any:  # noqa: ANN401
 
 
 def readers() -> Iterator[Any]:
-    """Yield the readers; see `operations.source.reader.Reader`."""
+    """Yield the readers; see `source.reader.Reader`."""
     return map(load, _READERS)

@@ -5,8 +5,8 @@ from typing import Any
 
 from streamshard.engine.run.resident_memory import resident_bytes
 from streamshard.operations.convert.convert import store_output
-from streamshard.operations.source.source import open_source
-from streamshard.operations.transfer.plan import TransferPlan, plan_output
+from streamshard.source.source import open_source
+from streamshard.transfer.plan import TransferPlan, plan_output
 from streamshard.verb_options import ConvertOptions
 
 

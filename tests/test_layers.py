@@ -21,10 +21,11 @@ FLOORS: dict[str, int] = {
     "registry": 0, "health": 0,
     "layout": 1, "io": 1, "options": 1, "checksums": 1,
     "engine": 2, "formats": 2, "drawing": 2, "verb_options": 2,
-    "operations": 3, "cluster": 3,
-    "degrees": 4, "merging": 4,
-    "": 5, "cli": 5, "live": 5,
-    "__main__": 6, "deepspeed": 6,
+    "checks": 3, "cluster": 3, "source": 4, "compare": 5, "transfer": 5,
+    "native": 6, "operations": 7,
+    "degrees": 8, "merging": 8,
+    "": 9, "cli": 9, "live": 9,
+    "__main__": 10, "deepspeed": 10,
 }  # fmt: skip
 """Floor of every room and of every module beside them; the package itself has the empty name."""
 INNER: dict[str, tuple[str, ...]] = {
@@ -194,12 +195,12 @@ def test_imports_only_from_below_or_from_its_own_room(module: str) -> None:
         ("streamshard.layout.zero", "streamshard.engine.run.runner", "floor"),
         ("streamshard.engine.run.runner", "streamshard.formats.pickle.inert", "floor"),
         ("streamshard.io.files", "streamshard.formats.pickle.inert", "floor"),
-        ("streamshard.formats.pickle.inert", "streamshard.operations.source.source", "floor"),
+        ("streamshard.formats.pickle.inert", "streamshard.source.source", "floor"),
         ("streamshard.model", "streamshard.errors", "floor"),
-        ("streamshard.operations.source.source", "streamshard.cli.main", "floor"),
-        ("streamshard.operations.source.source", "streamshard", "floor"),
+        ("streamshard.source.source", "streamshard.cli.main", "floor"),
+        ("streamshard.source.source", "streamshard", "floor"),
         ("streamshard.operations.diff.diff", "streamshard.degrees.degree_changes", "floor"),
-        ("streamshard.degrees.degree_changes", "streamshard.operations.source.source", None),
+        ("streamshard.degrees.degree_changes", "streamshard.source.source", None),
         ("streamshard.layout.zero", ".cutting", "relative"),
         ("streamshard.cli.main", "streamshard.demo.rank", "demo"),
         ("streamshard.demo.rank", "streamshard.formats.pickle.inert", "demo"),
@@ -211,7 +212,7 @@ def test_imports_only_from_below_or_from_its_own_room(module: str) -> None:
         ("streamshard.engine.numeric.cast", "streamshard.engine.run.work", "inner"),
         ("streamshard.formats.pickle.inert", "streamshard.formats.torch.torch_file", "inner"),
         ("streamshard.operations.diff.diff", "streamshard.operations.verify.verify", "verb"),
-        ("streamshard.operations.transfer.target", "streamshard.operations.diff.diff", "verb"),
+        ("streamshard.transfer.target", "streamshard.operations.diff.diff", "floor"),
         ("streamshard.operations.compact.compact", "streamshard.operations.verify.verify", None),
         ("streamshard.formats.checkpoint", "streamshard.layout.zero", None),
         ("streamshard.layout.zero", "numpy", None),
@@ -379,7 +380,7 @@ def test_one_room_imports_torch_and_deepspeed_and_the_demo_little_else() -> None
             assert {top for top in tops - ours if not _is_standard(top)} == set(), module
         else:
             # One method hands out torch's tensors, and looks for torch only when it is called.
-            lent = {"torch"} if module == "streamshard.operations.source.lazy_tensor" else set()
+            lent = {"torch"} if module == "streamshard.source.lazy_tensor" else set()
             assert tops & {"torch", "deepspeed"} == lent, module
 
 

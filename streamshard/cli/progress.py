@@ -10,8 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Final, Protocol, Self, TextIO
 
-from streamshard.engine.run.phases import READING, READING_HEADERS
-from streamshard.operations.transfer.report import Progress, Silent
+from streamshard.engine.run.phases import READING, READING_HEADERS, Progress, Silent
 from streamshard.sizes import show_bytes, show_time
 
 _RATE_SECONDS: Final = 10

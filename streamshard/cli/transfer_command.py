@@ -11,11 +11,12 @@ from streamshard.cli.parser import keywords
 from streamshard.cli.progress import display
 from streamshard.cli.streams import print_result, write_path
 from streamshard.cli.text.report_text import report_text
-from streamshard.operations.transfer.plan import TransferPlan
-from streamshard.operations.transfer.report import Progress, Report
+from streamshard.engine.run.phases import Progress
+from streamshard.transfer.plan import TransferPlan
+from streamshard.transfer.report import Report
 
 if TYPE_CHECKING:
-    from streamshard.operations.transfer.estimate import Estimate
+    from streamshard.transfer.estimate import Estimate
 
 PLANNERS: Final[Mapping[str, str]] = {
     "repartition": "streamshard.operations.repartition.repartition:plan_repartition",

@@ -3,6 +3,7 @@
 import argparse
 from typing import Final
 
+from streamshard.checks.problems import Difference, Problem, Verification
 from streamshard.cli.parser import keywords
 from streamshard.cli.progress import display
 from streamshard.cli.streams import print_result
@@ -11,7 +12,6 @@ from streamshard.cli.text.health_text import health_table, healthy_text
 from streamshard.cli.text.report_text import memory_text, read_text
 from streamshard.cli.text.tables import facts_text, more_text, paragraph
 from streamshard.errors import IntegrityError
-from streamshard.operations.checks.problems import Difference, Problem, Verification
 from streamshard.operations.verify import verify
 from streamshard.registry import reader_of
 from streamshard.sizes import counted

@@ -1,4 +1,4 @@
-"""Takes a checkpoint to other degrees; see `operations/source/degree_change.py`.
+"""Takes a checkpoint to other degrees; see `source/degree_change.py`.
 
 What decides how a model's parts go together is read: checksums in a store, values of shards.
 """
@@ -33,10 +33,10 @@ from streamshard.formats.deepspeed.model_parallel.stated_cuts import CutRules, r
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch.torch_tensor import storages_in
 from streamshard.model import ITEMSIZE, MASTER, MODULE, Note, Whole
-from streamshard.operations.source.degree_change import DegreeChange, JobDegrees, OtherDegrees
-from streamshard.operations.source.source import Source
-from streamshard.operations.source.source_access import SourceAccess
 from streamshard.sizes import counted
+from streamshard.source.degree_change import DegreeChange, JobDegrees, OtherDegrees
+from streamshard.source.source import Source
+from streamshard.source.source_access import SourceAccess
 
 _MOST_RANKS: Final = 1 << 12
 """More ranks than share a model in any job."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from streamshard.compare.comparison import Pair, SideElements
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.errors import Option, UnsupportedError
 from streamshard.formats.deepspeed.model_parallel.pipeline_layers import (
@@ -23,8 +24,7 @@ from streamshard.io.entries import open_readable
 from streamshard.io.readable import Readable
 from streamshard.layout.cutting import Cutting
 from streamshard.model import ITEMSIZE, MODULE, LogicalTensor, SourceFile
-from streamshard.operations.compare.comparison import Pair, SideElements
-from streamshard.operations.source.source import Source
+from streamshard.source.source import Source
 
 
 @dataclass(frozen=True, slots=True)

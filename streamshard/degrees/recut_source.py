@@ -7,10 +7,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Self
 
+from streamshard.compare.comparison import Pair, Runs, SideElements, compare
 from streamshard.degrees.layered import WithLayerTensors, layered, pair_of_copy
 from streamshard.degrees.recut_checkpoint import MadeTensor, cutting_of, recut_checkpoint
 from streamshard.degrees.rounding import Rounding
-from streamshard.engine.run.phases import COMPARING
+from streamshard.engine.run.phases import COMPARING, Progress
 from streamshard.engine.scan.distance import BLOCK_NUMEL
 from streamshard.errors import DisagreementError, Option, UsageError
 from streamshard.formats.deepspeed import names
@@ -24,12 +25,10 @@ from streamshard.formats.pickle.node_checks import of_file
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.model_cut import recut, whole_cut
 from streamshard.model import BLOB, FILE, ITEMSIZE, LogicalTensor
-from streamshard.operations.compare.comparison import Pair, Runs, SideElements, compare
 from streamshard.operations.diff.diff import measured
-from streamshard.operations.source.degree_change import DegreeChange
-from streamshard.operations.source.source import Source
-from streamshard.operations.transfer.report import Progress
 from streamshard.sizes import counted
+from streamshard.source.degree_change import DegreeChange
+from streamshard.source.source import Source
 
 
 @dataclass(frozen=True, slots=True)

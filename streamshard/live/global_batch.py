@@ -14,8 +14,8 @@ from streamshard.errors import UnsupportedError, UsageError
 from streamshard.layout.batch import BatchPlan, keep_global_batch
 from streamshard.live.consensus import say
 from streamshard.live.live_engine import Engine, replaced
-from streamshard.operations.native.resharding import Resharding
-from streamshard.operations.resume.resizing import global_batch, settings_text
+from streamshard.native.resharding import Resharding
+from streamshard.native.resizing import global_batch, settings_text
 from streamshard.sizes import counted
 
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")

@@ -11,9 +11,9 @@ from deepspeed import comm
 from streamshard.errors import Option, UnsupportedError, UsageError, keyword, worded
 from streamshard.formats.deepspeed import ds_config
 from streamshard.formats.deepspeed.ds_versions import recorded_version
-from streamshard.operations.native.resharding import Resharding, resharding_of
-from streamshard.operations.source.degree_change import JobDegrees, other_degrees
-from streamshard.operations.source.source import Source
+from streamshard.native.resharding import Resharding, resharding_of
+from streamshard.source.degree_change import JobDegrees, other_degrees
+from streamshard.source.source import Source
 
 _OWN_WORDS: Final = {
     "world_size": "world size",

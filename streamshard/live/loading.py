@@ -24,12 +24,12 @@ from streamshard.live.live_engine import Engine, replaced
 from streamshard.live.same_optimizer import require_same_optimizer
 from streamshard.live.served_files import ServedFiles, weights_of
 from streamshard.model import NoteKind
-from streamshard.operations.native.files_on_demand import FilesOnDemand
-from streamshard.operations.native.resharding import Resharding
-from streamshard.operations.native.target_settings import left_out
-from streamshard.operations.source.source import Source, open_source
+from streamshard.native.files_on_demand import FilesOnDemand
+from streamshard.native.resharding import Resharding
+from streamshard.native.target_settings import left_out
 from streamshard.options import SourceOptions
 from streamshard.sizes import show_bytes, show_time
+from streamshard.source.source import Source, open_source
 
 Load = Callable[..., tuple[str | None, Any]]
 """`DeepSpeedEngine.load_checkpoint`, the engine included."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from streamshard.engine.run.work import Region
 from streamshard.io.node_memory import NodeMemory, Offer
-from streamshard.operations.native.files_on_demand import StorageContent
+from streamshard.native.files_on_demand import StorageContent
 
 _ALIGNMENT = 64
 

@@ -21,7 +21,7 @@ from streamshard.live.consensus import Agreement, say
 from streamshard.live.global_batch import fitted_configs
 from streamshard.live.live_engine import Engine, replaced
 from streamshard.live.loading import Load, Loading, LoadOptions, LoadReport
-from streamshard.operations.native.resharding import Resharding
+from streamshard.native.resharding import Resharding
 from streamshard.operations.newest.newest import newest
 
 _NO_RANK: Final = -1

@@ -11,8 +11,8 @@ from deepspeed import comm
 
 from streamshard.errors import DisagreementError, UsageError
 from streamshard.model import ZeroLayout
-from streamshard.operations.native.files_on_demand import FilesOnDemand, HeldGroup, held_groups
-from streamshard.operations.native.resharding import Resharding
+from streamshard.native.files_on_demand import FilesOnDemand, HeldGroup, held_groups
+from streamshard.native.resharding import Resharding
 from streamshard.sizes import counted
 
 STAGE_3: Final = "DeepSpeedZeroOptimizer_Stage3"

@@ -19,8 +19,8 @@ from streamshard.io.memory_map import detach_map
 from streamshard.io.object_path import is_object
 from streamshard.live.node_share import NodeShare
 from streamshard.model import ITEMSIZE
-from streamshard.operations.native.files_on_demand import FileContent, FilesOnDemand, StorageContent
-from streamshard.operations.source.source import Source
+from streamshard.native.files_on_demand import FileContent, FilesOnDemand, StorageContent
+from streamshard.source.source import Source
 
 _WEIGHTS: Final = "weights of part "
 _LEAST_MAPPED: Final = 1 << 20

@@ -6,6 +6,10 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Final
 
+from streamshard.compare.assessment import AssessedCheckpoint, RunAssessment
+from streamshard.compare.comparison import Pair
+from streamshard.engine.run.memory_limits import Limits
+from streamshard.engine.run.phases import Progress, Silent
 from streamshard.errors import IncompleteError, Option, UnsupportedError, UsageError
 from streamshard.formats.deepspeed import given_config, names
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_pipeline
@@ -14,21 +18,18 @@ from streamshard.io.object_path import PACKED_SUFFIX, as_path, is_packed_name
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.merging.merged_source import LINEAR_STATES, Merging, without_weight_files
 from streamshard.model import BLOB, FILE, MASTER, MODULE
-from streamshard.operations.checks.assessment import AssessedCheckpoint, RunAssessment
-from streamshard.operations.compare.comparison import Pair
 from streamshard.operations.convert import convert
 from streamshard.operations.export import export
 from streamshard.operations.repartition import repartition
-from streamshard.operations.source.source import Source, open_source
-from streamshard.operations.transfer.execution import Limits
-from streamshard.operations.transfer.plan import TransferPlan, plan_opened
-from streamshard.operations.transfer.report import Progress, Report, Silent, Watched
-from streamshard.operations.transfer.run_identity import digest_of_headers
-from streamshard.operations.transfer.target import require_separate
-from streamshard.operations.transfer.target_writer import Output
 from streamshard.options import Path_, RepartitionOptions, takes
 from streamshard.registry import WITH_LAYER_PAIRS, load
 from streamshard.sizes import counted, some_of
+from streamshard.source.source import Source, open_source
+from streamshard.transfer.plan import TransferPlan, plan_opened
+from streamshard.transfer.report import Report, Watched
+from streamshard.transfer.run_identity import digest_of_headers
+from streamshard.transfer.target import require_separate
+from streamshard.transfer.target_writer import Output
 from streamshard.verb_options import FP32, ConvertOptions, ExportOptions, MergeOptions
 
 

@@ -10,7 +10,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from streamshard.engine.run.phases import COMPARING
+from streamshard.compare.comparison import Pair, SideElements, compare
+from streamshard.engine.run.phases import COMPARING, Progress
 from streamshard.errors import DisagreementError, UnsupportedError
 from streamshard.formats import pretrained
 from streamshard.formats.checkpoint import Checkpoint
@@ -18,10 +19,8 @@ from streamshard.layout.memory_plan import MIB, MemoryPlan
 from streamshard.merging.weighted_mean import SUMMING_BYTES, Summand, WeightedMean
 from streamshard.model import BLOB, FILE, ITEMSIZE, MASTER, MODULE, LogicalTensor, Note
 from streamshard.operations.compact.omissions import narrowed
-from streamshard.operations.compare.comparison import Pair, SideElements, compare
-from streamshard.operations.source.source import Source
-from streamshard.operations.transfer.report import Progress
 from streamshard.sizes import counted, some_of
+from streamshard.source.source import Source
 
 LINEAR_STATES: Final = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 """Optimizer states that are sums over gradients or their squares, so that a mean has a meaning."""

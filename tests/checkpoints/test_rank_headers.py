@@ -17,7 +17,7 @@ from streamshard.formats.pickle.inert import Node
 from streamshard.formats.pickle.inert_dump import dump
 from streamshard.formats.torch.parse_cache import ParseCache
 from streamshard.formats.torch.torch_tensor import Storage
-from streamshard.operations.source.source import Source, open_source
+from streamshard.source.source import Source, open_source
 from tests.fabricated import (
     client_state,
     edit,

@@ -140,7 +140,7 @@ def ranks_dumps_without_zero(place: Path) -> Words:
 
 COMMAND = r": (streamshard .*)$"
 ADVICES = {
-    "several": Advice(several, 3, COMMAND, of="operations.source.candidates"),
+    "several": Advice(several, 3, COMMAND, of="source.candidates"),
     "only one": Advice(only_one, 3, r"Give the one in it: (.*)$", instead),
     "one file": Advice(one_file, 3, r"give its directory, (.*)$", instead),
     "one dump": Advice(one_dump, 3, r"by a template, '(.*)'$", instead),
@@ -149,7 +149,7 @@ ADVICES = {
     "sound": Advice(
         acknowledged_sound, 2, r"(--keep-tag \S+) in", lambda given, copied: [*given[:3], *copied]
     ),
-    "weights": Advice(weights_only, 3, COMMAND, of="operations.source.source"),
+    "weights": Advice(weights_only, 3, COMMAND, of="source.source"),
     "trash": Advice(in_the_trash, 2, r"give (--grace 0s) too", also),
     "exists": Advice(existing, 4, r"use (--overwrite) to replace it", also),
     "memory": Advice(little_memory, 5, r"use (--memory-limit \w+)", also),
@@ -190,7 +190,7 @@ def test_what_an_optimizer_without_zero_is_loaded_by(tmp_path: Path) -> None:
 
 # The catalogue is whole ---------------------------------------------------------------------------
 
-ELSEWHERE = {"operations.source.source_access"}
+ELSEWHERE = {"source.source_access"}
 """Modules whose commands are followed in tests of their own."""
 OTHERS = {
     "--make-vocab-size-divisible-by", "--per_device_train_batch_size", "--backend", "--local_dir",

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from streamshard.cli.main import main
-from streamshard.operations.source.unfinished import JOURNAL
+from streamshard.source.unfinished import JOURNAL
 from tests.cli.conftest import Saved, flip, in_process, refused, streamshard, tree
 from tests.fabricated import optimizer_file
 from tests.forked import Finished
@@ -110,7 +110,7 @@ def test_a_run_that_does_not_come_to_an_end_is_ended(saved: Saved, tmp_path: Pat
         "import signal, sys, threading\n"
         "from streamshard.cli import signals\n"
         "from streamshard.cli.main import main\n"
-        "from streamshard.operations.transfer.staging import PartialTarget\n"
+        "from streamshard.transfer.staging import PartialTarget\n"
         "signals._GRACE_SECONDS = 1\n"
         "def stuck(self, *rest):\n"
         "    threading.Event().wait()\n"

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 import streamshard as api
-from streamshard.operations.transfer.plan import TransferPlan
-from streamshard.operations.transfer.report import Progress, Report
+from streamshard.engine.run.phases import Progress
+from streamshard.transfer.plan import TransferPlan
+from streamshard.transfer.report import Report
 from tests.cli.conftest import streamshard
 from tests.cli.test_going_on import cut_off
 from tests.cli.test_targets import mount

@@ -10,7 +10,7 @@ import pytest
 from distributed import Client, LocalCluster
 
 import streamshard
-from streamshard.operations.transfer import file_layout
+from streamshard.transfer import file_layout
 from tests.cluster.workers import addresses
 
 SPAN_BYTES = 1024

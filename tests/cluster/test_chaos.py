@@ -17,7 +17,7 @@ import streamshard
 from streamshard.cluster import dask_executor
 from streamshard.cluster.dask_executor import DaskExecutor
 from streamshard.engine.jobs.executor import runs_on
-from streamshard.operations.transfer.report import Silent
+from streamshard.engine.run.phases import Silent
 from tests.cli.conftest import tree
 from tests.cluster.conftest import names, started
 from tests.cluster.workers import addresses

@@ -19,8 +19,8 @@ import streamshard
 from streamshard.cluster import dask_executor
 from streamshard.cluster.dask_executor import DaskExecutor
 from streamshard.engine.jobs.executor import runs_on
+from streamshard.engine.run.phases import Silent
 from streamshard.errors import ClusterError, MemoryLimitError, SourceError, TargetError, UsageError
-from streamshard.operations.transfer.report import Silent
 from tests.cli.conftest import tree
 from tests.cluster.conftest import names, started
 from tests.cluster.workers import PAUSE, ROOT, dask, mounted_elsewhere, scheduler, worker
@@ -152,7 +152,7 @@ def test_a_cluster_without_workers(
 COMMAND = """
 import signal
 import sys
-from streamshard.operations.transfer import file_layout
+from streamshard.transfer import file_layout
 from streamshard.cluster import calls, dask_executor
 from streamshard.cli.main import main
 file_layout.SPAN_BYTES = 1024

@@ -17,7 +17,7 @@ import zarr
 import streamshard as api
 from streamshard.errors import UnsupportedError
 from streamshard.io.place import Disk
-from streamshard.operations.source.source import open_source
+from streamshard.source.source import open_source
 from tests.cli.conftest import streamshard
 from tests.compact.runs import (
     CHUNK,

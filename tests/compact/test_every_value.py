@@ -22,7 +22,7 @@ from torch import Tensor
 from streamshard.errors import DisagreementError, StreamshardError, UnsupportedError
 from streamshard.operations.compact.tag_checks import accounted_for, padding_alike, ranks_agree
 from streamshard.operations.repartition.repartition import repartition
-from streamshard.operations.source.source import open_source
+from streamshard.source.source import open_source
 from tests.checkpoints.test_old_spellings import as_bf16_optimizer, respell
 from tests.comparing import differences
 from tests.fabricated import client_state, edit, load, save, write

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import streamshard as api
+from streamshard.compare.assessment import Assessor
 from streamshard.engine.scan.probe import Probe
 from streamshard.errors import SourceError
-from streamshard.operations.checks.assessment import Assessor
 from streamshard.operations.compact import removal
 from streamshard.operations.compact.run_context import RunContext
 from streamshard.operations.compact.run_directory import scan_run_directory
@@ -356,7 +356,7 @@ def test_what_was_measured_of_a_newest_tag_is_not_read_again_to_archive_it(
     def refuse(*_: object) -> None:
         raise AssertionError("read to measure it")
 
-    monkeypatch.setattr("streamshard.operations.checks.tensor_content.scan", refuse)
+    monkeypatch.setattr("streamshard.compare.tensor_content.scan", refuse)
     assert actions(api.compact(run, archive, keep_last=2))[tag_of(80)] == "archived"
     found = api.inspect(archive / f"{tag_of(80)}.zarr").health
     assert found

@@ -12,13 +12,13 @@ import pytest
 
 import streamshard as api
 from benchmarks.compact_reads import times_read
+from streamshard.engine.run.memory_limits import Limits
+from streamshard.engine.run.phases import Progress
 from streamshard.operations.compact import omissions, removal
 from streamshard.operations.compact.receipts import Receipt
 from streamshard.operations.compact.run_context import ProofContext
 from streamshard.operations.compact.tag_checks import unchanged
-from streamshard.operations.source.source import Source
-from streamshard.operations.transfer.execution import Limits
-from streamshard.operations.transfer.report import Progress
+from streamshard.source.source import Source
 from tests.compact.runs import (
     ALL,
     CHUNK,

@@ -17,7 +17,7 @@ from streamshard.errors import DisagreementError, IntegrityError, UnsupportedErr
 from streamshard.formats.torch import torch_file
 from streamshard.layout.cutting import whole_segment
 from streamshard.operations.compact.weights_only import WeightsOnlyStore
-from streamshard.operations.source.source import open_source
+from streamshard.source.source import open_source
 from tests.cli.conftest import tree
 from tests.comparing import compare
 from tests.exported import same

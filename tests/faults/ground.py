@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
 from streamshard.formats.deepspeed.names import OWN_PREFIX
-from streamshard.operations.source.unfinished import JOURNAL
+from streamshard.source.unfinished import JOURNAL
 from tests.faults.compact_scenarios import AnyScenario
 from tests.faults.crash_model import History
 from tests.faults.crashing import CrashDisk, Crashed, Crashing

@@ -32,7 +32,7 @@ from streamshard.errors import (
 )
 from streamshard.formats.zarr.chunks import serialize_checksum
 from streamshard.formats.zarr.documents import small_array_document
-from streamshard.operations.source.source import open_source
+from streamshard.source.source import open_source
 from tests.fabricated import client_state, edit, optimizer_file, write
 from tests.formats.conftest import files_of
 from tests.job import Job

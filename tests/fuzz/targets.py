@@ -21,6 +21,7 @@ from typing import Final
 import numpy as np
 
 from streamshard.cli.text.health_text import health_table
+from streamshard.compare.tensor_content import recorded
 from streamshard.engine.journals.journal import Journal
 from streamshard.engine.run.resident_memory import peak_bytes, resident_bytes, restart_peak
 from streamshard.errors import SourceError, StreamshardError
@@ -53,12 +54,11 @@ from streamshard.io.place import place_of
 from streamshard.layout.boxes import NotTiledError, grid_of
 from streamshard.layout.cutting import Segments
 from streamshard.model import ITEMSIZE, ZeroLayout
-from streamshard.operations.checks.suspicion import suspicions
-from streamshard.operations.checks.tensor_content import recorded
 from streamshard.operations.compact.compact_status import _read_tags
 from streamshard.operations.compact.receipts import ArchivedTag
 from streamshard.operations.compact.tag_health import HealthRecord
-from streamshard.operations.transfer.run_identity import is_header
+from streamshard.source.suspicion import suspicions
+from streamshard.transfer.run_identity import is_header
 
 FORBIDDEN: Final = ("exec", "import", "compile", "os.", "subprocess.", "socket.", "shutil.")
 """Audit events that no input may cause."""

@@ -12,7 +12,7 @@ import torch
 
 from streamshard.formats.deepspeed.names import QUANTISED
 from streamshard.operations.compact.tag_checks import padding_alike
-from streamshard.operations.source.source import open_source
+from streamshard.source.source import open_source
 from tests.oracle.values import value_differences
 
 Content: TypeAlias = Any

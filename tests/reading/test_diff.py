@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 import streamshard
 from streamshard import DiffReport, Distance, TensorDiff
 from streamshard.cli.diff_command import diff_text
+from streamshard.compare import comparison
 from streamshard.errors import IntegrityError, MemoryLimitError, UsageError
-from streamshard.operations.compare import comparison
 from tests.fabricated import edit, optimizer_file, write, write_dumps
 from tests.job import JOBS, TAG, Job
 from tests.verify.conftest import SMALL

@@ -12,10 +12,10 @@ import streamshard
 from streamshard.io.entries import identify
 from streamshard.model import FILE, ITEMSIZE, MASTER, MODULE, Computed
 from streamshard.operations.compact import omissions
-from streamshard.operations.source.degree_change import other_degrees
-from streamshard.operations.source.source import Source, open_source
-from streamshard.operations.source.source_access import SourceAccess
 from streamshard.options import SourceOptions
+from streamshard.source.degree_change import other_degrees
+from streamshard.source.source import Source, open_source
+from streamshard.source.source_access import SourceAccess
 from tests.checkpoints.test_dcp_repartition import saved
 from tests.fabricated import write
 from tests.fabricated_parts import TensorJob

@@ -12,10 +12,10 @@ import pytest
 import streamshard
 from streamshard.cli.text.estimate_text import plan_text
 from streamshard.engine.run.work import Region
-from streamshard.operations.transfer import estimate
-from streamshard.operations.transfer.estimate import Estimate, FileBytes, MemoryParts, Space
-from streamshard.operations.transfer.file_layout import Divider
-from streamshard.operations.transfer.plan import TransferPlan
+from streamshard.transfer import estimate
+from streamshard.transfer.estimate import Estimate, FileBytes, MemoryParts, Space
+from streamshard.transfer.file_layout import Divider
+from streamshard.transfer.plan import TransferPlan
 from tests.fabricated import client_state, write
 from tests.job import EXPERTS, Job
 from tests.verbs.test_spans import CASES

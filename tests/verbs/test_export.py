@@ -22,7 +22,7 @@ from streamshard.engine.run.work import FinishedFile
 from streamshard.errors import IntegrityError, TargetExistsError, UnsupportedError, UsageError
 from streamshard.operations.export import export_read_back
 from streamshard.operations.export.weights import shards
-from streamshard.operations.transfer.target import partial_of
+from streamshard.transfer.target import partial_of
 from tests.cli.conftest import model_file, tree
 from tests.exported import JOBS, same
 from tests.fabricated import edit, load, optimizer_file, save, write

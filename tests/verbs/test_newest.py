@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import streamshard
+from streamshard.compare.assessment import RunAssessment
 from streamshard.engine.run import resident_memory
+from streamshard.engine.run.memory_limits import Limits
+from streamshard.engine.run.phases import Silent
 from streamshard.errors import IncompleteError, SourceError, SourceNotFoundError
 from streamshard.formats.torch.zip_audit import DATA, audit
-from streamshard.operations.checks.assessment import RunAssessment
-from streamshard.operations.transfer.execution import Limits
-from streamshard.operations.transfer.report import Silent
 from tests.cli.conftest import streamshard as program
 from tests.compact.runs import MODEL, SHARD, make_run, save
 from tests.compact.test_families import LIGHTNING, make_output

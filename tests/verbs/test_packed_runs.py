@@ -23,10 +23,10 @@ from streamshard.errors import (
 from streamshard.formats.zarr.chunks import BloscChunk
 from streamshard.io.place import place_of
 from streamshard.io.sink import Sink
-from streamshard.operations.transfer import file_layout
-from streamshard.operations.transfer.packed_files import PackedFiles
-from streamshard.operations.transfer.packed_target import PackedTarget
 from streamshard.options import CODECS
+from streamshard.transfer import file_layout
+from streamshard.transfer.packed_files import PackedFiles
+from streamshard.transfer.packed_target import PackedTarget
 from tests.fabricated import write
 from tests.formats.conftest import files_of
 from tests.job import Job

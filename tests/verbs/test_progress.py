@@ -13,7 +13,7 @@ import pytest
 import streamshard
 from streamshard.cli.progress import Bar, Display, Moment, display
 from streamshard.engine.run import phases as watch
-from streamshard.operations.transfer.report import Progress, Silent
+from streamshard.engine.run.phases import Progress, Silent
 from tests.compact.runs import NO_GRACE, make_run
 from tests.fabricated import write
 from tests.job import Job

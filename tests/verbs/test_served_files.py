@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 import streamshard
 from streamshard.live import served_files
 from streamshard.live.served_files import ServedFiles, weights_of
-from streamshard.operations.native.files_on_demand import FilesOnDemand
-from streamshard.operations.native.resharding import resharding_of
-from streamshard.operations.source.source import open_source
+from streamshard.native.files_on_demand import FilesOnDemand
+from streamshard.native.resharding import resharding_of
+from streamshard.source.source import open_source
 from tests.checkpoints.test_world_sizes import SIZES
 from tests.comparing import differences
 from tests.fabricated import edit_all, load, write

@@ -13,14 +13,8 @@ from streamshard.layout.memory_plan import MIN_WINDOW_BYTES, WINDOW_BYTES
 from streamshard.operations.convert import small_layouts
 from streamshard.operations.convert.small_layouts import SmallLayouts, together
 from streamshard.operations.convert.store_targets import StoreTargets
-from streamshard.operations.transfer.file_layout import (
-    MOST_COPIES,
-    Divider,
-    Elements,
-    FileLayout,
-    Layout,
-)
-from streamshard.operations.transfer.plan import TransferPlan
+from streamshard.transfer.file_layout import MOST_COPIES, Divider, Elements, FileLayout, Layout
+from streamshard.transfer.plan import TransferPlan
 from tests.fabricated import write
 from tests.job import Job
 

@@ -31,8 +31,8 @@ from streamshard.engine.run.window import Window
 from streamshard.engine.run.work import FinishedFile, Fixed, Span, SpanResult
 from streamshard.errors import StreamshardError, TargetExistsError
 from streamshard.io.sink import Sink
-from streamshard.operations.source.source import open_source
-from streamshard.operations.transfer import file_layout
+from streamshard.source.source import open_source
+from streamshard.transfer import file_layout
 from tests.cli.conftest import tree
 from tests.degrees.test_stores_of_layers import WIDE, is_cut
 from tests.fabricated import edit, optimizer_file, write, write_dumps

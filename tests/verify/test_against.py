@@ -20,8 +20,8 @@ import zarr
 
 import streamshard
 from streamshard import Difference, Verification
+from streamshard.compare import comparison
 from streamshard.errors import SourceNotFoundError
-from streamshard.operations.compare import comparison
 from tests.cli.conftest import flip
 from tests.cli.conftest import model_file as model
 from tests.fabricated import edit, load, write, write_dumps

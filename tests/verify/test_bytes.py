@@ -15,10 +15,10 @@ import google_crc32c
 import pytest
 
 import streamshard
+from streamshard.engine.run.phases import Silent
 from streamshard.errors import StreamshardError
 from streamshard.formats.torch.zip_audit import DATA, audit
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, serialize_checksum
-from streamshard.operations.transfer.report import Silent
 from tests.cli.conftest import flip
 from tests.fabricated import write
 from tests.job import Job

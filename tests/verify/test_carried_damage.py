@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import streamshard
+from streamshard.engine.run.phases import Silent
 from streamshard.errors import CorruptFileError, IntegrityError, StreamshardError
 from streamshard.formats.torch.zip_audit import DATA, audit
-from streamshard.operations.transfer.report import Silent
 from tests.fabricated import write, write_dumps
 from tests.fabricated_dcp import adamw
 from tests.fabricated_universal import write_universal

@@ -11,7 +11,7 @@ import torch
 import streamshard
 from streamshard.errors import IntegrityError
 from streamshard.io.page_cache import drop_cached
-from streamshard.operations.transfer import plan
+from streamshard.transfer import plan
 from tests.cli.conftest import flip as flip_middle
 from tests.cli.conftest import model_file, tree
 from tests.fabricated import DUMPS, edit, save, write, write_dumps

@@ -7,9 +7,9 @@ from typing import Final
 
 from streamshard.cli.text.report_text import resize_fact, target_text
 from streamshard.cli.text.tables import facts_text, paragraph, table
-from streamshard.operations.transfer.estimate import Estimate, FileBytes, MemoryParts, Space
-from streamshard.operations.transfer.report import Report
 from streamshard.sizes import counted, show_bytes
+from streamshard.transfer.estimate import Estimate, FileBytes, MemoryParts, Space
+from streamshard.transfer.report import Report
 
 _MOST_ROWS: Final = 12
 """Maximum kinds of files that are listed without `-v`."""

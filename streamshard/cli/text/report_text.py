@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from streamshard.cli.text.tables import facts_text, paragraph, table
-from streamshard.operations.transfer.report import Report
 from streamshard.registry import reader_of
 from streamshard.sizes import counted, show_bytes, some_of
+from streamshard.transfer.report import Report
 
 if TYPE_CHECKING:
+    from streamshard.checks.problems import Verification
     from streamshard.cluster.dask_executor import WorkerRate
-    from streamshard.operations.checks.problems import Verification
     from streamshard.operations.diff.diff_report import DiffReport
 
 

@@ -29,6 +29,35 @@ class Watcher(Protocol):
         """Begin a phase."""
 
 
+class Progress(Watcher, Protocol):
+    """Receives the progress of a run; its methods are called from several threads."""
+
+    def start(self, total_bytes: int, phase: str = READING) -> None:
+        """Start with the total of bytes and the first phase."""
+
+    def stop(self) -> None:
+        """Stop, after success or failure."""
+
+
+class Silent:
+    """Progress that is not shown."""
+
+    def start(self, total_bytes: int, phase: str = READING) -> None:
+        """Do nothing."""
+
+    def advance(self, nbytes: int) -> None:
+        """Do nothing."""
+
+    def keep(self, nbytes: int) -> None:
+        """Do nothing."""
+
+    def enter(self, phase: str) -> None:
+        """Do nothing."""
+
+    def stop(self) -> None:
+        """Do nothing."""
+
+
 class Count:
     """A count that several workers add to; each addition is also passed to a callback."""
 

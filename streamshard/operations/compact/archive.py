@@ -30,11 +30,11 @@ from streamshard.operations.compact.run_directory import change_digest, identity
 from streamshard.operations.compact.sharing import remove_begun_links, repeated_bytes, share
 from streamshard.operations.compact.tag_checks import accounted_for, records_of
 from streamshard.operations.convert.convert import store_output
-from streamshard.operations.source.source import Source
-from streamshard.operations.source.unfinished import has_journal, is_unfinished
-from streamshard.operations.transfer.plan import plan_output
-from streamshard.operations.transfer.target import is_there, partial_of, require_separate
 from streamshard.sizes import counted
+from streamshard.source.source import Source
+from streamshard.source.unfinished import has_journal, is_unfinished
+from streamshard.transfer.plan import plan_output
+from streamshard.transfer.target import is_there, partial_of, require_separate
 from streamshard.verb_options import CompactOptions, ConvertOptions
 
 _SCRIPT: Final = "zero_to_fp32.py"

@@ -11,6 +11,8 @@ from typing import Final
 
 from streamshard.engine.jobs.executor import current_executor, limited_to
 from streamshard.engine.run import resident_memory
+from streamshard.engine.run.memory_limits import Limits
+from streamshard.engine.run.phases import Silent
 from streamshard.errors import Option, SourceNotFoundError, UsageError
 from streamshard.io.entries import is_directory, is_real_directory, lexists, paths_in, resolve
 from streamshard.io.files import source_errors, target_errors
@@ -27,11 +29,10 @@ from streamshard.operations.compact.prune import matches, require_pattern
 from streamshard.operations.compact.receipts import ARCHIVED
 from streamshard.operations.compact.run_context import TagProgress
 from streamshard.operations.compact.run_directory import require_on_disk
-from streamshard.operations.transfer.execution import Limits
-from streamshard.operations.transfer.report import Silent, Watched
-from streamshard.operations.transfer.target import nearest_directory
 from streamshard.options import option, takes
 from streamshard.sizes import show_bytes
+from streamshard.transfer.report import Watched
+from streamshard.transfer.target import nearest_directory
 from streamshard.verb_options import CompactOptions
 
 _WILD: Final = re.compile(r"[*?[]")

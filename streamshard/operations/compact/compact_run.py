@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from streamshard.engine.run.memory_limits import Limits
 from streamshard.errors import (
     CorruptFileError,
     IncompleteError,
@@ -59,9 +60,8 @@ from streamshard.operations.compact.run_directory import (
 from streamshard.operations.compact.tag_checks import unchanged
 from streamshard.operations.compact.tag_health import TagHealths, growth
 from streamshard.operations.compact.weights_only import drop_states
-from streamshard.operations.transfer.execution import Limits
-from streamshard.operations.transfer.target import is_there, require_space
 from streamshard.sizes import counted, some_of
+from streamshard.transfer.target import is_there, require_space
 from streamshard.verb_options import CompactOptions
 
 _LOCK: Final = f"{names.OWN_PREFIX}.lock"

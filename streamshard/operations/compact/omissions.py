@@ -4,16 +4,16 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Final
 
+from streamshard.compare.comparison import Pair, SideElements, compare
 from streamshard.engine.numeric.cast import cast_between
+from streamshard.engine.run.memory_limits import Limits
+from streamshard.engine.run.phases import Progress
 from streamshard.errors import UnsupportedError
 from streamshard.formats.checkpoint import Checkpoint, Dropped
 from streamshard.formats.zarr import store_state
 from streamshard.formats.zarr.array_paths import array_path
 from streamshard.model import BLOB, FILE, ITEMSIZE, MASTER, MODULE
-from streamshard.operations.compare.comparison import Pair, SideElements, compare
-from streamshard.operations.source.source import Source
-from streamshard.operations.transfer.execution import Limits
-from streamshard.operations.transfer.report import Progress
+from streamshard.source.source import Source
 
 _KEPT: Final = (MASTER, MODULE, BLOB, FILE)
 

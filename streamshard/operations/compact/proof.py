@@ -6,6 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from streamshard.checks.problems import Findings
+from streamshard.checks.scan import scan
+from streamshard.compare.comparison import compare
+from streamshard.compare.matching import pair_up
 from streamshard.engine.run import resident_memory
 from streamshard.errors import CorruptFileError, IntegrityError, NoSpaceError, Option
 from streamshard.formats.checkpoint import Checkpoint
@@ -17,20 +21,16 @@ from streamshard.io.object_path import is_object
 from streamshard.io.page_cache import drop_cached
 from streamshard.io.place import place_of
 from streamshard.layout.memory_plan import COMPARING_BYTES
-from streamshard.operations.checks.problems import Findings
-from streamshard.operations.checks.scan import scan
-from streamshard.operations.checks.structure import check_structure
 from streamshard.operations.compact import omissions
 from streamshard.operations.compact.receipts import ArchivedTag, Check, CheckLog, Receipt
 from streamshard.operations.compact.run_context import ProofContext
 from streamshard.operations.compact.run_directory import change_digest
-from streamshard.operations.compare.comparison import compare
-from streamshard.operations.compare.matching import pair_up
 from streamshard.operations.repartition.repartition import prepare
-from streamshard.operations.source.source import Request, Source, open_source
-from streamshard.operations.transfer.plan import plan_opened
 from streamshard.options import RepartitionOptions
 from streamshard.sizes import counted
+from streamshard.source.source import Request, Source, open_source
+from streamshard.source.structure import check_structure
+from streamshard.transfer.plan import plan_opened
 
 _REBUILT: Final = f"{names.OWN_PREFIX}.rebuilt"
 _RUN: Final = "run"

@@ -31,8 +31,8 @@ from streamshard.operations.compact.tag_checks import (
     ranks_agree,
     unchanged,
 )
-from streamshard.operations.source.source import Source, open_source
-from streamshard.operations.transfer.target import is_there
+from streamshard.source.source import Source, open_source
+from streamshard.transfer.target import is_there
 
 
 def move_to_trash(

@@ -9,7 +9,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Final, Self
 
-from streamshard.engine.run.phases import READING
+from streamshard.engine.run import memory_limits
+from streamshard.engine.run.memory_limits import Limits
+from streamshard.engine.run.phases import READING, Progress
 from streamshard.errors import CorruptFileError
 from streamshard.io.entries import (
     ahead_of,
@@ -32,10 +34,7 @@ from streamshard.operations.compact.receipts import (
 )
 from streamshard.operations.compact.run_directory import identity_of
 from streamshard.operations.compact.trash import Trash
-from streamshard.operations.transfer import execution
-from streamshard.operations.transfer.execution import Limits
-from streamshard.operations.transfer.report import Progress
-from streamshard.operations.transfer.target import is_there
+from streamshard.transfer.target import is_there
 
 _READ_BYTES: Final = 1 << 20
 
@@ -82,7 +81,7 @@ class ProofContext:
         """Count the threads that read whole files; for objects each needs memory."""
         if request_bytes(file.path for file in files):
             return self.limits.fit(0, files).workers
-        return self.limits.workers or execution.default_workers()
+        return self.limits.workers or memory_limits.default_workers()
 
     def hash_all(self, paths: Sequence[Path], below: Path | None = None) -> list[str]:
         """Compute the SHA-256 of files as they are now, bypassing the page cache.

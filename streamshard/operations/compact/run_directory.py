@@ -51,10 +51,10 @@ from streamshard.io.readable import Entry, Status
 from streamshard.operations.compact.prune import RunDirectory, Tag, is_like
 from streamshard.operations.compact.receipts import etag_of
 from streamshard.operations.compact.trash import Trash
-from streamshard.operations.source.completeness import require_named, require_saved_to_end
-from streamshard.operations.source.sidecars import has_shards
-from streamshard.operations.source.source import Source, open_source
 from streamshard.options import SourceOptions
+from streamshard.source.completeness import require_named, require_saved_to_end
+from streamshard.source.sidecars import has_shards
+from streamshard.source.source import Source, open_source
 
 _MOST_BYTES: Final = 256 << 20
 """More bytes than the state of HF Trainer has, with an entry for each step that it logs."""

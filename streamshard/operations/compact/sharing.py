@@ -13,7 +13,7 @@ from streamshard.io.object_path import is_object
 from streamshard.io.place import place_of
 from streamshard.operations.compact.receipts import BEGUN, ArchivedTag
 from streamshard.operations.compact.run_context import ProofContext
-from streamshard.operations.source.store_source import recorded_manifest
+from streamshard.source.store_source import recorded_manifest
 
 _LINK: Final = f"{names.OWN_PREFIX}.link"
 

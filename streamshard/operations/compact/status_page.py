@@ -17,7 +17,7 @@ from streamshard.operations.compact.receipts import show_moment
 from streamshard.operations.compact.run_directory import scan_run_directory
 from streamshard.operations.inspect.inspect_report import FileSummary
 from streamshard.operations.inspect.page_file import require_free, write_page
-from streamshard.operations.transfer.target import require_separate
+from streamshard.transfer.target import require_separate
 
 
 def draw_status(found: Sequence[CompactStatus], html: str | os.PathLike[str]) -> FileSummary:

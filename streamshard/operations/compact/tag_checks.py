@@ -23,11 +23,11 @@ from streamshard.io.files import source_errors
 from streamshard.layout.cutting import Segments
 from streamshard.layout.zero import FlatGroup
 from streamshard.model import ITEMSIZE, MASTER, Copies, NoteKind
-from streamshard.operations.checks.structure import require_same_repeats
 from streamshard.operations.compact.receipts import Receipt, SourceRecord
 from streamshard.operations.compact.run_context import ProofContext
-from streamshard.operations.source.source import Source
 from streamshard.sizes import counted
+from streamshard.source.source import Source
+from streamshard.source.structure import require_same_repeats
 
 
 def accounted_for(source: Source, root: Path) -> str:

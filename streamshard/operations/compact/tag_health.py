@@ -6,13 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Self
 
+from streamshard.checks.problems import UNREADABLE, kind_of
+from streamshard.compare.assessment import Assessor
 from streamshard.errors import SourceError, StreamshardError, TargetError, release_frames
 from streamshard.formats.deepspeed import names
 from streamshard.formats.pickle.inert import show
 from streamshard.health import TensorHealth
-from streamshard.operations.checks import suspicion
-from streamshard.operations.checks.assessment import Assessor
-from streamshard.operations.checks.problems import UNREADABLE, kind_of
 from streamshard.operations.compact.prune import RunDirectory, Tag, by_step
 from streamshard.operations.compact.receipts import (
     ArchivedTag,
@@ -23,8 +22,9 @@ from streamshard.operations.compact.receipts import (
 )
 from streamshard.operations.compact.run_context import RunContext
 from streamshard.operations.compact.run_directory import open_tag
-from streamshard.operations.source.source import Request, open_source
-from streamshard.operations.source.store_source import recorded_health
+from streamshard.source import suspicion
+from streamshard.source.source import Request, open_source
+from streamshard.source.store_source import recorded_health
 
 _HEALTH: Final = f"{names.OWN_PREFIX}.health.json"
 """Name of the record in a directory of archives."""

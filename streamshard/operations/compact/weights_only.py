@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.engine.run import resident_memory
+from streamshard.engine.run.memory_limits import Limits
+from streamshard.engine.run.phases import Progress
 from streamshard.errors import (
     CorruptFileError,
     IntegrityError,
@@ -41,13 +43,11 @@ from streamshard.operations.compact.run_context import RunContext
 from streamshard.operations.compact.sharing import repeated_bytes
 from streamshard.operations.convert.convert import store_output
 from streamshard.operations.convert.store_targets import KeptArrays
-from streamshard.operations.source.source import Source, open_source
-from streamshard.operations.source.unfinished import has_journal
-from streamshard.operations.transfer.execution import Limits
-from streamshard.operations.transfer.plan import plan_output
-from streamshard.operations.transfer.report import Progress
-from streamshard.operations.transfer.target import is_there, partial_of
 from streamshard.sizes import counted, show_bytes
+from streamshard.source.source import Source, open_source
+from streamshard.source.unfinished import has_journal
+from streamshard.transfer.plan import plan_output
+from streamshard.transfer.target import is_there, partial_of
 from streamshard.verb_options import ConvertOptions
 
 _WHY: Final = "by compact, which was to keep only the weights after a time"

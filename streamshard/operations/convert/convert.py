@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
+from streamshard.engine.run.memory_limits import Limits
 from streamshard.engine.run.resident_memory import resident_bytes
 from streamshard.errors import Option, SourceError, UsageError
 from streamshard.health import TensorHealth
@@ -19,13 +20,12 @@ from streamshard.operations.convert.store_targets import (
     StoreTargets,
     chunk_of,
 )
-from streamshard.operations.source.degree_change import JobDegrees, change_of, other_degrees
-from streamshard.operations.source.source import Source
-from streamshard.operations.transfer.execution import Limits
-from streamshard.operations.transfer.plan import TransferPlan, plan_transfer
-from streamshard.operations.transfer.report import Report, Watched
-from streamshard.operations.transfer.target_writer import Output
 from streamshard.options import takes
+from streamshard.source.degree_change import JobDegrees, change_of, other_degrees
+from streamshard.source.source import Source
+from streamshard.transfer.plan import TransferPlan, plan_transfer
+from streamshard.transfer.report import Report, Watched
+from streamshard.transfer.target_writer import Output
 from streamshard.verb_options import ConvertOptions
 
 _ENCODING_BYTES: Final = 8 * MIB
@@ -128,7 +128,7 @@ def store_output(
     limits = Limits(resident_bytes(), options.memory_limit, options.workers)
     measure = None
     if known is not None:
-        from streamshard.operations.checks.tensor_content import measured  # not at the top: rare
+        from streamshard.compare.tensor_content import measured  # not at the top: rare
 
         measure = partial(measured, opened, limits, known)
     target = as_path(options.target)

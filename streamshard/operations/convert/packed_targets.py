@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from streamshard.checksums import crc32
+from streamshard.compare import read_back
+from streamshard.engine.run.phases import Progress
 from streamshard.engine.run.work import SpanResult, Written
 from streamshard.formats.torch.zip_layout import ALIGNMENT, directory_of
 from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT
@@ -22,12 +24,11 @@ from streamshard.io.object_path import as_path
 from streamshard.layout.memory_plan import MIB, MemoryPlan
 from streamshard.operations.convert.small_layouts import together
 from streamshard.operations.convert.store_targets import StoreTargets
-from streamshard.operations.source.source import Request
-from streamshard.operations.transfer import read_back
-from streamshard.operations.transfer.byte_accounting import ByteCounts
-from streamshard.operations.transfer.packed_files import BUFFER_BYTES
-from streamshard.operations.transfer.report import Progress, Report
-from streamshard.operations.transfer.target_writer import Pass
+from streamshard.source.source import Request
+from streamshard.transfer.byte_accounting import ByteCounts
+from streamshard.transfer.packed_files import BUFFER_BYTES
+from streamshard.transfer.report import Report
+from streamshard.transfer.target_writer import Pass
 
 _TOGETHER_BYTES: Final = 2 * MIB
 """Of all small files that wait in memory as one."""

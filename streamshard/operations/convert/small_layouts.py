@@ -13,8 +13,8 @@ from streamshard.engine.run.work import Fixed, Region, TargetFile
 from streamshard.layout.cutting import Ints, Segments, Share
 from streamshard.layout.memory_plan import MIN_WINDOW_BYTES, WINDOW_BYTES
 from streamshard.model import ITEMSIZE, Whole
-from streamshard.operations.source.source import Source
-from streamshard.operations.transfer.file_layout import (
+from streamshard.source.source import Source
+from streamshard.transfer.file_layout import (
     MOST_COPIES,
     Divider,
     Elements,

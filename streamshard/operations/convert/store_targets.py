@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from streamshard.checksums import crc32, crc32c
 from streamshard.engine.numeric import digests
+from streamshard.engine.run.phases import Progress
 from streamshard.engine.run.work import SpanResult, Trailer, ignore
 from streamshard.errors import Option, UnsupportedError
 from streamshard.formats.pickle.node_checks import of_file
@@ -43,13 +44,13 @@ from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.zero import ceil_div
 from streamshard.model import BLOB, FILE, ITEMSIZE, Digest, LogicalTensor, Whole
 from streamshard.operations.convert.small_layouts import together
-from streamshard.operations.source.source import Request, Source
-from streamshard.operations.transfer.byte_accounting import ByteCounts
-from streamshard.operations.transfer.file_layout import Elements, FileLayout, fixed_files
-from streamshard.operations.transfer.report import Progress, Report
-from streamshard.operations.transfer.target import partial_of
-from streamshard.operations.transfer.target_writer import Pass, TargetWriter
 from streamshard.registry import READ_BACK, load
+from streamshard.source.source import Request, Source
+from streamshard.transfer.byte_accounting import ByteCounts
+from streamshard.transfer.file_layout import Elements, FileLayout, fixed_files
+from streamshard.transfer.report import Report
+from streamshard.transfer.target import partial_of
+from streamshard.transfer.target_writer import Pass, TargetWriter
 
 _TRAILER: Final = Trailer(is_crc32c=True)
 _MOST_SAMPLES: Final = 8

@@ -6,24 +6,18 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Final
 
+from streamshard.compare.comparison import Pair, Pairing, RunPart, Runs, fit_sides, open_alike
+from streamshard.compare.matching import pair_up
 from streamshard.engine.jobs.executor import Job
 from streamshard.engine.numeric.cast import wider
-from streamshard.engine.run import resident_memory
-from streamshard.engine.run.phases import Count
+from streamshard.engine.run import memory_limits, resident_memory
+from streamshard.engine.run.memory_limits import Limits
+from streamshard.engine.run.phases import Count, Silent
 from streamshard.engine.scan.distance import BLOCK_NUMEL, Measured, Measurer
 from streamshard.errors import Option, UsageError
 from streamshard.io.object_path import as_path
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.model import FILE, LogicalTensor
-from streamshard.operations.compare.comparison import (
-    Pair,
-    Pairing,
-    RunPart,
-    Runs,
-    fit_sides,
-    open_alike,
-)
-from streamshard.operations.compare.matching import pair_up
 from streamshard.operations.diff.diff_report import (
     TRAINING,
     DiffReport,
@@ -31,13 +25,11 @@ from streamshard.operations.diff.diff_report import (
     TensorDiff,
     Totals,
 )
-from streamshard.operations.source.degree_change import other_degrees
-from streamshard.operations.source.source import Source, requests
-from streamshard.operations.source.unfinished import require_finished
-from streamshard.operations.transfer import execution
-from streamshard.operations.transfer.execution import Limits
-from streamshard.operations.transfer.report import Silent, Watched
 from streamshard.options import takes
+from streamshard.source.degree_change import other_degrees
+from streamshard.source.source import Source, requests
+from streamshard.source.unfinished import require_finished
+from streamshard.transfer.report import Watched
 from streamshard.verb_options import DiffOptions
 
 _TENSOR_BYTES: Final = 4096
@@ -83,7 +75,7 @@ def diff(options: _Diff) -> DiffReport:
     for side in (left, right):
         require_finished(as_path(side))
     first, second = requests(options, left, right)
-    limit_bytes = execution.limit_or_default(options.memory_limit, floor_bytes)
+    limit_bytes = memory_limits.limit_or_default(options.memory_limit, floor_bytes)
     limits = Limits(floor_bytes, limit_bytes, options.workers)
     one, other = open_alike(first, second, first.open(), second.open())
     one.require_use_of_like(needed=other.needs_like)

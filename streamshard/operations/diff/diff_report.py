@@ -7,8 +7,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from streamshard.checks.problems import Difference
 from streamshard.engine.scan.distance import COUNTS, SUMS, Measured
-from streamshard.operations.checks.problems import Difference
 
 TRAINING: Final = "training"
 """Used as the state of tensors in the training state, such as that of a random generator."""

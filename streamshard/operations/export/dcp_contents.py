@@ -22,8 +22,8 @@ from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch.torch_tensor import Tensor, storages_in, tensor_of
 from streamshard.model import ITEMSIZE, MASTER, LogicalTensor, Whole
 from streamshard.operations.export.weights import Weights, only_model_part
-from streamshard.operations.source.source import Source
-from streamshard.operations.transfer.file_layout import Elements, FileLayout, fixed_files
+from streamshard.source.source import Source
+from streamshard.transfer.file_layout import Elements, FileLayout, fixed_files
 from streamshard.verb_options import ACCELERATE, TITAN
 
 _NAMELESS: Final = (

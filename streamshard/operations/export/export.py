@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Final, Self
 
+from streamshard.engine.run.phases import Progress
 from streamshard.errors import DisagreementError, Option, UnsupportedError, UsageError
 from streamshard.formats import pretrained
 from streamshard.formats.checkpoint import Checkpoint
@@ -29,14 +30,14 @@ from streamshard.operations.export.weights import (
     adapter_weights,
     choose_weights,
 )
-from streamshard.operations.source.degree_change import other_degrees
-from streamshard.operations.source.source import Source
-from streamshard.operations.transfer.byte_accounting import ByteCounts
-from streamshard.operations.transfer.plan import TransferPlan, plan_transfer
-from streamshard.operations.transfer.report import Progress, Report, Watched
-from streamshard.operations.transfer.target_writer import Output, Pass, TargetWriter
 from streamshard.options import takes
 from streamshard.sizes import some_of
+from streamshard.source.degree_change import other_degrees
+from streamshard.source.source import Source
+from streamshard.transfer.byte_accounting import ByteCounts
+from streamshard.transfer.plan import TransferPlan, plan_transfer
+from streamshard.transfer.report import Report, Watched
+from streamshard.transfer.target_writer import Output, Pass, TargetWriter
 from streamshard.verb_options import DTYPES, FP32, ExportOptions
 
 UNIVERSAL: Final = "universal"

@@ -5,7 +5,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from streamshard.engine.run.phases import COMPARING, VERIFYING
+from streamshard.checks.problems import DAMAGED, Findings
+from streamshard.checks.scan import Result, ScanPiece, Unit, scan
+from streamshard.checks.torch_check import TorchFiles
+from streamshard.compare.comparison import Pair, SideElements, compare
+from streamshard.engine.run.phases import COMPARING, VERIFYING, Progress
 from streamshard.engine.scan.probe import Probe
 from streamshard.errors import CorruptFileError
 from streamshard.formats import pretrained
@@ -18,17 +22,12 @@ from streamshard.io.files import target_errors
 from streamshard.layout.cutting import Cutting
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.model import BLOB, ITEMSIZE, SourceFile, Whole
-from streamshard.operations.checks.problems import DAMAGED, Findings
-from streamshard.operations.checks.scan import Result, ScanPiece, Unit, scan
-from streamshard.operations.checks.torch_check import TorchFiles
-from streamshard.operations.compare.comparison import Pair, SideElements, compare
 from streamshard.operations.export.dcp_contents import DcpFiles, TensorEntry
 from streamshard.operations.export.model_sidecars import ModelSidecars
 from streamshard.operations.export.universal_files import UniversalFiles
 from streamshard.operations.export.weights import WeightFiles
-from streamshard.operations.source.source import Source
-from streamshard.operations.transfer.report import Progress
 from streamshard.registry import reader_of
+from streamshard.source.source import Source
 
 ExportFiles = WeightFiles | UniversalFiles | DcpFiles
 """The files of an export."""

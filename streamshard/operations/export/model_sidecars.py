@@ -9,8 +9,8 @@ from streamshard.formats.checkpoint import OtherFile
 from streamshard.io.entries import examine, identify, is_directory, is_file, is_link, paths_in
 from streamshard.io.files import stays_inside
 from streamshard.model import FILE, Whole
-from streamshard.operations.source.source import Source
-from streamshard.operations.transfer.file_layout import Elements, FileLayout
+from streamshard.source.source import Source
+from streamshard.transfer.file_layout import Elements, FileLayout
 
 
 @dataclass(frozen=True, slots=True)

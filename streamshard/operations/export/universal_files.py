@@ -7,11 +7,11 @@ from streamshard.errors import UnsupportedError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.write.universal_writer import UniversalImages
 from streamshard.model import LogicalTensor, Whole
+from streamshard.native.target_files import layout_of, targets_of
+from streamshard.native.target_settings import TargetSettings
 from streamshard.operations.export.weights import only_model_part
-from streamshard.operations.native.target_files import layout_of, targets_of
-from streamshard.operations.native.target_settings import TargetSettings
-from streamshard.operations.source.source import Source
-from streamshard.operations.transfer.file_layout import FileLayout, fixed_files
+from streamshard.source.source import Source
+from streamshard.transfer.file_layout import FileLayout, fixed_files
 
 _NAMELESS: Final = (
     "saved without ZeRO (stage 0), whose optimizer does not name the parameters, and a universal "

@@ -23,8 +23,8 @@ from streamshard.formats.safetensors_file import Described
 from streamshard.formats.torch import zip_layout
 from streamshard.formats.torch.torch_tensor import Storage, Tensor, make_tensor, tensor_of
 from streamshard.model import ITEMSIZE, MASTER, MODULE, Whole
-from streamshard.operations.transfer.file_layout import Elements, FileLayout, fixed_files
-from streamshard.operations.transfer.torch_layout import torch_layout
+from streamshard.transfer.file_layout import Elements, FileLayout, fixed_files
+from streamshard.transfer.torch_layout import torch_layout
 from streamshard.verb_options import DTYPES, FP32, ExportOptions
 
 _WIDEST: Final = "float64"

@@ -13,18 +13,18 @@ from streamshard.formats.deepspeed.read import validation
 from streamshard.formats.deepspeed.read.validation import Recorded
 from streamshard.io.entries import entries_below, examine, is_file, paths_in
 from streamshard.io.files import source_errors, stays_inside, unreadable
-from streamshard.operations.checks.suspicion import (
+from streamshard.operations.inspect.inspect_report import CheckpointSummary
+from streamshard.source.candidates import find_candidates, kind_at, step_of_path
+from streamshard.source.completeness import require_named, require_saved_to_end
+from streamshard.source.source import Source, open_source
+from streamshard.source.suspicion import (
     StepCounts,
     known_health,
     skipped_since,
     steps_of,
     suspicions,
 )
-from streamshard.operations.inspect.inspect_report import CheckpointSummary
-from streamshard.operations.source.candidates import find_candidates, kind_at, step_of_path
-from streamshard.operations.source.completeness import require_named, require_saved_to_end
-from streamshard.operations.source.source import Source, open_source
-from streamshard.operations.source.tag_directory import find_tag
+from streamshard.source.tag_directory import find_tag
 
 _UNKNOWN: Final = Recorded(None, None, None, None)
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from streamshard.io.files import source_errors
 from streamshard.operations.inspect.inspect_report import FileGroup, FileSummary
-from streamshard.operations.source.source import Kind, Source
+from streamshard.source.source import Kind, Source
 
 _NUMBERS: Final = re.compile(r"(\d+)")
 

@@ -26,11 +26,11 @@ from streamshard.operations.inspect.ownership import (
     parameter_summaries,
     rank_detail,
 )
-from streamshard.operations.source.sidecars import has_shards
-from streamshard.operations.source.source import Source, open_source
-from streamshard.operations.source.tag_directory import find_tag
-from streamshard.operations.transfer.target import require_separate
 from streamshard.options import takes
+from streamshard.source.sidecars import has_shards
+from streamshard.source.source import Source, open_source
+from streamshard.source.tag_directory import find_tag
+from streamshard.transfer.target import require_separate
 from streamshard.verb_options import InspectOptions
 
 _MOST_SHOWN: Final = 16

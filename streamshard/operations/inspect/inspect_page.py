@@ -23,6 +23,7 @@ from streamshard.io.entries import resolve
 from streamshard.layout.cutting import Ints
 from streamshard.layout.zero import ceil_div, ends_and_numels
 from streamshard.model import ITEMSIZE, MASTER, MODULE, NoteKind, ZeroLayout
+from streamshard.native.target_settings import require_allowed, target_settings
 from streamshard.operations.inspect.file_groups import relative
 from streamshard.operations.inspect.inspect_report import (
     CheckpointList,
@@ -31,10 +32,9 @@ from streamshard.operations.inspect.inspect_report import (
     Inspection,
 )
 from streamshard.operations.inspect.ownership import sharing_ranks
-from streamshard.operations.native.target_settings import require_allowed, target_settings
-from streamshard.operations.source.source import Source
 from streamshard.registry import reader_of
 from streamshard.sizes import counted
+from streamshard.source.source import Source
 
 _TAPE_ROWS: Final = 8
 _MOST_COLOURS: Final = 96

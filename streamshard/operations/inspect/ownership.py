@@ -25,8 +25,8 @@ from streamshard.operations.inspect.inspect_report import (
     ParameterSummary,
     RankDetail,
 )
-from streamshard.operations.source.source import Source
 from streamshard.sizes import show_ranks, some_of
+from streamshard.source.source import Source
 
 Ints = NDArray[np.int64]
 _NAMES_SHOWN: Final = 5

@@ -8,7 +8,7 @@ from streamshard.io.changes import remove_file, write_durably
 from streamshard.io.entries import is_directory, is_file, lexists, read_all
 from streamshard.io.files import target_errors
 from streamshard.operations.inspect.inspect_report import FileSummary
-from streamshard.operations.transfer.target import partial_of
+from streamshard.transfer.target import partial_of
 
 
 def require_free(path: Path) -> None:

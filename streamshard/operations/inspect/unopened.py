@@ -4,6 +4,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from streamshard.checks.problems import Findings
 from streamshard.errors import (
     CorruptFileError,
     DisagreementError,
@@ -17,8 +18,6 @@ from streamshard.formats.deepspeed.read.validation import recorded
 from streamshard.formats.zarr.store_index import is_hierarchy
 from streamshard.io.entries import exists, is_directory, is_file
 from streamshard.io.object_path import as_path
-from streamshard.operations.checks import structure
-from streamshard.operations.checks.problems import Findings
 from streamshard.operations.inspect.checkpoint_list import summaries
 from streamshard.operations.inspect.file_groups import group_files, natural_order
 from streamshard.operations.inspect.inspect_report import (
@@ -28,13 +27,14 @@ from streamshard.operations.inspect.inspect_report import (
     IncompleteCheckpoint,
 )
 from streamshard.operations.inspect.page_file import require_free, write_page
-from streamshard.operations.source.candidates import may_be_finished
-from streamshard.operations.source.source import Request, requests
-from streamshard.operations.source.tag_directory import find_tag
-from streamshard.operations.source.unfinished import is_unfinished
-from streamshard.operations.transfer.target import require_separate
 from streamshard.options import Path_, SourceOptions
 from streamshard.registry import reader_of
+from streamshard.source import structure
+from streamshard.source.candidates import may_be_finished
+from streamshard.source.source import Request, requests
+from streamshard.source.tag_directory import find_tag
+from streamshard.source.unfinished import is_unfinished
+from streamshard.transfer.target import require_separate
 
 
 def describe_unopened(

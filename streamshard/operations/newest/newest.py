@@ -4,13 +4,14 @@ import os
 import time
 from dataclasses import dataclass
 
+from streamshard.compare.assessment import AssessedCheckpoint, RunAssessment
 from streamshard.engine.run import resident_memory
+from streamshard.engine.run.memory_limits import Limits
+from streamshard.engine.run.phases import Silent
 from streamshard.errors import IncompleteError, SourceNotFoundError
-from streamshard.operations.checks.assessment import AssessedCheckpoint, RunAssessment
-from streamshard.operations.transfer.execution import Limits
-from streamshard.operations.transfer.report import Silent, Watched
 from streamshard.options import takes
 from streamshard.sizes import counted
+from streamshard.transfer.report import Watched
 from streamshard.verb_options import NewestOptions
 
 

@@ -13,12 +13,12 @@ from streamshard.model import BLOB, FILE, MASTER, MODULE
 from streamshard.operations.inspect.inspect import summarize
 from streamshard.operations.inspect.inspect_report import GroupSummary, Inspection
 from streamshard.operations.inspect.ownership import ranks_of
-from streamshard.operations.source.degree_change import other_degrees
-from streamshard.operations.source.lazy_tensor import LazyTensor
-from streamshard.operations.source.source import Source, open_source
-from streamshard.operations.source.source_access import SourceAccess
 from streamshard.options import takes
 from streamshard.sizes import counted
+from streamshard.source.degree_change import other_degrees
+from streamshard.source.lazy_tensor import LazyTensor
+from streamshard.source.source import Source, open_source
+from streamshard.source.source_access import SourceAccess
 from streamshard.verb_options import OpenOptions
 
 _KINDS: Final = {"param": "trained", "weight": "weight", "buffer": "buffer"} | dict.fromkeys(

@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Final, Self
 
+from streamshard.engine.run.phases import Progress
 from streamshard.errors import Option, UnsupportedError, UsageError
 from streamshard.formats.deepspeed.read.zero_reader import malformed
 from streamshard.formats.fsdp_ranks import rank_names, rank_writer
@@ -15,16 +16,15 @@ from streamshard.formats.pickle.node_checks import of_file
 from streamshard.io.entries import identify, is_file, read_document
 from streamshard.io.files import require_regular
 from streamshard.layout.memory_plan import MemoryPlan
-from streamshard.operations.native.target_files import layout_of
-from streamshard.operations.native.target_settings import MOST_RANKS
-from streamshard.operations.source.source import Request, Source
-from streamshard.operations.transfer.byte_accounting import ByteCounts
-from streamshard.operations.transfer.file_layout import FileLayout, copied_files, fixed_files
-from streamshard.operations.transfer.report import Progress
-from streamshard.operations.transfer.target_writer import Output, Pass, TargetWriter
+from streamshard.native.target_files import layout_of
+from streamshard.native.target_settings import MOST_RANKS
 from streamshard.options import RepartitionOptions
 from streamshard.registry import READ_BACK, load
 from streamshard.sizes import counted
+from streamshard.source.source import Request, Source
+from streamshard.transfer.byte_accounting import ByteCounts
+from streamshard.transfer.file_layout import FileLayout, copied_files, fixed_files
+from streamshard.transfer.target_writer import Output, Pass, TargetWriter
 
 FORMAT: Final = "fsdp-ranks"
 _OF_ZERO: Final = (

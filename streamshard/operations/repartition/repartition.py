@@ -8,16 +8,16 @@ from streamshard.errors import Option, UnsupportedError, UsageError
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.io.object_path import as_path
 from streamshard.model import Template
-from streamshard.operations.native.resharding import Resharding, resharding_of
-from streamshard.operations.native.target_files import NativeWriter
-from streamshard.operations.source.degree_change import JobDegrees, change_of
-from streamshard.operations.source.source import Source, supply
-from streamshard.operations.transfer.plan import TransferPlan, plan_transfer
-from streamshard.operations.transfer.report import Report, Watched
-from streamshard.operations.transfer.run_identity import digest_of_settings
-from streamshard.operations.transfer.target_writer import Output
+from streamshard.native.resharding import Resharding, resharding_of
+from streamshard.native.target_files import NativeWriter
 from streamshard.options import Path_, RepartitionOptions, takes
 from streamshard.sizes import counted
+from streamshard.source.degree_change import JobDegrees, change_of
+from streamshard.source.source import Source, supply
+from streamshard.transfer.plan import TransferPlan, plan_transfer
+from streamshard.transfer.report import Report, Watched
+from streamshard.transfer.run_identity import digest_of_settings
+from streamshard.transfer.target_writer import Output
 
 
 class _Repartition(RepartitionOptions, Watched):

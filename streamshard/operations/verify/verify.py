@@ -2,8 +2,14 @@
 
 import time
 
-from streamshard.engine.run import resident_memory
-from streamshard.engine.run.phases import Count
+from streamshard.checks.problems import DISAGREEMENT, Difference, Findings, Verification
+from streamshard.checks.scan import scan
+from streamshard.compare.comparison import Pairing, SideElements, compare, open_alike
+from streamshard.compare.matching import pair_up
+from streamshard.compare.tensor_content import TensorUnits
+from streamshard.engine.run import memory_limits, resident_memory
+from streamshard.engine.run.memory_limits import Limits
+from streamshard.engine.run.phases import Count, Progress, Silent
 from streamshard.errors import (
     IntegrityError,
     Option,
@@ -15,19 +21,12 @@ from streamshard.errors import (
 from streamshard.io.object_path import as_path
 from streamshard.layout.memory_plan import COMPARING_BYTES
 from streamshard.model import BLOB, FILE
-from streamshard.operations.checks.problems import DISAGREEMENT, Difference, Findings, Verification
-from streamshard.operations.checks.scan import scan
-from streamshard.operations.checks.structure import check_structure, require_same_repeats
-from streamshard.operations.checks.suspicion import suspicions
-from streamshard.operations.checks.tensor_content import TensorUnits
-from streamshard.operations.compare.comparison import Pairing, SideElements, compare, open_alike
-from streamshard.operations.compare.matching import pair_up
-from streamshard.operations.source.source import Request, Source, requests
-from streamshard.operations.source.unfinished import require_finished
-from streamshard.operations.transfer import execution
-from streamshard.operations.transfer.execution import Limits
-from streamshard.operations.transfer.report import Progress, Silent, Watched
 from streamshard.options import takes
+from streamshard.source.source import Request, Source, requests
+from streamshard.source.structure import check_structure, require_same_repeats
+from streamshard.source.suspicion import suspicions
+from streamshard.source.unfinished import require_finished
+from streamshard.transfer.report import Watched
 from streamshard.verb_options import VerifyOptions
 
 
@@ -59,7 +58,7 @@ def verify(options: _Verify) -> Verification:
     for one in paths:
         require_finished(as_path(one))
     request, *others = requests(options, *paths)
-    limit_bytes = execution.limit_or_default(options.memory_limit, floor_bytes)
+    limit_bytes = memory_limits.limit_or_default(options.memory_limit, floor_bytes)
     limits = Limits(floor_bytes, limit_bytes, options.workers)
     run = _Run(limits, options.progress or Silent())
     began = time.monotonic()

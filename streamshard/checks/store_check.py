@@ -1,0 +1,381 @@
+"""Checks a store: the list of its files, every chunk, and the digests of its tensors."""
+
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from streamshard.checks import chunk_check
+from streamshard.checks.chunk_check import ChunkCheck
+from streamshard.checks.problems import DAMAGED, EXTRA, MALFORMED, UNREADABLE, Findings
+from streamshard.checks.scan import Result, Unit
+from streamshard.checksums import crc32, join_crc32
+from streamshard.engine.numeric import digests
+from streamshard.errors import IntegrityError, SourceError, StreamshardError
+from streamshard.formats import strict_json
+from streamshard.formats.checkpoint import Checkpoint
+from streamshard.formats.deepspeed.names import OWN_PREFIX
+from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT
+from streamshard.formats.zarr.chunks import CHECKSUM_BYTES
+from streamshard.formats.zarr.documents import (
+    MANIFEST_PATH,
+    STATE_PATH,
+    forms,
+    read_small,
+    small_array_document,
+    store_documents,
+)
+from streamshard.formats.zarr.packed_audit import AuditedEntry, audit
+from streamshard.formats.zarr.packed_place import directory_of, is_packed
+from streamshard.formats.zarr.rewritten_documents import is_serialized_again, remark
+from streamshard.formats.zarr.store_index import (
+    MANIFEST_FILES,
+    STATE_FILES,
+    StoredArray,
+    StoreIndex,
+)
+from streamshard.formats.zarr.store_manifest import FileRecord, Manifest
+from streamshard.io.entries import read_all
+from streamshard.io.object_path import as_path
+from streamshard.model import BlockDigests, Digest, SourceFile
+
+if TYPE_CHECKING:
+    from streamshard.formats.zarr.rewritten import RewrittenArray
+
+_LIMIT_AGAIN: Final = 4
+"""How many times longer a document may be than streamshard writes it."""
+_FREE_BYTES: Final = 1 << 16
+_TOLD_TWICE: Final = ("node_type", "shape", "data_type", "chunk_grid", "codecs")
+"""Keys of an array's document whose values the training state determines as well."""
+
+
+class StoreCheck:
+    """A store whose structure is checked, ready to be read.
+
+    The constructor adds all problems that show without reading chunks to the findings, after the
+    index has yielded those of the manifest and the training state. `unread`: why directories could
+    not be listed.
+    """
+
+    def __init__(self, index: StoreIndex, unread: Sequence[OSError], findings: Findings) -> None:
+        self._index = index
+        self._root = index.root
+        self._findings = findings
+        self._documents: dict[str, bytes] = {}
+        """What streamshard writes as the documents of this store."""
+        self._chunks = {chunk.path for array in index.arrays for chunk in array.chunks()}
+        for error in unread:
+            place = as_path(error.filename or self._root)
+            findings.add(UNREADABLE, place, f"{place}: cannot be read ({error.strerror})")
+        if index.manifest is None:
+            self._add_unlisted()
+            return
+        self._check_manifest_document()
+        if index.is_described:
+            self._note_state(*index.known())
+        self._add_others(index.manifest)
+        if index.is_described:
+            self._compare_lists(index.manifest)
+
+    @property
+    def files(self) -> Sequence[SourceFile]:
+        """All files that exist and have the right length, as they are read here."""
+        rewritten = {array.document.path for array in self._index.rewritten.values()}
+        return [_checking(file, rewritten) for file in self._index.files]
+
+    # Structure -----------------------------------------------------------------------------------
+
+    def _add_unlisted(self) -> None:
+        """Add every file that looks like a chunk: without a manifest no list of files is known."""
+        for path in sorted(self._index.present - {*MANIFEST_FILES}):
+            if not (path.endswith(ROOT_DOCUMENT) or _is_mark(path)):
+                self._add_file(path, None)
+
+    def _check_manifest_document(self) -> None:
+        """Check the one document that the manifest does not list."""
+        if MANIFEST_PATH in self._index.not_ours:
+            return
+        document, nbytes = self._root / MANIFEST_FILES[0], self._index.content_bytes[MANIFEST_PATH]
+        try:
+            found, expected = read_small(document), small_array_document(nbytes)
+        except SourceError as error:
+            self._findings.add_error(error, document)
+            return
+        if found != expected and not is_serialized_again(found, expected):
+            message = f"{document}: not the document of a manifest of {nbytes} bytes"
+            self._findings.add(MALFORMED, document, message)
+
+    def _note_state(self, manifest: Manifest, checkpoint: Checkpoint) -> None:
+        """Note what the training state tells, and what the store's documents must be."""
+        self._documents = store_documents(checkpoint, self._index.shapes, manifest.codec)
+        state = small_array_document(self._index.content_bytes[STATE_PATH])
+        self._documents[STATE_FILES[0]] = state
+        if self._index.rewritten:
+            self._findings.notes.append(remark(sorted(self._index.rewritten)))
+        self._findings.notes += (*checkpoint.unread, *checkpoint.warnings)
+
+    def _add_others(self, manifest: Manifest) -> None:
+        """Add the files that are listed and are no chunks, and tell of those not listed."""
+        for path in sorted(self._index.present - manifest.records.keys() - {*MANIFEST_FILES}):
+            if not (_is_mark(path) or self._is_rewritten(path)):
+                full = self._root / path
+                self._findings.add(EXTRA, full, f"{full}: is not a part of the store")
+        rewritten = 0
+        for path, record in manifest.records.items():
+            if path not in self._chunks and not self._is_rewritten(path):
+                rewritten += self._add_file(path, record.nbytes)
+        if rewritten:
+            message = f"{rewritten:,} zarr.json were serialized again by another tool, and say the"
+            self._findings.notes.append(f"{message} same.")
+
+    def _add_file(self, path: str, nbytes: int | None) -> bool:
+        """Add a file, or what is wrong with it; tells whether it was serialized again instead."""
+        fault = self._index.add_file(path, nbytes)
+        if fault is None:
+            return False
+        if isinstance(fault.error, IntegrityError) and self._is_serialized_again(path):
+            return True
+        self._findings.add_error(fault.error, fault.path)
+        return False
+
+    def _is_serialized_again(self, path: str) -> bool:
+        """Tell whether a document of another length says the same as ours."""
+        try:
+            found = read_small(self._root / path) if path in self._documents else b""
+        except (OSError, SourceError):
+            return False
+        return bool(found) and is_serialized_again(found, self._documents[path])
+
+    def _is_rewritten(self, path: str) -> bool:
+        """Tell whether a path is a file of an array that another tool rewrote."""
+        places = self._index.not_ours
+        return bool(places) and any(
+            parent.as_posix() in places for parent in PurePosixPath(path).parents
+        )
+
+    def _compare_lists(self, manifest: Manifest) -> None:
+        """Compare the tensors in the training state with the manifest."""
+        place = self._root / MANIFEST_FILES[1]
+        arrays = {array.path for array in self._index.arrays}
+        for what, found, expected in (
+            ("", manifest.records.keys(), {*self._documents, *STATE_FILES, *self._chunks}),
+            ("the digest of ", manifest.digests.keys(), arrays),
+        ):
+            for path in sorted(expected - found):
+                self._findings.add(MALFORMED, place, f"{place}: does not list {what}{path}")
+            for path in sorted(found - expected):
+                message = f"{place}: lists {what}{path}, which the training state does not know"
+                self._findings.add(MALFORMED, place, message)
+
+    # Content -------------------------------------------------------------------------------------
+
+    def units(self) -> Iterator[Unit]:
+        """Yield the units to read."""
+        numbers, manifest, rewritten = (
+            self._index.numbers,
+            self._index.manifest,
+            self._index.rewritten,
+        )
+        # A rewritten array's document stands for each of its pieces.
+        again = sum(max(0, array.pieces - 1) for array in rewritten.values())
+        self._findings.files += len(self._index.files) - again
+        if manifest is None:
+            yield from map(self._unlisted_unit, numbers)
+            return
+        for path in numbers:
+            if path not in self._chunks:
+                yield self._single_unit(manifest, path)
+        for array in self._index.arrays:
+            if array.path in rewritten:
+                yield self._rewritten_unit(array.path, rewritten[array.path])
+            elif array.path not in self._index.not_ours:
+                yield self._array_unit(manifest, array)
+
+    def _unlisted_unit(self, path: str) -> Unit:
+        number = self._index.numbers[path]
+        full = self._index.files[number].path
+
+        def judge(results: Sequence[Result]) -> None:
+            found, problems_of = digests.joined(results[:-1]), chunk_check.own_checksum
+            self._take(full, found, partial(problems_of, full, results[-1]))
+
+        pieces = chunk_check.own_checksum_pieces(number, self._index.files[number].nbytes)
+        return Unit(pieces, judge, self._failed(full))
+
+    def _single_unit(self, manifest: Manifest, path: str) -> Unit:
+        """Check a document, the training state, or a chunk that only the manifest lists."""
+        number = self._index.numbers[path]
+        full = self._index.files[number].path
+        record, document = manifest.records[path], self._documents.get(path)
+        problems_of: Callable[[Result], list[str]]
+        if document is not None and record.nbytes > _LIMIT_AGAIN * len(document) + _FREE_BYTES:
+            message = f"{full}: {record.nbytes:,} bytes, where the document of an array belongs"
+            self._findings.add(MALFORMED, full, message)
+            document = None
+        if document is not None:
+            piece = chunk_check.bytes_piece(number, 0, record.nbytes)
+            problems_of = partial(_document_problems, full, record, document)
+        elif path.endswith(ROOT_DOCUMENT) or path in STATE_FILES or manifest.codec != "none":
+            return self._whole_unit(number, full, record)
+        else:
+            content = max(0, record.nbytes - CHECKSUM_BYTES)
+            check = ChunkCheck(full, number, record, content, content, is_encoded=False)
+            piece, problems_of = check.piece(), check.problems
+
+        def judge(results: Sequence[Result]) -> None:
+            self._take(full, results[0], problems_of)
+
+        return Unit([piece], judge)
+
+    def _whole_unit(self, number: int, full: Path, record: FileRecord) -> Unit:
+        def problems_of(found: Digest) -> list[str]:
+            return chunk_check.whole_file(full, record, found.crc32)
+
+        def judge(results: Sequence[Result]) -> None:
+            self._take(full, digests.joined(results), problems_of)
+
+        pieces = chunk_check.digest_pieces(number, record.nbytes)
+        return Unit(pieces, judge, self._failed(full))
+
+    def _array_unit(self, manifest: Manifest, array: StoredArray) -> Unit:
+        numbers, files = self._index.numbers, self._index.files
+        checks = [
+            ChunkCheck(
+                files[numbers[chunk.path]].path,
+                numbers[chunk.path],
+                manifest.records[chunk.path],
+                chunk.nbytes,
+                (chunk.stop - chunk.start) * array.itemsize,
+                is_encoded=manifest.codec != "none",
+            )
+            for chunk in array.chunks()
+            if chunk.path in numbers
+        ]
+
+        def judge(results: Sequence[Result]) -> None:
+            before = len(self._findings.problems)
+            for check, result in zip(checks, results, strict=True):
+                self._take(check.path, result, check.problems)
+            if len(checks) == array.count and len(self._findings.problems) == before:
+                pieces = [c.content(r) for c, r in zip(checks, results, strict=True)]
+                self._compare_digest(manifest, array.path, digests.joined(pieces).text)
+
+        return Unit([check.piece() for check in checks], judge)
+
+    def _rewritten_unit(self, path: str, array: "RewrittenArray") -> Unit:
+        """Compare all elements of a rewritten array with their digest, and nothing else."""
+        first = self._index.first[path]
+        pieces = [
+            chunk_check.digest_piece(first + number, 0, array.piece_bytes(number))
+            for number in range(array.pieces)
+        ]
+
+        def judge(results: Sequence[Result]) -> None:
+            found = digests.joined(results)
+            self._findings.checked += 1
+            self._findings.digests[path] = found.text
+            if found.text == array.digest:
+                self._findings.tensors += 1
+            else:
+                self._findings.add(DAMAGED, array.directory, array.difference(found.text))
+
+        return Unit(pieces, judge, self._failed(array.directory))
+
+    def _failed(self, place: Path) -> Callable[[StreamshardError], None]:
+        return partial(self._findings.add_error, place=place)
+
+    def _compare_digest(self, manifest: Manifest, array: str, found: str) -> None:
+        self._findings.digests[array] = found
+        recorded = manifest.digests.get(array)
+        if recorded == found:
+            self._findings.tensors += 1
+        elif recorded is not None:
+            place = self._root / array
+            message = f"{place}: its elements have the digest {found}, {recorded:.40} was recorded"
+            self._findings.add(DAMAGED, place, message)
+
+    def _take(self, path: Path, result: Result, problems_of: Callable[[Result], list[str]]) -> None:
+        """Add the problems of a file that was read, or the error if it could not be read."""
+        if isinstance(result, StreamshardError):
+            self._findings.add_error(result, path)
+            return
+        self._findings.checked += 1
+        for problem in problems_of(result):
+            self._findings.add(DAMAGED, path, problem)
+
+
+def _is_mark(path: str) -> bool:
+    """Tell whether a path is that of a file that streamshard keeps for itself."""
+    return path.startswith(OWN_PREFIX) or path[path.rfind("/") :].startswith(f"/{OWN_PREFIX}")
+
+
+def _document_problems(path: Path, record: FileRecord, expected: bytes, found: bytes) -> list[str]:
+    problems = chunk_check.whole_file(path, record, crc32(found))
+    if not problems and not _is_same_array(found, expected):
+        return [f"{path}: describes another array than the training state does"]
+    return problems
+
+
+def _is_same_array(found: bytes, expected: bytes) -> bool:
+    """Tell whether a document describes the array that the training state describes."""
+    if found == expected:
+        return True
+    try:
+        said: Any = strict_json.parse(found)
+        wanted = strict_json.parse(expected)
+        shown = [said.get(key) for key in _TOLD_TWICE]
+    except (AttributeError, ValueError):
+        return False
+    known = forms(wanted) if "codecs" in wanted else [wanted]  # without codecs, a group's
+    return any(shown == [form.get(key) for key in _TOLD_TWICE] for form in known)
+
+
+def _checking(file: SourceFile, rewritten: Container[Path]) -> SourceFile:
+    """Return how a file is read whose checksums are compared here, block by block."""
+    if file.path in rewritten:
+        return replace(file, decoder=replace(cast(Any, file.decoder), is_compared=False))
+    if isinstance(file.decoder, BlockDigests):
+        return SourceFile(file.path, file.nbytes, file.version, file.file_id)
+    return file
+
+
+def has_directory(root: Path, findings: Findings) -> bool:
+    """Tell whether the files of a store can be found; if not, the reason is added."""
+    try:
+        if is_packed(root):
+            directory_of(root)
+    except SourceError as error:
+        findings.add_error(error, root)
+        return False
+    return True
+
+
+def check_packed(index: StoreIndex, findings: Findings) -> None:
+    """Compare what the zip says of each file with its header and with the store's manifest."""
+    if not is_packed(index.root):
+        return
+    for entry in audit(directory_of(index.root)):
+        place = index.root / entry.path
+        problem = entry.problem
+        if not problem and (wanted := _crc32(index, entry, place)) not in (entry.crc32, None):
+            problem = f"the zip records the CRC-32 {entry.crc32:08x}, and {wanted:08x} was written"
+        if problem:
+            findings.add(DAMAGED, place, f"{place}: {problem}")
+
+
+def _crc32(index: StoreIndex, entry: AuditedEntry, place: Path) -> int | None:
+    """Return the CRC-32 of a file as it was written; None if it is not known."""
+    if entry.path in MANIFEST_FILES:
+        return crc32(read_all(place))
+    number = index.numbers.get(entry.path)
+    record = index.manifest.records.get(entry.path) if index.manifest else None
+    if record is None or number is None:
+        return None
+    digests, found = index.files[number].decoder, 0
+    if not isinstance(digests, BlockDigests):
+        return int(record.crc32s[0]) if len(record.crc32s) == 1 else None
+    for block, checksum in enumerate(digests.crc32s.tolist()):
+        left = digests.nbytes - block * digests.block_bytes
+        found = join_crc32(found, checksum, min(digests.block_bytes, left))
+    return crc32(entry.last, found)

@@ -1,0 +1,328 @@
+"""Matches the tensors of two checkpoints of any formats, stages and world sizes.
+
+The result of `pair_up` lists the elements that should be equal. Other modules read them.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from streamshard.compare.comparison import Pair, Pairing, SideElements
+from streamshard.engine.numeric.cast import cast_between
+from streamshard.errors import UnsupportedError
+from streamshard.formats import frameworks
+from streamshard.formats.checkpoint import Checkpoint, ModelPart
+from streamshard.formats.deepspeed import training_state
+from streamshard.formats.pickle.inert import show_few
+from streamshard.formats.torch.tree_comparison import BlobPair
+from streamshard.model import BLOB, FILE, MASTER, MODULE, LogicalTensor, NoteKind
+from streamshard.source.source import Source
+
+_OWN_STATES: Final = (MODULE, BLOB, FILE)
+"""States that are not the optimizer's."""
+_TOLD: Final = (NoteKind.COPIES, NoteKind.LEFT_OUT, NoteKind.UNREAD)
+"""Notes about what is compared in part."""
+
+
+def pair_up(
+    left: Source, right: Source, *, converted: bool = False, by_value: bool = False
+) -> Pairing:
+    """Match the tensors of two checkpoints, and compare everything else.
+
+    If one side does not keep module weights, as at stage 3, casts of its master weights are
+    compared in their place.
+
+    `converted`: whether the left side was made from the right side by a change of the module's
+    dtype. If so, its weights are compared with casts of the right side's weights, and the other
+    dtype is not reported as a difference.
+    `by_value`: whether the values of floats of different dtypes are compared too, in the dtype that
+    holds the values of both sides. The different dtypes are reported in any case.
+    """
+    found = Pairing(by_value=by_value)
+    one, other = left.checkpoint, right.checkpoint
+    if len(one.model_parts) != len(other.model_parts):
+        message = (
+            f"{len(one.model_parts)} and {len(other.model_parts)} tensor or pipeline parallel parts"
+        )
+        found.differ("value", "the model", message)
+        return found
+    if one.foreign or other.foreign:
+        _pair_foreign(one, other, found)
+    else:
+        _pair_training(one, other, found, converted=converted)
+    _note_settings(one, other, found)
+    _differ_in_unread(left, right, found)
+    for side in (left, right):
+        checkpoint = side.checkpoint
+        said = [note.text for note in checkpoint.notes if note.kind in _TOLD]
+        found.notes += [f"{side.path}: {text}" for text in (*checkpoint.unread, *said)]
+    if one.uncut or other.uncut:
+        are_kept = not (one.foreign or other.foreign)
+        how = "compared as each rank has them" if are_kept else "not compared"
+        found.notes.append(f"States that cannot be cut for other ranks were {how}.")
+    return found
+
+
+def _differ_in_unread(left: Source, right: Source, found: Pairing) -> None:
+    """Tell apart from equal ones two optimizers of which one could not be read."""
+    for side, other in ((left, right), (right, left)):
+        unread = [note for note in side.checkpoint.notes if note.kind is NoteKind.UNREAD]
+        if unread and _has_optimizer(other.checkpoint):
+            message = f"not compared, as that of {side.path} is not read"
+            found.differ("unread", "the optimizer's state", message)
+
+
+def _has_optimizer(checkpoint: Checkpoint) -> bool:
+    """Tell whether a checkpoint's files hold an optimizer's state, read or not."""
+    has_any = any(part.groups for part in checkpoint.model_parts) or not checkpoint.foreign
+    has_any |= any(note.kind is NoteKind.UNREAD for note in checkpoint.notes)
+    return has_any and checkpoint.dropped is None
+
+
+def _pair_training(one: Checkpoint, other: Checkpoint, found: Pairing, *, converted: bool) -> None:
+    """Match two checkpoints of DeepSpeed."""
+    _pair_states(one, other, found)
+    for model_part, counterpart in zip(one.model_parts, other.model_parts, strict=True):
+        if one.is_dumps or other.is_dumps:
+            break
+        _ModulePairing(one, other, model_part, counterpart, found, converted).run()
+    for place in training_state.compare(one, other):
+        if isinstance(place, BlobPair):
+            _pair_blobs(place, found)
+        else:
+            found.differ("value", place.name, place.message)
+    if one.is_dumps != other.is_dumps:
+        found.notes.append("One side is raw dumps: only the optimizer's state was compared.")
+    if not (one.is_dumps or other.is_dumps):
+        _pair_files(one, other, found)
+
+
+def _pair_foreign(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
+    """Match two checkpoints of which one is not of DeepSpeed: what both of them hold."""
+    what = one.foreign or other.foreign
+    (model_part,), (counterpart,) = one.model_parts, other.model_parts
+    are_numbered = one.foreign == other.foreign and all(any(_own_states(c)) for c in (one, other))
+    if are_numbered or (model_part.groups and counterpart.groups):
+        _pair_states(one, other, found)
+        for place in training_state.compare_shared(model_part, counterpart):
+            found.differ("value", place.name, place.message)
+        found.notes.append(
+            f"One side is {what}: compared are tensors, and of the optimizer the steps and the "
+            "hyper-parameters that both sides have."
+        )
+    else:
+        parts = (one, model_part), (other, counterpart)
+        without = [c.foreign for c, part in parts if c.foreign and not part.groups]
+        what = next(iter(without), what)
+        found.notes.append(
+            f"One side is {what}, without an optimizer: only weights and buffers were compared."
+        )
+    if not (one.is_dumps or other.is_dumps):
+        _ModulePairing(one, other, model_part, counterpart, found, converted=False).run()
+
+
+def _pair_states(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
+    """Match the optimizer's states, including the master weights."""
+    mine, theirs = (dict(_own_states(checkpoint)) for checkpoint in (one, other))
+    # Dumps, and BF16_Optimizer without a stage, record sizes but no shapes.
+    flat_ok = any(c.is_dumps or c.layout.bf16_optimizer for c in (one, other))
+    for key in {**mine, **theirs}:
+        if key not in mine or key not in theirs:
+            tensor = (mine.get(key) or theirs[key])[1]
+            found.only(tensor, is_left=key in mine)
+            continue
+        (index, tensor), (counterpart_index, counterpart) = mine[key], theirs[key]
+        is_flat = (tensor.numel,) in (tensor.shape, counterpart.shape)
+        is_alike = flat_ok and is_flat and tensor.numel == counterpart.numel
+        if tensor.shape == counterpart.shape or is_alike:
+            found.add_same(
+                tensor,
+                SideElements(index, tensor.dtype),
+                SideElements(counterpart_index, counterpart.dtype),
+            )
+        else:
+            found.differ_in("shape", tensor, f"{tensor.shape} here, {counterpart.shape} there")
+
+
+def _own_states(
+    checkpoint: Checkpoint,
+) -> Iterator[tuple[tuple[int, str, str], tuple[int, LogicalTensor]]]:
+    numbers = {model_part.name: number for number, model_part in enumerate(checkpoint.model_parts)}
+    for index, tensor in enumerate(checkpoint.tensors):
+        if tensor.state not in _OWN_STATES:
+            yield (numbers[tensor.model_part], tensor.state, tensor.name), (index, tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """An entry of a module's state dict."""
+
+    elements: SideElements
+    dtype: str
+    shape: tuple[int, ...]
+    master: SideElements | None
+    """Its master weights, if it is trained."""
+    is_cast: bool
+    """Whether the checkpoint keeps only its master weights, of which it is a cast."""
+
+
+class _ModulePairing:
+    """Matches the entries of the modules of one model part."""
+
+    def __init__(
+        self,
+        one: Checkpoint,
+        other: Checkpoint,
+        model_part: ModelPart,
+        counterpart: ModelPart,
+        found: Pairing,
+        converted: bool,
+    ) -> None:
+        self._excluded = _without_values(one, model_part) | _without_values(other, counterpart)
+        self._mine = dict(_weights(one, model_part))
+        self._theirs = dict(_weights(other, counterpart))
+        self._model_part = model_part.name
+        self._found = found
+        self._converted = converted
+        self._is_foreign = bool(one.foreign or other.foreign)
+
+    def run(self) -> None:
+        for name in {**self._mine, **self._theirs}:
+            mine, theirs = self._mine.get(name), self._theirs.get(name)
+            weight = mine or theirs
+            if weight is None:
+                continue
+            tensor = LogicalTensor(MODULE, name, weight.dtype, weight.shape, self._model_part)
+            if (mine is None or theirs is None) and name in self._excluded:
+                self._found.notes.append(
+                    f"'{name}' was compared with nothing: stage 3 keeps no values of a frozen "
+                    "weight that was saved with exclude_frozen_parameters."
+                )
+            elif mine is None or theirs is None:
+                self._found.only(tensor, is_left=mine is not None)
+            elif mine.shape != theirs.shape:
+                message = f"{mine.shape} here, {theirs.shape} there"
+                self._found.differ_in("shape", tensor, message)
+            elif self._is_foreign:
+                self._pair_foreign(tensor, mine, theirs)
+            elif mine.dtype != theirs.dtype and not self._converted:
+                if mine.is_cast or theirs.is_cast:  # the master weights show how they differ
+                    message = f"{mine.dtype} here, {theirs.dtype} there"
+                    self._found.differ_in("dtype", tensor, message)
+                else:
+                    self._found.add_same(tensor, mine.elements, theirs.elements)
+            else:
+                self._pair(tensor, mine, theirs)
+
+    def _pair_foreign(self, tensor: LogicalTensor, mine: _Weight, theirs: _Weight) -> None:
+        """Match weights of which one side has no master weights, or not by that name."""
+        if mine.master and theirs.master:
+            return  # matched as states
+        sides = [[w.elements, *([w.master] if w.master else [])] for w in (mine, theirs)]
+        same = [(a, b) for a in sides[0] for b in sides[1] if a.dtype == b.dtype]
+        self._found.add_same(tensor, *(same[-1] if same else (sides[0][-1], sides[1][-1])))
+
+    def _pair(self, tensor: LogicalTensor, mine: _Weight, theirs: _Weight) -> None:
+        """Match the weights of one name, unless both sides keep only the master weights."""
+        dtype, right = mine.dtype, theirs.elements
+        if mine.dtype != theirs.dtype:
+            if mine.is_cast:
+                return
+            right = theirs.master or right
+        elif mine.is_cast and theirs.is_cast:
+            return
+        for side in (mine.elements, right):
+            try:
+                cast_between(side.dtype, dtype)
+            except UnsupportedError as error:
+                self._found.differ_in("dtype", tensor, str(error))
+                return
+        self._found.add(tensor, mine.elements, right, dtype)
+
+
+def _weights(checkpoint: Checkpoint, model_part: ModelPart) -> Iterator[tuple[str, _Weight]]:
+    """Yield the entries of a module's state dict, tied weights under each of their names."""
+    index = checkpoint.tensor_index()
+    for entry in model_part.module:
+        name = entry.held_as
+        kept, master = (
+            SideElements(tensor, checkpoint.tensors[tensor].dtype) if tensor is not None else None
+            for tensor in (index.get((model_part.name, state, name)) for state in (MODULE, MASTER))
+        )
+        elements = kept or master
+        if elements is not None and entry.kind != "extra":
+            yield entry.name, _Weight(elements, entry.dtype, entry.shape, master, kept is None)
+
+
+def _without_values(checkpoint: Checkpoint, model_part: ModelPart) -> set[str]:
+    """List the excluded weights for which stage 3 saved only a placeholder."""
+    index = checkpoint.tensor_index()
+    return {
+        entry.name
+        for entry in model_part.module
+        if entry.kind == "excluded" and (model_part.name, MODULE, entry.name) not in index
+    }
+
+
+def _pair_blobs(place: BlobPair, found: Pairing) -> None:
+    """Match one place of the training state; elements that several places share only once."""
+    sides = [SideElements(tensor, "uint8", start) for tensor, start in (place.left, place.right)]
+    pair = Pair(place.name, sides[0], sides[1], place.nbytes, "uint8", place.itemsize)
+    shown = (sides[0], sides[1], pair.nbytes)
+    if shown in found.blobs:
+        return
+    found.blobs.add(shown)
+    found.pairs.append(pair)
+
+
+def _pair_files(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
+    """Match the sidecars, except files of ranks that only one side has."""
+    mine, theirs = _files(one), _files(other)
+    here = frameworks.resize(
+        one.tag, list(theirs), source_world_size=other.ranks, world_size=one.ranks
+    )
+    there = frameworks.resize(
+        one.tag, list(mine), source_world_size=one.ranks, world_size=other.ranks
+    )
+    # A file that resharding leaves out does not count as missing; it may still be here, as in a
+    # store. A file that resharding makes for a new rank is not the old file of the same name.
+    kept = {path: path for path in mine.keys() - {*here.new_steps, *there.new_steps}}
+    moved = {path: here.paths.get(path) or kept.get(path) for path in theirs}
+    for path, now in moved.items():
+        tensor = other.tensors[theirs[path]]
+        if now is None:
+            continue
+        if now not in mine:
+            found.only(tensor, is_left=False)
+            continue
+        sides = SideElements(mine[now], "uint8"), SideElements(theirs[path], "uint8")
+        if one.tensors[mine[now]].nbytes != tensor.nbytes:
+            message = f"{one.tensors[mine[now]].nbytes} bytes here, {tensor.nbytes} there"
+            found.differ_in("shape", tensor, message)
+        else:
+            found.add(tensor, *sides, "uint8")
+    matched = {*moved.values(), *here.new_steps}
+    for path, row in mine.items():
+        if path not in matched and path in there.paths:
+            found.only(one.tensors[row], is_left=True)
+
+
+def _files(checkpoint: Checkpoint) -> Mapping[str, int]:
+    """Return path → tensor; in each path, `<tag>` stands for the tag directory."""
+    prefix = f"{checkpoint.tag}/"
+    return {
+        f"<tag>/{t.name.removeprefix(prefix)}" if t.name.startswith(prefix) else t.name: index
+        for index, t in enumerate(checkpoint.tensors)
+        if t.state == FILE
+    }
+
+
+def _note_settings(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
+    """Add notes on differences that are not state: tag, config, versions."""
+    if one.tag != other.tag:
+        found.notes.append(f"The tags differ: '{one.tag}' and '{other.tag}'.")
+    settings = [dict(training_state.provenance(checkpoint)) for checkpoint in (one, other)]
+    keys = training_state.differing_keys(settings[0], settings[1])
+    if keys:
+        shown = show_few([key.lstrip(".") for key in keys])
+        found.notes.append(f"Settings that differ, which are not state: {shown}.")

@@ -1,0 +1,87 @@
+"""Reads files of FSDP's ranks, as verl saves them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from streamshard.checks.problems import MALFORMED, Findings
+from streamshard.checks.torch_check import TorchFiles
+from streamshard.errors import UnsupportedError
+from streamshard.formats.checkpoint import Checkpoint
+from streamshard.formats.dcp import reference
+from streamshard.formats.fsdp_ranks import fsdp_ranks_reader, rank_names
+from streamshard.formats.fsdp_ranks.flat_parameters import joined_of
+from streamshard.io.entries import is_file, paths_in
+from streamshard.model import NoteKind
+from streamshard.source.directory_content import DirectoryContent
+from streamshard.source.reader import Reader
+from streamshard.source.shards_check import ReadableFiles
+from streamshard.source.source import Request, Source
+from streamshard.source.structure import CheckedStructure, opened_to_check
+
+
+class _FsdpRanksReader(Reader):
+    name = "fsdp-ranks"
+    title = "files of FSDP's ranks"
+    is_foreign = True
+    is_of_job = False
+    facts = frozenset({"wrapped"})
+    form = "fsdp-ranks"
+
+    def needs_like(self, checkpoint: Checkpoint) -> bool:
+        return True
+
+    def holds(self, directory: Path) -> bool:
+        return rank_names.is_of_ranks(directory)
+
+    def recognizes(self, request: Request) -> Path | None:
+        return request.root if request.tag is None and self.holds(request.root) else None
+
+    def is_alone_in(self, content: DirectoryContent) -> bool | None:
+        others = content.names - {rank_names.PRETRAINED, rank_names.CONFIG, rank_names.LORA}
+        is_one = any(rank_names.is_rank_file(name, rank_names.MODEL) for name in others)
+        return all(map(rank_names.is_rank_file, others)) if is_one else None
+
+    def open(self, place: Path, request: Request) -> Source:
+        found = fsdp_ranks_reader.read(place, request.facts.wrapped, request.details)
+        like = request.source_like
+        if like is not None:
+            if not found.checkpoint.model_parts[0].groups:
+                message = " ".join(
+                    ("tells no optimizer's states by name.", *found.checkpoint.remarks)
+                )
+                raise UnsupportedError(message.removesuffix("."), path=place)
+            found = reference.complete_reading(place, found, like)
+            return Source.of(place, self, found)
+        return replace(Source.of(place, self, found), details=joined_of(found.checkpoint))
+
+    def check_structure(
+        self, place: Path, request: Request, findings: Findings
+    ) -> CheckedStructure:
+        opened = opened_to_check(place, request, findings)
+        for error in () if opened is None else rank_names.incomplete(place):
+            findings.add_error(error, place)
+        for note in () if opened is None else opened.checkpoint.notes:
+            if note.kind is NoteKind.CORRUPT:
+                findings.add(MALFORMED, place, note.text)
+        entries = sorted(path for path in paths_in(place) if is_file(path))
+        readable = ReadableFiles(entries, [place], findings)
+        torch = TorchFiles.at(readable.files, lambda _: None, findings)
+        differ = opened is not None and any(
+            note.kind is NoteKind.COPIES for note in opened.checkpoint.notes
+        )
+        found = CheckedStructure(self, place.name, torch.files, torch.units, source=opened)
+        return (
+            replace(found, copies=partial(self._replicas, place, request.facts.wrapped))
+            if differ
+            else found
+        )
+
+    def _replicas(self, place: Path, wrapped: Sequence[str]) -> Iterator[Source]:
+        for found in fsdp_ranks_reader.replicas(place, wrapped):
+            yield Source.of(place, self, found)
+
+
+READER: Final = _FsdpRanksReader()

@@ -1,0 +1,187 @@
+"""What lies at the place of a target: it is looked at once, and then judged."""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from streamshard.engine.journals.journal import Journal
+from streamshard.errors import Option, TargetExistsError
+from streamshard.io.entries import examine_if_there, lexists, paths_in
+from streamshard.io.file_system import is_mount_point
+from streamshard.io.files import target_errors
+from streamshard.io.object_path import is_object, is_packed_name
+from streamshard.io.place import place_of
+from streamshard.io.readable import Status
+from streamshard.model import Template
+from streamshard.registry import DISK_TARGET, PACKED_TARGET, PACKED_UPLOAD, UPLOADED_TARGET, load
+from streamshard.source.unfinished import JOURNAL
+from streamshard.transfer.target import partial_of, replaced_of, require_named
+
+if TYPE_CHECKING:
+    from streamshard.source.directory_content import DirectoryContent
+
+_KINDS: Final = {
+    (False, False): DISK_TARGET, (False, True): UPLOADED_TARGET,
+    (True, False): PACKED_TARGET, (True, True): PACKED_UPLOAD,
+}  # fmt: skip
+"""Whether a target is one file, and whether it is in a bucket → what makes it."""
+_OVERWRITE: Final = Option("overwrite", True)
+_IF_NEEDED: Final = Option("if_needed", True)
+
+
+def transaction_of(target: Path) -> Any:  # noqa: ANN401
+    """Return the class of `transaction.Transaction` that makes a target: name and place tell."""
+    return load(_KINDS[is_packed_name(target), is_object(target)])
+
+
+class TargetState(ABC):
+    """What a run finds at the place of its target, on a disk or in a bucket."""
+
+    target: Path
+
+    @staticmethod
+    def of(target: Path, template: Template | None = None) -> "TargetState":
+        """Look at a target.
+
+        `template`: names of the dumps, if the target is a directory of dumps.
+        """
+        require_named(target)
+        with target_errors(target):
+            state: TargetState = transaction_of(target).state.at(target, template)
+        return state
+
+    @classmethod
+    @abstractmethod
+    def at(cls, target: Any, template: Template | None = None) -> Self:  # noqa: ANN401
+        """Look at a target of this kind."""
+
+    @property
+    @abstractmethod
+    def is_settled(self) -> bool:
+        """Whether nothing is there to compare: it is free, or a run is not done with it."""
+
+    def require_free(self, *, overwrite: bool) -> None:
+        """Refuse a target that exists, unless it is empty, or is one of ours and may be replaced.
+
+        A directory of dumps is ours if nothing else is in it. The remains of an earlier run are
+        allowed: the run is continued, or its renaming is finished first.
+        """
+        with target_errors(self.target):
+            self._require_free(overwrite=overwrite)
+
+    @abstractmethod
+    def _require_free(self, *, overwrite: bool) -> None:
+        """See `require_free`; system errors are turned into others there."""
+
+    def _in_the_way(self, path: Path) -> TargetExistsError:
+        message = f"{path}: is in the way, and was not left by a run that was cut off"
+        return TargetExistsError(f"{message}; move it, or choose another target")
+
+    def _exists(self) -> TargetExistsError:
+        error = TargetExistsError(f"{self.target}: exists; use {_OVERWRITE} to replace it")
+        error.add_note(f"If this is already done, {_IF_NEEDED} tells so and ends with exit code 0")
+        return error
+
+    def _require_ours(self, content: "DirectoryContent | None") -> None:
+        """Refuse to replace what is more than one checkpoint, store, set of dumps or export."""
+        if content is None or not content.is_one_checkpoint():
+            message = f"{self.target}: holds more than one checkpoint or store of ours, so"
+            message = f"{message} {_OVERWRITE} will not replace it; remove it yourself"
+            raise TargetExistsError(message)
+
+
+def _content_of(target: Path, template: Template | None) -> "DirectoryContent":
+    # Not at the top: most targets are new.
+    from streamshard.source.directory_content import DirectoryContent
+
+    return DirectoryContent.of(target, template)
+
+
+@dataclass(frozen=True)
+class DiskState(TargetState):
+    """What a run finds at the place of its target on a disk, and next to it."""
+
+    target: Path
+    is_there: bool
+    """Whether there is anything at its path, even a link that leads to nothing."""
+    content: "DirectoryContent | None"
+    """What lies in it; None if it is no directory, or a link to one."""
+    journal: Journal
+    """The journal in it: it has taken its place, and the rest is to be tidied."""
+
+    @classmethod
+    def at(cls, target: Path, template: Template | None = None) -> Self:
+        """Look at the target; what lies next to it is looked at when it matters."""
+        status = examine_if_there(target, follows=False)
+        is_directory = status is not None and status.is_directory
+        content = _content_of(target, template) if is_directory else None
+        return cls(target, status is not None, content, Journal(target / JOURNAL))
+
+    @cached_property
+    def partial(self) -> Status | None:
+        """Where the target is built, if anything is there."""
+        return examine_if_there(partial_of(self.target), follows=False)
+
+    @cached_property
+    def begun(self) -> Journal:
+        return Journal(partial_of(self.target) / JOURNAL)
+
+    @cached_property
+    def has_replaced(self) -> bool:
+        """Whether anything is where an old target lies until the new one is in place."""
+        return lexists(replaced_of(self.target))
+
+    @property
+    def is_vacant(self) -> bool:
+        """Whether a directory can be renamed to its path: it is free, or an empty directory."""
+        return not self.is_there if self.content is None else not self.content.entries
+
+    @property
+    def is_settled(self) -> bool:
+        return self.is_vacant or self.journal.is_there
+
+    def _require_free(self, *, overwrite: bool) -> None:
+        if self.journal.is_whole:
+            return
+        may_replace = replaces(self.begun.header)
+        if self.has_replaced and not (self.is_vacant and may_replace):
+            raise self._in_the_way(replaced_of(self.target))
+        if self.partial is not None and not self._is_of_a_run(self.partial):
+            raise self._in_the_way(partial_of(self.target))
+        if self.content is not None:
+            _require_place(self.target)
+        if self.is_vacant:
+            return
+        if not overwrite and not may_replace:
+            raise self._exists()
+        self._require_ours(self.content)
+
+    def _is_of_a_run(self, partial: Status) -> bool:
+        """Tell whether a run made the partial target; without a header it holds no more yet."""
+        if not partial.is_directory:
+            return False
+        names = (path.name for path in paths_in(partial_of(self.target)))
+        return self.begun.header is not None or all(name.startswith(JOURNAL) for name in names)
+
+
+def replaces(header: Mapping[str, Any] | None) -> bool:
+    """Tell whether the run that a journal identifies may replace an existing target."""
+    return header is not None and header.get("replaces") is True
+
+
+def _require_place(target: Path) -> None:
+    """Refuse a directory that another one cannot replace by a rename."""
+    reason = None
+    if is_mount_point(target):
+        reason = "is a mount point, which no other directory can take the place of"
+    elif not place_of(target).may_change(target.absolute().parent):
+        reason = f"its place cannot be taken, as {target.absolute().parent} may not be written"
+    elif (owner := place_of(target).foreign_owner(target)) is not None:
+        reason = f"belongs to user {owner}, and user {os.geteuid()} can make no directory for them"
+    if reason is not None:
+        message = f"{target}: {reason}; what is made is built next to its place and then renamed"
+        raise TargetExistsError(f"{message}. Give a new name in it: {target / 'NAME'}")
