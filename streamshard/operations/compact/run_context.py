@@ -149,7 +149,7 @@ class RunContext:
         archived.require_own(receipt)
         if receipt.state == WEIGHTS_ONLY:
             is_left = any(map(is_there, archived.full_of(receipt).leftovers))
-            return datetime.min.replace(tzinfo=UTC) if is_left else None
+            return datetime(1, 1, 1, tzinfo=UTC) if is_left else None
         since = archived.since(receipt.purged, "gone")
         return None if any(self.originals(tag)) else since
 
