@@ -10,7 +10,7 @@ import errno
 from pathlib import Path
 from typing import Final
 
-from streamshard.engine.journals.journal import Journal, header_of
+from streamshard.engine.journals.journal import HEADER, Journal
 from streamshard.errors import IncompleteError
 from streamshard.formats.deepspeed import names
 from streamshard.io.entries import is_file, names_in
@@ -37,7 +37,7 @@ def is_unfinished(target: Path) -> bool:
 def has_journal(target: Path) -> bool:
     """Tell whether the journal of a run lies in a target, which may exist nevertheless."""
     journal = target / JOURNAL
-    return is_file(header_of(journal) if is_object(target) else journal)
+    return is_file(journal / HEADER if is_object(target) else journal)
 
 
 def require_finished(path: Path) -> None:

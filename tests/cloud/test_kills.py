@@ -12,11 +12,15 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import streamshard as api
 from streamshard.engine.journals.journal import serialize_line
+from streamshard.engine.journals.upload_journal import UploadJournal
+from streamshard.engine.run.work import FinishedFile, Written
 from streamshard.errors import IncompleteError, TargetExistsError, TargetLockedError
+from streamshard.io.object_path import as_path
 from streamshard.io.objects import object_upload
 from tests.cli.conftest import tree
 from tests.cloud.conftest import JOURNAL, RECORD, Bucket
@@ -303,6 +307,20 @@ def test_what_is_uploaded_is_not_uploaded_again(bucket: Bucket, run: Path, unfin
     assert sum("/c/0" in path for path in puts) == 1
     assert report.kept_bytes > report.bytes_written / 2
     assert bucket.content() == of_the_disk(run)
+
+
+def test_a_journal_is_not_read_for_each_object_that_it_lists(bucket: Bucket) -> None:
+    path = as_path(f"{bucket.url}/{JOURNAL}")
+    files = [FinishedFile(f"{n}", "etag", Written(n, n), []) for n in range(100)]
+    journal = UploadJournal(path)
+    journal.begin({"about": "something"})
+    for file in files:
+        journal.note_all([file], np.zeros((0, 4), dtype=np.int64))
+    journal.close()
+    earlier = UploadJournal(path)
+    bucket.proxy.reset()
+    assert [earlier.find(file.path) for file in files] == files
+    assert len(bucket.proxy.requests) <= 1
 
 
 def test_an_object_that_changed_meanwhile_is_uploaded_again(

@@ -1,5 +1,6 @@
 """What a journal remembers, and what of it survives damage."""
 
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -104,3 +105,17 @@ def test_what_is_no_journal_says_nothing(tmp_path: Path, content: bytes) -> None
     for path in (tmp_path / "journal", tmp_path / "none", tmp_path / "journal" / "below"):
         found = Journal(path)
         assert (found.header, found.is_whole, found.is_empty) == (None, False, True)
+
+
+def test_each_file_of_an_earlier_run_takes_few_bytes_of_memory(tmp_path: Path) -> None:
+    """A store may have a million files."""
+    path, count = tmp_path / "journal", 20_000
+    names = [f"state/exp_avg_sq/model.layers.{n}.mlp.weight/c/{n}/0" for n in range(count)]
+    files = [FinishedFile(name, "", Written(1, 2), []) for name in names]
+    begun(path, [files[at : at + 10] for at in range(0, count, 10)]).close()
+    tracemalloc.start()
+    found = Journal(path)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 24 * count
+    assert [found.find(name) for name in names] == files

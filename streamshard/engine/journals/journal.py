@@ -10,10 +10,12 @@ again.
 import errno
 import json
 import zlib
+from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from hashlib import blake2b
 from itertools import islice
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -50,7 +52,7 @@ class Journal:
         self.is_there = self._look()
         """Whether there is a journal, of whatever run."""
         self._read()
-        self.is_empty = not (self.is_whole or self._starts)
+        self.is_empty = not (self.is_whole or len(self._keys))
         """Whether neither an earlier run nor this one has recorded a file."""
 
     def _look(self) -> bool:
@@ -70,7 +72,9 @@ class Journal:
                 yield from intact_lines(stream, start)
 
     def _read(self) -> None:
-        self._begin_anew()
+        rows = array("Q")
+        self._end = -1
+        """Where the last line of the earlier run begins."""
         try:
             for start, line in self._lines():
                 if isinstance(line, dict) and self.header is None:
@@ -78,47 +82,58 @@ class Journal:
                 elif line == WHOLE:
                     self.is_whole = True
                 else:
-                    self._starts.update((file.path, start) for file in parsed(line)[0])
+                    for file in parsed(line)[0]:
+                        rows.extend((_key(file.path), start))
                     self._end = start
         except (OverflowError, RecursionError, TypeError, ValueError):
             self.header = {}
         if self.header == {}:
-            self.is_whole = False
-            self._starts.clear()
+            self.is_whole, rows = False, array("Q")
+        self._remember(rows)
 
-    def _begin_anew(self) -> None:
-        self._starts: dict[str, int] = {}
-        """Path of each file that the earlier run finished → where its last line begins."""
-        self._end = -1
-        """Where the last line of the earlier run begins."""
+    def _remember(self, rows: "array[int]") -> None:
+        """Take the key of each file of the earlier run, and where its line begins."""
+        pairs = np.frombuffer(rows, dtype=np.uint64).reshape(-1, 2)[::-1]  # the last line counts
+        self._keys, last = np.unique(pairs[:, 0], return_index=True)
+        self._starts = pairs[last, 1].astype(np.int64)
+        """Where the line of the file with each key begins; -1 if it is to be written again."""
         self._parsed: tuple[int, Mapping[str, FinishedFile]] = (-1, {})
         """Where the line begins that was parsed last, and its files."""
 
+    def _row(self, path: str) -> int | None:
+        key = _key(path)
+        row = int(np.searchsorted(self._keys, np.uint64(key)))
+        return row if row < len(self._keys) and int(self._keys[row]) == key else None
+
+    def _start(self, path: str) -> int:
+        row = self._row(path)
+        return -1 if row is None else int(self._starts[row])
+
     def holds(self, path: str) -> bool:
         """Tell whether the earlier run finished a file."""
-        return path in self._starts
+        return self._start(path) >= 0
 
     def find(self, path: str) -> FinishedFile | None:
         """Return a file that the earlier run finished; None if it did not."""
-        start = self._starts.get(path)
-        if start is None:
+        start = self._start(path)
+        if start < 0:
             return None
         if self._parsed[0] != start:
             _, line = next(self._lines(start))
             self._parsed = start, {file.path: file for file in parsed(line)[0]}
-        return self._parsed[1][path]
+        return self._parsed[1].get(path)
 
     def finished(self) -> Iterator[FinishedFile]:
         """Yield the files that the earlier run finished."""
         for start, files, _ in self._all():
-            yield from (file for file in files if self._starts.get(file.path) == start)
+            yield from (file for file in files if self._start(file.path) == start)
 
     def ranges(self) -> Iterator[Ranges]:
         """Yield what the earlier run read of the source for the files that it finished."""
         return (ranges for _, _, ranges in self._all())
 
     def _all(self) -> Iterator[tuple[int, Sequence[FinishedFile], Ranges]]:
-        for start, line in self._lines() if self._starts else ():
+        for start, line in self._lines() if len(self._keys) else ():
             if start > self._end:
                 break
             if isinstance(line, list):
@@ -126,13 +141,15 @@ class Journal:
 
     def forget(self, path: str) -> None:
         """Forget a file, which is to be written again."""
-        del self._starts[path]
+        row = self._row(path)
+        if row is not None:
+            self._starts[row] = -1
 
     def begin(self, header: Mapping[str, Any]) -> None:
         """Start a new journal, which from now on identifies the target as this run's."""
         self._make(header)
         self.header, self.is_whole, self.is_there, self.is_empty = header, False, True, True
-        self._begin_anew()
+        self._remember(array("Q"))
         self.proceed()
 
     def _make(self, header: Mapping[str, Any]) -> None:
@@ -163,9 +180,10 @@ class Journal:
             self._file.close()
 
 
-def header_of(path: Path) -> Path:
-    """Return the path of the object that the journal of an upload below a path begins with."""
-    return path / HEADER
+def _key(path: str) -> int:
+    """Hash a path to 64 bits, as a run may have millions of files."""
+    text = path.encode("utf-8", "surrogateescape")
+    return int.from_bytes(blake2b(text, digest_size=8).digest())
 
 
 def serialize_line(line: object) -> bytes:
@@ -217,8 +235,8 @@ def _is_below(path: object) -> bool:
     if not isinstance(path, str):
         return False
     path.encode("utf-8", "surrogateescape")
-    parts = PurePosixPath(path).parts
-    return bool(parts) and parts[0] != "/" and ".." not in parts
+    parts = path.split("/")  # pathlib would keep a name of each in the table of interned strings
+    return parts[0] != "" and ".." not in parts and not {*parts} <= {"", "."}
 
 
 def _numbers(result: SpanResult) -> Iterator[int]:

@@ -6,18 +6,13 @@ not read again. An object that was uploaded but is not recorded is uploaded once
 """
 
 import time
+from array import array
 from collections.abc import Callable, Iterator, Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
 
-from streamshard.engine.journals.journal import (
-    HEADER,
-    WHOLE,
-    Journal,
-    header_of,
-    intact_lines,
-    serialize_line,
-)
+from streamshard.engine.journals.journal import HEADER, WHOLE, Journal, intact_lines, serialize_line
 from streamshard.io.changes import remove, remove_file, write_new
 from streamshard.io.entries import entries_below, has_file, read_all
 from streamshard.io.place import place_of
@@ -42,6 +37,8 @@ class UploadJournal(Journal):
         """Whether this run, or the earlier one, recorded that everything is uploaded."""
         self._names: list[str] = []
         """Names of the objects that an earlier run left."""
+        self._content = ("", b"")
+        """Name and content of the object that was read last: files are looked for in order."""
         self._clock = clock
         self._batch: list[bytes] = []
         self._flushed = clock()
@@ -66,15 +63,17 @@ class UploadJournal(Journal):
             number = int(name)
             self._next = max(self._next, number + 1)
             if number >= start >> _PLACE_BITS:
-                content, first = read_all(self.path / name), number << _PLACE_BITS
-                skipped = max(0, start - first)
-                lines = content[skipped:].splitlines(keepends=True)
+                if self._content[0] != name:
+                    self._content = name, read_all(self.path / name)
+                first = number << _PLACE_BITS
+                lines = BytesIO(self._content[1])
+                skipped = lines.seek(max(0, start - first))
                 yield from intact_lines(lines, first + skipped)
 
     @property
     def header_path(self) -> Path:
         """Path of the object that identifies the run."""
-        return header_of(self.path)
+        return self.path / HEADER
 
     def _make(self, header: Mapping[str, Any]) -> None:
         if self.is_there:
@@ -119,5 +118,5 @@ class UploadJournal(Journal):
         remove_file(self.header_path, missing_ok=True)
         self.header, self.is_whole, self.is_there, self._is_noted_whole = None, False, False, False
         self._batch, self._next, self._names = [], 1, []
-        self._begin_anew()
+        self._remember(array("Q"))
         self.is_empty = True
