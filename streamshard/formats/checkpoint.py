@@ -14,7 +14,7 @@ from streamshard.errors import CorruptFileError, Option, lacking
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.ds_versions import Version, dotted, version_in
 from streamshard.formats.pickle.inert import Node
-from streamshard.formats.pickle.node_checks import dangerous_in
+from streamshard.formats.pickle.node_checks import danger_in
 from streamshard.layout.cutting import Cutting
 from streamshard.model import (
     FILE,
@@ -27,23 +27,9 @@ from streamshard.model import (
     SourceFile,
     ZeroLayout,
 )
-from streamshard.sizes import some_of
 
 LIKE: Final = Option("like", what="the checkpoint")
 """What messages call a reference checkpoint: another one, which supplies what the source lacks."""
-
-
-_DANGER: Final = (
-    ", which runs what the file says as soon as a job loads it. Nothing of it was run here, and it "
-    "is carried as it is. Load the checkpoint only if you know why it is there."
-)
-
-
-def danger_in(nodes: Sequence[Node]) -> tuple[str, ...]:
-    """Return a warning if nodes have names that run something when loaded."""
-    found = sorted(map(str, dangerous_in(nodes)))
-    calls = some_of(found, 1)
-    return (f"DANGER: the training state calls {calls}{_DANGER}",) if found else ()
 
 
 def _remark(note: Note) -> str:

@@ -30,7 +30,7 @@ from streamshard.transfer.report import Report, Watched
 from streamshard.transfer.run_identity import digest_of_headers
 from streamshard.transfer.target import require_separate
 from streamshard.transfer.target_writer import Output
-from streamshard.verb_options import FP32, ConvertOptions, ExportOptions, MergeOptions
+from streamshard.verb_options import ConvertOptions, ExportOptions, MergeOptions
 
 
 class _Merge(MergeOptions, Watched):
@@ -66,7 +66,7 @@ def merge(options: _Merge) -> Report:
 
 def _plan(options: MergeOptions) -> TransferPlan:
     writes = _writer_of(options)
-    asked, notes = _as_text(options.weights), list[str]()
+    form, notes = _as_text(options.weights), list[str]()
     sources: Sequence[Path_] = options.sources
     if not sources:
         raise UsageError("no checkpoint to merge is given; does a pattern match nothing?")
@@ -75,8 +75,8 @@ def _plan(options: MergeOptions) -> TransferPlan:
             message = f"{Option('last', options.last)}: is for one directory of checkpoints"
             raise UsageError(f"{message}, and there are {counted(len(sources), 'source')}")
         sources, notes = _last_whole(str(sources[0]), options.last)
-    weights = coefficients(asked, len(sources))
-    chosen = options.replaced(source=[*map(str, sources)], weights=asked, last=None)
+    weights = coefficients(form, len(sources))
+    chosen = options.replaced(source=[*map(str, sources)], weights=form, last=None)
     found: list[Merging] = []
 
     def open_all() -> Source:
@@ -85,8 +85,8 @@ def _plan(options: MergeOptions) -> TransferPlan:
 
     def prepare(source: Source) -> Output:
         output = writes(chosen, source)
-        told = notes if len(sources) > 1 or options.last else [*notes, _alone(found[0])]
-        return _as_merged(output, found[0], chosen, told)
+        shown = notes if len(sources) > 1 or options.last else [*notes, _alone(found[0])]
+        return _as_merged(output, found[0], chosen, shown)
 
     return plan_opened(chosen, open_all, prepare)
 
@@ -120,33 +120,33 @@ def _alone(merging: Merging) -> str:
     return f"Only {place} is merged, so nothing is averaged; {advice}."
 
 
-def _newest(sources: Sequence[Source], asked: str) -> int:
+def _newest(sources: Sequence[Source], form: str) -> int:
     """Return which source has the highest step, or is given last."""
     steps = [source.checkpoint.model_parts[0].model_state.get("global_steps") for source in sources]
     known = [step for step in steps if isinstance(step, int)]
     if len(known) < len(steps):
         return len(steps) - 1
-    if _is_of_age(asked) and known != sorted(known):
+    if _depends_on_order(form) and known != sorted(known):
         listed = ", ".join(f"{step:,}" for step in known)
-        message = f"{Option('weights', asked)}: depends on age, and the steps are {listed}; give"
+        message = f"{Option('weights', form)}: depends on age, and the steps are {listed}; give"
         raise UsageError(f"{message} the oldest first")
     return max(range(len(known)), key=lambda number: (known[number], number))
 
 
 def _require_linear(source: Source, weights: Sequence[float]) -> None:
     """Refuse states of which a mean has no meaning."""
-    asked = Option("states", "mean")
+    option = Option("states", "mean")
     states = {t.state for t in source.checkpoint.tensors} - {MASTER, MODULE, BLOB, FILE}
     if uncut := source.checkpoint.uncut:
-        message = f"{asked}: not all states have a mean: {uncut.why}"
+        message = f"{option}: not all states have a mean: {uncut.why}"
         raise UnsupportedError(message, path=uncut.path or source.place)
     if not states:
-        raise UsageError(f"{asked}: there are no optimizer states", path=source.place)
+        raise UsageError(f"{option}: there are no optimizer states", path=source.place)
     if others := sorted(states - {*LINEAR_STATES}):
-        message = f"{asked}: a mean of {some_of(others)} has no meaning; leave it out"
+        message = f"{option}: a mean of {some_of(others)} has no meaning; leave it out"
         raise UnsupportedError(message, path=source.place)
     if min(weights) < 0:
-        message = f"{asked}: with a negative weight a second moment may become negative; leave one"
+        message = f"{option}: with a negative weight a second moment may become negative; leave one"
         raise UsageError(f"{message} of them out")
 
 
@@ -160,8 +160,7 @@ def _writer_of(options: MergeOptions) -> Callable[[MergeOptions, Source], Output
         kind, what = (_store, "a store") if is_store else (_native, "a run directory")
     for other, own in _OPTIONS_OF.items():
         for name in own if other is not kind else ():
-            # Plans of version 1.0 say fp32 where nothing was asked for.
-            if options.is_given(name) and getattr(options, name) != FP32:
+            if options.is_given(name):
                 message = f"{Option(name)}: is of no use for {options.target}, which is {what}"
                 raise UsageError(f"{message}; leave it out")
     return kind
@@ -226,7 +225,7 @@ def _as_merged(
 ) -> Output:
     """Return the output of another verb as that of a merge."""
     headers = " ".join(digest_of_headers(source.checkpoint) for source in merging.sources)
-    asked = {
+    decisive = {
         **output.options,
         "verb": "merge",
         "weights": ",".join(map(repr, merging.weights)),
@@ -240,7 +239,7 @@ def _as_merged(
 
     return replace(
         output,
-        options=asked,
+        options=decisive,
         notes=(*output.notes, *notes),
         is_reusable=False,
         check=check,
@@ -296,13 +295,13 @@ _TOLERANCE: Final = 1e-9
 """What the sum of weights may be off; in float32 it makes no difference."""
 
 
-def _is_of_age(asked: str) -> bool:
+def _depends_on_order(form: str) -> bool:
     """Tell whether weights depend on which checkpoint is older.
 
-    >>> _is_of_age("1-sqrt"), _is_of_age("ema:0.9"), _is_of_age("mean"), _is_of_age("0.5,0.5")
-    (True, True, False, False)
+    >>> [_depends_on_order(form) for form in ("1-sqrt", "ema:0.9", "mean", "0.5,0.5")]
+    [True, True, False, False]
     """
-    return asked in _CURVES or asked.startswith(_EMA)
+    return form in _CURVES or form.startswith(_EMA)
 
 
 def _as_text(weights: str | Sequence[float]) -> str:
@@ -320,7 +319,7 @@ def _as_text(weights: str | Sequence[float]) -> str:
         raise UsageError(message) from error
 
 
-def coefficients(asked: str, count: int) -> list[float]:
+def coefficients(form: str, count: int) -> list[float]:
     """Return the weight of each of some checkpoints, the oldest first.
 
     >>> coefficients("mean", 4)
@@ -330,23 +329,23 @@ def coefficients(asked: str, count: int) -> list[float]:
     >>> coefficients("ema:0.5", 3)
     [0.25, 0.25, 0.5]
     """
-    if asked in _MEANS:
+    if form in _MEANS:
         return [1 / count] * count
-    if asked in _CURVES:
-        rates = [_CURVES[asked](place / count) for place in range(count)]
+    if form in _CURVES:
+        rates = [_CURVES[form](place / count) for place in range(count)]
         return [one - other for one, other in pairwise([*rates, 0.0])]
-    if asked.startswith(_EMA):
-        (kept,) = _numbers(asked, asked.removeprefix(_EMA).split("\n"))
+    if form.startswith(_EMA):
+        (kept,) = _numbers(form, form.removeprefix(_EMA).split("\n"))
         if not 0 <= kept < 1:
-            raise UsageError(f"{Option('weights', asked)}: give a part that is kept, such as 0.9")
+            raise UsageError(f"{Option('weights', form)}: give a part that is kept, such as 0.9")
         newer = [(1 - kept) * kept**age for age in range(count - 1)]
         return [kept ** (count - 1), *newer[::-1]]
-    return _listed(asked, count)
+    return _listed(form, count)
 
 
-def _listed(asked: str, count: int) -> list[float]:
-    words, option = asked.split(","), Option("weights", asked)
-    found = _numbers(asked, words)
+def _listed(form: str, count: int) -> list[float]:
+    words, option = form.split(","), Option("weights", form)
+    found = _numbers(form, words)
     if len(found) != count:
         both = f"{counted(len(found), 'weight')}, and {counted(count, 'checkpoint')}"
         raise UsageError(f"{option}: {both}; give one for each of them")
@@ -358,11 +357,11 @@ def _listed(asked: str, count: int) -> list[float]:
     return found
 
 
-def _numbers(asked: str, words: Sequence[str]) -> list[float]:
+def _numbers(form: str, words: Sequence[str]) -> list[float]:
     try:
         found = [float(word) for word in words]
     except ValueError:
         found = [math.nan]
     if not all(map(math.isfinite, found)):
-        raise UsageError(f"{Option('weights', asked)}: choose one of {_FORMS}")
+        raise UsageError(f"{Option('weights', form)}: choose one of {_FORMS}")
     return found

@@ -60,7 +60,7 @@ class Kind:
     facts: ClassVar[frozenset[str]] = frozenset()
     """The facts of a source that it takes; see `formats/facts.py`."""
     form: ClassVar[str] = ""
-    """The target format in which `repartition` writes such files; empty if in that of DeepSpeed."""
+    """The `format` of `repartition` that writes such files again; empty for DeepSpeed's own."""
 
     def needs_like(self, checkpoint: Checkpoint) -> bool:
         """Tell whether a checkpoint can only be read with a reference checkpoint."""

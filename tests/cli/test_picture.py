@@ -10,7 +10,6 @@ from dataclasses import asdict, replace
 from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from hypothesis import strategies as st
 import streamshard
 from benchmarks._fabricate import fabricate
 from benchmarks._model import Model
-from docs.site import cut, plain_way
 from streamshard.drawing.page import HEAD, column, page
 from streamshard.errors import TargetError, TargetExistsError, UsageError
 from tests.browser import Browser, Pixels, document_of
@@ -234,12 +232,6 @@ def test_the_command_tells_what_it_drew(tmp_path: Path) -> None:
     assert [p["path"] for p in json.loads(done.out)["pictures"]] == [str(html)]
     done = in_process("inspect", run, "--html", html)
     assert re.search(rf"^drew  {re.escape(str(html))}, [0-9.]+ KiB$", done.out, re.MULTILINE)
-
-
-@pytest.mark.parametrize("drawn", [cut, plain_way])
-def test_a_picture_in_the_docs_is_what_its_command_draws(drawn: ModuleType, tmp_path: Path) -> None:
-    drawn.draw(tmp_path / "drawn.svg")
-    assert (tmp_path / "drawn.svg").read_text() == drawn.PICTURE.read_text()
 
 
 # The page, and what is on it ---------------------------------------------------------------------

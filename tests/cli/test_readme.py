@@ -1,13 +1,14 @@
-"""The commands of the README and of the pages behind it are what the command line understands."""
+"""The README and the pages behind it: what they show, type and draw is what is there."""
 
 import re
 import shlex
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from docs.site import commands_page
+from docs.site import commands_page, cut, plain_way
 from streamshard.cli.parser import arguments_of
 from tests.documents import PAGES, README, TEXTS, blocks
 
@@ -101,3 +102,9 @@ def test_what_is_cited_is_this_version() -> None:
     assert {key: cited[key] for key in ("version", "license")} == {
         key: PROJECT[key] for key in ("version", "license")
     }
+
+
+@pytest.mark.parametrize("drawn", [cut, plain_way])
+def test_a_picture_in_the_docs_is_what_its_command_draws(drawn: ModuleType, tmp_path: Path) -> None:
+    drawn.draw(tmp_path / "drawn.svg")
+    assert (tmp_path / "drawn.svg").read_text() == drawn.PICTURE.read_text()

@@ -249,6 +249,7 @@ def test_a_target_in_any_of_the_sources_is_refused(two: list[Path]) -> None:
         ("a.zarr", {"dtype": "bf16"}),
         ("a", {"codec": "zstd"}),
         ("a", {"dtype": "bf16"}),
+        ("a", {"dtype": "fp32"}),
         ("a", {"format": "torch", "zero_stage": 2}),
     ],
 )

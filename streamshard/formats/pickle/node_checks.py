@@ -1,4 +1,4 @@
-"""Checks nodes before they are interpreted as DeepSpeed's own data.
+"""Checks nodes before they are interpreted as DeepSpeed's own data, and finds dangerous ones.
 
 Shapes are refused before any product of their numbers is computed: a file can list a million
 dimensions, or a size of a million digits, and to multiply those takes longer than all honest work
@@ -7,13 +7,14 @@ on a file of that length.
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
 from streamshard.formats.pickle.inert import Call, Global, Node, nodes_below, show
+from streamshard.sizes import some_of
 
 _LIMIT_DEPTH: Final = 100
 _LIMIT_AGAIN: Final = 16
@@ -156,7 +157,7 @@ def _is_dangerous(name: Global) -> bool:
 _WITH_PARTS: Final = (Call, Global, dict, list, tuple)
 
 
-def dangerous_in(node: Node) -> set[Global]:
+def _dangerous_in(node: Node) -> set[Global]:
     found: set[Global] = set()
     seen: set[int] = set()
     stack = [node]
@@ -174,3 +175,16 @@ def dangerous_in(node: Node) -> set[Global]:
             seen.add(id(node))
         stack += inner
     return found
+
+
+_DANGER: Final = (
+    ", which runs what the file says as soon as a job loads it. Nothing of it was run here, and it "
+    "is carried as it is. Load the checkpoint only if you know why it is there."
+)
+
+
+def danger_in(nodes: Sequence[Node]) -> tuple[str, ...]:
+    """Return a warning if nodes have names that run something when loaded."""
+    found = sorted(map(str, _dangerous_in([*nodes])))
+    calls = some_of(found, 1)
+    return (f"DANGER: the training state calls {calls}{_DANGER}",) if found else ()

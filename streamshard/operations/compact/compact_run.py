@@ -180,12 +180,12 @@ class CompactRun:
         if options.acknowledge:
             self._before = self._first_look()
         kept = "kept, and reported again when a file in it changes or another problem appears"
-        asked = (
+        requests = (
             (options.acknowledge, compact_report.ACKNOWLEDGED, kept),
             (options.undelete, compact_report.BROUGHT_BACK, "its archive stays where it is"),
             (options.purge, receipts.PURGED, "asked for"),
         )
-        for tags, action, reason in asked:
+        for tags, action, reason in requests:
             yield from (CompactedTag.of(tag, action, reason) for tag in tags)
 
     def _by_rules(self) -> Iterator[CompactedTag]:
@@ -210,9 +210,9 @@ class CompactRun:
 
     def _scanned(self, before: RunDirectory | None = None) -> RunDirectory:
         run = scan_run_directory(self._context.run_dir, before, self._options.tags)
-        told = partial(acknowledged, self._context)
+        by_user = partial(acknowledged, self._context)
         # Reading takes time, in which others may go on to change the directory.
-        return replace(run, unhealthy=self._healths.recall, acknowledged=told)
+        return replace(run, unhealthy=self._healths.recall, acknowledged=by_user)
 
     def _carried_out(self, outcomes: Iterable[CompactedTag]) -> Iterator[CompactedTag]:
         """Do what was decided, and yield the results; an error is one too."""
@@ -353,7 +353,7 @@ class CompactRun:
         decided = [*prune(run, self._context, self._options, at, tag)]
         again = [now for now in decided if now.tag == tag]
         same = [now for now in again if now.action == outcome.action]
-        changed = CompactedTag.of(tag, compact_report.KEPT, "is not what it was any more")
+        changed = CompactedTag.of(tag, compact_report.KEPT, "it changed during this run")
         return [changed, *again, *same][-1]
 
     def _require_same(self, outcome: CompactedTag) -> str:

@@ -160,8 +160,8 @@ def prune(
     def decided(
         names: Iterable[str], decide: Callable[[str], CompactedTag | None]
     ) -> Iterator[CompactedTag]:
-        asked = (name for name in {*names} if only in (None, name) and considers(rules, name))
-        for name in sorted(asked, key=by_step):
+        chosen = (name for name in {*names} if only in (None, name) and considers(rules, name))
+        for name in sorted(chosen, key=by_step):
             try:
                 outcome = decide(name)
             except StreamshardError as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from streamshard.errors import CorruptFileError, UnsupportedError
-from streamshard.formats.checkpoint import ModelPart, ModuleEntry, ParamGroup, danger_in
+from streamshard.formats.checkpoint import ModelPart, ModuleEntry, ParamGroup
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.cut.part_cut import in_own_order
 from streamshard.formats.deepspeed.cut.zero_cutting import ModelPartMap
@@ -36,7 +36,7 @@ from streamshard.formats.deepspeed.read.redundant_copies import (
 )
 from streamshard.formats.deepspeed.unsupported import Saved, refuse
 from streamshard.formats.pickle.inert import Node
-from streamshard.formats.pickle.node_checks import name_of, of_file
+from streamshard.formats.pickle.node_checks import danger_in, name_of, of_file
 from streamshard.formats.torch.torch_tensor import shape_of, storages_in, tensor_of
 from streamshard.model import BLOB, MASTER, LogicalTensor, Note, Slot, Whole, ZeroLayout
 
