@@ -5,10 +5,10 @@ each. What a service has acknowledged is durable and whole, so an object with th
 not read again. An object that was uploaded but is not recorded is uploaded once more.
 """
 
+import io
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping
-from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
 
@@ -66,7 +66,7 @@ class UploadJournal(Journal):
                 if self._content[0] != name:
                     self._content = name, read_all(self.path / name)
                 first = number << _PLACE_BITS
-                lines = BytesIO(self._content[1])
+                lines = io.BytesIO(self._content[1])
                 skipped = lines.seek(max(0, start - first))
                 yield from intact_lines(lines, first + skipped)
 
