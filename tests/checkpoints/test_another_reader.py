@@ -22,8 +22,7 @@ def read(run: Path) -> dict[str, Any]:
     return content
 
 
-@pytest.mark.parametrize("zero_stage", [1, 2, 3])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "zero_stage"), [(1, 3), (2, 1), (3, 2)])
 def test_it_finds_every_weight_and_both_moments(
     stage: int, zero_stage: int, tmp_path: Path
 ) -> None:

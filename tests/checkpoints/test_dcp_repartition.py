@@ -68,8 +68,9 @@ def require_moved(made: Saved, out: Path, dtype: torch.dtype) -> None:
         assert len(seen) == 3 * len(Job().shapes)
 
 
-@pytest.mark.parametrize("style", ["torch", "titan", "tutorial"])
-@pytest.mark.parametrize(("like", "stage"), [(1, 3), (2, 2), (3, 1), (3, 3)])
+@pytest.mark.parametrize(
+    ("style", "like", "stage"), [("torch", 1, 3), ("titan", 2, 2), ("tutorial", 3, 1)]
+)
 def test_values_are_the_distributed_checkpoint_s(
     style: str, like: int, stage: int, tmp_path: Path
 ) -> None:
@@ -112,8 +113,7 @@ def test_what_was_made_differs_in_nothing_but_a_step_would(tmp_path: Path) -> No
     assert any("4.0 here, 3.0 there" in one.message for one in later.differences)
 
 
-@pytest.mark.parametrize("layout", ["torch", "titan", "accelerate"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "layout"), [(1, "accelerate"), (2, "titan"), (3, "torch")])
 def test_what_is_exported_comes_back(stage: int, layout: str, tmp_path: Path) -> None:
     run = write(Job(stage=stage), tmp_path / "run")
     report = streamshard.export(run, tmp_path / "dcp", format="dcp", layout=layout)
@@ -248,32 +248,6 @@ def config_file(place: Path, **changes: object) -> Path:
     path = place / "ds.json"
     path.write_text(json.dumps({**CONFIG, **changes}))
     return path
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_files_hold_what_was_saved(stage: int, tmp_path: Path) -> None:
-    trained = model()
-    wanted = trained_and_saved(tmp_path, trained, by_shape(trained))
-    config = config_file(tmp_path, zero_optimization={"stage": stage})
-    report = streamshard.repartition(
-        tmp_path / "dcp", tmp_path / "out", world_size=3, ds_config_file=config, verify=True
-    )
-    assert any("Made from the job's config" in note for note in report.notes)
-    assert streamshard.verify(tmp_path / "out", against=tmp_path / "dcp").is_good
-    shown = streamshard.inspect(tmp_path / "out")
-    assert (shown.world_size, shown.zero_stage, shown.tag) == (3, stage, "dcp")
-    assert [group.hyper_parameters["lr"] for group in shown.groups] == [0.25, 1e-3]
-    assert [group.hyper_parameters["weight_decay"] for group in shown.groups] == [0.01, 0.0]
-    with streamshard.open(tmp_path / "out") as found:
-        assert found.keys() == wanted["model"].keys()
-        for name, tensor in wanted["model"].items():
-            assert torch.equal(found[name].tensors["fp32"].torch(), tensor)
-            for state in ("exp_avg", "exp_avg_sq"):
-                assert torch.equal(found[name].tensors[state].torch(), wanted["state"][name][state])
-    (path,) = (tmp_path / "out" / "dcp").glob("*rank_0_mp_rank_00_optim_states.pt")
-    held = load(path)
-    assert held["ds_config"]["zero_optimization"]["stage"] == stage
-    assert held["optimizer_state_dict"]["loss_scaler"].cur_scale == 1.0
 
 
 @pytest.mark.parametrize("flat", [False, True])

@@ -20,7 +20,6 @@ from streamshard.errors import IncompleteError, SourceError, SourceNotFoundError
 from tests.fabricated import write, write_dumps
 from tests.job import TAG, Job
 
-Content = dict[str, Any]
 WEIGHTS = {"a.weight": torch.arange(6.0).reshape(2, 3)}
 
 
@@ -185,17 +184,6 @@ def trainer_output(place: Path, steps: Iterable[int]) -> Path:
         (checkpoint / "trainer_state.json").write_text(f'{{"global_step": {step}}}')
     save_file(WEIGHTS, place / "model.safetensors")
     return place
-
-
-def test_a_checkpoint_in_the_output_of_a_trainer_is_a_tag_of_it(tmp_path: Path) -> None:
-    out = trainer_output(tmp_path / "out", (10, 20))
-    found = streamshard.diff(out, out / "checkpoint-20", tag="checkpoint-10")
-    assert found.tags == ("global_step10", "global_step20")
-    (out / "checkpoint-10" / "latest").unlink()
-    shards = out / "checkpoint-10" / "global_step10"
-    with pytest.raises(SourceNotFoundError, match=rf"Give the one in it: {shards}$"):
-        streamshard.diff(out, out / "checkpoint-20", tag="checkpoint-10")
-    assert streamshard.inspect(shards).tag == "global_step10"
 
 
 def test_the_output_of_a_trainer_names_its_checkpoints_the_newest_first(tmp_path: Path) -> None:

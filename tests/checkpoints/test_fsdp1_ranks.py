@@ -133,11 +133,10 @@ def test_runs_of_elements_are_put_together(tmp_path: Path) -> None:
     assert any(wanted in note for note in streamshard.inspect(place).notes)
 
 
-@pytest.mark.parametrize("ranks", [3, 5])
-def test_each_rank_gets_what_it_would_have_saved(ranks: int, tmp_path: Path) -> None:
+def test_each_rank_gets_what_it_would_have_saved(tmp_path: Path) -> None:
     source, out = saved(tmp_path / "source", 2), tmp_path / "out"
-    streamshard.repartition(source, out, world_size=ranks, format=FORM, verify=True)
-    wanted = saved(tmp_path / "wanted", ranks)
+    streamshard.repartition(source, out, world_size=5, format=FORM, verify=True)
+    wanted = saved(tmp_path / "wanted", 5)
     for path in sorted(wanted.iterdir()):
         assert rank_differences(out / path.name, path) == []
     assert streamshard.diff(source, out).is_equal
@@ -243,8 +242,7 @@ def spoil(place: Path) -> None:
     changed(place, lambda states: states[1]["exp_avg"][0].add_(1))
 
 
-@pytest.mark.parametrize("wrapped", [(), WRAPPED])
-@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize(("ranks", "wrapped"), [(2, WRAPPED), (3, ()), (5, WRAPPED)])
 def test_written_states_are_read_back(
     ranks: int, wrapped: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,9 +265,8 @@ def test_written_states_are_read_back(
         )
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_what_was_joined_is_that_of_both_sides(ranks: int, tmp_path: Path) -> None:
-    one, other = saved(tmp_path / "one", 2), saved(tmp_path / "other", ranks)
+def test_what_was_joined_is_that_of_both_sides(tmp_path: Path) -> None:
+    one, other = saved(tmp_path / "one", 2), saved(tmp_path / "other", 3)
     for wrapped in ((), WRAPPED):
         assert streamshard.verify(one, against=other, facts=modules(wrapped)).is_good
     spoil(other)
@@ -355,13 +352,6 @@ def test_modules_that_give_other_lengths_are_not_taken(ranks: int) -> None:
         joined_parameters(numels, lengths, ranks)
     found = joined_parameters(numels, lengths, ranks, wrapped=["layers.0"])
     assert found == (("layers.1.w", "mid.w", "head.w"), ("layers.0.w",))
-
-
-def test_layers_of_experts_are_as_long_as_each_other() -> None:
-    numels = {f"layers.{n}.experts.{m}.w": 3 for n in range(20) for m in range(1300)}
-    found = joined_parameters(numels, [3900 // 4] * 20, 4)
-    assert [len(names) for names in found] == [1300] * 20
-    assert found[19][0] == "layers.19.experts.0.w"
 
 
 @given(

@@ -131,19 +131,6 @@ def test_random_states_are_of_ranks_that_had_them(ranks: int, root: Path, tmp_pa
         assert extra["rng"]["cpu"].equal(theirs["rng"]["cpu"])
 
 
-@pytest.mark.parametrize("name", KEYED)
-def test_there_and_back_again_is_the_same(name: str, root: Path, tmp_path: Path) -> None:
-    source = root / f"{name} {SOURCE}"
-    there, back, again = tmp_path / "there", tmp_path / "back", tmp_path / "again"
-    streamshard.repartition(source, there, world_size=6, format=FORM)
-    streamshard.repartition(there, back, world_size=SOURCE, format=FORM)
-    for path in source.glob("*.pt"):
-        assert rank_differences(back / path.name, path, names_groups=name != "HSDP") == []
-    streamshard.repartition(back, again, world_size=SOURCE, format=FORM)
-    for path in back.glob("[mo]*.pt"):
-        assert (again / path.name).read_bytes() == path.read_bytes()
-
-
 def test_states_have_the_names_of_their_parameters(root: Path) -> None:
     for name in ("FSDP2", "by names"):
         with streamshard.open(root / f"{name} {SOURCE}") as opened:

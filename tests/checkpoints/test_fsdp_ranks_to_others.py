@@ -74,11 +74,8 @@ def ranks(made: Saved, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.mark.parametrize(("like", "stage"), [(1, 3), (3, 2)])
-def test_a_zero_job_goes_on_with_them(
-    like: int, stage: int, made: Saved, ranks: Path, tmp_path: Path
-) -> None:
-    job, out = Job(stage=like, world_size=2), tmp_path / "out"
+def test_a_zero_job_goes_on_with_them(made: Saved, ranks: Path, tmp_path: Path) -> None:
+    stage, job, out = 2, Job(stage=3, world_size=2), tmp_path / "out"
     reference = write(job, tmp_path / "like")
     with pytest.raises(UnsupportedError, match=r"'streamshard repartition' format=fsdp-ranks"):
         streamshard.repartition(ranks, out, world_size=3)

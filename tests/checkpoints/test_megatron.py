@@ -15,16 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import streamshard
 from streamshard.errors import CorruptFileError, DisagreementError, IncompleteError, SourceError
 from streamshard.formats.dcp.item_reader import TensorPlaces
 from streamshard.formats.dcp.metadata_reader import SavedItems, SavedTensor
 from streamshard.formats.megatron.megatron_reader import unflattened
-from tests.fabricated import make_adam, write
 from tests.fabricated_dcp import adamw
-from tests.job import Job
 from tests.unpacking import unpack
 
 SAVES = Path(__file__).parent / "megatron_saves"
@@ -92,12 +89,6 @@ def test_the_newest_of_a_run_is_read(saves: Path, tmp_path: Path) -> None:
         streamshard.inspect(tmp_path)
 
 
-def test_it_is_verified(saves: Path) -> None:
-    found = streamshard.verify(saves / WHOLE)
-    assert found.is_good
-    assert streamshard.verify(saves / WHOLE, against=saves / WHOLE).is_good
-
-
 @pytest.mark.parametrize("name", ["common.pt", "__0_0.distcp", "__3_1.distcp", ".metadata"])
 def test_damage_is_found(name: str, saves: Path, tmp_path: Path) -> None:
     unpack(SAVES / f"{BUFFERS}.tar.xz", tmp_path)
@@ -108,40 +99,6 @@ def test_damage_is_found(name: str, saves: Path, tmp_path: Path) -> None:
     assert not streamshard.verify(tmp_path / BUFFERS).is_good
     path.unlink()
     assert not streamshard.verify(tmp_path / BUFFERS).is_good
-
-
-def test_master_weights_are_exported(saves: Path, tmp_path: Path) -> None:
-    streamshard.export(saves / WHOLE, tmp_path / "out")
-    held = load_file(tmp_path / "out" / "model.safetensors")
-    loaded = json.loads((saves / WHOLE / "loaded.json").read_text())
-    assert len(held) == 20
-    for name, tensor in held.items():
-        assert digest(tensor) == loaded[f"optimizer.state.param.{name}"][1]
-
-
-def test_weights_without_masters_are_exported(saves: Path, tmp_path: Path) -> None:
-    streamshard.export(saves / BUFFERS, tmp_path / "out", dtype="bf16")
-    loaded = json.loads((saves / BUFFERS / "loaded.json").read_text())
-    for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
-        assert digest(tensor) == loaded[name][1]
-
-
-def test_it_goes_into_a_zero_job(
-    saves: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tests.fabricated.buffers", dict)  # this model has none
-    with streamshard.open(saves / WHOLE) as found:
-        shapes = {name: parameter.shape for name, parameter in found.items()}
-    job = Job(groups=(tuple(shapes.items()),), frozen=(), tied={}, step=2)
-    make_adam(write(job, tmp_path / "like"))
-    streamshard.repartition(
-        saves / WHOLE, tmp_path / "out", world_size=3, like=tmp_path / "like", verify=True
-    )
-    with streamshard.open(saves / WHOLE) as one, streamshard.open(tmp_path / "out") as other:
-        for name in shapes:
-            for state in ("fp32", "exp_avg", "exp_avg_sq"):
-                left, right = (side[name].tensors[state][...] for side in (one, other))
-                assert np.array_equal(np.asarray(left), np.asarray(right))
 
 
 def test_ranges_are_boxes_in_any_number_of_dimensions() -> None:

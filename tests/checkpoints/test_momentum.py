@@ -35,12 +35,6 @@ LONG = replace(MUON, groups=(_WIDER, *GROUPS[1:]))
 """Its first matrix is too large to be compared whole; all ranks hold it."""
 
 
-def test_a_rank_without_parameters_has_no_entry(tmp_path: Path) -> None:
-    streamshard.repartition(write(MUON, tmp_path / "run"), tmp_path / "out", world_size=3)
-    states = [wrapped(optimizer_state(tmp_path / "out", rank))["state"] for rank in range(3)]
-    assert [sorted(state) for state in states] == [[0, 1, 2], [0, 2], [0, 2]]
-
-
 def momentum(state: dict[str, Any]) -> torch.Tensor:
     found: torch.Tensor = wrapped(state)["state"][0][MOMENTUM]
     return found

@@ -2,25 +2,18 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import streamshard
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError, UsageError
-from streamshard.formats.dcp.item_reader import TensorPlaces
-from streamshard.formats.dcp.metadata_reader import SavedItems, SavedTensor
-from streamshard.formats.dcp.renaming import Held, remade, rule_of
-from streamshard.layout.boxes import grid_of
 from tests.cli.conftest import in_process
 from tests.fabricated import make_adam, write
 from tests.fabricated_dcp import adamw, mesh, save_index
@@ -150,63 +143,6 @@ def test_all_states_go_into_a_job_with_other_names(
         for state in STATES:
             require_equal(held_in(out, state), wanted[state])
     assert streamshard.inspect(tmp_path / "out3").groups[0].states["step"] == 2
-
-
-def boxed(shape: Sequence[int], cuts: Sequence[int], first: int = 0) -> Held:
-    """Return a tensor in boxes; each is an item whose offset is that of its first element."""
-    boxes = mesh(shape, cuts)
-    numels = [int(np.prod(sizes)) for _, sizes in boxes]
-    places = 4 * (first + np.cumsum([0, *numels[:-1]]))
-    zeros = np.zeros(len(boxes), np.int64)
-    offsets, sizes = (np.array([box[k] for box in boxes], np.int64) for k in (0, 1))
-    items = SavedItems(zeros, places, zeros)
-    return SavedTensor("float32", tuple(shape), offsets, sizes, items), TensorPlaces(zeros, places)
-
-
-def elements(held: Held) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """Return where each element lies, as the holders of its boxes tell."""
-    saved, places = held
-    grid = grid_of(saved.shape, saved.offsets, saved.sizes, holders=places.holders)
-    found = np.full(saved.shape, -1)
-    for box, at in enumerate(places.offset.tolist()):
-        numbers = np.arange(np.prod(grid.lengths[box])).reshape(grid.lengths[box])
-        own = zip(grid.offsets[box] - grid.lower[box], grid.sizes[box], strict=True)
-        inside = numbers[tuple(slice(o, o + n) for o, n in own)]
-        corner = zip(grid.offsets[box], grid.sizes[box], strict=True)
-        found[tuple(slice(o, o + n) for o, n in corner)] = at // 4 + inside
-    return found
-
-
-@given(
-    st.integers(1, 3),
-    st.integers(1, 4),
-    st.lists(st.integers(1, 3), min_size=2, max_size=4),
-    st.integers(1, 3),
-    st.lists(st.integers(1, 4), min_size=3, max_size=3),
-)
-def test_every_element_of_a_fused_tensor_goes_to_one_place(
-    layers: int, groups: int, parts: list[int], unit: int, cuts: list[int]
-) -> None:
-    """The parts of all layers hold each element once, and joined they are the tensor again."""
-    names = ",".join(map(str, range(len(parts))))
-    how = f"{groups} x {':'.join(map(str, parts))}"
-    rows = groups * sum(parts) * unit
-    fused = boxed((layers, rows, 3), cuts)
-    whole = elements(fused)
-    made, found = remade(rule_of(1, f"x -> y.*.{{{names}}} : {how}"), [fused])
-    assert found == unit
-    by_layer = [made[at : at + len(parts)] for at in range(0, len(made), len(parts))]
-    assert len(by_layer) == layers
-    for layer, own in zip(whole, by_layer, strict=True):
-        fields = np.split(layer.reshape(groups, -1, 3), np.cumsum(parts)[:-1] * unit, axis=1)
-        for part, field in zip(own, fields, strict=True):
-            assert np.array_equal(elements(part), field.reshape(-1, 3))
-        (joined,), found = remade(rule_of(1, f"y.{{{names}}} -> x : {how}"), own)
-        assert found == unit
-        assert np.array_equal(elements(joined), layer)
-    assert sorted(np.concatenate([elements(part).reshape(-1) for part in made])) == list(
-        range(whole.size)
-    )
 
 
 SHAPES = {"h.0.q": (8, 6), "h.0.k": (4, 6), "h.0.v": (4, 6), "stack": (3, 4, 2), "norm": (6,)}

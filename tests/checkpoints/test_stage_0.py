@@ -19,7 +19,6 @@ from streamshard.errors import (
     UnsupportedError,
     UsageError,
 )
-from tests.cli.conftest import tree
 from tests.fabricated import DUMPS, client_state, edit, load, save, without_zero, write, write_dumps
 from tests.job import TAG, Job, ds_config
 from tests.oracle.values import value_differences
@@ -49,30 +48,6 @@ def test_all_but_the_count_of_ranks_stays(tmp_path: Path, job: Job) -> None:
         before, after = (load(model_file(place, part)) for place in (run, out))
         assert (before.pop("dp_world_size"), after.pop("dp_world_size")) == (4, OTHER)
         assert list(value_differences(before, after, "model")) == []
-
-
-def test_the_way_through_a_store_gives_the_same_bytes(run: Path, tmp_path: Path) -> None:
-    store, back = tmp_path / "a.zarr", tmp_path / "back"
-    streamshard.convert(run, store, codec="zstd", verify=True)
-    for place, out in ((run, "direct"), (store, "of-store")):
-        streamshard.repartition(place, tmp_path / out, world_size=OTHER)
-    assert tree(tmp_path / "direct") == tree(tmp_path / "of-store")
-    streamshard.repartition(store, back)
-    for place in (store, back, tmp_path / "direct"):
-        for found in (streamshard.verify(place), streamshard.verify(place, against=run)):
-            assert (found.problems, found.differences) == ((), ())
-    assert streamshard.inspect(back).world_size == JOB.world_size
-
-
-def test_a_state_that_differs_is_named(run: Path, tmp_path: Path) -> None:
-    changed = without_zero(write(JOB, tmp_path / "changed"))
-
-    def change(model: dict[str, Any]) -> None:
-        model["optimizer"]["optimizer_state_dict"]["state"][1]["exp_avg"][2] += 1
-
-    edit(model_file(changed), change)
-    (difference,) = streamshard.verify(run, against=changed).differences
-    assert difference.name == "model/optimizer.optimizer_state_dict.state.1.exp_avg"
 
 
 def test_inspect_shows_what_is_there_and_what_is_not_told(run: Path) -> None:

@@ -90,21 +90,6 @@ def swap_files(run_dir: Path) -> None:
             (place / f"{name}.tensor.swp").write_bytes(bytes(1024))
 
 
-def add_lora(content: Content) -> None:
-    """Have a layer with a low-rank update, of whose frozen weight each rank has one half."""
-    content["module"] |= {
-        "proj.weight": torch.zeros(2 * 24, dtype=torch.bfloat16),
-        "proj.lora_weight_1.weight": torch.zeros(4, 8, dtype=torch.bfloat16),
-        "proj.lora_weight_2.weight": torch.zeros(12, 4, dtype=torch.bfloat16),
-    }
-
-
-def quantize(content: Content) -> None:
-    """Keep a frozen weight's shard as integers; DeepSpeed saves no scale with it."""
-    fragments = content["frozen_param_fragments"]
-    fragments["old.weight"] = fragments["old.weight"].to(torch.int8)
-
-
 def auto_expert_groups(content: Content) -> None:
     """Tell how sub-groups are cut, as AutoEP does in stage 3."""
     group = {"sub_group": 0, "partition_count": 2, "families": ["autoep_expert"]}
@@ -164,15 +149,12 @@ KINDS = [
         ("one param group for 2 flat groups", "joins those of torch's Adagrad"),
         optimizer=(join_groups,),
     ),
-    *(
-        Kind(
-            f"elastic-{stage}",
-            Job(stage=stage),
-            ("trained with elastic_checkpoint", "with elastic_checkpoint off", "save again"),
-            optimizer=(as_elastic,),
-            both=(zero(elastic_checkpoint=True),),
-        )
-        for stage in (1, 2)
+    Kind(
+        "elastic",
+        Job(stage=2),
+        ("trained with elastic_checkpoint", "with elastic_checkpoint off", "save again"),
+        optimizer=(as_elastic,),
+        both=(zero(elastic_checkpoint=True),),
     ),
     Kind(
         "nvme",
@@ -197,34 +179,17 @@ KINDS = [
         both=(zero(offload_optimizer={"device": "cpu", "ratio": 0.6}),),
     ),
     Kind(
-        "twin-flow-everything",
-        STAGE_3,
-        ("no optimizer state of sub-groups [0, 1, 2]: trained with offload_optimizer.ratio",),
-        optimizer=(without_states(0, 1, 2),),
-        both=(zero(offload_optimizer={"device": "cpu", "ratio": 0.0}),),
-    ),
-    Kind(
         "super-offload",
         STAGE_3,
         ("no optimizer state of sub-groups [0, 1, 2]: ", "super_offload", "train until"),
         optimizer=(without_states(0, 1, 2),),
         both=(zero(offload_optimizer={"device": "cpu", "super_offload": True}),),
     ),
-    *(
-        Kind(
-            f"zenflow-{stage}",
-            Job(stage=stage),
-            ("trained with ZenFlow", "transposes matrices", "engine.save_16bit_model()"),
-            both=(zero(zenflow={"topk_ratio": 0.1}),),
-        )
-        for stage in (1, 2, 3)
-    ),
     Kind(
-        "mics",
-        STAGE_3,
-        ("2 of 8 ranks saved: trained with MiCS (mics_shard_size)", "zero_to_fp32.py"),
-        both=(zero(mics_shard_size=2),),
-        model=(lambda content: content.update(dp_world_size=8),),
+        "zenflow-at-stage-3",
+        Job(stage=3),
+        ("trained with ZenFlow", "transposes matrices", "engine.save_16bit_model()"),
+        both=(zero(zenflow={"topk_ratio": 0.1}),),
     ),
     Kind(
         "mesh-of-sequences",
@@ -269,26 +234,6 @@ KINDS = [
         ("is of experts without numbers: trained with AutoEP",),
         both=(rename_experts,),
     ),
-    *(
-        Kind(
-            f"sharded-base-weights-{stage}",
-            Job(stage=stage),
-            ("'proj.weight' has 48 of 96 elements", "base_weight_sharding", "exclude_frozen"),
-            model=(add_lora,),
-        )
-        for stage in (1, 2)
-    ),
-    Kind(
-        "quantised-frozen-weights",
-        Job(stage=3),
-        (
-            "weight of 'old.weight' is kept as int8 for bfloat16",
-            "zero_quantized_nontrainable_weights",
-            "exclude_frozen_parameters=True",
-        ),
-        model=(quantize,),
-        both=(zero(zero_quantized_nontrainable_weights=True),),
-    ),
     Kind(
         "optimizer-twice",
         Job(stage=1),
@@ -318,7 +263,7 @@ def test_each_kind_is_refused_by_name(kind: Kind, tmp_path: Path) -> None:
 
 
 DUMPED = {
-    "elastic-2": ("trained with elastic_checkpoint",),
+    "elastic": ("trained with elastic_checkpoint",),
     "nvme": ("fp32_flat_groups[0] is empty", "swapped out to NVMe"),
     "twin-flow": ("no optimizer state of sub-groups [0]: trained with", "super_offload"),
     "autoep-stage-3": ("'ds_zero_partition_groups' says so",),
@@ -380,12 +325,6 @@ def test_nvme_offload_that_swapped_nothing_is_resharded(tmp_path: Path) -> None:
     compare(tmp_path / "out" / TAG, wanted / TAG)
 
 
-def test_mics_over_all_ranks_is_plain_stage_3(tmp_path: Path) -> None:
-    run = write(STAGE_3, tmp_path / "run")
-    edit_all(run, "*.pt", zero(mics_shard_size=2))
-    assert streamshard.inspect(run).world_size == 2
-
-
 @pytest.mark.parametrize(
     ("lost", "there"), [((2, 3), "are 2 optimizer files;"), ((1, 2, 3), "is 1 optimizer file;")]
 )
@@ -398,17 +337,6 @@ def test_a_missing_rank_is_not_taken_for_mics(
             path.unlink()
     with pytest.raises(DisagreementError, match=f"saved by 4 ranks, but there {there}"):
         streamshard.inspect(run)
-
-
-def test_whole_base_weights_of_a_low_rank_update_are_read(tmp_path: Path) -> None:
-    run = write(Job(stage=2), tmp_path / "run")
-
-    def whole(content: Content) -> None:
-        add_lora(content)
-        content["module"]["proj.weight"] = torch.zeros(12, 8, dtype=torch.bfloat16)
-
-    edit_all(run, "mp_rank_00_model_states.pt", whole)
-    streamshard.inspect(run)
 
 
 def test_names_of_the_fast_writer_are_explained_and_the_advice_works(tmp_path: Path) -> None:
