@@ -42,16 +42,23 @@ def _no_checksums() -> Iterator[None]:
     torch.serialization.set_crc32_options(True)
 
 
-@pytest.fixture(scope="session", params=["none", "zstd"])
-def whole_store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="session")
+def whole_stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Codec → a store."""
     directory = tmp_path_factory.mktemp("whole")
     write(Job(stage=2, client_state=client_state()), directory / "run")
-    streamshard.convert(
-        directory / "run", directory / "x.zarr", codec=request.param, chunk_size=100
-    )  # fmt: skip
-    return directory / "x.zarr"
+    stores = {codec: directory / f"{codec}.zarr" for codec in ("none", "zstd")}
+    for codec, store in stores.items():
+        streamshard.convert(directory / "run", store, codec=codec, chunk_size=100)
+    return stores
 
 
 @pytest.fixture
-def store(whole_store: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(whole_store, tmp_path / "x.zarr"))
+def codec() -> str:
+    """Of the store; to be parametrized where it counts."""
+    return "zstd"
+
+
+@pytest.fixture
+def store(whole_stores: dict[str, Path], codec: str, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole_stores[codec], tmp_path / "x.zarr"))

@@ -97,9 +97,17 @@ def encoded_in_pieces(content: bytes, itemsize: int = 4) -> bytes:
     return encoder.head + b"".join(pieces)
 
 
-@pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
-@pytest.mark.parametrize("nbytes", [8, 1 << 20, (2 << 20) - 8, (3 << 20) + 4096, (4 << 20) + 8])
-@pytest.mark.parametrize("noise", [(), (1,), (0, 2), range(5)], ids=str)
+SIZES = (8, 1 << 20, (2 << 20) - 8, (3 << 20) + 4096, (4 << 20) + 8)
+
+
+@pytest.mark.parametrize(
+    ("itemsize", "nbytes", "noise"),
+    [
+        (1 << (at + number) % 4, nbytes, noise)
+        for at, nbytes in enumerate(SIZES)
+        for number, noise in enumerate([(), (1,), (0, 2), range(5)])
+    ],
+)
 def test_pieces_make_the_same_bytes(itemsize: int, nbytes: int, noise: Sequence[int]) -> None:
     content = mixed(nbytes // 4, noise)
     # Blosc's own threads, which it takes in the main thread alone, put blocks in any order.
@@ -129,8 +137,10 @@ def test_blocks_may_lie_in_any_order(noise: Sequence[int], in_pieces: bool) -> N
     assert bytes(decode(made, stored, (7, 3 << 20))[1]) == content[7 : 3 << 20]
 
 
-@pytest.mark.parametrize("place", [0, 5, 9, 17, 40, 1 << 19, -20, -1])
-@pytest.mark.parametrize("part", [None, (0, 8), ((3 << 20) - 8, 3 << 20)], ids=str)
+@pytest.mark.parametrize(
+    ("place", "part"),
+    [(0, None), (9, (0, 8)), (40, ((3 << 20) - 8, 3 << 20)), (1 << 19, (0, 8)), (-1, None)],
+)
 def test_damage_anywhere_is_told_whatever_is_wanted(
     place: int, part: tuple[int, int] | None
 ) -> None:

@@ -27,7 +27,7 @@ from streamshard.formats.torch.zip_layout import directory_of
 from streamshard.formats.zarr import packed_directory
 from streamshard.formats.zarr.packed_layout import PackedEntry
 from streamshard.formats.zarr.packed_place import packed
-from streamshard.io.entries import entries_below, examine, open_readable
+from streamshard.io.entries import examine, open_readable
 from streamshard.operations.inspect.checkpoint_list import summaries
 from tests.fabricated import client_state, write
 from tests.formats.conftest import files_of
@@ -133,27 +133,6 @@ def test_one_that_lies_next_to_others_is_listed(ours: Path, tmp_path: Path) -> N
     listed = {one.path: one.problem for one in summaries(tmp_path / "runs")}
     assert listed["global_step7.zarr.zip"] is None
     assert "not a whole store in one file" in (listed["global_step9.zarr.zip"] or "")
-
-
-def test_what_lies_in_it_is_listed_as_on_a_disk(ours: Path) -> None:
-    root, store = packed(ours), ours.with_suffix("")
-    found = {
-        entry.path.relative_to(root).as_posix(): entry.is_directory for entry in entries_below(root)
-    }
-    wanted = {path.relative_to(store).as_posix(): path.is_dir() for path in store.rglob("*")}
-    assert found == wanted
-    for path, is_directory in wanted.items():
-        status = examine(root / path)
-        assert status.is_directory == is_directory
-        if not is_directory:
-            assert status.nbytes == (store / path).stat().st_size
-            with open_readable(root / path) as file:
-                assert file.read_at(0, 1 << 30) == (store / path).read_bytes()
-                view = memoryview(bytearray(10))
-                assert file.read_into(view, status.nbytes - 3) == 3
-    for path in ("state/none", "stat", "zarr.json/x", "state/fp32/"[:-2]):
-        with pytest.raises(FileNotFoundError):
-            examine(root / path)
 
 
 def test_a_file_that_changes_meanwhile_is_refused(store: Path, tmp_path: Path) -> None:

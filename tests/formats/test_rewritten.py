@@ -1,7 +1,6 @@
 """Stores that zarr-python rewrote: everything reads them, and other elements never pass."""
 
 import json
-import pickle
 import re
 import shutil
 import subprocess
@@ -19,7 +18,6 @@ import zarr
 from zarr.codecs import BloscCodec, GzipCodec
 
 import streamshard
-from streamshard.engine.run.source_reader import SourceReader
 from streamshard.errors import (
     CorruptFileError,
     IncompleteError,
@@ -118,11 +116,9 @@ def test_a_copy_is_read_by_every_verb(original: Path, tmp_path: Path, how: str) 
     assert streamshard.diff(original, store).is_equal
 
 
-@pytest.mark.parametrize("consolidates", [False, True])
-def test_inspect_says_so(original: Path, tmp_path: Path, consolidates: bool) -> None:
+def test_inspect_says_so(original: Path, tmp_path: Path) -> None:
     """Consolidated metadata is read over: it repeats what the documents say."""
-    choose = REWRITES["gzip"]
-    store = copy_store(original, tmp_path / "copy.zarr", choose, consolidates=consolidates)
+    store = copy_store(original, tmp_path / "copy.zarr", REWRITES["gzip"], consolidates=True)
     found, before = streamshard.inspect(store), streamshard.inspect(original)
     assert "rewritten by another tool" in found.notes[0]
     assert found.notes[1:] == before.notes == ()
@@ -158,18 +154,6 @@ def test_one_array_is_rewritten_in_its_place(
             ours["embed.weight"].exp_avg.memmap()
 
 
-def test_pieces_are_read_in_any_order_and_by_another_process(rewritten: Path) -> None:
-    source = open_source(rewritten)
-    whole = zarr.open_array(rewritten / ARRAY, mode="r")[...].tobytes()  # type: ignore[union-attr]
-    place = rewritten / ARRAY / "zarr.json"
-    (number,) = [n for n, file in enumerate(source.files) if file.decoder and file.path == place]
-    reader = SourceReader(pickle.loads(pickle.dumps(source.files)))
-    found = bytearray(len(whole) - 20)
-    reader.read_into(number, 20, memoryview(found))
-    reader.close()
-    assert found == whole[20:]
-
-
 def test_an_array_of_several_pieces(tmp_path: Path) -> None:
     """Each piece has whole rows of chunks; the last one is shorter."""
     shape = (1100, 1000)
@@ -201,12 +185,6 @@ def refused(store: Path, tmp_path: Path, kind: type[StreamshardError], match: st
 def test_a_missing_chunk_is_not_taken_for_zeros(rewritten: Path, tmp_path: Path) -> None:
     (rewritten / ARRAY / "c/1/0").unlink()
     refused(rewritten, tmp_path, IntegrityError, "takes the fill value for them: c/1/0")
-
-
-def test_a_missing_chunk_is_named_in_a_copy(original: Path, tmp_path: Path) -> None:
-    store = copy_store(original, tmp_path / "copy.zarr", REWRITES["columns"])
-    shutil.rmtree(store / ARRAY / "c")
-    refused(store, tmp_path, IntegrityError, "for them: c/0/0, c/0/1, c/0/2 and 1 more")
 
 
 def test_a_missing_chunk_inside_of_a_zarr_shard(store: Path, tmp_path: Path) -> None:
@@ -241,9 +219,8 @@ def test_a_flipped_bit_without_any_checksum(rewritten: Path, tmp_path: Path) -> 
         streamshard.diff(rewritten, rewritten)
 
 
-@pytest.mark.parametrize("how", ["gzip", "zarr shards", "as zarr-python likes"])
-def test_a_chunk_that_is_cut_short_or_empty(store: Path, tmp_path: Path, how: str) -> None:
-    rewrite_array(store, ARRAY, **REWRITES[how]((11, 4)))
+def test_a_chunk_that_is_cut_short_or_empty(store: Path, tmp_path: Path) -> None:
+    rewrite_array(store, ARRAY, **REWRITES["gzip"]((11, 4)))
     chunk = min(p for p in (store / ARRAY / "c").rglob("*") if p.is_file())
     chunk.write_bytes(chunk.read_bytes()[:3])
     refused(store, tmp_path, IntegrityError, "cannot be decoded")
@@ -262,21 +239,6 @@ def test_a_frame_of_blosc_that_ends_before_it_says(
     more = (10**9).to_bytes(4, "little")
     chunk.write_bytes((data[:12] + more + data[16:])[:nbytes])
     refused(store, tmp_path, IntegrityError, "cannot be decoded (IntegrityError a frame of")
-
-
-def test_every_flipped_byte_of_a_rewritten_array_is_noticed(rewritten: Path) -> None:
-    good = streamshard.verify(rewritten).digests
-    for chunk in sorted(p for p in (rewritten / ARRAY / "c").rglob("*") if p.is_file()):
-        data = chunk.read_bytes()
-        for place in range(0, len(data), 7):
-            damaged = bytearray(data)
-            damaged[place] ^= 1 << place % 8
-            chunk.write_bytes(damaged)
-            found = streamshard.verify(rewritten, workers=1)
-            # Elements of a chunk that lie past the tensor's end belong to nothing.
-            assert not found.is_good or found.digests == good
-            assert found.is_good or str(rewritten / ARRAY) in found.problems[0].file
-        chunk.write_bytes(data)
 
 
 def put(key: str, value: Any) -> Callable[[dict[str, Any]], None]:  # noqa: ANN401
@@ -332,7 +294,6 @@ def test_the_true_dtype_must_not_get_lost(store: Path, tmp_path: Path) -> None:
     refused(store, tmp_path, CorruptFileError, "another attributes")
 
 
-@BOTH
 @pytest.mark.parametrize("damage", ["gone", "cut", "flipped"])
 def test_our_own_chunks_are_refused_as_ever(store: Path, tmp_path: Path, damage: str) -> None:
     """What the array's own zarr.json describes as before is damaged, not rewritten."""
@@ -349,7 +310,6 @@ def test_our_own_chunks_are_refused_as_ever(store: Path, tmp_path: Path, damage:
     assert kinds == {"missing" if damage == "gone" else "damaged"}
 
 
-@BOTH
 def test_documents_serialized_anew_open_no_other_road(store: Path, tmp_path: Path) -> None:
     """They describe what is there, so a missing chunk is missing."""
     place = store / ARRAY / "zarr.json"

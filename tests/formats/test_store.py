@@ -1,6 +1,5 @@
 """Stores, as zarr-python and TensorStore read them, against the values that were saved."""
 
-import hashlib
 import itertools
 import json
 import math
@@ -68,8 +67,7 @@ def require_same_files(directory: Path, world_size: int = 1) -> None:
     assert [name for name in found if found[name] != wanted[name]] == []
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("codec", "stage"), [("none", 3), ("zstd", 2)])
 def test_every_array_is_read_by_zarr_and_tensorstore(
     tmp_path: Path, codec: str, stage: int
 ) -> None:
@@ -103,31 +101,11 @@ def test_a_chunk_of_several_blocks_is_made_as_its_document_says(tmp_path: Path) 
     assert len(stored) < len(Blosc("zstd", 5, Blosc.BITSHUFFLE).encode(wanted))
 
 
-def test_the_group_lists_everything_that_it_has(tmp_path: Path) -> None:
-    job = Job(stage=2, client_state=client_state())
-    store = store_of(job, tmp_path)
-    group = zarr.open_group(store, mode="r")
-    members = dict(group.members(max_depth=None))
-    arrays = {path for path, member in members.items() if isinstance(member, zarr.Array)}
-    wanted = {path_in(state, name) for state, name in expected(job)}
-    wanted |= {"meta/state", "meta/manifest", "file/zero_to_fp32.py"}
-    script = (tmp_path / "run" / "zero_to_fp32.py").read_bytes()
-    assert np.asarray(group["file/zero_to_fp32.py"][...]).tobytes() == script  # type: ignore[index]
-    blobs = {path for path in arrays if path.startswith("blob/")}
-    assert arrays - blobs == wanted
-    assert blobs
-    documents = {p.parent.relative_to(store).as_posix() for p in store.rglob("zarr.json")}
-    assert documents == {".", *members}
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_nothing_but_provenance_depends_on_the_source_s_world_size(
-    tmp_path: Path, codec: str
-) -> None:
+def test_nothing_but_provenance_depends_on_the_source_s_world_size(tmp_path: Path) -> None:
     files = []
     for world_size in (1, 4):
         place = tmp_path / str(world_size)
-        store = store_of(Job(stage=2, world_size=world_size), place, codec)
+        store = store_of(Job(stage=2, world_size=world_size), place, "zstd")
         found = {p.relative_to(store).as_posix(): p for p in store.rglob("*") if p.is_file()}
         root = json.loads(found.pop("zarr.json").read_bytes())
         assert root["attributes"]["streamshard"]["saved_by"]["world_size"] == world_size
@@ -135,7 +113,7 @@ def test_nothing_but_provenance_depends_on_the_source_s_world_size(
     assert files[0] == files[1]
 
 
-@pytest.mark.parametrize("chunk_size", [1, 16, 100, 1 << 20])
+@pytest.mark.parametrize("chunk_size", [16, 100])
 def test_chunks_are_no_larger_than_asked_for(tmp_path: Path, chunk_size: int) -> None:
     store = store_of(Job(world_size=1), tmp_path, chunk_size=chunk_size)
     group = zarr.open_group(store, mode="r")
@@ -145,42 +123,6 @@ def test_chunks_are_no_larger_than_asked_for(tmp_path: Path, chunk_size: int) ->
             nbytes = int(np.prod(array.chunks)) * itemsize
             least = 64 if path.startswith(("blob/", "file/")) else itemsize
             assert nbytes <= max(chunk_size, least) or not array.size
-
-
-LONG = ["a." * 200 + "w", "a." * 200 + "v", "層" * 100, "%" * 100, "x" * 84 + "層" * 40, "y" * 4000]
-
-
-def test_a_long_name_is_shortened_and_kept_beside(tmp_path: Path) -> None:
-    """A directory's name ends at 255 bytes; `{name}` and SHA-256 tell what it is."""
-    job = Job(groups=(tuple((name, (2,)) for name in ["y" * 255, *LONG]),), tied={}, frozen=())
-    store = store_of(job, tmp_path)
-    group = zarr.open_group(store, mode="r")
-    wanted = expected(job)
-    assert path_in("fp32", "y" * 255) == "state/fp32/" + "y" * 255
-    for name in LONG:
-        path = path_in("fp32", name)
-        last = path.rpartition("/")[2]
-        start, _, digest = last.partition("%~")
-        assert len(last) <= 255
-        assert digest == hashlib.sha256(name.encode()).hexdigest()
-        assert name.encode().startswith(urllib.parse.unquote_to_bytes(start))
-        array = group[path]
-        assert isinstance(array, zarr.Array)
-        assert array.attrs["name"] == name
-        assert np.asarray(array[...]).tobytes() == bits(wanted["fp32", name]).tobytes()
-        assert with_tensorstore(store / path).tobytes() == bits(wanted["fp32", name]).tobytes()
-    found = streamshard.verify(store, against=tmp_path / "run")
-    assert not found.problems
-    require_same_files(tmp_path)
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_the_report_has_the_size_of_the_store(tmp_path: Path, codec: str) -> None:
-    write(Job(), tmp_path / "run")
-    plan = streamshard.plan_convert(tmp_path / "run", tmp_path / "x.zarr", codec=codec)
-    done = plan.run()
-    found = sum(p.stat().st_size for p in (tmp_path / "x.zarr").rglob("*") if p.is_file())
-    assert done.bytes_written == found <= plan.report.bytes_written
 
 
 NAMES = ["a/b", "100%", "%41", ".", "..", ".hidden", "_x", "__x", "__zarr", "zarr.json", "c", "c/0",
@@ -203,17 +145,6 @@ def test_any_name_is_an_array_of_its_own(tmp_path: Path) -> None:
     listed = dict(group.members(max_depth=None))
     assert set(paths) <= set(listed)
     require_same_files(tmp_path)
-
-
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_by_the_store_or_directly_the_files_are_the_same(
-    tmp_path: Path, codec: str, stage: int, world_size: int
-) -> None:
-    job = Job(stage=stage, world_size=3, client_state=client_state(), sub_group_size=30)
-    store_of(job, tmp_path, codec)
-    require_same_files(tmp_path, world_size)
 
 
 # Documents, field by field against zarr-python's own ---------------------------------------------
@@ -294,11 +225,9 @@ def test_our_chunk_keys_are_zarr_python_s(shape: tuple[int, ...]) -> None:
     assert ours == [array.metadata.encode_chunk_key(index) for index in indices]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "codec"), [("bfloat16", "zstd"), ("float32", "zstd"), ("bool", "none")]
-)
-def test_no_flipped_bit_of_a_document_says_the_same(dtype: str, codec: str) -> None:
-    ours = array_document("state/fp32/w", LogicalTensor("fp32", "w", dtype, (4, 6)), (1, 3), codec)
+def test_no_flipped_bit_of_a_document_says_the_same() -> None:
+    tensor = LogicalTensor("fp32", "w", "bfloat16", (4, 6))
+    ours = array_document("state/fp32/w", tensor, (1, 3), "zstd")
     assert is_serialized_again(json.dumps(json.loads(ours), indent=2).encode(), ours)
     for bit in range(8 * len(ours)):
         flipped = bytearray(ours)

@@ -27,12 +27,14 @@ from tests.job import Job
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int64": 8, "bool": 1, "uint8": 1}
 STORED_AS = {"bfloat16": "uint16"}
 BLOCK_BYTES = 1 << 20
-LONG = "a/b." + "x" * 300
+LONG, WIDE = "a/b." + "x" * 300, "x" + "層" * 100
 JOBS = {
     "stage 2": Job(stage=2, world_size=3, client_state=client_state()),
     "stage 3": Job(stage=3, sub_group_size=20),
     "parts of a model": Job(stage=2, parts=2),
-    "names": Job(stage=2, groups=(((LONG, (7, 3)), ("__x", (4,)), ("..", (2, 5, 3))),), tied={}),
+    "names": Job(
+        stage=2, groups=(((LONG, (7, 3)), (WIDE, (2,)), ("__x", (4,)), ("..", (2, 5, 3))),), tied={}
+    ),
 }
 
 

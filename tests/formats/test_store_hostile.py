@@ -53,6 +53,7 @@ def rebuilt(store: Path, out: Path) -> dict[str, bytes]:
     return files_of(out)
 
 
+@pytest.mark.parametrize("codec", ["none", "zstd"])
 @pytest.mark.parametrize(
     ("which", "damage"),
     [
@@ -97,33 +98,6 @@ def test_a_root_document_that_is_not_ours(
     (store / "zarr.json").write_text(text)
     with pytest.raises(kind, match=r"x\.zarr"):
         streamshard.inspect(store)
-
-
-def test_a_chunk_swapped_with_another_of_its_size_is_noticed(store: Path, tmp_path: Path) -> None:
-    one, other = store / CHUNK, store / CHUNK.replace("c/1/0", "c/0/0")
-    one.rename(tmp_path / "kept")
-    other.rename(one)
-    (tmp_path / "kept").rename(other)
-    with pytest.raises(IntegrityError):
-        rebuilt(store, tmp_path / "out")
-
-
-def test_no_flipped_byte_of_any_file_changes_the_result(store: Path, tmp_path: Path) -> None:
-    before = rebuilt(store, tmp_path / "out")
-    places = sorted(p for p in store.rglob("*") if p.is_file() and p.stat().st_size)
-    chunks = [place for place in places if place.name != "zarr.json"]
-    silent = []
-    for number, place in enumerate(chunks[::6]):
-        data = place.read_bytes()
-        place.write_bytes(flipped(data, number * 31 % len(data), number % 8))
-        try:
-            if rebuilt(store, tmp_path / "out") != before:
-                silent.append(place)
-        except (IntegrityError, CorruptFileError):
-            pass
-        place.write_bytes(data)
-    assert silent == []
-    assert rebuilt(store, tmp_path / "out") == before
 
 
 # Made to mislead ----------------------------------------------------------------------------------

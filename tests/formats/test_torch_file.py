@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from streamshard.errors import CorruptFileError
 from streamshard.formats.torch import torch_file, zip_layout
-from streamshard.formats.torch.torch_tensor import tensor_of
 from streamshard.formats.torch.zip_audit import TorchAudit, audit, is_torch_file
 from streamshard.formats.torch.zip_layout import Record, TorchLayout
 from streamshard.model import Literal
@@ -119,18 +118,17 @@ def test_small_files_are_torchs_byte_by_byte(tmp_path: Path, name: str) -> None:
     assert struct.unpack("<QQQ", ours[-END_BYTES:][24:48]) == (count, count, len(directory))
 
 
-@pytest.mark.parametrize("mmap", [False, True])
 @pytest.mark.parametrize("name", OBJECTS)
-def test_ours_are_loaded_by_torch_and_tested_by_zip(tmp_path: Path, name: str, mmap: bool) -> None:
+def test_ours_are_loaded_by_torch_and_tested_by_zip(tmp_path: Path, name: str) -> None:
     path = saved(tmp_path, name)
     ours = remade(path, tmp_path / "ours.pt")
     with zipfile.ZipFile(ours) as archive:
         assert archive.testzip() is None
     again = tmp_path / "again.pt"
-    torch.save(torch.load(ours, mmap=mmap, weights_only=False), again)
+    torch.save(torch.load(ours, mmap=True, weights_only=False), again)
     same_records(again, path)
     if name not in ("no tensors", "attributed", "module"):  # which name classes or attributes
-        torch.load(ours, mmap=mmap, weights_only=True)
+        torch.load(ours, weights_only=True)
 
 
 def same_records(one: Path, other: Path) -> None:
@@ -202,22 +200,6 @@ def test_large_files_are_laid_out_as_torch_does(tmp_path: Path, sizes: list[int]
     assert [storage.nbytes for storage in storages] == sizes
     for record, storage in zip([r for r in records if "/data/" in r.name], storages, strict=True):
         assert storage.offset == record.start + len(record.header())
-
-
-def test_extents_are_where_torch_reads_them(tmp_path: Path) -> None:
-    path = saved(tmp_path, "shared")
-    root = torch_file.read(path, 5).root
-    data = path.read_bytes()
-    for name, wanted in torch.load(path).items():
-        tensor = tensor_of(root[name])
-        assert tensor is not None
-        assert tensor.storage.file == 5
-        assert (tensor.shape, tensor.dtype) == (tuple(wanted.shape), "bfloat16")
-        piece = data[tensor.offset : tensor.offset + 2 * tensor.numel]
-        assert torch.equal(
-            torch.frombuffer(bytearray(piece), dtype=torch.bfloat16), wanted.reshape(-1)
-        )
-    assert root["a"].args[0] is root["b"].args[0]
 
 
 def test_truncated_at_any_length(tmp_path: Path) -> None:
@@ -292,14 +274,14 @@ def test_what_zipfile_writes_is_whole(tmp_path: Path, how: str) -> None:
     assert is_torch_file(path)
 
 
-@pytest.mark.parametrize("how", ["one bit", "zero", "ones"])
+@pytest.mark.parametrize("how", ["one bit", "ones"])
 def test_every_damaged_byte_is_noticed(tmp_path: Path, how: str) -> None:
     path = small(tmp_path)
     data = path.read_bytes()
     silent = []
     with path.open("r+b", buffering=0) as stream:
         for place, byte in enumerate(data):
-            value = {"one bit": byte ^ 1 << place % 8, "zero": 0, "ones": 255}[how]
+            value = {"one bit": byte ^ 1 << place % 8, "ones": 255}[how]
             stream.seek(place)
             stream.write(bytes([value]))
             found = audit(path)
@@ -309,18 +291,6 @@ def test_every_damaged_byte_is_noticed(tmp_path: Path, how: str) -> None:
             stream.seek(place)
             stream.write(bytes([byte]))
     assert silent == []
-
-
-def test_every_length_but_the_whole_is_noticed(tmp_path: Path) -> None:
-    path = small(tmp_path)
-    data = path.read_bytes()
-    for length in range(len(data)):
-        path.write_bytes(data[:length])
-        assert audit(path).problems
-    path.write_bytes(data + b"\0")
-    assert audit(path).problems
-    path.write_bytes(b"\0" + data)
-    assert audit(path).problems
 
 
 def test_every_byte_taken_out_or_put_in_is_noticed(tmp_path: Path) -> None:
@@ -347,23 +317,6 @@ def test_damage_of_one_part_hides_no_other(tmp_path: Path) -> None:
     assert len(found.problems) == 3
     assert "another volume" in found.problems[0]
     assert all("no local header" in problem for problem in found.problems[1:])
-
-
-def test_two_records_of_one_name(tmp_path: Path) -> None:
-    path = tmp_path / "twice.pt"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("x/data.pkl", b"1")
-        with pytest.warns(UserWarning, match="Duplicate"):
-            archive.writestr("x/data.pkl", b"2")
-    assert audit(path).problems == ("2 records are called x/data.pkl",)
-
-
-def test_a_compressed_record_is_none_of_torch_s(tmp_path: Path) -> None:
-    path = tmp_path / "packed.pt"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("x/data.pkl", bytes(1000))
-    (problem,) = audit(path).problems
-    assert "compressed" in problem
 
 
 def test_other_files_are_told_apart(tmp_path: Path) -> None:
