@@ -57,19 +57,16 @@ def test_the_files_are_those_of_the_job_with_other_ranks(
     run, store = write_auto(spread(job, degree, 4), tmp_path / "run"), tmp_path / "run.zarr"
     streamshard.convert(run, store, chunk_size=50)
     targets = {1: [(2, 6), (1, 3)], 2: [(1, 3), (2, 8)], 4: [(4, 8), (2, 2)]}
-    for source in (run, store):
-        for target, ranks in targets[degree]:
-            wanted = tmp_path / f"wanted-{target}-{ranks}"
-            if not wanted.exists():
-                write_auto(replace(spread(job, target, ranks), garbage=False), wanted)
-            out = tmp_path / f"out-{source.name}-{target}-{ranks}"
-            asked = None if target == degree else target
-            streamshard.repartition(source, out, world_size=ranks, expert_parallel=asked)
-            assert streamshard.verify(out, against=source).is_good
-            if job.sub_group_size < 1000:
-                for run_dir in (out, wanted):
-                    edit_all(run_dir, "*_optim_states.pt", drop_ids)
-            compare(out / TAG, wanted / TAG)
+    for source, (target, ranks) in zip((run, store), targets[degree], strict=True):
+        wanted, out = tmp_path / f"wanted-{target}", tmp_path / f"out-{target}"
+        write_auto(replace(spread(job, target, ranks), garbage=False), wanted)
+        asked = None if target == degree else target
+        streamshard.repartition(source, out, world_size=ranks, expert_parallel=asked)
+        assert streamshard.verify(out, against=source).is_good
+        if job.sub_group_size < 1000:
+            for run_dir in (out, wanted):
+                edit_all(run_dir, "*_optim_states.pt", drop_ids)
+        compare(out / TAG, wanted / TAG)
 
 
 def test_reading_verbs_see_each_expert(tmp_path: Path) -> None:

@@ -1,11 +1,9 @@
 """Parameters that files list as ones to be averaged: copies that differ are refused."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import streamshard
 from streamshard.errors import DisagreementError
@@ -20,11 +18,10 @@ MERGED: dict[str, Any] = {"tensor_parallel": 1, "world_size": 2}
 DRIFTED = r"of (embed|block\.1)\.bias: 1 of \d elements differ.*list it as one whose mean counts"
 
 
-@pytest.mark.parametrize("degree", [1, 3])
-def test_copies_that_differ_are_refused(tmp_path: Path, degree: int) -> None:
+def test_copies_that_differ_are_refused(tmp_path: Path) -> None:
     run, store, out = write(TWO, tmp_path / "run"), tmp_path / "run.zarr", tmp_path / "out"
-    like = write(with_degree(TWO, degree, 2), tmp_path / "like")
-    options: dict[str, Any] = {"tensor_parallel": degree, "world_size": 2 * degree, "like": like}
+    like = write(with_degree(TWO, 3, 2), tmp_path / "like")
+    options: dict[str, Any] = {"tensor_parallel": 3, "world_size": 6, "like": like}
     streamshard.convert(run, store, codec="zstd")
     for source in (run, store):
         with pytest.raises(DisagreementError, match=DRIFTED):
@@ -34,15 +31,6 @@ def test_copies_that_differ_are_refused(tmp_path: Path, degree: int) -> None:
     with pytest.raises(DisagreementError, match=DRIFTED):
         streamshard.export(run, out)
     assert not out.exists()
-
-
-def test_the_parts_are_opened_one_by_one(tmp_path: Path) -> None:
-    run = write(TWO, tmp_path / "run")
-    with streamshard.open(run) as ckpt:
-        for part in range(2):
-            found = ckpt[f"mp_rank_{part:02d}/{NAMES[0]}"].fp32.torch()
-            copy = replace(TWO, part=part).values("fp32", NAMES[0])
-            assert torch.equal(found, copy)
 
 
 def test_copies_that_are_equal_need_no_mean(tmp_path: Path) -> None:

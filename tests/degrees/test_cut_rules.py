@@ -10,8 +10,7 @@ import pytest
 import streamshard
 from streamshard.cli.main import main
 from streamshard.errors import DisagreementError, StreamshardError, UnsupportedError, UsageError
-from streamshard.formats.deepspeed.model_parallel.stated_cuts import CutRules, read_rules
-from streamshard.formats.facts_file import read_facts
+from streamshard.formats.deepspeed.model_parallel.stated_cuts import CutRules
 from tests.comparing import compare
 from tests.documents import blocks, page
 from tests.fabricated import write
@@ -160,14 +159,6 @@ def test_rules_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(kind, match=re.escape(message)):
         CutRules(rule, "cut.rules").cut("a", shards, 2)
-
-
-def test_a_byte_order_mark_is_no_part_of_the_first_rule(tmp_path: Path) -> None:
-    path = tmp_path / "cut.rules"
-    path.write_text("embed: split 0\n", encoding="utf-8-sig")
-    rules = read_rules(read_facts(cuts(path)).cut_rules)
-    assert rules is not None
-    assert rules.cut("embed", BOTH, 2).shape == (4,)
 
 
 def test_rules_that_nothing_is_cut_by_are_refused(tmp_path: Path, rules: Path) -> None:

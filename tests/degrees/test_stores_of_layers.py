@@ -1,8 +1,6 @@
 """Stores of the files of a pipeline's layers: their tensors are read inside of these files."""
 
-import shutil
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +32,6 @@ JOBS = {
     "two-ranks": replace(JOB, tensor=2, cuts=CUTS),
 }
 OTHER = replace(JOB, tensor=3, cuts=CUTS, starts=(0, 2, 4))
-STORED = [("none", 1 << 20), ("none", 35), ("zstd", 1 << 20), ("zstd", 35)]
-"""Codecs and chunk sizes; with small chunks, tensors in files lie in several."""
 
 
 def content_of(source: Path) -> dict[tuple[str, str], tuple[str, Any]]:
@@ -74,15 +70,16 @@ def without_alignment(run: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "codec", "chunk_size"),
-    [("one-rank", *STORED[-1]), *(("two-ranks", *stored) for stored in STORED)],
+    [("one-rank", "zstd", 1 << 20), ("two-ranks", "none", 128), ("two-ranks", "zstd", 128)],
 )
 def test_what_is_made_of_a_store_is_what_is_made_of_the_files(
     tmp_path: Path, name: str, codec: str, chunk_size: int
 ) -> None:
+    """With small chunks, tensors in files lie in several."""
     run, store = write_pipe(JOBS[name], tmp_path / "run"), tmp_path / "run.zarr"
     like = write_pipe(OTHER, tmp_path / "like")
     streamshard.convert(run, store, codec=codec, chunk_size=chunk_size)
-    assert is_cut(store) == (chunk_size < 100)
+    assert is_cut(store) == (chunk_size < 1000)
     assert content_of(store) == content_of(run)
     assert ("1.running", "module") in content_of(store)
     assert streamshard.diff(store, like).is_equal
@@ -111,13 +108,10 @@ def test_a_file_of_unaligned_elements_has_to_be_in_one_chunk(tmp_path: Path) -> 
         assert (tmp_path / "back" / TAG / path.name).read_bytes() == path.read_bytes()
 
 
-@pytest.mark.parametrize(("codec", "chunk_size"), STORED[1::2])
-def test_a_store_of_whole_tensors_is_made_of_a_store(
-    tmp_path: Path, codec: str, chunk_size: int
-) -> None:
+def test_a_store_of_whole_tensors_is_made_of_a_store(tmp_path: Path) -> None:
     job = JOBS["two-ranks"]
     run, store = write_pipe(job, tmp_path / "run"), tmp_path / "run.zarr"
-    streamshard.convert(run, store, codec=codec, chunk_size=chunk_size)
+    streamshard.convert(run, store, codec="zstd", chunk_size=333)
     whole = replace(job, tensor=1, starts=(0,))
     like = write_pipe(whole, tmp_path / "like")
     degrees: dict[str, Any] = {"tensor_parallel": 1, "pipeline_parallel": 1, "like": like}
@@ -141,23 +135,10 @@ def test_a_store_is_a_reference(tmp_path: Path) -> None:
     compare(tmp_path / "out" / TAG, like / TAG)
 
 
-def test_an_archive_is_a_source(tmp_path: Path) -> None:
-    run, archive = write_pipe(JOBS["two-ranks"], tmp_path / "run"), tmp_path / "archive"
-    for newer in ("global_step2000", "global_step3000"):
-        shutil.copytree(run / TAG, run / newer)
-    (run / "latest").write_text("global_step3000")
-    streamshard.compact(run, archive, keep_last=2, min_age=timedelta(0))
-    (store,) = archive.glob("*.zarr")
-    for source, tag, name in ((run, TAG, "direct"), (store, None, "of-archive")):
-        streamshard.export(source, tmp_path / name, tag=tag, dtype="fp32")
-    assert tree(tmp_path / "of-archive") == tree(tmp_path / "direct")
-
-
-@pytest.mark.parametrize("codec", ["none", "zstd"])
-def test_a_store_of_weights_has_its_layers(tmp_path: Path, codec: str) -> None:
+def test_a_store_of_weights_has_its_layers(tmp_path: Path) -> None:
     """The layers' files stay, so what is frozen and the buffers are there, but no job resumes."""
     run, store = write_pipe(JOBS["two-ranks"], tmp_path / "run"), tmp_path / "run.zarr"
-    streamshard.convert(run, store, codec=codec, chunk_size=333)
+    streamshard.convert(run, store, codec="zstd", chunk_size=333)
     weights = tmp_path / "w.zarr"
     WeightsOnlyStore.of(store, at="2026-11-23T00:00:00+00:00", why="by hand").write(weights)
     for source, name in ((run, "direct"), (weights, "of-weights")):
@@ -169,7 +150,7 @@ def test_a_store_of_weights_has_its_layers(tmp_path: Path, codec: str) -> None:
 
 
 @sampled(5)
-@pytest.mark.parametrize(("codec", "chunk_size"), [("none", 35), ("zstd", 35), ("zstd", 1 << 20)])
+@pytest.mark.parametrize(("codec", "chunk_size"), [("none", 128), ("zstd", 1 << 20)])
 def test_damage_of_a_layer_is_never_taken_over(
     tmp_path: Path, codec: str, chunk_size: int, one_in: int
 ) -> None:

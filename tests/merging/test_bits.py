@@ -30,8 +30,9 @@ def wanted(job: Merged, place: Path) -> Path:
     return write(job, place, tag) / tag
 
 
-@pytest.mark.parametrize("count", range(1, 9))
-@pytest.mark.parametrize(("stage", "ranks"), [(1, 3), (2, 2), (3, 4)])
+@pytest.mark.parametrize(
+    ("count", "stage", "ranks"), [(1, 2, 2), (2, 3, 4), (4, 1, 3), (7, 2, 2), (8, 3, 4)]
+)
 def test_of_one_to_eight_checkpoints_for_every_stage(
     count: int, stage: int, ranks: int, tmp_path: Path
 ) -> None:
@@ -45,12 +46,11 @@ def test_of_one_to_eight_checkpoints_for_every_stage(
     compare(tmp_path / "out" / tag, tmp_path / "wanted" / tag)
 
 
-@pytest.mark.parametrize("codec", ["none", "zstd"])
-def test_shards_and_stores_give_the_same_bytes(codec: str, tmp_path: Path) -> None:
+def test_shards_and_stores_give_the_same_bytes(tmp_path: Path) -> None:
     jobs = trained(3)
     shards, stores = save(jobs, tmp_path), [tmp_path / f"{n}.zarr" for n in range(3)]
     for shard, store in zip(shards, stores, strict=True):
-        streamshard.convert(shard, store, codec=codec, chunk_size=50)
+        streamshard.convert(shard, store, codec="zstd", chunk_size=50)
     mixed = [shards[0], stores[1], shards[2]]
     found = []
     for number, sources in enumerate((shards, stores, mixed)):
