@@ -5,8 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from streamshard.engine.numeric.cast import cast_between, comparing_cast, find_nans, wider
@@ -83,12 +81,6 @@ def test_known_numbers_at_any_length(dtype: str, count: int) -> None:
         dtype=np.uint32,
     )  # fmt: skip
     check(np.resize(known, count), dtype)
-
-
-@given(st.lists(st.integers(0, 0xFFFFFFFF), min_size=1, max_size=40))
-def test_any_bits(numbers: list[int]) -> None:
-    for dtype in TORCH:
-        check(np.array(numbers, dtype=np.uint32), dtype)
 
 
 def test_what_need_not_and_what_cannot_be_cast() -> None:

@@ -81,12 +81,6 @@ def direct(data: bytes) -> Digest:
     return Digest(len(data), zlib.crc32(data), google_crc32c.value(data))
 
 
-@given(DATA, CUTS)
-def test_any_pieces_make_the_digest_of_the_whole(data: bytes, cuts: list[int]) -> None:
-    parts = split(data, cuts)
-    assert digests.joined(direct(bytes(part)) for part in parts) == direct(data)
-
-
 @given(DATA, DATA, LONG)
 def test_far_apart(before: bytes, after: bytes, gap: int) -> None:
     zeros = bytes(gap)

@@ -150,15 +150,6 @@ def test_a_run_goes_on_from_any_files_of_a_batch(
     assert noted(run.root) == lines
 
 
-def test_a_run_goes_on_from_a_batch_of_which_nothing_is_noted(tmp_path: Path) -> None:
-    case = Case(bytes(range(100)), [10] * 10, "")
-    run, _ = runs(tmp_path, case)
-    run.over([Case(b"else", [4], None).batch()])
-    assert not Journal(run.root / JOURNAL).holds("deep/1")
-    assert run.over([case.batch()]) == 0
-    assert len(case.told) == len(case.paths)
-
-
 def test_a_file_that_no_run_wrote_is_not_overwritten(tmp_path: Path) -> None:
     case = Case(bytes(range(100)), [10] * 10, None)
     run, _ = runs(tmp_path, case)

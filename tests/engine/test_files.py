@@ -1,6 +1,5 @@
 """Files: what lies at a path, sources that are short, changed or damaged, targets that refuse."""
 
-import errno
 import os
 import socket
 import zlib
@@ -13,18 +12,9 @@ import numpy as np
 import pytest
 
 from streamshard.engine.run.source_reader import SourceReader
-from streamshard.errors import (
-    CorruptFileError,
-    IntegrityError,
-    NoSpaceError,
-    SourceError,
-    TargetError,
-)
-from streamshard.io.changes import open_sink
+from streamshard.errors import CorruptFileError, IntegrityError, SourceError
 from streamshard.io.entries import (
-    entries,
     entries_below,
-    examine,
     exists,
     files_below,
     identify,
@@ -33,17 +23,13 @@ from streamshard.io.entries import (
     is_file,
     is_link,
     is_real_directory,
-    is_same_file,
     lexists,
     open_readable,
     paths_below,
-    paths_in,
     paths_like,
     read_all,
 )
-from streamshard.io.files import require_all_unchanged, target_errors
-from streamshard.io.sink import open_target
-from streamshard.io.writable import write_all
+from streamshard.io.files import require_all_unchanged
 from streamshard.model import BlockDigests, Decoder, Memory, SourceFile, StoredBytes
 from tests.engine.fakes import on_disk
 from tests.held import open_files
@@ -92,38 +78,12 @@ def test_short_reads_are_continued(
     reader.close()
 
 
-@pytest.mark.parametrize("most", [1, 3, 64])
-def test_short_writes_are_continued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
-) -> None:
-    real = os.pwrite
-
-    def few(descriptor: int, view: memoryview, offset: int) -> int:
-        return real(descriptor, view[:most], offset)
-
-    monkeypatch.setattr("streamshard.io.sink.os.pwrite", few)
-    descriptor = open_target(tmp_path / "deep" / "target")
-    write_all(descriptor, memoryview(DATA), 5)
-    os.close(descriptor)
-    assert (tmp_path / "deep" / "target").read_bytes() == bytes(5) + DATA
-
-
 @pytest.mark.parametrize("stop", [1001, 2000])
 def test_a_plan_that_reaches_past_the_end_is_refused(tmp_path: Path, stop: int) -> None:
     reader = reader_of(on_disk(tmp_path, [DATA]))
     with pytest.raises(CorruptFileError, match="source-0: ends at byte 1000") as caught:
         read(reader, 0, 990, stop)
     assert "1000 bytes" in str(caught.value)
-    reader.close()
-
-
-def test_a_source_truncated_while_it_is_open_is_refused(tmp_path: Path) -> None:
-    (source,) = on_disk(tmp_path, [DATA])
-    reader = reader_of([source])
-    assert read(reader, 0, 0, 10) == DATA[:10]
-    os.truncate(source.path, 100)
-    with pytest.raises(CorruptFileError, match="source-0: ends at byte 100"):
-        read(reader, 0, 90, 200)
     reader.close()
 
 
@@ -280,27 +240,6 @@ def test_more_sources_than_a_process_may_open_are_read(tmp_path: Path) -> None:
     assert open_files() == before
 
 
-@pytest.mark.parametrize(
-    ("number", "kind"),
-    [
-        (errno.ENOSPC, NoSpaceError),
-        (errno.EDQUOT, NoSpaceError),
-        (errno.EACCES, TargetError),
-        (errno.EIO, TargetError),
-        (errno.EROFS, TargetError),
-    ],
-)
-def test_refusals_to_write_name_the_target(
-    tmp_path: Path, number: int, kind: type[TargetError]
-) -> None:
-    path = tmp_path / "target"
-    with pytest.raises(kind, match="target: ") as caught, target_errors(path):
-        raise OSError(number, os.strerror(number))
-    assert type(caught.value) is kind
-    assert os.strerror(number) in str(caught.value)
-    assert str(path) in str(caught.value)
-
-
 # Paths and directories ---------------------------------------------------------------------------
 
 
@@ -342,16 +281,6 @@ def test_what_cannot_be_known_is_an_error(place: Path, monkeypatch: pytest.Monke
     for ask in (exists, is_file, is_directory, is_link, lexists, is_real_directory):
         with pytest.raises(PermissionError):
             ask(place / "file")
-
-
-def test_a_listing_tells_kinds_and_follows_no_link(place: Path) -> None:
-    found = {entry.name: entry for entry in entries(place)}
-    assert {path.name for path in paths_in(place)} == found.keys()
-    assert {name for name, entry in found.items() if entry.is_directory} == {"directory"}
-    links = {"to-file", "to-directory", "to-nothing", "loop"}
-    assert {name for name, entry in found.items() if entry.is_link} == links
-    assert found["to-file"].status().is_link
-    assert found["file"].status() == examine(place / "to-file")
 
 
 def test_a_walk_lists_all_but_what_it_may_leave_out(
@@ -404,12 +333,6 @@ def test_a_small_file_is_read_up_to_a_limit_and_nothing_else_is(
                 read(place / name)
 
 
-def test_the_same_file_is_known_by_any_of_its_names(place: Path) -> None:
-    os.link(place / "file", place / "other")
-    assert is_same_file(place / "other", place / "to-file")
-    assert not is_same_file(place / "other", place / "directory/deep/inner")
-
-
 def test_an_identity_is_that_of_the_content_and_of_the_file(tmp_path: Path) -> None:
     one, other = on_disk(tmp_path, [DATA, DATA])
     stat = one.path.stat()
@@ -419,19 +342,6 @@ def test_an_identity_is_that_of_the_content_and_of_the_file(tmp_path: Path) -> N
     assert one.file_id != other.file_id
     os.utime(other.path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
     assert identify(other.path).version != other.version
-
-
-def test_a_finished_file_has_its_mode_and_is_closed_once(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "target"
-    sink = open_sink(path, nbytes=len(DATA))
-    sink.write(memoryview(DATA)[500:], 500)
-    sink.write(memoryview(DATA)[:500], 0)
-    sink.finish(0o640)
-    sink.close()
-    assert sink.descriptor == -1
-    assert (path.read_bytes(), path.stat().st_mode & 0o777) == (DATA, 0o640)
-    with pytest.raises(FileExistsError):
-        open_sink(path, nbytes=0)
 
 
 def test_files_of_two_relative_directories_are_each_looked_at(

@@ -3,7 +3,7 @@
 import os
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from streamshard.engine.numeric.cast import cast_between
 from streamshard.engine.run.region import ReadAhead, RegionFiller
 from streamshard.engine.run.source_reader import SourceReader
-from streamshard.engine.run.window import Window, unwritten_bytes
+from streamshard.engine.run.window import Window
 from streamshard.engine.run.work import Fixed, Region, RegionResult, Span, Trailer, Written
 from streamshard.io.entries import identify
 from streamshard.io.readable import ReadableFile
@@ -79,29 +79,6 @@ def test_windows_never_split_an_element(itemsize: int, extra: int, data: st.Data
     span = Span(0, [Fixed(b"#"), region])
     assert written(span, reader, itemsize + extra) == b"#" + expected(contents, rows, nbytes)
     assert all(count % itemsize == 0 for _, _, count in reader.calls)
-
-
-@given(st.lists(st.one_of(st.binary(max_size=40), regions()), max_size=5), st.integers(1, 30))
-def test_parts_follow_each_other_at_the_offset(drawn: Sequence[bytes | Drawn], window: int) -> None:
-    parts: list[Fixed | Region] = []
-    contents: list[bytes] = []
-    wanted = b""
-    for part in drawn:
-        if isinstance(part, bytes):
-            parts.append(Fixed(part))
-            wanted += part
-            continue
-        sources, rows, nbytes = part
-        shifted = [(file + len(contents), *rest) for file, *rest in rows]
-        contents += sources
-        rows = [(a, b, c, d) for a, b, c, d in shifted]
-        parts.append(Region(nbytes, copies_of(rows)))
-        wanted += expected(contents, rows, nbytes)
-    writer = Window(buffer(window), buffer(8), FakeReader(contents))
-    with file_of(b"?" * (17 + len(wanted) + 3)) as sink:
-        assert writer.write(Span(17, parts), sink).written.nbytes == len(wanted)
-        assert held(sink) == b"?" * 17 + wanted + b"?" * 3
-    assert sum(part.nbytes for part in parts) == len(wanted)
 
 
 class Backwards:
@@ -253,13 +230,6 @@ def cast_whole(source: bytes) -> bytes:
     target = bytearray(len(source) // 2)
     cast(memoryview(source), memoryview(target))
     return bytes(target)
-
-
-def test_the_disk_may_be_further_behind_where_there_is_memory() -> None:
-    allowed = [unwritten_bytes(mib << 20) >> 20 for mib in (96, 512, 4096, 1 << 20)]
-    assert allowed == sorted(allowed)
-    assert allowed[0] < 96 / 4
-    assert allowed[-1] <= 256
 
 
 @pytest.mark.parametrize("around", [b"", b"x"])

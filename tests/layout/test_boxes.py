@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from streamshard.layout.boxes import BoxGrid, NotTiledError, grid_of
-from streamshard.layout.cutting import Cutting, CuttingBuilder, Segments, coalesce, whole_segment
+from streamshard.layout.cutting import Cutting, CuttingBuilder, Segments
 from streamshard.model import Slot
 from tests.layout.simulate import HEADER, apply
 
@@ -69,20 +69,6 @@ def lay(tensors: list[Tiled]) -> tuple[Cutting, list[bytes]]:
         slot = Slot(files, np.full(count, HEADER), np.zeros(count, dtype=np.int64))
         builder.place_boxes(number, builder.slot(slot), tiled.grid)
     return builder.build(), disk
-
-
-@given(st.lists(tilings(), min_size=1, max_size=3))
-def test_whole_tensors_come_back(tensors: list[Tiled]) -> None:
-    cutting, disk = lay(tensors)
-    for number, tiled in enumerate(tensors):
-        numel = math.prod(tiled.shape)
-        copies = cutting.locate(whole_segment(number, numel), target_itemsize=8)
-        assert len(copies) <= numel // cutting.piece_numel[number] + 2
-        merged = coalesce(copies, target_itemsize=8, itemsize=8)
-        for found in (copies, merged):
-            region, touched = apply(found, disk, numel * 8)
-            assert region == values(number, tiled.shape).tobytes()
-            assert touched.tolist() == [1] * len(region)
 
 
 @given(st.lists(tilings(), min_size=1, max_size=3), st.data())

@@ -56,33 +56,6 @@ def test_any_cutting_becomes_any_other(
     assert reshard(source, disk, target, groups, itemsize) == lay(target, groups, itemsize)
 
 
-@given(GROUPS, NATIVE, ANY, ITEMSIZES)
-def test_there_and_back_is_identity(
-    groups: Groups, source: Layout, between: Layout, itemsize: int
-) -> None:
-    disk = lay(source, groups, itemsize)
-    there = reshard(source, disk, between, groups, itemsize)
-    assert reshard(between, there, source, groups, itemsize) == disk
-
-
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=4), CHUNKS, st.data())
-def test_any_range_of_a_tensor_is_found(
-    numels: list[int], chunks: Chunks, data: st.DataObject
-) -> None:
-    disk = lay(chunks, [numels], 4)
-    tensor = data.draw(st.integers(0, len(numels) - 1))
-    start = data.draw(st.integers(0, numels[tensor]))
-    stop = data.draw(st.integers(start, numels[tensor]))
-    segments = Segments(*(np.array([n], np.int64) for n in (tensor, start, stop, 4)))
-    copies = chunks.cut([numels], 4).locate(segments, target_itemsize=4)
-    region, _ = apply(copies, disk, 4 + 4 * (stop - start))
-    elements = [1 + tensor * 1000 + element for element in range(start, stop)]
-    assert np.frombuffer(region, "<u4").tolist() == [0, *elements]
-    # One copy for every piece that the range crosses, no more.
-    crossed = {element // chunks.numel for element in range(start, stop)}
-    assert len(copies) == len(crossed)
-
-
 @given(GROUPS, NATIVE, NATIVE, st.sampled_from([(4, 2), (2, 4), (8, 2), (4, 4)]))
 def test_a_change_of_item_size_moves_targets_only(
     groups: Groups, source: Layout, target: Layout, sizes: tuple[int, int]

@@ -70,23 +70,3 @@ def test_a_run_fits_or_is_told_the_smallest_limit_that_would_do(
     # Nothing that would make windows larger is left unused.
     left = limit - (plan.projected_bytes - FLOOR)
     assert plan.window_bytes == WINDOW_BYTES or left < workers
-
-
-@pytest.mark.parametrize("workers", [1, 4])
-def test_the_smallest_limit_is_named_when_it_is_a_whole_mebibyte(workers: int) -> None:
-    codec = MIB - MIN_WINDOW_BYTES
-    exact = SLACK_BYTES + workers * (SCRATCH_BYTES + MIB)
-    assert fit(metadata=0, codec=codec, workers=workers, limit=exact).window_bytes
-    with pytest.raises(MemoryLimitError, match=f"memory_limit={exact}"):
-        fit(metadata=0, codec=codec, workers=workers, limit=exact - 1)
-
-
-@given(SIZES, SIZES, st.integers(1, 9), SIZES)
-def test_the_floor_does_not_count_against_the_limit(
-    metadata: int, codec: int, workers: int, floor: int
-) -> None:
-    limit = 2000 * MIB
-    low = fit(metadata=metadata, codec=codec, workers=workers, limit=limit, floor=0)
-    high = fit(metadata=metadata, codec=codec, workers=workers, limit=limit, floor=floor)
-    assert high.window_bytes == low.window_bytes
-    assert high.projected_bytes - low.projected_bytes == floor

@@ -7,8 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from streamshard.layout.zero import FlatGroup, alignment_unit, flat_group, shard_numel, sub_groups
-from streamshard.model import SubGroup
-from tests.layout.brute import Owner, deal, flatten, rank_of_flat, shard
+from tests.layout.brute import Owner, flatten, rank_of_flat, shard
 
 NUMELS = st.lists(st.integers(1, 12), max_size=8)
 WORLDS = st.integers(1, 9)
@@ -93,41 +92,6 @@ def test_gaps_can_make_whole_parameters_as_long_as_partitions_that_hold_others()
     assert group.slices(0) == ((0, 0, 4), (1, 8, 2))
 
 
-@given(NUMELS, WORLDS, st.booleans(), UNITS)
-def test_starts_follow_the_order_and_the_gaps(
-    numels: list[int], world_size: int, round_robin: bool, unit: int
-) -> None:
-    group = flat_group(numels, world_size=world_size, round_robin=round_robin, alignment=unit)
-    order = list(group.order)
-    assert sorted(order) == list(range(len(numels)))
-    assert order == (deal(len(numels), world_size) if round_robin else sorted(order))
-    assert group.alignments[-1:] in ((), (0,))
-    position = 0
-    for index, gap in zip(order, group.alignments, strict=True):
-        assert position % unit == 0
-        assert group.starts[index] == position
-        position += numels[index] + gap
-    assert position == group.numel
-
-
-@pytest.mark.parametrize(
-    ("numels", "world_size", "partition", "paddings"),
-    [
-        pytest.param([3], 4, 2, [0, 1, 2, 2], id="smaller than the world"),
-        pytest.param([3], 1, 4, [1], id="one rank pads an odd group"),
-        pytest.param([4], 1, 4, [0], id="one rank leaves an even group"),
-        pytest.param([5, 4], 3, 4, [0, 0, 3], id="padding at the end"),
-        pytest.param([], 3, 0, [0, 0, 0], id="nothing"),
-    ],
-)
-def test_known_flat_groups(
-    numels: list[int], world_size: int, partition: int, paddings: list[int]
-) -> None:
-    group = flat_group(numels, world_size=world_size, round_robin=False, alignment=1)
-    assert group.partition_numel == partition
-    assert [group.padding(rank) for rank in range(world_size)] == paddings
-
-
 @pytest.mark.parametrize(("itemsize", "unit"), [(1, 16), (2, 8), (4, 4), (8, 2), (16, 1)])
 def test_alignment_is_sixteen_bytes(itemsize: int, unit: int) -> None:
     assert alignment_unit(itemsize) == unit
@@ -168,9 +132,3 @@ def test_sub_groups_are_those_of_a_walk(
     for unit in found:
         numels = groups[unit.group][unit.first : unit.stop]
         assert unit.numel == sum(len(shard(numel, world_size, 0)) for numel in numels)
-
-
-def test_known_sub_groups() -> None:
-    # A rank holds 2 + 2, then 3 + 1 elements; 4 closes a sub-group, and so does a group's end.
-    found = sub_groups([[4, 4, 5, 1], [], [9]], world_size=2, sub_group_size=4)
-    assert found == (SubGroup(0, 0, 2, 4), SubGroup(0, 2, 4, 4), SubGroup(2, 0, 1, 5))
