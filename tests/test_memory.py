@@ -38,6 +38,8 @@ GROUP = 128 * MIB
 FROM, TO = 8, 6
 
 pytestmark = pytest.mark.memory
+AT_STAGE_3 = pytest.mark.parametrize("source", [3], ids=["stage3"], indirect=True)
+"""For what the same code does at every stage, once a source is open."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ def require_kept_contract(done: Measured, limit: int = LIMIT) -> dict[str, Any]:
     return report
 
 
+@AT_STAGE_3
 def test_the_checkpoint_is_out_of_all_proportion(source: Source) -> None:
     largest = max(
         4 * a * b for a, b in ((*shape, 1, 1)[:2] for shape in source.model.trained.values())
@@ -121,15 +124,17 @@ def test_repartition_direct(source: Source, place: Path) -> None:
     assert source.differences(place / "out") == []
 
 
+@AT_STAGE_3
 def test_repartition_to_more_ranks(source: Source, place: Path) -> None:
     require_kept_contract(run("repartition", source.path, place / "out", "--world-size", "33"))
     assert source.differences(place / "out", 33) == []
 
 
 @pytest.mark.parametrize(
-    "options",
-    [("--codec", "none"), ("--codec", "zstd", "--chunk-size", "2MiB")],
+    ("source", "options"),
+    [(2, ("--codec", "none")), (3, ("--codec", "zstd", "--chunk-size", "2MiB"))],
     ids=["none", "zstd"],
+    indirect=["source"],
 )
 def test_through_a_store(source: Source, place: Path, options: tuple[str, ...]) -> None:
     store = place / "kept.zarr"
@@ -139,7 +144,9 @@ def test_through_a_store(source: Source, place: Path, options: tuple[str, ...]) 
     assert source.differences(place / "out") == []
 
 
-@pytest.mark.parametrize("form", ["safetensors", "torch"])
+@pytest.mark.parametrize(
+    ("source", "form"), [(2, "torch"), (3, "safetensors")], indirect=["source"]
+)
 def test_export(source: Source, place: Path, form: str) -> None:
     options = ("--format", form, "--max-shard-size", "4MiB", "--verify")
     direct = run("export", source.path, place / "direct", *options)
@@ -155,7 +162,9 @@ def test_export(source: Source, place: Path, form: str) -> None:
         assert list(exported_differences(place / "direct", source.model)) == []
 
 
-@pytest.mark.parametrize("layout", ["torch", "accelerate"])
+@pytest.mark.parametrize(
+    ("source", "layout"), [(2, "accelerate"), (3, "torch")], indirect=["source"]
+)
 def test_export_dcp(source: Source, place: Path, layout: str) -> None:
     options = ("--format", "dcp", "--layout", layout, "--verify")
     require_kept_contract(run("export", source.path, place / "out", *options))
@@ -172,7 +181,7 @@ def test_export_universal(source: Source, place: Path) -> None:
         assert torch.equal(found.flatten(), wanted), name
 
 
-@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize(("source", "codec"), [(2, "zstd"), (3, "none")], indirect=["source"])
 def test_verify(source: Source, place: Path, codec: str) -> None:
     store, out = place / "kept.zarr", place / "out"
     options = ("--codec", codec, "--chunk-size", "2MiB")
@@ -204,6 +213,7 @@ def test_verify(source: Source, place: Path, codec: str) -> None:
         assert report["bytes_read"] > 0.9 * LARGE
 
 
+@AT_STAGE_3
 def test_verify_of_what_differs_everywhere(source: Source, place: Path) -> None:
     """What is found is held until the end: it must not grow with what differs."""
     other = place / "other"
@@ -229,6 +239,7 @@ def test_verify_of_what_differs_everywhere(source: Source, place: Path) -> None:
     assert len(changed) > 3
 
 
+@AT_STAGE_3
 @pytest.mark.parametrize("verb", ["repartition", "convert", "export"])
 def test_memory_does_not_grow_with_the_checkpoint(
     source: Source, tmp_path: Path, place: Path, verb: str
@@ -244,8 +255,7 @@ def test_memory_does_not_grow_with_the_checkpoint(
     assert large <= 1.05 * small + 2 * MIB
 
 
-# A limit is refused, and the least one named, by the same code for every stage.
-@pytest.mark.parametrize("source", [3], indirect=True)
+@AT_STAGE_3
 @pytest.mark.parametrize(
     ("verb", "options"),
     [
@@ -270,6 +280,7 @@ def test_too_small_a_limit_is_refused_and_the_one_it_names_works(
     assert [path.name for path in place.iterdir()] == ["out"]
 
 
+@AT_STAGE_3
 @pytest.mark.kernel
 @pytest.mark.parametrize("options", [("--memory-limit", str(LIMIT)), ()], ids=["limit", "plain"])
 def test_inside_a_hard_memory_cgroup(
