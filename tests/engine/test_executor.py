@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from streamshard.engine.jobs.executor import Host, Job, Threads, Toolkit, run_ordered
+from streamshard.engine.run.phases import Count
 
 
 class Bench:
@@ -127,3 +128,17 @@ def test_the_first_error_ends_it_stops_others_and_closes_the_tools() -> None:
         list(run([long, fail], benches, workers=2))
     assert len(benches.made) == 2
     assert all(bench.closed for bench in benches.made)
+
+
+def test_a_count_that_many_add_to() -> None:
+    passed_on: list[int] = []
+    count = Count(passed_on.append)
+
+    def work(number: int, bench: Bench) -> int:
+        bench.host.progress(number)
+        return number
+
+    jobs = (partial(work, number) for number in range(1000))
+    list(run_ordered(jobs, Benches(), workers=4, progress=count.add))
+    assert count.value == sum(range(1000))
+    assert sum(passed_on) > 0

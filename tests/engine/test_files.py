@@ -23,6 +23,7 @@ from streamshard.io.entries import (
     is_file,
     is_link,
     is_real_directory,
+    is_same_file,
     lexists,
     open_readable,
     paths_below,
@@ -331,6 +332,12 @@ def test_a_small_file_is_read_up_to_a_limit_and_nothing_else_is(
         for read in (read_all, open_readable):
             with pytest.raises(OSError, match=f"{says}.*/{name}'"):
                 read(place / name)
+
+
+def test_the_same_file_is_known_by_any_of_its_names(place: Path) -> None:
+    os.link(place / "file", place / "other")
+    assert is_same_file(place / "other", place / "to-file")
+    assert not is_same_file(place / "other", place / "directory/deep/inner")
 
 
 def test_an_identity_is_that_of_the_content_and_of_the_file(tmp_path: Path) -> None:

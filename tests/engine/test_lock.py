@@ -112,6 +112,18 @@ def test_where_files_cannot_be_locked_a_variable_is_named(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_only_one_has_it(tmp_path: Path) -> None:
+    one, other = (Lock(tmp_path / "lock", Path("out")) for _ in range(2))
+    one.take()
+    with pytest.raises(TargetLockedError, match=f"process {os.getpid()} on .*wait for it"):
+        other.take()
+    one.release()
+    other.take()
+    other.release()
+    other.release()
+    assert os.listdir(tmp_path) == []  # noqa: PTH208
+
+
 @pytest.mark.parametrize("call", ["os.ftruncate", "os.pwrite", "fcntl.flock"])
 def test_one_that_cannot_be_taken_is_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
