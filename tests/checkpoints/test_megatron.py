@@ -62,6 +62,7 @@ def test_what_is_opened_is_what_megatron_loads(name: str, saves: Path) -> None:
             assert digest(held.to(getattr(torch, dtype))) == wanted, key
             seen += 1
         assert seen >= len(found)
+    assert streamshard.verify(saves / name).is_good
 
 
 def test_it_is_recognized(saves: Path) -> None:

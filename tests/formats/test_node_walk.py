@@ -139,6 +139,22 @@ def test_tensors_at_one_place_are_named_for_the_reading(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "how"),
+    [
+        (torch.zeros(3), torch.zeros(2), "float32[3] here, float32[2] there"),
+        (torch.zeros(3), torch.zeros(3).half(), "float32[3] here, float16[3] there"),
+        (torch.zeros(3), torch.zeros(3, requires_grad=True), "tensors with other attributes"),
+        (torch.zeros(2, 3).t(), torch.zeros(3, 2), "tensors that are laid out in different ways"),
+    ],
+)
+def test_tensors_that_differ_by_what_is_said_of_them(
+    tmp_path: Path, one: torch.Tensor, other: torch.Tensor, how: str
+) -> None:
+    nodes = opened(tmp_path / "a", [one]), opened(tmp_path / "b", [other])
+    assert list(compare_nodes(*nodes, "top")) == [Disparity("top[0]", how)]
+
+
 # What is made to be compared for ever ---------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """Stores that zarr-python rewrote: everything reads them, and other elements never pass."""
 
 import json
+import pickle
 import re
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ import zarr
 from zarr.codecs import BloscCodec, GzipCodec
 
 import streamshard
+from streamshard.engine.run.source_reader import SourceReader
 from streamshard.errors import (
     CorruptFileError,
     IncompleteError,
@@ -152,6 +154,18 @@ def test_one_array_is_rewritten_in_its_place(
         assert part.tobytes() == theirs["embed.weight"].exp_avg[7:9, 1:3].tobytes()
         with pytest.raises(UsageError, match="was rewritten by another tool, in"):
             ours["embed.weight"].exp_avg.memmap()
+
+
+def test_pieces_are_read_in_any_order_and_by_another_process(rewritten: Path) -> None:
+    source = open_source(rewritten)
+    whole = zarr.open_array(rewritten / ARRAY, mode="r")[...].tobytes()  # type: ignore[union-attr]
+    place = rewritten / ARRAY / "zarr.json"
+    (number,) = [n for n, file in enumerate(source.files) if file.decoder and file.path == place]
+    reader = SourceReader(pickle.loads(pickle.dumps(source.files)))
+    found = bytearray(len(whole) - 20)
+    reader.read_into(number, 20, memoryview(found))
+    reader.close()
+    assert found == whole[20:]
 
 
 def test_an_array_of_several_pieces(tmp_path: Path) -> None:
