@@ -73,13 +73,10 @@ def test_asked_to_stop_it_keeps_what_there_is_and_says_so(
     assert 0 < report["kept_bytes"] < report["bytes_written"]
 
 
-@pytest.mark.parametrize("options", [("repartition", "--world-size", 3), ("convert",)], ids=str)
-def test_what_is_unfinished_is_called_so(
-    saved: Saved, tmp_path: Path, options: Sequence[object]
-) -> None:
+def test_what_is_unfinished_is_called_so(saved: Saved, tmp_path: Path) -> None:
     """Neither a folder of it nor a file counts as a checkpoint."""
     shutil.copytree(saved(3), tmp_path / "run")
-    command = (options[0], saved(3), tmp_path / "out.zarr", *options[1:])
+    command = ("convert", saved(3), tmp_path / "out.zarr")
     partial = tmp_path / "out.zarr.partial"
     assert cut_off("note_all", 2, command, signals=[signal.SIGINT]).code == 128 + signal.SIGINT
     for words in (["inspect"], ["inspect", "--json"], ["verify"], ["diff", tmp_path / "run"]):
@@ -126,8 +123,9 @@ def test_a_run_that_does_not_come_to_an_end_is_ended(saved: Saved, tmp_path: Pat
     assert 0 < report["kept_bytes"] < report["bytes_written"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize(("source", "code"), [(2, 0), (None, 3)])
+@pytest.mark.parametrize(
+    ("number", "source", "code"), [(signal.SIGINT, 2, 0), (signal.SIGTERM, None, 3)]
+)
 def test_a_run_that_is_over_is_not_stopped(
     saved: Saved, tmp_path: Path, number: int, source: int | None, code: int
 ) -> None:
@@ -265,43 +263,6 @@ def test_a_target_that_was_to_be_replaced(saved: Saved, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("where", ["before", "after"])
-@pytest.mark.parametrize("what", ["rename", "unlink"])
-def test_killed_while_names_change(
-    saved: Saved, tmp_path: Path, overwrite: bool, where: str, what: str
-) -> None:
-    out = tmp_path / "out"
-    command: list[object] = ["repartition", saved(2), out, "--world-size", 3]
-    assert streamshard("repartition", saved(2), tmp_path / "w", "--world-size", 3).code == 0
-    whole = tree(tmp_path / "w")
-    shutil.rmtree(tmp_path / "w")
-    assert streamshard("repartition", saved(2), tmp_path / "o", "--world-size", 2).code == 0
-    old = tree(tmp_path / "o")
-    for count in range(9):
-        shutil.rmtree(tmp_path / "out", ignore_errors=True)
-        if overwrite:
-            shutil.copytree(tmp_path / "o", out)
-        first = [*command, "--overwrite"] if overwrite else command
-        killed = cut_off(what, count, first, where=where)
-        if killed.code == 0:
-            assert count > 0
-            break
-        assert killed.code == -signal.SIGKILL
-        found = {name: data for name, data in tree(out).items() if "journal" not in name}
-        assert found in ({}, old, whole)
-        done = streamshard(*(first if count % 2 else command))
-        if done.code == 4 and tree(out) == old:
-            done = streamshard(*first)  # nothing had begun that could be gone on with
-        assert done.code == 0 or (done.code == 4 and tree(out) == whole), done.err
-        assert tree(out) == whole
-        beside = {path.name for path in tmp_path.iterdir()} - {"o", "out"}
-        # Where nothing was left to do, nobody was there to remove the lock of the dead.
-        assert beside == set() or (done.code, beside) == (4, {".streamshard.lock.out"})
-    else:
-        pytest.fail("never came to an end")
-
-
 # Journals with correct checksums and other content ------------------------------------------------
 
 
@@ -358,20 +319,20 @@ FOREIGN: dict[str, Sequence[str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", FOREIGN)
 def test_a_journal_of_another_version_is_refused_with_what_to_do(
-    saved: Saved, tmp_path: Path, kind: str
+    saved: Saved, tmp_path: Path
 ) -> None:
     out, partial = tmp_path / "out", tmp_path / "out.partial"
     command = ("repartition", saved(2), out, "--world-size", 3)
-    journal = b"".join(map(line, FOREIGN[kind]))
     partial.mkdir()
     (partial / "of another").write_bytes(b"!")
-    (partial / JOURNAL).write_bytes(journal)
-    before = tree(tmp_path)
-    done = refused(4, "--overwrite", *command)
-    assert "is of another version of streamshard" in done.err
-    assert tree(tmp_path).items() >= before.items()
+    for lines in FOREIGN.values():
+        journal = b"".join(map(line, lines))
+        (partial / JOURNAL).write_bytes(journal)
+        before = tree(tmp_path)
+        done = refused(4, "--overwrite", *command)
+        assert "is of another version of streamshard" in done.err, lines
+        assert tree(tmp_path).items() >= before.items()
     assert in_process(*command, "--overwrite").code == 0
     assert not partial.exists()
     whole = tree(out)

@@ -17,6 +17,7 @@ from tests.samples import sampled
 
 KEEPING = [scenario for scenario in SCENARIOS if not scenario.replaces]
 """With `--overwrite` a run begins afresh."""
+NAMING = [SCENARIOS[0], *(scenario for scenario in SCENARIOS if scenario.replaces)]
 STEP = 4
 KILLS = 42
 MOST_TOLD = 10
@@ -41,6 +42,18 @@ def test_nothing_is_lost_and_the_same_command_goes_on(
 ) -> None:
     verdicts = judged(tried, rotated(scenario, tried.undisturbed(scenario), STEP * one_in))
     assert sum(verdict.has_fired for verdict in verdicts) >= LEAST_FIRED * len(verdicts) - 1
+
+
+@pytest.mark.parametrize("scenario", NAMING, ids=lambda scenario: scenario.name)
+def test_killed_where_a_name_changes_it_loses_nothing(scenario: Scenario, tried: Benches) -> None:
+    """The old target or the new one is whole, and the same command makes the new one."""
+    names = [call for call in tried.undisturbed(scenario).calls if call.side & Side.TARGET]
+    names = [call for call in names if call.name in ("rename", "renameat2", "unlink", "rmdir")]
+    deaths = [fault for fault in FAULTS if fault.is_death and fault.codes == {-9}]
+    cases = [fault_at(scenario, fault, call.number) for call in names for fault in deaths]
+    verdicts = judged(tried, cases)
+    assert {verdict.was_whole for verdict in verdicts} == {True, False}
+    assert sum(verdict.has_fired for verdict in verdicts) >= len(cases) - 1
 
 
 @pytest.mark.parametrize("scenario", KEEPING, ids=lambda scenario: scenario.name)

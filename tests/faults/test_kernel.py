@@ -26,7 +26,7 @@ DISKS = ("tmpfs", "ext4")
 DISK_MIB = 16
 """Several times what the checkpoint takes; ext4 takes some for itself."""
 NOBODY = 65534
-INSTANTS = 8
+INSTANTS = 5
 
 Run = Callable[..., Ended]
 
@@ -186,7 +186,7 @@ def test_a_source_on_a_read_only_file_system(server: Server, saved: Saved, tmp_p
     require_whole(ended, target, saved)
 
 
-@pytest.mark.parametrize("kib", [0, 4, 64, 256])
+@pytest.mark.parametrize("kib", [0, 64])
 def test_a_limit_on_the_size_of_files(kib: int, run: Run, saved: Saved, tmp_path: Path) -> None:
     limited = 'ulimit -f "$0" && exec "$@"'
     program = [sys.executable, "-m", "streamshard", *saved.arguments(tmp_path)]

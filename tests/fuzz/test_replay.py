@@ -18,7 +18,7 @@ from tests.fuzz.targets import TARGETS, Harness
 
 FINDINGS = Path(__file__).parent / "findings"
 MUTATIONS = 1_000
-A_FEW = 150
+A_FEW = 80
 
 
 def mutations(data: list[bytes], count: int) -> Iterator[bytes]:
