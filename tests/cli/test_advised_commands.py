@@ -209,14 +209,22 @@ def verbs() -> dict[str, ArgumentParser]:
 
 
 @cache
+def sources() -> dict[str, tuple[str, ast.Module]]:
+    """Read the package: text and syntax tree of each module, by its name."""
+    read = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        module = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+        read[module] = path.read_text(), ast.parse(path.read_text())
+    return read
+
+
+@cache
 def literals() -> list[tuple[str, str]]:
     """List module and text of every text in the package except its docstrings."""
     listed = []
-    for path in sorted(ROOT.rglob("*.py")):
-        module = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+    for module, (_, tree) in sources().items():
         if module.startswith(("demo.", "drawing.")):
             continue
-        tree = ast.parse(path.read_text())
         quiet = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str | bytes):
@@ -225,10 +233,8 @@ def literals() -> list[tuple[str, str]]:
 
 
 def test_every_module_that_shows_a_command_is_in_the_catalogue() -> None:
-    callers = set()
-    for path in ROOT.rglob("*.py"):
-        if re.search(rf"\b(?<!def ){command.__name__}\(", path.read_text()):
-            callers.add(path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."))
+    called = re.compile(rf"(?<!def )\b{command.__name__}\(")
+    callers = {module for module, (text, _) in sources().items() if called.search(text)}
     callers -= {"errors"}
     assert callers == {advice.of for advice in ADVICES.values() if advice.of} | ELSEWHERE
     # Nowhere else do arguments that are known only then follow a verb.
@@ -244,9 +250,9 @@ def test_options_and_verbs_in_messages_exist() -> None:
             assert option in options | OTHERS, (module, option)
         for verb in re.findall(r"'streamshard ([a-z]\w*)", text):
             assert verb in verbs(), (module, verb)
-    for path in ROOT.rglob("*.py"):
-        for name in re.findall(r"\bOption\(\s*['\"]([^'\"]+)", path.read_text()):
-            assert {*flag(Option(name)).split()} <= options, (path, name)
+    for module, (text, _) in sources().items():
+        for name in re.findall(r"\bOption\(\s*['\"]([^'\"]+)", text):
+            assert {*flag(Option(name)).split()} <= options, (module, name)
 
 
 def test_no_error_ends_with_a_full_stop() -> None:
@@ -257,12 +263,12 @@ def test_no_error_ends_with_a_full_stop() -> None:
             return str(node.value)
         return end(node.values[-1]) if isinstance(node, ast.JoinedStr) and node.values else ""
 
-    for path in ROOT.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for module, (_, tree) in sources().items():
+        for node in ast.walk(tree):
             texts: list[ast.expr] = []
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "message":
                 texts = [node.value]
             elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Error"):
                 texts = node.args[:1]
             ending = [text.lineno for text in texts if end(text).endswith(".")]
-            assert not ending, (path, ending)
+            assert not ending, (module, ending)

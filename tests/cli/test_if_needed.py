@@ -56,10 +56,10 @@ LENIENT = [output for output in OUTPUTS if not output.startswith("export")]
 
 @pytest.mark.parametrize("output", LENIENT)
 def test_with_verify_what_is_there_already_is_proved_by_its_bytes(
-    saved: Saved, tmp_path: Path, output: str
+    run: Path, tmp_path: Path, output: str
 ) -> None:
     out = tmp_path / "out"
-    given = (*command(output, saved(2), out), "--if-needed", "--verify")
+    given = (*command(output, run, out), "--if-needed", "--verify")
     for _ in range(2):
         done = in_process(*given, "-q")
         assert (done.code, done.out, done.err) == (0, f"{out}\n", "")
@@ -102,10 +102,10 @@ def aged(path: Path) -> Path:
 
 @pytest.mark.parametrize("output", LENIENT)
 def test_without_verify_it_goes_by_names_sizes_and_beginnings(
-    saved: Saved, tmp_path: Path, output: str
+    run: Path, tmp_path: Path, output: str
 ) -> None:
     out = tmp_path / "out"
-    given = (*command(output, saved(2), out), "--if-needed", "-q")
+    given = (*command(output, run, out), "--if-needed", "-q")
     for _ in range(2):
         assert in_process(*given).out == f"{out}\n"
     whole = tree(out)
@@ -125,11 +125,12 @@ def test_without_verify_it_goes_by_names_sizes_and_beginnings(
     assert in_process(*given).code == 0
 
 
+VALUES = "other values"
 OTHERS = {
     "another step": Job(stage=2, world_size=4, step=8),
     "another rate": Job(stage=2, world_size=4, rates="1"),
     "another state of the client": Job(stage=2, world_size=4, client_state={"epoch": 3}),
-    "other values": Job(stage=2, world_size=4),
+    VALUES: Job(stage=2, world_size=4),
 }
 
 
@@ -142,15 +143,17 @@ def scale(state: dict[str, Any]) -> None:
         moments["exp_avg_sq"] *= 1.5
 
 
-@pytest.mark.parametrize("name", ["out", "x.zarr", "x.zarr.zip"])
-@pytest.mark.parametrize("what", OTHERS)
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [*((what, "out") for what in OTHERS), (VALUES, "x.zarr"), (VALUES, "x.zarr.zip")],
+)
 def test_a_target_of_another_save_with_the_same_names_and_sizes_is_refused(
     tmp_path: Path, what: str, name: str
 ) -> None:
     """Also if it is newer than the source that it is taken for."""
     one = write(Job(stage=2, world_size=4), tmp_path / "one")
     other = write(OTHERS[what], tmp_path / "other")
-    if what == "other values":
+    if what == VALUES:
         edit_optimizers(other, scale)
     aged(other)
     verb = ("repartition", "--world-size", 3) if name == "out" else ("convert", "--codec", "zstd")

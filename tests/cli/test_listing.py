@@ -255,8 +255,7 @@ def without_zero(model: dict[str, Any]) -> None:
 
 
 @needs_root
-@pytest.mark.parametrize("mode", [0o000, 0o711, 0o744], ids=oct)
-@pytest.mark.parametrize("latest", [True, False])
+@pytest.mark.parametrize(("mode", "latest"), [(0o000, True), (0o711, False), (0o744, True)])
 def test_a_tag_that_may_not_be_read_is_a_row_and_hides_no_other(
     open_to_all: Path, mode: int, *, latest: bool
 ) -> None:

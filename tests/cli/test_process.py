@@ -33,18 +33,16 @@ if __name__ == "__main__":
 """What pip writes into the file `streamshard` for the entry point in pyproject.toml."""
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
-    "module",
+    ("how", "module", "number"),
     [
-        "argparse",
-        "streamshard.cli.inspect_command",
-        "numpy",
-        "numpy._core._multiarray_umath",
-        "zlib",
+        ("script", "argparse", signal.SIGINT),
+        ("module", "streamshard.cli.inspect_command", signal.SIGTERM),
+        ("module", "numpy", signal.SIGINT),
+        ("script", "numpy._core._multiarray_umath", signal.SIGTERM),
+        ("module", "zlib", signal.SIGINT),
     ],
 )
-@pytest.mark.parametrize("how", ["script", "module"])
 def test_a_signal_while_modules_load_is_no_traceback(
     tmp_path: Path, how: str, module: str, number: signal.Signals
 ) -> None:
@@ -90,7 +88,6 @@ def test_the_exit_code_is_that_of_the_outcome_whether_it_can_be_told_or_not(
     resize = f"repartition {run} {out} --world-size"
     for arguments, code in (
         (f"{resize} 1", 0),
-        (f"verify {out} --against {run}", 0),
         (f"{resize} 1", 4),
         (f"{resize} none", 2),
         (f"inspect {tmp_path / 'nothing'}", 3),
@@ -104,9 +101,7 @@ def test_the_exit_code_is_that_of_the_outcome_whether_it_can_be_told_or_not(
     assert in_shell(command, where).returncode == 3
 
 
-@pytest.mark.parametrize(
-    "arguments", ["--help", "--version", "convert --help", "inspect {run} --json", "inspect {run}"]
-)
+@pytest.mark.parametrize("arguments", ["--help", "inspect {run} --json", "inspect {run}"])
 def test_a_full_standard_output_is_an_error_in_one_line(arguments: str, run: Path) -> None:
     done = in_shell(arguments.format(run=run), ">/dev/full")
     message = "streamshard: standard output: cannot be written (No space left on device)\n"
@@ -121,8 +116,7 @@ def test_a_run_needs_no_open_streams(closed: str, run: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    ["inspect {run} --json", "inspect {run}", "verify {run}", "--help", "convert {run} a.zarr -n"],
+    "arguments", ["inspect {run} --json", "verify {run}", "--help", "convert {run} a.zarr -n"]
 )
 def test_a_result_that_cannot_be_printed_is_an_error(arguments: str, run: Path) -> None:
     done = in_shell(arguments.format(run=run), ">&-")

@@ -68,10 +68,14 @@ def lose_a_file(rebuilt: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "action"),
-    [(change_a_weight, "failed"), (count_a_step_more, "failed"), (lose_a_file, "ambiguous")],
+    ("damage", "action", "is_archived"),
+    [
+        (change_a_weight, "failed", True),
+        (change_a_weight, "failed", False),
+        (count_a_step_more, "failed", True),
+        (lose_a_file, "ambiguous", False),
+    ],
 )
-@pytest.mark.parametrize("is_archived", [True, False])
 def test_a_tag_of_which_something_else_comes_back_stays(
     run: Path,
     tmp_path: Path,

@@ -45,6 +45,7 @@ def _round_robin(run: Path) -> None:
         )
 
 
+TORN = "truncated"
 DAMAGES: dict[str, tuple[int, Callable[[Path], object], tuple[str, ...]]] = {
     "last rank missing": (2, lambda r: optimizer_file(r, 3).unlink(), ("rank_3", "missing")),
     "first rank missing": (3, lambda r: optimizer_file(r, 0).unlink(), ("rank_0", "missing")),
@@ -55,7 +56,7 @@ DAMAGES: dict[str, tuple[int, Callable[[Path], object], tuple[str, ...]]] = {
         lambda r: shutil.copy(optimizer_file(r, 3), optimizer_file(r, 4)),
         ("rank_4", "another world size"),
     ),
-    "truncated": (2, lambda r: _cut(optimizer_file(r, 1)), ("rank_1", "not a whole")),
+    TORN: (2, lambda r: _cut(optimizer_file(r, 1)), ("rank_1", "not a whole")),
     "empty": (3, lambda r: model_file(r, 1).write_bytes(b""), ("rank_1", "not a whole")),
     "other step": (2, lambda r: _other_step(optimizer_file(r, 2)), ("rank_2", "step")),
     "other world": (2, lambda r: _other_world(optimizer_file(r, 2)), ("rank_2", "8 ranks")),
@@ -69,9 +70,12 @@ DAMAGES: dict[str, tuple[int, Callable[[Path], object], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("verb", ["repartition", "convert", "inspect"])
+@pytest.mark.parametrize(
+    ("damage", "verb"),
+    [*((damage, "inspect") for damage in DAMAGES), (TORN, "repartition"), (TORN, "convert")],
+)
 def test_a_damaged_source_is_refused(damage: str, verb: str, saved: Saved, tmp_path: Path) -> None:
+    """Every verb opens it in the same way."""
     stage, do, says = DAMAGES[damage]
     run, out = Path(shutil.copytree(saved(stage), tmp_path / "run")), tmp_path / "out"
     do(run)
@@ -210,9 +214,8 @@ STATES = {
 }
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_store_keeps_what_shards_keep(tmp_path: Path, stage: int) -> None:
-    run = write(Job(stage=stage, client_state=STATES), tmp_path / "run")
+def test_a_store_keeps_what_shards_keep(tmp_path: Path) -> None:
+    run = write(Job(stage=3, client_state=STATES), tmp_path / "run")
     store, direct, back = (tmp_path / name for name in ("x.zarr", "direct", "back"))
     again = tmp_path / "again.zarr"
     for command in (

@@ -30,6 +30,9 @@ from tests.compact.runs import make_run
 from tests.fabricated import write, write_dumps
 from tests.job import Job
 
+SOME = [output for output in OUTPUTS if output.split()[-1] in ("3", "zstd", "dcp")]
+"""Where a target goes, and how it gets there, is the same for every kind of it."""
+
 # What is there already ----------------------------------------------------------------------------
 
 
@@ -203,7 +206,7 @@ def test_a_journal_that_is_a_pipe(run: Path, tmp_path: Path) -> None:
 # Empty directories, as `mkdir -p` and `mktemp -d` of job scripts make -----------------------------
 
 
-@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("output", SOME)
 def test_it_is_taken_and_mode_and_owner_stay(saved: Saved, tmp_path: Path, output: str) -> None:
     assert in_process(*command(output, saved(2), tmp_path / "absent")).code == 0
     out = tmp_path / "out"
@@ -282,7 +285,7 @@ def test_one_that_was_made_while_the_old_target_is_aside_is_in_nobodys_way(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "wanted"]
 
 
-@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("output", SOME)
 def test_a_link_to_one_stays_a_link(saved: Saved, tmp_path: Path, output: str) -> None:
     scratch, out, absent = (tmp_path / name for name in ("scratch", "out", "absent"))
     (scratch / "big").mkdir(parents=True)
@@ -325,7 +328,7 @@ def mounted(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("output", SOME)
 def test_a_mount_point_is_refused_at_once_with_what_does_work(
     saved: Saved, mounted: Path, output: str
 ) -> None:

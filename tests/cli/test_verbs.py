@@ -20,15 +20,6 @@ from tests.verify.conftest import SMALL
 # verify -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_good_checkpoint_is_called_so(saved: Saved, stage: int) -> None:
-    before = tree(saved(stage))
-    done = passed("verify", saved(stage))
-    for text in ("DeepSpeed shards", "global_step", "checksums", "No problem found."):
-        assert text in done.out
-    assert tree(saved(stage)) == before
-
-
 def test_a_file_that_ends_too_early_is_one_problem(stage_2: Path) -> None:
     torn = optimizer_file(stage_2, 1)
     os.truncate(torn, torn.stat().st_size - 700)
