@@ -57,7 +57,7 @@ def test_compact_archives_proves_and_deletes_on_a_cluster(cluster: Client, tmp_p
 
 def test_all_workers_together_keep_to_the_rate(cluster: Client, tmp_path: Path) -> None:
     """What is processed in a second is that of the whole run, however many workers there are."""
-    run = make_run(tmp_path / "run")
+    run = make_run(tmp_path / "run", Job())
     rate = 40_000
     began = time.monotonic()
     with streamshard.executor(cluster) as chosen:

@@ -13,8 +13,10 @@ from typing import Any
 
 import streamshard as api
 from tests.fabricated import client_state, write
-from tests.job import Job
+from tests.job import LEAN, Job
 
+SMALL = replace(LEAN, client_state=client_state())
+"""A job whose archives are small, and that has something of each kind all the same."""
 STEPS = (80, 90, 100, 1000)
 """By name the newest comes first."""
 DAY = 24 * 3600
@@ -33,7 +35,7 @@ def tag_of(step: int) -> str:
 
 def save(run_dir: Path, step: int, job: Job | None = None, *, days: float = 30) -> Path:
     """Save a step as a job would, so many days ago; returns the tag directory."""
-    base = job or Job(client_state=client_state())
+    base = job or SMALL
     run_dir.mkdir(exist_ok=True)
     # Another value in every save, as training changes it.
     changed = replace(base, changed=("fp32", "embed.weight", step % 44))

@@ -3,16 +3,13 @@
 import json
 import shutil
 import subprocess
-from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tensorstore
 import torch
-import zarr
 
 import streamshard as api
 from streamshard.errors import UnsupportedError
@@ -24,7 +21,6 @@ from tests.compact.runs import (
     FIRST,
     MODEL,
     SHARD,
-    STEPS,
     actions,
     age,
     bits,
@@ -36,7 +32,7 @@ from tests.compact.runs import (
 )
 from tests.comparing import differences
 from tests.fabricated import client_state, edit, load, wrapped, write
-from tests.job import EXPERTS, STATES, Job, buffers
+from tests.job import EXPERTS, Job, buffers
 
 JOBS = {
     "stage 1": Job(stage=1, client_state=client_state(), world_size=3),
@@ -49,7 +45,7 @@ JOBS = {
     "experts": Job(world_size=4, experts=EXPERTS, expert_parallel=2),
     "muon": Job(world_size=3, muon=(0,), tied={}),
 }
-FROZEN = "module/old.weight/c/0/0"
+FROZEN = "module/old/c/0"
 CHECK = ("sha256sum", "--check", "--strict", "--quiet")
 
 
@@ -109,13 +105,12 @@ def test_at_the_original_stage_and_world_size_everything_comes_back(
             assert one.stat().st_mode == other.stat().st_mode
 
 
-@pytest.mark.parametrize("stage", [2, 3])
 def test_for_other_ranks_it_gives_the_bytes_that_the_checkpoint_gives(
-    tmp_path: Path, archive: Path, store: Path, stage: int
+    tmp_path: Path, archive: Path, store: Path
 ) -> None:
-    run = make_run(tmp_path / "run", Job(stage=stage, world_size=2, client_state=client_state()))
+    run = make_run(tmp_path / "run", Job(stage=2, world_size=2, client_state=client_state()))
     api.compact(run, archive)
-    for world_size, zero_stage in ((3, stage), (4, 5 - stage)):
+    for world_size, zero_stage in ((3, 2), (4, 3)):
         outs = [tmp_path / f"{road}-{world_size}" for road in ("direct", "archived")]
         for source, out in zip((run, store), outs, strict=True):
             api.repartition(source, out, tag=FIRST, world_size=world_size, zero_stage=zero_stage)
@@ -128,8 +123,10 @@ def stored_weights(store: Path) -> set[str]:
 
 
 def test_weights_that_are_casts_are_left_out_and_others_are_not(
-    run: Path, archive: Path, store: Path, tmp_path: Path
+    archive: Path, store: Path, tmp_path: Path
 ) -> None:
+    run = make_run(tmp_path / "run", Job())
+
     def flip(held: dict[str, Any]) -> None:
         held["module"]["block.0.mlp"].view(-1).view(torch.int16)[5] ^= 1
 
@@ -275,19 +272,6 @@ def test_a_log_that_grows_beside_the_tags_is_left_out(
     assert receipt_of(archive, FIRST)["left_out"] == ["train.log"]
     (run / "train.log").write_text("step 2")
     assert actions(api.compact(run, archive, delete=True))[FIRST] == "deleted"
-
-
-def test_plain_zarr_tools_read_it(run: Path, archive: Path, store: Path) -> None:
-    job = replace(Job(), changed=("fp32", "embed.weight", STEPS[0] % 44))
-    api.compact(run, archive)
-    group = zarr.open_group(store, mode="r")
-    for state in ("fp32", *STATES):
-        for name in job.shapes:
-            wanted = job.values(state, name).numpy()
-            path = f"state/{state}/{name}"
-            spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(store / path)}}
-            for found in (group[path][...], tensorstore.open(spec).result().read().result()):  # type: ignore[index]
-                assert found.tobytes() == wanted.tobytes()  # type: ignore[union-attr]
 
 
 # An archive of November 2026 that must be readable for ever. It was made of `OF_2026` by `compact`;

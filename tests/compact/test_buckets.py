@@ -2,9 +2,7 @@
 
 import re
 import shlex
-import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,10 +11,8 @@ from streamshard.errors import UsageError
 from tests.cloud.server import KEY, SECRET
 from tests.compact.runs import ALL, FIRST, MONTH, actions, bits, later
 from tests.compact.sides import Sides
-from tests.compact.test_families import make_output
 from tests.documents import page
 from tests.forked import run_forked
-from tests.job import LEAN
 
 
 def test_a_tag_is_archived_and_goes_and_comes_back(
@@ -29,6 +25,10 @@ def test_a_tag_is_archived_and_goes_and_comes_back(
     found = sides.compact()
     assert (actions(found)[FIRST], found.exit_code) == ("archived", 0)
     archived = sides.archive.content()
+    objects = {path for path in archived if path.startswith(f"{FIRST}.zarr/")}
+    assert sides.receipt()["etags"] == {
+        path.removeprefix(f"{FIRST}.zarr/"): sides.archive.etag(path) for path in objects
+    }
     assert bits(sides.run) == before
     assert actions(sides.compact())[FIRST] == "archived before"
     assert sides.archive.content() == archived  # and nothing is left of locks
@@ -52,48 +52,6 @@ def test_a_tag_is_archived_and_goes_and_comes_back(
     said = "".join(map(str, (found, receipt, capfd.readouterr())))
     assert KEY not in said
     assert SECRET not in said
-
-
-def test_a_receipt_records_what_identifies_objects(sides: Sides) -> None:
-    sides.compact()
-    receipt, archive = sides.receipt(), sides.archive
-    store = f"{FIRST}.zarr/"
-    stored = [path for path in archive.content() if path.startswith(store)]
-    assert receipt["etags"] == {path.removeprefix(store): archive.etag(path) for path in stored}
-
-
-def test_a_framework_s_checkpoint_is_archived_and_goes_and_comes_back(
-    sides: Sides, tmp_path: Path
-) -> None:
-    first = "checkpoint-100"
-    made = make_output(tmp_path / "made-output", best="output/checkpoint-200", job=LEAN)
-    run = Path(shutil.copytree(made, tmp_path / "output"))
-    output = Sides(run, sides.archive, tmp_path)
-    before, whole = bits(run), bits(made / first)
-    rules: dict[str, Any] = {"keep_last": 2, "keep_tags": ["checkpoint-300"]}
-    assert before == bits(made)
-    found = output.compact(**rules, delete=True)
-    kept = {f"checkpoint-{step}": "kept" for step in (200, 300, 900, 1000)}
-    assert found.problems == ()
-    assert actions(found) == {first: "deleted", **kept}
-    left = {path: data for path, data in before.items() if not path.startswith(f"{first}/")}
-    told = [tag.action for tag in output.compact(2, **rules).tags if tag.tag == first]
-    assert told == ["in the trash"]
-    assert output.compact(2, undelete=[first]).exit_code == 0
-    assert bits(run) == before
-    assert actions(output.compact(3, **rules, delete=True))[first] == "deleted"
-    found = output.compact(20, **rules, delete=True)
-    assert (actions(found)[first], found.exit_code) == ("purged", 0)
-    assert bits(run) == left
-    restored = tmp_path / "restored" / first
-    restored.parent.mkdir()
-    api.repartition(f"{output.archive.where}/{first}.zarr", restored)
-    assert bits(restored).keys() == whole.keys()
-    outside = {path: data for path, data in whole.items() if "global_step" not in path}
-    assert outside.items() <= bits(restored).items()
-    assert api.verify(restored, against=made / first).differences == ()
-    script = "zero_to_fp32.py"
-    assert (restored / script).stat().st_mode == (made / first / script).stat().st_mode
 
 
 def test_the_line_for_cron_does_what_it_says(sides: Sides) -> None:

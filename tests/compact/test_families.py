@@ -170,15 +170,13 @@ def test_a_job_that_went_back_makes_later_numbers_ambiguous(output: Path, archiv
         assert "checkpoint-300, saved last" in found[tag].reason
 
 
-@pytest.mark.parametrize("data", ["{", "[]", "{}", '{"best_model_checkpoint": 5}'])
-def test_a_state_that_may_name_the_best_stops_the_night(
-    output: Path, archive: Path, data: str
-) -> None:
-    (output / "checkpoint-200" / "trainer_state.json").write_text(data)
-    before = bits(output)
-    with pytest.raises(SourceError, match="checkpoint-200/trainer_state"):
-        compact(output, archive, delete=True, min_age=timedelta(0))
-    assert before.items() <= bits(output).items()
+def test_a_state_that_may_name_the_best_stops_the_night(output: Path, archive: Path) -> None:
+    for data in ("{", "[]", "{}", '{"best_model_checkpoint": 5}'):
+        (output / "checkpoint-200" / "trainer_state.json").write_text(data)
+        before = bits(output)
+        with pytest.raises(SourceError, match="checkpoint-200/trainer_state"):
+            compact(output, archive, delete=True, min_age=timedelta(0))
+        assert before.items() <= bits(output).items(), data
 
 
 def test_a_file_that_no_archive_would_hold_keeps_the_checkpoint(

@@ -25,6 +25,7 @@ from tests.compact.runs import (
     MODEL,
     NO_GRACE,
     SHARD,
+    SMALL,
     TRASH,
     actions,
     age,
@@ -186,11 +187,6 @@ def add_link(run: Path, _: Path) -> None:
     (run / "best").symlink_to(FIRST)
 
 
-def add_inner_link(run: Path, _: Path) -> None:
-    (run / tag_of(1000) / "model.pt").symlink_to(f"../{FIRST}/{MODEL}")
-    age(run / tag_of(1000), 30)
-
-
 def add_link_far_below(run: Path, _: Path) -> None:
     place = run / tag_of(1000) / "eval" / "best"
     place.mkdir(parents=True)
@@ -241,11 +237,6 @@ def damage_a_chunk(_: Path, archive: Path) -> None:
     damage(archive / f"{FIRST}.zarr" / CHUNK)
 
 
-def lengthen_a_chunk(_: Path, archive: Path) -> None:
-    with (archive / f"{FIRST}.zarr" / "meta/state/c/0").open("ab") as stream:
-        stream.write(b"x")
-
-
 def remove_a_chunk(_: Path, archive: Path) -> None:
     (archive / f"{FIRST}.zarr" / CHUNK).unlink()
 
@@ -275,7 +266,7 @@ def put_archive_of(run: Path, name: str, archive: Path) -> None:
 
 def put_other_values(_: Path, archive: Path) -> None:
     """Of the same training state: all but one value is that of the tag."""
-    other = make_run(archive.with_name("other"))
+    other = make_run(archive.with_name("other"), SMALL)
     edit(other / FIRST / SHARD, change_a_moment)
     age(other / FIRST, 30)
     put_archive_of(other, FIRST, archive)
@@ -286,12 +277,8 @@ def change_a_moment(held: dict[str, Any]) -> None:
 
 
 def put_another_state(_: Path, archive: Path) -> None:
-    other = Job(client_state={**client_state(), "order": "third"})
+    other = replace(SMALL, client_state={**client_state(), "order": "third"})
     put_archive_of(make_run(archive.with_name("other"), other), FIRST, archive)
-
-
-def put_archive_of_another_run(_: Path, archive: Path) -> None:
-    put_archive_of(make_run(archive.with_name("other"), Job(frozen=())), FIRST, archive)
 
 
 def put_archive_of_another_tag(run: Path, archive: Path) -> None:
@@ -302,11 +289,8 @@ ARCHIVED: dict[str, tuple[Change, str, str]] = {
     "other bytes of the same time": (flip, "ambiguous", "its bytes are not those"),
     "another file": (add_file, "ambiguous", "was not archived"),
     "another time": (save_again, "ambiguous", "has time of change 1970-01-01 .*another save"),
-    "a change a moment ago": (touch, "kept", "ago"),
     "a link": (add_link, "kept", "symbolic link"),
-    "a link in another tag": (add_inner_link, "kept", "symbolic link"),
     "a link far below": (add_link_far_below, "kept", "symbolic link"),
-    "latest_universal": (name_universal, "kept", "latest_universal"),
     "a copy of the run directory": (copy_the_run, "ambiguous", "has inode"),
     "another run directory": (move_the_files, "ambiguous", "is another directory"),
     "a receipt that says it is gone": (
@@ -316,7 +300,6 @@ ARCHIVED: dict[str, tuple[Change, str, str]] = {
     "no list of checksums": (remove_the_list, "ambiguous", "sha256"),
     "a list that lacks a file": (shorten_the_list, "failed", "not listed in"),
     "a damaged chunk": (damage_a_chunk, "failed", CHUNK),
-    "a chunk that is too long": (lengthen_a_chunk, "failed", "meta/state/c/0"),
     "an array that another tool wrote": (rewrite, "failed", "embed.weight"),
     "an array that another tool wrote and listed": (
         rewrite_and_list, "ambiguous", "rewritten by another tool"
@@ -336,18 +319,19 @@ def test_an_archived_tag_stays(run: Path, archive: Path, what: str) -> None:
     assert bits(run) == before
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 2}', "receipt", "[" * 10_000])
-def test_a_receipt_that_cannot_be_read_is_told(run: Path, archive: Path, text: str) -> None:
+def test_a_receipt_that_cannot_be_read_is_told(run: Path, archive: Path) -> None:
     api.compact(run, archive)
     receipt = archive / f"{FIRST}.receipt.json"
-    receipt.write_text(text)
-    require_kept(api.compact(run, archive, delete=True), "ambiguous", str(receipt))
-    assert (run / FIRST).is_dir()
-    assert receipt.read_text() == text
+    for text in ("", "{}", "[]", '{"format": 2}', "receipt", "[" * 10_000):
+        receipt.write_text(text)
+        require_kept(api.compact(run, archive, delete=True), "ambiguous", str(receipt))
+        assert (run / FIRST).is_dir()
+        assert receipt.read_text() == text
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("of_whom", ["somebody", "a receipt that is gone"])
+@pytest.mark.parametrize(
+    ("of_whom", "packed"), [("somebody", False), ("a receipt that is gone", True)]
+)
 def test_a_store_that_no_receipt_tells_of_is_left_alone(
     run: Path, archive: Path, of_whom: str, packed: bool
 ) -> None:
@@ -389,8 +373,6 @@ TRASHED: dict[str, tuple[Change, str, str]] = {
     "another file": (add_file_to_the_trash, "ambiguous", "was not archived"),
     "a damaged chunk": (damage_a_chunk, "failed", f"{CHUNK}: damaged"),
     "no chunk": (remove_a_chunk, "failed", f"{CHUNK}: missing"),
-    "an array that another tool wrote": (rewrite, "failed", "embed.weight"),
-    "the archive of another run": (put_archive_of_another_run, "ambiguous", "not the list of"),
     "the archive of another tag": (put_archive_of_another_tag, "ambiguous", "not the list of"),
     "the receipt of another tag": (
         partial(tell, "tag", tag_of(90)), "ambiguous", "is the receipt of"
@@ -402,7 +384,6 @@ TRASHED: dict[str, tuple[Change, str, str]] = {
     "a time out of range": (
         partial(tell, "trashed", "9999-12-31T23:59:59-23:59"), "ambiguous", "since when"
     ),
-    "no time": (partial(tell, "trashed", "yesterday"), "ambiguous", "receipt.json"),
     "an empty time": (partial(tell, "trashed", ""), "ambiguous", "since when"),
 }  # fmt: skip
 
@@ -423,20 +404,11 @@ def test_a_tag_in_the_trash_stays(run: Path, archive: Path, what: str) -> None:
 # What happens once a tag is removed: its archive keeps the optimizer's states ---------------------
 
 
-def damage_a_state(_: Path, archive: Path) -> None:
-    damage(archive / f"{FIRST}.zarr" / CHUNK.replace("fp32", "exp_avg"))
-
-
 PURGED: dict[str, tuple[Change, str, str]] = {
     "a damaged weight": (damage_a_chunk, "failed", f"{CHUNK}: damaged"),
-    "a damaged state": (damage_a_state, "failed", "exp_avg/.*: damaged"),
     "an array that another tool wrote": (rewrite, "ambiguous", "rewritten by another tool"),
     "another run directory": (move_the_files, "ambiguous", "is another directory"),
-    "the receipt of another tag": (
-        partial(tell, "tag", tag_of(90)), "ambiguous", "is the receipt of"
-    ),
     "no time": (partial(tell, "purged", ""), "ambiguous", "since when"),
-    "a time without a zone": (partial(tell, "purged", "2020-01-01T00:00:00"), "ambiguous", "zone"),
 }  # fmt: skip
 
 
@@ -471,8 +443,6 @@ def replace_the_trash(run: Path, _: Path) -> None:
 LATE: dict[str, tuple[bool, int, Change, str]] = {
     # Whether the tag is in the trash, before which look at the run directory it happens, and what.
     "a link": (False, 2, add_link, "may not be removed any more"),
-    "latest_universal": (False, 2, name_universal, "may not be removed any more"),
-    "a change": (False, 2, touch, "may not be removed any more"),
     "another file": (False, 2, add_file, "changed while it was watched"),
     "a newer one is torn": (True, 2, tear_a_newer_one, "model_states.pt"),
     "no latest": (True, 2, lose_latest, "no 'latest'"),

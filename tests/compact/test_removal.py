@@ -101,17 +101,6 @@ def test_bringing_back(run: Path, archive: Path) -> None:
     assert actions(api.compact(run, archive, delete=True))[FIRST] == "deleted"
 
 
-def test_by_hand_nothing_goes_before_its_time_or_in_a_dry_run(run: Path, archive: Path) -> None:
-    api.compact(run, archive, delete=True)
-    before = bits(run)
-    assert api.compact(run, archive, dry_run=True, undelete=[FIRST]).exit_code == 0
-    found = api.compact(run, archive, dry_run=True, grace=NO_GRACE, purge=[FIRST])
-    assert found.exit_code == 0
-    found = api.compact(run, archive, purge=[FIRST])
-    assert (actions(found)[FIRST], found.exit_code) == ("failed", 2)
-    assert bits(run) == before
-
-
 @pytest.mark.parametrize("is_archived", [False, True], ids=["archive", "rebuild"])
 def test_what_was_begun_of_an_earlier_save_is_made_anew(
     run: Path, archive: Path, monkeypatch: pytest.MonkeyPatch, is_archived: bool
