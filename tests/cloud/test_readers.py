@@ -39,8 +39,7 @@ def by_tensorstore(bucket: Bucket, path: str) -> bytes:
     return np.asarray(array.read().result()).tobytes()
 
 
-@pytest.mark.parametrize("read", [by_zarr_python, by_tensorstore])
-@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize(("codec", "read"), [("none", by_zarr_python), ("zstd", by_tensorstore)])
 def test_what_other_programs_read_is_what_is_there(
     codec: str, read: Callable[[Bucket, str], bytes], bucket: Bucket, tmp_path: Path
 ) -> None:
