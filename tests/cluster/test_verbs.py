@@ -13,7 +13,7 @@ from tests.cli.conftest import tree
 from tests.cluster.conftest import names, on
 from tests.documents import blocks, page
 from tests.fabricated import optimizer_file, write
-from tests.job import TAG, Job
+from tests.job import Job
 from tests.verbs.test_spans import CASES
 from tests.verify.conftest import flip_data
 
@@ -25,6 +25,13 @@ def change(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
+
+
+ON_A_CLUSTER = {
+    "stage 3 to 2", "momentum", "from a compressed store", "from a packed store",
+    "compressed store", "torch", "dcp", "merge", "layers in a store",
+}  # fmt: skip
+"""Of each way to read and to write one; that all spans can be sent is tried without a cluster."""
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +52,8 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str
 @pytest.mark.parametrize(
     ("case", "workers"),
     [
-        *((case, 2) for case in CASES if case != "packed store"),
         ("stage 1 to 3", 1),
-        ("layers in a store", 5),
+        *((case, 2) for case in CASES if case in ON_A_CLUSTER),
     ],
 )
 def test_files_are_the_same(
@@ -65,15 +71,6 @@ def test_files_are_the_same(
     assert not [name for name in names(tmp_path) if name.startswith((".", "out."))]
 
 
-def test_what_is_written_is_verified_by_the_workers(cluster: Client, tmp_path: Path) -> None:
-    run = write(Job(stage=3), tmp_path / "run")
-    done = on(cluster, "convert", run, tmp_path / "a.zarr", codec="zstd", verify=True)
-    assert done.is_verified
-    options = {"world_size": 3, "verify": True}
-    done = on(cluster, "repartition", tmp_path / "a.zarr", tmp_path / "out", **options)
-    assert done.is_verified
-
-
 def test_a_target_that_is_there_already_is_compared_by_the_workers(
     cluster: Client,
     tmp_path: Path,
@@ -89,16 +86,6 @@ def test_a_target_that_is_there_already_is_compared_by_the_workers(
     assert path.name in "".join(caught.value.__notes__)
 
 
-def test_a_plan_may_be_made_elsewhere(cluster: Client, tmp_path: Path) -> None:
-    run = write(Job(stage=2), tmp_path / "run")
-    plan = streamshard.plan_repartition(run, tmp_path / "out", world_size=3)
-    with streamshard.executor(cluster):
-        plan.run()
-    streamshard.repartition(run, tmp_path / "near", world_size=3)
-    assert tree(tmp_path / "out") == tree(tmp_path / "near")
-    assert (tmp_path / "out" / TAG).is_dir()
-
-
 def test_what_the_page_shows_works(
     cluster: Client,
     tmp_path: Path,
@@ -111,16 +98,13 @@ def test_what_the_page_shows_works(
     assert not streamshard.verify("7b.zarr").problems
 
 
-@pytest.mark.parametrize("codec", ["none", "zstd"])
-def test_a_store_in_one_file_is_written_by_threads_alone(
-    codec: str, cluster: Client, tmp_path: Path
-) -> None:
+def test_a_store_in_one_file_is_written_by_threads_alone(cluster: Client, tmp_path: Path) -> None:
     run = write(Job(stage=2), tmp_path / "run")
     with (
         streamshard.executor(cluster),
         pytest.raises(UsageError, match="written by threads, not by a cluster"),
     ):
-        streamshard.convert(run, tmp_path / "x.zarr.zip", codec=codec)
+        streamshard.convert(run, tmp_path / "x.zarr.zip")
     assert names(tmp_path) == ["run"]
 
 
