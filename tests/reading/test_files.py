@@ -46,15 +46,14 @@ def test_files_of_others_are_read_all_the_same(
     assert read_all(tmp_path / "file") == b"content"
 
 
-@pytest.mark.parametrize("most", [1, 1000])
-def test_short_reads_are_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+def test_short_reads_are_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Network file systems may return less than was asked for, and they do."""
     run = write(Job(stage=3), tmp_path / "run")
     for codec in ("none", "zstd"):
         api.convert(run, tmp_path / codec, codec=codec)
     api.repartition(run, tmp_path / "whole", world_size=3)
     real = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, views, at: real(fd, [views[0][:most]], at))
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: real(fd, [views[0][:7]], at))
     for source in (run, tmp_path / "none", tmp_path / "zstd"):
         out = tmp_path / f"from-{source.name}"
         api.repartition(source, out, world_size=3)

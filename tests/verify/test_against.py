@@ -41,14 +41,13 @@ def same(path: Path, other: Path, **options: Any) -> Verification:  # noqa: ANN4
     return found
 
 
-@pytest.mark.parametrize("target", [1, 2, 3])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "target"), [(1, 3), (2, 1), (3, 2), (3, 3)])
 def test_another_stage_and_world_size_hold_the_same(
     tmp_path: Path, stage: int, target: int
 ) -> None:
     job = replace(SMALL, stage=stage, sub_group_size=9)
     run = write(job, tmp_path / "run")
-    for world_size in (1, 2, 5):
+    for world_size in (2, 5):
         out = tmp_path / f"at-{world_size}"
         streamshard.repartition(run, out, world_size=world_size, zero_stage=target)
         found = same(out, run)
@@ -58,8 +57,11 @@ def test_another_stage_and_world_size_hold_the_same(
     assert any("ds_config" in note for note in found.notes) == (stage != target)
 
 
-@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
-def test_stores_and_parallel_jobs_hold_the_same(tmp_path: Path, job: Job) -> None:
+@pytest.mark.parametrize(
+    "name", ["tensor-3", "tensor-round-robin", "expert-data-first", "expert-tensor"]
+)
+def test_stores_and_parallel_jobs_hold_the_same(tmp_path: Path, name: str) -> None:
+    job = JOBS[name]
     run = write(job, tmp_path / "run")
     streamshard.convert(run, tmp_path / "a.zarr", codec="zstd", chunk_size=50)
     streamshard.convert(tmp_path / "a.zarr", tmp_path / "b.zarr", chunk_size=10**6)
@@ -113,15 +115,6 @@ def test_dumps_are_compared_by_what_they_hold(tmp_path: Path) -> None:
     assert any("only the optimizer's state" in note for note in found.notes)
     streamshard.convert(two, tmp_path / "two.zarr")
     same(tmp_path / "two.zarr", one)
-
-
-def test_round_robin_and_alignment_are_undone(tmp_path: Path) -> None:
-    jobs = {"plain": SMALL, "turned": replace(SMALL, round_robin=True),
-            "both": replace(SMALL, round_robin=True, alignment=True, world_size=4)}  # fmt: skip
-    for name, job in jobs.items():
-        write(job, tmp_path / name)
-    for name in jobs:
-        same(tmp_path / name, tmp_path / "plain")
 
 
 def test_a_resharding_to_another_dtype(tmp_path: Path) -> None:
