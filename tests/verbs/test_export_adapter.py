@@ -58,16 +58,6 @@ def test_an_adapter_has_its_own_names_and_files(stage: int, form: str, tmp_path:
     streamshard.export(source, out, adapter=True, format=form, overwrite=True)
 
 
-def test_a_store_gives_the_same_adapter(tmp_path: Path) -> None:
-    source = run(JOB, tmp_path)
-    streamshard.convert(source, tmp_path / "run.zarr")
-    for name in ("run.zarr", "training/run"):
-        streamshard.export(tmp_path / name, tmp_path / f"{Path(name).name}-out", adapter=True)
-    for name in (CONFIG, "adapter_model.safetensors"):
-        made = [(tmp_path / f"{out}-out" / name).read_bytes() for out in ("run.zarr", "run")]
-        assert made[0] == made[1]
-
-
 def test_a_whole_model_does_not_take_the_config_of_an_adapter(tmp_path: Path) -> None:
     """`from_pretrained` would add the adapter to it a second time."""
     streamshard.export(run(JOB, tmp_path), tmp_path / "out")

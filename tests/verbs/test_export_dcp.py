@@ -50,30 +50,6 @@ def test_torch_reads_every_tensor_bit_for_bit(name: str, tmp_path: Path) -> None
             assert optimizer[f"param_groups.{param}.lr"] == 0.001 * (1 + number)
 
 
-@pytest.mark.parametrize("name", ["stage 2", "stage 3"])
-def test_torchtitan_and_accelerate_find_their_keys_in_their_directories(
-    name: str, tmp_path: Path
-) -> None:
-    job = JOBS[name]
-    run = write(job, tmp_path / "run")
-    for layout in ("titan", "accelerate"):
-        streamshard.export(run, tmp_path / layout, format="dcp", layout=layout, verify=True)
-    assert [path.name for path in (tmp_path / "titan").iterdir()] == ["step-7"]
-    found = read(tmp_path / "titan" / "step-7")
-    optimizer = found.pop("optimizer")
-    same(found, in_fp32(job))
-    for param, wanted in states(job).items():
-        prefix = f"state.{param}."
-        mine = {k: v for k, v in optimizer.items() if k.startswith(prefix)}
-        same({key.removeprefix(prefix): value for key, value in mine.items()}, wanted)
-    assert not [key for key in optimizer if key.endswith(".params")]
-    same(read(tmp_path / "accelerate" / "pytorch_model_fsdp_0")["model"], in_fp32(job))
-    nested = read(tmp_path / "accelerate" / "optimizer_0")["optimizer"]
-    assert nested.keys() == {"state", "param_groups"}
-    for param, wanted in states(job).items():
-        same(nested["state"][param], wanted)
-
-
 @pytest.mark.parametrize("item_bytes", [1, 24, 100])
 def test_items_are_whole_rows_of_bounded_size(
     item_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,7 +5,6 @@ import re
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -103,18 +102,6 @@ def test_a_log_file_gets_a_line_after_a_minute() -> None:
     ]
 
 
-def test_what_ends_within_five_seconds_writes_no_line() -> None:
-    watched = Watched()
-    with watched.shown as progress:
-        progress.start(100, watch.WRITING)
-        watched.run(progress, seconds=4, nbytes=25)
-        progress.enter(watch.SYNCING)
-        watched.clock.now += 0.9
-        progress.enter(watch.COMMITTING)
-        progress.stop()
-    assert watched.lines == []
-
-
 def test_many_small_stretches_write_a_line_in_five_seconds_at_most() -> None:
     watched = Watched()
     with watched.shown as progress:
@@ -134,28 +121,6 @@ def test_many_small_stretches_write_a_line_in_five_seconds_at_most() -> None:
             progress.stop()
     assert 15 <= len(moments.found) <= 18
     assert {moment.done_bytes for moment in moments.found} <= {0, 7, 10}
-
-
-def test_a_style_is_told_of_a_moment_a_second() -> None:
-    moments = Moments()
-    watched = Watched(moments)
-    with watched.shown as progress:
-        watched.clock.now += 2
-        progress.start(1000, watch.WRITING)
-        for _ in range(10):
-            watched.clock.now += 0.5
-            progress.advance(100)
-        progress.stop()
-    assert [astuple(moment) for moment in moments.found] == [
-        ("reading headers", 0, None, None, None, 0.0),
-        ("writing", 0, 1000, None, None, 2.0),
-        ("writing", 200, 1000, 200, 4.0, 3.0),
-        ("writing", 400, 1000, 200, 3.0, 4.0),
-        ("writing", 600, 1000, 200, 2.0, 5.0),
-        ("writing", 800, 1000, 200, 1.0, 6.0),
-        ("writing", 1000, 1000, 200, 0.0, 7.0),
-        ("writing", 1000, 1000, 200, 0.0, 7.0),
-    ]
 
 
 def test_what_an_earlier_run_left_is_done_and_not_in_the_rate() -> None:
@@ -367,10 +332,3 @@ def test_a_night_names_the_tag_that_it_deals_with(tmp_path: Path) -> None:
         run, tmp_path / "archive", purge=["global_step80"], grace=NO_GRACE, progress=told
     )
     assert {*told.phases} == {"global_step80: reading"}
-
-
-def test_verbs_that_only_read_tell_so(tmp_path: Path) -> None:
-    run = write(Job(stage=2), tmp_path / "run")
-    told = Told()
-    streamshard.verify(run, progress=told)
-    assert (told.phases, told.kept) == (["reading"], 0)

@@ -211,9 +211,9 @@ def cut_off_after(files: int | None) -> Iterator[None]:
 @sampled(6)
 @pytest.mark.usefixtures("_many_spans")
 @pytest.mark.parametrize(
-    "case", ["stage 3 to 2", "compressed store", "safetensors", "torch", "dcp"]
+    ("stage", "case"),
+    [(3, "stage 3 to 2"), (2, "compressed store"), (2, "safetensors"), (3, "torch"), (2, "dcp")],
 )
-@pytest.mark.parametrize("stage", [2, 3])
 def test_a_run_goes_on_after_any_file(stage: int, case: str, tmp_path: Path, one_in: int) -> None:
     make, out, partial_out = CASES[case], tmp_path / "out", tmp_path / "out.partial"
     run = of(Job(stage=stage))(tmp_path)

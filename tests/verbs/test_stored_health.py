@@ -14,7 +14,7 @@ import streamshard
 from streamshard.errors import CorruptFileError
 from streamshard.formats.zarr import store_manifest
 from tests.cli.conftest import streamshard as program
-from tests.compact.runs import NO_GRACE, STEPS, bits, later, make_run, tag_of
+from tests.compact.runs import NO_GRACE, STEPS, later, make_run, tag_of
 from tests.fabricated import write
 from tests.job import TAG
 from tests.measured import plan_measured
@@ -45,13 +45,6 @@ def test_it_is_recorded_only_if_it_is_wanted(run: Path, tmp_path: Path) -> None:
     streamshard.convert(run, tmp_path / "run.zarr")
     assert streamshard.inspect(tmp_path / "run.zarr").health is None
     assert "healthy" not in program("inspect", tmp_path / "run.zarr").out
-
-
-def test_the_same_bytes_come_out_whoever_measures(run: Path, tmp_path: Path) -> None:
-    stores = [tmp_path / f"{workers}.zarr" for workers in (1, 3)]
-    for store, workers in zip(stores, (1, 3), strict=True):
-        plan_measured(run, store, workers=workers).run()
-    assert bits(stores[0]) == bits(stores[1])
 
 
 def test_nothing_is_read_to_show_it(run: Path, tmp_path: Path) -> None:
