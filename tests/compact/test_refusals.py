@@ -187,6 +187,11 @@ def add_link(run: Path, _: Path) -> None:
     (run / "best").symlink_to(FIRST)
 
 
+def add_inner_link(run: Path, _: Path) -> None:
+    (run / tag_of(1000) / "model.pt").symlink_to(f"../{FIRST}/{MODEL}")
+    age(run / tag_of(1000), 30)
+
+
 def add_link_far_below(run: Path, _: Path) -> None:
     place = run / tag_of(1000) / "eval" / "best"
     place.mkdir(parents=True)
@@ -290,6 +295,7 @@ ARCHIVED: dict[str, tuple[Change, str, str]] = {
     "another file": (add_file, "ambiguous", "was not archived"),
     "another time": (save_again, "ambiguous", "has time of change 1970-01-01 .*another save"),
     "a link": (add_link, "kept", "symbolic link"),
+    "a link in another tag": (add_inner_link, "kept", "symbolic link"),
     "a link far below": (add_link_far_below, "kept", "symbolic link"),
     "a copy of the run directory": (copy_the_run, "ambiguous", "has inode"),
     "another run directory": (move_the_files, "ambiguous", "is another directory"),
