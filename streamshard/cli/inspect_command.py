@@ -16,7 +16,6 @@ from streamshard.operations.inspect.inspect_report import (
     IncompleteCheckpoint,
     Inspection,
 )
-from streamshard.operations.inspect.unopened import describe_unopened, draw_unopened
 from streamshard.options import SourceOptions, types_of
 
 
@@ -27,6 +26,9 @@ def run_inspect(arguments: argparse.Namespace) -> None:
     try:
         found = inspect.inspect(**options)
     except SourceError as error:
+        # Not at the top: as a rule, a source is opened.
+        from streamshard.operations.inspect.unopened import describe_unopened, draw_unopened
+
         source, html = options.pop("source"), options.pop("html")
         own = SourceOptions(**{name: options.pop(name) for name in types_of(SourceOptions)})
         is_more = any(map(_is_given, options.values()))
