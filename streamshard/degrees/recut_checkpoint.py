@@ -16,13 +16,11 @@ from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedE
 from streamshard.formats.checkpoint import (
     LIKE,
     Checkpoint,
-    FlatState,
     LayerFile,
     ModelPart,
     ModuleEntry,
     ParamGroup,
     Reading,
-    ScalarState,
 )
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
@@ -173,12 +171,8 @@ def _same_entry(key: str, one: Mapping[str, Node], other: Mapping[str, Node]) ->
 
 
 def _facts(group: ParamGroup) -> object:
-    if group.states is None:
-        return None
-    return {
-        key: value if isinstance(value, FlatState | ScalarState) else fingerprint(value)
-        for key, value in group.states.items()
-    }
+    documents = group.documents
+    return documents and {key: fingerprint(document) for key, document in documents.items()}
 
 
 @dataclass(frozen=True, slots=True)

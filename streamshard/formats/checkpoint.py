@@ -1,7 +1,6 @@
 """A checkpoint without its partitioning: readers return it, writers start from it."""
 
 import math
-import struct
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
@@ -13,6 +12,7 @@ import numpy as np
 from streamshard.errors import CorruptFileError, Option, lacking
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.ds_versions import Version, dotted, version_in
+from streamshard.formats.deepspeed.states import Elementwise, Masters, State, rare_kinds
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.pickle.node_checks import danger_in
 from streamshard.layout.cutting import Cutting
@@ -40,64 +40,50 @@ def _remark(note: Note) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class FlatState:
-    """An optimizer state with one element per parameter element, or per block of them."""
-
-    dtype: str
-    block: int = 1
-    """Elements of a block. It never holds elements of two parameters, or of two ranks."""
-
-
-CODES: Final = frozenset({"uint8", "int8", "float8_e4m3fn", "float8_e5m2"})
-"""Dtypes of states whose values mean nothing without the scale of their block."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScalarState:
-    """An optimizer state that is one small tensor per group, such as `step`."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data: bytes
-
-    def number(self) -> int | float | None:
-        """Return the only element; None if there are several, or it is of another kind."""
-        form = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}.get(self.dtype)
-        if form is None or len(self.data) != ITEMSIZE[self.dtype]:
-            return None
-        found: int | float = struct.unpack(form, self.data)[0]
-        return found
-
-
-@dataclass(frozen=True, slots=True)
 class ParamGroup:
     """One param group of the optimizer, with the states of its parameters."""
 
     params: tuple[str, ...]
     """Parameter names in the optimizer's order."""
     master_dtype: str
-    states: Mapping[str, Node] | None
-    """State key → `FlatState`, `ScalarState`, or a plain value; None before the first step. Empty
-    if the states cannot be cut."""
+    states: Mapping[str, State] | None
+    """By their keys; None before the first step. Empty if they cannot be cut."""
     number: int = 0
     """Index of the group in the optimizer. A group of experts is listed once per expert rank."""
     expert_parallel: int = 1
     """Count of expert ranks; each has its own experts in this group. 1 without experts."""
     expert_rank: int = 0
 
-    def flat_states(self) -> dict[str, str]:
-        """Return state → dtype of the group's flat states, in the optimizer's order."""
-        return {k: v.dtype for k, v in (self.states or {}).items() if isinstance(v, FlatState)}
-
-    def block(self, state: str) -> int:
-        """Return how many elements of a parameter one element of a flat state stands for."""
-        value = (self.states or {}).get(state)
-        return value.block if isinstance(value, FlatState) else 1
+    @property
+    def cut_states(self) -> dict[str, Elementwise]:
+        """Those with a tensor for each parameter, in the optimizer's order."""
+        return {k: cut for k, state in (self.states or {}).items() if (cut := state.cut)}
 
     @property
-    def largest_block(self) -> int:
-        """Elements of the largest block of a state; 1 if none is kept in blocks."""
-        return max(map(self.block, self.states or ()), default=1)
+    def tensor_states(self) -> dict[str, Elementwise]:
+        """All that have a tensor for each parameter, the master weights first."""
+        return {MASTER: Elementwise(self.master_dtype), **self.cut_states}
+
+    @property
+    def common_states(self) -> dict[str, State]:
+        """Those with one value for all parameters."""
+        return {k: state for k, state in (self.states or {}).items() if state.cut is None}
+
+    @property
+    def documents(self) -> dict[str, tuple[Node, ...]] | None:
+        """What stands for the states in stores; equal for equal states."""
+        if self.states is None:
+            return None
+        return {key: state.document() for key, state in self.states.items()}
+
+    def objection(self, numels: Mapping[str, int], layout: ZeroLayout) -> str | None:
+        """Say why a layout cannot cut the states; None if it can.
+
+        `numels`: elements of each parameter, by name.
+        """
+        ranks, states = layout.world_size // self.expert_parallel, self.cut_states.values()
+        objections = (state.objection(self.number, numels, layout, ranks) for state in states)
+        return next(filter(None, objections), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,10 +187,15 @@ class ModelPart:
         """Tell whether DeepSpeed's Muon trains a group, and not its auxiliary Adam."""
         return self.hyper_parameters[group.number].get(names.IS_MUON) is True
 
-    def whole_states(self, group: ParamGroup, layout: ZeroLayout) -> frozenset[str]:
-        """Return the states that a rank keeps whole for each parameter that it owns a part of."""
-        whole = layout.whole_momentum and self.is_muon(group)
-        return frozenset({names.MOMENTUM} & group.flat_states().keys()) if whole else frozenset()
+    def kept_states(self, group: ParamGroup, layout: ZeroLayout) -> dict[str, Elementwise]:
+        """Return a group's tensor states as ranks of a layout keep them."""
+        options, kept = self.hyper_parameters[group.number], group.tensor_states
+        for key in group.cut_states:
+            for kind in rare_kinds(key):
+                kept[key] = kind.kept(key, kept[key], options, layout)
+        if not layout.bf16_optimizer:
+            kept[MASTER] = Masters(group.master_dtype)
+        return kept
 
     def serialized(self, group: ParamGroup) -> tuple[str, ...]:
         """Return a group's parameter names as in the files: each expert rank counts from 0."""
@@ -318,13 +309,23 @@ class Checkpoint:
     def largest_block(self) -> int:
         """Elements of the largest block of which an optimizer state has one scale; 1 if of none."""
         groups = (group for model_part in self.model_parts for group in model_part.groups)
-        return max((group.largest_block for group in groups), default=1)
+        states = (state for group in groups for state in group.cut_states.values())
+        return max((state.block for state in states), default=1)
+
+    def objection(self, layout: ZeroLayout) -> str | None:
+        """Say why a layout cannot cut the optimizer's states; None if it can."""
+        for part in self.model_parts:
+            for group, shapes in zip(part.groups, self.group_shapes(part), strict=True):
+                numels = {name: math.prod(shape) for name, shape in shapes.items()}
+                if objection := group.objection(numels, layout):
+                    return objection
+        return None
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """Return a warning if the training state has names that run something when loaded."""
         kept = [
-            (part.model_state, part.optimizer_file, [group.states for group in part.groups])
+            (part.model_state, part.optimizer_file, [group.documents for group in part.groups])
             for part in self.model_parts
         ]
         return danger_in([kept, [layer.state for layer in self.layers]])

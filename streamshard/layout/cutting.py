@@ -369,18 +369,6 @@ def partition_segments(group: FlatGroup, rank: int, tensors: Ints, *, itemsize: 
     return Segments(tensors[which], start, start + numel, begin * itemsize)
 
 
-def owned_segments(group: FlatGroup, rank: int, tensors: Ints, *, itemsize: int) -> Segments:
-    """Return the segments of a state that a rank keeps whole for each parameter it owns a part of.
-
-    `tensors`: logical tensor of each parameter, in the param group's own order.
-    """
-    owned = np.asarray(group.owned(rank), dtype=np.int64)
-    numels = group.numels[owned]
-    return Segments(
-        tensors[owned], np.zeros_like(numels), numels, (np.cumsum(numels) - numels) * itemsize
-    )
-
-
 def shard_segments(
     numels: Ints,
     world_size: int,

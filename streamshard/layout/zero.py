@@ -177,17 +177,6 @@ def flat_group(
     )
 
 
-def muon_order(shapes: Sequence[tuple[int, ...]]) -> list[int]:
-    """Order in which DeepSpeed's Muon sorts the parameters of its groups: larger shapes first.
-
-    Muon sees no size of parameters made under `zero.Init`; they keep their order.
-
-    >>> muon_order([(2, 9), (3, 1), (2, 9), (3, 4)])
-    [3, 1, 0, 2]
-    """
-    return sorted(range(len(shapes)), key=lambda index: shapes[index], reverse=True)
-
-
 def shard_numel(numel: int, world_size: int) -> int:
     """Return the elements of one parameter that each rank holds in stage 3, padding included."""
     return ceil_div(numel, world_size)

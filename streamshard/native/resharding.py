@@ -9,6 +9,7 @@ from streamshard.layout.batch import BatchPlan
 from streamshard.model import ZeroLayout
 from streamshard.native import resizing
 from streamshard.native.target_settings import TargetSettings, require_allowed, target_settings
+from streamshard.registry import IN_ORDER, NEEDS_ORDER, load
 from streamshard.source.degree_change import DegreeChange
 from streamshard.source.source import Source
 
@@ -90,10 +91,8 @@ def resharding_of(
     stage = settings.layout.stage
     uses_like, checkpoint = degrees is not None, opened.checkpoint
     if checkpoint.has_muon:
-        from streamshard.formats.deepspeed.cut import muon_order  # not at the top: Adam has none
-
-        uses_like = uses_like or muon_order.needs_order(checkpoint, stage)
-        checkpoint = muon_order.in_order_of(checkpoint, stage, opened.like)
+        uses_like = uses_like or load(NEEDS_ORDER)(checkpoint, stage)
+        checkpoint = load(IN_ORDER)(checkpoint, stage, opened.like)
     checkpoint = checkpoint.of_version(target_version(ds_version, checkpoint.ds_version))
     resized = frameworks.resize(
         checkpoint.tag,

@@ -22,7 +22,7 @@ from streamshard.formats.torch.zip_layout import FileImage
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.model import Template
 from streamshard.native.target_settings import TargetSettings
-from streamshard.registry import READ_BACK, load
+from streamshard.registry import READ_BACK, UNCUTTABLE, load
 from streamshard.source.source import Request, Source
 from streamshard.transfer.byte_accounting import ByteCounts
 from streamshard.transfer.file_layout import FileLayout, copied_files, fixed_files
@@ -97,11 +97,8 @@ def layout_of(image: FileImage) -> FileLayout:
 def targets_of(source: Source, settings: TargetSettings) -> list[ZeroTarget]:
     """Cut each model part of a checkpoint according to the settings."""
     checkpoint, layout = source.checkpoint, settings.layout
-    if checkpoint.largest_block > 1:
-        # Not at the top: most optimizers keep no blocks.
-        from streamshard.formats.deepspeed.cut.block_cut import require_whole_blocks
-
-        require_whole_blocks(checkpoint, layout, source.path)
+    if objection := checkpoint.objection(layout):
+        raise load(UNCUTTABLE)(objection, checkpoint, layout, source.path)
     dtype, index = settings.module_dtype, checkpoint.tensor_index()
     cuts = [
         cut_model_part(checkpoint, model_part, layout, dtype)

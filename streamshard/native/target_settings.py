@@ -362,11 +362,7 @@ def _settings_note(
             f"round_robin_gradients {_switch(layout.round_robin)}, "
             f"parameter_alignment {_switch(layout.parameter_alignment)}"
         )
-        if any(
-            model_part.is_muon(g)
-            for model_part in checkpoint.model_parts
-            for g in model_part.groups
-        ):
+        if checkpoint.has_muon:
             shape += f", offload_optimizer {_switch(layout.offload)}"
     return f"ZeRO stage {layout.stage}, {dtype}, {shape}: from {where}."
 

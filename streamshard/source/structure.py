@@ -8,7 +8,6 @@ from typing import Final
 from streamshard.checks.problems import Findings
 from streamshard.checks.scan import Unit, scan
 from streamshard.errors import IntegrityError, SourceError, release_frames
-from streamshard.formats.deepspeed.cut.zero_cutting import require_alike
 from streamshard.io.entries import listings_kept
 from streamshard.io.files import source_errors
 from streamshard.layout.memory_plan import MemoryPlan
@@ -59,6 +58,9 @@ def require_same_repeats(source: Source) -> None:
     """Compare what ranks have of the same elements, of which only the ends were compared."""
     with source_errors(source.path):
         for repeat in source.repeats:
+            # Not at the top: few optimizers have them.
+            from streamshard.formats.deepspeed.rare_states import require_alike
+
             for start in range(0, repeat[-1], _PIECE_BYTES):
                 require_alike(repeat, start, min(_PIECE_BYTES, repeat[-1] - start))
 

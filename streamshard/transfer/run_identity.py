@@ -12,13 +12,11 @@ from streamshard.errors import Option, TargetExistsError
 from streamshard.formats.checkpoint import (
     Checkpoint,
     Dropped,
-    FlatState,
     LayerFile,
     ModelPart,
     ModuleEntry,
     OtherFile,
     ParamGroup,
-    ScalarState,
     Uncut,
 )
 from streamshard.formats.pickle import inert_dump
@@ -28,7 +26,7 @@ from streamshard.model import LogicalTensor, Note, NoteKind, SourceFile, ZeroLay
 from streamshard.sizes import counted
 from streamshard.source.source import Source
 
-_FORMAT: Final = 5
+_FORMAT: Final = 6
 """Rises whenever the same run makes other bytes, has another digest of its headers, or notes its
 files in another way."""
 _DIGEST_BYTES: Final = 8
@@ -46,14 +44,14 @@ _PARTS: Final[Mapping[type, Callable[[Any], Node]]] = {
             ModelPart,
             Note,
             OtherFile,
-            ParamGroup,
-            ScalarState,
             ZeroLayout,
         )
     },
-    # Earlier versions had no paused entries, and no blocks.
+    # Earlier versions had no paused entries.
     ModuleEntry: lambda e: (e.name, e.kind, e.dtype, e.shape, e.alias_of, *[True] * e.paused),
-    FlatState: lambda state: state.dtype if state.block == 1 else (state.dtype, state.block),
+    ParamGroup: attrgetter(
+        "params", "master_dtype", "documents", "number", "expert_parallel", "expert_rank"
+    ),
     Uncut: lambda uncut: (uncut.why, uncut.files),
     Storage: attrgetter("dtype", "numel", "blob"),
     NoteKind: str,

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_distribu
 import streamshard
 from streamshard.cli.main import main
 from streamshard.errors import CorruptFileError, IncompleteError, SourceError, UnsupportedError
-from streamshard.formats.checkpoint import ScalarState
 from streamshard.formats.dcp.optimizer_state import number_in
+from streamshard.formats.deepspeed.states import Scalar
 from tests.fabricated_dcp import Saved, adamw, mesh, rows, save_index
 
 SHAPES = {"up.weight": (8, 5), "up.bias": (7,), "down.weight": (3, 7)}
@@ -300,6 +300,6 @@ def test_what_is_not_needed_of_the_index_is_not_run(tmp_path: Path) -> None:
 
 
 def test_a_number_in_a_dtype_that_optimizers_do_not_use_is_named() -> None:
-    assert number_in("lr", ScalarState("float64", (), np.float64(0.1).tobytes())) == 0.1
+    assert number_in("lr", Scalar("float64", (), np.float64(0.1).tobytes())) == 0.1
     with pytest.raises(UnsupportedError, match="lr is bfloat16"):
-        number_in("lr", ScalarState("bfloat16", (), b"\0\0"))
+        number_in("lr", Scalar("bfloat16", (), b"\0\0"))

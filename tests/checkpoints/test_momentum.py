@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,8 @@ from streamshard.errors import (
     UnsupportedError,
     UsageError,
 )
+from streamshard.formats.deepspeed.rare_states import WholeMomentum
+from streamshard.layout.zero import flat_group
 from tests.fabricated import (
     DUMPS,
     edit,
@@ -33,6 +36,17 @@ GROUPS = MUON.groups
 _WIDER = (("wide", (9, 800)), *GROUPS[0][1:])
 LONG = replace(MUON, groups=(_WIDER, *GROUPS[1:]))
 """Its first matrix is too large to be compared whole; all ranks hold it."""
+
+
+def test_a_rank_has_parameters_whole_that_it_owns_a_part_of() -> None:
+    group = flat_group([3, 6, 4], world_size=2, round_robin=True, alignment=1)
+    momentum, tensors = WholeMomentum("float32"), np.array([7, 8, 9], np.int64)
+    shares = [momentum.share(group, rank, tensors) for rank in range(2)]
+    segments = [share.segments(itemsize=2) for share in shares if share is not None]
+    assert [of_rank.tensor.tolist() for of_rank in segments] == [[7, 9, 8], [8]]
+    assert [of_rank.start.tolist() for of_rank in segments] == [[0, 0, 0], [0]]
+    assert [of_rank.stop.tolist() for of_rank in segments] == [[3, 4, 6], [6]]
+    assert [of_rank.target.tolist() for of_rank in segments] == [[0, 6, 14], [0]]
 
 
 def momentum(state: dict[str, Any]) -> torch.Tensor:

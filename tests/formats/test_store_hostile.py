@@ -24,7 +24,8 @@ from streamshard.errors import (
     StreamshardError,
     UnsupportedError,
 )
-from streamshard.formats.checkpoint import Checkpoint, ModuleEntry, OtherFile, ScalarState
+from streamshard.formats.checkpoint import Checkpoint, ModuleEntry, OtherFile
+from streamshard.formats.deepspeed.states import Scalar
 from streamshard.formats.zarr import store_state
 from streamshard.formats.zarr.chunks import BloscChunk, serialize_checksum
 from streamshard.model import FILE, LogicalTensor, Note
@@ -184,7 +185,7 @@ LIES: dict[str, Callable[[Checkpoint], Checkpoint]] = {
     )(c),
     "a scalar of half an element": lambda c: other_model_part(
         groups=tuple(
-            replace(g, states={**(g.states or {}), "x": ScalarState("float32", (), b"ab")})
+            replace(g, states={**(g.states or {}), "x": Scalar("float32", (), b"ab")})
             for g in c.model_parts[0].groups
         )
     )(c),

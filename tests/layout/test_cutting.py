@@ -8,15 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamshard.layout.cutting import (
-    CuttingBuilder,
-    Segments,
-    clip,
-    coalesce,
-    owned_segments,
-    whole_segment,
-)
-from streamshard.layout.zero import flat_group
+from streamshard.layout.cutting import CuttingBuilder, Segments, clip, coalesce, whole_segment
 from streamshard.model import Copies, Slot
 from tests.layout.simulate import HEADER, Chunks, Disk, Flat, Groups, Layout, Shards, apply, lay
 
@@ -129,16 +121,6 @@ def test_coalesce_leaves_nothing_to_merge(rows: list[tuple[int, int, int, int]])
     assert [row[2] for row in found] == sorted(row[2] for row in found)
     for (file, source, target, nbytes), after in pairwise(found):
         assert after[:3] != (file, source + nbytes, target + nbytes)
-
-
-def test_parameters_that_a_rank_owns_a_part_of_come_whole() -> None:
-    group = flat_group([3, 6, 4], world_size=2, round_robin=True, alignment=1)
-    tensors = np.array([7, 8, 9], np.int64)
-    found = [owned_segments(group, rank, tensors, itemsize=2) for rank in range(2)]
-    assert [segments.tensor.tolist() for segments in found] == [[7, 9, 8], [8]]
-    assert [segments.start.tolist() for segments in found] == [[0, 0, 0], [0]]
-    assert [segments.stop.tolist() for segments in found] == [[3, 4, 6], [6]]
-    assert [segments.target.tolist() for segments in found] == [[0, 6, 14], [0]]
 
 
 @pytest.mark.parametrize("numel", [0, 3])

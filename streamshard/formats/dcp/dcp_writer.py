@@ -94,7 +94,6 @@ def value_item(value: Node) -> bytes:
 
 
 def _literal(record: Record) -> bytes:
-    """Serialize a record whose data is known."""
     data = record.content.data if isinstance(record.content, Literal) else b""
     return record.header() + data + record.descriptor(zlib.crc32(data))
 

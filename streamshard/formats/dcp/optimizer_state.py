@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
-from streamshard.formats.checkpoint import CODES, FlatState, ScalarState
 from streamshard.formats.dcp.dcp_names import PARAMS
 from streamshard.formats.dcp.item_reader import ItemFiles, TensorPlaces
 from streamshard.formats.dcp.metadata_reader import Index
 from streamshard.formats.dcp.state_names import StateKeys
+from streamshard.formats.deepspeed.read.state_of_ranks import CODES
+from streamshard.formats.deepspeed.states import Elementwise, Plain, Scalar, State
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.torch.torch_tensor import tensor_of
 
@@ -57,11 +58,11 @@ def missing_keys(group: Mapping[str, Node], *, decouples: bool | None) -> dict[s
     return {key: decouples if key == DECOUPLED else value for key, value in found.items()}
 
 
-def step_of(value: Node) -> bytes:
+def step_of(state: State) -> bytes:
     """Return a step counter as torch keeps it, the bytes of one float32."""
-    count = value.number() if isinstance(value, ScalarState) else value
-    if isinstance(count, bool) or not isinstance(count, int | float):
-        raise UnsupportedError(f"the optimizer's step {show(value)} is not a count of steps")
+    count = state.number()
+    if count is None:
+        raise UnsupportedError(f"the optimizer's step {state} is not a count of steps")
     if not (0 <= count <= _EXACT and count == int(count)):
         raise UnsupportedError(f"the optimizer's step {count} is not exact in torch's float32")
     return struct.pack("<f", count)
@@ -75,8 +76,8 @@ class SavedGroup:
     """In the order of the checkpoint; of a flattened optimizer, in the order of its keys."""
     options: Mapping[str, Node]
     """`lr`, `betas`, …, without the parameters."""
-    states: Mapping[str, Node] | None
-    """State → `FlatState`, `ScalarState` or a plain value; None before the first step."""
+    states: Mapping[str, State] | None
+    """By their keys; None before the first step."""
 
 
 class SavedOptimizer:
@@ -133,8 +134,7 @@ class SavedOptimizer:
         for name in params:
             for option, key in self._keys.copies.get(name, {}).items():
                 value = self._value(key)
-                mine = _show_value(options[option]) if option in options else "missing"
-                if _show_value(value) != mine:
+                if option not in options or repr(value) != repr(options[option]):
                     message = f"{show(key)} is {show(value)}, in param group {number} it is"
                     raise DisagreementError(f"{message} {show(options.get(option))}")
 
@@ -143,8 +143,8 @@ class SavedOptimizer:
         by_name: dict[str, dict[str, Node]] = {}
         for name in self._keys.groups:
             options, states = self.options(name), self.states_of([name]) or {}
-            both = (sorted(options.items()), sorted(states.items()))
-            text = repr([[(key, _show_value(value)) for key, value in part] for part in both])
+            documents = {key: state.document() for key, state in states.items()}
+            text = repr([sorted(options.items()), sorted(documents.items())])
             members.setdefault(text, []).append(name)
             by_name[text] = options
         for name in self._keys.states:
@@ -159,50 +159,43 @@ class SavedOptimizer:
         """Read the options of a group, or of one parameter of a flattened optimizer."""
         return {name: self._value(key) for name, key in self._keys.groups[owner].items()}
 
-    def states_of(self, params: Sequence[str]) -> Mapping[str, Node] | None:
+    def states_of(self, params: Sequence[str]) -> Mapping[str, State] | None:
         """Read the states that parameters share; None if none of them has any."""
-        first: Mapping[str, Node] | None = None
-        shown: dict[str, str] = {}
-        for number, name in enumerate(params):
-            states = {
-                k: self._state(name, key) for k, key in self._keys.states.get(name, {}).items()
-            }
-            now = {key: _show_value(value) for key, value in states.items()}
-            if number == 0:
-                first, shown = states, now
-            for key in {**shown, **now} if now != shown else ():
-                if shown.get(key) != now.get(key):
-                    message = f"'{params[0]}' has {key} {shown.get(key, 'not at all')}, '{name}' of"
-                    message = f"{message} the same param group {now.get(key, 'not at all')}"
+        first: Mapping[str, State] | None = None
+        for name in params:
+            keys = self._keys.states.get(name, {})
+            states = {state: self._state(name, key) for state, key in keys.items()}
+            first = states if first is None else first
+            for key in {**first, **states}:
+                pair = first.get(key), states.get(key)
+                if _bits(pair[0]) != _bits(pair[1]):
+                    shown = ["not at all" if state is None else str(state) for state in pair]
+                    message = f"'{params[0]}' has {key} {shown[0]}, '{name}' of"
+                    message = f"{message} the same param group {shown[1]}"
                     raise DisagreementError(f"{message}: ZeRO keeps one for all")
         return first or None
 
-    def _state(self, name: str, key: str) -> Node:
+    def _state(self, name: str, key: str) -> State:
         tensor = self._index.tensors.get(key)
         if tensor is None:
-            return self._value(key)
+            return Plain(self._value(key))
         weight = self._keys.weights.get(name)
         shape = self._index.tensors[weight].shape if weight is not None else None
-        if tensor.shape == shape and shape != ():
-            if tensor.dtype in CODES:
-                message = (
-                    f"'{key}' holds codes of {tensor.dtype}: 8-bit optimizers such as those of"
-                )
-                message = f"{message} bitsandbytes keep a scale for every block of them, and blocks"
-                raise UnsupportedError(f"{message} are not cut. {_ANEW}")
-            return FlatState(tensor.dtype)
         if tensor.shape == () and (shape != () or key.endswith(".step")):
             return self._scalar(key)
-        if tensor.shape == shape:
-            return FlatState(tensor.dtype)
-        message = f"'{key}' has the shape {list(tensor.shape)}, its parameter"
-        raise UnsupportedError(
-            f"{message} {list(shape or ())}: only states with an element for each of the parameter"
-        )
+        if tensor.shape != shape:
+            message = f"'{key}' has the shape {list(tensor.shape)}, its parameter"
+            message = f"{message} {list(shape or ())}: only states with an element for each of the"
+            raise UnsupportedError(f"{message} parameter")
+        if tensor.dtype in CODES and shape:
+            message = f"'{key}' holds codes of {tensor.dtype}: 8-bit optimizers such as those of"
+            message = f"{message} bitsandbytes keep a scale for every block of them, and blocks"
+            raise UnsupportedError(f"{message} are not cut. {_ANEW}")
+        return Elementwise(tensor.dtype)
 
-    def _scalar(self, key: str) -> ScalarState:
+    def _scalar(self, key: str) -> Scalar:
         tensor = self._index.tensors[key]
-        return ScalarState(tensor.dtype, (), self._places[key].scalar)
+        return Scalar(tensor.dtype, (), self._places[key].scalar)
 
     def _value(self, key: str) -> Node:
         """Read a plain value: a number, a text, a flag, a small tuple or list of these."""
@@ -216,7 +209,7 @@ class SavedOptimizer:
         return value
 
 
-def number_in(key: str, scalar: ScalarState) -> int | float:
+def number_in(key: str, scalar: Scalar) -> int | float:
     """Return the number that a tensor of one element holds."""
     number = scalar.number()
     if number is None:
@@ -224,11 +217,9 @@ def number_in(key: str, scalar: ScalarState) -> int | float:
     return number
 
 
-def _show_value(value: Node) -> str:
-    """Serialize an option or a state as text, so that equal texts mean equal bits."""
-    if isinstance(value, ScalarState):
-        return f"{value.dtype} {value.data.hex()}"
-    return repr(value) if isinstance(value, FlatState) or is_plain(value) else show(value)
+def _bits(state: State | None) -> str:
+    """Return a text that is the same only for the same bits."""
+    return "" if state is None else repr(state.document())
 
 
 def is_plain(value: Node, depth: int = 3) -> bool:

@@ -15,15 +15,7 @@ from typing import Final
 import numpy as np
 
 from streamshard.errors import DisagreementError, UnsupportedError
-from streamshard.formats.checkpoint import (
-    LIKE,
-    Checkpoint,
-    FlatState,
-    ModelPart,
-    ParamGroup,
-    Reading,
-    ScalarState,
-)
+from streamshard.formats.checkpoint import LIKE, Checkpoint, ModelPart, ParamGroup, Reading
 from streamshard.formats.dcp.dcp_names import PARAMS
 from streamshard.formats.dcp.dcp_reader import Distributed, cut
 from streamshard.formats.dcp.optimizer_state import (
@@ -36,6 +28,7 @@ from streamshard.formats.dcp.optimizer_state import (
 )
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.read.model_part import optimizer_tensors
+from streamshard.formats.deepspeed.states import Plain, Scalar, State
 from streamshard.formats.pickle.inert import Node, show, show_few
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch.torch_tensor import Storage
@@ -270,9 +263,9 @@ class _Merging:
         theirs = group.states
         if STEP in (theirs or {}) and STEP not in states:
             raise DisagreementError(f"tells no count of steps, which {LIKE} has")
-        flat = {key for key, value in states.items() if isinstance(value, FlatState)}
+        flat = {key for key, state in states.items() if state.cut}
         if theirs is not None:
-            wanted = group.flat_states().keys()
+            wanted = group.cut_states.keys()
             if flat != wanted:
                 message = f"has the states {show_few(sorted(flat))}, {LIKE}"
                 raise DisagreementError(f"{message} {show_few(sorted(wanted))}")
@@ -284,27 +277,26 @@ class _Merging:
         return replace(group, states=merged)
 
     def _state(
-        self, key: str, value: Node, group: ParamGroup, like_group: Mapping[str, Node]
-    ) -> Node:
+        self, key: str, state: State, group: ParamGroup, like_group: Mapping[str, Node]
+    ) -> State:
         """Return a state in the form that the optimizer of the reference keeps it in."""
-        if isinstance(value, FlatState):
-            known = (group.states or {}).get(key, value)
-            if known != value:
-                message = f"its {key} is {value.dtype}, that of {LIKE} is"
-                raise UnsupportedError(f"{message} {getattr(known, 'dtype', show(known))}")
-            return value
+        if state.cut:
+            reference = (group.states or {}).get(key, state)
+            if reference != state:
+                raise UnsupportedError(f"its {key} is {state}, that of {LIKE} is {reference}")
+            return state
         if group.states is not None:
             if key not in group.states:
                 raise DisagreementError(f"has a state {show(key)}, which {LIKE} has not")
-            is_tensor = isinstance(group.states[key], ScalarState)
+            is_tensor = group.states[key].is_tensor
         elif OF_TORCH in like_group or OF_DEEPSPEED in like_group:
             is_tensor = OF_TORCH in like_group
         else:
             message = f"{LIKE} was saved before its first step, and does not tell whether its"
             raise UnsupportedError(f"{message} optimizer keeps '{key}' as a number: save one later")
-        if is_tensor == isinstance(value, ScalarState):
-            return value
-        return _as_number(key, value) if not is_tensor else _as_tensor(key, value)
+        if is_tensor == state.is_tensor:
+            return state
+        return _as_number(key, state) if isinstance(state, Scalar) else _as_tensor(key, state)
 
     def _options(
         self, mine: SavedGroup | None, like_group: Mapping[str, Node]
@@ -359,21 +351,22 @@ class _Merging:
             )
 
 
-def _as_number(key: str, value: ScalarState) -> int:
-    number = number_in(key, value)
+def _as_number(key: str, scalar: Scalar) -> State:
+    number = number_in(key, scalar)
     if not float(number).is_integer():
         raise UnsupportedError(f"its {key} is no count of steps")
-    return int(number)
+    return Plain(int(number))
 
 
-def _as_tensor(key: str, value: Node) -> ScalarState:
+def _as_tensor(key: str, state: State) -> State:
     """Return a number as torch's optimizers keep steps: in a float32 tensor."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UnsupportedError(f"its {key} is {show(value)}, which is no count of steps")
-    data = np.array(value, "<f4")
-    if data.item() != value:
-        raise UnsupportedError(f"its {key} {value} is not exact in torch's float32")
-    return ScalarState("float32", (), data.tobytes())
+    number = state.number()
+    if number is None:
+        raise UnsupportedError(f"its {key} is {state}, which is no count of steps")
+    data = np.array(number, "<f4")
+    if data.item() != number:
+        raise UnsupportedError(f"its {key} {number} is not exact in torch's float32")
+    return Scalar("float32", (), data.tobytes())
 
 
 def _with_options(

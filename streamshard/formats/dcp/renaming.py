@@ -335,7 +335,6 @@ def _joined(rule: Rule, held: Sequence[Held]) -> tuple[Held, int]:
 
 
 def _unit(rule: Rule, shape: Sequence[int], parts: int) -> int:
-    """Return the rows of a part."""
     rows, number = (shape[0] if shape else 0), rule.groups * parts
     if not rows or rows % number:
         message = f"of {list(shape)} has rows that cannot be divided into"

@@ -13,9 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Final
 
-import numpy as np
-
-from streamshard.formats.checkpoint import Checkpoint, FlatState, ModelPart, ParamGroup, ScalarState
+from streamshard.formats.checkpoint import Checkpoint, ModelPart, ParamGroup
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.auto_experts import without_ranks
 from streamshard.formats.pickle.inert import Node, show, show_key
@@ -82,22 +80,7 @@ def _without_experts(model_part: ModelPart) -> ModelPart:
 
 def _shown_scalars(group: ParamGroup) -> dict[str, Node]:
     """Return the unpartitioned states of a group, such as its step; tensors as text."""
-    return {
-        key: _scalar_text(value)
-        for key, value in (group.states or {}).items()
-        if not isinstance(value, FlatState)
-    }
-
-
-def _scalar_text(value: Node) -> Node:
-    """Serialize a small tensor as text, so that equal texts mean equal bits."""
-    if not isinstance(value, ScalarState):
-        return value
-    try:
-        shown = np.frombuffer(value.data, dtype=value.dtype).tolist()
-    except (TypeError, ValueError):  # a dtype that NumPy lacks, or an incomplete element
-        shown = []
-    return f"{shown} {value.dtype}{list(value.shape)} {value.data.hex()}"
+    return {key: state.comparable() for key, state in group.common_states.items()}
 
 
 def _expert_groups(model_part: ModelPart) -> list[ParamGroup]:
@@ -193,25 +176,12 @@ def compare_shared(one: ModelPart, other: ModelPart) -> Iterator[Disparity]:
 def _stated(model_part: ModelPart, group: ParamGroup) -> dict[str, str]:
     """Return the plain hyper-parameters and scalar states of a group, as text."""
     options = model_part.hyper_parameters[group.number]
-    states = {
-        key: _number(value) if isinstance(value, ScalarState) else value
-        for key, value in (group.states or {}).items()
-        if not isinstance(value, FlatState)
-    }
+    states = {key: state.plain() for key, state in group.common_states.items()}
     return {
         key: _plain_text(value)
         for key, value in {**options, **states}.items()
         if key != "params" and _is_plain(value)
     }
-
-
-def _number(state: ScalarState) -> Node:
-    """Return the only element of a small tensor; None if it is no number."""
-    try:
-        values = np.frombuffer(state.data, dtype=state.dtype).tolist()
-    except (TypeError, ValueError):
-        return None
-    return values[0] if len(values) == 1 else None
 
 
 def _is_plain(value: Node) -> bool:

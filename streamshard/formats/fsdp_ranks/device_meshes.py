@@ -234,7 +234,6 @@ def _numbers(node: Node, shape: Shape) -> Call:
 
 
 def _with_entries(node: Call, entries: Mapping[str, Node]) -> Call:
-    """Return an object with other attributes."""
     return replace(node, state=_changed(node.state, entries))
 
 

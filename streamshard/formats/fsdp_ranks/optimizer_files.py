@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError, UsageError
-from streamshard.formats.checkpoint import FlatState, ParamGroup, ScalarState
+from streamshard.formats.checkpoint import ParamGroup
 from streamshard.formats.dcp.optimizer_state import is_plain, number_in
 from streamshard.formats.deepspeed.read.rank_files import SourceFiles
 from streamshard.formats.deepspeed.read.redundant_copies import alike
+from streamshard.formats.deepspeed.read.state_of_ranks import read_scalar
+from streamshard.formats.deepspeed.states import Elementwise, Plain, State
 from streamshard.formats.fsdp_ranks.flat_parameters import (
     Names,
     evened_roots,
@@ -339,16 +341,12 @@ class _Reading:
                 continue
             tensor = tensor_of(node)
             if tensor is not None and not tensor.shape:
-                found[key] = number_in(name_of(key), self._scalar(tensor))
+                found[key] = number_in(name_of(key), read_scalar(tensor, self._sources))
             elif tensor is None and is_plain(node):
                 found[key] = node
             else:
                 raise UnsupportedError(f"its {show(key)} is {show(node)}, which is no number")
         return found
-
-    def _scalar(self, tensor: Tensor) -> ScalarState:
-        data = self._sources.read_bytes(tensor.storage, tensor.offset, ITEMSIZE[tensor.dtype])
-        return ScalarState(tensor.dtype, (), data)
 
     def _require_alike(self, path: Sequence[Node], own: Sequence[Tensor]) -> None:
         """Refuse plain tensors that are not the same on all ranks."""
@@ -425,18 +423,18 @@ class _Reading:
 
     def _states(
         self, held: Mapping[Node, Node], cut: Mapping[int, CutState | FlatCut]
-    ) -> dict[str, Node]:
+    ) -> dict[str, State]:
         """Return the states of one parameter, without its elements."""
-        found: dict[str, Node] = {}
+        found: dict[str, State] = {}
         for key, node in held.items():
             number = self._numbers.get(id(node), -1)
             tensor = tensor_of(node)
             if number in cut:
-                found[name_of(key)] = FlatState(cut[number].dtype)
+                found[name_of(key)] = Elementwise(cut[number].dtype)
             elif tensor is not None and not tensor.shape:
-                found[name_of(key)] = self._scalar(tensor)
+                found[name_of(key)] = read_scalar(tensor, self._sources)
             elif isinstance(node, bool | int | float | str) or node is None:
-                found[name_of(key)] = node
+                found[name_of(key)] = Plain(node)
             else:
                 raise UnsupportedError(f"its state {show(key)} is {show(node)}")
         return found

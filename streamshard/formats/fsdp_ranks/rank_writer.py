@@ -105,7 +105,6 @@ class RankImages:
         return change.dtensor(node, make_tensor(storage, sizes))
 
     def _flat(self, node: Call, shard: int) -> Call:
-        """Return a rank's part of a flat tensor."""
         held = [tensor for tensor in map(tensor_of, node.args) if tensor is not None]
         group = group_of([tensor.numel for tensor in held], self.mesh.lengths[-1])
         tensors = np.array([tensor.storage.blob for tensor in held], dtype=np.int64)

@@ -22,13 +22,13 @@ from typing import Final
 import numpy as np
 
 from streamshard.errors import CorruptFileError, DisagreementError, IncompleteError
-from streamshard.formats.checkpoint import FlatState, ScalarState
 from streamshard.formats.dcp import dcp_names
 from streamshard.formats.dcp.dcp_reader import Distributed, locate
 from streamshard.formats.dcp.item_reader import ItemFiles, TensorPlaces
 from streamshard.formats.dcp.metadata_reader import Index, SavedTensor, is_distributed, read_index
 from streamshard.formats.dcp.optimizer_state import STEP, SavedGroup, is_plain, number_in
 from streamshard.formats.dcp.state_names import StateKeys
+from streamshard.formats.deepspeed.states import Elementwise, Plain, Scalar, State
 from streamshard.formats.pickle.inert import Node, show, show_few
 from streamshard.formats.pickle.node_checks import of_file, require_unrolled
 from streamshard.formats.torch import torch_file
@@ -234,7 +234,7 @@ def _step(path: Path, node: Node) -> int:
     if (tensor := tensor_of(node)) is not None and tensor.numel == 1:
         with open_readable(path) as source:
             data = source.read_at(tensor.offset, ITEMSIZE[tensor.dtype])
-        number = number_in(STEP, ScalarState(tensor.dtype, (), data))
+        number = number_in(STEP, Scalar(tensor.dtype, (), data))
     is_whole = isinstance(number, int) or (isinstance(number, float) and number.is_integer())
     if isinstance(number, bool) or not is_whole:
         raise CorruptFileError(f"{show(node)} is not a count of steps")
@@ -253,9 +253,9 @@ def _groups(root: Path, keys: StateKeys, index: Index, optimizer: _Common) -> li
         if kind != kinds[0]:
             message = f"'{params[0]}' has the states {kinds[0]}, '{name}' {kind}"
             raise DisagreementError(f"{message}: ZeRO keeps one kind for all", path=root)
-    states: dict[str, Node] = {state: FlatState(dtype) for state, dtype in kinds[0].items()}
+    states: dict[str, State] = {state: Elementwise(dtype) for state, dtype in kinds[0].items()}
     if optimizer.steps:
-        states = {STEP: optimizer.steps[0], **states}
+        states = {STEP: Plain(optimizer.steps[0]), **states}
     return [SavedGroup(params, optimizer.options, states)]
 
 

@@ -160,7 +160,6 @@ def read_archive(source: Readable) -> TorchFile:
 
 
 def _content(source: Readable, record: ZipRecord, limit: int = 64) -> bytes:
-    """Read a small record whole."""
     if record.nbytes > limit:
         message = f"record {show(record.name)} of {record.nbytes:,} bytes, for at most {limit:,}"
         raise UnsupportedError(message)

@@ -17,14 +17,16 @@ from streamshard.errors import (
     IncompleteError,
     UnsupportedError,
 )
-from streamshard.formats.checkpoint import FlatState, ParamGroup, ScalarState
+from streamshard.formats.checkpoint import ParamGroup
 from streamshard.formats.deepspeed.read.fingerprints import pickled
 from streamshard.formats.deepspeed.read.rank_files import SourceFiles
+from streamshard.formats.deepspeed.read.state_of_ranks import read_scalar
+from streamshard.formats.deepspeed.states import Elementwise, Plain, State
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import Tensor, storages_in, tensor_of
-from streamshard.model import ITEMSIZE, MASTER
+from streamshard.model import MASTER
 
 _STEP: Final = "step"
 _PARAM: Final = "param"
@@ -70,7 +72,7 @@ class ParamFiles:
         """
         states = self._states_of(shapes)
         dtypes: dict[str, str] = {}
-        scalars: dict[str, Node] = {}
+        scalars: dict[str, State] = {}
         for name, shape in shapes.items():
             files = self.paths[name]
             for state in states:
@@ -85,7 +87,7 @@ class ParamFiles:
                 self._add_step(scalars, files[_STEP])
             elif scalars:
                 self._refuse_missing(name, _STEP)
-        flat: dict[str, Node] = {key: FlatState(dtypes[key]) for key in states if key != MASTER}
+        flat: dict[str, State] = {key: Elementwise(dtypes[key]) for key in states if key != MASTER}
         held_states = {**scalars, **flat} or None
         return ParamGroup(tuple(shapes), dtypes.get(MASTER, "float32"), held_states, number)
 
@@ -125,7 +127,7 @@ class ParamFiles:
             tensor.require_contiguous(f"the state of '{name}'")
         return tensor, bool(beside) or not isinstance(root, dict)
 
-    def _add_step(self, scalars: dict[str, Node], path: Path) -> None:
+    def _add_step(self, scalars: dict[str, State], path: Path) -> None:
         root = self._read(path)
         with of_file(path):
             step = scalar_of(root, self.sources)
@@ -146,17 +148,16 @@ def _shapes_of(shape: Shape, ranks: int) -> set[Shape]:
     return {shape, (numel,), (padded,)}
 
 
-def scalar_of(node: Node, sources: SourceFiles) -> Node:
+def scalar_of(node: Node, sources: SourceFiles) -> State:
     """Return a state with one value for all parameters of a group: a small tensor, or a number."""
     tensor = tensor_of(node)
     if tensor is None:
         if any(storages_in(node)) or len(pickled(node)) > _PLAIN_BYTES:
             raise UnsupportedError(f"holds {show(node)} for a count of steps")
-        return node
+        return Plain(node)
     if tensor.shape:
         raise UnsupportedError(f"holds a tensor of shape {list(tensor.shape)} for a count of steps")
-    nbytes = ITEMSIZE[tensor.dtype]
-    return ScalarState(tensor.dtype, (), sources.read_bytes(tensor.storage, tensor.offset, nbytes))
+    return read_scalar(tensor, sources)
 
 
 _NO_MASTERS: Final = (

@@ -46,6 +46,7 @@ from streamshard.formats.deepspeed.read.rank_files import (
 from streamshard.formats.deepspeed.read.redundant_copies import require_alike, steps_apart
 from streamshard.formats.deepspeed.read.uncut_part import recorded_ranks
 from streamshard.formats.deepspeed.read.zero_reader import accelerate_step, adopt_files, malformed
+from streamshard.formats.deepspeed.states import State
 from streamshard.formats.deepspeed.unsupported import Saved, refuse, refuse_files
 from streamshard.formats.pickle.inert import Node, show, show_few
 from streamshard.formats.pickle.node_checks import name_of, of_file
@@ -305,12 +306,12 @@ def _groups(
 
 def _states_3(
     job: _Job, members: Sequence[int], group: ParamGroup, sources: SourceFiles
-) -> Mapping[str, Node] | None:
+) -> Mapping[str, State] | None:
     """Return the states of a group at stage 3, where rank 0's optimizer has the scalars of each."""
     flat = group.states or {}
-    found: list[Mapping[str, Node]] = []
+    found: list[Mapping[str, State]] = []
     for unit in members:
-        states: dict[str, Node] = {}
+        states: dict[str, State] = {}
         for key, node in job.wrapped["state"].get(unit, {}).items():
             tensor = tensor_of(node)
             if key not in flat and tensor is not None and tensor.shape:

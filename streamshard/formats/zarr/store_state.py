@@ -14,17 +14,15 @@ from streamshard.errors import CorruptFileError, UnsupportedError
 from streamshard.formats.checkpoint import (
     Checkpoint,
     Dropped,
-    FlatState,
     LayerFile,
     ModelPart,
     ModuleEntry,
     OtherFile,
     ParamGroup,
-    ScalarState,
     Uncut,
     require_tied_to_weights,
 )
-from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed import names, states
 from streamshard.formats.pickle import inert_dump, inert_load
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import name_of, require_unrolled
@@ -44,11 +42,7 @@ from streamshard.model import (
 
 VERSION: Final = 1
 """Version of a store's format."""
-_FLAT: Final = "flat"
-_SCALAR: Final = "scalar"
-_PLAIN: Final = "plain"
 _LIMIT_COUNT: Final = 1 << 53
-
 
 ChunkShapes = Sequence[tuple[int, ...]]
 """Shape of the chunks of each logical tensor."""
@@ -200,7 +194,7 @@ def _serialize_model_part(model_part: ModelPart) -> dict[str, Node]:
             {
                 "params": group.params,
                 "master_dtype": group.master_dtype,
-                "states": _serialize_states(group.states),
+                "states": group.documents,
                 "number": group.number,
                 "expert_parallel": group.expert_parallel,
                 "expert_rank": group.expert_rank,
@@ -224,7 +218,9 @@ def _read_model_part(serialized: Node) -> ModelPart:
             ParamGroup(
                 params=tuple(map(name_of, group["params"])),
                 master_dtype=_dtype(group["master_dtype"]),
-                states=_read_states(group["states"]),
+                states=None
+                if group["states"] is None
+                else {name_of(k): _read_state(k, state) for k, state in group["states"].items()},
                 number=_count(group["number"]),
                 expert_parallel=_count(group["expert_parallel"], least=1),
                 expert_rank=_count(group["expert_rank"]),
@@ -238,37 +234,23 @@ def _read_model_part(serialized: Node) -> ModelPart:
     )
 
 
-def _serialize_states(states: Mapping[str, Node] | None) -> Node:
-    return None if states is None else {k: _serialize_state(v) for k, v in states.items()}
-
-
-def _read_states(serialized: Node) -> dict[str, Node] | None:
-    return (
-        None if serialized is None else {name_of(k): _read_state(v) for k, v in serialized.items()}
-    )
-
-
-def _serialize_state(value: Node) -> Node:
-    if isinstance(value, FlatState):
-        return (_FLAT, value.dtype) if value.block == 1 else (_FLAT, value.dtype, value.block)
-    if isinstance(value, ScalarState):
-        return (_SCALAR, value.dtype, value.shape, value.data.hex())
-    return (_PLAIN, value)
-
-
-def _read_state(serialized: Node) -> Node:
-    kind, *values = serialized
-    if kind == _FLAT:
-        dtype, *block = values
-        return FlatState(_dtype(dtype), *(_count(numel, least=1) for numel in block))
-    if kind == _SCALAR:
+def _read_state(key: str, document: Node) -> states.State:
+    word, *values = document
+    for kind in states.rare_kinds(key):
+        state: states.State | None = kind.restored(word, values)
+        if state is not None:
+            return state
+    if word == states.FLAT:
+        (dtype,) = values
+        return states.Elementwise(_dtype(dtype))
+    if word == states.SCALAR:
         dtype, shape, data = values
-        scalar = ScalarState(_dtype(dtype), shape_of(shape), bytes.fromhex(data))
+        scalar = states.Scalar(_dtype(dtype), shape_of(shape), bytes.fromhex(data))
         if len(scalar.data) != math.prod(scalar.shape) * ITEMSIZE[scalar.dtype]:
             raise CorruptFileError(f"a {dtype}{list(scalar.shape)} of {len(scalar.data)} bytes")
         return scalar
     (value,) = values
-    return value
+    return states.Plain(value)
 
 
 def _layout(stage: Node, world_size: Node, *others: Node) -> ZeroLayout:
@@ -390,15 +372,14 @@ def _require_tensors(
     """Require the tensors to which the param groups and the module refer."""
     for group in model_part.groups:
         numels: dict[str, int] = {}
-        for state in (MASTER, *group.flat_states()):
-            block = group.block(state)
+        for key, state in group.tensor_states.items():
             for param in group.params:
-                found = index.get((model_part.name, state, param))
-                if found is None:
-                    raise CorruptFileError(f"{state} of {show(param)} is not there")
-                numel = tensors[found].numel
-                if numel * block != numels.setdefault(param, numel):
-                    raise CorruptFileError(f"{state} of {show(param)} is not as long as its weight")
+                row = index.get((model_part.name, key, param))
+                if row is None:
+                    raise CorruptFileError(f"{key} of {show(param)} is not there")
+                numel = numels.setdefault(param, tensors[row].numel)
+                if tensors[row].numel * state.block != numel:
+                    raise CorruptFileError(f"{key} of {show(param)} is not as long as its weight")
     module_state = model_part.model_state.get(names.MODULE_STATE)
     extra = module_state.keys() if isinstance(module_state, dict) else ()
     for entry in model_part.module:

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.errors import CorruptFileError, IncompleteError, Option, UnsupportedError
 from streamshard.formats.checkpoint import ModelPart
 from streamshard.formats.deepspeed.cut.part_cut import flat_groups
+from streamshard.formats.deepspeed.states import Elementwise
 from streamshard.io.entries import examine, listed_below
 from streamshard.io.files import source_errors
-from streamshard.layout.cutting import Segments
+from streamshard.layout.cutting import Ints, Segments
 from streamshard.layout.zero import FlatGroup
-from streamshard.model import ITEMSIZE, MASTER, Copies, NoteKind
+from streamshard.model import ITEMSIZE, Copies, NoteKind
 from streamshard.operations.compact.receipts import Receipt, SourceRecord
 from streamshard.operations.compact.run_context import ProofContext
 from streamshard.sizes import counted
@@ -118,28 +118,21 @@ def _paddings(
 ) -> Iterator[_Padding]:
     layout = source.checkpoint.layout
     groups = flat_groups(source.checkpoint, model_part, layout, source.checkpoint.module_dtype)
-    for flat, held in zip(groups, model_part.groups, strict=True):
-        states = {MASTER: held.master_dtype} | held.flat_states()
-        whole = model_part.whole_states(held, layout)
-        for state, dtype in states.items():
-            if state in whole:
+    for flat, group in zip(groups, model_part.groups, strict=True):
+        for key, state in model_part.kept_states(group, layout).items():
+            if state.is_whole:
                 continue
-            is_lean = state == MASTER and not layout.bf16_optimizer
-            found = [index[model_part.name, state, name] for name in held.params]
-            cut = flat.in_blocks(held.block(state))
-            behind = _behind(cut, np.array(found, dtype=np.int64), is_lean=is_lean)
-            runs = source.cutting.locate(behind, target_itemsize=ITEMSIZE[dtype])
-            yield _Padding(f"{state} of param group {held.number}", ITEMSIZE[dtype], runs)
+            tensors = [index[model_part.name, key, name] for name in group.params]
+            behind = _behind(flat.in_blocks(state.block), state, np.array(tensors, dtype=np.int64))
+            itemsize = ITEMSIZE[state.dtype]
+            runs = source.cutting.locate(behind, target_itemsize=itemsize)
+            yield _Padding(f"{key} of param group {group.number}", itemsize, runs)
 
 
-def _behind(flat: FlatGroup, tensors: NDArray[np.int64], *, is_lean: bool) -> Segments:
-    """Return the padding after each parameter, addressed as further elements of the parameter.
-
-    If `is_lean`, the padding at the end of the partitions is not saved.
-    """
+def _behind(flat: FlatGroup, state: Elementwise, tensors: Ints) -> Segments:
+    """Return the padding after each parameter, addressed as further elements of the parameter."""
     gaps = np.array(flat.alignments, dtype=np.int64)
-    if not is_lean:
-        gaps[-1:] += flat.world_size * flat.partition_numel - flat.numel
+    gaps[-1:] += sum(state.numel(flat, rank) for rank in range(flat.world_size)) - flat.numel
     order = flat.lasts[np.array(flat.order, dtype=np.int64)]
     numels = flat.numels[order]
     return Segments(tensors[order], numels, numels + gaps, np.zeros_like(gaps))

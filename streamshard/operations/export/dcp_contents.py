@@ -7,7 +7,7 @@ from typing import Final
 
 from streamshard.engine.run.work import Fixed, Trailer
 from streamshard.errors import UnsupportedError
-from streamshard.formats.checkpoint import Checkpoint, FlatState, ModelPart, ParamGroup, ScalarState
+from streamshard.formats.checkpoint import Checkpoint, ModelPart, ParamGroup
 from streamshard.formats.dcp import dcp_names, dcp_writer
 from streamshard.formats.dcp.dcp_writer import (
     ItemFrame,
@@ -20,7 +20,7 @@ from streamshard.formats.dcp.optimizer_state import DECOUPLED, STEP, missing_key
 from streamshard.formats.deepspeed.ds_config import decouples_weight_decay
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch.torch_tensor import Tensor, storages_in, tensor_of
-from streamshard.model import ITEMSIZE, MASTER, LogicalTensor, Whole
+from streamshard.model import ITEMSIZE, MASTER, Literal, LogicalTensor, Whole
 from streamshard.operations.export.weights import Weights, only_model_part
 from streamshard.source.source import Source
 from streamshard.transfer.file_layout import Elements, FileLayout, fixed_files
@@ -178,10 +178,10 @@ class _OptimizerEntries:
             [first[index[self.model_part.name, MASTER, name]] for name in group.params]
             for group in groups
         ]
-        states = dict.fromkeys(state for group in groups for state in group.flat_states())
+        states = dict.fromkeys(state for group in groups for state in group.cut_states)
         for state in states:
             for group, stored in zip(groups, names, strict=True):
-                if state in group.flat_states():
+                if state in group.cut_states:
                     for name, param in zip(stored, group.params, strict=True):
                         number = index[self.model_part.name, state, param]
                         tensor = self.checkpoint.tensors[number]
@@ -193,19 +193,14 @@ class _OptimizerEntries:
 
     def _scalars(self, group: ParamGroup, stored: Sequence[str]) -> Iterator[DcpEntry]:
         """Yield the states that are one value for all parameters of a group."""
-        for key, value in (group.states or {}).items():
+        for key, state in group.common_states.items():
             paths = tuple(self.keys.state(name, key) for name in stored)
-            if isinstance(value, FlatState) or not paths:
-                continue
-            if key == STEP:
-                yield TensorEntry(paths, "float32", (), step_of(value))
-            elif isinstance(value, ScalarState):
-                yield TensorEntry(paths, value.dtype, value.shape, value.data)
-            else:
-                yield self._value(paths, value)
+            if paths and key == STEP:
+                yield TensorEntry(paths, "float32", (), step_of(state))
+            elif paths:
+                yield self._value(paths, state.node())
 
     def _group(self, number: int, group: ParamGroup, stored: Sequence[str]) -> Iterator[DcpEntry]:
-        """Yield the hyper-parameters of a group."""
         saved = self.model_part.wrapped_optimizer["param_groups"][group.number]
         missing = missing_keys(saved, decouples=decouples_weight_decay(self.checkpoint.config))
         self.added |= dict.fromkeys(missing)
@@ -218,7 +213,7 @@ class _OptimizerEntries:
     def _value(self, paths: tuple[StatePath, ...], value: Node) -> DcpEntry:
         tensor = tensor_of(value)
         if tensor is not None and _is_whole(tensor):
-            return TensorEntry(paths, tensor.dtype, tensor.shape, _blob(tensor))
+            return TensorEntry(paths, tensor.dtype, tensor.shape, _content(tensor))
         if next(storages_in(value), None) is not None:
             key = ".".join(map(str, paths[0]))
             message = f"'{key}' holds tensors inside of another object, or parts of storages"
@@ -244,9 +239,11 @@ def _is_whole(tensor: Tensor) -> bool:
     return tensor.is_dense and tensor.start == 0 and tensor.numel == tensor.storage.numel
 
 
-def _blob(tensor: Tensor) -> Whole:
-    """Return the source's tensor that holds the bytes of a storage."""
+def _content(tensor: Tensor) -> Whole | bytes:
+    """Return the bytes of a storage, or the source's tensor that holds them."""
     content = tensor.storage.content
+    if isinstance(content, Literal):
+        return content.data
     if not isinstance(content, Whole):
         raise TypeError(f"a storage with {content}")
     return content

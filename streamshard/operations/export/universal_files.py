@@ -63,7 +63,7 @@ class UniversalFiles:
     def tensors(self) -> int:
         """Count the states that get a file each."""
         groups = self._model_part.groups
-        return sum(len(group.params) * (1 + len(group.flat_states())) for group in groups)
+        return sum(len(group.params) * len(group.tensor_states) for group in groups)
 
     def tensor(self, number: int) -> LogicalTensor:
         return self._tensors[number]

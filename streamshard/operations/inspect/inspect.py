@@ -3,14 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
-
-import numpy as np
+from typing import Any
 
 from streamshard.errors import Option, SourceError, UsageError
-from streamshard.formats.checkpoint import Checkpoint, FlatState, ParamGroup, ScalarState
+from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.cut import muon_order
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import known_degrees
 from streamshard.formats.deepspeed.names import step_of
 from streamshard.formats.deepspeed.read.rank_files import find
@@ -27,15 +24,12 @@ from streamshard.operations.inspect.ownership import (
     rank_detail,
 )
 from streamshard.options import takes
+from streamshard.registry import NEEDS_ORDER, load
 from streamshard.source.sidecars import has_shards
 from streamshard.source.source import Source, open_source
 from streamshard.source.tag_directory import find_tag
 from streamshard.transfer.target import require_separate
 from streamshard.verb_options import InspectOptions
-
-_MOST_SHOWN: Final = 16
-Plain = Any
-"""A value that JSON can hold."""
 
 
 @takes(InspectOptions)
@@ -70,9 +64,7 @@ def inspect(options: InspectOptions) -> Inspection:
         raise UsageError(f"{given} shape a page: say where with {Option('html', 'FILE')}")
     opened = open_source(source, options)
     stage = zero_stage or opened.checkpoint.layout.stage
-    opened.require_use_of_like(
-        needed=is_resized and muon_order.needs_order(opened.checkpoint, stage)
-    )
+    opened.require_use_of_like(needed=is_resized and load(NEEDS_ORDER)(opened.checkpoint, stage))
     is_brief = bool(params or rank is not None or html)
     is_run = opened.kind.is_tag and opened.path == as_path(source) and tag is None
     try:
@@ -161,7 +153,7 @@ def _groups(checkpoint: Checkpoint) -> tuple[GroupSummary, ...]:
                 parameters=len(group.params),
                 numel=sum(numels[name] for name in group.params),
                 master_dtype=group.master_dtype,
-                states=_states(group),
+                states={k: _plain(state.plain()) for k, state in (group.states or {}).items()},
                 hyper_parameters={
                     k: _plain(v) for k, v in hyper[group.number].items() if k != "params"
                 },
@@ -171,30 +163,8 @@ def _groups(checkpoint: Checkpoint) -> tuple[GroupSummary, ...]:
     return tuple(found)
 
 
-def _states(group: ParamGroup) -> dict[str, Any]:
-    shown: dict[str, Any] = {}
-    for key, value in (group.states or {}).items():
-        if isinstance(value, FlatState):
-            shown[key] = value.dtype
-        elif isinstance(value, ScalarState):
-            shown[key] = _scalar(value)
-        else:
-            shown[key] = _plain(value)
-    return shown
-
-
-def _scalar(value: ScalarState) -> Plain:
-    try:
-        array = np.frombuffer(value.data, dtype=value.dtype)
-    except TypeError:  # a dtype that NumPy lacks
-        return f"{value.dtype} {value.data.hex()}"
-    if len(array) > _MOST_SHOWN:
-        return f"{value.dtype}{list(value.shape)}"
-    return array[0].item() if len(array) == 1 else array.tolist()
-
-
-def _plain(node: Node) -> Plain:
-    """Return a node as plain values; calls appear by name only, because they are never made.
+def _plain(node: Node) -> Any:  # noqa: ANN401
+    """Return a node as values that JSON can hold; calls, which are never made, appear by name only.
 
     This is only for nodes that the readers have checked, whose nesting is limited.
     """

@@ -302,9 +302,8 @@ def _add_places(panels: Sequence[Document], source: Source, listed: Ints) -> Non
     index = source.checkpoint.tensor_index()
     for panel, (model_part, group) in zip(panels, parts, strict=True):
         places = []
-        for state in (MASTER, *group.flat_states(), MODULE):
-            if group.block(state) > 1:
-                continue
+        states = [key for key, state in group.tensor_states.items() if state.block == 1]
+        for state in (*states, MODULE):
             keys = [(model_part.name, state, name) for name in group.params]
             if all(key in index for key in keys):
                 rows = np.array([index[key] for key in keys], dtype=np.int64)

@@ -147,7 +147,7 @@ def _detail(
     ranks: Sequence[int | None],
 ) -> ParameterDetail:
     tensors = source.checkpoint.tensors
-    kept = {MASTER: "", **one.held.flat_states(), MODULE: ""} if one.held else {MODULE: ""}
+    kept = [*(one.held.tensor_states if one.held else ()), MODULE]
     found = {
         state: index[one.model_part.name, state, one.name]
         for state in kept
@@ -210,12 +210,10 @@ def _partitions(source: Source, rank: int) -> Iterator[OwnedPartition]:
     for model_part in source.checkpoint.model_parts:
         for place, sharer in model_part.held_by(rank, layout):
             group = model_part.groups[place]
-            whole = model_part.whole_states(group, layout)
-            flat = (MASTER, *group.flat_states())
-            states = [s for s in flat if s not in whole and group.block(s) == 1]
             rows = {
-                state: np.array([index[model_part.name, state, n] for n in group.params], np.int64)
-                for state in states
+                key: np.array([index[model_part.name, key, n] for n in group.params], np.int64)
+                for key, state in model_part.kept_states(group, layout).items()
+                if state.block == 1 and not state.is_whole
             }
             if group.params:
                 yield from _parts_of_group(source, group, first + place, sharer, rows)

@@ -1,11 +1,9 @@
 """Brings Muon's parameters into the order in which the engine of another stage keeps them."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from streamshard.errors import DisagreementError, Option, UnsupportedError
 from streamshard.formats.checkpoint import LIKE, Checkpoint, ModelPart
-from streamshard.layout.zero import muon_order
 
 
 def needs_order(checkpoint: Checkpoint, stage: int) -> bool:
@@ -38,43 +36,36 @@ def in_order_of(checkpoint: Checkpoint, stage: int, like: Checkpoint | None) -> 
                 "3 (before its first step will do), or stay at stages 1 and 2"
             )
             raise UnsupportedError(message)
-        orders = [
-            _order_of(model_part, like, n) for n, model_part in enumerate(checkpoint.model_parts)
+        model_parts = [
+            _ordered_as(like, model_part, n) for n, model_part in enumerate(checkpoint.model_parts)
         ]
     elif stage < 3 == checkpoint.layout.stage:
-        orders = [_sorted(checkpoint, model_part) for model_part in checkpoint.model_parts]
+        model_parts = [_sorted(checkpoint, model_part) for model_part in checkpoint.model_parts]
     else:
         return checkpoint
-    both = zip(checkpoint.model_parts, orders, strict=True)
-    return replace(
-        checkpoint, model_parts=tuple(_reordered(model_part, order) for model_part, order in both)
-    )
+    return replace(checkpoint, model_parts=tuple(model_parts))
 
 
-def _reordered(model_part: ModelPart, order: Mapping[int, tuple[str, ...]]) -> ModelPart:
-    groups = enumerate(model_part.groups)
-    reordered = (replace(g, params=order.get(number, g.params)) for number, g in groups)
-    return replace(model_part, groups=tuple(reordered))
+def _sorted(checkpoint: Checkpoint, model_part: ModelPart) -> ModelPart:
+    """Sort as Muon does, larger shapes first; what a stage-3 job sorted already stays as it is."""
+    groups = [
+        replace(group, params=tuple(sorted(shapes, key=shapes.__getitem__, reverse=True)))
+        if model_part.is_muon(group)
+        else group
+        for group, shapes in zip(
+            model_part.groups, checkpoint.group_shapes(model_part), strict=True
+        )
+    ]
+    return replace(model_part, groups=tuple(groups))
 
 
-def _sorted(checkpoint: Checkpoint, model_part: ModelPart) -> dict[int, tuple[str, ...]]:
-    """Sort as Muon does; parameters that a stage-3 job sorted already stay as they are."""
-    found = {}
-    for number, shapes in enumerate(checkpoint.group_shapes(model_part)):
-        if model_part.is_muon(model_part.groups[number]):
-            params = list(shapes)
-            found[number] = tuple(params[index] for index in muon_order(list(shapes.values())))
-    return found
-
-
-def _order_of(model_part: ModelPart, like: Checkpoint, number: int) -> dict[int, tuple[str, ...]]:
-    found = {}
+def _ordered_as(like: Checkpoint, model_part: ModelPart, number: int) -> ModelPart:
+    groups = []
     theirs = like.model_parts[number].groups if number < len(like.model_parts) else ()
     for place, group in enumerate(model_part.groups):
         params = theirs[place].params if place < len(theirs) else ()
         if {*params} != {*group.params}:
             message = f"param group {group.number} of {LIKE} has other"
             raise DisagreementError(f"{message} parameters: it is not of the same job")
-        if model_part.is_muon(group):
-            found[place] = params
-    return found
+        groups.append(replace(group, params=params) if model_part.is_muon(group) else group)
+    return replace(model_part, groups=tuple(groups))

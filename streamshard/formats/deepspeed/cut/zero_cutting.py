@@ -1,13 +1,12 @@
 """Computes where every element of a source lies, and checks the files against that layout."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
 from streamshard.formats.checkpoint import Checkpoint, ModelPart, Reading
@@ -15,10 +14,9 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.cut.part_cut import flat_groups
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import name_of, of_file
-from streamshard.io.entries import open_readable
 from streamshard.layout.cutting import CuttingBuilder
 from streamshard.layout.zero import FlatGroup, shard_numel
-from streamshard.model import ITEMSIZE, MASTER, Repeat, Slot, SourceFile, ZeroLayout
+from streamshard.model import ITEMSIZE, Repeat, Slot, SourceFile, ZeroLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,84 +75,6 @@ def _slice(name: Node, fragment: Mapping[Node, Node]) -> tuple[str, int, int]:
     if not isinstance(start, int) or not isinstance(numel, int):
         raise CorruptFileError(f"a slice of {show(name)} from {show(start)} on, {show(numel)} long")
     return name_of(name), start, numel
-
-
-_SAMPLE_BYTES: Final = 4096
-"""Bytes at each end of two copies that are compared."""
-
-
-class _WholeMomentum:
-    """The places of the momentum of each parameter in one param group.
-
-    A rank's momentum holds all parameters of which the rank owns a part, in stored order and
-    without gaps. Ranks that own parts of the same parameter keep copies of its momentum, computed
-    from the same gradient. The first rank's copy is read. Of the other copies only both ends are
-    compared with it: with small partitions, reading them all would read most of the momentum twice.
-
-    A momentum that is cut like any other state can have these lengths on all ranks too; then both
-    layouts are the same. For rank r, let p be the sum of the padding and of the gaps in its
-    partition. A momentum that is cut has as many elements as the partition. If the whole parameters
-    have as many elements, then other ranks own p elements of r's parameters. Without
-    `parameter_alignment` there are no gaps, and padding is on the last ranks that hold anything. If
-    r shares a parameter with r + 1, r has no padding, so p = 0, so r shares no parameter. Hence no
-    parameter is shared, and ranks that own parameters have no padding: in both layouts a rank has
-    its parameters one after the other, and nothing else. Only with gaps can the lengths agree while
-    the contents differ; then the config says which layout it is.
-    """
-
-    def __init__(
-        self, flat: FlatGroup, slot: Slot, itemsize: int, files: Sequence[SourceFile]
-    ) -> None:
-        self._flat = flat
-        self._slot = slot
-        self._itemsize = itemsize
-        self._files = files
-
-    def lengths(self) -> list[int]:
-        """Return the count of elements that each rank should have."""
-        ranks = range(self._flat.world_size)
-        numels = self._flat.numels
-        return [int(numels[[*self._flat.owned(rank)]].sum()) for rank in ranks]
-
-    def assign(self, tensors: NDArray[np.int64], builder: CuttingBuilder) -> Iterator[Repeat]:
-        """Place the momentum of every parameter; yields where other ranks have it as well.
-
-        `tensors`: logical tensor of each parameter, in the param group's own order.
-        """
-        found: dict[int, tuple[SourceFile, int]] = {}
-        for rank in range(self._flat.world_size):
-            number, offset = int(self._slot.files[rank]), int(self._slot.offsets[rank])
-            file = self._files[number]
-            for param in self._flat.owned(rank):
-                numel = int(self._flat.numels[param])
-                if param in found:
-                    repeat = found[param], (file, offset), numel * self._itemsize
-                    span = min(repeat[-1], _SAMPLE_BYTES)
-                    for start in {0, repeat[-1] - span}:
-                        require_alike(repeat, start, span)
-                    yield repeat
-                else:
-                    found[param] = (file, offset)
-                    builder.place(int(tensors[param]), number, offset, numel)
-                offset += numel * self._itemsize
-
-
-def require_alike(repeat: Repeat, start: int, nbytes: int) -> None:
-    """Compare some bytes of two copies."""
-    one, other, _ = repeat
-    first, second = (_read(file, offset + start, nbytes) for file, offset in (one, other))
-    if first != second:
-        message = f"disagrees with {other[0].path} about the momentum of a parameter that both"
-        message = f"{message} ranks hold: they are not of one step of one run"
-        raise DisagreementError(message, path=one[0].path)
-
-
-def _read(file: SourceFile, offset: int, nbytes: int) -> bytes:
-    with open_readable(file.path) as opened:
-        data = opened.read_at(offset, nbytes)
-    if len(data) != nbytes:
-        raise CorruptFileError(f"ends before byte {offset + nbytes}", path=file.path)
-    return data
 
 
 _LAYOUT_KEYS: Final = (
@@ -218,24 +138,13 @@ def _place_partitions(
     """Place a model part's partitions of flat groups (stages 1 and 2); returns further copies."""
     layout, repeats = checkpoint.layout, list[Repeat]()
     groups = flat_groups(checkpoint, model_part, layout, checkpoint.module_dtype)
-    for (group, state), slot in part_map.slots.items():
-        param_group = model_part.groups[group]
-        flat = groups[group].in_blocks(param_group.block(state))
-        what = f"{state} of param group {group}"
-        tensors = np.array([index[model_part.name, state, name] for name in param_group.params])
-        if state in model_part.whole_states(param_group, layout):
-            itemsize = ITEMSIZE[param_group.flat_states()[state]]
-            whole = _WholeMomentum(flat, slot, itemsize, files)
-            _require_lengths(slot, whole.lengths(), files, what)
-            repeats += whole.assign(tensors, builder)
-            continue
-        lengths = [flat.partition_numel] * flat.world_size
-        if state == MASTER and not layout.bf16_optimizer:
-            lengths = _stripped_lengths(flat, slot)
-        _require_lengths(slot, lengths, files, what)
-        first = builder.slot(slot)
-        for tensor, start in zip(tensors.tolist(), flat.starts.tolist(), strict=True):
-            builder.assign(tensor, first, piece_numel=flat.partition_numel, origin=start)
+    kept = [model_part.kept_states(group, layout) for group in model_part.groups]
+    for (group, key), slot in part_map.slots.items():
+        params, state = model_part.groups[group].params, kept[group][key]
+        tensors = np.array([index[model_part.name, key, name] for name in params])
+        flat = groups[group].in_blocks(state.block)
+        _require_lengths(slot, state.numels(flat, slot), files, f"{key} of param group {group}")
+        repeats += state.place(flat, slot, tensors, files, builder)
     for rank, recorded in enumerate(part_map.recorded):
         _require_recorded(recorded, rank, model_part, groups, layout)
     return repeats
@@ -302,20 +211,6 @@ def _place_shards(
                 builder.assign(tensor, first, piece_numel=share, origin=origin, lead=lead)
             filled += share
     return []
-
-
-def _stripped_lengths(flat: FlatGroup, found: Slot) -> list[int]:
-    """Count the master weights that each rank saves: `partition[: numel - padding]`.
-
-    DeepSpeed before 0.16.4 counted all padding on the last rank, and saved the padding of the other
-    ranks. If the padding was longer than that rank's partition, the end of the slice was negative,
-    which Python counts from the back.
-    """
-    numel, ranks = flat.partition_numel, range(flat.world_size)
-    lengths = [len(range(numel)[: numel - flat.padding_counted_last(rank)]) for rank in ranks]
-    if found.numels.tolist() == lengths:
-        return lengths
-    return [numel - flat.padding(rank) for rank in ranks]
 
 
 def _require_lengths(

@@ -13,6 +13,7 @@ from typing import Final, NoReturn
 from streamshard.errors import DisagreementError, Option, UnsupportedError, lacking
 from streamshard.formats.checkpoint import LIKE, Checkpoint, ModelPart, Reading
 from streamshard.formats.deepspeed import ds_config, names
+from streamshard.formats.deepspeed.cut.muon_order import needs_order
 from streamshard.formats.deepspeed.cut.zero_cutting import cut_source
 from streamshard.formats.deepspeed.ds_versions import version_in
 from streamshard.formats.deepspeed.dumps.dump_names import files_of
@@ -126,9 +127,8 @@ def _require_known_momentum(
     model_part: ModelPart, layout: ZeroLayout, config: ds_config.Config | None, path: Path
 ) -> None:
     """Refuse Muon without a config: how to store its momentum for resuming is then unknown."""
-    if config is None and any(
-        model_part.whole_states(group, layout) for group in model_part.groups
-    ):
+    kept = [model_part.kept_states(group, layout) for group in model_part.groups]
+    if config is None and any(state.is_whole for states in kept for state in states.values()):
         message = (
             f"trained with Muon, whose '{names.MOMENTUM}' is kept in one way with "
             "offload_optimizer and in another without, and dumps do not tell which of them was "
@@ -194,13 +194,11 @@ def _units_like(
 
 def _require_known_order(like: Checkpoint, path: Path) -> None:
     """Refuse the order of Muon's parameters from another stage, which may order them otherwise."""
-    model_part = like.model_parts[0]
-    for group, shapes in zip(model_part.groups, like.group_shapes(model_part), strict=True):
-        if like.layout.stage < 3 and model_part.is_muon(group) and len({*shapes.values()}) > 1:
-            message = "trained with Muon, whose parameters stages 1 and 2 order by size"
-            raise UnsupportedError(
-                f"{message}: give a checkpoint of stage 3 with {Option('like')}", path=path
-            )
+    if needs_order(like, 3):
+        message = "trained with Muon, whose parameters stages 1 and 2 order by size"
+        raise UnsupportedError(
+            f"{message}: give a checkpoint of stage 3 with {Option('like')}", path=path
+        )
 
 
 def _refuse_other_kinds(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> None:

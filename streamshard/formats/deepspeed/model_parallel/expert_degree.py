@@ -55,7 +55,6 @@ def is_own_degree(checkpoint: Checkpoint, degree: int) -> bool:
 
 
 def _has_experts(checkpoint: Checkpoint) -> bool:
-    """Tell whether there are experts, be they trained or frozen."""
     return any(
         model_part.trains_experts
         or model_part.model_state.get(names.EXPERT_COUNTS)
@@ -270,11 +269,7 @@ def _objection_to_spreading(checkpoint: Checkpoint) -> str | None:
     of_ranks = f"{checkpoint.tag}/{names.WHOLE_EXPERT_OPTIMIZER}"
     if any(file.path.startswith(of_ranks) for file in checkpoint.files):
         return f"an older DeepSpeed saved it, with a file {of_ranks}* for each expert rank"
-    if any(
-        model_part.is_muon(group)
-        for model_part in checkpoint.model_parts
-        for group in model_part.groups
-    ):
+    if checkpoint.has_muon:
         return "it was trained with Muon"
     listed = [e.name for f in checkpoint.model_parts for e in f.module if names.expert_of(e.name)]
     if listed:

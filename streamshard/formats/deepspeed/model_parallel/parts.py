@@ -240,7 +240,6 @@ def _require_shard(name: str, number: int, mapped: Shape | None, own: Shape | No
 
 
 def _require_plain(checkpoint: Checkpoint) -> None:
-    """Refuse what cannot be re-cut."""
     model_parts = checkpoint.model_parts
     what = None
     if checkpoint.is_dumps or checkpoint.foreign:
@@ -255,9 +254,7 @@ def _require_plain(checkpoint: Checkpoint) -> None:
         what = "has optimizer states of 8 bits, with a scale for each block of a rank's elements"
     elif checkpoint.replicas > 1:
         what = "was trained on sequences cut among ranks"
-    elif any(
-        model_part.is_muon(group) for model_part in model_parts for group in model_part.groups
-    ):
+    elif checkpoint.has_muon:
         what = "was trained with Muon, whose momentum is orthogonal for each rank's own matrix"
     elif any(entry.kind in ("extra", "excluded") for f in model_parts for entry in f.module):
         what = "was saved without frozen weights, or with entries of the module that are no tensors"

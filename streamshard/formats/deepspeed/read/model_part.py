@@ -1,6 +1,5 @@
 """Reads one model part of a native ZeRO checkpoint: its optimizer and model files."""
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +37,7 @@ from streamshard.formats.deepspeed.unsupported import Saved, refuse
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.pickle.node_checks import danger_in, name_of, of_file
 from streamshard.formats.torch.torch_tensor import shape_of, storages_in, tensor_of
-from streamshard.model import BLOB, MASTER, LogicalTensor, Note, Slot, Whole, ZeroLayout
+from streamshard.model import BLOB, LogicalTensor, Note, Slot, Whole, ZeroLayout
 
 if TYPE_CHECKING:
     from streamshard.formats.deepspeed.auto_experts import ExpertPlacement
@@ -260,10 +259,6 @@ def _is_round_robin(
     return layout.round_robin if fits[True] == fits[False] else fits[True]
 
 
-def _state_shape(shape: tuple[int, ...], block: int) -> tuple[int, ...]:
-    return shape if block == 1 else (math.prod(shape) // block,)
-
-
 def optimizer_tensors(
     groups: Sequence[ParamGroup], shapes: Mapping[str, tuple[int, ...]], model_part: str
 ) -> list[LogicalTensor]:
@@ -273,10 +268,10 @@ def optimizer_tensors(
     """
     serialized = {group.number: group.params for group in groups if group.expert_rank == 0}
     tensors = [
-        LogicalTensor(state, name, dtype, _state_shape(shapes[own], group.block(state)), model_part)
+        LogicalTensor(key, name, state.dtype, state.shape(shapes[in_files]), model_part)
         for group in groups
-        for state, dtype in {MASTER: group.master_dtype, **group.flat_states()}.items()
-        for name, own in zip(group.params, serialized[group.number], strict=True)
+        for key, state in group.tensor_states.items()
+        for name, in_files in zip(group.params, serialized[group.number], strict=True)
     ]
     names_of = Counter((tensor.state, tensor.name) for tensor in tensors)
     for (_, name), count in names_of.items():

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError, raise_first
-from streamshard.formats.checkpoint import FlatState, ParamGroup, ScalarState
+from streamshard.formats.checkpoint import ParamGroup
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.cut.zero_cutting import ModelPartMap, RecordedCut, recorded_cut
 from streamshard.formats.deepspeed.read.agreement import disagreements, group_facts
@@ -28,9 +28,8 @@ from streamshard.formats.deepspeed.read.state_of_ranks import (
     StateOfRanks,
     rank_local_error,
     rank_local_keys,
-    states_in_blocks,
-    unwrapped,
 )
+from streamshard.formats.deepspeed.states import State, rare_kinds
 from streamshard.formats.deepspeed.unsupported import AUTO_EXPERTS, ELASTIC, SWAPPED
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import name_of, of_file
@@ -92,7 +91,7 @@ class OptimizerReader:
             raise CorruptFileError(f"'{key}' is not the state dict of an optimizer", path=path)
         if not isinstance(inner["state"], dict):
             return inner
-        return {**inner, "state": {unit: unwrapped(of) for unit, of in inner["state"].items()}}
+        return {**inner, "state": {unit: _unwrapped(of) for unit, of in inner["state"].items()}}
 
     def _require_known(self) -> None:
         """Refuse tensors that are no group's state, and other entries in which ranks differ."""
@@ -179,10 +178,10 @@ class OptimizerReader:
 
         If a rank holds one element of a group, a scalar of shape (1,) looks like such a state.
         """
-        flat = {key for group in groups for key in group.flat_states()}
+        cut = {key for group in groups for key in group.cut_states}
         for group in groups:
-            for key, value in (group.states or {}).items():
-                if key in flat and isinstance(value, ScalarState):
+            for key, state in group.common_states.items():
+                if key in cut and state.is_tensor:
                     message = (
                         f"optimizer state '{key}' of group {group.number} is a "
                         "scalar, and in another group has one element for each of the parameters' "
@@ -285,7 +284,7 @@ class OptimizerReader:
             group = replace(group, states={})
         for slot, (unit, of_unit) in enumerate(zip(members, values, strict=True), first):
             tensors = {MASTER: {rank: self._masters[rank][unit] for rank in ranks}}
-            tensors |= {key: (of_unit or {})[key].tensors for key in group.flat_states()}
+            tensors |= {key: (of_unit or {})[key].tensors for key in group.cut_states}
             for key, by_rank in tensors.items():
                 self._add_slot(slot, key, ranks, by_rank)
         return group
@@ -293,12 +292,8 @@ class OptimizerReader:
     def _require_cuttable(
         self, group: ParamGroup, numels: Mapping[str, int], local: Set[str]
     ) -> None:
-        if group.largest_block > 1:
-            # Not at the top: most optimizers keep no blocks.
-            from streamshard.formats.deepspeed.cut.block_cut import divided_block
-
-            if cut := divided_block(group, numels, self._layout):
-                raise UnsupportedError(f"{cut}. {ANEW}", path=self._paths[0])
+        if objection := group.objection(numels, self._layout):
+            raise UnsupportedError(f"{objection}. {ANEW}", path=self._paths[0])
         if local:
             what = f"'{min(local)}' of param group {group.number}"
             raise rank_local_error(what, "rank", self._paths[0])
@@ -309,15 +304,15 @@ class OptimizerReader:
         members: Sequence[int],
         ranks: Sequence[int],
         values: Sequence[Mapping[str, StateOfRanks] | None],
-    ) -> dict[str, Node] | None:
+    ) -> dict[str, State] | None:
         """Return the states of a param group. `values`: what ranks hold of each of its units."""
         try:
-            return self._agreed(members, ranks, values, frozenset())
+            return self._agreed(values, ranks, frozenset())
         except DisagreementError as error:
             local = rank_local_keys(STATE, number, members, self._inner, self._sources)
             if not local:
                 raise
-            self._agreed(members, ranks, values, local)
+            self._agreed(values, ranks, local)
             path, what = self._paths[ranks[0]], f"optimizer state '{min(local)}'"
             if len(ranks) == 1:
                 raise rank_local_error(what, "sub-group", path) from error
@@ -325,21 +320,22 @@ class OptimizerReader:
 
     def _agreed(
         self,
-        members: Sequence[int],
-        ranks: Sequence[int],
         values: Sequence[Mapping[str, StateOfRanks] | None],
+        ranks: Sequence[int],
         local: Set[str],
-    ) -> dict[str, Node] | None:
+    ) -> dict[str, State] | None:
         """Return the states, except those in `local`, in which units must agree."""
-        both = zip(members, values, strict=True)
         states = [
-            None if of_unit is None else self._unit_states(unit, of_unit, local)
-            for unit, of_unit in both
+            None
+            if of_unit is None
+            else {key: state.understand() for key, state in of_unit.items() if key not in local}
+            for of_unit in values
         ]
-        if len({_has_blocks(of_unit) for of_unit in states}) > 1:
+        cuts = [[state.cut for state in (unit or {}).values()] for unit in states]
+        if len({any(cut and cut.block > 1 for cut in unit) for unit in cuts}) > 1:
             message = f"some sub-groups of a param group are in 8 bits, and others are not. {ANEW}"
             raise UnsupportedError(message, path=self._paths[ranks[0]])
-        if any(of_unit != states[0] for of_unit in states):
+        if any(unit != states[0] for unit in states):
             message = "sub-groups of a param group differ in state"
             raise DisagreementError(message, path=self._paths[0])
         return states[0] if states else None
@@ -361,8 +357,11 @@ class OptimizerReader:
         if not any(unit in self._inner[rank]["state"] for rank in ranks):
             return None
         states_of = {rank: self._inner[rank]["state"].get(unit, {}) for rank in ranks}
-        if self._is_muon(unit):
-            # A rank that owns no parameter has no momentum. That it owns none is checked later.
+        # Only at stages 1 and 2 a unit is a param group.
+        options = self._inner[0]["param_groups"][unit] if self._stage < 3 else {}
+        listed = {key for states in states_of.values() for key in states}
+        if any(kind.may_be_missing(options) for key in listed for kind in rare_kinds(key)):
+            # That a rank without states owns no parameter is checked later.
             states_of = {rank: states for rank, states in states_of.items() if states} or states_of
         first = next(iter(states_of))
         with of_file(self._paths[first]):
@@ -378,35 +377,19 @@ class OptimizerReader:
                 )
                 raise DisagreementError(message, path=self._paths[rank])
         numels = {rank: self._state_numel(unit, rank, ranks[0]) for rank in states_of}
-        return {
-            key: StateOfRanks(
+        values: dict[str, StateOfRanks] = {}
+        for key in keys:
+            values[key] = StateOfRanks(
+                key=key,
                 what=f"optimizer state '{key}' of group {unit}",
                 nodes={rank: states[key] for rank, states in states_of.items()},
-                numels=numels,
                 paths=self._paths,
+                sources=self._sources,
+                numels=numels,
+                unit=values,
+                options=options,
             )
-            for key in keys
-        }
-
-    def _unit_states(
-        self, unit: int, values: Mapping[str, StateOfRanks], local: Set[str]
-    ) -> dict[str, Node]:
-        by_key = {key: state for key, state in values.items() if key not in local}
-        states = states_in_blocks(by_key, self._sources)
-        return {
-            key: states[key] if key in states else self._state(unit, key, state)
-            for key, state in by_key.items()
-        }
-
-    def _state(self, unit: int, key: str, state: StateOfRanks) -> Node:
-        # A state of whole parameters: its element count on a rank needs the layout's arithmetic.
-        whole = self._is_muon(unit) and key == names.MOMENTUM and bool(state.tensors)
-        return state.flat() if whole else state.understand(self._sources)
-
-    def _is_muon(self, unit: int) -> bool:
-        """Tell whether a param group's momentum may cover whole parameters."""
-        group = self._inner[0]["param_groups"][unit] if self._stage < 3 else {}
-        return group.get(names.IS_MUON) is True
+        return values
 
     def _state_numel(self, unit: int, rank: int, first: int) -> int:
         """Return the element count of a flat state: one for each element of the unit's partition.
@@ -484,12 +467,20 @@ class OptimizerReader:
         return [master.attributes.get("ds_id") for master in self._masters[0]]
 
 
-def _has_blocks(states: Mapping[str, Node] | None) -> bool:
-    return any(isinstance(own, FlatState) and own.block > 1 for own in (states or {}).values())
-
-
 def _require_numbered(params: Iterable[str], placed: Container[str], path: Path) -> None:
     """Refuse parameters of experts whose names do not number these."""
     for name in params:
         if name not in placed and not names.count_local_experts([name]):
             raise AUTO_EXPERTS.error(f"{show(name)} is of experts without numbers", path)
+
+
+def _unwrapped(states: Node) -> Node:
+    """Return a unit's states with those next to the others that bitsandbytes wraps in a dict.
+
+    `Optimizer8bit.state_dict` (0.50.2) wraps those with 32 bits too; its `load_state_dict`
+    takes both forms, as older versions take this one.
+    """
+    quantised = states.get(names.QUANTISED) if isinstance(states, dict) else None
+    if not isinstance(quantised, dict):
+        return states
+    return {**{key: node for key, node in states.items() if key != names.QUANTISED}, **quantised}

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.errors import DisagreementError, UnsupportedError
-from streamshard.formats.checkpoint import ModuleEntry, ParamGroup, ScalarState
+from streamshard.formats.checkpoint import ModuleEntry, ParamGroup
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read.agreement import differing, disagreement, facts_of_each
 from streamshard.formats.deepspeed.read.model_files import ModelFile
@@ -66,16 +66,9 @@ def optimizer_lag(groups: Sequence[ParamGroup], model: Mapping[str, Node]) -> in
 
 
 def _steps_taken(groups: Sequence[ParamGroup]) -> list[int]:
-    counts = [_count((group.states or {}).get("step")) for group in groups]
-    return [count for count in counts if count is not None]
-
-
-def _count(step: Node) -> int | None:
-    """Return a count of steps, which some optimizers save as a tensor; None if it is none."""
-    found = step.number() if isinstance(step, ScalarState) else step
-    if isinstance(found, float) and found.is_integer():
-        return int(found)
-    return found if isinstance(found, int) else None
+    steps = [(group.states or {}).get("step") for group in groups]
+    counts = [step.number() for step in steps if step is not None]
+    return [int(count) for count in counts if count is not None and count % 1 == 0]
 
 
 def require_alike(models: Sequence[ModelFile], entries: Sequence[ModuleEntry], stage: int) -> None:

@@ -1,26 +1,20 @@
 """Serializes optimizer files: the `state_dict` of a ZeRO optimizer on each rank of a target."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Final
 
 import numpy as np
 
-from streamshard.formats.checkpoint import FlatState, ParamGroup, ScalarState
+from streamshard.formats.checkpoint import ParamGroup
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.cut.part_cut import ZeroTarget
 from streamshard.formats.pickle.inert import GETATTR, Call, Global, Node
 from streamshard.formats.torch.torch_tensor import Storage, make_tensor
-from streamshard.layout.cutting import (
-    Ints,
-    Share,
-    owned_segments,
-    partition_segments,
-    shard_segments,
-)
+from streamshard.layout.cutting import Ints, Share, shard_segments
 from streamshard.layout.zero import FlatGroup, Slices
-from streamshard.model import MASTER, Literal, SubGroup, ZeroLayout
+from streamshard.model import MASTER, SubGroup, ZeroLayout
 
 _LOSS_SCALER: Final = Global("deepspeed.runtime.fp16.loss_scaler", "LossScaler")
 _FRAGMENT_ADDRESS: Final = Global("deepspeed.utils.tensor_fragment", "fragment_address")
@@ -78,6 +72,8 @@ class OptimizerWriter:
         self._config = target.config
         self._flat_groups = target.cut.flat_groups
         self._sub_groups = target.cut.sub_groups
+        groups = target.model_part.groups
+        self._kept = [target.model_part.kept_states(group, target.layout) for group in groups]
 
     def dump(self, rank: int) -> dict[str, Node]:
         """Build a rank's optimizer state alone, as in raw dumps."""
@@ -143,13 +139,9 @@ class OptimizerWriter:
         for group, sharer in self._model_part.held_by(rank, self._layout):
             param_group, flat = self._model_part.groups[group], self._flat_groups[group]
             cuts.append((flat, sharer))
-            padding = 0 if self._layout.bf16_optimizer else flat.padding(sharer)
-            share = self._partition(group, sharer, MASTER, param_group.master_dtype)
-            numel = flat.partition_numel - padding
-            storage = Storage(param_group.master_dtype, numel, share)
-            masters.append(make_tensor(storage, (storage.numel,), requires_grad=True))
+            masters.append(self._partition(group, sharer, MASTER))
             if param_group.states is not None:
-                states[param_group.number] = self._states(group, param_group, flat, sharer)
+                states[param_group.number] = self._states(group, param_group, sharer)
             mappings.append(self._slice_mapping(param_group, flat.recorded(sharer)))
         return {
             names.BASE_OPTIMIZER: self._inner(
@@ -165,22 +157,15 @@ class OptimizerWriter:
             names.SLICE_MAPPINGS: mappings,
         }
 
-    def _states(
-        self, group: int, param_group: ParamGroup, flat: FlatGroup, sharer: int
-    ) -> dict[str, Node] | None:
+    def _states(self, group: int, param_group: ParamGroup, sharer: int) -> dict[str, Node] | None:
         """Build a rank's states of a param group; None if the rank has no entry for the group."""
-        whole = self._model_part.whole_states(param_group, self._layout)
-        states: dict[str, Node] = {}
-        for key, value in (param_group.states or {}).items():
-            if key not in whole:
-                numel = flat.partition_numel // param_group.block(key)
-                states[key] = self._state(
-                    value, numel, partial(self._partition, group, sharer, key)
-                )
-            elif owned := [*flat.owned(sharer)]:
-                numel = int(flat.numels[owned].sum())
-                states[key] = self._state(value, numel, partial(self._owned, group, sharer, key))
-        return None if whole and not states else states
+        states, nodes = param_group.states or {}, dict[str, Node]()
+        for key, state in states.items():
+            if state.cut is None:
+                nodes[key] = state.node()
+            elif (tensor := self._partition(group, sharer, key)) is not None:
+                nodes[key] = tensor
+        return nodes if nodes or not states else None
 
     def _group_padding(self, flat: FlatGroup, rank: int) -> int:
         """Return a rank's entry of `group_paddings`.
@@ -208,24 +193,12 @@ class OptimizerWriter:
                 sharers[sub_group.group],
             )
             members[param_group.number].append(unit)
-            share = self._shards(sub_group, sharer, MASTER, param_group.master_dtype)
-            storage = Storage(param_group.master_dtype, sub_group.numel, share)
-            masters.append(
-                make_tensor(
-                    storage,
-                    (sub_group.numel,),
-                    requires_grad=True,
-                    attributes=self._unit_attributes(param_group, sub_group),
-                )
-            )
+            attributes = self._unit_attributes(param_group, sub_group)
+            masters.append(self._shards(sub_group, sharer, MASTER, attributes))
             if param_group.states is not None:
                 states[unit] = {
-                    key: self._state(
-                        value,
-                        sub_group.numel // param_group.block(key),
-                        partial(self._shards, sub_group, sharer, key),
-                    )
-                    for key, value in param_group.states.items()
+                    key: state.node() if state.cut is None else self._shards(sub_group, sharer, key)
+                    for key, state in param_group.states.items()
                 }
         return {
             names.ZERO_STAGE: self._stage_enum(),
@@ -281,37 +254,27 @@ class OptimizerWriter:
             self._members[group, state] = found
         return self._members[group, state]
 
-    def _partition(self, group: int, sharer: int, state: str, dtype: str) -> Share:
-        """Describe a rank's partition of one state of a flat group (stages 1 and 2)."""
-        flat, (members, _) = self._flat_groups[group], self._members_of(group, state)
-        cut = flat.in_blocks(self._model_part.groups[group].block(state))
-        segments = partial(partition_segments, cut, tensors=members)
-        return Share(members, dtype, segments, sharer)
+    def _partition(self, group: int, sharer: int, key: str) -> Node | None:
+        """Build a rank's partition of a state (stages 1 and 2); None if it has none."""
+        state, (members, _) = self._kept[group][key], self._members_of(group, key)
+        flat = self._flat_groups[group].in_blocks(state.block)
+        share = state.share(flat, sharer, members)
+        return None if share is None else _tensor(key, state.numel(flat, sharer), share)
 
-    def _owned(self, group: int, sharer: int, state: str, dtype: str) -> Share:
-        """Describe a state, whole, of each parameter that a rank has a part of (Muon)."""
-        flat, (members, _) = self._flat_groups[group], self._members_of(group, state)
-        segments = partial(owned_segments, flat, tensors=members)
-        owned = members[np.asarray(flat.owned(sharer), dtype=np.int64)]
-        return Share(owned, dtype, segments, sharer, is_cut=False)
-
-    def _shards(self, unit: SubGroup, rank: int, state: str, dtype: str) -> Share:
-        """Describe a rank's shard of one state of each parameter of a sub-group (stage 3)."""
-        both, group = self._members_of(unit.group, state), self._model_part.groups[unit.group]
-        members, numels = (each[unit.first : unit.stop] for each in both)
+    def _shards(
+        self, unit: SubGroup, rank: int, key: str, attributes: Mapping[str, Node] | None = None
+    ) -> Node:
+        """Build a rank's shard of one state of each parameter of a sub-group (stage 3)."""
+        state, group = self._kept[unit.group][key], self._model_part.groups[unit.group]
+        columns = self._members_of(unit.group, key)
+        members, numels = (column[unit.first : unit.stop] for column in columns)
         world_size, lasts = self._layout.world_size // group.expert_parallel, None
         if self._model_part.fuses(group):
             stops = np.cumsum(self._model_part.tensor_counts(group))
             lasts = stops[(stops > unit.first) & (stops <= unit.stop)] - unit.first - 1
         segments = partial(shard_segments, numels, world_size, tensors=members, lasts=lasts)
-        return Share(members, dtype, segments, rank)
-
-    def _state(self, value: Node, numel: int, share_of: Callable[[str], Share]) -> Node:
-        if isinstance(value, FlatState):
-            return make_tensor(Storage(value.dtype, numel, share_of(value.dtype)), (numel,))
-        if isinstance(value, ScalarState):
-            return scalar_tensor(value)
-        return value
+        share = Share(members, state.dtype, segments, rank)
+        return _tensor(key, unit.numel // state.block, share, attributes)
 
     def _inner(
         self, states: Mapping[int, Node], members: Sequence[list[int]], rank: int
@@ -324,13 +287,11 @@ class OptimizerWriter:
         return {**wrapped, "state": dict(states), "param_groups": groups}
 
 
-def scalar_tensor(value: ScalarState) -> Node:
-    """Build a state with one value for a group.
-
-    It has a storage of its own: the optimizer would advance a shared step once per group.
-    """
-    count = len(value.data) // Storage(value.dtype, 1).nbytes
-    return make_tensor(Storage(value.dtype, count, Literal(value.data)), value.shape)
+def _tensor(
+    key: str, numel: int, share: Share, attributes: Mapping[str, Node] | None = None
+) -> Node:
+    storage = Storage(share.dtype, numel, share)
+    return make_tensor(storage, (numel,), requires_grad=key == MASTER, attributes=attributes)
 
 
 def unscaled() -> dict[str, Node]:

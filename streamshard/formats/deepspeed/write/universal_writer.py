@@ -10,10 +10,10 @@ from functools import partial
 from typing import Final
 
 from streamshard.errors import UnsupportedError
-from streamshard.formats.checkpoint import FlatState, ParamGroup, ScalarState
+from streamshard.formats.checkpoint import ParamGroup
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.cut.part_cut import ZeroTarget
-from streamshard.formats.deepspeed.write.optimizer_writer import OptimizerWriter, scalar_tensor
+from streamshard.formats.deepspeed.write.optimizer_writer import OptimizerWriter
 from streamshard.formats.deepspeed.write.zero_writer import model_files
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch.torch_tensor import Storage, make_tensor
@@ -52,10 +52,10 @@ class UniversalImages:
                     yield FileImage(f"{place}/{name}/{key}.pt", partial(serialize, node))
 
     def _states(self, group: ParamGroup, name: str) -> Iterator[tuple[str, Node]]:
-        for key, dtype in {MASTER: group.master_dtype, **group.flat_states()}.items():
+        for key, state in group.tensor_states.items():
             number = self._index[self._model_part.name, key, name]
             tensor = self._target.checkpoint.tensors[number]
-            storage = Storage(dtype, tensor.numel, Whole(number))
+            storage = Storage(state.dtype, tensor.numel, Whole(number))
             shape = (tensor.numel,) if self._is_stage_3 else tensor.shape
             # Only the master requires gradients, as in the original, which slices the optimizer's
             # own tensors.
@@ -63,7 +63,7 @@ class UniversalImages:
             yield key, node if self._is_stage_3 else {"cat_dim": 0, "param": node}
         step = (group.states or {}).get(_STEP)
         if step is not None and not self._is_stage_3:
-            yield _STEP, scalar_tensor(step) if isinstance(step, ScalarState) else step
+            yield _STEP, step.node()
 
     def _global_state(self) -> dict[str, Node]:
         """Build the entries that belong to no parameter: hyper-parameters, loss scaler."""
@@ -74,7 +74,7 @@ class UniversalImages:
         # The loader uses the step of the first sub-group for all. The original leaves rank 0's
         # shards in this file, but nothing reads them.
         inner = state[names.OPTIMIZER]
-        flat = {key for group in self._model_part.groups for key in group.flat_states()}
+        flat = {key for group in self._model_part.groups for key in group.cut_states}
         steps = {
             unit: {key: value for key, value in entry.items() if key not in flat}
             for unit, entry in inner["state"].items()
@@ -92,13 +92,12 @@ class UniversalImages:
         if self._model_part.is_muon(group):
             message = "Muon's momentum is in no form that DeepSpeed's universal loader knows"
             raise UnsupportedError(message)
-        states = group.states or {}
-        flat = group.flat_states().keys()
+        flat = group.cut_states.keys()
         if self._is_stage_3 and flat != _STATES_3:
             listed = ", ".join(flat) or "none"
             message = f"the optimizer's states are {listed}; of a universal checkpoint of stage 3"
             raise UnsupportedError(f"{message} DeepSpeed loads exp_avg and exp_avg_sq, always both")
-        lost = [k for k, v in states.items() if not isinstance(v, FlatState) and k != _STEP]
+        lost = [key for key in group.common_states if key != _STEP]
         if lost:
             message = f"the optimizer's state '{lost[0]}' has one value for all parameters, which"
             raise UnsupportedError(f"{message} a universal checkpoint has no place for")

@@ -101,7 +101,6 @@ class ModuleWriter:
         return dump(both[0], _identity) == dump(both[1], _identity)
 
     def _module(self, saved: Node) -> OrderedDict[str, Node]:
-        """Build the module's state dict."""
         # Not `OrderedDict[…]()`: this sets an attribute on the object, which would be saved too.
         module: OrderedDict[str, Node] = OrderedDict()
         vars(module).update(getattr(saved, "__dict__", {}))
