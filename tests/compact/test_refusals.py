@@ -450,6 +450,7 @@ LATE: dict[str, tuple[bool, int, Change, str]] = {
     # Whether the tag is in the trash, before which look at the run directory it happens, and what.
     "a link": (False, 2, add_link, "may not be removed any more"),
     "another file": (False, 2, add_file, "changed while it was watched"),
+    "another run directory": (False, 2, move_the_files, "is another directory"),
     "a newer one is torn": (True, 2, tear_a_newer_one, "model_states.pt"),
     "no latest": (True, 2, lose_latest, "no 'latest'"),
     "another trash": (True, 2, replace_the_trash, "more: .*: a symbolic link"),
