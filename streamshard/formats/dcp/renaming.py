@@ -65,7 +65,7 @@ class Rule:
     def matches(self, name: str) -> list[tuple[int, tuple[str, ...]]]:
         """Return which patterns a name matches, and what stands for their stars.
 
-        >>> rule_of(1, "a.*.{up,down} -> b.* : 1:1").matches("a.7.down")
+        >>> _rule_of(1, "a.*.{up,down} -> b.* : 1:1").matches("a.7.down")
         [(1, ('7',))]
         """
         found = (
@@ -92,16 +92,16 @@ def _with_stars(pattern: str, stars: Sequence[str]) -> str:
 def read_rules(text: str) -> tuple[Rule, ...]:
     lines = enumerate(text.splitlines(), 1)
     cut = ((number, line.partition("#")[0].strip()) for number, line in lines)
-    rules = tuple(rule_of(number, text) for number, text in cut if text)
+    rules = tuple(_rule_of(number, text) for number, text in cut if text)
     if not rules:
         raise UsageError(f"has no rule; a line is {_FORM}")
     return rules
 
 
-def rule_of(line: int, text: str) -> Rule:
+def _rule_of(line: int, text: str) -> Rule:
     """Read a rule.
 
-    >>> rule_of(1, "qkv.* -> {q,k}.* : 8 x 4:1").targets
+    >>> _rule_of(1, "qkv.* -> {q,k}.* : 8 x 4:1").targets
     ('q.*', 'k.*')
     """
     match = _RULE.fullmatch(text)

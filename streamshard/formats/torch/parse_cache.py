@@ -7,7 +7,7 @@ are equal, byte for byte, where these are blanked:
 - the root folder's name, which must be a folder's and the same in all records;
 - checksums, which a match has of its own; the pickle's must be right, or left out;
 - device numbers of storages, such as `cuda:3`, which must be digits. They are blanked only if the
-  pickle makes the same object whatever they are, which `device_digits` finds out.
+  pickle makes the same object whatever they are, which `_device_digits` finds out.
 
 Nothing else differs, so parsing a match would give the same object, with every storage at the same
 offset, and only other checksums. A file that is no match is parsed, whether it is valid or not.
@@ -99,7 +99,7 @@ class ParseCache:
         ends = (one.entry + NAME_IN_ENTRY + len(one.name.encode()) for one in found.records)
         if file_bytes < max(ends):  # cut off since it was parsed
             return
-        header = _Header(found, file_bytes, device_digits(torch_file.pickled(path, found)))
+        header = _Header(found, file_bytes, _device_digits(torch_file.pickled(path, found)))
         read = header.read(path) if header.nbytes <= _LIMIT_BYTES else None
         if read is None:
             return
@@ -188,7 +188,7 @@ class _Header:
         return data, listed[:-1]
 
 
-def device_digits(pickled: bytes) -> Offsets:
+def _device_digits(pickled: bytes) -> Offsets:
     """Return the offsets of the digits of device numbers in a file's pickle.
 
     Bytes that look like a device may be part of something else, or be used twice. So the pickle is
