@@ -19,6 +19,7 @@ from streamshard.errors import (
     SourceNotFoundError,
     UnsupportedError,
 )
+from tests.cli.conftest import tree
 from tests.comparing import both_roads
 from tests.fabricated import client_state, edit, edit_all, write
 from tests.fabricated_universal import UNIVERSAL, convert, write_universal
@@ -40,11 +41,6 @@ JOBS = {
 }
 
 
-def files_of(run: Path) -> dict[str, bytes]:
-    paths = (path for path in sorted(run.rglob("*")) if path.is_file())
-    return {path.relative_to(run).as_posix(): path.read_bytes() for path in paths}
-
-
 @pytest.mark.parametrize(
     ("job", "stage"), [(job, 1 + number % 3) for number, job in enumerate(JOBS.values())], ids=JOBS
 )
@@ -53,7 +49,7 @@ def test_what_is_written_is_what_the_original_gives(job: Job, stage: int, tmp_pa
     for source, out in ((tmp_path / "run", "wanted"), (made, "out")):
         ranks = 2 if job.world_size > 2 else 3
         streamshard.repartition(source, tmp_path / out, world_size=ranks, zero_stage=stage)
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "wanted")
+    assert tree(tmp_path / "out") == tree(tmp_path / "wanted")
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -73,9 +69,9 @@ def test_all_verbs_take_it(stage: int, tmp_path: Path) -> None:
     for source, out in ((run, "wanted"), (made, "out")):
         streamshard.export(source, tmp_path / out, verify=True)
         streamshard.export(source, tmp_path / f"{out}-dcp", format="dcp", verify=True)
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "wanted")
+    assert tree(tmp_path / "out") == tree(tmp_path / "wanted")
     streamshard.export(made, tmp_path / "again", format="universal", verify=True)
-    assert files_of(tmp_path / "again").keys() >= {
+    assert tree(tmp_path / "again").keys() >= {
         "latest_universal",
         f"{TAG}/zero/optimizer_state.pt",
     }
@@ -84,7 +80,7 @@ def test_all_verbs_take_it(stage: int, tmp_path: Path) -> None:
     shutil.copytree(made, tmp_path / "alone" / UNIVERSAL)
     (tmp_path / "alone" / "latest_universal").write_text(UNIVERSAL)
     direct, of_store = both_roads(tmp_path / "alone", world_size=3)
-    assert files_of(direct) == files_of(of_store)
+    assert tree(direct) == tree(of_store)
 
 
 @pytest.mark.parametrize("job", [Job(), Job(alignment=True, world_size=3), JOBS["fp32"]])
@@ -99,7 +95,7 @@ def test_parameters_that_went_round_are_read_where_they_are_in_their_places(
     assert streamshard.diff(run, made).is_equal
     for source, out in ((run, "wanted"), (made, "out")):
         streamshard.repartition(source, tmp_path / out, world_size=4)
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "wanted")
+    assert tree(tmp_path / "out") == tree(tmp_path / "wanted")
 
 
 def test_where_it_may_lie(tmp_path: Path) -> None:
@@ -158,7 +154,7 @@ def test_masters_that_were_never_cast_are_taken(tmp_path: Path) -> None:
     forget_states(run)
     streamshard.repartition(run, tmp_path / "wanted", world_size=3)
     streamshard.repartition(convert(run), tmp_path / "out", world_size=3)
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "wanted")
+    assert tree(tmp_path / "out") == tree(tmp_path / "wanted")
 
 
 def test_padding_that_older_converters_leave_is_not_read(tmp_path: Path) -> None:
@@ -169,7 +165,7 @@ def test_padding_that_older_converters_leave_is_not_read(tmp_path: Path) -> None
         torch.save(torch.cat([torch.load(path), torch.tensor([float("nan")])]), path)
     for source, out in ((run, "wanted"), (made, "out")):
         streamshard.repartition(source, tmp_path / out, world_size=2)
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "wanted")
+    assert tree(tmp_path / "out") == tree(tmp_path / "wanted")
 
 
 @pytest.mark.parametrize("name", ["old.name", f"{PARAM}/more"])
@@ -370,7 +366,7 @@ def test_masters_that_were_not_kept_are_not_made_up(tmp_path: Path) -> None:
     streamshard.repartition(run, tmp_path / "wanted", world_size=3)
     streamshard.repartition(tmp_path / "ours", tmp_path / "out", world_size=3)
     (tmp_path / "wanted" / "zero_to_fp32.py").unlink()
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "wanted")
+    assert tree(tmp_path / "out") == tree(tmp_path / "wanted")
 
 
 def test_verify_finds_damage_in_any_file(tmp_path: Path) -> None:

@@ -319,6 +319,15 @@ def test_damage_of_one_part_hides_no_other(tmp_path: Path) -> None:
     assert all("no local header" in problem for problem in found.problems[1:])
 
 
+def test_two_records_of_one_name(tmp_path: Path) -> None:
+    path = tmp_path / "twice.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x/data.pkl", b"1")
+        with pytest.warns(UserWarning, match="Duplicate"):
+            archive.writestr("x/data.pkl", b"2")
+    assert audit(path).problems == ("2 records are called x/data.pkl",)
+
+
 def test_other_files_are_told_apart(tmp_path: Path) -> None:
     path = tmp_path / "other"
     for data in (b"", b"PK\x03\x04", b"text", b"\x80\x02}q\0.", bytes(100_000)):
