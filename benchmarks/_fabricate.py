@@ -6,6 +6,7 @@ go); the elements are then written into the holes, and their CRCs where a zip fi
 
 import os
 import struct
+import time
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from benchmarks._layout import TAG, Leaf, NativeLayout, Stored
 from benchmarks._model import PADDING, PIECE_NUMEL, Model, Run, values
 from benchmarks._stand_ins import deepspeed_stand_ins
 
+_AGE_SECONDS: Final = 3600
 SCRIPT: Final = ("zero_to_fp32.py", b"# DeepSpeed leaves a script next to its checkpoints.\n")
 _CENTRAL: Final = struct.Struct("<IHHHHHHIIIHHHHHII")
 _DESCRIPTOR: Final = 0x08074B50
@@ -26,9 +28,10 @@ _DESCRIPTOR: Final = 0x08074B50
 def fabricate(
     run_dir: Path, model: Model, *, stage: int, world_size: int, sparse: bool = False
 ) -> int:
-    """Write a run directory; returns its size in bytes.
+    """Write a run directory, dated an hour ago; returns its size in bytes.
 
-    Stage 3 leaves garbage in its padding, as DeepSpeed does.
+    Stage 3 leaves garbage in its padding, as DeepSpeed does. Files that changed in the last minute
+    would not be mapped.
 
     Parameters
     ----------
@@ -49,7 +52,11 @@ def fabricate(
             copy_renamed(path, (f"rank_{first}_", f"rank_{rank}_"))
     (run_dir / SCRIPT[0]).write_bytes(SCRIPT[1])
     (run_dir / "latest").write_text(TAG)
-    return sum(path.stat().st_size for path in run_dir.rglob("*") if path.is_file())
+    files = [path for path in run_dir.rglob("*") if path.is_file()]
+    modified = time.time() - _AGE_SECONDS
+    for path in files:
+        os.utime(path, (modified, modified))
+    return sum(path.stat().st_size for path in files)
 
 
 def pieces(runs: tuple[Run, ...]) -> Iterator[Run]:

@@ -38,6 +38,9 @@ class Sleeper:
         time.sleep(seconds)
         return seconds
 
+    def settle(self) -> None:
+        """Read nothing."""
+
     def close(self) -> None:
         """Close nothing."""
 

@@ -3,19 +3,19 @@
     python -m benchmarks.mapped_reads --size 1GB
 
 Both go through the file by windows of a MiB. One reads a window into a buffer that is used again;
-the other has the system put the pages of the window in place (MADV_POPULATE_READ), takes the
-checksum where they are, and lets go of them (MADV_DONTNEED). Two ways also write what they read
-into the page cache, one of them straight out of the map. Warm: the page cache holds the file;
-cold: it has forgotten it. "Asked ahead": the system is told of every window 4 MiB before it is
-read, as streamshard does. Every round goes each way once, in another order; shown are medians and
-the range, and the CPU time, which other programs on the machine disturb least.
+the other has the system put the pages of the window in place, takes the checksum where they are,
+and lets go of them. Two ways also write what they read into the page cache, one of them straight
+out of the map. Warm: the page cache holds the file; cold: it has forgotten it. "Asked ahead": the
+system is told of every window 4 MiB before it is read, as streamshard does. Every round goes each
+way once, in another order; shown are medians and the range, and the CPU time, which other programs
+on the machine disturb least.
 
-Then whole commands, as they are and as they would be with maps: see `_mapped_commands`.
+Then whole commands, each with maps and without: files that changed within the last minute are read.
 """
 
 import argparse
-import mmap
 import os
+import shutil
 import sys
 import tempfile
 import threading
@@ -29,7 +29,6 @@ from typing import Final
 import numpy as np
 
 from benchmarks._fabricate import fabricate
-from benchmarks._mapped_commands import POPULATE_READ, advise
 from benchmarks._measure import (
     STREAMSHARD,
     Measured,
@@ -44,7 +43,7 @@ from benchmarks._model import transformer
 from streamshard import sizes
 from streamshard.checksums import crc32
 from streamshard.io import page_cache
-from streamshard.io.memory_map import map_range
+from streamshard.io.file_map import FileMap
 from streamshard.io.readable import open_to_read, read_into
 from streamshard.io.writable import write_all
 
@@ -103,28 +102,14 @@ def through_buffer(share: Share) -> list[int]:
     return found
 
 
-def populated(share: Share) -> list[int]:
+def mapped(share: Share) -> list[int]:
     """Take the checksums of a map, whose pages are put in place window by window."""
-    return _mapped(share, is_populated=True)
-
-
-def touched(share: Share) -> list[int]:
-    """Take the checksums of a map, whose pages come in as they are touched."""
-    return _mapped(share, is_populated=False)
-
-
-def _mapped(share: Share, *, is_populated: bool) -> list[int]:
-    view = map_range(share.descriptor, share.start, share.stop - share.start, is_private=False)
-    address = int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
-    found = []
+    whole, found = FileMap(share.descriptor, share.stop), []
     for start, stop in share.windows():
-        place, nbytes = address + start - share.start, stop - start
-        if is_populated:
-            advise(place, nbytes, POPULATE_READ)
-        window = view[start - share.start : stop - share.start]
+        window = whole.window(start, stop - start)
         found.append(crc32(window))
         share.write(window, start)
-        advise(place, nbytes, mmap.MADV_DONTNEED)
+    whole.release()
     return found
 
 
@@ -142,13 +127,11 @@ class Way:
 WAYS: Final = (
     Way("pread alone, no checksum", read_only),
     Way("pread + CRC-32", through_buffer),
-    Way("map, populate + CRC-32", populated),
-    Way("map, touch + CRC-32", touched),
+    Way("map + CRC-32", mapped),
     Way("pread + CRC-32, asked ahead", through_buffer, is_asked_ahead=True),
-    Way("map, populate + CRC-32, asked ahead", populated, is_asked_ahead=True),
-    Way("map, touch + CRC-32, asked ahead", touched, is_asked_ahead=True),
+    Way("map + CRC-32, asked ahead", mapped, is_asked_ahead=True),
     Way("pread + CRC-32 + write", through_buffer, writes=True),
-    Way("map, populate + CRC-32 + write", populated, writes=True),
+    Way("map + CRC-32 + write", mapped, writes=True),
 )
 
 
@@ -259,44 +242,52 @@ def once(path: Path, nbytes: int, way: Way, threads: int) -> Pass:
 
 
 def commands(root: Path, nbytes: int, runs: int) -> list[list[str]]:
-    """Verify and compare, through a buffer and through maps; returns the table's rows."""
-    source, target = root / "source", root / "target"
+    """Run whole commands, through a buffer and through maps; returns the table's rows."""
+    source, target, made = root / "source", root / "target", root / "made"
     fabricate(source, transformer(nbytes, stage=2), stage=2, world_size=8)
     succeed(*STREAMSHARD, "repartition", source, target, "--world-size", "6")
     rows = []
     for name, command in (
+        ("repartition", ("repartition", source, made, "--world-size", "6")),
+        ("convert, zstd", ("convert", source, made, "--codec", "zstd")),
         ("verify", ("verify", source)),
         ("verify --against", ("verify", target, "--against", source)),
     ):
         for is_cold in (False, True):
-            times = [
-                (
-                    _command("read", command, is_cold=is_cold),
-                    _command("map", command, is_cold=is_cold),
-                )
-                for _ in range(runs)
-            ]
+            times = []
+            for _ in range(runs):
+                both = [
+                    _command(command, made, is_mapped=is_mapped, is_cold=is_cold)
+                    for is_mapped in (False, True)
+                ]
+                times.append((both[0], both[1]))
             rows.append([f"{name}, {'cold' if is_cold else 'warm'}", *_compared(times)])
     return rows
 
 
-def _command(way: str, command: tuple[str | Path, ...], *, is_cold: bool) -> Measured:
-    for root in (part for part in command if isinstance(part, Path)):
-        if is_cold:
-            for path in files_in(root):
+def _command(
+    command: tuple[str | Path, ...], made: Path, *, is_mapped: bool, is_cold: bool
+) -> Measured:
+    shutil.rmtree(made, ignore_errors=True)
+    os.sync()
+    modified = time.time() - 3600 * is_mapped
+    for root in (part for part in command if isinstance(part, Path) and part.exists()):
+        for path in files_in(root):
+            os.utime(path, (modified, modified))
+            if is_cold:
                 page_cache.drop_file(path)
-        else:
+        if not is_cold:
             warm(root)
-    return succeed(sys.executable, "-m", "benchmarks._mapped_commands", way, *command, "-q")
+    return succeed(*STREAMSHARD, *command, "-q")
 
 
 def _compared(times: list[tuple[Measured, Measured]]) -> list[str]:
-    read, mapped = zip(*times, strict=True)
-    memory = [max(done.peak_bytes for done in some) / (1 << 20) for some in (read, mapped)]
+    through, seen = zip(*times, strict=True)
+    memory = [max(done.peak_bytes for done in some) / (1 << 20) for some in (through, seen)]
     return [
-        f"{median(done.seconds for done in read):.2f}",
-        ratio_cell([done.seconds for done in mapped], [done.seconds for done in read]),
-        ratio_cell([done.cpu_seconds for done in mapped], [done.cpu_seconds for done in read]),
+        f"{median(done.seconds for done in through):.2f}",
+        ratio_cell([done.seconds for done in seen], [done.seconds for done in through]),
+        ratio_cell([done.cpu_seconds for done in seen], [done.cpu_seconds for done in through]),
         f"{memory[0]:.0f}, {memory[1]:.0f}",
     ]
 

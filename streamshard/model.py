@@ -264,6 +264,13 @@ class BlockDigests:
     crc32s: NDArray[np.uint32]
     """One per block; the last block may be shorter."""
 
+    def has_whole(self, offset: int, nbytes: int) -> bool:
+        """Tell whether a range is whole blocks."""
+        stop = offset + nbytes
+        return offset % self.block_bytes == 0 and (
+            stop % self.block_bytes == 0 or stop == self.nbytes
+        )
+
 
 class Computed(ABC):
     """Content that is computed from the source's files, when the run is planned or when it runs."""

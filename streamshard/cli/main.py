@@ -47,7 +47,7 @@ def _run(run: _Runner, arguments: argparse.Namespace) -> int:
     try:
         if arguments.verb in OPTIONS:
             OPTIONS[arguments.verb](**keywords(arguments))  # refuses what makes no sense
-        with _cluster(arguments), memory_errors():
+        with _cluster(arguments), _ways_told(arguments), memory_errors():
             code = run(arguments)
         sys.stdout.flush()
     except StreamshardError as error:
@@ -57,6 +57,19 @@ def _run(run: _Runner, arguments: argparse.Namespace) -> int:
         close_quietly(sys.stdout)  # the reader has gone
         return 0
     return code or 0
+
+
+@contextmanager
+def _ways_told(arguments: argparse.Namespace) -> Iterator[None]:
+    """With `--verbose`, tell at the end whether source files were mapped, or why they were read."""
+    try:
+        yield
+    finally:
+        if getattr(arguments, "verbose", False):
+            from streamshard.io.file_map import ways_taken  # not at the top: help needs none
+
+            if ways_taken:
+                tell(f"source files: {'; '.join(sorted(ways_taken))}")
 
 
 @contextmanager

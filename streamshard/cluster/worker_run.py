@@ -20,7 +20,7 @@ from typing import Any, Final, Self
 
 from distributed import Reschedule, Worker, WorkerPlugin, get_worker
 
-from streamshard.engine.jobs.executor import Host, Toolkit, Tools
+from streamshard.engine.jobs.executor import Host, Toolkit, Tools, carry_out
 from streamshard.engine.run import resident_memory
 from streamshard.errors import MemoryLimitError, UsageError
 from streamshard.io.entries import files_below, read_all
@@ -156,7 +156,7 @@ def perform(token: str, job: bytes, bytes_per_second: float | None) -> Outcome:
         with run.tools(worker) as tools:
             run.throttle.limit(bytes_per_second)
             began = time.monotonic()
-            result = pickle.loads(job)(tools.own)  # noqa: S301
+            result = carry_out(pickle.loads(job), tools.own)  # noqa: S301
             return Outcome(result, worker.address, tools.nbytes, time.monotonic() - began)
     except StoppedError:  # not wanted when it was stopped; if it is wanted now, it is done again
         raise Reschedule from None

@@ -29,7 +29,7 @@ from streamshard.engine.scan.region_pair import (
 from streamshard.errors import SourceError, StreamshardError
 from streamshard.formats.zarr.array_paths import array_path
 from streamshard.layout.cutting import Segments, coalesce
-from streamshard.layout.memory_plan import COMPARING_BYTES, SCRATCH_BYTES, MemoryPlan
+from streamshard.layout.memory_plan import BUFFER_BYTES, COMPARING_BYTES, MemoryPlan
 from streamshard.model import ITEMSIZE, LogicalTensor
 from streamshard.source.source import Request, Source
 
@@ -181,7 +181,7 @@ class Runs:
                 yield job(run)
 
         files = [side.files for side in self.sides]
-        tools = PairTools(kind, files, memory.window_bytes, SCRATCH_BYTES // 2)
+        tools = PairTools(kind, files, memory.window_bytes, BUFFER_BYTES)
         results = run_ordered(
             jobs(),
             tools,

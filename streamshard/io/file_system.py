@@ -10,6 +10,7 @@ from typing import Any, Final
 from streamshard.io.retry import FROM_OUTSIDE, ignored
 
 EXT4, XFS, BTRFS, F2FS, TMPFS = 0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994
+OVERLAYFS: Final = 0x794C7630
 """Types of file systems on this machine's own disks or in its memory, by statfs(2)."""
 _STATFS_BYTES: Final = 256
 _MOUNTS: Final = Path("/proc/self/mountinfo")

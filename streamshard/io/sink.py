@@ -33,6 +33,11 @@ class Sink(ABC):
     descriptor = -1
     """Descriptor, for hints about the page cache; -1 if the file is not local."""
 
+    @property
+    def takes_any_view(self) -> bool:
+        """Whether a local file is written from anywhere as well as from a buffer."""
+        return self.block_bytes == 1 and self.descriptor >= 0
+
     @abstractmethod
     def write(self, view: memoryview, offset: int) -> None:
         """Write all of a view at an offset; once more does no harm."""

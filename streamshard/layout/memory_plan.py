@@ -15,8 +15,11 @@ MIB: Final = 1 << 20
 WINDOW_BYTES: Final = MIB
 """A worker's window if the limit allows it; larger windows no longer fit the CPU caches."""
 MIN_WINDOW_BYTES: Final = MIB // 4
-SCRATCH_BYTES: Final = 2 * MIB
-"""Memory for casts, and for a store's block of which only a part is needed."""
+BUFFER_BYTES: Final = MIB
+MAPPED_BYTES: Final = 4 * MIB
+"""Most that is in memory of a source that is mapped."""
+SCRATCH_BYTES: Final = 2 * BUFFER_BYTES + MAPPED_BYTES
+"""Memory for casts, for a store's block of which only a part is needed, and for what is mapped."""
 COMPARING_BYTES: Final = WINDOW_BYTES + SCRATCH_BYTES + 2 * MIB
 """Memory that a worker takes to compare, apart from one window and its scratch: both for the other
 side, and the copies."""

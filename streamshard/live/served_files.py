@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import torch
 
+from streamshard.engine.run.mapping_reader import MappingReader
 from streamshard.engine.run.region import RegionFiller
 from streamshard.engine.run.source_check import Ranges, ReadLog, SourceCheck
-from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.work import Region
 from streamshard.errors import IntegrityError
 from streamshard.io.files import require_all_unchanged
@@ -50,7 +50,7 @@ class ServedFiles:
         self._maps = maps
         self.log = ReadLog(source.files)
         """Notes the checksums of what this rank reads."""
-        self._reader = SourceReader(source.files, reads_once=True, log=self.log)
+        self._reader = MappingReader(source.files, reads_once=True, log=self.log)
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self._prepared: dict[str, FileContent] = {}
         self._shares: dict[str, NodeShare] = {}

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamshard.engine.numeric.cast import Cast
+from streamshard.engine.run.mapping_reader import MappingReader
 from streamshard.engine.run.region import RegionFiller
-from streamshard.engine.run.source_reader import SourceReader
 from streamshard.errors import UsageError, command
-from streamshard.layout.memory_plan import SCRATCH_BYTES
+from streamshard.layout.memory_plan import BUFFER_BYTES
 from streamshard.model import FILE
 from streamshard.sizes import some_of
 from streamshard.source.source import Source
@@ -27,7 +27,7 @@ class SourceAccess:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._reader = SourceReader(source.files)
+        self._reader = MappingReader(source.files)
         self._lock = threading.Lock()
         self._scratch = memoryview(b"")
         # Notebooks forget to close what they open.
@@ -49,7 +49,7 @@ class SourceAccess:
         with self._lock:
             self._require_open()
             if not len(self._scratch):
-                self._scratch = memoryview(bytearray(SCRATCH_BYTES // 2))
+                self._scratch = memoryview(bytearray(BUFFER_BYTES))
             filler = RegionFiller(region, self._reader, self._scratch)
             filler.fill(out.reshape(-1).view(np.uint8).data)
 

@@ -27,7 +27,7 @@ from streamshard.io.entries import entries_below, examine, is_directory
 from streamshard.io.files import target_errors
 from streamshard.io.object_path import is_object
 from streamshard.io.readable import Status
-from streamshard.layout.memory_plan import SCRATCH_BYTES, MemoryPlan
+from streamshard.layout.memory_plan import BUFFER_BYTES, MemoryPlan
 from streamshard.options import WritingOptions
 from streamshard.source.source import open_source
 from streamshard.source.unfinished import COMMITTED, JOURNAL
@@ -129,7 +129,7 @@ class ExistingTarget:
             output.source.files,
             workers=self.memory.workers,
             window_bytes=self.memory.window_bytes,
-            scratch_bytes=SCRATCH_BYTES // 2,
+            scratch_bytes=BUFFER_BYTES,
             progress=progress.advance,
             to_end=False,
         )
@@ -167,7 +167,7 @@ class ExistingTarget:
                 source.files,
                 workers=self.memory.workers,
                 window_bytes=self.memory.window_bytes,
-                scratch_bytes=SCRATCH_BYTES // 2,
+                scratch_bytes=BUFFER_BYTES,
                 progress=progress.advance,
             )
             if path is not None:

@@ -18,7 +18,7 @@ from streamshard.io.object_path import as_path, is_packed_name
 from streamshard.io.page_cache import drop_cached
 from streamshard.io.place import place_of
 from streamshard.io.writable import LEAST_BYTES
-from streamshard.layout.memory_plan import COMPARING_BYTES, SCRATCH_BYTES, MemoryPlan
+from streamshard.layout.memory_plan import BUFFER_BYTES, COMPARING_BYTES, MemoryPlan
 from streamshard.model import SourceFile, Template
 from streamshard.options import TransferOptions, WritingOptions
 from streamshard.registry import EXISTING_TARGET, load
@@ -266,7 +266,7 @@ def _engine_for(
     resources = Resources(
         memory_plan.workers,
         memory_plan.window_bytes,
-        SCRATCH_BYTES // 2,
+        BUFFER_BYTES,
         _is_large(source),
         memory_plan.process_bytes,
     )

@@ -40,6 +40,9 @@ class Witness:
     place: Path
     stop: threading.Event
 
+    def settle(self) -> None:
+        """Read nothing."""
+
     def close(self) -> None:
         """Leave a sign."""
         (self.place / "closed").touch()

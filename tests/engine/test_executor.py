@@ -19,6 +19,9 @@ class Bench:
         self.host = host
         self.closed = False
 
+    def settle(self) -> None:
+        """Read nothing."""
+
     def close(self) -> None:
         self.closed = True
 

@@ -19,6 +19,9 @@ from streamshard.model import SourceFile
 class Tools(Protocol):
     """The objects that one worker needs for its jobs, and does not share."""
 
+    def settle(self) -> None:
+        """Refuse what the last job read if a file changed meanwhile; called after each job."""
+
     def close(self) -> None:
         """Close open files."""
 
@@ -101,6 +104,13 @@ class Executor(Protocol):
         """
 
 
+def carry_out(job: Job[T, R], tools: T) -> R:
+    """Carry out a job with a worker's tools."""
+    result = job(tools)
+    tools.settle()
+    return result
+
+
 class Threads:
     """Runs jobs on threads of this process."""
 
@@ -125,7 +135,7 @@ class Threads:
             if not hasattr(local, "tools"):
                 local.tools = toolkit.make(host)
                 made.append(local.tools)
-            return job(local.tools)
+            return carry_out(job, local.tools)
 
         pool = ThreadPoolExecutor(workers, thread_name_prefix="streamshard")
         pending: dict[Future[R], int] = {}

@@ -8,9 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamshard.engine.numeric.cast import Cast
-from streamshard.engine.run.source_reader import SourceReader
+from streamshard.engine.run.source_reader import Checked, SourceReader
 from streamshard.engine.run.work import Region
-from streamshard.model import Copies
+from streamshard.io.file_map import MOST_BYTES
+from streamshard.model import Copies, Memory
 
 Ints = NDArray[np.int64]
 
@@ -95,6 +96,33 @@ class RegionFiller:
             region.copies, reader, widening=region.target_itemsize / region.source_itemsize
         )
 
+    def view(self, nbytes: int, memory: Memory) -> Checked:
+        """Return the region's next bytes: where they are mapped, or else read into memory.
+
+        They are valid until the next read.
+        """
+        mapped = self.mapped(nbytes, least=nbytes)
+        if mapped is not None:
+            return mapped
+        view = memory(nbytes)
+        return view, self.fill(view)
+
+    def mapped(self, most: int, *, least: int = 1) -> Checked | None:
+        """Return the region's next bytes that are mapped in one piece; None if there are none."""
+        copies, number = self._copies, self._next
+        if self._region.cast is not None or number == len(copies):
+            return None
+        nbytes = min(most, int(copies.nbytes[number]) - self._used)
+        if nbytes < least or not (self._used or int(copies.target[number]) == self._at):
+            return None
+        offset = int(copies.source[number]) + self._used
+        window = self._reader.window(int(copies.file[number]), offset, nbytes)
+        if window is not None:
+            self._ahead.advance(nbytes)
+            self._at += nbytes
+            self._count_used(nbytes)
+        return window
+
     def fill(self, view: memoryview) -> int | None:
         """Fill a view with the region's next bytes; returns its CRC-32 if reading computed it."""
         region, copies, end, done = self._region, self._copies, self._at + len(view), 0
@@ -125,11 +153,15 @@ class RegionFiller:
                 done += count
             else:
                 done += self._cast(region.cast, count, view[done:])
-            self._used += count
-            if self._used == source_bytes:
-                self._next, self._used = self._next + 1, 0
+            self._count_used(count)
         self._at = end
         return checksum
+
+    def _count_used(self, nbytes: int) -> None:
+        """Count source bytes that the current copy has delivered."""
+        self._used += nbytes
+        if self._used == int(self._copies.nbytes[self._next]):
+            self._next, self._used = self._next + 1, 0
 
     def _deliver_together(self, view: memoryview) -> int:
         """Read several short copies into the front of a view; returns bytes filled, 0 if none."""
@@ -158,10 +190,10 @@ class RegionFiller:
         file = int(self._copies.file[self._next])
         offset = int(self._copies.source[self._next]) + self._used
         region, written = self._region, 0
-        step = len(self._scratch) - len(self._scratch) % region.source_itemsize
+        step = min(len(self._scratch), MOST_BYTES)
+        step -= step % region.source_itemsize
         for start in range(0, count, step):
-            piece = self._scratch[: min(step, count - start)]
-            self._reader.read_into(file, offset + start, piece)
+            piece = self._look(file, offset + start, self._scratch[: min(step, count - start)])
             produced = len(piece) // region.source_itemsize * region.target_itemsize
             into = view[written : written + produced]
             if region.counts_overflow:
@@ -170,6 +202,14 @@ class RegionFiller:
                 cast(piece, into)
             written += produced
         return written
+
+    def _look(self, file: int, offset: int, room: memoryview) -> memoryview:
+        """Return a range where it is mapped, or else read into the room for it."""
+        window = self._reader.window(file, offset, len(room))
+        if window is None:
+            self._reader.read_into(file, offset, room)
+            return room
+        return window[0]
 
 
 class _ShortCopies:

@@ -7,16 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+import numpy as np
+
 from streamshard.checksums import crc32
 from streamshard.engine.run.source_check import Ranges, ReadLog
 from streamshard.errors import CorruptFileError, IntegrityError, SourceError
 from streamshard.io import page_cache
 from streamshard.io.entries import ahead_of, open_readable
-from streamshard.io.files import require_same
-from streamshard.io.memory_map import map_range
+from streamshard.io.file_map import LEAST_BYTES, MOST_BYTES, FileMap, map_to_read
+from streamshard.io.files import require_same, source_errors
 from streamshard.io.readable import OpenedFile
 from streamshard.io.retry import FROM_OUTSIDE, ignored, try_again
 from streamshard.model import BlockDigests, Computed, Encoded, SourceFile
+
+Checked = tuple[memoryview, int | None]
+"""Bytes, and their CRC-32 if it was computed to check them."""
 
 
 class ReusableBuffer:
@@ -64,6 +69,7 @@ class SourceReader:
     `stop`: if set, failed reads are not retried.
     `reads_once`: whether what is not read at once is not read at all; then it is not decoded.
     `log`: notes the checksums of what is read.
+    `maps`: whether to look at files where they are mapped; call `settle` after each job then.
     """
 
     def __init__(
@@ -75,8 +81,10 @@ class SourceReader:
         stop: threading.Event | None = None,
         reads_once: bool = False,
         log: ReadLog | None = None,
+        maps: bool = False,
     ) -> None:
         self._log = log
+        self._maps = maps
         self._reads_once = reads_once
         self._keeps_open = min(_OPEN_FILES, max(1, _OPEN_TOGETHER // workers))
         self._stop = stop
@@ -90,11 +98,27 @@ class SourceReader:
         self._drops_behind = drops_behind
         self._files = files
         self._open: OrderedDict[int, OpenedFile] = OrderedDict()
+        self._windows: dict[int, FileMap | None] = {}
+        """Maps of open files; None for one that is to be read."""
+        self._looked_at: set[int] = set()
+        """Files that were looked at where they are mapped, since `settle`."""
+        self._shown: tuple[int, int, int] | None = None
+        """The window that is in use: file, start and stop."""
         self._stored = ReusableBuffer()
 
     def close(self) -> None:
-        while self._open:
-            self._open.popitem()[1].close()
+        self._looked_at.clear()
+        for file in [*self._open]:
+            self._forget(file)
+
+    def settle(self) -> None:
+        """Let go of what was returned, and refuse it if a file changed until now.
+
+        A file that is cut off within a page reads as zeros behind its end, where it is mapped.
+        """
+        self._release()
+        while self._looked_at:
+            self._require_unchanged(self._looked_at.pop())
 
     def read_into(self, file: int, offset: int, view: memoryview) -> int | None:
         """Fill a view from a byte offset of a file's content; returns its CRC-32 if noted."""
@@ -104,30 +128,33 @@ class SourceReader:
             message = f"cannot be read ({error.strerror})"
             raise SourceError(message, path=self._files[file].path) from error
 
+    def window(self, file: int, offset: int, nbytes: int) -> Checked | None:
+        """Return a range of a file's content where it is mapped, checked as when it is read.
+
+        It is valid until the next read. None if the range has to be read.
+        """
+        if not self._maps or not LEAST_BYTES <= nbytes <= MOST_BYTES:
+            return None
+        decoder = self._files[file].decoder
+        if decoder is not None and not (
+            isinstance(decoder, BlockDigests) and decoder.has_whole(offset, nbytes)
+        ):
+            return None
+        view = None
+        with ignored(FROM_OUTSIDE):  # a read tries again, and reports the error
+            view = self._window(file, offset, nbytes)
+        if view is None:
+            return None
+        if isinstance(decoder, BlockDigests):
+            self._require_blocks(file, decoder, offset, view)
+            return view, None
+        return view, None if self._log is None else self._log.add(file, offset, view)
+
     def read_all(self, ranges: Ranges, buffer: memoryview) -> None:
         """Read ranges through a buffer, for nothing but the checksums that are noted."""
         for file, start, stop, _ in ranges.tolist():
             for at in range(start, stop, len(buffer)):
                 self.read_into(file, at, buffer[: stop - at])
-
-    def map(
-        self, file: int, offset: int, nbytes: int, *, is_private: bool, is_checked: bool
-    ) -> memoryview:
-        """Map a range of a file that holds its content as it is; see `map_range`.
-
-        `is_checked`: whether the range is read first and compared with what was recorded of it, if
-        anything was. No change after that is noticed.
-        """
-        digests = self._files[file].decoder
-        if is_checked and isinstance(digests, BlockDigests):
-            buffer = memoryview(bytearray(min(nbytes, digests.block_bytes)))
-            for start in range(offset, offset + nbytes, digests.block_bytes):
-                self.read_into(file, start, buffer[: offset + nbytes - start])
-        try:
-            return try_again(lambda: self._map(file, offset, nbytes, is_private), self._stop)
-        except OSError as error:
-            message = f"cannot be mapped ({error.strerror})"
-            raise SourceError(message, path=self._files[file].path) from error
 
     def require_unchanged(self, file: int) -> None:
         """Open a file, without reading from it."""
@@ -147,21 +174,12 @@ class SourceReader:
         with ignored(FROM_OUTSIDE):  # the actual read retries, and reports the error
             self._opened(file).will_need(offset, nbytes)
 
-    def _map(self, file: int, offset: int, nbytes: int, is_private: bool) -> memoryview:
-        try:
-            opened = self._opened(file)
-            # It may have been open for long, and a map that leaves the file ends the process.
-            require_same(self._files[file], opened.status())
-            start = opened.origin + offset
-            view = map_range(opened.descriptor, start, nbytes, is_private=is_private)
-        except OSError:
-            self._forget(file)
-            raise
-        if self._log is not None:
-            self._log.add(file, offset, view)
-        return view
-
     def _fill(self, file: int, offset: int, view: memoryview) -> int | None:
+        mapped = self.window(file, offset, len(view))
+        if mapped is not None:
+            # Other threads run while an array is copied, but not while a view is.
+            np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(mapped[0], np.uint8))
+            return mapped[1]
         decoder, checksum = self._files[file].decoder, None
         try:
             if decoder is None:
@@ -199,7 +217,45 @@ class SourceReader:
     def _forget(self, file: int) -> None:
         """Close a file: its server may no longer know it, so the next try opens it again."""
         if file in self._open:
+            if self._shown is not None and self._shown[0] == file:
+                self._release()
+            self._windows.pop(file, None)
             self._open.pop(file).close()
+
+    def _window(self, file: int, offset: int, nbytes: int) -> memoryview | None:
+        """Return a range where it is mapped, if it can be, and let go of the one before."""
+        if self._shown is not None and (self._drops_behind or self._shown[0] != file):
+            self._release()
+        opened = self._opened(file)
+        if file not in self._windows:
+            self._windows[file] = map_to_read(opened.descriptor)
+        windows = self._windows[file]
+        if windows is None:
+            return None
+        self._looked_at.add(file)
+        self._shown = file, offset, offset + nbytes
+        try:
+            view = windows.window(opened.origin + offset, nbytes)
+        except OSError:  # an old system, or a file that was cut off: a read can tell
+            self._windows[file] = None
+            return None
+        return view if len(view) == nbytes else None
+
+    def _release(self) -> None:
+        """Let go of the window that is in use, and drop it from the page cache."""
+        if self._shown is not None:
+            file, start, stop = self._shown
+            self._shown, windows = None, self._windows.get(file)
+            if windows is not None:
+                windows.release()
+                self._drop_read(file, self._open[file], start, stop)
+
+    def _require_unchanged(self, file: int) -> None:
+        """Refuse an open file that changed after it was mapped: nobody knows what was seen."""
+        source = self._files[file]
+        if file in self._open:
+            with source_errors(source.path):
+                require_same(source, self._open[file].status())
 
     def _last_of(self, file: int) -> _Last:
         return self._last[bisect_right(self._firsts, file) - 1]
@@ -214,18 +270,19 @@ class SourceReader:
                 "when the run began. Something is changing the source: stop that and run again"
             )
             raise CorruptFileError(message, path=source.path)
-        if self._drops_behind and len(view) >= page_cache.LEAST_BYTES:
-            start = opened.origin + offset
-            self._drop_read(file, opened.descriptor, start, start + len(view))
+        self._drop_read(file, opened, offset, offset + len(view))
 
-    def _drop_read(self, file: int, descriptor: int, offset: int, end: int) -> None:
+    def _drop_read(self, file: int, opened: OpenedFile, start: int, stop: int) -> None:
         """Drop from the cache what this reader read; others may need the data before that."""
+        if not self._drops_behind or stop - start < page_cache.LEAST_BYTES:
+            return
+        start, stop = opened.origin + start, opened.origin + stop
         last = self._last_of(file)
-        before, begin, stop = last.run
-        if (before, stop) != (file, offset):
-            begin = offset
-        last.run = (file, begin, end)
-        page_cache.drop_behind(descriptor, begin, end)
+        before, begin, end = last.run
+        if (before, end) != (file, start):
+            begin = start
+        last.run = (file, begin, stop)
+        page_cache.drop_behind(opened.descriptor, begin, stop)
 
     def _read_checked(
         self, file: int, digests: BlockDigests, offset: int, view: memoryview
@@ -239,7 +296,7 @@ class SourceReader:
             if (lower, upper) == (start, stop):
                 content = view[start - offset : stop - offset]
                 self._read(file, start, content)
-                self._require_intact(file, digests, block, content)
+                self._require_blocks(file, digests, start, content)
             else:
                 content = self._block(file, digests, block, stop - start)
                 view[lower - offset : upper - offset] = content[lower - start : upper - start]
@@ -252,24 +309,30 @@ class SourceReader:
             content = content if len(content) == nbytes else memoryview(bytearray(nbytes))
             last.block = (-1, -1, content)
             self._read(file, block * digests.block_bytes, content)
-            self._require_intact(file, digests, block, content)
+            self._require_blocks(file, digests, block * digests.block_bytes, content)
             last.block = (file, block, content)
         return content
 
-    def _require_intact(
-        self, file: int, digests: BlockDigests, block: int, content: memoryview
+    def _require_blocks(
+        self, file: int, digests: BlockDigests, offset: int, content: memoryview
     ) -> None:
-        if crc32(content) != digests.crc32s[block]:
-            start = block * digests.block_bytes
-            message = f"bytes {start} to {start + len(content)} are damaged: they are not those"
-            raise IntegrityError(f"{message} that were written", path=self._files[file].path)
+        """Compare whole blocks with their checksums."""
+        step = digests.block_bytes
+        for at in range(0, len(content), step):
+            block, start = content[at : at + step], offset + at
+            if crc32(block) != digests.crc32s[start // step]:
+                message = f"bytes {start} to {start + len(block)} are damaged: they are not those"
+                raise IntegrityError(f"{message} that were written", path=self._files[file].path)
 
     def _opened(self, file: int) -> OpenedFile:
         if file in self._open:
             self._open.move_to_end(file)
             return self._open[file]
         while len(self._open) >= self._keeps_open:
-            self._open.popitem(last=False)[1].close()
+            oldest = next(iter(self._open))
+            if oldest in self._looked_at:
+                self._require_unchanged(oldest)
+            self._forget(oldest)
         source = self._files[file]
         opened = open_readable(source.path, source)
         try:

@@ -84,6 +84,7 @@ class SpanWriter:
             workers=host.workers,
             stop=host.stop,
             log=self.log,
+            maps=True,
         )
         # A window and its scratch, each from a block boundary: of their usual size, one huge page.
         scratch_start = -(-resources.window_bytes // BLOCK_BYTES) * BLOCK_BYTES
@@ -97,6 +98,9 @@ class SpanWriter:
             stop=host.stop,
             progress=host.progress,
         )
+
+    def settle(self) -> None:
+        self._reader.settle()
 
     def close(self) -> None:
         self._reader.close()

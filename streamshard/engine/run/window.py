@@ -20,6 +20,7 @@ from streamshard.engine.run.work import (
     Written,
 )
 from streamshard.engine.run.write_buffer import WriteBuffer
+from streamshard.io.file_map import MOST_BYTES
 from streamshard.io.readable import OpenedFile
 from streamshard.io.retry import try_again
 from streamshard.io.sink import Sink
@@ -117,6 +118,11 @@ class Window(WriteBuffer):
             if room < region.target_itemsize:
                 self.flush()
                 continue
+            if self._file.takes_any_view and self._write_mapped(
+                filler, sums, min(left, MOST_BYTES)
+            ):
+                left = region.content_bytes - sums.nbytes
+                continue
             count = min(left, room - room % region.target_itemsize, _STEP_BYTES)
             view = self.buffer[self._filled : self._filled + count]
             sums.update(view, filler.fill(view))
@@ -128,6 +134,14 @@ class Window(WriteBuffer):
             self._put(region.trailer.serialize(checksum))
         return RegionResult(offset, sums.digest, tuple(sums.blocks), filler.overflowed)
 
+    def _write_mapped(self, filler: RegionFiller, sums: RunningChecksums, nbytes: int) -> bool:
+        """Write a region's next bytes from where they are mapped; tells whether they are."""
+        mapped = filler.mapped(nbytes)
+        if mapped is not None:
+            sums.update(*mapped)
+            self.put_through(mapped[0])
+        return mapped is not None
+
     def _put_encoded(self, region: Region, codec: Codec) -> RegionResult:
         """Encode a region piece by piece, and write what becomes of each; its head comes last.
 
@@ -138,9 +152,8 @@ class Window(WriteBuffer):
         waits, held = self._file.only_grows, list[memoryview]()
         for nbytes in _piece_sizes(region.content_bytes, codec.piece_bytes):
             self._require_going_on()
-            content = self._content(nbytes)
-            filler.fill(content)
-            sums.update(content)
+            content, checksum = filler.view(nbytes, self._content)
+            sums.update(content, checksum)
             encoded = encoder.add(content)
             if waits:
                 held.append(encoded)

@@ -52,10 +52,20 @@ class WriteBuffer:
             self._filled += len(piece)
             view = view[len(piece) :]
 
+    def put_through(self, view: memoryview) -> None:
+        """Write bytes from where they are, behind those in the buffer."""
+        if self._filled > self._begun:
+            self.flush()
+        self._require_going_on()
+        self._write_out(view, last=False)
+
     def flush(self, *, last: bool = False) -> None:
         """Write what is in the buffer; `last`: whether nothing follows."""
         self._require_going_on()
         view = self.buffer[self._begun : self._filled]
+        self._write_out(view, last=last)
+
+    def _write_out(self, view: memoryview, *, last: bool) -> None:
         self._deliver(view, last=last)
         self._offset += len(view)
         self.advance(len(view))

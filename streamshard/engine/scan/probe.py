@@ -119,10 +119,13 @@ class Probe:
     def __init__(self, tools: ProbeTools, host: Host) -> None:
         self.hashes = FileHashes(tools.sources) if tools.hashes else None
         self._files = tools.sources if self.hashes is None else self.hashes.watched()
-        self._reader = SourceReader(self._files, workers=host.workers, stop=host.stop)
+        self._reader = SourceReader(self._files, workers=host.workers, stop=host.stop, maps=True)
         self._window = memoryview(bytearray(tools.window_bytes))
         self._progress = host.progress
         self._meters: dict[str, Meter] = {}
+
+    def settle(self) -> None:
+        self._reader.settle()
 
     def close(self) -> None:
         self._reader.close()
@@ -168,8 +171,7 @@ class Probe:
         unit = block_bytes(region.target_itemsize)
         step = len(self._window) // unit * unit
         for at in range(0, region.content_bytes, step):
-            view = self._window[: min(step, region.content_bytes - at)]
-            filler.fill(view)
+            view, _ = filler.view(min(step, region.content_bytes - at), self._room)
             self._progress(len(view))
             measured.append(meter.measure(view))
         return joined(measured)
@@ -178,10 +180,16 @@ class Probe:
         """Return a few bytes of a file's content."""
         return b"".join(bytes(view) for view in self._windows(file, start, stop))
 
+    def _room(self, nbytes: int) -> memoryview:
+        return self._window[:nbytes]
+
     def _windows(self, file: int, start: int, stop: int) -> Iterator[memoryview]:
         for at in range(start, stop, len(self._window)):
-            view = self._window[: min(len(self._window), stop - at)]
-            self._reader.read_into(file, at, view)
+            nbytes = min(len(self._window), stop - at)
+            window = self._reader.window(file, at, nbytes)
+            view = self._room(nbytes) if window is None else window[0]
+            if window is None:
+                self._reader.read_into(file, at, view)
             if self.hashes is not None and self._files[file].is_plain:
                 self.hashes.add(file, at, view)  # what is decoded is not what is stored
             self._progress(len(view))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeVar
 
 import numpy as np
@@ -37,6 +38,10 @@ class PairReader:
         self._progress = progress
         self.window_bytes = window_bytes
 
+    def settle(self) -> None:
+        for reader in self._readers:
+            reader.settle()
+
     def close(self) -> None:
         for reader in self._readers:
             reader.close()
@@ -52,13 +57,18 @@ class PairReader:
         ]
 
         def read(nbytes: int) -> tuple[memoryview, memoryview]:
-            one, other = (window[:nbytes] for window in self._windows)
-            for filler, view in zip(fillers, (one, other), strict=True):
-                filler.fill(view)
+            left, right = (
+                filler.view(nbytes, partial(_front, window))[0]
+                for filler, window in zip(fillers, self._windows, strict=True)
+            )
             self._progress(2 * nbytes)
-            return one, other
+            return left, right
 
         return read
+
+
+def _front(window: memoryview, nbytes: int) -> memoryview:
+    return window[:nbytes]
 
 
 K = TypeVar("K", bound=PairReader, covariant=True)
@@ -81,7 +91,8 @@ class PairTools(Toolkit[K]):
 
     def make(self, host: Host) -> K:
         left, right = (
-            SourceReader(files, workers=host.workers, stop=host.stop) for files in self.sides
+            SourceReader(files, workers=host.workers, stop=host.stop, maps=True)
+            for files in self.sides
         )
         return self.kind(
             left,

@@ -71,12 +71,15 @@ class Matcher:
     """A worker that produces spans in memory, and compares them with files."""
 
     def __init__(self, tools: MatchingTools, host: Host) -> None:
-        self._reader = SourceReader(tools.sources, workers=host.workers, stop=host.stop)
+        self._reader = SourceReader(tools.sources, workers=host.workers, stop=host.stop, maps=True)
         sizes = tools.window_bytes, tools.scratch_bytes
         buffer, scratch = (memoryview(bytearray(size)) for size in sizes)
         self._window = _ComparingWindow(
             buffer, scratch, self._reader, progress=host.progress, stop=host.stop
         )
+
+    def settle(self) -> None:
+        self._reader.settle()
 
     def close(self) -> None:
         self._reader.close()

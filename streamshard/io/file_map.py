@@ -1,0 +1,94 @@
+"""Shows windows of local files where the system has them, in place of reading them."""
+
+import ctypes
+import mmap
+import os
+import time
+from typing import Final
+
+from streamshard.io.file_system import (
+    BTRFS,
+    EXT4,
+    OVERLAYFS,
+    TMPFS,
+    XFS,
+    file_system_of,
+    last_error,
+    libc,
+)
+from streamshard.io.memory_map import map_range
+from streamshard.io.retry import FROM_OUTSIDE, UNSUPPORTED, ignored
+
+_advise = libc("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+"""Python's own keeps other threads of Python waiting while it waits for the disk."""
+MOST_BYTES: Final = 1 << 20
+"""Largest window of a file that is mapped to be read."""
+LEAST_BYTES: Final = 1 << 16
+"""Shorter ranges are read, as mapping them takes longer than copying them."""
+_SETTLED_SECONDS: Final = 60
+"""A file that changed later may be one that a job is still saving, or about to cut off."""
+_FILE_SYSTEMS: Final = frozenset({EXT4, XFS, BTRFS, TMPFS, OVERLAYFS})
+"""Elsewhere a server may cut a file off, or a program that stands for a disk may hang."""
+_POPULATE_READ: Final = 22
+"""By madvise(2), since Linux 5.14: fails with EFAULT behind the end of a file, where touching the
+page would end the process. Python has no name for it."""
+_BLOCK_BYTES: Final = 2 << 20
+"""The system may put what lies around a page in place with it, between multiples of this."""
+ways_taken: Final = set[str]()
+"""How this process has read files, for whoever asks."""
+
+
+class FileMap:
+    """A map of a whole file, of which one window at a time is in memory."""
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        self._whole = map_range(descriptor, 0, nbytes, is_private=False)
+        self._address = ctypes.addressof(self._whole.obj)  # type: ignore[arg-type]
+        self._end = self._address + nbytes
+        _call_madvise(self._address, self._end, mmap.MADV_SEQUENTIAL)
+        self._blocks = (0, 0)
+        """Addresses between which pages may be in memory."""
+
+    def window(self, offset: int, nbytes: int) -> memoryview:
+        """Put the pages of a range in place, and return it; it is valid until the next window.
+
+        Whoever touches it after the file was cut off gets SIGBUS, or zeros in the file's last page.
+        """
+        view = self._whole[offset : offset + nbytes]
+        start, stop = self._address + offset, self._address + offset + len(view)
+        begin = max(self._address, start // _BLOCK_BYTES * _BLOCK_BYTES)
+        if begin != self._blocks[0]:
+            self.release()
+        _call_madvise(start - start % mmap.PAGESIZE, stop, _POPULATE_READ)
+        self._blocks = begin, min(self._end, -(-stop // _BLOCK_BYTES) * _BLOCK_BYTES)
+        return view
+
+    def release(self) -> None:
+        """Let go of the window: only then can the page cache drop it."""
+        if self._blocks[1]:
+            _call_madvise(*self._blocks, mmap.MADV_DONTNEED)
+            self._blocks = (0, 0)
+
+
+def _call_madvise(begin: int, end: int, advice: int) -> None:
+    if _advise is None or _advise(begin, end - begin, advice) != 0:
+        raise last_error("")
+
+
+def map_to_read(descriptor: int) -> FileMap | None:
+    """Map a file where that is safe and well tried; None if it is to be read, or no local file."""
+    if descriptor < 0:
+        return None
+    status = os.fstat(descriptor)
+    if not status.st_mtime + _SETTLED_SECONDS <= time.time():
+        ways_taken.add("read: changed within the last minute")
+        return None
+    if (file_system := file_system_of(descriptor)) not in _FILE_SYSTEMS:
+        ways_taken.add(f"read: on a file system of type {file_system:#x}")
+        return None
+    with ignored(UNSUPPORTED | FROM_OUTSIDE):
+        windows = FileMap(descriptor, status.st_size)
+        ways_taken.add("mapped")
+        return windows
+    ways_taken.add("read: the system maps no files")
+    return None
