@@ -329,6 +329,9 @@ class RepartitionOptions(TransferOptions):
         "--ds-config FILE",
         "whole DeepSpeed config of the job that will resume [the one kept in the checkpoint]",
     )
+    fresh_states: bool = flag(
+        "keep the master weights, and let the optimizer begin anew: no states, step 0"
+    )
     format: str = option(
         "",
         "files of DeepSpeed, or of FSDP's ranks as verl saves them, from such files [deepspeed]",

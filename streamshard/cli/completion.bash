@@ -7,7 +7,7 @@
 
 _shtab_streamshard_subparsers=(repartition convert export merge verify diff inspect newest compact completion help)
 
-_shtab_streamshard_repartition_option_strings=(-h --help --world-size --zero-stage --ds-config --format --like --facts --tag --tensor-parallel --pipeline-parallel --expert-parallel --memory-limit --workers --dask -n --dry-run --if-needed --overwrite --verify --json -q --quiet -v --verbose --help-all)
+_shtab_streamshard_repartition_option_strings=(-h --help --world-size --zero-stage --ds-config --fresh-states --format --like --facts --tag --tensor-parallel --pipeline-parallel --expert-parallel --memory-limit --workers --dask -n --dry-run --if-needed --overwrite --verify --json -q --quiet -v --verbose --help-all)
 _shtab_streamshard_convert_option_strings=(-h --help --like --facts --tag --tensor-parallel --pipeline-parallel --memory-limit --workers --dask -n --dry-run --codec --chunk-size --if-needed --overwrite --verify --json -q --quiet -v --verbose --help-all)
 _shtab_streamshard_export_option_strings=(-h --help --like --facts --tag --memory-limit --workers --dask -n --dry-run --dtype --format --max-shard-size --include --exclude --adapter --layout --overwrite --verify --json -q --quiet -v --verbose --help-all)
 _shtab_streamshard_merge_option_strings=(-h --help --weights --states --last --world-size --zero-stage --ds-config --memory-limit --workers --dask -n --dry-run --codec --chunk-size --format --dtype --overwrite --verify --json -q --quiet -v --verbose --help-all)
@@ -71,6 +71,7 @@ _shtab_streamshard_pos_0_choices=(repartition convert export merge verify diff i
 
 _shtab_streamshard_repartition__h_nargs=0
 _shtab_streamshard_repartition___help_nargs=0
+_shtab_streamshard_repartition___fresh_states_nargs=0
 _shtab_streamshard_repartition__n_nargs=0
 _shtab_streamshard_repartition___dry_run_nargs=0
 _shtab_streamshard_repartition___if_needed_nargs=0

@@ -217,6 +217,9 @@ REFUSED: dict[str, tuple[Callable[[Path], object], dict[str, Any], type[Exceptio
     "a ZeRO stage": (
         lambda _: None, {"world_size": 3, "zero_stage": 2}, UsageError, "is for DeepSpeed's files",
     ),
+    "fresh states": (
+        lambda _: None, {"world_size": 3, "fresh_states": True}, UsageError, "is for DeepSpeed's",
+    ),
     "a rank without its optimizer": (
         without("optim", 2), {"world_size": 3}, UnsupportedError, "optim_\\S*rank_2.pt: rank 2 is",
     ),

@@ -34,8 +34,9 @@ _OF_ZERO: Final = (
     "like",
     "zero_stage",
     "ds_config_file",
+    "fresh_states",
 )
-"""Options that say how a job of DeepSpeed cuts."""
+"""Options that say how a job of DeepSpeed cuts, and begins."""
 
 
 @dataclass(frozen=True, slots=True)

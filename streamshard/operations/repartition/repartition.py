@@ -75,6 +75,8 @@ def prepare(
     opened = _with_training_state(opened, options, wanted)
     opened.require_states()
     _require_same_kind(opened, template, options.target)
+    if options.fresh_states:
+        opened = registry.load(registry.FRESH_STATES)(opened)
     world_size = _own_world_size(opened) if options.world_size is None else options.world_size
     degrees = change_of(
         opened,
@@ -97,7 +99,7 @@ def prepare(
     opened, settings, resized = found.source, found.settings, found.resized
     opened.require_use_of_like(needed=found.uses_like, if_needed=options.if_needed)
     checkpoint, stage = opened.checkpoint, settings.layout.stage
-    is_reusable = options.if_needed and _is_resumed_from(found)
+    is_reusable = options.if_needed and not options.fresh_states and _is_resumed_from(found)
     if not found.is_cut_alike:
         opened.require_cut_states()
     resizes = found.explain()
@@ -111,6 +113,7 @@ def prepare(
             "world_size": str(world_size),
             **({} if degrees is None else degrees.options),
             "zero_stage": str(stage),
+            **({"fresh_states": "yes"} if options.fresh_states else {}),
             "ds_config_file": digest_of_settings(shaping),
             **({"OUT": template.name} if template else {}),
         },
