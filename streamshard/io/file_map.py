@@ -1,8 +1,10 @@
 """Shows windows of local files where the system has them, in place of reading them."""
 
 import ctypes
+import errno
 import mmap
 import os
+import sys
 import time
 from typing import Final
 
@@ -59,8 +61,13 @@ class FileMap:
         begin = max(self._address, start // _BLOCK_BYTES * _BLOCK_BYTES)
         if begin != self._blocks[0]:
             self.release()
-        _call_madvise(start - start % mmap.PAGESIZE, stop, _POPULATE_READ)
-        self._blocks = begin, min(self._end, -(-stop // _BLOCK_BYTES) * _BLOCK_BYTES)
+        try:
+            _call_madvise(start - start % mmap.PAGESIZE, stop, _POPULATE_READ)
+        except OSError:
+            ways_taken.add("read: the system could not show all of a map")
+            raise
+        end = min(self._end, -(-stop // _BLOCK_BYTES) * _BLOCK_BYTES)
+        self._blocks = begin, max(end, self._blocks[1])
         return view
 
     def release(self) -> None:
@@ -71,7 +78,9 @@ class FileMap:
 
 
 def _call_madvise(begin: int, end: int, advice: int) -> None:
-    if _advise is None or _advise(begin, end - begin, advice) != 0:
+    if _advise is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    if _advise(begin, end - begin, advice) != 0:
         raise last_error("")
 
 
@@ -82,6 +91,9 @@ def map_to_read(descriptor: int) -> FileMap | None:
     status = os.fstat(descriptor)
     if not status.st_mtime + _SETTLED_SECONDS <= time.time():
         ways_taken.add("read: changed within the last minute")
+        return None
+    if sys.maxsize < 1 << 32:
+        ways_taken.add("read: memory has 32-bit addresses, which are too few for maps")
         return None
     if (file_system := file_system_of(descriptor)) not in _FILE_SYSTEMS:
         ways_taken.add(f"read: on a file system of type {file_system:#x}")

@@ -124,6 +124,7 @@ def test_a_file_that_was_cut_off_is_an_error_with_both_sizes(path: Path) -> None
     assert window_of(reader, 0, MOST_BYTES) is not None
     os.truncate(path, 4 * MOST_BYTES)
     assert window_of(reader, 4 * MOST_BYTES, MOST_BYTES) is None
+    assert "read: the system could not show all of a map" in file_map.ways_taken
     with pytest.raises(CorruptFileError, match=rf"ends at byte {4 * MOST_BYTES}.*{NBYTES}"):
         reader.read_into(0, 4 * MOST_BYTES, memoryview(bytearray(MOST_BYTES)))
     reader.close()
