@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, ParamSpec, TypeVar
 from unittest import mock
 
+from streamshard.engine.run.source_reader import Checked, SourceReader
 from streamshard.operations.compact import archive, omissions
 from streamshard.operations.compact.receipts import CheckLog
 from streamshard.operations.compact.run_context import ProofContext
@@ -39,7 +40,10 @@ class Reads:
 
     def add(self, descriptor: int, nbytes: int) -> None:
         """Count a read."""
-        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        self.add_of(Path(f"/proc/self/fd/{descriptor}").readlink(), nbytes)
+
+    def add_of(self, path: Path, nbytes: int) -> None:
+        """Count bytes of a file that are looked at."""
         for root in self._roots:
             if path.is_relative_to(root):
                 with self._lock:
@@ -85,13 +89,20 @@ class _Stream(io.FileIO):
 
 @contextmanager
 def counted(*roots: Path) -> Iterator[Reads]:
-    """Count the reads of `compact` at the calls of Python by which its modules read."""
+    """Count the reads of `compact` at the calls of Python by which its modules read or map."""
     reads, preadv, run = Reads(roots), os.preadv, CheckLog.run
+    window = SourceReader.window
 
     def count(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
         nbytes = preadv(descriptor, buffers, offset)
         reads.add(descriptor, nbytes)
         return nbytes
+
+    def look(reader: SourceReader, file: int, offset: int, nbytes: int) -> Checked | None:
+        mapped = window(reader, file, offset, nbytes)
+        if mapped is not None:
+            reads.add_of(reader._files[file].path, nbytes)
+        return mapped
 
     def stream_of(descriptor: int, mode: str) -> BinaryIO:
         return io.BufferedReader(_Stream(descriptor, mode, reads))
@@ -102,6 +113,7 @@ def counted(*roots: Path) -> Iterator[Reads]:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(os, "preadv", count))
+        stack.enter_context(mock.patch.object(SourceReader, "window", look))
         stack.enter_context(mock.patch.object(os, "fdopen", stream_of))
         stack.enter_context(mock.patch.object(CheckLog, "run", run_named))
         for holder, name, proof in _STEPS:

@@ -62,14 +62,17 @@ def _run(run: _Runner, arguments: argparse.Namespace) -> int:
 @contextmanager
 def _ways_told(arguments: argparse.Namespace) -> Iterator[None]:
     """With `--verbose`, tell at the end whether source files were mapped, or why they were read."""
+    if not getattr(arguments, "verbose", False):
+        yield
+        return
+    from streamshard.io.file_map import ways_taken  # not at the top: help needs none
+
+    ways_taken.clear()
     try:
         yield
     finally:
-        if getattr(arguments, "verbose", False):
-            from streamshard.io.file_map import ways_taken  # not at the top: help needs none
-
-            if ways_taken:
-                tell(f"source files: {'; '.join(sorted(ways_taken))}")
+        if ways_taken:
+            tell(f"source files: {'; '.join(sorted(ways_taken))}")
 
 
 @contextmanager
