@@ -8,6 +8,8 @@ import pytest
 
 import streamshard as api
 from streamshard.errors import IntegrityError
+from streamshard.io.object_path import as_path, object_of
+from streamshard.io.objects import object_upload
 from tests.checkpoints.test_dcp_repartition import saved
 from tests.cli.conftest import tree
 from tests.cloud.conftest import Bucket
@@ -50,6 +52,18 @@ def test_convert(run: Path, bucket: Bucket, tmp_path: Path, codec: str) -> None:
     for name, place in (("from-store", store), ("direct", run)):
         api.repartition(place, tmp_path / name, world_size=2)
     assert tree(tmp_path / "from-store") == tree(tmp_path / "direct")
+
+
+def test_content_may_grow_while_somebody_refers_to_what_was_sent_before(bucket: Bucket) -> None:
+    """Compressed content may be longer than was expected of it."""
+    buffer, data = bytearray(1000), bytes(range(250)) * 40
+    sent = memoryview(buffer)
+    object_upload._worker_buffer.give_back(buffer)
+    sink = object_upload.ObjectSink(object_of(as_path(f"{bucket.url}/chunk")), len(sent))
+    sink.write(memoryview(data), 0)
+    sink.finish(None)
+    sink.close()
+    assert bucket.get_bytes("chunk") == data
 
 
 @pytest.mark.parametrize("form", ["safetensors", "universal"])

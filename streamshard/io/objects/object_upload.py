@@ -114,7 +114,8 @@ class ObjectSink(Sink):
 
     def _send(self) -> None:
         if self._upload is None:
-            self._buffer += bytes(_GROWTH_BYTES)
+            # Not in place: a request that is over may still refer to what it sent of this buffer.
+            self._buffer = self._buffer + bytes(_GROWTH_BYTES)
             return
         try:
             self._upload.send(self._filled_part())
