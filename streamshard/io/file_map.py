@@ -21,6 +21,7 @@ from streamshard.io.file_system import (
 from streamshard.io.memory_map import map_range
 from streamshard.io.retry import FROM_OUTSIDE, UNSUPPORTED, ignored
 
+_resident = libc("mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
 _advise = libc("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 """Python's own keeps other threads of Python waiting while it waits for the disk."""
 MOST_BYTES: Final = 1 << 20
@@ -34,6 +35,8 @@ _FILE_SYSTEMS: Final = frozenset({EXT4, XFS, BTRFS, TMPFS, OVERLAYFS})
 _POPULATE_READ: Final = 22
 """By madvise(2), since Linux 5.14: fails with EFAULT behind the end of a file, where touching the
 page would end the process. Python has no name for it."""
+_AHEAD_BYTES: Final = 4 << 20
+"""How far behind a window the system reads, if windows follow each other and it has not yet."""
 _BLOCK_BYTES: Final = 2 << 20
 """The system may put what lies around a page in place with it, between multiples of this."""
 ways_taken: Final = set[str]()
@@ -50,6 +53,8 @@ class FileMap:
         _call_madvise(self._address, self._end, mmap.MADV_SEQUENTIAL)
         self._blocks = (0, 0)
         """Addresses between which pages may be in memory."""
+        self._stop = 0
+        """Address of the last window's end."""
 
     def window(self, offset: int, nbytes: int) -> memoryview:
         """Put the pages of a range in place, and return it; it is valid until the next window.
@@ -61,6 +66,8 @@ class FileMap:
         begin = max(self._address, start // _BLOCK_BYTES * _BLOCK_BYTES)
         if begin != self._blocks[0]:
             self.release()
+        self._read_ahead(start, stop + (_AHEAD_BYTES if start == self._stop else 0))
+        self._stop = stop
         try:
             _call_madvise(start - start % mmap.PAGESIZE, stop, _POPULATE_READ)
         except OSError:
@@ -69,6 +76,13 @@ class FileMap:
         end = min(self._end, -(-stop // _BLOCK_BYTES) * _BLOCK_BYTES)
         self._blocks = begin, max(end, self._blocks[1])
         return view
+
+    def _read_ahead(self, start: int, stop: int) -> None:
+        """Have the system read a range in large pieces, unless it has the last page of it."""
+        stop, is_there = min(self._end, stop), ctypes.create_string_buffer(1)
+        last = (stop - 1) // mmap.PAGESIZE * mmap.PAGESIZE
+        if _resident is not None and _resident(last, 1, is_there) == 0 and is_there.raw == b"\0":
+            _call_madvise(start - start % mmap.PAGESIZE, stop, mmap.MADV_WILLNEED)
 
     def release(self) -> None:
         """Let go of the window: only then can the page cache drop it."""
