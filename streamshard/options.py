@@ -330,7 +330,7 @@ class RepartitionOptions(TransferOptions):
         "whole DeepSpeed config of the job that will resume [the one kept in the checkpoint]",
     )
     fresh_states: bool = flag(
-        "keep the master weights, and let the optimizer begin anew: no states, step 0"
+        "keep the master weights, and start the optimizer fresh: no states, step 0"
     )
     format: str = option(
         "",

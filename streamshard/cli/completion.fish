@@ -63,7 +63,7 @@ complete -c streamshard -n '_shtab_streamshard_using repartition' -s h -l help -
 complete -c streamshard -n '_shtab_streamshard_using repartition' -l world-size -x -d 'number of ranks that will resume [of a store: as many as saved its content]'
 complete -c streamshard -n '_shtab_streamshard_using repartition' -l zero-stage -xka "1 2 3" -d 'stage of the job that will resume [the source'"'"'s]'
 complete -c streamshard -n '_shtab_streamshard_using repartition' -l ds-config -xka "(__fish_complete_path (commandline -ct))" -d 'whole DeepSpeed config of the job that will resume [the one kept in the checkpoint]'
-complete -c streamshard -n '_shtab_streamshard_using repartition' -l fresh-states -d 'keep the master weights, and let the optimizer begin anew: no states, step 0'
+complete -c streamshard -n '_shtab_streamshard_using repartition' -l fresh-states -d 'keep the master weights, and start the optimizer fresh: no states, step 0'
 complete -c streamshard -n '_shtab_streamshard_using repartition' -l format -xka "deepspeed fsdp-ranks" -d 'files of DeepSpeed, or of FSDP'"'"'s ranks as verl saves them, from such files [deepspeed]'
 complete -c streamshard -n '_shtab_streamshard_using repartition' -l like -xka "(__fish_complete_path (commandline -ct))" -d 'reference checkpoint of the same job, which supplies what SRC lacks'
 complete -c streamshard -n '_shtab_streamshard_using repartition' -l facts -xka "(__fish_complete_path (commandline -ct))" -d 'TOML file of what the files of SRC (of two that are compared: of the first) do not say: [source] ds_config, rename, wrapped, cut_rules; [target] ds_version'

@@ -225,7 +225,7 @@ _shtab_streamshard_repartition_options=(
   "--world-size[number of ranks that will resume \[of a store\: as many as saved its content\]]:M:"
   "--zero-stage[stage of the job that will resume \[the source\'s\]]:zero_stage:(1 2 3)"
   "--ds-config[whole DeepSpeed config of the job that will resume \[the one kept in the checkpoint\]]:FILE:_files"
-  "--fresh-states[keep the master weights, and let the optimizer begin anew\: no states, step 0]"
+  "--fresh-states[keep the master weights, and start the optimizer fresh\: no states, step 0]"
   "--format[files of DeepSpeed, or of FSDP\'s ranks as verl saves them, from such files \[deepspeed\]]:format:(deepspeed fsdp-ranks)"
   "--like[reference checkpoint of the same job, which supplies what SRC lacks]:SRC:_files"
   "--facts[TOML file of what the files of SRC (of two that are compared\: of the first) do not say\: \[source\] ds_config, rename, wrapped, cut_rules\; \[target\] ds_version]:FILE:_files"

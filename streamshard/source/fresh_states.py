@@ -2,25 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final
 
 from streamshard.errors import Option, UnsupportedError
 from streamshard.formats.checkpoint import ModelPart
-from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed import names, rare_states
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.zarr.store_state import without
 from streamshard.model import Note
 from streamshard.sizes import some_of
 from streamshard.source.source import Source
-
-_COUNT: Final = "step"
-"""The one value that optimizers count up among a param group's settings: `FusedAdam` does, and
-begins with 1 where there is none."""
-_CHANGED: Final = frozenset({"d", "d_max", "d_hat", "d_numerator", "k", "weight_sum", "lr_max"})
-"""What Prodigy, D-Adaptation and schedule-free optimizers change there; where it began, no file
-says."""
-_NOT_EMPTY: Final = frozenset({"sum", "mu_product"})
-"""States that do not begin with zero: those of Adagrad and NAdam."""
 
 
 def with_fresh_states(source: Source) -> Source:
@@ -40,7 +30,7 @@ def with_fresh_states(source: Source) -> Source:
     rows = [n for n in range(len(checkpoint.tensors)) if n not in left_out]
     parts = tuple(map(_before_first_step, checkpoint.model_parts))
     note = (
-        "The optimizer begins anew, at the learning rate that the job had: its first updates may "
+        "The optimizer starts fresh, at the learning rate that the job had: its first updates may "
         "be far larger than the last ones were. Let it warm up again."
     )
     started = replace(checkpoint, model_parts=parts, notes=(*checkpoint.notes, Note(note)))
@@ -57,7 +47,7 @@ def _require_known_start(source: Source) -> None:
         raise _refused("trained by Muon, which makes its momentum when the engine is built", source)
     keys = {key for part in checkpoint.model_parts for g in part.groups for key in g.states or ()}
     settings = {key for part in checkpoint.model_parts for g in part.hyper_parameters for key in g}
-    strange = sorted(keys & _NOT_EMPTY | settings & _CHANGED)
+    strange = sorted(keys & rare_states.MADE_AT_START | settings & rare_states.CHANGED_SETTINGS)
     if strange:
         message = f"its optimizer keeps {some_of(strange)}, and no file says how that begins"
         raise _refused(message, source)
@@ -81,7 +71,7 @@ def _without_steps(entries: Mapping[str, Node]) -> dict[str, Node]:
             kept[key] = _without_steps(kept[key])
     if "param_groups" in kept:
         kept["param_groups"] = [
-            {key: value for key, value in group.items() if key != _COUNT}
+            {key: value for key, value in group.items() if key != rare_states.STEP_SETTING}
             for group in kept["param_groups"]
         ]
     return kept

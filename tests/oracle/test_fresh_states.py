@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.oracle.cases import BF16, BF16_OPTIMIZER, FP16, FP32, SUB_GROUPS
 from tests.oracle.laws import (
@@ -23,11 +24,13 @@ __all__ = [
 UNTESTED = {"zero_allow_untested_optimizer": True}
 FUSED = Case("z2-fused", 2, "bf16", UNTESTED, optimizer=fused_adam_without_kernel)
 """It counts its steps in the param groups."""
+NADAM = Case("z2-nadam", 2, "bf16", UNTESTED, optimizer=torch.optim.NAdam)
+"""One of its states begins with 1."""
 
 
 @dataclass(frozen=True)
 class Fresh(Resharding):
-    """One whose optimizer begins anew."""
+    """One whose optimizer starts fresh."""
 
     def alike(self, saved: Truth, resumed: Truth) -> tuple[Truth, Truth]:
         groups = [
@@ -54,7 +57,7 @@ def fresh(case: Case, source: int, target: int, **more: object) -> Fresh:
 
 
 RESHARDINGS: list[Resharding] = [
-    *(fresh(case, 3, 2) for case in (*BF16, BF16_OPTIMIZER, SUB_GROUPS, FUSED)),
+    *(fresh(case, 3, 2) for case in (*BF16, BF16_OPTIMIZER, SUB_GROUPS, FUSED, NADAM)),
     *(fresh(case, 2, 3) for case in (FP16[1], FP16[2], FP32[0])),
     *(
         fresh(case, 2, 3, saved_by=version, resumed_by=version)

@@ -19,7 +19,7 @@ FRESH: dict[str, Any] = {"world_size": 3, "fresh_states": True}
 def test_all_but_the_states_is_what_it_was(tmp_path: Path, stage: int) -> None:
     run = write(Job(stage=2), tmp_path / "run")
     report = streamshard.repartition(run, tmp_path / "out", zero_stage=stage, verify=True, **FRESH)
-    assert any("optimizer begins anew" in note for note in report.notes)
+    assert any("optimizer starts fresh" in note for note in report.notes)
     found = streamshard.verify(tmp_path / "out", against=run)
     names = {difference.name for difference in found.differences}
     steps = {f"optimizer/state.group {group}.step" for group in range(2)}

@@ -20,6 +20,17 @@ from streamshard.layout.zero import FlatGroup, ceil_div, flat_group, shard_numel
 from streamshard.model import ITEMSIZE, Repeat, Slot, SourceFile, ZeroLayout
 from streamshard.sizes import some_of
 
+STEP_SETTING: Final = "step"
+"""Count of steps that `FusedAdam` keeps among a param group's settings; without it, it begins at 1
+(`deepspeed/ops/adam/fused_adam.py`, 0.19.8)."""
+CHANGED_SETTINGS: Final = frozenset(
+    {"d", "d_max", "d_hat", "d_numerator", "k", "weight_sum", "lr_max"}
+)
+"""Settings that Prodigy, D-Adaptation and schedule-free optimizers change as they train."""
+MADE_AT_START: Final = frozenset({"sum"})
+"""States that are there before the first step: Adagrad's (`initialize_optimizer_states` of
+`deepspeed/runtime/zero/stage_1_and_2.py`, 0.19.8)."""
+
 
 class RareKind(Elementwise):
     """A kind of state. It overrides what is otherwise in it."""
