@@ -1,8 +1,8 @@
 """The memory contract: measured <= projected <= floor + limit, whatever the checkpoint's size.
 
 Every run is a process of its own, on a checkpoint of four and a half times the limit in which a
-single parameter is larger than the limit. Each result is checked element by element. Most processes
-are forked from one that has loaded the program; those in a memory cgroup load it.
+single parameter is larger than the limit. Each result is checked element by element. None is forked
+from a process that has loaded the program: its memory would not begin as a user's does.
 """
 
 import math
@@ -28,7 +28,6 @@ from benchmarks._model import Run as ModelRun
 from streamshard.formats.torch.zip_audit import audit
 from streamshard.io.changes import sync_tree
 from streamshard.io.page_cache import drop_cached
-from tests.forked import run_forked
 
 MIB = 1 << 20
 LIMIT = 48 * MIB
@@ -88,13 +87,7 @@ def place(tmp_path: Path) -> Iterator[Path]:
 
 def run(verb: str, source: Path, target: Path, *options: str, limit: int = LIMIT) -> Measured:
     limited = ("--memory-limit", str(limit), "--json")
-    return forked(verb, source, target, *options, *limited)
-
-
-def forked(*arguments: str | Path) -> Measured:
-    """Run a command in a process that need not load the program."""
-    done = run_forked(*map(str, arguments))
-    return Measured(done.code, 0.0, 0.0, done.peak_bytes, done.out, done.err)
+    return measure(*STREAMSHARD, verb, source, target, *options, *limited)
 
 
 def require_kept_contract(done: Measured, limit: int = LIMIT) -> dict[str, Any]:
@@ -201,13 +194,13 @@ def test_verify(source: Source, place: Path, codec: str) -> None:
         *(of_native if codec == "none" else ()),
     ]:
         limited = ("--memory-limit", str(limit), "--json")
-        done = forked("verify", path, *others, *limited)
+        done = measure(*STREAMSHARD, "verify", path, *others, *limited)
         report = require_kept_contract(done, limit)
         assert (report["problems"], report["differences"]) == ([], [])
         assert report["bytes_read"] > 0.9 * LARGE
     for path in (store, out) if codec == "none" else (store,):
         limited = ("--memory-limit", str(limit), "--json")
-        done = forked("diff", path, source.path, *limited)
+        done = measure(*STREAMSHARD, "diff", path, source.path, *limited)
         report = require_kept_contract(done, limit)
         assert not any(tensor["distance"]["changed"] for tensor in report["tensors"])
         assert report["bytes_read"] > 0.9 * LARGE
@@ -226,13 +219,13 @@ def test_verify_of_what_differs_everywhere(source: Source, place: Path) -> None:
                     stream.write(os.urandom(MIB // 2))
     limited = ("--memory-limit", str(LIMIT), "--json")
     for options, found in ((("--against", source.path), "differences"), ((), "problems")):
-        done = forked("verify", other, *options, *limited)
+        done = measure(*STREAMSHARD, "verify", other, *options, *limited)
         assert done.exit_code == 6
         report = done.report
         assert report["peak_bytes"] <= report["projected_bytes"]
         assert done.peak_bytes <= report["projected_bytes"]
         assert len(report[found]) > 3
-    done = forked("diff", other, source.path, *limited)
+    done = measure(*STREAMSHARD, "diff", other, source.path, *limited)
     assert done.exit_code == 6
     assert done.peak_bytes <= done.report["projected_bytes"]
     changed = [tensor for tensor in done.report["tensors"] if tensor["distance"]["changed"]]
