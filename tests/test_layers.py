@@ -23,7 +23,7 @@ FLOORS: dict[str, int] = {
     "engine": 2, "formats": 2, "drawing": 2, "verb_options": 2,
     "checks": 3, "cluster": 3, "source": 4, "compare": 5, "transfer": 5,
     "native": 6, "operations": 7,
-    "degrees": 8, "merging": 8,
+    "degrees": 8, "merging": 8, "grafting": 8,
     "": 9, "cli": 9, "live": 9,
     "__main__": 10, "deepspeed": 10,
 }  # fmt: skip
@@ -69,6 +69,7 @@ same degrees. They fall, unless the plain way itself learns something, as to map
 AROUND = (
     "degrees",
     "merging",
+    "grafting",
     "formats.deepspeed.model_parallel",
     "formats.universal",
     "formats.fsdp_ranks",

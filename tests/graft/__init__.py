@@ -1,0 +1,1 @@
+"""Grafts: a training goes on in the job of a changed model."""
