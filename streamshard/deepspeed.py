@@ -8,7 +8,7 @@
         trainer.train(resume_from_checkpoint=True)
 
 `python -m streamshard.deepspeed train.py ARGS…` runs a script as if all of it stood under
-`resharding()`.
+`resharding()`; `--save-start DIR` before the script saves what the job is before its first step.
 """
 
 from streamshard.live.loading import LoadReport

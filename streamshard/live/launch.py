@@ -15,11 +15,13 @@ from typing import Any, NoReturn
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import distributed
 
+from streamshard.errors import StreamshardError
 from streamshard.formats.deepspeed import names
 from streamshard.io.changes import remove_file, write_durably
 from streamshard.io.entries import exists, paths_in, resolve
-from streamshard.live.live_engine import Engine, replaced
+from streamshard.live.live_engine import Engine, replaced, writes_in_background
 from streamshard.live.resharding_loads import resharding
+from streamshard.live.start_save import free_directory, start_saved
 
 
 @contextmanager
@@ -37,7 +39,7 @@ def _complete_saves() -> Iterator[None]:
     def save(engine: Engine, *args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(plain).bind(engine, *args, **kwargs)
         given.apply_defaults()
-        if not given.arguments["save_latest"] or _writes_in_background(engine):
+        if not given.arguments["save_latest"] or writes_in_background(engine):
             return plain(engine, *args, **kwargs)
         tag = given.arguments["tag"]
         directory = Path(given.arguments["save_dir"])
@@ -55,12 +57,6 @@ def _complete_saves() -> Iterator[None]:
         yield
 
 
-def _writes_in_background(engine: Engine) -> bool:
-    """Tell whether DeepSpeed itself writes `latest` later, when all files are written."""
-    is_decoupled = getattr(engine.checkpoint_engine, "is_decoupled", None)
-    return is_decoupled is not None and is_decoupled()
-
-
 def _remove_files_of_other_ranks(engine: Engine, directory: Path) -> None:
     """Remove the files of ranks that this job does not have."""
     if not engine.zero_optimization():
@@ -74,6 +70,7 @@ def _remove_files_of_other_ranks(engine: Engine, directory: Path) -> None:
 
 _KEEP = "--keep-global-batch"
 _NEWEST = "--newest"
+_SAVE_START = "--save-start"
 _USAGE = f"""\
 usage: python -m streamshard.deepspeed [OPTIONS] SCRIPT [ARG ...]
        python -m streamshard.deepspeed [OPTIONS] -m MODULE [ARG ...]
@@ -88,6 +85,9 @@ options:
                        global batch stays; stop if that is impossible
   {_NEWEST}             load the newest checkpoint that is whole and holds no NaN,
                        not the one that 'latest' names
+  {_SAVE_START} DIR     save in DIR what the job is before its first step, and end it: at
+                       the first load of a checkpoint, or the first forward; DIR must be
+                       new or empty; streamshard graft puts a training into it
   -h, --help           show this text"""
 
 
@@ -100,6 +100,8 @@ class _Command:
     is_module: bool
     keeps_global_batch: bool
     takes_newest: bool
+    start: Path | None
+    """Where the job is saved before its first step, if that is all that it is to do."""
     arguments: tuple[str, ...]
     """The script's own."""
 
@@ -119,6 +121,8 @@ def launch() -> None:
         }
         patches.enter_context(resharding(**how))
         patches.enter_context(_complete_saves())
+        if command.start is not None:
+            patches.enter_context(start_saved(command.start))
         try:
             if command.is_module:
                 runpy.run_module(command.name, run_name="__main__", alter_sys=True)
@@ -128,11 +132,18 @@ def launch() -> None:
             error.__traceback__ = _own_frames(error.__traceback__)
             sys.excepthook(type(error), error, error.__traceback__)
             sys.exit(1)
+        except SystemExit as ended:
+            if ended.code or command.start is None:
+                raise
+    if command.start is not None:
+        message = f"error: '{command.name}' ended, and no engine in it had begun to train or load a"
+        _stop(f"{message} checkpoint: nothing is saved. Give it the arguments of a training", 3)
 
 
 def _parse(arguments: list[str]) -> _Command:
     rest, ranked = list(arguments), []
     keeps = takes_newest = is_module = False
+    start = None
     while rest and rest[0].startswith("-") and not is_module:
         option = rest.pop(0)
         if option.startswith(("--local_rank=", "--local-rank=")):
@@ -141,6 +152,8 @@ def _parse(arguments: list[str]) -> _Command:
             keeps = True
         elif option == _NEWEST:
             takes_newest = True
+        elif option == _SAVE_START:
+            start = _start(rest.pop(0) if rest else "-")
         elif option == "-m":
             is_module = True
         elif option in ("-h", "--help"):
@@ -151,7 +164,16 @@ def _parse(arguments: list[str]) -> _Command:
     if not rest:
         _stop(f"{_USAGE}\n\nerror: name a training script, or -m and a module")
     own = (*ranked, *rest[1:])
-    return _Command(rest[0], is_module, keeps, takes_newest, own)
+    return _Command(rest[0], is_module, keeps, takes_newest, start, own)
+
+
+def _start(given: str) -> Path:
+    if given.startswith("-"):
+        _stop(f"{_USAGE}\n\nerror: {_SAVE_START} lacks its directory")
+    try:
+        return free_directory(given)
+    except StreamshardError as error:
+        _stop(f"error: {error}", error.exit_code)
 
 
 def _require_there(command: _Command) -> None:
@@ -169,9 +191,9 @@ def _require_there(command: _Command) -> None:
         _stop(f"error: no module '{command.name}': name one that this Python can import")
 
 
-def _stop(message: str) -> NoReturn:
+def _stop(message: str, code: int = 2) -> NoReturn:
     sys.stderr.write(f"{message}\n")
-    sys.exit(2)
+    sys.exit(code)
 
 
 def _own_frames(traceback: TracebackType | None) -> TracebackType | None:

@@ -138,3 +138,9 @@ def mp_rank_of(engine: Engine) -> int:
 def rank_and_world_size(engine: Engine) -> tuple[int, int]:
     """Return a rank's number among the model-parallel parts, and among the data-parallel ranks."""
     return mp_rank_of(engine), comm.get_rank(group=engine.optimizer.dp_process_group)
+
+
+def writes_in_background(engine: Engine) -> bool:
+    """Tell whether DeepSpeed itself writes `latest` later, when all files are written."""
+    is_decoupled = getattr(engine.checkpoint_engine, "is_decoupled", None)
+    return is_decoupled is not None and is_decoupled()

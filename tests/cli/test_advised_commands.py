@@ -196,7 +196,7 @@ OTHERS = {
     "--make-vocab-size-divisible-by", "--per_device_train_batch_size", "--backend", "--local_dir",
     "--gradient_accumulation_steps", "--ignore_data_skip", "--target_dir", "--module", "--job.",
     "--checkpoint", "--local_rank", "--local-rank", "--keep-global-batch", "--no-build-isolation",
-    "--resume_from_checkpoint", "--newest",
+    "--resume_from_checkpoint", "--newest", "--save-start",
 }  # fmt: skip
 """Options of other programs, and of `python -m streamshard.deepspeed`."""
 

@@ -45,6 +45,8 @@ def main():
     os.replace(place + ".new", place)
     if "--fails" in sys.argv:
         beside.fail()
+    if "--ends" in sys.argv:
+        sys.exit(0)
     if "--exits" in sys.argv:
         # A launcher ends all ranks as soon as one has ended.
         for rank in range(int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1):
@@ -148,6 +150,19 @@ def test_a_traceback_begins_in_the_script(
         pytest.param(["run/typo.py"], 2, "error: no script 'run/typo.py'", id="no such script"),
         pytest.param(["-m", "run.typo"], 2, "error: no module 'run.typo'", id="no such module"),
         pytest.param(["-m", "typo.typo"], 2, "error: no module 'typo.typo'", id="no such package"),
+        pytest.param(["--save-start"], 2, "error: --save-start lacks", id="no directory"),
+        pytest.param(["--save-start", "-m"], 2, "error: --save-start lacks", id="option for it"),
+        pytest.param(["--save-start", "start"], 2, "error: name a training", id="only a directory"),
+        pytest.param(
+            ["--save-start", "run", "run/train_it.py"],
+            4,
+            "error: run: exists, and is not an empty directory; give a directory that is new or",
+            id="directory with files",
+        ),
+        pytest.param(["--save-start", "run/train_it.py"], 4, "error: run/train_it.py", id="a file"),
+        pytest.param(
+            ["--save-start", "s3://b/start", "run/train_it.py"], 4, "not in a bucket", id="bucket"
+        ),
     ],
 )
 def test_what_cannot_run_is_said(
@@ -163,6 +178,34 @@ def test_what_cannot_run_is_said(
     assert words in (err if code else out)
     assert "Traceback" not in err
     assert not Path(f"{says}.0").exists()
+
+
+@pytest.mark.parametrize(
+    ("argument", "code", "words"),
+    [
+        pytest.param("-x", 3, "error: 'run/train_it.py' ended, and no engine", id="ends"),
+        pytest.param("--ends", 3, "error: 'run/train_it.py' ended, and no engine", id="exits well"),
+        pytest.param("--exits", 7, "", id="exits badly"),
+        pytest.param("--fails", 1, "ValueError: in the job\n", id="fails"),
+    ],
+)
+def test_a_script_that_never_trains_has_no_start(
+    says: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    argument: str,
+    code: int,
+    words: str,
+) -> None:
+    (says.parent / "start").mkdir()  # an empty directory is as good as none
+    before = DeepSpeedEngine.forward
+    assert run(monkeypatch, "--save-start", "start", "run/train_it.py", argument) == code
+    assert said_by(says) == expected(says.parent / "run" / "train_it.py", argument)
+    err = capsys.readouterr().err
+    assert words in err
+    assert ("no engine" in err) == (code == 3)
+    assert list((says.parent / "start").iterdir()) == []
+    assert DeepSpeedEngine.forward is before
 
 
 LAUNCHERS = {
