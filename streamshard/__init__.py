@@ -7,6 +7,7 @@ if typing.TYPE_CHECKING:
     from streamshard.cluster.connections import executor
     from streamshard.compare.assessment import AssessedCheckpoint
     from streamshard.errors import StreamshardError
+    from streamshard.grafting.graft import graft, plan_graft
     from streamshard.health import TensorHealth
     from streamshard.merging.merge import merge, plan_merge
     from streamshard.operations.compact.compact import compact
@@ -59,12 +60,14 @@ __all__ = [
     "diff",
     "executor",
     "export",
+    "graft",
     "inspect",
     "merge",
     "newest",
     "open",
     "plan_convert",
     "plan_export",
+    "plan_graft",
     "plan_merge",
     "plan_repartition",
     "repartition",
@@ -100,12 +103,14 @@ _HOMES = {
     "diff": "operations.diff.diff",
     "executor": "cluster.connections",
     "export": "operations.export.export",
+    "graft": "grafting.graft",
     "inspect": "operations.inspect.inspect",
     "merge": "merging.merge",
     "newest": "operations.newest.newest",
     "open": "operations.read.open_checkpoint",
     "plan_convert": "operations.convert.convert",
     "plan_export": "operations.export.export",
+    "plan_graft": "grafting.graft",
     "plan_merge": "merging.merge",
     "plan_repartition": "operations.repartition.repartition",
     "repartition": "operations.repartition.repartition",

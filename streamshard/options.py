@@ -121,8 +121,9 @@ def _find_fields(kind: type[Options]) -> Mapping[str, OptionField]:
         for name, field in vars(one).items():
             if isinstance(field, OptionField):
                 own = field if field.group else field._replace(group=group)
-                found[name] = found.pop(name, own)
-    return found
+                is_place = name in found and field.default is ...
+                found[name] = found[name] if is_place else found.pop(name, own)
+    return {name: found[name] for name in sorted(found, key=lambda name: name != "source")}
 
 
 fields_of: Final[Callable[..., Mapping[str, OptionField]]] = cache(_find_fields)

@@ -183,6 +183,29 @@ class MergeOptions(WritingOptions):
     )
 
 
+class GraftOptions(TransferOptions):
+    """Options of `graft`."""
+
+    group = "What is grafted"
+
+    source: Path_ = place("SRC", f"the trained job: {SOURCE_HELP}", kw_only=False)
+    start: Path_ = place(
+        "START",
+        "what the job that will resume saved before its first step, with engine.save_checkpoint "
+        "right after deepspeed.initialize",
+        kw_only=False,
+    )
+    target: Path_ = place("OUT", "run directory to make", kw_only=False)
+    rules: Path_ | None = option(
+        "FILE",
+        "what to do where SRC and START differ, one rule a line; a difference without a rule is "
+        "refused, with the rules that would name it",
+    )
+    fresh_states: bool = flag(
+        "keep the master weights, and start the optimizer fresh: no states, step 0"
+    )
+
+
 class OpenOptions(SourceOptions):
     """What `streamshard.open` takes."""
 
@@ -383,6 +406,7 @@ OPTIONS: Final[Mapping[str, type[Options]]] = {
     "convert": ConvertOptions,
     "export": ExportOptions,
     "merge": MergeOptions,
+    "graft": GraftOptions,
     "verify": VerifyOptions,
     "diff": DiffOptions,
     "inspect": InspectOptions,

@@ -56,20 +56,21 @@ VERBS = (
 CROSSINGS = {("compact", verb) for verb in VERBS} | {("read", "inspect")}
 """`compact` runs other verbs; `open` shows what `inspect` summarizes."""
 CORE = "streamshard.operations.repartition.repartition"
-CORE_MODULES, CORE_LINES = 82, 15_080
+CORE_MODULES, CORE_LINES = 82, 15_090
 """What who touches the core has to know: all that it imports, and what that imports, lazily or for
 type checking as well."""
 PLAIN = {
-    "repartition": (130, 20_730),
-    "convert": (139, 21_940),
-    "inspect": (110, 16_785),
+    "repartition": (130, 20_770),
+    "convert": (139, 21_980),
+    "inspect": (110, 16_835),
 }
 """Modules and lines that a plain run of a verb loads: native shards on a disk, of Adam, for the
-same degrees. They fall, unless the plain way itself learns something, as to map its sources."""
+same degrees. They fall, unless the plain way itself learns something, as to map its sources, or a
+verb comes, whose options all runs load."""
 AROUND = (
     "degrees",
-    "merging",
     "grafting",
+    "merging",
     "formats.deepspeed.model_parallel",
     "formats.universal",
     "formats.fsdp_ranks",

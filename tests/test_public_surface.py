@@ -99,7 +99,7 @@ def test_everything_public_is_documented_and_takes_options_by_keyword(name: str)
     if inspection.isfunction(value):
         kinds = [p.kind for p in inspection.signature(value).parameters.values()]
         by_position = kinds.count(inspection.Parameter.POSITIONAL_OR_KEYWORD)
-        assert by_position == (1 if name in ONE_SOURCE else 2)
+        assert by_position == (1 if name in ONE_SOURCE else 3 if "graft" in name else 2)
         assert kinds[by_position:] == [inspection.Parameter.KEYWORD_ONLY] * len(kinds[by_position:])
 
 
@@ -263,7 +263,7 @@ def keywords(function: Callable[..., object]) -> list[inspect.Parameter]:
 
 @pytest.mark.parametrize("verb", FUNCTIONS)
 def test_the_command_line_has_every_option_with_the_same_default(verb: str) -> None:
-    places = ["a"] if verb in ("verify", "inspect") else ["a", "b"]
+    places = ["a", "b", "c"][: {"verify": 1, "inspect": 1, "graft": 3}.get(verb, 2)]
     parsed = vars(arguments_of().parse_args([verb, *places]))
     for option in keywords(FUNCTIONS[verb]):
         if option.name not in ONLY_IN_PYTHON.get(verb, ()):
@@ -275,7 +275,7 @@ def test_the_command_line_has_every_option_with_the_same_default(verb: str) -> N
 def test_functions_show_the_options_of_the_verb(verb: str) -> None:
     planned = keywords(getattr(streamshard, f"plan_{verb}"))
     types = {option.name: option.annotation for option in planned}
-    kind, places = OPTIONS[verb], ("source", "target")
+    kind, places = OPTIONS[verb], ("source", "start", "target")
     wanted = {n: of for n, of in types_of(kind).items() if fields_of(kind)[n].help}
     assert types == {name: of for name, of in wanted.items() if name not in places}
     *rest, progress = keywords(getattr(streamshard, verb))

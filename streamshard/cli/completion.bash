@@ -5,12 +5,13 @@
 #    source ~/.local/share/bash_completion/streamshard
 # See also: https://github.com/scop/bash-completion/blob/main/doc/configuration.md
 
-_shtab_streamshard_subparsers=(repartition convert export merge verify diff inspect newest compact completion help)
+_shtab_streamshard_subparsers=(repartition convert export merge graft verify diff inspect newest compact completion help)
 
 _shtab_streamshard_repartition_option_strings=(-h --help --world-size --zero-stage --ds-config --fresh-states --format --like --facts --tag --tensor-parallel --pipeline-parallel --expert-parallel --memory-limit --workers --dask -n --dry-run --if-needed --overwrite --verify --json -q --quiet -v --verbose --help-all)
 _shtab_streamshard_convert_option_strings=(-h --help --like --facts --tag --tensor-parallel --pipeline-parallel --memory-limit --workers --dask -n --dry-run --codec --chunk-size --if-needed --overwrite --verify --json -q --quiet -v --verbose --help-all)
 _shtab_streamshard_export_option_strings=(-h --help --like --facts --tag --memory-limit --workers --dask -n --dry-run --dtype --format --max-shard-size --include --exclude --adapter --layout --overwrite --verify --json -q --quiet -v --verbose --help-all)
 _shtab_streamshard_merge_option_strings=(-h --help --weights --states --last --world-size --zero-stage --ds-config --memory-limit --workers --dask -n --dry-run --codec --chunk-size --format --dtype --overwrite --verify --json -q --quiet -v --verbose --help-all)
+_shtab_streamshard_graft_option_strings=(-h --help --rules --fresh-states --like --facts --tag --memory-limit --workers --dask -n --dry-run --overwrite --verify --json -q --quiet -v --verbose --help-all)
 _shtab_streamshard_verify_option_strings=(-h --help --against --health --like --facts --tag --memory-limit --workers --json -q --quiet -v --verbose --help-all)
 _shtab_streamshard_diff_option_strings=(-h --help --param --like --facts --tag --memory-limit --workers --json -q --quiet -v --verbose --help-all)
 _shtab_streamshard_inspect_option_strings=(-h --help --param --rank --html --world-size --zero-stage --like --facts --tag --json -q --quiet -v --verbose --help-all)
@@ -36,6 +37,11 @@ _shtab_streamshard_export___facts_COMPGEN=_shtab_compgen_files
 _shtab_streamshard_merge_pos_0_COMPGEN=_shtab_compgen_files
 _shtab_streamshard_merge_pos_1_COMPGEN=_shtab_compgen_files
 _shtab_streamshard_merge___ds_config_COMPGEN=_shtab_compgen_files
+_shtab_streamshard_graft_pos_0_COMPGEN=_shtab_compgen_files
+_shtab_streamshard_graft_pos_2_COMPGEN=_shtab_compgen_files
+_shtab_streamshard_graft___rules_COMPGEN=_shtab_compgen_files
+_shtab_streamshard_graft___like_COMPGEN=_shtab_compgen_files
+_shtab_streamshard_graft___facts_COMPGEN=_shtab_compgen_files
 _shtab_streamshard_verify_pos_0_COMPGEN=_shtab_compgen_files
 _shtab_streamshard_verify___against_COMPGEN=_shtab_compgen_files
 _shtab_streamshard_verify___like_COMPGEN=_shtab_compgen_files
@@ -66,8 +72,8 @@ _shtab_streamshard_merge___format_choices=(safetensors torch universal dcp)
 _shtab_streamshard_merge___dtype_choices=(fp32 bf16 fp16)
 _shtab_streamshard_inspect___zero_stage_choices=(1 2 3)
 _shtab_streamshard_completion_pos_0_choices=(bash zsh fish)
-_shtab_streamshard_help_pos_0_choices=(repartition convert export merge verify diff inspect newest compact completion)
-_shtab_streamshard_pos_0_choices=(repartition convert export merge verify diff inspect newest compact completion help)
+_shtab_streamshard_help_pos_0_choices=(repartition convert export merge graft verify diff inspect newest compact completion)
+_shtab_streamshard_pos_0_choices=(repartition convert export merge graft verify diff inspect newest compact completion help)
 
 _shtab_streamshard_repartition__h_nargs=0
 _shtab_streamshard_repartition___help_nargs=0
@@ -122,6 +128,19 @@ _shtab_streamshard_merge___quiet_nargs=0
 _shtab_streamshard_merge__v_nargs=0
 _shtab_streamshard_merge___verbose_nargs=0
 _shtab_streamshard_merge___help_all_nargs=0
+_shtab_streamshard_graft__h_nargs=0
+_shtab_streamshard_graft___help_nargs=0
+_shtab_streamshard_graft___fresh_states_nargs=0
+_shtab_streamshard_graft__n_nargs=0
+_shtab_streamshard_graft___dry_run_nargs=0
+_shtab_streamshard_graft___overwrite_nargs=0
+_shtab_streamshard_graft___verify_nargs=0
+_shtab_streamshard_graft___json_nargs=0
+_shtab_streamshard_graft__q_nargs=0
+_shtab_streamshard_graft___quiet_nargs=0
+_shtab_streamshard_graft__v_nargs=0
+_shtab_streamshard_graft___verbose_nargs=0
+_shtab_streamshard_graft___help_all_nargs=0
 _shtab_streamshard_verify__h_nargs=0
 _shtab_streamshard_verify___help_nargs=0
 _shtab_streamshard_verify___health_nargs=0

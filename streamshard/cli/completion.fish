@@ -50,8 +50,8 @@ function _shtab_streamshard_using
   test "$_shtab_streamshard_cmdpath" = "$argv"
 end
 
-set -g _shtab_streamshard_commands repartition convert export merge verify diff inspect newest compact completion help
-set -g _shtab_streamshard_opts_with_value --acknowledge --against --bwlimit --chunk-size --codec --dask --ds-config --dtype --exclude --expert-parallel --facts --format --grace --html --include --keep-every --keep-last --keep-tag --last --layout --like --max-shard-size --memory-limit --min-age --param --pipeline-parallel --purge --rank --states --tag --tags --tensor-parallel --undelete --weights --weights-only-older-than --workers --world-size --zero-stage
+set -g _shtab_streamshard_commands repartition convert export merge graft verify diff inspect newest compact completion help
+set -g _shtab_streamshard_opts_with_value --acknowledge --against --bwlimit --chunk-size --codec --dask --ds-config --dtype --exclude --expert-parallel --facts --format --grace --html --include --keep-every --keep-last --keep-tag --last --layout --like --max-shard-size --memory-limit --min-age --param --pipeline-parallel --purge --rank --rules --states --tag --tags --tensor-parallel --undelete --weights --weights-only-older-than --workers --world-size --zero-stage
 
 complete -c streamshard -e
 complete -c streamshard -f
@@ -154,6 +154,25 @@ complete -c streamshard -n '_shtab_streamshard_using merge' -s v -l verbose -d '
 complete -c streamshard -n '_shtab_streamshard_using merge' -l help-all -d 'show the rarer options too'
 complete -c streamshard -n '_shtab_streamshard_using merge; and test $_shtab_streamshard_npos -ge 0' -ka "(__fish_complete_path (commandline -ct))" -d 'checkpoints of one model, of any world size, ZeRO stage and kind, the oldest first; each as the SRC of convert. With --last one directory that holds them'
 complete -c streamshard -n '_shtab_streamshard_using merge; and test $_shtab_streamshard_npos -ge 0' -ka "(__fish_complete_path (commandline -ct))" -d 'run directory to make; a store if the name ends in .zarr or .zarr.zip; a model directory with --format'
+complete -c streamshard -n '_shtab_streamshard_using; and test $_shtab_streamshard_npos -eq 0' -a graft -d 'Write the job of a changed model, with an earlier training in it.'
+complete -c streamshard -n '_shtab_streamshard_using graft' -s h -l help -d 'show this help message and exit'
+complete -c streamshard -n '_shtab_streamshard_using graft' -l rules -xka "(__fish_complete_path (commandline -ct))" -d 'what to do where SRC and START differ, one rule a line; a difference without a rule is refused, with the rules that would name it'
+complete -c streamshard -n '_shtab_streamshard_using graft' -l fresh-states -d 'keep the master weights, and start the optimizer fresh: no states, step 0'
+complete -c streamshard -n '_shtab_streamshard_using graft' -l like -xka "(__fish_complete_path (commandline -ct))" -d 'reference checkpoint of the same job, which supplies what SRC lacks'
+complete -c streamshard -n '_shtab_streamshard_using graft' -l facts -xka "(__fish_complete_path (commandline -ct))" -d 'TOML file of what the files of SRC (of two that are compared: of the first) do not say: [source] ds_config, rename, wrapped, cut_rules; [target] ds_version'
+complete -c streamshard -n '_shtab_streamshard_using graft' -l tag -x -d 'tag to read [the one that '"'"'latest'"'"' names]'
+complete -c streamshard -n '_shtab_streamshard_using graft' -l memory-limit -x -d 'memory above the program'"'"'s own: 512MiB, 2GB, or 50% of the machine'"'"'s [1GiB, at most half of what there is]'
+complete -c streamshard -n '_shtab_streamshard_using graft' -l workers -x -d 'threads [one per core, at most 4; to compress, two more than there are cores, at most 16; 8 with object stores; fewer where memory is tight]'
+complete -c streamshard -n '_shtab_streamshard_using graft' -l dask -x -d 'run on a Dask cluster: tcp://scheduler:8786, the path of a scheduler file (*.json), or local:N for N processes with --workers threads each [threads of this process]'
+complete -c streamshard -n '_shtab_streamshard_using graft' -s n -l dry-run -d 'show what would be done, and write nothing'
+complete -c streamshard -n '_shtab_streamshard_using graft' -l overwrite -d 'replace the target if it exists'
+complete -c streamshard -n '_shtab_streamshard_using graft' -l verify -d 'read back what was written, and compare it with SRC before it takes its place'
+complete -c streamshard -n '_shtab_streamshard_using graft' -l json -d 'print one JSON document'
+complete -c streamshard -n '_shtab_streamshard_using graft' -s q -l quiet -d 'print only errors, and the path of the result where there is one'
+complete -c streamshard -n '_shtab_streamshard_using graft' -s v -l verbose -d 'print more'
+complete -c streamshard -n '_shtab_streamshard_using graft' -l help-all -d 'show the rarer options too'
+complete -c streamshard -n '_shtab_streamshard_using graft; and test $_shtab_streamshard_npos -eq 0' -ka "(__fish_complete_path (commandline -ct))" -d 'the trained job: run directory with '"'"'latest'"'"', tag directory, universal checkpoint, .zarr or .zarr.zip store, directory of FSDP'"'"'s or Megatron'"'"'s .distcp files or of model_world_size_*.pt, or of a model'"'"'s .safetensors files, or template of raw per-rank dumps such as '"'"'ckpt/optimizer.{rank:02d}.pt'"'"'; as every path here, local or s3://bucket/..., gs://... or az://...'
+complete -c streamshard -n '_shtab_streamshard_using graft; and test $_shtab_streamshard_npos -eq 2' -ka "(__fish_complete_path (commandline -ct))" -d 'run directory to make'
 complete -c streamshard -n '_shtab_streamshard_using; and test $_shtab_streamshard_npos -eq 0' -a verify -d 'Check that a checkpoint is whole and as it was written, or the same as another.'
 complete -c streamshard -n '_shtab_streamshard_using verify' -s h -l help -d 'show this help message and exit'
 complete -c streamshard -n '_shtab_streamshard_using verify' -l against -xka "(__fish_complete_path (commandline -ct))" -d 'compare the content with that of another checkpoint, tensor by tensor, whatever its format, ZeRO stage and world size; checksums are not looked at then'
@@ -239,4 +258,4 @@ complete -c streamshard -n '_shtab_streamshard_using completion' -s h -l help -d
 complete -c streamshard -n '_shtab_streamshard_using completion; and test $_shtab_streamshard_npos -eq 0' -ka "bash zsh fish" -d 'bash, zsh, fish'
 complete -c streamshard -n '_shtab_streamshard_using; and test $_shtab_streamshard_npos -eq 0' -a help -d 'show what a verb takes'
 complete -c streamshard -n '_shtab_streamshard_using help' -l help-all -d 'show the rarer options too'
-complete -c streamshard -n '_shtab_streamshard_using help; and test $_shtab_streamshard_npos -eq 0' -ka "repartition convert export merge verify diff inspect newest compact completion" -d verb
+complete -c streamshard -n '_shtab_streamshard_using help; and test $_shtab_streamshard_npos -eq 0' -ka "repartition convert export merge graft verify diff inspect newest compact completion" -d verb

@@ -15,6 +15,7 @@ _shtab_streamshard_commands() {
     convert:'Write a checkpoint into a Zarr store.'
     diff:'Say how different two checkpoints are, tensor by tensor.'
     export:'Write a checkpoint'"'"'s weights for from_pretrained.'
+    graft:'Write the job of a changed model, with an earlier training in it.'
     help:'show what a verb takes'
     inspect:'Show what is in a checkpoint.'
     merge:'Write a weighted mean of checkpoints.'
@@ -148,9 +149,34 @@ _shtab_streamshard_export_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_streamshard_export_defaults_added=0
 
+_shtab_streamshard_graft_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--rules[what to do where SRC and START differ, one rule a line\; a difference without a rule is refused, with the rules that would name it]:FILE:_files"
+  "--fresh-states[keep the master weights, and start the optimizer fresh\: no states, step 0]"
+  "--like[reference checkpoint of the same job, which supplies what SRC lacks]:SRC:_files"
+  "--facts[TOML file of what the files of SRC (of two that are compared\: of the first) do not say\: \[source\] ds_config, rename, wrapped, cut_rules\; \[target\] ds_version]:FILE:_files"
+  "--tag[tag to read \[the one that \'latest\' names\]]:tag:"
+  "--memory-limit[memory above the program\'s own\: 512MiB, 2GB, or 50\% of the machine\'s \[1GiB, at most half of what there is\]]:SIZE:"
+  "--workers[threads \[one per core, at most 4\; to compress, two more than there are cores, at most 16\; 8 with object stores\; fewer where memory is tight\]]:N:"
+  "--dask[run on a Dask cluster\: tcp\:\/\/scheduler\:8786, the path of a scheduler file (\*.json), or local\:N for N processes with --workers threads each \[threads of this process\]]:ADDRESS:"
+  {-n,--dry-run}"[show what would be done, and write nothing]"
+  "--overwrite[replace the target if it exists]"
+  "--verify[read back what was written, and compare it with SRC before it takes its place]"
+  "--json[print one JSON document]"
+  {-q,--quiet}"[print only errors, and the path of the result where there is one]"
+  {-v,--verbose}"[print more]"
+  "--help-all[show the rarer options too]"
+  ":the trained job\: run directory with \'latest\', tag directory, universal checkpoint, .zarr or .zarr.zip store, directory of FSDP\'s or Megatron\'s .distcp files or of model_world_size_\*.pt, or of a model\'s .safetensors files, or template of raw per-rank dumps such as \'ckpt\/optimizer.\{rank\:02d\}.pt\'\; as every path here, local or s3\:\/\/bucket\/..., gs\:\/\/... or az\:\/\/...:_files"
+  ":what the job that will resume saved before its first step, with engine.save_checkpoint right after deepspeed.initialize:"
+  ":run directory to make:_files"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_streamshard_graft_defaults_added=0
+
 _shtab_streamshard_help_options=(
   "--help-all[show the rarer options too]"
-  ":verb:(repartition convert export merge verify diff inspect newest compact completion)"
+  ":verb:(repartition convert export merge graft verify diff inspect newest compact completion)"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -294,6 +320,7 @@ _shtab_streamshard() {
         convert) _arguments -C -s $_shtab_streamshard_convert_options ;;
         diff) _arguments -C -s $_shtab_streamshard_diff_options ;;
         export) _arguments -C -s $_shtab_streamshard_export_options ;;
+        graft) _arguments -C -s $_shtab_streamshard_graft_options ;;
         help) _arguments -C -s $_shtab_streamshard_help_options ;;
         inspect) _arguments -C -s $_shtab_streamshard_inspect_options ;;
         merge) _arguments -C -s $_shtab_streamshard_merge_options ;;

@@ -96,6 +96,7 @@ _VERBS: Final[Mapping[str, str]] = {
     "convert": "streamshard.cli.transfer_command:run_transfer",
     "export": "streamshard.cli.transfer_command:run_transfer",
     "merge": "streamshard.cli.transfer_command:run_transfer",
+    "graft": "streamshard.cli.transfer_command:run_transfer",
     "verify": "streamshard.cli.verify_command:run_verify",
     "diff": "streamshard.cli.diff_command:run_diff",
     "inspect": "streamshard.cli.inspect_command:run_inspect",

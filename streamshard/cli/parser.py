@@ -48,6 +48,11 @@ _SUMMARIES: Final = {
         "streamshard merge runs/7b runs/7b-merged --last 5 --weights 1-sqrt",
         "streamshard merge runs/7b/global_step1000 runs/7b/global_step2000 merged.zarr",
     ),
+    "graft": (
+        "write the job of a changed model, with an earlier training in it",
+        "streamshard graft runs/7b runs/7b-start runs/7b-more-tokens --dry-run",
+        "streamshard graft runs/7b runs/7b-start runs/7b-more-tokens --rules tokens.rules",
+    ),
     "verify": (
         "check that a checkpoint is whole and as it was written, or the same as another",
         "streamshard verify archive/7b.zarr",

@@ -23,6 +23,7 @@ PLANNERS: Final[Mapping[str, str]] = {
     "convert": "streamshard.operations.convert.convert:plan_convert",
     "export": "streamshard.operations.export.export:plan_export",
     "merge": "streamshard.merging.merge:plan_merge",
+    "graft": "streamshard.grafting.graft:plan_graft",
 }
 """The function that plans each verb that writes, by text: a verb loads only its own."""
 

@@ -28,6 +28,8 @@ from streamshard.model import (
     ZeroLayout,
 )
 
+GRAFT_RECORD: Final = "graft.json"
+"""Name of the file in the tag directory that says what was grafted."""
 LIKE: Final = Option("like", what="the checkpoint")
 """What messages call a reference checkpoint: another one, which supplies what the source lacks."""
 
@@ -289,6 +291,12 @@ class Checkpoint:
     """Files of a pipeline's layers. Empty without a pipeline, and where these are among `files`."""
     unrecorded: tuple[str, ...] = ()
     """What a job needs that neither its files nor the config of a job tell, if it is foreign."""
+
+    @property
+    def graft_record(self) -> str | None:
+        """Path of the file that says what was grafted into it, if anything was."""
+        path = f"{self.tag}/{GRAFT_RECORD}"
+        return path if any(file.path == path for file in self.files) else None
 
     @property
     def remarks(self) -> tuple[str, ...]:

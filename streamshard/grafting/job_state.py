@@ -44,7 +44,7 @@ _SCALER: Final = ("loss_scaler", "dynamic_loss_scale", "overflow")
 """Entries of an optimizer file that belong together. `BF16_Optimizer` has none of them."""
 _NO_SCALING: Final = {"", "deepspeed.runtime.fp16.loss_scaler.LossScaler"}
 """Without fp16, a job has no loss scaler or one of 1 (`CreateLossScaler`)."""
-_CHANGED: Final = rare_states.CHANGED_SETTINGS | {
+COUNTED_SETTINGS: Final = rare_states.CHANGED_SETTINGS | {
     rare_states.STEP_SETTING, "d_denom", "numerator_weighted", "gsq_weighted", "sksq_weighted",
     "skl1", "g0_norm", "scheduled_lr", "train_mode",
 }  # fmt: skip
@@ -139,7 +139,7 @@ def _param_groups(
             if any(BASE in settings for settings in old):
                 merged.setdefault(BASE, place.bases[number])
         if origin is not None and not fresh:
-            merged |= {key: value for key, value in old[origin].items() if key in _CHANGED}
+            merged |= {key: value for key, value in old[origin].items() if key in COUNTED_SETTINGS}
         yield merged
 
 

@@ -140,6 +140,8 @@ class SchedulePlace:
         aside = {*_POSITION, *_PASSING, _BASES, _NESTED}
         pairs = list(_pairs(*self._states or (None, None)))
         keys = [(a[k], b[k], k) for a, b in pairs for k in a.keys() - aside if k in b]
+        # A list with an entry for each param group says nothing where their counts differ.
+        keys = [entry for entry in keys if _length(entry[0]) == _length(entry[1])]
         return sorted({key for one, other, key in keys if differing_keys(one, other)})
 
 
@@ -156,13 +158,13 @@ def objection(source: Node, start: Node) -> str | None:
         if keys != others or _count(mine, _NESTED) != _count(starting, _NESTED):
             differing = show_few(sorted(map(str, keys ^ others)) or [_NESTED])
             return f"the source has one of another kind (without the same {differing})"
-        for key in names.RATES_PER_GROUP:
-            if _count(mine, key) != _count(starting, key):
-                counts = f"{_count(mine, key)} param groups and START {_count(starting, key)}"
-                return f"the source has {counts}"
         if not keys & {*_POSITION, _NESTED}:
             return f"no entry is known to count steps ({show_few(sorted(map(str, keys)))})"
     return None
+
+
+def _length(node: Node) -> int:
+    return len(node) if isinstance(node, list) else -1
 
 
 def _count(state: Mapping[str, Node], key: str) -> int:

@@ -87,7 +87,7 @@ options:
                        not the one that 'latest' names
   {_SAVE_START} DIR     save in DIR what the job is before its first step, and end it: at
                        the first load of a checkpoint, or the first forward; DIR must be
-                       new or empty; streamshard graft puts a training into it
+                       new or empty; 'streamshard graft' puts a training into it
   -h, --help           show this text"""
 
 

@@ -4,12 +4,13 @@ A config may mean something else to this version of DeepSpeed, and it does not d
 the parameters. The optimizer is there: nothing is loaded that it does not hold in the same way.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from deepspeed import comm
 
-from streamshard.errors import DisagreementError, UsageError
+from streamshard.errors import DisagreementError, UsageError, command
 from streamshard.model import ZeroLayout
 from streamshard.native.files_on_demand import FilesOnDemand, HeldGroup, held_groups
 from streamshard.native.resharding import Resharding
@@ -58,6 +59,19 @@ def require_same_optimizer(
         raise DisagreementError(f"{message}: nothing was loaded")
     expected = list(held_groups(resharding, files.cuts, *ranks))
     live = list(_held(names, optimizer, own, ranks[1]))
+    try:
+        _require_same_groups(where, expected, live)
+    except DisagreementError as error:
+        way = command("graft", where, "START", "OUT")
+        raise DisagreementError(
+            f"{error}. If the model or its param groups were changed on purpose, let this job save "
+            f"START before its first step, then: {way}"
+        ) from error
+
+
+def _require_same_groups(
+    where: Path, expected: Sequence[HeldGroup], live: Sequence[HeldGroup]
+) -> None:
     if len(expected) != len(live):
         groups = counted(len(expected), "group")
         message = f"{where}: has {groups} of parameters for this rank, the engine's optimizer has"

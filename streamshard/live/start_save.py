@@ -1,7 +1,6 @@
 """Saves what a training job is before its first step, and ends the job there."""
 
 import os
-import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import distributed
 
-from streamshard.errors import TargetError, TargetExistsError
+from streamshard.errors import TargetError, TargetExistsError, command
 from streamshard.io.entries import is_directory, lexists, names_in, resolve
 from streamshard.io.files import target_errors
 from streamshard.io.object_path import as_path, is_object
@@ -76,7 +75,7 @@ def _text(engine: Engine, directory: Path) -> str:
     stage, ranks = engine.zero_optimization_stage(), counted(distributed.get_world_size(), "rank")
     return (
         f"saved in {directory}: the job before its first step, ZeRO stage {stage} on {ranks}\n"
-        f"next: streamshard graft SRC {shlex.quote(str(directory))} OUT\n"
+        f"next: {command('graft', 'SRC', directory, 'OUT')}\n"
     )
 
 

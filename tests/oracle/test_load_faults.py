@@ -158,7 +158,8 @@ FAULTS = {
         job={"case_of_last": OTHER_CUTS}, is_usable=False,
     ),
     "another order of parameters": Expect(
-        STAGE_2, (_LAST, "give the parameters in the same order"), ("DisagreementError",),
+        STAGE_2, (_LAST, "give the parameters in the same order", "streamshard graft "),
+        ("DisagreementError",),
         job={"case_of_last": TURNED}, is_usable=False,
     ),
     "a parameter that stage 3 would not load": Expect(

@@ -24,7 +24,7 @@ from streamshard.operations.inspect.ownership import (
     rank_detail,
 )
 from streamshard.options import takes
-from streamshard.registry import NEEDS_ORDER, load
+from streamshard.registry import GRAFT_DESCRIBED, NEEDS_ORDER, load
 from streamshard.source.sidecars import has_shards
 from streamshard.source.source import Source, open_source
 from streamshard.source.tag_directory import find_tag
@@ -102,6 +102,8 @@ def summarize(source: Source) -> Inspection:
     for tensor in checkpoint.tensors:
         sizes[tensor.state] = sizes.get(tensor.state, 0) + tensor.nbytes
     degrees = known_degrees(checkpoint)
+    has_record = checkpoint.graft_record is not None
+    grafted = load(GRAFT_DESCRIBED)(source) if has_record else ()
     return Inspection(
         path=str(source.path),
         kind=source.kind.name,
@@ -133,7 +135,7 @@ def summarize(source: Source) -> Inspection:
         tensors=len(checkpoint.tensors),
         codec=source.kind.codec(source),
         problems=_problems_of(source),
-        notes=(*source.kind.remarks(source), *checkpoint.remarks),
+        notes=(*source.kind.remarks(source), *grafted, *checkpoint.remarks),
         weights_only=checkpoint.dropped,
         health=source.kind.health(source),
     )

@@ -22,6 +22,7 @@ from streamshard.io.object_path import as_path
 from streamshard.layout.memory_plan import COMPARING_BYTES
 from streamshard.model import BLOB, FILE
 from streamshard.options import takes
+from streamshard.registry import GRAFT_PAIRED, load
 from streamshard.source.source import Request, Source, requests
 from streamshard.source.structure import check_structure, require_same_repeats
 from streamshard.source.suspicion import suspicions
@@ -160,7 +161,10 @@ class _Run:
         left, right = open_alike(request, other, left, right)
         self.kind, self.tag = left.kind.name, left.checkpoint.tag
         left.require_use_of_like(needed=right.needs_like)
-        pairing = pair_up(left, right)
+        pairing = None
+        if left.checkpoint.graft_record is not None:
+            pairing = load(GRAFT_PAIRED)(left, right)
+        pairing = pairing or pair_up(left, right)
         self.findings.files = len(left.files) + len(right.files)
         self.findings.notes += pairing.notes
         self.differences += pairing.differences

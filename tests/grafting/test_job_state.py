@@ -11,7 +11,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 
 from streamshard.formats.pickle.inert import Call, Node
 from streamshard.grafting.job_state import GraftedState, grafted_state
-from tests.graft.model_parts import inert, model_part, settings
+from tests.grafting.model_parts import inert, model_part, settings
 
 OLD = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "params": [0]}
 NEW = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.01, "params": [0]}

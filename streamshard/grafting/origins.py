@@ -1,0 +1,196 @@
+"""Where each tensor of START gets its values from: the same name in SRC, or what a rule says."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from streamshard.errors import UsageError
+from streamshard.formats.checkpoint import Checkpoint, ModelPart
+from streamshard.grafting.rules import (
+    DROP,
+    FREEZE,
+    FRESH,
+    MOVE,
+    NEW,
+    ROWS,
+    THAW,
+    Choice,
+    Rules,
+    lines_for,
+)
+from streamshard.model import MASTER, MODULE
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """The tensors of a model part that have values of their own, by name."""
+
+    trained: Mapping[str, Shape]
+    untrained: Mapping[str, Shape]
+    """Frozen weights and buffers whose values are saved."""
+    unsaved: frozenset[str] = frozenset()
+    """Frozen weights that were left out when the checkpoint was saved."""
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, part: ModelPart) -> Self:
+        saved = {
+            tensor.name: tensor.shape
+            for tensor in checkpoint.tensors
+            if tensor.state == MODULE and tensor.model_part == part.name
+        }
+        trained = checkpoint.master_shapes(part)
+        entries = [e.name for e in part.module if e.kind not in ("param", "alias", "extra")]
+        unsaved = frozenset(entries) - saved.keys() - trained.keys()
+        untrained = {name: shape for name, shape in saved.items() if name not in trained}
+        return cls(trained, untrained, unsaved)
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.trained, *self.untrained]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where one tensor of START gets its values from."""
+
+    label: str
+    """Its rules, or `kept`."""
+    source: str | None = None
+    """The tensor of SRC; None if the value is START's."""
+    state: str = MASTER
+    """Which of SRC's tensors of that name: the master weights, or the module's."""
+    keeps_states: bool = False
+    """Whether the optimizer's states come with it."""
+    rows: int | None = None
+    """How many leading rows come from SRC; None for all."""
+    is_warm: bool = False
+
+
+@dataclass
+class _Finding:
+    source: Inventory
+    start: Inventory
+    rules: Rules
+    needed: dict[str, list[str]] = field(default_factory=dict)
+    """Rule → names that need it."""
+
+    def need(self, word: str, name: str) -> None:
+        self.needed.setdefault(word, []).append(name)
+
+    def origin(self, name: str, shape: Shape, *, is_trained: bool) -> Origin:
+        choice = self.rules.choice(name)
+        is_unsaved = not is_trained and choice.source in self.source.unsaved
+        taken = None if NEW in choice.words or is_unsaved else self._taken(choice, name)
+        if taken is None:
+            if not (NEW in choice.words or is_unsaved):
+                self.need(NEW, name)
+            return Origin(choice.label, is_warm=choice.is_warm)
+        state, there = taken
+        turned = {(True, MODULE): THAW, (False, MASTER): FREEZE}.get((is_trained, state))
+        if turned is not None and turned not in choice.words:
+            self.need(turned, name)
+        rows = self._rows(choice, name, there, shape)
+        of_use = {turned, FRESH if is_trained else None, None if rows is None else ROWS}
+        return Origin(
+            label=replace(choice, words=choice.words & of_use).label,
+            source=choice.source,
+            state=state,
+            keeps_states=is_trained and state == MASTER and FRESH not in choice.words,
+            rows=rows,
+            is_warm=choice.is_warm,
+        )
+
+    def _taken(self, choice: Choice, name: str) -> tuple[str, Shape] | None:
+        """Return which tensor of SRC a name gets its values from, and its shape; None if none."""
+        if choice.source in self.source.trained:
+            return MASTER, self.source.trained[choice.source]
+        if choice.source in self.source.untrained:
+            return MODULE, self.source.untrained[choice.source]
+        if choice.naming or (THAW in choice.words and choice.source in self.source.unsaved):
+            saved = "did not save" if choice.source in self.source.unsaved else "has no"
+            message = f"'{name}' would be '{choice.source}', which SRC {saved}; give 'new {name}'"
+            raise UsageError(message)
+        return None
+
+    def _rows(self, choice: Choice, name: str, there: Shape, here: Shape) -> int | None:
+        """Return how many leading rows come from SRC; None where the shapes are equal."""
+        if there == here:
+            return None
+        if not here or not there or here[1:] != there[1:]:
+            self.need(NEW, name)
+        elif ROWS not in choice.words:
+            self.need(ROWS, name)
+        return min((*here, 0)[0], (*there, 0)[0])
+
+    def require_all_named(self, found: Mapping[str, Origin]) -> None:
+        """Refuse differences without a rule, and tensors of SRC that would be used up twice."""
+        uses = Counter(origin.source for origin in found.values() if origin.source is not None)
+        for name in self.start.names:
+            choice = self.rules.choice(name)
+            if choice.naming == MOVE and uses[choice.source] > 1:
+                message = (
+                    f"'{choice.source}' is moved to '{name}', and used once more: give 'new' for"
+                )
+                raise UsageError(f"{message} the other one, or 'copy' in place of 'move'")
+        here = {*self.start.names, *self.start.unsaved}
+        known = {name for name in here if not self.rules.choice(name).naming}
+        for name in self.source.names:
+            is_dropped = self.rules.drops(name)
+            if is_dropped and uses[name]:
+                raise UsageError(f"'{name}' is dropped, and START has its values: leave one out")
+            if not (is_dropped or uses[name] or name in known):
+                self.need(DROP, name)
+        if self.needed:
+            raise self._refusal()
+
+    def _refusal(self) -> UsageError:
+        count = sum(map(len, self.needed.values()))
+        start, source = self.start.names, self.source.names
+        names = {word: source if word == DROP else start for word in self.needed}
+        lines = lines_for(self.needed, names)
+        message = f"{count:,} tensors of SRC and START differ, and no rule names them. Look at each"
+        error = UsageError(f"{message} of these lines, and put them into a file of rules:")
+        for line in lines:
+            error.add_note(line)
+        return error
+
+
+def origins_of(source: Inventory, start: Inventory, rules: Rules) -> dict[str, Origin]:
+    """Decide where each tensor of START gets its values from.
+
+    Raises
+    ------
+    UsageError
+        If there is a difference that no rule names; its notes are the rules that would. If rules
+        exclude each other, or name something that is not there.
+    """
+    rules.require_used(source.names, [*start.names, *start.unsaved])
+    finding = _Finding(source, start, rules)
+    found = {
+        name: finding.origin(name, shape, is_trained=is_trained)
+        for shapes, is_trained in ((start.trained, True), (start.untrained, False))
+        for name, shape in shapes.items()
+    }
+    finding.require_all_named(found)
+    return found
+
+
+def dropped_rows(
+    source: Inventory, start: Inventory, origins: Mapping[str, Origin]
+) -> Iterator[tuple[str, int]]:
+    """Yield the tensors of START that have fewer rows than SRC's, and how many fewer."""
+    for name, origin in origins.items():
+        if origin.rows is not None and origin.source is not None:
+            of = source.trained if origin.state == MASTER else source.untrained
+            fewer = of[origin.source][0] - {**start.trained, **start.untrained}[name][0]
+            if fewer > 0:
+                yield name, fewer
+
+
+def names_of(origins: Mapping[str, Origin]) -> dict[str, Sequence[str]]:
+    """Return the tensors of START by what their rules are called, `kept` first."""
+    labels = sorted({origin.label for origin in origins.values()}, key=lambda x: (x != "kept", x))
+    return {label: [n for n, o in origins.items() if o.label == label] for label in labels}

@@ -1,1 +1,0 @@
-"""Grafts: a training goes on in the job of a changed model."""

@@ -1,0 +1,1 @@
+"""Grafts: trainings that go on in the jobs of changed models."""

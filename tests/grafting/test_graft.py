@@ -1,0 +1,198 @@
+"""`graft`: each rule, at each stage, against the values that both jobs had."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import streamshard
+from streamshard.errors import UnsupportedError, UsageError
+from streamshard.formats.checkpoint import GRAFT_RECORD
+from tests import fabricated
+from tests.grafting.jobs import TRAINED, Jobs, differing
+from tests.job import MUON, STATES, TAG
+
+STAGES = pytest.mark.parametrize("stages", [(1, 2), (2, 3), (3, 1), (3, 3)])
+FIRST, SECOND = TRAINED.groups
+
+
+def write(root: Path, stages: tuple[int, int] = (2, 3), **changes: Any) -> Jobs:  # noqa: ANN401
+    """Save SRC and START at two stages, for other counts of ranks."""
+    old = replace(TRAINED, stage=stages[0])
+    return Jobs.write(root, old, **{"stage": stages[1], "world_size": 3, **changes})
+
+
+@STAGES
+def test_what_both_have_is_kept_wherever_start_puts_it(
+    tmp_path: Path, stages: tuple[int, int]
+) -> None:
+    jobs = write(tmp_path, stages, groups=(SECOND, FIRST[::-1]))
+    found = jobs.graft()
+    assert [name for name in jobs.old.shapes if differing(found, name, jobs.kept(name))] == []
+    for name, _ in jobs.old.frozen:
+        assert torch.equal(
+            found["module", name], jobs.old.values("frozen", name).to(jobs.old.dtype)
+        )
+
+
+@STAGES
+def test_new(tmp_path: Path, stages: tuple[int, int]) -> None:
+    head = (("head.weight", (2, 3)),)
+    jobs = write(tmp_path, stages, groups=(FIRST + head, SECOND))
+    found = jobs.graft("new head.weight\nnew embed.weight")
+    for name in ("head.weight", "embed.weight"):
+        value = jobs.new.values("fp32", name)
+        zeros = dict.fromkeys(STATES, torch.zeros_like(value))
+        assert differing(found, name, {"fp32": value, **zeros}) == []
+    assert differing(found, "block.0.mlp", jobs.kept("block.0.mlp")) == []
+
+
+@STAGES
+def test_fresh(tmp_path: Path, stages: tuple[int, int]) -> None:
+    jobs = write(tmp_path, stages)
+    found = jobs.graft("fresh block.0.mlp")
+    value = jobs.old.values("fp32", "block.0.mlp")
+    zeros = dict.fromkeys(STATES, torch.zeros_like(value))
+    assert differing(found, "block.0.mlp", {"fp32": value, **zeros}) == []
+
+
+@STAGES
+@pytest.mark.parametrize("rows", [8, 14])
+def test_rows(tmp_path: Path, stages: tuple[int, int], rows: int) -> None:
+    jobs = write(tmp_path, stages, groups=((("embed.weight", (rows, 4)), *FIRST[1:]), SECOND))
+    found = jobs.graft("rows embed.weight")
+    old, new = jobs.kept("embed.weight"), jobs.new.values("fp32", "embed.weight")
+    value = torch.cat([old["fp32"], new[11:]])[:rows]
+    zeros = torch.zeros(max(0, rows - 11), 4)
+    states = {key: torch.cat([old[key], zeros])[:rows] for key in STATES}
+    assert differing(found, "embed.weight", {"fp32": value, **states}) == []
+
+
+@STAGES
+def test_copy_and_move(tmp_path: Path, stages: tuple[int, int]) -> None:
+    more = (("block.3.bias", (7,)),)
+    renamed = (*((name.replace("block.0", "body"), shape) for name, shape in FIRST),)
+    jobs = write(tmp_path, stages, groups=(renamed, SECOND + more))
+    found = jobs.graft(
+        "copy block.3.bias <- block.0.bias\n"
+        "move block.0.{attn.weight,mlp} -> body.{attn.weight,mlp}"
+    )
+    for name, old in [
+        ("block.3.bias", "block.0.bias"),
+        ("block.0.bias", "block.0.bias"),
+        ("body.mlp", "block.0.mlp"),
+        ("body.attn.weight", "block.0.attn.weight"),
+    ]:
+        assert differing(found, name, jobs.kept(old)) == []
+
+
+@pytest.mark.parametrize("stages", [(2, 3), (3, 2), (2, 1)])
+def test_thaw_and_freeze(tmp_path: Path, stages: tuple[int, int]) -> None:
+    thawed = (("old.weight", (5, 3)),)
+    frozen = (("old.bias", (1,)), ("block.0.mlp", (3, 2, 4)))
+    jobs = write(tmp_path, stages, groups=(FIRST[:2], SECOND + thawed), frozen=frozen)
+    found = jobs.graft("thaw old.weight\nfreeze block.0.mlp")
+    value = jobs.old.values("frozen", "old.weight").to(jobs.old.dtype).float()
+    zeros = dict.fromkeys(STATES, torch.zeros_like(value))
+    assert differing(found, "old.weight", {"fp32": value, **zeros}) == []
+    module = jobs.old.values("fp32", "block.0.mlp").to(jobs.new.dtype)
+    assert torch.equal(found["module", "block.0.mlp"], module)
+
+
+def test_a_group_without_kept_parameters_has_no_states(tmp_path: Path) -> None:
+    head = ((("head.weight", (2, 3)),),)
+    jobs = write(tmp_path, groups=(FIRST, SECOND, *head))
+    found = jobs.graft("new head.weight")
+    assert differing(found, "head.weight", {"fp32": jobs.new.values("fp32", "head.weight")}) == []
+    with streamshard.open(tmp_path / "out") as opened:
+        steps = [group.states.get("step") for group in opened.groups]
+    assert steps[2] is None
+    assert None not in steps[:2]
+
+
+def test_fresh_states(tmp_path: Path) -> None:
+    jobs = write(tmp_path)
+    found = jobs.graft(fresh_states=True)
+    for name in jobs.old.shapes:
+        assert differing(found, name, {"fp32": jobs.old.values("fp32", name)}) == []
+
+
+def test_what_was_grafted_is_recorded_in_the_tag(tmp_path: Path) -> None:
+    jobs = write(tmp_path, groups=((("embed.weight", (14, 4)), *FIRST[1:]), SECOND))
+    jobs.graft("rows embed.weight  # more tokens")
+    assert (tmp_path / "out" / "latest").read_text() == TAG
+    record = json.loads((tmp_path / "out" / TAG / GRAFT_RECORD).read_text())
+    assert record["rules"] == ["rows embed.weight"]
+    assert record["source"] == {"path": str(jobs.source), "tag": TAG, "step": 7}
+    assert record["counts"]["rows"] == {"tensors": 1, "elements": 56}
+
+
+def test_a_difference_without_a_rule_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    jobs = write(tmp_path, groups=((("embed.weight", (14, 4)), *FIRST[1:]), SECOND))
+    with pytest.raises(UsageError, match="1 tensors of SRC and START differ"):
+        jobs.graft()
+    assert not (tmp_path / "out").exists()
+    assert list(tmp_path.glob("out*")) == []
+
+
+def test_other_degrees_are_refused(tmp_path: Path) -> None:
+    jobs = write(tmp_path, parts=2, world_size=4)
+    with pytest.raises(UsageError, match="SRC has 1 model-parallel part, START 2"):
+        jobs.graft()
+
+
+def test_a_start_that_took_a_step_is_refused(tmp_path: Path) -> None:
+    jobs = write(tmp_path)
+    with pytest.raises(UsageError, match="has taken a step"):
+        streamshard.graft(jobs.source, tmp_path / "stepped", tmp_path / "out")
+
+
+def test_muon_is_refused(tmp_path: Path) -> None:
+    jobs = write(tmp_path)
+    muon = fabricated.write(MUON, tmp_path / "muon")
+    with pytest.raises(UnsupportedError, match="Muon"):
+        streamshard.graft(muon, jobs.start, tmp_path / "out")
+
+
+def test_verify_proves_what_was_kept_and_lists_the_rest(tmp_path: Path) -> None:
+    head = (("head.weight", (2, 3)),)
+    jobs = write(tmp_path, groups=((("embed.weight", (14, 4)), *FIRST[1:]), SECOND + head))
+    jobs.graft("rows embed.weight\nnew head.weight\nfresh block.0.mlp")
+    found = streamshard.verify(tmp_path / "out", against=jobs.source)
+    assert (found.problems, found.differences) == ((), ())
+    assert "By the rule 'new': head.weight." in found.notes
+    others = fabricated.write(
+        replace(jobs.old, changed=("exp_avg", "embed.weight", 7)), tmp_path / "x"
+    )
+    found = streamshard.verify(tmp_path / "out", against=others)
+    assert [difference.name for difference in found.differences] == ["exp_avg of 'embed.weight'"]
+
+
+def test_a_store_of_it_and_other_ranks_keep_the_record(tmp_path: Path) -> None:
+    jobs = write(tmp_path, groups=((("embed.weight", (14, 4)), *FIRST[1:]), SECOND))
+    jobs.graft("rows embed.weight")
+    streamshard.convert(tmp_path / "out", tmp_path / "out.zarr")
+    streamshard.repartition(tmp_path / "out.zarr", tmp_path / "again", world_size=5)
+    for path in ("out", "out.zarr", "again"):
+        notes = streamshard.inspect(tmp_path / path).notes
+        assert any(note.startswith(f"Grafted from {jobs.source}") for note in notes)
+        assert streamshard.verify(tmp_path / path, against=jobs.source).is_good
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_warm_states_begin_with_the_mean_of_what_is_kept(tmp_path: Path, stage: int) -> None:
+    head = (("head.weight", (2, 3)),)
+    groups = ((("embed.weight", (14, 4)), *FIRST[1:], *head), SECOND)
+    jobs = write(tmp_path, (2, stage), groups=groups)
+    found = jobs.graft("rows warm embed.weight\nnew warm head.weight\nfresh block.0.bias")
+    kept = {name: jobs.old.values("exp_avg_sq", name).double() for name, _ in FIRST}
+    of_rows = kept["embed.weight"].mean().float()
+    assert torch.equal(found["exp_avg_sq", "embed.weight"][11:], of_rows.expand(3, 4))
+    everything = torch.cat([tensor.flatten() for tensor in kept.values()])
+    assert torch.equal(found["exp_avg_sq", "head.weight"], everything.mean().float().expand(2, 3))
+    for name in ("embed.weight", "head.weight"):
+        assert not found["exp_avg", name][11:].any()
+    assert not found["exp_avg_sq", "block.0.bias"].any()

@@ -1,0 +1,296 @@
+"""Grafts onto changed models: engines hold what SRC had, wherever START puts it, and train on.
+
+What is expected is put together here from what the trained engine and the new one held, by a table
+of each scenario, without the rules of the graft.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import streamshard
+from tests.oracle.cases import BF16_OPTIMIZER
+from tests.oracle.jobs import Resume, Train, after_path
+from tests.oracle.models import VOCABULARY, WIDTH, Block, Case, TinyLanguageModel
+from tests.oracle.ranks import require_success, run_jobs
+from tests.oracle.truth import Truth
+
+STEPS = 3
+
+
+class MoreTokens(TinyLanguageModel):
+    """One whose vocabulary was resized; the output head is tied with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY + 6, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY + 6, bias=False)
+        self.head.weight = self.embed.weight
+
+
+class Untied(TinyLanguageModel):
+    """One whose output head is no longer tied with the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+
+class Deeper(TinyLanguageModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.extend([Block(), Block()])
+
+
+class Thawed(TinyLanguageModel):
+    def __init__(self) -> None:
+        super().__init__()
+        for param in self.parameters():
+            param.requires_grad_(True)
+
+
+class Frozen(TinyLanguageModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.weight.requires_grad_(False)
+
+
+class Renamed(TinyLanguageModel):
+    """One whose first block has another name, and low-rank parts beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = self.blocks[0]
+        self.low = nn.Linear(WIDTH, 2, bias=False)
+        self.high = nn.Linear(2, WIDTH, bias=False)
+        del self.blocks[0]
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        extra: torch.Tensor = self.high(self.low(self.base(self.embed(tokens)))).float().mean()
+        loss: torch.Tensor = super().forward(tokens)
+        return loss + extra
+
+
+def faster(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """An AdamW with other settings than the trained job's."""
+    changed = [
+        {**group, "lr": 3 * group["lr"], "weight_decay": 0.5 + group["weight_decay"]}
+        for group in groups
+    ]
+    return torch.optim.AdamW(changed)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A change of the model, and where each parameter's values are to come from."""
+
+    name: str
+    model: Callable[[], nn.Module] | None
+    rules: str = ""
+    origins: Mapping[str, tuple[str, str]] = field(default_factory=dict, hash=False)
+    """Beginning of a name → how its values come, and the beginning of their name in SRC."""
+    optimizer: Callable[..., Any] = torch.optim.AdamW
+    fresh: bool = False
+    one_group: bool = False
+
+    def origin(self, name: str) -> tuple[str, str]:
+        """Return how a parameter gets its values, and from which of SRC."""
+        for begin, (how, old) in self.origins.items():
+            if name.startswith(begin):
+                return how, name.replace(begin, old, 1)
+        return "keep", name
+
+
+SCENARIOS = [
+    Scenario("same", None),
+    Scenario("settings", None, optimizer=faster),
+    Scenario("joined", None, one_group=True),
+    Scenario("fresh", MoreTokens, "rows embed.weight", {"embed": ("rows", "embed")}, fresh=True),
+    Scenario("tokens", MoreTokens, "rows embed.weight", {"embed": ("rows", "embed")}),
+    Scenario("untied", Untied, "copy head.weight <- embed.weight", {"head": ("keep", "embed")}),
+    Scenario(
+        "deeper",
+        Deeper,
+        "copy blocks.2.* <- blocks.0.*\nnew blocks.3.*",
+        {"blocks.2.": ("keep", "blocks.0."), "blocks.3.": ("new", "")},
+    ),
+    Scenario(
+        "thawed",
+        Thawed,
+        "thaw *middle*\nthaw frozen_shift",
+        {
+            "blocks.0.middle": ("thaw", "blocks.0.middle"),
+            "blocks.1.middle": ("thaw", "blocks.1.middle"),
+            "frozen_shift": ("thaw", "frozen_shift"),
+        },
+    ),
+    Scenario("frozen", Frozen, "freeze embed.weight"),
+    Scenario(
+        "renamed",
+        Renamed,
+        "move blocks.0.* -> base.*\nmove blocks.1.* -> blocks.0.*\nnew {low,high}.weight",
+        {
+            "base.": ("keep", "blocks.0."),
+            "blocks.0.": ("keep", "blocks.1."),
+            "low": ("new", ""),
+            "high": ("new", ""),
+        },
+    ),
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Way:
+    """Stages, dtypes and counts of ranks of both jobs."""
+
+    old: Case
+    ranks: int
+    new: Case
+    new_ranks: int
+
+
+def case(stage: int, dtype: str = "bf16") -> Case:
+    return Case(f"{dtype}-z{stage}", stage, dtype)  # type: ignore[arg-type]
+
+
+WAYS = {
+    "2-to-3": Way(case(2), 2, case(3), 3),
+    "3-to-2": Way(case(3), 3, case(2), 2),
+    "1-to-1": Way(case(1), 2, case(1), 3),
+    "bf16-optimizer": Way(BF16_OPTIMIZER, 2, BF16_OPTIMIZER, 3),
+    "fp32": Way(case(3, "fp32"), 2, case(3, "fp32"), 2),
+    "fp16": Way(case(2, "fp16"), 3, case(2, "fp16"), 2),
+}
+
+
+@dataclass(frozen=True)
+class Done:
+    """What the engines held."""
+
+    old: Truth
+    start: Truth
+    resumed: Truth
+    after: Truth
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("graft")
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def all_done(request: pytest.FixtureRequest, root: Path) -> dict[str, Done]:
+    way, place = WAYS[request.param], root / request.param
+    train = [Train(way.old, place / "source", place / "old.pt", steps=STEPS, seed=11)]
+    require_success(run_jobs(way.ranks, train, place / "work"))
+    jobs = {one.name: _job(way.new, one) for one in SCENARIOS}
+    starts = [
+        Train(job, place / name / "start", place / name / "start.pt", steps=0, seed=23)
+        for name, job in jobs.items()
+    ]
+    require_success(run_jobs(way.new_ranks, starts, place / "work"))
+    for one in SCENARIOS:
+        here = place / one.name
+        (here / "rules").write_text(one.rules)
+        streamshard.graft(
+            place / "source",
+            here / "start",
+            here / "out",
+            rules=here / "rules",
+            fresh_states=one.fresh,
+            verify=True,
+        )
+    resumes = [
+        Resume(job, place / name / "out", place / name / "resumed.pt", further_steps=2)
+        for name, job in jobs.items()
+    ]
+    require_success(run_jobs(way.new_ranks, resumes, place / "work"))
+    return {
+        name: Done(
+            Truth.load(place / "old.pt"),
+            Truth.load(place / name / "start.pt"),
+            Truth.load(place / name / "resumed.pt"),
+            Truth.load(after_path(place / name / "resumed.pt")),
+        )
+        for name in jobs
+    }
+
+
+def _job(new: Case, one: Scenario) -> Case:
+    name = f"{new.name}-{one.name}"
+    changes: dict[str, Any] = {"model": one.model, "one_group": one.one_group}
+    return replace(new, name=name, optimizer=one.optimizer, **changes)
+
+
+@pytest.fixture(params=SCENARIOS, ids=lambda one: one.name)
+def scenario(request: pytest.FixtureRequest) -> Scenario:
+    found: Scenario = request.param
+    return found
+
+
+def test_masters_and_states_are_those_of_the_trained_job(
+    scenario: Scenario, all_done: dict[str, Done]
+) -> None:
+    done = all_done[scenario.name]
+    resumed = done.resumed.states
+    assert resumed.keys() == ({"fp32"} if scenario.fresh else done.old.states.keys())
+    for state, tensors in resumed.items():
+        for name, value in tensors.items():
+            assert torch.equal(value, _expected(scenario, done, state, name)), (state, name)
+
+
+def _expected(scenario: Scenario, done: Done, state: str, name: str) -> torch.Tensor:
+    how, old = scenario.origin(name)
+    start = done.start.states["fp32"][name]
+    begun = start if state == "fp32" else torch.zeros_like(start)
+    if how == "new":
+        return begun
+    if how == "thaw":
+        return done.old.frozen[old].float() if state == "fp32" else begun
+    kept = done.old.states[state][old]
+    return torch.cat([kept, begun[len(kept) :]]) if how == "rows" else kept
+
+
+def test_what_is_not_trained_is_that_of_the_trained_job(
+    scenario: Scenario, all_done: dict[str, Done]
+) -> None:
+    done = all_done[scenario.name]
+    for name, value in done.resumed.frozen.items():
+        how, old = scenario.origin(name)
+        if how == "new":
+            wanted = done.start.frozen[name]
+        elif old in done.old.frozen:
+            wanted = done.old.frozen[old]
+        else:
+            wanted = done.old.states["fp32"][old].to(value.dtype)
+        assert torch.equal(value, wanted), name
+    for name, value in done.resumed.buffers.items():
+        assert torch.equal(value, done.old.buffers[name]), name
+
+
+def test_counters_steps_and_settings(scenario: Scenario, all_done: dict[str, Done]) -> None:
+    done = all_done[scenario.name]
+    assert done.resumed.counters == done.old.counters
+    assert done.resumed.client_state.keys() == done.old.client_state.keys()
+    assert done.resumed.scaler == done.old.scaler
+    assert done.resumed.scheduler["last_epoch"] == done.old.scheduler["last_epoch"]  # type: ignore[index]
+    for number, group in enumerate(done.resumed.groups):
+        settings, start = (one["hyper_parameters"] for one in (group, done.start.groups[number]))
+        for key in ("weight_decay", "betas", "eps", "initial_lr", "role"):
+            assert settings[key] == start[key], key
+        old = done.old.groups[number]["hyper_parameters"]
+        assert settings["lr"] == pytest.approx(old["lr"] * start["initial_lr"] / old["initial_lr"])
+        steps = {} if scenario.fresh else done.old.groups[number]["scalars"]
+        assert group["scalars"] == steps
+
+
+def test_it_trains_on(scenario: Scenario, all_done: dict[str, Done]) -> None:
+    done = all_done[scenario.name]
+    assert done.after.counters["global_steps"] == done.resumed.counters["global_steps"] + 2
+    for name, value in done.after.states["fp32"].items():
+        assert torch.isfinite(value).all(), name
