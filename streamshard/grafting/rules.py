@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from streamshard.errors import UsageError
-from streamshard.grafting.patterns import Pattern
+from streamshard.formats.name_patterns import Pattern
 
 NEW: Final = "new"
 FRESH: Final = "fresh"

@@ -3,8 +3,8 @@
 import pytest
 
 from streamshard.errors import UsageError
+from streamshard.formats.name_patterns import Pattern
 from streamshard.grafting.origins import Inventory, Origin, origins_of
-from streamshard.grafting.patterns import Pattern
 from streamshard.grafting.rules import Rules
 
 OLD = Inventory({"embed": (4, 2), "layers.0.w": (3,), "layers.1.w": (3,)}, {"pos": (8,)})

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Final
 
@@ -15,6 +14,7 @@ from streamshard.engine.run.memory_limits import Limits
 from streamshard.engine.run.phases import Count, Silent
 from streamshard.engine.scan.distance import BLOCK_NUMEL, Measured, Measurer
 from streamshard.errors import Option, UsageError
+from streamshard.formats.name_patterns import is_named
 from streamshard.io.object_path import as_path
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.model import FILE, LogicalTensor
@@ -123,13 +123,13 @@ def _choose(pairing: Pairing, one: Source, other: Source, patterns: Sequence[str
     known = [p.tensor for p in pairing.pairs if p.tensor is not None]
     known_names = [name for t in (*known, *pairing.tensors.values()) for name in names.of(t)]
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in known_names):
+        if not any(is_named(name, [pattern]) for name in known_names):
             example = f"; one is '{known_names[0]}'" if known_names else ""
             raise UsageError(f"{Option('params', [pattern])}: no tensor has such a name{example}")
 
     def is_wanted(tensor: LogicalTensor | None) -> bool:
         found = () if tensor is None else names.of(tensor)
-        return any(fnmatchcase(name, pattern) for name in found for pattern in patterns)
+        return any(is_named(name, patterns) for name in found)
 
     pairing.pairs[:] = [pair for pair in pairing.pairs if is_wanted(pair.tensor)]
     differences = pairing.differences

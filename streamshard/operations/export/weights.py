@@ -9,7 +9,6 @@ import math
 import re
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Final
 
 from streamshard.engine.numeric.cast import cast_between
@@ -18,6 +17,7 @@ from streamshard.errors import Option, UnsupportedError, UsageError, lacking
 from streamshard.formats import pretrained, safetensors_file
 from streamshard.formats.checkpoint import Checkpoint, ModelPart
 from streamshard.formats.deepspeed import names
+from streamshard.formats.name_patterns import is_named
 from streamshard.formats.pickle.inert import Node, show_few
 from streamshard.formats.safetensors_file import Described
 from streamshard.formats.torch import zip_layout
@@ -190,18 +190,14 @@ def _require_sense(found: Sequence[str], options: ExportOptions) -> None:
     example = found[0] if found else ""
     for option, patterns in (("include", options.include), ("exclude", options.exclude)):
         for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in found):
+            if not any(is_named(name, [pattern]) for name in found):
                 message = f"{Option(option, [pattern])}: no tensor has such a name"
                 raise UsageError(f"{message}; one is '{example}'")
 
 
 def _is_taken(name: str, options: ExportOptions) -> bool:
-    wanted = not options.include or _matches(name, options.include)
-    return wanted and not _matches(name, options.exclude)
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+    wanted = not options.include or is_named(name, options.include)
+    return wanted and not is_named(name, options.exclude)
 
 
 def _dtype(source: str, name: str, kind: str, options: ExportOptions) -> str:

@@ -5,7 +5,6 @@ All numbers come from a source's `Cutting`, which resharding uses too.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Final
 
 import numpy as np
@@ -91,18 +90,21 @@ def parameter_summaries(source: Source) -> Iterator[ParameterSummary]:
 
 
 def parameter_details(source: Source, patterns: Sequence[str]) -> tuple[ParameterDetail, ...]:
-    """Describe all tensors of the model whose complete names match a shell pattern."""
+    """Describe all tensors of the model whose complete names match a pattern."""
+    if not patterns:
+        return ()
+    # Not at the top: few look at single tensors.
+    from streamshard.formats.name_patterns import is_named
+
     found = list(_named(source.checkpoint))
     known = [one.name for one in found]
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in known):
+        if not any(is_named(name, [pattern]) for name in known):
             asked = Option("params", [pattern])
             raise UsageError(f"{asked}: {_no_such_name(pattern, known)}")
     index, ranks = source.checkpoint.tensor_index(), source.kind.ranks_of_files(source)
     return tuple(
-        _detail(source, one, index, ranks)
-        for one in found
-        if any(fnmatchcase(one.name, pattern) for pattern in patterns)
+        _detail(source, one, index, ranks) for one in found if is_named(one.name, patterns)
     )
 
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Final
 
 from streamshard.errors import UsageError
@@ -13,12 +13,12 @@ _PARTS: Final = re.compile(r"\*|\{[^{}]*\}|[^*{}]+")
 
 @dataclass(frozen=True)
 class Pattern:
-    """A pattern of names, as a rule has it."""
+    """A pattern of names, as the rules of a graft and options have it."""
 
     text: str
 
     def __post_init__(self) -> None:
-        if "".join(self._parts) != self.text or not self._parts:
+        if "".join(self._parts) != self.text:
             raise UsageError(f"'{self.text}': a brace is open; write alternatives as {{a,b}}")
         if any("*" in part for part in self._parts if part.startswith("{")):
             raise UsageError(f"'{self.text}': a list of alternatives has no stars; write two rules")
@@ -79,6 +79,20 @@ class Pattern:
         if kinds[0] != kinds[1]:
             message = f"'{self.text}' and '{other.text}': both need as many stars and equally long"
             raise UsageError(f"{message} lists, as each star stands for what the other one does")
+
+
+def is_named(name: str, patterns: Sequence[str]) -> bool:
+    """Tell whether a name fits one of some patterns.
+
+    >>> is_named("layers.0.w", ["embed", "layers.*.{w,b}"])
+    True
+    """
+    return any(_pattern(text).match(name) is not None for text in patterns)
+
+
+@cache
+def _pattern(text: str) -> Pattern:
+    return Pattern(text)
 
 
 def _alternatives(part: str) -> list[str]:
