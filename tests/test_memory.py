@@ -174,6 +174,19 @@ def test_export_universal(source: Source, place: Path) -> None:
         assert torch.equal(found.flatten(), wanted), name
 
 
+@AT_STAGE_3
+def test_graft(source: Source, place: Path) -> None:
+    """Masters are copied; of one half of the states means are found first."""
+    begun = ("--world-size", str(TO), "--fresh-states")
+    require_kept_contract(run("repartition", source.path, place / "start", *begun))
+    (place / "rules").write_text("fresh warm *0*")
+    measured = measure(
+        *STREAMSHARD, "graft", source.path, place / "start", place / "out",
+        "--rules", place / "rules", "--memory-limit", str(LIMIT), "--json",
+    )  # fmt: skip
+    require_kept_contract(measured)
+
+
 @pytest.mark.parametrize(("source", "codec"), [(2, "zstd"), (3, "none")], indirect=["source"])
 def test_verify(source: Source, place: Path, codec: str) -> None:
     store, out = place / "kept.zarr", place / "out"

@@ -14,6 +14,7 @@ from tests.checkpoints.test_dcp_repartition import saved
 from tests.cli.conftest import tree
 from tests.cloud.conftest import Bucket
 from tests.fabricated import optimizer_file, write
+from tests.grafting.jobs import Jobs
 from tests.job import LEAN, Job
 from tests.verify.conftest import flip_data
 
@@ -88,6 +89,21 @@ def test_merge(bucket: Bucket, tmp_path: Path) -> None:
     assert bucket.content("out") == tree(tmp_path / "out")
     api.merge([older, bucket.put(newer, "newer")], tmp_path / "down", weights="ema:0.5")
     assert tree(tmp_path / "down") == tree(tmp_path / "out")
+
+
+def test_graft(bucket: Bucket, tmp_path: Path) -> None:
+    jobs = Jobs.write(tmp_path, stage=3, frozen=())
+    for path in (jobs.source, jobs.start):
+        (path / "zero_to_fp32.py").chmod(0o644)
+    (tmp_path / "rules").write_text("drop old.*\nfresh embed.weight")
+    rules = tmp_path / "rules"
+    source, start = (bucket.put(path, path.name) for path in (jobs.source, jobs.start))
+    api.graft(jobs.source, jobs.start, tmp_path / "out", rules=rules)
+    api.graft(source, start, f"{bucket.url}/out", rules=rules, verify=True)
+    far, near = bucket.content("out"), tree(tmp_path / "out")
+    record = f"{api.inspect(tmp_path / 'out').tag}/graft.json"
+    assert far.pop(record) != near.pop(record)  # they name their sources
+    assert far == near
 
 
 def test_open_and_diff(run: Path, bucket: Bucket) -> None:
