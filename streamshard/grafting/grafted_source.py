@@ -72,7 +72,7 @@ class Graft:
             message = f"SRC has {counted(len(source.model_parts), 'model-parallel part')}, START"
             message = f"{message} {len(start.model_parts)}: give both the same degrees first, with"
             raise UsageError(f"{message} 'streamshard repartition'", path=self.source.path)
-        if any(group.states for part in start.model_parts for group in part.groups):
+        if any(map(_has_taken_a_step, (g for part in start.model_parts for g in part.groups))):
             message = "has taken a step: START is what the new job saves before its first step"
             raise UsageError(message, path=self.start.path)
         if self.is_fresh:
@@ -125,6 +125,12 @@ def _require_zero(opened: Source) -> None:
     if checkpoint.layers or checkpoint.expert_parallel > 1 or checkpoint.has_auto_experts:
         message = "a pipeline, or with experts in files of their own, which are not grafted"
         raise UnsupportedError(message, path=opened.path)
+
+
+def _has_taken_a_step(group: ParamGroup) -> bool:
+    """Tell whether an optimizer has; some, such as Adagrad, have states before their first."""
+    step = (group.states or {}).get(_STEP)
+    return bool(group.states) and (step is None or step.number() != 0)
 
 
 def _optimizer_of(checkpoint: Checkpoint) -> str | None:
@@ -243,12 +249,15 @@ class _Assembly:
     def _states(
         self, old: ModelPart, new: ModelPart, group: ParamGroup, origins: Mapping[str, Origin]
     ) -> tuple[int | None, Mapping[str, State] | None]:
-        """Return the param group of SRC that a group goes on from, and its states."""
+        """Return the param group of SRC that a group goes on from, and its states.
+
+        A group that keeps none has those that START's optimizer began with.
+        """
         owner = {name: one for one in old.groups for name in one.params}
         taken = [origins[name].source for name in group.params if origins[name].state == MASTER]
         sources = [owner[name] for name in taken if name is not None]
         if not sources:
-            return None, None
+            return None, group.states
         number = sources[0].number
         kept = {
             name: owner[str(origins[name].source)]
@@ -256,7 +265,7 @@ class _Assembly:
             if origins[name].keeps_states
         }
         if self._graft.is_fresh or not kept:
-            return number if self._graft.is_fresh else None, None
+            return number if self._graft.is_fresh else None, group.states
         first, *others = {id(one): one for one in kept.values()}.values()
         for one in others:
             if one.documents != first.documents:
@@ -341,8 +350,9 @@ class _Assembly:
             if origin.source is None:
                 return [self._start_piece(tensor)]
             return self._pieces(tensor, origin)
-        if not origin.keeps_states:
-            return [fill]
+        if self._graft.is_fresh or not origin.keeps_states:
+            is_begun = (tensor.model_part, tensor.state, tensor.name) in self._start_index
+            return [self._start_piece(tensor)] if is_begun else [fill]
         row, dtype, numel = self._kept(tensor.state, origin, tensor.shape)
         kept, rest = Piece(numel, row, dtype), tensor.numel - numel
         return [kept, replace(fill, numel=rest)] if rest else [kept]

@@ -54,8 +54,8 @@ def _require_known_start(source: Source) -> None:
 
 
 def _refused(message: str, source: Source) -> UnsupportedError:
-    advice = f"leave {Option('fresh_states', True)} out"
-    return UnsupportedError(f"{message}; {advice}", path=source.path)
+    advice = f"leave {Option('fresh_states', True)} out, or give it to 'streamshard graft', where"
+    return UnsupportedError(f"{message}; {advice} START tells how it begins", path=source.path)
 
 
 def _before_first_step(part: ModelPart) -> ModelPart:

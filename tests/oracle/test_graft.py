@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import streamshard
+from streamshard.errors import UnsupportedError
 from tests.oracle.cases import BF16_OPTIMIZER
 from tests.oracle.jobs import Resume, Train, after_path
 from tests.oracle.models import VOCABULARY, WIDTH, Block, Case, TinyLanguageModel
@@ -256,6 +257,12 @@ def _expected(scenario: Scenario, done: Done, state: str, name: str) -> torch.Te
     return torch.cat([kept, begun[len(kept) :]]) if how == "rows" else kept
 
 
+def test_weights_are_casts_of_the_masters(scenario: Scenario, all_done: dict[str, Done]) -> None:
+    resumed = all_done[scenario.name].resumed
+    for name, value in resumed.weights.items():
+        assert torch.equal(value, resumed.states["fp32"][name].to(value.dtype)), name
+
+
 def test_what_is_not_trained_is_that_of_the_trained_job(
     scenario: Scenario, all_done: dict[str, Done]
 ) -> None:
@@ -294,3 +301,33 @@ def test_it_trains_on(scenario: Scenario, all_done: dict[str, Done]) -> None:
     assert done.after.counters["global_steps"] == done.resumed.counters["global_steps"] + 2
     for name, value in done.after.states["fp32"].items():
         assert torch.isfinite(value).all(), name
+
+
+UNTESTED = {"zero_allow_untested_optimizer": True}
+ADAGRAD = Case("z2-adagrad", 2, "bf16", UNTESTED, optimizer=torch.optim.Adagrad, one_group=True)
+"""Its states are there before the first step."""
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_states_that_are_made_at_the_start(tmp_path: Path, fresh: bool) -> None:
+    new = replace(ADAGRAD, name="z2-adagrad-thawed", model=Thawed)
+    trains = [Train(ADAGRAD, tmp_path / "source", tmp_path / "old.pt", seed=11)]
+    require_success(run_jobs(2, trains, tmp_path / "work"))
+    start = Train(ADAGRAD, tmp_path / "start", tmp_path / "start.pt", steps=0, seed=23)
+    thawed = Train(new, tmp_path / "thawed", None, steps=0, seed=23)
+    require_success(run_jobs(3, [start, thawed], tmp_path / "work"))
+    (tmp_path / "rules").write_text("thaw *")
+    with pytest.raises(UnsupportedError, match="keeps sum, which does not begin with zeros"):
+        streamshard.graft(
+            tmp_path / "source", tmp_path / "thawed", tmp_path / "no", rules=tmp_path / "rules"
+        )
+    out = tmp_path / "out"
+    streamshard.graft(tmp_path / "source", tmp_path / "start", out, fresh_states=fresh, verify=True)
+    resume = Resume(ADAGRAD, out, tmp_path / "resumed.pt", further_steps=2)
+    require_success(run_jobs(3, [resume], tmp_path / "work"))
+    old, begun, resumed = (
+        Truth.load(tmp_path / f"{name}.pt") for name in ("old", "start", "resumed")
+    )
+    for name, value in resumed.states["sum"].items():
+        assert torch.equal(value, (begun if fresh else old).states["sum"][name]), name
+        assert torch.equal(resumed.states["fp32"][name], old.states["fp32"][name]), name
