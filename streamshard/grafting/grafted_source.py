@@ -72,7 +72,7 @@ class Graft:
             message = f"SRC has {counted(len(source.model_parts), 'model-parallel part')}, START"
             message = f"{message} {len(start.model_parts)}: give both the same degrees first, with"
             raise UsageError(f"{message} 'streamshard repartition'", path=self.source.path)
-        if any(map(_has_taken_a_step, (g for part in start.model_parts for g in part.groups))):
+        if any(map(_has_taken_a_step, start.model_parts)):
             message = "has taken a step: START is what the new job saves before its first step"
             raise UsageError(message, path=self.start.path)
         if self.is_fresh:
@@ -127,10 +127,11 @@ def _require_zero(opened: Source) -> None:
         raise UnsupportedError(message, path=opened.path)
 
 
-def _has_taken_a_step(group: ParamGroup) -> bool:
-    """Tell whether an optimizer has; some, such as Adagrad, have states before their first."""
-    step = (group.states or {}).get(_STEP)
-    return bool(group.states) and (step is None or step.number() != 0)
+def _has_taken_a_step(part: ModelPart) -> bool:
+    """Tell whether an optimizer has; some, as Adagrad and Muon, have states before their first."""
+    steps = [group.states.get(_STEP) for group in part.groups if group.states]
+    counts = {part.model_state.get("global_steps") if s is None else s.number() for s in steps}
+    return not counts <= {0}
 
 
 def _optimizer_of(checkpoint: Checkpoint) -> str | None:

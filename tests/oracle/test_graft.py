@@ -19,6 +19,7 @@ from tests.oracle.cases import BF16_OPTIMIZER
 from tests.oracle.jobs import Resume, Train, after_path
 from tests.oracle.models import VOCABULARY, WIDTH, Block, Case, TinyLanguageModel
 from tests.oracle.ranks import require_success, run_jobs
+from tests.oracle.test_muon import DEVICE_2
 from tests.oracle.truth import Truth
 
 STEPS = 3
@@ -308,26 +309,44 @@ ADAGRAD = Case("z2-adagrad", 2, "bf16", UNTESTED, optimizer=torch.optim.Adagrad,
 """Its states are there before the first step."""
 
 
-@pytest.mark.parametrize("fresh", [False, True])
-def test_states_that_are_made_at_the_start(tmp_path: Path, fresh: bool) -> None:
+def carried(case: Case, place: Path, *, fresh: bool) -> tuple[Truth, Truth, Truth]:
+    """Graft onto the same model; returns what SRC, START and the resumed engine hold."""
+    train = Train(case, place / "source", place / "old.pt", seed=11)
+    require_success(run_jobs(2, [train], place / "work"))
+    start = Train(case, place / "start", place / "start.pt", steps=0, seed=23)
+    require_success(run_jobs(3, [start], place / "work"))
+    streamshard.graft(
+        place / "source", place / "start", place / "out", fresh_states=fresh, verify=True
+    )
+    resume = Resume(case, place / "out", place / "resumed.pt", further_steps=2)
+    require_success(run_jobs(3, [resume], place / "work"))
+    old, begun, resumed = (Truth.load(place / f"{name}.pt") for name in ("old", "start", "resumed"))
+    return old, begun, resumed
+
+
+@pytest.mark.parametrize(
+    ("case", "fresh"),
+    [(ADAGRAD, False), (ADAGRAD, True), (DEVICE_2, True)],
+    ids=lambda one: getattr(one, "name", str(one)),
+)
+def test_states_that_are_made_at_the_start(tmp_path: Path, case: Case, fresh: bool) -> None:
+    old, begun, resumed = carried(case, tmp_path, fresh=fresh)
+    assert resumed.states.keys() == (begun if fresh else old).states.keys()
+    for state, tensors in resumed.states.items():
+        wanted = (begun if fresh and state != "fp32" else old).states[state]
+        for name, value in tensors.items():
+            assert torch.equal(value, wanted[name]), (state, name)
+
+
+def test_new_members_of_such_a_group_are_refused(tmp_path: Path) -> None:
     new = replace(ADAGRAD, name="z2-adagrad-thawed", model=Thawed)
-    trains = [Train(ADAGRAD, tmp_path / "source", tmp_path / "old.pt", seed=11)]
-    require_success(run_jobs(2, trains, tmp_path / "work"))
-    start = Train(ADAGRAD, tmp_path / "start", tmp_path / "start.pt", steps=0, seed=23)
-    thawed = Train(new, tmp_path / "thawed", None, steps=0, seed=23)
-    require_success(run_jobs(3, [start, thawed], tmp_path / "work"))
+    jobs = [
+        Train(ADAGRAD, tmp_path / "source", None),
+        Train(new, tmp_path / "start", None, steps=0),
+    ]
+    require_success(run_jobs(2, jobs, tmp_path / "work"))
     (tmp_path / "rules").write_text("thaw *")
     with pytest.raises(UnsupportedError, match="keeps sum, which does not begin with zeros"):
         streamshard.graft(
-            tmp_path / "source", tmp_path / "thawed", tmp_path / "no", rules=tmp_path / "rules"
+            tmp_path / "source", tmp_path / "start", tmp_path / "no", rules=tmp_path / "rules"
         )
-    out = tmp_path / "out"
-    streamshard.graft(tmp_path / "source", tmp_path / "start", out, fresh_states=fresh, verify=True)
-    resume = Resume(ADAGRAD, out, tmp_path / "resumed.pt", further_steps=2)
-    require_success(run_jobs(3, [resume], tmp_path / "work"))
-    old, begun, resumed = (
-        Truth.load(tmp_path / f"{name}.pt") for name in ("old", "start", "resumed")
-    )
-    for name, value in resumed.states["sum"].items():
-        assert torch.equal(value, (begun if fresh else old).states["sum"][name]), name
-        assert torch.equal(resumed.states["fp32"][name], old.states["fp32"][name]), name
