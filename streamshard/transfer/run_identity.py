@@ -26,7 +26,7 @@ from streamshard.model import LogicalTensor, Note, NoteKind, SourceFile, ZeroLay
 from streamshard.sizes import counted
 from streamshard.source.source import Source
 
-_FORMAT: Final = 6
+_FORMAT: Final = 7
 """Rises whenever the same run makes other bytes, has another digest of its headers, or notes its
 files in another way."""
 _DIGEST_BYTES: Final = 8

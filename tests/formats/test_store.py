@@ -182,8 +182,10 @@ def theirs(tensor: LogicalTensor, chunk: tuple[int, ...], codec: str) -> dict[st
         chunks=chunk or "auto",
         compressors=[*blosc, Crc32cCodec()],
         attributes={"dtype": tensor.dtype} if tensor.dtype in DOCUMENTED_AS else {},
+        dimension_names=[f"dim_{axis}" for axis in range(len(tensor.shape))],
     )
-    return fields(store)
+    # zarr-python leaves out what is empty; a scalar has names as well, none of them.
+    return {"dimension_names": [], **fields(store)}
 
 
 def opened_by_zarr(document: dict[str, Any]) -> dict[str, Any]:
@@ -223,6 +225,16 @@ def test_our_chunk_keys_are_zarr_python_s(shape: tuple[int, ...]) -> None:
     assert written == {*ours}
     indices = itertools.product(*map(range, shape)) if math.prod(shape) else []
     assert ours == [array.metadata.encode_chunk_key(index) for index in indices]
+
+
+def test_a_document_of_an_early_store_says_the_same() -> None:
+    """It does not name dimensions. Other names are not ours."""
+    ours = array_document("w", LogicalTensor("fp32", "w", "float32", (4, 6)), (1, 3), "none")
+    document = json.loads(ours)
+    names = document.pop("dimension_names")
+    assert names == ["dim_0", "dim_1"]
+    for said, is_same in ((document, True), ({**document, "dimension_names": names[::-1]}, False)):
+        assert is_serialized_again(json.dumps(said, indent=1).encode(), ours) == is_same
 
 
 def test_no_flipped_bit_of_a_document_says_the_same() -> None:

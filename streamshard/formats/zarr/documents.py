@@ -72,6 +72,7 @@ def _serialize_array(
             "fill_value": fill,
             "codecs": [*codecs, {"name": "crc32c"}],
             "attributes": attributes,
+            "dimension_names": [f"dim_{axis}" for axis in range(len(shape))],
             "storage_transformers": [],
         }
     )
@@ -124,13 +125,14 @@ def _attributes(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def forms(document: Mapping[str, Any]) -> list[dict[str, Any]]:
     """List the forms of an array's parsed document: as it is, and as early stores have it."""
+    unnamed = {key: value for key, value in document.items() if key != "dimension_names"}
     early = [
         {**codec, "configuration": codec["configuration"] | EARLY_SETTINGS}
         if codec["name"] == "blosc"
         else codec
         for codec in document["codecs"]
     ]
-    return [{**document, "codecs": codecs} for codecs in (document["codecs"], early)]
+    return [{**document}, unnamed, {**unnamed, "codecs": early}]
 
 
 def chunk_counts(shape: tuple[int, ...], chunk: tuple[int, ...]) -> tuple[int, ...]:
