@@ -33,7 +33,7 @@ from streamshard.formats.deepspeed.read.fingerprints import fingerprint
 from streamshard.formats.deepspeed.read.model_part import optimizer_tensors
 from streamshard.formats.pickle.inert import Node, show_few
 from streamshard.formats.torch.torch_tensor import Storage
-from streamshard.formats.torch.tree_copy import copied
+from streamshard.formats.torch.tree_copy import copied, renumbered
 from streamshard.layout.boxes import NotTiledError
 from streamshard.layout.cutting import Cutting, CuttingBuilder
 from streamshard.layout.model_cut import ModelCut, Recut, recut
@@ -323,7 +323,7 @@ class _Building:
         stated = like.optimizer_file[names.OPTIMIZER].get(names.UNIVERSAL_INFO)
         roots = model, with_cut_info(optimizer, stated)
         files = [{**root, **self._config(root)} for root in roots]
-        made = copied((files[0], files[1]), lambda storage: self._blob(storage, like.name))
+        made = renumbered((files[0], files[1]), lambda row: self._blob(row, like.name))
         return made[0], made[1]
 
     def _config(self, root: Mapping[str, Node]) -> dict[str, Node]:
@@ -337,16 +337,12 @@ class _Building:
             config[TENSOR_PARALLEL] = theirs[TENSOR_PARALLEL]
         return {names.DS_CONFIG: config}
 
-    def _blob(self, storage: Storage, model_part: str) -> Storage:
-        """Return a storage of the target for one of the source's first model part."""
-        content = storage.content
-        if not isinstance(content, Whole):
-            return Storage(storage.dtype, storage.numel, content)
+    def _blob(self, row: int, model_part: str) -> int:
+        """Add a blob of the source to a model part of the target; return its number."""
         number = len(self._made)
-        tensor = self._checkpoint.tensors[content.tensor]
-        named = replace(tensor, name=str(number), model_part=model_part)
-        self._made.append(MadeTensor(named, None, [content.tensor]))
-        return Storage(storage.dtype, storage.numel, Whole(number))
+        named = replace(self._checkpoint.tensors[row], name=str(number), model_part=model_part)
+        self._made.append(MadeTensor(named, None, [row]))
+        return number
 
 
 def cutting_of(made: Sequence[MadeTensor], of: Cutting) -> Cutting:

@@ -180,6 +180,13 @@ class ModelPart:
         found = self.wrapped_optimizer["param_groups"] if self.groups else []
         return found
 
+    def with_hyper_parameters(self, groups: Sequence[Mapping[str, Node]]) -> Self:
+        """Return it with those of other param groups."""
+        state = self.optimizer_file[names.OPTIMIZER]
+        key = names.BASE_OPTIMIZER if state.get(names.BASE_OPTIMIZER) else names.OPTIMIZER
+        state = {**state, key: {**state[key], "param_groups": [*groups]}}
+        return replace(self, optimizer_file={**self.optimizer_file, names.OPTIMIZER: state})
+
     @property
     def trains_experts(self) -> bool:
         """Whether some param group is of experts, each of which has a file of its own."""
@@ -489,12 +496,3 @@ class Reading:
         numels = np.array([tensor.numel for tensor in tensors], dtype=np.int64)
         cutting = self.cutting.relocate(np.array(rows, dtype=np.int64), other, numels)
         return replace(self, cutting=cutting, files=(*self.files, file))
-
-    def places_of(self, rows: Sequence[int]) -> tuple[Cutting, list[SourceFile]]:
-        """Return where some tensors of a regular cutting lie, and the files that hold them."""
-        numels = np.array([self.checkpoint.tensors[row].numel for row in rows], dtype=np.int64)
-        found = self.cutting.pieces_of(np.array(rows, dtype=np.int64), numels)
-        used = list(dict.fromkeys(found.file.tolist()))
-        numbers = np.full(len(self.files), -1)
-        numbers[used] = np.arange(len(used))
-        return found.in_files(numbers), [self.files[number] for number in used]

@@ -21,15 +21,14 @@ from streamshard.formats.checkpoint import (
 )
 from streamshard.formats.deepspeed.read.model_part import optimizer_tensors
 from streamshard.formats.deepspeed.states import State
-from streamshard.formats.torch.torch_tensor import Storage
-from streamshard.formats.torch.tree_copy import copied
+from streamshard.formats.torch.tree_copy import renumbered
 from streamshard.grafting.job_state import COUNTED_SETTINGS, grafted_state
 from streamshard.grafting.origins import Inventory, Origin, dropped_rows, names_of, origins_of
 from streamshard.grafting.pieces import SCRATCH_BYTES, Array, Given, Piece, Pieces
 from streamshard.grafting.record import Checkpointed, GraftRecord, RuleCount
 from streamshard.grafting.rules import WARM, Rules
 from streamshard.grafting.scheduler_files import content_of, scheduler_files
-from streamshard.model import FILE, ITEMSIZE, MASTER, MODULE, LogicalTensor, Note, Whole
+from streamshard.model import FILE, ITEMSIZE, MASTER, MODULE, LogicalTensor, Note
 from streamshard.sizes import counted, show_bytes, some_of
 from streamshard.source.source import Source
 from streamshard.source.source_access import SourceAccess
@@ -176,7 +175,7 @@ class _Assembly:
             self._part(old, new)
             for old, new in zip(self._old.model_parts, self._new.model_parts, strict=True)
         ]
-        kept = self._blobs(parts)
+        kept = tuple(map(self._with_blobs, parts))
         files = self._files()
         checkpoint = replace(
             self._new,
@@ -225,10 +224,9 @@ class _Assembly:
             if tensor.state == MODULE and tensor.model_part == new.name:
                 self._add(tensor, self._untrained(tensor, origins.get(tensor.name)))
         self._tell(*inventories, origins)
-        (shifted,) = copied(
-            ({"model": new.model_state, "optimizer": new.optimizer_file},), self._shift
-        )
-        start = replace(new, model_state=shifted["model"], optimizer_file=shifted["optimizer"])
+        files = new.model_state, new.optimizer_file
+        model, optimizer = renumbered(files, lambda row: row + self._first)
+        start = replace(new, model_state=model, optimizer_file=optimizer)
         state = grafted_state(
             old,
             start,
@@ -409,33 +407,18 @@ class _Assembly:
 
     # Blobs and files
 
-    def _shift(self, storage: Storage) -> Storage:
-        """Number a storage of START among those of both."""
-        content = storage.content
-        if isinstance(content, Whole):
-            content = Whole(content.tensor + self._first)
-        return Storage(storage.dtype, storage.numel, content)
-
-    def _blobs(self, parts: Sequence[ModelPart]) -> tuple[ModelPart, ...]:
-        """Add the storages that are left in the training state, behind the other tensors."""
-        return tuple(map(self._with_blobs, parts))
-
     def _with_blobs(self, part: ModelPart) -> ModelPart:
-        count = 0
+        """Add the storages that are left in the training state, behind the other tensors."""
+        first = len(self._tensors)
 
-        def copy(storage: Storage) -> Storage:
-            nonlocal count
-            content = storage.content
-            if not isinstance(content, Whole):
-                return Storage(storage.dtype, storage.numel, content)
-            blob = self._both.checkpoint.tensors[content.tensor]
+        def number_of(row: int) -> int:
             number = len(self._tensors)
-            self._tensors.append(replace(blob, name=str(count), model_part=part.name))
-            self._rows.append(content.tensor)
-            count += 1
-            return Storage(storage.dtype, storage.numel, Whole(number))
+            blob = self._both.checkpoint.tensors[row]
+            self._tensors.append(replace(blob, name=str(number - first), model_part=part.name))
+            self._rows.append(row)
+            return number
 
-        model, optimizer = copied((part.model_state, part.optimizer_file), copy)
+        model, optimizer = renumbered((part.model_state, part.optimizer_file), number_of)
         return replace(part, model_state=model, optimizer_file=optimizer)
 
     def _files(self) -> tuple[OtherFile, ...]:

@@ -92,10 +92,8 @@ def grafted_state(
         groups = list(_param_groups((source, start), origins, place, fresh=fresh))
         scaler, remarks = _scaler(source.optimizer_file, start.optimizer_file)
         notes += remarks
-        state = optimizer[names.OPTIMIZER]
-        key = names.BASE_OPTIMIZER if state.get(names.BASE_OPTIMIZER) else names.OPTIMIZER
-        wrapped = {**state[key], "param_groups": groups}
-        optimizer[names.OPTIMIZER] = {**state, key: wrapped, **scaler}
+        optimizer = dict(start.with_hyper_parameters(groups).optimizer_file)
+        optimizer[names.OPTIMIZER] = {**optimizer[names.OPTIMIZER], **scaler}
     return GraftedState(model, optimizer, tuple(notes))
 
 

@@ -53,7 +53,7 @@ class _FsdpRanksReader(Reader):
                     ("tells no optimizer's states by name.", *found.checkpoint.remarks)
                 )
                 raise UnsupportedError(message.removesuffix("."), path=place)
-            found = reference.complete_reading(place, found, like)
+            found = reference.complete(place, found, like)
             return Source.of(place, self, found)
         return replace(Source.of(place, self, found), details=joined_of(found.checkpoint))
 

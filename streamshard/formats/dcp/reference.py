@@ -7,8 +7,7 @@ config, scalers and schedulers. Both must describe the same model: every differe
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -17,13 +16,12 @@ import numpy as np
 from streamshard.errors import DisagreementError, UnsupportedError
 from streamshard.formats.checkpoint import LIKE, Checkpoint, ModelPart, ParamGroup, Reading
 from streamshard.formats.dcp.dcp_names import PARAMS
-from streamshard.formats.dcp.dcp_reader import Distributed, cut
+from streamshard.formats.dcp.dcp_reader import Distributed, as_it_is
 from streamshard.formats.dcp.optimizer_state import (
     DECOUPLED,
     OF_DEEPSPEED,
     OF_TORCH,
     STEP,
-    SavedGroup,
     number_in,
 )
 from streamshard.formats.deepspeed import ds_config, names
@@ -31,28 +29,12 @@ from streamshard.formats.deepspeed.read.model_part import optimizer_tensors
 from streamshard.formats.deepspeed.states import Plain, Scalar, State
 from streamshard.formats.pickle.inert import Node, show, show_few
 from streamshard.formats.pickle.node_checks import of_file
-from streamshard.formats.torch.torch_tensor import Storage
-from streamshard.formats.torch.tree_copy import copied
-from streamshard.model import MASTER, MODULE, LogicalTensor, Note, Whole
+from streamshard.formats.torch.tree_copy import renumbered
+from streamshard.layout.cutting import Cutting
+from streamshard.model import MASTER, MODULE, LogicalTensor, Note, SourceFile
 
 _KINDS: Final = ("betas", "momentum", "alpha", "lr_decay", "amsgrad")
 """Hyper-parameters that tell optimizers apart; a param group has as many of them as its kind."""
-
-
-@dataclass(frozen=True, slots=True)
-class Incomplete:
-    """A model and its optimizer, without what a DeepSpeed job needs as well."""
-
-    root: Path
-    weights: Mapping[str, tuple[str, tuple[int, ...]]]
-    """Name of a parameter or a buffer → dtype and shape."""
-    trained: Set[str]
-    groups: Sequence[SavedGroup]
-    is_flattened: bool
-    """Whether it does not tell which parameters with equal options share a param group."""
-    notes: tuple[str, ...]
-    place: Callable[[Checkpoint], Reading]
-    """Finds its tensors for a checkpoint."""
 
 
 def read_like(root: Path, like: Reading, opened: Callable[[Set[str]], Distributed]) -> Reading:
@@ -64,83 +46,60 @@ def read_like(root: Path, like: Reading, opened: Callable[[Set[str]], Distribute
     found = opened({name for group in model_part.groups for name in group.params})
     if found.keys.unread:
         raise UnsupportedError(found.keys.unread.removesuffix("."), path=root)
-    with of_file(root):
-        weights = {name: found.weight(name) for name in found.keys.weights}
-        incomplete = Incomplete(
-            root,
-            {name: (weight.dtype, weight.shape) for name, weight in weights.items()},
-            found.keys.states.keys(),
-            found.groups(),
-            found.keys.by_parameter,
-            found.left_out,
-            partial(cut, found=found),
-        )
-    return complete(incomplete, like)
+    return complete(root, as_it_is(found), like, is_flattened=found.keys.by_parameter)
 
 
-def complete_reading(root: Path, found: Reading, like: Reading) -> Reading:
-    (model_part,) = found.checkpoint.model_parts
-    options = model_part.hyper_parameters
-    groups = [
-        SavedGroup(group.params, {k: v for k, v in own.items() if k != PARAMS}, group.states)
-        for group in model_part.groups
-        for own in [options[group.number]]
-    ]
-    held_as = {entry.name: entry.held_as for entry in model_part.module}
-    rows = {(t.state, t.name): n for n, t in enumerate(found.checkpoint.tensors)}
+def complete(root: Path, found: Reading, like: Reading, *, is_flattened: bool = False) -> Reading:
+    """Add what a reference checkpoint tells to a model and its optimizer.
 
-    def row_of(tensor: LogicalTensor) -> int:
-        name = held_as[tensor.name]
-        states = (MASTER, MODULE) if tensor.state in (MASTER, MODULE) else (tensor.state,)
-        return next(rows[state, name] for state in states if (state, name) in rows)
-
-    def place(checkpoint: Checkpoint) -> Reading:
-        return found.take([row_of(tensor) for tensor in checkpoint.tensors], checkpoint)
-
-    incomplete = Incomplete(
-        root,
-        {entry.name: (entry.dtype, entry.shape) for entry in model_part.module},
-        {name for group in groups for name in group.params},
-        groups,
-        is_flattened=False,
-        notes=found.checkpoint.remarks,
-        place=place,
-    )
-    return complete(incomplete, like)
-
-
-def complete(found: Incomplete, like: Reading) -> Reading:
-    """Add what a reference checkpoint tells."""
-    root, reference = found.root, like.checkpoint
+    `is_flattened`: whether it does not tell which parameters with equal options share a param
+    group.
+    """
+    reference = like.checkpoint
     model_part = _only_model_part(root, reference)
-    known = {name for group in model_part.groups for name in group.params}
     with of_file(root):
-        merging = _Merging(found, reference, model_part)
+        merging = _Merging(found.checkpoint, reference, model_part, is_flattened=is_flattened)
         merging.require_same_names()
         groups, options = merging.groups()
-        shapes = {name: found.weights[name][1] for name in known}
-        tensors = [*optimizer_tensors(groups, shapes, ""), *merging.module_tensors()]
-    blobs = _Blobs(reference, first=len(tensors))
-    # Storages are numbered as in the checkpoint that is made.
-    model, optimizer = copied((model_part.model_state, model_part.optimizer_file), blobs.copy)
+        tensors = [*optimizer_tensors(groups, merging.shapes, ""), *merging.module_tensors()]
+    blobs: list[int] = []
+
+    def number_of(blob: int) -> int:
+        blobs.append(blob)
+        return len(tensors) + len(blobs) - 1
+
+    model, optimizer = renumbered((model_part.model_state, model_part.optimizer_file), number_of)
     completed = replace(
-        model_part,
-        name="",
-        groups=tuple(groups),
-        model_state=model,
-        optimizer_file=_with_options(optimizer, options),
+        model_part, name="", groups=tuple(groups), model_state=model, optimizer_file=optimizer
     )
+    both = zip(completed.hyper_parameters, options, strict=True)
+    completed = completed.with_hyper_parameters([{**one, **changed} for one, changed in both])
     checkpoint = replace(
         reference,
         tag=root.name,
         tensors=tuple(tensors),
         model_parts=(completed,),
         files=(),
-        notes=tuple(map(Note, (*found.notes, *merging.notes()))),
+        notes=tuple(map(Note, (*found.checkpoint.remarks, *merging.notes()))),
         accelerate_step=None,
         dropped=None,
     )
-    return found.place(checkpoint).append(blobs.tensors, *like.places_of(blobs.rows))
+    behind = [
+        replace(reference.tensors[blob], name=str(number), model_part="")
+        for number, blob in enumerate(blobs)
+    ]
+    own = found.take(list(map(merging.row_of, tensors)), checkpoint)
+    return own.append(behind, *_places_of(like, blobs))
+
+
+def _places_of(found: Reading, rows: Sequence[int]) -> tuple[Cutting, list[SourceFile]]:
+    """Return where some tensors of a regular cutting lie, and the files that hold them."""
+    numels = np.array([found.checkpoint.tensors[row].numel for row in rows], dtype=np.int64)
+    cutting = found.cutting.pieces_of(np.array(rows, dtype=np.int64), numels)
+    used = list(dict.fromkeys(cutting.file.tolist()))
+    numbers = np.full(len(found.files), -1)
+    numbers[used] = np.arange(len(used))
+    return cutting.in_files(numbers), [found.files[number] for number in used]
 
 
 def _only_model_part(root: Path, reference: Checkpoint) -> ModelPart:
@@ -168,39 +127,51 @@ def _only_model_part(root: Path, reference: Checkpoint) -> ModelPart:
 class _Merging:
     """What FSDP saved next to a model part of the reference."""
 
-    def __init__(self, found: Incomplete, reference: Checkpoint, model_part: ModelPart) -> None:
-        self._found = found
+    def __init__(
+        self, found: Checkpoint, reference: Checkpoint, model_part: ModelPart, *, is_flattened: bool
+    ) -> None:
+        (self._found,) = found.model_parts
         self._reference = reference
         self._model_part = model_part
+        self._is_flattened = is_flattened
+        self._rows = {(tensor.state, tensor.name): n for n, tensor in enumerate(found.tensors)}
+        self._entries = {entry.name: entry for entry in self._found.module}
         self._cast: list[str] = []
         self._unlike: set[str] = set()
+        self.shapes = {name: entry.shape for name, entry in self._entries.items()}
+
+    def row_of(self, tensor: LogicalTensor) -> int:
+        """Return which tensor of it this is; it may have what is tied under another name."""
+        name, rows = self._entries[tensor.name].held_as, self._rows
+        states = (MASTER, MODULE) if tensor.state in (MASTER, MODULE) else (tensor.state,)
+        return next(rows[state, name] for state in states if (state, name) in rows)
 
     def require_same_names(self) -> None:
         """Refuse tensors that only one side has, and other shapes."""
-        mine = {name: shape for name, (_, shape) in self._found.weights.items()}
         entries = {e.name: e for e in self._model_part.module if e.kind != "extra"}
         theirs = {name: entry.shape for name, entry in entries.items()}
         theirs |= self._reference.master_shapes(self._model_part)
         # What is tied may be listed under one name only.
         optional = {name for name, entry in entries.items() if entry.kind == "alias"}
-        missing = sorted(theirs.keys() - mine.keys() - optional)
+        missing = sorted(theirs.keys() - self.shapes.keys() - optional)
         if missing:
             raise DisagreementError(f"lacks what {LIKE} has: {show_few(missing)}")
-        extra = sorted(mine.keys() - theirs.keys())
+        extra = sorted(self.shapes.keys() - theirs.keys())
         if extra:
             raise DisagreementError(f"{LIKE} lacks what is in it: {show_few(extra)}")
-        for name, shape in mine.items():
+        for name, shape in self.shapes.items():
             # BF16_Optimizer without a stage records sizes but no shapes.
             if shape != theirs[name]:
                 message = f"'{name}' is {list(shape)}, in {LIKE} {list(theirs[name])}"
                 raise DisagreementError(message)
-        untied = sorted(optional & self._found.trained)
+        begun = {n for group in self._found.groups if group.states for n in group.params}
+        untied = sorted(optional & begun)
         if untied:
             entry = entries[untied[0]]
             message = f"'{entry.name}' was trained by itself, in {LIKE} it is tied to"
             raise DisagreementError(f"{message} '{entry.alias_of}'")
         trained = {name for group in self._model_part.groups for name in group.params}
-        for name in sorted(self._found.trained - trained):
+        for name in sorted(begun - trained):
             raise DisagreementError(f"'{name}' was trained, in {LIKE} no param group has it")
 
     def groups(self) -> tuple[list[ParamGroup], list[Mapping[str, Node]]]:
@@ -220,8 +191,8 @@ class _Merging:
         return groups, options
 
     def _group_of(
-        self, group: ParamGroup, saved: Sequence[SavedGroup], owner: Mapping[str, int]
-    ) -> SavedGroup | None:
+        self, group: ParamGroup, saved: Sequence[ParamGroup], owner: Mapping[str, int]
+    ) -> ParamGroup | None:
         """Find the saved group with the same parameters; None if the optimizer was not saved."""
         if not saved or not group.params:
             return None
@@ -236,16 +207,16 @@ class _Merging:
         mine = saved[next(iter(numbers))]
         extra = sorted({*mine.params} - {*group.params})
         # A flattened optimizer does not tell which parameters with equal options shared a group.
-        if extra and not self._found.is_flattened:
+        if extra and not self._is_flattened:
             message = f"'{extra[0]}' and '{group.params[0]}' are in one param group"
             raise DisagreementError(f"{message}, in {LIKE} in two")
         return mine
 
     def _merged(
-        self, group: ParamGroup, mine: SavedGroup | None, like_group: Mapping[str, Node]
+        self, group: ParamGroup, mine: ParamGroup | None, like_group: Mapping[str, Node]
     ) -> ParamGroup:
         for name in group.params:
-            dtype = self._found.weights[name][0]
+            dtype = self._entries[name].dtype
             if dtype != group.master_dtype:
                 message = f"'{name}' is {dtype}, the master weights of {LIKE} are"
                 raise UnsupportedError(
@@ -299,31 +270,32 @@ class _Merging:
         return _as_number(key, state) if isinstance(state, Scalar) else _as_tensor(key, state)
 
     def _options(
-        self, mine: SavedGroup | None, like_group: Mapping[str, Node]
+        self, mine: ParamGroup | None, like_group: Mapping[str, Node]
     ) -> Mapping[str, Node]:
         """Return the hyper-parameters that the reference's optimizer has too."""
-        if mine is None or not mine.options:
+        saved = {} if mine is None else self._found.hyper_parameters[mine.number]
+        if not saved.keys() - {PARAMS}:
             return {}
         # DeepSpeed's own Adams keep amsgrad or not; of torch's kinds with betas only Adam has it.
-        both = [{*o, "amsgrad"} if OF_DEEPSPEED in o else {*o} for o in (mine.options, like_group)]
+        both = [{*o, "amsgrad"} if OF_DEEPSPEED in o else {*o} for o in (saved, like_group)]
         kinds = [keys.intersection(_KINDS) for keys in both]
         if kinds[0] != kinds[1]:
             message = f"its optimizer has {show_few(sorted(kinds[0]))}, that of {LIKE}"
             raise DisagreementError(f"{message} {show_few(sorted(kinds[1]))}: another kind")
         decouples = ds_config.decouples_weight_decay(self._reference.config)
-        ways = mine.options.get(DECOUPLED), like_group.get(DECOUPLED, decouples)
-        if mine.options.get("weight_decay") and None not in ways and ways[0] != ways[1]:
+        ways = saved.get(DECOUPLED), like_group.get(DECOUPLED, decouples)
+        if saved.get("weight_decay") and None not in ways and ways[0] != ways[1]:
             message = f"its weight decay has {DECOUPLED} {ways[0]}, that of {LIKE}"
             raise DisagreementError(f"{message} {ways[1]}: another kind of Adam")
-        self._unlike |= mine.options.keys() ^ (like_group.keys() - {"params"})
-        return {key: value for key, value in mine.options.items() if key in like_group}
+        self._unlike |= (saved.keys() ^ like_group.keys()) - {PARAMS}
+        return {k: value for k, value in saved.items() if k in like_group and k != PARAMS}
 
     def module_tensors(self) -> Iterator[LogicalTensor]:
         """Yield the tensors that are not trained, in the dtype in which they were saved."""
         for entry in self._model_part.module:
             if entry.kind in ("param", "alias", "extra"):
                 continue
-            dtype = self._found.weights[entry.name][0]
+            dtype = self._entries[entry.name].dtype
             if dtype != entry.dtype:
                 if "int" in dtype + entry.dtype or "bool" in (dtype, entry.dtype):
                     message = f"'{entry.name}' is {dtype}, in {LIKE} {entry.dtype}"
@@ -367,37 +339,3 @@ def _as_tensor(key: str, state: State) -> State:
     if data.item() != number:
         raise UnsupportedError(f"its {key} {number} is not exact in torch's float32")
     return Scalar("float32", (), data.tobytes())
-
-
-def _with_options(
-    optimizer: Mapping[str, Node], options: Sequence[Mapping[str, Node]]
-) -> Mapping[str, Node]:
-    """Return an optimizer file's dict with other hyper-parameters."""
-    state = dict(optimizer[names.OPTIMIZER])
-    key = names.BASE_OPTIMIZER if state.get(names.BASE_OPTIMIZER) else names.OPTIMIZER
-    wrapped = dict(state[key])
-    groups = wrapped["param_groups"]
-    both = zip(groups, options, strict=True)
-    wrapped["param_groups"] = [{**one, **changed} for one, changed in both]
-    return {**optimizer, names.OPTIMIZER: {**state, key: wrapped}}
-
-
-class _Blobs:
-    """The storages in the reference's training state, as tensors behind those of the checkpoint."""
-
-    def __init__(self, like: Checkpoint, *, first: int) -> None:
-        self._like = like
-        self._first = first
-        self.tensors: list[LogicalTensor] = []
-        self.rows: list[int] = []
-        """Their numbers in the reference."""
-
-    def copy(self, storage: Storage) -> Storage:
-        """Return a storage of the checkpoint that is made."""
-        content = storage.content
-        if not isinstance(content, Whole):
-            return Storage(storage.dtype, storage.numel, content)
-        tensor, number = self._like.tensors[content.tensor], len(self.tensors)
-        self.rows.append(content.tensor)
-        self.tensors.append(replace(tensor, name=str(number), model_part=""))
-        return Storage(storage.dtype, storage.numel, Whole(self._first + number))

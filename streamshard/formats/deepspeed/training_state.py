@@ -59,21 +59,17 @@ def _without_experts(model_part: ModelPart) -> ModelPart:
     """Return a model part without its param groups of experts, and without their learning rates."""
     entries = model_part.hyper_parameters
     kept = [number for number, entry in enumerate(entries) if not names.is_of_experts(entry)]
-    state = model_part.optimizer_file[names.OPTIMIZER]
-    key = names.BASE_OPTIMIZER if state.get(names.BASE_OPTIMIZER) else names.OPTIMIZER
-    wrapped = {**state[key], "param_groups": [entries[number] for number in kept]}
     rates = {key: [rate[number] for number in kept] for key, rate in _rates(model_part).items()}
     model_state = dict(model_part.model_state)
     if rates:
         model_state[names.SCHEDULER] = {**model_state[names.SCHEDULER], **rates}
     return replace(
-        model_part,
+        model_part.with_hyper_parameters([entries[number] for number in kept]),
         groups=tuple(
             replace(group, number=kept.index(group.number))
             for group in model_part.groups
             if group.number in kept
         ),
-        optimizer_file={**model_part.optimizer_file, names.OPTIMIZER: {**state, key: wrapped}},
         model_state=model_state,
     )
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from streamshard.formats.pickle import inert_dump, inert_load
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch.torch_tensor import Storage
+from streamshard.model import Whole
 
 
 def take_apart(root: Node, is_leaf: Callable[[Node], bool]) -> tuple[bytes, list[Node]]:
@@ -39,3 +40,20 @@ def copied(
     pickled, storages = take_apart(roots, is_storage)
     found: tuple[Mapping[str, Node], ...] = put_together(pickled, list(map(copy, storages)))
     return found
+
+
+def renumbered(
+    roots: tuple[Mapping[str, Node], ...], number_of: Callable[[int], int]
+) -> tuple[Mapping[str, Node], ...]:
+    """Copy trees for another checkpoint, in which the tensors of their storages have other numbers.
+
+    `number_of`: called once for each storage that is a tensor, with the number that it had.
+    """
+
+    def copy(storage: Storage) -> Storage:
+        content = storage.content
+        if isinstance(content, Whole):
+            content = Whole(number_of(content.tensor))
+        return Storage(storage.dtype, storage.numel, content)
+
+    return copied(roots, copy)

@@ -220,10 +220,7 @@ def _with_groups(
                 raise UnsupportedError(f"{message}. {AS_SAVED}")
             entry = {**entry, names.GROUP_NAME: names.ranks_name(degree)}
         entries.append(dict(entry))
-    state = model_part.optimizer_file[names.OPTIMIZER]
-    key = names.BASE_OPTIMIZER if names.BASE_OPTIMIZER in state else names.OPTIMIZER
-    state = {**state, key: {**state[key], "param_groups": entries}}
-    return with_degree({**model_part.optimizer_file, names.OPTIMIZER: state}, degree)
+    return with_degree(model_part.with_hyper_parameters(entries).optimizer_file, degree)
 
 
 def _with_rates(
