@@ -155,9 +155,9 @@ def halved() -> Saved:
     return made
 
 
-def without_states() -> Saved:
+def without_states(beside: str = ".") -> Saved:
     made = saved(Job())
-    for key in [key for key in made.tensors if ".state.embed.bias." in key]:
+    for key in [key for key in made.tensors if ".state.embed.bias." in key or key == beside]:
         del made.tensors[key], made.paths[key]
     return made
 
@@ -178,8 +178,9 @@ REFUSED: list[tuple[Saved, type[StreamshardError], str]] = [
     (saved(Job(), groups=ONE_GROUP), StreamshardError, "are in one param group, in .* in two"),
     (saved(Job(), groups=THREE_GROUPS), StreamshardError, "in .* they are in one param group"),
     (saved(Job(), groups=GROUPS[:1]), StreamshardError, "is in no param group of it"),
-    (halved(), UnsupportedError, r"'embed\.bias' is bfloat16.*float32"),
+    (halved(), UnsupportedError, r"'embed\.bias' is bfloat16 and .* groups of one dtype"),
     (without_states(), UnsupportedError, r"no states of embed\.bias, which no gradient has"),
+    (without_states("model.embed.bias"), UnsupportedError, "its optimizer lists embed.bias, which"),
     (model_alone(), UnsupportedError, "holds no states of an optimizer"),
 ]
 

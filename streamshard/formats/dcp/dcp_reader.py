@@ -178,10 +178,15 @@ def as_it_is(found: Distributed) -> Reading:
 
 
 def _group(found: Distributed, number: int, group: SavedGroup) -> ParamGroup:
+    absent = [name for name in group.params if name not in found.keys.weights]
+    if absent:
+        message = f"its optimizer lists {show_few(absent)}, which no model in it has. Save the"
+        raise UnsupportedError(f"{message} whole model")
     dtypes = {found.weight(name).dtype: name for name in group.params}
     if len(dtypes) > 1:
         listed = " and ".join(f"'{name}' is {dtype}" for dtype, name in dtypes.items())
-        raise UnsupportedError(f"{listed}, in one param group: ZeRO keeps groups of one dtype")
+        message = f"{listed}, in one param group: ZeRO keeps groups of one dtype. Save the"
+        raise UnsupportedError(f"{message} weights that are trained in float32")
     return ParamGroup(group.params, next(iter(dtypes), "float32"), group.states, number)
 
 
