@@ -485,7 +485,7 @@ class _Assembly:
             self._notes.append(
                 f"Rows that START does not have, and that are dropped: {some_of(fewer)}."
             )
-        unsaved = sorted(source.unsaved & {*start.untrained})
+        unsaved = sorted(name for name in start.untrained if source.leaves_out(name, start))
         if unsaved:
             self._notes.append(f"SRC did not save these, so they are START's: {some_of(unsaved)}.")
 

@@ -3,10 +3,12 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Final, Self
 
 from streamshard.errors import UsageError
 from streamshard.formats.checkpoint import Checkpoint, ModelPart
+from streamshard.formats.deepspeed import names as deepspeed_names
+from streamshard.grafting.renames import lines_of_moves, renames
 from streamshard.grafting.rules import (
     DROP,
     FREEZE,
@@ -22,6 +24,12 @@ from streamshard.grafting.rules import (
 from streamshard.model import MASTER, MODULE
 
 Shape = tuple[int, ...]
+_ADAPTER: Final = "lora_"
+"""Beginning of a part of the names of PEFT's low-rank matrices."""
+_OTHER_RANK: Final = (
+    "# An adapter of another rank has no place for what was learned: 'new' begins it anew. To keep "
+    "it, merge the old one into the model, and save START with a new adapter on that."
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +40,11 @@ class Inventory:
     untrained: Mapping[str, Shape]
     """Frozen weights and buffers whose values are saved."""
     unsaved: frozenset[str] = frozenset()
-    """Frozen weights that were left out when the checkpoint was saved."""
+    """Frozen weights that are known to be left out when the checkpoint was saved."""
+    frozen: frozenset[str] = frozenset()
+    """Frozen weights whose values are saved."""
+    lacks_frozen: bool = False
+    """Whether frozen weights were left out, which the files do not name."""
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, part: ModelPart) -> Self:
@@ -45,7 +57,16 @@ class Inventory:
         entries = [e.name for e in part.module if e.kind not in ("param", "alias", "extra")]
         unsaved = frozenset(entries) - saved.keys() - trained.keys()
         untrained = {name: shape for name, shape in saved.items() if name not in trained}
-        return cls(trained, untrained, unsaved)
+        frozen = frozenset(entry.name for entry in part.module if entry.kind == "frozen")
+        # Stage 1 lists none of them, with values or without.
+        lists = part.model_state.get(deepspeed_names.FROZEN_SHAPES, {})
+        lacks_frozen = checkpoint.layout.stage > 1 and lists is None
+        return cls(trained, untrained, unsaved, frozen, lacks_frozen)
+
+    def leaves_out(self, name: str, start: "Inventory") -> bool:
+        """Tell whether this source has no value of a tensor that is frozen in START."""
+        is_missing = self.lacks_frozen and name in start.frozen and name not in self.names
+        return name in self.unsaved or is_missing
 
     @property
     def names(self) -> list[str]:
@@ -76,13 +97,15 @@ class _Finding:
     rules: Rules
     needed: dict[str, list[str]] = field(default_factory=dict)
     """Rule → names that need it."""
+    has_other_rank: bool = False
+    """Whether an adapter has another rank."""
 
     def need(self, word: str, name: str) -> None:
         self.needed.setdefault(word, []).append(name)
 
     def origin(self, name: str, shape: Shape, *, is_trained: bool) -> Origin:
         choice = self.rules.choice(name)
-        is_unsaved = not is_trained and choice.source in self.source.unsaved
+        is_unsaved = not is_trained and self.source.leaves_out(choice.source, self.start)
         taken = None if NEW in choice.words or is_unsaved else self._taken(choice, name)
         if taken is None:
             if not (NEW in choice.words or is_unsaved):
@@ -119,7 +142,9 @@ class _Finding:
         """Return how many leading rows come from SRC; None where the shapes are equal."""
         if there == here:
             return None
-        if not here or not there or here[1:] != there[1:]:
+        is_adapter = any(part.startswith(_ADAPTER) for part in name.split("."))
+        self.has_other_rank |= is_adapter and not choice.words
+        if not here or not there or here[1:] != there[1:] or (is_adapter and not choice.words):
             self.need(NEW, name)
         elif ROWS not in choice.words:
             self.need(ROWS, name)
@@ -146,11 +171,28 @@ class _Finding:
         if self.needed:
             raise self._refusal()
 
+    def _moves(self) -> dict[str, str]:
+        """Take from what is needed the pairs that look like one parameter under two names."""
+        sides = [
+            {name: shapes[name] for name in self.needed.get(word, ()) if name in shapes}
+            for word, one in ((NEW, self.start), (DROP, self.source))
+            for shapes in ({**one.trained, **one.untrained},)
+        ]
+        moves = renames(*sides)
+        for new, old in moves.items():
+            self.needed[NEW].remove(new)
+            self.needed[DROP].remove(old)
+            if (new in self.start.trained) != (old in self.source.trained):
+                self.need(THAW if new in self.start.trained else FREEZE, new)
+        return moves
+
     def _refusal(self) -> UsageError:
         count = sum(map(len, self.needed.values()))
         start, source = self.start.names, self.source.names
+        lines = lines_of_moves(self._moves(), start)
         names = {word: source if word == DROP else start for word in self.needed}
-        lines = lines_for(self.needed, names)
+        lines += lines_for(self.needed, names)
+        lines += [_OTHER_RANK] * self.has_other_rank
         message = f"{count:,} tensors of SRC and START differ, and no rule names them. Look at each"
         error = UsageError(f"{message} of these lines, and put them into a file of rules:")
         for line in lines:

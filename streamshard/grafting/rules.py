@@ -149,5 +149,10 @@ def _patterns_for(wanted: Sequence[str], names: Sequence[str]) -> Iterator[str]:
         alike.setdefault(shown, []).append(name)
     for shown, group in alike.items():
         pattern = Pattern(shown)
-        matched = [name for name in names if pattern.match(name) is not None]
-        yield from [shown] if len(group) > 1 and {*matched} == {*group} else group
+        matched = {name: found for name in names if (found := pattern.match(name)) is not None}
+        if len(group) == 1 or (shown.count("*") > 1 and {*matched} != {*group}):
+            yield from group
+        elif {*matched} == {*group}:
+            yield shown
+        else:
+            yield shown.replace("*", f"{{{','.join(matched[name][0] for name in group)}}}")

@@ -25,6 +25,9 @@ from streamshard.source.source_access import head_of
 _NAME: Final = re.compile(r"scheduler(_\d+)?\.(pt|bin)")
 _MOST_BYTES: Final = 1 << 24
 _BASES, _LAST_RATES, _ = names.RATES_PER_GROUP
+_PER_GROUP: Final = ("lr_lambdas", "min_lrs", "max_lrs")
+"""Other lists with an entry for each param group: of LambdaLR and MultiplicativeLR (torch saves
+None for a plain function), ReduceLROnPlateau, CyclicLR."""
 _NESTED: Final = "_schedulers"
 _MOST_NESTED: Final = 64
 
@@ -82,12 +85,18 @@ def _state_in(source: Source, path: str) -> Node | None:
 
 
 def _begun(state: Node, groups: Sequence[Mapping[str, Node]], depth: int = 0) -> Any:  # noqa: ANN401
-    """Return a scheduler's state with other param groups; None if their rates are unknown."""
+    """Return a scheduler's state with other param groups; None if their entries are unknown."""
     bases = [group.get(BASE) for group in groups]
     if not isinstance(state, dict) or None in bases or depth > _MOST_NESTED:
         return None
     rates = {_BASES: bases, _LAST_RATES: [group.get(RATE) for group in groups]}
     begun = {**state, **{key: value for key, value in rates.items() if key in state}}
+    for key in _PER_GROUP:
+        entries = state.get(key)
+        if isinstance(entries, list) and len(entries) != len(groups):
+            if any(entry != entries[0] for entry in entries):
+                return None
+            begun[key] = entries[:1] * len(groups)
     if isinstance(state.get(_NESTED), list):
         begun[_NESTED] = [_begun(nested, groups, depth + 1) for nested in state[_NESTED]]
     return begun

@@ -98,7 +98,8 @@ class SchedulePlace:
         source_floor, floor = (_number(_floor(state)) for state in reached or ({}, {}))
         pairs = zip(rates, self._source_bases, strict=True)
         shares = [_share(rate, base, source_floor) for rate, base in pairs]
-        common = _common([shares[origin] for origin in self._origins if origin is not None])
+        kept = {origin for origin in self._origins if origin is not None}
+        common = _common([shares[origin] for origin in sorted(kept or range(len(shares)))])
         placed, unknown = [], []
         for group, origin in enumerate(self._origins):
             share, base = common if origin is None else shares[origin], _number(self.bases[group])

@@ -1,5 +1,7 @@
 """The language of the rules: patterns, what excludes what, and the lines that are advised."""
 
+from dataclasses import replace
+
 import pytest
 
 from streamshard.errors import UsageError
@@ -87,7 +89,8 @@ def test_rules_that_make_no_sense_are_refused(rules: str, message: str) -> None:
         (_start(embed=(6, 2)), ["rows embed"]),
         (_start(embed=(4, 3)), ["new embed"]),
         (_start(**{"head.w": (2,)}), ["new head.w"]),
-        (_start(**{"layers.2.w": (3,), "layers.3.w": (3,)}), ["new layers.2.w", "new layers.3.w"]),
+        (_start(**{"layers.2.w": (3,), "layers.3.w": (3,)}), ["new layers.{2,3}.w"]),
+        (_start(**{"layers.2.w": (3,), "x.0.1.w": (3,)}), ["new layers.2.w", "new x.0.1.w"]),
         (_start(**{"lora.0.a": (1,), "lora.1.a": (1,)}), ["new lora.*.a"]),
         (Inventory({**OLD.trained, **OLD.untrained}, {}), ["thaw pos"]),
         (
@@ -134,6 +137,75 @@ def test_two_rules_may_go_together() -> None:
     found = origins_of(OLD, start, Rules.of(rules))
     assert found["base.pos"] == Origin("rows move thaw", "pos", "module", rows=8)
     assert found["base.layers.0.w"] == Origin("move freeze", "layers.0.w")
+
+
+WRAPPED = [("embed", "layers.{}.w"), ("base.model.embed", "base.model.layers.{}.layer.w")]
+
+
+@pytest.mark.parametrize("is_off", [False, True], ids=["put on", "taken off"])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_what_a_wrapper_has_renamed_is_moved(is_frozen: bool, is_off: bool) -> None:
+    sides = [
+        {first: (4, 2), second.format(0): (3,), second.format(1): (3,)} for first, second in WRAPPED
+    ]
+    old, new = reversed(sides) if is_off else sides
+    start = Inventory({"a": (2,)}, new) if is_frozen else Inventory({**new, "a": (2,)}, {})
+    with pytest.raises(UsageError) as refused:
+        origins_of(Inventory(old, {}), start, Rules())
+    (first, second), (third, fourth) = reversed(WRAPPED) if is_off else WRAPPED
+    second, fourth = second.format("*"), fourth.format("*")
+    wanted = [f"move {first} -> {third}", f"move {second} -> {fourth}", "new a"]
+    wanted += [f"freeze {third}", f"freeze {fourth}"] * is_frozen
+    assert refused.value.__notes__ == wanted
+    found = origins_of(Inventory(old, {}), start, Rules.of("\n".join(wanted)))
+    assert {name: origin.source for name, origin in found.items()} == {
+        "a": None,
+        **dict(zip(new, old, strict=True)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"w": (3,)}, {"base.w": (2,)}),
+        ({"x.w": (3,)}, {"base.w": (3,)}),
+        ({"layers.0.w": (3,)}, {"base.layers.1.w": (3,)}),
+        ({"w": (3,)}, {"base.w": (3,), "copy.w": (3,)}),
+        ({"a.w": (3,), "b.w": (3,)}, {"a.b.w": (3,)}),
+    ],
+    ids=["shape", "parts", "number", "two new", "two old"],
+)
+def test_what_only_looks_alike_is_not_moved(
+    old: dict[str, tuple[int, ...]], new: dict[str, tuple[int, ...]]
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        origins_of(Inventory(old, {}), Inventory(new, {}), Rules())
+    assert refused.value.__notes__ == [f"new {name}" for name in new] + [f"drop {n}" for n in old]
+
+
+def test_an_adapter_of_another_rank_is_new_unless_a_rule_says_otherwise() -> None:
+    old, new = (Inventory({"q.lora_A.default.weight": (rank, 8)}, {}) for rank in (8, 16))
+    with pytest.raises(UsageError) as refused:
+        origins_of(old, new, Rules())
+    line, way_out = refused.value.__notes__
+    assert line == "new q.lora_A.default.weight"
+    assert way_out.startswith("# An adapter of another rank")
+    (found,) = origins_of(old, new, Rules.of("\n".join(refused.value.__notes__))).values()
+    assert found == Origin("new")
+    (found,) = origins_of(old, new, Rules.of("rows *lora_A*")).values()
+    assert found.rows == 8
+
+
+def test_frozen_weights_that_a_source_left_out_are_those_of_start() -> None:
+    start = Inventory({"a": (2,)}, {"b": (3,), "c": (3,)}, frozen=frozenset({"b"}))
+    left_out = Inventory({"a": (2,)}, {"c": (3,)}, lacks_frozen=True)
+    assert origins_of(left_out, start, Rules())["b"] == Origin("kept")
+    with pytest.raises(UsageError) as refused:  # a buffer would have been saved
+        origins_of(replace(left_out, untrained={}), start, Rules())
+    assert refused.value.__notes__ == ["new c"]
+    with pytest.raises(UsageError) as refused:
+        origins_of(replace(left_out, lacks_frozen=False), start, Rules())
+    assert refused.value.__notes__ == ["new b"]
 
 
 def test_what_another_one_takes_the_place_of_is_named_too() -> None:

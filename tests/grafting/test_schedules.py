@@ -200,7 +200,9 @@ def resumed_counts(state: GraftedState) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["lambda", "cosine to a floor", "sequential"])
-@pytest.mark.parametrize("origins", [(1, 0, 2), (0, 1, None), (None, 0, 2), (None, None, 1)])
+@pytest.mark.parametrize(
+    "origins", [(1, 0, 2), (0, 1, None), (None, 0, 2), (None, None, 1), (None,) * 3]
+)
 def test_groups_have_the_place_of_the_group_they_come_from(
     tmp_path: Path, kind: str, origins: tuple[int | None, ...]
 ) -> None:

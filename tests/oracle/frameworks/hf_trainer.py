@@ -2,7 +2,7 @@
 
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -49,6 +49,8 @@ class HfTrain:
     """Leave all ranks with the Trainer's seed, by which they agree about the order of samples."""
     lora: bool = False
     """Train PEFT's LoRA, of which the Trainer saves what is trained alone."""
+    change: Callable[[Any], Any] | None = None
+    """What the script does with the model before it gives it to the Trainer."""
 
     def run(self) -> None:
         with framework_process():
@@ -95,6 +97,7 @@ def _train(job: HfTrain) -> None:
     seen: dict[str, Any] = {"samples": []}
     watch = _watch(job, seen)
     model = lora_model or language_model()
+    model = model if job.change is None else job.change(model)
     model.register_forward_pre_hook(
         lambda _module, _args, batch: seen["samples"].extend(sample_numbers(batch["input_ids"])),
         with_kwargs=True,
@@ -170,6 +173,8 @@ def _watch(job: HfTrain, seen: dict[str, Any]) -> Any:  # noqa: ANN401
 
         def on_step_begin(self, *_: object, **__: object) -> None:
             seen.setdefault("generator", generator_digest())
+            groups = self.trainer.model_wrapped.optimizer.param_groups
+            seen.setdefault("rates", []).append([group["lr"] for group in groups])
 
         def on_step_end(self, _args: object, state: Any, control: Any, **_: object) -> None:  # noqa: ANN401
             if state.global_step == job.last_step and not job.to_epoch_end:

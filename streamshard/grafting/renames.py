@@ -1,0 +1,67 @@
+"""Finds parameters that have another name because a wrapper was put around a module, or taken off.
+
+`base_model.model.layers.0.q.base_layer.weight` of PEFT is `layers.0.q.weight`; torch.compile and
+data-parallel wrappers put `_orig_mod` or `module` in between.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from streamshard.formats.name_patterns import Pattern
+
+Shape = tuple[int, ...]
+
+
+def renames(new: Mapping[str, Shape], old: Mapping[str, Shape]) -> dict[str, str]:
+    """Return new name → old name, where one is the other with further parts, and no third fits.
+
+    >>> renames({"base.q.layer.weight": (4,), "a": (2,)}, {"q.weight": (4,), "b": (2,)})
+    {'base.q.layer.weight': 'q.weight'}
+    """
+    alike: dict[object, list[str]] = {}
+    for name, shape in old.items():
+        alike.setdefault(_key(name, shape), []).append(name)
+    fitting = {
+        name: [other for other in alike.get(_key(name, shape), ()) if _is_wrapped(name, other)]
+        for name, shape in new.items()
+    }
+    uses = [other for others in fitting.values() for other in others]
+    return {
+        name: others[0]
+        for name, others in fitting.items()
+        if len(others) == 1 and uses.count(others[0]) == 1
+    }
+
+
+def lines_of_moves(moves: Mapping[str, str], names: Sequence[str]) -> list[str]:
+    """Return `move` rules, as few as possible. `moves`: new → old name. `names`: all of START."""
+    alike: dict[tuple[str, str], dict[str, str]] = {}
+    for new, old in moves.items():
+        alike.setdefault((_with_stars(old), _with_stars(new)), {})[new] = old
+    lines = []
+    for (old_shown, new_shown), group in alike.items():
+        old_pattern, new_pattern = Pattern(old_shown), Pattern(new_shown)
+        matched = {
+            name: new_pattern.translate(name, old_pattern)
+            for name in names
+            if new_pattern.match(name) is not None
+        }
+        is_short = len(group) > 1 and matched == group
+        pairs = [(new_shown, old_shown)] if is_short else group.items()
+        lines += [f"move {old} -> {new}" for new, old in pairs]
+    return lines
+
+
+def _key(name: str, shape: Shape) -> object:
+    parts = name.split(".")
+    return shape, parts[-1], tuple(filter(str.isdigit, parts))
+
+
+def _is_wrapped(name: str, other: str) -> bool:
+    """Tell whether all parts of one name are in the other, in their order."""
+    shorter, longer = sorted((name.split("."), other.split(".")), key=len)
+    rest = iter(longer)
+    return all(part in rest for part in shorter)
+
+
+def _with_stars(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
