@@ -182,7 +182,7 @@ def theirs(tensor: LogicalTensor, chunk: tuple[int, ...], codec: str) -> dict[st
         chunks=chunk or "auto",
         compressors=[*blosc, Crc32cCodec()],
         attributes={"dtype": tensor.dtype} if tensor.dtype in DOCUMENTED_AS else {},
-        dimension_names=[f"dim_{axis}" for axis in range(len(tensor.shape))],
+        dimension_names=[f"size_{length}" for length in tensor.shape],
     )
     # zarr-python leaves out what is empty; a scalar has names as well, none of them.
     return {"dimension_names": [], **fields(store)}
@@ -227,12 +227,24 @@ def test_our_chunk_keys_are_zarr_python_s(shape: tuple[int, ...]) -> None:
     assert ours == [array.metadata.encode_chunk_key(index) for index in indices]
 
 
+def test_a_name_of_a_dimension_tells_one_length_and_is_there_once() -> None:
+    """In all arrays, as xarray demands of a group."""
+    lengths: dict[str, int] = {}
+    for shape in itertools.product((0, 1, 2, 12, 50), repeat=3):
+        tensor = LogicalTensor("fp32", "w", "float32", shape)
+        names = json.loads(array_document("w", tensor, shape, "none"))["dimension_names"]
+        assert len({*names}) == 3
+        for name, length in zip(names, shape, strict=True):
+            assert lengths.setdefault(name, length) == length
+    assert names == ["size_50", "size_50_2", "size_50_3"]
+
+
 def test_a_document_of_an_early_store_says_the_same() -> None:
     """It does not name dimensions. Other names are not ours."""
     ours = array_document("w", LogicalTensor("fp32", "w", "float32", (4, 6)), (1, 3), "none")
     document = json.loads(ours)
     names = document.pop("dimension_names")
-    assert names == ["dim_0", "dim_1"]
+    assert names == ["size_4", "size_6"]
     for said, is_same in ((document, True), ({**document, "dimension_names": names[::-1]}, False)):
         assert is_serialized_again(json.dumps(said, indent=1).encode(), ours) == is_same
 

@@ -151,7 +151,10 @@ def look_at(
     document = json.loads((store / array / "zarr.json").read_bytes())
     assert (document["shape"], document["data_type"]) == ([*shape], STORED_AS.get(dtype, dtype))
     assert document["chunk_grid"]["configuration"]["chunk_shape"] == [*chunk]
-    assert document["dimension_names"] == [f"dim_{axis}" for axis in range(len(shape))]
+    assert document["dimension_names"] == [
+        f"size_{length}" + f"_{shape[: axis + 1].count(length)}" * (length in shape[:axis])
+        for axis, length in enumerate(shape)
+    ]
     assert document["attributes"].get("name", name) == name
     assert document["attributes"].get("dtype", dtype) == dtype
     wanted = ["bytes", "blosc", "crc32c"]

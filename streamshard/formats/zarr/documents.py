@@ -72,10 +72,17 @@ def _serialize_array(
             "fill_value": fill,
             "codecs": [*codecs, {"name": "crc32c"}],
             "attributes": attributes,
-            "dimension_names": [f"dim_{axis}" for axis in range(len(shape))],
+            "dimension_names": _dimension_names(shape),
             "storage_transformers": [],
         }
     )
+
+
+def _dimension_names(shape: tuple[int, ...]) -> list[str]:
+    """Name axes by their lengths: for xarray a name has one length in all arrays of a group."""
+    before = [shape[:axis].count(length) for axis, length in enumerate(shape)]
+    both = zip(shape, before, strict=True)
+    return [f"size_{length}_{count + 1}" if count else f"size_{length}" for length, count in both]
 
 
 def store_documents(

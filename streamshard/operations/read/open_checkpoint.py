@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
 from types import MappingProxyType, TracebackType
-from typing import Final, Self, TypedDict
+from typing import TYPE_CHECKING, Final, Self, TypedDict
 
 from streamshard.errors import DisagreementError, UnsupportedError
 from streamshard.formats.checkpoint import Checkpoint, ModelPart
@@ -14,6 +14,7 @@ from streamshard.operations.inspect.inspect import summarize
 from streamshard.operations.inspect.inspect_report import GroupSummary, Inspection
 from streamshard.operations.inspect.ownership import ranks_of
 from streamshard.options import takes
+from streamshard.registry import load
 from streamshard.sizes import counted
 from streamshard.source.degree_change import other_degrees
 from streamshard.source.lazy_tensor import LazyTensor
@@ -21,6 +22,11 @@ from streamshard.source.source import Source, open_source
 from streamshard.source.source_access import SourceAccess
 from streamshard.verb_options import OpenOptions
 
+if TYPE_CHECKING:
+    from zarr.abc.store import Store
+
+_VIEW: Final = "streamshard.view.zarr_view:ZarrView"
+"""A Zarr store of a checkpoint, which is above this floor and loads zarr-python."""
 _KINDS: Final = {"param": "trained", "weight": "weight", "buffer": "buffer"} | dict.fromkeys(
     ("frozen", "loose", "excluded"), "frozen"
 )
@@ -193,6 +199,18 @@ class OpenCheckpoint(Mapping[str, Parameter]):
                 )
             )
         return rows
+
+    def zarr(self, *, chunk_size: int = 64 << 20) -> "Store":
+        """Return it as a read-only Zarr store: `zarr.open_group(ckpt.zarr(), mode="r")`.
+
+        Each key has the bytes that `convert` would write under it without compression, made when
+        they are asked for; there is no manifest. Parts of a model are parts here, as in a store.
+        The store has files of its own, and can be read after the checkpoint is closed.
+
+        `chunk_size`: bytes of a chunk at most, which is what any read of it takes from the files.
+        """
+        view: Store = load(_VIEW).of(self._saved, chunk_size)
+        return view
 
     def _ipython_key_completions_(self) -> list[str]:
         """List the names for notebooks to complete."""
