@@ -1,16 +1,20 @@
 """`graft`: writes the job of a changed model, with the training of an earlier checkpoint in it."""
 
-from dataclasses import replace
 from pathlib import Path
 
 from streamshard.errors import UsageError
+from streamshard.formats.deepspeed import ds_config
+from streamshard.formats.frameworks import resize
 from streamshard.grafting.grafted_source import Graft
 from streamshard.grafting.rules import Rules
 from streamshard.io.entries import read_document
 from streamshard.io.files import source_errors
 from streamshard.io.object_path import as_path
-from streamshard.operations.repartition import repartition
-from streamshard.options import RepartitionOptions, takes
+from streamshard.layout.batch import BatchPlan
+from streamshard.native import resizing
+from streamshard.native.resharding import resharding_of
+from streamshard.native.target_files import NativeWriter
+from streamshard.options import takes
 from streamshard.source.source import Source, open_source
 from streamshard.transfer.plan import TransferPlan, plan_transfer
 from streamshard.transfer.report import Report, Watched
@@ -77,19 +81,56 @@ def _output(options: GraftOptions, rules: Rules, source: Source, start: Source) 
     """Decide what the files of the target are: those of a repartition of what is grafted."""
     source.require_use_of_like()
     grafted = Graft(source, start, rules, options.fresh_states).grafted()
-    given = RepartitionOptions(start.path, options.target, world_size=start.checkpoint.ranks)
-    output = repartition.prepare(None, given, None, grafted.source)
+    old, new = source.checkpoint, start.checkpoint
+    found = resharding_of(grafted.source, new.ranks, ds_version=start.facts.ds_version)
+    # Files of ranks are those of SRC's; how a batch is made up, START's config says.
+    paths = [file.path for file in found.source.checkpoint.files]
+    resized = resize(old.tag, paths, source_world_size=old.ranks, world_size=new.ranks)
+    settings = found.settings
+    layout = settings.layout
+    resizes = resizing.explain(
+        source,
+        new.ranks,
+        resized,
+        dp_world_size=layout.world_size,
+        config=settings.config,
+        job=_batch_of(new.config),
+    )
+    shaping = layout, settings.config, settings.module_dtype, settings.is_bf16
     decisive = {
-        **output.options,
         "verb": "graft",
+        "tag": old.tag,
+        "world_size": str(new.ranks),
+        "zero_stage": str(layout.stage),
+        "ds_config_file": digest_of_settings(shaping),
         "rules": digest_of_settings(rules.lines),
         "fresh_states": str(options.fresh_states),
         "sources": " ".join(digest_of_headers(one.checkpoint) for one in (source, start)),
     }
-    return replace(
-        output,
+    return Output(
+        source=found.source,
+        writer=NativeWriter.of(found.source, settings, None, resized),
         options=decisive,
-        source_world_size=source.checkpoint.ranks,
-        notes=(*grafted.notes, *output.notes),
+        named=str(options.target),
+        source_world_size=old.ranks,
+        world_size=new.ranks,
+        zero_stage=layout.stage,
+        notes=(
+            *grafted.notes,
+            *settings.notes,
+            *found.source.checkpoint.remarks,
+            *resizes.notes,
+        ),
+        latest=old.tag,
+        changes=resizes.changes,
         check=(lambda _, __: grafted.find_means()) if grafted.warm else None,
+        reopened=-(-layout.world_size // new.layout.world_size),
     )
+
+
+def _batch_of(config: ds_config.Config) -> BatchPlan | None:
+    """Return the batch that a config names in full."""
+    total, micro, accumulation = ds_config.batch_sizes(config)
+    if total is None or micro is None or accumulation is None:
+        return None
+    return BatchPlan(total, micro, accumulation)

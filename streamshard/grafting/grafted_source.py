@@ -505,7 +505,8 @@ def _kept_numel(origin: Origin, shape: tuple[int, ...]) -> int:
 
 def _describes_model(path: str) -> bool:
     """Tell whether a file describes a model: its weights, its config, its tokenizer."""
-    return pretrained.comes_along(path) or pretrained.holds_weights(PurePosixPath(path).name)
+    is_weights = pretrained.holds_weights(PurePosixPath(path).name)
+    return pretrained.comes_along(path) or is_weights or path == pretrained.ADAPTER_CONFIG
 
 
 def _largest_update(first: float, second: float) -> float:

@@ -26,6 +26,8 @@ from streamshard.model import MASTER, MODULE
 Shape = tuple[int, ...]
 _ADAPTER: Final = "lora_"
 """Beginning of a part of the names of PEFT's low-rank matrices."""
+UNSAVED: Final = "unsaved"
+"""What tables call frozen weights that SRC did not save."""
 _OTHER_RANK: Final = (
     "# An adapter of another rank has no place for what was learned: 'new' begins it anew. To keep "
     "it, merge the old one into the model, and save START with a new adapter on that."
@@ -110,7 +112,8 @@ class _Finding:
         if taken is None:
             if not (NEW in choice.words or is_unsaved):
                 self.need(NEW, name)
-            return Origin(choice.label, is_warm=choice.is_warm)
+            label = UNSAVED if is_unsaved and NEW not in choice.words else choice.label
+            return Origin(label, is_warm=choice.is_warm)
         state, there = taken
         turned = {(True, MODULE): THAW, (False, MASTER): FREEZE}.get((is_trained, state))
         if turned is not None and turned not in choice.words:

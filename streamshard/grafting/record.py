@@ -10,7 +10,7 @@ from streamshard.compare.comparison import Pair, Pairing, SideElements
 from streamshard.errors import CorruptFileError
 from streamshard.formats import strict_json
 from streamshard.formats.checkpoint import ModelPart
-from streamshard.grafting.origins import Inventory, Origin, names_of, origins_of
+from streamshard.grafting.origins import UNSAVED, Inventory, Origin, names_of, origins_of
 from streamshard.grafting.rules import Rules
 from streamshard.model import ITEMSIZE, MASTER, MODULE, LogicalTensor
 from streamshard.sizes import show_bytes, some_of
@@ -139,4 +139,5 @@ class _GraftPairing:
     def _tell(self, origins: Mapping[str, Origin]) -> None:
         for label, names in names_of(origins).items():
             if label != "kept":
-                self._found.notes.append(f"By the rule '{label}': {some_of(names)}.")
+                why = "Not saved by SRC" if label == UNSAVED else f"By the rule '{label}'"
+                self._found.notes.append(f"{why}: {some_of(names)}.")

@@ -40,6 +40,7 @@ JOB = Job(
 )
 STEPS = (1000, 1200, 2000, 3000, 4000, 5000)
 FINDS_DIFFERENCES = 6
+LACKS_RULES = 2
 
 
 def runs(path: Path) -> None:
@@ -116,9 +117,18 @@ def lora(path: Path) -> None:
     (path / "adapter_config.json").write_text("{}")
 
 
+def start(path: Path) -> None:
+    """Save a job with more tokens before its first step."""
+    (name, (rows, width)), *rest = JOB.groups[0]
+    write(replace(JOB, groups=(((name, (rows + 6, width)), *rest),)), path.with_name("stepped"))
+    streamshard.repartition(path.with_name("stepped"), path, world_size=8, fresh_states=True)
+
+
 MAKERS: tuple[tuple[str, Callable[[Path], object]], ...] = (
     (r"runs/7b/\w+_universal", universal),
     (r"runs/lora", lora),
+    (r"runs/7b-start|start", start),
+    (r"\w+\.rules", lambda path: path.write_text("rows layers.0.weight\n")),
     (r"runs/[\w-]+", runs),
     (r"output", trainer_output),
     (rf"ckpt/{re.escape(DUMPS)}", dumps),
@@ -193,12 +203,14 @@ def test_what_a_page_shows_does_what_it_says(
             prepare(Path(word))
         done = in_process(*words)
         accepted = {0, FINDS_DIFFERENCES} if words[0] == "diff" else {0}
+        accepted = {LACKS_RULES} if words[0] == "graft" and "--rules" not in words else accepted
         assert done.code in accepted, (words, done.err)
 
 
 def is_read(name: str, value: object) -> bool:
     """Whether an argument names a file that must be there."""
-    return isinstance(value, (str, Path)) and name in {"right", "like", "against", "ds_config_file"}
+    names = {"right", "like", "against", "ds_config_file", "start", "rules"}
+    return isinstance(value, (str, Path)) and name in names
 
 
 def test_the_recording_shows_what_commands_still_print(

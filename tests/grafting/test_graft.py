@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -196,3 +197,50 @@ def test_warm_states_begin_with_the_mean_of_what_is_kept(tmp_path: Path, stage: 
     for name in ("embed.weight", "head.weight"):
         assert not found["exp_avg", name][11:].any()
     assert not found["exp_avg_sq", "block.0.bias"].any()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_files_of_ranks_are_those_of_the_source(tmp_path: Path, ranks: int) -> None:
+    jobs = write(tmp_path, world_size=ranks)
+    for rank in range(2):
+        (jobs.source / f"rng_state_{rank}.pth").write_bytes(b"state %d" % rank)
+    (jobs.source / "trainer_state.json").write_text(json.dumps({"global_step": 3}))
+    for name in ("adapter_config.json", "config.json"):
+        (jobs.source / name).write_text("{}")
+    told = streamshard.graft(jobs.source, jobs.start, tmp_path / "out").notes
+    kept = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.pth")}
+    both = {f"rng_state_{k}.pth": b"state %d" % k for k in range(2)}
+    assert kept == ({"rng_state.pth": b"state 0"} if ranks == 1 else both)
+    (ranked,) = (note for note in told if "random state" in note)
+    assert ("so the random state of" in ranked) == (ranks == 1)
+    (left_out,) = (note for note in told if note.startswith("Left out"))
+    assert "adapter_config.json, config.json" in left_out
+
+
+def test_steps_of_accelerate_are_given_to_new_ranks(tmp_path: Path) -> None:
+    jobs = write(tmp_path, world_size=3)
+    for rank in range(2):
+        torch.save({"step": 5, "random_state": rank}, jobs.source / f"random_states_{rank}.pkl")
+    streamshard.graft(jobs.source, jobs.start, tmp_path / "out")
+    found = torch.load(tmp_path / "out" / "random_states_2.pkl", weights_only=True)
+    assert found == {"step": 5}
+
+
+def _set(sizes: dict[str, int], file: dict[str, Any]) -> None:
+    file["ds_config"].update(sizes)
+
+
+@pytest.mark.parametrize("sizes", [(6, 1, 2), (12, 2, 2)])
+def test_a_job_is_told_of_its_batch_only_if_it_is_another_one(
+    tmp_path: Path, sizes: tuple[int, int, int]
+) -> None:
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    jobs = write(tmp_path, (2, 2))
+    for place, given in ((jobs.source, (6, 3, 1)), (jobs.start, sizes)):
+        for path in place.glob("*/*_states.pt"):
+            fabricated.edit(path, partial(_set, dict(zip(keys, given, strict=True))))
+    told = "\n".join(streamshard.graft(jobs.source, jobs.start, tmp_path / "out").notes)
+    assert ("global batch" in told) == (sizes[0] != 6)
+    assert ("This job has a global batch of 12, the job that saved had 6." in told) == (
+        sizes[0] == 12
+    )

@@ -199,7 +199,7 @@ def test_an_adapter_of_another_rank_is_new_unless_a_rule_says_otherwise() -> Non
 def test_frozen_weights_that_a_source_left_out_are_those_of_start() -> None:
     start = Inventory({"a": (2,)}, {"b": (3,), "c": (3,)}, frozen=frozenset({"b"}))
     left_out = Inventory({"a": (2,)}, {"c": (3,)}, lacks_frozen=True)
-    assert origins_of(left_out, start, Rules())["b"] == Origin("kept")
+    assert origins_of(left_out, start, Rules())["b"] == Origin("unsaved")
     with pytest.raises(UsageError) as refused:  # a buffer would have been saved
         origins_of(replace(left_out, untrained={}), start, Rules())
     assert refused.value.__notes__ == ["new c"]
