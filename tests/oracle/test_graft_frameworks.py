@@ -220,6 +220,29 @@ def test_the_engine_holds_what_was_trained(scenario: Scenario, place: Place) -> 
             assert torch.equal(value, torch.cat([kept, torch.zeros_like(value[len(kept) :])]))
 
 
+@_scenarios("adapter")
+def test_what_is_frozen_now_is_what_was_trained(scenario: Scenario, place: Place) -> None:
+    trained, resumed = place.trained(scenario), place.resumed(scenario)
+    names = {
+        name: name.removeprefix("base_model.model.").replace(".base_layer", "")
+        for name in resumed.frozen
+    }
+    assert {*names.values()} == trained.states["fp32"].keys()
+    for name, value in resumed.frozen.items():
+        assert torch.equal(value, trained.states["fp32"][names[name]].to(value.dtype)), name
+
+
+@_scenarios("settings-of-adapter")
+def test_what_was_frozen_and_not_saved_is_that_of_start(scenario: Scenario, place: Place) -> None:
+    told = streamshard.inspect(place.out(scenario)).notes
+    assert any("unsaved 28 (" in note for note in told), told
+    resumed = place.resumed(scenario)
+    with streamshard.open(place.start(scenario)) as start:
+        for name, value in resumed.frozen.items():
+            saved = start[name].tensors["module"].torch()
+            assert torch.equal(value, saved.to(value.dtype)), name
+
+
 @_scenarios()
 def test_the_trainer_goes_on(scenario: Scenario, place: Place) -> None:
     of = "settings-rates" if scenario.arguments else "rates"
