@@ -212,6 +212,27 @@ class OpenOptions(SourceOptions):
     source: Path_ = place("SRC", SOURCE_HELP, kw_only=False)
 
 
+class ServeOptions(SourceOptions):
+    """Options of `serve`."""
+
+    group = "What is served"
+
+    source: Path_ = place("SRC", SOURCE_HELP, kw_only=False)
+    bind: str = option(
+        "HOST:PORT",
+        "address to listen on; with another than a loopback address, other machines can read the "
+        "checkpoint [127.0.0.1:8000]",
+        default="127.0.0.1:8000",
+    )
+    chunk_size: int = option(
+        "SIZE",
+        "bytes per chunk at most [64MiB]",
+        default=64 << 20,
+        least=1,
+        few="at least one byte is needed",
+    )
+
+
 class VerifyOptions(SourceOptions, RunOptions):
     """Options of `verify`."""
 
@@ -411,6 +432,7 @@ OPTIONS: Final[Mapping[str, type[Options]]] = {
     "diff": DiffOptions,
     "inspect": InspectOptions,
     "newest": NewestOptions,
+    "serve": ServeOptions,
     "compact": CompactOptions,
 }
 """Verb of the command line → its options."""

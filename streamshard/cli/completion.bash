@@ -5,7 +5,7 @@
 #    source ~/.local/share/bash_completion/streamshard
 # See also: https://github.com/scop/bash-completion/blob/main/doc/configuration.md
 
-_shtab_streamshard_subparsers=(repartition convert export merge graft verify diff inspect newest compact completion help)
+_shtab_streamshard_subparsers=(repartition convert export merge graft verify diff inspect newest serve compact completion help)
 
 _shtab_streamshard_repartition_option_strings=(-h --help --world-size --zero-stage --ds-config --fresh-states --format --like --facts --tag --tensor-parallel --pipeline-parallel --expert-parallel --memory-limit --workers --dask -n --dry-run --if-needed --overwrite --verify --json -q --quiet -v --verbose --help-all)
 _shtab_streamshard_convert_option_strings=(-h --help --like --facts --tag --tensor-parallel --pipeline-parallel --memory-limit --workers --dask -n --dry-run --codec --chunk-size --if-needed --overwrite --verify --json -q --quiet -v --verbose --help-all)
@@ -16,6 +16,7 @@ _shtab_streamshard_verify_option_strings=(-h --help --against --health --like --
 _shtab_streamshard_diff_option_strings=(-h --help --param --like --facts --tag --memory-limit --workers --json -q --quiet -v --verbose --help-all)
 _shtab_streamshard_inspect_option_strings=(-h --help --param --rank --html --world-size --zero-stage --like --facts --tag --json -q --quiet -v --verbose --help-all)
 _shtab_streamshard_newest_option_strings=(-h --help --quick --memory-limit --workers --json -q --quiet -v --verbose --help-all)
+_shtab_streamshard_serve_option_strings=(-h --help --bind --chunk-size --like --facts --tag --json -q --quiet -v --verbose --help-all)
 _shtab_streamshard_compact_option_strings=(-h --help --keep-last --keep-every --keep-tag --tags --min-age --delete --grace --weights-only-older-than --undelete --purge --acknowledge --bwlimit --memory-limit --workers --dask -n --dry-run --packed --status --html --json -q --quiet -v --verbose --help-all)
 _shtab_streamshard_completion_option_strings=(-h --help)
 _shtab_streamshard_help_option_strings=(--help-all)
@@ -55,6 +56,9 @@ _shtab_streamshard_inspect___html_COMPGEN=_shtab_compgen_files
 _shtab_streamshard_inspect___like_COMPGEN=_shtab_compgen_files
 _shtab_streamshard_inspect___facts_COMPGEN=_shtab_compgen_files
 _shtab_streamshard_newest_pos_0_COMPGEN=_shtab_compgen_files
+_shtab_streamshard_serve_pos_0_COMPGEN=_shtab_compgen_files
+_shtab_streamshard_serve___like_COMPGEN=_shtab_compgen_files
+_shtab_streamshard_serve___facts_COMPGEN=_shtab_compgen_files
 _shtab_streamshard_compact_pos_0_COMPGEN=_shtab_compgen_files
 _shtab_streamshard_compact_pos_1_COMPGEN=_shtab_compgen_files
 _shtab_streamshard_compact___html_COMPGEN=_shtab_compgen_files
@@ -72,8 +76,8 @@ _shtab_streamshard_merge___format_choices=(safetensors torch universal dcp)
 _shtab_streamshard_merge___dtype_choices=(fp32 bf16 fp16)
 _shtab_streamshard_inspect___zero_stage_choices=(1 2 3)
 _shtab_streamshard_completion_pos_0_choices=(bash zsh fish)
-_shtab_streamshard_help_pos_0_choices=(repartition convert export merge graft verify diff inspect newest compact completion)
-_shtab_streamshard_pos_0_choices=(repartition convert export merge graft verify diff inspect newest compact completion help)
+_shtab_streamshard_help_pos_0_choices=(repartition convert export merge graft verify diff inspect newest serve compact completion)
+_shtab_streamshard_pos_0_choices=(repartition convert export merge graft verify diff inspect newest serve compact completion help)
 
 _shtab_streamshard_repartition__h_nargs=0
 _shtab_streamshard_repartition___help_nargs=0
@@ -175,6 +179,14 @@ _shtab_streamshard_newest___quiet_nargs=0
 _shtab_streamshard_newest__v_nargs=0
 _shtab_streamshard_newest___verbose_nargs=0
 _shtab_streamshard_newest___help_all_nargs=0
+_shtab_streamshard_serve__h_nargs=0
+_shtab_streamshard_serve___help_nargs=0
+_shtab_streamshard_serve___json_nargs=0
+_shtab_streamshard_serve__q_nargs=0
+_shtab_streamshard_serve___quiet_nargs=0
+_shtab_streamshard_serve__v_nargs=0
+_shtab_streamshard_serve___verbose_nargs=0
+_shtab_streamshard_serve___help_all_nargs=0
 _shtab_streamshard_compact__h_nargs=0
 _shtab_streamshard_compact___help_nargs=0
 _shtab_streamshard_compact___delete_nargs=0

@@ -50,8 +50,8 @@ function _shtab_streamshard_using
   test "$_shtab_streamshard_cmdpath" = "$argv"
 end
 
-set -g _shtab_streamshard_commands repartition convert export merge graft verify diff inspect newest compact completion help
-set -g _shtab_streamshard_opts_with_value --acknowledge --against --bwlimit --chunk-size --codec --dask --ds-config --dtype --exclude --expert-parallel --facts --format --grace --html --include --keep-every --keep-last --keep-tag --last --layout --like --max-shard-size --memory-limit --min-age --param --pipeline-parallel --purge --rank --rules --states --tag --tags --tensor-parallel --undelete --weights --weights-only-older-than --workers --world-size --zero-stage
+set -g _shtab_streamshard_commands repartition convert export merge graft verify diff inspect newest serve compact completion help
+set -g _shtab_streamshard_opts_with_value --acknowledge --against --bind --bwlimit --chunk-size --codec --dask --ds-config --dtype --exclude --expert-parallel --facts --format --grace --html --include --keep-every --keep-last --keep-tag --last --layout --like --max-shard-size --memory-limit --min-age --param --pipeline-parallel --purge --rank --rules --states --tag --tags --tensor-parallel --undelete --weights --weights-only-older-than --workers --world-size --zero-stage
 
 complete -c streamshard -e
 complete -c streamshard -f
@@ -226,6 +226,18 @@ complete -c streamshard -n '_shtab_streamshard_using newest' -s q -l quiet -d 'p
 complete -c streamshard -n '_shtab_streamshard_using newest' -s v -l verbose -d 'print more'
 complete -c streamshard -n '_shtab_streamshard_using newest' -l help-all -d 'show the rarer options too'
 complete -c streamshard -n '_shtab_streamshard_using newest; and test $_shtab_streamshard_npos -eq 0' -ka "(__fish_complete_path (commandline -ct))" -d 'directory that holds '"'"'latest'"'"' and tags, local or s3://bucket/..., gs://... or az://...; or an output directory of HF Trainer, Accelerate or Lightning; or a directory of stores'
+complete -c streamshard -n '_shtab_streamshard_using; and test $_shtab_streamshard_npos -eq 0' -a serve -d 'Answer HTTP requests for a checkpoint as a Zarr store, without a copy.'
+complete -c streamshard -n '_shtab_streamshard_using serve' -s h -l help -d 'show this help message and exit'
+complete -c streamshard -n '_shtab_streamshard_using serve' -l bind -x -d 'address to listen on; with another than a loopback address, other machines can read the checkpoint [127.0.0.1:8000]'
+complete -c streamshard -n '_shtab_streamshard_using serve' -l chunk-size -x -d 'bytes per chunk at most [64MiB]'
+complete -c streamshard -n '_shtab_streamshard_using serve' -l like -xka "(__fish_complete_path (commandline -ct))" -d 'reference checkpoint of the same job, which supplies what SRC lacks'
+complete -c streamshard -n '_shtab_streamshard_using serve' -l facts -xka "(__fish_complete_path (commandline -ct))" -d 'TOML file of what the files of SRC (of two that are compared: of the first) do not say: [source] ds_config, rename, wrapped, cut_rules; [target] ds_version'
+complete -c streamshard -n '_shtab_streamshard_using serve' -l tag -x -d 'tag to read [the one that '"'"'latest'"'"' names]'
+complete -c streamshard -n '_shtab_streamshard_using serve' -l json -d 'print one JSON document'
+complete -c streamshard -n '_shtab_streamshard_using serve' -s q -l quiet -d 'print only errors, and the path of the result where there is one'
+complete -c streamshard -n '_shtab_streamshard_using serve' -s v -l verbose -d 'print more'
+complete -c streamshard -n '_shtab_streamshard_using serve' -l help-all -d 'show the rarer options too'
+complete -c streamshard -n '_shtab_streamshard_using serve; and test $_shtab_streamshard_npos -eq 0' -ka "(__fish_complete_path (commandline -ct))" -d 'run directory with '"'"'latest'"'"', tag directory, universal checkpoint, .zarr or .zarr.zip store, directory of FSDP'"'"'s or Megatron'"'"'s .distcp files or of model_world_size_*.pt, or of a model'"'"'s .safetensors files, or template of raw per-rank dumps such as '"'"'ckpt/optimizer.{rank:02d}.pt'"'"'; as every path here, local or s3://bucket/..., gs://... or az://...'
 complete -c streamshard -n '_shtab_streamshard_using; and test $_shtab_streamshard_npos -eq 0' -a compact -d 'Archive old tags of a run directory, and remove them if asked to.'
 complete -c streamshard -n '_shtab_streamshard_using compact' -s h -l help -d 'show this help message and exit'
 complete -c streamshard -n '_shtab_streamshard_using compact' -l keep-last -x -d 'newest steps to leave that are whole and healthy: without NaN [3]'
@@ -258,4 +270,4 @@ complete -c streamshard -n '_shtab_streamshard_using completion' -s h -l help -d
 complete -c streamshard -n '_shtab_streamshard_using completion; and test $_shtab_streamshard_npos -eq 0' -ka "bash zsh fish" -d 'bash, zsh, fish'
 complete -c streamshard -n '_shtab_streamshard_using; and test $_shtab_streamshard_npos -eq 0' -a help -d 'show what a verb takes'
 complete -c streamshard -n '_shtab_streamshard_using help' -l help-all -d 'show the rarer options too'
-complete -c streamshard -n '_shtab_streamshard_using help; and test $_shtab_streamshard_npos -eq 0' -ka "repartition convert export merge graft verify diff inspect newest compact completion" -d verb
+complete -c streamshard -n '_shtab_streamshard_using help; and test $_shtab_streamshard_npos -eq 0' -ka "repartition convert export merge graft verify diff inspect newest serve compact completion" -d verb

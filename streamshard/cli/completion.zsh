@@ -21,6 +21,7 @@ _shtab_streamshard_commands() {
     merge:'Write a weighted mean of checkpoints.'
     newest:'Print the path of the newest checkpoint that is whole and healthy.'
     repartition:'Write a checkpoint'"'"'s files for another world size.'
+    serve:'Answer HTTP requests for a checkpoint as a Zarr store, without a copy.'
     verify:'Check that a checkpoint is whole and as it was written, or the same as another.'
   )
   _describe 'streamshard commands' _commands
@@ -176,7 +177,7 @@ _shtab_streamshard_graft_defaults_added=0
 
 _shtab_streamshard_help_options=(
   "--help-all[show the rarer options too]"
-  ":verb:(repartition convert export merge graft verify diff inspect newest compact completion)"
+  ":verb:(repartition convert export merge graft verify diff inspect newest serve compact completion)"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -277,6 +278,23 @@ _shtab_streamshard_repartition_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_streamshard_repartition_defaults_added=0
 
+_shtab_streamshard_serve_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--bind[address to listen on\; with another than a loopback address, other machines can read the checkpoint \[127.0.0.1\:8000\]]:HOST:PORT:"
+  "--chunk-size[bytes per chunk at most \[64MiB\]]:SIZE:"
+  "--like[reference checkpoint of the same job, which supplies what SRC lacks]:SRC:_files"
+  "--facts[TOML file of what the files of SRC (of two that are compared\: of the first) do not say\: \[source\] ds_config, rename, wrapped, cut_rules\; \[target\] ds_version]:FILE:_files"
+  "--tag[tag to read \[the one that \'latest\' names\]]:tag:"
+  "--json[print one JSON document]"
+  {-q,--quiet}"[print only errors, and the path of the result where there is one]"
+  {-v,--verbose}"[print more]"
+  "--help-all[show the rarer options too]"
+  ":run directory with \'latest\', tag directory, universal checkpoint, .zarr or .zarr.zip store, directory of FSDP\'s or Megatron\'s .distcp files or of model_world_size_\*.pt, or of a model\'s .safetensors files, or template of raw per-rank dumps such as \'ckpt\/optimizer.\{rank\:02d\}.pt\'\; as every path here, local or s3\:\/\/bucket\/..., gs\:\/\/... or az\:\/\/...:_files"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_streamshard_serve_defaults_added=0
+
 _shtab_streamshard_verify_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--against[compare the content with that of another checkpoint, tensor by tensor, whatever its format, ZeRO stage and world size\; checksums are not looked at then]:SRC:_files"
@@ -326,6 +344,7 @@ _shtab_streamshard() {
         merge) _arguments -C -s $_shtab_streamshard_merge_options ;;
         newest) _arguments -C -s $_shtab_streamshard_newest_options ;;
         repartition) _arguments -C -s $_shtab_streamshard_repartition_options ;;
+        serve) _arguments -C -s $_shtab_streamshard_serve_options ;;
         verify) _arguments -C -s $_shtab_streamshard_verify_options ;;
       esac
   esac

@@ -101,6 +101,7 @@ _VERBS: Final[Mapping[str, str]] = {
     "diff": "streamshard.cli.diff_command:run_diff",
     "inspect": "streamshard.cli.inspect_command:run_inspect",
     "newest": "streamshard.cli.newest_command:run_newest",
+    "serve": "streamshard.cli.serve_command:run_serve",
     "compact": "streamshard.cli.compact_command:run_compact",
     "completion": "streamshard.cli.completion:run_completion",
 }

@@ -73,6 +73,11 @@ _SUMMARIES: Final = {
         "streamshard newest runs/7b",
         'python train.py --resume_from_checkpoint "$(streamshard newest output)"',
     ),
+    "serve": (
+        "answer HTTP requests for a checkpoint as a Zarr store, without a copy",
+        "streamshard serve runs/7b",
+        "streamshard serve runs/7b --bind 127.0.0.1:9000 --verbose",
+    ),
     "compact": (
         "archive old tags of a run directory, and remove them if asked to",
         "streamshard compact runs/7b archive/7b --keep-last 3 --dry-run",

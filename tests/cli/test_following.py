@@ -30,7 +30,7 @@ from tests.job import TAG, Job
 TYPED = re.compile(r"(?:\$ |CKPT=\$\()?(streamshard .*?)(?:\) \|\| exit| > .*?)?(?: +#.*)?")
 ELSEWHERE = re.compile(
     r"://| /|--dask|--(?:tensor|pipeline|expert)-parallel|--facts"
-    r"|fsdp.*--ds-config"
+    r"|fsdp.*--ds-config|streamshard serve"
 )
 JOB = Job(
     world_size=8,
