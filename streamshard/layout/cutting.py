@@ -195,17 +195,6 @@ class Cutting:
         order[rows] = len(order) + np.arange(len(rows))
         return self.append(other, numels).take(order)
 
-    def pieces_of(self, rows: Ints, numels: Ints) -> "Cutting":
-        """Return where some tensors of a regular cutting of files lie, with no other pieces."""
-        if self.of is not None or self.pieces(rows).any():
-            raise ValueError("these tensors are not cut regularly, or not in files")
-        origin, piece = self.origin[rows], self.piece_numel[rows]
-        counts = -(-(origin + numels) // piece)
-        first = np.cumsum(counts) - counts
-        pieces = np.repeat(self.first_piece[rows] - first, counts) + np.arange(counts.sum())
-        taken = replace(self.take(rows), first_piece=first)
-        return replace(taken, file=self.file[pieces], offset=self.offset[pieces])
-
     def in_files(self, numbers: Ints) -> "Cutting":
         """Return the same cutting where file k of the files has the number `numbers[k]`."""
         if self.of is not None:

@@ -93,13 +93,18 @@ def complete(root: Path, found: Reading, like: Reading, *, is_flattened: bool = 
 
 
 def _places_of(found: Reading, rows: Sequence[int]) -> tuple[Cutting, list[SourceFile]]:
-    """Return where some tensors of a regular cutting lie, and the files that hold them."""
+    """Return where some tensors of a regular cutting lie, and only the files that hold them."""
+    wanted, cutting = np.array(rows, dtype=np.int64), found.cutting
+    if cutting.of is not None or cutting.pieces(wanted).any():
+        raise ValueError("these tensors are not cut regularly, or not in files")
     numels = np.array([found.checkpoint.tensors[row].numel for row in rows], dtype=np.int64)
-    cutting = found.cutting.pieces_of(np.array(rows, dtype=np.int64), numels)
-    used = list(dict.fromkeys(cutting.file.tolist()))
-    numbers = np.full(len(found.files), -1)
-    numbers[used] = np.arange(len(used))
-    return cutting.in_files(numbers), [found.files[number] for number in used]
+    counts = -(-(cutting.origin[wanted] + numels) // cutting.piece_numel[wanted])
+    first = np.cumsum(counts) - counts
+    pieces = np.repeat(cutting.first_piece[wanted] - first, counts) + np.arange(counts.sum())
+    used, numbers = np.unique(cutting.file[pieces], return_inverse=True)
+    offset, files = cutting.offset[pieces], [found.files[number] for number in used.tolist()]
+    taken = cutting.take(wanted)
+    return replace(taken, first_piece=first, file=numbers, offset=offset), files
 
 
 def _only_model_part(root: Path, reference: Checkpoint) -> ModelPart:
@@ -181,30 +186,28 @@ class _Merging:
         if bare and any(group.states for group in saved):
             message = f"holds no states of {show_few(bare)}, which no gradient has reached yet"
             raise UnsupportedError(f"{message}: ZeRO keeps states of every parameter")
-        owner = {name: number for number, group in enumerate(saved) for name in group.params}
+        owner = {name: group for group in saved for name in group.params}
         like_groups = self._model_part.hyper_parameters
         groups, options = [], []
         for group in self._model_part.groups:
-            mine = self._group_of(group, saved, owner)
+            mine = self._group_of(group, owner)
             groups.append(self._merged(group, mine, like_groups[group.number]))
             options.append(self._options(mine, like_groups[group.number]))
         return groups, options
 
-    def _group_of(
-        self, group: ParamGroup, saved: Sequence[ParamGroup], owner: Mapping[str, int]
-    ) -> ParamGroup | None:
+    def _group_of(self, group: ParamGroup, owner: Mapping[str, ParamGroup]) -> ParamGroup | None:
         """Find the saved group with the same parameters; None if the optimizer was not saved."""
-        if not saved or not group.params:
+        if not owner or not group.params:
             return None
         for name in group.params:
             if name not in owner:
                 raise DisagreementError(f"'{name}' is in no param group of it, in {LIKE} it is")
-        numbers = {owner[name]: name for name in group.params}
-        if len(numbers) > 1:
-            one, other = list(numbers.values())[:2]
-            message = f"'{one}' and '{other}' have different hyper-parameters or steps"
+        members = {owner[name].number: name for name in group.params}
+        if len(members) > 1:
+            first, second = list(members.values())[:2]
+            message = f"'{first}' and '{second}' have different hyper-parameters or steps"
             raise DisagreementError(f"{message}, in {LIKE} they are in one param group")
-        mine = saved[next(iter(numbers))]
+        mine = owner[group.params[0]]
         extra = sorted({*mine.params} - {*group.params})
         # A flattened optimizer does not tell which parameters with equal options shared a group.
         if extra and not self._is_flattened:
