@@ -1,5 +1,6 @@
 """`graft`: writes the job of a changed model, with the training of an earlier checkpoint in it."""
 
+from functools import partial
 from pathlib import Path
 
 from streamshard.errors import UsageError
@@ -16,7 +17,7 @@ from streamshard.native.resharding import resharding_of
 from streamshard.native.target_files import NativeWriter
 from streamshard.options import takes
 from streamshard.source.source import Source, open_source
-from streamshard.transfer.plan import TransferPlan, plan_transfer
+from streamshard.transfer.plan import TransferPlan, plan_opened
 from streamshard.transfer.report import Report, Watched
 from streamshard.transfer.run_identity import digest_of_headers, digest_of_settings
 from streamshard.transfer.target import require_other, require_separate
@@ -63,7 +64,8 @@ def _plan(options: GraftOptions) -> TransferPlan:
         require_separate(start.path, target, start.directories)
         return _output(options, rules, source, start)
 
-    return plan_transfer(options, prepare)
+    opened = partial(open_source, options.source, options, takes_bare=True)
+    return plan_opened(options, opened, prepare)
 
 
 def _read(path: Path) -> Rules:

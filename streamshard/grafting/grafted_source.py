@@ -211,6 +211,8 @@ class _Assembly:
 
     def _part(self, old: ModelPart, new: ModelPart) -> ModelPart:
         inventories = Inventory.of(self._old, old), Inventory.of(self._new, new)
+        if self._graft.is_fresh:
+            inventories = replace(inventories[0], bare=frozenset()), inventories[1]
         self._old_part, self._shapes = old.name, inventories[1].trained
         origins = origins_of(*inventories, self._graft.rules)
         numbers: list[int | None] = [None] * len(new.hyper_parameters)

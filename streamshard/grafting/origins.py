@@ -47,6 +47,8 @@ class Inventory:
     """Frozen weights whose values are saved."""
     lacks_frozen: bool = False
     """Whether frozen weights were left out, which the files do not name."""
+    bare: frozenset[str] = frozenset()
+    """Trained ones without the optimizer's states that their param group has."""
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, part: ModelPart) -> Self:
@@ -63,7 +65,10 @@ class Inventory:
         # Stage 1 lists none of them, with values or without.
         lists = part.model_state.get(deepspeed_names.FROZEN_SHAPES, {})
         lacks_frozen = checkpoint.layout.stage > 1 and lists is None
-        return cls(trained, untrained, unsaved, frozen, lacks_frozen)
+        stored = {(t.state, t.name) for t in checkpoint.tensors if t.model_part == part.name}
+        states = ((key, n) for g in part.groups for key in g.cut_states for n in g.params)
+        bare = frozenset(name for key, name in states if (key, name) not in stored)
+        return cls(trained, untrained, unsaved, frozen, lacks_frozen, bare)
 
     def leaves_out(self, name: str, start: "Inventory") -> bool:
         """Tell whether this source has no value of a tensor that is frozen in START."""
@@ -118,13 +123,16 @@ class _Finding:
         turned = {(True, MODULE): THAW, (False, MASTER): FREEZE}.get((is_trained, state))
         if turned is not None and turned not in choice.words:
             self.need(turned, name)
+        keeps_states = is_trained and state == MASTER and FRESH not in choice.words
+        if keeps_states and choice.source in self.source.bare:
+            self.need(FRESH, name)
         rows = self._rows(choice, name, there, shape)
         of_use = {turned, FRESH if is_trained else None, None if rows is None else ROWS}
         return Origin(
             label=replace(choice, words=choice.words & of_use).label,
             source=choice.source,
             state=state,
-            keeps_states=is_trained and state == MASTER and FRESH not in choice.words,
+            keeps_states=keeps_states,
             rows=rows,
             is_warm=choice.is_warm,
         )

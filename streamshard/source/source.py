@@ -323,14 +323,19 @@ def supply() -> str:
 
 
 def open_source(
-    path: Path_, options: SourceOptions = _BY_DEFAULT, *, takes_model: bool = False
+    path: Path_,
+    options: SourceOptions = _BY_DEFAULT,
+    *,
+    takes_model: bool = False,
+    takes_bare: bool = False,
 ) -> Source:
     """Open a run directory, a tag directory, a store, or raw dumps.
 
     `takes_model`: whether the reference checkpoint may be a model's weights alone, which supply
-    nothing and are only compared.
+    nothing and are only compared. `takes_bare`: see `Facts`.
     """
     (request,) = requests(options, path, takes_model=takes_model)
+    request = replace(request, facts=replace(request.facts, takes_bare=takes_bare))
     known = request.source_like
     is_model = known is not None and known.is_weights_alone
     with listings_kept():

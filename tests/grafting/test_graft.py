@@ -13,8 +13,9 @@ import streamshard
 from streamshard.errors import UnsupportedError, UsageError
 from streamshard.formats.checkpoint import GRAFT_RECORD
 from tests import fabricated
-from tests.grafting.jobs import TRAINED, Jobs, differing
-from tests.job import MUON, STATES, TAG
+from tests.checkpoints.test_dcp_repartition import saved
+from tests.grafting.jobs import TRAINED, Jobs, differing, tensors_of
+from tests.job import MUON, STATES, TAG, Job
 
 STAGES = pytest.mark.parametrize("stages", [(1, 2), (2, 3), (3, 1), (3, 3)])
 FIRST, SECOND = TRAINED.groups
@@ -244,3 +245,36 @@ def test_a_job_is_told_of_its_batch_only_if_it_is_another_one(
     assert ("This job has a global batch of 12, the job that saved had 6." in told) == (
         sizes[0] == 12
     )
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_parameters_that_no_gradient_has_reached(tmp_path: Path, stage: int) -> None:
+    """torch keeps no states of them."""
+    reference, bare = fabricated.write(Job(), tmp_path / "like"), "block.0.bias"
+    made = saved(Job())
+    for key in [key for key in made.tensors if f".state.{bare}." in key]:
+        del made.tensors[key], made.paths[key]
+    made.write(tmp_path / "source")
+    start = Jobs.write(tmp_path / "jobs", Job(stage=stage), world_size=3).start
+    given: dict[str, Any] = {"like": reference, "rules": tmp_path / "rules"}
+    with pytest.raises(UnsupportedError, match=f"no states of {bare}, .* 'streamshard graft'"):
+        streamshard.repartition(tmp_path / "source", tmp_path / "out", world_size=2, like=reference)
+    given["rules"].write_text("")
+    with pytest.raises(UsageError) as refused:
+        streamshard.graft(tmp_path / "source", start, tmp_path / "out", **given)
+    assert refused.value.__notes__ == [f"fresh {bare}"]
+    given["rules"].write_text(f"fresh {bare}")
+    streamshard.graft(tmp_path / "source", start, tmp_path / "out", **given)
+    found = tensors_of(tmp_path / "out")
+    for name in Job().shapes:
+        master, zeros = made.tensors[f"model.{name}"][0], torch.zeros(Job().shapes[name])
+        states = {
+            key: zeros if name == bare else made.tensors[f"optimizer.state.{name}.{key}"][0]
+            for key in STATES
+        }
+        assert differing(found, name, {"fp32": master, **states}) == []
+    streamshard.graft(
+        tmp_path / "source", start, tmp_path / "fresh", like=reference, fresh_states=True
+    )
+    master = made.tensors[f"model.{bare}"][0]
+    assert differing(tensors_of(tmp_path / "fresh"), bare, {"fp32": master}) == []

@@ -27,6 +27,7 @@ from streamshard.formats.dcp.optimizer_state import (
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.read.model_part import optimizer_tensors
 from streamshard.formats.deepspeed.states import Plain, Scalar, State
+from streamshard.formats.facts import Facts
 from streamshard.formats.pickle.inert import Node, show, show_few
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch.tree_copy import renumbered
@@ -37,7 +38,9 @@ _KINDS: Final = ("betas", "momentum", "alpha", "lr_decay", "amsgrad")
 """Hyper-parameters that tell optimizers apart; a param group has as many of them as its kind."""
 
 
-def read_like(root: Path, like: Reading, opened: Callable[[Set[str]], Distributed]) -> Reading:
+def read_like(
+    root: Path, like: Reading, opened: Callable[[Set[str]], Distributed], facts: Facts
+) -> Reading:
     """Complete a distributed checkpoint by a reference checkpoint.
 
     `opened`: opens it, for known names of the model's parameters.
@@ -46,11 +49,20 @@ def read_like(root: Path, like: Reading, opened: Callable[[Set[str]], Distribute
     found = opened({name for group in model_part.groups for name in group.params})
     if found.keys.unread:
         raise UnsupportedError(found.keys.unread.removesuffix("."), path=root)
-    return complete(root, as_it_is(found), like, is_flattened=found.keys.by_parameter)
+    reading = as_it_is(found)
+    completed = complete(root, reading, like, is_flattened=found.keys.by_parameter)
+    bare = _bare(reading.checkpoint.model_parts[0])
+    if bare and not facts.takes_bare:
+        message = f"holds no states of {show_few(bare)}, which no gradient has reached yet: ZeRO"
+        message = f"{message} keeps states of every parameter. 'streamshard graft' takes rules for"
+        raise UnsupportedError(f"{message} them", path=root)
+    return completed
 
 
 def complete(root: Path, found: Reading, like: Reading, *, is_flattened: bool = False) -> Reading:
     """Add what a reference checkpoint tells to a model and its optimizer.
+
+    States that it lacks are left out.
 
     `is_flattened`: whether it does not tell which parameters with equal options share a param
     group.
@@ -62,6 +74,7 @@ def complete(root: Path, found: Reading, like: Reading, *, is_flattened: bool = 
         merging.require_same_names()
         groups, options = merging.groups()
         tensors = [*optimizer_tensors(groups, merging.shapes, ""), *merging.module_tensors()]
+        tensors = [t for t in tensors if t.name not in merging.bare or t.state in (MASTER, MODULE)]
     blobs: list[int] = []
 
     def number_of(blob: int) -> int:
@@ -129,6 +142,12 @@ def _only_model_part(root: Path, reference: Checkpoint) -> ModelPart:
     return model_part
 
 
+def _bare(part: ModelPart) -> list[str]:
+    """List the parameters without states, if others have some."""
+    has_begun = any(group.states for group in part.groups)
+    return [n for group in part.groups if has_begun and not group.states for n in group.params]
+
+
 class _Merging:
     """What FSDP saved next to a model part of the reference."""
 
@@ -143,6 +162,7 @@ class _Merging:
         self._entries = {entry.name: entry for entry in self._found.module}
         self._cast: list[str] = []
         self._unlike: set[str] = set()
+        self.bare = _bare(self._found)
         self.shapes = {name: entry.shape for name, entry in self._entries.items()}
 
     def row_of(self, tensor: LogicalTensor) -> int:
@@ -182,10 +202,6 @@ class _Merging:
     def groups(self) -> tuple[list[ParamGroup], list[Mapping[str, Node]]]:
         """Build the param groups in the reference's order, and their hyper-parameters."""
         saved = self._found.groups
-        bare = [name for group in saved if group.states is None for name in group.params]
-        if bare and any(group.states for group in saved):
-            message = f"holds no states of {show_few(bare)}, which no gradient has reached yet"
-            raise UnsupportedError(f"{message}: ZeRO keeps states of every parameter")
         owner = {name: group for group in saved for name in group.params}
         like_groups = self._model_part.hyper_parameters
         groups, options = [], []
@@ -202,12 +218,13 @@ class _Merging:
         for name in group.params:
             if name not in owner:
                 raise DisagreementError(f"'{name}' is in no param group of it, in {LIKE} it is")
-        members = {owner[name].number: name for name in group.params}
+        begun = [name for name in group.params if name not in self.bare] or group.params
+        members = {owner[name].number: name for name in begun}
         if len(members) > 1:
             first, second = list(members.values())[:2]
             message = f"'{first}' and '{second}' have different hyper-parameters or steps"
             raise DisagreementError(f"{message}, in {LIKE} they are in one param group")
-        mine = owner[group.params[0]]
+        mine = owner[begun[0]]
         extra = sorted({*mine.params} - {*group.params})
         # A flattened optimizer does not tell which parameters with equal options shared a group.
         if extra and not self._is_flattened:
