@@ -72,7 +72,8 @@ class Inventory:
 
     def leaves_out(self, name: str, start: "Inventory") -> bool:
         """Tell whether this source has no value of a tensor that is frozen in START."""
-        is_missing = self.lacks_frozen and name in start.frozen and name not in self.names
+        is_held = name in self.trained or name in self.untrained
+        is_missing = self.lacks_frozen and name in start.frozen and not is_held
         return name in self.unsaved or is_missing
 
     @property
