@@ -144,7 +144,7 @@ class _Answers(BaseHTTPRequestHandler):
                 return
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{nbytes}"
             status = HTTPStatus.PARTIAL_CONTENT
-        data: bytes | bytearray | None = b""
+        data: bytes | memoryview | None = b""
         try:
             data = self._view.files.read(key) if has_body else b""
         except (StreamshardError, OSError) as error:

@@ -8,6 +8,8 @@ import weakref
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from streamshard.checksums import crc32c
 from streamshard.engine.run.rechecking_reader import RecheckingReader
 from streamshard.engine.run.region import RegionFiller
@@ -58,7 +60,7 @@ class ViewedFiles(StoreTargets):
             return len(self._fixed[key])
         return self._parts[key][1].nbytes + CHECKSUM_BYTES if key in self._parts else None
 
-    def read(self, key: str) -> bytes | bytearray | None:
+    def read(self, key: str) -> bytes | memoryview | None:
         """Make what is under a key; None if nothing is.
 
         Raises
@@ -72,8 +74,8 @@ class ViewedFiles(StoreTargets):
         if not isinstance(elements, Elements) or elements.trailer is None:
             raise TypeError(key)
         (region,) = self._divider.regions(elements)
-        data = bytearray(region.nbytes)
-        content = memoryview(data)[: region.content_bytes]
+        data = np.empty(region.nbytes, np.uint8).data
+        content = data[: region.content_bytes]
         self._fill(content, region)
         data[region.content_bytes :] = elements.trailer.serialize(crc32c(content))
         return data
