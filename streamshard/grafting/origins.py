@@ -62,9 +62,9 @@ class Inventory:
         unsaved = frozenset(entries) - saved.keys() - trained.keys()
         untrained = {name: shape for name, shape in saved.items() if name not in trained}
         frozen = frozenset(entry.name for entry in part.module if entry.kind == "frozen")
-        # Stage 1 lists none of them, with values or without.
+        # Stage 1 lists none of them: if it has none, nobody knows whether they were left out.
         lists = part.model_state.get(deepspeed_names.FROZEN_SHAPES, {})
-        lacks_frozen = checkpoint.layout.stage > 1 and lists is None
+        lacks_frozen = lists is None and not frozen & saved.keys()
         stored = {(t.state, t.name) for t in checkpoint.tensors if t.model_part == part.name}
         states = ((key, n) for g in part.groups for key in g.cut_states for n in g.params)
         bare = frozenset(name for key, name in states if (key, name) not in stored)

@@ -278,3 +278,13 @@ def test_parameters_that_no_gradient_has_reached(tmp_path: Path, stage: int) -> 
     )
     master = made.tensors[f"model.{bare}"][0]
     assert differing(tensors_of(tmp_path / "fresh"), bare, {"fp32": master}) == []
+
+
+def test_frozen_weights_that_stage_1_did_not_save_are_those_of_start(tmp_path: Path) -> None:
+    jobs = Jobs.write(tmp_path, replace(TRAINED, stage=1, frozen=()), frozen=TRAINED.frozen)
+    found = jobs.graft()
+    for name, _ in TRAINED.frozen:
+        value = jobs.new.values("frozen", name).to(jobs.new.dtype)
+        assert torch.equal(found["module", name], value)
+    notes = streamshard.inspect(tmp_path / "out").notes
+    assert any("unsaved 2" in note for note in notes)

@@ -6,6 +6,7 @@ of each scenario, without the rules of the graft.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch import nn
 
 import streamshard
 from streamshard.errors import UnsupportedError
+from tests.oracle.by_hand import ByHand, by_hand
 from tests.oracle.cases import BF16_OPTIMIZER
+from tests.oracle.compare import differences
 from tests.oracle.jobs import Resume, Train, after_path
 from tests.oracle.models import VOCABULARY, WIDTH, Block, Case, TinyLanguageModel
 from tests.oracle.ranks import require_success, run_jobs
@@ -178,6 +181,9 @@ class Done:
     start: Truth
     resumed: Truth
     after: Truth
+    hand: Truth
+    """An engine of the new job into which all that was put by hand."""
+    hand_after: Truth
 
 
 @pytest.fixture(scope="module")
@@ -208,19 +214,58 @@ def all_done(request: pytest.FixtureRequest, root: Path) -> dict[str, Done]:
             verify=True,
         )
     resumes = [
-        Resume(job, place / name / "out", place / name / "resumed.pt", further_steps=2)
+        Resume(job, place / name / "out", place / name / "resumed.pt", further_steps=3)
         for name, job in jobs.items()
     ]
     require_success(run_jobs(way.new_ranks, resumes, place / "work"))
-    return {
-        name: Done(
-            Truth.load(place / "old.pt"),
-            Truth.load(place / name / "start.pt"),
-            Truth.load(place / name / "resumed.pt"),
-            Truth.load(after_path(place / name / "resumed.pt")),
-        )
-        for name in jobs
+    for one in SCENARIOS:
+        here = place / one.name
+        old, start = Truth.load(place / "old.pt"), Truth.load(here / "start.pt")
+        _wanted(one, old, start).save(here / "wanted.pt")
+    hands = [
+        ByHand(job, place / name / "wanted.pt", place / name / "hand.pt", further_steps=3)
+        for name, job in jobs.items()
+    ]
+    require_success(run_jobs(way.new_ranks, hands, place / "work", do=by_hand))
+    return {name: _done(place, name) for name in jobs}
+
+
+def _done(place: Path, name: str) -> Done:
+    here = place / name
+    loaded = here / "resumed.pt", here / "hand.pt"
+    both = [path for one in loaded for path in (one, after_path(one))]
+    return Done(*map(Truth.load, (place / "old.pt", here / "start.pt", *both)))
+
+
+def _wanted(scenario: Scenario, old: Truth, start: Truth) -> Truth:
+    """Put together what the new job holds if it goes on from the trained one."""
+    states = {
+        state: {name: _expected(scenario, old, start, state, name) for name in start.states["fp32"]}
+        for state in (["fp32"] if scenario.fresh else old.states)
     }
+    groups = []
+    for number, group in enumerate(start.groups):
+        before = old.groups[number]
+        settings, earlier = group["hyper_parameters"], before["hyper_parameters"]
+        share = Fraction(earlier["lr"]) / Fraction(earlier["initial_lr"])
+        rate = float(share * Fraction(settings["initial_lr"]))
+        scalars = {} if scenario.fresh else before["scalars"]
+        groups.append({**group, "hyper_parameters": {**settings, "lr": rate}, "scalars": scalars})
+    rates = [group["hyper_parameters"]["lr"] for group in groups]
+    scheduler = {**(old.scheduler or {}), "_last_lr": rates}
+    scheduler |= {key: (start.scheduler or {})[key] for key in ("base_lrs", "lr_lambdas")}
+    weights = {name: states["fp32"][name].to(value.dtype) for name, value in start.weights.items()}
+    return replace(
+        start,
+        weights=weights,
+        frozen={name: _frozen(scenario, old, start, name) for name in start.frozen},
+        buffers=old.buffers,
+        states=states,
+        groups=groups,
+        scheduler=scheduler,
+        counters=old.counters,
+        scaler=old.scaler,
+    )
 
 
 def _job(new: Case, one: Scenario) -> Case:
@@ -243,19 +288,29 @@ def test_masters_and_states_are_those_of_the_trained_job(
     assert resumed.keys() == ({"fp32"} if scenario.fresh else done.old.states.keys())
     for state, tensors in resumed.items():
         for name, value in tensors.items():
-            assert torch.equal(value, _expected(scenario, done, state, name)), (state, name)
+            wanted = _expected(scenario, done.old, done.start, state, name)
+            assert torch.equal(value, wanted), (state, name)
 
 
-def _expected(scenario: Scenario, done: Done, state: str, name: str) -> torch.Tensor:
-    how, old = scenario.origin(name)
-    start = done.start.states["fp32"][name]
-    begun = start if state == "fp32" else torch.zeros_like(start)
+def _expected(scenario: Scenario, old: Truth, start: Truth, state: str, name: str) -> torch.Tensor:
+    how, source = scenario.origin(name)
+    begun = start.states["fp32"][name]
+    begun = begun if state == "fp32" else torch.zeros_like(begun)
     if how == "new":
         return begun
     if how == "thaw":
-        return done.old.frozen[old].float() if state == "fp32" else begun
-    kept = done.old.states[state][old]
+        return old.frozen[source].float() if state == "fp32" else begun
+    kept = old.states[state][source]
     return torch.cat([kept, begun[len(kept) :]]) if how == "rows" else kept
+
+
+def _frozen(scenario: Scenario, old: Truth, start: Truth, name: str) -> torch.Tensor:
+    how, source = scenario.origin(name)
+    if how == "new":
+        return start.frozen[name]
+    if source in old.frozen:
+        return old.frozen[source]
+    return old.states["fp32"][source].to(start.frozen[name].dtype)
 
 
 def test_weights_are_casts_of_the_masters(scenario: Scenario, all_done: dict[str, Done]) -> None:
@@ -269,14 +324,7 @@ def test_what_is_not_trained_is_that_of_the_trained_job(
 ) -> None:
     done = all_done[scenario.name]
     for name, value in done.resumed.frozen.items():
-        how, old = scenario.origin(name)
-        if how == "new":
-            wanted = done.start.frozen[name]
-        elif old in done.old.frozen:
-            wanted = done.old.frozen[old]
-        else:
-            wanted = done.old.states["fp32"][old].to(value.dtype)
-        assert torch.equal(value, wanted), name
+        assert torch.equal(value, _frozen(scenario, done.old, done.start, name)), name
     for name, value in done.resumed.buffers.items():
         assert torch.equal(value, done.old.buffers[name]), name
 
@@ -297,11 +345,20 @@ def test_counters_steps_and_settings(scenario: Scenario, all_done: dict[str, Don
         assert group["scalars"] == steps
 
 
-def test_it_trains_on(scenario: Scenario, all_done: dict[str, Done]) -> None:
+def test_it_trains_on_as_an_engine_that_was_filled_by_hand(
+    scenario: Scenario, all_done: dict[str, Done]
+) -> None:
     done = all_done[scenario.name]
-    assert done.after.counters["global_steps"] == done.resumed.counters["global_steps"] + 2
-    for name, value in done.after.states["fp32"].items():
-        assert torch.isfinite(value).all(), name
+    assert _differences(done.resumed, done.hand) == []
+    assert _differences(done.after, done.hand_after) == []
+    assert done.after.counters["global_steps"] == done.resumed.counters["global_steps"] + 3
+    moved = done.resumed.states["fp32"]
+    assert any(not torch.equal(v, moved[name]) for name, v in done.after.states["fp32"].items())
+
+
+def _differences(one: Truth, other: Truth) -> list[str]:
+    """Compare what decides the next step; client state is not put in by hand."""
+    return differences(replace(one, client_state={}), replace(other, client_state={}))
 
 
 UNTESTED = {"zero_allow_untested_optimizer": True}

@@ -1,0 +1,84 @@
+"""Puts a training state into a fresh engine by hand, without a checkpoint, and trains on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import distributed
+
+from tests.oracle.jobs import Resume, _further, _restore_the_rest, finish, start_engine, write_truth
+from tests.oracle.models import Case
+from tests.oracle.places import Place
+from tests.oracle.truth import Engine, Tensors, Truth, _flats, _wrapped, gather_truth, named_params
+
+
+@dataclass(frozen=True)
+class ByHand:
+    """Start the engine of a case, hold in it what a truth says, and take steps."""
+
+    case: Case
+    wanted: Path
+    """The truth to be put into the engine."""
+    truth_path: Path
+    further_steps: int
+
+
+def by_hand(job: ByHand) -> None:
+    """Do it in this rank."""
+    engine = start_engine(job.case, 31)
+    wanted = Truth.load(job.wanted)
+    _restore_the_rest(engine, wanted)
+    _put_states(engine, wanted)
+    if hasattr(engine.optimizer, "loss_scaler"):
+        scaler = vars(engine.optimizer.loss_scaler)
+        scaler.update({key: wanted.scaler[key] for key in scaler.keys() & wanted.scaler.keys()})
+    write_truth(gather_truth(engine, {}), job.truth_path)
+    resume = Resume(job.case, job.wanted, job.truth_path, further_steps=job.further_steps)
+    _further(engine, resume, job.truth_path, {})
+    finish(engine, job.case)
+
+
+def _put_states(engine: Engine, wanted: Truth) -> None:
+    """Fill this rank's partitions, and the optimizer's states of them."""
+    optimizer, rank = engine.optimizer, distributed.get_rank()
+    names = {id(param): name for name, param in named_params(engine)}
+    for flat in _flats(optimizer):
+        places = [
+            Place.of(names[id(param)], param, offset)
+            for param, offset in zip(flat.params, flat.offsets, strict=True)
+        ]
+        held = {names[id(param)] for param in flat.params}
+        group = next(one for one in wanted.groups if held <= {*one["params"]})
+        states = {
+            state: _partition(tensors, places, flat.master, rank)
+            for state, tensors in wanted.states.items()
+            if held <= tensors.keys()
+        }
+        flat.master.data.copy_(states.pop("fp32"))
+        if states:
+            # What only the states of other elements have, such as the step, is of the group.
+            scalars = {
+                key: value.clone() if isinstance(value, torch.Tensor) else value
+                for key, value in group["scalars"].items()
+            }
+            _wrapped(optimizer).state[flat.master] = {**states, **scalars}
+    for settings, group in zip(_wrapped(optimizer).param_groups, wanted.groups, strict=True):
+        settings.update(group["hyper_parameters"])
+
+
+def _partition(
+    tensors: Tensors, places: Sequence[Place], master: torch.Tensor, rank: int
+) -> torch.Tensor:
+    """Return this rank's part of a state, with zeros for padding."""
+    numel = master.numel()
+    whole = torch.zeros(numel * distributed.get_world_size(), dtype=master.dtype)
+    mine = whole[rank * numel : (rank + 1) * numel]
+    for place in places:
+        value = tensors[place.name].flatten()
+        if place.shard is None:
+            whole[place.start : place.start + value.numel()] = value
+        else:
+            part = value[rank * place.shard : (rank + 1) * place.shard]
+            mine[place.start : place.start + part.numel()] = part
+    return mine.view_as(master)
