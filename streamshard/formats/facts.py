@@ -31,8 +31,6 @@ class Facts:
     """Rules for how tensor parallelism cut the parameters."""
     ds_version: Version | None = None
     """Version of DeepSpeed in the job that will resume."""
-    takes_bare: bool = False
-    """Whether a param group may have states that some of its parameters lack, as in a graft."""
 
 
 NO_FACTS: Final = Facts()

@@ -119,7 +119,7 @@ class _DistributedReader(Reader):
             opened_for = partial(self._renamed, place, request.facts.rename)
         if like is None:
             return Source.of(place, self, dcp_reader.as_it_is(opened_for(frozenset())))
-        found = reference.read_like(place, like, opened_for, request.facts)
+        found = reference.read_like(place, like, opened_for, takes_bare=request.takes_bare)
         opened = Source.of(place, self, found)
         is_decoded = any(file.decoder is not None for file in opened.files)
         return replace(opened, codec_bytes=like.codec_bytes if is_decoded else 0)

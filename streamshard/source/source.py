@@ -259,6 +259,8 @@ class Request:
     a distributed checkpoint lacks can come from a whole `Source` alone."""
     details: Any = None
     """What another checkpoint of its kind tells that its files do not (`Source.details`)."""
+    takes_bare: bool = False
+    """Whether a param group may have states that some of its parameters lack, as in a graft."""
     opened: Source | None = None
     """The checkpoint, where it is open already."""
 
@@ -332,10 +334,10 @@ def open_source(
     """Open a run directory, a tag directory, a store, or raw dumps.
 
     `takes_model`: whether the reference checkpoint may be a model's weights alone, which supply
-    nothing and are only compared. `takes_bare`: see `Facts`.
+    nothing and are only compared. `takes_bare`: see `Request`.
     """
     (request,) = requests(options, path, takes_model=takes_model)
-    request = replace(request, facts=replace(request.facts, takes_bare=takes_bare))
+    request = replace(request, takes_bare=takes_bare)
     known = request.source_like
     is_model = known is not None and known.is_weights_alone
     with listings_kept():

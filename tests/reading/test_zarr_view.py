@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xarray
 import zarr
 from numpy.typing import NDArray
 from safetensors.torch import save_file
@@ -146,7 +147,6 @@ def test_zarr_python_reads_the_elements_that_open_reads(made: Made) -> None:
 
 
 def test_xarray_opens_all_states_of_a_kind_at_once(made: Made) -> None:
-    xarray = pytest.importorskip("xarray")
     with streamshard.open(made("native-3")) as opened:
         found = xarray.open_zarr(opened.zarr(), group="state/fp32", consolidated=False)
         names = {parameter.tied_to or name for name, parameter in opened.items()}

@@ -27,7 +27,6 @@ from streamshard.formats.dcp.optimizer_state import (
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.read.model_part import optimizer_tensors
 from streamshard.formats.deepspeed.states import Plain, Scalar, State
-from streamshard.formats.facts import Facts
 from streamshard.formats.pickle.inert import Node, show, show_few
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch.tree_copy import renumbered
@@ -39,11 +38,16 @@ _KINDS: Final = ("betas", "momentum", "alpha", "lr_decay", "amsgrad")
 
 
 def read_like(
-    root: Path, like: Reading, opened: Callable[[Set[str]], Distributed], facts: Facts
+    root: Path,
+    like: Reading,
+    opened: Callable[[Set[str]], Distributed],
+    *,
+    takes_bare: bool,
 ) -> Reading:
     """Complete a distributed checkpoint by a reference checkpoint.
 
     `opened`: opens it, for known names of the model's parameters.
+    `takes_bare`: whether a param group may have states that some of its parameters lack.
     """
     model_part = _only_model_part(root, like.checkpoint)
     found = opened({name for group in model_part.groups for name in group.params})
@@ -52,7 +56,7 @@ def read_like(
     reading = as_it_is(found)
     completed = complete(root, reading, like, is_flattened=found.keys.by_parameter)
     bare = _bare(reading.checkpoint.model_parts[0])
-    if bare and not facts.takes_bare:
+    if bare and not takes_bare:
         message = f"holds no states of {show_few(bare)}, which no gradient has reached yet: ZeRO"
         message = f"{message} keeps states of every parameter. 'streamshard graft' takes rules for"
         raise UnsupportedError(f"{message} them", path=root)
