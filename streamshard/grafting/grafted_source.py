@@ -215,6 +215,7 @@ class _Assembly:
             inventories = replace(inventories[0], bare=frozenset()), inventories[1]
         self._old_part, self._shapes = old.name, inventories[1].trained
         origins = origins_of(*inventories, self._graft.rules)
+        self._require_whole_rows(origins)
         numbers: list[int | None] = [None] * len(new.hyper_parameters)
         groups = []
         for group in new.groups:
@@ -246,6 +247,17 @@ class _Assembly:
             model_state=state.model_state,
             optimizer_file=state.optimizer_file,
         )
+
+    def _require_whole_rows(self, origins: Mapping[str, Origin]) -> None:
+        """Refuse rows of tensors that may be cut among parts, where they begin elsewhere then."""
+        name = next((n for n, origin in origins.items() if origin.rows is not None), None)
+        if name is not None and len(self._new.model_parts) > 1:
+            message = f"'{name}' has another count of rows, which tensor parallelism may have cut"
+            message = f"{message}: take SRC and START to one part first, with 'streamshard"
+            raise UnsupportedError(
+                f"{message} repartition' and {Option('tensor_parallel', 1)}",
+                path=self._graft.start.path,
+            )
 
     def _states(
         self, old: ModelPart, new: ModelPart, group: ParamGroup, origins: Mapping[str, Origin]

@@ -41,7 +41,8 @@ class Jobs:
         new = Start(**{**fields, **changes})
         write(old, root / "source")
         write(replace(new), root / "stepped", tag="global_step0")
-        options: dict[str, Any] = {"world_size": new.world_size, "fresh_states": True}
+        ranks = new.world_size * new.parts
+        options: dict[str, Any] = {"world_size": ranks, "fresh_states": True}
         streamshard.repartition(root / "stepped", root / "start", **options)
         return cls(root / "source", root / "start", old, new)
 

@@ -288,3 +288,24 @@ def test_frozen_weights_that_stage_1_did_not_save_are_those_of_start(tmp_path: P
         assert torch.equal(found["module", name], value)
     notes = streamshard.inspect(tmp_path / "out").notes
     assert any("unsaved 2" in note for note in notes)
+
+
+def test_tensor_parallel_parts_are_grafted_each_by_itself(tmp_path: Path) -> None:
+    head = (("head.weight", (2, 3)),)
+    jobs = Jobs.write(tmp_path, replace(TRAINED, parts=2), stage=3, groups=(FIRST + head, SECOND))
+    found = jobs.graft("new head.weight\nfresh embed.bias")
+    for part in range(2):
+        old, new = replace(jobs.old, part=part), replace(jobs.new, part=part)
+        name = f"mp_rank_{part:02d}/head.weight"
+        assert torch.equal(found["fp32", name], new.values("fp32", "head.weight"))
+        for name, _ in FIRST:
+            kept = {state: old.values(state, name) for state in ("fp32", *STATES)}
+            assert differing(found, f"mp_rank_{part:02d}/{name}", kept) == []
+    assert streamshard.verify(tmp_path / "out", against=jobs.source).is_good
+
+
+def test_rows_that_may_be_cut_are_refused(tmp_path: Path) -> None:
+    groups = ((("embed.weight", (14, 4)), *FIRST[1:]), SECOND)
+    jobs = Jobs.write(tmp_path, replace(TRAINED, parts=2), groups=groups)
+    with pytest.raises(UnsupportedError, match=r"'embed\.weight' has another count of rows"):
+        jobs.graft("rows embed.weight")
