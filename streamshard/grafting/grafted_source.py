@@ -12,36 +12,29 @@ import numpy as np
 from streamshard.engine.numeric.cast import Cast
 from streamshard.errors import DisagreementError, Option, UnsupportedError, UsageError
 from streamshard.formats import pretrained
-from streamshard.formats.checkpoint import (
-    GRAFT_RECORD,
-    Checkpoint,
-    ModelPart,
-    OtherFile,
-    ParamGroup,
-)
+from streamshard.formats.checkpoint import GRAFT_RECORD, ModelPart, OtherFile, ParamGroup
 from streamshard.formats.deepspeed.read.model_part import optimizer_tensors
 from streamshard.formats.deepspeed.states import State
 from streamshard.formats.torch.tree_copy import renumbered
-from streamshard.grafting.job_state import COUNTED_SETTINGS, grafted_state
+from streamshard.grafting.job_state import grafted_state
 from streamshard.grafting.origins import Inventory, Origin, dropped_rows, names_of, origins_of
 from streamshard.grafting.pieces import SCRATCH_BYTES, Array, Given, Piece, Pieces
 from streamshard.grafting.record import Checkpointed, GraftRecord, RuleCount
+from streamshard.grafting.requirements import (
+    STEP,
+    require_alike,
+    require_same_settings,
+    require_zeros,
+    uncorrected,
+)
 from streamshard.grafting.rules import WARM, Rules
 from streamshard.grafting.scheduler_files import content_of, scheduler_files
 from streamshard.model import FILE, ITEMSIZE, MASTER, MODULE, LogicalTensor, Note
-from streamshard.sizes import counted, show_bytes, some_of
+from streamshard.sizes import show_bytes, some_of
 from streamshard.source.source import Source
 from streamshard.source.source_access import SourceAccess
 
-_FROM_ZERO: Final = frozenset(
-    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "exp_inf"}
-)
-"""States that are zero before the first step."""
 _SECOND: Final = ("exp_avg_sq", "max_exp_avg_sq")
-_STEP: Final = "step"
-_MOST_STEPS: Final = 100_000
-_UNLIKE: Final = COUNTED_SETTINGS | {"params", "initial_lr"}
-"""Keys of a param group that come and go with a scheduler, or with the first step."""
 
 
 @dataclass(frozen=True)
@@ -55,39 +48,8 @@ class Graft:
 
     def grafted(self) -> "Grafted":
         """Return START's job with SRC's training."""
-        self._require_alike()
+        require_alike(self.source, self.start, is_fresh=self.is_fresh)
         return _Assembly(self).grafted()
-
-    def _require_alike(self) -> None:
-        """Refuse checkpoints whose parts cannot be put together."""
-        source, start = self.source.checkpoint, self.start.checkpoint
-        if not self.start.kind.is_of_ranks or start.is_dumps:
-            message = "is no checkpoint of a job as DeepSpeed saves it. Save one right after"
-            message = f"{message} deepspeed.initialize(), before the first step"
-            raise UsageError(f"{message}, with engine.save_checkpoint()", path=self.start.path)
-        for opened in (self.source, self.start):
-            _require_zero(opened)
-        if len(source.model_parts) != len(start.model_parts):
-            message = f"SRC has {counted(len(source.model_parts), 'model-parallel part')}, START"
-            message = f"{message} {len(start.model_parts)}: give both the same degrees first, with"
-            raise UsageError(f"{message} 'streamshard repartition'", path=self.source.path)
-        if any(map(_has_taken_a_step, start.model_parts)):
-            message = "has taken a step: START is what the new job saves before its first step"
-            raise UsageError(message, path=self.start.path)
-        if self.is_fresh:
-            return
-        for opened in (self.source, self.start):
-            if opened.checkpoint.has_muon:
-                message = "trained by Muon, which makes its momentum when the engine is built; give"
-                raise UnsupportedError(
-                    f"{message} {Option('fresh_states', True)}", path=opened.path
-                )
-        named = [_optimizer_of(one) for one in (source, start)]
-        if None not in named and named[0] != named[1]:
-            message = (
-                f"START's optimizer is {named[1]}, SRC's {named[0]}: their states differ; give"
-            )
-            raise UsageError(f"{message} {Option('fresh_states', True)}")
 
 
 @dataclass(frozen=True)
@@ -111,33 +73,6 @@ class Grafted:
 
             for pieces in self.warm:
                 pieces.find_means(read)
-
-
-def _require_zero(opened: Source) -> None:
-    checkpoint = opened.checkpoint
-    opened.require_training_state()
-    opened.require_states()
-    opened.require_cut_states()
-    if not all(part.groups for part in checkpoint.model_parts):
-        message = "saved without ZeRO (stage 0), which does not name the parameters of its"
-        raise UnsupportedError(f"{message} optimizer", path=opened.path)
-    if checkpoint.layers or checkpoint.expert_parallel > 1 or checkpoint.has_auto_experts:
-        message = "a pipeline, or with experts in files of their own, which are not grafted"
-        raise UnsupportedError(message, path=opened.path)
-
-
-def _has_taken_a_step(part: ModelPart) -> bool:
-    """Tell whether an optimizer has; some, as Adagrad and Muon, have states before their first."""
-    steps = [group.states.get(_STEP) for group in part.groups if group.states]
-    counts = {part.model_state.get("global_steps") if s is None else s.number() for s in steps}
-    return not counts <= {0}
-
-
-def _optimizer_of(checkpoint: Checkpoint) -> str | None:
-    """Return the type of the optimizer that a config names."""
-    section = checkpoint.config.get("optimizer")
-    name = section.get("type") if isinstance(section, dict) else None
-    return name.lower() if isinstance(name, str) else None
 
 
 class _Assembly:
@@ -282,22 +217,22 @@ class _Assembly:
         first, *others = {id(one): one for one in kept.values()}.values()
         for one in others:
             if one.documents != first.documents:
-                steps = " and ".join(str((g.states or {}).get(_STEP)) for g in (first, one))
+                steps = " and ".join(str((g.states or {}).get(STEP)) for g in (first, one))
                 message = f"param group {group.number} of START joins parameters whose optimizer"
                 message = f"{message} keeps different steps or states in SRC (steps {steps}). Give"
                 raise DisagreementError(
                     f"{message} them param groups of their own in START",
                     path=self._graft.start.path,
                 )
-        self._require_same_settings(old, first, new, group)
+        require_same_settings(old, first, new, group)
         begun = [n for n in group.params if n not in kept or origins[n].rows is not None]
         if first.states is not None and begun:
-            self._require_zeros(group, first)
+            require_zeros(group, first)
             warm = [name for name in begun if origins[name].is_warm]
             for name in warm:
                 self._warm(name, group, origins, first)
             if len(warm) < len(begun):
-                self._warn(new, group)
+                self._notes += uncorrected(new, group)
         return first.number, first.states
 
     def _warm(
@@ -323,39 +258,6 @@ class _Assembly:
         """Return what is kept of a state: tensor, dtype, and count of leading elements."""
         row = self._index[self._old_part, state, str(origin.source)]
         return row, self._old.tensors[row].dtype, _kept_numel(origin, shape)
-
-    def _require_same_settings(
-        self, old: ModelPart, before: ParamGroup, new: ModelPart, after: ParamGroup
-    ) -> None:
-        """Refuse states of an optimizer with other settings than START's has."""
-        settings = old.hyper_parameters[before.number], new.hyper_parameters[after.number]
-        unlike = sorted((settings[0].keys() ^ settings[1].keys()) - _UNLIKE)
-        if unlike:
-            message = f"the optimizers of SRC and START have different settings: {some_of(unlike)};"
-            message = f"{message} their states may mean something else. For the weights alone give"
-            raise UsageError(f"{message} {Option('fresh_states', True)}")
-
-    def _require_zeros(self, group: ParamGroup, like: ParamGroup) -> None:
-        """Refuse new members of a group whose states do not begin with zeros."""
-        strange = sorted({*like.cut_states} - _FROM_ZERO | {*like.common_states} - {_STEP})
-        strange += [key for key, state in like.cut_states.items() if state.block > 1]
-        if strange:
-            message = f"param group {group.number} of START has new members, and its optimizer"
-            message = f"{message} keeps {some_of(strange)}, which does not begin with zeros. Put"
-            message = f"{message} them into a param group of their own in START, or give"
-            raise UnsupportedError(f"{message} {Option('fresh_states', True)}")
-
-    def _warn(self, new: ModelPart, group: ParamGroup) -> None:
-        """Say how large the first updates of parameters with zero states are."""
-        betas = new.hyper_parameters[group.number].get("betas")
-        if not isinstance(betas, tuple | list) or not all(isinstance(b, float) for b in betas):
-            return
-        self._notes.append(
-            f"Param group {group.number} goes on from its step, so what is new in it has no bias "
-            f"correction: at betas {betas[0]:g}, {betas[1]:g} its updates are up to "
-            f"{_largest_update(*betas):.1f} x too large at first. A param group of its own in "
-            "START begins at step 0."
-        )
 
     def _trained(self, tensor: LogicalTensor, origin: Origin) -> Sequence[Piece]:
         fill = Piece(tensor.numel, mean_of=self._means.get((tensor.state, tensor.name), ()))
@@ -521,15 +423,3 @@ def _describes_model(path: str) -> bool:
     """Tell whether a file describes a model: its weights, its config, its tokenizer."""
     is_weights = pretrained.holds_weights(PurePosixPath(path).name)
     return pretrained.comes_along(path) or is_weights or path == pretrained.ADAPTER_CONFIG
-
-
-def _largest_update(first: float, second: float) -> float:
-    """Return how many times too large Adam's updates may be without bias correction.
-
-    For gradients that do not change.
-
-    >>> round(_largest_update(0.9, 0.999), 1), round(_largest_update(0.9, 0.95), 1)
-    (6.6, 1.1)
-    """
-    steps = np.arange(1, _MOST_STEPS, dtype=np.float64)
-    return float(np.max((1 - first**steps) / np.sqrt(1 - second**steps)))

@@ -82,7 +82,7 @@ def grafted_state(
     states, place = _schedulers((source, start)) or beside, None
     why = None if states is None or scheduler_of_start else objection(*states)
     if why is not None:
-        notes.append(f"The scheduler: {why}. So it begins anew, with START's learning rates.")
+        notes.append(f"The scheduler: {why}. So it begins again, with START's learning rates.")
     elif not scheduler_of_start:
         place = SchedulePlace((source, start), origins, states)
         notes += place.notes(config)

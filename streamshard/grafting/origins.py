@@ -29,8 +29,8 @@ _ADAPTER: Final = "lora_"
 UNSAVED: Final = "unsaved"
 """What tables call frozen weights that SRC did not save."""
 _OTHER_RANK: Final = (
-    "# An adapter of another rank has no place for what was learned: 'new' begins it anew. To keep "
-    "it, merge the old one into the model, and save START with a new adapter on that."
+    "# An adapter of another rank has no place for what was learned: 'new' begins it again. To "
+    "keep it, merge the old one into the model, and save START with a new adapter on that."
 )
 
 

@@ -323,4 +323,4 @@ def test_a_scheduler_that_only_one_job_has_is_that_of_start() -> None:
         assert state.model_state["lr_scheduler"] is start.model_state["lr_scheduler"]
         assert settings(state.optimizer_file)[0]["lr"] == start.hyper_parameters[0]["lr"]
         (note,) = state.notes
-        assert note.startswith(f"The scheduler: {which} has no state of one. So it begins anew")
+        assert note.startswith(f"The scheduler: {which} has no state of one. So it begins again")

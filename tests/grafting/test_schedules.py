@@ -264,7 +264,7 @@ def test_another_kind_of_scheduler_begins_anew(tmp_path: Path, kind: str) -> Non
     state = grafted(before, Training(NEW, make), tmp_path)
     assert "The scheduler: the source has one of another kind (without the same" in state.notes[0]
     assert says in state.notes[0]
-    assert "So it begins anew, with START's learning rates." in state.notes[0]
+    assert "So it begins again, with START's learning rates." in state.notes[0]
     assert len(state.notes) == 1
     assert resumed(state, NEW, make) == expected(0, NEW, make)
 
