@@ -23,6 +23,8 @@ SCRATCH_BYTES: Final = 2 * BUFFER_BYTES + MAPPED_BYTES
 COMPARING_BYTES: Final = WINDOW_BYTES + SCRATCH_BYTES + 2 * MIB
 """Memory that a worker takes to compare, apart from one window and its scratch: both for the other
 side, and the copies."""
+METADATA_STEP_BYTES: Final = 4 * MIB
+"""Memory for planning varies a little between runs; rounded up to this, it seldom does."""
 SLACK_BYTES: Final = 16 * MIB
 """Memory for thread stacks, the allocator's reserves, and the plan of the next file."""
 
@@ -70,7 +72,7 @@ def plan_memory(
         message = (
             f"this run needs {least} MiB above the {floor_bytes // MIB} MiB of the "
             f"program itself, the limit is {limit_bytes // MIB} MiB; "
-            f"use {Option('memory_limit', least * MIB)}"
+            f"use {Option('memory_limit', least * MIB + METADATA_STEP_BYTES)}"
         )
         if workers > 1:
             message += f" or {Option('workers', 1)}"

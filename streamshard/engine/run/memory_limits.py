@@ -10,15 +10,13 @@ from streamshard.engine.jobs.executor import current_executor
 from streamshard.engine.run import resident_memory
 from streamshard.errors import MemoryLimitError, Option, UsageError
 from streamshard.io.entries import request_bytes
-from streamshard.layout.memory_plan import MIB, MemoryPlan, plan_memory
+from streamshard.layout.memory_plan import METADATA_STEP_BYTES, MIB, MemoryPlan, plan_memory
 from streamshard.model import SourceFile
 
 _DEFAULT_LIMIT_BYTES: Final = 1024 * MIB
 _CLIENT_BYTES: Final = 32 * MIB
 """Memory of the client of an object store: its threads, their connections and allocator."""
 _REMOTE_WORKERS: Final = 8
-_STEP_BYTES: Final = 4 * MIB
-"""Memory for planning varies a little between runs; rounded up to this, the projection does not."""
 
 
 def default_workers(*, copies: bool = False, encodes: bool = False, is_remote: bool = False) -> int:
@@ -79,9 +77,10 @@ def fit_memory(
         held_bytes += _CLIENT_BYTES
 
     def fit(count: int) -> MemoryPlan:
+        steps = -(-(held_bytes + copies_bytes(count)) // METADATA_STEP_BYTES)
         return plan_memory(
             floor_bytes=floor_bytes,
-            metadata_bytes=-(-(held_bytes + copies_bytes(count)) // _STEP_BYTES) * _STEP_BYTES,
+            metadata_bytes=steps * METADATA_STEP_BYTES,
             codec_bytes=codec_bytes + 2 * waiting_bytes,
             workers=count,
             limit_bytes=limit_bytes,
