@@ -62,7 +62,9 @@ _READERS: Final = (
     "streamshard.source.universal_source:READER",
     "streamshard.source.native_source:READER",
 )
-"""Readers of checkpoints, in the order in which they are asked."""
+"""Our readers of checkpoints, in the order in which they are asked."""
+_LAST_READERS: Final = "streamshard.source.plug_ins:last_readers"
+"""Returns who is asked in place of the last one: it, where it knows a checkpoint; then others'."""
 
 
 def load(name: str) -> Any:  # noqa: ANN401
@@ -76,6 +78,12 @@ def reader_of(kind: str) -> Any:  # noqa: ANN401
     return next(reader for reader in readers() if reader.name == kind)
 
 
-def readers() -> Iterator[Any]:
-    """Yield the readers; see `source.reader.Reader`."""
+def own_readers() -> Iterator[Any]:
+    """Yield our readers; see `source.base_reader.Reader`."""
     return map(load, _READERS)
+
+
+def readers() -> Iterator[Any]:
+    """Yield the readers, those of other packages behind ours."""
+    yield from map(load, _READERS[:-1])
+    yield from load(_LAST_READERS)()

@@ -51,12 +51,12 @@ def _candidates_at(entry: Path) -> Iterator[str]:
 
 
 def _is_checkpoint(directory: Path) -> bool:
-    return any(reader.holds(directory) for reader in registry.readers())
+    return any(reader.holds(directory) for reader in registry.own_readers())
 
 
 def kind_at(place: Path) -> Any:  # noqa: ANN401
     """Return the kind of a checkpoint in a directory; that of a framework's is DeepSpeed's own."""
-    holding = (reader for reader in registry.readers() if reader.holds(place))
+    holding = (reader for reader in registry.own_readers() if reader.holds(place))
     return next(holding, None) or registry.reader_of("native")
 
 

@@ -64,5 +64,5 @@ class DirectoryContent:
 
     def is_one_checkpoint(self) -> bool:
         """Tell whether it is one checkpoint, store, set of dumps or export, and no more."""
-        answers = (reader.is_alone_in(self) for reader in registry.readers())
+        answers = (reader.is_alone_in(self) for reader in registry.own_readers())
         return next((answer for answer in answers if answer is not None), False)

@@ -27,8 +27,8 @@ from streamshard.formats.megatron import megatron_reader
 from streamshard.formats.torch.zip_audit import StoredRecord
 from streamshard.io.entries import examine, identify, is_directory, is_file, list_ahead
 from streamshard.sizes import counted
+from streamshard.source.base_reader import Reader
 from streamshard.source.directory_content import DirectoryContent
-from streamshard.source.reader import Reader
 from streamshard.source.sidecars import has_shards
 from streamshard.source.source import Request, Source
 from streamshard.source.structure import CheckedStructure, opened_to_check
@@ -82,7 +82,7 @@ class ItemFilesCheck(TorchFiles):
         return found
 
 
-class _DistributedReader(Reader):
+class DistributedReader(Reader):
     """Reads what `torch.distributed.checkpoint` saves."""
 
     name = "dcp"
@@ -150,7 +150,7 @@ class _DistributedReader(Reader):
         return CheckedStructure(self, place.name, check.files, check.units, source=opened)
 
 
-class _MegatronReader(_DistributedReader):
+class _MegatronReader(DistributedReader):
     name = "megatron"
     title = "Megatron's distributed checkpoint"
     completes = False
@@ -185,7 +185,7 @@ class _MegatronReader(_DistributedReader):
         return found
 
 
-class _RankShardsReader(_DistributedReader):
+class _RankShardsReader(DistributedReader):
     def holds(self, directory: Path) -> bool:
         """Tell so, unless whole files were made of those of ranks."""
         if not rank_shards.is_of_shards(directory) or has_shards(directory):
@@ -212,6 +212,6 @@ class _RankShardsReader(_DistributedReader):
         return replace(checked, files=(*checked.files, *shards))
 
 
-READER: Final = _DistributedReader()
+READER: Final = DistributedReader()
 MEGATRON: Final = _MegatronReader()
 RANK_SHARDS: Final = _RankShardsReader()

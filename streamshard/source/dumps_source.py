@@ -12,8 +12,8 @@ from streamshard.formats.deepspeed.dumps import dump_reader
 from streamshard.formats.deepspeed.read.validation import validate_dumps
 from streamshard.io.entries import paths_in
 from streamshard.model import Template
+from streamshard.source.base_reader import Reader
 from streamshard.source.directory_content import DirectoryContent
-from streamshard.source.reader import Reader
 from streamshard.source.shards_check import ReadableFiles, explain
 from streamshard.source.source import Request, Source
 from streamshard.source.structure import CheckedStructure

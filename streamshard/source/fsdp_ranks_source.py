@@ -15,8 +15,8 @@ from streamshard.formats.fsdp_ranks import fsdp_ranks_reader, rank_names
 from streamshard.formats.fsdp_ranks.flat_parameters import joined_of
 from streamshard.io.entries import is_file, paths_in
 from streamshard.model import NoteKind
+from streamshard.source.base_reader import Reader
 from streamshard.source.directory_content import DirectoryContent
-from streamshard.source.reader import Reader
 from streamshard.source.shards_check import ReadableFiles
 from streamshard.source.source import Request, Source
 from streamshard.source.structure import CheckedStructure, opened_to_check

@@ -13,7 +13,7 @@ from streamshard.io.entries import examine, is_directory, list_ahead, paths_belo
 from streamshard.io.files import require_inside
 from streamshard.io.object_path import is_packed_name
 from streamshard.model import Note
-from streamshard.source.reader import Reader
+from streamshard.source.base_reader import Reader
 from streamshard.source.sidecars import find_beside, has_shards
 from streamshard.source.source import Request, Source
 from streamshard.source.tag_directory import find_tag
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from streamshard.source.structure import CheckedStructure
 
 
-class _NativeReader(Reader):
+class NativeReader(Reader):
     name = "native"
     title = "DeepSpeed shards"
     is_tag = True
@@ -88,7 +88,7 @@ def _first(tag: str) -> str:
     return tag.partition("/")[0]
 
 
-class _CertainReader(_NativeReader):
+class _CertainReader(NativeReader):
     """Is asked first: one listing decides for the shards of an optimizer, without other readers."""
 
     is_alone_in = Reader.is_alone_in  # what is to be replaced may be of another kind
@@ -107,4 +107,4 @@ class _CertainReader(_NativeReader):
 
 
 CERTAIN: Final = _CertainReader()
-READER: Final = _NativeReader()
+READER: Final = NativeReader()

@@ -39,9 +39,9 @@ _UNTOLD: Final = (
 class Kind:
     """What one kind of checkpoint is like; a `Reader` is the kind that it reads."""
 
-    name: ClassVar[str]
+    name: str
     """What reports call this kind."""
-    title: ClassVar[str]
+    title: str
     """What text calls it."""
     is_tag: ClassVar[bool] = False
     """Whether it is a tag of a run directory, with the files that an engine saved."""
@@ -217,16 +217,6 @@ class Source(Reading):
             message = "its optimizer keeps 8 bits of each element and a scale for each block, which"
             message = f"{message} only files of ZeRO and stores hold. Give another"
             raise UnsupportedError(f"{message} {Option('format')} for the weights", path=self.path)
-
-    def require_as_written(self) -> None:
-        """Refuse a store in which another tool rewrote an array."""
-        rewritten = self.kind.rewritten(self)
-        if rewritten:
-            message = "rewritten by another tool: no archive that"
-            raise UnsupportedError(
-                f"{message} proves anything. Put back what streamshard wrote",
-                path=self.path / rewritten[0],
-            )
 
     def require_use_of_like(self, *, needed: bool = False, if_needed: bool = False) -> None:
         """Refuse a reference checkpoint that is not needed.

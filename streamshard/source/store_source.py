@@ -30,8 +30,8 @@ from streamshard.io.entries import examine, is_listed, list_ahead
 from streamshard.io.files import source_errors
 from streamshard.io.relative_paths import examiner, names_below
 from streamshard.model import MODULE
+from streamshard.source.base_reader import Reader
 from streamshard.source.directory_content import DirectoryContent
-from streamshard.source.reader import Reader
 from streamshard.source.source import Request, Source
 from streamshard.source.structure import CheckedStructure
 

@@ -19,9 +19,9 @@ from streamshard.io.entries import is_directory, is_file, paths_below, paths_in
 from streamshard.io.files import require_inside
 from streamshard.layout.zero import FlatGroup
 from streamshard.model import ITEMSIZE, MASTER, MODULE
+from streamshard.source.base_reader import Reader
 from streamshard.source.candidates import find_candidates
 from streamshard.source.directory_content import DirectoryContent
-from streamshard.source.reader import Reader
 from streamshard.source.shards_check import ReadableFiles
 from streamshard.source.sidecars import find_beside
 from streamshard.source.source import Request, Source

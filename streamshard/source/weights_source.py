@@ -8,9 +8,9 @@ from streamshard.errors import SourceError, release_frames
 from streamshard.formats import pretrained
 from streamshard.formats.deepspeed import names
 from streamshard.io.entries import is_file
+from streamshard.source.base_reader import Reader
 from streamshard.source.candidates import find_candidates
 from streamshard.source.directory_content import DirectoryContent
-from streamshard.source.reader import Reader
 from streamshard.source.sidecars import has_shards
 from streamshard.source.source import Request, Source
 from streamshard.source.structure import CheckedStructure

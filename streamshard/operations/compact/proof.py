@@ -11,7 +11,13 @@ from streamshard.checks.scan import scan
 from streamshard.compare.comparison import compare
 from streamshard.compare.matching import pair_up
 from streamshard.engine.run import resident_memory
-from streamshard.errors import CorruptFileError, IntegrityError, NoSpaceError, Option
+from streamshard.errors import (
+    CorruptFileError,
+    IntegrityError,
+    NoSpaceError,
+    Option,
+    UnsupportedError,
+)
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.deepspeed import names
 from streamshard.formats.zarr import store_state
@@ -77,10 +83,21 @@ def prove(
     resident_memory.restart_peak()
     with source_errors(archived.store):
         archive = open_source(archived.store)
-    archive.require_as_written()
+    require_as_written(archive)
     sides = [omissions.tag_only(side) if tag_only else side for side in (archive, source)]
     log.run("state_equal", lambda: _state_equal(*sides))
     return archive
+
+
+def require_as_written(archive: Source) -> None:
+    """Refuse a store in which another tool rewrote an array."""
+    rewritten = archive.kind.rewritten(archive)
+    if rewritten:
+        message = "rewritten by another tool: no archive that"
+        raise UnsupportedError(
+            f"{message} proves anything. Put back what streamshard wrote",
+            path=archive.path / rewritten[0],
+        )
 
 
 def _synced(archived: ArchivedTag) -> str:

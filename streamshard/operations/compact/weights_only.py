@@ -30,7 +30,14 @@ from streamshard.io.files import source_errors, target_errors
 from streamshard.io.object_path import is_object
 from streamshard.operations.compact import compact_report, omissions
 from streamshard.operations.compact.compact_report import CompactedTag
-from streamshard.operations.compact.proof import content_equal, intact, prove, same_archive, sums_of
+from streamshard.operations.compact.proof import (
+    content_equal,
+    intact,
+    prove,
+    require_as_written,
+    same_archive,
+    sums_of,
+)
 from streamshard.operations.compact.receipts import (
     DROPPING,
     WEIGHTS_ONLY,
@@ -74,7 +81,7 @@ class WeightsOnlyStore:
         limits = limits or Limits(resident_memory.resident_bytes(), None, None)
         resident_memory.restart_peak()
         full = open_source(store)
-        full.require_as_written()
+        require_as_written(full)
         with source_errors(store):
             index = StoreIndex(full.path)
             raise_first(fault.error for fault in index.metadata_faults())

@@ -1,0 +1,200 @@
+"""Readers of other packages, by the entry point group `streamshard.readers`.
+
+They are asked where none of our own knows a checkpoint, so that what ours read does not depend on
+what is installed. What they return is checked as what a file says is, and taken for a distributed
+checkpoint: a model and the states of its optimizer, each tensor in boxes.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Final
+
+from streamshard import registry
+from streamshard.checks.problems import MALFORMED, Findings
+from streamshard.checks.torch_check import TorchFiles
+from streamshard.errors import CorruptFileError, SourceError, StreamshardError, UsageError
+from streamshard.formats.dcp.dcp_reader import Distributed
+from streamshard.formats.deepspeed import names
+from streamshard.formats.pickle.inert import show
+from streamshard.formats.pickle.node_checks import of_file
+from streamshard.formats.torch.zip_audit import StoredRecord
+from streamshard.io.entries import is_directory, paths_below
+from streamshard.io.files import require_inside
+from streamshard.reader import VERSION, FormatReader
+from streamshard.source.base_reader import Reader
+from streamshard.source.candidates import find_candidates
+from streamshard.source.directory_content import DirectoryContent
+from streamshard.source.distributed_source import DistributedReader
+from streamshard.source.native_source import NativeReader
+from streamshard.source.plugged_contents import laid_out
+from streamshard.source.sidecars import has_shards
+from streamshard.source.source import Request, Source
+from streamshard.source.structure import CheckedStructure, opened_to_check
+
+_GROUP: Final = "streamshard.readers"
+_SETTING: Final = "STREAMSHARD_READERS"
+_ONLY_OWN: Final = "own"
+
+
+def last_readers() -> Iterator[Reader]:
+    """Yield our own for what it knows, those of other packages, and one for what nobody knows."""
+    yield _KnownReader()
+    setting = os.environ.get(_SETTING, "")
+    if setting not in ("", _ONLY_OWN):
+        raise UsageError(f"{_SETTING} is {setting!r}; it may be '{_ONLY_OWN}' or empty")
+    plugged, failures = ((), ()) if setting else _installed()
+    yield from plugged
+    yield _UnknownReader(failures)
+
+
+@cache
+def _installed() -> tuple[tuple["PluggedReader", ...], tuple[str, ...]]:
+    """Load the readers of all installed packages; returns also why some cannot be used."""
+    plugged: list[PluggedReader] = []
+    failures: list[str] = []
+    for entry in entry_points(group=_GROUP):
+        package = "an unknown package" if entry.dist is None else entry.dist.name
+        if package == "streamshard":
+            continue
+        try:
+            plugged.append(PluggedReader(_loaded(entry), package, failures))
+        except Exception as error:  # whatever another package's code raises
+            failures.append(f"The reader {entry.name!r} of {package} is not used: {error!r:.200}.")
+    _require_one_of_each_kind(plugged)
+    return tuple(plugged), tuple(failures)
+
+
+def _loaded(entry: EntryPoint) -> FormatReader:
+    reader = entry.load()
+    if not isinstance(reader, FormatReader):
+        raise TypeError(f"{entry.value} is no instance of streamshard.reader.FormatReader")
+    if reader.version != VERSION:
+        message = f"it is written for version {reader.version} of streamshard.reader"
+        raise TypeError(f"{message}, this is version {VERSION}")
+    return reader
+
+
+def _require_one_of_each_kind(plugged: Iterable["PluggedReader"]) -> None:
+    packages: dict[str, list[str]] = {r.name: ["streamshard"] for r in registry.own_readers()}
+    for reader in plugged:
+        packages.setdefault(reader.name, []).append(reader.package)
+    for kind, known in packages.items():
+        if len(known) > 1:
+            message = f"{' and '.join(known)} have a reader of the kind {show(kind)}, which one may"
+            raise UsageError(f"{message}. Uninstall one, or set {_SETTING}={_ONLY_OWN}")
+
+
+class _KnownReader(NativeReader):
+    """Reads what is DeepSpeed's for certain, or is no directory."""
+
+    def recognizes(self, request: Request) -> Path | None:
+        root = request.root
+        is_known = not is_directory(root) or has_shards(root) or names.latest_of(root) is not None
+        return root if is_known or find_candidates(root) else None
+
+
+class _UnknownReader(NativeReader):
+    """Says what is wrong with what no reader knows, and which readers could not be asked."""
+
+    def __init__(self, failures: Sequence[str]) -> None:
+        self._failures = failures
+
+    def recognizes(self, request: Request) -> Path | None:
+        return request.root
+
+    def open(self, place: Path, request: Request) -> Source:
+        with self._noted():
+            return super().open(place, request)
+
+    def check_structure(
+        self, place: Path, request: Request, findings: Findings
+    ) -> CheckedStructure:
+        with self._noted():
+            return super().check_structure(place, request, findings)
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        try:
+            yield
+        except SourceError as error:
+            for text in self._failures:
+                error.add_note(text)
+            raise
+
+
+@dataclass(slots=True)
+class _SummedFiles(TorchFiles):
+    """Files to check against the checksums that a reader says are recorded of them."""
+
+    def _records(self, path: Path) -> Sequence[StoredRecord]:
+        recorded = next(file.recorded for file in self.files if file.path == path)
+        if recorded is None:
+            self._unprotected.append(path.name)
+            return ()
+        columns = (recorded.starts, recorded.stops, recorded.crc32s)
+        rows = zip(recorded.names, *(column.tolist() for column in columns), strict=True)
+        return [StoredRecord(name, start, stop - start, crc) for name, start, stop, crc in rows]
+
+
+class PluggedReader(DistributedReader):
+    """Reads by a reader of another package."""
+
+    facts = frozenset()
+
+    def __init__(self, reader: FormatReader, package: str, failures: Sequence[str]) -> None:
+        self.name, self.title = reader.name, reader.title
+        self.package = package
+        self._reader = reader
+        self._failures = failures
+
+    def holds(self, directory: Path) -> bool:
+        with self._errors(directory):
+            return is_directory(directory) and self._reader.recognizes(directory)
+
+    def recognizes(self, request: Request) -> Path | None:
+        place = self.at(request)
+        if place is not None:
+            rivals = [r for r in _installed()[0] if r is not self and r.holds(place)]
+            if rivals:
+                packages = " and ".join(r.package for r in (self, *rivals))
+                message = f"may be what the readers of {packages} read. Uninstall one of them"
+                raise UsageError(message, path=place)
+        return place
+
+    def is_alone_in(self, content: DirectoryContent) -> bool | None:
+        return None
+
+    def index_of(self, place: Path, known: Set[str]) -> Distributed:
+        for path in paths_below(place):
+            require_inside(path, place)
+        with of_file(place), self._errors(place):
+            return laid_out(place, self.title, self._reader.read(place), self._failures)
+
+    def other_files(self, source: Source) -> Iterable[tuple[str, int]]:
+        return ()
+
+    def check_structure(
+        self, place: Path, request: Request, findings: Findings
+    ) -> CheckedStructure:
+        opened = opened_to_check(place, request, findings)
+        with self._errors(place):
+            for text in self._reader.problems(place) if opened is not None else ():
+                findings.add(MALFORMED, place, f"{place}: {text}")
+        check = _SummedFiles(() if opened is None else opened.files, lambda _: None, findings)
+        return CheckedStructure(self, place.name, check.files, check.units, source=opened)
+
+    @contextmanager
+    def _errors(self, path: Path) -> Iterator[None]:
+        """Turn what another package's code raises into an error about what it reads."""
+        try:
+            yield
+        except (StreamshardError, OSError, MemoryError):
+            raise
+        except Exception as error:
+            message = f"the reader of {self.package} failed ({error!r:.200}): the files are not"
+            raise CorruptFileError(f"{message} what it takes them for", path=path) from error
