@@ -43,7 +43,6 @@ def carry_out(arguments: argparse.Namespace, signals: Signals) -> int:
 
 
 def _run(run: _Runner, arguments: argparse.Namespace) -> int:
-    """Run one verb to its end; returns the exit code."""
     try:
         if arguments.verb in OPTIONS:
             OPTIONS[arguments.verb](**keywords(arguments))  # refuses what makes no sense
@@ -96,7 +95,7 @@ _VERBS: Final[Mapping[str, str]] = {
     "convert": "streamshard.cli.transfer_command:run_transfer",
     "export": "streamshard.cli.transfer_command:run_transfer",
     "merge": "streamshard.cli.transfer_command:run_transfer",
-    "graft": "streamshard.cli.transfer_command:run_transfer",
+    "graft": "streamshard.cli.graft_command:run_graft",
     "verify": "streamshard.cli.verify_command:run_verify",
     "diff": "streamshard.cli.diff_command:run_diff",
     "inspect": "streamshard.cli.inspect_command:run_inspect",

@@ -167,7 +167,6 @@ def _add_options(verb: "_Parser", kind: type[Options]) -> None:
 
 
 def _add_general(group: argparse._ArgumentGroup) -> None:
-    """Add what every verb takes."""
     group.add_argument("--json", action="store_true", help="print one JSON document")
     volume = group.add_mutually_exclusive_group()
     quiet = "print only errors, and the path of the result where there is one"
@@ -399,7 +398,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _near(word: str, known: Iterable[str]) -> str | None:
-    """Find the known word that is nearest to a mistyped one, if any is near."""
     from difflib import get_close_matches  # not at the top: most command lines are right
 
     return next(iter(get_close_matches(word, known, n=1)), None)
@@ -432,8 +430,6 @@ class _Printing(argparse.Action):
 
 
 class _HelpAll(_Printing):
-    """Prints the help with all options."""
-
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         if isinstance(parser, _Parser):
             parser.rare = ()

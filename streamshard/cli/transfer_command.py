@@ -1,10 +1,10 @@
 """The verbs that write a checkpoint on the command line."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from streamshard import registry
 from streamshard.cli.parser import keywords
@@ -28,13 +28,15 @@ PLANNERS: Final[Mapping[str, str]] = {
 """The function that plans each verb that writes, by text: a verb loads only its own."""
 
 
-def run_transfer(arguments: argparse.Namespace) -> None:
-    """Plan a verb that writes, and run the plan."""
+def run_transfer(
+    arguments: argparse.Namespace, tables: Callable[[Any], str] = lambda report: ""
+) -> None:
+    """Plan a verb that writes, and run the plan; `tables` are what its text has as well."""
     planner = registry.load(PLANNERS[arguments.verb])
     with display(is_quiet=arguments.quiet) as progress:
         plan = planner(**keywords(arguments))
         done = _carry_out(plan, arguments, progress)
-    _show(*done, arguments)
+    _show(*done, arguments, tables(done[0]))
 
 
 def _carry_out(
@@ -48,15 +50,17 @@ def _carry_out(
     return plan.run(progress), None
 
 
-def _show(report: Report, estimate: "Estimate | None", arguments: argparse.Namespace) -> None:
+def _show(
+    report: Report, estimate: "Estimate | None", arguments: argparse.Namespace, tables: str
+) -> None:
     if arguments.quiet and not arguments.json:
         write_path(report.path, is_done=not arguments.dry_run)
     elif estimate is None:
-        text = partial(report_text, report, verbose=arguments.verbose)
+        text = partial(report_text, report, tables, verbose=arguments.verbose)
         print_result(report, arguments, text, is_done=not arguments.dry_run)
     else:
         # Not at the top: a dry run alone shows it.
         from streamshard.cli.text.estimate_text import plan_text
 
-        text = partial(plan_text, report, estimate, verbose=arguments.verbose)
+        text = partial(plan_text, report, estimate, tables, verbose=arguments.verbose)
         print_result(report, arguments, text, more={"estimate": asdict(estimate)})

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 
 from streamshard.compare.comparison import Pair, SideElements
-from streamshard.engine.run.source_reader import SourceReader
 from streamshard.errors import Option, UnsupportedError
 from streamshard.formats.deepspeed.model_parallel.pipeline_layers import (
     LayerCopy,
@@ -25,6 +24,8 @@ from streamshard.io.readable import Readable
 from streamshard.layout.cutting import Cutting
 from streamshard.model import ITEMSIZE, MODULE, LogicalTensor, SourceFile
 from streamshard.source.source import Source
+from streamshard.source.source_access import SourceAccess
+from streamshard.source.tensor_bytes import TensorBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class _KeptFiles:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._reader = SourceReader(source.files)
+        self._access = SourceAccess(source)
 
     def path(self, file: int) -> Path:
         if self._source.kind.is_store:
@@ -89,39 +90,12 @@ class _KeptFiles:
 
     def open(self, file: int) -> AbstractContextManager[Readable]:
         if self._source.kind.is_store:
-            return nullcontext(_StoredFile(self._source, self._reader, file))
+            return nullcontext(TensorBytes(self._source, self._access, file))
         return open_readable(self._own(file).path)
 
     def close(self) -> None:
-        self._reader.close()
+        self._access.close()
 
     def _own(self, file: int) -> SourceFile:
         cutting = self._source.cutting
         return self._source.files[int(cutting.file[cutting.first_piece[file]])]
-
-
-class _StoredFile:
-    """The bytes of a file that a store keeps."""
-
-    takes_requests = False
-
-    def __init__(self, source: Source, reader: SourceReader, tensor: int) -> None:
-        self._source = source
-        self._reader = reader
-        self._tensor = tensor
-        self.nbytes = source.checkpoint.tensors[tensor].nbytes
-        """Size in bytes."""
-
-    def prepare(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Do nothing: what is read is a part of a larger piece."""
-
-    def read_at(self, offset: int, count: int) -> bytes:
-        """Read bytes from an offset; fewer than `count` only at the end of the file."""
-        stop = min(offset + count, self.nbytes)
-        copies = self._source.region(self._tensor, offset, stop).copies
-        data = bytearray(max(stop - offset, 0))
-        rows = zip(copies.file, copies.source, copies.target, copies.nbytes, strict=True)
-        for file, start, target, nbytes in rows:
-            view = memoryview(data)[target : target + nbytes]
-            self._reader.read_into(int(file), int(start), view)
-        return bytes(data)

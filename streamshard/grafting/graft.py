@@ -1,18 +1,20 @@
 """`graft`: writes the job of a changed model, with the training of an earlier checkpoint in it."""
 
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
 from streamshard.errors import UsageError
 from streamshard.formats.deepspeed import ds_config
 from streamshard.formats.frameworks import resize
-from streamshard.grafting.grafted_source import Graft
+from streamshard.grafting.grafted_source import Grafted, grafted
+from streamshard.grafting.record import GraftReport, RuleCount
 from streamshard.grafting.rules import Rules
 from streamshard.io.entries import read_document
 from streamshard.io.files import source_errors
 from streamshard.io.object_path import as_path
 from streamshard.layout.batch import BatchPlan
-from streamshard.native import resizing
 from streamshard.native.resharding import resharding_of
 from streamshard.native.target_files import NativeWriter
 from streamshard.options import takes
@@ -59,13 +61,21 @@ def _plan(options: GraftOptions) -> TransferPlan:
     target = as_path(options.target)
     require_other(options.start, target)
 
+    counts: Mapping[str, RuleCount] = {}
+
     def prepare(source: Source) -> Output:
+        nonlocal counts
         start = open_source(options.start)
         require_separate(start.path, target, start.directories)
-        return _output(options, rules, source, start)
+        source.require_use_of_like()
+        made = grafted(source, start, rules, is_fresh=options.fresh_states)
+        counts = made.counts
+        return _output(options, rules, source, start, made)
 
     opened = partial(open_source, options.source, options, takes_bare=True)
-    return plan_opened(options, opened, prepare)
+    plan = plan_opened(options, opened, prepare)
+    known = {field.name: getattr(plan.report, field.name) for field in fields(Report)}
+    return replace(plan, report=GraftReport(**known, by_rule=counts))
 
 
 def _read(path: Path) -> Rules:
@@ -79,25 +89,18 @@ def _read(path: Path) -> Rules:
         raise UsageError(f"{path}: {error}") from error
 
 
-def _output(options: GraftOptions, rules: Rules, source: Source, start: Source) -> Output:
+def _output(
+    options: GraftOptions, rules: Rules, source: Source, start: Source, made: Grafted
+) -> Output:
     """Decide what the files of the target are: those of a repartition of what is grafted."""
-    source.require_use_of_like()
-    grafted = Graft(source, start, rules, options.fresh_states).grafted()
     old, new = source.checkpoint, start.checkpoint
-    found = resharding_of(grafted.source, new.ranks, ds_version=start.facts.ds_version)
+    found = resharding_of(made.source, new.ranks, ds_version=start.facts.ds_version)
     # Files of ranks are those of SRC's; how a batch is made up, START's config says.
     paths = [file.path for file in found.source.checkpoint.files]
     resized = resize(old.tag, paths, source_world_size=old.ranks, world_size=new.ranks)
+    resizes = replace(found, source=source, resized=resized).explain(_batch_of(new.config))
     settings = found.settings
     layout = settings.layout
-    resizes = resizing.explain(
-        source,
-        new.ranks,
-        resized,
-        dp_world_size=layout.world_size,
-        config=settings.config,
-        job=_batch_of(new.config),
-    )
     shaping = layout, settings.config, settings.module_dtype, settings.is_bf16
     decisive = {
         "verb": "graft",
@@ -117,15 +120,10 @@ def _output(options: GraftOptions, rules: Rules, source: Source, start: Source) 
         source_world_size=old.ranks,
         world_size=new.ranks,
         zero_stage=layout.stage,
-        notes=(
-            *grafted.notes,
-            *settings.notes,
-            *found.source.checkpoint.remarks,
-            *resizes.notes,
-        ),
+        notes=(*made.notes, *settings.notes, *found.source.checkpoint.remarks, *resizes.notes),
         latest=old.tag,
         changes=resizes.changes,
-        check=(lambda _, __: grafted.find_means()) if grafted.warm else None,
+        check=made.find_means if made.warm else None,
         reopened=-(-layout.world_size // new.layout.world_size),
     )
 

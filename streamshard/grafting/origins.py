@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Final, Self
 
 from streamshard.errors import UsageError
@@ -77,8 +78,8 @@ class Inventory:
         return name in self.unsaved or is_missing
 
     @property
-    def names(self) -> list[str]:
-        return [*self.trained, *self.untrained]
+    def shapes(self) -> dict[str, Shape]:
+        return {**self.trained, **self.untrained}
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,10 @@ class Origin:
     rows: int | None = None
     """How many leading rows come from SRC; None for all."""
     is_warm: bool = False
+
+    def kept_numel(self, shape: Shape) -> int:
+        """Count the leading elements of a tensor of START that come from SRC."""
+        return prod(shape if self.rows is None else (self.rows, *shape[1:]))
 
 
 @dataclass
@@ -165,16 +170,16 @@ class _Finding:
     def require_all_named(self, found: Mapping[str, Origin]) -> None:
         """Refuse differences without a rule, and tensors of SRC that would be used up twice."""
         uses = Counter(origin.source for origin in found.values() if origin.source is not None)
-        for name in self.start.names:
+        for name in self.start.shapes:
             choice = self.rules.choice(name)
             if choice.naming == MOVE and uses[choice.source] > 1:
                 message = (
                     f"'{choice.source}' is moved to '{name}', and used once more: give 'new' for"
                 )
                 raise UsageError(f"{message} the other one, or 'copy' in place of 'move'")
-        here = {*self.start.names, *self.start.unsaved}
+        here = {*self.start.shapes, *self.start.unsaved}
         known = {name for name in here if not self.rules.choice(name).naming}
-        for name in self.source.names:
+        for name in self.source.shapes:
             is_dropped = self.rules.drops(name)
             if is_dropped and uses[name]:
                 raise UsageError(f"'{name}' is dropped, and START has its values: leave one out")
@@ -187,8 +192,7 @@ class _Finding:
         """Take from what is needed the pairs that look like one parameter under two names."""
         sides = [
             {name: shapes[name] for name in self.needed.get(word, ()) if name in shapes}
-            for word, one in ((NEW, self.start), (DROP, self.source))
-            for shapes in ({**one.trained, **one.untrained},)
+            for word, shapes in ((NEW, self.start.shapes), (DROP, self.source.shapes))
         ]
         moves = renames(*sides)
         for new, old in moves.items():
@@ -200,7 +204,7 @@ class _Finding:
 
     def _refusal(self) -> UsageError:
         count = sum(map(len, self.needed.values()))
-        start, source = self.start.names, self.source.names
+        start, source = [*self.start.shapes], [*self.source.shapes]
         lines = lines_of_moves(self._moves(), start)
         names = {word: source if word == DROP else start for word in self.needed}
         lines += lines_for(self.needed, names)
@@ -221,7 +225,7 @@ def origins_of(source: Inventory, start: Inventory, rules: Rules) -> dict[str, O
         If there is a difference that no rule names; its notes are the rules that would. If rules
         exclude each other, or name something that is not there.
     """
-    rules.require_used(source.names, [*start.names, *start.unsaved])
+    rules.require_used([*source.shapes], [*start.shapes, *start.unsaved])
     finding = _Finding(source, start, rules)
     found = {
         name: finding.origin(name, shape, is_trained=is_trained)
@@ -236,10 +240,10 @@ def dropped_rows(
     source: Inventory, start: Inventory, origins: Mapping[str, Origin]
 ) -> Iterator[tuple[str, int]]:
     """Yield the tensors of START that have fewer rows than SRC's, and how many fewer."""
+    before, after = source.shapes, start.shapes
     for name, origin in origins.items():
         if origin.rows is not None and origin.source is not None:
-            of = source.trained if origin.state == MASTER else source.untrained
-            fewer = of[origin.source][0] - {**start.trained, **start.untrained}[name][0]
+            fewer = before[origin.source][0] - after[name][0]
             if fewer > 0:
                 yield name, fewer
 

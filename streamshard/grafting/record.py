@@ -2,8 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from math import prod
+from dataclasses import asdict, dataclass, field
 from typing import Final, Self
 
 from streamshard.compare.comparison import Pair, Pairing, SideElements
@@ -16,6 +15,7 @@ from streamshard.model import ITEMSIZE, MASTER, MODULE, LogicalTensor
 from streamshard.sizes import show_bytes, some_of
 from streamshard.source.source import Source
 from streamshard.source.source_access import head_of
+from streamshard.transfer.report import Report
 
 _MOST_BYTES: Final = 1 << 24
 
@@ -35,6 +35,14 @@ class RuleCount:
 
     tensors: int
     elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class GraftReport(Report):
+    """The result of a graft, or of its plan."""
+
+    by_rule: Mapping[str, RuleCount] = field(default_factory=dict)
+    """Rule, or `kept` → what it made."""
 
 
 @dataclass(frozen=True)
@@ -63,19 +71,16 @@ class GraftRecord:
             message = f"is no record of a graft ({error})"
             raise CorruptFileError(message, path=source.path / str(path)) from error
 
-    @property
-    def table(self) -> str:
+    def __str__(self) -> str:
         listed = (
             f"{label} {count.tensors:,} ({count.elements:,} elements, "
             f"{show_bytes(4 * count.elements)} in fp32)"
             for label, count in self.counts.items()
         )
-        return f"Tensors by rule: {'; '.join(listed)}."
-
-    def __str__(self) -> str:
         fresh = ", with fresh states" * self.fresh_states
         made = f"Grafted from {self.source.path}, tag {self.source.tag}, into what"
-        return f"{made} {self.start.path} saved before its first step{fresh}. {self.table}"
+        made = f"{made} {self.start.path} saved before its first step{fresh}. Tensors by rule:"
+        return f"{made} {'; '.join(listed)}."
 
 
 def described(source: Source) -> tuple[str, ...]:
@@ -130,10 +135,9 @@ class _GraftPairing:
             self._found.only(tensor, is_left=True)
             return
         there = self._old.tensors[row]
-        rows = tensor.shape[:1] if origin.rows is None else (origin.rows,)
-        numel = prod((*rows, *tensor.shape[1:]))
         left, right = SideElements(number, tensor.dtype), SideElements(row, there.dtype)
         size, name = ITEMSIZE[tensor.dtype], f"{tensor.state} of '{tensor.name}'"
+        numel = origin.kept_numel(tensor.shape)
         self._found.pairs.append(Pair(name, left, right, numel, tensor.dtype, size, tensor))
 
     def _tell(self, origins: Mapping[str, Origin]) -> None:

@@ -1,6 +1,6 @@
 """Refuses checkpoints, and states of optimizers, of which no graft can be made."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 import numpy as np
@@ -8,6 +8,7 @@ import numpy as np
 from streamshard.errors import Option, UnsupportedError, UsageError
 from streamshard.formats.checkpoint import Checkpoint, ModelPart, ParamGroup
 from streamshard.grafting.job_state import COUNTED_SETTINGS
+from streamshard.grafting.origins import Origin
 from streamshard.sizes import counted, some_of
 from streamshard.source.source import Source
 
@@ -76,6 +77,14 @@ def _optimizer_of(checkpoint: Checkpoint) -> str | None:
     section = checkpoint.config.get("optimizer")
     name = section.get("type") if isinstance(section, dict) else None
     return name.lower() if isinstance(name, str) else None
+
+
+def require_whole_rows(origins: Mapping[str, Origin], start: Source) -> None:
+    """Refuse rows of tensors that may be cut among parts, where they begin elsewhere then."""
+    for name in (n for n, origin in origins.items() if origin.rows is not None):
+        message = f"'{name}' has another count of rows, which tensor parallelism may have cut:"
+        message = f"{message} take SRC and START to one part first, with 'streamshard repartition'"
+        raise UnsupportedError(f"{message} and {Option('tensor_parallel', 1)}", path=start.path)
 
 
 def require_same_settings(

@@ -2,52 +2,31 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import closing
 from pathlib import PurePosixPath
 from typing import Any, Final
 
-from streamshard.formats.dcp.dcp_writer import value_item
-from streamshard.formats.deepspeed import names
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import storages_in
 from streamshard.grafting.schedules import (
     BASE,
+    BASES,
+    LAST_RATES,
+    MOST_NESTED,
+    NESTED,
     RATE,
-    Origins,
-    Parts,
     States,
-    grafted_scheduler_file,
 )
+from streamshard.model import FILE
 from streamshard.source.source import Source
-from streamshard.source.source_access import head_of
+from streamshard.source.source_access import SourceAccess
+from streamshard.source.tensor_bytes import TensorBytes
 
 _NAME: Final = re.compile(r"scheduler(_\d+)?\.(pt|bin)")
-_MOST_BYTES: Final = 1 << 24
-_BASES, _LAST_RATES, _ = names.RATES_PER_GROUP
 _PER_GROUP: Final = ("lr_lambdas", "min_lrs", "max_lrs")
 """Other lists with an entry for each param group: of LambdaLR and MultiplicativeLR (torch saves
 None for a plain function), ReduceLROnPlateau, CyclicLR."""
-_NESTED: Final = "_schedulers"
-_MOST_NESTED: Final = 64
-
-
-@dataclass(frozen=True)
-class _BytesInMemory:
-    """A file's bytes that are in memory."""
-
-    data: bytes
-    takes_requests = False
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.data)
-
-    def prepare(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Do nothing: all of it is there."""
-
-    def read_at(self, offset: int, count: int) -> bytes:
-        return self.data[offset : offset + count]
 
 
 def scheduler_files(source: Source, start: Source) -> dict[str, States]:
@@ -67,29 +46,23 @@ def scheduler_files(source: Source, start: Source) -> dict[str, States]:
     return found
 
 
-def content_of(
-    states: States, parts: Parts, origins: Origins, *, scheduler_of_start: bool
-) -> bytes | None:
-    """Return the file for OUT; None if the job is to begin with a scheduler of its own."""
-    state = grafted_scheduler_file(states, parts, origins, scheduler_of_start=scheduler_of_start)
-    return None if state is None else value_item(state)
-
-
 def _state_in(source: Source, path: str) -> Node | None:
     """Read a scheduler's state; None if there is none, or if it has tensors."""
-    data = head_of(source, path, _MOST_BYTES)
-    if data is None:
+    number = source.checkpoint.tensor_index().get(("", FILE, path))
+    if number is None:
         return None
-    root = torch_file.read_content(_BytesInMemory(data), source.path / path, -1).root
+    with closing(SourceAccess(source)) as access:
+        file = TensorBytes(source, access, number)
+        root = torch_file.read_content(file, source.path / path, -1).root
     return root if next(storages_in(root), None) is None else None
 
 
 def _begun(state: Node, groups: Sequence[Mapping[str, Node]], depth: int = 0) -> Any:  # noqa: ANN401
     """Return a scheduler's state with other param groups; None if their entries are unknown."""
     bases = [group.get(BASE) for group in groups]
-    if not isinstance(state, dict) or None in bases or depth > _MOST_NESTED:
+    if not isinstance(state, dict) or None in bases or depth > MOST_NESTED:
         return None
-    rates = {_BASES: bases, _LAST_RATES: [group.get(RATE) for group in groups]}
+    rates = {BASES: bases, LAST_RATES: [group.get(RATE) for group in groups]}
     begun = {**state, **{key: value for key, value in rates.items() if key in state}}
     for key in _PER_GROUP:
         entries = state.get(key)
@@ -97,6 +70,6 @@ def _begun(state: Node, groups: Sequence[Mapping[str, Node]], depth: int = 0) ->
             if any(entry != entries[0] for entry in entries):
                 return None
             begun[key] = entries[:1] * len(groups)
-    if isinstance(state.get(_NESTED), list):
-        begun[_NESTED] = [_begun(nested, groups, depth + 1) for nested in state[_NESTED]]
+    if isinstance(state.get(NESTED), list):
+        begun[NESTED] = [_begun(nested, groups, depth + 1) for nested in state[NESTED]]
     return begun

@@ -22,10 +22,10 @@ _POSITION: Final = frozenset(
 """What schedulers count: torch's (`torch/optim/lr_scheduler.py`, 2.13; the last five are of
 CosineAnnealingWarmRestarts and ReduceLROnPlateau), and DeepSpeed's, whose states have nothing else
 (`deepspeed/runtime/lr_schedules.py`, 0.19.8)."""
-_BASES, _LAST_RATES, _ = names.RATES_PER_GROUP
-_PASSING: Final = frozenset({"verbose", "_get_lr_called_within_step", "_is_initial", _LAST_RATES})
+BASES, LAST_RATES, _ = names.RATES_PER_GROUP
+_PASSING: Final = frozenset({"verbose", "_get_lr_called_within_step", "_is_initial", LAST_RATES})
 """What some versions of torch do not save, or save later, and no schedule depends on."""
-_NESTED: Final = "_schedulers"
+NESTED: Final = "_schedulers"
 """States of the schedulers that SequentialLR and ChainedScheduler run."""
 _ENDS: Final = "_milestones"
 """Steps at which SequentialLR goes from one of them to the next."""
@@ -35,7 +35,7 @@ BASE: Final = "initial_lr"
 """Base rate in a param group, which torch's schedulers put there."""
 RATE: Final = "lr"
 _OTHERWISE: Final = "The rule 'scheduler start' takes START's rates."
-_MOST_NESTED: Final = 64
+MOST_NESTED: Final = 64
 _ROUNDING: Final = Fraction(1, 10**9)
 """Shares that differ less are equal: chainable schedulers round at every step."""
 
@@ -75,13 +75,13 @@ class SchedulePlace:
     def _scheduler(self, source: Mapping[str, Node], start: Mapping[str, Node]) -> dict[str, Node]:
         """Return START's state of a scheduler at the source's position."""
         state = {k: source[k] if k in _POSITION else value for k, value in start.items()}
-        if _count(start, _NESTED):
-            nested = zip(source[_NESTED], start[_NESTED], strict=True)
-            state[_NESTED] = [self._scheduler(*pair) for pair in nested]
-        counts = [_count(scheduler, _LAST_RATES) for scheduler in (source, start)]
+        if _count(start, NESTED):
+            nested = zip(source[NESTED], start[NESTED], strict=True)
+            state[NESTED] = [self._scheduler(*pair) for pair in nested]
+        counts = [_count(scheduler, LAST_RATES) for scheduler in (source, start)]
         if counts == [len(self._source_bases), len(self.bases)]:
-            rates = source[_LAST_RATES], start[_LAST_RATES]
-            state[_LAST_RATES], _ = self._placed(*rates, (source, state))
+            rates = source[LAST_RATES], start[LAST_RATES]
+            state[LAST_RATES], _ = self._placed(*rates, (source, state))
         return state
 
     def _placed(
@@ -138,7 +138,7 @@ class SchedulePlace:
         return "param group " + some_of([f"{k} (now {show(self.rates[k])})" for k in groups])
 
     def _differing_settings(self) -> list[str]:
-        aside = {*_POSITION, *_PASSING, _BASES, _NESTED}
+        aside = {*_POSITION, *_PASSING, BASES, NESTED}
         pairs = list(_pairs(*self._states or (None, None)))
         keys = [(a[k], b[k], k) for a, b in pairs for k in a.keys() - aside if k in b]
         # A list with an entry for each param group says nothing where their counts differ.
@@ -152,14 +152,14 @@ def objection(source: Node, start: Node) -> str | None:
         if not isinstance(state, dict):
             return f"{which} has no state of one"
     pairs = list(_pairs(source, start))
-    if len(pairs) == _MOST_NESTED:
-        return f"it has {_MOST_NESTED} others in it, or more"
+    if len(pairs) == MOST_NESTED:
+        return f"it has {MOST_NESTED} others in it, or more"
     for mine, starting in pairs:
         keys, others = mine.keys() - _PASSING, starting.keys() - _PASSING
-        if keys != others or _count(mine, _NESTED) != _count(starting, _NESTED):
-            differing = show_few(sorted(map(str, keys ^ others)) or [_NESTED])
+        if keys != others or _count(mine, NESTED) != _count(starting, NESTED):
+            differing = show_few(sorted(map(str, keys ^ others)) or [NESTED])
             return f"the source has one of another kind (without the same {differing})"
-        if not keys & {*_POSITION, _NESTED}:
+        if not keys & {*_POSITION, NESTED}:
             return f"no entry is known to count steps ({show_few(sorted(map(str, keys)))})"
     return None
 
@@ -175,18 +175,18 @@ def _count(state: Mapping[str, Node], key: str) -> int:
 def _pairs(source: Node, start: Node) -> Iterator[tuple[dict[str, Node], dict[str, Node]]]:
     """Yield the states of schedulers that are nested alike, the outer first, at most 64."""
     waiting = [(source, start)]
-    for _ in range(_MOST_NESTED):
+    for _ in range(MOST_NESTED):
         if waiting:
             mine, starting = (state if isinstance(state, dict) else {} for state in waiting.pop(0))
             yield mine, starting
-            if _count(mine, _NESTED) and _count(starting, _NESTED):
-                waiting += zip(mine[_NESTED], starting[_NESTED], strict=False)
+            if _count(mine, NESTED) and _count(starting, NESTED):
+                waiting += zip(mine[NESTED], starting[NESTED], strict=False)
 
 
 def _bases_of(part: ModelPart, state: Node) -> list[Node]:
     """Return the base rate of each param group; None where no file has it."""
     groups = part.hyper_parameters
-    lists = [found[_BASES] for found, _ in _pairs(state, state) if _count(found, _BASES)]
+    lists = [found[BASES] for found, _ in _pairs(state, state) if _count(found, BASES)]
     listed = next((bases for bases in lists if len(bases) == len(groups)), [None] * len(groups))
     return [group.get(BASE, base) for group, base in zip(groups, listed, strict=True)]
 
@@ -215,10 +215,10 @@ def _number(node: Node) -> Fraction | None:
 
 def _floor(state: Mapping[str, Node]) -> Node:
     """Return the rate that a schedule falls to in the part of it that it has reached."""
-    while _count(state, _ENDS) and _count(state, _NESTED):
+    while _count(state, _ENDS) and _count(state, NESTED):
         at, steps = state.get(_STEP), [end for end in state[_ENDS] if isinstance(end, int)]
         ended = sum(isinstance(at, int) and end <= at for end in steps)
-        state = state[_NESTED][min(ended, len(state[_NESTED]) - 1)]
+        state = state[NESTED][min(ended, len(state[NESTED]) - 1)]
     return state.get(_FLOOR, 0)
 
 

@@ -17,6 +17,15 @@ from streamshard.transfer.report import Change
 _SCHEDULER: Final = "lr_scheduler"
 _COUNTERS: Final = ("last_epoch", "last_batch_iteration", "num_updates", "_step_count")
 """Keys in which schedulers keep their step: torch's, DeepSpeed's, others'."""
+_LIMIT_BATCH: Final = 1 << 24
+"""More samples than any global batch has; up to this number, all ways to divide it can be tried."""
+_UNKNOWN: Final = (
+    "The checkpoint's config lacks the global batch size. The job keeps it if micro batch x "
+    "accumulation x world size stays as it was."
+)
+_UNSURE: Final = (
+    "This holds unless sequences are cut among several ranks: the checkpoint's config does not say."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,21 +124,6 @@ def _schedule(checkpoint: Checkpoint) -> Iterator[str]:
         yield f"The learning rates of the param groups are kept; {who} no scheduler."
 
 
-_LIMIT_BATCH: Final = 1 << 24
-"""More samples than any global batch has; up to this number, all ways to divide it can be tried."""
-
-
-_UNKNOWN = (
-    "The checkpoint's config lacks the global batch size. The job keeps it if micro batch x "
-    "accumulation x world size stays as it was."
-)
-
-
-_UNSURE: Final = (
-    "This holds unless sequences are cut among several ranks: the checkpoint's config does not say."
-)
-
-
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
     """The global batch of the job that saved, and the settings that keep it in the new job.
@@ -189,7 +183,8 @@ def global_batch(
     known = _complete(*ds_config.batch_sizes(checkpoint.config), saved_ranks // before)
     if known is None:
         return _UNKNOWN
-    now = _ranks_per_sample_now(checkpoint, config, before)
+    is_meshed = checkpoint.replicas > 1
+    now = 1 if is_meshed else ds_config.sequence_parallel_size(config) or before
     if world_size % now:
         return (
             f"Every sequence is cut among {now} ranks, which do not divide {world_size}: take a "
@@ -203,7 +198,7 @@ def global_batch(
         accumulation=accumulation,
         ranks=world_size // now,
         where=_where(checkpoint, world_size, now),
-        data_parallel_size=world_size if checkpoint.replicas > 1 else None,
+        data_parallel_size=world_size if is_meshed else None,
         is_sure=recorded is not None,
     )
 
@@ -243,13 +238,6 @@ def _ranks_per_sample(checkpoint: Checkpoint, saved_ranks: int) -> int | None:
     recorded = degrees.values() if isinstance(degrees, dict) else ()
     beyond = prod(n for n in recorded if isinstance(n, int)) // len(checkpoint.model_parts)
     return beyond if beyond > 1 else None
-
-
-def _ranks_per_sample_now(checkpoint: Checkpoint, config: ds_config.Config, before: int) -> int:
-    """Return among how many data-parallel ranks the new job cuts each sample."""
-    if checkpoint.replicas > 1:
-        return 1
-    return ds_config.sequence_parallel_size(config) or before
 
 
 def _complete(

@@ -99,11 +99,7 @@ def targets_of(source: Source, settings: TargetSettings) -> list[ZeroTarget]:
     checkpoint, layout = source.checkpoint, settings.layout
     if objection := checkpoint.objection(layout):
         raise load(UNCUTTABLE)(objection, checkpoint, layout, source.path)
-    dtype, index = settings.module_dtype, checkpoint.tensor_index()
-    cuts = [
-        cut_model_part(checkpoint, model_part, layout, dtype)
-        for model_part in checkpoint.model_parts
-    ]
+    index = checkpoint.tensor_index()
     return [
         ZeroTarget(
             checkpoint=checkpoint,
@@ -113,8 +109,8 @@ def targets_of(source: Source, settings: TargetSettings) -> list[ZeroTarget]:
             config=settings.config,
             module_dtype=settings.module_dtype,
             is_bf16=settings.is_bf16,
-            cut=cut,
+            cut=cut_model_part(checkpoint, model_part, layout, settings.module_dtype),
             index=index,
         )
-        for mp_rank, (model_part, cut) in enumerate(zip(checkpoint.model_parts, cuts, strict=True))
+        for mp_rank, model_part in enumerate(checkpoint.model_parts)
     ]

@@ -18,7 +18,7 @@ _SCHEME: Final = re.compile(r"^(\w+):/(?!/)")
 """Start of an object's path as `commonpath` leaves it."""
 
 
-def plan_text(report: Report, estimate: Estimate, *, verbose: bool) -> str:
+def plan_text(report: Report, estimate: Estimate, tables: str = "", *, verbose: bool) -> str:
     """Format what a run would do."""
     reads = _files("reads", estimate.reads, verbose=verbose)
     writes = _files("writes", estimate.writes, verbose=verbose)
@@ -26,12 +26,12 @@ def plan_text(report: Report, estimate: Estimate, *, verbose: bool) -> str:
     listed = {
         line for change in estimate.changes for line in (change.text, *change.text.split("\n"))
     }
-    blocks = [facts_text(list(_summary(report, estimate)), wraps=True), reads, writes]
+    blocks = [facts_text(list(_summary(report, estimate)), wraps=True), tables, reads, writes]
     if estimate.changes:
         blocks.append("For the job that resumes:\n" + facts_text(subjects, wraps=True))
     said = " ".join(text for _, text in subjects)
     blocks += [paragraph(n) for n in report.notes if n not in listed and n not in said]
-    return "\n\n".join(blocks)
+    return "\n\n".join(filter(None, blocks))
 
 
 def _summary(report: Report, estimate: Estimate) -> Iterator[tuple[str, str]]:

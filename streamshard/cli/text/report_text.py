@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from streamshard.operations.diff.diff_report import DiffReport
 
 
-def report_text(report: Report, *, verbose: bool) -> str:
+def report_text(report: Report, tables: str = "", *, verbose: bool) -> str:
     """Format what a run did, or would do."""
     if report.found is not None:
         return _found(report)
@@ -34,7 +34,8 @@ def report_text(report: Report, *, verbose: bool) -> str:
     if report.seconds is not None:
         rate = report.bytes_written / max(report.seconds, 1e-9)
         facts.append(("took", f"{report.seconds:.1f} s, {show_bytes(int(rate))}/s"))
-    return "\n\n".join([facts_text(facts), *map(paragraph, report.notes)])
+    blocks = [facts_text(facts), tables, *map(paragraph, report.notes)]
+    return "\n\n".join(filter(None, blocks))
 
 
 def target_text(report: Report) -> str:
@@ -55,7 +56,6 @@ def resize_fact(report: Report) -> tuple[str, str]:
 
 
 def _found(report: Report) -> str:
-    """Say that there is nothing to do, and why."""
     if report.found == "source":
         ranks = counted(report.source_world_size, "rank")
         return f"Nothing to do: a job with {ranks} resumes from {report.path}."
