@@ -56,27 +56,16 @@ _LOADS: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """A tensor to write."""
+class DcpEntry:
+    """A tensor to write, or another value."""
 
     paths: tuple[StatePath, ...]
     """More than one if it is tied, or loaders know it by several keys."""
-    dtype: str
-    shape: tuple[int, ...]
     content: Whole | bytes
-    """The source's tensor, or the elements."""
-
-
-@dataclass(frozen=True, slots=True)
-class ValueEntry:
-    """Another value to write."""
-
-    paths: tuple[StatePath, ...]
-    item: bytes
-    """The whole item."""
-
-
-DcpEntry = TensorEntry | ValueEntry
+    """The source's tensor, or the elements; of another value its whole item."""
+    dtype: str = ""
+    """Empty for a value that is no tensor."""
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +91,8 @@ def choose_contents(checkpoint: Checkpoint, chosen: Weights, layout: str) -> Dcp
         raise UnsupportedError(" ".join((reason, *checkpoint.remarks)).removesuffix("."))
     keys = _Keys(layout)
     model: list[DcpEntry] = [
-        TensorEntry(
-            tuple(keys.weight(name) for name in weight.names),
-            weight.dtype,
-            weight.shape,
-            Whole(weight.tensor),
-        )
-        for weight in chosen.weights
+        DcpEntry(tuple(map(keys.weight, w.names)), Whole(w.tensor), w.dtype, w.shape)
+        for w in chosen.weights
     ]
     optimizer = _OptimizerEntries(checkpoint, model_part, chosen, keys)
     entries = list(optimizer.all())
@@ -186,7 +170,7 @@ class _OptimizerEntries:
                         number = index[self.model_part.name, state, param]
                         tensor = self.checkpoint.tensors[number]
                         path = self.keys.state(name, state)
-                        yield TensorEntry((path,), tensor.dtype, tensor.shape, Whole(number))
+                        yield DcpEntry((path,), Whole(number), tensor.dtype, tensor.shape)
         for number, (group, stored) in enumerate(zip(groups, names, strict=True)):
             yield from self._scalars(group, stored)
             yield from self._group(number, group, stored)
@@ -196,7 +180,7 @@ class _OptimizerEntries:
         for key, state in group.common_states.items():
             paths = tuple(self.keys.state(name, key) for name in stored)
             if paths and key == STEP:
-                yield TensorEntry(paths, "float32", (), step_of(state))
+                yield DcpEntry(paths, step_of(state), "float32")
             elif paths:
                 yield self._value(paths, state.node())
 
@@ -213,12 +197,12 @@ class _OptimizerEntries:
     def _value(self, paths: tuple[StatePath, ...], value: Node) -> DcpEntry:
         tensor = tensor_of(value)
         if tensor is not None and _is_whole(tensor):
-            return TensorEntry(paths, tensor.dtype, tensor.shape, _content(tensor))
+            return DcpEntry(paths, _content(tensor), tensor.dtype, tensor.shape)
         if next(storages_in(value), None) is not None:
             key = ".".join(map(str, paths[0]))
             message = f"'{key}' holds tensors inside of another object, or parts of storages"
             raise UnsupportedError(message)
-        return ValueEntry(paths, dcp_writer.value_item(value))
+        return DcpEntry(paths, dcp_writer.value_item(value))
 
     def notes(self) -> Iterator[str]:
         """Say what torch's optimizers have and the checkpoint has not."""
@@ -249,32 +233,13 @@ def _content(tensor: Tensor) -> Whole | bytes:
     return content
 
 
-@dataclass(frozen=True, slots=True)
-class DcpItem:
-    """An item, and its place."""
-
-    entry: DcpEntry
-    offset: int
-    """Where it begins in its file."""
-    nbytes: int
-    first: int = 0
-    """First row of its part of a tensor."""
-    shape: tuple[int, ...] = ()
-    """Shape of this part."""
-
-    @property
-    def start(self) -> int:
-        """Index of its first element in the tensor."""
-        return self.first * math.prod(self.shape[1:])
-
-
 class DcpFiles:
     """Places the items of a distributed checkpoint, in one file for each directory."""
 
     def __init__(self, source: Source, contents: DcpContents) -> None:
         self._tensors = source.checkpoint.tensors
         self.notes = contents.notes
-        self.held: dict[str, list[DcpItem]] = {}
+        self.held: dict[str, list[tuple[DcpEntry, ItemPlace]]] = {}
         """File → the items in it, in order."""
         self._metadata: dict[str, bytes] = {}
         self._entries = [entry for entries in contents.folders.values() for entry in entries]
@@ -286,15 +251,12 @@ class DcpFiles:
         name, end, placed = dcp_names.ITEM_FILE, 0, []
         for entry in entries:
             places = []
-            for first, shape, nbytes in _parts(entry):
-                item = DcpItem(entry, end, nbytes, first, shape)
-                self.held.setdefault(prefix + name, []).append(item)
-                places.append(ItemPlace(name, item.offset, nbytes, first, shape))
+            for first, shape in dcp_writer.chunks(entry.shape, ITEMSIZE.get(entry.dtype, 1)):
+                nbytes = frame_of(entry, shape).nbytes
+                places.append(ItemPlace(name, end, nbytes, first, shape))
                 end += nbytes
-            dtype, whole = (
-                (entry.dtype, entry.shape) if isinstance(entry, TensorEntry) else ("", ())
-            )
-            placed.append(PlacedEntry(entry.paths, tuple(places), dtype, whole))
+            self.held.setdefault(prefix + name, []).extend((entry, place) for place in places)
+            placed.append(PlacedEntry(entry.paths, tuple(places), entry.dtype, entry.shape))
         self._metadata[prefix + dcp_names.METADATA] = serialize_metadata(placed)
 
     def documents(self) -> Mapping[str, bytes]:
@@ -302,46 +264,31 @@ class DcpFiles:
         return self._metadata
 
     def tensors(self) -> int:
-        return sum(isinstance(entry, TensorEntry) for entry in self._entries)
+        return sum(bool(entry.dtype) for entry in self._entries)
 
     def tensor(self, number: int) -> LogicalTensor:
         return self._tensors[number]
 
     def layouts(self) -> Iterator[FileLayout]:
         for path, items in self.held.items():
-            yield FileLayout(path, [piece for item in items for piece in self._pieces(item)])
+            yield FileLayout(path, [piece for item in items for piece in _pieces(*item)])
         yield from fixed_files(self._metadata, is_last=True)
 
-    def frame(self, item: DcpItem) -> ItemFrame:
-        """Return what is known of an item's bytes without reading the source."""
-        entry = item.entry
-        if isinstance(entry, ValueEntry):
-            return ItemFrame(entry.item, (b"",), 0)
-        frame = dcp_writer.tensor_frame(entry.dtype, item.shape)
-        if isinstance(entry.content, bytes):
-            return ItemFrame(frame.around(entry.content), (b"",), 0)
-        return frame
 
-    def _pieces(self, item: DcpItem) -> Iterator[Fixed | Elements]:
-        entry, frame = item.entry, self.frame(item)
-        yield Fixed(frame.head)
-        if not frame.content_bytes:
-            yield Fixed(b"".join(frame.tail))
-        elif isinstance(entry, TensorEntry) and isinstance(entry.content, Whole):
-            yield Elements(
-                entry.content,
-                frame.content_bytes,
-                entry.dtype,
-                item.start,
-                Trailer(frame.tail),
-                str(entry.paths[0][-1]),
-            )
+def frame_of(entry: DcpEntry, shape: tuple[int, ...]) -> ItemFrame:
+    """Return what is known without reading the source of the item with a part of an entry."""
+    if isinstance(entry.content, Whole):
+        return dcp_writer.tensor_frame(entry.dtype, shape)
+    frame = dcp_writer.tensor_frame(entry.dtype, shape) if entry.dtype else None
+    return ItemFrame(frame.around(entry.content) if frame else entry.content, (b"",), 0)
 
 
-def _parts(entry: DcpEntry) -> Iterator[tuple[int, tuple[int, ...], int]]:
-    """Yield the first row, the shape and the size of each item of an entry."""
-    if isinstance(entry, ValueEntry):
-        yield 0, (), len(entry.item)
+def _pieces(entry: DcpEntry, place: ItemPlace) -> Iterator[Fixed | Elements]:
+    frame = frame_of(entry, place.shape)
+    yield Fixed(frame.head)
+    if not isinstance(entry.content, Whole) or not frame.content_bytes:
+        yield Fixed(b"".join(frame.tail))
         return
-    for first, shape in dcp_writer.chunks(entry.shape, ITEMSIZE[entry.dtype]):
-        yield first, shape, dcp_writer.tensor_frame(entry.dtype, shape).nbytes
+    name, start = str(entry.paths[0][-1]), place.first * math.prod(place.shape[1:])
+    trailer = Trailer(frame.tail)
+    yield Elements(entry.content, frame.content_bytes, entry.dtype, start, trailer, name)

@@ -22,7 +22,7 @@ from streamshard.io.files import target_errors
 from streamshard.layout.cutting import Cutting
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.model import BLOB, ITEMSIZE, SourceFile, Whole
-from streamshard.operations.export.dcp_contents import DcpFiles, TensorEntry
+from streamshard.operations.export.dcp_contents import DcpFiles, frame_of
 from streamshard.operations.export.model_sidecars import ModelSidecars
 from streamshard.operations.export.universal_files import UniversalFiles
 from streamshard.operations.export.weights import WeightFiles
@@ -87,9 +87,9 @@ def _opened(
     """Open what was written; the units check so many bytes that have checksums."""
     if isinstance(files, DcpFiles):
         items = [
-            WrittenItem(place / name, item.offset, files.frame(item))
+            WrittenItem(place / name, item.offset, frame_of(entry, item.shape))
             for name, items in files.held.items()
-            for item in items
+            for entry, item in items
         ]
         _require_lengths(items)
         written = _tensors(place, files, source)
@@ -155,8 +155,8 @@ def _tensors(place: Path, files: DcpFiles, source: Source) -> _Written:
     entries = {
         key_of(entry.paths[0]): (entry, entry.content)
         for items in files.held.values()
-        for entry in (item.entry for item in items)
-        if isinstance(entry, TensorEntry) and isinstance(entry.content, Whole)
+        for entry, _ in items
+        if isinstance(entry.content, Whole)
     }
     tensors = {key: files.tensor(content.tensor) for key, (_, content) in entries.items()}
     raw = {key for key, tensor in tensors.items() if tensor.state == BLOB}
