@@ -33,7 +33,11 @@ from streamshard.formats.foreign_checkpoint import foreign_checkpoint
 from streamshard.formats.fsdp_ranks import rank_names
 from streamshard.formats.fsdp_ranks.device_meshes import require_ascending, with_local
 from streamshard.formats.fsdp_ranks.flat_parameters import WRAPPED, Names, flat_node
-from streamshard.formats.fsdp_ranks.optimizer_files import RanksOptimizer, read_optimizer
+from streamshard.formats.fsdp_ranks.optimizer_files import (
+    NO_OPTIMIZER,
+    RanksOptimizer,
+    read_optimizer,
+)
 from streamshard.formats.fsdp_ranks.rank_names import EXTRA, KINDS, MODEL, OPTIMIZER
 from streamshard.formats.fsdp_ranks.rank_trees import TreeShape
 from streamshard.formats.fsdp_ranks.sharded_tensors import (
@@ -115,38 +119,29 @@ class _Ranks:
         entries = tuple(self._entries())
         own = [entry for entry in entries if entry.kind != "alias"]
         optimizer = self._optimizer({entry.name: self.parts[entry.name] for entry in own})
-        is_flat = bool(self.unread) if optimizer is None else bool(optimizer.flat)
-        if self.wrapped and not is_flat:
+        if self.wrapped and not (optimizer.is_flat or self.unread):
             message = "the optimizer's states are not those of flat parameters"
             raise UsageError(f"{self.directory}: {message}; leave {WRAPPED} out")
-        if optimizer is not None:
-            entries = tuple(_tied(entry, optimizer.tied) for entry in entries)
-            own = [entry for entry in entries if entry.kind != "alias"]
-        extra = self._extra()
-        groups = () if optimizer is None else optimizer.groups
+        entries = tuple(_tied(entry, optimizer.tied) for entry in entries)
+        own = [entry for entry in entries if entry.kind != "alias"]
+        extra, groups = self._extra(), optimizer.groups
         trained = {name for group in groups for name in group.params}
         shapes = {entry.name: entry.shape for entry in own}
         tensors = optimizer_tensors(groups, shapes, "")
-        if optimizer is not None and not groups:
-            cut = optimizer.cut.values()
-            tensors += [LogicalTensor(o.state, o.name, o.dtype, o.shape) for o in cut]
-            for flat in optimizer.flat.values():
-                both = zip(flat.names, flat.shapes, strict=True)
-                tensors += [LogicalTensor(flat.state, n, flat.dtype, shape) for n, shape in both]
+        if not groups:
+            tensors += [tensor for one in optimizer.cut.values() for tensor in one.tensors]
         tensors += [
             LogicalTensor(MODULE, e.name, e.dtype, e.shape) for e in own if e.name not in trained
         ]
         number = {(tensor.state, tensor.name): n for n, tensor in enumerate(tensors)}
-        found = self._boxes_by_tensor(own, optimizer, trained)
-        boxes = {number[key]: held for key, held in found}
         kept = self._kept(entries, number, trained, optimizer)
         whole: dict[int, tuple[int, int]] = {}
         adopt_blobs([kept, extra], tensors, whole, first=0, model_part="")
         files = adopt_files(self._sidecars(), self.sources, tensors, whole)
         builder = CuttingBuilder([ITEMSIZE[tensor.dtype] for tensor in tensors])
-        for row, held in boxes.items():
-            _place(builder, row, tensors[row], held, self.directory)
-        for flat in () if optimizer is None else optimizer.flat.values():
+        for key, held in self._boxes_by_tensor(own, optimizer, trained):
+            _place(builder, number[key], tensors[number[key]], held, self.directory)
+        for flat in (one for one in optimizer.cut.values() if one.is_joined):
             rows = [number[flat.state, name] for name in flat.names]
             _place_flat(builder, rows, tensors, self._of_replica(flat.boxes))
         for row, (file, offset) in whole.items():
@@ -158,11 +153,11 @@ class _Ranks:
             tensors,
             tuple(replace(e, kind="param") if e.name in trained else e for e in entries),
             groups,
-            () if optimizer is None else optimizer.hyper_parameters,
+            optimizer.hyper_parameters,
             {**kept, EXTRA: extra},
             files,
             (*self.sources.notes, *self._notes(optimizer)),
-            (*self.unread, *(_PIECES if optimizer and optimizer.is_in_pieces else ())),
+            (*self.unread, *(_PIECES if optimizer.is_in_pieces else ())),
         )
         return Reading(checkpoint, builder.build(), tuple(self.sources.files))
 
@@ -201,11 +196,11 @@ class _Ranks:
             kind = "weight" if tied == name else "alias"
             yield ModuleEntry(name, kind, dtype, shape, "" if tied == name else tied)
 
-    def _optimizer(self, weights: Mapping[str, Sequence[RankPart]]) -> RanksOptimizer | None:
+    def _optimizer(self, weights: Mapping[str, Sequence[RankPart]]) -> RanksOptimizer:
         """Read the optimizer; weights are read also where it cannot be."""
         paths = self.files[OPTIMIZER]
         if not paths:
-            return None
+            return NO_OPTIMIZER
         try:
             rank_names.require_ranks(self.directory, OPTIMIZER, paths, len(self.files[MODEL]))
             return read_optimizer(paths, self.sources, weights, self.wrapped, self.joined)
@@ -214,7 +209,7 @@ class _Ranks:
             kind = _FAULTS.get(type(error))
             self.fault = Note(f"{error}.", kind) if kind is not None else None
             self.unread[f"the optimizer's state ({error})"] = NoteKind.UNREAD
-            return None
+            return NO_OPTIMIZER
 
     def _extra(self) -> list[Node]:
         """Read the other state of each rank, in order of rank."""
@@ -233,7 +228,7 @@ class _Ranks:
     def _boxes_by_tensor(
         self,
         entries: Sequence[ModuleEntry],
-        optimizer: RanksOptimizer | None,
+        optimizer: RanksOptimizer,
         trained: Collection[str],
     ) -> Iterator[tuple[tuple[str, str], Sequence[Box]]]:
         for name in (entry.name for entry in entries):
@@ -241,8 +236,9 @@ class _Ranks:
             if self.parts[name][0].is_dtensor:
                 boxes = self._of_replica(boxes)
             yield (MASTER if name in trained else MODULE, name), boxes
-        for one in () if optimizer is None else optimizer.cut.values():
-            yield (one.state, one.name), self._of_replica(one.boxes)
+        for one in optimizer.cut.values():
+            if not one.is_joined:
+                yield (one.state, one.names[0]), self._of_replica(one.boxes)
 
     def _of_replica(self, boxes: Sequence[Box]) -> Sequence[Box]:
         self.has_replica |= any(len(box.copies) >= self.replica for box in boxes)
@@ -253,7 +249,7 @@ class _Ranks:
         entries: Sequence[ModuleEntry],
         number: Mapping[tuple[str, str], int],
         trained: Collection[str],
-        optimizer: RanksOptimizer | None,
+        optimizer: RanksOptimizer,
     ) -> dict[str, Node]:
         """Return what rank 0 saved, with whole logical tensors in the place of its parts."""
         storages: dict[str, Storage] = {}
@@ -269,18 +265,18 @@ class _Ranks:
         template = TreeShape.of(self.root)
         leaves = [replaced.get(id(leaf), leaf) for leaf in template.leaves]
         kept: dict[str, Node] = {MODEL: template.filled(leaves)}
-        if optimizer is not None:
+        if optimizer is not NO_OPTIMIZER:
             states = list(optimizer.template.leaves)
             for n, one in optimizer.cut.items():
-                storage = _storage(one.dtype, one.shape, number[one.state, one.name])
-                tensor = make_tensor(storage, one.shape)
-                states[n] = tensor if optimizer.is_in_pieces else with_local(states[n], tensor)
-            for n, flat in optimizer.flat.items():
-                inside = list[Node]()
-                for name, shape in zip(flat.names, flat.shapes, strict=True):
-                    storage = _storage(flat.dtype, shape, number[flat.state, name])
-                    inside.append(make_tensor(storage, shape))
-                states[n] = flat_node(inside)
+                inside = [
+                    make_tensor(_storage(t.dtype, t.shape, number[t.state, t.name]), t.shape)
+                    for t in one.tensors
+                ]
+                if one.is_joined:
+                    states[n] = flat_node(inside)
+                else:
+                    is_whole = optimizer.is_in_pieces
+                    states[n] = inside[0] if is_whole else with_local(states[n], inside[0])
             kept[OPTIMIZER] = optimizer.template.filled(states)
         return kept
 
@@ -301,7 +297,7 @@ class _Ranks:
             require_regular(path, self.directory)
         return found
 
-    def _notes(self, optimizer: RanksOptimizer | None) -> Iterator[Note]:
+    def _notes(self, optimizer: RanksOptimizer) -> Iterator[Note]:
         known = {path for paths in self.files.values() for path in paths}
         strays = [p.name for p in _files_in(self.directory) if rank_names.is_rank_file(p.name)]
         strays = [name for name in strays if self.directory / name not in known]
@@ -312,7 +308,7 @@ class _Ranks:
             yield Note(f"Not read: {text}.", note_kind)
         if self.fault is not None:
             yield self.fault
-        if optimizer is not None and optimizer.untold:
+        if optimizer.untold:
             text = (
                 f"No file tells which parameters the optimizer's states are of: {optimizer.untold}"
             )
@@ -322,10 +318,8 @@ class _Ranks:
             text = f"Not read, as they are no tensors: {show_few(self.others)}"
             yield Note(f"{text}. Files for other ranks get rank 0's.", NoteKind.LEFT_OUT)
         boxes = dict(self.boxes)
-        for one in () if optimizer is None else optimizer.cut.values():
-            boxes[f"{one.state} of {one.name}"] = list(one.boxes)
-        for flat in () if optimizer is None else optimizer.flat.values():
-            boxes[f"{flat.state} of {show_few(flat.names)}"] = list(flat.boxes)
+        for one in optimizer.cut.values():
+            boxes[f"{one.state} of {show_few(one.names)}"] = list(one.boxes)
         differing = [
             name
             for name, held in boxes.items()

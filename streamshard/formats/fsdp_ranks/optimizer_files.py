@@ -43,7 +43,7 @@ from streamshard.formats.fsdp_ranks.sharded_tensors import (
 from streamshard.formats.pickle.inert import Node, show, show_few
 from streamshard.formats.pickle.node_checks import name_of, of_file
 from streamshard.formats.torch.torch_tensor import Tensor, tensor_of
-from streamshard.model import BLOB, FILE, ITEMSIZE, MASTER, MODULE
+from streamshard.model import BLOB, FILE, ITEMSIZE, MASTER, MODULE, LogicalTensor
 
 _STATE: Final = "state"
 _GROUPS: Final = "param_groups"
@@ -58,24 +58,18 @@ class CutState:
     """A state that is cut among ranks."""
 
     state: str
-    name: str
-    """Name of its parameter, or its number where no file tells the name."""
-    dtype: str
-    shape: Shape
-    boxes: Sequence[Box]
-
-
-@dataclass(frozen=True, slots=True)
-class FlatCut:
-    """A state of parameters that FSDP1 has joined."""
-
-    state: str
     names: tuple[str, ...]
-    """Names of these parameters, or the number of what they are joined to."""
+    """Its parameter, or those that FSDP1 has joined; its number where no file tells the name."""
     shapes: Sequence[Shape]
     dtype: str
     boxes: Sequence[Box]
-    """The ranks' parts of it, in order."""
+    is_joined: bool = False
+    """Whether the boxes are the ranks' parts of what parameters are joined to, in order."""
+
+    @property
+    def tensors(self) -> Iterator[LogicalTensor]:
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            yield LogicalTensor(self.state, name, self.dtype, shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +80,6 @@ class RanksOptimizer:
     """What rank 0 saved, without tensors."""
     cut: Mapping[int, CutState]
     """Number of a tensor in the template → what it is."""
-    flat: Mapping[int, FlatCut]
-    """The same of tensors in which parameters are joined."""
     groups: tuple[ParamGroup, ...]
     """Empty if they cannot be told."""
     hyper_parameters: Sequence[Mapping[str, Node]]
@@ -99,6 +91,14 @@ class RanksOptimizer:
     is_in_pieces: bool
     """Whether ranks have runs of each parameter, as with FSDP1's `use_orig_params`."""
 
+    @property
+    def is_flat(self) -> bool:
+        """Whether it holds states of flat parameters."""
+        return any(one.is_joined for one in self.cut.values())
+
+
+NO_OPTIMIZER: Final = RanksOptimizer(TreeShape(b"", ()), {}, (), (), "", {}, is_in_pieces=False)
+
 
 def read_optimizer(
     paths: Sequence[Path],
@@ -106,8 +106,8 @@ def read_optimizer(
     weights: Mapping[str, Sequence[RankPart]],
     wrapped: Sequence[str],
     joined: Sequence[Names] | None = None,
-) -> RanksOptimizer | None:
-    """Open the optimizers of all ranks, in order of rank; None if no rank has one.
+) -> RanksOptimizer:
+    """Open the optimizers of all ranks, in order of rank.
 
     `weights`: the ranks' parts of each weight that is no other's second name, in the model's order.
     `wrapped`: patterns of the modules that FSDP1 wrapped, where they are known.
@@ -121,7 +121,7 @@ def read_optimizer(
         message = f"differs from {paths[0]} in more than tensors"
         raise DisagreementError(message, path=paths[number])
     if not roots[0]:
-        return None
+        return NO_OPTIMIZER
     with of_file(paths[0].parent):
         reading = _Reading(
             roots[0], templates, sources, weights, wrapped, joined, is_in_pieces=is_in_pieces
@@ -164,13 +164,13 @@ class _Reading:
         self._weights = {name: parts[0] for name, parts in weights.items()}
         self._tied: Mapping[str, str] = {}
         self._numbers = {id(leaf): n for n, leaf in enumerate(templates[0].leaves)}
+        self._is_flat = self._has_flat_states()
 
     def optimizer(self) -> RanksOptimizer:
         names, untold = self._names()
-        is_flat = self._is_flat()
-        if untold and is_flat and not self._is_in_pieces:
+        if untold and self._is_flat and not self._is_in_pieces:
             raise UnsupportedError(untold)
-        cut, flat = dict[int, CutState](), dict[int, FlatCut]()
+        cut = dict[int, CutState]()
         paths = {id(leaf): path for path, leaf in paths_to_tensors(self._root)}
         for number, leaf in enumerate(self._templates[0].leaves):
             path = paths.get(id(leaf))
@@ -179,40 +179,30 @@ class _Reading:
                 raise UnsupportedError(message)
             parts = [part_of(template.leaves[number]) for template in self._templates]
             held = [part for part in parts if part is not None]
-            if is_flat and held[0].shape and path[0] == _STATE:
-                own = [part.local[0] for part in held]
-                if self._is_in_pieces:
-                    cut[number] = self._piece_cut(path, names, own)
-                else:
-                    flat[number] = self._flat_cut(path, names, own)
+            if self._is_flat and held[0].shape and path[0] == _STATE:
+                cut_of = self._piece_cut if self._is_in_pieces else self._flat_cut
+                cut[number] = cut_of(path, names, [part.local[0] for part in held])
             elif all(part.is_plain for part in held):
                 self._require_alike(path, [part.local[0] for part in held])
             else:
                 state, (name,) = _state_of(path, names)
-                cut[number] = _cut_state(state, name, held)
-        known = {(one.state, one.name) for one in cut.values()}
-        if len(known) < len(cut):
+                what = f"{state} of '{name}'"
+                boxes, dtype = boxes_of(what, held), dtype_of(what, held)
+                cut[number] = CutState(state, (name,), [held[0].shape], dtype, boxes)
+        if len({(one.state, one.names) for one in cut.values()}) < len(cut):
             raise CorruptFileError("has a state of a parameter twice")
         groups, options = list[ParamGroup](), list[Mapping[str, Node]]()
         if not untold:
             try:
-                groups += self._groups(names, {**cut, **flat})
+                groups += self._groups(names, cut)
                 options += map(self._options, self._root[_GROUPS])
             except UnsupportedError as error:
                 untold = str(error)
                 groups.clear()
-        return RanksOptimizer(
-            self._templates[0],
-            cut,
-            flat,
-            tuple(groups),
-            options,
-            untold,
-            self._tied,
-            self._is_in_pieces,
-        )
+        found = self._templates[0], cut, tuple(groups), options, untold, self._tied
+        return RanksOptimizer(*found, self._is_in_pieces)
 
-    def _is_flat(self) -> bool:
+    def _has_flat_states(self) -> bool:
         """Tell whether states are those of FSDP1's flat parameters, as no state of FSDP2 is."""
         states = self._root.get(_STATE)
         if not isinstance(states, dict):
@@ -283,7 +273,7 @@ class _Reading:
 
     def _flat_cut(
         self, path: Sequence[Node], names: Mapping[Node, tuple[str, ...]], own: Sequence[Tensor]
-    ) -> FlatCut:
+    ) -> CutState:
         state, joined = _state_of(path, names)
         what, parts = f"{state} of flat parameter {show(path[1])}", dict[int, Box]()
         if len({(tensor.dtype, tensor.shape) for tensor in own}) > 1:
@@ -298,7 +288,7 @@ class _Reading:
         shapes = [self._weights[name].shape for name in joined]
         self._require_padding(what, sum(map(math.prod, shapes)), parts)
         boxes = [parts[shard] for shard in range(len(parts))]
-        return FlatCut(state, joined, shapes, own[0].dtype, boxes)
+        return CutState(state, joined, shapes, own[0].dtype, boxes, is_joined=True)
 
     def _piece_cut(
         self, path: Sequence[Node], names: Mapping[Node, tuple[str, ...]], own: Sequence[Tensor]
@@ -320,7 +310,7 @@ class _Reading:
         if weight is None or start != math.prod(weight.shape) or len({t.dtype for t in own}) > 1:
             message = f"{what} has {start:,} elements of all ranks, and is no state of '{name}'"
             raise UnsupportedError(message)
-        return CutState(state, name, own[0].dtype, weight.shape, boxes)
+        return CutState(state, (name,), [weight.shape], own[0].dtype, boxes)
 
     def _require_padding(self, what: str, numel: int, parts: Mapping[int, Box]) -> None:
         """Require zeros behind the last parameter: an optimizer makes none of padding."""
@@ -373,7 +363,7 @@ class _Reading:
             return {key: (name_of(name),) for pairs in both for key, name in pairs}, ""
         if len(groups) > 1:
             return {}, f"its parameters are numbered, in {len(groups)} param groups"
-        if self._is_flat() and not self._is_in_pieces:
+        if self._is_flat and not self._is_in_pieces:
             return self._joined(keys), ""
         return self._numbered(keys)
 
@@ -397,7 +387,7 @@ class _Reading:
         return {key: (name,) for key, name in names.items()}, ""
 
     def _groups(
-        self, names: Mapping[Node, tuple[str, ...]], cut: Mapping[int, CutState | FlatCut]
+        self, names: Mapping[Node, tuple[str, ...]], cut: Mapping[int, CutState]
     ) -> Iterator[ParamGroup]:
         states = self._root[_STATE]
         for number, group in enumerate(self._root[_GROUPS]):
@@ -421,9 +411,7 @@ class _Reading:
             dtype = dtypes[0] if dtypes else "float32"
             yield ParamGroup(tuple(named), dtype, own[0] if own else None, number)
 
-    def _states(
-        self, held: Mapping[Node, Node], cut: Mapping[int, CutState | FlatCut]
-    ) -> dict[str, State]:
+    def _states(self, held: Mapping[Node, Node], cut: Mapping[int, CutState]) -> dict[str, State]:
         """Return the states of one parameter, without its elements."""
         found: dict[str, State] = {}
         for key, node in held.items():
@@ -453,9 +441,3 @@ def _state_of(
     if not state or state in (MASTER, MODULE, BLOB, FILE):
         raise UnsupportedError(f"{'.'.join(map(str, path))} is no state of a parameter")
     return state, found
-
-
-def _cut_state(state: str, name: str, parts: Sequence[RankPart]) -> CutState:
-    what = f"{state} of '{name}'"
-    boxes = boxes_of(what, parts)
-    return CutState(state, name, dtype_of(what, parts), parts[0].shape, boxes)
