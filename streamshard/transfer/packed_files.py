@@ -9,7 +9,6 @@ before the zip's directory stands at its end; a run that is cut off starts from 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -20,11 +19,11 @@ from streamshard.engine.jobs.executor import Job
 from streamshard.engine.jobs.proofs import TargetProof
 from streamshard.engine.run import resident_memory
 from streamshard.engine.run.phases import Watcher
-from streamshard.engine.run.runner import Jobs
+from streamshard.engine.run.runner import StagedFiles
 from streamshard.engine.run.source_check import Ranges
-from streamshard.engine.run.span_writer import Resources, SmallFiles, SpanWriter, TargetFiles
+from streamshard.engine.run.span_writer import Resources, SpanWriter, TargetFiles
 from streamshard.engine.run.window import unwritten_bytes
-from streamshard.engine.run.work import Span, SpanResult, TargetFile
+from streamshard.engine.run.work import SpanResult, TargetFile
 from streamshard.engine.run.write_buffer import WriteBuffer
 from streamshard.errors import UsageError
 from streamshard.formats.torch.zip_layout import directory_of
@@ -37,28 +36,24 @@ from streamshard.io.writable import aligned
 
 BUFFER_BYTES: Final = 1 << 21
 """Memory through which the one file is written: a huge page."""
+_Filled = tuple[Sequence[SpanResult], Sequence[Sequence[bytes | memoryview]], bytearray | None]
+"""The results and the contents of the files of a job, and the memory to be used again."""
 
 
-class PackedFiles:
+class PackedFiles(StagedFiles):
     """The one file that files are packed into.
 
     `nbytes`: its size at most.
     `must_be_new`: whether an object that is there already is an error.
     """
 
-    kept_bytes = 0
+    is_ordered = True
 
-    def __init__(
-        self,
-        file: Path,
-        nbytes: int,
-        *,
-        must_be_new: bool = False,
-    ) -> None:
+    def __init__(self, file: Path, nbytes: int, *, must_be_new: bool = False) -> None:
         self.file = file
         self.path: Path = file.parent
-        self.buffers: list[bytearray] = []
-        """Memory for files, which is free again."""
+        self._free: list[bytearray] = []
+        """Memory for files."""
         self._nbytes = nbytes
         self._must_be_new = must_be_new
         self.reservation: Reservation | None = None
@@ -67,25 +62,46 @@ class PackedFiles:
         self._central: list[bytes] = []
         """The entries of the zip's directory."""
         self._end = 0
+        self._waiting: deque[TargetFiles] = deque()
 
-    def ranges(self) -> Iterator[Ranges]:
-        return iter(())
-
-    def jobs(self, resources: Resources, watcher: Watcher) -> "_PackingJobs":
-        if self._sink is None:
-            with target_errors(self.file):
-                self._sink = open_sink(self.file, nbytes=self._nbytes, is_last=self._must_be_new)
-            self._buffer = WriteBuffer(
-                aligned(BUFFER_BYTES),
-                unwritten_bytes(resident_memory.available_bytes()),
-                drops_behind=resources.drops_behind,
-            )
-            self._buffer.begin(self._sink, 0)
-        return _PackingJobs(self, watcher)
+    def begin(self, resources: Resources, watcher: Watcher) -> None:
+        super().begin(resources, watcher)
+        with target_errors(self.file):
+            self._sink = open_sink(self.file, nbytes=self._nbytes, is_last=self._must_be_new)
+        self._buffer = WriteBuffer(
+            aligned(BUFFER_BYTES),
+            unwritten_bytes(resident_memory.available_bytes()),
+            drops_behind=resources.drops_behind,
+        )
+        self._buffer.begin(self._sink, 0)
 
     def begin_proof(self) -> TargetProof:
         message = f"{self.file.name}: a store in one file is written by threads, not by a cluster"
         raise UsageError(f"{message}. Give a name that ends in .zarr")
+
+    def jobs(self, files: Iterable[TargetFiles]) -> Iterator[Job[SpanWriter, _Filled]]:
+        for some in files:
+            self._waiting.append(some)
+            yield partial(_fill, some, self.file, self._free)
+
+    def take(self, number: int, done: _Filled, ranges: Ranges) -> None:
+        """Write files; behind the last one of all, the zip's directory."""
+        files, (results, contents, buffer) = self._waiting.popleft(), done
+        paths = [files.path] if isinstance(files, TargetFile) else files.paths
+        # Workers count what they fill. The rest is what compression saved, and what is between.
+        rest = files.nbytes - sum(result.written.nbytes for result in results)
+        with target_errors(self.file):
+            for path, result, content in zip(paths, results, contents, strict=True):
+                rest += self.append(path, result.written.crc32, content)
+            if isinstance(files, TargetFile) and files.is_last:
+                rest += self._append_directory()
+        self._watcher.advance(rest)
+        if isinstance(files, TargetFile):
+            files.take(*results)
+        else:
+            files.take(results)
+        if buffer is not None:
+            self._free.append(buffer)
 
     def append(self, path: str, crc32: int, content: Sequence[bytes | memoryview]) -> int:
         """Add a file behind those before it; returns how many bytes are around its content."""
@@ -99,7 +115,7 @@ class PackedFiles:
         self._end = entry.end
         return len(header) + len(descriptor)
 
-    def append_directory(self) -> int:
+    def _append_directory(self) -> int:
         """Add the zip's directory, after all files; returns its size."""
         directory = directory_of(self._central, self._end)
         self._buffer.put(memoryview(directory))
@@ -142,70 +158,18 @@ class _MemoryFiles:
         self.contents.append([bytes(part) for part in parts])
 
 
-@dataclass(frozen=True, slots=True)
-class _FilledFiles:
-    """What a job has filled."""
-
-    paths: Sequence[str]
-    results: Sequence[SpanResult]
-    contents: Sequence[Sequence[bytes | memoryview]]
-    buffer: bytearray | None = None
-    """Memory of the content, to be used again."""
-
-
-class _PackingJobs(Jobs):
-    """The jobs of files that are packed: each fills the memory of one file, or of small ones."""
-
-    is_ordered = True
-
-    def __init__(self, packed: PackedFiles, watcher: Watcher) -> None:
-        self._packed = packed
-        self._watcher = watcher
-        self._waiting: deque[TargetFiles] = deque()
-
-    def all(self, files: Iterable[TargetFiles]) -> Iterator[Job[SpanWriter, _FilledFiles]]:
-        for some in files:
-            self._waiting.append(some)
-            if isinstance(some, TargetFile):
-                (span,) = some.spans
-                yield partial(_fill, some.path, span, self._packed.file, self._packed.buffers)
-            else:
-                yield partial(_fill_small, some, self._packed.file)
-
-    def take(self, number: int, done: _FilledFiles, ranges: Ranges) -> None:
-        """Write files; behind the last one of all, the zip's directory."""
-        files = self._waiting.popleft()
-        # Workers count what they fill. The rest is what compression saved, and what is between.
-        rest = files.nbytes - sum(result.written.nbytes for result in done.results)
-        with target_errors(self._packed.file):
-            for path, result, content in zip(done.paths, done.results, done.contents, strict=True):
-                rest += self._packed.append(path, result.written.crc32, content)
-            if isinstance(files, TargetFile) and files.is_last:
-                rest += self._packed.append_directory()
-        self._watcher.advance(rest)
-        if isinstance(files, TargetFile):
-            files.take(*done.results)
-        else:
-            files.take(done.results)
-        if done.buffer is not None:
-            self._packed.buffers.append(done.buffer)
-
-
 def _fill(
-    path: str, span: Span, target: Path, buffers: list[bytearray], writer: SpanWriter
-) -> _FilledFiles:
-    data = bytearray()
-    with suppress(IndexError):
-        data = buffers.pop()
-    if len(data) < span.nbytes:
-        data = bytearray(span.nbytes)
-    memory = _Memory(data)
-    result = writer.write(target, span, memory).result
-    return _FilledFiles([path], [result], [[memoryview(data)[: result.written.nbytes]]], data)
-
-
-def _fill_small(files: SmallFiles, target: Path, writer: SpanWriter) -> _FilledFiles:
-    memory = _MemoryFiles()
+    files: TargetFiles, target: Path, buffers: list[bytearray], writer: SpanWriter
+) -> _Filled:
     with target_errors(target):
-        results = files.write(writer, memory)
-    return _FilledFiles(files.paths, results, memory.contents)
+        if not isinstance(files, TargetFile):
+            small = _MemoryFiles()
+            return files.write(writer, small), small.contents, None
+        (span,) = files.spans
+        data = bytearray()
+        with suppress(IndexError):
+            data = buffers.pop()
+        if len(data) < span.nbytes:
+            data = bytearray(span.nbytes)
+        result = writer.window.write(span, _Memory(data))
+        return [result], [[memoryview(data)[: result.written.nbytes]]], data

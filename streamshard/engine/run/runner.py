@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -85,15 +85,33 @@ class FileEndings:
         return joined
 
 
-class Jobs(ABC):
-    """The jobs that write the files of a target. All but the bytes of spans is done here."""
+class StagedFiles(ABC):
+    """The files of an unfinished target, and the jobs that write them, for all passes of a run.
 
+    All but the bytes of spans is done here.
+    """
+
+    path: Path
+    kept_bytes = 0
+    """Bytes that an earlier run wrote, and that this run found correct."""
     is_ordered = False
     """Whether `take` gets the results in the order of the jobs."""
 
+    def begin(self, resources: Resources, watcher: Watcher) -> None:
+        """Take what the run has; called once, before all else."""
+        self._resources, self._watcher = resources, watcher
+
+    def ranges(self) -> Iterable[Ranges]:
+        """Return what an earlier run read of the source for what it finished."""
+        return ()
+
     @abstractmethod
-    def all(self, files: Iterable[TargetFiles]) -> Iterator[Job[SpanWriter, Any] | None]:
-        """Yield the jobs; None where all before it have to be done first."""
+    def begin_proof(self) -> "TargetProof":
+        """Begin to show other processes that they write the same target."""
+
+    @abstractmethod
+    def jobs(self, files: Iterable[TargetFiles]) -> Iterator[Job[SpanWriter, Any] | None]:
+        """Yield the jobs that write files; None where all before it have to be done first."""
 
     @abstractmethod
     def take(self, number: int, done: Any, ranges: Ranges) -> None:  # noqa: ANN401
@@ -102,25 +120,8 @@ class Jobs(ABC):
     def synced(self) -> None:  # noqa: B027
         """Take note that all files are durable."""
 
-    def close(self) -> None:  # noqa: B027
-        """Close the files that are not complete."""
-
-
-class StagedFiles(Protocol):
-    """The files of an unfinished target; all workers of a run share it."""
-
-    path: Path
-    kept_bytes: int
-    """Bytes that an earlier run wrote, and that this run found correct."""
-
-    def ranges(self) -> Iterable[Ranges]:
-        """Return what an earlier run read of the source for what it finished."""
-
-    def jobs(self, resources: Resources, watcher: Watcher) -> Jobs:
-        """Return the jobs that write the files."""
-
-    def begin_proof(self) -> "TargetProof":
-        """Begin to show other processes that they write the same target."""
+    def stop(self) -> None:  # noqa: B027
+        """Close the files that are not complete, as after an error."""
 
 
 def _logged(job: Job[SpanWriter, Any], writer: SpanWriter) -> tuple[Any, Ranges]:
@@ -151,6 +152,7 @@ class Engine:
         self._resources = resources
         self._watcher = watcher
         self._staged = staged
+        staged.begin(resources, watcher)
         self._check = SourceCheck(sources)
 
     def run(self, files: Iterable[TargetFiles]) -> None:
@@ -158,14 +160,17 @@ class Engine:
 
         After the first error or an interrupt, each worker stops within one window.
         """
+        staged = self._staged
         self._watcher.enter(WRITING)
-        with closing(self._staged.jobs(self._resources, self._watcher)) as jobs:
+        try:
             with self._proof() as proof:
-                self._run(jobs, files, replace(self._tools, target=proof))
+                self._run(files, replace(self._tools, target=proof))
             self._watcher.enter(SYNCING)
-            with target_errors(self._staged.path):
-                sync_tree(self._staged.path)
-                jobs.synced()
+            with target_errors(staged.path):
+                sync_tree(staged.path)
+                staged.synced()
+        finally:
+            staged.stop()
 
     def check_sources(self) -> Sequence[SourceFile]:
         """Compare what was read with the checksums that sources record, if they do.
@@ -181,13 +186,12 @@ class Engine:
         jobs = (partial(SpanWriter.read, ranges=some) for some in _some(ranges))
         deque(self._results(jobs, self._tools, lambda _: None), maxlen=0)
 
-    def _run(self, jobs: Jobs, files: Iterable[TargetFiles], tools: WritingTools) -> None:
-        found = self._results(
-            jobs.all(files), tools, self._watcher.advance, is_ordered=jobs.is_ordered
-        )
+    def _run(self, files: Iterable[TargetFiles], tools: WritingTools) -> None:
+        jobs, is_ordered = self._staged.jobs(files), self._staged.is_ordered
+        found = self._results(jobs, tools, self._watcher.advance, is_ordered=is_ordered)
         with closing(found):
             for number, done, ranges in found:
-                jobs.take(number, done, ranges)
+                self._staged.take(number, done, ranges)
 
     def _results(
         self,

@@ -11,16 +11,9 @@ import numpy as np
 
 from streamshard.engine.jobs.executor import Job, current_executor
 from streamshard.engine.journals.journal import Journal
-from streamshard.engine.run.phases import Watcher
-from streamshard.engine.run.runner import FileEndings, Jobs
+from streamshard.engine.run.runner import FileEndings, StagedFiles
 from streamshard.engine.run.source_check import Ranges
-from streamshard.engine.run.span_writer import (
-    FilledSpan,
-    Resources,
-    SmallFiles,
-    SpanWriter,
-    TargetFiles,
-)
+from streamshard.engine.run.span_writer import FilledSpan, SmallFiles, SpanWriter, TargetFiles
 from streamshard.engine.run.work import FinishedFile, Span, SpanResult, TargetFile
 from streamshard.io.changes import NewFiles, open_sink, remove_file
 from streamshard.io.entries import exists
@@ -35,58 +28,6 @@ if TYPE_CHECKING:
 
 _KEPT_FILES: Final = 8
 """The last files written: they are not yet on disk, and cannot be dropped from the cache."""
-
-
-class Partial:
-    """A staging directory; all workers of a run share it."""
-
-    def __init__(
-        self, path: Path, journal: Journal, reservation: Reservation | None = None
-    ) -> None:
-        self.path = path
-        self.journal = journal
-        self.kept_bytes = 0
-        """Bytes that an earlier run wrote, and that this run found correct."""
-        self._reservation = reservation
-        self._is_read_back = journal.is_empty
-
-    def ranges(self) -> Iterator[Ranges]:
-        return self.journal.ranges()
-
-    def finished(self) -> Iterator[FinishedFile]:
-        """Yield, once, what an earlier run finished, and is still there."""
-        if self._is_read_back:
-            return
-        self._is_read_back = True
-        for file in self.journal.finished():
-            path = self.path / file.path
-            with target_errors(path):
-                # After a power failure, the journal may list a file that is gone.
-                if exists(path):
-                    open_to_fill(path, is_direct=False).close()  # a link to another one is refused
-                    yield file
-                else:
-                    self.journal.forget(file.path)
-
-    def take_back(self, file: FinishedFile) -> None:
-        """Remove a file that is not as an earlier run finished it."""
-        with target_errors(self.path / file.path):
-            remove_file(self.path / file.path)
-        self.journal.forget(file.path)
-
-    def make_room(self, nbytes: int) -> None:
-        """Free preallocated space for bytes that are about to be written."""
-        if self._reservation is not None:
-            self._reservation.give_back(nbytes)
-
-    def jobs(self, resources: Resources, watcher: Watcher) -> Jobs:
-        return _SpanJobs(self, resources, watcher)
-
-    def begin_proof(self) -> "StagedProof":
-        # Not at the top: for other processes.
-        from streamshard.engine.jobs.proofs import StagedProof
-
-        return StagedProof.begin(self.path)
 
 
 class _OpenFile:
@@ -118,17 +59,20 @@ class _OpenFile:
         return self.file.finish(self._endings.finished()), np.concatenate(self._ranges)
 
 
-class _SpanJobs(Jobs):
-    """The jobs of local files: a span each. All but the bytes of spans is done here.
+class Partial(StagedFiles):
+    """A staging directory, whose files are written by jobs of a span each.
 
     Workers that are threads make small files too, many in one job. First of all, what an earlier
     run finished is read back.
     """
 
-    def __init__(self, staged: Partial, resources: Resources, watcher: Watcher) -> None:
-        self._staged = staged
-        self._resources = resources
-        self._watcher = watcher
+    def __init__(
+        self, path: Path, journal: Journal, reservation: Reservation | None = None
+    ) -> None:
+        self.path = path
+        self._journal = journal
+        self._reservation = reservation
+        self._is_read_back = journal.is_empty
         self._shares_memory = current_executor().shares_memory
         self._earlier: dict[int, FinishedFile] = {}
         """Number of a job → the file that it reads back."""
@@ -140,40 +84,72 @@ class _SpanJobs(Jobs):
         self._finished: deque[Path] = deque()
         """Finished files that are still to be dropped from the page cache."""
 
-    def all(self, files: Iterable[TargetFiles]) -> Iterator[Job[SpanWriter, Any] | None]:
+    def ranges(self) -> Iterator[Ranges]:
+        return self._journal.ranges()
+
+    def begin_proof(self) -> "StagedProof":
+        # Not at the top: for other processes.
+        from streamshard.engine.jobs.proofs import StagedProof
+
+        return StagedProof.begin(self.path)
+
+    def _finished_before(self) -> Iterator[FinishedFile]:
+        """Yield, once, what an earlier run finished, and is still there."""
+        if self._is_read_back:
+            return
+        self._is_read_back = True
+        for file in self._journal.finished():
+            path = self.path / file.path
+            with target_errors(path):
+                # After a power failure, the journal may list a file that is gone.
+                if exists(path):
+                    open_to_fill(path, is_direct=False).close()  # a link to another one is refused
+                    yield file
+                else:
+                    self._journal.forget(file.path)
+
+    def _take_back(self, file: FinishedFile) -> None:
+        """Remove a file that is not as an earlier run finished it."""
+        with target_errors(self.path / file.path):
+            remove_file(self.path / file.path)
+        self._journal.forget(file.path)
+
+    def _make_room(self, path: Path, nbytes: int) -> None:
+        """Free preallocated space for bytes that are about to be written."""
+        if self._reservation is not None:
+            with target_errors(path):
+                self._reservation.give_back(nbytes)
+
+    def jobs(self, files: Iterable[TargetFiles]) -> Iterator[Job[SpanWriter, Any] | None]:
         """Make all files that are not there, and yield the jobs that fill them."""
         number = count()
-        for file in self._staged.finished():
+        for file in self._finished_before():
             self._earlier[next(number)] = file
-            yield partial(
-                SpanWriter.is_so, path=self._staged.path / file.path, written=file.written
-            )
+            yield partial(SpanWriter.is_so, path=self.path / file.path, written=file.written)
         if self._earlier:
             yield None
         for some in files:
             if isinstance(some, TargetFile) or self._is_begun(some):
                 for opened in self._new(some.singly()):
                     for span in opened.file.spans:
-                        with target_errors(opened.path):
-                            self._staged.make_room(span.nbytes)
+                        self._make_room(opened.path, span.nbytes)
                         self._waiting[next(number)] = opened, span
                         yield self._job(opened, span)
                 continue
-            with target_errors(self._staged.path):
-                self._staged.make_room(some.nbytes)
+            self._make_room(self.path, some.nbytes)
             self._small[next(number)] = some
-            yield partial(_write_small, some, self._staged.path)
+            yield partial(_write_small, some, self.path)
 
     def _is_begun(self, files: SmallFiles) -> bool:
         """Tell whether files are looked at one by one: workers cannot make them, or one exists."""
-        return not self._shares_memory or any(map(self._staged.journal.holds, files.paths))
+        return not self._shares_memory or any(map(self._journal.holds, files.paths))
 
     def _new(self, files: Iterable[TargetFile]) -> Iterator[_OpenFile]:
         """Make the files that an earlier run has not finished."""
         for file in files:
-            path, earlier = self._staged.path / file.path, self._staged.journal.find(file.path)
+            path, earlier = self.path / file.path, self._journal.find(file.path)
             if earlier is not None and not file.fits(earlier):
-                self._staged.take_back(earlier)
+                self._take_back(earlier)
             elif earlier is not None:
                 self._keep(file, earlier, path)
                 continue
@@ -186,7 +162,7 @@ class _SpanJobs(Jobs):
         if file.mode is not None:
             with target_errors(path):
                 open_to_fill(path, is_direct=False).finish(file.mode)
-        self._staged.kept_bytes += earlier.written.nbytes
+        self.kept_bytes += earlier.written.nbytes
         self._watcher.keep(earlier.written.nbytes)
         # Progress counts data before compression: add what compression saved.
         self._watcher.advance(file.nbytes)
@@ -204,7 +180,7 @@ class _SpanJobs(Jobs):
         if number in self._earlier:
             earlier = self._earlier.pop(number)
             if not done:
-                self._staged.take_back(earlier)
+                self._take_back(earlier)
         elif number in self._small:
             self._take_small(self._small.pop(number), done, ranges)
         else:
@@ -215,12 +191,12 @@ class _SpanJobs(Jobs):
             FinishedFile(path, "", result.written, [result])
             for path, result in zip(files.paths, results, strict=True)
         ]
-        with target_errors(self._staged.path):
-            self._staged.journal.note_all(finished, ranges)
+        with target_errors(self.path):
+            self._journal.note_all(finished, ranges)
         files.take(results)
         self._watcher.advance(files.nbytes - sum(result.written.nbytes for result in results))
         if self._resources.drops_behind:
-            self._finished.extend(self._staged.path / path for path in files.paths)
+            self._finished.extend(self.path / path for path in files.paths)
             self._drop(keep=_KEPT_FILES)
 
     def _take_span(self, opened: _OpenFile, span: Span, done: FilledSpan, ranges: Ranges) -> None:
@@ -230,7 +206,7 @@ class _SpanJobs(Jobs):
             self._watcher.advance(span.nbytes - done.result.written.nbytes)
             if opened.span_done(done, ranges):
                 finished, read = opened.finish()
-                self._staged.journal.note_all([finished], read)
+                self._journal.note_all([finished], read)
                 self._watcher.advance(opened.file.nbytes - opened.nbytes)
                 self._opened.discard(opened)
                 if self._resources.drops_behind:
@@ -245,7 +221,7 @@ class _SpanJobs(Jobs):
     def synced(self) -> None:
         self._drop(keep=0)
 
-    def close(self) -> None:
+    def stop(self) -> None:
         for left in self._opened:
             left.sink.close()
 

@@ -13,10 +13,9 @@ from typing import Final, Self
 from streamshard.engine.jobs.executor import Job
 from streamshard.engine.jobs.proofs import TargetProof
 from streamshard.engine.journals.upload_journal import UploadJournal
-from streamshard.engine.run.phases import Watcher
-from streamshard.engine.run.runner import FileEndings, Jobs
+from streamshard.engine.run.runner import FileEndings, StagedFiles
 from streamshard.engine.run.source_check import Ranges
-from streamshard.engine.run.span_writer import Resources, SpanWriter, TargetFiles
+from streamshard.engine.run.span_writer import SpanWriter, TargetFiles
 from streamshard.engine.run.work import FinishedFile, SpanResult, TargetFile, ignore
 from streamshard.errors import TargetError
 from streamshard.io.changes import open_sink
@@ -29,25 +28,6 @@ _SMALL_BYTES: Final = 1 << 20
 """Largest file for which a request takes much longer than its bytes do."""
 _TOGETHER: Final = 16
 """Such files that a worker uploads side by side."""
-
-
-class Uploads:
-    """The objects of an unfinished target, with their journal; all workers of a run share it."""
-
-    def __init__(self, path: Path, journal: UploadJournal) -> None:
-        self.path = path
-        self.journal = journal
-        self.kept_bytes = 0
-        """Bytes that an earlier run uploaded."""
-
-    def ranges(self) -> Iterator[Ranges]:
-        return self.journal.ranges()
-
-    def jobs(self, resources: Resources, watcher: Watcher) -> "_UploadJobs":
-        return _UploadJobs(self, watcher)
-
-    def begin_proof(self) -> TargetProof:
-        return _BucketProof.begin(self.journal.header_path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +55,21 @@ class _BucketProof(TargetProof):
             raise TargetError(f"{message} the same on all machines?", path=self.place)
 
 
-class _UploadJobs(Jobs):
-    """The jobs of a bucket: a file each, as an object grows only at its end."""
+class Uploads(StagedFiles):
+    """The objects of an unfinished target: a job for each file, as an object grows at its end."""
 
-    def __init__(self, uploads: Uploads, watcher: Watcher) -> None:
-        self._uploads = uploads
-        self._watcher = watcher
+    def __init__(self, path: Path, journal: UploadJournal) -> None:
+        self.path = path
+        self._journal = journal
         self._waiting: dict[int, Sequence[TargetFile]] = {}
 
-    def all(
+    def ranges(self) -> Iterator[Ranges]:
+        return self._journal.ranges()
+
+    def begin_proof(self) -> TargetProof:
+        return _BucketProof.begin(self._journal.header_path)
+
+    def jobs(
         self, files: Iterable[TargetFiles]
     ) -> Iterator[Job[SpanWriter, Sequence[FinishedFile]] | None]:
         number = count()
@@ -92,14 +78,14 @@ class _UploadJobs(Jobs):
                 yield None
             self._waiting[next(number)] = some
             sent = [replace(f, take=f.take if f.take is ignore else _hand_back) for f in some]
-            yield partial(_upload, files=sent, root=self._uploads.path)
+            yield partial(_upload, files=sent, root=self.path)
 
     def _left(self, files: Iterable[TargetFiles]) -> Iterator[TargetFile]:
         """Yield the files that are not uploaded yet."""
         for file in chain.from_iterable(some.singly() for some in files):
-            earlier = self._uploads.journal.find(file.path)
+            earlier = self._journal.find(file.path)
             if earlier is not None and file.fits(earlier):
-                self._uploads.kept_bytes += earlier.written.nbytes
+                self.kept_bytes += earlier.written.nbytes
                 self._watcher.keep(earlier.written.nbytes)
                 self._watcher.advance(file.nbytes)
                 file.finish(earlier)
@@ -107,8 +93,8 @@ class _UploadJobs(Jobs):
                 yield file
 
     def take(self, number: int, done: Sequence[FinishedFile], ranges: Ranges) -> None:
-        with target_errors(self._uploads.path / done[0].path):
-            self._uploads.journal.note_all(done, ranges)
+        with target_errors(self.path / done[0].path):
+            self._journal.note_all(done, ranges)
         for file, uploaded in zip(self._waiting.pop(number), done, strict=True):
             file.finish(uploaded)
             # Progress counts data before compression: add endings, and what compression saved.
