@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from streamshard.engine.journals.journal import Journal
-from streamshard.engine.run.file_batch import FileBatch
+from streamshard.engine.run.span_writer import FileBatch
 from streamshard.engine.run.work import (
     Fixed,
     Region,

@@ -1,19 +1,30 @@
-"""A worker that writes spans: into files that its process has open, or that another one made."""
+"""A worker that writes: spans, into files that its process or another one made, and small files."""
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
+from streamshard.checksums import crc32
 from streamshard.engine.jobs.executor import Host, Toolkit
 from streamshard.engine.run import resident_memory
 from streamshard.engine.run.source_check import Ranges, ReadLog
 from streamshard.engine.run.source_reader import SourceReader
-from streamshard.engine.run.window import Window, unwritten_bytes
-from streamshard.engine.run.work import Span, SpanResult, TargetFile, Written
+from streamshard.engine.run.window import Window, checksums_of, unwritten_bytes
+from streamshard.engine.run.work import (
+    Fixed,
+    Region,
+    RegionResult,
+    Span,
+    SpanResult,
+    TargetFile,
+    Written,
+)
 from streamshard.io.entries import open_readable
 from streamshard.io.files import target_errors
+from streamshard.io.retry import StoppedError
 from streamshard.io.sink import InnerPages, Sink, open_to_fill
 from streamshard.io.writable import BLOCK_BYTES, aligned
 from streamshard.model import SourceFile
@@ -27,8 +38,6 @@ _PAGE_BYTES: Final = BLOCK_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Resources that a run may use."""
-
     workers: int
     window_bytes: int
     scratch_bytes: int
@@ -40,8 +49,6 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class FilledSpan:
-    """What became of a span."""
-
     result: SpanResult
     ends: tuple[tuple[int, bytes], ...] = ()
     """(byte offset, bytes): what the process that leads the run has to write."""
@@ -106,7 +113,6 @@ class SpanWriter:
         self._reader.close()
 
     def write(self, path: Path, span: Span, sink: Sink) -> FilledSpan:
-        """Write a span into an open file."""
         with target_errors(path):
             return FilledSpan(self.window.write(span, sink))
 
@@ -156,25 +162,87 @@ class SmallFilesWriter(Protocol):
         """Write a file of parts that follow each other."""
 
 
-class SmallFiles(Protocol):
-    """New files that one job makes and fills, where workers are threads of the leading process."""
+@dataclass(frozen=True, eq=False, slots=True)
+class FileBatch:
+    """New files that one job makes and fills, where workers are threads of the leading process.
 
-    @property
-    def paths(self) -> Sequence[str]:
-        """Paths relative to the target directory."""
+    They are of known bytes, or each has a part of one region: one read of sources for many files.
+    """
 
-    @property
-    def nbytes(self) -> int:
-        """Size of all; an upper bound if they are encoded."""
-
-    def singly(self) -> Iterator[TargetFile]:
-        """Yield the same files as work of their own."""
-
-    def write(self, worker: SpanWriter, new: SmallFilesWriter) -> Sequence[SpanResult]:
-        """Write all, each with one span; returns their results."""
+    paths: Sequence[str]
+    """Relative to the target directory."""
+    stops: Sequence[int]
+    """Where each file's part of a region ends; no part is larger than the smallest window."""
+    nbytes: int
+    """Size of all; an upper bound if they are encoded."""
+    make: Callable[[], Sequence[Fixed] | Region]
+    """Makes the content. A region's trailer, codec and blocks are those of each file."""
+    takes: Sequence[Callable[[SpanResult], None]]
+    """Called with each file's result."""
+    singly: Callable[[], Iterator[TargetFile]]
+    """Makes the same files as work of their own."""
 
     def take(self, results: Sequence[SpanResult]) -> None:
-        """Take the results that `write` returned."""
+        for take, result in zip(self.takes, results, strict=True):
+            take(result)
+
+    def write(self, worker: SpanWriter, new: SmallFilesWriter) -> Sequence[SpanResult]:
+        content = self.make()
+        if isinstance(content, Region):
+            return self._write_region(content, worker, new)
+        return self._write_fixed(content, worker, new)
+
+    def _write_fixed(
+        self, content: Sequence[Fixed], worker: SpanWriter, new: SmallFilesWriter
+    ) -> list[SpanResult]:
+        found = []
+        for path, fixed in zip(self.paths, content, strict=True):
+            _require_going_on(worker)
+            new.write(path, [fixed.data])
+            found.append(SpanResult(0, Written(fixed.nbytes, crc32(fixed.data)), ()))
+        worker.window.advance(self.nbytes)
+        return found
+
+    def _write_region(
+        self, region: Region, worker: SpanWriter, new: SmallFilesWriter
+    ) -> list[SpanResult]:
+        """Fill the window with as many files as it holds, then write each."""
+        window, found, start = worker.window, list[SpanResult](), 0
+        filler = window.filler(region)
+        while (first := len(found)) < len(self.paths):
+            last = bisect_right(self.stops, start + len(window.buffer), lo=first)
+            view = window.buffer[: self.stops[last - 1] - start]
+            filler.fill(view)
+            for path, stop in zip(self.paths[first:last], self.stops[first:last], strict=True):
+                _require_going_on(worker)
+                found.append(_write_content(path, view[: stop - start], region, new))
+                view, start = view[stop - start :], stop
+            window.advance(sum(result.written.nbytes for result in found[first:]))
+        return found
 
 
-TargetFiles: TypeAlias = TargetFile | SmallFiles
+def _require_going_on(worker: SpanWriter) -> None:
+    if worker.stop.is_set():
+        raise StoppedError
+
+
+def _write_content(
+    path: str, content: memoryview, region: Region, new: SmallFilesWriter
+) -> SpanResult:
+    """Write a file whose content is in memory, as `Window.write` does with a span of one region."""
+    sums, trailer = checksums_of(region), b""
+    sums.update(content)
+    stored, crc = content, sums.crc32
+    if region.codec is not None:
+        stored = memoryview(region.codec.encode(content))
+        crc = crc32(stored)
+    if region.trailer is not None:
+        is_known = region.codec is None and region.trailer.is_crc32c
+        checksum = sums.crc32c if is_known else region.trailer.checksum(stored, 0)
+        trailer = region.trailer.serialize(checksum)
+    new.write(path, [stored, trailer])
+    written = Written(len(stored) + len(trailer), crc32(trailer, crc))
+    return SpanResult(0, written, (RegionResult(0, sums.digest, tuple(sums.blocks)),))
+
+
+TargetFiles: TypeAlias = TargetFile | FileBatch

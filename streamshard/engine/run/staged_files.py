@@ -13,7 +13,7 @@ from streamshard.engine.jobs.executor import Job, current_executor
 from streamshard.engine.journals.journal import Journal
 from streamshard.engine.run.runner import FileEndings, StagedFiles
 from streamshard.engine.run.source_check import Ranges
-from streamshard.engine.run.span_writer import FilledSpan, SmallFiles, SpanWriter, TargetFiles
+from streamshard.engine.run.span_writer import FileBatch, FilledSpan, SpanWriter, TargetFiles
 from streamshard.engine.run.work import FinishedFile, Span, SpanResult, TargetFile
 from streamshard.io.changes import NewFiles, open_sink, remove_file
 from streamshard.io.entries import exists
@@ -78,7 +78,7 @@ class Partial(StagedFiles):
         """Number of a job → the file that it reads back."""
         self._waiting: dict[int, tuple[_OpenFile, Span]] = {}
         """Number of a job → its file and its span."""
-        self._small: dict[int, SmallFiles] = {}
+        self._small: dict[int, FileBatch] = {}
         """Number of a job → its files."""
         self._opened: set[_OpenFile] = set()
         self._finished: deque[Path] = deque()
@@ -115,7 +115,6 @@ class Partial(StagedFiles):
         self._journal.forget(file.path)
 
     def _make_room(self, path: Path, nbytes: int) -> None:
-        """Free preallocated space for bytes that are about to be written."""
         if self._reservation is not None:
             with target_errors(path):
                 self._reservation.give_back(nbytes)
@@ -140,7 +139,7 @@ class Partial(StagedFiles):
             self._small[next(number)] = some
             yield partial(_write_small, some, self.path)
 
-    def _is_begun(self, files: SmallFiles) -> bool:
+    def _is_begun(self, files: FileBatch) -> bool:
         """Tell whether files are looked at one by one: workers cannot make them, or one exists."""
         return not self._shares_memory or any(map(self._journal.holds, files.paths))
 
@@ -186,7 +185,7 @@ class Partial(StagedFiles):
         else:
             self._take_span(*self._waiting.pop(number), done, ranges)
 
-    def _take_small(self, files: SmallFiles, results: Sequence[SpanResult], ranges: Ranges) -> None:
+    def _take_small(self, files: FileBatch, results: Sequence[SpanResult], ranges: Ranges) -> None:
         finished = [
             FinishedFile(path, "", result.written, [result])
             for path, result in zip(files.paths, results, strict=True)
@@ -200,7 +199,6 @@ class Partial(StagedFiles):
             self._drop(keep=_KEPT_FILES)
 
     def _take_span(self, opened: _OpenFile, span: Span, done: FilledSpan, ranges: Ranges) -> None:
-        """Take the result of a span; after the last one of a file, complete and record it."""
         with target_errors(opened.path):
             # Progress counts data before compression: add what compression saved.
             self._watcher.advance(span.nbytes - done.result.written.nbytes)
@@ -214,7 +212,6 @@ class Partial(StagedFiles):
                     self._drop(keep=_KEPT_FILES)
 
     def _drop(self, *, keep: int) -> None:
-        """Drop finished files from the page cache, except the last, which are not yet on disk."""
         while len(self._finished) > keep:
             drop_file(self._finished.popleft())
 
@@ -226,6 +223,6 @@ class Partial(StagedFiles):
             left.sink.close()
 
 
-def _write_small(files: SmallFiles, root: Path, writer: SpanWriter) -> Sequence[SpanResult]:
+def _write_small(files: FileBatch, root: Path, writer: SpanWriter) -> Sequence[SpanResult]:
     with target_errors(root):
         return files.write(writer, NewFiles(root, writer.stop))

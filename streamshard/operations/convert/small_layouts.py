@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from streamshard.engine.run.file_batch import FileBatch
-from streamshard.engine.run.work import Fixed, Region, TargetFile
+from streamshard.engine.run.span_writer import FileBatch
+from streamshard.engine.run.work import Fixed, Region
 from streamshard.layout.cutting import Ints, Segments, Share
 from streamshard.layout.memory_plan import MIN_WINDOW_BYTES, WINDOW_BYTES
 from streamshard.model import ITEMSIZE, Whole
@@ -102,11 +102,8 @@ class SmallLayouts:
             nbytes=stops[-1] + len(stops) * (trailer.nbytes if trailer else 0),
             make=partial(self._content, divider),
             takes=[layout.take for layout in self.layouts],
-            files=partial(self._files, divider),
+            singly=partial(map, divider.target, self.layouts),
         )
-
-    def _files(self, divider: Divider) -> Iterator[TargetFile]:
-        return map(divider.target, self.layouts)
 
     def _content(self, divider: Divider) -> Sequence[Fixed] | Region:
         """Make the content of all files: that of chunks, one behind the other."""
