@@ -54,7 +54,6 @@ class ChunkCheck:
         return sorted({*blocks, self.own_bytes, self.nbytes})
 
     def problems(self, result: Result) -> list[str]:
-        """Compare the result with the record."""
         pieces, trailer = result
         if self.is_encoded:
             return []  # the decoder has compared it
@@ -69,7 +68,6 @@ class ChunkCheck:
         return wrong
 
     def _block_crcs(self, pieces: Sequence[Digest]) -> list[int]:
-        """Join the pieces of each block."""
         found: list[int] = []
         at = 0
         for piece in pieces:
@@ -116,17 +114,14 @@ def digest_pieces(file: int, nbytes: int) -> list[ScanPiece]:
 
 
 def digest_piece(file: int, start: int, stop: int) -> ScanPiece:
-    """Return the piece that computes the digest of a range of a file's content."""
     return ScanPiece(stop - start, partial(Probe.digest, file=file, start=start, stop=stop))
 
 
 def bytes_piece(file: int, start: int, stop: int) -> ScanPiece:
-    """Return the piece that reads a few bytes of a file's content."""
     return ScanPiece(stop - start, partial(Probe.read, file=file, start=start, stop=stop))
 
 
 def whole_file(path: Path, record: FileRecord, found: int) -> list[str]:
-    """Compare a file's CRC-32 with the recorded one."""
     if len(record.crc32s) == 1 and found == record.crc32s[0]:
         return []
     return [f"{path}: damaged: its bytes are not those in the manifest"]

@@ -171,7 +171,6 @@ class StoreCheck:
     # Content -------------------------------------------------------------------------------------
 
     def units(self) -> Iterator[Unit]:
-        """Yield the units to read."""
         numbers, manifest, rewritten = (
             self._index.numbers,
             self._index.manifest,
@@ -318,7 +317,6 @@ def _document_problems(path: Path, record: FileRecord, expected: bytes, found: b
 
 
 def _is_same_array(found: bytes, expected: bytes) -> bool:
-    """Tell whether a document describes the array that the training state describes."""
     if found == expected:
         return True
     try:

@@ -69,7 +69,6 @@ class Pair:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are compared."""
         return self.numel * ITEMSIZE[self.dtype]
 
 
@@ -89,7 +88,6 @@ class Pairing:
     _paired: set[tuple[SideElements, SideElements]] = field(default_factory=set)
 
     def differ(self, kind: str, name: str, message: str) -> None:
-        """Add a difference."""
         self.differences.append(Difference(kind, name, f"{name}: {message}"))
 
     def differ_in(self, kind: str, tensor: LogicalTensor, message: str) -> None:
@@ -260,7 +258,6 @@ class Runs:
     def _region(
         self, side: Source, elements: Sequence[SideElements], run: Sequence[RunPart], first: Pair
     ) -> Region:
-        """Return the region that fills the windows of one side."""
         source, target = ITEMSIZE[elements[0].dtype], ITEMSIZE[first.dtype]
         tensor = np.array([one.tensor for one in elements], dtype=np.int64)
         shift = np.array([one.start for one in elements], dtype=np.int64)
@@ -305,7 +302,6 @@ class Compared:
         return [*problems, *(difference.message for difference in self.differences)]
 
     def require_read(self) -> Self:
-        """Refuse what could not be read."""
         if self.findings.problems:
             raise SourceError(self.findings.problems[0].message)
         return self
@@ -355,7 +351,6 @@ class _HalvedProgress:
         self._lock = threading.Lock()
 
     def add(self, nbytes: int) -> None:
-        """Count bytes of one side."""
         with self._lock:
             before, self._read = self._read, self._read + nbytes
         self._progress((before + nbytes) // 2 - before // 2)

@@ -80,7 +80,6 @@ def _has_optimizer(checkpoint: Checkpoint) -> bool:
 
 
 def _pair_training(one: Checkpoint, other: Checkpoint, found: Pairing, *, converted: bool) -> None:
-    """Match two checkpoints of DeepSpeed."""
     _pair_states(one, other, found)
     for model_part, counterpart in zip(one.model_parts, other.model_parts, strict=True):
         if one.is_dumps or other.is_dumps:

@@ -31,11 +31,9 @@ class TensorUnits:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are read."""
         return sum(t.nbytes for t in self.source.checkpoint.tensors if is_measured(t))
 
     def __iter__(self) -> Iterator[Unit]:
-        """Yield a unit for every tensor."""
         failed = partial(self.findings.add_error, place=self.source.path)
         for index, tensor in enumerate(self.source.checkpoint.tensors):
             if is_measured(tensor):

@@ -114,7 +114,6 @@ class NewFiles:
         self._stop = stop
 
     def write(self, path: str, parts: Sequence[bytes | memoryview]) -> None:
-        """Make a file of parts that follow each other."""
         full = f"{self._root}/{path}"
         os.makedirs(full.rpartition("/")[0], exist_ok=True)  # noqa: PTH103
         descriptor = create(full, os.O_WRONLY)

@@ -82,7 +82,6 @@ def sync_tree(root: Path) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Make a file's content, or the names in a directory, durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe is refused
     try:
         os.fsync(descriptor)
@@ -93,7 +92,6 @@ def sync_path(path: Path) -> None:
 
 
 def _linux_version() -> tuple[int, int]:
-    """Return the version of the running Linux; (0, 0) on another system or if it is unclear."""
     system = os.uname()
     parts = system.release.split(".")
     try:

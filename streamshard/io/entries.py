@@ -47,7 +47,6 @@ def examine(path: Path, *, follows: bool = True) -> Status:
 
 
 def identify(path: Path) -> SourceFile:
-    """Describe a source file by its present size and identity."""
     return examine(path).source_file(path)
 
 
@@ -193,13 +192,11 @@ def stream_of(path: Path) -> BinaryIO:
 
 
 def read_all(path: Path, limit: int = -1) -> bytes:
-    """Read a small file, or only its first bytes."""
     with stream_of(path) as stream:
         return stream.read(limit)
 
 
 def read_document(path: Path, most: int = _DOCUMENT_BYTES) -> bytes:
-    """Read a file that is small, whoever wrote it."""
     data = read_all(path, most + 1)
     if len(data) > most:
         raise CorruptFileError(f"more than {most:,} bytes, which no such file has", path=path)

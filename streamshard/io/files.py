@@ -51,7 +51,6 @@ def _by_checkpoint(files: Sequence[SourceFile]) -> Iterator[Sequence[SourceFile]
 
 
 def _common_directory(files: Sequence[SourceFile]) -> Path | None:
-    """Return the deepest directory that all are in; None if they have none, as in two places."""
     root = files[0].path.parent if files else None
     for file in files:
         while root is not None and not str(file.path).startswith(str(root).rstrip("/") + "/"):

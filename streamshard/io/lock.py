@@ -54,7 +54,6 @@ class Holder:
             return None
 
     def __str__(self) -> str:
-        """Name the process for messages."""
         return f"process {self.process} on {self.host}, since {self.since}"
 
 
@@ -152,7 +151,6 @@ class Lock(AnyLock):
             return False
 
     def _require_lock(self, descriptor: int) -> None:
-        """Refuse a file that no run has made as its lock."""
         content = os.pread(descriptor, _READ_BYTES, 0)
         start = content.rstrip(b"\0")[: len(_BEGINNING)]
         if len(content) == _READ_BYTES or not _BEGINNING.startswith(start):

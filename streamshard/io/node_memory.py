@@ -69,7 +69,6 @@ class NodeMemory:
         return opened
 
     def offer(self) -> Offer:
-        """Return what another process needs to open this memory."""
         machine = _BOOT.read_text(), os.uname().nodename, _PROCESSES.stat().st_ino, os.geteuid()
         return Offer(machine, os.getpid(), self._descriptor, self._token)
 

@@ -63,7 +63,6 @@ class ObjectPath(PosixPath):
         return "/".join(self.parts[2:])
 
     def of_key(self, key: str) -> "ObjectPath":
-        """Return the path of another object of the same bucket."""
         segments = key.split("/")
         if not _ODD.isdisjoint(segments):
             text = "its key has an empty segment, '.' or '..', and is no path"
@@ -105,7 +104,6 @@ def as_path(given: str | os.PathLike[str]) -> Path:
 
 
 def object_of(path: Path) -> ObjectPath:
-    """Return a path that must be an object's."""
     if not isinstance(path, ObjectPath):
         raise TypeError(f"{path}: not the path of an object")
     return path

@@ -108,7 +108,6 @@ class Place(Protocol):
         """Write a small file, with the directories that it lies in."""
 
     def write_durably(self, path: Path, data: bytes, temporary: Path) -> None:
-        """Write a small file atomically; see `changes.write_durably`."""
         self.write_new(path, data)
 
     def rename(self, path: Path, target: Path) -> None:
@@ -194,8 +193,6 @@ _NOT_RENAMED: Final = (
 
 
 class Disk(Place):
-    """The directories of this machine; see `Place`."""
-
     read_ahead = ReadAheadBytes(4 << 20, 1 << 20, 1 << 14)
     """Several windows, so that the disk never waits for a worker; at most what a disk takes at
     once; and what is smaller arrives with its neighbours' pages."""
@@ -318,7 +315,6 @@ _DISK: Final = Disk()
 
 
 def place_of(path: Path) -> Place:
-    """Return the place that a path belongs to."""
     name = getattr(path, "place", None)
     if name is None:
         return _DISK

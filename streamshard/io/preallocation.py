@@ -23,7 +23,6 @@ class Reservation:
     def __init__(self, path: Path, nbytes: int) -> None:
         self._path = path
         self._needed_bytes = nbytes
-        """Bytes that are still to be written."""
         self._descriptor = open_to_write(path, os.O_RDWR | os.O_CREAT, 0o600)
         self._held_bytes = 0
         try:
@@ -52,7 +51,6 @@ class Reservation:
             self._held_bytes = wanted
 
     def close(self) -> None:
-        """Free all space, unless that is done."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             close_unwritten(descriptor)

@@ -149,7 +149,6 @@ class ReadableFile(OpenedFile):
 
 
 def absent(path: Path) -> FileNotFoundError:
-    """Return the error of a path at which there is nothing."""
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 

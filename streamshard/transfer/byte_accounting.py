@@ -50,7 +50,6 @@ class ByteCounts:
             self.add(layout, [layout.path])
 
     def add(self, layout: FileLayout, paths: Sequence[str]) -> None:
-        """Add files that are laid out alike."""
         self.sizes.update(dict.fromkeys(paths, layout.nbytes))
         pieces, units, last = len(layout.pieces), len(layout.pieces), 0
         for piece in layout.pieces:

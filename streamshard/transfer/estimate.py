@@ -49,8 +49,6 @@ class MemoryParts:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Space on the target's file system."""
-
     directory: str
     """Parent directory of the target, or its nearest parent that exists."""
     free_bytes: int
@@ -63,8 +61,6 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The estimate of a run."""
-
     reads: tuple[FileBytes, ...]
     """Every file of the source, with the bytes of content that are read from it."""
     read_bytes: int
@@ -92,10 +88,6 @@ def estimate_run(
     changes: tuple[Change, ...] = (),
     is_upper_bound: bool = False,
 ) -> Estimate:
-    """Estimate a run.
-
-    `is_upper_bound`: whether the target is compressed.
-    """
     read = read_bytes(source, byte_counts.times)
     read_sum, written = int(read.sum()), report.bytes_written
     reread = 2 * written + read_sum if report.is_verified else 0
@@ -119,7 +111,6 @@ def estimate_run(
 
 
 def _space(target: Path, written: int) -> Space | None:
-    """Describe the target's file system; None for a bucket, which has no end."""
     if is_object(target):
         return None
     place, directory = place_of(target), nearest_directory(target)

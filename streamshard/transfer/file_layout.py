@@ -103,7 +103,6 @@ class FileLayout:
 
 
 def fixed_files(files: Mapping[str, bytes], *, is_last: bool = False) -> Iterator[FileLayout]:
-    """Yield the layouts of files whose bytes are known, by their paths."""
     for path, data in files.items():
         yield FileLayout(path, [Fixed(data)], is_last=is_last)
 
@@ -121,7 +120,6 @@ def copied_files(
 
 
 def dtypes_of(elements: Elements, tensors: Sequence[LogicalTensor]) -> tuple[str, str]:
-    """Return the dtypes of elements in the source and in the file."""
     if isinstance(elements.content, Share):
         return elements.content.dtype, elements.dtype
     tensor = tensors[elements.content.tensor]
@@ -169,7 +167,6 @@ class Divider:
         return Span(offset, [p if isinstance(p, Fixed) else self._region(p) for p in parts])
 
     def regions(self, elements: Elements) -> list[Region]:
-        """Return the regions that a piece is divided into."""
         return list(map(self._region, self._parts(elements)))
 
     def _parts(self, elements: Elements) -> Sequence["_Part"]:
@@ -190,7 +187,6 @@ class Divider:
         return [_Part(elements, segments, *each, min(most, MOST_COPIES), None) for each in both]
 
     def _segments(self, elements: Elements, itemsize: int) -> Segments:
-        """Return the segments that fill a piece, in the order of their targets."""
         if isinstance(elements.content, Share):
             found = elements.content.segments(itemsize=itemsize)
             order = np.argsort(found.target, kind="stable")
@@ -231,7 +227,6 @@ class _Part:
 
     @property
     def nbytes(self) -> int:
-        """Size in the file."""
         return self.stop - self.start + (self.trailer.nbytes if self.trailer else 0)
 
 
@@ -268,6 +263,5 @@ class _Runs:
 
 
 def _late(trailer: Trailer, start: int, stop: int) -> Ending:
-    """Describe the trailer of a piece that is divided."""
     places = np.cumsum([len(part) + 4 for part in trailer.parts[:-1]]) - 4
     return Ending(stop, trailer.serialize(0), [(place, start, stop) for place in places.tolist()])

@@ -101,7 +101,6 @@ class ExistingTarget:
         return None
 
     def _files(self) -> Iterator[tuple[str, Status]]:
-        """Yield the relative path and the status of every file of the target."""
         if self.output.packs:
             yield self.target.name, examine(self.target)
             return
@@ -150,7 +149,6 @@ class ExistingTarget:
         return None
 
     def _difference(self, progress: Progress) -> str | None:
-        """Describe the first difference of the target; None if there is none."""
         output, latest, is_packed_so = self.output, self.output.latest, self.output.is_packed_so
         if (other := self._other_names()) is not None:
             return other

@@ -123,7 +123,6 @@ class PackedFiles(StagedFiles):
         return len(directory)
 
     def finish(self) -> None:
-        """Complete the one file."""
         if self._sink is not None:
             self._sink.finish(None)
             self.close()

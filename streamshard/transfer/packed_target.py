@@ -67,7 +67,6 @@ class PackedState(DiskState):
 
 
 def require_packed_store(target: Path) -> None:
-    """Refuse to replace what is no store in one file."""
     status = examine_if_there(target, follows=False)
     with suppress(SourceError):
         if status is not None and status.is_file and is_store(target):
@@ -77,8 +76,6 @@ def require_packed_store(target: Path) -> None:
 
 
 class PackedTarget(PartialTarget):
-    """A target that is one file, while it is being written."""
-
     state = PackedState
     files: PackedFiles
 

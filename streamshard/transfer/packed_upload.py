@@ -36,7 +36,6 @@ class PackedUploadState(TargetState):
 
     @classmethod
     def at(cls, target: ObjectPath, template: Template | None = None) -> Self:
-        """Ask the service."""
         return cls(target, head(target))
 
     @property
@@ -52,8 +51,6 @@ class PackedUploadState(TargetState):
 
 
 class PackedUploadTarget(Transaction):
-    """A target that is one object, while it is being written."""
-
     state = PackedUploadState
     _target: ObjectPath
     files: PackedFiles
@@ -93,7 +90,6 @@ class PackedUploadTarget(Transaction):
                 self.files.finish()
 
     def _require_same(self) -> None:
-        """Refuse to replace an object that came meanwhile."""
         now, before = head(self._target), self._before.found
         if (now and now.version) != (before and before.version):
             message = f"{self._target}: was written by someone else meanwhile; move it away"

@@ -56,7 +56,6 @@ class TransferPlan:
 
     @property
     def source(self) -> Source:
-        """The opened source."""
         return self.output.source
 
     def found(self, progress: Progress | None = None) -> Report | None:
@@ -71,7 +70,6 @@ class TransferPlan:
         return found
 
     def run(self, progress: Progress | None = None) -> Report:
-        """Write the target."""
         options, shown = self.options, progress or Silent()
         if options.is_lenient and (found := self.found(progress)) is not None:
             return found
@@ -139,11 +137,9 @@ class TransferPlan:
             )
 
     def sizes(self) -> Mapping[str, int]:
-        """Return the size of every file that will be written, by its path."""
         return self.output.writer.byte_counts().sizes
 
     def estimate(self) -> "Estimate":
-        """Estimate in detail what the run will do."""
         # Not at the top: a dry run alone shows it.
         from streamshard.transfer.estimate import estimate_run
 
@@ -165,10 +161,7 @@ def plan_transfer(
     template: Template | None = None,
     takes_model: bool = False,
 ) -> TransferPlan:
-    """Open the source, and plan to write what `prepare` makes from it; writes nothing.
-
-    `template`: names of the dumps, if the target is a directory of dumps.
-    """
+    """Open the source, and plan to write what `prepare` makes from it; writes nothing."""
     opened = partial(open_source, options.source, options, takes_model=takes_model)
     return plan_opened(options, opened, prepare, template=template)
 
@@ -198,10 +191,7 @@ def plan_opened(
 def plan_output(
     options: WritingOptions, output: Output, target: Path, floor_bytes: int
 ) -> TransferPlan:
-    """Fit an output into memory and on the disk.
-
-    `floor_bytes`: resident memory before anything was opened.
-    """
+    """Fit an output into memory and on the disk."""
     if is_packed_name(target) and not output.packs:
         message = "only convert writes a store in one file, .zarr.zip; choose another name"
         raise UsageError(f"{target}: {message}")
@@ -262,7 +252,6 @@ def plan_output(
 def _engine_for(
     source: Source, target: Transaction, memory_plan: MemoryPlan, progress: Progress
 ) -> Engine:
-    """Return what writes files to the partial target, except parts that are written already."""
     resources = Resources(
         memory_plan.workers,
         memory_plan.window_bytes,

@@ -74,7 +74,6 @@ class Report:
 
 
 def nothing_done(report: Report, found: str, path: str) -> Report:
-    """Return the report of a run that was not needed."""
     return replace(
         report, found=found, path=path, files=0, bytes_written=0, is_verified=False, seconds=0.0
     )

@@ -85,7 +85,6 @@ class RunIdentity:
 
     @property
     def replaces(self) -> bool:
-        """Whether an existing target may be replaced."""
         return bool(self.header["replaces"])
 
     def require_same(self, other: Mapping[str, Any], place: Path) -> None:
@@ -173,7 +172,6 @@ def _told(key: str, options: Mapping[str, str]) -> str:
 
 
 def _named(key: str, value: str | None = None) -> Option | str:
-    """Word an option, or `OUT`, which is none."""
     return f"{key} {value}" if key == _TARGET else Option(key, value)
 
 

@@ -43,8 +43,6 @@ _RESERVED: Final = f"{names.OWN_PREFIX}.reserved"
 
 
 class PartialTarget(JournaledTransaction):
-    """A directory while it is being written."""
-
     state = DiskState
 
     def __init__(self, *planned: Any, **options: Any) -> None:  # noqa: ANN401

@@ -26,7 +26,6 @@ LOCK: Final = f"{names.OWN_PREFIX}.lock"
 
 
 def partial_of(target: Path) -> Path:
-    """Return the path where a target is built."""
     return target.with_name(f"{target.name}.partial")
 
 

@@ -45,10 +45,6 @@ class TargetState(ABC):
 
     @staticmethod
     def of(target: Path, template: Template | None = None) -> "TargetState":
-        """Look at a target.
-
-        `template`: names of the dumps, if the target is a directory of dumps.
-        """
         require_named(target)
         with target_errors(target):
             state: TargetState = transaction_of(target).state.at(target, template)
@@ -123,7 +119,6 @@ class DiskState(TargetState):
 
     @cached_property
     def partial(self) -> Status | None:
-        """Where the target is built, if anything is there."""
         return examine_if_there(partial_of(self.target), follows=False)
 
     @cached_property

@@ -66,7 +66,6 @@ class Output:
     """How the report names the target; by default by its path."""
     source_world_size: int
     world_size: int | None = None
-    """World size of the target, if it has one."""
     zero_stage: int | None = None
     """ZeRO stage of the target, if it has one of its own."""
     tensors: int | None = None
@@ -75,16 +74,13 @@ class Output:
     latest: str | None = None
     """Tag for the `latest` file, which is written after everything else."""
     packs: bool = False
-    """Whether the target is one file."""
     is_packed_so: Callable[[Path], bool] | None = None
     """Tells whether a file has what is around the files packed in it, which were compared one by
     one; None if files are not compared so."""
     template: Template | None = None
-    """Names of the dumps, if the target is a directory of dumps."""
     is_reusable: bool = False
     """Whether a job can resume from the source as it is."""
     changes: tuple[Change, ...] = ()
-    """Effects of another world size on the job."""
     codec_bytes: int = 0
     """Memory of one worker to compress a piece of the target."""
     encode: Callable[[memoryview], bytes] | None = None

@@ -46,7 +46,6 @@ def torch_layout(
 
 
 def elements_of(storage: Storage, rank: int | None, names: Mapping[int, str]) -> Elements:
-    """Describe what fills a storage; see `torch_layout`."""
     content, dtype = storage.content, storage.dtype
     if isinstance(content, Whole):
         return Elements(content, storage.nbytes, dtype, name=names.get(content.tensor, ""))

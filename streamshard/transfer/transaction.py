@@ -33,11 +33,9 @@ class Transaction(ABC):
     """
 
     state: ClassVar[type[TargetState]]
-    """What is found at the place of such a target."""
     path: Path
     """Where its files are until it is complete."""
     files: StagedFiles
-    """Its files."""
     is_done = False
     """Whether the target exists, and is what this run would make."""
 
@@ -72,7 +70,6 @@ class Transaction(ABC):
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that an earlier run wrote."""
         return self._nbytes if self.is_written else self.files.kept_bytes
 
     def complete(self) -> Path:

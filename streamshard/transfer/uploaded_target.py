@@ -60,8 +60,6 @@ def abort_strays(target: ObjectPath, elsewhere: Path) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class UploadState(TargetState):
-    """How far a target in a bucket is."""
-
     target: ObjectPath
     template: Template | None
     is_committed: bool
@@ -75,7 +73,6 @@ class UploadState(TargetState):
 
     @classmethod
     def at(cls, target: ObjectPath, template: Template | None = None) -> Self:
-        """Ask the service."""
         with listings_kept(anew=True):
             is_committed, journal, begun, has_object, is_occupied = together(
                 lambda: has_file(target / COMMITTED),
@@ -124,8 +121,6 @@ _LAST: Final = (names.LATEST, "zarr.json")
 
 
 class UploadedTarget(JournaledTransaction):
-    """A target while it is being uploaded."""
-
     state = UploadState
     _target: ObjectPath
     journal: UploadJournal
@@ -167,7 +162,6 @@ class UploadedTarget(JournaledTransaction):
         return Uploads(self.path, self.journal)
 
     def _abort(self) -> None:
-        """Abort uploads in parts of the earlier run, or say that some may be left."""
         # Copies of the largest objects are made of parts too, below the target.
         strays = abort_strays(self._target, self.path)
         if any(upload_requests(nbytes) > 1 for nbytes in self._sizes().values()):
@@ -182,18 +176,15 @@ class UploadedTarget(JournaledTransaction):
                     self.journal.forget(file.path)
 
     def _objects(self) -> Iterator[tuple[str, Entry]]:
-        """Yield the relative paths and the entries of all objects but the journal's."""
         for entry in entries_below(self.path):
             name = entry.path.relative_to(self.path).as_posix()
             if not entry.is_directory and not name.startswith(JOURNAL):
                 yield name, entry
 
     def _own(self) -> set[str]:
-        """Return the relative paths of all objects that this run, or the one it continues, made."""
         return {*self._sizes(), *(file.path for file in self.journal.finished())}
 
     def _require_alone(self) -> None:
-        """Refuse to complete a target in which there are objects of others."""
         own = self._own()
         others = (entry for name, entry in self._objects() if name not in own)
         strange = next((entry.path for entry in others if is_no_marker(entry)), None)

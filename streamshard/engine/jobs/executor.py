@@ -73,8 +73,6 @@ Job = Callable[[T], R]
 
 
 class Executor(Protocol):
-    """Runs jobs on workers."""
-
     @property
     def shares_memory(self) -> bool:
         """Whether workers are threads of this process, and so may use its open files."""
@@ -105,15 +103,12 @@ class Executor(Protocol):
 
 
 def carry_out(job: Job[T, R], tools: T) -> R:
-    """Carry out a job with a worker's tools."""
     result = job(tools)
     tools.settle()
     return result
 
 
 class Threads:
-    """Runs jobs on threads of this process."""
-
     shares_memory = True
     workers = None
 

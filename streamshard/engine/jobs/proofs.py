@@ -89,8 +89,6 @@ class TargetProof(ABC):
 
 @dataclass(frozen=True, slots=True)
 class StagedProof(TargetProof):
-    """Proof of one run's staged directory; data, so it is sent to all processes."""
-
     directory: Path
     token: str
     boot: str
@@ -100,7 +98,6 @@ class StagedProof(TargetProof):
 
     @classmethod
     def begin(cls, staged: Path) -> Self:
-        """Make the directory and what is read in it."""
         token = secrets.token_hex(16)
         directory = staged / f"{PROOF_PREFIX}{token[:16]}"
         make_directory(directory)
@@ -137,7 +134,6 @@ class StagedProof(TargetProof):
         return answer
 
     def accept(self, evidence: str) -> None:
-        """Read the answer that a process left."""
         path = self.directory / evidence
         try:
             found = read_all(path, len(evidence))

@@ -65,7 +65,6 @@ class Journal:
         return True
 
     def _lines(self, start: int = 0) -> Iterator[tuple[int, Any]]:
-        """Yield where each line of an earlier run begins, and what it holds."""
         if self.is_there:
             with stream_of(self.path) as stream:
                 stream.seek(start)
@@ -92,7 +91,6 @@ class Journal:
         self._remember(rows)
 
     def _remember(self, rows: "array[int]") -> None:
-        """Take the key of each file of the earlier run, and where its line begins."""
         pairs = np.frombuffer(rows, dtype=np.uint64).reshape(-1, 2)[::-1]  # the last line counts
         self._keys, last = np.unique(pairs[:, 0], return_index=True)
         self._starts = pairs[last, 1].astype(np.int64)
@@ -110,11 +108,9 @@ class Journal:
         return -1 if row is None else int(self._starts[row])
 
     def holds(self, path: str) -> bool:
-        """Tell whether the earlier run finished a file."""
         return self._start(path) >= 0
 
     def find(self, path: str) -> FinishedFile | None:
-        """Return a file that the earlier run finished; None if it did not."""
         start = self._start(path)
         if start < 0:
             return None
@@ -124,7 +120,6 @@ class Journal:
         return self._parsed[1].get(path)
 
     def finished(self) -> Iterator[FinishedFile]:
-        """Yield the files that the earlier run finished."""
         for start, files, _ in self._all():
             yield from (file for file in files if self._start(file.path) == start)
 
@@ -140,7 +135,6 @@ class Journal:
                 yield start, *parsed(line)
 
     def forget(self, path: str) -> None:
-        """Forget a file, which is to be written again."""
         row = self._row(path)
         if row is not None:
             self._starts[row] = -1
@@ -157,7 +151,6 @@ class Journal:
         write_durably(self.path, serialize_line(header), new)
 
     def proceed(self) -> None:
-        """Open the existing journal to append to it."""
         self._file.open()
 
     def note_all(self, files: Sequence[FinishedFile], ranges: Ranges) -> None:
@@ -175,7 +168,6 @@ class Journal:
         self._file.sync()
 
     def close(self) -> None:
-        """Close the journal, unless that is done."""
         with target_errors(self.path):
             self._file.close()
 
@@ -215,7 +207,6 @@ def serialized(files: Sequence[FinishedFile], ranges: Ranges) -> bytes:
 
 
 def parsed(line: object) -> tuple[Sequence[FinishedFile], Ranges]:
-    """Parse what `serialized` made."""
     if not isinstance(line, list):
         raise TypeError("not a line of a journal")
     files, (rows, encoded) = list[FinishedFile](), line
@@ -240,7 +231,6 @@ def _is_below(path: object) -> bool:
 
 
 def _numbers(result: SpanResult) -> Iterator[int]:
-    """Yield the numbers that stand for the result of a span."""
     yield from (result.offset, result.written.nbytes, result.written.crc32, len(result.regions))
     for region in result.regions:
         content = region.content

@@ -72,7 +72,6 @@ class UploadJournal(Journal):
 
     @property
     def header_path(self) -> Path:
-        """Path of the object that identifies the run."""
         return self.path / HEADER
 
     def _make(self, header: Mapping[str, Any]) -> None:
@@ -85,26 +84,22 @@ class UploadJournal(Journal):
         """Go on with the next object."""
 
     def _append(self, line: bytes) -> None:
-        """Record a line, with others if that is not due yet."""
         self._batch.append(line)
         is_full = len(self._batch) >= _BATCH or sum(map(len, self._batch)) > _BATCH_BYTES
         if is_full or self._clock() - self._flushed > _SECONDS:
             self.close()
 
     def note_whole(self) -> None:
-        """Record that everything is uploaded."""
         self.close()
         write_new(self.path / WHOLE, b"")
         self._is_noted_whole = True
 
     def take_back_whole(self) -> None:
-        """Record that not everything is there any more."""
         if self._is_noted_whole:
             remove_file(self.path / WHOLE)
             self._is_noted_whole = False
 
     def close(self) -> None:
-        """Record what is not recorded yet."""
         self._flushed = self._clock()
         if self._batch:
             write_new(self.path / str(self._next), b"".join(self._batch))

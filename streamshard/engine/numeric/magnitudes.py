@@ -47,7 +47,6 @@ def block_bytes(itemsize: int) -> int:
 
 
 def joined(parts: Iterable[Magnitudes]) -> Magnitudes:
-    """Return what was found in consecutive parts."""
     known = [*parts]
     return Magnitudes(
         sum(part.numel for part in known),
@@ -105,8 +104,6 @@ _WIDER: Final[Mapping[str, _Widening]] = {
 
 
 class Meter:
-    """Measures elements of one dtype."""
-
     def __init__(self, dtype: str) -> None:
         self._wider = _WIDER.get(dtype)
         if self._wider is not None:
@@ -151,7 +148,6 @@ class Meter:
         )
 
     def _numbers(self, view: memoryview) -> Floats:
-        """Return the elements as floats that NumPy computes with quickly."""
         if self._dtype in ("float32", "float64"):
             return np.frombuffer(view, dtype=self._dtype)
         count = len(view) // self._itemsize
@@ -166,7 +162,6 @@ class Meter:
         return floats
 
     def _value(self, size: int) -> float:
-        """Return the number with the bits of a magnitude."""
         if self._dtype == "bfloat16":
             return float(np.array([size << 16], dtype=np.uint32).view(np.float32)[0])
         return float(np.array([size], dtype=self._word).view(self._dtype)[0])

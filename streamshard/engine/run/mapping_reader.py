@@ -9,8 +9,6 @@ from streamshard.model import BlockDigests
 
 
 class MappingReader(SourceReader):
-    """Reads ranges of source files, and maps them."""
-
     def map(
         self, file: int, offset: int, nbytes: int, *, is_private: bool, is_checked: bool
     ) -> memoryview:

@@ -98,8 +98,6 @@ def fit_memory(
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a run."""
-
     floor_bytes: int
     """Resident memory before anything was opened."""
     memory_limit: int | None

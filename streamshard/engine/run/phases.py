@@ -40,8 +40,6 @@ class Progress(Watcher, Protocol):
 
 
 class Silent:
-    """Progress that is not shown."""
-
     def start(self, total_bytes: int, phase: str = READING) -> None:
         """Do nothing."""
 

@@ -158,7 +158,6 @@ class RegionFiller:
         return checksum
 
     def _count_used(self, nbytes: int) -> None:
-        """Count source bytes that the current copy has delivered."""
         self._used += nbytes
         if self._used == int(self._copies.nbytes[self._next]):
             self._next, self._used = self._next + 1, 0
@@ -186,7 +185,6 @@ class RegionFiller:
         return filled
 
     def _cast(self, cast: Cast, count: int, view: memoryview) -> int:
-        """Cast source bytes of the current copy into the front of a view; returns bytes filled."""
         file = int(self._copies.file[self._next])
         offset = int(self._copies.source[self._next]) + self._used
         region, written = self._region, 0
@@ -204,7 +202,6 @@ class RegionFiller:
         return written
 
     def _look(self, file: int, offset: int, room: memoryview) -> memoryview:
-        """Return a range where it is mapped, or else read into the room for it."""
         window = self._reader.window(file, offset, len(room))
         if window is None:
             self._reader.read_into(file, offset, room)

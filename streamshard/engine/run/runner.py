@@ -48,7 +48,6 @@ class FileEndings:
         """Byte offset of each span and ending → what it is."""
 
     def add(self, result: SpanResult) -> None:
-        """Add a span that is done."""
         self._parts.append((result.offset, result.written))
         if self._file.take is not ignore:
             self._results.append(result)
@@ -57,7 +56,6 @@ class FileEndings:
             self._digests.update((region.offset, region.content) for region in regions)
 
     def all(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the byte offset and the bytes of each ending."""
         for ending in self._file.endings:
             yield ending.offset, self.serialize(ending)
 
@@ -69,7 +67,6 @@ class FileEndings:
         return FinishedFile(self._file.path, version, Written(nbytes, joined), self._results)
 
     def serialize(self, ending: Ending) -> bytes:
-        """Return the bytes of an ending whose regions were all added."""
         data = bytearray(ending.data)
         for place, start, stop in ending.crc32s:
             data[place : place + 4] = self._crc32(start, stop).to_bytes(4, "little")
@@ -201,7 +198,6 @@ class Engine:
         *,
         is_ordered: bool = False,
     ) -> Generator[tuple[int, Any, Ranges], None, None]:
-        """Yield each job's number and result, and what it read, which is taken for the check."""
         found = current_executor().run(
             (job and partial(_logged, job) for job in jobs),
             tools,

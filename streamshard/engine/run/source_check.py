@@ -53,7 +53,6 @@ class ReadLog:
         return checksum
 
     def take(self) -> Ranges:
-        """Return what was noted since the last call."""
         ranges, self._ranges = self._ranges, []
         self._last.clear()
         return np.array(ranges, dtype=np.int64).reshape(-1, 4)

@@ -94,7 +94,6 @@ class SourceReader:
         """One for each checkpoint among the files."""
         limits, sides = ahead_of(file.path for file in files), len(self._firsts)
         self.ahead = replace(limits, ahead=limits.ahead // sides, request=limits.request // sides)
-        """How far to read ahead."""
         self._drops_behind = drops_behind
         self._files = files
         self._open: OrderedDict[int, OpenedFile] = OrderedDict()
@@ -242,7 +241,6 @@ class SourceReader:
         return view if len(view) == nbytes else None
 
     def _release(self) -> None:
-        """Let go of the window that is in use, and drop it from the page cache."""
         if self._shown is not None:
             file, start, stop = self._shown
             self._shown, windows = None, self._windows.get(file)
@@ -287,7 +285,6 @@ class SourceReader:
     def _read_checked(
         self, file: int, digests: BlockDigests, offset: int, view: memoryview
     ) -> None:
-        """Read a range in whole blocks, and check each against its checksum."""
         end, step = offset + len(view), digests.block_bytes
         for block in range(offset // step, -(-end // step)):
             start = block * step
@@ -316,7 +313,6 @@ class SourceReader:
     def _require_blocks(
         self, file: int, digests: BlockDigests, offset: int, content: memoryview
     ) -> None:
-        """Compare whole blocks with their checksums."""
         step = digests.block_bytes
         for at in range(0, len(content), step):
             block, start = content[at : at + step], offset + at

@@ -42,7 +42,6 @@ class _BucketProof(TargetProof):
 
     @classmethod
     def begin(cls, header: Path) -> Self:
-        """Read the object."""
         return cls(header, read_all(header))
 
     def require_current(self) -> None:
@@ -81,7 +80,6 @@ class Uploads(StagedFiles):
             yield partial(_upload, files=sent, root=self.path)
 
     def _left(self, files: Iterable[TargetFiles]) -> Iterator[TargetFile]:
-        """Yield the files that are not uploaded yet."""
         for file in chain.from_iterable(some.singly() for some in files):
             earlier = self._journal.find(file.path)
             if earlier is not None and file.fits(earlier):
@@ -157,7 +155,6 @@ class _Filled:
     endings: FileEndings
 
     def finish(self) -> FinishedFile:
-        """Complete the object."""
         with target_errors(self.path):
             self.sink.finish(self.mode)
         return self.endings.finished(self.sink.version)

@@ -71,7 +71,6 @@ class Window(WriteBuffer):
         """Memory for a piece of content before it is encoded."""
 
     def write(self, span: Span, file: Sink) -> SpanResult:
-        """Write a span of a file."""
         self.begin(file, span.offset)
         self._crc32 = 0
         copies = [part.copies for part in span.parts if isinstance(part, Region)]
@@ -89,7 +88,6 @@ class Window(WriteBuffer):
         return SpanResult(span.offset, written, tuple(regions))
 
     def is_so(self, file: OpenedFile, written: Written) -> bool:
-        """Tell whether a file holds what an earlier run wrote."""
         found, at = 0, 0
         while at < written.nbytes:
             self._require_going_on()
@@ -183,7 +181,6 @@ class Window(WriteBuffer):
         self.buffer[self._begun : self._begun + len(head) - written] = head[written:]
 
     def filler(self, region: Region, ahead: ReadAhead | None = None) -> RegionFiller:
-        """Return what delivers a region's content."""
         return RegionFiller(region, self._reader, self._scratch, ahead)
 
 

@@ -46,7 +46,6 @@ class Fixed:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return len(self.data)
 
 
@@ -61,15 +60,12 @@ class Trailer:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return sum(map(len, self.parts)) + 4 * (len(self.parts) - 1)
 
     def checksum(self, view: memoryview, before: int) -> int:
-        """Return the checksum of bytes that follow others with the checksum `before`."""
         return crc32c(view, before) if self.is_crc32c else crc32(view, before)
 
     def serialize(self, checksum: int) -> bytes:
-        """Return the bytes with the checksum put in."""
         return checksum.to_bytes(4, "little").join(self.parts)
 
 
@@ -158,8 +154,6 @@ class RegionResult:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Size and checksum of bytes in a file."""
-
     nbytes: int
     crc32: int
 
@@ -221,7 +215,6 @@ class TargetFile:
     """Called with each span's result, in any order, but never twice at the same time."""
 
     def singly(self) -> "Iterator[TargetFile]":
-        """Yield the file; see `SmallFiles`."""
         yield self
 
     def fits(self, done: FinishedFile) -> bool:

@@ -36,12 +36,10 @@ class WriteBuffer:
         """Byte offset where writing began."""
 
     def begin(self, file: Sink, offset: int) -> None:
-        """Begin to write at an offset of an open file."""
         self._file, self._offset, self._start = file, offset, offset
         self._restart()
 
     def put(self, view: memoryview) -> None:
-        """Add bytes."""
         while len(view):
             if self._filled == len(self.buffer):
                 self.flush()
@@ -90,7 +88,6 @@ class WriteBuffer:
                 drop_behind(self._file.descriptor, self._start, behind + len(view))
 
     def advance(self, nbytes: int) -> None:
-        """Count bytes that are written."""
         if self._progress is not None:
             self._progress(nbytes)
 

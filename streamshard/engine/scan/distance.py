@@ -92,8 +92,6 @@ class Measurer(PairReader):
 
 
 class _Meter:
-    """Measures one block."""
-
     def __init__(self) -> None:
         self._floats = [np.empty(BLOCK_NUMEL) for _ in range(3)]
 
@@ -121,7 +119,6 @@ class _Meter:
         return Measured(counts, sums[np.newaxis], *most)
 
     def _widened(self, view: memoryview, dtype: str, number: int) -> Floats:
-        """Return elements as float64, in an existing buffer."""
         if dtype == "bfloat16":
             bits = np.frombuffer(view, dtype=np.uint16).astype(np.uint32)
             values = np.left_shift(bits, 16, out=bits).view(np.float32)
@@ -160,7 +157,6 @@ def _differing(left: memoryview, right: memoryview, itemsize: int) -> NDArray[np
 
 
 def _count(one: Floats, other: Floats) -> list[int]:
-    """Count NaNs and infinities of each side, and the elements that are finite on both sides."""
     tests = (np.isnan, one), (np.isnan, other), (np.isinf, one), (np.isinf, other)
     found = [int(np.count_nonzero(test(values))) for test, values in tests]
     return [*found, int(np.count_nonzero(np.isfinite(one) & np.isfinite(other)))]

@@ -102,8 +102,6 @@ class _ShownBytes:
 
 @dataclass(frozen=True, slots=True)
 class ProbeTools(Toolkit["Probe"]):
-    """Describes probes."""
-
     sources: Sequence[SourceFile]
     window_bytes: int
     hashes: bool = False
@@ -131,14 +129,12 @@ class Probe:
         self._reader.close()
 
     def crc32(self, file: int, start: int, stop: int) -> int:
-        """Return the CRC-32 of a range of a file's content."""
         checksum = RunningChecksums()
         for view in self._windows(file, start, stop):
             checksum.update(view)
         return checksum.crc32
 
     def digests(self, file: int, cuts: Sequence[int]) -> list[Digest]:
-        """Return the digests of the ranges of a file's content between consecutive cuts."""
         return [self.digest(file, start, stop) for start, stop in pairwise(cuts)]
 
     def digests_and_end(
@@ -157,7 +153,6 @@ class Probe:
         return found, bytes(view[cuts[-1] - first :])
 
     def digest(self, file: int, start: int, stop: int) -> Digest:
-        """Return the digest of a range of a file's content."""
         digest = RunningChecksums(takes_crc32c=True)
         for view in self._windows(file, start, stop):
             digest.update(view)
@@ -177,7 +172,6 @@ class Probe:
         return joined(measured)
 
     def read(self, file: int, start: int, stop: int) -> bytes:
-        """Return a few bytes of a file's content."""
         return b"".join(bytes(view) for view in self._windows(file, start, stop))
 
     def _room(self, nbytes: int) -> memoryview:

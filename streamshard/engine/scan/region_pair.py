@@ -47,7 +47,6 @@ class PairReader:
             reader.close()
 
     def begin(self, left: Region, right: Region) -> Next:
-        """Begin to read two regions."""
         both = zip((left, right), self._readers, strict=True)
         fillers = [
             RegionFiller(
@@ -138,7 +137,6 @@ class Comparator(PairReader):
     """A worker that reads and compares pairs of regions."""
 
     def compare(self, pair: RegionPair) -> list[Mismatch]:
-        """Read both regions; returns the parts that differ."""
         read = self.begin(pair.left, pair.right)
         itemsize = pair.right.target_itemsize
         step = self.window_bytes // itemsize * itemsize
@@ -171,7 +169,6 @@ def _differing(left: memoryview, right: memoryview, pair: RegionPair) -> Iterato
 
 
 def _add(found: dict[int, Mismatch], elements: Ints, starts: Ints) -> None:
-    """Add differing elements to the mismatches of their parts."""
     parts = np.searchsorted(starts, elements, side="right") - 1
     which, first, counts = np.unique(parts, return_index=True, return_counts=True)
     for part, index, count in zip(which.tolist(), first.tolist(), counts.tolist(), strict=True):

@@ -25,7 +25,6 @@ _PLAIN: Final = re.compile(
 
 
 def array_path(tensor: LogicalTensor) -> str:
-    """Return the path of a logical tensor's array in the hierarchy."""
     path = f"{_directory(tensor.state)}/{_escape(tensor.name)}"
     return f"{tensor.model_part}/{path}" if tensor.model_part else path
 

@@ -36,7 +36,6 @@ def require_whole(frame: memoryview) -> None:
 
 
 def block_bytes(frame: memoryview) -> int:
-    """Return how much content a block of a frame holds."""
     return int.from_bytes(frame[_BLOCK], "little")
 
 

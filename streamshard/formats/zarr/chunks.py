@@ -37,7 +37,6 @@ and makes chunks larger where it takes chance for repetition.
 
 
 def serialize_checksum(value: int) -> bytes:
-    """Serialize the checksum at the end of a chunk as Zarr's crc32c codec does."""
     return struct.pack("<I", value)
 
 
@@ -60,7 +59,6 @@ class BloscChunk:
         return bytes(self._blosc.encode(np.frombuffer(content, dtype=f"V{self.itemsize}")))
 
     def decode(self, encoded: memoryview, content: memoryview) -> None:
-        """Decompress content into a view of its size."""
         from numcodecs.blosc import decompress  # not at the top, as above
 
         blosc_frame.require_size(encoded, len(content))

@@ -77,7 +77,6 @@ class PackedDirectory:
         self._name_stops = self._name_starts + lengths
 
     def find(self, path: str) -> int | None:
-        """Return the number of a file; None if there is none at this path."""
         name = path.encode(errors="surrogateescape")
         row = self._first_from(name)
         return row if row < self.count and self._name(row) == name else None
@@ -93,7 +92,6 @@ class PackedDirectory:
         return bisect_left(range(self.count), name, row, key=self._name)
 
     def is_directory(self, path: str) -> bool:
-        """Tell whether there are files below a path."""
         return next(self.children(path), None) is not None
 
     def children(self, path: str) -> Iterator[tuple[str, int | None]]:

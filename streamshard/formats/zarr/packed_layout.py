@@ -50,12 +50,10 @@ class PackedEntry:
         return struct.pack("<HHQQ", 1, 16, *both) if self.is_large else b""
 
     def _common(self) -> tuple[int, ...]:
-        """Return what is both in the header and in the directory."""
         needs = self.is_large or self.start >= LIMIT_32
         return (_VERSION_64 if needs else _VERSION, _FLAGS, 0, 0, _DATE)
 
     def header(self) -> bytes:
-        """Serialize the header with the padding that aligns the content."""
         name, extra, gap = self.path.encode(), self._sizes(), self._gap
         if gap:
             extra += struct.pack("<2sH", b"FB", gap - 4) + bytes(gap - 4)
@@ -64,12 +62,10 @@ class PackedEntry:
         return LOCAL.pack(*numbers) + name + extra
 
     def descriptor(self, crc32: int) -> bytes:
-        """Serialize what follows the content."""
         form = "<IIQQ" if self.is_large else "<IIII"
         return struct.pack(form, 0x08074B50, crc32, self.nbytes, self.nbytes)
 
     def central(self, crc32: int) -> bytes:
-        """Serialize the entry of the zip's directory."""
         name, numbers = self.path.encode(), [self.nbytes] * 2 if self.is_large else []
         numbers += [self.start] if self.start >= LIMIT_32 else []
         form = f"<HH{len(numbers)}Q"

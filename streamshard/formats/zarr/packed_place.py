@@ -133,9 +133,7 @@ class PackedStores(Place):
     def __init__(self, inner: Place) -> None:
         self._inner = inner
         self.read_ahead: ReadAheadBytes = inner.read_ahead
-        """How far a worker reads ahead."""
         self.reading_bytes: int = inner.reading_bytes
-        """Memory that a worker needs for what it has requested."""
         self._known: OrderedDict[str, PackedDirectory] = OrderedDict()
         """Path of a file → its directory, the one used last at the end."""
         self._lock = threading.Lock()
@@ -158,7 +156,6 @@ class PackedStores(Place):
         return found
 
     def _read(self, archive: Path, version: str | None) -> PackedDirectory:
-        """Read a directory, unless it is known."""
         name = str(archive)
         with self._lock:
             found = self._known.get(name)
@@ -238,7 +235,6 @@ class PackedStores(Place):
         paths: dict[str, Path],
         found: dict[Path, dict[str, Entry]],
     ) -> Path:
-        """Add a directory to the one around it."""
         around, _, own = path.rpartition("/")
         here = paths.get(around) or self._add_listed(around, directory, paths, found)
         paths[path] = here / own

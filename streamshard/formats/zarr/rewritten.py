@@ -86,7 +86,6 @@ class RewrittenArray:
         return -(-math.prod(self.array.shape) // max(1, self.numel))
 
     def piece_bytes(self, number: int) -> int:
-        """Return the size of a piece's elements."""
         left = math.prod(self.array.shape) - number * self.numel
         return min(self.numel, left) * self.array.dtype.itemsize
 
@@ -224,7 +223,6 @@ def open_rewritten(
 
 
 def _extended(sums: tuple[int, int], view: memoryview) -> tuple[int, int]:
-    """Return the CRC-32 and the CRC-32C of bytes and the bytes after them."""
     return crc32(view, sums[0]), crc32c(view, sums[1])
 
 

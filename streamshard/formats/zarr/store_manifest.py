@@ -29,7 +29,6 @@ _HEALTH: Final = struct.Struct("<4q2d")
 @dataclass(frozen=True, slots=True)
 class FileRecord:
     nbytes: int
-    """Size of the file."""
     crc32s: NDArray[np.uint32]
     """CRC-32 of each block of a raw chunk's content; of all bytes for any other file."""
 

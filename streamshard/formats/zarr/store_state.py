@@ -41,7 +41,6 @@ from streamshard.model import (
 )
 
 VERSION: Final = 1
-"""Version of a store's format."""
 _LIMIT_COUNT: Final = 1 << 53
 
 ChunkShapes = Sequence[tuple[int, ...]]
@@ -369,7 +368,6 @@ def _require_tensors(
     tensors: Sequence[LogicalTensor],
     index: Mapping[tuple[str, str, str], int],
 ) -> None:
-    """Require the tensors to which the param groups and the module refer."""
     for group in model_part.groups:
         numels: dict[str, int] = {}
         for key, state in group.tensor_states.items():

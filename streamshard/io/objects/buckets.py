@@ -120,8 +120,6 @@ def _content(path: ObjectPath) -> bytes:
 
 
 class Buckets(Place):
-    """All object stores."""
-
     read_ahead = ReadAheadBytes(AHEAD_BYTES, REQUEST_BYTES, 1)
     reading_bytes = READING_BYTES
 

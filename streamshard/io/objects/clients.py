@@ -91,7 +91,6 @@ _NO_BUCKET: Final = frozenset({"NoSuchBucket", "ContainerNotFound", "ContainerBe
 
 @cache
 def client_of(bucket: str) -> "ObjectStore":
-    """Return the client of a bucket, such as `s3://checkpoints`."""
     return _make_client(bucket, RETRIES)
 
 
@@ -147,7 +146,6 @@ def _google_emulator() -> dict[str, Any]:
 
 
 def _addresses_in_accounts() -> Iterator[str]:
-    """Yield the addresses in a service account's file, and in one that is given as a variable."""
     path = next((os.environ[name] for name in _GOOGLE_ACCOUNTS if name in os.environ), None)
     in_variable = StringIO(os.environ.get(_GOOGLE_KEY, ""))
     for read in (Path(path or os.devnull).read_text, in_variable.read):
@@ -209,7 +207,6 @@ def _code(text: str) -> str:
 
 
 def _meaning(error: Exception) -> tuple[int, str]:
-    """Return an error number and a text for an error of obstore."""
     text, kind = str(error), type(error).__name__
     status, code = _status(text), _code(text)
     shown = ", ".join(filter(None, [f"status {status}" if status else "", code]))

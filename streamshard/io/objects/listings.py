@@ -239,7 +239,6 @@ def _parent(path: Path) -> ObjectPath:
 
 
 def keep_content(path: ObjectPath, content: bytes) -> None:
-    """Keep the content of an object, if it is small."""
     if (scope := _kept()) is not None and len(content) <= _SMALL_BYTES:
         scope.contents[path] = content
 
@@ -285,6 +284,5 @@ def read_after(path: ObjectPath, most: int) -> list[tuple[ObjectPath, Status]]:
 
 
 def _split(name: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Split a name into the texts and the numbers in it."""
     parts = _DIGITS.split(name)
     return tuple(parts[::2]), tuple(map(int, parts[1::2]))

@@ -83,14 +83,12 @@ class ObjectLock(AnyLock):
 
     @staticmethod
     def _meanwhile(request: Callable[[], T], work: Callable[[], object]) -> T:
-        """Return the answer to a request, while other work is done if there is any."""
         if work is nothing:
             return request()
         found: T = together(request, work)[0]
         return found
 
     def _make(self, content: bytes) -> bool:
-        """Create the lock; False if there is one."""
         try:
             put(self._path, content, mode="create")
         except FileExistsError:
@@ -146,7 +144,6 @@ class ObjectLock(AnyLock):
         raise TargetLockedError(f"{message} it is gone remove the object {self._path}")
 
     def _begin(self) -> None:
-        """Refresh the lock from now on, until it is released."""
         self._refreshed, self._ended = time.time(), Event()
         Thread(target=self._keep, name="streamshard-lock", daemon=True).start()
 
@@ -156,7 +153,6 @@ class ObjectLock(AnyLock):
                 self._refresh()
 
     def _refresh(self) -> None:
-        """Write the lock again, if it is still this run's."""
         with self._turn:
             version = self._own_version()
             self._is_lost = version is None
@@ -192,13 +188,11 @@ class ObjectLock(AnyLock):
         self._refreshed = 0.0
 
     def _is_held(self) -> bool:
-        """Tell whether the lock is still this run's."""
         with self._turn, ignored(FROM_OUTSIDE):
             return self._own_version() is not None
         return False
 
     def _own_version(self) -> Version | None:
-        """Return the lock's version; None if it is not this run's any more."""
         with suppress(FileNotFoundError):
             version, found, _ = get_small(self._path)
             return version if found in self._contents else None
@@ -206,7 +200,6 @@ class ObjectLock(AnyLock):
 
 
 def remove_dead_locks(paths: Iterable[Path]) -> None:
-    """Remove locks that killed runs left."""
     for path in map(object_of, paths):
         lock = ObjectLock(path, path)
         with suppress(TargetLockedError):
@@ -215,7 +208,6 @@ def remove_dead_locks(paths: Iterable[Path]) -> None:
 
 
 def _is_dead(holder: Holder) -> bool:
-    """Tell whether a holder is no process of this host any more, though it was one."""
     if holder.host != socket.gethostname() or holder.process <= 0:
         return False
     try:

@@ -102,7 +102,6 @@ class _HeldRanges(threading.local):
             self._sizes.move_to_end((file, start))
 
     def discard(self, file: "ObjectFile", start: int) -> None:
-        """Count a range no longer."""
         self._nbytes -= self._sizes.pop((file, start), 0)
 
 
@@ -182,7 +181,6 @@ class ObjectFile(OpenedFile):
             self._headers[one] = future.result()
 
     def _header(self, start: int, stop: int) -> memoryview | None:
-        """Return a range if it lies in what was read of headers."""
         for (begin, end), data in self._headers.items():
             if begin <= start and stop <= end:
                 return data[start - begin : stop - begin]
@@ -240,7 +238,6 @@ class ObjectFile(OpenedFile):
         return _LEAST_BYTES
 
     def _start_of(self, at: int) -> int:
-        """Return the start of the requested range that an offset is in; -1 if there is none."""
         pieces = self._pieces.items()
         return next((begin for begin, (end, _) in pieces if begin <= at < end), -1)
 

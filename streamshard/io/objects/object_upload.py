@@ -44,7 +44,6 @@ def upload_bytes(largest_bytes: int) -> int:
 
 
 def upload_requests(nbytes: int) -> int:
-    """Return how many requests it takes to upload an object of this size."""
     return 1 if nbytes <= _SINGLE_BYTES else 2 + -(-nbytes // _part_bytes(nbytes))
 
 
@@ -57,7 +56,6 @@ class _WorkerBuffer(threading.local):
         """Buffers of parts that are sent."""
 
     def take(self, nbytes: int) -> bytearray:
-        """Return a buffer of at least this size, which nobody else has."""
         found, self._free = self._free, bytearray()
         return found if len(found) >= nbytes else bytearray(nbytes)
 
@@ -98,7 +96,6 @@ class ObjectSink(Sink):
         """Why parts that were written before could not be sent."""
 
     def write(self, view: memoryview, offset: int) -> None:
-        """Add the bytes that follow those written before."""
         if self._error is not None:
             raise self._error
         if offset != self._offset:
@@ -125,7 +122,6 @@ class ObjectSink(Sink):
         self._buffer, self._filled = self._next_part(), 0
 
     def _next_part(self) -> bytearray:
-        """Return a buffer that nobody uses any more, or a new one."""
         while self._free:
             if len(found := self._free.pop()) == self._part:
                 return found
@@ -202,7 +198,6 @@ class _Upload(threading.Thread):
             raise self._error
 
     def finish(self) -> str:
-        """Wait until all parts are sent and made into one object; returns its etag."""
         self.send(None)
         self.join()
         if self._error is not None:
@@ -241,7 +236,6 @@ def put(
 
 
 def create(path: ObjectPath, content: bytes) -> str:
-    """Upload an object that must not exist yet; returns its etag."""
     try:
         return put(path, content, mode="create")
     except FileExistsError:
@@ -276,7 +270,6 @@ def is_there(path: ObjectPath) -> bool:
 
 
 def remove_object(path: ObjectPath) -> None:
-    """Remove an object; there may be none."""
     forget()
     try:
         call(path, lambda client: client.delete(path.key))

@@ -31,7 +31,6 @@ class Acknowledgement(JsonRecord):
 
 
 def acknowledge(context: RunContext, tag: Tag) -> None:
-    """Record that a tag stays as it is."""
     Acknowledgement.of(tag, show_moment(context.now)).write(_path(context, tag))
 
 

@@ -41,8 +41,6 @@ _DELETE: Final = Option("delete", True)
 
 
 class _Compact(CompactOptions, Watched):
-    """What `compact` takes."""
-
     now: datetime | None = option()
 
 
@@ -138,7 +136,6 @@ def _require_apart(run_dir: Path, archive_dir: Path) -> None:
 
 
 def _require_threads() -> None:
-    """Refuse archives of one file on a cluster, which writes none."""
     if not current_executor().shares_memory:
         message = "a cluster writes no archives of one file; leave it out"
         raise UsageError(f"{Option('packed', True)}: {message}")

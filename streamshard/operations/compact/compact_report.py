@@ -64,7 +64,6 @@ class CompactedTag:
         return cls.of(tag, action, str(error), error.exit_code)
 
     def with_sizes(self, receipt: Receipt) -> "CompactedTag":
-        """Return the result with the sizes of the tag and of its archive."""
         return replace(
             self,
             source_bytes=receipt.source_bytes,

@@ -90,7 +90,6 @@ class CompactRun:
         """What the user should know of the trash."""
 
     def results(self) -> Iterator[CompactedTag]:
-        """Carry out the run, and yield the result for each tag."""
         options = self._options
         if options.delete and not options.is_by_hand:
             self._require_archives()
@@ -175,7 +174,6 @@ class CompactRun:
             yield CompactedTag.failed(LAST_RUN, error)
 
     def _by_hand(self) -> Iterator[CompactedTag]:
-        """List what the user asks for."""
         options = self._options
         if options.acknowledge:
             self._before = self._first_look()
@@ -189,7 +187,6 @@ class CompactRun:
             yield from (CompactedTag.of(tag, action, reason) for tag in tags)
 
     def _by_rules(self) -> Iterator[CompactedTag]:
-        """Archive and remove what the rules do not keep."""
         context = self._context
         self._before = self._first_look()
         outcomes = [*prune(self._before, context, self._options, context.now)]
@@ -294,7 +291,6 @@ class CompactRun:
         return receipt
 
     def _purge(self, outcome: CompactedTag) -> CompactedTag:
-        """Remove a tag in the trash for good."""
         tag, context, options, still = outcome.tag, self._context, self._options, None
         is_begun = tag in context.trash.being_removed()
         if options.is_by_hand and not is_begun:
@@ -357,7 +353,6 @@ class CompactRun:
         return [changed, *again, *same][-1]
 
     def _require_same(self, outcome: CompactedTag) -> str:
-        """Require that what was decided of a tag is decided again."""
         again = self._decided_again(outcome)
         if again.action != outcome.action:
             raise self._kept_now(outcome.tag, again.reason)

@@ -64,7 +64,6 @@ def sidecars_beside(source: Source) -> set[int]:
 
 
 def tag_only(source: Source) -> Source:
-    """Return a source without the sidecars that lie next to the tag."""
     return narrowed(source, sidecars_beside(source))
 
 
@@ -103,7 +102,6 @@ def narrowed(source: Source, left_out: Collection[int]) -> Source:
 
 
 def _alone(source: Source, left_out: Collection[int]) -> set[int]:
-    """List the source's files that are sidecars and are left out."""
     if not source.kind.is_tag:
         return set()
     first, tensors = source.cutting.first_piece, source.checkpoint.tensors

@@ -52,7 +52,6 @@ class Proof:
     checks: tuple[Check, ...]
 
     def require_unchanged(self, archived: ArchivedTag) -> str:
-        """Require that the archive looks as it did before it was read."""
         with source_errors(archived.store):
             is_same = self.digest == change_digest(archived.store)
         if not is_same:
@@ -129,7 +128,6 @@ def intact(archived: ArchivedTag, proofs: ProofContext, findings: Findings | Non
 
 
 def sums_of(archived: ArchivedTag, proofs: ProofContext) -> dict[str, str]:
-    """Compute the SHA-256 of each file of an archive, by its path in the store."""
     found = archived.files()
     digests = proofs.hash_all([archived.store / path for path in found], archived.store)
     return dict(zip(found, digests, strict=True))
@@ -195,7 +193,6 @@ def _verified(findings: Findings) -> str:
 
 
 def _state_equal(archive: Source, source: Source) -> str:
-    """Require that both sides are equal in everything but tensor data."""
     mine, theirs = (_serialized(side.checkpoint) for side in (archive, source))
     if mine != theirs:
         message = f"{archive.path}: its training state is not that of {source.path}"

@@ -354,7 +354,6 @@ def _unclear(tag: Tag, run: RunDirectory, step: int | None) -> Iterator[str]:
 def _protected(
     tag: Tag, run: RunDirectory, rules: CompactOptions, step: int | None, newest: _Newest
 ) -> Iterator[str]:
-    """Yield the reasons for which a tag is kept."""
     if tag.name == run.latest:
         yield "saved last" if run.is_framework else "'latest' names it"
     if tag.name in run.best:

@@ -104,7 +104,6 @@ class JsonRecord:
 
 
 def _write_beside(path: Path, data: bytes) -> None:
-    """Write a file next to the archives durably."""
     with target_errors(path):
         write_durably(path, data, path.with_name(f"{_UNFINISHED}{path.name}"))
 
@@ -146,8 +145,6 @@ class SourceRecord:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check."""
-
     name: str
     holds: bool
     at: str
@@ -280,7 +277,6 @@ class ArchivedTag:
 
     @property
     def receipt(self) -> Path:
-        """The receipt, which records the checks."""
         return self.directory / f"{self._name}{_RECEIPT}"
 
     @property
@@ -302,7 +298,6 @@ class ArchivedTag:
         return replace(self, of_weights=False, is_packed=receipt.packed)
 
     def read_receipt(self) -> Receipt | None:
-        """Read the receipt; None if there is none."""
         return Receipt.read(self.receipt)
 
     def require_receipt(self) -> Receipt:
@@ -315,12 +310,10 @@ class ArchivedTag:
         return receipt
 
     def require_own(self, receipt: Receipt) -> None:
-        """Require that a receipt is that of this tag."""
         if receipt.tag != self.tag:
             raise CorruptFileError(f"{self.receipt}: is the receipt of {receipt.tag}")
 
     def since(self, moment: str, where: str) -> datetime:
-        """Parse the time since when the tag is where its receipt says it is."""
         try:
             return parse_moment(moment).astimezone(UTC)
         except (ValueError, OverflowError) as error:
@@ -374,7 +367,6 @@ class ArchivedTag:
             return {one.path.relative_to(self.store).as_posix(): one.status() for one in found}
 
     def files(self) -> list[str]:
-        """List the files of the archive as they are now."""
         return sorted(self.statuses())
 
     def etags(self) -> dict[str, str]:
@@ -393,7 +385,6 @@ def etag_of(status: Status) -> str:
 
 
 def _moment(epoch_ns: int) -> str:
-    """Format the time of a file for a message."""
     try:
         moment = datetime.fromtimestamp(epoch_ns // 10**9, UTC)
     except (OSError, OverflowError, ValueError):  # some file systems keep any number

@@ -60,7 +60,6 @@ class TagProgress:
             self.tag = before
 
     def start(self, total_bytes: int, phase: str = READING) -> None:
-        """Start with the total of bytes and the first phase."""
         self._inner.start(total_bytes, self._named(phase))
 
     def enter(self, phase: str) -> None:
@@ -72,8 +71,6 @@ class TagProgress:
 
 @dataclass(frozen=True, slots=True)
 class ProofContext:
-    """The limits and the progress of proving."""
-
     limits: Limits
     progress: TagProgress
 
@@ -112,7 +109,6 @@ class RunContext:
 
     @property
     def now_ns(self) -> int:
-        """The time in nanoseconds since the epoch."""
         return int(self.now.timestamp() * 10**9)
 
     @property
@@ -128,11 +124,9 @@ class RunContext:
         return self.archived(receipt.tag).named_by(receipt)
 
     def tags(self) -> list[str]:
-        """List the tags that have a receipt."""
         return [archived.tag for archived in ArchivedTag.all_in(self.archive_dir)]
 
     def trashed_at(self, tag: str) -> datetime:
-        """Return when a tag was moved into the trash, as its receipt says."""
         archived = self.archived(tag)
         return archived.since(archived.require_receipt().trashed, "in the trash")
 

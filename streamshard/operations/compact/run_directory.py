@@ -141,7 +141,6 @@ class _Scan:
             return _unread(directory, directory.name, unreadable(error, directory))
 
     def _described(self, directory: Path, name: str, *, is_framework: bool = False) -> Tag:
-        """Describe what is in a directory, and say whether it can be opened."""
         changed_ns, nbytes, looks = change_digest(directory)
         is_linked = self.is_linked(directory)
         if looks in self.known:
@@ -179,7 +178,6 @@ class _Scan:
 
 
 def _unread(directory: Path, name: str, error: SourceError) -> Tag:
-    """Describe a directory that is not opened."""
     changed_ns = examine(directory, follows=False).modified_ns
     return Tag(name, changed_ns, str(error), is_denied=isinstance(error, NotPermittedError))
 
@@ -238,7 +236,6 @@ def _framework_run(scan: _Scan, checkpoints: Sequence[Path], pattern: str | None
 
 
 def _named(path: Path) -> str | None:
-    """Read a file that names a tag; None if there is no such file."""
     try:
         stat = examine(path, follows=False)
     except FileNotFoundError:
@@ -252,8 +249,6 @@ def _named(path: Path) -> str | None:
 
 
 def _links(run_dir: Path) -> Iterator[Path]:
-    """Yield the symbolic links below a run directory."""
-
     def is_left_out(error: OSError) -> bool:
         # A tag that cannot be read is reported elsewhere; an entry removed meanwhile is not a tag.
         is_left_out = isinstance(error, PermissionError | FileNotFoundError)

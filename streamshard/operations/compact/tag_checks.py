@@ -55,7 +55,6 @@ def ranks_agree(source: Source) -> str:
 
 
 def records_of(source: Source, run_dir: Path) -> tuple[SourceRecord, ...]:
-    """Record path, size, time of change, inode and device of a source's files."""
     found = []
     for file in source.files:
         with source_errors(file.path):

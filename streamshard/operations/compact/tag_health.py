@@ -63,7 +63,6 @@ class HealthRecord(JsonRecord):
 
     @classmethod
     def of(cls, archive_dir: Path) -> Self:
-        """Read the record of a directory of archives."""
         return cls.read(archive_dir / _HEALTH) or cls()
 
 

@@ -41,7 +41,6 @@ class Trash:
         return self._names(self._going)
 
     def all_tags(self) -> set[str]:
-        """Name both: the tags that can be brought back, and those that are being removed."""
         return {*self.tags(), *self.being_removed()}
 
     def _names(self, directory: Path) -> list[str]:
@@ -82,7 +81,6 @@ class Trash:
                 sync_path(path.parent)
 
     def move_out(self, tag: str) -> None:
-        """Move a tag out of the trash."""
         self.require(tag)
         source, target = self.path_of(tag), self.run_dir / tag
         with target_errors(target):
@@ -100,7 +98,6 @@ class Trash:
                 self._move(self.path_of(tag), self.rest_of(tag))
 
     def remove(self, tag: str) -> None:
-        """Remove a marked tag for good."""
         with target_errors(self.rest_of(tag)):
             remove(self.rest_of(tag))
             sync_path(self._going)

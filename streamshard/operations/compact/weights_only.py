@@ -77,7 +77,6 @@ class WeightsOnlyStore:
     def of(
         cls, store: Path, *, at: str, why: str, limits: Limits | None = None
     ) -> "WeightsOnlyStore":
-        """Open a full store."""
         limits = limits or Limits(resident_memory.resident_bytes(), None, None)
         resident_memory.restart_peak()
         full = open_source(store)
@@ -179,7 +178,6 @@ def _make(context: RunContext, receipt: Receipt, store: WeightsOnlyStore) -> Rec
 
 
 def _require_free(weights: ArchivedTag) -> None:
-    """Require that nothing lies under the names of the archive of weights."""
     for path in (weights.store, partial_of(weights.store), weights.sums):
         if is_there(path):
             message = f"{path}: is there, and no receipt says that compact made it"
@@ -189,7 +187,6 @@ def _require_free(weights: ArchivedTag) -> None:
 def _proved(
     context: RunContext, receipt: Receipt, store: WeightsOnlyStore, log: CheckLog
 ) -> Receipt:
-    """Prove the archive of weights, and let the receipt name it."""
     full, proofs = context.archived(receipt.tag).full_of(receipt), context.proofs
     weights = replace(full, of_weights=True)
     statuses = weights.statuses()

@@ -130,7 +130,6 @@ class StoreTargets(TargetWriter):
         return replace(report, bytes_written=self.nbytes or report.bytes_written)
 
     def _sizes(self) -> dict[str, int]:
-        """Compute the size of every file by its path."""
         store_state.require_readable(self._state)
         records = self._most_records()
         tensors = self._source.checkpoint.tensors
@@ -169,7 +168,6 @@ class StoreTargets(TargetWriter):
         yield from fixed_files({ROOT_DOCUMENT: self._root}, is_last=True)
 
     def _manifest(self) -> dict[str, bytes]:
-        """Serialize the files of the manifest, after everything else is written."""
         # Sorted, because workers and continued runs record the files in any order.
         manifest = store_manifest.serialize(
             dict(sorted(self._records.items())),
@@ -184,7 +182,6 @@ class StoreTargets(TargetWriter):
         return small
 
     def _tensor_digests(self) -> Mapping[str, str]:
-        """Return the digest of each tensor by the path of its array, after all is written."""
         pieces: dict[int, list[Digest]] = {}
         for tensor, start in sorted(self._digests):
             pieces.setdefault(tensor, []).append(self._digests[tensor, start])
@@ -203,7 +200,6 @@ class StoreTargets(TargetWriter):
         return store_state.dump(self._source.checkpoint, self._chunk_shapes)
 
     def _chunks(self) -> Iterator[tuple[int, StoredChunk]]:
-        """Yield the number of each tensor with its chunks, in the order of their elements."""
         arrays = stored_arrays(self._source.checkpoint, self._chunk_shapes)
         for number, array in enumerate(arrays):
             for chunk in array.chunks():
@@ -244,7 +240,6 @@ class KeptArrays:
     """Manifest of the other store."""
 
     def records(self) -> dict[str, FileRecord]:
-        """Return the record of each of their files by its path."""
         records = self.manifest.records
         return {path: records[path] for array in self.arrays for path in array.paths()}
 
@@ -314,7 +309,6 @@ def _small_array(path: str, data: bytes) -> dict[str, bytes]:
 
 
 def _record_of(data: bytes) -> FileRecord:
-    """Return the record of a file with the given bytes."""
     return FileRecord(len(data), np.array([crc32(data)], dtype=np.uint32))
 
 
@@ -360,7 +354,6 @@ def _even_share(length: int, at_most: int) -> int:
 
 
 def _divisor(length: int, at_most: int) -> int:
-    """Return the largest divisor of a length that is at most `at_most`."""
     found = 1
     for small in range(1, math.isqrt(length) + 1):
         if length % small == 0:

@@ -25,7 +25,6 @@ def list_files(source: Source) -> tuple[FileSummary, ...]:
 
 
 def relative(source: Source, number: int) -> str:
-    """Return the path of a file relative to the source."""
     path, root = str(source.files[number].path), f"{source.path}/"
     return path.removeprefix(root) if path.startswith(root) else os.path.relpath(path, root)
 

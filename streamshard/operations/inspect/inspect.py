@@ -83,7 +83,6 @@ def inspect(options: InspectOptions) -> Inspection:
 
 
 def _page_of(source: Source, found: Inspection, html: Path, options: InspectOptions) -> bytes:
-    """Draw a checkpoint, and how it would be resized."""
     from streamshard.operations.inspect.inspect_page import cut_of, cut_page
 
     require_separate(source.path, html, source.directories)
@@ -92,7 +91,6 @@ def _page_of(source: Source, found: Inspection, html: Path, options: InspectOpti
 
 
 def summarize(source: Source) -> Inspection:
-    """Summarize an opened checkpoint."""
     checkpoint, files = source.checkpoint, list_files(source)
     first = checkpoint.model_parts[0]
     model, optimizer = first.model_state, first.optimizer_file or first.model_state

@@ -236,7 +236,6 @@ def _sub_group_ends(cut: _Cut, model_part: ModelPart, place: int) -> Iterator[in
 
 
 def cut_page(found: Inspection, source: Source, cut: Document) -> bytes:
-    """Draw a checkpoint on a page."""
     is_of_ranks = source.kind.is_of_ranks
     numbers = {file.path: number for number, file in enumerate(found.file_list)}
     listed = np.array([numbers.get(relative(source, n), -1) for n in range(len(source.files))])

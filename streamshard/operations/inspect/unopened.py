@@ -58,7 +58,6 @@ def describe_unopened(
 def draw_unopened(
     found: CheckpointList | IncompleteCheckpoint, source: Path_, html: Path_
 ) -> CheckpointList | IncompleteCheckpoint:
-    """Draw on a page what there is."""
     # Not at the top: only few runs draw anything.
     from streamshard.operations.inspect.inspect_page import unopened_page
 
