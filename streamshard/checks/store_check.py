@@ -1,23 +1,25 @@
 """Checks a store: the list of its files, every chunk, and the digests of its tensors."""
 
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from streamshard.checks import chunk_check
-from streamshard.checks.chunk_check import ChunkCheck
+import numpy as np
+
 from streamshard.checks.problems import DAMAGED, EXTRA, MALFORMED, UNREADABLE, Findings
-from streamshard.checks.scan import Result, Unit
+from streamshard.checks.scan import Result, ScanPiece, Unit
 from streamshard.checksums import crc32, join_crc32
 from streamshard.engine.numeric import digests
+from streamshard.engine.scan.probe import Probe
 from streamshard.errors import IntegrityError, SourceError, StreamshardError
 from streamshard.formats import strict_json
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.deepspeed.names import OWN_PREFIX
 from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT
-from streamshard.formats.zarr.chunks import CHECKSUM_BYTES
+from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, serialize_checksum
 from streamshard.formats.zarr.documents import (
     MANIFEST_PATH,
     STATE_PATH,
@@ -26,8 +28,6 @@ from streamshard.formats.zarr.documents import (
     small_array_document,
     store_documents,
 )
-from streamshard.formats.zarr.packed_audit import AuditedEntry, audit
-from streamshard.formats.zarr.packed_place import directory_of, is_packed
 from streamshard.formats.zarr.rewritten_documents import is_serialized_again, remark
 from streamshard.formats.zarr.store_index import (
     MANIFEST_FILES,
@@ -35,19 +35,94 @@ from streamshard.formats.zarr.store_index import (
     StoredArray,
     StoreIndex,
 )
-from streamshard.formats.zarr.store_manifest import FileRecord, Manifest
-from streamshard.io.entries import read_all
+from streamshard.formats.zarr.store_manifest import BLOCK_BYTES, FileRecord, Manifest
 from streamshard.io.object_path import as_path
 from streamshard.model import BlockDigests, Digest, SourceFile
 
 if TYPE_CHECKING:
     from streamshard.formats.zarr.rewritten import RewrittenArray
 
+_PIECE_BYTES: Final = 16 << 20
+"""Bytes that a worker reads at once, whatever the size of the file, so that a run can be
+interrupted."""
 _LIMIT_AGAIN: Final = 4
 """How many times longer a document may be than streamshard writes it."""
 _FREE_BYTES: Final = 1 << 16
 _TOLD_TWICE: Final = ("node_type", "shape", "data_type", "chunk_grid", "codecs")
 """Keys of an array's document whose values the training state determines as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ChunkCheck:
+    """A chunk that exists and has the recorded length."""
+
+    path: Path
+    file: int
+    """Number among the files that are read."""
+    record: FileRecord
+    nbytes: int
+    """Size of the content, including the part past the tensor's end."""
+    own_bytes: int
+    """Size of the content that belongs to the tensor."""
+    is_encoded: bool
+
+    def piece(self) -> ScanPiece:
+        return ScanPiece(self.record.nbytes, self._read)
+
+    def _read(self, probe: Probe) -> Result:
+        if self.is_encoded:
+            try:
+                return probe.digests(self.file, [0, self.own_bytes]), b""
+            except (RuntimeError, ValueError) as error:
+                raise IntegrityError(f"cannot be decompressed ({error})", path=self.path) from error
+        return probe.digests_and_end(self.file, self._cuts(), self.nbytes + CHECKSUM_BYTES)
+
+    def _cuts(self) -> list[int]:
+        """Cut an uncompressed chunk's content where blocks end, and where the tensor ends."""
+        blocks = range(0, self.nbytes, BLOCK_BYTES)
+        return sorted({*blocks, self.own_bytes, self.nbytes})
+
+    def problems(self, result: Result) -> list[str]:
+        pieces, trailer = result
+        if self.is_encoded:
+            return []  # the decoder has compared it
+        found = self._block_crcs(pieces)
+        if len(found) != len(self.record.crc32s):
+            message = f"{self.path}: the manifest lists {len(self.record.crc32s)} checksums for"
+            return [f"{message} {len(found)} blocks"]
+        damaged = np.flatnonzero(np.array(found, dtype=np.uint32) != self.record.crc32s)
+        wrong = [self._damage(run) for run in _runs(damaged.tolist())]
+        if not wrong and trailer != serialize_checksum(digests.joined(pieces).crc32c):
+            wrong.append(f"{self.path}: its content does not match the checksum at its end")
+        return wrong
+
+    def _block_crcs(self, pieces: Sequence[Digest]) -> list[int]:
+        found: list[int] = []
+        at = 0
+        for piece in pieces:
+            if at % BLOCK_BYTES == 0:
+                found.append(0)
+            found[-1] = join_crc32(found[-1], piece.crc32, piece.nbytes)
+            at += piece.nbytes
+        return found
+
+    def _damage(self, blocks: range) -> str:
+        start, stop = blocks.start * BLOCK_BYTES, blocks.stop * BLOCK_BYTES
+        stop = min(stop, self.nbytes)
+        return f"{self.path}: bytes {start} to {stop} are damaged: not those that were written"
+
+    def content(self, result: Result) -> Digest:
+        """Return the digest of the tensor's part of a chunk that has no problems."""
+        pieces: list[Digest] = result[0]
+        if self.is_encoded:
+            return pieces[0]
+        own: list[Digest] = []
+        left = self.own_bytes
+        for piece in pieces:
+            if left > 0:
+                own.append(piece)
+            left -= piece.nbytes
+        return digests.joined(own)
 
 
 class StoreCheck:
@@ -69,7 +144,6 @@ class StoreCheck:
             place = as_path(error.filename or self._root)
             findings.add(UNREADABLE, place, f"{place}: cannot be read ({error.strerror})")
         if index.manifest is None:
-            self._add_unlisted()
             return
         self._check_manifest_document()
         if index.is_described:
@@ -85,12 +159,6 @@ class StoreCheck:
         return [_checking(file, rewritten) for file in self._index.files]
 
     # Structure -----------------------------------------------------------------------------------
-
-    def _add_unlisted(self) -> None:
-        """Add every file that looks like a chunk: without a manifest no list of files is known."""
-        for path in sorted(self._index.present - {*MANIFEST_FILES}):
-            if not (path.endswith(ROOT_DOCUMENT) or _is_mark(path)):
-                self._add_file(path, None)
 
     def _check_manifest_document(self) -> None:
         """Check the one document that the manifest does not list."""
@@ -180,7 +248,6 @@ class StoreCheck:
         again = sum(max(0, array.pieces - 1) for array in rewritten.values())
         self._findings.files += len(self._index.files) - again
         if manifest is None:
-            yield from map(self._unlisted_unit, numbers)
             return
         for path in numbers:
             if path not in self._chunks:
@@ -190,17 +257,6 @@ class StoreCheck:
                 yield self._rewritten_unit(array.path, rewritten[array.path])
             elif array.path not in self._index.not_ours:
                 yield self._array_unit(manifest, array)
-
-    def _unlisted_unit(self, path: str) -> Unit:
-        number = self._index.numbers[path]
-        full = self._index.files[number].path
-
-        def judge(results: Sequence[Result]) -> None:
-            found, problems_of = digests.joined(results[:-1]), chunk_check.own_checksum
-            self._take(full, found, partial(problems_of, full, results[-1]))
-
-        pieces = chunk_check.own_checksum_pieces(number, self._index.files[number].nbytes)
-        return Unit(pieces, judge, self._failed(full))
 
     def _single_unit(self, manifest: Manifest, path: str) -> Unit:
         """Check a document, the training state, or a chunk that only the manifest lists."""
@@ -213,13 +269,13 @@ class StoreCheck:
             self._findings.add(MALFORMED, full, message)
             document = None
         if document is not None:
-            piece = chunk_check.bytes_piece(number, 0, record.nbytes)
+            piece = _bytes_piece(number, 0, record.nbytes)
             problems_of = partial(_document_problems, full, record, document)
         elif path.endswith(ROOT_DOCUMENT) or path in STATE_FILES or manifest.codec != "none":
             return self._whole_unit(number, full, record)
         else:
             content = max(0, record.nbytes - CHECKSUM_BYTES)
-            check = ChunkCheck(full, number, record, content, content, is_encoded=False)
+            check = _ChunkCheck(full, number, record, content, content, is_encoded=False)
             piece, problems_of = check.piece(), check.problems
 
         def judge(results: Sequence[Result]) -> None:
@@ -229,18 +285,18 @@ class StoreCheck:
 
     def _whole_unit(self, number: int, full: Path, record: FileRecord) -> Unit:
         def problems_of(found: Digest) -> list[str]:
-            return chunk_check.whole_file(full, record, found.crc32)
+            return _whole_file(full, record, found.crc32)
 
         def judge(results: Sequence[Result]) -> None:
             self._take(full, digests.joined(results), problems_of)
 
-        pieces = chunk_check.digest_pieces(number, record.nbytes)
+        pieces = _digest_pieces(number, record.nbytes)
         return Unit(pieces, judge, self._failed(full))
 
     def _array_unit(self, manifest: Manifest, array: StoredArray) -> Unit:
         numbers, files = self._index.numbers, self._index.files
         checks = [
-            ChunkCheck(
+            _ChunkCheck(
                 files[numbers[chunk.path]].path,
                 numbers[chunk.path],
                 manifest.records[chunk.path],
@@ -266,7 +322,7 @@ class StoreCheck:
         """Compare all elements of a rewritten array with their digest, and nothing else."""
         first = self._index.first[path]
         pieces = [
-            chunk_check.digest_piece(first + number, 0, array.piece_bytes(number))
+            _digest_piece(first + number, 0, array.piece_bytes(number))
             for number in range(array.pieces)
         ]
 
@@ -310,7 +366,7 @@ def _is_mark(path: str) -> bool:
 
 
 def _document_problems(path: Path, record: FileRecord, expected: bytes, found: bytes) -> list[str]:
-    problems = chunk_check.whole_file(path, record, crc32(found))
+    problems = _whole_file(path, record, crc32(found))
     if not problems and not _is_same_array(found, expected):
         return [f"{path}: describes another array than the training state does"]
     return problems
@@ -338,42 +394,32 @@ def _checking(file: SourceFile, rewritten: Container[Path]) -> SourceFile:
     return file
 
 
-def has_directory(root: Path, findings: Findings) -> bool:
-    """Tell whether the files of a store can be found; if not, the reason is added."""
-    try:
-        if is_packed(root):
-            directory_of(root)
-    except SourceError as error:
-        findings.add_error(error, root)
-        return False
-    return True
+def _runs(numbers: Sequence[int]) -> list[range]:
+    """Join consecutive numbers into ranges."""
+    found: list[range] = []
+    for number in numbers:
+        if found and found[-1].stop == number:
+            found[-1] = range(found[-1].start, number + 1)
+        else:
+            found.append(range(number, number + 1))
+    return found
 
 
-def check_packed(index: StoreIndex, findings: Findings) -> None:
-    """Compare what the zip says of each file with its header and with the store's manifest."""
-    if not is_packed(index.root):
-        return
-    for entry in audit(directory_of(index.root)):
-        place = index.root / entry.path
-        problem = entry.problem
-        if not problem and (wanted := _crc32(index, entry, place)) not in (entry.crc32, None):
-            problem = f"the zip records the CRC-32 {entry.crc32:08x}, and {wanted:08x} was written"
-        if problem:
-            findings.add(DAMAGED, place, f"{place}: {problem}")
+def _digest_pieces(file: int, nbytes: int) -> list[ScanPiece]:
+    """Return small pieces that compute the digest of a file's first bytes, without decoding."""
+    cuts = [*range(0, nbytes, _PIECE_BYTES), nbytes] if nbytes else [0, 0]
+    return [_digest_piece(file, start, stop) for start, stop in pairwise(cuts)]
 
 
-def _crc32(index: StoreIndex, entry: AuditedEntry, place: Path) -> int | None:
-    """Return the CRC-32 of a file as it was written; None if it is not known."""
-    if entry.path in MANIFEST_FILES:
-        return crc32(read_all(place))
-    number = index.numbers.get(entry.path)
-    record = index.manifest.records.get(entry.path) if index.manifest else None
-    if record is None or number is None:
-        return None
-    digests, found = index.files[number].decoder, 0
-    if not isinstance(digests, BlockDigests):
-        return int(record.crc32s[0]) if len(record.crc32s) == 1 else None
-    for block, checksum in enumerate(digests.crc32s.tolist()):
-        left = digests.nbytes - block * digests.block_bytes
-        found = join_crc32(found, checksum, min(digests.block_bytes, left))
-    return crc32(entry.last, found)
+def _digest_piece(file: int, start: int, stop: int) -> ScanPiece:
+    return ScanPiece(stop - start, partial(Probe.digest, file=file, start=start, stop=stop))
+
+
+def _bytes_piece(file: int, start: int, stop: int) -> ScanPiece:
+    return ScanPiece(stop - start, partial(Probe.read, file=file, start=start, stop=stop))
+
+
+def _whole_file(path: Path, record: FileRecord, found: int) -> list[str]:
+    if len(record.crc32s) == 1 and found == record.crc32s[0]:
+        return []
+    return [f"{path}: damaged: its bytes are not those in the manifest"]

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from streamshard.checks.packed_check import check_packed, has_directory
 from streamshard.checks.problems import Findings
-from streamshard.checks.store_check import StoreCheck, check_packed, has_directory
+from streamshard.checks.store_check import StoreCheck
 from streamshard.errors import SourceNotFoundError, UnsupportedError, UsageError
 from streamshard.formats.pickle.inert import show
 from streamshard.formats.zarr import store_manifest

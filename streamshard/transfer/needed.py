@@ -7,7 +7,7 @@ also where facts that are in no checkpoint decide what the target holds, as its 
 tell these.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from streamshard.layout.memory_plan import BUFFER_BYTES, MemoryPlan
 from streamshard.options import WritingOptions
 from streamshard.source.source import open_source
 from streamshard.source.unfinished import COMMITTED, JOURNAL
-from streamshard.transfer.file_layout import Divider
+from streamshard.transfer.file_layout import Divider, Layout
 from streamshard.transfer.report import Report, nothing_done
 from streamshard.transfer.target import require_space
 from streamshard.transfer.target_state import TargetState
@@ -118,21 +118,9 @@ class ExistingTarget:
         """Describe a difference to what the target records; None if there is none."""
         if (other := self._other_names() or self._other_sizes()) is not None:
             return other
-        output, divider = self.output, Divider(self.output.source)
-        root = packed(self.target) if output.packs else self.target
-        if output.encode is not None:
+        if self.output.encode is not None:
             open_source(self.target)  # which compares the sizes with those that it records
-        path = first_difference(
-            root,
-            (layout.divided(divider) for layout in output.writer.beginnings()),
-            output.source.files,
-            workers=self.memory.workers,
-            window_bytes=self.memory.window_bytes,
-            scratch_bytes=BUFFER_BYTES,
-            progress=progress.advance,
-            to_end=False,
-        )
-        return None if path is None else f"{path} holds other bytes"
+        return self._other_bytes(self.output.writer.beginnings(), progress, to_end=False)
 
     def _other_sizes(self) -> str | None:
         """Describe a file of another size, or one of the source that is newer than the target."""
@@ -149,27 +137,29 @@ class ExistingTarget:
         return None
 
     def _difference(self, progress: Progress) -> str | None:
-        output, latest, is_packed_so = self.output, self.output.latest, self.output.is_packed_so
         if (other := self._other_names()) is not None:
             return other
-        root = self.target.parent if output.packs else self.target
+        writer, latest = self.output.writer, self.output.latest
         if latest is not None:
             progress.advance(len(latest.encode()))  # no pass makes this file
-        source, divider = output.source, Divider(output.source)
-        if is_packed_so is not None:
-            root = packed(self.target)
-        for layouts in output.writer.passes():
-            path = first_difference(
-                root,
-                (layout.divided(divider) for layout in layouts()),
-                source.files,
-                workers=self.memory.workers,
-                window_bytes=self.memory.window_bytes,
-                scratch_bytes=BUFFER_BYTES,
-                progress=progress.advance,
-            )
-            if path is not None:
-                return f"{path} holds other bytes"
-        if is_packed_so is not None and not is_packed_so(self.target):
-            return "its files are packed in another way"
-        return None
+        for layouts in writer.passes():
+            if (other := self._other_bytes(layouts(), progress)) is not None:
+                return other
+        return None if writer.is_same_around(self.target) else "its files are packed in another way"
+
+    def _other_bytes(
+        self, layouts: Iterable[Layout], progress: Progress, *, to_end: bool = True
+    ) -> str | None:
+        source, memory = self.output.source, self.memory
+        divider = Divider(source)
+        path = first_difference(
+            packed(self.target) if self.output.packs else self.target,
+            (layout.divided(divider) for layout in layouts),
+            source.files,
+            workers=memory.workers,
+            window_bytes=memory.window_bytes,
+            scratch_bytes=BUFFER_BYTES,
+            progress=progress.advance,
+            to_end=to_end,
+        )
+        return None if path is None else f"{path} holds other bytes"

@@ -46,6 +46,10 @@ class TargetWriter(ABC):
     def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
         """Read the written files back from disk, and describe how they differ from the source."""
 
+    def is_same_around(self, target: Path) -> bool:
+        """Tell whether a target has just what belongs around its files, which were compared."""
+        return True
+
     def finish(self, report: Report, overflowed: Mapping[str, int]) -> Report:
         """Add to a run's report what is known only after the run.
 
@@ -74,9 +78,6 @@ class Output:
     latest: str | None = None
     """Tag for the `latest` file, which is written after everything else."""
     packs: bool = False
-    is_packed_so: Callable[[Path], bool] | None = None
-    """Tells whether a file has what is around the files packed in it, which were compared one by
-    one; None if files are not compared so."""
     template: Template | None = None
     is_reusable: bool = False
     """Whether a job can resume from the source as it is."""

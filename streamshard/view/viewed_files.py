@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from streamshard.checksums import crc32c
-from streamshard.engine.run.rechecking_reader import RecheckingReader
+from streamshard.engine.run.mapping_reader import RecheckingReader
 from streamshard.engine.run.region import RegionFiller
 from streamshard.engine.run.work import Region
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES

@@ -22,7 +22,7 @@ from streamshard.engine.run.work import (
     Written,
 )
 from streamshard.errors import NoSpaceError, TargetError
-from streamshard.formats.zarr.blosc_encoder import BloscCodec
+from streamshard.formats.zarr.chunks import BloscCodec
 from tests.engine.fakes import JOURNAL, copies_of, on_disk
 from tests.engine.test_run import Run
 

@@ -13,9 +13,13 @@ from isal import isal_zlib
 
 from streamshard.checksums import crc32c
 from streamshard.errors import IntegrityError
-from streamshard.formats.zarr.blosc_encoder import BloscCodec, most_encoded_bytes
 from streamshard.formats.zarr.blosc_frame import PIECE_BYTES
-from streamshard.formats.zarr.chunks import EncodedChunk, serialize_checksum
+from streamshard.formats.zarr.chunks import (
+    BloscCodec,
+    EncodedChunk,
+    most_encoded_bytes,
+    serialize_checksum,
+)
 
 BLOCK = 512 << 10
 """Bytes in a block of a chunk with zstd."""

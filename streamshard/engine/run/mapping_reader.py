@@ -1,9 +1,10 @@
-"""Maps whole ranges of source files, for programs that keep them for as long as they like."""
+"""Readers of source files for programs that keep them open, or map them, for as long as they like."""
 
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.errors import SourceError
 from streamshard.io.files import require_same
 from streamshard.io.memory_map import map_range
+from streamshard.io.readable import OpenedFile
 from streamshard.io.retry import try_again
 from streamshard.model import BlockDigests
 
@@ -41,3 +42,12 @@ class MappingReader(SourceReader):
         if self._log is not None:
             self._log.add(file, offset, view)
         return view
+
+
+class RecheckingReader(SourceReader):
+    """Refuses a file that changed until now when `settle` is called, however it was read."""
+
+    def _opened(self, file: int) -> OpenedFile:
+        opened = super()._opened(file)
+        self._looked_at.add(file)
+        return opened

@@ -133,12 +133,11 @@ def store_output(
         measure = partial(measured, opened, limits, known)
     target = as_path(options.target)
     packs, planned = is_packed_name(target), (opened, shapes, codec, measure)
-    writer, is_packed_so = StoreTargets(*planned), None
+    writer = StoreTargets(*planned)
     if packs:
         from streamshard.operations.convert.packed_targets import PackedTargets  # not at the top
 
-        writer = packed = PackedTargets(target.name, *planned)
-        is_packed_so = packed.is_packed_so
+        writer = PackedTargets(target.name, *planned)
     elif kept is not None:
         writer = LinkedTargets(target, kept, *planned)
     is_raw = writer.encode is None
@@ -158,6 +157,5 @@ def store_output(
         # Pieces are compressed one by one. Where files only grow, a chunk waits in memory.
         codec_bytes=0 if is_raw else _ENCODING_BYTES + (is_object(target) and not packs) * largest,
         packs=packs,
-        is_packed_so=is_packed_so,
         encode=writer.encode,
     )

@@ -77,12 +77,11 @@ class PackedTargets(StoreTargets):
     def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
         return read_back.differences(Request(place / self._name), self._source, memory, progress)
 
-    def is_packed_so(self, file: Path) -> bool:
-        """Tell whether a file has just what belongs around the files that were compared."""
+    def is_same_around(self, target: Path) -> bool:
         start, central, documents = 0, list[bytes](), self._documents()
         last = {**self._last, ROOT_DOCUMENT: documents.pop(ROOT_DOCUMENT)}
         files = {**_written(documents), **self._chunks_written, **_written(last)}
-        with target_errors(file), open_readable(file) as found:
+        with target_errors(target), open_readable(target) as found:
             for path, content in files.items():
                 entry = PackedEntry(path, start, content.nbytes)
                 before, after = entry.header(), entry.descriptor(content.crc32)

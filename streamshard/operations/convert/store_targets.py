@@ -19,8 +19,12 @@ from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch.zip_layout import ALIGNMENT
 from streamshard.formats.zarr import store_manifest, store_state
 from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT, array_path
-from streamshard.formats.zarr.blosc_encoder import BloscCodec, most_encoded_bytes
-from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, serialize_checksum
+from streamshard.formats.zarr.chunks import (
+    CHECKSUM_BYTES,
+    BloscCodec,
+    most_encoded_bytes,
+    serialize_checksum,
+)
 from streamshard.formats.zarr.documents import (
     LIMIT_BYTES,
     MANIFEST_PATH,
