@@ -144,6 +144,10 @@ class StoreCheck:
             place = as_path(error.filename or self._root)
             findings.add(UNREADABLE, place, f"{place}: cannot be read ({error.strerror})")
         if index.manifest is None:
+            # No list of files is known: all that may be chunks have a checksum of their own.
+            for path in sorted(index.present - {*MANIFEST_FILES}):
+                if not (path.endswith(ROOT_DOCUMENT) or _is_mark(path)):
+                    self._add_file(path, None)
             return
         self._check_manifest_document()
         if index.is_described:
@@ -248,6 +252,7 @@ class StoreCheck:
         again = sum(max(0, array.pieces - 1) for array in rewritten.values())
         self._findings.files += len(self._index.files) - again
         if manifest is None:
+            yield from map(self._unlisted_unit, numbers)
             return
         for path in numbers:
             if path not in self._chunks:
@@ -257,6 +262,22 @@ class StoreCheck:
                 yield self._rewritten_unit(array.path, rewritten[array.path])
             elif array.path not in self._index.not_ours:
                 yield self._array_unit(manifest, array)
+
+    def _unlisted_unit(self, path: str) -> Unit:
+        number = self._index.numbers[path]
+        full, nbytes = self._index.files[number].path, self._index.files[number].nbytes
+        content_bytes = max(0, nbytes - CHECKSUM_BYTES)
+
+        def problems_of(results: Result) -> list[str]:
+            is_so = results[-1] == serialize_checksum(digests.joined(results[:-1]).crc32c)
+            message = f"{full}: damaged: its bytes do not match the checksum at its end"
+            return [] if is_so else [message]
+
+        def judge(results: Sequence[Result]) -> None:
+            self._take(full, results, problems_of)
+
+        end = _bytes_piece(number, content_bytes, nbytes)
+        return Unit([*_digest_pieces(number, content_bytes), end], judge, self._failed(full))
 
     def _single_unit(self, manifest: Manifest, path: str) -> Unit:
         """Check a document, the training state, or a chunk that only the manifest lists."""

@@ -1,7 +1,6 @@
 """Counts the bytes of every file that a plan writes, and how often it reads each source tensor."""
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Final
 
 import numpy as np
@@ -43,7 +42,13 @@ class ByteCounts:
 
     def copies_bytes(self) -> Callable[[int], int]:
         """Return what bounds the memory for files and spans in flight, by the count of workers."""
-        return partial(_copies_bytes, self._pieces, self._units)
+        pieces, units = self._pieces, self._units
+
+        def copies_bytes(workers: int) -> int:
+            in_flight = (2 * workers + 2) * _UNIT_BYTES + _LOCATE_BYTES
+            return pieces * _PIECE_BYTES + units * in_flight
+
+        return copies_bytes
 
     def add_all(self, layouts: Iterable[FileLayout]) -> None:
         for layout in layouts:
@@ -112,8 +117,3 @@ def read_bytes(source: Source, times: NDArray[np.int64]) -> NDArray[np.int64]:
         if found[number] and number not in computed and not file.is_plain:
             found[number] = file.nbytes
     return found
-
-
-def _copies_bytes(pieces: int, units: int, workers: int) -> int:
-    in_flight = (2 * workers + 2) * _UNIT_BYTES + _LOCATE_BYTES
-    return pieces * _PIECE_BYTES + units * in_flight

@@ -55,7 +55,7 @@ class ExistingTarget:
             shown = progress or Silent()
             shown.start(self.report.bytes_written, COMPARING)
             try:
-                whole = self.options.verify or self._has_facts()
+                whole = self.options.verify or any(map(self.options.is_given, ("facts", "like")))
                 difference = self._difference(shown) if whole else self._other_record(shown)
             except (IntegrityError, SourceError, TargetError) as error:
                 is_ours = self.output.packs or not isinstance(error, TargetError)
@@ -109,10 +109,6 @@ class ExistingTarget:
             path = entry.path.relative_to(self.target)
             if not entry.is_directory and path.parts[0] not in own:
                 yield path.as_posix(), entry.status()
-
-    def _has_facts(self) -> bool:
-        """Tell whether what is in no checkpoint decides what the target holds."""
-        return any(map(self.options.is_given, ("facts", "like")))
 
     def _other_record(self, progress: Progress) -> str | None:
         """Describe a difference to what the target records; None if there is none."""

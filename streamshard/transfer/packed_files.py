@@ -94,7 +94,10 @@ class PackedFiles(StagedFiles):
             for path, result, content in zip(paths, results, contents, strict=True):
                 rest += self.append(path, result.written.crc32, content)
             if isinstance(files, TargetFile) and files.is_last:
-                rest += self._append_directory()
+                directory = directory_of(self._central, self._end)
+                self._buffer.put(memoryview(directory))
+                self._buffer.flush()
+                rest += len(directory)
         self._watcher.advance(rest)
         if isinstance(files, TargetFile):
             files.take(*results)
@@ -114,13 +117,6 @@ class PackedFiles(StagedFiles):
         self._central.append(entry.central(crc32))
         self._end = entry.end
         return len(header) + len(descriptor)
-
-    def _append_directory(self) -> int:
-        """Add the zip's directory, after all files; returns its size."""
-        directory = directory_of(self._central, self._end)
-        self._buffer.put(memoryview(directory))
-        self._buffer.flush()
-        return len(directory)
 
     def finish(self) -> None:
         if self._sink is not None:

@@ -155,17 +155,14 @@ class UploadedTarget(JournaledTransaction):
             return
         if is_new:
             self._discard()
-        self._abort()
-
-    def _open_files(self) -> Uploads:
-        self._forget_changed()
-        return Uploads(self.path, self.journal)
-
-    def _abort(self) -> None:
         # Copies of the largest objects are made of parts too, below the target.
         strays = abort_strays(self._target, self.path)
         if any(upload_requests(nbytes) > 1 for nbytes in self._sizes().values()):
             self.notes = strays
+
+    def _open_files(self) -> Uploads:
+        self._forget_changed()
+        return Uploads(self.path, self.journal)
 
     def _forget_changed(self) -> None:
         """Forget recorded objects that are gone, or are others now: they are uploaded again."""

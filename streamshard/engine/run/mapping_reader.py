@@ -1,4 +1,4 @@
-"""Readers of source files for programs that keep them open, or map them, for as long as they like."""
+"""Readers of source files for programs that keep them open, or map them, for any time."""
 
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.errors import SourceError

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +15,6 @@ from streamshard.errors import IntegrityError
 from streamshard.formats.zarr import blosc_frame
 from streamshard.formats.zarr.blosc_frame import HEADER_BYTES, PIECE_BYTES
 from streamshard.model import Memory, StoredBytes
-
-if TYPE_CHECKING:
-    from numcodecs.blosc import Blosc
 
 Stored = bytes | bytearray | memoryview
 
@@ -52,17 +49,14 @@ class BloscChunk:
 
     itemsize: int
 
-    @property
-    def _blosc(self) -> "Blosc":
+    def encode(self, content: memoryview) -> bytes:
+        """Compress a chunk's content, or a piece of it."""
         # Not at the top: it is slow to import, and only compressed stores need it.
         from numcodecs.blosc import Blosc
 
-        return Blosc(cname="zstd", **SETTINGS | {"shuffle": Blosc.SHUFFLE})
-
-    def encode(self, content: memoryview) -> bytes:
-        """Compress a chunk's content, or a piece of it."""
+        blosc = Blosc(cname="zstd", **SETTINGS | {"shuffle": Blosc.SHUFFLE})
         # Blosc shuffles by the item size of the array that it is given.
-        return bytes(self._blosc.encode(np.frombuffer(content, dtype=f"V{self.itemsize}")))
+        return bytes(blosc.encode(np.frombuffer(content, dtype=f"V{self.itemsize}")))
 
     def decode(self, encoded: memoryview, content: memoryview) -> None:
         from numcodecs.blosc import decompress  # not at the top, as above

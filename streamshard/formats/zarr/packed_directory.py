@@ -96,7 +96,7 @@ class PackedDirectory:
 
     def children(self, path: str) -> Iterator[tuple[str, int | None]]:
         """Yield the name of each entry of a directory, and its number; None for a directory."""
-        below = _below(path)
+        below = f"{path}/".encode(errors="surrogateescape") if path else b""
         row = self._first_from(below)
         while row < self.count and (name := self._name(row)).startswith(below):
             own, is_deeper, _ = name[len(below) :].partition(b"/")
@@ -150,10 +150,6 @@ def _is_path(name: bytes) -> bool:
         return is_inside(name.decode())
     except UnicodeDecodeError:
         return False
-
-
-def _below(path: str) -> bytes:
-    return f"{path}/".encode(errors="surrogateescape") if path else b""
 
 
 def _require_distinct(names: Iterable[bytes]) -> None:

@@ -44,17 +44,13 @@ class PackedEntry:
         gap = -self._bare % ALIGNMENT
         return gap if gap == 0 or gap > 4 else gap + ALIGNMENT
 
-    def _sizes(self) -> bytes:
-        """Serialize the extra field for a size that 32 bits cannot hold."""
-        both = self.nbytes, self.nbytes
-        return struct.pack("<HHQQ", 1, 16, *both) if self.is_large else b""
-
     def _common(self) -> tuple[int, ...]:
         needs = self.is_large or self.start >= LIMIT_32
         return (_VERSION_64 if needs else _VERSION, _FLAGS, 0, 0, _DATE)
 
     def header(self) -> bytes:
-        name, extra, gap = self.path.encode(), self._sizes(), self._gap
+        name, gap = self.path.encode(), self._gap
+        extra = struct.pack("<HHQQ", 1, 16, self.nbytes, self.nbytes) if self.is_large else b""
         if gap:
             extra += struct.pack("<2sH", b"FB", gap - 4) + bytes(gap - 4)
         size = min(self.nbytes, LIMIT_32)

@@ -112,13 +112,6 @@ def _abort_strays(*roots: ObjectPath) -> str:
     return ""
 
 
-def _content(path: ObjectPath) -> bytes:
-    known = listings.known_status(path)
-    if isinstance(known, Status) and known.nbytes:
-        return bytes(get(path, 0, known.nbytes, known))
-    return bytes(call(path, lambda client: client.get(path.key).bytes()))
-
-
 class Buckets(Place):
     read_ahead = ReadAheadBytes(AHEAD_BYTES, REQUEST_BYTES, 1)
     reading_bytes = READING_BYTES
@@ -146,11 +139,15 @@ class Buckets(Place):
         return ObjectFile(object_of(path), expected)
 
     def stream(self, path: Path) -> BinaryIO:
-        path = object_of(path)
-        content = listings.kept_content(path)
+        place = object_of(path)
+        content = listings.kept_content(place)
         if content is None:
-            content = _content(path)
-            listings.keep_content(path, content)
+            known = listings.known_status(place)
+            if isinstance(known, Status) and known.nbytes:
+                content = bytes(get(place, 0, known.nbytes, known))
+            else:
+                content = bytes(call(place, lambda client: client.get(place.key).bytes()))
+            listings.keep_content(place, content)
         return io.BytesIO(content)
 
     def listed(self, root: Path) -> Mapping[Any, Mapping[str, Entry]]:

@@ -77,8 +77,9 @@ def compact(options: _Compact) -> Compaction:
             message = "chooses for runs by the rules; with the names of tags, leave it out"
             raise UsageError(f"{Option('tags', options.tags)}: {message}")
     _require_apart(run_dir, archive_dir)
-    if options.packed:
-        _require_threads()
+    if options.packed and not current_executor().shares_memory:
+        message = "a cluster writes no archives of one file; leave it out"
+        raise UsageError(f"{Option('packed', True)}: {message}")
     progress = TagProgress(options.progress or Silent(), options.bytes_per_second)
     with limited_to(options.bytes_per_second):
         run = CompactRun(options, run_dir, archive_dir, limits, now, progress)
@@ -133,12 +134,6 @@ def _require_apart(run_dir: Path, archive_dir: Path) -> None:
     if here == there or here in there.parents or there in here.parents:
         message = f"{archive_dir}: lies in or around {run_dir}; choose another place, best on"
         raise UsageError(f"{message} another disk")
-
-
-def _require_threads() -> None:
-    if not current_executor().shares_memory:
-        message = "a cluster writes no archives of one file; leave it out"
-        raise UsageError(f"{Option('packed', True)}: {message}")
 
 
 def runs_like(pattern: str, archive_dir: str) -> list[tuple[Path, Path]] | None:

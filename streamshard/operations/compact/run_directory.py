@@ -320,11 +320,6 @@ def _behind(link: Path) -> Iterator[tuple[Path, Status]]:
             yield from ((entry.path, entry.status()) for entry in listed_below(link))
 
 
-def _is_checkpoint(directory: Path) -> bool:
-    """Tell whether a directory is a whole checkpoint of a framework, with a `latest` of its own."""
-    return _kind(directory.name) is not None and lexists(directory / names.LATEST)
-
-
 def _checkpoints_in(output_dir: Path, pattern: str | None = None) -> list[Path]:
     """List the checkpoints of a framework's output directory; none for any other directory.
 
@@ -360,7 +355,7 @@ def open_tag(run_dir: Path, name: str) -> Source:
     Of the latter, `latest` is one of the source's files, so that all that goes is recorded.
     """
     directory = run_dir / name
-    if not _is_checkpoint(directory):
+    if _kind(directory.name) is None or not lexists(directory / names.LATEST):
         opened = open_source(run_dir, SourceOptions(tag=name))
         if not opened.kind.is_of_ranks:
             message = "not what an engine saved, but made of it: keep it, or remove it by hand"

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -13,7 +12,7 @@ from streamshard.formats.deepspeed.names import step_of
 from streamshard.io.object_path import as_path
 from streamshard.operations.compact.compact_status import CompactStatus
 from streamshard.operations.compact.prune import Tag, by_step
-from streamshard.operations.compact.receipts import show_moment
+from streamshard.operations.compact.receipts import moment_of, show_moment
 from streamshard.operations.compact.run_directory import scan_run_directory
 from streamshard.operations.inspect.inspect_report import FileSummary
 from streamshard.operations.inspect.page_file import require_free, write_page
@@ -50,13 +49,6 @@ def _described(tag: Tag) -> dict[str, Any]:
         "tag": tag.name,
         "step": step_of(tag.name),
         "nbytes": tag.nbytes,
-        "changed": _moment(tag.changed_ns),
+        "changed": show_moment(moment_of(tag.changed_ns)),
         "problem": tag.problem,
     }
-
-
-def _moment(epoch_ns: int) -> str:
-    try:
-        return show_moment(datetime.fromtimestamp(epoch_ns // 10**9, UTC))
-    except (OSError, OverflowError, ValueError):  # some file systems keep any number
-        return ""

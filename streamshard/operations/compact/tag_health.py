@@ -94,7 +94,9 @@ class TagHealths:
 
     def _judge(self, tag: Tag, otherwise: Callable[[Tag, str], str]) -> str:
         try:
-            looks = tag.looks or self._looks_of_archive(tag.name)
+            # What is in the trash is identified by its archive, which holds all of it.
+            archived = self._context.archived(tag.name)
+            looks = tag.looks or archived.require_receipt().sums_sha256
             known = self._known.get((tag.name, looks))
             return otherwise(tag, looks) if known is None else known.unhealthy
         except StreamshardError as error:
@@ -102,10 +104,6 @@ class TagHealths:
             if kind_of(error) == UNREADABLE:
                 self._unread.add((tag.name, tag.looks))
             return str(error)
-
-    def _looks_of_archive(self, tag: str) -> str:
-        """Identify what is in the trash by its archive, which holds all of it."""
-        return self._context.archived(tag).require_receipt().sums_sha256
 
     def _measured(self, tag: Tag, looks: str) -> str:
         proofs = self._context.proofs

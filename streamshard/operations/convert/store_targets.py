@@ -348,13 +348,9 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int, chunk_bytes: int) -> tupl
         if row > budget and axis < len(shape) - 1:
             continue
         wanted = max(1, budget // row)
-        rows = _even_share(length, wanted) if axis == 0 else _divisor(length, wanted)
+        rows = ceil_div(length, ceil_div(length, wanted)) if axis == 0 else _divisor(length, wanted)
         return (*(1,) * axis, rows, *shape[axis + 1 :])
     return ()
-
-
-def _even_share(length: int, at_most: int) -> int:
-    return ceil_div(length, ceil_div(length, at_most))
 
 
 def _divisor(length: int, at_most: int) -> int:

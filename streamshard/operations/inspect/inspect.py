@@ -102,6 +102,8 @@ def summarize(source: Source) -> Inspection:
     degrees = known_degrees(checkpoint)
     has_record = checkpoint.graft_record is not None
     grafted = load(GRAFT_DESCRIBED)(source) if has_record else ()
+    with source_errors(source.path):
+        problems = tuple(_problems(source)) if source.kind.is_tag else ()
     return Inspection(
         path=str(source.path),
         kind=source.kind.name,
@@ -132,7 +134,7 @@ def summarize(source: Source) -> Inspection:
         file_list=files,
         tensors=len(checkpoint.tensors),
         codec=source.kind.codec(source),
-        problems=_problems_of(source),
+        problems=problems,
         notes=(*source.kind.remarks(source), *grafted, *checkpoint.remarks),
         weights_only=checkpoint.dropped,
         health=source.kind.health(source),
@@ -190,13 +192,8 @@ def _optimizer_type(config: Node) -> str | None:
     return _text(section.get("type")) if isinstance(section, dict) else None
 
 
-def _problems_of(source: Source) -> tuple[str, ...]:
-    """Check the files around an opened checkpoint; only their names and `latest` are read."""
-    with source_errors(source.path):
-        return tuple(_problems(source)) if source.kind.is_tag else ()
-
-
 def _problems(source: Source) -> Iterator[str]:
+    """Check the files around an opened checkpoint; only their names and `latest` are read."""
     run_dir, tag = source.path, source.checkpoint.tag
     latest = run_dir / names.LATEST
     if not is_file(latest):

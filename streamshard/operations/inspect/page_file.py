@@ -17,13 +17,9 @@ def require_free(path: Path) -> None:
         if not is_directory(path.parent):
             message = f"{path}: there is no directory {path.parent}; make it first"
             raise TargetError(message)
-        if lexists(path) and not _is_page(path):
+        if lexists(path) and not (is_file(path) and read_all(path, len(HEAD)) == HEAD):
             message = "exists, and is no page that streamshard wrote, so it is not replaced"
             raise TargetExistsError(f"{path}: {message}; give another name")
-
-
-def _is_page(path: Path) -> bool:
-    return is_file(path) and read_all(path, len(HEAD)) == HEAD
 
 
 def write_page(path: Path, data: bytes) -> FileSummary:

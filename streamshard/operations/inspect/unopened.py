@@ -79,16 +79,15 @@ def _directory(root: Path, error: SourceError) -> CheckpointList | None:
     """List a directory's checkpoints; tags without a `latest` next to them are a problem."""
     found = summaries(root)
     is_run = exists(root / names.LATEST) or any(
-        "/" not in one.path and reader_of(one.kind).is_tag and _is_tag(root / one.path)
+        "/" not in one.path
+        and reader_of(one.kind).is_tag
+        and may_be_finished(root / one.path)
+        and not is_file(root / one.path / names.LATEST)
         for one in found
     )
     return CheckpointList(
         str(root), "directory", found, (str(error),) if is_run else ()
     ) if found else None  # fmt: skip
-
-
-def _is_tag(place: Path) -> bool:
-    return may_be_finished(place) and not is_file(place / names.LATEST)
 
 
 def _incomplete(request: Request) -> IncompleteCheckpoint:
