@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from streamshard.engine.jobs.executor import Job, run_ordered
-from streamshard.engine.scan.probe import Probe, ProbeTools
+from streamshard.engine.jobs.executor import Job, ReadingTools, run_ordered
+from streamshard.engine.scan.probe import Probe
 from streamshard.errors import StreamshardError
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.model import SourceFile
@@ -56,7 +56,8 @@ def scan(
     """
     waiting: deque[Unit] = deque()
     results: deque[Result] = deque()
-    tools = ProbeTools(files, memory.window_bytes, hashed is not None)
+    probe = partial(Probe, files, memory.window_bytes, hashed is not None)
+    tools = ReadingTools(files, probe)
     jobs = run_ordered(
         _jobs(units, waiting),
         tools,

@@ -14,7 +14,7 @@ from typing import Final, Self, TypeVar
 import numpy as np
 
 from streamshard.checks.problems import Difference, Findings
-from streamshard.engine.jobs.executor import Job, run_ordered
+from streamshard.engine.jobs.executor import Job, ReadingTools, run_ordered
 from streamshard.engine.numeric.cast import comparing_cast, wider
 from streamshard.engine.run.memory_limits import Limits
 from streamshard.engine.run.phases import READING, Count, Progress
@@ -23,8 +23,8 @@ from streamshard.engine.scan.region_pair import (
     Comparator,
     Mismatch,
     PairReader,
-    PairTools,
     RegionPair,
+    make_reader,
 )
 from streamshard.errors import SourceError, StreamshardError
 from streamshard.formats.zarr.array_paths import array_path
@@ -178,8 +178,9 @@ class Runs:
                 waiting.append(run)
                 yield job(run)
 
-        files = [side.files for side in self.sides]
-        tools = PairTools(kind, files, memory.window_bytes, BUFFER_BYTES)
+        sides = [side.files for side in self.sides]
+        reader = partial(make_reader, kind, sides, memory.window_bytes, BUFFER_BYTES)
+        tools = ReadingTools([file for files in sides for file in files], reader)
         results = run_ordered(
             jobs(),
             tools,

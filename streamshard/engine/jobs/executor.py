@@ -69,6 +69,17 @@ class Toolkit(ABC, Generic[T_co]):
         """Make the tools."""
 
 
+@dataclass(frozen=True, slots=True)
+class ReadingTools(Toolkit[T_co]):
+    """Describes tools that only read, by what makes them."""
+
+    sources: Sequence[SourceFile]
+    maker: Callable[[Host], T_co]
+
+    def make(self, host: Host) -> T_co:
+        return self.maker(host)
+
+
 Job = Callable[[T], R]
 
 

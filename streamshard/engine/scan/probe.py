@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from streamshard.checksums import RunningChecksums
-from streamshard.engine.jobs.executor import Host, Toolkit
+from streamshard.engine.jobs.executor import Host
 from streamshard.engine.numeric.magnitudes import Magnitudes, Meter, block_bytes, joined
 from streamshard.engine.run.region import RegionFiller
 from streamshard.engine.run.source_reader import SourceReader
@@ -100,25 +100,19 @@ class _ShownBytes:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeTools(Toolkit["Probe"]):
-    sources: Sequence[SourceFile]
-    window_bytes: int
-    hashes: bool = False
-    """Whether to compute the SHA-256 of files that are read from beginning to end."""
-
-    def make(self, host: Host) -> "Probe":
-        return Probe(self, host)
-
-
 class Probe:
-    """A worker's reader and its buffer."""
+    """A worker's reader and its buffer.
 
-    def __init__(self, tools: ProbeTools, host: Host) -> None:
-        self.hashes = FileHashes(tools.sources) if tools.hashes else None
-        self._files = tools.sources if self.hashes is None else self.hashes.watched()
+    `hashes`: whether to compute the SHA-256 of files that are read from beginning to end.
+    """
+
+    def __init__(
+        self, sources: Sequence[SourceFile], window_bytes: int, hashes: bool, host: Host
+    ) -> None:
+        self.hashes = FileHashes(sources) if hashes else None
+        self._files = sources if self.hashes is None else self.hashes.watched()
         self._reader = SourceReader(self._files, workers=host.workers, stop=host.stop, maps=True)
-        self._window = memoryview(bytearray(tools.window_bytes))
+        self._window = memoryview(bytearray(window_bytes))
         self._progress = host.progress
         self._meters: dict[str, Meter] = {}
 

@@ -8,8 +8,7 @@ from typing import Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from streamshard.engine.jobs.executor import Host, Toolkit
-from streamshard.engine.jobs.proofs import require_seen, some_files
+from streamshard.engine.jobs.executor import Host
 from streamshard.engine.numeric.cast import find_nans
 from streamshard.engine.run.region import ReadAhead, RegionFiller
 from streamshard.engine.run.source_reader import SourceReader
@@ -70,36 +69,27 @@ def _front(window: memoryview, nbytes: int) -> memoryview:
     return window[:nbytes]
 
 
-K = TypeVar("K", bound=PairReader, covariant=True)
+K = TypeVar("K", bound=PairReader)
 
 
-@dataclass(frozen=True, slots=True)
-class PairTools(Toolkit[K]):
-    """Describes workers that read two sources."""
-
-    kind: type[K]
-    sides: Sequence[tuple[SourceFile, ...]]
-    """Files of the left and of the right source."""
-    window_bytes: int
-    scratch_bytes: int
-
-    def prove(self) -> str:
-        for files in self.sides:
-            require_seen(some_files(files))
-        return ""
-
-    def make(self, host: Host) -> K:
-        left, right = (
-            SourceReader(files, workers=host.workers, stop=host.stop, maps=True)
-            for files in self.sides
-        )
-        return self.kind(
-            left,
-            right,
-            window_bytes=self.window_bytes,
-            scratch_bytes=self.scratch_bytes,
-            progress=host.progress,
-        )
+def make_reader(
+    kind: type[K],
+    sides: Sequence[Sequence[SourceFile]],
+    window_bytes: int,
+    scratch_bytes: int,
+    host: Host,
+) -> K:
+    """Make a worker that reads two sources, whose files are given."""
+    left, right = (
+        SourceReader(files, workers=host.workers, stop=host.stop, maps=True) for files in sides
+    )
+    return kind(
+        left,
+        right,
+        window_bytes=window_bytes,
+        scratch_bytes=scratch_bytes,
+        progress=host.progress,
+    )
 
 
 Ints = NDArray[np.int64]

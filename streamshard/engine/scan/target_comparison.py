@@ -3,14 +3,13 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
-from streamshard.engine.jobs.executor import Host, Toolkit, run_ordered
+from streamshard.engine.jobs.executor import Host, ReadingTools, run_ordered
 from streamshard.engine.jobs.proofs import require_seen
 from streamshard.engine.run.runner import FileEndings
 from streamshard.engine.run.source_reader import SourceReader
@@ -23,18 +22,6 @@ from streamshard.io.object_path import is_object
 from streamshard.io.readable import OpenedFile
 from streamshard.io.sink import Sink
 from streamshard.model import SourceFile
-
-
-@dataclass(frozen=True, slots=True)
-class MatchingTools(Toolkit["Matcher"]):
-    """Describes matchers; they examine the targets one by one."""
-
-    sources: Sequence[SourceFile]
-    window_bytes: int
-    scratch_bytes: int
-
-    def make(self, host: Host) -> "Matcher":
-        return Matcher(self, host)
 
 
 class _DifferentError(Exception):
@@ -70,10 +57,11 @@ class _ComparingWindow(Window):
 class Matcher:
     """A worker that produces spans in memory, and compares them with files."""
 
-    def __init__(self, tools: MatchingTools, host: Host) -> None:
-        self._reader = SourceReader(tools.sources, workers=host.workers, stop=host.stop, maps=True)
-        sizes = tools.window_bytes, tools.scratch_bytes
-        buffer, scratch = (memoryview(bytearray(size)) for size in sizes)
+    def __init__(
+        self, sources: Sequence[SourceFile], window_bytes: int, scratch_bytes: int, host: Host
+    ) -> None:
+        self._reader = SourceReader(sources, workers=host.workers, stop=host.stop, maps=True)
+        buffer, scratch = (memoryview(bytearray(size)) for size in (window_bytes, scratch_bytes))
         self._window = _ComparingWindow(
             buffer, scratch, self._reader, progress=host.progress, stop=host.stop
         )
@@ -123,7 +111,8 @@ def first_difference(
                 yield partial(Matcher.result_of, there=there, span=span)
 
     end = 0
-    tools = MatchingTools(sources, window_bytes, scratch_bytes)
+    # They examine the targets one by one.
+    tools = ReadingTools(sources, partial(Matcher, sources, window_bytes, scratch_bytes))
     for found in run_ordered(jobs(), tools, workers=workers, progress=progress):
         file, endings, is_last = waiting.popleft()
         if found is None:
