@@ -43,7 +43,7 @@ from benchmarks._model import transformer
 from streamshard import sizes
 from streamshard.checksums import crc32
 from streamshard.io import page_cache
-from streamshard.io.file_map import FileMap
+from streamshard.io.memory_map import FileMap
 from streamshard.io.readable import open_to_read, read_into
 from streamshard.io.writable import write_all
 

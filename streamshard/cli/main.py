@@ -64,7 +64,7 @@ def _ways_told(arguments: argparse.Namespace) -> Iterator[None]:
     if not getattr(arguments, "verbose", False):
         yield
         return
-    from streamshard.io.file_map import ways_taken  # not at the top: help needs none
+    from streamshard.io.memory_map import ways_taken  # not at the top: help needs none
 
     ways_taken.clear()
     try:

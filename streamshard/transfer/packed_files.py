@@ -22,9 +22,8 @@ from streamshard.engine.run.phases import Watcher
 from streamshard.engine.run.runner import StagedFiles
 from streamshard.engine.run.source_check import Ranges
 from streamshard.engine.run.span_writer import Resources, SpanWriter, TargetFiles
-from streamshard.engine.run.window import unwritten_bytes
+from streamshard.engine.run.window import WriteBuffer, unwritten_bytes
 from streamshard.engine.run.work import SpanResult, TargetFile
-from streamshard.engine.run.write_buffer import WriteBuffer
 from streamshard.errors import UsageError
 from streamshard.formats.torch.zip_layout import directory_of
 from streamshard.formats.zarr.packed_layout import PackedEntry

@@ -219,8 +219,8 @@ def test_without_links_everything_is_stored(
 KILLED_BEFORE_RENAME = """
 import os, sys
 from streamshard.cli.main import main
-from streamshard.operations.compact import sharing
-sharing.rename = lambda *_: os._exit(9)
+from streamshard.operations.compact import archive
+archive.rename = lambda *_: os._exit(9)
 sys.exit(main(sys.argv[1:]))
 """
 

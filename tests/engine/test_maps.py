@@ -12,9 +12,9 @@ import pytest
 from streamshard.checksums import crc32
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.errors import CorruptFileError, IntegrityError
-from streamshard.io import file_map
+from streamshard.io import memory_map
 from streamshard.io.entries import identify
-from streamshard.io.file_map import MOST_BYTES
+from streamshard.io.memory_map import MOST_BYTES
 from streamshard.layout.memory_plan import MAPPED_BYTES
 from streamshard.model import BlockDigests, SourceFile
 
@@ -115,7 +115,7 @@ def test_a_file_of_a_network_file_system_is_read(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nfs = 0x6969
-    monkeypatch.setattr(file_map, "file_system_of", lambda _: nfs)
+    monkeypatch.setattr(memory_map, "file_system_of", lambda _: nfs)
     assert window_of(reader_of(identify(path)), 0, MOST_BYTES) is None
 
 
@@ -124,7 +124,7 @@ def test_a_file_that_was_cut_off_is_an_error_with_both_sizes(path: Path) -> None
     assert window_of(reader, 0, MOST_BYTES) is not None
     os.truncate(path, 4 * MOST_BYTES)
     assert window_of(reader, 4 * MOST_BYTES, MOST_BYTES) is None
-    assert "read: the system could not show all of a map" in file_map.ways_taken
+    assert "read: the system could not show all of a map" in memory_map.ways_taken
     with pytest.raises(CorruptFileError, match=rf"ends at byte {4 * MOST_BYTES}.*{NBYTES}"):
         reader.read_into(0, 4 * MOST_BYTES, memoryview(bytearray(MOST_BYTES)))
     reader.close()

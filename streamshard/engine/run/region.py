@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from streamshard.engine.numeric.cast import Cast
 from streamshard.engine.run.source_reader import Checked, SourceReader
 from streamshard.engine.run.work import Region
-from streamshard.io.file_map import MOST_BYTES
+from streamshard.io.memory_map import MOST_BYTES
 from streamshard.model import Copies, Memory
 
 Ints = NDArray[np.int64]

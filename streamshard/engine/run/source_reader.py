@@ -14,8 +14,8 @@ from streamshard.engine.run.source_check import Ranges, ReadLog
 from streamshard.errors import CorruptFileError, IntegrityError, SourceError
 from streamshard.io import page_cache
 from streamshard.io.entries import ahead_of, open_readable
-from streamshard.io.file_map import LEAST_BYTES, MOST_BYTES, FileMap, map_to_read
 from streamshard.io.files import require_same, source_errors
+from streamshard.io.memory_map import LEAST_BYTES, MOST_BYTES, FileMap, map_to_read
 from streamshard.io.readable import OpenedFile
 from streamshard.io.retry import FROM_OUTSIDE, ignored, try_again
 from streamshard.model import BlockDigests, Computed, Encoded, SourceFile

@@ -1,6 +1,6 @@
 """Makes the archive of one tag: a store without derived weights, which shares equal files."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.engine.run import resident_memory
-from streamshard.errors import CorruptFileError, StreamshardError, TargetExistsError
+from streamshard.errors import CorruptFileError, SourceError, StreamshardError, TargetExistsError
+from streamshard.formats.deepspeed import names
 from streamshard.formats.zarr.array_paths import array_path
 from streamshard.health import TensorHealth
-from streamshard.io.changes import remove, sync_tree
-from streamshard.io.entries import examine, lexists
+from streamshard.io.changes import remove, remove_file, rename, sync_tree
+from streamshard.io.entries import examine, is_same_file, lexists, paths_below
 from streamshard.io.files import source_errors, target_errors
+from streamshard.io.object_path import is_object
+from streamshard.io.place import place_of
 from streamshard.operations.compact import omissions
 from streamshard.operations.compact.proof import Proof, content_equal, prove, rebuilt_equal, sums_of
 from streamshard.operations.compact.receipts import (
@@ -25,13 +28,13 @@ from streamshard.operations.compact.receipts import (
     SourceRecord,
     show_moment,
 )
-from streamshard.operations.compact.run_context import RunContext
+from streamshard.operations.compact.run_context import ProofContext, RunContext
 from streamshard.operations.compact.run_directory import change_digest, identity_of, open_tag
-from streamshard.operations.compact.sharing import remove_begun_links, repeated_bytes, share
 from streamshard.operations.compact.tag_checks import accounted_for, records_of
 from streamshard.operations.convert.convert import store_output
 from streamshard.sizes import counted
 from streamshard.source.source import Source
+from streamshard.source.store_source import recorded_manifest
 from streamshard.source.unfinished import has_journal, is_unfinished
 from streamshard.transfer.plan import plan_output
 from streamshard.transfer.target import is_there, partial_of, require_separate
@@ -39,6 +42,7 @@ from streamshard.verb_options import CompactOptions, ConvertOptions
 
 _SCRIPT: Final = "zero_to_fp32.py"
 """DeepSpeed writes this script with every save, always with the same content."""
+_LINK: Final = f"{names.OWN_PREFIX}.link"
 
 
 def archive_tag(
@@ -162,9 +166,9 @@ def _proved(
     both = zip(receipt.source, digests, strict=True)
     source = tuple(replace(record, sha256=digest) for record, digest in both)
     with target_errors(archived.store):
-        remove_begun_links(archived)  # before they are listed
+        _remove_begun_links(archived)  # before they are listed
         sums = sums_of(archived, proofs)
-        shared = share(archived, sums, proofs)
+        shared = _share(archived, sums, proofs)
         sync_tree(archived.store)
         # Before anything is read: what is written from here on is not what was compared.
         etags, digest = archived.etags(), change_digest(archived.store)
@@ -201,3 +205,84 @@ def _require_unchanged(source: Source, records: tuple[SourceRecord, ...], run_di
             message = f"{run_dir / now.path}: changed while it was archived"
             raise CorruptFileError(f"{message}; run again when it no longer changes")
     return counted(len(records), "file")
+
+
+def _share(archived: ArchivedTag, sums: dict[str, str], proofs: ProofContext) -> list[str]:
+    """Replace files by links to equal files in earlier archives; return the paths of the links.
+
+    If the file system has no hard links, or a file has too many, the file stays as it is.
+    """
+    if not _may_share(archived):
+        return []
+    earlier = _earlier_files(archived)
+    return [
+        path
+        for path, digest in sums.items()
+        if digest in earlier and _link(earlier[digest], archived.store / path, digest, proofs)
+    ]
+
+
+def _remove_begun_links(archived: ArchivedTag) -> None:
+    """Remove a link that an interrupted run made, and did not move to its place."""
+    for path in list(paths_below(archived.store)) if _may_share(archived) else ():
+        if path.name == _LINK:
+            remove_file(path)
+
+
+def repeated_bytes(archived: ArchivedTag, shared: Collection[str]) -> int:
+    """Sum up the files that have no link to an earlier archive only because one of both is packed.
+
+    Files are equal if their paths and checksums in the manifests are.
+    """
+    others = [one for one in _earlier(archived) if one.is_packed or archived.is_packed]
+    if not others:
+        return 0
+    own = recorded_manifest(archived.store).records
+    rest, nbytes = {path for path in own if path not in shared}, 0
+    for other in others:
+        with suppress(SourceError):
+            known = recorded_manifest(other.store).records
+            found = {p for p in rest & known.keys() if known[p].is_equal(own[p])}
+            nbytes += sum(own[path].nbytes for path in found)
+            rest -= found
+    return nbytes
+
+
+def _may_share(archived: ArchivedTag) -> bool:
+    """Tell whether files of an archive can be links; objects, and what is in one file, cannot."""
+    return not (is_object(archived.store) or archived.is_packed)
+
+
+def _earlier(archived: ArchivedTag) -> Iterator[ArchivedTag]:
+    """Yield the other archives of a directory that are complete."""
+    for other in ArchivedTag.all_in(archived.directory):
+        with suppress(SourceError):  # their files are then stored once more
+            receipt = other.read_receipt() if other.tag != archived.tag else None
+            if receipt is not None and receipt.state != BEGUN:
+                yield other.named_by(receipt)
+
+
+def _earlier_files(archived: ArchivedTag) -> dict[str, Path]:
+    """Return SHA-256 → a file that has it, according to the lists of earlier archives."""
+    found: dict[str, Path] = {}
+    for other in _earlier(archived):
+        if not other.is_packed:
+            with suppress(SourceError):
+                for path, digest in other.read_sums().items():
+                    found.setdefault(digest, other.store / path)
+    return found
+
+
+def _link(known: Path, path: Path, digest: str, proofs: ProofContext) -> bool:
+    """Replace a file by a link to a known file, after checking the known file's SHA-256."""
+    link = path.with_name(_LINK)
+    try:
+        if is_same_file(known, path):
+            return True
+        if proofs.hash_all([known]) != [digest]:
+            return False
+        place_of(link).make_link(known, link)
+    except OSError:
+        return False
+    rename(link, path)
+    return True

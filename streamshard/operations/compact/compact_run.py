@@ -7,7 +7,7 @@ goes, it decides again from what is there by then, and has to come to the same.
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from streamshard.errors import (
     StreamshardError,
     TargetError,
     UsageError,
+    command,
 )
 from streamshard.formats.deepspeed import names
 from streamshard.io.changes import lock_at, make_directory
@@ -30,12 +31,12 @@ from streamshard.io.entries import paths_like
 from streamshard.io.files import target_errors
 from streamshard.io.place import place_of
 from streamshard.operations.compact import compact_report, receipts
-from streamshard.operations.compact.acknowledgement import acknowledge, acknowledged
 from streamshard.operations.compact.archive import archive_tag
 from streamshard.operations.compact.compact_report import LAST_RUN, CompactedTag, RunRecord
 from streamshard.operations.compact.proof import remove_rebuilt
 from streamshard.operations.compact.prune import (
     RunDirectory,
+    Tag,
     by_step,
     considers,
     grace_left,
@@ -43,7 +44,13 @@ from streamshard.operations.compact.prune import (
     prune,
     refusal,
 )
-from streamshard.operations.compact.receipts import BEGUN, Receipt, remove_unfinished, show_moment
+from streamshard.operations.compact.receipts import (
+    BEGUN,
+    JsonRecord,
+    Receipt,
+    remove_unfinished,
+    show_moment,
+)
 from streamshard.operations.compact.removal import (
     bring_back,
     is_back,
@@ -66,6 +73,7 @@ from streamshard.verb_options import CompactOptions
 
 _LOCK: Final = f"{names.OWN_PREFIX}.lock"
 _MOST_NAMED: Final = 4
+_ACKNOWLEDGED: Final = ".acknowledged.json"
 
 
 class CompactRun:
@@ -207,7 +215,7 @@ class CompactRun:
 
     def _scanned(self, before: RunDirectory | None = None) -> RunDirectory:
         run = scan_run_directory(self._context.run_dir, before, self._options.tags)
-        by_user = partial(acknowledged, self._context)
+        by_user = partial(_acknowledged, self._context)
         # Reading takes time, in which others may go on to change the directory.
         return replace(run, unhealthy=self._healths.recall, acknowledged=by_user)
 
@@ -328,7 +336,7 @@ class CompactRun:
                 f"{message}; {Option('keep_tags', [tag])} in every run leaves it alone"
             )
         if not self._options.dry_run:
-            acknowledge(self._context, there[tag])
+            _acknowledge(self._context, there[tag])
 
     def _decided_again(self, outcome: CompactedTag) -> CompactedTag:
         """Decide about a tag again, from what is there now: the run may have begun long ago."""
@@ -361,3 +369,43 @@ class CompactRun:
     def _kept_now(self, tag: str, reason: str) -> CorruptFileError:
         message = f"{self._context.run_dir}: {tag} may not be removed any more: {reason}"
         return CorruptFileError(message)
+
+
+@dataclass(frozen=True, slots=True)
+class _Acknowledgement(JsonRecord):
+    """The state of a tag when the user acknowledged it."""
+
+    tag: str
+    looks: str
+    """Digest of the path, mode, size, inode and time of change of everything in it."""
+    changed_ns: int
+    problem: str
+    """Why it could not be opened; empty if it could."""
+    at: str
+
+    @classmethod
+    def of(cls, tag: Tag, at: str) -> "_Acknowledgement":
+        return cls(tag.name, tag.looks, tag.changed_ns, tag.problem or "", at)
+
+
+def _acknowledge(context: RunContext, tag: Tag) -> None:
+    _Acknowledgement.of(tag, show_moment(context.now)).write(_path(context, tag))
+
+
+def _acknowledged(context: RunContext, tag: Tag) -> tuple[bool, str]:
+    """Tell whether a tag is as it was acknowledged, and what to add to the reason why it stays."""
+    before = _Acknowledgement.read(_path(context, tag))
+    if before is not None and before == _Acknowledgement.of(tag, before.at):
+        return True, f"; acknowledged {before.at[:10]}"
+    if tag.is_denied:
+        return False, ""
+    dirs = context.run_dir, context.archive_dir
+    advice = f"To leave it as it is: {command('compact', *dirs, acknowledge=tag.name)}"
+    if before is not None:
+        since = f"It is not as it was when it was acknowledged on {before.at[:10]}"
+        advice = f"{since}. {advice}"
+    return False, f". {advice}"
+
+
+def _path(context: RunContext, tag: Tag) -> Path:
+    return context.archive_dir / f"{names.flat(tag.name)}{_ACKNOWLEDGED}"

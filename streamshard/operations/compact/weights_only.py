@@ -29,6 +29,7 @@ from streamshard.io.entries import lexists
 from streamshard.io.files import source_errors, target_errors
 from streamshard.io.object_path import is_object
 from streamshard.operations.compact import compact_report, omissions
+from streamshard.operations.compact.archive import repeated_bytes
 from streamshard.operations.compact.compact_report import CompactedTag
 from streamshard.operations.compact.proof import (
     content_equal,
@@ -47,7 +48,6 @@ from streamshard.operations.compact.receipts import (
     show_moment,
 )
 from streamshard.operations.compact.run_context import RunContext
-from streamshard.operations.compact.sharing import repeated_bytes
 from streamshard.operations.convert.convert import store_output
 from streamshard.operations.convert.store_targets import KeptArrays
 from streamshard.sizes import counted, show_bytes
