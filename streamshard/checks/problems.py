@@ -45,7 +45,6 @@ _KINDS: Final[Mapping[type[StreamshardError], str]] = {
 
 
 def kind_of(error: StreamshardError) -> str:
-    """Return the kind of problem that an error tells of."""
     return next((k for t, k in _KINDS.items() if isinstance(error, t)), UNREADABLE)
 
 

@@ -61,10 +61,7 @@ class Assessor:
     """Counts bytes that were read."""
 
     def find(self, source: Source, request: Request) -> Findings:
-        """Read a checkpoint until there is a problem: first its numbers, then its checksums.
-
-        `request`: how it was opened.
-        """
+        """Read a checkpoint until there is a problem: first its numbers, then its checksums."""
         known = known_health(source)
         findings = self._measured(source) if known is None else recorded(source.path, known)
         if findings.problems:

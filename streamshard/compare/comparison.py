@@ -91,7 +91,6 @@ class Pairing:
         self.differences.append(Difference(kind, name, f"{name}: {message}"))
 
     def differ_in(self, kind: str, tensor: LogicalTensor, message: str) -> None:
-        """Add a difference of a whole tensor."""
         path = array_path(tensor)
         self.tensors[path] = tensor
         self.differ(kind, path, message)
@@ -106,7 +105,6 @@ class Pairing:
             self.pairs.append(Pair(path, left, right, tensor.numel, dtype, size, tensor))
 
     def only(self, tensor: LogicalTensor, *, is_left: bool) -> None:
-        """Report a tensor that one side lacks."""
         kind, place = ("extra", "here only") if is_left else ("missing", "there only")
         self.differ_in(kind, tensor, place)
 
@@ -241,10 +239,7 @@ class Runs:
         return int(side.cutting.piece_numel[elements.tensor])
 
     def regions(self, run: Sequence[RunPart], *, exactly: bool = False) -> RegionPair:
-        """Return the regions that fill the windows of both sides.
-
-        `exactly`: the bits of a NaN count too where one side is a cast.
-        """
+        """Return the regions that fill the windows of both sides."""
         pairs = [self.pairs[part.number] for part in run]
         first, (left, right) = pairs[0], self.sides
         ratio = first.itemsize // ITEMSIZE[first.dtype]

@@ -27,10 +27,7 @@ def open_sink(path: Path, *, nbytes: int, is_last: bool = False) -> Sink:
 
 
 def lock_at(path: Path, what: Path) -> AnyLock:
-    """Return a lock, not taken yet, that is the file or the object at a path.
-
-    `what`: what is locked, for messages.
-    """
+    """Return a lock, not taken yet, that is the file or the object at a path."""
     return AnyLock() if os.environ.get(NO_LOCK) == "1" else place_of(path).lock(path, what)
 
 

@@ -39,10 +39,7 @@ def list_ahead(root: Path) -> None:
 
 
 def examine(path: Path, *, follows: bool = True) -> Status:
-    """Return the status of what is at a path.
-
-    `follows`: whether a symbolic link stands for what it leads to.
-    """
+    """Return the status of what is at a path."""
     return place_of(path).examine(path, follows=follows)
 
 

@@ -116,7 +116,6 @@ def require_inside(path: Path, *roots: Path) -> None:
 
 
 def require_regular(path: Path, *roots: Path) -> None:
-    """Refuse a path that is not a regular file, or leads out of the directories."""
     require_inside(path, *roots)
     if not examine(path).is_file:
         raise CorruptFileError("not a regular file; move it away, or put a copy there", path=path)

@@ -83,7 +83,6 @@ class Lock(AnyLock):
     def __init__(self, path: Path, what: Path) -> None:
         self._path = path
         self._what = what
-        """What is locked, for messages."""
         self._descriptor = -1
 
     def take(self, look: Callable[[], object] = nothing) -> None:

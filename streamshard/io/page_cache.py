@@ -30,7 +30,6 @@ def drop_behind(descriptor: int, begin: int, end: int) -> None:
 
 
 def drop_file(path: Path) -> None:
-    """Drop a file from the page cache, so that the next read comes from the disk."""
     if is_object(path):
         return
     with open_readable(path) as file:

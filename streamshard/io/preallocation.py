@@ -43,7 +43,6 @@ class Reservation:
         return 0
 
     def give_back(self, nbytes: int) -> None:
-        """Free space for bytes that are about to be written."""
         self._needed_bytes = max(0, self._needed_bytes - nbytes)
         wanted = self._needed_bytes // _STEP_BYTES * _STEP_BYTES
         if wanted < self._held_bytes:

@@ -50,10 +50,7 @@ class Sink(ABC):
 
 
 class LocalSink(Sink):
-    """A local file, written at any offset; large writes go past the page cache if they can.
-
-    `direct`: descriptor from `open_direct`; -1 if there is none.
-    """
+    """A local file, written at any offset; large writes go past the page cache if they can."""
 
     has_zeros = True
 
@@ -82,10 +79,7 @@ class LocalSink(Sink):
 
 
 def open_to_fill(path: Path, *, is_direct: bool) -> LocalSink:
-    """Open a new local file that another process has made, to write a part of it.
-
-    `is_direct`: whether to write past the page cache, where that is faster.
-    """
+    """Open a new local file that another process has made, to write a part of it."""
     descriptor = open_to_write(path, os.O_RDWR)
     return LocalSink(descriptor, open_direct(path, descriptor) if is_direct else -1)
 
@@ -128,7 +122,6 @@ class InnerPages(Sink):
 
 
 def open_target(path: Path) -> int:
-    """Make a file, which must not exist yet, to write it at any offset."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return create(path, os.O_RDWR)
 

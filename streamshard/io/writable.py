@@ -89,7 +89,6 @@ def not_ours(path: Path, what: str) -> OSError:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a small file, which may be there; see `open_to_write`."""
     descriptor = open_to_write(path, os.O_WRONLY | os.O_CREAT)
     try:
         os.ftruncate(descriptor, 0)

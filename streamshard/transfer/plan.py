@@ -274,10 +274,7 @@ def _measured(
     progress: Progress,
     work: Callable[[], Sequence[SourceFile]],
 ) -> Report:
-    """Do the work, and add its duration and its peak memory to the report.
-
-    `work`: returns the files of the source that were not checked whole.
-    """
+    """Do the work, and add its duration and its peak memory to the report."""
     progress.start(report.bytes_written, WRITING)
     began = time.monotonic()
     try:

@@ -69,11 +69,6 @@ class RunIdentity:
 
     @classmethod
     def of(cls, source: Source, options: Mapping[str, str], *, replaces: bool) -> Self:
-        """Describe a run.
-
-        `options`: the verb, and the options on which the target's bytes depend.
-        `replaces`: whether an existing target may be replaced, which does not change the bytes.
-        """
         header = {
             "format": _FORMAT,
             "options": dict(options),

@@ -70,7 +70,6 @@ def require_other(source: str | os.PathLike[str], target: Path) -> None:
 
 
 def require_named(target: Path) -> None:
-    """Refuse a target without a name, from which the names next to it are made."""
     if target.name in ("", "..") or (isinstance(target, ObjectPath) and not target.key):
         raise UsageError(f"{target}: is not a name for a new directory; write it out")
 
@@ -103,7 +102,6 @@ def require_space(target: Path, nbytes: int) -> None:
 
 
 def nearest_directory(target: Path) -> Path:
-    """Return the parent directory of a target, or the nearest parent that exists."""
     directory = target.absolute().parent
     while not is_object(directory) and not exists(directory):
         directory = directory.parent

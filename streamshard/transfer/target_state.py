@@ -132,7 +132,6 @@ class DiskState(TargetState):
 
     @property
     def is_vacant(self) -> bool:
-        """Whether a directory can be renamed to its path: it is free, or an empty directory."""
         return not self.is_there if self.content is None else not self.content.entries
 
     @property

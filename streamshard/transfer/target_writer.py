@@ -51,10 +51,7 @@ class TargetWriter(ABC):
         return True
 
     def finish(self, report: Report, overflowed: Mapping[str, int]) -> Report:
-        """Add to a run's report what is known only after the run.
-
-        `overflowed`: count of elements that became infinite, by the name in the layouts.
-        """
+        """Add to a run's report what is known only after the run."""
         return report
 
 

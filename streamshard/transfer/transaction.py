@@ -84,14 +84,12 @@ class Transaction(ABC):
         """
 
     def __enter__(self) -> Self:
-        """Take the lock, and find what an earlier run wrote."""
         with target_errors(self.path), ExitStack() as stack:
             self._begin(stack)
             self._held = stack.pop_all()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Keep what was written if there is an error, and release the lock."""
         self._held.__exit__(None if error is None else type(error), error, None)
 
     @abstractmethod

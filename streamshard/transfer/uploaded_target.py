@@ -86,7 +86,6 @@ class UploadState(TargetState):
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether a run is uploading the target, or was cut off."""
         return not self.is_committed and self.journal.header is not None
 
     @property

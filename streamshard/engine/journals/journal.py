@@ -185,10 +185,7 @@ def serialize_line(line: object) -> bytes:
 
 
 def intact_lines(stream: Iterable[bytes], start: int = 0) -> Iterator[tuple[int, Any]]:
-    """Yield where each line begins whose checksum is correct, and what it holds.
-
-    `start`: where the first one begins.
-    """
+    """Yield where each line begins whose checksum is correct, and what it holds."""
     for line in stream:
         text = line[_CRC_BYTES:].rstrip(b"\n")
         if line[:_CRC_BYTES] == b"%08x " % zlib.crc32(text):

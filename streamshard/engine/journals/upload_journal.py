@@ -27,11 +27,6 @@ _PLACE_BITS: Final = 40
 
 
 class UploadJournal(Journal):
-    """The journal of a target in a bucket.
-
-    `path`: path below which the journal's objects lie.
-    """
-
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._is_noted_whole = False
         """Whether this run, or the earlier one, recorded that everything is uploaded."""

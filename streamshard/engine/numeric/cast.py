@@ -99,7 +99,6 @@ class Cast:
     target: str
 
     def __call__(self, view: memoryview, into: memoryview) -> None:
-        """Convert source elements into target elements that fill a view."""
         pair = self.source, self.target
         (_CASTS.get(pair) or _WIDENINGS[pair])(view, into)
 

@@ -85,7 +85,6 @@ def joined(pieces: Iterable[Digest]) -> Digest:
 
 
 def without_zeros(digest: Digest, nbytes: int) -> Digest:
-    """Return the digest without the last `nbytes` bytes, which are zeros."""
     return Digest(
         digest.nbytes - nbytes,
         _CRC32.without_zeros(digest.crc32, nbytes),

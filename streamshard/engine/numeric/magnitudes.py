@@ -59,7 +59,6 @@ def joined(parts: Iterable[Magnitudes]) -> Magnitudes:
 
 
 def health_of(found: Magnitudes) -> TensorHealth:
-    """Return what was found, as reports and manifests have it."""
     finite = found.numel - found.nans - found.infinities
     rms = root_mean_square(found.squares, finite)
     counts = found.numel, found.nans, found.infinities, found.zeros
@@ -121,7 +120,6 @@ class Meter:
         self._is_zero = np.empty(_BLOCK_NUMEL, dtype=np.bool_)
 
     def measure(self, view: memoryview) -> Magnitudes:
-        """Measure the elements in a view, from its first block to its last."""
         step = block_bytes(self._itemsize)
         blocks = (view[at : at + step] for at in range(0, len(view), step))
         return joined(map(self._measure_block, blocks))

@@ -106,10 +106,7 @@ class Limits:
     def fit(
         self, codec_bytes: int, files: Sequence[SourceFile] = (), copies_bytes: int = 0
     ) -> MemoryPlan:
-        """Fit a run that only reads into the memory limit; call it after everything is opened.
-
-        `files`: what is read; workers need memory for what they request from an object store.
-        """
+        """Fit a run that only reads into the memory limit; call it after everything is opened."""
         return fit_memory(
             floor_bytes=self.floor_bytes,
             codec_bytes=codec_bytes,

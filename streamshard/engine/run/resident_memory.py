@@ -21,7 +21,6 @@ def peak_bytes() -> int:
 
 
 def restart_peak() -> None:
-    """Reset the peak, where the system can."""
     try:
         _CLEAR_REFS.write_text("5")
     except OSError:

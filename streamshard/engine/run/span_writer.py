@@ -122,7 +122,6 @@ class SpanWriter:
             return self.window.is_so(file, written)
 
     def read(self, ranges: Ranges) -> None:
-        """Read ranges of source files, for nothing but their checksums."""
         self._reader.read_all(ranges, self.window.buffer)
 
     def fill(self, path: Path, span: Span, *, is_shared: bool, is_direct: bool) -> FilledSpan:
@@ -150,7 +149,6 @@ class SpanWriter:
         return FilledSpan(result, tuple(inner.ends))
 
     def require_current(self) -> None:
-        """Require that the run goes on, in the target that is seen here."""
         if self._target is not None:
             self._target.require_current()
 

@@ -109,7 +109,6 @@ class Partial(StagedFiles):
                     self._journal.forget(file.path)
 
     def _take_back(self, file: FinishedFile) -> None:
-        """Remove a file that is not as an earlier run finished it."""
         with target_errors(self.path / file.path):
             remove_file(self.path / file.path)
         self._journal.forget(file.path)
@@ -144,7 +143,6 @@ class Partial(StagedFiles):
         return not self._shares_memory or any(map(self._journal.holds, files.paths))
 
     def _new(self, files: Iterable[TargetFile]) -> Iterator[_OpenFile]:
-        """Make the files that an earlier run has not finished."""
         for file in files:
             path, earlier = self.path / file.path, self._journal.find(file.path)
             if earlier is not None and not file.fits(earlier):

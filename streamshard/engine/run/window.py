@@ -283,7 +283,6 @@ def _piece_sizes(nbytes: int, step: int) -> Iterator[int]:
 
 
 def checksums_of(region: Region) -> RunningChecksums:
-    """Return what takes the checksums of a region's content."""
     in_trailer = region.trailer is not None and region.trailer.is_crc32c
     takes_crc32c = region.takes_crc32c or (in_trailer and region.codec is None)
     return RunningChecksums(takes_crc32c=takes_crc32c, block_bytes=region.block_bytes)

@@ -112,7 +112,6 @@ class Span:
 
     @property
     def sizes(self) -> list[int]:
-        """Size of the content of each region."""
         return [part.content_bytes for part in self.parts if isinstance(part, Region)]
 
 
@@ -225,7 +224,6 @@ class TargetFile:
         }
 
     def finish(self, done: FinishedFile) -> FinishedFile:
-        """Hand over the results of all spans."""
         for result in done.results:
             self.take(result)
         return done

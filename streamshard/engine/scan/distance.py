@@ -41,10 +41,7 @@ class Measured:
 
 
 class Measurer(PairReader):
-    """A worker that reads and measures pairs of regions."""
-
     def measure(self, pair: RegionPair) -> list[Measured]:
-        """Read two regions, and measure each part."""
         meter = _Meter()
         counts = np.zeros((len(pair.numels), len(COUNTS)), dtype=np.int64)
         sums: list[list[Floats]] = [[] for _ in pair.numels]

@@ -124,8 +124,6 @@ class Mismatch:
 
 
 class Comparator(PairReader):
-    """A worker that reads and compares pairs of regions."""
-
     def compare(self, pair: RegionPair) -> list[Mismatch]:
         read = self.begin(pair.left, pair.right)
         itemsize = pair.right.target_itemsize

@@ -72,11 +72,7 @@ def most_encoded_bytes(nbytes: int) -> int:
 
 
 class BloscEncoder:
-    """Encodes one chunk; see `Encoder`.
-
-    `encode`: makes a frame of content.
-    `nbytes`: size of the chunk's content.
-    """
+    """Encodes one chunk; see `Encoder`."""
 
     def __init__(self, encode: Callable[[memoryview], bytes], nbytes: int) -> None:
         self._encode = encode

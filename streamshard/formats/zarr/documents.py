@@ -163,14 +163,12 @@ def _json(document: Mapping[str, Any]) -> bytes:
 
 
 def require_inside(path: Path, root: Path) -> None:
-    """Refuse a path in which a symbolic link leads out of the store."""
     if not stays_inside(path, root):
         message = f"a symbolic link leads out of the store here, to {resolve(path)}"
         raise SourceError(f"{message}; copy the store with 'cp -rL'", path=path)
 
 
 def read_small(path: Path) -> bytes:
-    """Read a small file: a document, the manifest or the training state."""
     try:
         stat = examine(path)
     except (FileNotFoundError, NotADirectoryError):

@@ -33,10 +33,7 @@ _DIRECTORY: int = 0o040000
 
 
 class PackedDirectory:
-    """The files of a packed store, by numbers in the order of their names.
-
-    `status`: of the whole file, as it is now.
-    """
+    """The files of a packed store, by numbers in the order of their names."""
 
     def __init__(self, archive: Path, status: Status) -> None:
         self.archive = archive

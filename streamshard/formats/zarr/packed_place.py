@@ -125,10 +125,7 @@ class PackedFile(OpenedFile):
 
 
 class PackedStores(Place):
-    """Stores in one file each; see `Place`.
-
-    `inner`: the place that holds the files.
-    """
+    """Stores in one file each; see `Place`."""
 
     def __init__(self, inner: Place) -> None:
         self._inner = inner

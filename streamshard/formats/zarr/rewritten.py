@@ -151,7 +151,6 @@ class RewrittenArray:
         self.sums.extend(sums)
 
     def difference(self, found: str) -> str:
-        """Say that the elements have another digest, and which chunks are missing."""
         message = f"{self.directory}: rewritten by another tool, and not with the same elements:"
         message = f"{message} they have the digest {found}, {self.digest:.40} was recorded"
         return f"{message}{self.missing_text}"

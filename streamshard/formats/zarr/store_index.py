@@ -148,7 +148,6 @@ class StoreIndex:
 
     @classmethod
     def opened(cls, root: Path) -> "StoreIndex":
-        """Open a store; raises the first error."""
         index = cls(root)
         raise_first(index.version_errors())
         raise_first(fault.error for fault in index.metadata_faults())

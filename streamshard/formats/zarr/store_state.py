@@ -94,7 +94,6 @@ _FLAT_LISTS: Final = "families", "tensors", "chunk_shapes"
 
 
 def load(data: bytes) -> tuple[Checkpoint, ChunkShapes]:
-    """Read the bytes that `dump` returned."""
     blobs: dict[tuple[str, int, int], Storage] = {}
 
     def persistent_load(identifier: Node) -> Storage:

@@ -48,7 +48,6 @@ class ObjectLock(AnyLock):
     def __init__(self, path: ObjectPath, what: ObjectPath) -> None:
         self._path = path
         self._what = what
-        """What is locked, for messages."""
         self._holder = Holder.this_process()
         self._contents: list[bytes] = []
         """What this run wrote last, and before that: the last may not have arrived."""

@@ -90,7 +90,6 @@ class _HeldRanges(threading.local):
         self._nbytes = 0
 
     def add(self, file: "ObjectFile", start: int, nbytes: int) -> None:
-        """Make room for a range, and count it."""
         while self._sizes and self._nbytes + nbytes > _HELD_BYTES:
             oldest, begin = next(iter(self._sizes))
             oldest.forget(begin)

@@ -159,7 +159,6 @@ def _write_store(
 def _proved(
     context: RunContext, receipt: Receipt, small: Source, log: CheckLog, whole: Source | None
 ) -> tuple[Receipt, Proof | None]:
-    """Hash an archive and its source, prove the archive, and write the receipt."""
     archived, proofs, run_dir = context.archive_of(receipt), context.proofs, context.run_dir
     with source_errors(run_dir):
         digests = proofs.hash_all([file.path for file in small.files])

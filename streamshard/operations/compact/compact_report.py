@@ -125,7 +125,6 @@ class RunRecord(JsonRecord):
     """The tags that the user has to look at."""
 
     def require_sound(self) -> None:
-        """Refuse times without a time zone."""
         for moment in filter(None, (self.began, self.ended)):
             parse_moment(moment)
 

@@ -374,7 +374,6 @@ def _protected(
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Tell whether a tag has the name or matches the pattern of a tag to keep."""
     return name == pattern or fnmatchcase(name, pattern)
 
 
@@ -389,7 +388,6 @@ def is_like(name: str, pattern: str) -> bool:
 
 
 def require_pattern(pattern: str) -> None:
-    """Require that a pattern of tags to consider is a path below the run directory."""
     path, asked = PurePosixPath(pattern), Option("tags", pattern)
     if not path.parts or path.is_absolute() or "://" in pattern:
         raise UsageError(f"{asked}: has to be relative to RUN_DIR, as 'global_step*'")

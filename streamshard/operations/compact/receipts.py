@@ -78,7 +78,6 @@ class JsonRecord:
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """Read a record; None if there is none."""
         try:
             with source_errors(path):
                 if not exists(path):
@@ -224,7 +223,6 @@ class Receipt(JsonRecord):
     checks: tuple[Check, ...] = field(kw_only=True)
 
     def require_sound(self) -> None:
-        """Refuse times without a time zone, and sizes that nothing has."""
         for moment in filter(None, (self.archived, self.trashed, self.purged, self.dropped)):
             parse_moment(moment)
         sizes = self.source_bytes, self.archive_bytes, self.shared_bytes, self.full_bytes

@@ -83,7 +83,6 @@ def directory_status(path: Path) -> Status:
 
 
 def require_on_disk(run_dir: Path) -> None:
-    """Refuse a run directory in a bucket, where a tag cannot be renamed into a trash."""
     if is_object(run_dir):
         message = "the run directory is in a bucket, and compact moves tags on a disk only"
         raise UsageError(
@@ -134,7 +133,6 @@ class _Scan:
         return _unread(entry, name, SourceError(problem))
 
     def checkpoint(self, directory: Path) -> Tag:
-        """Describe a whole checkpoint of a framework."""
         try:
             return self._described(directory, directory.name, is_framework=True)
         except OSError as error:

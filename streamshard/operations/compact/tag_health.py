@@ -52,7 +52,6 @@ class HealthRecord(JsonRecord):
     tags: tuple[TagHealth, ...] = ()
 
     def require_sound(self) -> None:
-        """Refuse what is no tag, times without a time zone, and counts that cannot be."""
         for one in self.tags:
             if not names.is_tag(one.tag):
                 raise ValueError(f"{show(one.tag)} is not a tag")
@@ -127,7 +126,6 @@ class TagHealths:
         return unhealthy
 
     def tensors(self, tag: Tag) -> Mapping[str, TensorHealth]:
-        """Return what was measured of the tensors of a tag; empty if that is not known."""
         known = self._known.get((tag.name, tag.looks))
         return {} if known is None else known.tensors
 

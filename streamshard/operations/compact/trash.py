@@ -112,7 +112,6 @@ class Trash:
                 sync_path(self._directory)
 
     def require(self, tag: str) -> None:
-        """Require that a tag is in the trash, and that no part of it is removed."""
         if tag in self.being_removed():
             raise UsageError(f"{self.rest_of(tag)}: was to be removed for good; some may be gone")
         if not names.is_tag(tag) or tag not in self.tags():

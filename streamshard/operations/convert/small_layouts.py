@@ -33,10 +33,7 @@ _MOST_BYTES: Final = 8 * WINDOW_BYTES
 def together(
     layouts: Iterable[FileLayout], source: Source, most_bytes: int | None = None
 ) -> Iterator[Layout]:
-    """Join small files that follow each other and are alike; yield the others as they are.
-
-    `most_bytes`: of all files that are joined.
-    """
+    """Join small files that follow each other and are alike; yield the others as they are."""
     most_bytes = most_bytes or _MOST_BYTES
     joined, of, nbytes, copies = list[FileLayout](), _Like(None, 0, 0), 0, 0
     for layout in layouts:

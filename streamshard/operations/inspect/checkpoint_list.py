@@ -139,7 +139,6 @@ def _recorded_in(place: Path) -> Recorded:
 
 
 def _size_and_time(place: Path) -> tuple[int, str | None]:
-    """Return the size of all files, and the time at which the newest was written."""
     own = examine(place)
     found = [own] if own.is_file else [entry.status() for entry in entries_below(place)]
     stats = [status for status in found if status.is_file]
