@@ -206,9 +206,9 @@ class StoreCheck:
         fault = self._index.add_file(path, nbytes)
         if fault is None:
             return False
-        if isinstance(fault.error, IntegrityError) and self._is_serialized_again(path):
+        if isinstance(fault, IntegrityError) and self._is_serialized_again(path):
             return True
-        self._findings.add_error(fault.error, fault.path)
+        self._findings.add_error(fault, self._root)
         return False
 
     def _is_serialized_again(self, path: str) -> bool:

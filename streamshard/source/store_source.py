@@ -83,8 +83,8 @@ class _StoreReader(Reader):
                 findings.add_error(error, place)
                 return CheckedStructure(self, None)
         unread = index.list_present()
-        for fault in (*index.metadata_faults(), *index.array_faults()):
-            findings.add_error(fault.error, fault.path)
+        for error in (*index.metadata_faults(), *index.array_faults()):
+            findings.add_error(error, place)
         if not findings.problems:
             errors = errors or [*index.version_errors()]
         if not (findings.problems or errors):

@@ -10,9 +10,8 @@ import pytest
 import streamshard
 from streamshard.engine.run.work import Region
 from streamshard.layout.memory_plan import MIN_WINDOW_BYTES, WINDOW_BYTES
-from streamshard.operations.convert import small_layouts
-from streamshard.operations.convert.small_layouts import SmallLayouts, together
-from streamshard.operations.convert.store_targets import StoreTargets
+from streamshard.operations.convert import store_targets
+from streamshard.operations.convert.store_targets import SmallLayouts, StoreTargets, together
 from streamshard.transfer.file_layout import MOST_COPIES, Divider, Elements, FileLayout, Layout
 from streamshard.transfer.plan import TransferPlan
 from tests.fabricated import write
@@ -48,8 +47,8 @@ def test_every_file_is_there_once_and_batches_are_bounded(
     most_files: int,
     most_bytes: int,
 ) -> None:
-    monkeypatch.setattr(small_layouts, "_MOST_FILES", most_files)
-    monkeypatch.setattr(small_layouts, "_MOST_BYTES", most_bytes)
+    monkeypatch.setattr(store_targets, "_MOST_FILES", most_files)
+    monkeypatch.setattr(store_targets, "_MOST_BYTES", most_bytes)
     plan, files = planned(tmp_path, stage, codec)
     found = list(together(files, plan.source))
     assert list(members(found)) == files

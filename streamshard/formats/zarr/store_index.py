@@ -56,13 +56,6 @@ MANIFEST_FILES: Final = (f"{MANIFEST_PATH}/zarr.json", f"{MANIFEST_PATH}/c/0")
 STATE_FILES: Final = (f"{STATE_PATH}/zarr.json", f"{STATE_PATH}/c/0")
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    path: Path
-    """The file at fault, or a directory if the message names a file in it."""
-    error: StreamshardError
-
-
 class StoredChunk(NamedTuple):
     """A chunk as the training state describes it."""
 
@@ -150,9 +143,9 @@ class StoreIndex:
     def opened(cls, root: Path) -> "StoreIndex":
         index = cls(root)
         raise_first(index.version_errors())
-        raise_first(fault.error for fault in index.metadata_faults())
+        raise_first(index.metadata_faults())
         raise_first(index.version_errors())
-        raise_first(fault.error for fault in index.array_faults())
+        raise_first(index.array_faults())
         return index
 
     def list_present(self) -> list[OSError]:
@@ -193,17 +186,17 @@ class StoreIndex:
                 f"{message} whether the store holds weights only", path=self.root / ROOT_DOCUMENT
             )
 
-    def metadata_faults(self) -> Iterator[Fault]:
+    def metadata_faults(self) -> Iterator[StreamshardError]:
         """Read the manifest, then the training state, which needs it."""
         try:
             self.manifest = self._read_manifest()
         except (SourceError, IntegrityError) as error:
-            yield Fault(self.root / MANIFEST_PATH, error)
+            yield error
             return
         try:
             self.checkpoint, self.shapes = self._read_state(self.manifest)
         except (SourceError, IntegrityError) as error:
-            yield Fault(self.root / STATE_PATH, error)
+            yield error
             return
         if self.manifest.codec in CODECS:
             self.arrays = stored_arrays(self.checkpoint, self.shapes)
@@ -211,9 +204,9 @@ class StoreIndex:
             return
         place = self.root / MANIFEST_FILES[1]
         message = f"compressed with {show(self.manifest.codec)}, which is not known"
-        yield Fault(place, UnsupportedError(message, path=place))
+        yield UnsupportedError(message, path=place)
 
-    def array_faults(self) -> Iterator[Fault]:
+    def array_faults(self) -> Iterator[StreamshardError]:
         """Look at the chunks of all arrays. Zarr would read a missing chunk as zeros."""
         if self.manifest is None:
             return
@@ -226,7 +219,7 @@ class StoreIndex:
                 found = self._add_rewritten(array, self.manifest)
             except (SourceError, IntegrityError) as error:
                 self.not_ours.add(array.path)
-                yield Fault(self.root / array.path, error)
+                yield error
                 continue
             if not found:
                 yield from self._chunk_faults(array, self.manifest)
@@ -253,7 +246,7 @@ class StoreIndex:
         nbytes: int | None,
         decoder: Decoder | None = None,
         full: Path | None = None,
-    ) -> Fault | None:
+    ) -> StreamshardError | None:
         """Add a regular file of this length; returns what is wrong with any other."""
         full = full or self.root / path
         try:
@@ -261,17 +254,17 @@ class StoreIndex:
                 self._require_inside(path.rpartition("/")[0])
             status = self._examine(path)
         except (FileNotFoundError, NotADirectoryError):
-            return Fault(full, IncompleteError(f"missing; {nbytes} bytes were written", path=full))
+            return IncompleteError(f"missing; {nbytes} bytes were written", path=full)
         except OSError as failed:
-            return Fault(full, SourceError(f"cannot be read ({failed.strerror})", path=full))
+            return SourceError(f"cannot be read ({failed.strerror})", path=full)
         except SourceError as outside:
-            return Fault(full.parent, outside)
+            return outside
         if not status.is_file:
             message = "not a regular file; copy the store with 'cp -rL'"
-            return Fault(full, CorruptFileError(message, path=full))
+            return CorruptFileError(message, path=full)
         if nbytes not in (None, status.nbytes):
             message = f"{status.nbytes} bytes, {nbytes} were written"
-            return Fault(full, IntegrityError(message, path=full))
+            return IntegrityError(message, path=full)
         self.numbers[path] = len(self.files)
         self.files.append(status.source_file(full, decoder))
         return None
@@ -329,13 +322,13 @@ class StoreIndex:
             self.not_ours.add(path)
         return content
 
-    def _chunk_faults(self, array: StoredArray, manifest: Manifest) -> Iterator[Fault]:
+    def _chunk_faults(self, array: StoredArray, manifest: Manifest) -> Iterator[StreamshardError]:
         codec = None if manifest.codec == "none" else BloscChunk(array.itemsize)
         for chunk in array.chunks():
             record = manifest.records.get(chunk.path)
             if record is None:
                 place = self.root / MANIFEST_FILES[1]
-                yield Fault(place, CorruptFileError(f"does not list {chunk.path}", path=place))
+                yield CorruptFileError(f"does not list {chunk.path}", path=place)
                 continue
             full = self.root / chunk.path
             decoder = self._decoder(full, chunk, record, codec)
@@ -344,7 +337,7 @@ class StoreIndex:
             fault = self.add_file(chunk.path, record.nbytes, known, full)
             if fault is None and wrong is not None:
                 del self.numbers[chunk.path]
-                fault = Fault(full, wrong)
+                fault = wrong
             if fault is not None:
                 yield fault
 

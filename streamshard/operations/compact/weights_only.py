@@ -83,7 +83,7 @@ class WeightsOnlyStore:
         require_as_written(full)
         with source_errors(store):
             index = StoreIndex(full.path)
-            raise_first(fault.error for fault in index.metadata_faults())
+            raise_first(index.metadata_faults())
             manifest, _ = index.known()
         source = omissions.without_states(full, at=at, why=why)
         arrays = {array.path: array for array in index.arrays}

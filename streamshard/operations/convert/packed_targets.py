@@ -22,8 +22,7 @@ from streamshard.io.entries import examine, open_readable
 from streamshard.io.files import target_errors
 from streamshard.io.object_path import as_path
 from streamshard.layout.memory_plan import MIB, MemoryPlan
-from streamshard.operations.convert.small_layouts import together
-from streamshard.operations.convert.store_targets import StoreTargets
+from streamshard.operations.convert.store_targets import StoreTargets, together
 from streamshard.source.source import Request
 from streamshard.transfer.byte_accounting import ByteCounts
 from streamshard.transfer.packed_files import BUFFER_BYTES
