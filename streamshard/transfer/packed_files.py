@@ -18,7 +18,7 @@ import numpy as np
 from streamshard.engine.jobs.executor import Job
 from streamshard.engine.jobs.proofs import TargetProof
 from streamshard.engine.run import resident_memory
-from streamshard.engine.run.phases import Watcher
+from streamshard.engine.run.phases import Progress
 from streamshard.engine.run.runner import StagedFiles
 from streamshard.engine.run.source_check import Ranges
 from streamshard.engine.run.span_writer import Resources, SpanWriter, TargetFiles
@@ -63,7 +63,7 @@ class PackedFiles(StagedFiles):
         self._end = 0
         self._waiting: deque[TargetFiles] = deque()
 
-    def begin(self, resources: Resources, watcher: Watcher) -> None:
+    def begin(self, resources: Resources, watcher: Progress) -> None:
         super().begin(resources, watcher)
         with target_errors(self.file):
             self._sink = open_sink(self.file, nbytes=self._nbytes, is_last=self._must_be_new)

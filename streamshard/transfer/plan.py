@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from streamshard.engine.run import memory_limits, resident_memory
-from streamshard.engine.run.phases import COMMITTING, WRITING, Progress, Silent
+from streamshard.engine.run.phases import COMMITTING, WRITING, Progress, Silent, shown
 from streamshard.engine.run.runner import Engine
 from streamshard.engine.run.span_writer import Resources
 from streamshard.errors import IntegrityError, SourceError, UsageError
@@ -70,11 +70,11 @@ class TransferPlan:
         return found
 
     def run(self, progress: Progress | None = None) -> Report:
-        options, shown = self.options, progress or Silent()
+        options, told = self.options, progress or Silent()
         if options.is_lenient and (found := self.found(progress)) is not None:
             return found
         check = self.output.check
-        noted = () if check is None else check(self.memory, shown) or ()
+        noted = () if check is None else check(self.memory, told) or ()
         with transaction_of(self.target)(
             self.target,
             self.identity,
@@ -84,9 +84,9 @@ class TransferPlan:
             template=self.output.template,
         ) as transaction:
             divider = Divider(self.source)
-            write = partial(self._write, divider, transaction, shown)
+            write = partial(self._write, divider, transaction, told)
             report = replace(self.report, notes=(*self.report.notes, *noted))
-            done = _measured(report, transaction, shown, write)
+            done = _measured(report, transaction, told, write)
             return self.output.writer.finish(done, divider.overflowed)
 
     def _write(
@@ -275,15 +275,12 @@ def _measured(
     work: Callable[[], Sequence[SourceFile]],
 ) -> Report:
     """Do the work, and add its duration and its peak memory to the report."""
-    progress.start(report.bytes_written, WRITING)
     began = time.monotonic()
-    try:
+    with shown(progress, report.bytes_written, WRITING):
         if target.is_written:
             progress.keep(target.kept_bytes)
             progress.advance(target.kept_bytes)
         unchecked = work()
-    finally:
-        progress.stop()
     return replace(
         report,
         kept_bytes=target.kept_bytes,

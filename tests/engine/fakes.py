@@ -11,6 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 from streamshard.engine.journals.journal import Journal
+from streamshard.engine.run.phases import Silent
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.staged_files import Partial
 from streamshard.io.entries import identify
@@ -42,7 +43,7 @@ class FakeReader(SourceReader):
         view[:] = piece
 
 
-class Told:
+class Told(Silent):
     def __init__(self) -> None:
         self.bytes: list[int] = []
         self.kept = 0

@@ -1,7 +1,8 @@
 """The names of a run's phases, and what observes and counts its progress."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final, Protocol
 
 READING_HEADERS: Final = "reading headers"
@@ -16,44 +17,45 @@ READING: Final = "reading"
 """The phase of verbs that write nothing."""
 
 
-class Watcher(Protocol):
-    """Receives the progress of a run; called from several threads."""
+class Progress(Protocol):
+    """Receives the progress of a run; its methods are called from several threads.
 
-    def advance(self, nbytes: int) -> None:
-        """Count bytes that were processed since the last call."""
-
-    def keep(self, nbytes: int) -> None:
-        """Count processed bytes that an earlier run wrote; `advance` gets them too."""
-
-    def enter(self, phase: str) -> None:
-        """Begin a phase."""
-
-
-class Progress(Watcher, Protocol):
-    """Receives the progress of a run; its methods are called from several threads."""
+    Those here do nothing.
+    """
 
     def start(self, total_bytes: int, phase: str = READING) -> None:
         """Start with the total of bytes and the first phase."""
+        return
+
+    def advance(self, nbytes: int) -> None:
+        """Count bytes that were processed since the last call."""
+        return
+
+    def keep(self, nbytes: int) -> None:
+        """Count processed bytes that an earlier run wrote; `advance` gets them too."""
+        return
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase."""
+        return
 
     def stop(self) -> None:
         """Stop, after success or failure."""
+        return
 
 
-class Silent:
-    def start(self, total_bytes: int, phase: str = READING) -> None:
-        """Do nothing."""
+class Silent(Progress):
+    """Progress that is not shown."""
 
-    def advance(self, nbytes: int) -> None:
-        """Do nothing."""
 
-    def keep(self, nbytes: int) -> None:
-        """Do nothing."""
-
-    def enter(self, phase: str) -> None:
-        """Do nothing."""
-
-    def stop(self) -> None:
-        """Do nothing."""
+@contextmanager
+def shown(progress: Progress, total_bytes: int, phase: str = READING) -> Iterator[None]:
+    """Show the progress of what is done meanwhile."""
+    progress.start(total_bytes, phase)
+    try:
+        yield
+    finally:
+        progress.stop()
 
 
 class Count:

@@ -14,7 +14,7 @@ import numpy as np
 
 from streamshard.checksums import crc32, join_crc32
 from streamshard.engine.jobs.executor import Job, current_executor
-from streamshard.engine.run.phases import SYNCING, WRITING, Watcher
+from streamshard.engine.run.phases import SYNCING, WRITING, Progress
 from streamshard.engine.run.source_check import Ranges, SourceCheck
 from streamshard.engine.run.span_writer import Resources, SpanWriter, TargetFiles, WritingTools
 from streamshard.engine.run.work import (
@@ -94,7 +94,7 @@ class StagedFiles(ABC):
     is_ordered = False
     """Whether `take` gets the results in the order of the jobs."""
 
-    def begin(self, resources: Resources, watcher: Watcher) -> None:
+    def begin(self, resources: Resources, watcher: Progress) -> None:
         """Take what the run has; called once, before all else."""
         self._resources, self._watcher = resources, watcher
 
@@ -142,7 +142,7 @@ class Engine:
         self,
         sources: tuple[SourceFile, ...],
         resources: Resources,
-        watcher: Watcher,
+        watcher: Progress,
         staged: StagedFiles,
     ) -> None:
         self._tools = WritingTools(sources, resources)

@@ -11,7 +11,7 @@ from typing import Final, Self
 
 from streamshard.engine.run import memory_limits
 from streamshard.engine.run.memory_limits import Limits
-from streamshard.engine.run.phases import READING, Progress
+from streamshard.engine.run.phases import READING, Progress, shown
 from streamshard.errors import CorruptFileError
 from streamshard.io.entries import (
     ahead_of,
@@ -89,11 +89,8 @@ class ProofContext:
             if below is not None:
                 list_ahead(below)
             files = [identify(path) for path in paths]
-        self.progress.start(sum(file.nbytes for file in files))
-        try:
+        with shown(self.progress, sum(file.nbytes for file in files)):
             return sha256_of(files, self.progress.advance, workers=self._workers(files))
-        finally:
-            self.progress.stop()
 
 
 @dataclass(frozen=True, slots=True)
