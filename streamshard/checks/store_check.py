@@ -75,12 +75,10 @@ class _ChunkCheck:
                 return probe.digests(self.file, [0, self.own_bytes]), b""
             except (RuntimeError, ValueError) as error:
                 raise IntegrityError(f"cannot be decompressed ({error})", path=self.path) from error
-        return probe.digests_and_end(self.file, self._cuts(), self.nbytes + CHECKSUM_BYTES)
-
-    def _cuts(self) -> list[int]:
-        """Cut an uncompressed chunk's content where blocks end, and where the tensor ends."""
-        blocks = range(0, self.nbytes, BLOCK_BYTES)
-        return sorted({*blocks, self.own_bytes, self.nbytes})
+        # Cut where blocks end, and where the tensor ends.
+        cuts = sorted({*range(0, self.nbytes, BLOCK_BYTES), self.own_bytes, self.nbytes})
+        found = probe.digests(self.file, cuts)
+        return found, probe.read(self.file, self.nbytes, self.nbytes + CHECKSUM_BYTES)
 
     def problems(self, result: Result) -> list[str]:
         pieces, trailer = result

@@ -100,29 +100,25 @@ def linked_directory(links: Mapping[str, Path]) -> Iterator[Path]:
         yield root
 
 
-class NewFiles:
-    """Makes files below a directory that are not there yet, and the directories that they lie in.
+def write_small(
+    root: Path, stop: threading.Event, path: str, parts: Sequence[bytes | memoryview]
+) -> None:
+    """Make a file of parts below a directory, and the directories that it lies in.
 
     `stop`: if set, failed writes are not retried.
     """
+    full = f"{root}/{path}"
+    os.makedirs(full.rpartition("/")[0], exist_ok=True)  # noqa: PTH103
+    descriptor = create(full, os.O_WRONLY)
 
-    def __init__(self, root: Path, stop: threading.Event) -> None:
-        self._root = str(root)
-        self._stop = stop
+    def write() -> None:
+        count = os.pwritev(descriptor, parts, 0)
+        if count < sum(map(len, parts)):
+            write_all(descriptor, memoryview(b"".join(parts))[count:], count)
 
-    def write(self, path: str, parts: Sequence[bytes | memoryview]) -> None:
-        full = f"{self._root}/{path}"
-        os.makedirs(full.rpartition("/")[0], exist_ok=True)  # noqa: PTH103
-        descriptor = create(full, os.O_WRONLY)
-        try:
-            try_again(lambda: _write(descriptor, parts), self._stop)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, full) from error
-        finally:
-            os.close(descriptor)
-
-
-def _write(descriptor: int, parts: Sequence[bytes | memoryview]) -> None:
-    count = os.pwritev(descriptor, parts, 0)
-    if count < sum(map(len, parts)):
-        write_all(descriptor, memoryview(b"".join(parts))[count:], count)
+    try:
+        try_again(write, stop)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, full) from error
+    finally:
+        os.close(descriptor)

@@ -142,23 +142,17 @@ class _Memory(Sink):
         np.frombuffer(self._data, np.uint8)[offset:end] = np.frombuffer(view, np.uint8)
 
 
-class _MemoryFiles:
-    """Takes the bytes of small files; see `SmallFilesWriter`."""
-
-    def __init__(self) -> None:
-        self.contents: list[list[bytes]] = []
-
-    def write(self, path: str, parts: Sequence[bytes | memoryview]) -> None:
-        self.contents.append([bytes(part) for part in parts])
-
-
 def _fill(
     files: TargetFiles, target: Path, buffers: list[bytearray], writer: SpanWriter
 ) -> _Filled:
     with target_errors(target):
         if not isinstance(files, TargetFile):
-            small = _MemoryFiles()
-            return files.write(writer, small), small.contents, None
+            contents = list[list[bytes | memoryview]]()
+
+            def keep(path: str, parts: Sequence[bytes | memoryview]) -> None:
+                contents.append([bytes(part) for part in parts])
+
+            return files.write(writer, keep), contents, None
         (span,) = files.spans
         data = bytearray()
         with suppress(IndexError):

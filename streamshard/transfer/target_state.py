@@ -90,13 +90,6 @@ class TargetState(ABC):
             raise TargetExistsError(message)
 
 
-def _content_of(target: Path, template: Template | None) -> "DirectoryContent":
-    # Not at the top: most targets are new.
-    from streamshard.source.directory_content import DirectoryContent
-
-    return DirectoryContent.of(target, template)
-
-
 @dataclass(frozen=True)
 class DiskState(TargetState):
     """What a run finds at the place of its target on a disk, and next to it."""
@@ -114,7 +107,12 @@ class DiskState(TargetState):
         """Look at the target; what lies next to it is looked at when it matters."""
         status = examine_if_there(target, follows=False)
         is_directory = status is not None and status.is_directory
-        content = _content_of(target, template) if is_directory else None
+        content = None
+        if is_directory:
+            # Not at the top: most targets are new.
+            from streamshard.source.directory_content import DirectoryContent
+
+            content = DirectoryContent.of(target, template)
         return cls(target, status is not None, content, Journal(target / JOURNAL))
 
     @cached_property

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from streamshard.checksums import crc32
 from streamshard.engine.jobs.executor import Host, Toolkit
@@ -153,11 +153,8 @@ class SpanWriter:
             self._target.require_current()
 
 
-class SmallFilesWriter(Protocol):
-    """Writes small files, each of which it gets whole."""
-
-    def write(self, path: str, parts: Sequence[bytes | memoryview]) -> None:
-        """Write a file of parts that follow each other."""
+NewFile: TypeAlias = Callable[[str, Sequence[bytes | memoryview]], None]
+"""Writes a small file, whose path and parts it gets."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -184,26 +181,24 @@ class FileBatch:
         for take, result in zip(self.takes, results, strict=True):
             take(result)
 
-    def write(self, worker: SpanWriter, new: SmallFilesWriter) -> Sequence[SpanResult]:
+    def write(self, worker: SpanWriter, new: NewFile) -> Sequence[SpanResult]:
         content = self.make()
         if isinstance(content, Region):
             return self._write_region(content, worker, new)
         return self._write_fixed(content, worker, new)
 
     def _write_fixed(
-        self, content: Sequence[Fixed], worker: SpanWriter, new: SmallFilesWriter
+        self, content: Sequence[Fixed], worker: SpanWriter, new: NewFile
     ) -> list[SpanResult]:
         found = []
         for path, fixed in zip(self.paths, content, strict=True):
             _require_going_on(worker)
-            new.write(path, [fixed.data])
+            new(path, [fixed.data])
             found.append(SpanResult(0, Written(fixed.nbytes, crc32(fixed.data)), ()))
         worker.window.advance(self.nbytes)
         return found
 
-    def _write_region(
-        self, region: Region, worker: SpanWriter, new: SmallFilesWriter
-    ) -> list[SpanResult]:
+    def _write_region(self, region: Region, worker: SpanWriter, new: NewFile) -> list[SpanResult]:
         """Fill the window with as many files as it holds, then write each."""
         window, found, start = worker.window, list[SpanResult](), 0
         filler = window.filler(region)
@@ -224,9 +219,7 @@ def _require_going_on(worker: SpanWriter) -> None:
         raise StoppedError
 
 
-def _write_content(
-    path: str, content: memoryview, region: Region, new: SmallFilesWriter
-) -> SpanResult:
+def _write_content(path: str, content: memoryview, region: Region, new: NewFile) -> SpanResult:
     """Write a file whose content is in memory, as `Window.write` does with a span of one region."""
     sums, trailer = checksums_of(region), b""
     sums.update(content)
@@ -238,7 +231,7 @@ def _write_content(
         is_known = region.codec is None and region.trailer.is_crc32c
         checksum = sums.crc32c if is_known else region.trailer.checksum(stored, 0)
         trailer = region.trailer.serialize(checksum)
-    new.write(path, [stored, trailer])
+    new(path, [stored, trailer])
     written = Written(len(stored) + len(trailer), crc32(trailer, crc))
     return SpanResult(0, written, (RegionResult(0, sums.digest, tuple(sums.blocks)),))
 

@@ -15,7 +15,7 @@ from streamshard.engine.run.runner import FileEndings, StagedFiles
 from streamshard.engine.run.source_check import Ranges
 from streamshard.engine.run.span_writer import FileBatch, FilledSpan, SpanWriter, TargetFiles
 from streamshard.engine.run.work import FinishedFile, Span, SpanResult, TargetFile
-from streamshard.io.changes import NewFiles, open_sink, remove_file
+from streamshard.io.changes import open_sink, remove_file, write_small
 from streamshard.io.entries import exists
 from streamshard.io.files import target_errors
 from streamshard.io.page_cache import drop_file
@@ -223,4 +223,4 @@ class Partial(StagedFiles):
 
 def _write_small(files: FileBatch, root: Path, writer: SpanWriter) -> Sequence[SpanResult]:
     with target_errors(root):
-        return files.write(writer, NewFiles(root, writer.stop))
+        return files.write(writer, partial(write_small, root, writer.stop))

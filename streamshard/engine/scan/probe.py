@@ -58,13 +58,12 @@ class FileHashes:
 
     def watched(self) -> list[SourceFile]:
         """Return the files, whose decoders add the stored bytes."""
-        return [self._watched(number, file) for number, file in enumerate(self._files)]
-
-    def _watched(self, number: int, file: SourceFile) -> SourceFile:
-        if file.decoder is None or isinstance(file.decoder, BlockDigests | Computed):
-            return file
-        shown = _Shown(file.decoder, partial(self.add, number))
-        return replace(file, decoder=shown)
+        return [
+            file
+            if file.decoder is None or isinstance(file.decoder, BlockDigests | Computed)
+            else replace(file, decoder=_Shown(file.decoder, partial(self.add, number)))
+            for number, file in enumerate(self._files)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,21 +129,6 @@ class Probe:
 
     def digests(self, file: int, cuts: Sequence[int]) -> list[Digest]:
         return [self.digest(file, start, stop) for start, stop in pairwise(cuts)]
-
-    def digests_and_end(
-        self, file: int, cuts: Sequence[int], stop: int
-    ) -> tuple[list[Digest], bytes]:
-        """Return `digests`, and the few bytes from the last cut to `stop`; together if small."""
-        first = cuts[0]
-        if stop - first > len(self._window):
-            return self.digests(file, cuts), self.read(file, cuts[-1], stop)
-        (view,) = self._windows(file, first, stop)
-        found = []
-        for start, end in pairwise(cuts):
-            digest = RunningChecksums(takes_crc32c=True)
-            digest.update(view[start - first : end - first])
-            found.append(digest.digest)
-        return found, bytes(view[cuts[-1] - first :])
 
     def digest(self, file: int, start: int, stop: int) -> Digest:
         digest = RunningChecksums(takes_crc32c=True)

@@ -78,7 +78,11 @@ def archive_tag(
     records = records_of(opened, context.run_dir)
     here = identity_of(context.run_dir)
     if interrupted is not None and is_other:
-        _remove_begun(archived.full_of(interrupted))
+        # An interrupted run made the archive in the other form.
+        other = archived.full_of(interrupted)
+        with target_errors(other.store):
+            for path in (other.store, partial_of(other.store), other.sums):
+                remove(path)
     begun = Receipt(
         tag, str(context.run_dir), *here, BEGUN, packed=storing.packed,
         source=(), checks=(),
@@ -110,13 +114,6 @@ def archive_tag(
         # It was begun with another source.
         _write_store(context, small, archived, storing, health, overwrite=True)
     return _proved(context, receipt, small, log, whole)
-
-
-def _remove_begun(archived: ArchivedTag) -> None:
-    """Remove what an interrupted run made of an archive of the other form."""
-    with target_errors(archived.store):
-        for path in (archived.store, partial_of(archived.store), archived.sums):
-            remove(path)
 
 
 def _moving(opened: Source, run_dir: Path, stable_since_ns: int) -> set[int]:

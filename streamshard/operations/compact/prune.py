@@ -208,8 +208,11 @@ class _Pruning:
         """Decide about a tag that is where it was saved."""
         tag, run, rules, newest = self._tags[name], self._run, self._rules, self._newest
         step = _step_in(run, name)
-        for reason in _young(tag, rules, self._now):
-            return _kept(tag, reason, step, newest)
+        age_ns = int(self._now.timestamp() * 10**9) - tag.changed_ns
+        if age_ns < nanoseconds(rules.min_age):
+            least = f"{Option('min_age')} is {show_duration(rules.min_age)}"
+            age = show_time(max(0, age_ns) // 10**9)
+            return _kept(tag, f"changed {age} ago, {least}", step, newest)
         if step is not None or name == run.latest:
             for reason in _unclear(tag, run, step):
                 is_known, more = run.acknowledged(tag)
@@ -333,13 +336,6 @@ def _mixed(tags: Sequence[Tag]) -> Iterator[Tag]:
         lags = {neighbour.lags for neighbour in around}
         if len(lags) == 1 and tag.lags not in lags:
             yield tag
-
-
-def _young(tag: Tag, rules: CompactOptions, now: datetime) -> Iterator[str]:
-    age_ns = int(now.timestamp() * 10**9) - tag.changed_ns
-    if age_ns < nanoseconds(rules.min_age):
-        least = f"{Option('min_age')} is {show_duration(rules.min_age)}"
-        yield f"changed {show_time(max(0, age_ns) // 10**9)} ago, {least}"
 
 
 def _unclear(tag: Tag, run: RunDirectory, step: int | None) -> Iterator[str]:

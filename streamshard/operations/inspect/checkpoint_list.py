@@ -82,7 +82,8 @@ def _summary(
         if kind.is_tag and place.parent != root and not is_file(place / names.LATEST):
             require_named(place.parent)
         require_saved_to_end(source)
-        is_healthy, warnings = _is_healthy(source), tuple(suspicions(source.checkpoint, {}))
+        health, warnings = known_health(source), tuple(suspicions(source.checkpoint, {}))
+        is_healthy = None if health is None else all(one.is_good for one in health.values())
         steps = steps_of(source.checkpoint)
     except OSError as error:
         problem = str(unreadable(error, place))
@@ -107,11 +108,6 @@ def _summary(
         warnings=warnings,
     )
     return summary, steps
-
-
-def _is_healthy(source: Source) -> bool | None:
-    known = known_health(source)
-    return None if known is None else all(one.is_good for one in known.values())
 
 
 def _recorded(source: Source) -> Recorded:
