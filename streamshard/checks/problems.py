@@ -121,8 +121,6 @@ class Verification:
 
 @dataclass(slots=True)
 class Findings:
-    """The results so far."""
-
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)

@@ -71,8 +71,6 @@ class Status(NamedTuple):
 
 
 class Readable(Protocol):
-    """A file's bytes."""
-
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
@@ -115,8 +113,6 @@ class OpenedFile(Readable, Protocol):
 
 
 class ReadableFile(OpenedFile):
-    """An open local file, which closes its descriptor."""
-
     origin = 0
     takes_requests = False
 

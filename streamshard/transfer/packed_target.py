@@ -29,8 +29,6 @@ from streamshard.transfer.target_state import DiskState, replaces
 
 @dataclass(frozen=True)
 class PackedState(DiskState):
-    """What a run finds at the place of a target that is one file, and next to it."""
-
     @classmethod
     def at(cls, target: Path, template: Template | None = None) -> Self:
         is_there = examine_if_there(target, follows=False) is not None

@@ -29,8 +29,6 @@ from streamshard.transfer.uploaded_target import abort_strays
 
 @dataclass(frozen=True)
 class PackedUploadState(TargetState):
-    """What a run finds at the place of a target that is one object."""
-
     target: ObjectPath
     found: Status | None
 

@@ -92,8 +92,6 @@ class TargetState(ABC):
 
 @dataclass(frozen=True)
 class DiskState(TargetState):
-    """What a run finds at the place of its target on a disk, and next to it."""
-
     target: Path
     is_there: bool
     """Whether there is anything at its path, even a link that leads to nothing."""

@@ -100,8 +100,6 @@ _LOOK_NUMEL: Final = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class RegionPair:
-    """Two regions that are read side by side."""
-
     left: Region
     right: Region
     numels: Sequence[int]

@@ -43,8 +43,6 @@ _heeded: Final[set[tuple[str, str]]] = set()
 
 
 class ObjectLock(AnyLock):
-    """A lock that one process takes, refreshes and releases."""
-
     def __init__(self, path: ObjectPath, what: ObjectPath) -> None:
         self._path = path
         self._what = what

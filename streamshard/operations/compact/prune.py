@@ -183,8 +183,6 @@ def prune(
 
 
 class _Pruning:
-    """The decisions about single tags."""
-
     def __init__(
         self, run: RunDirectory, archives: Archives, rules: CompactOptions, now: datetime
     ) -> None:

@@ -95,8 +95,6 @@ class ProofContext:
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """The directories of a run, its time, and what its proofs need."""
-
     run_dir: Path
     archive_dir: Path
     here: tuple[int, int]
