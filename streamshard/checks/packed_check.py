@@ -12,8 +12,7 @@ from streamshard.checks.problems import DAMAGED, Findings
 from streamshard.checksums import crc32, join_crc32
 from streamshard.errors import SourceError
 from streamshard.formats.torch.zip_directory import LocalHeader, ZipEntry, descriptors
-from streamshard.formats.zarr.packed_directory import PackedDirectory
-from streamshard.formats.zarr.packed_layout import OURS
+from streamshard.formats.zarr.packed_directory import OURS, PackedDirectory
 from streamshard.formats.zarr.packed_place import directory_of, is_packed
 from streamshard.formats.zarr.store_index import MANIFEST_FILES, StoreIndex
 from streamshard.io.entries import open_readable, read_all

@@ -1,4 +1,4 @@
-"""Makes written files durable, and starts disk writes early so that the final sync is short.
+"""Makes space for files, and written files durable; writes early, so that the final sync is short.
 
 A store has thousands of small files. On most file systems the sync of one file costs a commit of
 the journal, or a flush of the disk. Where one call for the whole file system is known to have the
@@ -6,6 +6,7 @@ same effect for all files, that call is used.
 """
 
 import ctypes
+import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
@@ -24,6 +25,7 @@ from streamshard.io.file_system import (
 )
 from streamshard.io.readable import walk
 from streamshard.io.retry import close_unwritten
+from streamshard.io.writable import open_to_write
 
 _SYNC_FILE_RANGE_WRITE: Final = 2
 _SYNC_FILE_RANGE_WAIT: Final = 1 | 2 | 4
@@ -98,3 +100,49 @@ def _linux_version() -> tuple[int, int]:
         return (int(parts[0]), int(parts[1])) if system.sysname == "Linux" else (0, 0)
     except (IndexError, ValueError):
         return 0, 0
+
+
+_STEP_BYTES: Final = 64 << 20
+_fallocate = libc("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+
+class Reservation:
+    """Space that a placeholder file occupies, and returns just before other files need it.
+
+    If the file system cannot preallocate, no space is held.
+    """
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self._path = path
+        self._needed_bytes = nbytes
+        self._descriptor = open_to_write(path, os.O_RDWR | os.O_CREAT, 0o600)
+        self._held_bytes = 0
+        try:
+            self._held_bytes = self._hold(nbytes // _STEP_BYTES * _STEP_BYTES)
+        except BaseException:
+            self.close()
+            raise
+
+    def _hold(self, nbytes: int) -> int:
+        # On a file system in memory, preallocation would occupy the memory at once.
+        if not nbytes or _fallocate is None or file_system_of(self._descriptor) == TMPFS:
+            return 0
+        if _fallocate(self._descriptor, 0, 0, nbytes) == 0:
+            return nbytes
+        error = last_error(str(self._path))
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise error
+        return 0
+
+    def give_back(self, nbytes: int) -> None:
+        self._needed_bytes = max(0, self._needed_bytes - nbytes)
+        wanted = self._needed_bytes // _STEP_BYTES * _STEP_BYTES
+        if wanted < self._held_bytes:
+            os.ftruncate(self._descriptor, wanted)
+            self._held_bytes = wanted
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            close_unwritten(descriptor)
+            self._path.unlink(missing_ok=True)

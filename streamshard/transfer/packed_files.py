@@ -26,10 +26,10 @@ from streamshard.engine.run.window import WriteBuffer, unwritten_bytes
 from streamshard.engine.run.work import SpanResult, TargetFile
 from streamshard.errors import UsageError
 from streamshard.formats.torch.zip_layout import directory_of
-from streamshard.formats.zarr.packed_layout import PackedEntry
+from streamshard.formats.zarr.packed_directory import PackedEntry
 from streamshard.io.changes import open_sink
+from streamshard.io.durability import Reservation
 from streamshard.io.files import target_errors
-from streamshard.io.preallocation import Reservation
 from streamshard.io.sink import Sink
 from streamshard.io.writable import aligned
 

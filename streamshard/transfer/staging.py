@@ -29,10 +29,10 @@ from streamshard.io.changes import (
     sync_path,
     write_durably,
 )
+from streamshard.io.durability import Reservation
 from streamshard.io.entries import exists, files_below, lexists, paths_in
 from streamshard.io.files import target_errors
 from streamshard.io.place import place_of
-from streamshard.io.preallocation import Reservation
 from streamshard.io.retry import FROM_OUTSIDE, ignored
 from streamshard.source.unfinished import JOURNAL
 from streamshard.transfer.target import is_vacant, partial_of, replaced_of

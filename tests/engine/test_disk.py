@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from streamshard.io import durability, preallocation
+from streamshard.io import durability
 from streamshard.io.changes import sync_tree
+from streamshard.io.durability import Reservation
 from streamshard.io.file_system import EXT4
-from streamshard.io.preallocation import Reservation
 from tests.held import open_files
 
 # Durable -----------------------------------------------------------------------------------------
@@ -148,9 +148,9 @@ def test_only_lack_of_space_is_an_error(
         return -1
 
     error = OSError(getattr(errno, number), number)
-    monkeypatch.setattr(preallocation, "_fallocate", refuse)
-    monkeypatch.setattr(preallocation, "file_system_of", lambda descriptor: 0)
-    monkeypatch.setattr(preallocation, "last_error", lambda path: error)
+    monkeypatch.setattr(durability, "_fallocate", refuse)
+    monkeypatch.setattr(durability, "file_system_of", lambda descriptor: 0)
+    monkeypatch.setattr(durability, "last_error", lambda path: error)
     before = open_files()
     if number in ("ENOSPC", "EDQUOT"):
         with pytest.raises(OSError, match=number):

@@ -16,8 +16,8 @@ import pytest
 
 from streamshard.errors import TargetLockedError
 from streamshard.io.changes import lock_at, write_durably, write_new
+from streamshard.io.durability import Reservation
 from streamshard.io.lock import Holder, Lock
-from streamshard.io.preallocation import Reservation
 from streamshard.io.sink import AppendedFile, open_to_fill
 from tests.held import open_files
 

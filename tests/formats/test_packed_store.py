@@ -25,7 +25,7 @@ from streamshard.errors import (
 )
 from streamshard.formats.torch.zip_layout import directory_of
 from streamshard.formats.zarr import packed_directory
-from streamshard.formats.zarr.packed_layout import PackedEntry
+from streamshard.formats.zarr.packed_directory import PackedEntry
 from streamshard.formats.zarr.packed_place import packed
 from streamshard.io.entries import examine, open_readable
 from streamshard.operations.inspect.checkpoint_list import summaries

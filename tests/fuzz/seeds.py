@@ -20,7 +20,7 @@ from torch.utils.serialization import config
 
 import streamshard
 from streamshard.formats.torch.zip_layout import directory_of
-from streamshard.formats.zarr.packed_layout import PackedEntry
+from streamshard.formats.zarr.packed_directory import PackedEntry
 from streamshard.formats.zarr.store_manifest import read as read_manifest
 from streamshard.io.lock import Holder
 from streamshard.operations.compact.tag_health import HealthRecord, TagHealth

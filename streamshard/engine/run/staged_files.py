@@ -16,10 +16,10 @@ from streamshard.engine.run.source_check import Ranges
 from streamshard.engine.run.span_writer import FileBatch, FilledSpan, SpanWriter, TargetFiles
 from streamshard.engine.run.work import FinishedFile, Span, SpanResult, TargetFile
 from streamshard.io.changes import open_sink, remove_file, write_small
+from streamshard.io.durability import Reservation
 from streamshard.io.entries import exists
 from streamshard.io.files import target_errors
 from streamshard.io.page_cache import drop_file
-from streamshard.io.preallocation import Reservation
 from streamshard.io.sink import open_to_fill
 from streamshard.io.writable import LEAST_BYTES
 

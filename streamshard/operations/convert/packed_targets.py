@@ -16,7 +16,7 @@ from streamshard.engine.run.phases import Progress
 from streamshard.engine.run.work import SpanResult, Written
 from streamshard.formats.torch.zip_layout import ALIGNMENT, directory_of
 from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT
-from streamshard.formats.zarr.packed_layout import PackedEntry
+from streamshard.formats.zarr.packed_directory import PackedEntry
 from streamshard.formats.zarr.store_index import StoredChunk
 from streamshard.io.entries import examine, open_readable
 from streamshard.io.files import target_errors
