@@ -3,7 +3,6 @@
 The pairs of tensors are divided into runs; one worker reads a run from both sides.
 """
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -321,7 +320,7 @@ def compare(
     runs = Runs(left, right, pairs)
     plan = memory if isinstance(memory, MemoryPlan) else fit_sides(memory, left, right)
     findings = Findings()
-    read = Count(progress.advance if phase == READING else _HalvedProgress(progress.advance).add)
+    read = Count(progress.advance, per=1 if phase == READING else 2)
     progress.start(runs.nbytes * (2 if phase == READING else 1), phase)
     try:
         differences = _differences(runs, plan, findings, read.add, exactly=exactly)
@@ -336,20 +335,6 @@ def fit_sides(limits: Limits, left: Source, right: Source, *, copies_bytes: int 
     """Fit the reading of two opened checkpoints into the memory limit."""
     codec_bytes = left.codec_bytes + right.codec_bytes + COMPARING_BYTES
     return limits.fit(codec_bytes, (*left.files, *right.files), copies_bytes)
-
-
-class _HalvedProgress:
-    """Counts the bytes read on both sides of a comparison, and reports each pair of bytes once."""
-
-    def __init__(self, progress: Callable[[int], None]) -> None:
-        self._progress = progress
-        self._read = 0
-        self._lock = threading.Lock()
-
-    def add(self, nbytes: int) -> None:
-        with self._lock:
-            before, self._read = self._read, self._read + nbytes
-        self._progress((before + nbytes) // 2 - before // 2)
 
 
 def _differences(

@@ -29,9 +29,12 @@ def _float32_to_bfloat16(source: memoryview, target: memoryview) -> None:
     result[(bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)] = 0x7FC0
 
 
-def _float32_to_float16(source: memoryview, target: memoryview) -> None:
-    with np.errstate(over="ignore"):
-        np.frombuffer(target, dtype=np.float16)[:] = np.frombuffer(source, dtype=np.float32)
+def _by_numpy(source: str, target: str) -> _Function:
+    def cast(view: memoryview, into: memoryview) -> None:
+        with np.errstate(over="ignore", invalid="ignore"):
+            np.frombuffer(into, dtype=target)[:] = np.frombuffer(view, dtype=source)
+
+    return cast
 
 
 def _bfloat16_to_float32(source: memoryview, target: memoryview) -> None:
@@ -40,24 +43,14 @@ def _bfloat16_to_float32(source: memoryview, target: memoryview) -> None:
     np.left_shift(bits, 16, out=bits)
 
 
-def _float16_to_float32(source: memoryview, target: memoryview) -> None:
-    with np.errstate(invalid="ignore"):
-        np.frombuffer(target, dtype=np.float32)[:] = np.frombuffer(source, dtype=np.float16)
-
-
-def _float64_to_float32(source: memoryview, target: memoryview) -> None:
-    with np.errstate(over="ignore", invalid="ignore"):
-        np.frombuffer(target, dtype=np.float32)[:] = np.frombuffer(source, dtype=np.float64)
-
-
 _TO_FLOAT32: Final[dict[str, _Function]] = {
     "bfloat16": _bfloat16_to_float32,
-    "float16": _float16_to_float32,
-    "float64": _float64_to_float32,
+    "float16": _by_numpy("float16", "float32"),
+    "float64": _by_numpy("float64", "float32"),
 }
 _FROM_FLOAT32: Final[dict[str, _Function]] = {
     "bfloat16": _float32_to_bfloat16,
-    "float16": _float32_to_float16,
+    "float16": _by_numpy("float32", "float16"),
 }
 _STEP_NUMEL: Final = 1 << 14
 """Elements per cast: for larger temporary arrays, new memory would be mapped each time."""
@@ -123,14 +116,6 @@ def cast_between(source: str, target: str) -> Cast | None:
     return Cast(source, target)
 
 
-def _to_float64(source: str) -> _Function:
-    def cast(view: memoryview, into: memoryview) -> None:
-        with np.errstate(invalid="ignore"):
-            np.frombuffer(into, dtype=np.float64)[:] = np.frombuffer(view, dtype=source)
-
-    return cast
-
-
 def _bfloat16_to_float64(source: memoryview, target: memoryview) -> None:
     bits = np.frombuffer(source, dtype=np.uint16).astype(np.uint32) << 16
     with np.errstate(invalid="ignore"):
@@ -139,10 +124,10 @@ def _bfloat16_to_float64(source: memoryview, target: memoryview) -> None:
 
 _WIDENINGS: Final[dict[tuple[str, str], _Function]] = {
     ("bfloat16", "float32"): _bfloat16_to_float32,
-    ("float16", "float32"): _float16_to_float32,
+    ("float16", "float32"): _TO_FLOAT32["float16"],
     ("bfloat16", "float64"): _bfloat16_to_float64,
-    ("float16", "float64"): _to_float64("float16"),
-    ("float32", "float64"): _to_float64("float32"),
+    ("float16", "float64"): _by_numpy("float16", "float64"),
+    ("float32", "float64"): _by_numpy("float32", "float64"),
 }
 """Conversions that keep every value."""
 

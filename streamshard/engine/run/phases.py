@@ -59,14 +59,18 @@ def shown(progress: Progress, total_bytes: int, phase: str = READING) -> Iterato
 
 
 class Count:
-    """A count that several workers add to; each addition is also passed to a callback."""
+    """A count that several workers add to; each addition is also passed to a callback.
 
-    def __init__(self, then: Callable[[int], None]) -> None:
+    `per`: how many are passed on as one.
+    """
+
+    def __init__(self, then: Callable[[int], None], per: int = 1) -> None:
         self.value = 0
         self._lock = threading.Lock()
         self._then = then
+        self._per = per
 
     def add(self, number: int) -> None:
         with self._lock:
-            self.value += number
-        self._then(number)
+            before, self.value = self.value, self.value + number
+        self._then((before + number) // self._per - before // self._per)
