@@ -83,10 +83,20 @@ class TransferPlan:
             verify=options.verify,
             template=self.output.template,
         ) as transaction:
-            divider = Divider(self.source)
-            write = partial(self._write, divider, transaction, told)
-            report = replace(self.report, notes=(*self.report.notes, *noted))
-            done = _measured(report, transaction, told, write)
+            divider, began = Divider(self.source), time.monotonic()
+            with shown(told, self.report.bytes_written, WRITING):
+                if transaction.is_written:
+                    told.keep(transaction.kept_bytes)
+                    told.advance(transaction.kept_bytes)
+                unchecked = self._write(divider, transaction, told)
+            done = replace(
+                self.report,
+                kept_bytes=transaction.kept_bytes,
+                peak_bytes=resident_memory.peak_bytes(),
+                seconds=time.monotonic() - began,
+                unchecked=tuple(str(file.path) for file in unchecked),
+                notes=(*self.report.notes, *noted, *transaction.notes),
+            )
             return self.output.writer.finish(done, divider.overflowed)
 
     def _write(
@@ -102,7 +112,14 @@ class TransferPlan:
         unchanged = partial(require_all_unchanged, read)
         unchecked: Sequence[SourceFile] = ()
         if not target.is_written:
-            engine = _engine_for(self.source, target, self.memory, progress)
+            resources = Resources(
+                self.memory.workers,
+                self.memory.window_bytes,
+                BUFFER_BYTES,
+                _is_large(self.source),
+                self.memory.process_bytes,
+            )
+            engine = Engine(self.source.files, resources, progress, target.files)
             try:
                 for layouts in writer.passes():
                     engine.run(layout.divided(divider) for layout in layouts())
@@ -249,43 +266,7 @@ def plan_output(
     return TransferPlan(options, output, target, identity, memory, report)
 
 
-def _engine_for(
-    source: Source, target: Transaction, memory_plan: MemoryPlan, progress: Progress
-) -> Engine:
-    resources = Resources(
-        memory_plan.workers,
-        memory_plan.window_bytes,
-        BUFFER_BYTES,
-        _is_large(source),
-        memory_plan.process_bytes,
-    )
-    return Engine(source.files, resources, progress, target.files)
-
-
 def _is_large(source: Source) -> bool:
     """Tell whether a run's files would push other programs' files out of the page cache."""
     read_bytes = sum(file.nbytes for file in source.files)
     return 2 * read_bytes > resident_memory.available_bytes() // 2
-
-
-def _measured(
-    report: Report,
-    target: Transaction,
-    progress: Progress,
-    work: Callable[[], Sequence[SourceFile]],
-) -> Report:
-    """Do the work, and add its duration and its peak memory to the report."""
-    began = time.monotonic()
-    with shown(progress, report.bytes_written, WRITING):
-        if target.is_written:
-            progress.keep(target.kept_bytes)
-            progress.advance(target.kept_bytes)
-        unchecked = work()
-    return replace(
-        report,
-        kept_bytes=target.kept_bytes,
-        peak_bytes=resident_memory.peak_bytes(),
-        seconds=time.monotonic() - began,
-        unchecked=tuple(str(file.path) for file in unchecked),
-        notes=(*report.notes, *target.notes),
-    )
