@@ -171,6 +171,7 @@ def read(directory: Path, form: str = SAFETENSORS) -> Reading:
     where: Mapping[str, str] | None = None
     files = [main]
     if main.endswith(".json"):
+        require_regular(directory / main, directory)
         where = _index(directory / main)
         files = sorted(set(where.values()))
     tensors: list[LogicalTensor] = []

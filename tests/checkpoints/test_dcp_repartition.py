@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 
 import streamshard
 from streamshard.errors import DisagreementError, StreamshardError, UnsupportedError, UsageError
-from tests.cli.conftest import tree
 from tests.fabricated import edit, load, wrapped, write
 from tests.fabricated_dcp import Saved, adamw, mesh
 from tests.job import Job, buffers
@@ -85,15 +84,6 @@ def test_values_are_the_distributed_checkpoint_s(
     assert [group.states["step"] for group in shown.groups] == [3.0, 3.0]
     # The group that was first saved is the second one of the reference.
     assert [group.hyper_parameters["lr"] for group in shown.groups] == [5e-4, 1e-3]
-
-
-def test_a_store_in_between_changes_nothing(tmp_path: Path) -> None:
-    reference, dcp = write(Job(stage=3), tmp_path / "like"), tmp_path / "dcp"
-    saved(Job()).write(dcp)
-    streamshard.convert(dcp, tmp_path / "s.zarr", like=reference, verify=True)
-    streamshard.repartition(tmp_path / "s.zarr", tmp_path / "of-store", world_size=3)
-    streamshard.repartition(dcp, tmp_path / "direct", world_size=3, like=reference)
-    assert tree(tmp_path / "of-store" / "dcp") == tree(tmp_path / "direct" / "dcp")
 
 
 def test_what_was_made_differs_in_nothing_but_a_step_would(tmp_path: Path) -> None:

@@ -19,10 +19,7 @@ from zarr.core.buffer import default_buffer_prototype
 import streamshard
 from streamshard.engine.run.region import RegionFiller
 from streamshard.errors import CorruptFileError, IntegrityError
-from tests.checkpoints.test_dcp_repartition import saved
-from tests.checkpoints.test_universal import STATE
 from tests.fabricated import optimizer_file, write
-from tests.fabricated_universal import write_universal
 from tests.job import Job
 from tests.reading.conftest import Made, flip, make
 
@@ -110,15 +107,6 @@ def test_so_has_that_of_a_packed_store(made: Made, tmp_path: Path) -> None:
 
 def test_so_has_that_of_parts_of_a_model(tmp_path: Path) -> None:
     require_same(write(Job(stage=2, parts=2), tmp_path / "run"), tmp_path)
-
-
-def test_so_has_that_of_a_universal_checkpoint(tmp_path: Path) -> None:
-    require_same(write_universal(Job(stage=3, client_state=STATE), tmp_path / "run"), tmp_path)
-
-
-def test_so_has_that_of_a_distributed_checkpoint(tmp_path: Path) -> None:
-    saved(Job()).write(tmp_path / "dcp")
-    require_same(tmp_path / "dcp", tmp_path, like=write(Job(stage=2), tmp_path / "like"))
 
 
 def test_weights_alone_can_be_looked_at(tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ def open_megatron(root: Path) -> Distributed:
     if not is_file(root / CONFIG):
         message = "missing; Megatron writes it last, so this save did not come to its end"
         raise IncompleteError(f"{message}: take an earlier checkpoint", path=root / CONFIG)
+    require_regular(root / CONFIG, root)
     with of_file(root):
         (keys, unread, remarks), files = _sorted(index), ItemFiles(index)
         places = locate(index, keys, files)

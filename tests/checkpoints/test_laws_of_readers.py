@@ -1,0 +1,138 @@
+"""Our own readers under the public tests that those of other packages are held to."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+
+import streamshard
+from streamshard.testing.reader import MODULE, ReaderTests, SavedCheckpoint
+from tests.checkpoints.test_dcp_repartition import GROUPS
+from tests.checkpoints.test_fsdp_ranks_to_others import write_ranks
+from tests.checkpoints.test_megatron import SAVES, WHOLE
+from tests.fabricated import write
+from tests.fabricated_dcp import Saved, adamw, mesh
+from tests.fabricated_universal import write_universal
+from tests.job import Job, buffers, expected
+from tests.unpacking import unpack
+
+Tensors = Mapping[str, Mapping[str, NDArray[Any]]]
+PLAIN = Job(frozen=(), tied={})
+"""A model of which a reference tells nothing that a distributed checkpoint does not."""
+
+
+def made_of(job: Job, **options: Any) -> Saved:  # noqa: ANN401
+    cut = {name: mesh(shape, [2] * len(shape)) for name, shape in job.shapes.items()}
+    return adamw(job.shapes, cut=cut, buffers=buffers(), groups=GROUPS, **options)
+
+
+def bits(tensor: torch.Tensor) -> NDArray[Any]:
+    is_bfloat16 = tensor.dtype == torch.bfloat16
+    found: NDArray[Any] = (tensor.view(torch.int16) if is_bfloat16 else tensor).numpy()
+    return found
+
+
+def of_job(job: Job) -> Tensors:
+    """Say what is kept of each parameter and buffer of a job."""
+    found: dict[str, dict[str, NDArray[Any]]] = {}
+    for (state, name), tensor in expected(job).items():
+        found.setdefault(name, {})[state] = bits(tensor)
+    return found
+
+
+def of_distributed(made: Saved) -> Tensors:
+    """Say what is kept of each parameter and buffer of a distributed checkpoint."""
+    found: dict[str, dict[str, NDArray[Any]]] = {}
+    for key, (tensor, _) in made.tensors.items():
+        path = [str(part) for part in made.paths[key]]
+        if "state" not in path:
+            state = "fp32" if path[-1] in PLAIN.shapes else MODULE
+            found.setdefault(path[-1], {})[state] = bits(tensor)
+        elif path[-1] != "step":
+            found.setdefault(path[-2], {})[path[-1]] = bits(tensor)
+    return found
+
+
+class TestUniversal(ReaderTests):
+    kind = "universal"
+    is_whole = has_sums = True
+
+    @pytest.fixture
+    def saved(self, tmp_path: Path) -> SavedCheckpoint:
+        made = write_universal(Job(), tmp_path / "run")
+        return SavedCheckpoint(made, of_job(Job()))
+
+
+class TestDistributed(ReaderTests):
+    kind = "dcp"
+    has_sums = True
+
+    @pytest.fixture
+    def saved(self, tmp_path: Path) -> SavedCheckpoint:
+        made = made_of(PLAIN)
+        made.write(tmp_path / "dcp")
+        like = write(PLAIN, tmp_path / "run")
+        return SavedCheckpoint(tmp_path / "dcp", of_distributed(made), like)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Saved]:
+    made, place = made_of(PLAIN, files=1), tmp_path_factory.mktemp("ranks") / "actor"
+    write_ranks(made, place)
+    return place, made
+
+
+class TestFsdpRanks(ReaderTests):
+    kind = "fsdp-ranks"
+    has_sums = True
+
+    @pytest.fixture
+    def saved(self, ranks: tuple[Path, Saved], tmp_path: Path) -> SavedCheckpoint:
+        place = shutil.copytree(ranks[0], tmp_path / "actor")
+        like = write(PLAIN, tmp_path / "run")
+        return SavedCheckpoint(place, of_distributed(ranks[1]), like)
+
+
+class TestMegatron(ReaderTests):
+    kind = "megatron"
+    has_sums = True
+
+    @pytest.fixture
+    def saved(self, tmp_path: Path) -> SavedCheckpoint:
+        unpack(SAVES / f"{WHOLE}.tar.xz", tmp_path)
+        place = tmp_path / WHOLE
+        (place / "loaded.json").unlink()  # its values are compared with these in another test
+        with streamshard.open(place) as checkpoint:
+            tensors = {
+                name: {state: tensor.bits() for state, tensor in parameter.tensors.items()}
+                for name, parameter in checkpoint.items()
+            }
+        return SavedCheckpoint(place, tensors)
+
+
+class TestWeights(ReaderTests):
+    kind = "weights"
+
+    @pytest.fixture
+    def saved(self, tmp_path: Path) -> SavedCheckpoint:
+        weights = {
+            "up": torch.randn(5, 3),
+            "count": torch.arange(4),
+            "one": torch.ones(()),
+        }
+        place = tmp_path / "model"
+        place.mkdir()
+        parts = {"model-00001-of-00002.safetensors": ["up"]}
+        parts["model-00002-of-00002.safetensors"] = ["count", "one"]
+        for file, names in parts.items():
+            save_file({name: weights[name] for name in names}, place / file)
+        where = {name: file for file, names in parts.items() for name in names}
+        index = {"metadata": {}, "weight_map": where}
+        (place / "model.safetensors.index.json").write_text(json.dumps(index))
+        return SavedCheckpoint(place, {name: {MODULE: bits(t)} for name, t in weights.items()})
