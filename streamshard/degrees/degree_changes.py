@@ -11,11 +11,13 @@ from typing import Final
 
 import numpy as np
 
+from streamshard.degrees.equal_copies import EqualCopies
 from streamshard.degrees.layered import WithLayerTensors, layered
-from streamshard.degrees.recut_source import parts_of, recut_source, require_unused, tells_cut
+from streamshard.degrees.recut_checkpoint import recut_checkpoint
 from streamshard.errors import Option, StreamshardError, UnsupportedError, UsageError, lacking
 from streamshard.formats.checkpoint import LIKE, Checkpoint, ModelPart
-from streamshard.formats.deepspeed import ds_config
+from streamshard.formats.deepspeed import ds_config, names
+from streamshard.formats.deepspeed.model_parallel.cuts_in_files import cuts_in
 from streamshard.formats.deepspeed.model_parallel.expert_degree import (
     expert_degree,
     is_own_degree,
@@ -102,6 +104,45 @@ def _are_equal(source: Source, access: SourceAccess, one: int, other: int) -> bo
     return True
 
 
+def _parts_of(
+    opened: Source, rules: CutRules | None, *, keeps_shards: bool
+) -> tuple[WithLayerTensors, ModelInParts]:
+    """Return a source with all that is needed of its parts, and these."""
+    laid = WithLayerTensors(opened)
+    if is_pipeline(opened.checkpoint) and not (keeps_shards and not opened.checkpoint.layers):
+        laid = layered(opened)
+    return laid, ModelInParts(laid.source.checkpoint, rules, keeps_shards=keeps_shards)
+
+
+def _recut(laid: WithLayerTensors, parts: ModelInParts, like: ModelInParts) -> DegreeChange:
+    """Cut a source into the parts of another job."""
+    opened = laid.source
+    with of_file(opened.path):
+        source = recut_checkpoint(opened, parts, like)
+        copies = EqualCopies.of(laid, parts)
+    return DegreeChange(
+        source=replace(source, facts=replace(source.facts, cut_rules=None)),  # of the original
+        original=opened,
+        parts=like.degrees.parts,
+        averaged=copies.averaged,
+        check=copies.require_equal,
+    )
+
+
+def _tells_cut(opened: Source) -> bool:
+    """Tell whether the model files tell how parameters are cut."""
+    info = opened.checkpoint.model_parts[0].model_state.get(names.UNIVERSAL_INFO)
+    with of_file(opened.path):
+        return cuts_in(info) is not None
+
+
+def _require_unused(rules: CutRules | None) -> None:
+    if rules is not None:
+        rules_given = Option("facts", what="source.cut_rules")
+        message = f"{rules_given}: no tensor is cut otherwise, or put together, by this command"
+        raise UsageError(f"{message}; leave them out")
+
+
 @dataclass(frozen=True, slots=True)
 class TargetJob:
     """A job that is to resume from a source at other degrees."""
@@ -171,7 +212,7 @@ def _at_degrees(opened: Source, wanted: JobDegrees) -> DegreeChange | None:
     """Re-cut a checkpoint, if a job is to resume at other degrees than those that saved it."""
     rules = read_rules(opened.facts.cut_rules)
     if wanted.tensor_parallel is None and wanted.pipeline_parallel is None:
-        require_unused(rules)
+        _require_unused(rules)
         return None
     _require_ranks(opened, wanted.tensor_parallel, wanted.pipeline_parallel)
     _note_checksums(opened)
@@ -182,13 +223,13 @@ def _at_degrees(opened: Source, wanted: JobDegrees) -> DegreeChange | None:
         )
         keeps_shards = target.tensor == own.tensor
         if keeps_shards:
-            require_unused(rules)
+            _require_unused(rules)
         if target == own and not _has_other_stages(opened):
             return None
         _require_changeable(opened, target, own, wanted.expert_parallel)
-        laid, parts = parts_of(opened, rules, keeps_shards=keeps_shards)
+        laid, parts = _parts_of(opened, rules, keeps_shards=keeps_shards)
     like = TargetJob(laid.source, parts, target, rules).parts_of_model()
-    made = recut_source(laid, parts, like)
+    made = _recut(laid, parts, like)
     _require_config(made.source, like.degrees, wanted.config)
     cut_rules = {} if rules is None else {"cut_rules": rules.text}
     return replace(made, options={**like.degrees.options, **cut_rules})
@@ -254,12 +295,12 @@ def whole(opened: Source, rules: CutRules | None) -> DegreeChange | None:
     model_parts = opened.checkpoint.model_parts
     is_pipe = is_pipeline(opened.checkpoint)
     if len(model_parts) == 1 or (is_pipe and degrees_of(opened.checkpoint).tensor == 1):
-        require_unused(rules)
-    if not is_pipe and (len(model_parts) == 1 or not (rules or tells_cut(opened))):
+        _require_unused(rules)
+    if not is_pipe and (len(model_parts) == 1 or not (rules or _tells_cut(opened))):
         return None
     try:
         with of_file(opened.path):
-            laid, parts = parts_of(opened, rules, keeps_shards=False)
+            laid, parts = _parts_of(opened, rules, keeps_shards=False)
             return _whole_of_parts(laid, parts)
     except UnsupportedError as error:
         hint = "streamshard.open reads its parts one by one"
@@ -271,7 +312,7 @@ def whole(opened: Source, rules: CutRules | None) -> DegreeChange | None:
 def _whole_of_parts(laid: WithLayerTensors, parts: ModelInParts) -> DegreeChange:
     _note_checksums(laid.source)
     _require_different_shards(laid.source, parts)
-    made = recut_source(laid, parts, whole_model(parts))
+    made = _recut(laid, parts, whole_model(parts))
     if not is_pipeline(laid.source.checkpoint):
         return made
     return replace(
@@ -344,7 +385,7 @@ class _ModelParallelism(OtherDegrees):
         return left, right, [joined for joined in found if joined is not None]
 
     def tells_cut(self, source: Source) -> bool:
-        return tells_cut(source)
+        return _tells_cut(source)
 
 
 OTHER_DEGREES: Final = _ModelParallelism()
