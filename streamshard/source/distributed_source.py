@@ -14,7 +14,7 @@ from streamshard.checks.problems import MALFORMED, Findings
 from streamshard.checks.torch_check import TorchFiles
 from streamshard.errors import IncompleteError, SourceError
 from streamshard.formats import detect, pretrained
-from streamshard.formats.checkpoint import Checkpoint
+from streamshard.formats.checkpoint import Checkpoint, Reading
 from streamshard.formats.dcp import dcp_names, dcp_reader, rank_shards, reference
 from streamshard.formats.dcp.config_completion import with_config
 from streamshard.formats.dcp.dcp_reader import Distributed
@@ -114,19 +114,23 @@ class DistributedReader(Reader):
 
     def open(self, place: Path, request: Request) -> Source:
         list_ahead(place)
-        like, opened_for = request.source_like, partial(self.index_of, place)
-        if request.facts.rename is not None:
-            opened_for = partial(self._renamed, place, request.facts.rename)
+        like, opened_for = request.source_like, partial(self._read, place, request.facts.rename)
         if like is None:
-            return Source.of(place, self, dcp_reader.as_it_is(opened_for(frozenset())))
+            return Source.of(place, self, opened_for(frozenset())[1])
         found = reference.read_like(place, like, opened_for, takes_bare=request.takes_bare)
         opened = Source.of(place, self, found)
         is_decoded = any(file.decoder is not None for file in opened.files)
         return replace(opened, codec_bytes=like.codec_bytes if is_decoded else 0)
 
-    def _renamed(self, place: Path, rules: RuleLines, _: Set[str]) -> Distributed:
+    def _read(
+        self, place: Path, rules: RuleLines | None, known: Set[str]
+    ) -> tuple[Distributed, Reading]:
+        if rules is None:
+            found = self.index_of(place, known)
+            return found, dcp_reader.as_it_is(found)
         # RuleLines are for the names that are shown without them, so known ones do not matter.
-        return renamed(self.index_of(place, frozenset()), rules)
+        found = self.index_of(place, frozenset())
+        return found, renamed(dcp_reader.as_it_is(found), found, rules)
 
     def complete(
         self, source: Source, config: ds_config.Config, stage: int | None, world_size: int

@@ -31,7 +31,7 @@ from streamshard.formats.foreign_checkpoint import foreign_checkpoint
 from streamshard.formats.pickle.inert import show, show_few
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.io.files import require_inside
-from streamshard.layout.boxes import BoxGrid, NotTiledError, grid_of
+from streamshard.layout.boxes import NotTiledError, grid_of
 from streamshard.layout.cutting import Cutting, CuttingBuilder
 from streamshard.model import (
     ITEMSIZE,
@@ -159,7 +159,7 @@ def as_it_is(found: Distributed) -> Reading:
         groups = tuple(_group(found, number, group) for number, group in enumerate(saved))
         entries = _module_entries(found, {name for group in groups for name in group.params})
     shapes = {name: found.weight(name).shape for name in found.keys.weights}
-    tensors = [*optimizer_tensors(groups, shapes, ""), *_module_tensors(entries)]
+    tensors = [*optimizer_tensors(groups, shapes, ""), *module_tensors(entries)]
     checkpoint = foreign_checkpoint(
         found.what,
         root.name,
@@ -172,7 +172,7 @@ def as_it_is(found: Distributed) -> Reading:
             Note(text, NoteKind.UNREAD if text == found.unread else NoteKind.LEFT_OUT)
             for text in found.left_out
         ],
-        unrecorded=_unrecorded(found, groups, entries),
+        unrecorded=unrecorded(found, groups, entries),
     )
     return cut(checkpoint, found)
 
@@ -199,7 +199,7 @@ def _module_entries(found: Distributed, trained: Set[str]) -> tuple[ModuleEntry,
     entries = []
     for name, key in found.keys.weights.items():
         tensor, places = found.tensor(key), found.places[key]
-        columns = (places.file, places.offset, tensor.offsets, *(places.holders or ()))
+        columns = places.file, places.offset, tensor.offsets
         extent = (tensor.shape, *(column.tobytes() for column in columns))
         tied_to = first.setdefault(extent, name) if len(tensor.items) else name
         kind = "param" if name in trained else "weight"
@@ -210,7 +210,7 @@ def _module_entries(found: Distributed, trained: Set[str]) -> tuple[ModuleEntry,
     return tuple(entries)
 
 
-def _unrecorded(
+def unrecorded(
     found: Distributed, groups: Sequence[ParamGroup], entries: Sequence[ModuleEntry]
 ) -> Iterator[str]:
     """Name what a job needs that neither the checkpoint nor a job's config tells."""
@@ -221,7 +221,7 @@ def _unrecorded(
             yield found.keys.unread.removesuffix(".")
         return
     yield from found.unrecorded
-    place = {name: number for number, name in enumerate(found.keys.weights)}
+    place = {entry.name: number for number, entry in enumerate(entries)}
     orders = [[place[name] for name in group.params] for group in groups]
     if found.keys.by_parameter:
         yield "the order of the parameters: its optimizer is flattened, and lists none"
@@ -240,7 +240,7 @@ def _unrecorded(
         yield f"fp32 master weights of {show_few(half)}"
 
 
-def _module_tensors(entries: Iterable[ModuleEntry]) -> list[LogicalTensor]:
+def module_tensors(entries: Iterable[ModuleEntry]) -> list[LogicalTensor]:
     """List the logical tensors of what is not trained."""
     return [
         LogicalTensor(MODULE, entry.name, entry.dtype, entry.shape)
@@ -288,16 +288,11 @@ def _cutting(listed_in: Path, rows: Sequence[tuple[str, SavedTensor, TensorPlace
         if not math.prod(saved.shape):
             builder.place(number, 0, 0, 0)
             continue
-        grid = tiled(listed_in, key, saved, places)
+        try:
+            grid = grid_of(saved.shape, saved.offsets, saved.sizes)
+        except NotTiledError as error:
+            message = f"{show(key)} of {show(saved.shape)}: {error}"
+            raise CorruptFileError(message, path=listed_in) from error
         pieces = Slot(places.file, places.offset, np.prod(saved.sizes, axis=1, dtype=np.int64))
         builder.place_boxes(number, builder.slot(pieces), grid)
     return builder.build()
-
-
-def tiled(listed_in: Path, key: str, saved: SavedTensor, places: TensorPlaces) -> BoxGrid:
-    """Return the grid of the boxes of a tensor that has elements; refuse overlaps and gaps."""
-    try:
-        return grid_of(saved.shape, saved.offsets, saved.sizes, holders=places.holders)
-    except NotTiledError as error:
-        message = f"{show(key)} of {show(saved.shape)}: {error}"
-        raise CorruptFileError(message, path=listed_in) from error

@@ -59,8 +59,6 @@ class TensorPlaces:
     """Byte offset of the box's first element."""
     scalar: bytes = b""
     """What a tensor without dimensions holds; empty for others."""
-    holders: tuple[Ints, Ints] | None = None
-    """Where each box's holder begins and its lengths, if boxes are parts; see `layout.boxes`."""
 
 
 class _ItemBytes:

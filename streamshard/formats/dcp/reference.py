@@ -16,7 +16,7 @@ import numpy as np
 from streamshard.errors import DisagreementError, UnsupportedError
 from streamshard.formats.checkpoint import LIKE, Checkpoint, ModelPart, ParamGroup, Reading
 from streamshard.formats.dcp.dcp_names import PARAMS
-from streamshard.formats.dcp.dcp_reader import Distributed, as_it_is
+from streamshard.formats.dcp.dcp_reader import Distributed
 from streamshard.formats.dcp.optimizer_state import (
     DECOUPLED,
     OF_DEEPSPEED,
@@ -40,20 +40,19 @@ _KINDS: Final = ("betas", "momentum", "alpha", "lr_decay", "amsgrad")
 def read_like(
     root: Path,
     like: Reading,
-    opened: Callable[[Set[str]], Distributed],
+    opened: Callable[[Set[str]], tuple[Distributed, Reading]],
     *,
     takes_bare: bool,
 ) -> Reading:
     """Complete a distributed checkpoint by a reference checkpoint.
 
-    `opened`: opens it, for known names of the model's parameters.
+    `opened`: opens it and reads it as it is, for known names of the model's parameters.
     `takes_bare`: whether a param group may have states that some of its parameters lack.
     """
     model_part = _only_model_part(root, like.checkpoint)
-    found = opened({name for group in model_part.groups for name in group.params})
+    found, reading = opened({name for group in model_part.groups for name in group.params})
     if found.keys.unread:
         raise UnsupportedError(found.keys.unread.removesuffix("."), path=root)
-    reading = as_it_is(found)
     completed = complete(root, reading, like, is_flattened=found.keys.by_parameter)
     bare = _bare(reading.checkpoint.model_parts[0])
     if bare and not takes_bare:

@@ -8,29 +8,31 @@ A rule is a line; what follows # is a remark::
 
 A star is anything but a dot. Names in braces are split from one tensor, or joined to one: its rows
 are 8 groups, each of 4 parts for q, one for k and one for v. Stars that only the replacement has
-are numbers in the tensor's first dimensions, which are taken off. A tensor that is made is a set of
-boxes of the saved ones. States of the optimizer go with their parameters.
+are numbers in the tensor's first dimensions, which are taken off. A tensor that is made is rows of
+the saved ones. States of the optimizer go with their parameters.
 """
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError, UsageError
-from streamshard.formats.dcp.dcp_reader import Distributed, tiled
-from streamshard.formats.dcp.item_reader import TensorPlaces
-from streamshard.formats.dcp.metadata_reader import Ints, SavedItems, SavedTensor
-from streamshard.formats.dcp.optimizer_state import SavedGroup
+from streamshard.errors import UnsupportedError, UsageError
+from streamshard.formats.checkpoint import ModelPart, ModuleEntry, ParamGroup, Reading
+from streamshard.formats.dcp.dcp_reader import Distributed, module_tensors, unrecorded
+from streamshard.formats.deepspeed.read.model_part import optimizer_tensors
 from streamshard.formats.facts import RuleLines
 from streamshard.formats.pickle.inert import show, show_few
-from streamshard.model import ITEMSIZE
+from streamshard.layout.cutting import CuttingBuilder
+from streamshard.model import ITEMSIZE, MASTER, MODULE, Note, NoteKind, Slot
 from streamshard.sizes import counted
 
+Ints = NDArray[np.int64]
 _RULE: Final = re.compile(
     r"(\S+)\s+->\s+(\S+)(?:\s+:\s+(?:(\d{1,5})\s+x\s+)?(\d{1,9}(?::\d{1,9})*))?"
 )
@@ -62,16 +64,14 @@ class Rule:
         """Whether only names change."""
         return len(self.parts) == 1 and not self.unstacked
 
-    def matches(self, name: str) -> list[tuple[int, tuple[str, ...]]]:
-        """Return which patterns a name matches, and what stands for their stars.
+    def matches(self, name: str) -> list[tuple[str, ...]]:
+        """Return for each pattern that a name matches what stands for its stars.
 
         >>> _rule_of(1, "a.*.{up,down} -> b.* : 1:1").matches("a.7.down")
-        [(1, ('7',))]
+        [('7',)]
         """
-        found = (
-            (n, name_pattern(pattern).fullmatch(name)) for n, pattern in enumerate(self.sources)
-        )
-        return [(n, match.groups()) for n, match in found if match]
+        found = (name_pattern(pattern).fullmatch(name) for pattern in self.sources)
+        return [match.groups() for match in found if match]
 
 
 def name_pattern(pattern: str) -> re.Pattern[str]:
@@ -89,7 +89,7 @@ def _with_stars(pattern: str, stars: Sequence[str]) -> str:
     return first + "".join(star + other for star, other in zip(stars, others, strict=True))
 
 
-def read_rules(text: str) -> tuple[Rule, ...]:
+def _read_rules(text: str) -> tuple[Rule, ...]:
     lines = enumerate(text.splitlines(), 1)
     cut = ((number, line.partition("#")[0].strip()) for number, line in lines)
     rules = tuple(_rule_of(number, text) for number, text in cut if text)
@@ -151,45 +151,97 @@ def _problem(rule: Rule, *, has_parts: bool) -> str:
 
 _MOST_MADE: Final = 1 << 16
 """More tensors from one than any model has layers and experts."""
-Held = tuple[SavedTensor, TensorPlaces]
+_Shape = tuple[int, ...]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A tensor that a rule makes: rows of others, in pieces of equal length."""
+
+    shape: _Shape
+    numel: int
+    """Elements of a piece."""
+    sources: Ints
+    """Which of the tensors each piece is of."""
+    starts: Ints
+    """First element of each piece there."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Move:
     """Tensors that become others."""
 
     rule: Rule | None
     sources: tuple[str, ...]
-    targets: tuple[str, ...]
+    made: Mapping[str, _Made]
+    """What becomes of them, by its name."""
     unit: int = 0
     """Rows of a part."""
 
 
-def renamed(found: Distributed, given: RuleLines) -> Distributed:
-    """Return a checkpoint with other names for its tensors."""
+def renamed(reading: Reading, found: Distributed, given: RuleLines) -> Reading:
+    """Give the tensors of a distributed checkpoint, as it was read, other names."""
+    checkpoint = reading.checkpoint
+    (part,) = checkpoint.model_parts
     try:
-        rules = read_rules(given.text)
-        moves = list(_moves_of(found, rules))
+        rules = _read_rules(given.text)
+        moves = list(_moves_of({entry.name: entry for entry in part.module}, rules))
         _require_distinct(moves)
-        made = _Made(found)
-        for move in moves:
-            made.add(move)
     except UsageError as error:
         raise UsageError(f"{given.name}: {error}") from error
-    return replace(
-        found,
-        index=replace(found.index, tensors=made.tensors),
-        keys=replace(found.keys, weights=made.weights, states=made.states, groups={}, copies={}),
-        places=made.places,
-        groups=lambda: _groups(found.groups(), moves),
-        remarks=(*found.remarks, *_remarks(rules, moves)),
-        unrecorded=(*found.unrecorded, "the order of the parameters: they were renamed"),
+    index = {(tensor.state, tensor.name): n for n, tensor in enumerate(checkpoint.tensors)}
+    made = {name: (move, one) for move in moves for name, one in move.made.items()}
+    entries = tuple(_entries(part, made))
+    groups = tuple(_groups(part.groups, moves))
+    shapes = {entry.name: entry.shape for entry in entries}
+    tensors = [*optimizer_tensors(groups, shapes, ""), *module_tensors(entries)]
+    holders = {entry.name: entry.held_as for entry in part.module}
+    of = {name: [holders[source] for source in move.sources] for name, (move, _) in made.items()}
+    rows = [[_row(index, tensor.state, name) for name in of[tensor.name]] for tensor in tensors]
+    unordered = "the order of the parameters: they were renamed"
+    found = replace(found, unrecorded=(*found.unrecorded, unordered))
+    remarks = [Note(text, NoteKind.LEFT_OUT) for text in _remarks(rules, moves)]
+    checkpoint = replace(
+        checkpoint,
+        tensors=tuple(tensors),
+        model_parts=(replace(part, groups=groups, module=entries),),
+        notes=(*checkpoint.notes, *remarks),
+        unrecorded=tuple(unrecorded(found, groups, entries)),
     )
+    if all(rule.is_plain for rule in rules):
+        return reading.take([row for (row,) in rows], checkpoint)
+    builder = CuttingBuilder([ITEMSIZE[tensor.dtype] for tensor in tensors])
+    for number, tensor in enumerate(tensors):
+        _, one = made[tensor.name]
+        offsets, numels = one.starts * ITEMSIZE[tensor.dtype], np.full_like(one.starts, one.numel)
+        slot = builder.slot(Slot(np.array(rows[number])[one.sources], offsets, numels))
+        builder.assign(number, slot, piece_numel=one.numel)
+    return replace(reading, checkpoint=checkpoint, cutting=builder.build(reading.cutting))
 
 
-def _moves_of(found: Distributed, rules: Sequence[Rule]) -> Iterator[_Move]:
+def _row(index: Mapping[tuple[str, str], int], state: str, name: str) -> int:
+    """Return the tensor of a state; a weight may be a master weight or one of the module."""
+    states = (MASTER, MODULE) if state in (MASTER, MODULE) else (state,)
+    return next(index[key, name] for key in states if (key, name) in index)
+
+
+def _entries(part: ModelPart, made: Mapping[str, tuple[_Move, _Made]]) -> Iterator[ModuleEntry]:
+    """Yield the module's entries; names of the same elements are tied, unless they are trained."""
+    saved = {entry.name: entry for entry in part.module}
+    first: dict[tuple[object, ...], str] = {}
+    for name, (move, one) in made.items():
+        entry, held = saved[move.sources[0]], [saved[source].held_as for source in move.sources]
+        places = one.shape, *held, one.sources.tobytes(), one.starts.tobytes()
+        tied_to = first.setdefault(places, name) if 0 not in one.shape else name
+        kind = "weight" if entry.kind == "alias" else entry.kind
+        if tied_to != name and kind == "weight":
+            yield ModuleEntry(name, "alias", entry.dtype, one.shape, tied_to)
+        else:
+            yield ModuleEntry(name, kind, entry.dtype, one.shape)
+
+
+def _moves_of(names: Mapping[str, ModuleEntry], rules: Sequence[Rule]) -> Iterator[_Move]:
     """Say what becomes of each weight, in their order."""
-    names = found.keys.weights
     matched = {name: _match(name, rules) for name in names}
     used = {match[0].line for match in matched.values() if match}
     for rule in rules:
@@ -199,34 +251,47 @@ def _moves_of(found: Distributed, rules: Sequence[Rule]) -> Iterator[_Move]:
     joined: set[tuple[int, tuple[str, ...]]] = set()
     for name, match in matched.items():
         if match is None:
-            yield _Move(None, (name,), (name,))
+            yield _Move(None, (name,), {name: _whole(names[name].shape)})
             continue
         rule, stars = match
         if len(rule.sources) == 1:
-            yield _Move(rule, (name,), tuple(_made_of(rule, stars, found.weight(name), name)))
+            targets = tuple(_made_of(rule, stars, names[name].shape, name))
+            yield _move(rule, [names[name]], targets)
         elif (rule.line, stars) not in joined:
             joined.add((rule.line, stars))
-            sources = tuple(_with_stars(pattern, stars) for pattern in rule.sources)
+            sources = [_with_stars(pattern, stars) for pattern in rule.sources]
             for source in sources:
                 if source not in names:
                     message = f"line {rule.line}: '{name}' is to be joined with"
                     raise UsageError(f"{message} {show(source)}, which is not there")
-            yield _Move(rule, sources, (_with_stars(rule.targets[0], stars),))
+            targets = (_with_stars(rule.targets[0], stars),)
+            yield _move(rule, [names[source] for source in sources], targets)
+
+
+def _move(rule: Rule, sources: Sequence[ModuleEntry], targets: tuple[str, ...]) -> _Move:
+    names = tuple(entry.name for entry in sources)
+    if rule.is_plain:
+        return _Move(rule, names, {targets[0]: _whole(sources[0].shape)})
+    try:
+        made, unit = _joined(rule, sources) if len(sources) > 1 else _split(rule, sources[0].shape)
+    except ValueError as error:
+        raise UsageError(f"line {rule.line}: {show(names[0])} {error}") from error
+    return _Move(rule, names, dict(zip(targets, made, strict=True)), unit)
 
 
 def _match(name: str, rules: Sequence[Rule]) -> tuple[Rule, tuple[str, ...]] | None:
-    found = [(rule, stars) for rule in rules for _, stars in rule.matches(name)]
+    found = [(rule, stars) for rule in rules for stars in rule.matches(name)]
     if len(found) > 1:
         one, other = found[0][0], found[1][0]
         raise UsageError(f"lines {one.line} and {other.line} are both for {show(name)}")
     return found[0] if found else None
 
 
-def _made_of(rule: Rule, stars: tuple[str, ...], saved: SavedTensor, name: str) -> Iterator[str]:
+def _made_of(rule: Rule, stars: tuple[str, ...], shape: _Shape, name: str) -> Iterator[str]:
     """Name what a tensor becomes: for each number that is taken off, the parts."""
-    lengths = saved.shape[: rule.unstacked]
+    lengths = shape[: rule.unstacked]
     if len(lengths) < rule.unstacked or not 0 < math.prod(lengths) <= _MOST_MADE:
-        message = f"line {rule.line}: {show(name)} is {list(saved.shape)}"
+        message = f"line {rule.line}: {show(name)} is {list(shape)}"
         raise UsageError(f"{message}: it cannot be taken apart by {rule.unstacked} dimensions")
     for numbers in product(*map(range, lengths)):
         for target in rule.targets:
@@ -236,102 +301,56 @@ def _made_of(rule: Rule, stars: tuple[str, ...], saved: SavedTensor, name: str) 
 def _require_distinct(moves: Iterable[_Move]) -> None:
     made: dict[str, _Move] = {}
     for move in moves:
-        for target in move.targets:
+        for target in move.made:
             if (other := made.setdefault(target, move)) is not move:
                 message = f"{show(other.sources[0])} and {show(move.sources[0])} both become"
                 raise UsageError(f"{message} {show(target)}")
 
 
-@dataclass(slots=True)
-class _Made:
-    """What the checkpoint holds by its new names."""
-
-    found: Distributed
-    tensors: dict[str, SavedTensor] = field(default_factory=dict)
-    places: dict[str, TensorPlaces] = field(default_factory=dict)
-    weights: dict[str, str] = field(default_factory=dict)
-    states: dict[str, dict[str, str]] = field(default_factory=dict)
-
-    def add(self, move: _Move) -> None:
-        """Add what a move makes of its weights and their states."""
-        keys = self.found.keys
-        self.weights |= self._moved(move, [keys.weights[name] for name in move.sources])
-        first, *others = (keys.states.get(name, {}) for name in move.sources)
-        for name, own in zip(move.sources[1:], others, strict=True):
-            if own.keys() != first.keys():
-                message = f"'{move.sources[0]}' has the states {show_few(sorted(first))}, '{name}'"
-                raise DisagreementError(f"{message} {show_few(sorted(own))}: they are to be joined")
-        for state in first:
-            held = [keys.states[name][state] for name in move.sources]
-            for target, key in self._moved(move, held).items():
-                self.states.setdefault(target, {})[state] = key
-
-    def _moved(self, move: _Move, keys: Sequence[str]) -> dict[str, str]:
-        """Return target → its key; a step is that of all targets."""
-        saved = self.found.index.tensors.get(keys[0])
-        is_step = saved is None or (not saved.shape and self.found.weight(move.sources[0]).shape)
-        if move.rule is None or move.rule.is_plain or is_step:
-            self._put(keys[0], saved, self.found.places.get(keys[0]))
-            return dict.fromkeys(move.targets, keys[0])
-        held = [self._held(key) for key in keys]
-        try:
-            made, move.unit = remade(move.rule, held)
-        except ValueError as error:
-            message = f"line {move.rule.line}: {show(move.sources[0])} {error}"
-            raise UsageError(message) from error
-        named = {target: f"{keys[0]} -> {target}" for target in move.targets}
-        for key, (tensor, places) in zip(named.values(), made, strict=True):
-            self._put(key, tensor, places)
-        return named
-
-    def _held(self, key: str) -> Held:
-        saved, places = self.found.index.tensors[key], self.found.places[key]
-        # What lies outside of a tensor would go nowhere.
-        tiled(self.found.root / self.found.boxes_in, key, saved, places)
-        return saved, places
-
-    def _put(self, key: str, tensor: SavedTensor | None, places: TensorPlaces | None) -> None:
-        if tensor is None or places is None:
-            return
-        if self.tensors.setdefault(key, tensor) is not tensor:
-            raise CorruptFileError(f"has two tensors {show(key)}", path=self.found.root)
-        self.places[key] = places
+def _whole(shape: _Shape, start: int = 0) -> _Made:
+    return _Made(shape, math.prod(shape), np.zeros(1, np.int64), np.array([start]))
 
 
-def remade(rule: Rule, held: Sequence[Held]) -> tuple[list[Held], int]:
-    """Return what a rule makes of a tensor, or of those that it joins, and the rows of a part."""
-    if len(held) > 1:
-        made, unit = _joined(rule, held)
-        return [made], unit
-    layers, made_of, unit = list(held), list[Held](), 0
-    for _ in range(rule.unstacked):
-        layers = [_layer(one, number) for one in layers for number in range(one[0].shape[0])]
-    for layer in layers:
-        if len(rule.targets) == 1:
-            made_of.append(layer)
-            continue
-        unit = _unit(rule, layer[0].shape, sum(rule.parts))
-        rows: list[list[tuple[Held, int, int]]] = [[] for _ in rule.parts]
-        for part, start, stop in _runs_of(rule, unit):
-            rows[part].append((layer, start, stop))
-        made_of += map(_stacked, rows)
-    return made_of, unit
+def _split(rule: Rule, shape: _Shape) -> tuple[list[_Made], int]:
+    """Return what a tensor becomes: for each that was stacked in it the parts; and their rows."""
+    inner = shape[rule.unstacked :]
+    layers = [math.prod(inner) * n for n in range(math.prod(shape[: rule.unstacked]))]
+    if len(rule.targets) == 1:
+        return [_whole(inner, start) for start in layers], 0
+    unit = _unit(rule, inner, sum(rule.parts))
+    numel = unit * math.prod(inner[1:])
+    made, common = list[_Made](), math.gcd(*rule.parts)
+    for start in layers:
+        before = 0
+        for part in rule.parts:
+            rows = _runs(rule.groups, sum(rule.parts), part, common) + before
+            whole = (rule.groups * part * unit, *inner[1:])
+            starts = rows.reshape(-1) * numel + start
+            made.append(_Made(whole, common * numel, np.zeros_like(starts), starts))
+            before += part
+    return made, unit
 
 
-def _joined(rule: Rule, held: Sequence[Held]) -> tuple[Held, int]:
-    first = held[0][0]
+def _joined(rule: Rule, sources: Sequence[ModuleEntry]) -> tuple[list[_Made], int]:
+    first = sources[0]
     unit = _unit(rule, first.shape, rule.parts[0])
-    for (saved, _), part in zip(held, rule.parts, strict=True):
+    for entry, part in zip(sources, rule.parts, strict=True):
         wanted = (rule.groups * part * unit, *first.shape[1:])
-        if (saved.dtype, saved.shape) != (first.dtype, wanted):
+        if (entry.dtype, entry.shape) != (first.dtype, wanted):
             message = f"is {first.dtype} of {list(first.shape)}, so one that is joined with it is"
-            other = f"{saved.dtype} of {list(saved.shape)}"
+            other = f"{entry.dtype} of {list(entry.shape)}"
             raise ValueError(f"{message} of {list(wanted)}, not {other}")
-    taken, rows = [0] * len(held), list[tuple[Held, int, int]]()
-    for part, start, stop in _runs_of(rule, unit):
-        rows.append((held[part], taken[part], taken[part] + stop - start))
-        taken[part] += stop - start
-    return _stacked(rows), unit
+    common, numel = math.gcd(*rule.parts), unit * math.prod(first.shape[1:])
+    rows = np.concatenate([_runs(rule.groups, n, n, common) for n in rule.parts], axis=1)
+    counts = np.array(rule.parts) // common
+    numbers = np.tile(np.repeat(np.arange(len(counts)), counts), rule.groups)
+    whole = (rule.groups * sum(rule.parts) * unit, *first.shape[1:])
+    return [_Made(whole, common * numel, numbers, rows.reshape(-1) * numel)], unit
+
+
+def _runs(groups: int, step: int, parts: int, common: int) -> Ints:
+    """Return where runs of `common` parts begin, in each group so many parts of `step`."""
+    return (np.arange(groups) * step)[:, None] + np.arange(0, parts, common)
 
 
 def _unit(rule: Rule, shape: Sequence[int], parts: int) -> int:
@@ -342,66 +361,9 @@ def _unit(rule: Rule, shape: Sequence[int], parts: int) -> int:
     return rows // number
 
 
-def _runs_of(rule: Rule, unit: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the runs of rows of a fused tensor: which part has it, first row, row behind it."""
-    start = 0
-    for _ in range(rule.groups):
-        for part, count in enumerate(rule.parts):
-            yield part, start, start + count * unit
-            start += count * unit
-
-
-def _stacked(rows: Sequence[tuple[Held, int, int]]) -> Held:
-    """Return the tensor that rows of others make up: of which, first row, row behind them."""
-    pieces, at = [], 0
-    for held, start, stop in rows:
-        pieces.append(_rows(held, start, stop, at))
-        at += stop - start
-    (first, _), _, _ = rows[0]
-    columns = [np.concatenate(column) for column in zip(*pieces, strict=True)]
-    offsets, sizes, lower, lengths, item_file, item_offset, nbytes, file, offset = columns
-    items = SavedItems(item_file, item_offset, nbytes)
-    tensor = SavedTensor(first.dtype, (at, *first.shape[1:]), offsets, sizes, items)
-    return tensor, TensorPlaces(file, offset, holders=(lower, lengths))
-
-
-def _columns(held: Held) -> tuple[Ints, ...]:
-    saved, places = held
-    lower, lengths = places.holders or (saved.offsets, saved.sizes)
-    items = saved.items
-    of_items = items.file, items.offset, items.nbytes
-    return saved.offsets, saved.sizes, lower, lengths, *of_items, places.file, places.offset
-
-
-def _rows(held: Held, start: int, stop: int, at: int) -> list[Ints]:
-    """Return the boxes of some rows, which come to stand at others."""
-    offsets, sizes, *_ = _columns(held)
-    first = np.maximum(offsets[:, 0], start)
-    behind = np.minimum(offsets[:, 0] + sizes[:, 0], stop)
-    keep = first < behind
-    offsets, sizes, lower, lengths, *others = (column[keep] for column in _columns(held))
-    offsets[:, 0], sizes[:, 0] = first[keep] + at - start, (behind - first)[keep]
-    lower[:, 0] += at - start
-    return [offsets, sizes, lower, lengths, *others]
-
-
-def _layer(held: Held, number: int) -> Held:
-    """Return one of the tensors that are stacked in the first dimension."""
-    saved, places = _stacked([(held, number, number + 1)])
-    _, _, lower, lengths, *_ = _columns((saved, places))
-    # A holder's rows before the layer's lie before its elements.
-    skipped = -lower[:, 0] * np.prod(lengths[:, 1:], axis=1, dtype=np.int64)
-    offset = places.offset + skipped * ITEMSIZE[saved.dtype]
-    tensor = replace(
-        saved, shape=saved.shape[1:], offsets=saved.offsets[:, 1:], sizes=saved.sizes[:, 1:]
-    )
-    return tensor, replace(places, offset=offset, holders=(lower[:, 1:], lengths[:, 1:]))
-
-
-def _groups(groups: Iterable[SavedGroup], moves: Iterable[_Move]) -> list[SavedGroup]:
-    """Return param groups with the new names, each in the place of what it is made of."""
+def _groups(groups: Iterable[ParamGroup], moves: Iterable[_Move]) -> Iterator[ParamGroup]:
+    """Yield param groups with the new names, each in the place of what it is made of."""
     by_source = {name: move for move in moves for name in move.sources}
-    made = []
     for group in groups:
         own, params = set(group.params), dict[str, None]()
         for name in group.params:
@@ -410,9 +372,8 @@ def _groups(groups: Iterable[SavedGroup], moves: Iterable[_Move]) -> list[SavedG
                 if other not in own:
                     message = f"'{name}' and '{other}' are to be joined, and are not in one"
                     raise UnsupportedError(f"{message} param group with equal options and steps")
-            params |= dict.fromkeys(move.targets)
-        made.append(replace(group, params=tuple(params)))
-    return made
+            params |= dict.fromkeys(move.made)
+        yield replace(group, params=tuple(params))
 
 
 def _remarks(rules: Iterable[Rule], moves: Sequence[_Move]) -> Iterator[str]:
@@ -422,7 +383,7 @@ def _remarks(rules: Iterable[Rule], moves: Sequence[_Move]) -> Iterator[str]:
         by_line.setdefault(move.rule.line if move.rule else 0, []).append(move)
     for rule in rules:
         own = by_line[rule.line]
-        made = sum(len(move.targets) for move in own)
+        made = sum(len(move.made) for move in own)
         count = counted(sum(len(move.sources) for move in own), "tensor")
         units = sorted({move.unit for move in own if move.unit})
         rows = f", a part has {' or '.join(map(str, units))} rows" if units else ""
