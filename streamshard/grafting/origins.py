@@ -9,19 +9,8 @@ from typing import Final, Self
 from streamshard.errors import UsageError
 from streamshard.formats.checkpoint import Checkpoint, ModelPart
 from streamshard.formats.deepspeed import names as deepspeed_names
-from streamshard.grafting.renames import lines_of_moves, renames
-from streamshard.grafting.rules import (
-    DROP,
-    FREEZE,
-    FRESH,
-    MOVE,
-    NEW,
-    ROWS,
-    THAW,
-    Choice,
-    Rules,
-    lines_for,
-)
+from streamshard.grafting.advice import lines_for, lines_of_moves, renames
+from streamshard.grafting.rules import DROP, FREEZE, FRESH, MOVE, NEW, ROWS, THAW, Choice, Rules
 from streamshard.model import MASTER, MODULE
 
 Shape = tuple[int, ...]

@@ -8,7 +8,6 @@ from typing import Final, Self
 from streamshard.compare.comparison import Pair, Pairing, SideElements
 from streamshard.errors import CorruptFileError
 from streamshard.formats import strict_json
-from streamshard.formats.checkpoint import ModelPart
 from streamshard.grafting.origins import UNSAVED, Inventory, Origin, names_of, origins_of
 from streamshard.grafting.rules import Rules
 from streamshard.model import ITEMSIZE, MASTER, MODULE, LogicalTensor
@@ -91,57 +90,39 @@ def described(source: Source) -> tuple[str, ...]:
 
 def pair_grafted(left: Source, right: Source) -> Pairing | None:
     """Match what a graft kept with what it was taken from; None if `right` is something else."""
-    record = GraftRecord.of(left)
-    if record is None or right.checkpoint.graft_record is not None:
+    new, old, record = left.checkpoint, right.checkpoint, GraftRecord.of(left)
+    if record is None or old.graft_record is not None or record.source.tag != old.tag:
         return None
-    if record.source.tag != right.checkpoint.tag:
+    if len(new.model_parts) != len(old.model_parts):
         return None
-    if len(left.checkpoint.model_parts) != len(right.checkpoint.model_parts):
-        return None
-    return _GraftPairing(left, right, record).pairing()
-
-
-class _GraftPairing:
-    """Matches what a graft kept, with the tensors that it was taken from."""
-
-    def __init__(self, left: Source, right: Source, record: GraftRecord) -> None:
-        self._rules = Rules.of("\n".join(record.rules))
-        self._new, self._old = left.checkpoint, right.checkpoint
-        self._found = Pairing()
-        self._index = self._old.tensor_index()
-
-    def pairing(self) -> Pairing:
-        both = zip(self._new.model_parts, self._old.model_parts, strict=True)
-        for new, old in both:
-            inventories = Inventory.of(self._old, old), Inventory.of(self._new, new)
-            origins = origins_of(*inventories, self._rules)
-            for number, tensor in enumerate(self._new.tensors):
-                if tensor.model_part == new.name and tensor.name in origins:
-                    self._match(number, tensor, origins[tensor.name], old)
-            self._tell(origins)
-        self._found.notes.append(
-            "A graft: compared is what it kept, and nothing that its rules changed; settings, "
-            "schedulers, counters and other files are not compared."
-        )
-        return self._found
-
-    def _match(self, number: int, tensor: LogicalTensor, origin: Origin, old: ModelPart) -> None:
-        is_weight = tensor.state in (MASTER, MODULE)
-        if origin.source is None or not (is_weight or origin.keeps_states):
-            return
-        state = origin.state if is_weight else tensor.state
-        row = self._index.get((old.name, state, origin.source))
-        if row is None:
-            self._found.only(tensor, is_left=True)
-            return
-        there = self._old.tensors[row]
-        left, right = SideElements(number, tensor.dtype), SideElements(row, there.dtype)
-        size, name = ITEMSIZE[tensor.dtype], f"{tensor.state} of '{tensor.name}'"
-        numel = origin.kept_numel(tensor.shape)
-        self._found.pairs.append(Pair(name, left, right, numel, tensor.dtype, size, tensor))
-
-    def _tell(self, origins: Mapping[str, Origin]) -> None:
+    rules, index, found = Rules.of("\n".join(record.rules)), old.tensor_index(), Pairing()
+    for made, saved in zip(new.model_parts, old.model_parts, strict=True):
+        origins = origins_of(Inventory.of(old, saved), Inventory.of(new, made), rules)
+        for number, tensor in enumerate(new.tensors):
+            if tensor.model_part != made.name or tensor.name not in origins:
+                continue
+            origin, is_weight = origins[tensor.name], tensor.state in (MASTER, MODULE)
+            if origin.source is None or not (is_weight or origin.keeps_states):
+                continue
+            state = origin.state if is_weight else tensor.state
+            row = index.get((saved.name, state, origin.source))
+            if row is None:
+                found.only(tensor, is_left=True)
+            else:
+                found.pairs.append(_pair(tensor, number, origin, row, old.tensors[row].dtype))
         for label, names in names_of(origins).items():
             if label != "kept":
                 why = "Not saved by SRC" if label == UNSAVED else f"By the rule '{label}'"
-                self._found.notes.append(f"{why}: {some_of(names)}.")
+                found.notes.append(f"{why}: {some_of(names)}.")
+    found.notes.append(
+        "A graft: compared is what it kept, and nothing that its rules changed; settings, "
+        "schedulers, counters and other files are not compared."
+    )
+    return found
+
+
+def _pair(tensor: LogicalTensor, number: int, origin: Origin, row: int, dtype: str) -> Pair:
+    left, right = SideElements(number, tensor.dtype), SideElements(row, dtype)
+    size, name = ITEMSIZE[tensor.dtype], f"{tensor.state} of '{tensor.name}'"
+    numel = origin.kept_numel(tensor.shape)
+    return Pair(name, left, right, numel, tensor.dtype, size, tensor)

@@ -1,6 +1,6 @@
 """The rules of a graft: where the values come from where SRC and START differ, one a line."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -127,32 +127,3 @@ def _rule(words: Sequence[str]) -> GraftRule:
     pattern, source = (first, last) if word == COPY else (last, first)
     pattern.require_like(source)
     return GraftRule(text, word, pattern, source)
-
-
-def lines_for(needed: Mapping[str, Sequence[str]], names: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return rules that would name differences, as few lines as possible.
-
-    `needed`: rule → the names that need it. `names`: rule → all names that it could match.
-    """
-    return [
-        f"{word} {pattern}"
-        for word, wanted in needed.items()
-        for pattern in _patterns_for(wanted, names[word])
-    ]
-
-
-def _patterns_for(wanted: Sequence[str], names: Sequence[str]) -> Iterator[str]:
-    """Yield patterns that match these names and no others."""
-    alike: dict[str, list[str]] = {}
-    for name in wanted:
-        shown = ".".join("*" if part.isdigit() else part for part in name.split("."))
-        alike.setdefault(shown, []).append(name)
-    for shown, group in alike.items():
-        pattern = Pattern(shown)
-        matched = {name: found for name in names if (found := pattern.match(name)) is not None}
-        if len(group) == 1 or (shown.count("*") > 1 and {*matched} != {*group}):
-            yield from group
-        elif {*matched} == {*group}:
-            yield shown
-        else:
-            yield shown.replace("*", f"{{{','.join(matched[name][0] for name in group)}}}")

@@ -1,10 +1,11 @@
-"""Finds parameters that have another name because a wrapper was put around a module, or taken off.
+"""Advises rules for differences, as few lines as possible.
 
+Parameters may have another name because a wrapper was put around a module, or taken off:
 `base_model.model.layers.0.q.base_layer.weight` of PEFT is `layers.0.q.weight`; torch.compile and
 data-parallel wrappers put `_orig_mod` or `module` in between.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from streamshard.formats.name_patterns import Pattern
 
@@ -49,6 +50,34 @@ def lines_of_moves(moves: Mapping[str, str], names: Sequence[str]) -> list[str]:
         pairs = [(new_shown, old_shown)] if is_short else group.items()
         lines += [f"move {old} -> {new}" for new, old in pairs]
     return lines
+
+
+def lines_for(needed: Mapping[str, Sequence[str]], names: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return rules that would name differences, as few lines as possible.
+
+    `needed`: rule → the names that need it. `names`: rule → all names that it could match.
+    """
+    return [
+        f"{word} {pattern}"
+        for word, wanted in needed.items()
+        for pattern in _patterns_for(wanted, names[word])
+    ]
+
+
+def _patterns_for(wanted: Sequence[str], names: Sequence[str]) -> Iterator[str]:
+    """Yield patterns that match these names and no others."""
+    alike: dict[str, list[str]] = {}
+    for name in wanted:
+        alike.setdefault(_with_stars(name), []).append(name)
+    for shown, group in alike.items():
+        pattern = Pattern(shown)
+        matched = {name: found for name in names if (found := pattern.match(name)) is not None}
+        if len(group) == 1 or (shown.count("*") > 1 and {*matched} != {*group}):
+            yield from group
+        elif {*matched} == {*group}:
+            yield shown
+        else:
+            yield shown.replace("*", f"{{{','.join(matched[name][0] for name in group)}}}")
 
 
 def _key(name: str, shape: Shape) -> object:
