@@ -36,6 +36,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from random import Random
 from typing import Final, TypeAlias
@@ -94,8 +95,10 @@ class Change:
     """Directories, by their `id`, that are still to be synced."""
 
 
-Tree: TypeAlias = dict[str, tuple[int, bytes, Node]]
-"""Relative path → mode with the kind of file, content, and which file it is."""
+Seen: TypeAlias = tuple[int, bytes, Node]
+"""Mode with the kind of file, content, and which file it is."""
+Tree: TypeAlias = dict[str, Seen]
+"""Relative path → what is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,8 +237,11 @@ class History:
 
     def states(self, seed: int) -> Iterator[State]:
         """Yield the states within the bound, one of those that look alike; see the module."""
-        seen = set()
+        chosen, seen = set(), set()
         for choice in self._choices(Random(seed)):
+            if choice.key in chosen:
+                continue
+            chosen.add(choice.key)
             state = State(choice.text, self._tree(choice), choice.is_at_end)
             if state.key not in seen:
                 seen.add(state.key)
@@ -263,23 +269,52 @@ class History:
 
     def _tree(self, choice: "_Choice") -> Tree:
         """Apply changes in their order."""
-        disk = _Disk()
+        disk = _Disk(self._quiet)
         for change in self.changes:
             if change in choice.changes:
                 disk.apply(change, choice.torn.get(change, _FULL))
-        return dict(disk.below("", self._start))
+        tree: Tree = {}
+        disk.look(tree, "", self._start)
+        return tree
+
+    @cached_property
+    def _quiet(self) -> dict[int, list[tuple[str, Seen]]]:
+        """What is below each directory in which nothing ever changes: most are of that kind."""
+        touched = {id(change.node) for change in self.changes}
+        touched |= {id(slot[0]) for change in self.changes for slot, _ in change.names}
+        quiet: dict[int, list[tuple[str, Seen]]] = {}
+
+        def below(directory: Node) -> list[tuple[str, Seen]] | None:
+            inside: list[tuple[str, Seen]] = []
+            is_quiet = id(directory) not in touched
+            for name, node in directory.names.items():
+                is_quiet &= id(node) not in touched
+                inside.append((name, (node.mode, node.content, node)))
+                deeper = below(node) if node.is_directory else []
+                is_quiet &= deeper is not None
+                inside += [(f"{name}/{path}", seen) for path, seen in deeper or ()]
+            if is_quiet:
+                quiet[id(directory)] = inside
+            return inside if is_quiet else None
+
+        below(self._start)
+        return quiet
 
 
 class _Disk:
     """What is on a disk: all that has changed since the start."""
 
-    def __init__(self) -> None:
+    def __init__(self, quiet: Mapping[int, Sequence[tuple[str, Seen]]]) -> None:
+        self._quiet = quiet
         self._names: dict[int, dict[str, Node]] = {}
         self._files: dict[int, bytearray] = {}
         self._modes: dict[int, int] = {}
 
     def _names_of(self, directory: Node) -> dict[str, Node]:
-        return self._names.setdefault(id(directory), dict(directory.names))
+        names = self._names.get(id(directory))
+        if names is None:
+            names = self._names[id(directory)] = dict(directory.names)
+        return names
 
     def apply(self, change: Change, how: str) -> None:
         """Apply a change, or of its content only a part."""
@@ -291,16 +326,22 @@ class _Disk:
         if change.node is not None and change.mode is not None:
             self._modes[id(change.node)] = change.mode
         elif change.node is not None:
-            data = self._files.setdefault(id(change.node), bytearray(change.node.content))
+            data = self._files.get(id(change.node))
+            if data is None:
+                data = self._files[id(change.node)] = bytearray(change.node.content)
             _alter(data, change, how)
 
-    def below(self, prefix: str, directory: Node) -> Iterator[tuple[str, tuple[int, bytes, Node]]]:
-        """Yield all that is below a directory, in order."""
-        for name, node in sorted(self._names_of(directory).items()):
+    def look(self, tree: Tree, prefix: str, directory: Node) -> None:
+        """Enter all that is below a directory, directories before what is in them."""
+        names = self._names.get(id(directory), directory.names)
+        for name, node in sorted(names.items()):
+            path = prefix + name
             content = bytes(self._files.get(id(node), node.content))
-            yield prefix + name, (self._modes.get(id(node), node.mode), content, node)
-            if node.is_directory:
-                yield from self.below(f"{prefix}{name}/", node)
+            tree[path] = self._modes.get(id(node), node.mode), content, node
+            if id(node) in self._quiet:
+                tree.update((f"{path}/{deeper}", seen) for deeper, seen in self._quiet[id(node)])
+            elif node.is_directory:
+                self.look(tree, f"{path}/", node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +353,11 @@ class _Choice:
     torn: Mapping[Change, str] = field(default_factory=dict)
     """Those whose content is not all there, and what of it is."""
     is_at_end: bool = False
+
+    @property
+    def key(self) -> tuple[bool, frozenset[Change], frozenset[tuple[Change, str]]]:
+        """Tell whether two are the same."""
+        return self.is_at_end, frozenset(self.changes), frozenset(self.torn.items())
 
 
 def _of_sync(

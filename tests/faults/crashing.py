@@ -106,14 +106,9 @@ class Crashing:
     judge: Callable[[State], list[str]]
     """Looks at what is on the disk, runs the same command, and says what is wrong."""
 
-    def states(self, most: int | None = None, seed: int = 0) -> list[State]:
-        """Choose states: all within the bound, or those at the end and so many others by chance."""
-        found = list(self.history.states(seed))
-        ends = [state for state in found if state.is_at_end]
-        others = [state for state in found if not state.is_at_end]
-        if most is None or len(others) <= most:
-            return found
-        return [*ends, *Random(seed).sample(others, most)]
+    def states(self, seed: int = 0) -> list[State]:
+        """List all states within the bound."""
+        return list(self.history.states(seed))
 
     def wrong(self, states: list[State]) -> Iterator[str]:
         """Try states, and describe each that is not right."""
@@ -167,6 +162,15 @@ class Crashes(Protocol):
         """Record a run; see `Ground.crash`."""
 
 
+def chosen(states: list[State], most: int | None, seed: int) -> list[State]:
+    """Choose all states, or those at the end and so many of the others by chance."""
+    ends = [state for state in states if state.is_at_end]
+    others = [state for state in states if not state.is_at_end]
+    if most is None or len(others) <= most:
+        return states
+    return [*ends, *Random(seed).sample(others, most)]
+
+
 def try_crashes(
     bench: Crashes,
     scenario: AnyScenario,
@@ -187,13 +191,13 @@ def try_crashes(
     """
     began = time.monotonic()
     first = bench.crash(scenario)
-    possible = first.states(seed=seed)
-    states = first.states(most, seed)
+    possible = first.states(seed)
+    states = chosen(possible, most, seed)
     wrong = list(first.wrong(states))
     twice = 0
     for turn, state in enumerate(Random(seed).sample(possible, min(again, len(possible)))):
         second = bench.crash(scenario, Crashed(first.disk, state))
-        some = second.states(again, seed + turn)
+        some = chosen(second.states(seed + turn), again, seed + turn)
         wrong += [f"{state.text}; then {text}" for text in second.wrong(some)]
         twice += len(some)
     return CrashReport(
