@@ -1,27 +1,78 @@
 """Run directories, and where their archives go."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import boto3  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
+import streamshard as api
 from tests.cloud.server import S3Server, credentials
-from tests.compact.runs import make_run
+from tests.compact.runs import ARCHIVE, FIRST, NO_GRACE, RUN, SMALL, copy_place, make_run
 from tests.compact.sides import Sides, make_sides
+from tests.job import Job
+
+AfterNights = Callable[..., None]
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run directory of which the oldest tag may go."""
-    return make_run(tmp_path / "run")
+    return make_run(tmp_path / RUN)
 
 
 @pytest.fixture
 def archive(tmp_path: Path) -> Path:
     """Where archives go."""
-    return tmp_path / "archive"
+    return tmp_path / ARCHIVE
+
+
+@pytest.fixture(scope="session")
+def after_nights(tmp_path_factory: pytest.TempPathFactory) -> AfterNights:
+    """Make of a place what it is after some nights; these are gone through once."""
+    made: dict[str, Path] = {}
+
+    def put(place: Path, name: str, nights: Sequence[Mapping[str, Any]], job: Job = SMALL) -> None:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            make_run(made[name] / RUN, job)
+            for options in nights:
+                api.compact(made[name] / RUN, made[name] / ARCHIVE, **options)
+        copy_place(made[name], place)
+
+    return put
+
+
+@pytest.fixture
+def archived(run: Path, after_nights: AfterNights) -> None:
+    """The tag that may go has an archive."""
+    after_nights(run.parent, "archived", [{}])
+
+
+@pytest.fixture
+def trashed(run: Path, after_nights: AfterNights) -> None:
+    """It has an archive, and is in the trash."""
+    after_nights(run.parent, "trashed", [{"delete": True}])
+
+
+@pytest.fixture
+def archived_packed(run: Path, after_nights: AfterNights) -> None:
+    """It has an archive in one file."""
+    after_nights(run.parent, "archived packed", [{"packed": True}])
+
+
+@pytest.fixture
+def trashed_packed(run: Path, after_nights: AfterNights) -> None:
+    """It has an archive in one file, and is in the trash."""
+    after_nights(run.parent, "trashed packed", [{"packed": True, "delete": True}])
+
+
+@pytest.fixture
+def purged(run: Path, after_nights: AfterNights) -> None:
+    """It has an archive, and nothing else is left of it."""
+    by_hand = {"grace": NO_GRACE, "purge": [FIRST]}
+    after_nights(run.parent, "purged", [{"delete": True}, by_hand])
 
 
 @pytest.fixture(scope="session")

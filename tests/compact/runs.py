@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import time
 import zipfile
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ STEPS = (80, 90, 100, 1000)
 """By name the newest comes first."""
 DAY = 24 * 3600
 NO_GRACE, MONTH = timedelta(0), timedelta(days=30)
-TRASH = ".streamshard.trash"
+RUN, ARCHIVE, TRASH = "run", "archive", ".streamshard.trash"
 MODEL = "mp_rank_00_model_states.pt"
 SHARD = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 CHUNK = "state/fp32/embed.weight/c/0/0"
@@ -57,6 +58,23 @@ def make_run(run_dir: Path, job: Job | None = None, steps: Sequence[int] = STEPS
     for step in steps:
         save(run_dir, step, job)
     return run_dir
+
+
+def copy_place(made: Path, place: Path) -> None:
+    """Make a place as it would be if all had been done there: receipts know their inodes."""
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(made, place, copy_function=shutil.copy2)
+    for path in (place / ARCHIVE).glob("*.receipt.json"):
+        receipt = json.loads(path.read_text())
+        here = (place / RUN).stat()
+        receipt["device"], receipt["inode"] = here.st_dev, here.st_ino
+        for record in receipt["source"]:
+            places = [place / RUN / record["path"], place / RUN / TRASH / record["path"]]
+            for stat in (file.stat() for file in places if file.exists()):
+                record["device"], record["inode"] = stat.st_dev, stat.st_ino
+        times = path.stat()
+        path.write_text(json.dumps(receipt))
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 RECORD = ".streamshard.last_run.json"

@@ -155,8 +155,8 @@ def test_a_nan_of_other_bits_than_a_casts_is_kept(run: Path, archive: Path, stor
     assert "embed.weight" in stored_weights(store)
 
 
+@pytest.mark.usefixtures("archived")
 def test_sha256sum_checks_it_without_us(run: Path, archive: Path, store: Path) -> None:
-    api.compact(run, archive)
     sums = f"{FIRST}.zarr.sha256"
     assert subprocess.run([*CHECK, sums], cwd=archive).returncode == 0
     listed = {line.split("  ")[1] for line in (archive / sums).read_text().splitlines()}
@@ -253,8 +253,8 @@ def test_a_damaged_file_of_an_earlier_archive_is_not_taken(tmp_path: Path, archi
     assert not (first / FROZEN).samefile(second / FROZEN)
 
 
+@pytest.mark.usefixtures("archived")
 def test_it_is_archived_once_and_archiving_again_changes_nothing(run: Path, archive: Path) -> None:
-    api.compact(run, archive)
     before = bits(archive)
     assert actions(api.compact(run, archive))[FIRST] == "archived before"
     assert bits(archive) == before

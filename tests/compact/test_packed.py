@@ -95,11 +95,11 @@ def differing(one: dict[str, bytes], other: dict[str, bytes]) -> list[str]:
     return sorted(path for path in one.keys() | other.keys() if one.get(path) != other.get(path))
 
 
+@pytest.mark.usefixtures("trashed_packed")
 @pytest.mark.parametrize("where", ["a header", "a chunk", "the directory", "the end"])
 def test_one_that_is_damaged_lets_no_tag_go(
     run: Path, archive: Path, store: Path, where: str
 ) -> None:
-    api.compact(run, archive, delete=True, packed=True)
     before, data = bits(run), bytearray(store.read_bytes())
     with zipfile.ZipFile(store) as packed:
         last = packed.infolist()[-8]
@@ -126,11 +126,11 @@ def put_another(store: Path) -> None:
     api.convert(store.parent.with_name("run") / tag_of(90), store, overwrite=True)
 
 
+@pytest.mark.usefixtures("archived_packed")
 @pytest.mark.parametrize("change", [cut_off, put_another, damage, Path.unlink])
 def test_one_that_has_changed_since_lets_no_tag_go(
     run: Path, archive: Path, store: Path, change: Callable[[Path], None]
 ) -> None:
-    api.compact(run, archive, packed=True)
     change(store)
     found = api.compact(run, archive, delete=True, packed=True)
     assert actions(found)[FIRST] in ("failed", "ambiguous")

@@ -315,18 +315,18 @@ ARCHIVED: dict[str, tuple[Change, str, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("archived")
 @pytest.mark.parametrize("what", ARCHIVED)
 def test_an_archived_tag_stays(run: Path, archive: Path, what: str) -> None:
     change, action, told = ARCHIVED[what]
-    api.compact(run, archive)
     change(run, archive)
     before = bits(run)
     require_kept(api.compact(run, archive, delete=True), action, told)
     assert bits(run) == before
 
 
+@pytest.mark.usefixtures("archived")
 def test_a_receipt_that_cannot_be_read_is_told(run: Path, archive: Path) -> None:
-    api.compact(run, archive)
     receipt = archive / f"{FIRST}.receipt.json"
     for text in ("", "{}", "[]", '{"format": 2}', "receipt", "[" * 10_000):
         receipt.write_text(text)
@@ -394,10 +394,10 @@ TRASHED: dict[str, tuple[Change, str, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("trashed")
 @pytest.mark.parametrize("what", TRASHED)
 def test_a_tag_in_the_trash_stays(run: Path, archive: Path, what: str) -> None:
     change, action, told = TRASHED[what]
-    api.compact(run, archive, delete=True)
     change(run, archive)
     before = bits(run)
     require_kept(api.compact(run, archive, delete=True, now=later(30)), action, told)
@@ -418,11 +418,10 @@ PURGED: dict[str, tuple[Change, str, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("purged")
 @pytest.mark.parametrize("what", PURGED)
 def test_the_archive_of_a_removed_tag_keeps_its_states(run: Path, archive: Path, what: str) -> None:
     change, action, told = PURGED[what]
-    api.compact(run, archive, delete=True)
-    api.compact(run, archive, grace=NO_GRACE, purge=[FIRST])
     change(run, archive)
     before = bits(archive / f"{FIRST}.zarr")
     found = api.compact(run, archive, now=later(39), weights_only_older_than=timedelta(30))
@@ -460,12 +459,16 @@ LATE: dict[str, tuple[bool, int, Change, str]] = {
 
 @pytest.mark.parametrize("what", LATE)
 def test_what_speaks_against_it_during_the_night_keeps_a_tag(
-    run: Path, archive: Path, monkeypatch: pytest.MonkeyPatch, what: str
+    run: Path,
+    archive: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    what: str,
 ) -> None:
     """The rules are asked again after everything that takes long."""
     is_trashed, at, change, told = LATE[what]
     if is_trashed:
-        api.compact(run, archive, delete=True)
+        request.getfixturevalue("trashed")
     looks = 0
 
     def late(run_dir: Path, *given: Any) -> object:  # noqa: ANN401

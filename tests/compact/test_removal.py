@@ -142,11 +142,11 @@ def test_a_trash_that_leads_elsewhere_is_not_used(run: Path, archive: Path, tmp_
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
+@pytest.mark.usefixtures("trashed")
 def test_of_what_is_going_the_rest_goes_later(
     run: Path, archive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And cannot be brought back, as some of it may be gone."""
-    api.compact(run, archive, delete=True)
 
     def refuse(path: Path) -> None:
         (path / "mp_rank_00_model_states.pt").unlink()
@@ -170,11 +170,11 @@ def save_again(run: Path, job: Job | None = None) -> None:
     (run / "latest").write_text(latest)
 
 
+@pytest.mark.usefixtures("trashed")
 def test_what_is_left_of_a_save_needs_the_archive_of_that_save(
     run: Path, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be all of it: a run was killed before it had removed anything."""
-    api.compact(run, archive, delete=True)
 
     def be_killed(trash: Trash, tag: str) -> None:
         raise KeyboardInterrupt
@@ -202,8 +202,8 @@ def test_what_is_left_of_a_save_needs_the_archive_of_that_save(
     assert (bits(run / TRASH), tags_in(run)) == ({}, ALL)
 
 
+@pytest.mark.usefixtures("trashed")
 def test_nothing_is_brought_back_that_is_another_save(run: Path, archive: Path) -> None:
-    api.compact(run, archive, delete=True)
     shutil.rmtree(run / TRASH / FIRST)
     save_again(run)
     found = api.compact(run, archive, undelete=[FIRST])
@@ -218,8 +218,8 @@ def test_a_name_that_is_no_text_is_told(run: Path, archive: Path) -> None:
     assert (run / "global\nstep80").is_dir()
 
 
+@pytest.mark.usefixtures("archived")
 def test_a_mount_that_is_gone_is_nothing_deleted(run: Path, archive: Path, tmp_path: Path) -> None:
-    api.compact(run, archive)
     before = bits(archive)
     run.rename(tmp_path / "elsewhere")
     with pytest.raises(api.StreamshardError, match="is it mounted") as caught:
@@ -232,10 +232,10 @@ def test_a_mount_that_is_gone_is_nothing_deleted(run: Path, archive: Path, tmp_p
     assert bits(archive) == before
 
 
+@pytest.mark.usefixtures("trashed")
 def test_an_archive_that_is_gone_is_no_reason_to_empty_the_trash(
     run: Path, archive: Path, tmp_path: Path
 ) -> None:
-    api.compact(run, archive, delete=True)
     archive.rename(tmp_path / "elsewhere")
     with pytest.raises(api.StreamshardError, match="Is it mounted"):
         api.compact(run, archive, delete=True, now=later(30))
@@ -245,11 +245,11 @@ def test_an_archive_that_is_gone_is_no_reason_to_empty_the_trash(
     assert (run / TRASH / FIRST).is_dir()
 
 
+@pytest.mark.usefixtures("trashed")
 def test_into_the_place_where_archives_were_mounted_nothing_goes(
     run: Path, archive: Path, tmp_path: Path
 ) -> None:
     """Its disk is away: what is archived there is soon under the disk, and its original gone."""
-    api.compact(run, archive, delete=True)
     archive.rename(tmp_path / "elsewhere")
     archive.mkdir()
     for dry_run in (True, False):
@@ -280,8 +280,8 @@ def test_one_that_cannot_be_moved_does_not_block_the_rest(
     assert actions(api.compact(run, archive, delete=True, keep_last=2))[FIRST] == "deleted"
 
 
+@pytest.mark.usefixtures("archived")
 def test_what_somebody_removed_with_its_receipt_is_archived_again(run: Path, archive: Path) -> None:
-    api.compact(run, archive)
     shutil.rmtree(archive / f"{FIRST}.zarr")
     (archive / f"{FIRST}.receipt.json").unlink()
     assert actions(api.compact(run, archive))[FIRST] == "archived"

@@ -15,16 +15,7 @@ from streamshard.operations.compact import receipts
 from streamshard.operations.compact.compact import runs_like
 from streamshard.operations.compact.compact_report import RunRecord
 from tests.cli.conftest import streamshard
-from tests.compact.runs import (
-    FIRST,
-    NO_GRACE,
-    RECORD,
-    STEPS,
-    actions,
-    make_run,
-    receipt_of,
-    tags_in,
-)
+from tests.compact.runs import FIRST, RECORD, STEPS, actions, make_run, receipt_of, tags_in
 
 NOW = datetime.now(UTC)
 
@@ -117,12 +108,12 @@ def test_a_record_that_cannot_be_written_is_one_result_more(
     assert (problem.tag, problem.exit_code) == (RECORD, TargetError.exit_code)
 
 
+@pytest.mark.usefixtures("archived")
 @pytest.mark.parametrize(
     "text",
     ["", "[]", "{}", '{"format": 2}', '{"format": 1, "actions": {}, "problems": [{}]}'],
 )
 def test_a_record_that_is_not_ours_is_refused(run: Path, archive: Path, text: str) -> None:
-    api.compact(run, archive)
     (archive / RECORD).write_text(text)
     with pytest.raises(CorruptFileError, match="not as this version of streamshard writes it"):
         api.compact_status(run, archive)
@@ -152,18 +143,17 @@ def test_a_damaged_receipt_hides_no_other(tmp_path: Path, archive: Path) -> None
         assert [path.name in problem for problem in found.problems] == [True]
 
 
+@pytest.mark.usefixtures("trashed")
 def test_an_archive_that_is_lost_is_none_that_is_not_there_yet(run: Path, archive: Path) -> None:
-    api.compact(run, archive, now=after(1), delete=True)
     archive.rename(archive.with_name("elsewhere"))
     with pytest.raises(SourceNotFoundError, match="archive"):
         api.compact_status(run, archive)
 
 
+@pytest.mark.usefixtures("purged")
 def test_tags_that_are_gone_are_counted(
     run: Path, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    api.compact(run, archive, delete=True)
-    api.compact(run, archive, grace=NO_GRACE, purge=[FIRST])
     monkeypatch.chdir(tmp_path)
     status = ("compact", "run", "archive", "--status")
     shown = streamshard(*status).out

@@ -5,6 +5,8 @@ from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import pytest
+
 import streamshard as api
 from tests.browser import Browser, document_of
 from tests.cli.conftest import streamshard
@@ -19,11 +21,10 @@ def after(days: float) -> datetime:
     return NOW + timedelta(days=days)
 
 
+@pytest.mark.usefixtures("purged")
 def test_the_page_holds_the_status_and_what_is_in_the_run(
     run: Path, archive: Path, tmp_path: Path
 ) -> None:
-    api.compact(run, archive, now=after(0), delete=True)
-    api.compact(run, archive, now=after(1), grace=NO_GRACE, purge=[FIRST])
     html = tmp_path / "status.html"
     command = ("compact", run, archive, "--status", "--html", html)
     done = streamshard(*command)

@@ -15,6 +15,7 @@ import torch
 import streamshard as api
 from streamshard.errors import SourceError
 from streamshard.operations.compact.weights_only import WeightsOnlyStore
+from tests.compact.conftest import AfterNights
 from tests.compact.runs import (
     CHUNK,
     FIRST,
@@ -57,9 +58,10 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def full(run: Path, archive: Path) -> Path:
+def full(run: Path, archive: Path, after_nights: AfterNights) -> Path:
     """An archive whose original is gone for good."""
-    purge(run, archive)
+    nights = [{"delete": True, "now": later(days)} for days in (0, 8)]
+    after_nights(run.parent, "purged later", nights, JOB)
     return archive / f"{FIRST}.zarr"
 
 

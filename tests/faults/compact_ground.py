@@ -9,8 +9,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Final
 
-from tests.compact.runs import TRASH
-from tests.faults.compact_scenarios import ARCHIVE, RUN, CompactScenario, prepare
+from tests.compact.runs import ARCHIVE, RUN, TRASH, copy_place
+from tests.faults.compact_scenarios import CompactScenario
 from tests.faults.ground import Ground, in_short
 from tests.faults.scenarios import Tree, tree
 from tests.faults.server import Ended, Server
@@ -38,7 +38,7 @@ class CompactGround(Ground[CompactScenario]):
         super().__init__(server, setups, place, stays=RUN)
 
     def _prepare(self, command: CompactScenario) -> None:
-        prepare(self._source / command.setup, self._place)
+        copy_place(self._source / command.setup, self._place)
 
     def _unfinished(self, command: CompactScenario) -> str:
         left, state = self._leftovers(), self._state(command)

@@ -1,8 +1,5 @@
 """Runs of `compact`: what was done before, the command, and what has to hold whatever happens."""
 
-import json
-import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -10,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, TypeAlias
 
 import streamshard
-from tests.compact.runs import TRASH, make_run, tag_of
+from tests.compact.runs import ARCHIVE, RUN, make_run, tag_of
 from tests.faults.scenarios import Scenario
 from tests.faults.shim import NO_OPTION, Option, Side
 from tests.job import Job
@@ -18,8 +15,6 @@ from tests.job import Job
 JOB: Final = Job(groups=((("weight", (7, 3)),),), frozen=(("old", (3,)),), tied={})
 TAG: Final = tag_of(1)
 """The tag that all is about, except where another one is to be archived."""
-RUN: Final = "run"
-ARCHIVE: Final = "archive"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,20 +110,3 @@ def make_setups(root: Path) -> Path:
             told = {**_KEPT, "now": yesterday, **options}
             streamshard.compact(root / name / RUN, root / name / ARCHIVE, **told)
     return root
-
-
-def prepare(setup: Path, place: Path) -> None:
-    """Make a place as it would be if all before had been done there: receipts know their inodes."""
-    shutil.rmtree(place, ignore_errors=True)
-    shutil.copytree(setup, place, copy_function=shutil.copy2)
-    for path in (place / ARCHIVE).glob("*.receipt.json"):
-        receipt = json.loads(path.read_text())
-        here = (place / RUN).stat()
-        receipt["device"], receipt["inode"] = here.st_dev, here.st_ino
-        for record in receipt["source"]:
-            places = [place / RUN / record["path"], place / RUN / TRASH / record["path"]]
-            for stat in (file.stat() for file in places if file.exists()):
-                record["device"], record["inode"] = stat.st_dev, stat.st_ino
-        times = path.stat()
-        path.write_text(json.dumps(receipt))
-        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))

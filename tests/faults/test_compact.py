@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.compact.runs import TRASH
+from tests.compact.runs import ARCHIVE, RUN, TRASH
 from tests.faults.campaign import Benches, Case, fault_at, rotated
-from tests.faults.compact_scenarios import ARCHIVE, COMPACT_SCENARIOS, RUN, CompactScenario
+from tests.faults.compact_scenarios import COMPACT_SCENARIOS, CompactScenario
 from tests.faults.shim import Action, Call, Kind
 from tests.faults.table import FAULTS
 from tests.faults.test_every_call import judged
