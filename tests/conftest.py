@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -100,9 +101,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Look for garbage no more among what is there before the first test, which stays."""
+    """Look for garbage no more among what is there before the first test, which stays.
+
+    And let torch compute in one thread: others would wait for it by turning round, on cores that
+    other tests need.
+    """
     gc.collect()
     gc.freeze()
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 class ByFile(LoadScopeScheduling):  # type: ignore[misc]

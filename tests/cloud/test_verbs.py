@@ -19,13 +19,6 @@ from tests.job import LEAN, Job
 from tests.verify.conftest import flip_data
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    made = write(Job(stage=3), tmp_path / "run")
-    (made / "zero_to_fp32.py").chmod(0o644)  # an object has no permission bits
-    return made
-
-
 def test_repartition(run: Path, bucket: Bucket, tmp_path: Path) -> None:
     source = bucket.put(run, "runs/7b")
     api.repartition(run, tmp_path / "local", world_size=3)
