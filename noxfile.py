@@ -96,8 +96,9 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def recording(session: nox.Session) -> None:
-    """Draw `docs/recording.svg`: commands, run on what DeepSpeed saved, and what they print."""
-    run_shared(session, "-m", "docs.site.recording", groups=["tests"])
+    """Draw `docs/recording.svg` and `docs/heat-map.png` of what DeepSpeed saved."""
+    run_shared(session, "-m", "docs.site.recording", groups=["pictures"])
+    run_shared(session, "-m", "docs.site.heat_map", groups=["pictures"])
 
 
 @nox.session
