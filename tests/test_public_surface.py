@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import streamshard
-from streamshard import errors
+from streamshard import errors, reader
 from streamshard.cli import main, signals
 from streamshard.cli.parser import arguments_of
 from streamshard.cli.transfer_command import PLANNERS
@@ -24,6 +24,7 @@ from streamshard.formats.pickle.inert_dump import dump
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import Storage
 from streamshard.options import fields_of, types_of
+from streamshard.testing import reader as testing_reader
 from streamshard.verb_options import OPTIONS, ExportOptions
 from tests.documents import page
 from tests.fabricated import client_state, load, write
@@ -38,6 +39,13 @@ ONE_SOURCE = ("executor", "inspect", "newest", "open", "verify")
 
 def test_the_surface_is_that_of_the_page_of_the_api() -> None:
     assert sorted(re.findall(r"^::: streamshard\.(\w+)$", page("api"), re.MULTILINE)) == SURFACE
+
+
+@pytest.mark.parametrize("module", [reader, testing_reader], ids=["reader", "testing"])
+def test_so_is_that_for_other_packages(module: ModuleType) -> None:
+    pattern = rf"^::: {re.escape(module.__name__)}\.(\w+)$"
+    assert re.findall(pattern, page("api"), re.MULTILINE) == module.__all__
+    assert all(inspection.getdoc(getattr(module, name)) for name in module.__all__)
 
 
 def test_the_surface_is_all_that_can_be_imported() -> None:

@@ -72,11 +72,13 @@ def lexists(path: Path) -> bool:
 
 
 def is_file(path: Path) -> bool:
+    """Tell whether a path leads to a regular file."""
     found = examine_if_there(path)
     return found is not None and found.is_file
 
 
 def is_directory(path: Path) -> bool:
+    """Tell whether a path leads to a directory."""
     found = examine_if_there(path)
     return found is not None and found.is_directory
 
@@ -117,6 +119,7 @@ def paths_in(directory: Path) -> Iterator[Path]:
 
 
 def names_in(directory: Path) -> list[str]:
+    """List the names in a directory, in no order."""
     return [entry.name for entry in entries(directory)]
 
 
@@ -194,6 +197,7 @@ def read_all(path: Path, limit: int = -1) -> bytes:
 
 
 def read_document(path: Path, most: int = _DOCUMENT_BYTES) -> bytes:
+    """Read a small file; one of more bytes than `most` is a `CorruptFileError`."""
     data = read_all(path, most + 1)
     if len(data) > most:
         raise CorruptFileError(f"more than {most:,} bytes, which no such file has", path=path)

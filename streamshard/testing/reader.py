@@ -176,6 +176,7 @@ class ReaderTests:
         assert _content_of(store) == saved.content
         found = streamshard.verify(store, against=saved.path, like=like)
         assert (found.problems, found.differences) == ((), ())
+        assert not streamshard.diff(saved.path, store, like=like).changed
 
     def test_a_view_has_the_bytes_of_a_store(
         self, saved: SavedCheckpoint, like: Path | None, tmp_path: Path

@@ -1,6 +1,5 @@
 """Which readers are asked, and what becomes of those of other packages that cannot be trusted."""
 
-import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -396,10 +395,3 @@ def test_ranges_behind_the_end_and_bad_json_are_errors(tmp_path: Path) -> None:
         with pytest.raises(CorruptFileError, match="it has 16"):
             reader.read_at(path, start, nbytes)
     assert reader.read_at(path, 15, 1) == b"}"
-
-
-def test_the_surface_is_that_of_the_page() -> None:
-    text = (ROOT / "docs" / "readers.md").read_text()
-    assert [name for name in reader.__all__ if f"{name}" not in text] == []
-    assert all(hasattr(reader, name) for name in reader.__all__)
-    assert __name__ in sys.modules
