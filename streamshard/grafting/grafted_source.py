@@ -35,8 +35,7 @@ from streamshard.grafting.requirements import (
     uncorrected,
 )
 from streamshard.grafting.rules import DROP, WARM, Rules
-from streamshard.grafting.scheduler_files import scheduler_files
-from streamshard.grafting.schedules import Origins, grafted_scheduler_file
+from streamshard.grafting.schedules import Origins, grafted_scheduler_file, scheduler_files
 from streamshard.model import FILE, ITEMSIZE, MASTER, MODULE, LogicalTensor, Note
 from streamshard.sizes import show_bytes, some_of
 from streamshard.source.source import Source

@@ -4,15 +4,24 @@ Both jobs have a scheduler of the same kind. The position is the training's; all
 rates too, are the new job's. So its rates become those that it would have had at this place.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from fractions import Fraction
+from pathlib import PurePosixPath
 from typing import Final
 
 from streamshard.formats.checkpoint import ModelPart
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.training_state import differing_keys
 from streamshard.formats.pickle.inert import Node, show, show_few
+from streamshard.formats.torch import torch_file
+from streamshard.formats.torch.torch_tensor import storages_in
+from streamshard.model import FILE
 from streamshard.sizes import some_of
+from streamshard.source.source import Source
+from streamshard.source.source_access import SourceAccess
+from streamshard.source.tensor_bytes import TensorBytes
 
 _STEP: Final = "last_epoch"
 _POSITION: Final = frozenset(
@@ -22,10 +31,10 @@ _POSITION: Final = frozenset(
 """What schedulers count: torch's (`torch/optim/lr_scheduler.py`, 2.13; the last five are of
 CosineAnnealingWarmRestarts and ReduceLROnPlateau), and DeepSpeed's, whose states have nothing else
 (`deepspeed/runtime/lr_schedules.py`, 0.19.8)."""
-BASES, LAST_RATES, _ = names.RATES_PER_GROUP
-_PASSING: Final = frozenset({"verbose", "_get_lr_called_within_step", "_is_initial", LAST_RATES})
+_BASES, _LAST_RATES, _ = names.RATES_PER_GROUP
+_PASSING: Final = frozenset({"verbose", "_get_lr_called_within_step", "_is_initial", _LAST_RATES})
 """What some versions of torch do not save, or save later, and no schedule depends on."""
-NESTED: Final = "_schedulers"
+_NESTED: Final = "_schedulers"
 """States of the schedulers that SequentialLR and ChainedScheduler run."""
 _ENDS: Final = "_milestones"
 """Steps at which SequentialLR goes from one of them to the next."""
@@ -35,9 +44,15 @@ BASE: Final = "initial_lr"
 """Base rate in a param group, which torch's schedulers put there."""
 RATE: Final = "lr"
 _OTHERWISE: Final = "The rule 'scheduler start' takes START's rates."
-MOST_NESTED: Final = 64
+_MOST_NESTED: Final = 64
 _ROUNDING: Final = Fraction(1, 10**9)
 """Shares that differ less are equal: chainable schedulers round at every step."""
+
+_FILE: Final = re.compile(r"scheduler(_\d+)?\.(pt|bin)")
+"""In which HF Trainer and Accelerate keep the state of a scheduler."""
+_PER_GROUP: Final = ("lr_lambdas", "min_lrs", "max_lrs")
+"""Other lists with an entry for each param group: of LambdaLR and MultiplicativeLR (torch saves
+None for a plain function), ReduceLROnPlateau, CyclicLR."""
 
 
 Origins = Sequence[int | None]
@@ -75,13 +90,13 @@ class SchedulePlace:
     def _scheduler(self, source: Mapping[str, Node], start: Mapping[str, Node]) -> dict[str, Node]:
         """Return START's state of a scheduler at the source's position."""
         state = {k: source[k] if k in _POSITION else value for k, value in start.items()}
-        if _count(start, NESTED):
-            nested = zip(source[NESTED], start[NESTED], strict=True)
-            state[NESTED] = [self._scheduler(*pair) for pair in nested]
-        counts = [_count(scheduler, LAST_RATES) for scheduler in (source, start)]
+        if _count(start, _NESTED):
+            nested = zip(source[_NESTED], start[_NESTED], strict=True)
+            state[_NESTED] = [self._scheduler(*pair) for pair in nested]
+        counts = [_count(scheduler, _LAST_RATES) for scheduler in (source, start)]
         if counts == [len(self._source_bases), len(self.bases)]:
-            rates = source[LAST_RATES], start[LAST_RATES]
-            state[LAST_RATES], _ = self._placed(*rates, (source, state))
+            rates = source[_LAST_RATES], start[_LAST_RATES]
+            state[_LAST_RATES], _ = self._placed(*rates, (source, state))
         return state
 
     def _placed(
@@ -138,7 +153,7 @@ class SchedulePlace:
         return "param group " + some_of([f"{k} (now {show(self.rates[k])})" for k in groups])
 
     def _differing_settings(self) -> list[str]:
-        aside = {*_POSITION, *_PASSING, BASES, NESTED}
+        aside = {*_POSITION, *_PASSING, _BASES, _NESTED}
         pairs = list(_pairs(*self._states or (None, None)))
         keys = [(a[k], b[k], k) for a, b in pairs for k in a.keys() - aside if k in b]
         # A list with an entry for each param group says nothing where their counts differ.
@@ -152,14 +167,14 @@ def objection(source: Node, start: Node) -> str | None:
         if not isinstance(state, dict):
             return f"{which} has no state of one"
     pairs = list(_pairs(source, start))
-    if len(pairs) == MOST_NESTED:
-        return f"it has {MOST_NESTED} others in it, or more"
+    if len(pairs) == _MOST_NESTED:
+        return f"it has {_MOST_NESTED} others in it, or more"
     for mine, starting in pairs:
         keys, others = mine.keys() - _PASSING, starting.keys() - _PASSING
-        if keys != others or _count(mine, NESTED) != _count(starting, NESTED):
-            differing = show_few(sorted(map(str, keys ^ others)) or [NESTED])
+        if keys != others or _count(mine, _NESTED) != _count(starting, _NESTED):
+            differing = show_few(sorted(map(str, keys ^ others)) or [_NESTED])
             return f"the source has one of another kind (without the same {differing})"
-        if not keys & {*_POSITION, NESTED}:
+        if not keys & {*_POSITION, _NESTED}:
             return f"no entry is known to count steps ({show_few(sorted(map(str, keys)))})"
     return None
 
@@ -175,18 +190,18 @@ def _count(state: Mapping[str, Node], key: str) -> int:
 def _pairs(source: Node, start: Node) -> Iterator[tuple[dict[str, Node], dict[str, Node]]]:
     """Yield the states of schedulers that are nested alike, the outer first, at most 64."""
     waiting = [(source, start)]
-    for _ in range(MOST_NESTED):
+    for _ in range(_MOST_NESTED):
         if waiting:
             mine, starting = (state if isinstance(state, dict) else {} for state in waiting.pop(0))
             yield mine, starting
-            if _count(mine, NESTED) and _count(starting, NESTED):
-                waiting += zip(mine[NESTED], starting[NESTED], strict=False)
+            if _count(mine, _NESTED) and _count(starting, _NESTED):
+                waiting += zip(mine[_NESTED], starting[_NESTED], strict=False)
 
 
 def _bases_of(part: ModelPart, state: Node) -> list[Node]:
     """Return the base rate of each param group; None where no file has it."""
     groups = part.hyper_parameters
-    lists = [found[BASES] for found, _ in _pairs(state, state) if _count(found, BASES)]
+    lists = [found[_BASES] for found, _ in _pairs(state, state) if _count(found, _BASES)]
     listed = next((bases for bases in lists if len(bases) == len(groups)), [None] * len(groups))
     return [group.get(BASE, base) for group, base in zip(groups, listed, strict=True)]
 
@@ -215,11 +230,57 @@ def _number(node: Node) -> Fraction | None:
 
 def _floor(state: Mapping[str, Node]) -> Node:
     """Return the rate that a schedule falls to in the part of it that it has reached."""
-    while _count(state, _ENDS) and _count(state, NESTED):
+    while _count(state, _ENDS) and _count(state, _NESTED):
         at, steps = state.get(_STEP), [end for end in state[_ENDS] if isinstance(end, int)]
         ended = sum(isinstance(at, int) and end <= at for end in steps)
-        state = state[NESTED][min(ended, len(state[NESTED]) - 1)]
+        state = state[_NESTED][min(ended, len(state[_NESTED]) - 1)]
     return state.get(_FLOOR, 0)
+
+
+def scheduler_files(source: Source, start: Source) -> dict[str, States]:
+    """Return path → what SRC and START have in such a file; None where they have none.
+
+    An engine saves no such file. If START lacks it, its state is SRC's, with the rates that START's
+    param groups begin with.
+    """
+    found = {}
+    for file in source.checkpoint.files:
+        if _FILE.fullmatch(PurePosixPath(file.path).name):
+            state = _state_in(source, file.path)
+            own = _state_in(start, file.path)
+            if own is None and len([*_pairs(state, state)]) < _MOST_NESTED:
+                own = _begun(state, start.checkpoint.model_parts[0].hyper_parameters)
+            found[file.path] = state, own
+    return found
+
+
+def _state_in(source: Source, path: str) -> Node | None:
+    """Read a scheduler's state; None if there is none, or if it has tensors."""
+    number = source.checkpoint.tensor_index().get(("", FILE, path))
+    if number is None:
+        return None
+    with closing(SourceAccess(source)) as access:
+        file = TensorBytes(source, access, number)
+        root = torch_file.read_content(file, source.path / path, -1).root
+    return root if next(storages_in(root), None) is None else None
+
+
+def _begun(state: Node, groups: Sequence[Mapping[str, Node]]) -> dict[str, Node] | None:
+    """Return a scheduler's state with other param groups; None if their entries are unknown."""
+    bases = [group.get(BASE) for group in groups]
+    if not isinstance(state, dict) or None in bases:
+        return None
+    rates = {_BASES: bases, _LAST_RATES: [group.get(RATE) for group in groups]}
+    begun = {**state, **{key: value for key, value in rates.items() if key in state}}
+    for key in _PER_GROUP:
+        entries = state.get(key)
+        if isinstance(entries, list) and len(entries) != len(groups):
+            if any(entry != entries[0] for entry in entries):
+                return None
+            begun[key] = entries[:1] * len(groups)
+    if isinstance(state.get(_NESTED), list):
+        begun[_NESTED] = [_begun(nested, groups) for nested in state[_NESTED]]
+    return begun
 
 
 def grafted_scheduler_file(

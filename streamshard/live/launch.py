@@ -1,27 +1,32 @@
 """Runs a training script whose loads reshard, as Python itself would run it."""
 
 import inspect
+import os
 import runpy
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import distributed
 
-from streamshard.errors import StreamshardError
+from streamshard.errors import StreamshardError, TargetError, TargetExistsError, command
 from streamshard.formats.deepspeed import names
 from streamshard.io.changes import remove_file, write_durably
-from streamshard.io.entries import exists, paths_in, resolve
+from streamshard.io.entries import exists, is_directory, lexists, names_in, paths_in, resolve
+from streamshard.io.files import target_errors
+from streamshard.io.object_path import as_path, is_object
 from streamshard.live.live_engine import Engine, replaced, writes_in_background
 from streamshard.live.resharding_loads import resharding
-from streamshard.live.start_save import free_directory, start_saved
+from streamshard.sizes import counted
 
 
 @contextmanager
@@ -68,6 +73,77 @@ def _remove_files_of_other_ranks(engine: Engine, directory: Path) -> None:
             remove_file(path)
 
 
+_BEGINNINGS: Final = (
+    *((DeepSpeedEngine, name) for name in ("load_checkpoint", "forward", "backward", "step")),
+    *((PipelineEngine, name) for name in ("train_batch", "eval_batch")),
+)
+"""What a job calls before or in its first step. A script that runs `engine.module` itself calls
+`backward` or `step` first."""
+
+
+def _free_directory(given: str) -> Path:
+    """Return the directory that a user names, which must be empty or not there."""
+    directory = as_path(given)
+    if is_object(directory):
+        message = "DeepSpeed saves on a disk, not in a bucket; give a directory"
+        raise TargetError(message, path=directory)
+    with target_errors(directory):
+        if lexists(directory) and not (is_directory(directory) and not names_in(directory)):
+            message = "exists, and is not an empty directory; give a directory that is new or empty"
+            raise TargetExistsError(message, path=directory)
+        return resolve(directory)  # the script may change the working directory
+
+
+@contextmanager
+def _start_saved(directory: Path) -> Iterator[None]:
+    """Save the first engine that begins to train, before it does anything, and end the process."""
+    with ExitStack() as patches:
+        for owner, name in _BEGINNINGS:
+            beginning = _saving(getattr(owner, name), directory)
+            patches.enter_context(replaced(owner, name, beginning))
+        yield
+
+
+def _saving(plain: Callable[..., Any], directory: Path) -> Callable[..., Any]:
+    @wraps(plain)
+    def save(engine: Engine, *args: Any, **kwargs: Any) -> Any:
+        if engine.basic_optimizer is None:  # a model that does not train, such as a reference
+            return plain(engine, *args, **kwargs)
+        try:
+            engine.save_checkpoint(str(directory))  # ends with a barrier
+            if writes_in_background(engine):
+                engine._commit_decoupled_checkpoint()
+                engine.checkpoint_engine.cleanup()  # ends the process that writes
+        except Exception:
+            traceback.print_exc()
+            _end(1)
+        if distributed.get_rank() == 0:
+            sys.stderr.write(_text(engine, directory))
+        _end(0)
+
+    return save
+
+
+def _text(engine: Engine, directory: Path) -> str:
+    stage, ranks = engine.zero_optimization_stage(), counted(distributed.get_world_size(), "rank")
+    return (
+        f"saved in {directory}: the job before its first step, ZeRO stage {stage} on {ranks}\n"
+        f"next: {command('graft', 'SRC', directory, 'OUT')}\n"
+    )
+
+
+def _end(code: int) -> NoReturn:
+    """End the process.
+
+    Not by SystemExit: scripts and callbacks that catch everything (Lightning's
+    `OnExceptionCheckpoint`, `finally: trainer.save_model()`) would save untrained weights over
+    those of the run that is to go on.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 _KEEP = "--keep-global-batch"
 _NEWEST = "--newest"
 _SAVE_START = "--save-start"
@@ -108,35 +184,35 @@ class _Command:
 
 def launch() -> None:
     """Run the script or the module that the arguments name."""
-    command = _parse(sys.argv[1:])
-    _require_there(command)
-    sys.argv = [command.name, *command.arguments]
-    if not command.is_module and not sys.flags.safe_path:
+    call = _parse(sys.argv[1:])
+    _require_there(call)
+    sys.argv = [call.name, *call.arguments]
+    if not call.is_module and not sys.flags.safe_path:
         # `python -m` put the working directory here; a script expects its own.
-        sys.path[0] = str(resolve(Path(command.name)).parent)
+        sys.path[0] = str(resolve(Path(call.name)).parent)
     with ExitStack() as patches:
         how = {
-            "keeps_global_batch": command.keeps_global_batch,
-            "takes_newest": command.takes_newest,
+            "keeps_global_batch": call.keeps_global_batch,
+            "takes_newest": call.takes_newest,
         }
         patches.enter_context(resharding(**how))
         patches.enter_context(_complete_saves())
-        if command.start is not None:
-            patches.enter_context(start_saved(command.start))
+        if call.start is not None:
+            patches.enter_context(_start_saved(call.start))
         try:
-            if command.is_module:
-                runpy.run_module(command.name, run_name="__main__", alter_sys=True)
+            if call.is_module:
+                runpy.run_module(call.name, run_name="__main__", alter_sys=True)
             else:
-                runpy.run_path(str(Path(command.name).absolute()), run_name="__main__")
+                runpy.run_path(str(Path(call.name).absolute()), run_name="__main__")
         except Exception as error:
             error.__traceback__ = _own_frames(error.__traceback__)
             sys.excepthook(type(error), error, error.__traceback__)
             sys.exit(1)
         except SystemExit as ended:
-            if ended.code or command.start is None:
+            if ended.code or call.start is None:
                 raise
-    if command.start is not None:
-        message = f"error: '{command.name}' ended, and no engine in it had begun to train or load a"
+    if call.start is not None:
+        message = f"error: '{call.name}' ended, and no engine in it had begun to train or load a"
         _stop(f"{message} checkpoint: nothing is saved. Give it the arguments of a training", 3)
 
 
@@ -171,24 +247,24 @@ def _start(given: str) -> Path:
     if given.startswith("-"):
         _stop(f"{_USAGE}\n\nerror: {_SAVE_START} lacks its directory")
     try:
-        return free_directory(given)
+        return _free_directory(given)
     except StreamshardError as error:
         _stop(f"error: {error}", error.exit_code)
 
 
-def _require_there(command: _Command) -> None:
+def _require_there(call: _Command) -> None:
     """Stop if there is no such script or module."""
-    if not command.is_module:
-        if not exists(Path(command.name)):
+    if not call.is_module:
+        if not exists(Path(call.name)):
             where = Path.cwd()
-            _stop(f"error: no script '{command.name}': name one that is there, seen from {where}")
+            _stop(f"error: no script '{call.name}': name one that is there, seen from {where}")
         return
     try:
-        found = find_spec(command.name)
+        found = find_spec(call.name)
     except ModuleNotFoundError:
         found = None
     if found is None:
-        _stop(f"error: no module '{command.name}': name one that this Python can import")
+        _stop(f"error: no module '{call.name}': name one that this Python can import")
 
 
 def _stop(message: str, code: int = 2) -> NoReturn:
@@ -196,8 +272,8 @@ def _stop(message: str, code: int = 2) -> NoReturn:
     sys.exit(code)
 
 
-def _own_frames(traceback: TracebackType | None) -> TracebackType | None:
+def _own_frames(trace: TracebackType | None) -> TracebackType | None:
     """Leave out the frames above the script's."""
-    while traceback is not None and traceback.tb_frame.f_globals.get("__name__") != "__main__":
-        traceback = traceback.tb_next
-    return traceback
+    while trace is not None and trace.tb_frame.f_globals.get("__name__") != "__main__":
+        trace = trace.tb_next
+    return trace

@@ -190,7 +190,7 @@ def test_what_an_optimizer_without_zero_is_loaded_by(tmp_path: Path) -> None:
 
 # The catalogue is whole ---------------------------------------------------------------------------
 
-ELSEWHERE = {"source.source_access", "live.same_optimizer", "live.start_save"}
+ELSEWHERE = {"source.source_access", "live.same_optimizer", "live.launch"}
 """Modules whose commands are followed in tests of their own."""
 OTHERS = {
     "--make-vocab-size-divisible-by", "--per_device_train_batch_size", "--backend", "--local_dir",

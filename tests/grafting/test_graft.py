@@ -163,6 +163,16 @@ def test_steps_of_accelerate_are_given_to_new_ranks(tmp_path: Path) -> None:
     assert found == {"step": 5}
 
 
+def test_a_scheduler_without_end_is_left_out(tmp_path: Path) -> None:
+    jobs = write(tmp_path)
+    endless: dict[str, Any] = {"last_epoch": 1}
+    endless["_schedulers"] = [endless, endless]
+    torch.save(endless, jobs.source / "scheduler.pt")
+    told = streamshard.graft(jobs.source, jobs.start, tmp_path / "out").notes
+    assert "scheduler.pt is left out: the job begins with the scheduler it makes." in told
+    assert not (tmp_path / "out" / "scheduler.pt").exists()
+
+
 def _set(sizes: dict[str, int], file: dict[str, Any]) -> None:
     file["ds_config"].update(sizes)
 
