@@ -74,16 +74,6 @@ class Weights:
         return [one.names[0] for one in self.weights if self.keeps_wide and one.dtype == _WIDEST]
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A tensor that could be exported, with all its names."""
-
-    names: tuple[str, ...]
-    kind: str
-    tensor: int
-    shape: tuple[int, ...]
-
-
 def choose_weights(
     checkpoint: Checkpoint, options: ExportOptions, *, takes_experts: bool = False
 ) -> Weights:
@@ -94,24 +84,18 @@ def choose_weights(
     model_part = only_model_part(checkpoint, takes_experts=takes_experts)
     found = list(_candidates(checkpoint, model_part))
     if not checkpoint.layout.stage:
-        _require_told(found, checkpoint, options)
+        _require_told(found, options)
     apart = dict(_not_in_rows(model_part))
-    _require_sense([*(name for one in found for name in one.names), *apart], options)
+    _require_sense([*(name for one, _ in found for name in one.names), *apart], options)
     for name, tensor in apart.items():
         if _is_taken(name, options):
             message = f"'{name}' is not stored as its elements in a row: {tensor.order}. Make it"
             message = f"{message} contiguous before saving; files of weights alone can leave it out"
             raise UnsupportedError(f"{message} with {Option('exclude', [name])}")
-    taken = [(one, [name for name in one.names if _is_taken(name, options)]) for one in found]
     chosen = [
-        Weight(
-            names=tuple(held),
-            tensor=one.tensor,
-            dtype=_dtype(checkpoint.tensors[one.tensor].dtype, held[0], one.kind, options),
-            shape=one.shape,
-        )
-        for one, held in taken
-        if held
+        replace(one, names=held, dtype=_dtype(one.dtype, held[0], kind, options))
+        for one, kind in found
+        if (held := tuple(name for name in one.names if _is_taken(name, options)))
     ]
     if not chosen:
         given = f"{Option('include')} and {Option('exclude')}"
@@ -120,19 +104,16 @@ def choose_weights(
     return Weights(tuple(chosen), notes, options.dtype is None)
 
 
-def _require_told(
-    found: Sequence[_Candidate], checkpoint: Checkpoint, options: ExportOptions
-) -> None:
+def _require_told(found: Sequence[tuple[Weight, str]], options: ExportOptions) -> None:
     """Refuse a cast of weights whose master weights the files of stage 0 do not name."""
     where = "saved without ZeRO (stage 0), which does not tell"
-    for one in found:
-        dtype = checkpoint.tensors[one.tensor].dtype
-        is_narrow = one.kind == "weight" and dtype in ("bfloat16", "float16")
-        is_cast = _dtype(dtype, one.names[0], one.kind, options) != dtype
+    for one, kind in found:
+        is_narrow = kind == "weight" and one.dtype in ("bfloat16", "float16")
+        is_cast = _dtype(one.dtype, one.names[0], kind, options) != one.dtype
         if is_narrow and is_cast and any(_is_taken(name, options) for name in one.names):
-            wide = next(short for short, name in DTYPES.items() if name == dtype)
-            message = f"{where} which master weights are those of '{one.names[0]}', whose {dtype}"
-            message = f"{message} weights would be cast: export them with"
+            wide = next(short for short, name in DTYPES.items() if name == one.dtype)
+            message = f"{where} which master weights are those of '{one.names[0]}', whose"
+            message = f"{message} {one.dtype} weights would be cast: export them with"
             raise UsageError(f"{message} {Option('dtype', wide)}")
 
 
@@ -153,9 +134,9 @@ def only_model_part(checkpoint: Checkpoint, *, takes_experts: bool = False) -> M
     return model_part
 
 
-def _candidates(checkpoint: Checkpoint, model_part: ModelPart) -> Iterator[_Candidate]:
-    """Yield every tensor of the module once, in the order of its state dict."""
-    index = checkpoint.tensor_index()
+def _candidates(checkpoint: Checkpoint, model_part: ModelPart) -> Iterator[tuple[Weight, str]]:
+    """Yield every tensor of the module once, in the order of its state dict, and its kind."""
+    index, tensors = checkpoint.tensor_index(), checkpoint.tensors
     aliases: dict[str, list[str]] = {}
     for entry in model_part.module:
         if entry.kind == "alias":
@@ -167,13 +148,13 @@ def _candidates(checkpoint: Checkpoint, model_part: ModelPart) -> Iterator[_Cand
         tensor = master if master is not None else kept
         if entry.kind != "alias" and tensor is not None:
             all_names = (entry.name, *aliases.get(entry.name, ()))
-            yield _Candidate(all_names, entry.kind, tensor, entry.shape)
+            yield Weight(all_names, tensor, tensors[tensor].dtype, entry.shape), entry.kind
     # A module may keep a parameter out of its state dict, but the optimizer still has it.
     for group in model_part.groups:
         for name in group.params:
             if name not in listed:
                 tensor = index[model_part.name, MASTER, name]
-                yield _Candidate((name,), "param", tensor, checkpoint.tensors[tensor].shape)
+                yield Weight((name,), tensor, tensors[tensor].dtype, tensors[tensor].shape), "param"
 
 
 def _not_in_rows(model_part: ModelPart) -> Iterator[tuple[str, Tensor]]:
