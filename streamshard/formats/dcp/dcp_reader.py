@@ -174,7 +174,9 @@ def as_it_is(found: Distributed) -> Reading:
         ],
         unrecorded=unrecorded(found, groups, entries),
     )
-    return cut(checkpoint, found)
+    keys = [found.key_of(tensor) for tensor in tensors]
+    rows = [(key, found.tensor(key), found.places[key]) for key in keys]
+    return Reading(checkpoint, _cutting(root / found.boxes_in, rows), found.files)
 
 
 def _group(found: Distributed, number: int, group: SavedGroup) -> ParamGroup:
@@ -247,13 +249,6 @@ def module_tensors(entries: Iterable[ModuleEntry]) -> list[LogicalTensor]:
         for entry in entries
         if entry.kind not in ("param", "alias", "extra")
     ]
-
-
-def cut(checkpoint: Checkpoint, found: Distributed) -> Reading:
-    """Compute the place of every element of every logical tensor."""
-    keys = [found.key_of(tensor) for tensor in checkpoint.tensors]
-    rows = [(key, found.tensor(key), found.places[key]) for key in keys]
-    return Reading(checkpoint, _cutting(found.root / found.boxes_in, rows), found.files)
 
 
 def read_keys(parts: Sequence[Path], as_bytes: Set[str] = frozenset()) -> Reading:
