@@ -6,7 +6,7 @@ What decides how a model's parts go together is read: checksums in a store, valu
 import zlib
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -143,62 +143,45 @@ def _require_unused(rules: CutRules | None) -> None:
         raise UsageError(f"{message}; leave them out")
 
 
-@dataclass(frozen=True, slots=True)
-class TargetJob:
-    """A job that is to resume from a source at other degrees."""
+def _parts_of_job(
+    source: Source, parts: ModelInParts, degrees: Degrees, rules: CutRules | None
+) -> ModelInParts:
+    """Return how a job with other degrees cuts the model, by the first that tells it.
 
-    source: Source
-    parts: ModelInParts
-    """Those of the source."""
-    degrees: Degrees
-    rules: CutRules | None
-    """How both jobs cut parameters; None for what their files tell."""
-
-    def parts_of_model(self) -> ModelInParts:
-        """Return how the job cuts the model, by the first that tells it."""
-        found = _reference(self) or _whole(self) or _one_stage(self)
-        if found is not None:
-            return found
-        message = f"{self.source.path}: saved with {self.parts.degrees}, and nothing tells how"
-        raise UsageError(f"{message} a job with {self.degrees} cuts the model: {_supply()}")
-
-
-def _reference(job: TargetJob) -> ModelInParts | None:
-    """Cut as in a reference checkpoint, which the job saved."""
-    checkpoint, known = job.source.like, job.source.reference
-    if checkpoint is None:
-        return None
+    `parts`: those of the source.
+    `rules`: how both jobs cut parameters; None for what their files tell.
+    """
+    if source.like is not None:
+        like = _parts_of_reference(source, source.like, rules, keeps_shards=parts.keeps_shards)
+        if like.degrees != degrees:
+            message = f"{LIKE} was saved with {like.degrees}, and {degrees} are asked for"
+            raise UsageError(f"{message}: {_supply()}")
+        return like
+    if degrees.parts == 1 and not is_pipeline(source.checkpoint):
+        with of_file(source.path):
+            _require_different_shards(source, parts)
+            return whole_model(parts)
+    if degrees != Degrees(parts.degrees.tensor, 1):
+        message = f"{source.path}: saved with {parts.degrees}, and nothing tells how"
+        raise UsageError(f"{message} a job with {degrees} cuts the model: {_supply()}")
     try:
-        if job.source.checkpoint.layers and known is not None and is_pipeline(known.checkpoint):
-            checkpoint = layered(known).source.checkpoint
-        like = ModelInParts(checkpoint, job.rules, keeps_shards=job.parts.keeps_shards)
-    except StreamshardError as error:
-        raise type(error)(f"{LIKE}: {error}") from error
-    if like.degrees != job.degrees:
-        message = f"{LIKE} was saved with {like.degrees}, and {job.degrees} are asked for"
-        raise UsageError(f"{message}: {_supply()}")
-    return like
-
-
-def _whole(job: TargetJob) -> ModelInParts | None:
-    """Leave the model whole, which depends on no choice of the job."""
-    if job.degrees.parts > 1 or is_pipeline(job.source.checkpoint):
-        return None
-    with of_file(job.source.path):
-        _require_different_shards(job.source, job.parts)
-        return whole_model(job.parts)
-
-
-def _one_stage(job: TargetJob) -> ModelInParts | None:
-    """Put all stages of a pipeline together, whose tensor-parallel ranks keep what they have."""
-    if job.degrees != Degrees(job.parts.degrees.tensor, 1):
-        return None
-    try:
-        with of_file(job.source.path):
-            return one_stage(job.parts)
+        with of_file(source.path):
+            return one_stage(parts)
     except UnsupportedError as error:
         message = f"{error}. A save of that job tells it: {_supply()}"
         raise UnsupportedError(message) from error
+
+
+def _parts_of_reference(
+    source: Source, like: Checkpoint, rules: CutRules | None, *, keeps_shards: bool
+) -> ModelInParts:
+    known = source.reference
+    try:
+        if source.checkpoint.layers and known is not None and is_pipeline(known.checkpoint):
+            like = layered(known).source.checkpoint
+        return ModelInParts(like, rules, keeps_shards=keeps_shards)
+    except StreamshardError as error:
+        raise type(error)(f"{LIKE}: {error}") from error
 
 
 def _supply() -> str:
@@ -228,7 +211,7 @@ def _at_degrees(opened: Source, wanted: JobDegrees) -> DegreeChange | None:
             return None
         _require_changeable(opened, target, own, wanted.expert_parallel)
         laid, parts = _parts_of(opened, rules, keeps_shards=keeps_shards)
-    like = TargetJob(laid.source, parts, target, rules).parts_of_model()
+    like = _parts_of_job(laid.source, parts, target, rules)
     made = _recut(laid, parts, like)
     _require_config(made.source, like.degrees, wanted.config)
     cut_rules = {} if rules is None else {"cut_rules": rules.text}
