@@ -163,7 +163,6 @@ class StoreCheck:
     # Structure -----------------------------------------------------------------------------------
 
     def _check_manifest_document(self) -> None:
-        """Check the one document that the manifest does not list."""
         if MANIFEST_PATH in self._index.not_ours:
             return
         document, nbytes = self._root / MANIFEST_FILES[0], self._index.content_bytes[MANIFEST_PATH]
@@ -225,7 +224,6 @@ class StoreCheck:
         )
 
     def _compare_lists(self, manifest: Manifest) -> None:
-        """Compare the tensors in the training state with the manifest."""
         place = self._root / MANIFEST_FILES[1]
         arrays = {array.path for array in self._index.arrays}
         for what, found, expected in (

@@ -42,7 +42,6 @@ class TorchFiles:
         return cls([identify(path) for path in dict.fromkeys(paths)], owner, findings)
 
     def units(self) -> Iterator[Unit]:
-        """Check every container, and yield the records to read."""
         for index, file in enumerate(self.files):
             for record in self._readable_records(file.path):
                 if record.nbytes:

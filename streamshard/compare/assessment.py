@@ -104,7 +104,6 @@ class RunAssessment:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that were read so far, headers not counted."""
         return self._count.value
 
     def order(self) -> list[AssessedCheckpoint]:

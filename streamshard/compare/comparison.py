@@ -238,7 +238,6 @@ class Runs:
         return int(side.cutting.piece_numel[elements.tensor])
 
     def regions(self, run: Sequence[RunPart], *, exactly: bool = False) -> RegionPair:
-        """Return the regions that fill the windows of both sides."""
         pairs = [self.pairs[part.number] for part in run]
         first, (left, right) = pairs[0], self.sides
         ratio = first.itemsize // ITEMSIZE[first.dtype]

@@ -121,7 +121,6 @@ def _pair_foreign(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
 
 
 def _pair_states(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
-    """Match the optimizer's states, including the master weights."""
     mine, theirs = (dict(_own_states(checkpoint)) for checkpoint in (one, other))
     # Dumps, and BF16_Optimizer without a stage, record sizes but no shapes.
     flat_ok = any(c.is_dumps or c.layout.bf16_optimizer for c in (one, other))

@@ -70,12 +70,10 @@ def discard(directory: Path) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Make a file's content, or the names in a directory, durable; objects are at once."""
     place_of(path).sync_path(path)
 
 
 def sync_tree(root: Path) -> None:
-    """Make all files in a directory tree durable, with their names; objects are at once."""
     place_of(root).sync_tree(root)
 
 

@@ -64,7 +64,6 @@ def finish_writeback(descriptor: int, offset: int, nbytes: int) -> None:
 
 
 def sync_tree(root: Path) -> None:
-    """Make all files in a directory tree durable, with their names; or one file."""
     descriptor = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
     try:
         reports_errors = _linux_version() >= _REPORTS_ERRORS

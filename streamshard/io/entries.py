@@ -160,7 +160,6 @@ def listed_below(root: Path) -> list[Entry]:
 
 
 def is_denied(error: OSError) -> bool:
-    """Tell whether a directory may not be read, for `entries_below`."""
     return isinstance(error, PermissionError)
 
 
@@ -183,7 +182,6 @@ def paths_like(directory: Path, pattern: str) -> list[Path]:
 
 
 def open_readable(path: Path, known: SourceFile | None = None) -> OpenedFile:
-    """Open a file to read ranges of it, as a context manager too; see `Place.open`."""
     return place_of(path).open(path, known)
 
 

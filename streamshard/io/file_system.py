@@ -24,7 +24,6 @@ def libc(
     *types: Any,  # noqa: ANN401
     result: Any = ctypes.c_int,  # noqa: ANN401
 ) -> Callable[..., int] | None:
-    """Find a function of the C library; None if it has no function of that name."""
     try:
         found = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (AttributeError, OSError, TypeError):

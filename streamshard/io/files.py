@@ -31,7 +31,6 @@ def require_unchanged(source: SourceFile) -> None:
 
 
 def require_all_unchanged(files: Sequence[SourceFile]) -> None:
-    """Refuse source files of which one has changed; see `require_unchanged`."""
     with listings_kept(anew=True):
         for some in _by_checkpoint(files):
             root = _common_directory(some)
@@ -59,7 +58,6 @@ def _common_directory(files: Sequence[SourceFile]) -> Path | None:
 
 
 def require_same(source: SourceFile, status: Status) -> None:
-    """Refuse a file whose size or version is not that of the plan; see `require_unchanged`."""
     if (status.nbytes, status.version) != (source.nbytes, source.version):
         message = (
             f"changed while it was being read ({source.nbytes} bytes when the run "
@@ -105,7 +103,6 @@ def target_errors(path: Path) -> Iterator[None]:
 
 
 def require_inside(path: Path, *roots: Path) -> None:
-    """Refuse a symbolic link that leads out of the directories that the user gave."""
     if not stays_inside(path, *roots):
         message = (
             f"a symbolic link that leads out of {roots[0]}, to {resolve(path)}: what is "

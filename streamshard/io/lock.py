@@ -46,7 +46,6 @@ class Holder:
 
     @classmethod
     def in_content(cls, content: bytes) -> Self | None:
-        """Read the holder in a lock's content; None if it does not name one."""
         try:
             given = json.loads(content.decode())
             return cls(str(given["host"]), int(given["process"]), str(given["since"]))

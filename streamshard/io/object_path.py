@@ -46,7 +46,6 @@ class ObjectPath(PosixPath):
         return str(self)
 
     def is_absolute(self) -> bool:
-        """Tell whether the path begins with a scheme and a bucket."""
         return len(self.parts) > 1 and self.parts[0].removesuffix(":") in _SCHEMES
 
     def absolute(self) -> Self:

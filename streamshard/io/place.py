@@ -101,7 +101,6 @@ class Place(Protocol):
         return
 
     def make_directory(self, path: Path, *, parents: bool, exist_ok: bool) -> None:
-        """Make a directory; as `Path.mkdir`."""
         return
 
     def write_new(self, path: Path, data: bytes) -> None:

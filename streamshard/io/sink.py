@@ -79,7 +79,6 @@ class LocalSink(Sink):
 
 
 def open_to_fill(path: Path, *, is_direct: bool) -> LocalSink:
-    """Open a new local file that another process has made, to write a part of it."""
     descriptor = open_to_write(path, os.O_RDWR)
     return LocalSink(descriptor, open_direct(path, descriptor) if is_direct else -1)
 

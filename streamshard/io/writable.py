@@ -84,7 +84,6 @@ def require_one_name(descriptor: int, path: Path) -> None:
 
 
 def not_ours(path: Path, what: str) -> OSError:
-    """Return the error about something that lies where a run writes."""
     return OSError(errno.EINVAL, f"it is {what}, which no run has made; move it away", str(path))
 
 

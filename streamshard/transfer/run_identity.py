@@ -83,7 +83,6 @@ class RunIdentity:
         return bool(self.header["replaces"])
 
     def require_same(self, other: Mapping[str, Any], place: Path) -> None:
-        """Refuse to continue what a run with the header `other` began, if it is another run."""
         difference = self.difference(other)
         if difference is not None:
             message = f"{place}: {difference}. Run that one again to finish it, or start from the"
@@ -122,7 +121,6 @@ class RunIdentity:
 
 
 def is_header(value: object) -> bool:
-    """Tell whether a value may be the header of a journal."""
     if not isinstance(value, dict) or not isinstance(value.get("options"), dict):
         return False
     texts = [*value["options"].values(), value.get("headers"), value.get("files")]
@@ -137,8 +135,6 @@ def is_header(value: object) -> bool:
 
 
 def digest_of_headers(checkpoint: Checkpoint) -> str:
-    """Return a digest of all of a checkpoint except the elements of its logical tensors."""
-
     def stands_for(part: Node) -> Node | None:
         serialized = _PARTS.get(type(part))
         return None if serialized is None else serialized(part)
@@ -171,5 +167,4 @@ def _named(key: str, value: str | None = None) -> Option | str:
 
 
 def digest_of_settings(value: object) -> str:
-    """Return a digest of settings that are too long to be shown."""
     return sha256(repr(value).encode()).hexdigest()

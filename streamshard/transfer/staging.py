@@ -123,7 +123,6 @@ class PartialTarget(JournaledTransaction):
             self._reservation = None
 
     def commit(self, require: Callable[[], None], latest: str | None = None) -> None:
-        """Rename the partial target to the target, after its files are durable."""
         require()
         if self.is_done:
             return

@@ -64,7 +64,6 @@ def require_separate(source: Path, target: Path, directories: Iterable[Path] = (
 
 
 def require_other(source: str | os.PathLike[str], target: Path) -> None:
-    """Refuse a target that is the source, before a message advises to overwrite."""
     if resolve(target) == resolve(as_path(source)):
         raise UsageError(f"{target}: is the source itself; choose another place")
 

@@ -83,7 +83,6 @@ class TargetState(ABC):
         return error
 
     def _require_ours(self, content: "DirectoryContent | None") -> None:
-        """Refuse to replace what is more than one checkpoint, store, set of dumps or export."""
         if content is None or not content.is_one_checkpoint():
             message = f"{self.target}: holds more than one checkpoint or store of ours, so"
             message = f"{message} {_OVERWRITE} will not replace it; remove it yourself"
@@ -159,12 +158,10 @@ class DiskState(TargetState):
 
 
 def replaces(header: Mapping[str, Any] | None) -> bool:
-    """Tell whether the run that a journal identifies may replace an existing target."""
     return header is not None and header.get("replaces") is True
 
 
 def _require_place(target: Path) -> None:
-    """Refuse a directory that another one cannot replace by a rename."""
     reason = None
     if is_mount_point(target):
         reason = "is a mount point, which no other directory can take the place of"

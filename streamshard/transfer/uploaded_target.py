@@ -193,7 +193,6 @@ class UploadedTarget(JournaledTransaction):
             self._lock.release(self._tidy)
 
     def commit(self, require: Callable[[], None], latest: str | None = None) -> None:
-        """Upload `latest` and the commit record, which make the target exist."""
         if self.is_done:
             return
         with target_errors(self._target):

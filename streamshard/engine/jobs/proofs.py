@@ -43,7 +43,6 @@ def some_files(files: Sequence[SourceFile]) -> list[SourceFile]:
 
 
 def require_seen(files: Sequence[SourceFile]) -> None:
-    """Refuse files that are others here than where the run was planned."""
     for file in files:
         try:
             found = examine(file.path)

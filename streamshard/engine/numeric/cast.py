@@ -147,7 +147,6 @@ def wider(one: str, other: str) -> str | None:
 
 
 def comparing_cast(source: str, target: str) -> Cast | None:
-    """Find the cast to the dtype in which elements are compared; see `cast_between`."""
     if (source, target) in _WIDENINGS:
         return Cast(source, target)
     return cast_between(source, target)

@@ -50,7 +50,6 @@ class Silent(Progress):
 
 @contextmanager
 def shown(progress: Progress, total_bytes: int, phase: str = READING) -> Iterator[None]:
-    """Show the progress of what is done meanwhile."""
     progress.start(total_bytes, phase)
     try:
         yield

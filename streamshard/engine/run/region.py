@@ -243,7 +243,6 @@ class _ShortCopies:
         return int(gaps[0]) + 1 if len(gaps) else stop - first
 
     def read(self, first: int, count: int, into: memoryview, scratch: memoryview) -> None:
-        """Fill a view with the source bytes of consecutive copies, one behind the other."""
         chosen = slice(first, first + count)
         nbytes = self._copies.nbytes[chosen]
         place = self._ends[chosen] - nbytes

@@ -60,7 +60,6 @@ class FileEndings:
             yield ending.offset, self.serialize(ending)
 
     def finished(self, version: str = "") -> FinishedFile:
-        """Describe the file, all of whose spans were added and endings serialized."""
         nbytes = joined = 0
         for _, part in sorted(self._parts, key=itemgetter(0)):
             nbytes, joined = nbytes + part.nbytes, join_crc32(joined, part.crc32, part.nbytes)

@@ -119,7 +119,6 @@ class Partial(StagedFiles):
                 self._reservation.give_back(nbytes)
 
     def jobs(self, files: Iterable[TargetFiles]) -> Iterator[Job[SpanWriter, Any] | None]:
-        """Make all files that are not there, and yield the jobs that fill them."""
         number = count()
         for file in self._finished_before():
             self._earlier[next(number)] = file

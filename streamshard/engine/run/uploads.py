@@ -121,7 +121,6 @@ def _grouped(files: Iterable[TargetFile]) -> Iterator[Sequence[TargetFile]]:
 
 
 def _upload(writer: SpanWriter, files: Sequence[TargetFile], root: Path) -> Sequence[FinishedFile]:
-    """Upload whole files, as a worker's job; several small ones side by side."""
     if len(files) == 1:
         whole = partial(_upload_once, writer, files[0], root / files[0].path)
         with target_errors(root / files[0].path):

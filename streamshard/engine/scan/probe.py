@@ -52,7 +52,6 @@ class FileHashes:
             self._running[file] = end, digest
 
     def take(self) -> Mapping[int, str]:
-        """Return the hash of each file that is complete since the last call."""
         found, self._whole = self._whole, {}
         return found
 
@@ -137,7 +136,6 @@ class Probe:
         return digest.digest
 
     def magnitudes(self, region: Region, *, dtype: str) -> Magnitudes:
-        """Return the magnitudes of the elements of a region without a cast."""
         meter = self._meters.setdefault(dtype, Meter(dtype))
         measured: list[Magnitudes] = []
         filler = RegionFiller(region, self._reader, memoryview(b""))

@@ -79,7 +79,6 @@ def make_reader(
     scratch_bytes: int,
     host: Host,
 ) -> K:
-    """Make a worker that reads two sources, whose files are given."""
     left, right = (
         SourceReader(files, workers=host.workers, stop=host.stop, maps=True) for files in sides
     )

@@ -50,7 +50,6 @@ class BloscChunk:
     itemsize: int
 
     def encode(self, content: memoryview) -> bytes:
-        """Compress a chunk's content, or a piece of it."""
         # Not at the top: it is slow to import, and only compressed stores need it.
         from numcodecs.blosc import Blosc
 

@@ -88,7 +88,6 @@ def _dimension_names(shape: tuple[int, ...]) -> list[str]:
 def store_documents(
     checkpoint: Checkpoint, chunk_shapes: ChunkShapes, codec: str
 ) -> dict[str, bytes]:
-    """Serialize the zarr.json of every group and of every tensor's array, by path."""
     paths = list(map(array_path, checkpoint.tensors))
     found = dict.fromkeys(group_paths(paths), group_document())
     found["zarr.json"] = group_document({ROOT_KEY: _attributes(checkpoint)})

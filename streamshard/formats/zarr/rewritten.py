@@ -104,7 +104,6 @@ class RewrittenArray:
         return tuple(slice(i * length, (i + 1) * length) for i, length in both)
 
     def _decoded(self, index: tuple[int, ...]) -> Any:  # noqa: ANN401
-        """Decode a chunk, or return the fill value if there is none."""
         key = self.array.metadata.encode_chunk_key(index)
         file = self.files.get(key)
         # An empty file is not a chunk either: in place of a zarr shard it would read as fill value.
@@ -175,7 +174,6 @@ class RewrittenPiece:
     def decode(
         self, file: StoredBytes, stored: Memory, content: Memory, part: tuple[int, int] | None
     ) -> tuple[int, memoryview]:
-        """Return the elements of the piece, all of them."""
         read = self.array.read_compared if self.is_compared else self.array.read
         return 0, read(self.number, content(self.array.piece_bytes(0)))
 

@@ -160,7 +160,6 @@ class StoreIndex:
         return unread
 
     def known(self) -> tuple[Manifest, Checkpoint]:
-        """Return the manifest and the training state of a store that has both."""
         if self.manifest is None or self.checkpoint is None:
             raise IncompleteError("neither manifest nor training state was read", path=self.root)
         return self.manifest, self.checkpoint
@@ -344,7 +343,6 @@ class StoreIndex:
     def _decoder(
         self, path: Path, chunk: StoredChunk, record: FileRecord, codec: BloscChunk | None
     ) -> Decoder | CorruptFileError:
-        """Say how a chunk is decoded, or what is wrong with its record."""
         crc32s = record.crc32s
         blocks = -(-chunk.nbytes // BLOCK_BYTES) if codec is None else 1
         if codec is None and record.nbytes != chunk.nbytes + CHECKSUM_BYTES:

@@ -353,7 +353,6 @@ def _require_consistent(checkpoint: Checkpoint) -> None:
 
 
 def _require_no_states(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint that is marked as weights only and has optimizer states."""
     left = {tensor.state for tensor in checkpoint.tensors} - {MASTER, MODULE, BLOB, FILE}
     for model_part in checkpoint.model_parts:
         for group in model_part.groups:

@@ -76,7 +76,6 @@ def copy_object(known: ObjectPath, path: ObjectPath) -> None:
 
 
 def moved(path: ObjectPath, root: ObjectPath, target: ObjectPath) -> ObjectPath:
-    """Return the path that an object has below another root."""
     return target.of_key("/".join([*target.parts[2:], *path.parts[len(root.parts) :]]))
 
 

@@ -171,7 +171,6 @@ def forget() -> None:
 
 
 def entries_of(directory: ObjectPath) -> list[Entry]:
-    """List a directory, or return the listing that is kept."""
     scope = _kept()
     if scope is None:
         return _list_directory(directory)
@@ -195,7 +194,6 @@ def keep_tree(root: ObjectPath) -> None:
 
 
 def tree_of(root: ObjectPath) -> Directories:
-    """List everything below a path, by directory, or return the listings that are kept."""
     scope = _kept()
     if scope is None:
         return _tree(root)

@@ -94,7 +94,6 @@ def compact(options: _Compact) -> Compaction:
 
 
 def _unmatched(patterns: Sequence[str], tags: Sequence[CompactedTag]) -> Iterator[str]:
-    """Report patterns that match no tag: one may be mistyped, and its tag is not kept."""
     for pattern in patterns:
         if not any(matches(tag.tag, pattern) for tag in tags):
             yield f"{Option('keep_tags', [pattern])}: no tag has such a name"

@@ -51,7 +51,6 @@ class CompactedTag:
 
     @classmethod
     def of(cls, tag: str, action: str, reason: str, exit_code: int = 0) -> "CompactedTag":
-        """Return the result for a tag, without sizes."""
         return cls(tag, step_of(tag), action, reason, exit_code=exit_code)
 
     @classmethod

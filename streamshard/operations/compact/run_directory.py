@@ -91,7 +91,6 @@ def require_on_disk(run_dir: Path) -> None:
 
 
 def require_parent(archive_dir: Path) -> None:
-    """Refuse a directory of archives whose parent is not there, as if its disk is not mounted."""
     parent = archive_dir.absolute().parent
     with target_errors(parent):
         is_there = is_object(archive_dir) or exists(parent)

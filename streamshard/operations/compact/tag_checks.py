@@ -31,7 +31,6 @@ from streamshard.source.structure import require_same_repeats
 
 
 def accounted_for(source: Source, root: Path) -> str:
-    """Require that every file in a directory that may go belongs to the opened source."""
     known = {file.path for file in source.files}
     known |= {source.path / file.path for file in source.checkpoint.files}
     count = 0

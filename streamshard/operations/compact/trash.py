@@ -90,7 +90,6 @@ class Trash:
             self._move(source, target)
 
     def mark_for_removal(self, tag: str) -> None:
-        """Move a tag to the part of the trash that is being emptied."""
         with target_errors(self.rest_of(tag)):
             self._make(self._going)
             if tag not in self.being_removed():

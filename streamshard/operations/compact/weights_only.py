@@ -145,7 +145,6 @@ def drop_states(context: RunContext, tag: str, *, is_dry_run: bool) -> Compacted
 
 
 def _make(context: RunContext, receipt: Receipt, store: WeightsOnlyStore) -> Receipt:
-    """Make and prove the archive of weights, and let the receipt name it."""
     full = context.archived(receipt.tag).full_of(receipt)
     weights = replace(full, of_weights=True)
     log = CheckLog(check for check in receipt.checks if check.holds)
@@ -218,7 +217,6 @@ def _proved(
 def _require_same_files(
     full: ArchivedTag, weights: ArchivedTag, store: WeightsOnlyStore, sums: Mapping[str, str]
 ) -> str:
-    """Require that the kept files have the SHA-256 that is recorded of the full archive's."""
     recorded, kept = full.read_sums(), store.kept.records()
     for path in kept:
         if path not in sums or sums[path] != recorded.get(path):
@@ -227,7 +225,6 @@ def _require_same_files(
 
 
 def _require_original_gone(context: RunContext, receipt: Receipt) -> str:
-    """Require that the run directory is the archived one, and that the original is gone."""
     context.require_same_directory(receipt)
     for path in context.originals(receipt.tag):
         raise CorruptFileError(f"{path}: is there, and its receipt says that it is gone")

@@ -182,7 +182,6 @@ class StoreTargets(TargetWriter):
         return records
 
     def manifest(self) -> Iterator[FileLayout]:
-        """Yield the layouts of the manifest, after everything else is written, and of the root."""
         yield from fixed_files(self._manifest())
         yield from fixed_files({ROOT_DOCUMENT: self._root}, is_last=True)
 

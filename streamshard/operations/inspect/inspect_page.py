@@ -100,7 +100,6 @@ def _as_it_is(source: Source) -> _Cut:
 
 
 def _resized(source: Source, world_size: int | None, zero_stage: int | None) -> _Cut:
-    """Cut a checkpoint as `repartition` does."""
     ranks = world_size if world_size is not None else source.checkpoint.ranks
     dp_world_size = require_allowed(source.checkpoint, ranks)
     settings = target_settings(source.checkpoint, dp_world_size, zero_stage, None)
@@ -263,7 +262,6 @@ def cut_page(found: Inspection, source: Source, cut: Document) -> bytes:
 
 
 def unopened_page(found: CheckpointList | IncompleteCheckpoint) -> bytes:
-    """Draw what there is of a checkpoint that cannot be opened, or of several."""
     document: Document = {**asdict(found), "kind_title": "directory of checkpoints"}
     if isinstance(found, IncompleteCheckpoint):
         document["kind_title"] = reader_of(found.kind).title

@@ -75,7 +75,6 @@ def ranks_of(source: Source) -> dict[int, tuple[int, tuple[int, ...] | None]]:
 
 
 def parameter_summaries(source: Source) -> Iterator[ParameterSummary]:
-    """Describe the trained parameters in a few words, group by group."""
     for row, group, sharing, first, last in _trained(source):
         tensor = source.checkpoint.tensors[row]
         yield ParameterSummary(
@@ -90,7 +89,6 @@ def parameter_summaries(source: Source) -> Iterator[ParameterSummary]:
 
 
 def parameter_details(source: Source, patterns: Sequence[str]) -> tuple[ParameterDetail, ...]:
-    """Describe all tensors of the model whose complete names match a pattern."""
     if not patterns:
         return ()
     # Not at the top: few look at single tensors.
@@ -188,7 +186,6 @@ def _pieces(
 
 
 def rank_detail(source: Source, rank: int) -> RankDetail:
-    """Describe the part of the optimizer that one data-parallel rank holds."""
     layout, asked = source.checkpoint.layout, Option("rank", rank)
     if not source.kind.is_of_ranks:
         what, pieces = ("a store", "chunks") if source.kind.is_store else ("this", "pieces")

@@ -12,7 +12,6 @@ from streamshard.transfer.target import partial_of
 
 
 def require_free(path: Path) -> None:
-    """Refuse a path at which something is, except a page that streamshard wrote."""
     with target_errors(path):
         if not is_directory(path.parent):
             message = f"{path}: there is no directory {path.parent}; make it first"
