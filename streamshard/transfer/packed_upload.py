@@ -19,8 +19,7 @@ from streamshard.io.objects.listings import head
 from streamshard.io.objects.object_upload import remove_object, upload_requests
 from streamshard.io.readable import Status
 from streamshard.model import Template
-from streamshard.transfer.packed_files import PackedFiles
-from streamshard.transfer.packed_target import require_packed_store
+from streamshard.transfer.packed_target import PackedFiles, require_packed_store
 from streamshard.transfer.target import partial_of
 from streamshard.transfer.target_state import TargetState
 from streamshard.transfer.transaction import Transaction

@@ -14,8 +14,7 @@ from benchmarks.compact_reads import times_read
 from streamshard.cli.main import main
 from streamshard.engine.journals.journal import Journal
 from streamshard.operations.compact.tag_checks import unchanged
-from streamshard.transfer.packed_files import PackedFiles
-from streamshard.transfer.packed_target import PackedTarget
+from streamshard.transfer.packed_target import PackedFiles, PackedTarget
 from tests.compact.runs import (
     ALL,
     FIRST,

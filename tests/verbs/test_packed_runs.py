@@ -25,8 +25,7 @@ from streamshard.io.place import place_of
 from streamshard.io.sink import Sink
 from streamshard.options import CODECS
 from streamshard.transfer import file_layout
-from streamshard.transfer.packed_files import PackedFiles
-from streamshard.transfer.packed_target import PackedTarget
+from streamshard.transfer.packed_target import PackedFiles, PackedTarget
 from tests.fabricated import write
 from tests.formats.conftest import files_of
 from tests.job import Job

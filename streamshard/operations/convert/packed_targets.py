@@ -25,7 +25,7 @@ from streamshard.layout.memory_plan import MIB, MemoryPlan
 from streamshard.operations.convert.store_targets import StoreTargets, together
 from streamshard.source.source import Request
 from streamshard.transfer.byte_accounting import ByteCounts
-from streamshard.transfer.packed_files import BUFFER_BYTES
+from streamshard.transfer.packed_target import BUFFER_BYTES
 from streamshard.transfer.report import Report
 from streamshard.transfer.target_writer import Pass
 
