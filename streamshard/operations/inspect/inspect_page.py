@@ -278,14 +278,9 @@ def _files(files: Sequence[FileSummary], ranks: Sequence[int | None]) -> Documen
 
 def _alarms(source: Source) -> list[str]:
     """Return those of its notes that put a checkpoint in doubt."""
-    checkpoint = source.checkpoint
-    doubted = replace(
-        checkpoint, notes=tuple(n for n in checkpoint.notes if n.kind is NoteKind.MIXED)
-    )
-    return [
-        *source.kind.remarks(source),
-        *replace(doubted, dropped=None).remarks,
-    ]
+    doubts = tuple(n for n in source.checkpoint.notes if n.kind is NoteKind.MIXED)
+    doubted = replace(source.checkpoint, notes=doubts, dropped=None)
+    return [*source.kind.remarks(source), *doubted.remarks]
 
 
 def _add_places(panels: Sequence[Document], source: Source, listed: Ints) -> None:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamshard.formats.checkpoint import Dropped
-from streamshard.formats.deepspeed.model_parallel.parallel_degrees import Degrees
 from streamshard.health import TensorHealth
 from streamshard.registry import reader_of
 from streamshard.sizes import counted, show_bytes
@@ -235,28 +234,6 @@ class IncompleteCheckpoint:
     """The page that was written, with its size."""
 
 
-def _degrees_text(parts: int, data: int, degrees: Degrees | None, expert: int) -> str:
-    """Say as what ranks share the model; empty if ZeRO alone cuts it.
-
-    Parameters
-    ----------
-    parts, data
-        Tensor and pipeline parallel parts of the model, and the ranks that share each.
-
-    >>> _degrees_text(6, 4, Degrees(2, 3), 2), _degrees_text(1, 8, Degrees(1, 1), 1)
-    ('4 data-parallel x 2 tensor-parallel x 3 pipeline-parallel, experts over 2', '')
-    """
-    if parts == expert == 1:
-        return ""
-    text = f"{data} data-parallel"
-    if degrees is None:
-        text += f" x {parts} tensor or pipeline parallel"
-    else:
-        both = ((degrees.tensor, "tensor"), (degrees.pipeline, "pipeline"))
-        text += "".join(f" x {count} {kind}-parallel" for count, kind in both if count > 1)
-    return text + (f", experts over {expert}" if expert > 1 else "")
-
-
 @dataclass(frozen=True, slots=True, repr=False)
 class Inspection:
     """The content of a checkpoint."""
@@ -328,11 +305,17 @@ class Inspection:
     @property
     def ranks_text(self) -> str:
         """The count of ranks, and as what they share the model."""
-        both = self.tensor_parallel, self.pipeline_parallel
-        degrees = None if both[0] is None or both[1] is None else Degrees(both[0], both[1])
         parts, expert = self.model_parallel, self.expert_parallel
-        text = _degrees_text(parts, self.data_parallel, degrees, expert)
-        return f"{self.world_size}: {text}" if text else f"{self.world_size}"
+        if parts == expert == 1:
+            return f"{self.world_size}"
+        text = f"{self.world_size}: {self.data_parallel} data-parallel"
+        tensor, pipeline = self.tensor_parallel, self.pipeline_parallel
+        if tensor is None or pipeline is None:
+            text += f" x {parts} tensor or pipeline parallel"
+        else:
+            both = ((tensor, "tensor"), (pipeline, "pipeline"))
+            text += "".join(f" x {count} {kind}-parallel" for count, kind in both if count > 1)
+        return text + (f", experts over {expert}" if expert > 1 else "")
 
     @property
     def title(self) -> list[tuple[str, str]]:
