@@ -60,13 +60,11 @@ class TransferPlan:
 
     def found(self, progress: Progress | None = None) -> Report | None:
         """Return the report of a run that has nothing to do; None if there is something to do."""
-        output = self.output
-        if output.is_reusable:
+        if self.output.is_reusable:
             is_tag = self.source.kind.is_tag
             place = str(self.source.path) if is_tag else self.report.source
             return nothing_done(self.report, "source", place)
-        named = load(EXISTING_TARGET)(self.report, self.target, output, self.memory, self.options)
-        found: Report | None = named.found(progress)
+        found: Report | None = load(EXISTING_TARGET)(self, progress)
         return found
 
     def run(self, progress: Progress | None = None) -> Report:
