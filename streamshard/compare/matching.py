@@ -84,7 +84,7 @@ def _pair_training(one: Checkpoint, other: Checkpoint, found: Pairing, *, conver
     for model_part, counterpart in zip(one.model_parts, other.model_parts, strict=True):
         if one.is_dumps or other.is_dumps:
             break
-        _ModulePairing(one, other, model_part, counterpart, found, converted).run()
+        _pair_modules((one, model_part), (other, counterpart), found, converted=converted)
     for place in training_state.compare(one, other):
         if isinstance(place, BlobPair):
             _pair_blobs(place, found)
@@ -117,7 +117,7 @@ def _pair_foreign(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
             f"One side is {what}, without an optimizer: only weights and buffers were compared."
         )
     if not (one.is_dumps or other.is_dumps):
-        _ModulePairing(one, other, model_part, counterpart, found, converted=False).run()
+        _pair_modules((one, model_part), (other, counterpart), found, converted=False)
 
 
 def _pair_states(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
@@ -164,78 +164,67 @@ class _Weight:
     """Whether the checkpoint keeps only its master weights, of which it is a cast."""
 
 
-class _ModulePairing:
-    """Matches the entries of the modules of one model part."""
+def _pair_modules(
+    one: tuple[Checkpoint, ModelPart],
+    other: tuple[Checkpoint, ModelPart],
+    found: Pairing,
+    *,
+    converted: bool,
+) -> None:
+    """Match the entries of the modules of one model part."""
+    excluded = _without_values(*one) | _without_values(*other)
+    is_foreign = bool(one[0].foreign or other[0].foreign)
+    here, there = dict(_weights(*one)), dict(_weights(*other))
+    for name in {**here, **there}:
+        mine, theirs = here.get(name), there.get(name)
+        weight = mine or there[name]
+        tensor = LogicalTensor(MODULE, name, weight.dtype, weight.shape, one[1].name)
+        if (mine is None or theirs is None) and name in excluded:
+            found.notes.append(
+                f"'{name}' was compared with nothing: stage 3 keeps no values of a frozen "
+                "weight that was saved with exclude_frozen_parameters."
+            )
+        elif mine is None or theirs is None:
+            found.only(tensor, is_left=mine is not None)
+        elif mine.shape != theirs.shape:
+            found.differ_in("shape", tensor, f"{mine.shape} here, {theirs.shape} there")
+        elif is_foreign:
+            _pair_foreign_weights(tensor, mine, theirs, found)
+        elif mine.dtype == theirs.dtype or converted:
+            _pair_weights(tensor, mine, theirs, found)
+        elif mine.is_cast or theirs.is_cast:  # the master weights show how they differ
+            found.differ_in("dtype", tensor, f"{mine.dtype} here, {theirs.dtype} there")
+        else:
+            found.add_same(tensor, mine.elements, theirs.elements)
 
-    def __init__(
-        self,
-        one: Checkpoint,
-        other: Checkpoint,
-        model_part: ModelPart,
-        counterpart: ModelPart,
-        found: Pairing,
-        converted: bool,
-    ) -> None:
-        self._excluded = _without_values(one, model_part) | _without_values(other, counterpart)
-        self._mine = dict(_weights(one, model_part))
-        self._theirs = dict(_weights(other, counterpart))
-        self._model_part = model_part.name
-        self._found = found
-        self._converted = converted
-        self._is_foreign = bool(one.foreign or other.foreign)
 
-    def run(self) -> None:
-        for name in {**self._mine, **self._theirs}:
-            mine, theirs = self._mine.get(name), self._theirs.get(name)
-            weight = mine or theirs
-            if weight is None:
-                continue
-            tensor = LogicalTensor(MODULE, name, weight.dtype, weight.shape, self._model_part)
-            if (mine is None or theirs is None) and name in self._excluded:
-                self._found.notes.append(
-                    f"'{name}' was compared with nothing: stage 3 keeps no values of a frozen "
-                    "weight that was saved with exclude_frozen_parameters."
-                )
-            elif mine is None or theirs is None:
-                self._found.only(tensor, is_left=mine is not None)
-            elif mine.shape != theirs.shape:
-                message = f"{mine.shape} here, {theirs.shape} there"
-                self._found.differ_in("shape", tensor, message)
-            elif self._is_foreign:
-                self._pair_foreign(tensor, mine, theirs)
-            elif mine.dtype != theirs.dtype and not self._converted:
-                if mine.is_cast or theirs.is_cast:  # the master weights show how they differ
-                    message = f"{mine.dtype} here, {theirs.dtype} there"
-                    self._found.differ_in("dtype", tensor, message)
-                else:
-                    self._found.add_same(tensor, mine.elements, theirs.elements)
-            else:
-                self._pair(tensor, mine, theirs)
+def _pair_foreign_weights(
+    tensor: LogicalTensor, mine: _Weight, theirs: _Weight, found: Pairing
+) -> None:
+    """Match weights of which one side has no master weights, or not by that name."""
+    if mine.master and theirs.master:
+        return  # matched as states
+    sides = [[w.elements, *([w.master] if w.master else [])] for w in (mine, theirs)]
+    same = [(a, b) for a in sides[0] for b in sides[1] if a.dtype == b.dtype]
+    found.add_same(tensor, *(same[-1] if same else (sides[0][-1], sides[1][-1])))
 
-    def _pair_foreign(self, tensor: LogicalTensor, mine: _Weight, theirs: _Weight) -> None:
-        """Match weights of which one side has no master weights, or not by that name."""
-        if mine.master and theirs.master:
-            return  # matched as states
-        sides = [[w.elements, *([w.master] if w.master else [])] for w in (mine, theirs)]
-        same = [(a, b) for a in sides[0] for b in sides[1] if a.dtype == b.dtype]
-        self._found.add_same(tensor, *(same[-1] if same else (sides[0][-1], sides[1][-1])))
 
-    def _pair(self, tensor: LogicalTensor, mine: _Weight, theirs: _Weight) -> None:
-        """Match the weights of one name, unless both sides keep only the master weights."""
-        dtype, right = mine.dtype, theirs.elements
-        if mine.dtype != theirs.dtype:
-            if mine.is_cast:
-                return
-            right = theirs.master or right
-        elif mine.is_cast and theirs.is_cast:
+def _pair_weights(tensor: LogicalTensor, mine: _Weight, theirs: _Weight, found: Pairing) -> None:
+    """Match the weights of one name, unless both sides keep only the master weights."""
+    dtype, right = mine.dtype, theirs.elements
+    if mine.dtype != theirs.dtype:
+        if mine.is_cast:
             return
-        for side in (mine.elements, right):
-            try:
-                cast_between(side.dtype, dtype)
-            except UnsupportedError as error:
-                self._found.differ_in("dtype", tensor, str(error))
-                return
-        self._found.add(tensor, mine.elements, right, dtype)
+        right = theirs.master or right
+    elif mine.is_cast and theirs.is_cast:
+        return
+    for side in (mine.elements, right):
+        try:
+            cast_between(side.dtype, dtype)
+        except UnsupportedError as error:
+            found.differ_in("dtype", tensor, str(error))
+            return
+    found.add(tensor, mine.elements, right, dtype)
 
 
 def _weights(checkpoint: Checkpoint, model_part: ModelPart) -> Iterator[tuple[str, _Weight]]:
