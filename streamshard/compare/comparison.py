@@ -18,13 +18,7 @@ from streamshard.engine.numeric.cast import comparing_cast, wider
 from streamshard.engine.run.memory_limits import Limits
 from streamshard.engine.run.phases import READING, Count, Progress
 from streamshard.engine.run.work import Region
-from streamshard.engine.scan.region_pair import (
-    Comparator,
-    Mismatch,
-    PairReader,
-    RegionPair,
-    make_reader,
-)
+from streamshard.engine.scan.region_pair import Comparator, Mismatch, PairReader, RegionPair
 from streamshard.errors import SourceError, StreamshardError
 from streamshard.formats.zarr.array_paths import array_path
 from streamshard.layout.cutting import Segments, coalesce
@@ -176,7 +170,7 @@ class Runs:
                 yield job(run)
 
         sides = [side.files for side in self.sides]
-        reader = partial(make_reader, kind, sides, memory.window_bytes, BUFFER_BYTES)
+        reader = partial(kind.of, sides, memory.window_bytes, BUFFER_BYTES)
         tools = ReadingTools([file for files in sides for file in files], reader)
         results = run_ordered(
             jobs(),

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,20 @@ class PairReader:
         self._progress = progress
         self.window_bytes = window_bytes
 
+    @classmethod
+    def of(
+        cls,
+        sides: Sequence[Sequence[SourceFile]],
+        window_bytes: int,
+        scratch_bytes: int,
+        host: Host,
+    ) -> Self:
+        left, right = (
+            SourceReader(files, workers=host.workers, stop=host.stop, maps=True) for files in sides
+        )
+        sizes = {"window_bytes": window_bytes, "scratch_bytes": scratch_bytes}
+        return cls(left, right, progress=host.progress, **sizes)
+
     def settle(self) -> None:
         for reader in self._readers:
             reader.settle()
@@ -67,28 +81,6 @@ class PairReader:
 
 def _front(window: memoryview, nbytes: int) -> memoryview:
     return window[:nbytes]
-
-
-K = TypeVar("K", bound=PairReader)
-
-
-def make_reader(
-    kind: type[K],
-    sides: Sequence[Sequence[SourceFile]],
-    window_bytes: int,
-    scratch_bytes: int,
-    host: Host,
-) -> K:
-    left, right = (
-        SourceReader(files, workers=host.workers, stop=host.stop, maps=True) for files in sides
-    )
-    return kind(
-        left,
-        right,
-        window_bytes=window_bytes,
-        scratch_bytes=scratch_bytes,
-        progress=host.progress,
-    )
 
 
 Ints = NDArray[np.int64]
