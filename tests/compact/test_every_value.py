@@ -213,14 +213,14 @@ def padding_numel(job: Job) -> int:
 def edited(run: Path) -> Iterator[None]:
     """Give every element of every state another value, one at a time."""
     for path in sorted((run / TAG).glob("*optim_states.pt")):
-        whole = path.read_bytes()
-        for number, tensor in enumerate(flat_tensors(load(path))):
-            for place in range(tensor.numel()):
-                content = load(path)
-                flat_tensors(content)[number][place] = 77.0
+        whole, content = path.read_bytes(), load(path)
+        for tensor in flat_tensors(content):
+            for place, value in enumerate(tensor.tolist()):
+                tensor[place] = 77.0
                 save(content, path)
                 yield
-                path.write_bytes(whole)
+                tensor[place] = value
+        path.write_bytes(whole)
 
 
 def refusals(run: Path) -> int:
