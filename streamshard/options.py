@@ -154,8 +154,14 @@ def _signature_of(kind: type[Options], returned: object = None) -> "Signature":
 _known_signature: Final[Callable[..., "Signature"]] = cache(_signature_of)
 
 
+_ANY_ERROR: Final = (
+    "\nStreamshardError\n    One of its subclasses, each with its own exit code; see "
+    "`streamshard.errors`."
+)
+
+
 def with_parameters(text: str, kind: type[Options]) -> str:
-    """Add a section of parameters to a docstring, of the help of options."""
+    """Add parameters, of the help of options, and what all verbs raise to a docstring."""
     from inspect import cleandoc  # as above
     from textwrap import indent, wrap
 
@@ -165,8 +171,9 @@ def with_parameters(text: str, kind: type[Options]) -> str:
         for name, field in sorted(fields.items(), key=lambda entry: entry[1].default is not ...)
         if field.help
     )
-    head, raises, rest = cleandoc(text).partition("\n\nRaises\n")
-    return f"{head}\n\nParameters\n----------{entries}{raises}{rest}"
+    head, _, raises = cleandoc(text).partition("\n\nRaises\n------")
+    raises += "" if "\nStreamshardError\n" in raises else _ANY_ERROR
+    return f"{head}\n\nParameters\n----------{entries}\n\nRaises\n------{raises}"
 
 
 def described(field: OptionField) -> str:

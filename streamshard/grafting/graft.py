@@ -44,8 +44,6 @@ def plan_graft(options: GraftOptions) -> TransferPlan:
     UsageError
         If SRC and START differ where no rule says what to do. The notes of the error are the rules
         that would.
-    StreamshardError
-        One of its subclasses, each with its own exit code; see `streamshard.errors`.
     """
     return _plan(options)
 

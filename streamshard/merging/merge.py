@@ -52,8 +52,6 @@ def plan_merge(options: MergeOptions) -> TransferPlan:
     ------
     IntegrityError
         When it runs: a weight is NaN or infinite. The target does not come into being.
-    StreamshardError
-        One of its subclasses, each with its own exit code; see `streamshard.errors`.
     """
     return _plan(options)
 

@@ -38,13 +38,7 @@ class _Convert(ConvertOptions, Watched):
 
 @takes(ConvertOptions)
 def plan_convert(options: ConvertOptions) -> TransferPlan:
-    """Read the source's headers and plan a conversion; writes nothing.
-
-    Raises
-    ------
-    StreamshardError
-        One of its subclasses, each with its own exit code; see `streamshard.errors`.
-    """
+    """Read the source's headers and plan a conversion; writes nothing."""
     return _plan(options)
 
 

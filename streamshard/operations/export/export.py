@@ -100,11 +100,6 @@ def plan_export(options: ExportOptions) -> TransferPlan:
 
     With `universal` no other option from `dtype` to `layout` may be given. `like` may also be a
     base model, a directory of safetensors files, whose names and shapes the weights must have.
-
-    Raises
-    ------
-    StreamshardError
-        One of its subclasses, each with its own exit code; see `streamshard.errors`.
     """
     return _plan(options)
 

@@ -30,11 +30,6 @@ def plan_repartition(options: RepartitionOptions) -> TransferPlan:
 
     A key that `ds_config_file` leaves out has DeepSpeed's default; an "auto" in it has the last
     run's value. Only a store knows the default of `world_size`; other sources need it.
-
-    Raises
-    ------
-    StreamshardError
-        One of its subclasses, each with its own exit code; see `streamshard.errors`.
     """
     return _plan(options)
 

@@ -43,11 +43,6 @@ def verify(options: _Verify) -> Verification:
     checkpoint at `path`, or if the checkpoint `against` cannot be read.
 
     With `against`, the content of both checkpoints is compared, and nothing else is checked.
-
-    Raises
-    ------
-    StreamshardError
-        One of its subclasses, each with its own exit code; see `streamshard.errors`.
     """
     floor_bytes = resident_memory.resident_bytes()
     resident_memory.restart_peak()
