@@ -154,12 +154,6 @@ def _signature_of(kind: type[Options], returned: object = None) -> "Signature":
 _known_signature: Final[Callable[..., "Signature"]] = cache(_signature_of)
 
 
-_ANY_ERROR: Final = (
-    "\nStreamshardError\n    One of its subclasses, each with its own exit code; see "
-    "`streamshard.errors`."
-)
-
-
 def with_parameters(text: str, kind: type[Options]) -> str:
     """Add parameters, of the help of options, and what all verbs raise to a docstring."""
     from inspect import cleandoc  # as above
@@ -172,7 +166,9 @@ def with_parameters(text: str, kind: type[Options]) -> str:
         if field.help
     )
     head, _, raises = cleandoc(text).partition("\n\nRaises\n------")
-    raises += "" if "\nStreamshardError\n" in raises else _ANY_ERROR
+    if "\nStreamshardError\n" not in raises:
+        raises += "\nStreamshardError\n    One of its subclasses, each with its own exit code; see "
+        raises += "`streamshard.errors`."
     return f"{head}\n\nParameters\n----------{entries}\n\nRaises\n------{raises}"
 
 

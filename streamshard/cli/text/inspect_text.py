@@ -96,12 +96,10 @@ class _Page:
             self._blocks.append(block)
 
     def texts(self, texts: Sequence[str]) -> None:
-        """Add running text."""
         for text in texts:
             self.add(one_line(text) if self._width is None else paragraph(one_line(text)))
 
     def pictures(self, pictures: Sequence[FileSummary]) -> None:
-        """Tell what was drawn."""
         self.add("\n".join(f"drew  {p.path}, {show_bytes(p.nbytes)}" for p in pictures))
 
     def checkpoints(
@@ -204,14 +202,12 @@ class _Page:
         self.table("", head, rows, more_text(len(found.parameters) - len(rows), hint))
 
     def details(self, details: Sequence[ParameterDetail]) -> None:
-        """Add the details of selected parameters."""
         shown = details if self._verbose else details[:_PARAMETERS_SHOWN]
         for detail in shown:
             self.table(*_detail_table(detail, None if self._verbose else _ROWS_SHOWN))
         self.add(more_text(len(details) - len(shown), "-v shows all, --json for programs"))
 
     def rank(self, rank: RankDetail) -> None:
-        """Add the files and partitions of one rank."""
         files = ((file.path, file.nbytes) for file in rank.files)
         self.table("", (f"files of rank {rank.rank}", "bytes", ""), _sizes(files), "")
         for part in rank.partitions:
@@ -349,7 +345,6 @@ def _partition_table(
 
 
 def _incomplete_summary(found: IncompleteCheckpoint) -> str:
-    """Sum up a checkpoint of which something is missing."""
     stage = (
         "ZeRO stage not recorded" if found.zero_stage is None else f"ZeRO stage {found.zero_stage}"
     )
