@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from traceback import extract_tb
 from typing import Final
 
 from streamshard import registry
@@ -39,6 +40,13 @@ from streamshard.source.structure import CheckedStructure, opened_to_check
 _GROUP: Final = "streamshard.readers"
 _SETTING: Final = "STREAMSHARD_READERS"
 _ONLY_OWN: Final = "own"
+_NOT_ASKED: Final = f"No reader of another package was asked, as {_SETTING} is '{_ONLY_OWN}'."
+
+
+@dataclass(frozen=True)
+class _Installed:
+    reader: FormatReader
+    package: str
 
 
 def last_readers() -> Iterator[Reader]:
@@ -47,26 +55,28 @@ def last_readers() -> Iterator[Reader]:
     setting = os.environ.get(_SETTING, "")
     if setting not in ("", _ONLY_OWN):
         raise UsageError(f"{_SETTING} is {setting!r}; it may be '{_ONLY_OWN}' or empty")
-    plugged, failures = ((), ()) if setting else _installed()
+    installed, unused = ((), (_NOT_ASKED,)) if setting else _installed()
+    remarks, plugged = list(unused), list[PluggedReader]()
+    plugged += (PluggedReader(one.reader, one.package, plugged, remarks) for one in installed)
     yield from plugged
-    yield _UnknownReader(failures)
+    yield _UnknownReader(remarks)
 
 
 @cache
-def _installed() -> tuple[tuple["PluggedReader", ...], tuple[str, ...]]:
+def _installed() -> tuple[tuple[_Installed, ...], tuple[str, ...]]:
     """Load the readers of all installed packages; returns also why some cannot be used."""
-    plugged: list[PluggedReader] = []
-    failures: list[str] = []
+    found: list[_Installed] = []
+    unused: list[str] = []
     for entry in entry_points(group=_GROUP):
         package = "an unknown package" if entry.dist is None else entry.dist.name
         if package == "streamshard":
             continue
         try:
-            plugged.append(PluggedReader(_loaded(entry), package, failures))
+            found.append(_Installed(_loaded(entry), package))
         except Exception as error:  # whatever another package's code raises
-            failures.append(f"The reader {entry.name!r} of {package} is not used: {error!r:.200}.")
-    _require_one_of_each_kind(plugged)
-    return tuple(plugged), tuple(failures)
+            unused.append(f"The reader {entry.name!r} of {package} is not used: {error!r:.200}.")
+    _require_one_of_each_kind(found)
+    return tuple(found), tuple(unused)
 
 
 def _loaded(entry: EntryPoint) -> FormatReader:
@@ -79,13 +89,13 @@ def _loaded(entry: EntryPoint) -> FormatReader:
     return reader
 
 
-def _require_one_of_each_kind(plugged: Iterable["PluggedReader"]) -> None:
+def _require_one_of_each_kind(found: Iterable[_Installed]) -> None:
     packages: dict[str, list[str]] = {r.name: ["streamshard"] for r in registry.own_readers()}
-    for reader in plugged:
-        packages.setdefault(reader.name, []).append(reader.package)
-    for kind, known in packages.items():
-        if len(known) > 1:
-            message = f"{' and '.join(known)} have a reader of the kind {show(kind)}, which one may"
+    for one in found:
+        packages.setdefault(one.reader.name, []).append(one.package)
+    for kind, names_of_kind in packages.items():
+        if len(names_of_kind) > 1:
+            message = f"{' and '.join(names_of_kind)} have a reader of the kind {show(kind)}"
             raise UsageError(f"{message}. Uninstall one, or set {_SETTING}={_ONLY_OWN}")
 
 
@@ -101,8 +111,8 @@ class _KnownReader(NativeReader):
 class _UnknownReader(NativeReader):
     """Says what is wrong with what no reader knows, and which readers could not be asked."""
 
-    def __init__(self, failures: Sequence[str]) -> None:
-        self._failures = failures
+    def __init__(self, remarks: Sequence[str]) -> None:
+        self._remarks = remarks
 
     def recognizes(self, request: Request) -> Path | None:
         return request.root
@@ -122,7 +132,7 @@ class _UnknownReader(NativeReader):
         try:
             yield
         except SourceError as error:
-            for text in self._failures:
+            for text in self._remarks:
                 error.add_note(text)
             raise
 
@@ -146,22 +156,35 @@ class PluggedReader(DistributedReader):
 
     facts = frozenset()
 
-    def __init__(self, reader: FormatReader, package: str, failures: Sequence[str]) -> None:
+    def __init__(
+        self,
+        reader: FormatReader,
+        package: str,
+        plugged: Sequence["PluggedReader"],
+        remarks: list[str],
+    ) -> None:
         self.name, self.title = reader.name, reader.title
-        self.package = package
         self._reader = reader
-        self._failures = failures
+        self._package = package
+        self._plugged = plugged
+        self._remarks = remarks
 
     def holds(self, directory: Path) -> bool:
-        with self._errors(directory):
+        """Tell so; a reader that fails does not stop the others."""
+        try:
             return is_directory(directory) and self._reader.recognizes(directory)
+        except (StreamshardError, OSError, MemoryError):
+            raise
+        except Exception as error:
+            self._remarks.append(f"{self._failed(error)} when it was asked, and is not used.")
+            return False
 
     def recognizes(self, request: Request) -> Path | None:
         place = self.at(request)
         if place is not None:
-            rivals = [r for r in _installed()[0] if r is not self and r.holds(place)]
+            rivals = [other for other in self._plugged if other is not self and other.holds(place)]
             if rivals:
-                packages = " and ".join(r.package for r in (self, *rivals))
+                packages = " and ".join(reader._package for reader in (self, *rivals))
                 message = f"may be what the readers of {packages} read. Uninstall one of them"
                 raise UsageError(message, path=place)
         return place
@@ -173,7 +196,7 @@ class PluggedReader(DistributedReader):
         for path in paths_below(place):
             require_inside(path, place)
         with of_file(place), self._errors(place):
-            return laid_out(place, self.title, self._reader.read(place), self._failures)
+            return laid_out(place, self.title, self._reader.read(place), self._remarks)
 
     def other_files(self, source: Source) -> Iterable[tuple[str, int]]:
         return ()
@@ -196,5 +219,10 @@ class PluggedReader(DistributedReader):
         except (StreamshardError, OSError, MemoryError):
             raise
         except Exception as error:
-            message = f"the reader of {self.package} failed ({error!r:.200}): the files are not"
-            raise CorruptFileError(f"{message} what it takes them for", path=path) from error
+            message = f"{self._failed(error)}: the files are not what it takes them for"
+            raise CorruptFileError(message, path=path) from error
+
+    def _failed(self, error: Exception) -> str:
+        last = extract_tb(error.__traceback__)[-1]
+        at = f"{Path(last.filename).name}, line {last.lineno}"
+        return f"the reader {self.name!r} of {self._package} failed ({error!r:.200} in {at})"

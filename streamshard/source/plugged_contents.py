@@ -12,7 +12,7 @@ from streamshard.errors import CorruptFileError, DisagreementError
 from streamshard.formats.dcp.dcp_reader import Distributed
 from streamshard.formats.dcp.item_reader import TensorPlaces, missing_file
 from streamshard.formats.dcp.metadata_reader import Index, SavedTensor
-from streamshard.formats.dcp.optimizer_state import SavedGroup, is_plain
+from streamshard.formats.dcp.optimizer_state import STEP, SavedGroup, is_plain
 from streamshard.formats.dcp.state_names import StateKeys
 from streamshard.formats.deepspeed.states import Elementwise, Plain, State
 from streamshard.formats.pickle.inert import show
@@ -22,6 +22,8 @@ from streamshard.io.files import require_regular
 from streamshard.model import BLOB, FILE, ITEMSIZE, MASTER, MODULE, RecordCrcs, SourceFile
 from streamshard.reader import Contents, ParamStates, RecordedSum, StoredTensor
 
+_NUMBERS: Final = frozenset({"lr", "eps", "weight_decay"})
+"""Options that are numbers in every optimizer."""
 _RESERVED: Final = frozenset({MASTER, MODULE, BLOB, FILE})
 """States that no optimizer may have, as other tensors have these words for theirs."""
 
@@ -36,7 +38,7 @@ class _Plugged(Distributed):
 
 
 def laid_out(
-    directory: Path, title: str, contents: Contents, failures: Sequence[str]
+    directory: Path, title: str, contents: Contents, remarks: Sequence[str]
 ) -> Distributed:
     """Check what a reader says of a checkpoint, and return it as a distributed one."""
     keys, places = StateKeys(), _Places(directory)
@@ -60,7 +62,7 @@ def laid_out(
         places.places,
         lambda: groups,
         title,
-        (*map(str, contents.notes), *failures),
+        (*map(str, contents.notes), *remarks),
         boxes_in="",
         ranks=contents.ranks,
     )
@@ -69,11 +71,14 @@ def laid_out(
 def _values(group: ParamStates) -> dict[str, State]:
     """Check the options of a param group and its states that are numbers; returns these."""
     for option, value in group.options.items():
-        if not is_plain(value):
-            raise CorruptFileError(f"{show(option)} is {show(value)}, which is no option")
+        is_number = type(value) in (int, float)
+        if not is_plain(value) or (option in _NUMBERS and not is_number):
+            raise CorruptFileError(f"the option {show(option)} cannot be {show(value)}")
     for state, number in group.values.items():
         if type(number) not in (int, float):
             raise CorruptFileError(f"its state {show(state)} is {show(number)}, which is no number")
+        if state == STEP and not (number >= 0 and float(number).is_integer()):
+            raise CorruptFileError(f"its step is {show(number)}, which is no count of steps")
     return {name_of(state): Plain(number) for state, number in group.values.items()}
 
 

@@ -130,7 +130,7 @@ class ReaderTests:
         if saved.like is not None or self.is_whole:
             return saved.like
         if self.ds_config is None:
-            pytest.skip("nothing tells what a job needs besides the tensors")
+            pytest.skip("give `ds_config`, or `like` of a SavedCheckpoint, to test stores and jobs")
         (tmp_path / "ds_config.json").write_text(json.dumps(self.ds_config))
         like = tmp_path / "like"
         streamshard.repartition(
@@ -190,7 +190,7 @@ class ReaderTests:
 
     @pytest.mark.usefixtures("untouched")
     def test_an_export_has_the_weights(self, saved: SavedCheckpoint, tmp_path: Path) -> None:
-        streamshard.export(saved.path, tmp_path / "exported")
+        streamshard.export(saved.path, tmp_path / "exported", like=saved.like)
         exported = _content_of(tmp_path / "exported")
         for name, states in saved.tensors.items():
             values = states.get(MASTERS, states.get(MODULE))

@@ -1,8 +1,10 @@
 """Which readers are asked, and what becomes of those of other packages that cannot be trusted."""
 
+import json
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,6 +22,7 @@ from streamshard.errors import (
     IncompleteError,
     SourceError,
     StreamshardError,
+    UnsupportedError,
     UsageError,
 )
 from streamshard.reader import (
@@ -227,16 +230,33 @@ def test_a_reader_that_cannot_be_used_is_a_note(
     assert any(why in note for note in streamshard.inspect(saved).notes)
 
 
-def test_what_its_code_raises_is_an_error_about_the_files(
-    saved: Path, install: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_its_code_raises_is_an_error_about_the_files(saved: Path, install: Install) -> None:
     install()
     RawReader.contents = lambda _: {"a": 1}["offset"]
-    with pytest.raises(CorruptFileError, match=r"reader of raw-reader failed \(KeyError\('offset'"):
+    where = r"'raw' of raw-reader failed \(KeyError\('offset'\) in test_plug_ins\.py, line \d+\)"
+    with pytest.raises(CorruptFileError, match=where):
         streamshard.inspect(saved)
-    monkeypatch.setattr(RawReader, "recognizes", lambda *_: 1 // 0)
-    with pytest.raises(CorruptFileError, match="ZeroDivisionError"):
+
+
+class FailingReader(RawReader):
+    name = "failing"
+
+    def recognizes(self, directory: Path) -> bool:
+        raise ZeroDivisionError(directory)
+
+
+FAILING = FailingReader()
+
+
+def test_a_reader_that_fails_does_not_stop_the_others(saved: Path, install: Install) -> None:
+    install("failing", f"{__name__}:FAILING")
+    with pytest.raises(SourceError) as caught:
         streamshard.inspect(saved)
+    (note,) = caught.value.__notes__
+    assert "reader 'failing' of failing failed (ZeroDivisionError" in note
+    install()
+    plug_ins._installed.cache_clear()
+    assert any("ZeroDivisionError" in note for note in streamshard.inspect(saved).notes)
 
 
 def test_verify_tells_what_the_reader_finds(
@@ -275,7 +295,7 @@ def sums(path: Path, *ranges: tuple[int, int, int]) -> Contents:
 
 
 HOSTILE: dict[str, tuple[Callable[[Path], Any], type[SourceError], str]] = {
-    "no contents": (lambda _: None, CorruptFileError, "the reader of raw-reader failed"),
+    "no contents": (lambda _: None, CorruptFileError, "the reader 'raw' of raw-reader failed"),
     "a name": (lambda p: weights(**{"\ud800": whole(p)}), CorruptFileError, "not a name"),
     "a dtype": (lambda p: weights(w=whole(p, dtype="float31")), CorruptFileError, "float31"),
     "a quantised dtype": (lambda p: weights(w=whole(p, dtype="qint8")), CorruptFileError, "qint8"),
@@ -296,7 +316,10 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], type[SourceError], str]] = {
     "a file elsewhere": (
         lambda p: piece(p, path=p / ".." / "other"), SourceError, "leads out of",
     ),
-    "an option": (lambda p: group(p, options={"lr": VALUES}), CorruptFileError, "no option"),
+    "an option": (lambda p: group(p, options={"x": VALUES}), CorruptFileError, "'x' cannot be"),
+    "a rate": (lambda p: group(p, options={"lr": "1"}), CorruptFileError, "'lr' cannot be '1'"),
+    "a step": (lambda p: group(p, values={"step": 1.5}), CorruptFileError, "no count of steps"),
+    "an early step": (lambda p: group(p, values={"step": -1}), CorruptFileError, "-1, which is no"),
     "a value": (lambda p: group(p, values={"step": "3"}), CorruptFileError, "no number"),
     "a flag as a value": (lambda p: group(p, values={"step": True}), CorruptFileError, "no number"),
     "a state's name": (lambda p: state(p, "fp32", "w"), CorruptFileError, "no name of a state"),
@@ -352,6 +375,30 @@ def test_parameters_without_states_are_a_group_of_their_own(saved: Path, install
     RawReader.contents = half
     found = streamshard.inspect(saved)
     assert [len(group.states) for group in found.groups] == [2, 0]
+
+
+def test_states_that_options_ask_for_are_missing(
+    saved: Path, install: Install, tmp_path: Path
+) -> None:
+    install()
+    options = {"lr": 0.1, "betas": (0.9, 0.99), "amsgrad": True, "foreach": None}
+    RawReader.contents = partial(group, options=options)
+    zero, optimizer = {"stage": 2}, {"type": "AdamW", "params": {"torch_adam": True}}
+    config = {"zero_optimization": zero, "optimizer": optimizer}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match="max_exp_avg_sq, which amsgrad keeps"):
+        streamshard.repartition(
+            saved, tmp_path / "out", world_size=2, ds_config_file=tmp_path / "ds.json"
+        )
+
+
+def test_weights_of_16_bits_that_no_group_has_are_not_cast(
+    saved: Path, install: Install, tmp_path: Path
+) -> None:
+    install()
+    RawReader.contents = lambda path: weights(w=whole(path, dtype="bfloat16"))
+    with pytest.raises(UsageError, match="raw file, which does not tell which master weights"):
+        streamshard.export(saved, tmp_path / "out")
 
 
 def test_what_torch_saved_is_read_without_running_it(tmp_path: Path) -> None:

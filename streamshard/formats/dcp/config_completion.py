@@ -114,6 +114,9 @@ def _missing_of_optimizer(model_part: ModelPart, config: ds_config.Config) -> It
     states = {key for group in model_part.groups for key in group.states or {}} - _STATES_OF_ADAM
     if states:
         yield f"an optimizer that keeps {show_few(sorted(states))}, which torch's Adam does not"
+    for group, own in zip(groups, model_part.groups, strict=True):
+        if group.get("amsgrad") and "max_exp_avg_sq" not in (own.states or {}):
+            yield "the states max_exp_avg_sq, which amsgrad keeps"
     # torch before 2.7 records it for no optimizer.
     saved = [group.get(DECOUPLED) for group in groups if group.get("weight_decay")]
     if decouples is not None and any(way is not decouples for way in saved):

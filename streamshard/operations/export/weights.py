@@ -84,7 +84,7 @@ def choose_weights(
     model_part = only_model_part(checkpoint, takes_experts=takes_experts)
     found = list(_candidates(checkpoint, model_part))
     if not checkpoint.layout.stage:
-        _require_told(found, options)
+        _require_told(found, checkpoint, options)
     apart = dict(_not_in_rows(model_part))
     _require_sense([*(name for one, _ in found for name in one.names), *apart], options)
     for name, tensor in apart.items():
@@ -104,17 +104,19 @@ def choose_weights(
     return Weights(tuple(chosen), notes, options.dtype is None)
 
 
-def _require_told(found: Sequence[tuple[Weight, str]], options: ExportOptions) -> None:
+def _require_told(
+    found: Sequence[tuple[Weight, str]], checkpoint: Checkpoint, options: ExportOptions
+) -> None:
     """Refuse a cast of weights whose master weights the files of stage 0 do not name."""
-    where = "saved without ZeRO (stage 0), which does not tell"
+    where = checkpoint.foreign or "saved without ZeRO (stage 0)"
     for one, kind in found:
         is_narrow = kind == "weight" and one.dtype in ("bfloat16", "float16")
         is_cast = _dtype(one.dtype, one.names[0], kind, options) != one.dtype
         if is_narrow and is_cast and any(_is_taken(name, options) for name in one.names):
             wide = next(short for short, name in DTYPES.items() if name == one.dtype)
-            message = f"{where} which master weights are those of '{one.names[0]}', whose"
-            message = f"{message} {one.dtype} weights would be cast: export them with"
-            raise UsageError(f"{message} {Option('dtype', wide)}")
+            message = f"{where}, which does not tell which master weights are those of"
+            message = f"{message} '{one.names[0]}', whose {one.dtype} weights would be cast: export"
+            raise UsageError(f"{message} them with {Option('dtype', wide)}")
 
 
 def only_model_part(checkpoint: Checkpoint, *, takes_experts: bool = False) -> ModelPart:
