@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import dask
 import pytest
 from distributed import Client, LocalCluster
 
@@ -18,12 +19,22 @@ SPAN_BYTES = 1024
 
 
 @contextmanager
-def started(workers: int, threads: int = 1, **options: Any) -> Iterator[Client]:  # noqa: ANN401
-    """Start a cluster, and connect to it."""
+def started(
+    workers: int,
+    threads: int = 1,
+    method: str = "forkserver",
+    **options: Any,  # noqa: ANN401
+) -> Iterator[Client]:
+    """Start a cluster, and connect to it.
+
+    Its processes are forked from one that has imported Dask, with the environment of the first
+    start; with the method "spawn" they start from nothing.
+    """
     start: Any = LocalCluster
     connect: Any = Client
     quiet = {"dashboard_address": "127.0.0.1:0", "memory_limit": 0, "silence_logs": "CRITICAL"}
     with (
+        dask.config.set({"distributed.worker.multiprocessing-method": method}),
         start(n_workers=workers, threads_per_worker=threads, **quiet, **options) as cluster,
         connect(cluster, set_as_default=False) as client,
     ):

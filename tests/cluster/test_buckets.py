@@ -22,7 +22,7 @@ __all__ = ["bucket", "proxy", "service", "sound"]
 @pytest.fixture
 def near(bucket: Bucket) -> Iterator[Client]:
     """Workers that have the credentials of the bucket's server."""
-    with started(2) as client:
+    with started(2, method="spawn") as client:  # of this environment
         yield client
 
 
