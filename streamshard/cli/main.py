@@ -9,7 +9,7 @@ from typing import Final
 
 from streamshard import registry
 from streamshard.cli.parser import flag, keywords, parse_command
-from streamshard.cli.signals import SIGNALS, Signals, StoppedBySignal
+from streamshard.cli.signals import SIGNALS, Signals
 from streamshard.cli.streams import close_quietly, open_what_was_closed, tell, tell_error
 from streamshard.errors import StreamshardError, memory_errors, worded
 from streamshard.verb_options import OPTIONS
@@ -35,8 +35,12 @@ def carry_out(arguments: argparse.Namespace, signals: Signals) -> int:
         with worded(flag):
             code = _run(run, arguments)
         signals.finish(code)
-    except KeyboardInterrupt as error:
-        number = error.number if isinstance(error, StoppedBySignal) else signal.SIGINT
+    except (KeyboardInterrupt, RuntimeError) as error:
+        # A condition that is interrupted while it takes its lock raises an error of its own.
+        number = signals.stopped_by
+        if number is None and isinstance(error, RuntimeError):
+            raise
+        number = number or signal.SIGINT
         tell_error(error, f"interrupted by {number.name}")
         return SIGNALS[number]
     return code

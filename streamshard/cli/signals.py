@@ -25,6 +25,8 @@ class Signals:
     def __init__(self) -> None:
         self._before: dict[signal.Signals, Any] = {}
         self._code: int | None = None
+        self.stopped_by: signal.Signals | None = None
+        """The signal that asked the run to stop, if one did."""
         self._is_loading = False
 
     def install(self, *, while_loading: bool = False) -> None:
@@ -61,4 +63,5 @@ class Signals:
                 os._exit(self._code)
         self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._stop)
         signal.alarm(_GRACE_SECONDS)
-        raise StoppedBySignal(signal.Signals(number))
+        self.stopped_by = signal.Signals(number)
+        raise StoppedBySignal(self.stopped_by)

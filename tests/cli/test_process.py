@@ -64,6 +64,25 @@ def test_a_signal_while_modules_load_is_no_traceback(
     assert (done.stdout, done.stderr) == ("", f"streamshard: interrupted by {number.name}\n")
 
 
+HIDDEN = """
+import os, signal, sys
+from streamshard.cli import main
+def run(arguments):
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    except KeyboardInterrupt:
+        raise RuntimeError("release unlocked lock")
+main.registry.load = lambda name: run
+sys.exit(main.main(["newest", "."]))
+"""
+"""What `threading.Condition` does if a signal comes while it takes its lock."""
+
+
+def test_an_error_that_a_signal_causes_is_the_signal() -> None:
+    done = subprocess.run([sys.executable, "-c", HIDDEN], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (143, "streamshard: interrupted by SIGTERM\n")
+
+
 def test_the_script_is_the_one_that_is_tested() -> None:
     pyproject = Path(__file__).parents[2] / "pyproject.toml"
     assert 'streamshard = "streamshard.__main__:program"\n' in pyproject.read_text()
