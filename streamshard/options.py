@@ -166,9 +166,9 @@ def with_parameters(text: str, kind: type[Options]) -> str:
         if field.help
     )
     head, _, raises = cleandoc(text).partition("\n\nRaises\n------")
-    if "\nStreamshardError\n" not in raises:
-        raises += "\nStreamshardError\n    One of its subclasses, each with its own exit code; see "
-        raises += "`streamshard.errors`."
+    if "\nStreamshardError\n" not in raises:  # what stands behind it may be other sections
+        common = "One of its subclasses, each with its own exit code; see `streamshard.errors`."
+        raises = f"\nStreamshardError\n    {common}{raises}"
     return f"{head}\n\nParameters\n----------{entries}\n\nRaises\n------{raises}"
 
 
