@@ -11,6 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
+from docs.site.recording import train
+
 _DOCS: Final = Path(__file__).parent.parent
 _EXAMPLE: Final = re.compile(r"^```py\n(import matplotlib.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -22,10 +24,7 @@ def main() -> None:
         raise ValueError("docs/reading.md has no example that draws")
     with tempfile.TemporaryDirectory(prefix="streamshard-heat-map-") as name:
         place = Path(name)
-        demo = [sys.executable, "-m", "streamshard.demo", "--keep", str(place / "demo")]
-        subprocess.run(demo, check=True, stdout=subprocess.DEVNULL)
-        (place / "runs").mkdir()
-        (place / "demo" / "run").rename(place / "runs" / "demo")
+        train(place)
         path = os.pathsep.join([str(_DOCS.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
         env = {**os.environ, "MPLBACKEND": "agg", "PYTHONPATH": path}
         subprocess.run([sys.executable, "-c", found[1]], cwd=place, env=env, check=True)

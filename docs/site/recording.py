@@ -41,11 +41,16 @@ def main() -> None:
     """Train, run the commands, and draw what they print."""
     with tempfile.TemporaryDirectory(prefix="streamshard-recording-") as name:
         place = Path(name)
-        demo = [sys.executable, "-m", "streamshard.demo", "--keep", str(place / "demo")]
-        subprocess.run(demo, check=True, stdout=subprocess.DEVNULL)
-        (place / "runs").mkdir()
-        (place / "demo" / "run").rename(place / "runs" / "demo")
+        train(place)
         PICTURE.write_text(drawn(list(lines_of(place))))
+
+
+def train(place: Path) -> None:
+    """Leave a checkpoint of the demo in `runs/demo` of a directory."""
+    demo = [sys.executable, "-m", "streamshard.demo", "--keep", str(place / "demo")]
+    subprocess.run(demo, check=True, stdout=subprocess.DEVNULL)
+    (place / "runs").mkdir()
+    (place / "demo" / "run").rename(place / "runs" / "demo")
 
 
 def lines_of(place: Path) -> Iterator[tuple[str, bool]]:

@@ -26,7 +26,7 @@ class Signals:
         self._before: dict[signal.Signals, Any] = {}
         self._code: int | None = None
         self.stopped_by: signal.Signals | None = None
-        """The signal that asked the run to stop, if one did."""
+        """The signal that stopped the run, if any."""
         self._is_loading = False
 
     def install(self, *, while_loading: bool = False) -> None:

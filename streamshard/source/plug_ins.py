@@ -6,9 +6,9 @@ checkpoint: a model and the states of its optimizer, each tensor in boxes.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -26,6 +26,7 @@ from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch.zip_audit import StoredRecord
 from streamshard.io.entries import is_directory, paths_below
 from streamshard.io.files import require_inside
+from streamshard.model import RecordCrcs
 from streamshard.reader import VERSION, FormatReader
 from streamshard.source.base_reader import Reader
 from streamshard.source.candidates import find_candidates
@@ -50,7 +51,7 @@ class _Installed:
 
 
 def last_readers() -> Iterator[Reader]:
-    """Yield our own for what it knows, those of other packages, and one for what nobody knows."""
+    """Yield DeepSpeed's reader, those of other packages, and one that says what is wrong."""
     yield _KnownReader()
     setting = os.environ.get(_SETTING, "")
     if setting not in ("", _ONLY_OWN):
@@ -141,8 +142,10 @@ class _UnknownReader(NativeReader):
 class _SummedFiles(TorchFiles):
     """Files to check against the checksums that a reader says are recorded of them."""
 
+    recorded: Mapping[Path, RecordCrcs | None] = field(default_factory=dict)
+
     def _records(self, path: Path) -> Sequence[StoredRecord]:
-        recorded = next(file.recorded for file in self.files if file.path == path)
+        recorded = self.recorded[path]
         if recorded is None:
             self._unprotected.append(path.name)
             return ()
@@ -170,7 +173,7 @@ class PluggedReader(DistributedReader):
         self._remarks = remarks
 
     def holds(self, directory: Path) -> bool:
-        """Tell so; a reader that fails does not stop the others."""
+        """Tell whether it is such a checkpoint; a reader that fails does not stop the others."""
         try:
             return is_directory(directory) and self._reader.recognizes(directory)
         except (StreamshardError, OSError, MemoryError):
@@ -182,10 +185,11 @@ class PluggedReader(DistributedReader):
     def recognizes(self, request: Request) -> Path | None:
         place = self.at(request)
         if place is not None:
-            rivals = [other for other in self._plugged if other is not self and other.holds(place)]
+            behind = self._plugged[self._plugged.index(self) + 1 :]  # those before said no
+            rivals = [other for other in behind if other.holds(place)]
             if rivals:
                 packages = " and ".join(reader._package for reader in (self, *rivals))
-                message = f"may be what the readers of {packages} read. Uninstall one of them"
+                message = f"is recognized by the readers of {packages}. Uninstall one of them"
                 raise UsageError(message, path=place)
         return place
 
@@ -208,7 +212,9 @@ class PluggedReader(DistributedReader):
         with self._errors(place):
             for text in self._reader.problems(place) if opened is not None else ():
                 findings.add(MALFORMED, place, f"{place}: {text}")
-        check = _SummedFiles(() if opened is None else opened.files, lambda _: None, findings)
+        files = () if opened is None else opened.files
+        recorded = {file.path: file.recorded for file in files}
+        check = _SummedFiles(files, lambda _: None, findings, recorded=recorded)
         return CheckedStructure(self, place.name, check.files, check.units, source=opened)
 
     @contextmanager
@@ -219,7 +225,7 @@ class PluggedReader(DistributedReader):
         except (StreamshardError, OSError, MemoryError):
             raise
         except Exception as error:
-            message = f"{self._failed(error)}: the files are not what it takes them for"
+            message = f"{self._failed(error)}: the files are damaged, or in another format"
             raise CorruptFileError(message, path=path) from error
 
     def _failed(self, error: Exception) -> str:

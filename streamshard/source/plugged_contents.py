@@ -88,7 +88,9 @@ def _groups(group: ParamStates, keys: StateKeys, places: "_Places") -> Iterator[
     kinds: dict[str, dict[str, State]] = {name: {} for name in group.params}
     for state, tensors in group.states.items():
         if name_of(state) in _RESERVED or state in common:
-            raise CorruptFileError(f"{show(state)} is no name of a state, or is it twice")
+            raise CorruptFileError(
+                f"{show(state)} cannot be the name of a state, or is there twice"
+            )
         for name, tensor in tensors.items():
             if name not in kinds:
                 message = f"has a state {show(state)} of {show(name)}, which is not in its group"

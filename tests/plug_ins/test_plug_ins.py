@@ -192,7 +192,9 @@ NEWER = NewerReader()
 def test_two_readers_of_one_checkpoint_are_refused(saved: Path, install: Install) -> None:
     install()
     install("another", f"{__name__}:SAME")
-    with pytest.raises(UsageError, match=r"another and raw-reader read\. Uninstall one"):
+    with pytest.raises(
+        UsageError, match=r"by the readers of another and raw-reader\. Uninstall one"
+    ):
         streamshard.inspect(saved)
 
 
@@ -256,7 +258,8 @@ def test_a_reader_that_fails_does_not_stop_the_others(saved: Path, install: Inst
     assert "reader 'failing' of failing failed (ZeroDivisionError" in note
     install()
     plug_ins._installed.cache_clear()
-    assert any("ZeroDivisionError" in note for note in streamshard.inspect(saved).notes)
+    notes = streamshard.inspect(saved).notes
+    assert len([note for note in notes if "ZeroDivisionError" in note]) == 1
 
 
 def test_verify_tells_what_the_reader_finds(
@@ -322,8 +325,8 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], type[SourceError], str]] = {
     "an early step": (lambda p: group(p, values={"step": -1}), CorruptFileError, "-1, which is no"),
     "a value": (lambda p: group(p, values={"step": "3"}), CorruptFileError, "no number"),
     "a flag as a value": (lambda p: group(p, values={"step": True}), CorruptFileError, "no number"),
-    "a state's name": (lambda p: state(p, "fp32", "w"), CorruptFileError, "no name of a state"),
-    "a state twice": (lambda p: state(p, "step", "w"), CorruptFileError, "or is it twice"),
+    "a state's name": (lambda p: state(p, "fp32", "w"), CorruptFileError, "cannot be the name"),
+    "a state twice": (lambda p: state(p, "step", "w"), CorruptFileError, "or is there twice"),
     "a state of another": (lambda p: state(p, "exp_avg", "v"), CorruptFileError, "not in its"),
     "a state's shape": (
         lambda p: state(p, "exp_avg", "w", whole(p, shape=(2, 3), boxes=[
