@@ -5,6 +5,7 @@ Parameters may have another name because a wrapper was put around a module, or t
 data-parallel wrappers put `_orig_mod` or `module` in between.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from streamshard.formats.name_patterns import Pattern
@@ -25,11 +26,11 @@ def renames(new: Mapping[str, Shape], old: Mapping[str, Shape]) -> dict[str, str
         name: [other for other in alike.get(_key(name, shape), ()) if _is_wrapped(name, other)]
         for name, shape in new.items()
     }
-    uses = [other for others in fitting.values() for other in others]
+    uses = Counter(other for others in fitting.values() for other in others)
     return {
         name: others[0]
         for name, others in fitting.items()
-        if len(others) == 1 and uses.count(others[0]) == 1
+        if len(others) == 1 and uses[others[0]] == 1
     }
 
 
