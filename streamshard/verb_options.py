@@ -224,6 +224,11 @@ class ServeOptions(SourceOptions):
         "checkpoint [127.0.0.1:8000]",
         default="127.0.0.1:8000",
     )
+    allow_origin: str | None = option(
+        "ORIGIN",
+        "site whose pages, opened in a browser, can read the checkpoint, such as "
+        "https://neuroglancer-demo.appspot.com",
+    )
     chunk_size: int = option(
         "SIZE",
         "bytes per chunk at most [64MiB]",

@@ -51,7 +51,7 @@ function _shtab_streamshard_using
 end
 
 set -g _shtab_streamshard_commands repartition convert export merge graft verify diff inspect newest serve compact completion help
-set -g _shtab_streamshard_opts_with_value --acknowledge --against --bind --bwlimit --chunk-size --codec --dask --ds-config --dtype --exclude --expert-parallel --facts --format --grace --html --include --keep-every --keep-last --keep-tag --last --layout --like --max-shard-size --memory-limit --min-age --param --pipeline-parallel --purge --rank --rules --states --tag --tags --tensor-parallel --undelete --weights --weights-only-older-than --workers --world-size --zero-stage
+set -g _shtab_streamshard_opts_with_value --acknowledge --against --allow-origin --bind --bwlimit --chunk-size --codec --dask --ds-config --dtype --exclude --expert-parallel --facts --format --grace --html --include --keep-every --keep-last --keep-tag --last --layout --like --max-shard-size --memory-limit --min-age --param --pipeline-parallel --purge --rank --rules --states --tag --tags --tensor-parallel --undelete --weights --weights-only-older-than --workers --world-size --zero-stage
 
 complete -c streamshard -e
 complete -c streamshard -f
@@ -229,6 +229,7 @@ complete -c streamshard -n '_shtab_streamshard_using newest; and test $_shtab_st
 complete -c streamshard -n '_shtab_streamshard_using; and test $_shtab_streamshard_npos -eq 0' -a serve -d 'Answer HTTP requests for a checkpoint as a Zarr store, without a copy.'
 complete -c streamshard -n '_shtab_streamshard_using serve' -s h -l help -d 'show this help message and exit'
 complete -c streamshard -n '_shtab_streamshard_using serve' -l bind -x -d 'address to listen on; with another than a loopback address, other machines can read the checkpoint [127.0.0.1:8000]'
+complete -c streamshard -n '_shtab_streamshard_using serve' -l allow-origin -x -d 'site whose pages, opened in a browser, can read the checkpoint, such as https://neuroglancer-demo.appspot.com'
 complete -c streamshard -n '_shtab_streamshard_using serve' -l chunk-size -x -d 'bytes per chunk at most [64MiB]'
 complete -c streamshard -n '_shtab_streamshard_using serve' -l like -xka "(__fish_complete_path (commandline -ct))" -d 'reference checkpoint of the same job, which supplies what SRC lacks'
 complete -c streamshard -n '_shtab_streamshard_using serve' -l facts -xka "(__fish_complete_path (commandline -ct))" -d 'TOML file of what the files of SRC (of two that are compared: of the first) do not say: [source] ds_config, rename, wrapped, cut_rules; [target] ds_version'

@@ -281,6 +281,7 @@ _shtab_streamshard_repartition_defaults_added=0
 _shtab_streamshard_serve_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--bind[address to listen on\; with another than a loopback address, other machines can read the checkpoint \[127.0.0.1\:8000\]]:HOST:PORT:"
+  "--allow-origin[site whose pages, opened in a browser, can read the checkpoint, such as https\:\/\/neuroglancer-demo.appspot.com]:ORIGIN:"
   "--chunk-size[bytes per chunk at most \[64MiB\]]:SIZE:"
   "--like[reference checkpoint of the same job, which supplies what SRC lacks]:SRC:_files"
   "--facts[TOML file of what the files of SRC (of two that are compared\: of the first) do not say\: \[source\] ds_config, rename, wrapped, cut_rules\; \[target\] ds_version]:FILE:_files"

@@ -28,7 +28,7 @@ def run_serve(arguments: argparse.Namespace) -> None:
 
     with (
         closing(ViewedFiles(opened, options.chunk_size)) as files,
-        HttpView(files, options.bind, told, failed) as view,
+        HttpView(files, options.bind, told, failed, options.allow_origin) as view,
     ):
         if not view.is_loopback:
             tell(f"streamshard: {view.url} is no address of this machine alone: whoever reaches "

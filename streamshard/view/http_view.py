@@ -16,6 +16,7 @@ from streamshard.errors import Option, StreamshardError, UsageError
 from streamshard.view.viewed_files import ViewedFiles
 
 _PLACE: Final = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]]+)):(\d{1,5})", re.ASCII)
+_ORIGIN: Final = re.compile(r"https?://[^/\s?#,*]+", re.ASCII)
 _RANGE: Final = re.compile(r"bytes=(?:(\d{1,18})-(\d{0,18})|-(\d{1,18}))", re.ASCII)
 _AT_ONCE: Final = 8
 """Answers that may be in memory at the same time, each of one chunk at most."""
@@ -23,6 +24,16 @@ _SECONDS: Final = 60
 """How long a reader may let an answer, or its next request, wait."""
 _LAST_PORT: Final = 65535
 _JSON, _BYTES = "application/json", "application/octet-stream"
+_FOR_PAGES: Final = {
+    "Access-Control-Expose-Headers": "Accept-Ranges, Content-Range, ETag",
+    "Vary": "Origin",
+}
+_BEFORE_ASKING: Final = {
+    "Access-Control-Allow-Methods": "GET, HEAD",
+    "Access-Control-Allow-Headers": "If-None-Match, If-Range, Range",
+    "Access-Control-Allow-Private-Network": "true",
+}
+"""What lets pages of one site ask (Fetch, CORS protocol), also those of the Internet (Chrome)."""
 
 
 class HttpView(ThreadingHTTPServer):
@@ -30,6 +41,7 @@ class HttpView(ThreadingHTTPServer):
 
     `told`: called with a line for each answer.
     `failed`: called with what went wrong with a source.
+    `origin`: the site whose pages may read in a browser, besides programs.
     """
 
     daemon_threads = True
@@ -40,8 +52,12 @@ class HttpView(ThreadingHTTPServer):
         place: str,
         told: Callable[[str], None],
         failed: Callable[[str], None],
+        origin: str | None = None,
     ) -> None:
-        self.files, self.told, self.failed = files, told, failed
+        self.files, self.told, self.failed, self.origin = files, told, failed, origin
+        if origin is not None and not _ORIGIN.fullmatch(origin):
+            message = f"{origin}: not the origin of a site, such as https://example.org"
+            raise UsageError(f"{message}; give it with {Option('allow_origin')}")
         self.tag = f'"{secrets.token_hex(8)}"'
         """What is under a key does not change as long as this is served."""
         self.room = threading.BoundedSemaphore(_AT_ONCE)
@@ -90,6 +106,17 @@ class _Answers(BaseHTTPRequestHandler):
 
     def do_HEAD(self) -> None:
         self._answer(has_body=False)
+
+    def do_OPTIONS(self) -> None:
+        """Answer a browser that asks whether a page may ask."""
+        is_known = self._is_of_page and self._key() is not None
+        status = HTTPStatus.NO_CONTENT if is_known else HTTPStatus.NOT_IMPLEMENTED
+        self._end(status, dict(_BEFORE_ASKING) if is_known else None)
+
+    @property
+    def _is_of_page(self) -> bool:
+        origin = self._view.origin
+        return origin is not None and self.headers.get("Origin") == origin
 
     def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
         """Tell of an answer in one line."""
@@ -161,9 +188,12 @@ class _Answers(BaseHTTPRequestHandler):
     ) -> None:
         """Send the head of an answer."""
         self.send_response(status)
-        for name, value in (headers or {}).items():
+        of_page = dict[str, str]()
+        if self._is_of_page:
+            of_page = {"Access-Control-Allow-Origin": f"{self._view.origin}", **_FOR_PAGES}
+        for name, value in {**of_page, **(headers or {})}.items():
             self.send_header(name, value)
-        if status != HTTPStatus.NOT_MODIFIED:
+        if status not in (HTTPStatus.NOT_MODIFIED, HTTPStatus.NO_CONTENT):
             self.send_header("Content-Length", str(nbytes))
         self.end_headers()
 
