@@ -8,13 +8,15 @@ import asyncio
 import json
 import os
 import random
+import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -39,6 +41,7 @@ _MANIFEST: Final = "meta/manifest/"
 _HEADER_BYTES: Final = 4096
 _MUTANTS: Final = 32
 _MOST_FILES: Final = 8
+_MOST_MEMORY: Final = 1 << 30
 
 Tensors = dict[tuple[str, str], bytes]
 
@@ -191,11 +194,15 @@ class ReaderTests:
     @pytest.mark.usefixtures("untouched")
     def test_an_export_has_the_weights(self, saved: SavedCheckpoint, tmp_path: Path) -> None:
         streamshard.export(saved.path, tmp_path / "exported", like=saved.like)
-        exported = _content_of(tmp_path / "exported")
-        for name, states in saved.tensors.items():
-            values = states.get(MASTERS, states.get(MODULE))
-            if values is not None and values.dtype == np.float32:
-                assert exported[name, MODULE] == np.ascontiguousarray(values).tobytes()
+        _require_weights(_content_of(tmp_path / "exported"), saved)
+
+    @pytest.mark.usefixtures("untouched")
+    def test_the_mean_of_two_copies_is_each_of_them(
+        self, saved: SavedCheckpoint, tmp_path: Path
+    ) -> None:
+        sources = [saved.path, shutil.copytree(saved.path, tmp_path / "copies" / "a")]
+        streamshard.merge(sources, tmp_path / "merged", format="safetensors")
+        _require_weights(_content_of(tmp_path / "merged"), saved)
 
     @pytest.mark.usefixtures("untouched")
     def test_a_job_resumes_with_the_same_states(
@@ -272,6 +279,28 @@ class ReaderTests:
                 assert time.monotonic() - started < 60
             file.write_bytes(data)
 
+    def test_hostile_names_and_counts_end_in_an_error_or_in_tensors(
+        self, saved: SavedCheckpoint, like: Path | None, tmp_path: Path
+    ) -> None:
+        """They lead to no other place, take no memory, and are printed harmlessly."""
+        target, files = tmp_path / "out.zarr", saved.files
+        for file in files:
+            data = file.read_bytes()
+            mutants = [*_hostile(data, [*saved.tensors])]
+            for mutant in mutants[:: 1 + len(mutants) * len(files) // _MUTANTS]:
+                file.write_bytes(mutant)
+                before = {*tmp_path.rglob("*")}
+                try:
+                    with _little_memory():
+                        _content_of(saved.path)
+                        streamshard.convert(saved.path, target, like=like)
+                except StreamshardError as error:
+                    assert all(letter.isprintable() or letter == "\n" for letter in str(error))
+                added = {*tmp_path.rglob("*")} - before
+                assert all(target in (path, *path.parents) for path in added)
+                shutil.rmtree(target, ignore_errors=True)
+            file.write_bytes(data)
+
     def test_damage_is_found_or_changes_nothing(
         self, saved: SavedCheckpoint, like: Path | None, tmp_path: Path
     ) -> None:
@@ -333,6 +362,41 @@ class ReaderTests:
             subprocess.run(command, check=True, capture_output=True)
         assert _content_of(target) == saved.content
         assert streamshard.verify(target).problems == ()
+
+
+@contextmanager
+def _little_memory() -> Iterator[None]:
+    """Let this process map little more than it has, so that more is a MemoryError."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    _, most = limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + _MOST_MEMORY, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def _hostile(data: bytes, names: Sequence[str]) -> Iterator[bytes]:
+    """Yield a file with other names of the same length, and with other numbers, if it has some."""
+    for name in (name.encode() for name in names):
+        for text in (
+            b"../" * len(name),
+            b"/tmp/" + name,
+            b"\0" * len(name),
+            b"\x1b[2J" * len(name),
+        ):
+            if name in data:
+                yield data.replace(name, text[: len(name)])
+    for number in re.finditer(rb"(?<![\w.])\d{1,18}(?![\w.])", data[:_HEADER_BYTES]):
+        for text in (b"9" * len(number[0]), b"9" * 18, b"-1"):
+            yield data[: number.start()] + text + data[number.end() :]
+
+
+def _require_weights(found: Tensors, saved: SavedCheckpoint) -> None:
+    for name, states in saved.tensors.items():
+        values = states.get(MASTERS, states.get(MODULE))
+        if values is not None and values.dtype == np.float32:
+            assert found[name, MODULE] == np.ascontiguousarray(values).tobytes()
 
 
 def _states(content: Tensors) -> Tensors:

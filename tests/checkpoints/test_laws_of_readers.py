@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 import streamshard
 from streamshard.testing.reader import MODULE, ReaderTests, SavedCheckpoint
+from tests import fabricated
 from tests.checkpoints.test_dcp_repartition import GROUPS
 from tests.checkpoints.test_fsdp_ranks_to_others import write_ranks
 from tests.checkpoints.test_megatron import SAVES, WHOLE
@@ -104,7 +105,7 @@ class TestMegatron(ReaderTests):
     has_sums = True
 
     @pytest.fixture
-    def saved(self, tmp_path: Path) -> SavedCheckpoint:
+    def saved(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SavedCheckpoint:
         unpack(SAVES / f"{WHOLE}.tar.xz", tmp_path)
         place = tmp_path / WHOLE
         (place / "loaded.json").unlink()  # its values are compared with these in another test
@@ -113,7 +114,11 @@ class TestMegatron(ReaderTests):
                 name: {state: tensor.bits() for state, tensor in parameter.tensors.items()}
                 for name, parameter in checkpoint.items()
             }
-        return SavedCheckpoint(place, tensors)
+        monkeypatch.setattr(fabricated, "buffers", dict)  # this model has none
+        shapes = tuple((name, states["fp32"].shape) for name, states in tensors.items())
+        like = write(Job(groups=(shapes,), frozen=(), tied={}), tmp_path / "run")
+        fabricated.make_adam(like)
+        return SavedCheckpoint(place, tensors, like)
 
 
 class TestWeights(ReaderTests):
