@@ -221,9 +221,9 @@ def _refuse_whole(
 
     If they differ, the message says so.
     """
-    first = fingerprints({**states[0]}, paths[0])
+    first = fingerprints({**states[0]})
     for state, path in zip(states[1:], paths[1:], strict=True):
-        other = fingerprints({**state}, path)
+        other = fingerprints({**state})
         wrong = [key for key in {**first, **other} if first.get(key) != other.get(key)]
         if wrong:
             message = (

@@ -123,7 +123,7 @@ def facts_of_each(
         apart = {
             k: node for k, node in common.items() if roots[0].get(k, UNSET) is not node or not found
         }
-        own = fingerprints(apart, path)
+        own = fingerprints(apart)
         found.append({key: own[key] if key in own else found[0][key] for key in common})
     return found
 

@@ -2,19 +2,11 @@
 
 from collections.abc import Callable, Mapping
 from hashlib import sha256
-from pathlib import Path
-from typing import Final
 
-from streamshard.errors import UnsupportedError
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.pickle.inert_dump import dump
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import Storage
-
-_FREE_BYTES: Final = 1 << 24
-"""Fingerprints of a file may serialize this many bytes, however much the entries share."""
-_LIMIT_AGAIN: Final = 4
-"""How often parts may be shared between entries, on average."""
 
 
 def fingerprint(node: Node) -> bytes:
@@ -24,24 +16,13 @@ def fingerprint(node: Node) -> bytes:
 
 def fingerprints(
     nodes: Mapping[Node, Node],
-    path: Path,
     checksum: Callable[[Storage], int] = torch_file.checksum,
 ) -> dict[Node, bytes]:
     """Return the fingerprint of every entry of a file.
 
     `checksum`: returns the CRC-32 of a storage; by default, in the file that the storage refers to.
     """
-    found, spent, together = {}, 0, 0
-    for key, node in nodes.items():
-        serialized = pickled(node, checksum)
-        found[key] = sha256(serialized).digest()
-        spent += len(serialized)
-        if spent > _FREE_BYTES:
-            together = together or len(pickled(list(nodes.values()), checksum))
-            if spent > _FREE_BYTES + _LIMIT_AGAIN * together:
-                message = "holds entries that share their parts without end"
-                raise UnsupportedError(message, path=path)
-    return found
+    return {key: sha256(pickled(node, checksum)).digest() for key, node in nodes.items()}
 
 
 def pickled(node: Node, checksum: Callable[[Storage], int] = torch_file.checksum) -> bytes:

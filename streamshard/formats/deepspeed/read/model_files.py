@@ -71,14 +71,14 @@ def differences(
     for file in files:
         if file.cached is None:
             picked = entries(file)
-            own = fingerprints(picked, file.path, file.checksum)
+            own = fingerprints(picked, file.checksum)
             places = {k: frozenset(s.offset for s in storages_in(n)) for k, n in picked.items()}
             compared[id(file.root)] = picked, own, places
         else:
             picked, known, places = compared[id(file.root)]
             changed = file.cached.changed()
             again = {key: picked[key] for key, at in places.items() if not changed.isdisjoint(at)}
-            own = {**known, **fingerprints(again, file.path, file.checksum)}
+            own = {**known, **fingerprints(again, file.checksum)}
         first = own if first is None else first
         wrong = differing(first, own)
         if wrong:

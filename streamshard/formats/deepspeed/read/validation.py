@@ -231,7 +231,7 @@ def _facts_of_rank(state: Root, path: Path) -> Facts:
     }
     scalars = {
         f"'{show_key(key)}' of group {show_key(unit)}": found
-        for (unit, key), found in fingerprints(single, path).items()
+        for (unit, key), found in fingerprints(single).items()
     }
     groups = inner.get("param_groups")
     common = [
