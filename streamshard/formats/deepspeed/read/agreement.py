@@ -109,15 +109,13 @@ def rank_counts(state: Mapping[str, Node], path: Path) -> list[Node]:
     ]
 
 
-def facts_of_each(
-    roots: Sequence[Mapping[str, Node]], paths: Sequence[Path], cut: Container[str]
-) -> list[Facts]:
+def facts_of_each(roots: Sequence[Mapping[str, Node]], cut: Container[str]) -> list[Facts]:
     """Return fingerprints of the entries of each rank that do not depend on the rank.
 
     `cut`: keys of the entries that do.
     """
     found: list[Facts] = []
-    for root, path in zip(roots, paths, strict=True):
+    for root in roots:
         common = {key: node for key, node in root.items() if key not in cut}
         # An entry that is the first rank's own object has its fingerprint.
         apart = {
@@ -128,9 +126,9 @@ def facts_of_each(
     return found
 
 
-def rank_facts(state: Mapping[str, Node], path: Path) -> Facts:
+def rank_facts(state: Mapping[str, Node]) -> Facts:
     """Return fingerprints of the values in an optimizer's state that do not depend on the rank."""
-    return facts_of_each([state], [path], names.CUT_IN_OPTIMIZER)[0]
+    return facts_of_each([state], names.CUT_IN_OPTIMIZER)[0]
 
 
 def group_facts(inner: Mapping[str, Node]) -> Facts:
@@ -164,5 +162,5 @@ def disagreement(path: Path, reference: Path, what: str) -> DisagreementError:
 
 def check_agreement(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> None:
     """Refuse ranks that disagree about values that do not depend on the rank."""
-    facts = facts_of_each(states, paths, names.CUT_IN_OPTIMIZER)
+    facts = facts_of_each(states, names.CUT_IN_OPTIMIZER)
     raise_first(disagreements(dict(zip(paths, facts, strict=True)), paths[0]))

@@ -119,7 +119,7 @@ def read_model_part(
     entries = module.entries(shape_by_name)
     tensors = optimizer_tensors(groups, tensor_shapes, name)
     notes = [
-        *unlike_optimizers(optimizers, files.optimizer_files),
+        *unlike_optimizers(optimizers),
         *steps_apart(groups, models[0]),
         *(map(Note, danger_in(states)) if optimizer.uncut else ()),
     ]

@@ -1,7 +1,6 @@
 """Compares values that a model part's files hold more than once: on each rank, or in two places."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Final
 
 from streamshard.errors import DisagreementError, UnsupportedError
@@ -25,11 +24,9 @@ def ranks_differ(keys: set[Node]) -> Note:
     return Note(text, NoteKind.LEFT_OUT)
 
 
-def unlike_optimizers(
-    optimizers: Sequence[Mapping[str, Node]], paths: Sequence[Path]
-) -> Iterator[Note]:
+def unlike_optimizers(optimizers: Sequence[Mapping[str, Node]]) -> Iterator[Note]:
     """Yield a note if optimizer files disagree about entries other than the optimizer's state."""
-    first, *rest = facts_of_each(optimizers, paths, (names.OPTIMIZER,))
+    first, *rest = facts_of_each(optimizers, (names.OPTIMIZER,))
     unlike = {key for own in rest for key in differing(first, own)}
     if unlike:
         yield ranks_differ(unlike)

@@ -216,11 +216,11 @@ def _facts_of_model(root: Root, _: Path) -> Facts:
     return model_facts(root, (*SAME_IN_ALL, names.PARAM_SHAPES))
 
 
-def _facts_of_rank(state: Root, path: Path) -> Facts:
+def _facts_of_rank(state: Root, _: Path) -> Facts:
     """Return fingerprints of the values that are equal on all ranks of a part of the model."""
     inner = state.get(names.BASE_OPTIMIZER) or state.get(names.OPTIMIZER)
     if not isinstance(inner, dict):
-        return rank_facts(state, path)
+        return rank_facts(state)
     units = inner.get("state")
     single = {
         (unit, key): value
@@ -240,7 +240,7 @@ def _facts_of_rank(state: Root, path: Path) -> Facts:
         else group
         for group in (groups if isinstance(groups, list) else ())
     ]
-    return {**rank_facts(state, path), **group_facts({"param_groups": common}), **scalars}
+    return {**rank_facts(state), **group_facts({"param_groups": common}), **scalars}
 
 
 def _contradictions(
