@@ -13,7 +13,6 @@ from typing import Final
 
 from streamshard.formats.checkpoint import ModelPart
 from streamshard.formats.deepspeed import names, rare_states
-from streamshard.formats.frameworks import LIGHTNING_VERSION
 from streamshard.formats.pickle.inert import Call, Node
 from streamshard.grafting.schedules import (
     BASE,
@@ -22,6 +21,7 @@ from streamshard.grafting.schedules import (
     Parts,
     SchedulePlace,
     States,
+    begun,
     objection,
 )
 
@@ -30,7 +30,8 @@ _PROGRESS: Final = (
 )  # fmt: skip
 """Entries of DeepSpeed's in a model file that count what the training has done."""
 _LIGHTNING_SCHEDULERS: Final = "lr_schedulers"
-"""Client state of Lightning, which keeps the scheduler from the engine: a list of its state."""
+"""Client state of Lightning, which keeps the scheduler from the engine: a list of its state. A
+START that the engine has saved lacks it."""
 _OTHERS: Final = names.CUT_IN_MODEL | {
     names.BUFFER_NAMES, names.WHOLE_OPTIMIZER, names.SCHEDULER, names.MP_WORLD_SIZE,
     names.PARALLEL_DEGREES, names.DS_CONFIG, names.DS_VERSION, names.UNIVERSAL_INFO,
@@ -38,7 +39,7 @@ _OTHERS: Final = names.CUT_IN_MODEL | {
     "sparse_tensor_module_names", "csr_tensor_module_names", _LIGHTNING_SCHEDULERS,
 }  # fmt: skip
 """Other entries, of all versions since 0.4. What is not listed is client state."""
-_OF_MODEL: Final = (LIGHTNING_VERSION, "hparams_", "hyper_parameters", "datamodule_h")
+_OF_MODEL: Final = ("hparams_", "hyper_parameters", "datamodule_h")
 """Beginnings of keys by which Lightning's client state describes the model and the data."""
 _SCALER: Final = ("loss_scaler", "dynamic_loss_scale", "overflow")
 """Entries of an optimizer file that belong together. `BF16_Optimizer` has none of them."""
@@ -103,6 +104,8 @@ def _schedulers(parts: Parts) -> States | None:
         one, other = (part.model_state.get(key) for part in parts)
         if key == _LIGHTNING_SCHEDULERS:
             one, other = (s[0] if isinstance(s, list) and s else None for s in (one, other))
+            if key not in parts[1].model_state:
+                other = begun(one, parts[1].hyper_parameters)
         if one is not None or other is not None:
             return one, other
     return None
@@ -117,10 +120,12 @@ def _model_state(
             merged[key] = start.get(key) if value is None else value
         elif key not in _OTHERS and not key.startswith(_OF_MODEL):
             merged[key] = value
+    if _LIGHTNING_SCHEDULERS in source:
+        merged.setdefault(_LIGHTNING_SCHEDULERS, [])  # Lightning loads no checkpoint without it
     if place is not None and place.state is not None:
         if merged.get(names.SCHEDULER) is not None:
             merged[names.SCHEDULER] = place.state
-        elif merged.get(_LIGHTNING_SCHEDULERS):
+        elif source.get(_LIGHTNING_SCHEDULERS):
             merged[_LIGHTNING_SCHEDULERS] = [place.state]
     return merged
 

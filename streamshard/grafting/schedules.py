@@ -248,8 +248,8 @@ def scheduler_files(source: Source, start: Source) -> dict[str, States]:
         if _FILE.fullmatch(PurePosixPath(file.path).name):
             state = _state_in(source, file.path)
             own = _state_in(start, file.path)
-            if own is None and len([*_pairs(state, state)]) < _MOST_NESTED:
-                own = _begun(state, start.checkpoint.model_parts[0].hyper_parameters)
+            if own is None:
+                own = begun(state, start.checkpoint.model_parts[0].hyper_parameters)
             found[file.path] = state, own
     return found
 
@@ -265,22 +265,23 @@ def _state_in(source: Source, path: str) -> Node | None:
     return root if next(storages_in(root), None) is None else None
 
 
-def _begun(state: Node, groups: Sequence[Mapping[str, Node]]) -> dict[str, Node] | None:
+def begun(state: Node, groups: Sequence[Mapping[str, Node]]) -> dict[str, Node] | None:
     """Return a scheduler's state with other param groups; None if their entries are unknown."""
     bases = [group.get(BASE) for group in groups]
-    if not isinstance(state, dict) or None in bases:
+    is_small = len([*_pairs(state, state)]) < _MOST_NESTED
+    if not isinstance(state, dict) or None in bases or not is_small:
         return None
     rates = {_BASES: bases, _LAST_RATES: [group.get(RATE) for group in groups]}
-    begun = {**state, **{key: value for key, value in rates.items() if key in state}}
+    made = {**state, **{key: value for key, value in rates.items() if key in state}}
     for key in _PER_GROUP:
         entries = state.get(key)
         if isinstance(entries, list) and len(entries) != len(groups):
             if any(entry != entries[0] for entry in entries):
                 return None
-            begun[key] = entries[:1] * len(groups)
+            made[key] = entries[:1] * len(groups)
     if isinstance(state.get(_NESTED), list):
-        begun[_NESTED] = [_begun(nested, groups) for nested in state[_NESTED]]
-    return begun
+        made[_NESTED] = [begun(nested, groups) for nested in state[_NESTED]]
+    return made
 
 
 def grafted_scheduler_file(

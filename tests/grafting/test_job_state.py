@@ -74,6 +74,7 @@ OF_SOURCE = {
     "mine": None,
     "epoch": 2,
     "loops": {"fit_loop": {}},
+    "pytorch-lightning_version": "2.6",
 }
 OF_START = {
     "module": {"of": "START"},
@@ -92,7 +93,6 @@ OF_START = {
     "ds_config": {"of": "the new job"},
     "ds_version": "0.20.0",
     "sparse_tensor_module_names": {"of START"},
-    "pytorch-lightning_version": "2.6",
     "hparams_name": "of START",
     "hyper_parameters": {"layers": 3},
 }
@@ -117,6 +117,13 @@ def test_what_the_source_lacks_is_that_of_start(key: str) -> None:
     for lacking in (source, {**source, key: None} if key != "epoch" else source):
         parts = model_part([OLD], lacking), model_part([OLD], {**ENGINE, key: "of START"})
         assert graft(*parts).model_state[key] == "of START"
+
+
+@pytest.mark.parametrize("own", [[], [{"last_epoch": 7}]])
+def test_lightning_finds_the_list_that_an_engine_does_not_save(own: list[Any]) -> None:
+    """Without its param groups' base rates, the scheduler of such a job begins again."""
+    parts = model_part([OLD], {**ENGINE, "lr_schedulers": own}), model_part([NEW], ENGINE)
+    assert graft(*parts).model_state["lr_schedulers"] == []
 
 
 def test_lightning_describes_no_model_where_start_does_not() -> None:

@@ -165,7 +165,7 @@ def case(stage: int, dtype: str = "bf16") -> Case:
 
 WAYS = {
     "2-to-3": Way(case(2), 2, case(3), 3),
-    "3-to-2": Way(case(3), 3, case(2), 2),
+    "3-to-2": Way(case(3), 4, case(2), 5),
     "1-to-1": Way(case(1), 2, case(1), 3),
     "bf16-optimizer": Way(BF16_OPTIMIZER, 2, BF16_OPTIMIZER, 3),
     "fp32": Way(case(3, "fp32"), 2, case(3, "fp32"), 2),

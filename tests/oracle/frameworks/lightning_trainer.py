@@ -5,7 +5,7 @@ and a seed, which are left out, all is Lightning's own code.
 """
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,10 @@ class LightningFit:
     """For what the engine holds before the first step."""
     saved_truth: Path | None = None
     """For what it holds at the end."""
+    change: Callable[[Any], Any] | None = None
+    """What the script does to the model."""
+    rate: float | None = None
+    """Its base learning rate, which is halved at every step; None for 1e-3 at every step."""
 
     def run(self) -> None:
         with framework_process():
@@ -73,7 +77,7 @@ def _fit(job: LightningFit) -> None:
     )
     loader: Any = DataLoader(samples(), batch_size=job.batch_size)  # type: ignore[arg-type]
     resume = None if job.resume_from is None else str(job.resume_from)
-    trainer.fit(_module(), loader, ckpt_path=resume)
+    trainer.fit(_module(job.change, job.rate), loader, ckpt_path=resume)
     engine = trainer.strategy.deepspeed_engine
     seen = {
         "global_batch": engine.train_batch_size(),
@@ -135,20 +139,26 @@ def _config(stage: int) -> dict[str, Any]:
     }
 
 
-def _module() -> Any:  # noqa: ANN401
+def _module(change: Callable[[Any], Any] | None = None, rate: float | None = None) -> Any:  # noqa: ANN401
     lightning: Any = importlib.import_module("lightning")
 
     class Module(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            self.model = language_model()
+            model = language_model()
+            self.model = model if change is None else change(model)
 
         def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
             loss: torch.Tensor = self.model(**batch).loss
             return loss
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+        def configure_optimizers(self) -> Any:  # noqa: ANN401
+            optimizer = torch.optim.AdamW(self.parameters(), lr=rate or 1e-3)
+            if rate is None:
+                return optimizer
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            each_step = {"scheduler": scheduler, "interval": "step"}
+            return {"optimizer": optimizer, "lr_scheduler": each_step}
 
     return Module()
 
