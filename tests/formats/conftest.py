@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import streamshard
 from tests.fabricated import client_state, write
-from tests.job import Job
+from tests.job import LEAN
 
 
 def files_of(root: Path) -> dict[str, bytes]:
@@ -46,7 +47,7 @@ def _no_checksums() -> Iterator[None]:
 def whole_stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Codec → a store."""
     directory = tmp_path_factory.mktemp("whole")
-    write(Job(stage=2, client_state=client_state()), directory / "run")
+    write(replace(LEAN, client_state=client_state()), directory / "run")
     stores = {codec: directory / f"{codec}.zarr" for codec in ("none", "zstd")}
     for codec, store in stores.items():
         streamshard.convert(directory / "run", store, codec=codec, chunk_size=100)

@@ -201,23 +201,6 @@ def is_refused_for_good(place: str, value: object) -> bool:
     return value in STRICTER
 
 
-@pytest.mark.parametrize("first", ["bf16", "bfloat16"])
-@pytest.mark.parametrize("values", [(True, False), (False, True), (None, True), (True, True)])
-def test_the_older_name_of_bf16_counts_where_the_newer_one_is_missing(
-    first: str, values: tuple[bool | None, bool]
-) -> None:
-    second = "bfloat16" if first == "bf16" else "bf16"
-    config: dict[str, Any] = {
-        key: None if value is None else {"enabled": value}
-        for key, value in zip((first, second), values, strict=True)
-    }
-    try:
-        asked = meaning_to_deepspeed(config)
-    except Exception:
-        return
-    assert meaning_here(config) == asked
-
-
 @pytest.mark.parametrize("place", SHAPING)
 def test_an_engine_takes_its_own_default_for_auto_whatever_the_last_run_had(place: str) -> None:
     config = with_value(BASES["stage 2"], place, "auto")

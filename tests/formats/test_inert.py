@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from streamshard.errors import UnsupportedError
 from streamshard.formats.pickle import inert_dump, inert_load
-from streamshard.formats.pickle.inert import Global
 from streamshard.formats.pickle.inert_load import EndedTooEarlyError
 from tests.formats.graphs import PLAIN, Point, Record, graphs, pickled, same
 
@@ -62,14 +61,6 @@ def test_bytes_are_those_of_the_standard_pickler(graph: object) -> None:
     if sys.version_info >= (3, 13):  # which numbers in the memo what nothing takes from there
         data, ours = pickletools.optimize(data), pickletools.optimize(ours)
     assert ours == data
-
-
-def test_equal_strings_and_names_are_written_once_whatever_object_holds_them() -> None:
-    text = "exp_avg"
-    other = "".join(list(text))
-    assert other is not text
-    assert dump([text, other]) == dump([text, text]) == pickle.dumps([text, text], protocol=2)
-    assert dump([Global("a", "b"), Global("a", "b")]).count(b"ca\nb\n") == 1
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

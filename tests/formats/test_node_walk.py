@@ -2,7 +2,6 @@
 
 import argparse
 import pickle
-import resource
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,16 @@ from hypothesis import strategies as st
 from streamshard.formats.pickle import inert
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch import torch_file
-from streamshard.formats.torch.torch_tensor import Storage, storages_in
+from streamshard.formats.torch.torch_tensor import storages_in
 from streamshard.formats.torch.tree_comparison import BlobPair, Disparity, compare_nodes
 from streamshard.model import Whole
 from tests.formats.graphs import Bag, Colour, Outer, Point, Record, graphs, pickled
 from tests.formats.test_inert import dump, load
 
 
-def places(one: object, other: object, protocol: int = 2) -> dict[str, str]:
+def places(one: object, other: object) -> dict[str, str]:
     """Pickle two values, and return where they differ and how."""
-    nodes = [load(pickle.dumps(value, protocol=protocol)) for value in (one, other)]
+    nodes = [load(pickle.dumps(value, protocol=2)) for value in (one, other)]
     found = list(compare_nodes(nodes[0], nodes[1], "top"))
     assert all(isinstance(place, Disparity) for place in found)
     return {place.name: place.message for place in found if isinstance(place, Disparity)}
@@ -48,7 +47,6 @@ NESTED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("protocol", [2, 4])
 @pytest.mark.parametrize(
     ("change", "where", "how"),
     [
@@ -69,11 +67,11 @@ NESTED: dict[str, Any] = {
         (lambda v: v["named"].update(a=2), "top.named.a", "1 here, 2 there"),
     ],
 )
-def test_a_change_is_found_where_it_is(change: Any, where: str, how: str, protocol: int) -> None:  # noqa: ANN401
+def test_a_change_is_found_where_it_is(change: Any, where: str, how: str) -> None:  # noqa: ANN401
     changed = pickle.loads(pickle.dumps(NESTED))
     change(changed)
-    assert places(NESTED, changed, protocol) == {where: how}
-    assert list(places(changed, NESTED, protocol)) == [where]
+    assert places(NESTED, changed) == {where: how}
+    assert list(places(changed, NESTED)) == [where]
 
 
 @pytest.mark.parametrize(
@@ -106,14 +104,6 @@ def test_nan_is_nan_and_sets_have_no_order() -> None:
     )
     assert list(compare_nodes(kept, turned, "")) == []
     assert list(compare_nodes(kept, load(pickle.dumps(set(words), protocol=4)), "")) == []
-
-
-def test_rings_end() -> None:
-    rings: list[list[Any]] = [[1], [1], [2]]
-    for ring in rings:
-        ring.append(ring)
-    assert places(rings[0], rings[1]) == {}
-    assert places(rings[0], rings[2]) == {"top[0]": "1 here, 2 there"}
 
 
 def opened(path: Path, value: object) -> Node:
@@ -158,37 +148,6 @@ def test_tensors_that_differ_by_what_is_said_of_them(
 # What is made to be compared for ever ---------------------------------------------------------
 
 
-def laughs(times: int) -> list[Any]:
-    node: list[Any] = ["ha"]
-    for _ in range(times):
-        node = [node, node]
-    return node
-
-
-def test_lists_that_double_themselves_are_compared_once() -> None:
-    assert list(compare_nodes(laughs(60), laughs(60), "top")) == []
-    ((where, how),) = places([laughs(60)], [3]).items()
-    assert (where, how) == ("top[0]", "<list of 2> here, 3 there")
-
-
-def test_parts_that_meet_in_every_pair_are_given_up() -> None:
-    parts = [[*range(200), number] for number in range(200)]
-    rows = [part for part in parts for _ in parts]
-    columns = [part for _ in parts for part in parts]
-    (*_, last) = compare_nodes(rows, columns, "top")
-    assert last == Disparity("top", "cannot be compared: parts are shared without end")
-    assert list(compare_nodes(rows, rows, "top")) == []
-
-
-def test_sets_whose_members_share_their_parts_are_given_up() -> None:
-    shared = list(range(5000))
-    members = [inert.Call(inert.Global("a", "B"), (shared, n)) for n in range(5000)]
-    one = inert.Call(inert.SET, (members,))
-    assert list(compare_nodes(one, one, "top")) == [
-        Disparity("top", "cannot be compared: parts are shared without end")
-    ]
-
-
 def test_what_no_pickler_can_follow_is_not_known_to_be_the_same() -> None:
     deep: list[Any] = []
     for _ in range(100_000):
@@ -205,39 +164,9 @@ def test_many_differences_are_counted_and_not_all_told() -> None:
     assert len(found) == 1001
 
 
-def test_places_are_told_shortly_whatever_leads_there() -> None:
-    values: list[Any] = [{"a" * 70: {("b" * 5000, 3): {10**300: {"x" * 5000: n}}}} for n in (1, 2)]
-    for _ in range(40):
-        values = [{"c" * 70: value} for value in values]
-    ((where, how),) = places(*values).items()
-    assert (len(where), how) == (403, "1 here, 2 there")
-    assert where.startswith("top.ccc")
-
-
-def test_names_are_not_spelled_for_places_that_do_not_differ() -> None:
-    values: list[Any] = [list(range(1 << 17)) for _ in range(2)]
-    for _ in range(200):
-        values = [{"k" * 80: value} for value in values]
-    began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert list(compare_nodes(values[0], values[1], "top")) == []
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - began < 300 * 1024
-
-
 def test_keys_of_tuples_have_no_order_and_keys_of_objects_have_places() -> None:
     one = {("a", 1): 1, ("b", 2): 2}
     assert places(one, {("b", 2): 2, ("a", 1): 1}) == {}
     assert places(one, {("b", 2): 2, ("a", 1): 3}) == {"top.['a', 1]": "1 here, 3 there"}
     coloured = {(Colour.RED, 1): 1, Colour.BLUE: 2}
     assert places(coloured, dict(coloured)) == {}
-
-
-def test_tensors_in_sets_are_known_by_what_they_are() -> None:
-    def held(numbers: list[int]) -> inert.Call:
-        stored = [Storage("float32", n + 2, Whole(number)) for n, number in enumerate(numbers)]
-        order = stored if numbers[0] else stored[::-1]
-        return inert.Call(inert.SET, (order,))
-
-    assert list(compare_nodes(held([5, 6]), held([0, 1]), "")) == [
-        BlobPair("[0]", (5, 0), (0, 0), 8, 4),
-        BlobPair("[1]", (6, 0), (1, 0), 12, 4),
-    ]

@@ -54,14 +54,15 @@ def rebuilt(store: Path, out: Path) -> dict[str, bytes]:
     return files_of(out)
 
 
-@pytest.mark.parametrize("codec", ["none", "zstd"])
 @pytest.mark.parametrize(
-    ("which", "damage"),
+    ("which", "damage", "codec"),
     [
-        (which, damage)
+        (which, damage, codec)
         for which in (CHUNK, *SMALL)
         for damage in DAMAGES
+        for codec in ("none", "zstd")
         if (which, damage) != (CHUNK, "last flipped")  # a chunk's own CRC-32C, for other tools
+        if which == CHUNK or codec == "zstd"  # which does not compress the others
     ],
 )
 def test_what_is_damaged_is_named(store: Path, tmp_path: Path, which: str, damage: str) -> None:

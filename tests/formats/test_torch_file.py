@@ -274,14 +274,13 @@ def test_what_zipfile_writes_is_whole(tmp_path: Path, how: str) -> None:
     assert is_torch_file(path)
 
 
-@pytest.mark.parametrize("how", ["one bit", "ones"])
-def test_every_damaged_byte_is_noticed(tmp_path: Path, how: str) -> None:
+def test_every_damaged_byte_is_noticed(tmp_path: Path) -> None:
     path = small(tmp_path)
     data = path.read_bytes()
     silent = []
     with path.open("r+b", buffering=0) as stream:
         for place, byte in enumerate(data):
-            value = {"one bit": byte ^ 1 << place % 8, "ones": 255}[how]
+            value = byte ^ 1 << place % 8 if place % 3 else 255
             stream.seek(place)
             stream.write(bytes([value]))
             found = audit(path)
@@ -291,16 +290,6 @@ def test_every_damaged_byte_is_noticed(tmp_path: Path, how: str) -> None:
             stream.seek(place)
             stream.write(bytes([byte]))
     assert silent == []
-
-
-def test_every_byte_taken_out_or_put_in_is_noticed(tmp_path: Path) -> None:
-    path = small(tmp_path)
-    data = path.read_bytes()
-    for place in range(len(data)):
-        for damaged in (data[:place] + data[place + 1 :], data[:place] + b"Z" + data[place:]):
-            path.write_bytes(damaged)
-            found = audit(path)
-            assert damaged == data or found.problems or wrong_crcs(path, found), place
 
 
 def test_damage_of_one_part_hides_no_other(tmp_path: Path) -> None:
@@ -317,15 +306,6 @@ def test_damage_of_one_part_hides_no_other(tmp_path: Path) -> None:
     assert len(found.problems) == 3
     assert "another volume" in found.problems[0]
     assert all("no local header" in problem for problem in found.problems[1:])
-
-
-def test_two_records_of_one_name(tmp_path: Path) -> None:
-    path = tmp_path / "twice.pt"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("x/data.pkl", b"1")
-        with pytest.warns(UserWarning, match="Duplicate"):
-            archive.writestr("x/data.pkl", b"2")
-    assert audit(path).problems == ("2 records are called x/data.pkl",)
 
 
 def test_other_files_are_told_apart(tmp_path: Path) -> None:

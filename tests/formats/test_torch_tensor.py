@@ -110,14 +110,6 @@ def test_tensors_in_tensors_without_end(outer: Global) -> None:
     assert tensor_of(node) is None
 
 
-def test_a_parameter_with_attributes_is_one() -> None:
-    inner = rebuilt(2, (3,), (1,))
-    attributed = Call(FROM_TYPE, (V2, TENSOR, inner.args, {"ds_id": "0_4"}))
-    found = tensor_of(Call(PARAMETER, (attributed, True, OrderedDict())))
-    assert found is not None
-    assert (found.start, found.shape, found.attributes) == (2, (3,), {"ds_id": "0_4"})
-
-
 def test_a_dtype_that_is_not_known() -> None:
     args = rebuilt(0, (3,), (1,), dtype="uint8").args
     for dtype in (Global("torch", "float3"), 7, None):
