@@ -27,14 +27,12 @@ def write(job: Job, run_dir: Path, tag: str = TAG) -> Path:
     place = run_dir / tag
     place.mkdir(parents=True)
     with stand_ins():
-        key = BytesIO()
-        # Some tests give the module no buffers, or save stages in another way.
-        torch.save((job, [*buffers()], ZeroStageEnum.weights), key)
-        files = _TAGS.get(key.getvalue())
+        key = key_of(job)
+        files = _TAGS.get(key)
         if files is None:
             for part in range(job.parts):
                 _write_part(replace(job, part=part), place)
-            _remember(key.getvalue(), place)
+            _remember(key, place)
     for name, content in (files or {}).items():
         (place / name).write_bytes(content)
     (run_dir / "latest").write_text(tag)
@@ -49,6 +47,15 @@ _TAGS: dict[bytes, dict[str, bytes]] = {}
 _MOST_TAGS = 200
 _MOST_BYTES = 1 << 20
 """Of a tag that is remembered."""
+
+
+def key_of(job: Job) -> bytes:
+    """Save a job itself, as a key for what it saves."""
+    key = BytesIO()
+    with stand_ins():
+        # Some tests give the module no buffers, or save stages in another way.
+        torch.save((job, [*buffers()], ZeroStageEnum.weights), key)
+    return key.getvalue()
 
 
 def _remember(job: bytes, place: Path) -> None:

@@ -1,7 +1,7 @@
 """A path without a ZeRO checkpoint: the message says what it is, and what can be done with it."""
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -175,25 +175,6 @@ def test_what_lies_beside_a_checkpoint_does_not_matter(tmp_path: Path) -> None:
         streamshard.inspect(run / TAG)
 
 
-def trainer_output(place: Path, steps: Iterable[int]) -> Path:
-    """Make what HF Trainer leaves, with weights beside each checkpoint and at the end."""
-    place.mkdir()
-    for step in steps:
-        checkpoint = write(Job(), place / f"checkpoint-{step}", tag=f"global_step{step}")
-        save_file(WEIGHTS, checkpoint / "model.safetensors")
-        (checkpoint / "trainer_state.json").write_text(f'{{"global_step": {step}}}')
-    save_file(WEIGHTS, place / "model.safetensors")
-    return place
-
-
-def test_the_output_of_a_trainer_names_its_checkpoints_the_newest_first(tmp_path: Path) -> None:
-    out = trainer_output(tmp_path / "out", range(200, 2200, 200))
-    names = ", ".join(f"checkpoint-{step}" for step in range(2000, 400, -200))
-    message = f"Give one of the 10 checkpoints in it, such as {out}/checkpoint-2000: {names} and 2"
-    with pytest.raises(SourceNotFoundError, match=message):
-        streamshard.repartition(out, tmp_path / "made", world_size=3)
-
-
 def shard(place: Path) -> Path:
     return next((write(Job(), place) / TAG).glob("*_optim_states.pt"))
 
@@ -246,12 +227,6 @@ def test_a_file_that_is_nothing_known(tmp_path: Path) -> None:
     (tmp_path / "broken.pt").write_bytes(b"nothing")
     with pytest.raises(SourceError, match=r"broken\.pt: "):
         streamshard.inspect(tmp_path / "broken.pt")
-
-
-def test_a_directory_that_is_nothing_known(tmp_path: Path) -> None:
-    (tmp_path / "broken.pt").write_bytes(b"nothing")
-    with pytest.raises(SourceNotFoundError, match="no 'latest' file and no shards in it"):
-        streamshard.inspect(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["model", "optim"])

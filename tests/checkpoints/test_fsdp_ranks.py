@@ -248,15 +248,14 @@ def test_replicas_may_differ_in_padding(made: Path, tmp_path: Path) -> None:
     assert streamshard.verify(place).is_good
 
 
-@pytest.mark.parametrize("first", ["whole", "part"])
-def test_a_part_of_a_weight_is_a_weight_of_its_own(first: str, tmp_path: Path) -> None:
+def test_a_part_of_a_weight_is_a_weight_of_its_own(tmp_path: Path) -> None:
     """It begins where the other does in the file, and is not tied to it."""
     whole = torch.arange(12.0).reshape(4, 3)
-    held = {"whole": whole, "part": whole[:2], "flat": whole.view(-1), "tied": whole[:]}
+    held = {"part": whole[:2], "whole": whole, "flat": whole.view(-1), "tied": whole[:]}
     place = tmp_path / "actor"
     place.mkdir()
     for rank in range(2):
-        torch.save({first: held[first], **held}, place / name(rank, 2))
+        torch.save(held, place / name(rank, 2))
     streamshard.export(place, tmp_path / "out", verify=True)
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert {key: held.tolist() for key, held in found.items()} == {
@@ -348,10 +347,6 @@ REFUSED: dict[str, tuple[Callable[[Path], object], type[SourceError], str]] = {
     ),
     "a shorter part": (
         changed(shorter), CorruptFileError, r"'up.bias': a rank holds \[1\] where \[2\] belong",
-    ),
-    "a file cut off": (
-        lambda place: (place / name(1)).write_bytes((place / name(1)).read_bytes()[:-50]),
-        CorruptFileError, "rank_1.pt: ",
     ),
 }  # fmt: skip
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from safetensors.torch import save_file
 import streamshard
 from streamshard.testing.reader import MODULE, ReaderTests, SavedCheckpoint
 from tests import fabricated
-from tests.checkpoints.test_dcp_repartition import GROUPS
 from tests.checkpoints.test_fsdp_ranks_to_others import write_ranks
 from tests.checkpoints.test_megatron import SAVES, WHOLE
 from tests.fabricated import write
@@ -24,13 +24,17 @@ from tests.job import Job, buffers, expected
 from tests.unpacking import unpack
 
 Tensors = Mapping[str, Mapping[str, NDArray[Any]]]
-PLAIN = Job(frozen=(), tied={})
+PLAIN = Job(
+    groups=((("embed.weight", (5, 4)), ("mlp", (3, 2, 4))), (("bias", (3,)),)), frozen=(), tied={}
+)
 """A model of which a reference tells nothing that a distributed checkpoint does not."""
+WHOLE_JOB = replace(PLAIN, frozen=(("old", (3,)),), tied={"head.weight": "embed.weight"})
 
 
 def made_of(job: Job, **options: Any) -> Saved:  # noqa: ANN401
     cut = {name: mesh(shape, [2] * len(shape)) for name, shape in job.shapes.items()}
-    return adamw(job.shapes, cut=cut, buffers=buffers(), groups=GROUPS, **options)
+    groups = [[name for name, _ in group] for group in job.groups]
+    return adamw(job.shapes, cut=cut, buffers=buffers(), groups=groups, **options)
 
 
 def bits(tensor: torch.Tensor) -> NDArray[Any]:
@@ -66,8 +70,8 @@ class TestUniversal(ReaderTests):
 
     @pytest.fixture
     def saved(self, tmp_path: Path) -> SavedCheckpoint:
-        made = write_universal(Job(), tmp_path / "run")
-        return SavedCheckpoint(made, of_job(Job()))
+        made = write_universal(WHOLE_JOB, tmp_path / "run")
+        return SavedCheckpoint(made, of_job(WHOLE_JOB))
 
 
 class TestDistributed(ReaderTests):

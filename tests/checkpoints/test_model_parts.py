@@ -27,7 +27,7 @@ BOTH = JOBS["expert-tensor"]
 
 @pytest.mark.parametrize(
     ("job", "world_size", "multiples"),
-    [(TENSOR, 3, "2, 4, 6"), (EXPERT, 5, "2, 4, 6"), (BOTH, 6, "4, 8, 12")],
+    [(TENSOR, 3, "2, 4, 6"), (BOTH, 6, "4, 8, 12")],
 )
 def test_ranks_that_do_not_divide_are_refused_with_those_that_do(
     tmp_path: Path, job: Job, world_size: int, multiples: str
@@ -86,24 +86,12 @@ REFUSED: dict[str, tuple[Job, Callable[[Path], None], type[SourceError], str]] =
         IncompleteError,
         "one of 2 tensor or pipeline parallel parts",
     ),
-    "first part": (
-        TENSOR,
-        lost("*mp_rank_00*"),
-        IncompleteError,
-        "mp_rank_00_optim_states.pt: rank 0 of at least 3 is missing",
-    ),
     "steps": (TENSOR, later_step, DisagreementError, r"disagrees with .* about global_steps"),
     "expert": (
         EXPERT,
         lost("layer_0_expert_2_mp_rank_00_model_states.pt"),
         IncompleteError,
         r"expert_2_mp_rank_00_model_states\.pt: missing",
-    ),
-    "experts": (
-        EXPERT,
-        lost("layer_*"),
-        IncompleteError,
-        r"expert_0_mp_rank_00_model_states\.pt: missing",
     ),
     "torn expert": (EXPERT, torn_expert, SourceError, "expert_1_mp_rank_00"),
     "order of experts": (
@@ -161,12 +149,6 @@ def test_inspect_counts_ranks_parts_and_experts(
     drawn = (tmp_path / "cut.html").read_text()
     assert "world size 8: 4 data-parallel x 2 tensor-parallel, experts over 2" in shown
     assert "mp_rank_01 (tensor rank 1 of 2), param group 2, expert rank 1 of 2" in drawn
-
-
-def test_experts_stay_out_of_stage_3(tmp_path: Path) -> None:
-    run = write(EXPERT, tmp_path / "run")
-    with pytest.raises(UsageError, match="stage 3 does not train with expert parallelism"):
-        streamshard.repartition(run, tmp_path / "out", world_size=2, zero_stage=3)
 
 
 def test_dumps_of_experts(tmp_path: Path) -> None:

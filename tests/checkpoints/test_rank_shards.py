@@ -7,7 +7,6 @@ import shutil
 import socket
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,10 +31,6 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 import streamshard
 from streamshard.errors import CorruptFileError, DisagreementError, IncompleteError, SourceError
-from tests.checkpoints.test_dcp_repartition import require_moved
-from tests.checkpoints.test_dcp_repartition import saved as saved_by_fsdp
-from tests.fabricated import write
-from tests.job import Job
 
 RANKS = 3
 SHARD = "shard-{:05d}-model-00001-of-00001.safetensors"
@@ -236,24 +231,6 @@ def write_shards(place: Path, *told: tuple[dict[str, Tensor], dict[str, Any] | N
         more = {"DCP_SHARDING_INFO": json.dumps(entries)} if begins is not None else {}
         save_file(held, place / SHARD.format(rank), {"format": "pt", **more})
     return place
-
-
-def test_it_goes_to_zero(tmp_path: Path) -> None:
-    job = Job(stage=3)
-    made, reference = saved_by_fsdp(job, style="titan"), write(job, tmp_path / "like")
-    optimizer = {key for key in made.tensors if key.startswith("optimizer.")}
-    ranks: list[tuple[dict[str, Tensor], dict[str, Any]]] = [({}, {}) for _ in range(8)]
-    for key in made.tensors.keys() - optimizer:
-        tensor, boxes = made.tensors[key]
-        for (held, begins), (offsets, sizes) in zip(ranks, boxes, strict=False):
-            part = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
-            held[key], begins[key] = tensor[part].clone().contiguous(), offsets
-    place = write_shards(tmp_path / "saved", *ranks)
-    paths = {key: path for key, path in made.paths.items() if path[0] == "optimizer"}
-    states = {key: made.tensors[key] for key in optimizer}
-    replace(made, tensors=states, paths=paths).write(place)
-    streamshard.repartition(place, tmp_path / "out", world_size=3, like=reference, verify=True)
-    require_moved(made, tmp_path / "out", torch.bfloat16)
 
 
 TWO = {"a": torch.ones(2, 3)}

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 import streamshard
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError, UsageError
 from tests.cli.conftest import in_process
-from tests.fabricated import make_adam, write
+from tests.fabricated import write
 from tests.fabricated_dcp import adamw, mesh, save_index
 from tests.job import Job
 from tests.unpacking import unpack
@@ -121,28 +121,6 @@ def test_megatrons_tensors_are_exported_as_llamas(
     assert f"({counts}, a part has 4 rows)" in notes
     assert "No rule is for" in notes
     assert "layernorm.bias" in notes
-
-
-def test_all_states_go_into_a_job_with_other_names(
-    saves: Path, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tests.fabricated.buffers", dict)
-    wanted = {state: as_llama(held_in(saves / WHOLE, state)) for state in STATES}
-    shapes = tuple((name, tuple(tensor.shape)) for name, tensor in wanted["fp32"].items())
-    job = Job(groups=(shapes[::-1],), frozen=(), tied={}, step=2)
-    make_adam(write(job, tmp_path / "like"))
-    for world_size in (1, 3):
-        out = tmp_path / f"out{world_size}"
-        streamshard.repartition(
-            saves / WHOLE,
-            out,
-            world_size=world_size,
-            like=tmp_path / "like",
-            facts=names(llama),
-        )
-        for state in STATES:
-            require_equal(held_in(out, state), wanted[state])
-    assert streamshard.inspect(tmp_path / "out3").groups[0].states["step"] == 2
 
 
 SHAPES = {"h.0.q": (8, 6), "h.0.k": (4, 6), "h.0.v": (4, 6), "stack": (3, 4, 2), "norm": (6,)}

@@ -20,7 +20,6 @@ from streamshard.errors import (
     UnsupportedError,
 )
 from tests.cli.conftest import tree
-from tests.comparing import both_roads
 from tests.fabricated import client_state, edit, edit_all, write
 from tests.fabricated_universal import UNIVERSAL, convert, write_universal
 from tests.job import TAG, Job
@@ -30,65 +29,27 @@ PARAM = "block.0.bias"
 STATE = {key: value for key, value in client_state().items() if key != "keepsake"}
 """What a converter can load that does not know the training script."""
 JOBS = {
-    "stage 1": Job(stage=1, frozen=(), client_state=STATE),
-    "stage 2": Job(client_state=STATE),
-    "stage 3": Job(stage=3, world_size=3, client_state=STATE),
-    "aligned": Job(alignment=True, world_size=3),
-    "sub-groups": Job(stage=3, sub_group_size=20),
-    "one rank": Job(world_size=1, round_robin=True),
-    "fp16": Job(stage=3, dtype=torch.float16, frozen=()),
-    "fp32": Job(dtype=torch.float32),
+    "stage 1": (Job(stage=1, frozen=(), client_state=STATE), 1),
+    "stage 2": (Job(alignment=True, world_size=3, client_state=STATE), 3),
+    "stage 3": (Job(stage=3, sub_group_size=20, client_state=STATE), 2),
+    "one rank": (Job(world_size=1, round_robin=True, dtype=torch.float32), 2),
 }
 
 
-@pytest.mark.parametrize(
-    ("job", "stage"), [(job, 1 + number % 3) for number, job in enumerate(JOBS.values())], ids=JOBS
-)
+@pytest.mark.parametrize(("job", "stage"), JOBS.values(), ids=JOBS)
 def test_what_is_written_is_what_the_original_gives(job: Job, stage: int, tmp_path: Path) -> None:
     made = write_universal(job, tmp_path / "run")
     for source, out in ((tmp_path / "run", "wanted"), (made, "out")):
         ranks = 2 if job.world_size > 2 else 3
         streamshard.repartition(source, tmp_path / out, world_size=ranks, zero_stage=stage)
     assert tree(tmp_path / "out") == tree(tmp_path / "wanted")
+    assert streamshard.diff(tmp_path / "run", made).is_equal
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_all_verbs_take_it(stage: int, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    made = write_universal(Job(stage=stage), run)
-    found = streamshard.inspect(made)
-    assert (found.kind, found.tag, found.zero_stage, found.world_size) == (
-        "universal", TAG, stage, 2,
-    )  # fmt: skip
-    assert [parameter.first_rank for parameter in found.parameters] == [None] * 6
-    listed = {entry.path: entry.kind for entry in streamshard.inspect(run).checkpoints}
-    assert listed == {TAG: "native", UNIVERSAL: "universal"}
-    assert streamshard.verify(made).problems == ()
-    assert streamshard.verify(made, against=run).problems == ()
-    assert streamshard.diff(run, made).is_equal
-    for source, out in ((run, "wanted"), (made, "out")):
-        streamshard.export(source, tmp_path / out, verify=True)
-        streamshard.export(source, tmp_path / f"{out}-dcp", format="dcp", verify=True)
-    assert tree(tmp_path / "out") == tree(tmp_path / "wanted")
-    streamshard.export(made, tmp_path / "again", format="universal", verify=True)
-    assert tree(tmp_path / "again").keys() >= {
-        "latest_universal",
-        f"{TAG}/zero/optimizer_state.pt",
-    }
-    shutil.copy(run / "zero_to_fp32.py", tmp_path / "again")
-    assert streamshard.diff(run, tmp_path / "again").is_equal
-    shutil.copytree(made, tmp_path / "alone" / UNIVERSAL)
-    (tmp_path / "alone" / "latest_universal").write_text(UNIVERSAL)
-    direct, of_store = both_roads(tmp_path / "alone", world_size=3)
-    assert tree(direct) == tree(of_store)
-
-
-@pytest.mark.parametrize("job", [Job(), Job(alignment=True, world_size=3), JOBS["fp32"]])
-def test_parameters_that_went_round_are_read_where_they_are_in_their_places(
-    job: Job, tmp_path: Path
-) -> None:
+def test_parameters_that_went_round_are_read_where_they_are_in_their_places(tmp_path: Path) -> None:
     """As `export` puts them, and nobody else: see `REFUSED`."""
-    run, made = write(replace(job, round_robin=True), tmp_path / "run"), tmp_path / "made"
+    job = Job(alignment=True, world_size=3, round_robin=True)
+    run, made = write(job, tmp_path / "run"), tmp_path / "made"
     streamshard.export(run, made, format="universal", verify=True)
     shutil.copy(run / "zero_to_fp32.py", made)
     assert streamshard.verify(made).problems == ()
@@ -222,17 +183,6 @@ def cut_vocabulary(made: Path) -> None:
             torch.save({**held, "param": held["param"][:9], "vocab_tensor": True}, path)
 
 
-def outside(made: Path) -> None:
-    path = made / "zero" / PARAM / "fp32.pt"
-    path.rename(made.parent.parent / "elsewhere.pt")
-    path.symlink_to(made.parent.parent / "elsewhere.pt")
-
-
-def cut_off(made: Path) -> None:
-    path = made / "zero" / PARAM / "exp_avg.pt"
-    path.write_bytes(path.read_bytes()[:-100])
-
-
 def rename_param(made: Path) -> None:
     """Name a parameter so that its files lie elsewhere, where nothing may be read."""
 
@@ -327,8 +277,6 @@ REFUSED: dict[str, tuple[Job, Callable[[Path], object], type[SourceError], str]]
     "no tensor": (
         Job(stage=3), param("fp32", lambda held: "weights"), CorruptFileError, "not a parameter's",
     ),
-    "a file cut off": (Job(), cut_off, CorruptFileError, rf"{PARAM}/exp_avg.pt: "),
-    "a link": (Job(), outside, SourceError, "a symbolic link that leads out of"),
     "a name that leads out": (Job(), rename_param, IncompleteError, "missing, where other"),
     "other groups": (
         Job(), state(lambda held: held["param_groups"].pop()),
@@ -367,21 +315,6 @@ def test_masters_that_were_not_kept_are_not_made_up(tmp_path: Path) -> None:
     streamshard.repartition(tmp_path / "ours", tmp_path / "out", world_size=3)
     (tmp_path / "wanted" / "zero_to_fp32.py").unlink()
     assert tree(tmp_path / "out") == tree(tmp_path / "wanted")
-
-
-def test_verify_finds_damage_in_any_file(tmp_path: Path) -> None:
-    made = write_universal(Job(), tmp_path / "run")
-    for name in ("old.weight", PARAM):  # of a frozen weight, which is read from the model file
-        path = made / "zero" / name / "fp32.pt"
-        content = bytearray(path.read_bytes())
-        at = content.index(b"fp32/data/0") + 128
-        content[at] ^= 1
-        path.write_bytes(content)
-    problems = streamshard.verify(made).problems
-    assert sorted(Path(problem.file or "").parent.name for problem in problems) == [
-        PARAM,
-        "old.weight",
-    ]
 
 
 def test_a_job_that_saved_again_after_the_conversion_is_seen(tmp_path: Path) -> None:
