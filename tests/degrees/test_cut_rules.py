@@ -1,14 +1,12 @@
 """How parameters are cut: by a file of rules."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import streamshard
-from streamshard.cli.main import main
 from streamshard.errors import DisagreementError, StreamshardError, UnsupportedError, UsageError
 from streamshard.formats.deepspeed.model_parallel.stated_cuts import CutRules
 from tests.comparing import compare
@@ -101,13 +99,6 @@ def test_rules_take_the_place_of_what_files_tell(tmp_path: Path, rules: Path) ->
     streamshard.export(run, tmp_path / "out", facts=cuts(rules))
 
 
-def test_copies_must_be_equal(tmp_path: Path, rules: Path) -> None:
-    drifted = replace(TWO, changed=("fp32", "block.1.bias", 1), changed_by=1000)
-    run = untold(write(drifted, tmp_path / "run"))
-    with pytest.raises(DisagreementError, match=r"fp32 of block\.1\.bias: 1 of 2 elements differ"):
-        streamshard.export(run, tmp_path / "out", facts=cuts(rules))
-
-
 def test_rules_in_the_page_are_rules() -> None:
     (shown,) = (block for block in blocks(page("parallelism"), "text") if "replicated" in block)
     rules = CutRules(shown, "cut.rules")
@@ -182,15 +173,3 @@ def test_rules_that_nothing_is_cut_by_are_refused(tmp_path: Path, rules: Path) -
     (tmp_path / "binary").write_bytes(b"\xff")
     with pytest.raises(UsageError, match="is no text in UTF-8"):
         streamshard.export(run, out, facts=cuts(tmp_path / "binary"))
-
-
-def test_what_is_there_is_what_the_rules_make(
-    tmp_path: Path, rules: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    untold(write(TWO, tmp_path / "run"))
-    (tmp_path / "facts.toml").write_text(f"[source]\ncut_rules = '{rules.name}'\n")
-    monkeypatch.chdir(tmp_path)
-    options = ["--world-size", "3", "--tensor-parallel", "1", "--facts", "facts.toml"]
-    assert main(["repartition", "run", "out", *options]) == 0
-    assert main(["repartition", "run", "out", *options, "--if-needed"]) == 0
-    assert "is already what this would make" in capsys.readouterr().out

@@ -11,7 +11,7 @@ import streamshard
 from streamshard.errors import UnsupportedError, UsageError
 from tests.comparing import compare
 from tests.fabricated import edit, load, write
-from tests.fabricated_pipes import BLOCK, CUTS, SHARED, PipeJob, write_pipe
+from tests.fabricated_pipes import BLOCK, SHARED, PipeJob, write_pipe
 from tests.job import EXPERTS, TAG, Job
 
 TWO = PipeJob(layers=("embed", None, BLOCK, BLOCK, BLOCK, "embed", None), world_size=3)
@@ -34,9 +34,7 @@ def on_one(run: Path, job: PipeJob, **options: Any) -> Path:  # noqa: ANN401
 @pytest.mark.parametrize(
     ("job", "tensor", "files_of_shared"),
     [
-        (TWO, 1, True),
         (TWO, 2, False),
-        (UNSHARED, 2, True),
         (replace(UNSHARED, starts=(0, 2, 4, 6)), 1, True),
         (KEYS, 2, True),
         (KEYS, 1, False),
@@ -145,17 +143,3 @@ def test_one_stage_on_the_road_over_a_store(tmp_path: Path) -> None:
     streamshard.convert(run, tmp_path / "other.zarr", pipeline_parallel=1, verify=True)
     streamshard.repartition(tmp_path / "other.zarr", tmp_path / "again", world_size=6)
     compare(tmp_path / "again" / TAG, wanted / TAG)
-
-
-def test_one_stage_of_a_store_of_another_tensor_parallel_degree(tmp_path: Path) -> None:
-    """It has the tensors of the layers, and no files of them."""
-    job = replace(TWO, tensor=2, cuts=CUTS)
-    like = replace(TWO, tensor=3, cuts=CUTS, has_axis=True)
-    wanted = write_pipe(replace(like, starts=(0,)), tmp_path / "wanted")
-    streamshard.convert(
-        write_pipe(job, tmp_path / "run"),
-        tmp_path / "run.zarr",
-        tensor_parallel=3,
-        like=write_pipe(like, tmp_path / "like"),
-    )
-    compare(on_one(tmp_path / "run.zarr", like, verify=True), wanted / TAG)

@@ -35,10 +35,8 @@ INFO = "universal_checkpoint_info"
 @pytest.mark.parametrize(
     ("settings", "degree", "world_size"),
     [
-        ({}, 3, 1),
-        ({"stage": 1}, 1, 5),
         ({"round_robin": True, "alignment": True}, 3, 1),
-        ({"in_lists": True}, 1, 2),
+        ({"stage": 1, "in_lists": True}, 1, 5),
     ],
 )
 def test_files_become_those_of_the_other_degree(
@@ -56,12 +54,9 @@ def test_files_become_those_of_the_other_degree(
     compare(back / TAG, run / TAG)
 
 
-@pytest.mark.parametrize("settings", [{}, {"stage": 3}], ids=["stage-2", "stage-3"])
-def test_a_store_of_whole_tensors_is_that_of_a_job_that_does_not_cut_them(
-    tmp_path: Path, settings: dict[str, Any]
-) -> None:
+def test_a_store_of_whole_tensors_is_that_of_a_job_that_does_not_cut_them(tmp_path: Path) -> None:
     """Its arrays have the parameters' shapes, and from it a job at any degree resumes."""
-    job = replace(TWO, **settings)
+    job = replace(TWO, stage=3)
     run, store = write(job, tmp_path / "run"), tmp_path / "run.zarr"
     streamshard.convert(run, store, chunk_size=64, tensor_parallel=1, verify=True)
     wanted = write(with_degree(job, 1, 3), tmp_path / "wanted")
@@ -166,21 +161,6 @@ def test_open_gives_the_parts_of_what_cannot_be_put_together(tmp_path: Path) -> 
         assert "mp_rank_01/block.1.bias" in ckpt
     with pytest.raises(UnsupportedError, match=r"'block\.1\.bias' is held multiplied by 0\.5"):
         streamshard.export(run, tmp_path / "out")
-
-
-def test_a_job_script_may_give_a_reference_before_every_start(tmp_path: Path) -> None:
-    run, like = (write(with_degree(TWO, 2, 3), tmp_path / name) for name in ("run", "like"))
-    report = streamshard.repartition(
-        run, tmp_path / "out", world_size=6, tensor_parallel=2, like=like, if_needed=True
-    )
-    assert report.path == str(run)
-
-
-def test_the_source_s_own_degree_is_no_change(tmp_path: Path) -> None:
-    run = write(TWO, tmp_path / "run")
-    streamshard.repartition(run, tmp_path / "a", world_size=4, tensor_parallel=2)
-    streamshard.repartition(run, tmp_path / "b", world_size=4)
-    compare(tmp_path / "a" / TAG, tmp_path / "b" / TAG)
 
 
 def maps_of(content: dict[str, Any]) -> dict[str, Any]:
