@@ -250,7 +250,8 @@ class Request:
     details: Any = None
     """What another checkpoint of its kind tells that its files do not (`Source.details`)."""
     takes_bare: bool = False
-    """Whether a param group may have states that some of its parameters lack, as in a graft."""
+    """Whether a param group may have states that some of its parameters lack, as for a graft, and
+    where nothing is written."""
     opened: Source | None = None
     """The checkpoint, where it is open already."""
 

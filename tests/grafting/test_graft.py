@@ -219,6 +219,9 @@ def test_parameters_that_no_gradient_has_reached(tmp_path: Path, stage: int) -> 
             for key in STATES
         }
         assert differing(found, name, {"fp32": master, **states}) == []
+    proved = streamshard.verify(tmp_path / "out", against=tmp_path / "source", like=reference)
+    assert (proved.problems, proved.differences) == ((), ())
+    assert f"By the rule 'fresh': {bare}." in proved.notes
     streamshard.graft(
         tmp_path / "source", start, tmp_path / "fresh", like=reference, fresh_states=True
     )

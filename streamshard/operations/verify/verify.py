@@ -1,6 +1,7 @@
 """`verify`: checks that a checkpoint is complete and unchanged, or that it equals another one."""
 
 import time
+from dataclasses import replace
 
 from streamshard.checks.problems import DISAGREEMENT, Difference, Findings, Verification
 from streamshard.checks.scan import scan
@@ -141,7 +142,7 @@ class _Run:
 
     def compare(self, request: Request, other: Request) -> None:
         """Compare the content of two checkpoints."""
-        right = other.open()
+        right = replace(other, takes_bare=True).open()
         try:
             left = request.open()
         except (SourceNotFoundError, UnsupportedError):
