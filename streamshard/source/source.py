@@ -250,8 +250,7 @@ class Request:
     details: Any = None
     """What another checkpoint of its kind tells that its files do not (`Source.details`)."""
     takes_bare: bool = False
-    """Whether a param group may have states that some of its parameters lack, as for a graft, and
-    where nothing is written."""
+    """Whether some of a group's parameters may lack states: for grafts and what only looks."""
     opened: Source | None = None
     """The checkpoint, where it is open already."""
 
