@@ -30,11 +30,6 @@ class FakeReader(SourceReader):
         self.contents = contents
         self.calls: list[tuple[int, int, int]] = []
         """(file, offset, bytes) of each read."""
-        self.asked: list[tuple[int, int, int]] = []
-        """(file, offset, bytes) of each range that was asked for ahead."""
-
-    def will_need(self, file: int, offset: int, nbytes: int) -> None:
-        self.asked.append((file, offset, nbytes))
 
     def read_into(self, file: int, offset: int, view: memoryview) -> None:
         self.calls.append((file, offset, len(view)))
@@ -45,18 +40,10 @@ class FakeReader(SourceReader):
 
 class Told(Silent):
     def __init__(self) -> None:
-        self.bytes: list[int] = []
         self.kept = 0
-        self.phases: list[str] = []
-
-    def advance(self, nbytes: int) -> None:
-        self.bytes.append(nbytes)
 
     def keep(self, nbytes: int) -> None:
         self.kept += nbytes
-
-    def enter(self, phase: str) -> None:
-        self.phases.append(phase)
 
 
 def on_disk(directory: Path, contents: Sequence[bytes]) -> tuple[SourceFile, ...]:

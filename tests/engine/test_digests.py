@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamshard import checksums
-from streamshard.checksums import RunningChecksums, crc32, crc32c, join_crc32
+from streamshard.checksums import RunningChecksums, crc32c
 from streamshard.engine.numeric import digests
 from streamshard.engine.scan.probe import FileHashes
 from streamshard.io.entries import identify
@@ -38,21 +38,6 @@ def test_any_split(data: bytes, cuts: list[int], block_bytes: int, takes_crc32c:
     assert running.digest == Digest(len(data), zlib.crc32(data), wanted)
     starts = range(0, len(data) if block_bytes else 0, block_bytes or 1)
     assert running.blocks == [zlib.crc32(data[at : at + block_bytes]) for at in starts]
-
-
-@given(DATA, DATA)
-def test_of_bytes_that_follow_others(before: bytes, after: bytes) -> None:
-    assert crc32(after, crc32(before)) == zlib.crc32(before + after)
-    assert crc32c(after, crc32c(before)) == google_crc32c.value(before + after)
-    assert join_crc32(crc32(before), crc32(after), len(after)) == zlib.crc32(before + after)
-
-
-@pytest.mark.parametrize("nbytes", [0, (1 << 16) - 1, 1 << 16, (1 << 20) + 1])
-def test_of_few_bytes_and_of_many(nbytes: int) -> None:
-    """Many are read without the GIL, from wherever they begin, and are not written to."""
-    data = np.random.default_rng(nbytes).bytes(nbytes + 3)
-    for view in (memoryview(data)[3:], memoryview(bytearray(data))[3:]):
-        assert crc32c(view, 0xDEADBEEF) == google_crc32c.extend(0xDEADBEEF, data[3:])
 
 
 @pytest.mark.parametrize("most_bytes", [1 << 16, 100_001, 1 << 30])
@@ -93,11 +78,6 @@ def test_zeros_at_the_end_can_be_taken_away(data: bytes, zeros: int) -> None:
     assert digests.without_zeros(direct(data + bytes(zeros)), zeros) == direct(data)
 
 
-def test_how_a_digest_is_written() -> None:
-    assert direct(b"") == digests.EMPTY
-    assert direct(b"123456789").text == "cbf43926e3069283"
-
-
 def test_hashes_are_those_of_hashlib_in_the_order_asked_for(tmp_path: Path) -> None:
     sizes = [0, 1, (1 << 20) - 1, 1 << 20, (3 << 20) + 5]
     paths = [tmp_path / str(size) for size in sizes]
@@ -107,11 +87,6 @@ def test_hashes_are_those_of_hashlib_in_the_order_asked_for(tmp_path: Path) -> N
     found = sha256_of([identify(path) for path in paths], seen.append, workers=3)
     assert found == [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
     assert sum(seen) == sum(sizes)
-
-
-def test_a_file_that_cannot_be_hashed_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        sha256_of([SourceFile(tmp_path / "nothing", 1, "", "")], lambda nbytes: None, workers=1)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6)), max_size=12))

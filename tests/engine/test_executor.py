@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 
 from streamshard.engine.jobs.executor import Host, Job, Threads, Toolkit, run_ordered
-from streamshard.engine.run.phases import Count
 
 
 class Bench:
@@ -50,53 +49,6 @@ def ordered(jobs: Iterable[Job[Bench, int]], benches: Benches, workers: int = 2)
 run = partial(Threads().run, progress=lambda nbytes: None)
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_results_come_in_order_whoever_is_first(workers: int) -> None:
-    benches = Benches()
-    later = threading.Event()
-
-    def work(number: int, bench: Bench) -> int:
-        assert bench.thread == threading.get_ident()
-        if workers > 1 and number == 0:
-            assert later.wait(30)
-        if number == 1:
-            later.set()
-        return number
-
-    jobs = [partial(work, number) for number in range(20)]
-    assert list(ordered(jobs, benches, workers)) == list(range(20))
-    assert 1 <= len(benches.made) <= workers
-    assert all(bench.closed for bench in benches.made)
-
-
-def test_results_come_as_they_are_ready() -> None:
-    second = threading.Event()
-
-    def first(_: Bench) -> str:
-        assert second.wait(30)
-        return "first"
-
-    found = run([first, lambda _: "second"], Benches(), workers=2)
-    assert next(found) == (1, "second")
-    second.set()
-    assert list(found) == [(0, "first")]
-
-
-def test_none_among_the_jobs_waits_for_those_before() -> None:
-    taken: list[int] = []
-
-    def work(number: int, _: Bench) -> int:
-        assert number < 5 or sorted(taken) == list(range(5))
-        return number
-
-    jobs = [partial(work, number) for number in range(6)]
-    for number, result in run([*jobs[:5], None, jobs[5]], Benches(), workers=3):
-        assert number == result
-        taken.append(number)
-    assert sorted(taken) == list(range(6))
-    assert taken[-1] == 5
-
-
 def test_few_jobs_are_taken_before_results_are_asked_for() -> None:
     taken: list[int] = []
 
@@ -131,17 +83,3 @@ def test_the_first_error_ends_it_stops_others_and_closes_the_tools() -> None:
         list(run([long, fail], benches, workers=2))
     assert len(benches.made) == 2
     assert all(bench.closed for bench in benches.made)
-
-
-def test_a_count_that_many_add_to() -> None:
-    passed_on: list[int] = []
-    count = Count(passed_on.append)
-
-    def work(number: int, bench: Bench) -> int:
-        bench.host.progress(number)
-        return number
-
-    jobs = (partial(work, number) for number in range(1000))
-    list(run_ordered(jobs, Benches(), workers=4, progress=count.add))
-    assert count.value == sum(range(1000))
-    assert sum(passed_on) > 0

@@ -112,33 +112,6 @@ def test_where_files_cannot_be_locked_a_variable_is_named(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_only_one_has_it(tmp_path: Path) -> None:
-    one, other = (Lock(tmp_path / "lock", Path("out")) for _ in range(2))
-    one.take()
-    with pytest.raises(TargetLockedError, match=f"process {os.getpid()} on .*wait for it"):
-        other.take()
-    one.release()
-    other.take()
-    other.release()
-    other.release()
-    assert os.listdir(tmp_path) == []  # noqa: PTH208
-
-
-@pytest.mark.parametrize("call", ["os.ftruncate", "os.pwrite", "fcntl.flock"])
-def test_one_that_cannot_be_taken_is_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    def refuse(*arguments: object) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    before = open_files()
-    monkeypatch.setattr(call, refuse)
-    with pytest.raises(OSError, match="Input/output error"):
-        Lock(tmp_path / "lock", Path("out")).take()
-    assert list(tmp_path.iterdir()) == []
-    assert open_files() == before
-
-
 def test_a_lock_that_says_nothing(tmp_path: Path) -> None:
     """It was cut off, by a power failure perhaps."""
     for content in (b"", bytes(200), b'{"ho', b'{"host": "a', b'{"host": "a"}', b'{"host": "\xff'):
@@ -146,13 +119,6 @@ def test_a_lock_that_says_nothing(tmp_path: Path) -> None:
         lock = Lock(tmp_path / "lock", Path("out"))
         lock.take()
         lock.release()
-
-
-def test_one_that_is_held_and_says_nothing(tmp_path: Path) -> None:
-    with (tmp_path / "lock").open("wb") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(TargetLockedError, match="it does not say who"):
-            Lock(tmp_path / "lock", Path("out")).take()
 
 
 @pytest.mark.parametrize("content", [b"4711\n", b"[1]", b'{"lr": 1}', b" " * 5000, b"\xff"])
@@ -247,10 +213,3 @@ def test_processes_that_all_want_it(tmp_path: Path) -> None:
         child.join()
     assert [child.exitcode for child in children] == [0, 0, 0]
     assert os.listdir(tmp_path) == []  # noqa: PTH208
-
-
-def test_a_lock_that_cannot_be_made_names_what_is_to_be_locked(tmp_path: Path) -> None:
-    target = tmp_path / "gone" / "target"
-    with pytest.raises(FileNotFoundError) as caught:
-        Lock(target / "lock", target).take()
-    assert caught.value.filename == str(target)

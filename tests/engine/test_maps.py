@@ -1,6 +1,5 @@
 """Sources on a local disk are looked at where they are mapped, one bounded window at a time."""
 
-import mmap
 import os
 import re
 from collections.abc import Iterable
@@ -61,18 +60,6 @@ def resident_bytes(path: Path) -> int:
     return sum(int(kib) for kib in blocks) << 10
 
 
-@pytest.mark.parametrize("nbytes", [1 << 16, 300_001, MOST_BYTES])
-def test_a_window_is_the_bytes_of_the_file(path: Path, content: bytes, nbytes: int) -> None:
-    reader = reader_of(identify(path))
-    for offset in (0, 1, mmap.PAGESIZE, 777_777, NBYTES - nbytes):
-        window = window_of(reader, offset, nbytes)
-        assert window == content[offset : offset + nbytes]
-        assert isinstance(window, memoryview)
-        assert window.readonly
-    reader.settle()
-    reader.close()
-
-
 def test_one_window_is_in_memory_and_none_after_the_job(path: Path) -> None:
     reader = reader_of(identify(path))
     view = memoryview(bytearray(MOST_BYTES))
@@ -82,31 +69,6 @@ def test_one_window_is_in_memory_and_none_after_the_job(path: Path) -> None:
     reader.read_into(0, 0, view)
     assert 0 < resident_bytes(path) <= MAPPED_BYTES
     reader.settle()
-    assert resident_bytes(path) == 0
-    reader.close()
-
-
-def test_what_is_copied_is_the_bytes_of_the_file(path: Path, content: bytes) -> None:
-    view, reader = memoryview(bytearray(MOST_BYTES)), reader_of(identify(path))
-    for offset in (3, MOST_BYTES - 5, NBYTES - MOST_BYTES):
-        reader.read_into(0, offset, view)
-        assert view == content[offset : offset + MOST_BYTES]
-        assert resident_bytes(path)
-    reader.close()
-
-
-def test_ranges_that_are_short_or_too_long_are_read(path: Path) -> None:
-    reader = reader_of(identify(path))
-    assert window_of(reader, 0, (1 << 16) - 1) is None
-    assert window_of(reader, 0, MOST_BYTES + 1) is None
-
-
-def test_a_file_that_just_changed_is_read(path: Path, content: bytes) -> None:
-    os.utime(path)
-    reader, view = reader_of(identify(path)), memoryview(bytearray(MOST_BYTES))
-    assert window_of(reader, 0, MOST_BYTES) is None
-    reader.read_into(0, 5, view)
-    assert view == content[5 : 5 + MOST_BYTES]
     assert resident_bytes(path) == 0
     reader.close()
 

@@ -42,31 +42,6 @@ def holders(offer: Offer) -> list[int]:
     return found
 
 
-def test_each_sees_what_the_other_filled(memory: NodeMemory) -> None:
-    def fill() -> None:
-        opened = NodeMemory.open(memory.offer(), PARTS)
-        opened.content()[5000:] = b"b" * 5000
-        opened.finish(299)
-
-    memory.content()[:5000] = b"a" * 5000
-    assert not memory.has([0])
-    memory.finish(0)
-    assert not memory.has([0, 299])
-    assert in_another_process(fill) == 0
-    assert memory.has([0, 299])
-    assert not memory.has([0, 1, 299])
-    assert memory.map(4990, 20) == b"a" * 10 + b"b" * 10
-    assert len(memory.content()) == NBYTES
-    memory.close()
-
-
-def test_what_is_written_to_a_map_is_of_this_process_alone(memory: NodeMemory) -> None:
-    mapped, other = memory.map(100, 3000), memory.map(100, 3000)
-    memory.close()
-    mapped[:] = b"x" * 3000
-    assert other == bytes(3000)
-
-
 def test_no_trace_of_it_when_all_processes_are_killed(memory: NodeMemory) -> None:
     before = {*Path("/dev/shm").iterdir()}
     offer = memory.offer()
@@ -108,9 +83,3 @@ def test_a_limit_on_the_size_of_files_is_one_on_memory() -> None:
         assert [*Path("/proc/self/fd").iterdir()] == before
 
     assert in_another_process(make) == 0
-
-
-def test_a_system_without_such_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "memfd_create")
-    with pytest.raises(OSError, match="no memory without a name"):
-        NodeMemory.make(PARTS, NBYTES)

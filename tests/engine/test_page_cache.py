@@ -2,7 +2,6 @@
 
 import errno
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,11 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from streamshard.engine.run.runner import Engine
-from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.span_writer import Resources
 from streamshard.engine.run.work import Ending, Fixed, Region, Span, TargetFile
-from streamshard.io import sink, writable
-from streamshard.io.file_system import EXT4, TMPFS, XFS, file_system_of
+from streamshard.io import sink
+from streamshard.io.file_system import EXT4, XFS, file_system_of
 from streamshard.io.page_cache import drop_cached
 from streamshard.io.sink import write_blocks
 from streamshard.io.writable import BLOCK_BYTES, LEAST_BYTES, aligned, open_direct
@@ -85,12 +83,6 @@ def test_whole_blocks_are_not_in_the_cache(target: Path) -> None:
     assert target.read_bytes()[100:] == wanted
 
 
-def test_few_blocks_go_through_the_cache(target: Path) -> None:
-    with both(target) as place:
-        write_blocks(*place, content(LEAST_BYTES - 1), 0)
-    assert is_cached(target)
-
-
 @pytest.mark.parametrize("taken_at_first", [None, 5000], ids=["refused", "cut short"])
 def test_what_the_disk_does_not_take_goes_through_the_cache(
     target: Path, monkeypatch: pytest.MonkeyPatch, taken_at_first: int | None
@@ -113,49 +105,6 @@ def test_what_the_disk_does_not_take_goes_through_the_cache(
     rest = [] if taken_at_first is None else [(past, taken_at_first)]
     assert calls == [(past, 0), *rest, (through, 0)]
     assert target.read_bytes() == wanted
-
-
-def test_a_window_with_its_scratch_may_be_one_huge_page() -> None:
-    window = aligned(2 * MIB)
-    address = np.frombuffer(window, dtype=np.uint8).ctypes.data
-    assert address % (2 * MIB) == 0
-    if not Path("/sys/kernel/mm/transparent_hugepage").is_dir():
-        pytest.skip("this kernel has no huge pages")
-    start, flags = 0, dict[int, list[str]]()
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if found := re.match(r"([0-9a-f]+)-[0-9a-f]+ ", line):
-            start = int(found[1], 16)
-        elif line.startswith("VmFlags:"):
-            flags[start] = line.split()
-    assert "hg" in flags[address]
-
-
-def test_other_errors_are_errors(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(descriptor: int, view: memoryview, offset: int) -> int:
-        raise OSError(errno.EIO, "the disk is gone")
-
-    monkeypatch.setattr("streamshard.io.sink.os.pwrite", fail)
-    with both(target) as place, pytest.raises(OSError, match="the disk is gone"):
-        write_blocks(*place, content(MIB), 0)
-
-
-def test_not_on_a_file_system_in_memory() -> None:
-    memory = Path("/dev/shm")
-    if not memory.is_dir() or kind_of(memory) != TMPFS:
-        pytest.skip("/dev/shm is not a file system in memory here")
-    before = open_files()
-    descriptor = os.open(memory, os.O_TMPFILE | os.O_RDWR)
-    try:
-        assert open_direct(memory / "none", descriptor) == -1
-    finally:
-        os.close(descriptor)
-    assert open_files() == before
-
-
-def test_not_where_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writable, "file_system_of", lambda descriptor: EXT4)
-    with (tmp_path / "file").open("wb") as stream:
-        assert open_direct(tmp_path / "another", stream.fileno()) == -1
 
 
 def file_of(lengths: list[int]) -> TargetFile:
@@ -191,10 +140,6 @@ def test_workers_that_share_a_file_share_blocks_of_it(target: Path) -> None:
 # Dropped from the cache --------------------------------------------------------------------------
 
 
-NBYTES = 40 * MIB
-"""More than the disk may be behind a worker."""
-
-
 def require_cached(path: Path) -> None:
     """Flush a file, and skip the test where it is not in memory all the same."""
     with path.open("rb") as stream:
@@ -210,36 +155,3 @@ def test_what_was_written_is_dropped_from_memory(tmp_path: Path) -> None:
     require_cached(path)
     drop_cached(tmp_path)
     assert not is_mostly_cached(path)
-
-
-@pytest.mark.parametrize("drops_behind", [False, True])
-def test_a_run_leaves_behind_what_it_is_told_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drops_behind: bool
-) -> None:
-    monkeypatch.setattr("streamshard.io.place.open_direct", lambda path, descriptor: -1)
-    data = np.arange(NBYTES // 8, dtype=np.int64).tobytes()
-    sources = on_disk(tmp_path, [data])
-    path = sources[0].path
-    require_cached(path)
-    resources = Resources(1, MIB, MIB, drops_behind)
-    region = Region(NBYTES, copies_of([(0, 0, 0, NBYTES)]))
-    with opened(tmp_path / "out") as partial:
-        engine = Engine(sources, resources, Told(), partial)
-        engine.run([TargetFile("file", [Span(0, [region])])])
-    files = path, tmp_path / "out" / "file"
-    assert [is_mostly_cached(file) for file in files] == [not drops_behind] * 2
-    assert (tmp_path / "out" / "file").read_bytes() == data
-
-
-def test_what_another_worker_is_yet_to_read_stays(tmp_path: Path) -> None:
-    sources = on_disk(tmp_path, [os.urandom(NBYTES)])
-    path = sources[0].path
-    require_cached(path)
-    reader = SourceReader(sources, drops_behind=True)
-    for offset in range(16 * MIB, 24 * MIB, MIB):
-        reader.read_into(0, offset, memoryview(bytearray(MIB)))
-    reader.close()
-    if is_cached(path, 20 * MIB):
-        pytest.skip("what was forgotten is still in memory on this file system")
-    assert is_cached(path, 4 * MIB)
-    assert is_cached(path, 32 * MIB)

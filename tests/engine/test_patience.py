@@ -11,7 +11,7 @@ from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.window import Window
 from streamshard.engine.run.work import Fixed, Span
 from streamshard.errors import SourceError
-from streamshard.io.retry import StoppedError, is_transient, try_again
+from streamshard.io.retry import is_transient, try_again
 from streamshard.io.sink import LocalSink
 from tests.engine.fakes import FakeReader, on_disk
 from tests.engine.test_window import buffer
@@ -71,17 +71,6 @@ def test_others_are_not_tried_again(pauses: list[float], number: int) -> None:
     with pytest.raises(OSError, match=os.strerror(number)):
         try_again(call)
     assert (call.calls, pauses) == (1, [])
-
-
-def test_nor_is_anything_once_it_is_to_stop() -> None:
-    stop = threading.Event()
-    stop.wait = stop.is_set  # type: ignore[assignment, method-assign]
-    stop.set()
-    stop.wait = lambda timeout=None: True  # type: ignore[method-assign]
-    call = Failing(errno.ESTALE, 1)
-    with pytest.raises(StoppedError):
-        try_again(call, stop)
-    assert call.calls == 1
 
 
 def test_the_cause_counts() -> None:

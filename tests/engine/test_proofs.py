@@ -1,21 +1,17 @@
 """What other processes show before they write, and the pages that are theirs alone."""
 
-import os
-import shutil
 from contextlib import suppress
 from pathlib import Path
 from queue import Queue
 from threading import Thread
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamshard.engine.jobs.proofs import StagedProof, require_seen, some_files
-from streamshard.engine.journals.journal import PROOF_PREFIX
-from streamshard.errors import SourceError, TargetError
+from streamshard.engine.jobs.proofs import StagedProof, some_files
+from streamshard.errors import TargetError
 from streamshard.io.entries import identify
-from streamshard.io.sink import InnerPages, open_target, open_to_fill
+from streamshard.io.sink import InnerPages
 
 PAGE = 16
 
@@ -54,21 +50,6 @@ def test_no_page_has_two_writers_and_no_byte_is_left_out(lengths: list[int], ste
     assert bytes(found) == data
 
 
-def test_a_process_that_sees_the_target_may_write_until_the_run_ends(tmp_path: Path) -> None:
-    proof = StagedProof.begin(tmp_path)
-    proof.accept(proof.prove())
-    proof.require_current()
-    assert proof.shares_cache()
-    with pytest.raises(TargetError, match="is not seen where the run is led"):
-        proof.accept("0123456789abcdef")
-    proof.end()
-    assert list(tmp_path.iterdir()) == []
-    for call in (proof.require_current, proof.prove):
-        with pytest.raises(TargetError, match="or the run has ended"):
-            call()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_run_ends_whoever_answers_meanwhile(tmp_path: Path) -> None:
     for _ in range(40):
         proof, answers = StagedProof.begin(tmp_path), Queue[str]()
@@ -87,48 +68,6 @@ def answer_until_it_ends(proof: StagedProof, answers: Queue[str]) -> None:
     with suppress(TargetError):
         while True:
             answers.put(proof.prove())
-
-
-def test_another_run_in_the_same_directory_is_another(tmp_path: Path) -> None:
-    first = StagedProof.begin(tmp_path)
-    first.end()
-    second = StagedProof.begin(tmp_path)
-    with pytest.raises(TargetError, match="is another directory here"):
-        first.require_current()
-    second.require_current()
-    assert [path.name[: len(PROOF_PREFIX)] for path in tmp_path.iterdir()] == [PROOF_PREFIX]
-
-
-def test_a_file_that_a_process_is_to_fill_is_not_made(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        open_to_fill(tmp_path / "file", is_direct=False)
-    assert not (tmp_path / "file").exists()
-    sink = open_to_fill(made(tmp_path / "file"), is_direct=True)
-    sink.write(memoryview(b"here"), 3)
-    sink.sync()
-    sink.close()
-    assert (tmp_path / "file").read_bytes() == b"\0\0\0here"
-
-
-def made(path: Path) -> Path:
-    os.close(open_target(path))
-    return path
-
-
-def test_a_copy_of_a_source_is_another_file(tmp_path: Path) -> None:
-    path = tmp_path / "source"
-    path.write_bytes(b"12345678")
-    known = identify(path)
-    require_seen(some_files([known]))
-    copy = tmp_path / "copy"
-    shutil.copy2(path, copy)
-    copy.replace(path)
-    assert identify(path).version == known.version
-    with pytest.raises(SourceError, match="is another file here"):
-        require_seen(some_files([known]))
-    path.unlink()
-    with pytest.raises(SourceError, match="cannot be read here"):
-        require_seen(some_files([known]))
 
 
 def test_a_part_of_many_files_is_examined_and_one_of_each_directory(tmp_path: Path) -> None:

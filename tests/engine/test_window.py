@@ -1,11 +1,10 @@
-"""Regions and windows, against filling a region byte by byte; what is asked for ahead."""
+"""Regions and windows, against filling a region byte by byte."""
 
 import os
 import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 
 import google_crc32c
@@ -15,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamshard.engine.numeric.cast import cast_between
-from streamshard.engine.run.region import ReadAhead, RegionFiller
+from streamshard.engine.run.region import RegionFiller
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.window import Window
 from streamshard.engine.run.work import Fixed, Region, RegionResult, Span, Trailer, Written
@@ -68,17 +67,6 @@ def test_a_region_is_streamed_through_any_window(drawn: Drawn, window: int) -> N
     read = [(file, at + i) for file, at, count in reader.calls for i in range(count)]
     assert read == [(file, at + i) for file, at, _, count in rows for i in range(count)]
     assert all(count <= window for _, _, count in reader.calls)
-
-
-@given(st.sampled_from([2, 4, 8]), st.integers(0, 30), st.data())
-def test_windows_never_split_an_element(itemsize: int, extra: int, data: st.DataObject) -> None:
-    contents, rows, nbytes = data.draw(regions(itemsize))
-    reader = FakeReader(contents)
-    region = Region(nbytes, copies_of(rows), source_itemsize=itemsize, target_itemsize=itemsize)
-    # The odd byte in front leaves a room that no whole element fills.
-    span = Span(0, [Fixed(b"#"), region])
-    assert written(span, reader, itemsize + extra) == b"#" + expected(contents, rows, nbytes)
-    assert all(count % itemsize == 0 for _, _, count in reader.calls)
 
 
 class Backwards:
@@ -175,23 +163,6 @@ def test_what_is_written_is_known_and_recognized(
             assert not writer.is_so(ReadableFile(sink.descriptor), found.written)
 
 
-@pytest.mark.parametrize("number", [1.0, 1e30, float("inf")])
-def test_overflow_is_counted(number: float) -> None:
-    numbers = np.array([0.5, number, -3.0, number], dtype=np.float32)
-    region = Region(
-        8,
-        copies_of([(0, 0, 0, 16)]),
-        source_itemsize=4,
-        target_itemsize=2,
-        cast=cast_between("float32", "float16"),
-        counts_overflow=True,
-    )
-    writer = Window(buffer(16), buffer(8), FakeReader([numbers.tobytes()]))
-    with file_of() as sink:
-        found = writer.write(Span(0, [region]), sink)
-        assert found.regions[0].overflowed == (2 if number == 1e30 else 0)
-
-
 def test_of_what_was_encoded_before_nothing_is_left() -> None:
     """Neither where a later region is shorter nor where no copy writes."""
     codec = Backwards()
@@ -245,15 +216,6 @@ def test_windows_of_zeros_become_holes_that_read_as_zeros(around: bytes) -> None
     assert data == around + bytes(nbytes - 2 * len(around)) + around
     assert found.regions[0].content.crc32 == zlib.crc32(data)
     assert allocated <= 2 * window
-
-
-def test_zeros_are_written_where_nothing_reads_as_zeros() -> None:
-    with file_of() as sink:
-        span = Span(0, [Region(20_000, copies_of([]))])
-        grown = OnlyGrows(sink.descriptor)
-        grown.has_zeros = False
-        Window(buffer(5000), buffer(8), FakeReader([])).write(span, grown)
-        assert held(sink) == bytes(20_000)
 
 
 # Regions of many short copies, read together -----------------------------------------------------
@@ -331,70 +293,3 @@ def test_casts_are_made_of_what_was_put_together(
         cast=cast_between("bfloat16", "float32"),
     )
     assert filled(region, files, step, 4096) == wide.tobytes()
-
-
-def test_few_reads_are_made_for_many_runs(
-    files: tuple[SourceFile, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = [(row % 2, row // 2 * 16, row * 16, 16) for row in range(1000)]
-    reads, read_into = [], SourceReader.read_into
-
-    def counted(self: SourceReader, file: int, offset: int, view: memoryview) -> None:
-        reads.append(len(view))
-        read_into(self, file, offset, view)
-
-    monkeypatch.setattr(SourceReader, "read_into", counted)
-    region = Region(16_000, copies_of(rows))
-    assert filled(region, files, 16_000, 1 << 20) == wanted(rows, files)
-    assert reads == [8000, 8000]
-
-
-# Asked for ahead of the reader: what it will read, before it does, and not far ahead --------------
-
-KIB, MIB = 1 << 10, 1 << 20
-AHEAD = 4 * MIB
-
-lengths = st.lists(st.integers(1, 9 * MIB) | st.integers(1, 64 * KIB), min_size=1, max_size=8)
-
-
-def rows_of(sizes: list[int]) -> list[Row]:
-    """Lay runs out one after another, each in a file of its own."""
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [(i, 7 * i, starts[i], size) for i, size in enumerate(sizes)]
-
-
-@given(lengths, st.integers(1, MIB))
-def test_what_is_asked_for_is_what_comes_next(sizes: list[int], window: int) -> None:
-    rows, reader = rows_of(sizes), FakeReader([])
-    ahead = ReadAhead([copies_of(rows)], reader)
-    window = max(window, sum(sizes) // 400)  # small runs in small windows, large ones in large
-    begun = 0
-    for file, offset, start, size in rows:
-        for at in range(0, size, window):
-            before = len(reader.asked)
-            ahead.advance(min(window, size - at))
-            begun = start + at + min(window, size - at)
-            for asked, place, count in reader.asked[before:]:
-                where = rows[asked][2] + place - rows[asked][1]
-                assert 0 <= place - rows[asked][1] <= sizes[asked] - count
-                assert where + count > begun, f"of {file} at {offset}: is read already"
-                assert where < begun + AHEAD
-    places = [rows[file][2] + offset - rows[file][1] for file, offset, _ in reader.asked]
-    ends = [at + count for at, (_, _, count) in zip(places, reader.asked, strict=True)]
-    assert all(end <= start for end, (_, start) in zip(ends, pairwise(places), strict=False))
-
-
-@given(st.integers(1, 40), st.integers(64 * KIB, MIB))
-def test_everything_but_the_beginning_is_asked_for_before_it_is_read(
-    mibs: int, window: int
-) -> None:
-    rows, reader = rows_of([mibs * MIB, MIB]), FakeReader([])
-    ahead = ReadAhead([copies_of(rows[:1]), copies_of(rows[1:])], reader)
-    total, done = (mibs + 1) * MIB, 0
-    while done < total:
-        asked = sum(count for _, _, count in reader.asked)
-        # What the first window holds is read at once, in whatever pieces asking would have had.
-        assert not done or asked >= min(done + window, total) - window - MIB
-        ahead.advance(min(window, total - done))
-        done += window
-    assert sum(count for _, _, count in reader.asked) >= total - window - MIB

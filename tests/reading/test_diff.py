@@ -21,6 +21,7 @@ from streamshard import DiffReport, Distance, TensorDiff
 from streamshard.cli.diff_command import diff_text
 from streamshard.compare import comparison
 from streamshard.errors import IntegrityError, MemoryLimitError, UsageError
+from tests.cli.conftest import model_file
 from tests.fabricated import edit, optimizer_file, write, write_dumps
 from tests.job import TAG, Job
 from tests.verify.conftest import SMALL
@@ -73,16 +74,19 @@ def by_name(found: DiffReport) -> dict[str, TensorDiff]:
     return {tensor.name: tensor for tensor in found.tensors}
 
 
-def wanted(one: NDArray[Any], other: NDArray[Any]) -> dict[str, float]:
-    """Measure whole arrays with NumPy."""
+def wanted(one: NDArray[Any], other: NDArray[Any]) -> dict[str, float | None]:
+    """Measure whole arrays with NumPy, where both are finite."""
     a, b = one.astype(np.float64), other.astype(np.float64)
-    norms = np.linalg.norm(a), np.linalg.norm(b)
+    finite = np.isfinite(a) & np.isfinite(b)
+    a, b = a[finite], b[finite]
+    if not len(a):
+        return dict.fromkeys(("max_abs", "mean_abs", "relative_l2", "cosine"))
+    left, right, both = np.linalg.norm(a), np.linalg.norm(b), np.linalg.norm(b - a)
     return {
-        "changed": np.count_nonzero(one.view(np.uint32) != other.view(np.uint32)),
         "max_abs": np.abs(b - a).max(),
         "mean_abs": np.abs(b - a).mean(),
-        "relative_l2": float(np.linalg.norm(b - a) / norms[0]),
-        "cosine": float((a * b).sum() / norms[0] / norms[1]),
+        "relative_l2": float(both / left) if left else (None if both else 0.0),
+        "cosine": float((a * b).sum() / left / right) if left and right else None,
     }
 
 
@@ -110,10 +114,56 @@ def test_the_figures_are_numpys(places: Mapping[str, Path]) -> None:
 
 
 def require_near(distance: Distance, one: NDArray[Any], other: NDArray[Any]) -> None:
-    assert (distance.numel, distance.nan, distance.inf) == (one.size, (0, 0), (0, 0))
+    """Require the figures of two arrays that hold no other bits than their values tell."""
+    nans = [np.isnan(array).sum() for array in (one, other)]
+    infinities = [np.isinf(array).sum() for array in (one, other)]
+    assert (distance.numel, distance.nan, distance.inf) == (one.size, (*nans,), (*infinities,))
+    equal = (one == other) & (np.signbit(one) == np.signbit(other)) | np.isnan(one) & np.isnan(
+        other
+    )
+    assert distance.changed == np.count_nonzero(~equal)
     for key, value in wanted(one, other).items():
-        exact = key in ("changed", "max_abs")
-        assert getattr(distance, key) == (value if exact else pytest.approx(value, rel=1e-12)), key
+        is_exact = value is None or key == "max_abs"
+        near = value if is_exact else pytest.approx(value, rel=1e-12)
+        assert getattr(distance, key) == near, key
+
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (*FLOATS, torch.int64, torch.uint8, torch.bool, torch.complex64)
+NUMELS = (0, 1, 3, 1 << 15, (2 << 15) + 777)
+"""Elements of tensors: none, less than a block, just one, several."""
+
+
+def random_pair(dtype: torch.dtype, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make two tensors that differ in places, with NaN, infinities and zeros of both signs."""
+    left = (torch.randn(numel) * 3).abs().ceil().to(dtype) * (1 if dtype not in FLOATS else -0.7)
+    right = torch.where(torch.rand(numel) < 0.3, left, left + (left == left))
+    left, right = left.to(dtype), right.to(dtype)
+    if dtype in FLOATS and numel > 9:
+        for tensor in (left, right):
+            odd = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0] * 8)
+            tensor[torch.randint(0, numel, (40,))] = odd.to(dtype)
+    return left, right
+
+
+def test_the_figures_of_every_dtype_are_numpys(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    pairs = {f"{dtype}.{numel}": random_pair(dtype, numel) for dtype in DTYPES for numel in NUMELS}
+    runs = [write(SMALL, tmp_path / name) for name in ("one", "other")]
+    for number, run in enumerate(runs):
+
+        def add(content: dict[str, Any], number: int = number) -> None:
+            content["module"].update({name: pair[number] for name, pair in pairs.items()})
+            content["buffer_names"].extend(pairs)
+
+        edit(model_file(run), add)
+    found = by_name(streamshard.diff(*runs))
+    for name, (left, right) in pairs.items():
+        distance = found[f"module/{name}"].distance
+        if left.is_complex():
+            assert (distance.changed, distance.max_abs) == (int((left != right).sum()), None)
+        else:
+            require_near(distance, left.double().numpy(), right.double().numpy())
 
 
 @pytest.mark.parametrize("form", ["-3", "-1", "-none", "-zstd"])

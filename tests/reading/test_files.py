@@ -72,13 +72,16 @@ def test_a_directory_that_cannot_be_read_is_not_left_out(
     (next(run.glob("global*")) / "deep" / "er").mkdir(parents=True)
     (run / "link").symlink_to(run)
     assert {*paths_below(run)} == {*run.rglob("*")}
+    api.convert(write(Job(stage=2), tmp_path / "other"), tmp_path / "store.zarr")
     real = os.scandir
 
     def refuse(path: str) -> object:
-        if str(path).endswith("deep"):
+        if str(path).rstrip("/").endswith(("deep", "state/fp32")):
             raise PermissionError(13, "Permission denied", str(path))
         return real(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(api.StreamshardError, match=r"/deep: cannot be read \(Permission denied\)"):
         api.repartition(run, tmp_path / "out", world_size=2)
+    (problem,) = api.verify(tmp_path / "store.zarr").problems
+    assert "state/fp32: cannot be read (Permission denied)" in problem.message
