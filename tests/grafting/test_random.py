@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.grafting.jobs import TRAINED, Jobs, differing
 from tests.job import STATES, Shapes
 
-ROUNDS = 24
+ROUNDS = 12
 OF_FROZEN = ("keep", "thaw", "thaw rows", "drop")
 OF_TRAINED = (
     "keep", "keep", "new", "fresh", "rows", "move", "copy", "reshaped", "moved rows", "freeze",

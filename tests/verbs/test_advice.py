@@ -116,27 +116,12 @@ def test_what_cannot_be_kept_or_is_not_told_is_said(
     assert advised in (None, settings(found))
 
 
-def test_the_job_that_resumes_may_cut_sequences_in_another_way(tmp_path: Path) -> None:
-    given = sizes(64, 8, 4) | {"sequence_parallel_size": 4}
-    text = advice(tmp_path, sizes(64, 8, 4), world_size=8, given=given)
-    assert settings(text) == [64, 8, 4]  # by 2, which is 8 ranks of which 4 share a sequence
-    assert "8 ranks, 4 for each sequence" in text
-
-
 def test_a_batch_that_cannot_be_kept(tmp_path: Path) -> None:
     text = advice(tmp_path, sizes(64, 8, 4), world_size=6)
     assert "The global batch of 64 cannot be kept on 6 ranks, 2 for each sequence" in text
     assert "it is not a multiple of 3. The nearest global batches are 63 and 66" in text
     assert settings(text) == [63, 7, 3]
     assert settings(text.partition("For 66,")[2]) == [66, 2, 11]
-
-
-def test_replicas_of_partitions_are_no_data_parallel_ranks(tmp_path: Path) -> None:
-    """Both sizes in the config: the files are cut among the data-parallel ranks alone."""
-    text = advice(tmp_path, sizes(64, 8, 2) | MESH, world_size=4)
-    assert settings(text) == [64, 8, 4]
-    assert "on 2 data-parallel ranks" in text
-    assert '"data_parallel_size": 2' in text
 
 
 def test_what_was_written_knows_its_replicas(tmp_path: Path) -> None:
@@ -146,23 +131,6 @@ def test_what_was_written_knows_its_replicas(tmp_path: Path) -> None:
     assert streamshard.inspect(tmp_path / "out").world_size == 4
     streamshard.repartition(tmp_path / "out", tmp_path / "back", world_size=8)
     assert len(list((tmp_path / "back" / TAG).glob("*_optim_states.pt"))) == 4
-
-
-@pytest.mark.parametrize("version", ["2.6.6", None])
-def test_lightning_s_trainer_and_fabric_have_other_words(
-    version: str | None, tmp_path: Path
-) -> None:
-    """Fabric keeps nothing of its own; it takes accumulation from the config, the Trainer never."""
-    run = write(Job(stage=2, world_size=4), tmp_path / "run")
-    (run / TAG).rename(run / "checkpoint")
-    (run / "latest").write_text("checkpoint")
-    if version is not None:
-        for path in (run / "checkpoint").glob("*model_states.pt"):
-            save(load(path) | {"pytorch-lightning_version": version}, path)
-    notes = streamshard.repartition(run, tmp_path / "out", world_size=2).notes
-    (text,) = [note for note in notes if "DataLoader(..., batch_size=2)" in note]
-    assert ("Trainer(accumulate_grad_batches=6)" in text) == (version is not None)
-    assert ('"gradient_accumulation_steps": 6' in text) == (version is None)
 
 
 def trainer_state(step: int, epoch: float) -> str:
@@ -206,20 +174,6 @@ def test_the_samples_are_counted(tmp_path: Path) -> None:
     kept = note(run, tmp_path / "kept", 2)
     assert "With the arguments above, Trainer skips 240 samples: none is left out" in kept
     assert "global batch of 12, Trainer skips 120 samples: 120 samples are seen twice." in kept
-
-
-def test_over_several_epochs_the_place_is_told(tmp_path: Path) -> None:
-    text = note(run_of(tmp_path, trainer_state(10, 2.5)), tmp_path / "out", 5)
-    assert "240 samples were seen, in 2.50 epochs." in text
-    assert "about 60 samples are left out, as the job goes on at epoch 3.12." in text
-
-
-@pytest.mark.parametrize("codec", ["none", "zstd"])
-def test_a_store_tells_the_same(codec: str, tmp_path: Path) -> None:
-    run = run_of(tmp_path, trainer_state(10, 0.5))
-    streamshard.convert(run, tmp_path / "a.zarr", codec=codec)
-    there = note(tmp_path / "a.zarr", tmp_path / "there", 5)
-    assert there == note(run, tmp_path / "here", 5)
 
 
 @pytest.mark.parametrize(

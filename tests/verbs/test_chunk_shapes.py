@@ -7,7 +7,6 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamshard.formats.zarr.documents import chunk_counts
 from streamshard.model import FILE, LogicalTensor
 from streamshard.operations.convert.store_targets import chunk_of, chunk_shape
 
@@ -47,20 +46,6 @@ def test_no_chunk_is_larger_than_asked_for_unless_it_is_one_element(
     assert all(length >= 1 for length in chunk)
     if math.prod(shape):
         assert math.prod(chunk) * itemsize <= max(chunk_bytes, itemsize)
-
-
-@given(st.integers(1, 200), st.integers(1, 9), st.integers(1, 200))
-def test_rows_are_shared_out_with_little_padding(rows: int, row: int, chunk_bytes: int) -> None:
-    chunk = chunk_shape((rows, row), 1, chunk_bytes)
-    if row > chunk_bytes:
-        # A row that is too long is cut evenly, into as few parts as can be.
-        assert chunk[0] == 1
-        fitting = [n for n in range(1, row + 1) if row % n == 0 and n <= chunk_bytes]
-        assert chunk[1] == max(fitting)
-        return
-    (count, _) = chunk_counts((rows, row), chunk)
-    assert count == math.ceil(rows / (chunk_bytes // row))  # no more chunks than needed
-    assert count * chunk[0] - rows < count  # less than a row of padding per chunk
 
 
 @given(st.integers(0, 5000), CHUNK_BYTES)

@@ -1,7 +1,6 @@
 """Exported weights hold what a fabricated job holds, and what they are used with comes along."""
 
 import json
-import struct
 from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -16,16 +15,13 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 import streamshard
-from streamshard.engine.journals.journal import Journal
-from streamshard.engine.run.source_check import Ranges
-from streamshard.engine.run.work import FinishedFile
-from streamshard.errors import IntegrityError, TargetExistsError, UnsupportedError, UsageError
+from streamshard.errors import IntegrityError, UnsupportedError, UsageError
 from streamshard.operations.export import export_read_back
 from streamshard.operations.export.weights import shards
 from streamshard.transfer.target import partial_of
 from tests.cli.conftest import model_file, tree
 from tests.exported import JOBS, same
-from tests.fabricated import edit, load, optimizer_file, save, write
+from tests.fabricated import edit, load, optimizer_file, write
 from tests.job import EXPERT, EXPERTS, TAG, Job, buffers, expected, values
 
 
@@ -329,28 +325,6 @@ def test_float64_is_rounded_only_if_asked(run: Path, tmp_path: Path, form: str) 
         assert all("count" in note and "dtype=fp32" in note for note in said)
 
 
-@pytest.mark.parametrize("form", ["safetensors", "torch", "dcp"])
-def test_what_keeps_float64_is_not_continued_by_what_rounds_it(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
-) -> None:
-    wide = {"wide": torch.tensor([1 / 3, 1e300], dtype=torch.float64)}
-    edit(model_file(run), lambda model: model["module"].update(wide))
-    note_all = Journal.note_all
-
-    def once(self: Journal, *noted: Any) -> None:  # noqa: ANN401
-        note_all(self, *noted)
-        raise KeyboardInterrupt
-
-    out = tmp_path / "out"
-    with monkeypatch.context() as patch:
-        patch.setattr(Journal, "note_all", once)
-        with pytest.raises(KeyboardInterrupt):
-            streamshard.export(run, out, format=form, workers=1)
-    with pytest.raises(TargetExistsError, match="float64"):
-        streamshard.export(run, out, format=form, dtype="fp32")
-    streamshard.export(run, out, format=form, verify=True)
-
-
 def test_what_cannot_be_cast_is_refused_and_can_be_left_out(run: Path, tmp_path: Path) -> None:
 
     def add(model: dict[str, Any]) -> None:
@@ -438,32 +412,6 @@ def test_a_plan_can_be_run_again(run: Path, tmp_path: Path) -> None:
     (tmp_path / "out").rename(tmp_path / "first")
     assert plan.run().bytes_written == first.bytes_written
     assert partial_of(tmp_path / "out") == tmp_path / "out.partial"
-
-
-@pytest.mark.parametrize(("number", "overflowed"), [(1.0e5, 1), (float("inf"), 0)])
-def test_what_became_infinite_is_counted_though_a_run_was_cut_off(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: float, overflowed: int
-) -> None:
-    element = Job(stage=2).values("fp32", "block.0.attn.weight").numpy().tobytes()[:4]
-    (file,) = (p for p in run.rglob("*optim_states.pt") if element in p.read_bytes())
-    file.write_bytes(file.read_bytes().replace(element, struct.pack("<f", number), 1))
-    save(load(file), file)  # with its checksum
-    note_all, written = Journal.note_all, []
-
-    def once(self: Journal, files: Sequence[FinishedFile], ranges: Ranges) -> None:
-        note_all(self, files, ranges)
-        if files[0].path.endswith(".safetensors"):
-            written.append(files[0].path)
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Journal, "note_all", once)
-        with pytest.raises(KeyboardInterrupt):
-            streamshard.export(run, tmp_path / "out", dtype="fp16", workers=1)
-    assert written
-    report = streamshard.export(run, tmp_path / "out", dtype="fp16")
-    assert report.overflowed == overflowed
-    assert any("became infinite" in note for note in report.notes) == bool(overflowed)
 
 
 @given(st.lists(st.integers(0, 30), max_size=30), st.integers(1, 40))

@@ -95,22 +95,6 @@ def test_what_is_no_adapter_alone_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("group", "options"),
-    [
-        ((*LORA, OTHER), {"exclude": ["*.norm.*"]}),
-        ((*LORA, SECOND), {"exclude": ["*.second.*"]}),
-    ],
-)
-def test_what_a_refusal_advises_works(
-    group: Shapes, options: dict[str, list[str]], tmp_path: Path
-) -> None:
-    source = run(replace(JOB, groups=(group,)), tmp_path)
-    streamshard.export(source, tmp_path / "out", adapter=True, **options)  # type: ignore[arg-type]
-    held = safetensors.torch.load_file(tmp_path / "out" / "adapter_model.safetensors")
-    assert held.keys() == NAMES.keys()
-
-
 def test_a_trained_bias_of_the_base_model_is_part_of_it(tmp_path: Path) -> None:
     bias = (f"{AT}.base_layer.bias", (5,))
     source = run(replace(JOB, groups=((*LORA, bias),)), tmp_path)

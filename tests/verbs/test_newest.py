@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import torch
 import streamshard
 from streamshard.errors import IncompleteError, SourceError, SourceNotFoundError
 from streamshard.formats.torch.zip_audit import DATA, audit
-from tests.cli.conftest import streamshard as program
+from tests.cli.conftest import in_process as program
 from tests.compact.runs import MODEL, SHARD, make_run, save
 from tests.compact.test_families import LIGHTNING, make_output
 from tests.fabricated import edit, write
@@ -63,6 +62,10 @@ def run(tmp_path: Path) -> Path:
 def test_one_that_is_not_good_is_passed_over_for_the_one_before(run: Path, what: str) -> None:
     assert streamshard.newest(run).path == f"{run}/global_step1000"
     DAMAGES[what](run / "global_step1000")
+    found = streamshard.newest(run, quick=True)
+    in_headers = what not in ("a NaN", "a bit that flipped")
+    assert found.path == f"{run}/global_step{100 if in_headers else 1000}"
+    assert (found.checkpoints[in_headers].is_healthy, found.bytes_read) == (None, 0)
     found = streamshard.newest(run)
     assert found.path == f"{run}/global_step100"
     (over,) = found.passed_over
@@ -71,16 +74,6 @@ def test_one_that_is_not_good_is_passed_over_for_the_one_before(run: Path, what:
     assert (over.is_whole is False) == (what != "a NaN")
     DAMAGES[what](run / "global_step100")
     assert streamshard.newest(run).path == f"{run}/global_step90"
-
-
-@pytest.mark.parametrize("what", DAMAGES)
-def test_headers_alone_tell_what_is_missing(run: Path, what: str) -> None:
-    DAMAGES[what](run / "global_step1000")
-    found = streamshard.newest(run, quick=True)
-    is_told = what not in ("a NaN", "a bit that flipped")
-    assert found.path == f"{run}/global_step{100 if is_told else 1000}"
-    assert found.checkpoints[is_told].is_healthy is None
-    assert found.bytes_read == 0
 
 
 def test_nothing_older_is_read(run: Path) -> None:
@@ -99,13 +92,23 @@ def test_a_tag_above_latest_is_of_a_save_that_did_not_end(run: Path) -> None:
     assert "above that of global_step100" in found.passed_over[0].reason
 
 
-@pytest.mark.parametrize("latest", ["", "global_step7000", "../elsewhere", None])
-def test_a_wrong_latest_is_told_and_the_steps_count(run: Path, latest: str | None) -> None:
-    path = run / "latest"
-    path.unlink() if latest is None else path.write_text(latest)
+@pytest.mark.parametrize(
+    ("change", "notes"),
+    [
+        (lambda path: path.unlink(), 0),
+        (lambda path: path.write_text(""), 1),
+        (lambda path: path.write_text("global_step7000"), 1),
+        (lambda path: path.write_text("../elsewhere"), 1),
+        (lambda path: (path.unlink(), path.mkdir()), 1),
+        (lambda path: (path.unlink(), path.symlink_to("nowhere")), 1),
+    ],
+)
+def test_a_wrong_latest_is_told_and_the_steps_count(
+    run: Path, change: Callable[[Path], object], notes: int
+) -> None:
+    change(run / "latest")
     found = streamshard.newest(run)
-    assert found.path == f"{run}/global_step1000"
-    assert len(found.notes) == (latest is not None)
+    assert (found.path, len(found.notes)) == (f"{run}/global_step1000", notes)
 
 
 @pytest.mark.parametrize(
@@ -126,25 +129,6 @@ def test_a_buffer_of_any_float_dtype_counts(run: Path, dtype: torch.dtype, value
     found = streamshard.newest(run)
     assert found.path == f"{run}/global_step100"
     assert "of 2 elements" in found.passed_over[0].reason
-
-
-def make_latest_a_directory(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def make_latest_lead_nowhere(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("nowhere")
-
-
-@pytest.mark.parametrize("change", [make_latest_a_directory, make_latest_lead_nowhere])
-def test_a_latest_that_is_no_file_is_told(run: Path, change: Callable[[Path], None]) -> None:
-    change(run / "latest")
-    found = streamshard.newest(run)
-    assert found.path == f"{run}/global_step1000"
-    (note,) = found.notes
-    assert "not a file" in note
 
 
 @pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii"])
@@ -218,12 +202,6 @@ def test_what_a_framework_writes_after_deepspeed_counts(
     assert name in found.passed_over[0].reason
 
 
-def test_a_directory_of_a_script_of_ones_own_needs_no_state_of_trainer(tmp_path: Path) -> None:
-    (tmp_path / "output").mkdir()
-    save(tmp_path / "output" / "checkpoint-5", 5)
-    assert streamshard.newest(tmp_path / "output").path == str(tmp_path / "output" / "checkpoint-5")
-
-
 def test_names_of_several_forms_are_compared_by_the_steps_in_their_files(tmp_path: Path) -> None:
     """As of Accelerate, which saves `epoch_1` after `step_900`; of Lightning's `last.ckpt`."""
     output = tmp_path / "output"
@@ -256,6 +234,10 @@ def test_none_is_an_error_that_says_why(run: Path, tmp_path: Path) -> None:
     with pytest.raises(IncompleteError, match="4 checkpoints in it, none of which") as raised:
         streamshard.newest(run)
     assert len(raised.value.__notes__) == len(STEPS)
+    shown = program("newest", run, "--json")
+    assert (shown.code, json.loads(shown.out)["path"]) == (3, None)
+    shown = program("newest", run)
+    assert (shown.out, shown.err.count("1 NaN of")) == ("", len(STEPS))
     (tmp_path / "empty").mkdir()
     with pytest.raises(SourceNotFoundError, match="no checkpoint in it"):
         streamshard.newest(tmp_path / "empty")
@@ -274,17 +256,6 @@ def test_a_script_gets_one_line(run: Path) -> None:
     document = json.loads(program("newest", run, "--json").out)
     assert document["path"] == f"{run}/global_step100"
     assert [one["is_healthy"] for one in document["checkpoints"]] == [False, True, None, None]
-
-
-def test_without_a_good_one_nothing_is_printed(run: Path) -> None:
-    shutil.rmtree(run / "global_step80")
-    for step in STEPS[1:]:
-        poison(run / f"global_step{step}")
-    done = program("newest", run)
-    assert (done.code, done.out) == (3, "")
-    assert done.err.count("1 NaN of") == 3
-    shown = program("newest", run, "--json")
-    assert (shown.code, json.loads(shown.out)["path"]) == (3, None)
 
 
 def test_what_it_finds_is_a_path(run: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import streamshard
-from streamshard.cli.progress import Bar, Display, Moment, display
+from streamshard.cli.progress import Bar, Display, display
 from streamshard.engine.run import phases as watch
 from streamshard.engine.run.phases import Progress, Silent
 from tests.compact.runs import NO_GRACE, make_run
@@ -30,53 +30,19 @@ class Clock:
         return self.now
 
 
-class Moments:
-    """Keeps what a style is told, at most once a second in one phase."""
-
-    interval_seconds = 1.0
-    end = ""
-
-    def __init__(self) -> None:
-        self.found: list[Moment] = []
-
-    def tell(self, moment: Moment) -> str:
-        self.found.append(moment)
-        return ""
-
-
-class Watched:
-    """Progress into a log in memory, or what any style is told of it."""
-
-    def __init__(self, style: Moments | None = None) -> None:
-        self.clock, self.stream = Clock(), io.StringIO()
-        self.shown: AbstractContextManager[Progress] = (
-            display(is_quiet=False, stream=self.stream, clock=self.clock)
-            if style is None
-            else Display(style, self.stream, self.clock)
-        )
-
-    def run(self, progress: Progress, *, seconds: int, nbytes: int) -> None:
-        """Advance by so many bytes in every second."""
-        for _ in range(seconds):
-            self.clock.now += 1
-            progress.advance(nbytes)
-
-    @property
-    def lines(self) -> list[str]:
-        return self.stream.getvalue().splitlines()
-
-
 def test_a_log_file_gets_a_line_at_the_start_and_for_every_tenth() -> None:
-    watched = Watched()
-    with watched.shown as progress:
-        watched.clock.now += 3
+    clock, stream = Clock(), io.StringIO()
+    with display(is_quiet=False, stream=stream, clock=clock) as progress:
+        clock.now += 3
         progress.start(100 * KIB, watch.WRITING)
-        watched.run(progress, seconds=100, nbytes=KIB)
+        for _ in range(100):
+            clock.now += 1
+            progress.advance(KIB)
         progress.enter(watch.SYNCING)
-        watched.clock.now += 59
+        clock.now += 59
         progress.enter(watch.COMMITTING)
         progress.stop()
-    assert watched.lines == [
+    assert stream.getvalue().splitlines() == [
         "streamshard: writing 2%, 2.0 KiB of 100.0 KiB, 1.0 KiB/s, 1 min 38 s left",
         *(
             f"streamshard: writing {percent}%, {percent}.0 KiB of 100.0 KiB, 1.0 KiB/s, {left} left"
@@ -90,62 +56,6 @@ def test_a_log_file_gets_a_line_at_the_start_and_for_every_tenth() -> None:
         ),
         "streamshard: writing 100%, 100.0 KiB of 100.0 KiB, 1.0 KiB/s",
     ]
-
-
-def test_a_log_file_gets_a_line_after_a_minute() -> None:
-    watched = Watched()
-    with watched.shown as progress:
-        progress.start(100 * KIB, watch.WRITING)
-        watched.run(progress, seconds=190, nbytes=KIB // 20)
-    assert [line.split(",")[0] for line in watched.lines] == [
-        f"streamshard: writing {percent}%" for percent in (0, 3, 6, 9)
-    ]
-
-
-def test_many_small_stretches_write_a_line_in_five_seconds_at_most() -> None:
-    watched = Watched()
-    with watched.shown as progress:
-        for nbytes in range(120):
-            progress.start(nbytes)
-            watched.run(progress, seconds=1, nbytes=nbytes)
-            progress.stop()
-    assert 1 < len(watched.lines) <= 120 // 5
-    moments = Moments()
-    watched = Watched(moments)
-    with watched.shown as progress:
-        for _ in range(60):
-            progress.start(10)
-            watched.run(progress, seconds=1, nbytes=7)
-            watched.clock.now -= 0.75
-            progress.advance(7)
-            progress.stop()
-    assert 15 <= len(moments.found) <= 18
-    assert {moment.done_bytes for moment in moments.found} <= {0, 7, 10}
-
-
-def test_what_an_earlier_run_left_is_done_and_not_in_the_rate() -> None:
-    moments = Moments()
-    watched = Watched(moments)
-    with watched.shown as progress:
-        progress.start(1000, watch.WRITING)
-        progress.keep(600)
-        progress.advance(600)
-        watched.run(progress, seconds=2, nbytes=100)
-        progress.stop()
-    last = moments.found[-1]
-    assert (last.done_bytes, last.bytes_per_second, last.eta_seconds) == (800, 100, 2.0)
-
-
-def test_the_rate_is_that_of_the_last_seconds() -> None:
-    moments = Moments()
-    watched = Watched(moments)
-    with watched.shown as progress:
-        progress.start(10_000, watch.WRITING)
-        watched.run(progress, seconds=10, nbytes=500)
-        watched.run(progress, seconds=20, nbytes=10)
-        progress.stop()
-    last = moments.found[-1]
-    assert (last.bytes_per_second, last.eta_seconds) == (10, 480.0)
 
 
 def test_the_bar_is_one_line_that_fits_and_is_erased() -> None:
@@ -168,25 +78,6 @@ def test_the_bar_is_one_line_that_fits_and_is_erased() -> None:
             shown = r"writing: 100%\|#+\| 100\.0 KiB of 100\.0 KiB, 160\.0 KiB/s"
             assert re.fullmatch(shown, drawn[-2])
             assert any(line.endswith("KiB/s, less than a second left") for line in drawn)
-
-
-def test_bytes_from_many_threads_are_all_counted() -> None:
-    moments = Moments()
-    watched = Watched(moments)
-    with watched.shown as progress:
-        progress.start(8000, watch.WRITING)
-
-        def work() -> None:
-            for _ in range(1000):
-                progress.advance(1)
-
-        threads = [threading.Thread(target=work) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        progress.stop()
-    assert moments.found[-1].done_bytes == 8000
 
 
 class Terminal(io.StringIO):
@@ -282,20 +173,6 @@ def test_a_run_tells_of_all_its_bytes_and_phases(tmp_path: Path, codec: str) -> 
     assert written == [size, size]
     assert 0 < seen <= verified <= size  # not all of a file has a checksum
     assert 0 < compared == total <= size
-
-
-@pytest.mark.parametrize("form", ["safetensors", "torch", "universal", "dcp"])
-def test_an_export_that_is_verified_tells_of_each_phase(tmp_path: Path, form: str) -> None:
-    run = write(Job(stage=2), tmp_path / "run")
-    told = Told()
-    done = streamshard.export(run, tmp_path / "out", format=form, verify=True, progress=told)
-    verifying = [] if form == "safetensors" else ["verifying"]  # which have no checksums
-    assert told.phases == ["writing", "syncing", *verifying, "comparing", "committing"]
-    size = done.bytes_written
-    assert told.stretches[0] == ("writing", size, size)
-    for _, total, seen in told.stretches[1:]:
-        assert 0 < seen <= total <= size
-    assert told.stretches[-1][1] == told.stretches[-1][2]
 
 
 def test_a_run_that_goes_on_tells_what_was_kept(

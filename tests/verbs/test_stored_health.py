@@ -13,7 +13,7 @@ import pytest
 import streamshard
 from streamshard.errors import CorruptFileError
 from streamshard.formats.zarr import store_manifest
-from tests.cli.conftest import streamshard as program
+from tests.cli.conftest import in_process as program
 from tests.compact.runs import NO_GRACE, STEPS, later, make_run, tag_of
 from tests.fabricated import write
 from tests.job import TAG
@@ -41,12 +41,6 @@ def test_it_is_what_the_shards_hold(run: Path, tmp_path: Path, codec: str) -> No
     assert streamshard.verify(store).is_good
 
 
-def test_it_is_recorded_only_if_it_is_wanted(run: Path, tmp_path: Path) -> None:
-    streamshard.convert(run, tmp_path / "run.zarr")
-    assert streamshard.inspect(tmp_path / "run.zarr").health is None
-    assert "healthy" not in program("inspect", tmp_path / "run.zarr").out
-
-
 def test_nothing_is_read_to_show_it(run: Path, tmp_path: Path) -> None:
     poison(run / TAG, math.inf)
     store = tmp_path / "stores" / "run.zarr"
@@ -61,22 +55,6 @@ def test_nothing_is_read_to_show_it(run: Path, tmp_path: Path) -> None:
     found = json.loads(program("newest", store.parent, "--json").out)
     assert found["checkpoints"][0]["is_healthy"] is False
     assert found["bytes_read"] == 0
-
-
-def test_what_is_recorded_of_some_tensors_says_nothing_of_others(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    poison(run / TAG)
-    serialize = store_manifest.serialize
-
-    def partly(records: Any, codec: str, found: Any, health: Any) -> bytes:  # noqa: ANN401
-        return serialize(records, codec, found, {k: v for k, v in health.items() if v.is_good})
-
-    monkeypatch.setattr(store_manifest, "serialize", partly)
-    (tmp_path / "stores").mkdir()
-    plan_measured(run, tmp_path / "stores" / "run.zarr").run()
-    found = json.loads(program("newest", tmp_path / "stores", "--json").out)
-    assert [one["is_healthy"] for one in found["checkpoints"]] == [False]
 
 
 def test_archives_have_it_also_those_of_weights_alone(tmp_path: Path) -> None:
