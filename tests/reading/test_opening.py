@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 import streamshard
 from streamshard import LazyTensor, OpenCheckpoint
-from streamshard.errors import CorruptFileError, IntegrityError, SourceNotFoundError, UsageError
+from streamshard.errors import CorruptFileError, IntegrityError, UsageError
 from streamshard.layout.selection import select
 from tests.documents import TEXTS, blocks
 from tests.fabricated import write
@@ -161,33 +161,6 @@ def test_an_index_is_numpys(opened: dict[str, OpenCheckpoint], data: st.DataObje
     assert torch.equal(tensor.torch(key), torch.from_numpy(np.array(wanted)))
 
 
-ROWS = (("near", (1000, 300)), ("far", (40, 20_000)))
-"""Rows of 1,200 bytes, some of which are read in one go, and of 80 kB, which are not."""
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    place = tmp_path_factory.mktemp("rows")
-    run = write(Job(stage=3, groups=(ROWS,), frozen=(), tied={}), place / "run")
-    streamshard.convert(run, place / "run.zarr", codec="zstd", chunk_size=1 << 20)
-    return {"native-3": run, "chunks-zstd": place / "run.zarr"}
-
-
-@pytest.mark.parametrize("kind", ["native-3", "chunks-zstd"])
-def test_rows_far_apart_and_near_each_other(rows: dict[str, Path], kind: str) -> None:
-    keys: tuple[Any, ...] = (
-        np.s_[:, 7], np.s_[::-3, 100:5:-7], np.s_[17:900:2], np.s_[..., 1:], np.s_[5, 9:300],
-        np.s_[::400, 2], np.s_[-1:0:-1],
-    )  # fmt: skip
-    with streamshard.open(rows[kind]) as ckpt:
-        for name, shape in ROWS:
-            whole = values("fp32", name, shape).numpy()
-            for key in keys:
-                assert np.array_equal(ckpt[name].fp32[key], whole[key]), key
-                bits = np.ascontiguousarray(whole[key]).view(np.uint32)
-                assert np.array_equal(ckpt[name].fp32.bits(key), bits), key
-
-
 @pytest.mark.parametrize(
     ("key", "error", "text"),
     [
@@ -293,14 +266,6 @@ def test_threads_read_the_same(made: Made) -> None:
         assert right == [True] * 800
 
 
-def test_what_was_read_is_ones_own(made: Made) -> None:
-    with streamshard.open(made("native-2")) as ckpt:
-        read = ckpt["w"].fp32[3:5]
-        read[:] = 0
-        assert (ckpt["w"].fp32[3:5] != 0).all()
-    assert read.shape == (2, 8)
-
-
 # What goes wrong ----------------------------------------------------------------------------------
 
 
@@ -362,13 +327,6 @@ def test_without_torch_the_message_says_what_works(
         pytest.raises(ImportError, match=r"pip install torch, or read with \.numpy\(\)"),
     ):
         ckpt["w"].fp32.torch()
-
-
-def test_options_are_those_of_inspect(made: Made, tmp_path: Path) -> None:
-    with pytest.raises(SourceNotFoundError, match="no such tag directory"):
-        streamshard.open(made("native-2"), tag="global_step8")
-    with pytest.raises(UsageError, match="leave like= out"):
-        streamshard.open(made("native-2"), like=made("native-3"))
 
 
 def test_python_in_the_readme_and_the_pages_works_as_it_stands(

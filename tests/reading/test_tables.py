@@ -1,6 +1,5 @@
 """Tables of an opened checkpoint, for pandas."""
 
-import re
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 
 import streamshard
 from tests.fabricated import write
-from tests.job import EXPERTS, STATES, TAG, Job
+from tests.job import EXPERTS, STATES, Job
 from tests.reading.conftest import KINDS, Made
 
 COLUMNS = ["name", "shape", "dtype", "group", "numel", "states", "ranks"]
@@ -38,17 +37,6 @@ def test_a_table_is_what_pandas_takes(made: Made, kind: str) -> None:
             assert {**rows["t"], "name": "w"} == rows["w"]
 
 
-@pytest.mark.parametrize("kind", ["native-1", "native-3", "chunks-none"])
-def test_the_ranks_of_a_table_are_those_that_hold_the_pieces(made: Made, kind: str) -> None:
-    names = ("w", "cube", "v", "one")
-    found = streamshard.inspect(made(kind), params=names)
-    with streamshard.open(made(kind)) as ckpt:
-        rows = {row["name"]: row["ranks"] for row in ckpt.table()}
-    for detail in found.details:
-        held = {piece.rank: None for piece in detail.pieces if piece.state == "fp32"}
-        assert rows[detail.name] == (None if kind == "chunks-none" else tuple(held))
-
-
 def test_the_ranks_of_experts_need_not_be_neighbours(tmp_path: Path) -> None:
     job = Job(world_size=4, experts=EXPERTS, expert_parallel=2)
     with streamshard.open(write(job, tmp_path / "run")) as ckpt:
@@ -58,12 +46,3 @@ def test_the_ranks_of_experts_need_not_be_neighbours(tmp_path: Path) -> None:
             ranks = held[name]
             assert ranks
             assert set(ranks) <= sharing
-
-
-def test_an_inspection_is_said_in_a_line(tmp_path: Path) -> None:
-    groups = ((("w", (50, 8)), ("cube", (4, 5, 6))), (("v", (7,)),))
-    run = write(Job(world_size=3, stage=2, groups=groups, tied={}), tmp_path / "run")
-    assert re.fullmatch(
-        rf"<Inspection '{run}': {TAG}, ZeRO stage 2, world size 3, 3 parameters, 6 files, .* KiB>",
-        repr(streamshard.inspect(run)),
-    )
