@@ -143,42 +143,6 @@ def test_a_dry_run_by_hand_finds_what_the_run_would_find(
     assert (done.code, done.err.endswith(", which holds nothing\n")) == (2, True)
 
 
-def test_the_trash_is_emptied_by_hand_after_the_grace_time(
-    run: Path, tmp_path: Path, archive: Path
-) -> None:
-    api.compact(run, archive, delete=True)
-    before = bits(tmp_path)
-    for more in ("-n", "-q"):
-        done = in_process("compact", run, archive, "--purge", FIRST, more)
-        since = rf"{FIRST}: failed: in the trash since 20[0-9: -]+ UTC, --grace is 7d; "
-        said = re.search(f"{since}give --grace 0s too to remove it for good now\n", done.err)
-        assert (done.code, said is not None) == (2, True)
-        assert bits(tmp_path) == before
-    done = in_process("compact", run, archive, "--purge", FIRST, "--grace", "0s")
-    assert (done.code, "1 purged" in done.out) == (0, True)
-    assert not list((run / ".streamshard.trash").rglob("*.pt"))
-
-
-def test_states_are_dropped_only_when_asked_to(run: Path, tmp_path: Path, archive: Path) -> None:
-    command = ("compact", run, archive)
-    api.compact(run, archive, delete=True)
-    api.compact(run, archive, grace=NO_GRACE, purge=[FIRST])
-    asked = ("--weights-only-older-than", "0s")
-    done = in_process(*command, *asked, "-n")
-    assert "3 kept, 1 weights only" in done.out
-    assert re.search(rf"{FIRST} +weights only .* no job can resume from it", done.out)
-    assert (archive / f"{FIRST}.zarr").is_dir()
-    (told,) = [
-        tag
-        for tag in json.loads(in_process(*command, *asked, "--json").out)["tags"]
-        if tag["action"] == "weights only"
-    ]
-    assert (told["tag"], told["dropped_bytes"] > 0, told["exit_code"]) == (FIRST, True, 0)
-    store = archive / f"{FIRST}.weights.zarr"
-    assert re.search(r"Weights only: .*exp_avg", in_process("inspect", store).out)
-    refused(3, f"streamshard export {store} OUT", "repartition", store, tmp_path / "out")
-
-
 def test_what_needs_somebody_is_told_though_quiet(run: Path, archive: Path) -> None:
     save(run, 2000)
     (run / "latest").write_text(tag_of(1000))

@@ -6,7 +6,7 @@ Buckets, clusters and other parallel degrees have tests of their own, and so hav
 import re
 import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,11 +43,21 @@ FINDS_DIFFERENCES = 6
 LACKS_RULES = 2
 
 
-def runs(path: Path) -> None:
-    path.parent.mkdir(exist_ok=True)
-    make_run(path, JOB, STEPS)
+@pytest.fixture(scope="module", autouse=True)
+def _run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Make once the run that most pages speak of; it is copied where it is read."""
+    RUN.append(make_run(tmp_path_factory.mktemp("of") / "run", JOB, STEPS))
     for step in STEPS:
-        record_step(path / tag_of(step), step)
+        record_step(RUN[0] / tag_of(step), step)
+    yield
+    RUN.clear()
+
+
+RUN: list[Path] = []
+
+
+def runs(path: Path) -> None:
+    shutil.copytree(RUN[0], path)
 
 
 def record_step(tag: Path, step: int) -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,7 +23,6 @@ from tests.cli.conftest import (
     streamshard,
     tree,
 )
-from tests.cli.test_going_on import cut_off
 from tests.fabricated import edit_optimizers, load, wrapped, write
 from tests.faults.scenarios import times
 from tests.job import TAG, Job
@@ -51,7 +49,7 @@ def test_a_job_script(stage_2: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [out.name, stage_2.name]
 
 
-LENIENT = [output for output in OUTPUTS if not output.startswith("export")]
+LENIENT = [output for output in OUTPUTS if output.split()[-1] in ("3", "zstd")]
 
 
 @pytest.mark.parametrize("output", LENIENT)
@@ -86,11 +84,11 @@ def test_with_verify_what_is_there_already_is_proved_by_its_bytes(
         done = in_process(*given, "-q")
         assert (done.code, done.out, tree(out)) == (4, "", damaged)
         assert f"{out}: is not what this command makes: {told}" in done.err
-        assert in_process(*given, "--dry-run").code == 4
         if "stranger" not in told:
             done = in_process(*given, "-q", "--overwrite")
             assert (done.code, done.out) == (0, f"{out}\n"), done.err
             assert tree(out) == whole
+    assert in_process(*given, "--dry-run").code == 4
 
 
 def aged(path: Path) -> Path:
@@ -242,20 +240,3 @@ def test_what_is_done_needs_neither_lock_nor_space(saved: Saved, tmp_path: Path)
     fits = ("repartition", saved(2), out, "--world-size", 4, *IF_NEEDED)
     assert (streamshard(*fits).code, streamshard(*fits).out) == (0, f"{saved(2)}\n")
     lock.release()
-
-
-def test_killed_it_goes_on(saved: Saved, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    command = ("repartition", saved(2), out, "--world-size", 3, "--if-needed")
-    assert cut_off("note_all", 2, command).code == -signal.SIGKILL
-    assert cut_off("rename", 0, command).code == -signal.SIGKILL
-    report = json.loads(streamshard(*command, "--json").out)
-    assert (report["found"], report["path"]) == (None, str(out))
-    assert report["kept_bytes"] == report["bytes_written"] > 0
-    report = json.loads(streamshard(*command, "--json").out)
-    assert report["found"] == "target"
-
-
-def test_the_path_is_printed_without_if_needed_too(saved: Saved, tmp_path: Path) -> None:
-    done = in_process("convert", saved(2), tmp_path / "out", "-q")
-    assert (done.code, done.out) == (0, f"{tmp_path / 'out'}\n")

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import streamshard
-from streamshard.cli.text.inspect_text import inspection_text
 from streamshard.errors import UsageError
 from streamshard.operations.inspect.inspect_report import ParameterDetail
 from tests.cli.conftest import RANKS, Saved, in_process, on_terminal, passed
@@ -193,27 +192,6 @@ def test_a_store_is_inspected_like_its_source(saved: Saved, tmp_path: Path) -> N
     assert of_shards == of_store
 
 
-@pytest.mark.parametrize("codec", ["none", "zstd"])
-def test_a_store_s_files_are_listed_with_their_sizes_also_where_documents_are_longer(
-    saved: Saved, tmp_path: Path, codec: str
-) -> None:
-    store = tmp_path / "run.zarr"
-    streamshard.convert(saved(3), store, codec=codec)
-    for document in (
-        "state/fp32/embed.weight/zarr.json",
-        "state/zarr.json",
-        "meta/state/zarr.json",
-    ):
-        with (store / document).open("a") as file:
-            file.write("\n\n")
-    listed = streamshard.inspect(store).file_list
-    on_disk = [file for file in store.rglob("*") if file.is_file()]
-    assert len(listed) == len(on_disk)
-    assert {file.path: file.nbytes for file in listed} == {
-        file.relative_to(store).as_posix(): file.stat().st_size for file in on_disk
-    }
-
-
 def test_a_pipe_gets_whole_lines_and_a_terminal_folds_them(tmp_path: Path) -> None:
     name = "a." + "very_" * 60 + "long[bold]\x1b[2Jname"
     run = write(Job(groups=(((name, (3, 2)),),), tied={}), tmp_path / "run")
@@ -233,21 +211,6 @@ def test_a_pipe_gets_whole_lines_and_a_terminal_folds_them(tmp_path: Path) -> No
         if colour:
             assert max(len(re.sub("\x1b\\[[0-9;]*m", "", ln)) for ln in table.splitlines()) <= 90
             assert "very_very_" in table
-
-
-@pytest.mark.parametrize("width", [1, 30, 60])
-def test_no_terminal_is_so_narrow_that_numbers_lose_digits(width: int, tmp_path: Path) -> None:
-    run = write(Job(stage=2), tmp_path / "run")
-    found = streamshard.inspect(run, params=["embed.weight"])
-    found = replace(
-        found, groups=tuple(replace(g, hyper_parameters={"eps": 1e-8}) for g in found.groups)
-    )
-    offsets = {f"{piece.offset:,}" for piece in found.details[0].pieces}
-    assert offsets
-    for part in (found, replace(found, details=())):
-        shown = inspection_text(part, verbose=False, width=width)
-        wanted = offsets if part.details else {f"{sum(part.state_bytes.values()):,}", "98", "1e-08"}
-        assert wanted <= set(re.sub("\x1b\\[[0-9;]*m", " ", shown).split())
 
 
 def test_many_parameters_are_not_all_listed(tmp_path: Path) -> None:

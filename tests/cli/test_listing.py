@@ -2,12 +2,10 @@
 
 import json
 import math
-import os
 import re
 import shlex
 import shutil
 import subprocess
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,6 @@ from typing import Any
 import pytest
 
 import streamshard
-from streamshard.cli.text.inspect_text import inspection_text
-from streamshard.operations.inspect.checkpoint_list import summaries
-from streamshard.operations.inspect.inspect_report import CheckpointList
 from tests.cli.conftest import as_nobody, in_process, needs_root, passed
 from tests.compact.runs import make_run
 from tests.fabricated import edit, write, write_dumps
@@ -90,19 +85,6 @@ def test_the_output_of_a_trainer_lists_its_checkpoints(trainer_output: Path) -> 
     assert streamshard.inspect(newest).tag == "global_step1000"
 
 
-@pytest.mark.parametrize(
-    ("hours", "age"),
-    [(0.5, r"\d\d:\d\d, 30 min"), (3.5, r"\d\d:\d\d, 3 h"), (75, r"\w{3} \d\d, 3 d")],
-)
-def test_the_age_of_each_is_shown(run: Path, hours: float, age: str) -> None:
-    saved = time.time() - hours * 3600
-    for path in (run / "global_step90").iterdir():
-        os.utime(path, (saved, saved))
-    assert re.search(
-        rf"^global_step90 .*  {age} ago +yes$", passed("inspect", run).out, re.MULTILINE
-    )
-
-
 def test_what_stores_record_of_their_health_is_shown(run: Path) -> None:
     archive = run.with_name("archive")
     poison(run / "global_step100", "exp_avg_sq", math.nan)
@@ -154,14 +136,6 @@ def test_programs_get_the_same_list(trainer_output: Path) -> None:
         # Each path is a source by itself, unless it is broken.
         if one["is_whole"]:
             assert streamshard.inspect(place).global_steps == one["step"]
-
-
-def test_other_verbs_name_the_newest_and_where_to_see_all(trainer_output: Path) -> None:
-    done = in_process("repartition", trainer_output, trainer_output.parent / "made", "-n")
-    assert (done.code, done.out) == (3, "")
-    assert "Give one of the 4 checkpoints in it, such as" in done.err
-    (advised,) = re.findall(r": (streamshard inspect \S+)$", done.err, re.MULTILINE)
-    assert in_process(*advised.split()[1:]).code == 0
 
 
 def test_a_run_directory_is_inspected_and_its_tags_listed(run: Path) -> None:
@@ -278,19 +252,6 @@ def test_a_tag_that_may_not_be_read_is_a_row_and_hides_no_other(
     assert "NO" not in as_nobody("inspect", run).out
 
 
-def test_archives_are_listed_too(run: Path, tmp_path: Path) -> None:
-    archive = tmp_path / "archive"
-    streamshard.convert(run / "global_step90", archive / "global_step90.zarr")
-    refused = in_process("verify", archive)
-    assert refused.err.endswith(f". Give the one in it: {archive / 'global_step90.zarr'}\n")
-    streamshard.convert(run / "global_step100", archive / "global_step100.zarr")
-    done = passed("inspect", archive)
-    assert [(row[0], row[1], row[2], row[4]) for row in rows(done.out)] == [
-        ("global_step90.zarr", "90", "3", "yes"),
-        ("global_step100.zarr", "100", "3", "yes, newest"),
-    ]
-
-
 def test_what_is_there_of_dumps(tmp_path: Path) -> None:
     template = write_dumps(write(JOB, tmp_path / "run"), tmp_path / "dumps")
     (tmp_path / "dumps/optimizer.01.pt").unlink()
@@ -299,16 +260,3 @@ def test_what_is_there_of_dumps(tmp_path: Path) -> None:
     assert "saved by    ZeRO stage 2, world size 3\n" in done.out
     assert re.search(r"^optimizer\.\*\.pt +2 ", done.out, re.MULTILINE)
     assert re.search(r"PROBLEM  .*/optimizer\.01\.pt: rank 1 is missing", done.out)
-
-
-def test_a_line_each_fits_a_terminal_of_80_columns(tmp_path: Path) -> None:
-    for step in range(29_000, 30_000, 100):
-        save_step(tmp_path / f"checkpoint-{step}", step, Job(world_size=2))
-    found = CheckpointList(str(tmp_path), "directory", summaries(tmp_path), ())
-    marked = replace(found.checkpoints[-1], is_latest=True, nbytes=98 << 30, world_size=512)
-    found = replace(found, checkpoints=(*found.checkpoints[:-1], marked))
-    shown = re.sub("\x1b\\[[0-9;]*m", "", inspection_text(found, verbose=False, width=80))
-    lines = [line for line in shown.splitlines() if "checkpoint-2" in line and "yes" in line]
-    assert len(lines) == 10
-    assert lines[-1].endswith("yes, newest, latest")
-    assert max(map(len, shown[: shown.index("\n\nThe newest")].splitlines()[1:])) <= 80

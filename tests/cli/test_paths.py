@@ -347,22 +347,6 @@ def test_a_tag_is_the_path_that_a_job_would_open(epochs: Path, tmp_path: Path, t
     assert kept["epoch/1"] == "'latest' names it"
 
 
-def test_the_message_names_the_tags_there_are(epochs: Path) -> None:
-    (epochs / "latest").write_text("epoch/9")
-    done = refused(3, "which is not there. Give one of the 2 checkpoints in it", "inspect", epochs)
-    for tag in ("epoch/1", "epoch/2"):
-        assert tag in done.err
-        assert in_process("inspect", epochs / tag).code == 0
-
-
-def test_a_target_with_more_in_it_is_not_replaced(epochs: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    api.repartition(epochs, out, world_size=3)
-    (out / "epoch/notes.txt").write_text("mine")
-    assert in_process("repartition", epochs, out, "--world-size", 3, "--overwrite").code == 4
-    assert (out / "epoch/notes.txt").read_text() == "mine"
-
-
 def make_epochs(run: Path) -> Path:
     for epoch in (1, 2, 3, 9, 10):
         write(Job(changed=("fp32", "embed.weight", epoch)), run, f"epoch/{epoch}")

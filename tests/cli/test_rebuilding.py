@@ -1,7 +1,6 @@
 """What an archive gives back is written, and held against the tag, before the tag may go."""
 
 import shutil
-import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +13,6 @@ from streamshard.engine.run.phases import Progress
 from streamshard.transfer.plan import TransferPlan
 from streamshard.transfer.report import Report
 from tests.cli.conftest import streamshard
-from tests.cli.test_going_on import cut_off
 from tests.cli.test_targets import mount
 from tests.compact.runs import FIRST, HEALTH, RECORD, actions, bits, make_run, receipt_of, tags_in
 from tests.fabricated import edit
@@ -62,18 +60,12 @@ def count_a_step_more(rebuilt: Path) -> None:
         edit(path, lambda content: content.update(global_steps=content["global_steps"] + 1))
 
 
-def lose_a_file(rebuilt: Path) -> None:
-    """Lose what belongs to a rank."""
-    (rebuilt / OPTIMIZER).unlink()
-
-
 @pytest.mark.parametrize(
     ("damage", "action", "is_archived"),
     [
         (change_a_weight, "failed", True),
         (change_a_weight, "failed", False),
         (count_a_step_more, "failed", True),
-        (lose_a_file, "ambiguous", False),
     ],
 )
 def test_a_tag_of_which_something_else_comes_back_stays(
@@ -129,22 +121,4 @@ def test_without_room_to_rebuild_it_a_tag_stays(run: Path, small_disk: Path) -> 
     assert own_files(archive) == []
     (small_disk / "others").unlink()
     assert streamshard("compact", run, archive, "--delete", "-q").code == 0
-    assert FIRST not in tags_in(run)
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_cut_off_while_it_rebuilds_the_next_run_begins_afresh(
-    run: Path, archive: Path, number: signal.Signals
-) -> None:
-    before = bits(run / FIRST)
-    done = cut_off("note_all", 1, ("compact", run, archive, "--delete"), signals=[number])
-    is_killed = number == signal.SIGKILL
-    assert done.code == (-number if is_killed else 128 + number)
-    assert bits(run / FIRST) == before
-    assert (".streamshard.rebuilt" in own_files(archive)) == is_killed
-    assert "go on" not in done.err  # from what was rebuilt, which is not kept
-    assert streamshard("compact", run, archive, "-q").code == 0
-    assert own_files(archive) == []
-    assert streamshard("compact", run, archive, "--delete", "-q").code == 0
-    assert own_files(archive) == []
     assert FIRST not in tags_in(run)

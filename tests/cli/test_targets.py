@@ -26,7 +26,6 @@ from tests.cli.conftest import (
     tree,
 )
 from tests.cli.test_going_on import cut_off
-from tests.compact.runs import make_run
 from tests.fabricated import write, write_dumps
 from tests.job import Job
 
@@ -141,66 +140,6 @@ def test_a_strangers_directory_in_their_place_is_safe(
     before = tree(tmp_path)
     refused(4, place.name, "repartition", run, tmp_path / "out", "--world-size", 3)
     assert tree(tmp_path) == before
-
-
-def test_a_replacement_that_fails_brings_the_old_target_back(
-    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
-    api.repartition(saved(2), out, world_size=2)
-    before, rename = tree(out), Path.rename
-
-    def failing(self: Path, target: Path) -> Path:
-        if self.name == "out.partial":
-            raise OSError(5, "Input/output error")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", failing)
-    with pytest.raises(TargetError, match="Input/output error"):
-        api.repartition(saved(2), out, world_size=3, overwrite=True)
-    assert tree(out) == before
-    monkeypatch.undo()
-    # What was to replace it is whole, so that it only has to be renamed.
-    report = api.repartition(saved(2), out, world_size=3)
-    assert report.kept_bytes == report.bytes_written == sum(map(len, tree(out).values()))
-    assert tree(out) != before
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-# What someone put where a run writes --------------------------------------------------------------
-
-
-@pytest.mark.parametrize("verb", ["repartition", "compact"])
-def test_a_lock_that_leads_elsewhere_is_refused_by_name(verb: str, tmp_path: Path) -> None:
-    run, gone = tmp_path / "run", tmp_path / "gone"
-    if verb == "compact":
-        make_run(run)
-        words, lock = ["--delete"], run / ".streamshard.lock"
-    else:
-        write(Job(), run)
-        words, lock = ["--world-size", "3"], tmp_path / ".streamshard.lock.out"
-    lock.symlink_to(gone)
-    done = in_process(verb, run, tmp_path / "out", *words)
-    assert (done.code, done.out) == (4, "")
-    assert f"{lock}: cannot be written (it is a symbolic link" in done.err
-    assert "move it away" in done.err
-    assert lock.is_symlink()
-    assert not gone.exists()
-
-
-def test_a_journal_that_is_a_pipe(run: Path, tmp_path: Path) -> None:
-    journal = tmp_path / "out.partial/.streamshard.journal"
-    journal.parent.mkdir()
-    os.mkfifo(journal)
-    refused(
-        4,
-        f"{journal}: cannot be written (it is a pipe",
-        "repartition",
-        run,
-        tmp_path / "out",
-        "--world-size",
-        "3",
-    )
 
 
 # Empty directories, as `mkdir -p` and `mktemp -d` of job scripts make -----------------------------
@@ -340,33 +279,6 @@ def test_a_mount_point_is_refused_at_once_with_what_does_work(
     assert list(mounted.iterdir()) == []
     assert in_process(*command(output, saved(2), mounted / "NAME")).code == 0
     assert [path.name for path in mounted.iterdir()] == ["NAME"]
-
-
-@pytest.fixture
-def lower_layer(saved: Saved, tmp_path: Path) -> Iterator[Path]:
-    """A target in a lower layer of an overlay, as in a container's image."""
-    lower, upper, work, where = (tmp_path / name for name in ("lower", "upper", "work", "merged"))
-    for directory in (lower, upper, work, where):
-        directory.mkdir()
-    api.convert(saved(2), lower / "out")
-    options = f"lowerdir={lower},upperdir={upper},workdir={work},redirect_dir=off"
-    mount("-t", "overlay", "-o", options, "overlay", where)
-    yield where / "out"
-    subprocess.run(["umount", str(where)], check=True)
-
-
-@pytest.mark.kernel
-def test_a_directory_that_cannot_be_renamed_is_named_with_what_does_work(
-    saved: Saved, lower_layer: Path
-) -> None:
-    before = tree(lower_layer)
-    refused(
-        4, "lower layer of an overlay", *command(OUTPUTS[1], saved(2), lower_layer), "--overwrite"
-    )
-    assert tree(lower_layer) == before
-    subprocess.run(["mv", lower_layer, lower_layer.with_name("old")], check=True)
-    assert in_process(*command(OUTPUTS[1], saved(2), lower_layer)).code == 0
-    assert tree(lower_layer) == before
 
 
 @needs_root

@@ -331,19 +331,6 @@ def test_bash_offers_verbs_options_and_values(bash: Path) -> None:
     assert offered(bash, "repartition", "--world-size", "") == set()
 
 
-def test_bash_offers_files_wherever_a_path_is_meant(
-    bash: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "plan.json").touch()
-    (tmp_path / "run").mkdir()
-    for words in (["verify"], ["diff"], ["diff", "run"], ["inspect"], ["compact", "run"]):
-        assert {"plan.json", "run"} <= offered(bash, *words, ""), words
-    (tmp_path / "my run").mkdir()
-    assert offered(bash, "inspect", "my") == {"my", "run"}  # one offer, of two words
-    assert offered(bash, "repartition", "--like", "pl") == {"plan.json"}
-
-
 def test_the_scripts_are_those_of_this_parser() -> None:
     for shell, script in completion_scripts.scripts().items():
         assert completion_scripts.path_of(shell).read_text() == script, (

@@ -1,13 +1,10 @@
 """What `verify`, `diff`, `export` and plans print, and where; their exit codes and JSON."""
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import safetensors.torch
-import torch
 
 import streamshard as api
 from streamshard import Distance, TensorDiff
@@ -18,15 +15,6 @@ from tests.job import TAG
 from tests.verify.conftest import SMALL
 
 # verify -------------------------------------------------------------------------------------------
-
-
-def test_a_file_that_ends_too_early_is_one_problem(stage_2: Path) -> None:
-    torn = optimizer_file(stage_2, 1)
-    os.truncate(torn, torn.stat().st_size - 700)
-    done = in_process("verify", stage_2)
-    assert (done.code, done.err) == (6, f"streamshard: {stage_2}: 1 problem\n")
-    assert done.out.count(str(torn)) == 1
-    assert "Was the save interrupted?" in done.out
 
 
 def test_every_problem_is_printed_and_the_exit_code_is_6(stage_2: Path) -> None:
@@ -50,23 +38,6 @@ def test_every_problem_is_printed_and_the_exit_code_is_6(stage_2: Path) -> None:
     assert done.code == 6
     assert found["bytes_read"] > 0
     assert found["peak_bytes"] <= found["projected_bytes"]
-
-
-def test_what_is_written_is_read_back_and_held_against_its_source(
-    saved: Saved, stage_2: Path, tmp_path: Path
-) -> None:
-    out, store = tmp_path / "out", tmp_path / "run.zarr"
-    assert in_process("convert", saved(2), store, "--codec", "zstd", "--verify", "-q").code == 0
-    verb = ("repartition", store, out, "--world-size", 3, "--zero-stage", 3, "--verify")
-    written = in_process(*verb)
-    assert (written.code, "read back: no difference" in written.out) == (0, True)
-    done = passed("verify", out, "--against", saved(2))
-    assert "No difference. Checksums were not looked at" in done.out
-    flip(optimizer_file(stage_2, 1))
-    done = in_process("verify", stage_2, "--against", saved(2))
-    assert done.code == 6
-    assert done.err == f"streamshard: {stage_2}: 1 difference from {saved(2)}\n"
-    assert " elements differ, the first at index " in done.out
 
 
 # diff ---------------------------------------------------------------------------------------------
@@ -129,20 +100,6 @@ def tensor(name: str, distance: Distance) -> TensorDiff:
     return TensorDiff(name, "fp32", ("float32",) * 2, (distance.numel,), distance)
 
 
-@pytest.mark.parametrize(
-    ("changed", "cosine", "shown"),
-    [(1, 1.0, ("<0.01%", "1")), (10**7 - 1, 0.25, (">99.99%", "0.250000"))],
-)
-def test_shares_are_not_rounded_to_nothing_or_all(
-    changed: int, cosine: float, shown: tuple[str, str], pair: tuple[Path, Path]
-) -> None:
-    distance = replace(ALL_CHANGED, numel=10**7, changed=changed, cosine=cosine)
-    distance = replace(distance, fraction_changed=changed / 10**7)
-    report = replace(api.diff(*pair), states=(), differences=(), tensors=(tensor("x", distance),))
-    row = diff_text(report, verbose=False).splitlines()[-1].split()
-    assert (row[2], row[-1]) == shown
-
-
 def test_what_cannot_be_told_comes_first_and_what_is_equal_last() -> None:
     kinds = {
         "zeros": replace(ALL_CHANGED, changed=0, fraction_changed=0.0, max_abs=0.0, cosine=None),
@@ -202,41 +159,6 @@ def test_json_of_diff_is_complete_and_its_keys_stay(pair: tuple[Path, Path]) -> 
 
 
 # export, convert ----------------------------------------------------------------------------------
-
-
-def test_options_of_export_do_what_they_say(run: Path, tmp_path: Path) -> None:
-    done = in_process(
-        "export", run, tmp_path / "out", "--dtype", "bf16", "--exclude", "mask",
-        "--exclude", "norm.*", "--exclude", "old.*", "--verify", "--json",
-    )  # fmt: skip
-    assert done.code == 0, done.err
-    report = json.loads(done.out)
-    found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
-    assert {name: tensor.dtype for name, tensor in found.items()} == {
-        "embed.weight": torch.bfloat16,
-        "block.0.attn.weight": torch.bfloat16,
-        "block.0.mlp": torch.bfloat16,
-        "embed.bias": torch.bfloat16,
-        "block.0.bias": torch.bfloat16,
-        "block.1.bias": torch.bfloat16,
-        "rotary.inv_freq": torch.float32,
-        "empty": torch.float32,
-    }
-    assert (report["verb"], report["tensors"], report["dtype"]) == ("export", 8, "bf16")
-    assert report["peak_bytes"] <= report["projected_bytes"]
-    assert report["files"] == len(tree(tmp_path / "out"))
-    lines = in_process("export", run, tmp_path / "fp16", "--dtype", "fp16").out.splitlines()
-    assert lines[0] == f"wrote    {tmp_path / 'fp16'}"
-    assert "tensors  12, fp16" in lines
-
-
-def test_a_store_is_called_one_whatever_its_name(run: Path, tmp_path: Path) -> None:
-    for flags in (["-n"], []):
-        done = in_process("convert", run, tmp_path / "name", *flags)
-        assert f"{tmp_path / 'name'} (Zarr store) " in " ".join(done.out.split())
-        done = in_process("repartition", run, tmp_path / "out", "--world-size", 1, *flags)
-        assert "(Zarr store)" not in done.out
-    assert in_process("verify", tmp_path / "name", "--against", run).code == 0
 
 
 # Plans --------------------------------------------------------------------------------------------
