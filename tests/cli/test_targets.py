@@ -142,6 +142,14 @@ def test_a_strangers_directory_in_their_place_is_safe(
     assert tree(tmp_path) == before
 
 
+def test_a_journal_that_is_a_pipe_is_not_waited_for(run: Path, tmp_path: Path) -> None:
+    journal = tmp_path / "out.partial/.streamshard.journal"
+    journal.parent.mkdir()
+    os.mkfifo(journal)
+    says = f"{journal}: cannot be written (it is a pipe"
+    refused(4, says, "repartition", run, tmp_path / "out", "--world-size", "3")
+
+
 # Empty directories, as `mkdir -p` and `mktemp -d` of job scripts make -----------------------------
 
 

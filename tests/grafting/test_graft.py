@@ -17,7 +17,6 @@ from tests.checkpoints.test_dcp_repartition import saved
 from tests.grafting.jobs import TRAINED, Jobs, differing, tensors_of
 from tests.job import MUON, STATES, TAG, Job
 
-STAGES = pytest.mark.parametrize("stages", [(1, 2), (2, 3), (3, 1), (3, 3)])
 FIRST, SECOND = TRAINED.groups
 
 
@@ -25,19 +24,6 @@ def write(root: Path, stages: tuple[int, int] = (2, 3), **changes: Any) -> Jobs:
     """Save SRC and START at two stages, for other counts of ranks."""
     old = replace(TRAINED, stage=stages[0])
     return Jobs.write(root, old, **{"stage": stages[1], "world_size": 3, **changes})
-
-
-@STAGES
-def test_what_both_have_is_kept_wherever_start_puts_it(
-    tmp_path: Path, stages: tuple[int, int]
-) -> None:
-    jobs = write(tmp_path, stages, groups=(SECOND, FIRST[::-1]))
-    found = jobs.graft()
-    assert [name for name in jobs.old.shapes if differing(found, name, jobs.kept(name))] == []
-    for name, _ in jobs.old.frozen:
-        assert torch.equal(
-            found["module", name], jobs.old.values("frozen", name).to(jobs.old.dtype)
-        )
 
 
 def test_a_group_without_kept_parameters_has_no_states(tmp_path: Path) -> None:
@@ -49,13 +35,6 @@ def test_a_group_without_kept_parameters_has_no_states(tmp_path: Path) -> None:
         steps = [group.states.get("step") for group in opened.groups]
     assert steps[2] is None
     assert None not in steps[:2]
-
-
-def test_fresh_states(tmp_path: Path) -> None:
-    jobs = write(tmp_path)
-    found = jobs.graft(fresh_states=True)
-    for name in jobs.old.shapes:
-        assert differing(found, name, {"fp32": jobs.old.values("fp32", name)}) == []
 
 
 def test_what_was_grafted_is_recorded_in_the_tag(tmp_path: Path) -> None:

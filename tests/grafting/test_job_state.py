@@ -130,12 +130,6 @@ def test_lightning_describes_no_model_where_start_does_not() -> None:
     assert "hyper_parameters" not in model_state({"hyper_parameters": {"layers": 2}}, {})
 
 
-def test_the_order_of_entries_is_that_of_start() -> None:
-    source = dict(reversed({**ENGINE, "global_steps": 5, "iteration": 5}.items()))
-    state = graft(model_part([OLD], source), model_part([NEW], {**ENGINE, "tokens": 0}))
-    assert [*state.model_state] == [*ENGINE, "tokens", "iteration"]
-
-
 def test_dumps_have_no_counters() -> None:
     state = graft(model_part([OLD]), model_part([NEW], ENGINE))
     assert state.model_state == ENGINE

@@ -21,7 +21,7 @@ from streamshard.formats.dcp.dcp_writer import value_item
 from streamshard.formats.deepspeed import names
 from streamshard.formats.pickle.inert import Node
 from streamshard.grafting.job_state import GraftedState, grafted_state
-from streamshard.grafting.schedules import grafted_scheduler_file, objection
+from streamshard.grafting.schedules import grafted_scheduler_file
 from tests.grafting.model_parts import Training, inert, model_part, settings
 
 OLD, NEW = [1e-3, 4e-3], [7e-4, 6e-3]
@@ -166,14 +166,6 @@ def test_schedulers_of_deepspeed_go_on_from_the_step(tmp_path: Path, kind: str) 
     assert later == expected(8, NEW, new)[1:]
 
 
-def test_the_config_names_the_scheduler_of_deepspeed(tmp_path: Path) -> None:
-    make: Make = lambda o: of_deepspeed.WarmupLR(o)  # noqa: E731
-    one = Training(OLD, make).saved(tmp_path)
-    config = {"scheduler": {"type": "WarmupLR"}}
-    state = grafted_state(one, one, (0, 1), fresh=False, scheduler_of_start=False, config=config)
-    assert "Until START's scheduler ('WarmupLR') sets another" in state.notes[0]
-
-
 class OnPlateau:
     """ReduceLROnPlateau with a loss that never falls."""
 
@@ -269,16 +261,6 @@ def test_another_kind_of_scheduler_begins_anew(tmp_path: Path, kind: str) -> Non
     assert resumed(state, NEW, make) == expected(0, NEW, make)
 
 
-@pytest.mark.parametrize("kind", ["lambda", "sequential"])
-def test_a_new_group_goes_along_with_the_others(tmp_path: Path, kind: str) -> None:
-    make = TORCH[kind]
-    before, new = Training(OLD, make), [*NEW, 1e-3]
-    before.run(5)
-    state = grafted(before, Training(new, make), tmp_path, (0, 1, None))
-    assert state.notes == ()
-    assert ulps(resumed(state, new, make), expected(5, new, make)) <= 4
-
-
 def test_versions_of_torch_may_save_other_passing_entries(tmp_path: Path) -> None:
     make = TORCH["sequential"]
     before, starting = Training(OLD, make), Training(NEW, make)
@@ -303,26 +285,6 @@ def test_other_settings_are_named(tmp_path: Path) -> None:
     state = grafted(before, Training(OLD, make), tmp_path)
     assert state.model_state[names.SCHEDULER]["T_max"] == 50
     assert "START's scheduler has other settings (T_max)" in state.notes[0]
-
-
-MALFORMED: dict[str, tuple[Any, str]] = {
-    "none": (None, "the source has no state of one"),
-    "no dict": ([1], "the source has no state of one"),
-    "without a step": ({"epoch": 5}, "no entry is known to count steps (epoch)"),
-    "nested without one": ({"_schedulers": [[]]}, "no entry is known to count steps ()"),
-}
-
-
-@pytest.mark.parametrize("kind", MALFORMED)
-def test_states_that_nobody_knows_are_those_of_start(kind: str) -> None:
-    state, says = MALFORMED[kind]
-    assert objection(state, {"epoch": 0} if state is None else state) == says
-
-
-def test_states_without_end_are_those_of_start() -> None:
-    endless: dict[str, Any] = {"last_epoch": 1, "_milestones": [0]}
-    endless["_schedulers"] = [endless, endless]
-    assert objection(endless, endless) == "it has 64 others in it, or more"
 
 
 @pytest.mark.parametrize("kind", ["lambda", "sequential to a floor"])
@@ -354,15 +316,6 @@ def test_files_of_schedulers_follow_the_same_rule(tmp_path: Path, kind: str) -> 
         job = Training(NEW, make)
         job.load(state.optimizer_file, loaded(file))
         assert ulps(job.run(5), expected(0 if of_start else 6, NEW, make)) <= 4
-
-
-def test_the_file_of_another_kind_of_scheduler_is_that_of_start(tmp_path: Path) -> None:
-    before, starting = Training(OLD, TORCH["lambda"]), Training(NEW, TORCH["cosine"])
-    before.run(6)
-    files = before.scheduler.state_dict(), starting.scheduler.state_dict()
-    parts = before.saved(tmp_path), starting.saved(tmp_path)
-    file = grafted_scheduler_file(files, parts, (0, 1), scheduler_of_start=False)
-    assert file is files[1]
 
 
 def test_lightning_keeps_the_scheduler_in_its_client_state(tmp_path: Path) -> None:

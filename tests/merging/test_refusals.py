@@ -24,7 +24,7 @@ from streamshard.merging.merge import coefficients
 from tests.comparing import compare
 from tests.fabricated import edit, edit_optimizers, without_zero, write, write_dumps
 from tests.job import JOBS, TAG, Job
-from tests.merging.means import Merged, mean, save
+from tests.merging.means import Merged, save
 
 JOBS_OF_TWO = (Job(stage=2, step=5), Job(stage=3, world_size=3, step=6))
 
@@ -351,16 +351,6 @@ def test_the_last_whole_ones_of_a_run_are_found(tmp_path: Path) -> None:
     compare(tmp_path / "out" / "global_step7", write(job, tmp_path / "w", "t") / "t")
 
 
-def test_that_only_one_is_merged_is_told(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    trained(run, 3)
-    done = streamshard.merge(run, tmp_path / "out")
-    told = f"Only {run / 'global_step3'} is merged, so nothing is averaged; last=5 takes"
-    assert any(note.startswith(told) for note in done.notes)
-    other = streamshard.plan_merge(run, tmp_path / "other", last=2)
-    assert not any("nothing is averaged" in note for note in other.report.notes)
-
-
 def test_what_the_job_has_left_behind_is_not_merged(tmp_path: Path) -> None:
     run = tmp_path / "run"
     trained(run, 5)
@@ -392,14 +382,6 @@ def test_an_estimate_counts_what_is_read_of_each_checkpoint(
     assert sum(older.values()) == 2 * 4 * numel
     newer = sum(reads.values()) - sum(older.values())
     assert newer >= 4 * 4 * numel
-
-
-def test_the_mean_of_the_tests_is_that_of_torch() -> None:
-    tensors = [torch.randn(99) for _ in range(3)]
-    weights = [0.2, 0.3, 0.5]
-    total = sum(w * t.double() for w, t in zip(weights, tensors, strict=True))
-    assert isinstance(total, torch.Tensor)
-    assert torch.equal(mean(tensors, weights), total.float())
 
 
 def test_tags_are_of_the_newest(two: list[Path], tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 import streamshard
 from streamshard import reader, registry
@@ -367,19 +366,6 @@ def test_a_recorded_checksum_is_compared(saved: Path, install: Install, tmp_path
     assert not (tmp_path / "out").exists()
 
 
-def test_parameters_without_states_are_a_group_of_their_own(saved: Path, install: Install) -> None:
-    install()
-
-    def half(path: Path) -> Contents:
-        found = contents(path)
-        bare = replace(found.groups[0], params=["w", "bare"])
-        return replace(found, weights={**found.weights, "bare": whole(path)}, groups=[bare])
-
-    RawReader.contents = half
-    found = streamshard.inspect(saved)
-    assert [len(group.states) for group in found.groups] == [2, 0]
-
-
 def test_states_that_options_ask_for_are_missing(
     saved: Path, install: Install, tmp_path: Path
 ) -> None:
@@ -418,14 +404,6 @@ def test_what_torch_saved_is_read_without_running_it(tmp_path: Path) -> None:
     assert found["rest"][1][1].dtype == "int64"
     assert RAN == []
     assert "Ran" in repr(found["job"]) or reader.show(found["job"])
-
-
-def test_what_safetensors_hold_is_where_the_library_says(tmp_path: Path) -> None:
-    save_file({"w": VALUES, "v": VALUES[0]}, tmp_path / "x.safetensors")
-    found = reader.read_safetensors(tmp_path / "x.safetensors")
-    assert {name: tensor.shape for name, tensor in found.items()} == {"w": (4, 3), "v": (3,)}
-    (box,) = found["w"].boxes
-    assert reader.read_at(box.path, box.offset, VALUES.nbytes) == VALUES.tobytes()
 
 
 RAN: list[int] = []

@@ -66,7 +66,7 @@ def test_stores_and_parallel_jobs_hold_the_same(tmp_path: Path, name: str) -> No
     streamshard.convert(run, tmp_path / "a.zarr", codec="zstd", chunk_size=50)
     streamshard.convert(tmp_path / "a.zarr", tmp_path / "b.zarr", chunk_size=10**6)
     streamshard.repartition(tmp_path / "b.zarr", tmp_path / "out", world_size=3 * job.unit)
-    for one, other in (("a.zarr", "run"), ("a.zarr", "b.zarr"), ("out", "a.zarr"), ("out", "run")):
+    for one, other in (("a.zarr", "run"), ("out", "run")):
         same(tmp_path / one, tmp_path / other)
 
 
@@ -194,25 +194,6 @@ def test_every_single_element_of_the_module_is_found(tmp_path: Path, how: str, o
         shutil.rmtree(changed)
 
 
-def test_where_first_and_how_many(tmp_path: Path) -> None:
-    run = write(SMALL, tmp_path / "run")
-    changed = Path(shutil.copytree(run, tmp_path / "changed"))
-
-    def change(content: dict[str, Any]) -> None:
-        content["module"]["v"][2:6] += 1
-        content["rng"][7] ^= 1
-        content["rng"][100:] ^= 255
-
-    edit(model(changed), change)
-    found = streamshard.verify(changed, against=run).differences
-    numel = torch.get_rng_state().numel()
-    assert sorted(map(spot, found)) == [
-        ("model/rng", "elements", 7, 1 + numel - 100, numel),
-        ("module/v", "elements", 2, 4, 7),
-    ]
-    assert "4 of 7 elements differ, the first at index 2" in found[0].message + found[1].message
-
-
 @pytest.mark.parametrize("indices", [[20], [3, 20]])
 def test_where_first_in_a_tensor_that_is_compared_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indices: list[int]
@@ -322,16 +303,6 @@ def test_tensors_and_files_of_one_side_only(tmp_path: Path) -> None:
     }
 
 
-def test_files_of_one_side_only_come_in_the_order_of_their_names(tmp_path: Path) -> None:
-    run, less = write(SMALL, tmp_path / "run"), write(SMALL, tmp_path / "less")
-    names = [f"{letter}.txt" for letter in "abcdefgh"]
-    for name in names:
-        (run / name).write_text(name)
-    for one, other, kind in ((run, less, "extra"), (less, run, "missing")):
-        found = streamshard.verify(one, against=other).differences
-        assert [(d.kind, d.name) for d in found] == [(kind, f"file/{name}") for name in names]
-
-
 def test_another_shape_of_as_many_elements(tmp_path: Path) -> None:
     run = write(SMALL, tmp_path / "run")
     groups = ((("w", (3, 5)), ("u", (2, 2))), (("v", (7,)),))
@@ -340,18 +311,6 @@ def test_another_shape_of_as_many_elements(tmp_path: Path) -> None:
     assert {(d.kind, d.name) for d in found} == {
         ("shape", name) for name in (*(f"state/{s}/w" for s in STATES), "module/w", "module/t")
     }
-
-
-def test_a_file_s_bytes(tmp_path: Path) -> None:
-    run = write(SMALL, tmp_path / "run")
-    streamshard.convert(run, tmp_path / "run.zarr")
-    script = run / "zero_to_fp32.py"
-    script.write_text(script.read_text().replace("env", "ENV"))
-    (found,) = streamshard.verify(tmp_path / "run.zarr", against=run).differences
-    assert spot(found) == ("file/zero_to_fp32.py", "elements", 11, 3, 22)
-    script.write_text("longer")
-    (found,) = streamshard.verify(tmp_path / "run.zarr", against=run).differences
-    assert (found.kind, found.name) == ("shape", "file/zero_to_fp32.py")
 
 
 def test_another_count_of_parts_is_one_difference(tmp_path: Path) -> None:

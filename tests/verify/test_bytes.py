@@ -20,7 +20,6 @@ from streamshard.engine.run.phases import Silent
 from streamshard.errors import StreamshardError
 from streamshard.formats.torch.zip_audit import DATA, audit
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, serialize_checksum
-from tests.cli.conftest import flip
 from tests.fabricated import write
 from tests.job import Job
 from tests.samples import sampled
@@ -31,7 +30,7 @@ FLIPS = 400
 """How many are tried of each kind of checkpoint, spread over all its files."""
 
 
-@sampled(8)
+@sampled(16)
 @pytest.mark.parametrize("kind", [f"{kind}-tiny" for kind in KINDS])
 def test_no_flipped_byte_goes_unnoticed(fresh: Of, kind: str, one_in: int) -> None:
     path = fresh(kind)
@@ -143,17 +142,6 @@ def test_what_is_cut_off_while_it_is_compared_is_a_problem(fresh: Of, made: Of, 
     path = fresh(kind)
     found = streamshard.verify(path, against=made(kind), workers=1, progress=CuttingOff(path))
     assert any(re.search(CUT, problem.message) for problem in found.problems)
-
-
-@pytest.mark.parametrize("kind", ["native-2", "store-zstd"])
-def test_every_damaged_file_is_listed_not_only_the_first(fresh: Of, kind: str) -> None:
-    path = fresh(kind)
-    chosen = [f for f in files_of(path) if f.name not in UNRECORDED | {"latest"}]
-    chosen = [f for f in chosen if "meta" not in f.parts]
-    for file in chosen:
-        flip(file)
-    found = streamshard.verify(path)
-    assert {problem.file for problem in found.problems} >= set(map(str, chosen))
 
 
 def test_nothing_is_changed_and_the_count_is_right(made: Of) -> None:

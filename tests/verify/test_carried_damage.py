@@ -56,7 +56,7 @@ def records_of(path: Path) -> Iterator[int]:
             yield record.start + record.nbytes // 2
 
 
-@sampled(6)
+@sampled(12)
 @pytest.mark.parametrize(
     ("kind", "verb"),
     [
@@ -109,7 +109,7 @@ FOREIGN: dict[str, tuple[Callable[[Path], Path], Carry]] = {
 }
 
 
-@sampled(4)
+@sampled(8)
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_no_flipped_bit_of_another_format_is_carried(
     tmp_path: Path, kind: str, one_in: int

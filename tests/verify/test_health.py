@@ -11,7 +11,7 @@ import torch
 
 import streamshard
 from streamshard.errors import UsageError
-from tests.cli.conftest import streamshard as program
+from tests.cli.conftest import in_process as program
 from tests.fabricated import edit, write
 from tests.verify.conftest import KINDS, SMALL, TINY, Of
 

@@ -165,14 +165,3 @@ def test_a_bug_in_the_cutting_would_be_found(
     with pytest.raises(IntegrityError, match=r"state/exp_avg/a: 6 of 6 elements differ"):
         streamshard.repartition(run, tmp_path / "out", world_size=2, verify=True)
     assert tree(run) == kept
-
-
-def test_a_plan_tells_that_it_will_verify_and_takes_more_memory(tmp_path: Path) -> None:
-    run = write(SMALL, tmp_path / "run")
-    plans = [
-        streamshard.plan_repartition(run, tmp_path / "out", world_size=2, verify=verify).report
-        for verify in (False, True)
-    ]
-    assert [plan.is_verified for plan in plans] == [False, True]
-    above = [plan.projected_bytes - plan.floor_bytes for plan in plans]
-    assert above[0] < above[1]
