@@ -12,16 +12,12 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
-import streamshard
 from streamshard.testing.reader import MODULE, ReaderTests, SavedCheckpoint
-from tests import fabricated
 from tests.checkpoints.test_fsdp_ranks_to_others import write_ranks
-from tests.checkpoints.test_megatron import SAVES, WHOLE
 from tests.fabricated import write
 from tests.fabricated_dcp import Saved, adamw, mesh
 from tests.fabricated_universal import write_universal
 from tests.job import Job, buffers, expected
-from tests.unpacking import unpack
 
 Tensors = Mapping[str, Mapping[str, NDArray[Any]]]
 PLAIN = Job(
@@ -102,27 +98,6 @@ class TestFsdpRanks(ReaderTests):
         place = shutil.copytree(ranks[0], tmp_path / "actor")
         like = write(PLAIN, tmp_path / "run")
         return SavedCheckpoint(place, of_distributed(ranks[1]), like)
-
-
-class TestMegatron(ReaderTests):
-    kind = "megatron"
-    has_sums = True
-
-    @pytest.fixture
-    def saved(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SavedCheckpoint:
-        unpack(SAVES / f"{WHOLE}.tar.xz", tmp_path)
-        place = tmp_path / WHOLE
-        (place / "loaded.json").unlink()  # its values are compared with these in another test
-        with streamshard.open(place) as checkpoint:
-            tensors = {
-                name: {state: tensor.bits() for state, tensor in parameter.tensors.items()}
-                for name, parameter in checkpoint.items()
-            }
-        monkeypatch.setattr(fabricated, "buffers", dict)  # this model has none
-        shapes = tuple((name, states["fp32"].shape) for name, states in tensors.items())
-        like = write(Job(groups=(shapes,), frozen=(), tied={}), tmp_path / "run")
-        fabricated.make_adam(like)
-        return SavedCheckpoint(place, tensors, like)
 
 
 class TestWeights(ReaderTests):

@@ -21,7 +21,11 @@ from streamshard.errors import CorruptFileError, DisagreementError, IncompleteEr
 from streamshard.formats.dcp.item_reader import TensorPlaces
 from streamshard.formats.dcp.metadata_reader import SavedItems, SavedTensor
 from streamshard.formats.megatron.megatron_reader import unflattened
+from streamshard.testing.reader import ReaderTests, SavedCheckpoint
+from tests import fabricated
+from tests.fabricated import write
 from tests.fabricated_dcp import adamw
+from tests.job import Job
 from tests.unpacking import unpack
 
 SAVES = Path(__file__).parent / "megatron_saves"
@@ -170,3 +174,24 @@ def test_an_optimizer_of_nonsense_is_refused(
     torch.save({"optimizer": optimizer}, place / "common.pt")
     with pytest.raises(SourceError, match=said):
         streamshard.inspect(place)
+
+
+class TestMegatron(ReaderTests):
+    kind = "megatron"
+    has_sums = True
+
+    @pytest.fixture
+    def saved(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SavedCheckpoint:
+        unpack(SAVES / f"{WHOLE}.tar.xz", tmp_path)
+        place = tmp_path / WHOLE
+        (place / "loaded.json").unlink()  # its values are compared with these in another test
+        with streamshard.open(place) as checkpoint:
+            tensors = {
+                name: {state: tensor.bits() for state, tensor in parameter.tensors.items()}
+                for name, parameter in checkpoint.items()
+            }
+        monkeypatch.setattr(fabricated, "buffers", dict)  # this model has none
+        shapes = tuple((name, states["fp32"].shape) for name, states in tensors.items())
+        like = write(Job(groups=(shapes,), frozen=(), tied={}), tmp_path / "run")
+        fabricated.make_adam(like)
+        return SavedCheckpoint(place, tensors, like)

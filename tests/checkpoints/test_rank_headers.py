@@ -133,15 +133,6 @@ def test_errors_are_those_of_files_read_one_by_one(
     assert (type(found.value), str(found.value)) == (type(wanted.value), str(wanted.value))
 
 
-def test_ranks_that_differ_in_a_buffer_alone(tmp_path: Path) -> None:
-    run = write(Job(stage=3, world_size=12), tmp_path / "run")
-    edit(model(run, 4), lambda file: file["module"]["rotary.inv_freq"].add_(1))
-    with one_by_one():
-        wanted = described(open_source(run))
-    assert "rotary.inv_freq" in str(wanted["checkpoint"])
-    assert described(open_source(run)) == wanted
-
-
 def test_ranks_that_differ_in_notes_alone(tmp_path: Path) -> None:
     run = write(Job(stage=2, world_size=5), tmp_path / "run")
     edit(optimizer_file(run, 3), lambda file: file.update(of_a_user=[1, 2]))

@@ -118,131 +118,94 @@ def tell_more(content: Content) -> None:
 
 @dataclass(frozen=True)
 class Kind:
-    """Something that is refused, how its files differ from others, and what is said of it."""
+    """Something that is refused, what is said of it, and how its files differ from others."""
 
-    name: str
     job: Job
     says: tuple[str, ...]
-    optimizer: tuple[Edit, ...] = ()
-    """Changes of every optimizer file."""
-    model: tuple[Edit, ...] = ()
-    both: tuple[Edit, ...] = ()
+    optimizer: Edit | None = None
+    """Changes every optimizer file."""
+    model: Edit | None = None
+    both: Edit | None = None
     beside: Callable[[Path], object] = lambda run_dir: None
     """Makes other files."""
 
     def write(self, run_dir: Path) -> Path:
         write(self.job, run_dir)
-        for edit in (*self.optimizer, *self.both):
-            edit_all(run_dir, "*_optim_states.pt", edit)
-        for edit in (*self.model, *self.both):
-            edit_all(run_dir, "*rank_*_model_states.pt", edit)
+        changes = [("*_optim_states.pt", self.optimizer), ("*rank_*_model_states.pt", self.model)]
+        for pattern, change in changes:
+            for edit in filter(None, (change, self.both)):
+                edit_all(run_dir, pattern, edit)
         self.beside(run_dir)
         return run_dir
 
 
 MESH = config(data_parallel_size=2, sequence_parallel_size=2)
 NVME = {"device": "nvme", "nvme_path": "/local_nvme"}
-KINDS = [
-    Kind(
-        "adagrad",
-        Job(stage=2),
-        ("one param group for 2 flat groups", "joins those of torch's Adagrad"),
-        optimizer=(join_groups,),
+ON_EXPERTS = Job(world_size=4, experts=EXPERTS, expert_parallel=2)
+KINDS = {
+    "adagrad": Kind(
+        Job(stage=2), ("one param group for 2 flat groups", "joins those of torch's Adagrad"),
+        join_groups,
     ),
-    Kind(
-        "elastic",
-        Job(stage=2),
-        ("trained with elastic_checkpoint", "with elastic_checkpoint off", "save again"),
-        optimizer=(as_elastic,),
-        both=(zero(elastic_checkpoint=True),),
+    "elastic": Kind(
+        Job(stage=2), ("trained with elastic_checkpoint", "elastic_checkpoint off", "save again"),
+        as_elastic, both=zero(elastic_checkpoint=True),
     ),
-    Kind(
-        "nvme",
-        STAGE_3,
-        ("offloaded_tensors/rank00/0_1.tensor.swp", "swapped out to NVMe", SAVED_BY_2),
-        optimizer=(swap_out(0),),
-        both=(zero(offload_optimizer=NVME),),
-        beside=swap_files,
+    "nvme": Kind(
+        STAGE_3, ("offloaded_tensors/rank00/0_1.tensor.swp", "swapped out to NVMe", SAVED_BY_2),
+        swap_out(0), both=zero(offload_optimizer=NVME), beside=swap_files,
     ),
-    Kind(
-        "nvme-without-its-swap-files",
-        STAGE_3,
-        ("rank_0_mp_rank_00_optim_states.pt: fp32_flat_groups[1] is empty", "swapped out to NVMe"),
-        optimizer=(swap_out(1),),
-        both=(zero(offload_optimizer=NVME),),
+    "nvme-without-its-swap-files": Kind(
+        STAGE_3, ("mp_rank_00_optim_states.pt: fp32_flat_groups[1] is empty", "swapped out to NV"),
+        swap_out(1), both=zero(offload_optimizer=NVME),
     ),
-    Kind(
-        "twin-flow",
-        STAGE_3,
-        ("of sub-groups [0]: trained with offload_optimizer.ratio below 1", "train until"),
-        optimizer=(without_states(0),),
-        both=(zero(offload_optimizer={"device": "cpu", "ratio": 0.6}),),
+    "twin-flow": Kind(
+        STAGE_3, ("of sub-groups [0]: trained with offload_optimizer.ratio below", "train until"),
+        without_states(0), both=zero(offload_optimizer={"device": "cpu", "ratio": 0.6}),
     ),
-    Kind(
-        "super-offload",
-        STAGE_3,
-        ("no optimizer state of sub-groups [0, 1, 2]: ", "super_offload", "train until"),
-        optimizer=(without_states(0, 1, 2),),
-        both=(zero(offload_optimizer={"device": "cpu", "super_offload": True}),),
+    "super-offload": Kind(
+        STAGE_3, ("no optimizer state of sub-groups [0, 1, 2]: ", "super_offload", "train until"),
+        without_states(0, 1, 2),
+        both=zero(offload_optimizer={"device": "cpu", "super_offload": True}),
     ),
-    Kind(
-        "zenflow-at-stage-3",
-        Job(stage=3),
-        ("trained with ZenFlow", "transposes matrices", "engine.save_16bit_model()"),
-        both=(zero(zenflow={"topk_ratio": 0.1}),),
+    "zenflow-at-stage-3": Kind(
+        Job(stage=3), ("with ZenFlow", "transposes matrices", "engine.save_16bit_model()"),
+        both=zero(zenflow={"topk_ratio": 0.1}),
     ),
-    Kind(
-        "mesh-of-sequences",
+    "mesh-of-sequences": Kind(
         STAGE_3,
         ("2 of 4 ranks saved: trained with data_parallel_size and sequence_parallel_size at ZeRO",),
-        both=(MESH,),
+        both=MESH,
     ),
-    Kind(
-        "autoep-with-autotp",
-        Job(world_size=4, experts=EXPERTS, expert_parallel=2),
-        ("'folding' says so: trained with AutoEP", "or with AutoTP", "ds_to_universal"),
-        model=(lambda content: content.update(ds_autoep_layers=[{}], folding={"tp_size": 2}),),
+    "autoep-with-autotp": Kind(
+        ON_EXPERTS, ("'folding' says so: trained with AutoEP", "or with AutoTP", "ds_to_universal"),
+        model=lambda content: content.update(ds_autoep_layers=[{}], folding={"tp_size": 2}),
     ),
-    Kind(
-        "autoep-with-muon",
-        Job(world_size=4, experts=EXPERTS, expert_parallel=2),
-        ("mp_rank_00_model_states.pt: 'use_muon' says so: trained with AutoEP", "or Muon"),
-        model=(lambda content: content.update(ds_autoep_layers=[{}]),),
-        optimizer=(with_muon,),
+    "autoep-with-muon": Kind(
+        ON_EXPERTS, ("00_model_states.pt: 'use_muon' says so: trained with AutoEP", "or Muon"),
+        with_muon, model=lambda content: content.update(ds_autoep_layers=[{}]),
     ),
-    Kind(
-        "autoep-of-0.19.2",
-        Job(world_size=4, experts=EXPERTS, expert_parallel=2),
-        ("'autoep_layers' says so: trained with AutoEP", "ds_to_universal"),
-        model=(lambda content: content.update(autoep_layers=[{"ep_size": 2}]),),
+    "autoep-of-0.19.2": Kind(
+        ON_EXPERTS, ("'autoep_layers' says so: trained with AutoEP", "ds_to_universal"),
+        model=lambda content: content.update(autoep_layers=[{"ep_size": 2}]),
     ),
-    Kind(
-        "autoep-stage-3",
-        STAGE_3,
-        ("'ds_zero_partition_groups' says so: trained with AutoEP",),
-        optimizer=(auto_expert_groups,),
+    "autoep-stage-3": Kind(
+        STAGE_3, ("'ds_zero_partition_groups' says so: trained with AutoEP",), auto_expert_groups,
     ),
-    Kind(
-        "fragments-that-tell-more",
-        Job(stage=2),
-        ("a fragment of 'embed.bias' has 'numel', 'start', 'offset'",),
-        optimizer=(tell_more,),
+    "fragments-that-tell-more": Kind(
+        Job(stage=2), ("a fragment of 'embed.bias' has 'numel', 'start', 'offset'",), tell_more,
     ),
-    Kind(
-        "experts-without-numbers",
-        Job(world_size=4, experts=EXPERTS, expert_parallel=2),
-        ("is of experts without numbers: trained with AutoEP",),
-        both=(rename_experts,),
+    "experts-without-numbers": Kind(
+        ON_EXPERTS, ("is of experts without numbers: trained with AutoEP",), both=rename_experts,
     ),
-    Kind(
-        "optimizer-twice",
+    "optimizer-twice": Kind(
         Job(stage=1),
         ("next to the ranks' own files: trained with a bf16 pipeline", "Train with stage 1"),
-        optimizer=(lambda content: content["optimizer_state_dict"].pop("zero_stage"),),
-        model=(lambda content: content.update(optimizer={"clip_grad": 1.0}, module=None),),
-        both=(zero(stage=0),),
+        lambda content: content["optimizer_state_dict"].pop("zero_stage"),
+        model=lambda content: content.update(optimizer={"clip_grad": 1.0}, module=None),
+        both=zero(stage=0),
     ),
-]
+}  # fmt: skip
 
 
 VERBS: dict[str, Callable[[Path, Path], object]] = {
@@ -252,7 +215,7 @@ VERBS: dict[str, Callable[[Path, Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_each_kind_is_refused_by_name(kind: Kind, tmp_path: Path) -> None:
     run = kind.write(tmp_path / "run")
     for verb in VERBS.values():
@@ -273,7 +236,7 @@ DUMPED = {
 
 @pytest.mark.parametrize("name", DUMPED)
 def test_raw_dumps_are_refused_for_what_they_show(name: str, tmp_path: Path) -> None:
-    kind = next(kind for kind in KINDS if kind.name == name)
+    kind = KINDS[name]
     template = write_dumps(kind.write(tmp_path / "run"), tmp_path / "dumps")
     like = write(kind.job, tmp_path / "like") if kind.job.stage == 3 else None
     with pytest.raises(UnsupportedError) as refusal:
@@ -353,7 +316,7 @@ def test_a_part_that_the_fast_writer_wrote_is_refused(tmp_path: Path) -> None:
 
 def test_frozen_weights_of_experts_go_to_stage_1_alone(tmp_path: Path) -> None:
     """They are in the experts' own files; stage 2 lists those of the first rank too."""
-    job, name = Job(experts=EXPERTS, expert_parallel=2, world_size=4), f"{EXPERTS[0][0]}_scale"
+    job, name = ON_EXPERTS, f"{EXPERTS[0][0]}_scale"
     plain, run = (write(job, tmp_path / place / "run") for place in ("plain", "frozen"))
 
     def freeze(held: Content) -> None:

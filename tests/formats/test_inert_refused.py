@@ -100,28 +100,6 @@ def test_every_opcode_of_the_standard_library_is_known_or_refused() -> None:
     assert refused == {"STOP", "EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER"}
 
 
-@pytest.mark.parametrize(
-    ("data", "value"),
-    [
-        pytest.param(b"V\xe9\\u0041\n.", "\xe9A", id="text of protocol 0"),
-        pytest.param(b"S'a\\n'\n.", "a\n", id="string of Python 2"),
-        pytest.param(b"Pkey\n.", "key", id="persistent id of protocol 0"),
-        pytest.param(b"NK\x050.", None, id="pop"),
-        pytest.param(b"Nq\x050h\x05.", None, id="memo with gaps"),
-        pytest.param(b"Nq\x000K\x01q\x000h\x00.", 1, id="memo that is written over"),
-        pytest.param(b"N((K\x01K\x0211.", None, id="pop to mark"),
-        pytest.param(b"I01\n.", True, id="truth of protocol 0"),
-        pytest.param(b"I1\n.", 1, id="integer of protocol 0"),
-        pytest.param(b"\x8a\x00.", 0, id="long of no bytes"),
-        pytest.param(b"\x8a\x01\xff.", -1, id="negative long"),
-    ],
-)
-def test_odd_but_whole_pickles_are_read(data: bytes, value: object) -> None:
-    found = load(data)
-    assert found == value
-    assert type(found) is type(value)
-
-
 # In little time and memory ------------------------------------------------------------------------
 
 MIB = 1 << 20

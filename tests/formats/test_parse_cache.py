@@ -1,6 +1,5 @@
 """Files that hold the same object as one read before: known for it, and never taken for it."""
 
-import os
 import struct
 import zipfile
 from pathlib import Path
@@ -15,8 +14,6 @@ from streamshard.formats.pickle.inert_dump import dump
 from streamshard.formats.torch import parse_cache, torch_file
 from streamshard.formats.torch.parse_cache import CachedParse, ParseCache
 from streamshard.formats.torch.torch_tensor import Storage
-from streamshard.io.entries import open_readable
-from streamshard.io.readable import OpenedFile
 from tests.formats.conftest import Device
 
 
@@ -137,29 +134,6 @@ def test_no_more_is_kept_than_allowed(tmp_path: Path, monkeypatch: pytest.Monkey
         for path in paths:
             known.remember(path, torch_file.read(path, 0))
         assert [n for n in range(3) if require_rightly_known(known, paths[n])] == kept
-
-
-@pytest.mark.parametrize("is_late", [False, True], ids=["before it is compared", "meanwhile"])
-def test_a_file_that_becomes_shorter_is_not_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_late: bool
-) -> None:
-    torch.save(content(1), tmp_path / "whole.pt")
-    path, whole = tmp_path / "cut.pt", (tmp_path / "whole.pt").read_bytes()
-    for nbytes in range(0, len(whole), 7):
-        path.write_bytes(whole)
-        known, found = ParseCache(), torch_file.read(path, 0)
-
-        def cut_and_open(path: Path, nbytes: int = nbytes) -> OpenedFile:
-            os.truncate(path, nbytes)
-            return open_readable(path)
-
-        with monkeypatch.context() as patch:
-            if is_late:
-                patch.setattr(parse_cache, "open_readable", cut_and_open)
-            else:
-                os.truncate(path, nbytes)
-            known.remember(path, found)
-        assert known.find(tmp_path / "whole.pt") is None
 
 
 # Devices ------------------------------------------------------------------------------------------

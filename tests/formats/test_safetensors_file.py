@@ -2,7 +2,6 @@
 
 import json
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 
 from streamshard.errors import CorruptFileError, UnsupportedError
 from streamshard.formats.safetensors_file import Described, lay_out, read
-from streamshard.formats.strict_json import make, parse
+from streamshard.formats.strict_json import parse
 
 DTYPES = [
     "bool", "uint8", "int8", "float8_e5m2", "float8_e4m3fn", "int16", "uint16", "float16",
@@ -133,24 +132,3 @@ def test_what_is_json_is_read() -> None:
 def test_the_rest_is_refused(data: bytes, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         parse(data)
-
-
-@dataclass(frozen=True)
-class _Parts:
-    one: int
-    two: str
-    three: bool = False
-
-
-@pytest.mark.parametrize(
-    ("document", "says"),
-    [
-        ({}, r"\$\.one is missing"),
-        ({"four": 4, "one": 1}, r"\$\.two is missing"),
-        ({"one": 1, "two": "2", **dict.fromkeys("hgfedcba")}, r"\$\.h is unknown"),
-        ({"one": "1", "two": "2"}, r"\$\.one"),
-    ],
-)
-def test_what_is_wrong_with_a_document_is_the_same_each_time(document: object, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        make(_Parts, document)

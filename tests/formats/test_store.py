@@ -125,18 +125,6 @@ def test_nothing_but_provenance_depends_on_the_source_s_world_size(tmp_path: Pat
     assert files[0] == files[1]
 
 
-@pytest.mark.parametrize("chunk_size", [16, 100])
-def test_chunks_are_no_larger_than_asked_for(tmp_path: Path, chunk_size: int) -> None:
-    store = store_of(Job(world_size=1), tmp_path, chunk_size=chunk_size)
-    group = zarr.open_group(store, mode="r")
-    for path, array in group.members(max_depth=None):
-        if isinstance(array, zarr.Array) and not path.startswith("meta/"):
-            itemsize = array.dtype.itemsize
-            nbytes = int(np.prod(array.chunks)) * itemsize
-            least = 64 if path.startswith(("blob/", "file/")) else itemsize
-            assert nbytes <= max(chunk_size, least) or not array.size
-
-
 NAMES = ["a/b", "100%", "%41", ".", "..", ".hidden", "_x", "__x", "__zarr", "zarr.json", "c", "c/0",
          "größe", "層.重み", "a b", "a'b\"c", "a:b", "a\\b", "*?", "état", "x" * 200]  # fmt: skip
 
