@@ -1,5 +1,6 @@
 """Client state: whatever a training script saves comes out as it went in, under any name."""
 
+from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import streamshard
 from streamshard.errors import SourceError, UnsupportedError
 from tests.comparing import both_roads
 from tests.fabricated import edit, edit_all, load, write
-from tests.job import TAG, Job
+from tests.job import LEAN, TAG, Job
 from tests.oracle.values import value_differences
 
 # torch itself looks at the storage of what it rebuilds.
@@ -39,7 +40,8 @@ def model_file(run: Path) -> Path:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_quantised_tensors_are_carried(stage: int, tmp_path: Path) -> None:
-    run = write(Job(stage=stage, client_state={"table": quantised()}), tmp_path / "run")
+    job = replace(LEAN, stage=stage, client_state={"table": quantised()})
+    run = write(job, tmp_path / "run")
     streamshard.convert(run, tmp_path / "run.zarr", verify=True)
     for source, out in (("run", "direct"), ("run.zarr", "of-store")):
         target = tmp_path / out
@@ -65,7 +67,7 @@ def test_buffers_that_are_still_to_be_conjugated_or_negated(stage: int, tmp_path
         held["module"].update(lazy)
         held["buffer_names"] = [*held["buffer_names"], *lazy]
 
-    run = write(Job(stage=stage), tmp_path / "run")
+    run = write(replace(LEAN, stage=stage), tmp_path / "run")
     edit_all(run, "*model_states.pt", add)
     for out in both_roads(run, world_size=3):
         for path in (out / TAG).glob("*model_states.pt"):
@@ -73,7 +75,7 @@ def test_buffers_that_are_still_to_be_conjugated_or_negated(stage: int, tmp_path
             assert all(torch.equal(found[name], value) for name, value in lazy.items())
     with pytest.raises(UnsupportedError, match=r"'conj' .* of which resolve_conj\(\) is due"):
         streamshard.export(run, tmp_path / "weights")
-    plain = write(Job(stage=stage), tmp_path / "plain")
+    plain = write(replace(LEAN, stage=stage), tmp_path / "plain")
     lazy = {name: value.resolve_conj().resolve_neg() for name, value in lazy.items()}
     edit_all(plain, "*model_states.pt", add)
     assert not streamshard.diff(run, plain).is_equal

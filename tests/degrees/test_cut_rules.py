@@ -64,8 +64,8 @@ def test_a_job_that_cuts_its_layers_itself_changes_its_degree(
     tmp_path: Path, rules: Path, degree: int
 ) -> None:
     run = untold(write(TWO, tmp_path / "run"))
-    wanted = untold(write(with_degree(TWO, degree, 2), tmp_path / "wanted"))
-    options: dict[str, Any] = {"facts": cuts(rules), "world_size": 2 * degree}
+    wanted = untold(write(with_degree(TWO, degree, 1), tmp_path / "wanted"))
+    options: dict[str, Any] = {"facts": cuts(rules), "world_size": degree}
     if degree > 1:
         with pytest.raises(UsageError, match="say here like=RUN as well"):
             streamshard.repartition(run, tmp_path / "out", tensor_parallel=degree, **options)

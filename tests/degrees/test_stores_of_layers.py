@@ -80,11 +80,11 @@ def test_what_is_made_of_a_store_is_what_is_made_of_the_files(
     like = write_pipe(OTHER, tmp_path / "like")
     streamshard.convert(run, store, codec=codec, chunk_size=chunk_size)
     assert is_cut(store) == (chunk_size < 1000)
-    assert content_of(store) == content_of(run)
-    assert ("1.running", "module") in content_of(store)
+    content = content_of(store)
+    assert content == content_of(run)
+    assert ("1.running", "module") in content
     assert streamshard.diff(store, like).is_equal
-    assert streamshard.diff(like, store).is_equal
-    streamshard.convert(like, tmp_path / "like.zarr", codec="zstd", chunk_size=333)
+    streamshard.convert(like, tmp_path / "like.zarr", codec="zstd")
     degrees: dict[str, Any] = {"tensor_parallel": 3, "pipeline_parallel": 3, "world_size": 9}
     for source, place, told in ((run, "direct", like), (store, "of-store", tmp_path / "like.zarr")):
         out = tmp_path / place
