@@ -65,6 +65,8 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="a small form, for a quick look")
     parser.add_argument("--dir", type=Path, help="where to fabricate [a temporary directory]")
     arguments = parser.parse_args()
+    if arguments.dir is not None and not arguments.dir.is_dir():
+        parser.error(f"{arguments.dir}: is no directory")
     print(
         "stage  params  ranks         verb         seconds  of CPU  start-up  MiB above the floor"
     )

@@ -177,6 +177,7 @@ RANKS = "1000000", "9" * 40
         ("export SRC OUT", "--include nothing", "no tensor has such a name"),
         ("export SRC OUT", "--max-shard-size many", "is not a size"),
         ("export SRC OUT.safetensors", "", "go into a directory"),
+        ("merge SRC OUT.zarr", "--format safetensors", "give a name without .zarr"),
         ("export SRC OUT", "--format universal --dtype bf16", "--dtype: is for files of weights"),
         ("compact SRC OUT", "--keep-last 1", "--keep-last"),
         ("compact SRC OUT", "--keep-every 0", "--keep-every"),

@@ -116,12 +116,11 @@ def _plan(options: ExportOptions) -> TransferPlan:
 
 
 def require_directory(options: ExportOptions) -> None:
-    """Refuse the name of a file."""
-    if (suffix := as_path(options.target).suffix) in (".safetensors", ".bin", ".pt"):
-        message = (
-            f"{options.target}: the weights go into a directory, with names that from_pretrained"
-        )
-        raise UsageError(f"{message} knows; give a name without {suffix}")
+    """Refuse the name of a file or a store."""
+    suffix = as_path(options.target).suffix
+    if suffix in (".safetensors", ".bin", ".pt", ".zarr", ".zip"):
+        message = f"{options.target}: the files go into a directory, with names that others know"
+        raise UsageError(f"{message}; give a name without {suffix}")
 
 
 def prepare(options: ExportOptions, opened: Source) -> Output:
