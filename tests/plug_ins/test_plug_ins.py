@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import streamshard
 from streamshard import reader, registry
@@ -404,6 +405,14 @@ def test_what_torch_saved_is_read_without_running_it(tmp_path: Path) -> None:
     assert found["rest"][1][1].dtype == "int64"
     assert RAN == []
     assert "Ran" in repr(found["job"]) or reader.show(found["job"])
+
+
+def test_what_safetensors_hold_is_where_the_library_says(tmp_path: Path) -> None:
+    save_file({"w": VALUES, "v": VALUES[0]}, tmp_path / "x.safetensors")
+    found = reader.read_safetensors(tmp_path / "x.safetensors")
+    assert {name: tensor.shape for name, tensor in found.items()} == {"w": (4, 3), "v": (3,)}
+    (box,) = found["w"].boxes
+    assert reader.read_at(box.path, box.offset, VALUES.nbytes) == VALUES.tobytes()
 
 
 RAN: list[int] = []
