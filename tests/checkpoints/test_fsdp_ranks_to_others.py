@@ -91,13 +91,6 @@ def test_a_zero_job_goes_on_with_them(made: Saved, ranks: Path, tmp_path: Path) 
         )
 
 
-def test_a_distributed_checkpoint_holds_the_same(made: Saved, ranks: Path, tmp_path: Path) -> None:
-    streamshard.export(ranks, tmp_path / "dcp", format="dcp", verify=True)
-    assert streamshard.diff(ranks, tmp_path / "dcp").is_equal
-    made.write(tmp_path / "wanted")
-    assert streamshard.diff(tmp_path / "wanted", tmp_path / "dcp").is_equal
-
-
 def test_states_that_tensor_parallelism_cuts_are_read(made: Saved, tmp_path: Path) -> None:
     place = tmp_path / "actor"
     write_ranks(made, place, (2, 2))

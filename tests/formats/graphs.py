@@ -2,17 +2,11 @@
 
 import argparse
 import datetime
-import decimal
 import enum
-import fractions
-import functools
-import pathlib
 import pickle
-import random
 import struct
 import sys
-import uuid
-from collections import ChainMap, Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -155,11 +149,7 @@ LEAVES = st.one_of(
     st.binary(max_size=300),
     st.sampled_from([torch.bfloat16, torch.float32, torch.Size([2, 3]), Level.LOW, Colour, len]),
     st.sampled_from([Choice.READ | Choice.WRITE, Choice(0), torch.device("cpu"), slice(1, None)]),
-    st.sampled_from(
-        [range(3), fractions.Fraction(1, 3), decimal.Decimal("1.50"), uuid.UUID(int=5)]
-    ),
-    st.sampled_from([datetime.datetime(2026, 1, 2, 3, 4, 5, 6), pathlib.PurePosixPath("a/b")]),
-    st.sampled_from([functools.partial(int, "ff", base=16), random.Random(7).getstate()]),
+    st.sampled_from([range(3), datetime.datetime(2026, 1, 2, 3, 4, 5, 6)]),
     st.sampled_from([np.float32(1.5), np.int64(-7), np.float64("nan"), np.bool_(True)]),
     st.sampled_from(["int8", "float64", ">u2"]).map(lambda kind: np.arange(6).astype(kind)),
     st.integers(0, 99).map(lambda seed: np.random.RandomState(seed).get_state()),
@@ -203,9 +193,7 @@ def graphs(draw: st.DrawFn, leaves: st.SearchStrategy[Any] = LEAVES) -> Any:  # 
             lambda: frozenset({draw(KEYS) for _ in range(3)}),
             lambda: defaultdict(list, pairs()),
             lambda: bytearray(draw(st.binary(max_size=5))),
-            lambda: Counter(draw(st.text(max_size=5))),
             lambda: deque(some(), maxlen=draw(st.sampled_from([None, 2]))),
-            lambda: ChainMap(dict(pairs()), {}),
             lambda: attributed(Mapped(pairs()), one()),
             lambda: Kept(one()),
         ]
@@ -238,10 +226,7 @@ def attributed(made: Any, value: object) -> Any:  # noqa: ANN401
     return made
 
 
-EXACT = (
-    torch.device, slice, range, fractions.Fraction, decimal.Decimal, uuid.UUID, datetime.datetime,
-    pathlib.PurePath, torch.Size,
-)  # fmt: skip
+EXACT = (torch.device, slice, range, datetime.datetime, torch.Size)
 """Kinds of which two are the same if they are equal."""
 
 PLAIN = st.one_of(
@@ -264,8 +249,6 @@ def same(one: object, other: object, seen: dict[int, int] | None = None) -> bool
         return one.dtype == other.dtype and one.tobytes() == other.tobytes()
     if isinstance(one, set | frozenset) and isinstance(other, set | frozenset):
         return sorted(map(repr, one)) == sorted(map(repr, other))
-    if isinstance(one, functools.partial):
-        return repr(one) == repr(other)
     if isinstance(one, enum.Enum | torch.dtype) or callable(one):
         return one is other
     if one == () or isinstance(one, EXACT):
