@@ -1,7 +1,7 @@
 """Names the rooms around the core by text, so that the core imports none of them.
 
 This is the only module that imports by text, except the package itself. It also loads what a verb
-needs when that verb is called, by the names in `cli/main.py` and `cli/transfer_command.py`.
+needs when that verb is called, by the names in `cli/main.py`, `parser.py`, `transfer_command.py`.
 """
 
 from collections.abc import Iterator

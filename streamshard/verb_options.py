@@ -17,7 +17,6 @@ from streamshard.options import (
     TENSOR_PARALLEL,
     Options,
     Path_,
-    RepartitionOptions,
     RunOptions,
     SourceOptions,
     TransferOptions,
@@ -425,19 +424,3 @@ class NewestOptions(RunOptions):
         kw_only=False,
     )
     quick: bool = flag("look at headers alone: damaged bytes and NaN are not noticed")
-
-
-OPTIONS: Final[Mapping[str, type[Options]]] = {
-    "repartition": RepartitionOptions,
-    "convert": ConvertOptions,
-    "export": ExportOptions,
-    "merge": MergeOptions,
-    "graft": GraftOptions,
-    "verify": VerifyOptions,
-    "diff": DiffOptions,
-    "inspect": InspectOptions,
-    "newest": NewestOptions,
-    "serve": ServeOptions,
-    "compact": CompactOptions,
-}
-"""Verb of the command line → its options."""

@@ -60,9 +60,9 @@ CORE_MODULES, CORE_LINES = 80, 14_976
 """What who touches the core has to know: all that it imports, and what that imports, lazily or for
 type checking as well."""
 PLAIN = {
-    "repartition": (127, 20_614),
-    "convert": (131, 21_617),
-    "inspect": (110, 16_771),
+    "repartition": (126, 20_173),
+    "convert": (131, 21_602),
+    "inspect": (110, 16_756),
 }
 """Modules and lines that a plain run of a verb loads: native shards on a disk, of Adam, for the
 same degrees. They fall, unless the plain way itself learns something, as to map its sources, or a

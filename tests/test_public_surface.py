@@ -18,14 +18,14 @@ import pytest
 import streamshard
 from streamshard import errors, reader
 from streamshard.cli import main, signals
-from streamshard.cli.parser import arguments_of
+from streamshard.cli.parser import arguments_of, options_of
 from streamshard.cli.transfer_command import PLANNERS
 from streamshard.formats.pickle.inert_dump import dump
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import Storage
 from streamshard.options import fields_of, types_of
 from streamshard.testing import reader as testing_reader
-from streamshard.verb_options import OPTIONS, ExportOptions
+from streamshard.verb_options import ExportOptions
 from tests.documents import page
 from tests.fabricated import client_state, load, write
 from tests.job import TAG, Job, Keepsake
@@ -283,7 +283,7 @@ def test_the_command_line_has_every_option_with_the_same_default(verb: str) -> N
 def test_functions_show_the_options_of_the_verb(verb: str) -> None:
     planned = keywords(getattr(streamshard, f"plan_{verb}"))
     types = {option.name: option.annotation for option in planned}
-    kind, places = OPTIONS[verb], ("source", "start", "target")
+    kind, places = options_of(verb), ("source", "start", "target")
     wanted = {n: of for n, of in types_of(kind).items() if fields_of(kind)[n].help}
     assert types == {name: of for name, of in wanted.items() if name not in places}
     *rest, progress = keywords(getattr(streamshard, verb))

@@ -8,11 +8,10 @@ from contextlib import contextmanager
 from typing import Final
 
 from streamshard import registry
-from streamshard.cli.parser import flag, keywords, parse_command
+from streamshard.cli.parser import OPTIONS, flag, keywords, options_of, parse_command
 from streamshard.cli.signals import SIGNALS, Signals
 from streamshard.cli.streams import close_quietly, open_what_was_closed, tell, tell_error
 from streamshard.errors import StreamshardError, memory_errors, worded
-from streamshard.verb_options import OPTIONS
 
 _Runner = Callable[[argparse.Namespace], int | None]
 
@@ -49,7 +48,7 @@ def carry_out(arguments: argparse.Namespace, signals: Signals) -> int:
 def _run(run: _Runner, arguments: argparse.Namespace) -> int:
     try:
         if arguments.verb in OPTIONS:
-            OPTIONS[arguments.verb](**keywords(arguments))  # refuses what makes no sense
+            options_of(arguments.verb)(**keywords(arguments))  # refuses what makes no sense
         with _cluster(arguments), _ways_told(arguments), memory_errors():
             code = run(arguments)
         sys.stdout.flush()

@@ -8,10 +8,9 @@ from datetime import timedelta
 from functools import cache, partial
 from itertools import chain, groupby
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
-from streamshard import sizes
+from streamshard import registry, sizes
 from streamshard.cli.streams import close_quietly, write_out
 from streamshard.cli.text.escaping import one_line
 from streamshard.errors import Option, StreamshardError, TargetError
@@ -25,8 +24,21 @@ from streamshard.options import (
     fields_of,
     types_of,
 )
-from streamshard.verb_options import OPTIONS
 
+OPTIONS: Final = {
+    "repartition": "streamshard.options:RepartitionOptions",
+    "convert": "streamshard.verb_options:ConvertOptions",
+    "export": "streamshard.verb_options:ExportOptions",
+    "merge": "streamshard.verb_options:MergeOptions",
+    "graft": "streamshard.verb_options:GraftOptions",
+    "verify": "streamshard.verb_options:VerifyOptions",
+    "diff": "streamshard.verb_options:DiffOptions",
+    "inspect": "streamshard.verb_options:InspectOptions",
+    "newest": "streamshard.verb_options:NewestOptions",
+    "serve": "streamshard.verb_options:ServeOptions",
+    "compact": "streamshard.verb_options:CompactOptions",
+}
+"""Verb → its options; a command line loads those of its own verb."""
 _SUMMARIES: Final = {
     "repartition": (
         "write a checkpoint's files for another world size",
@@ -105,8 +117,17 @@ _URL: Final = re.compile(r"(?<=:/)\S*[@?#]\S*")
 """What may hold a password, or another secret, in a word that nothing has looked into yet."""
 
 
-def arguments_of() -> argparse.ArgumentParser:
-    """Make the parser of the whole command line; `verb` of its result names the verb to run."""
+def options_of(verb: str) -> type[Options]:
+    """Return the options of a verb, which are its function's keywords."""
+    kind: type[Options] = registry.load(OPTIONS[verb])
+    return kind
+
+
+def arguments_of(only: str = "") -> argparse.ArgumentParser:
+    """Make the parser of the command line; `verb` of its result names the verb to run.
+
+    `only`: the verb that is known to be run; by default the parser knows all.
+    """
     parser = _Parser(
         prog="streamshard",
         description="Reshard DeepSpeed ZeRO checkpoints to another number of GPUs. "
@@ -118,7 +139,8 @@ def arguments_of() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version, help="show the version and exit")
     verbs = parser.add_subparsers(metavar="VERB")
-    for name, (summary, *examples) in _SUMMARIES.items():
+    for name in [only] if only else _SUMMARIES:
+        summary, *examples = _SUMMARIES[name]
         verb: _Parser = verbs.add_parser(
             name,
             help=summary,
@@ -128,13 +150,11 @@ def arguments_of() -> argparse.ArgumentParser:
         )
         verb.set_defaults(verb=name)
         if name in OPTIONS:
-            _add_options(verb, OPTIONS[name])
+            _add_options(verb, options_of(name))
         else:
             verb.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
         places = (_shown(action) for action in verb._actions if not action.option_strings)
         verb.usage = " ".join(["streamshard", name, "[OPTIONS]", *map(str, places)])
-    for one in verbs.choices.values():
-        one.verbs = verbs.choices
     return parser
 
 
@@ -235,12 +255,12 @@ _READ: Final = {
 
 def parse_command(argv: Sequence[str]) -> argparse.Namespace:
     """Parse a command line; ends the process if it is not valid."""
-    parser = arguments_of()
+    if argv and argv[0] == "help":
+        argv = [*argv[1:2], "--help-all" if "--help-all" in argv[2:] else "--help"]
+    parser = arguments_of(argv[0] if argv and argv[0] in _SUMMARIES else "")
     if not argv:
         parser.print_help()
         parser.exit()
-    if argv[0] == "help":
-        argv = [*argv[1:2], "--help-all" if "--help-all" in argv[2:] else "--help"]
     try:
         words = _with_templates(argv)
     except StreamshardError as error:
@@ -253,7 +273,7 @@ def parse_command(argv: Sequence[str]) -> argparse.Namespace:
 
 def keywords(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the keywords of the verb's function, which has the same options as its parser."""
-    kind = OPTIONS[arguments.verb]
+    kind = options_of(arguments.verb)
     fields = fields_of(kind)
     return {name: getattr(arguments, name) for name in types_of(kind) if fields[name].help}
 
@@ -310,19 +330,21 @@ def _value(option: Option) -> Iterator[str]:
 @cache
 def _flags() -> Mapping[str, str]:
     found = dict(_NO_KEYWORDS)
-    actions = arguments_of()._actions
-    verbs = next(one.choices for one in actions if isinstance(one, argparse._SubParsersAction))
-    for option in chain.from_iterable(verb._actions for verb in verbs.values()):
+    for option in chain.from_iterable(verb._actions for verb in _verbs().values()):
         if option.option_strings:
             found.setdefault(option.dest, option.option_strings[-1])
     return found
 
 
+@cache
+def _verbs() -> Mapping[str, argparse.ArgumentParser]:
+    """Return the parsers of all verbs."""
+    actions = arguments_of()._actions
+    return next(one.choices for one in actions if isinstance(one, argparse._SubParsersAction))
+
+
 class _Parser(argparse.ArgumentParser):
     """Suggests the nearest verb or option after a typing error; reports failed output."""
-
-    verbs: Mapping[str, "_Parser"] = MappingProxyType({})
-    """The parsers of all verbs, for options that are another verb's."""
 
     rare: tuple[argparse.Action, ...] = ()
     """Options that only `--help-all` shows."""
@@ -368,7 +390,7 @@ class _Parser(argparse.ArgumentParser):
         return []
 
     def _verbs_with(self, option: str) -> list[str]:
-        return [name for name, verb in self.verbs.items() if option in verb._option_string_actions]
+        return [name for name, verb in _verbs().items() if option in verb._option_string_actions]
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:  # noqa: ANN401
         try:

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from docs.site import completion_scripts
-from streamshard.cli.parser import SHELLS, arguments_of, parse_command
-from streamshard.verb_options import OPTIONS
+from streamshard.cli.parser import OPTIONS, SHELLS, arguments_of, parse_command
 from tests.cli.conftest import Saved, in_process, passed, refused
 from tests.fabricated import write
 from tests.job import Job
