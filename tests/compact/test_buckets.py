@@ -9,7 +9,7 @@ import pytest
 import streamshard as api
 from streamshard.errors import UsageError
 from tests.cloud.server import KEY, SECRET
-from tests.compact.runs import ALL, FIRST, MONTH, actions, bits, later
+from tests.compact.runs import ALL, FIRST, MONTH, actions, bits
 from tests.compact.sides import Sides
 from tests.documents import page
 from tests.forked import run_forked
@@ -20,6 +20,7 @@ def test_a_tag_is_archived_and_goes_and_comes_back(
 ) -> None:
     before, tmp = bits(sides.run), sides.tmp
     api.repartition(tmp / "made" / FIRST, tmp / "wanted", world_size=3)
+    api.export(tmp / "made" / FIRST, tmp / "weights")
     assert actions(sides.compact(dry_run=True, delete=True))[FIRST] == "deleted"
     assert (bits(sides.run), sides.archive.content()) == (before, {})
     found = sides.compact()
@@ -52,6 +53,17 @@ def test_a_tag_is_archived_and_goes_and_comes_back(
     said = "".join(map(str, (found, receipt, capfd.readouterr())))
     assert KEY not in said
     assert SECRET not in said
+    options = {"delete": True, "weights_only_older_than": MONTH}
+    for dry_run in (True, False):
+        found = sides.compact(50, **options, dry_run=dry_run)
+        assert (actions(found)[FIRST], found.exit_code) == ("weights only", 0)
+    known = {f"{FIRST}.weights.zarr", f"{FIRST}.weights.zarr.sha256", f"{FIRST}.receipt.json"}
+    assert {path.split("/")[0] for path in sides.archive.content()} == known
+    assert FIRST not in actions(sides.compact(51, **options))
+    store = f"{sides.archive.where}/{FIRST}.weights.zarr"
+    assert api.verify(store).is_good
+    api.export(store, tmp / "found")
+    assert bits(tmp / "found") == bits(tmp / "weights")
 
 
 def test_the_line_for_cron_does_what_it_says(sides: Sides) -> None:
@@ -62,40 +74,6 @@ def test_the_line_for_cron_does_what_it_says(sides: Sides) -> None:
     assert (done.code, done.out, done.err) == (0, "", "")
     assert sides.tags() == ALL - {FIRST}
     assert sides.receipt()["state"] == "trashed"
-
-
-def test_one_night_archives_and_removes_and_a_later_one_drops_states(sides: Sides) -> None:
-    api.export(sides.tmp / "made" / FIRST, sides.tmp / "wanted")
-    found = sides.compact(delete=True)  # archived and removed in one run
-    assert (actions(found)[FIRST], found.exit_code) == ("deleted", 0)
-    assert sides.original() == bits(sides.tmp / "made" / FIRST)
-    assert actions(sides.compact(9, delete=True))[FIRST] == "purged"
-    assert sides.original() == {}
-    assert sides.tags() == ALL - {FIRST}
-    options = {"delete": True, "weights_only_older_than": MONTH}
-    for dry_run in (True, False):
-        found = sides.compact(50, **options, dry_run=dry_run)
-        assert (actions(found)[FIRST], found.exit_code) == ("weights only", 0)
-    known = {f"{FIRST}.weights.zarr", f"{FIRST}.weights.zarr.sha256", f"{FIRST}.receipt.json"}
-    assert {path.split("/")[0] for path in sides.archive.content()} == known
-    assert FIRST not in actions(sides.compact(51, **options))
-    store = f"{sides.archive.where}/{FIRST}.weights.zarr"
-    assert api.verify(store).is_good
-    api.export(store, sides.tmp / "found")
-    assert bits(sides.tmp / "found") == bits(sides.tmp / "wanted")
-
-
-def test_an_archive_of_one_file_that_came_to_a_bucket_loses_its_states(sides: Sides) -> None:
-    here, weights = sides.tmp / "here", f"{FIRST}.weights.zarr.zip"
-    for days in (1, 9):
-        api.compact(sides.run, here, delete=True, packed=True, now=later(days))
-    sides.archive.fill(here)
-    before = sides.archive.content()
-    found = sides.compact(50, delete=True, weights_only_older_than=MONTH)
-    (tag,) = (one for one in found.tags if one.tag == FIRST)
-    assert (tag.action, found.exit_code) == ("weights only", 0)
-    assert sides.archive.content().keys() - before.keys() == {weights, f"{weights}.sha256"}
-    assert api.verify(f"{sides.archive.where}/{weights}").is_good
 
 
 @pytest.mark.parametrize("url", ["s3://runs/7b", "gs://runs/7b", "az://runs/7b"])

@@ -57,7 +57,7 @@ def output(tmp_path: Path) -> Path:
     return make_output(tmp_path / "output")
 
 
-@pytest.mark.parametrize("pattern", ["checkpoint-{}", "checkpoint_{}", "epoch_{}", LIGHTNING])
+@pytest.mark.parametrize("pattern", ["checkpoint-{}", "checkpoint_{}", LIGHTNING])
 def test_a_whole_checkpoint_goes_and_comes_back(
     tmp_path: Path, archive: Path, pattern: str
 ) -> None:

@@ -15,7 +15,6 @@ import streamshard as api
 from streamshard.compare.assessment import Assessor
 from streamshard.engine.scan.probe import Probe
 from streamshard.errors import SourceError
-from streamshard.operations.compact import removal
 from streamshard.operations.compact.run_context import RunContext
 from streamshard.operations.compact.run_directory import scan_run_directory
 from tests.cli.conftest import streamshard
@@ -224,24 +223,6 @@ def test_a_time_of_change_that_no_calendar_has_is_no_obstacle(
     found = api.compact(ill_run, archive, delete=True)
     assert {*actions(found).values()} == {"kept"}
     assert api.compact_status(ill_run, archive).unhealthy_since[:4] == "9999"
-
-
-def test_one_that_turns_bad_meanwhile_keeps_the_next(
-    tmp_path: Path, archive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As if a job saved one of those that count again, while another was archived."""
-    run = make_run(tmp_path / "run", steps=(80, 90, 100))
-    check = removal._check
-
-    def change(*arguments: Any) -> None:  # noqa: ANN401
-        poison(run / tag_of(90))
-        check(*arguments)
-
-    monkeypatch.setattr(removal, "_check", change)
-    found = api.compact(run, archive, keep_last=2, delete=True)
-    assert actions(found)[tag_of(80)] == "ambiguous"
-    assert "may not be removed any more" in found.tags[0].reason
-    assert tag_of(80) in tags_in(run)
 
 
 def test_the_trash_is_judged_by_its_archive(tmp_path: Path, archive: Path) -> None:

@@ -42,23 +42,14 @@ PARTS = 5
 """After how many parts of all reads the shard changes."""
 
 
-@pytest.mark.parametrize(
-    ("deletes", "source", "archive"),
-    [
-        # Weights are held against their masters (6/14), the rest is written (12/14), and measured
-        # (12/14), as nobody did so when it was one of the newest. Then come the SHA-256, and the
-        # comparison: with the archive, or with the files rebuilt from it.
-        ([False], 6 / 14 + 12 / 14 + 12 / 14 + 1 + 12 / 14, 3),
-        ([True], 6 / 14 + 12 / 14 + 12 / 14 + 1 + 1, 2 + 16 / 12),
-        ([False, True], 1 + 1, 1 + 16 / 12),
-    ],
-)
-def test_each_side_is_read_so_often_and_no_oftener(
-    tmp_path: Path, deletes: list[bool], source: float, archive: float
-) -> None:
-    found = times_read(tmp_path, NBYTES, 2, deletes)
-    times = [sum(column) for column in zip(*found.values(), strict=True)]
-    assert times == pytest.approx([source, archive], abs=ROOM), found
+def test_each_side_is_read_so_often_and_no_oftener(tmp_path: Path) -> None:
+    found = times_read(tmp_path, NBYTES, 2, [True])
+    source, archive = (sum(column) for column in zip(*found.values(), strict=True))
+    # Weights are held against their masters (6/14), the rest is written (12/14), and measured
+    # (12/14), as nobody did so when it was one of the newest. Then come the SHA-256, and the
+    # comparison with the files that are rebuilt from the archive.
+    assert source == pytest.approx(6 / 14 + 12 / 14 + 12 / 14 + 1 + 1, abs=ROOM), found
+    assert archive == pytest.approx(2 + 16 / 12, abs=ROOM), found
 
 
 def failed_checks(archive: Path) -> list[str]:
@@ -153,10 +144,6 @@ def write_to(path: Path) -> None:
         file.write(content)
 
 
-def cut_off(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
 def replace(path: Path) -> None:
     made = path.with_name("made")
     made.write_bytes(changed(path))
@@ -179,9 +166,7 @@ def at_read(number: int, tag: Path, do: Callable[[], None]) -> Iterator[Iterator
         yield numbers
 
 
-@pytest.mark.parametrize(
-    ("change", "delete"), [(write_to, True), (write_to, False), (cut_off, False), (replace, True)]
-)
+@pytest.mark.parametrize(("change", "delete"), [(write_to, False), (replace, True)])
 def test_a_shard_that_changes_while_it_is_archived(
     tmp_path: Path, change: Callable[[Path], None], *, delete: bool
 ) -> None:

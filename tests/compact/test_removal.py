@@ -98,6 +98,10 @@ def test_bringing_back(run: Path, archive: Path) -> None:
     assert (actions(found), found.exit_code) == ({FIRST: "brought back"}, 0)
     assert bits(run) == before
     assert receipt_of(archive, FIRST)["state"] == "archived"
+    status = api.compact_status(run, archive)
+    assert {tag.tag: tag.state for tag in status.tags}[FIRST] == "archived"
+    assert status.last_run is not None
+    assert "brought back" not in status.last_run.actions  # that was by hand
     assert actions(api.compact(run, archive, delete=True))[FIRST] == "deleted"
 
 

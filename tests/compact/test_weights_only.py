@@ -71,7 +71,7 @@ def weights(archive: Path) -> Path:
     return archive / f"{FIRST}.weights.zarr"
 
 
-@pytest.mark.parametrize("name", ["stage 3", "experts", "muon"])
+@pytest.mark.parametrize("name", ["experts", "muon"])
 def test_all_but_the_states_is_left_as_it_was(
     name: str, tmp_path: Path, archive: Path, weights: Path
 ) -> None:
@@ -181,12 +181,9 @@ def test_while_the_original_is_anywhere_nothing_is_dropped(run: Path, archive: P
 
 
 @pytest.mark.usefixtures("full")
-@pytest.mark.parametrize("dry_run", [True, False])
-def test_another_run_directory_takes_nothing_from_archives(
-    archive: Path, tmp_path: Path, dry_run: bool
-) -> None:
+def test_another_run_directory_takes_nothing_from_archives(archive: Path, tmp_path: Path) -> None:
     other = make_run(tmp_path / "other", JOB, steps=STEPS[1:])
-    found = compact(other, archive, 90, dry_run=dry_run)
+    found = compact(other, archive, 90)
     assert (actions(found)[FIRST], found.exit_code) == ("ambiguous", 3)
 
 
