@@ -11,15 +11,11 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import streamshard as api
 from streamshard.engine.journals.journal import serialize_line
-from streamshard.engine.journals.upload_journal import UploadJournal
-from streamshard.engine.run.work import FinishedFile, Written
 from streamshard.errors import IncompleteError, TargetExistsError, TargetLockedError
-from streamshard.io.object_path import as_path
 from streamshard.io.objects import object_upload
 from tests.cli.conftest import tree
 from tests.cloud.conftest import JOURNAL, RECORD, Bucket
@@ -144,10 +140,6 @@ def test_overwriting_keeps_one_of_both_whole(bucket: Bucket, run: Path) -> None:
         assert not bucket.keys("out.partial")
 
 
-def begins_parts(request: Request) -> bool:
-    return request.method == "POST" and "?uploads" in request.path
-
-
 def sends_part(request: Request) -> bool:
     return "partNumber=3" in request.path
 
@@ -158,18 +150,12 @@ def completes(request: Request) -> bool:
     return "optim_states" in request.path and (is_of_s3 or "comp=blocklist" in request.path)
 
 
-def comes_after_parts(request: Request) -> bool:
-    return request.method == "PUT" and request.path.endswith("/latest")
-
-
 @pytest.mark.parametrize(
     ("is_at", "fault", "leaves"),
     [
-        (begins_parts, Fault.HELD, True),
         (sends_part, Fault.HELD_AND_CLOSED, True),
         (completes, Fault.HELD_AND_CLOSED, True),
         (completes, Fault.HELD, False),
-        (comes_after_parts, Fault.HELD, False),
     ],
 )
 def test_a_run_killed_in_an_upload_in_parts_goes_on(
@@ -213,13 +199,12 @@ def test_a_signal_aborts_what_is_under_way(bucket: Bucket, large: Path) -> None:
     assert not bucket.keys(LOCK)
 
 
-@pytest.mark.parametrize("variable", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT"])
 def test_parts_are_aborted_below_the_target_too(
-    bucket: Bucket, run: Path, variable: str, monkeypatch: pytest.MonkeyPatch
+    bucket: Bucket, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There copies of the largest objects are made of parts."""
     monkeypatch.delenv("AWS_ENDPOINT_URL")
-    monkeypatch.setenv(variable, bucket.proxy.url)
+    monkeypatch.setenv("AWS_ENDPOINT", bucket.proxy.url)
     target = f"{bucket.url}/out"
     api.repartition(run, target, world_size=3)
     end_at(bucket, "out/latest", lambda: api.repartition(run, target, world_size=2, overwrite=True))
@@ -302,20 +287,6 @@ def test_what_is_uploaded_is_not_uploaded_again(bucket: Bucket, run: Path, unfin
     assert bucket.content() == of_the_disk(run)
 
 
-def test_a_journal_is_not_read_for_each_object_that_it_lists(bucket: Bucket) -> None:
-    path = as_path(f"{bucket.url}/{JOURNAL}")
-    files = [FinishedFile(f"{n}", "etag", Written(n, n), []) for n in range(100)]
-    journal = UploadJournal(path)
-    journal.begin({"about": "something"})
-    for file in files:
-        journal.note_all([file], np.zeros((0, 4), dtype=np.int64))
-    journal.close()
-    earlier = UploadJournal(path)
-    bucket.proxy.reset()
-    assert [earlier.find(file.path) for file in files] == files
-    assert len(bucket.proxy.requests) <= 1
-
-
 def test_an_object_that_changed_meanwhile_is_uploaded_again(
     bucket: Bucket, run: Path, unfinished: str
 ) -> None:
@@ -341,7 +312,7 @@ def test_starting_afresh_removes_nothing_of_others(bucket: Bucket, run: Path) ->
     assert bucket.get_bytes("out/global_step2000/saved.pt") == b"a month of training"
 
 
-@pytest.mark.parametrize("change", ["spans", "regions", "numbers"])
+@pytest.mark.parametrize("change", ["spans", "numbers"])
 def test_what_a_journal_says_wrongly_of_an_object_is_uploaded_again(
     bucket: Bucket, run: Path, unfinished: str, change: str
 ) -> None:
@@ -352,7 +323,6 @@ def test_what_a_journal_says_wrongly_of_an_object_is_uploaded_again(
             if file[4:]:
                 others = {
                     "spans": [*file[4:], 1 << 40, 1, 2, 0],
-                    "regions": [*file[4:7], 0],
                     "numbers": [*file[4:7], 1, 0, 5, 2, 3, 0, 0],
                 }
                 file[4:] = others[change]

@@ -93,32 +93,17 @@ def test_one_that_is_refreshed_as_another_takes_it_over_stays(
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_who_has_lost_it_does_not_go_on(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, is_there: bool
-) -> None:
-    lock = lock_of(bucket)
-    lock.take()
-    if is_there:
-        left = left_by(bucket, ELSEWHERE)
-    else:
-        bucket.remove(LOCK)
-    lock.require_held()  # nobody takes it over as long as it was refreshed lately
-    monkeypatch.setattr(object_lock, "_LATE_SECONDS", -1.0)
-    with pytest.raises(TargetLockedError, match="took its lock over"):
-        lock.require_held()
-    lock.release()
-    assert bucket.keys() == ({LOCK} if is_there else set())
-    assert not is_there or bucket.get_bytes(LOCK) == left
-
-
 def test_a_run_that_has_lost_it_completes_nothing(
-    bucket: Bucket, run: Path, monkeypatch: pytest.MonkeyPatch
+    bucket: Bucket, run: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
 ) -> None:
     monkeypatch.setattr(object_lock, "_LATE_SECONDS", -1.0)
 
     def lose(request: Request) -> None:
         if request.method == "PUT" and request.path.endswith("/out/latest"):
-            left_by(bucket, ELSEWHERE)
+            if is_there:
+                left_by(bucket, ELSEWHERE)
+            else:
+                bucket.remove(LOCK)
 
     bucket.proxy.plan = lose
     with pytest.raises(TargetLockedError, match=r"/out: another run took its lock over"):
@@ -126,7 +111,8 @@ def test_a_run_that_has_lost_it_completes_nothing(
     assert not bucket.keys(f"out/{RECORD}")
     with pytest.raises(IncompleteError, match="unfinished"):
         api.inspect(f"{bucket.url}/out")
-    bucket.remove(LOCK)
+    assert bool(bucket.keys(LOCK)) == is_there
+    bucket.remove(*bucket.keys(LOCK))
     bucket.proxy.reset()
     monkeypatch.undo()
     api.repartition(run, f"{bucket.url}/out", world_size=3)

@@ -10,7 +10,7 @@ from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper  # type: 
 from obstore.fsspec import FsspecStore
 
 import streamshard
-from streamshard.errors import CorruptFileError, SourceError, StreamshardError, TargetExistsError
+from streamshard.errors import CorruptFileError, StreamshardError, TargetExistsError
 from streamshard.io.objects import object_upload
 from tests.cloud.conftest import Bucket
 from tests.cloud.proxy import Request
@@ -42,16 +42,6 @@ def test_one_object_is_read_as_a_directory(bucket: Bucket, tmp_path: Path) -> No
                 assert opened[name].tensors[state].bits().tobytes() == tensor.bits().tobytes()
 
 
-def test_an_object_that_is_replaced_meanwhile_is_refused(bucket: Bucket, tmp_path: Path) -> None:
-    run, file = write(Job(stage=2), tmp_path / "run"), tmp_path / "7b.zarr.zip"
-    streamshard.convert(run, file)
-    bucket.put_bytes("7b.zarr.zip", file.read_bytes())
-    with streamshard.open(f"{bucket.url}/7b.zarr.zip") as opened:
-        bucket.put_bytes("7b.zarr.zip", file.read_bytes()[:-1] + b"\1")
-        with pytest.raises(SourceError):
-            opened["embed.weight"].fp32.numpy()
-
-
 @pytest.mark.parametrize(("codec", "part"), [("zstd", None), ("none", 5 << 20)])
 def test_it_is_written_as_on_a_disk(
     codec: str, part: int | None, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -77,16 +67,10 @@ def test_it_is_written_as_on_a_disk(
     assert not bucket.uploads()
 
 
-def test_all_verbs_and_zarr_python_read_it(bucket: Bucket, tmp_path: Path) -> None:
+def test_zarr_python_reads_it(bucket: Bucket, tmp_path: Path) -> None:
     run, store = write(Job(stage=2), tmp_path / "run"), f"{bucket.url}/7b.zarr.zip"
     streamshard.convert(run, store)
-    assert streamshard.verify(store).is_good
-    assert streamshard.verify(run, against=store).differences == ()
-    assert streamshard.diff(store, run).is_equal
     assert streamshard.convert(run, store, if_needed=True).found == "target"
-    streamshard.repartition(store, f"{bucket.url}/out", world_size=3)
-    streamshard.repartition(run, tmp_path / "out", world_size=3)
-    assert bucket.content("out") == files_of(tmp_path / "out")
     file = FsspecStore("s3", client_options={"allow_http": True}).open(store)
     within = AsyncFileSystemWrapper(fsspec.filesystem("zip", fo=file), asynchronous=True)
     group = zarr.open_group(zarr.storage.FsspecStore(within, read_only=True, path=""), mode="r")

@@ -11,14 +11,13 @@ from typing import ClassVar
 import pytest
 
 import streamshard as api
-from streamshard.errors import SourceError, TargetExistsError, UsageError
+from streamshard.errors import SourceError, UsageError
 from streamshard.io import entries
 from streamshard.io.entries import listings_kept
 from streamshard.io.object_path import ObjectPath, as_path, is_object
 from streamshard.io.objects import clients
 from tests.cloud.conftest import Bucket
-from tests.fabricated import write
-from tests.job import LEAN, Job
+from tests.job import LEAN
 
 
 def test_a_path_has_the_operations_of_a_path() -> None:
@@ -105,22 +104,6 @@ def test_a_key_that_is_no_path_is_an_error(bucket: Bucket, run: Path, key: str) 
     bucket.put_odd(key)
     with pytest.raises(SourceError, match=r"empty segment, '\.' or '\.\.', and is no path"):
         api.inspect(source)
-
-
-def test_headers_take_few_requests(bucket: Bucket, tmp_path: Path) -> None:
-    ranks = 8
-    source = bucket.put(write(Job(stage=2, world_size=ranks), tmp_path / "run"), "runs/7b")
-    assert api.inspect(source).world_size == ranks
-    assert len(bucket.proxy.requests) <= ranks + 6
-
-
-def test_a_target_is_looked_at_once(bucket: Bucket, run: Path) -> None:
-    out = f"{bucket.url}/out"
-    api.repartition(run, out, world_size=2)
-    before = len(bucket.proxy.requests)
-    with pytest.raises(TargetExistsError, match="exists"):
-        api.repartition(run, out, world_size=3, if_needed=True)
-    assert len(bucket.proxy.requests) - before <= 14
 
 
 class PlainServer(SimpleHTTPRequestHandler):

@@ -12,7 +12,7 @@ from streamshard.io.object_path import as_path, object_of
 from streamshard.io.objects import object_upload
 from tests.checkpoints.test_dcp_repartition import saved
 from tests.cli.conftest import tree
-from tests.cloud.conftest import Bucket
+from tests.cloud.conftest import RECORD, Bucket
 from tests.fabricated import optimizer_file, write
 from tests.grafting.jobs import Jobs
 from tests.job import LEAN, Job
@@ -26,6 +26,10 @@ def test_repartition(run: Path, bucket: Bucket, tmp_path: Path) -> None:
     report = api.repartition(source, f"{bucket.url}/out", world_size=3, verify=True)
     assert (report.target, report.kept_bytes) == (f"{bucket.url}/out", 0)
     assert bucket.content() == wanted
+    puts = [
+        one.path for one in bucket.proxy.requests if one.method == "PUT" and "/out/" in one.path
+    ]
+    assert [path.rpartition("/")[2] for path in puts[-2:]] == ["latest", RECORD]
     api.repartition(source, tmp_path / "down", world_size=3)
     assert tree(tmp_path / "down") == wanted
     api.repartition(run, f"{bucket.url}/up", world_size=3)
