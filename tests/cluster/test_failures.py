@@ -158,7 +158,7 @@ from streamshard.cli.main import main
 file_layout.SPAN_BYTES = 1024
 plain = dask_executor.DaskExecutor.__init__
 def slow(self, client, **options):
-    plain(self, client, worker_bytes_per_second=5_000)
+    plain(self, client, worker_bytes_per_second=2_500)
 dask_executor.DaskExecutor.__init__ = slow
 calls._SILENT_SECONDS = float(sys.argv.pop(1))
 if __name__ == "__main__":
@@ -185,7 +185,7 @@ def command(
     )
     try:
         journal = run.parent / "out.partial" / ".streamshard.journal"
-        while not (journal.exists() and len(journal.read_bytes().splitlines()) > 6):
+        while not (journal.exists() and len(journal.read_bytes().splitlines()) > 3):
             assert process.poll() is None
             time.sleep(PAUSE)
         yield process
@@ -214,7 +214,7 @@ def test_a_run_whose_leader_was_killed_goes_on(cluster: Client, run: Path) -> No
 
 @pytest.mark.parametrize(
     ("number", "reason"),
-    [(signal.SIGKILL, ""), (signal.SIGSTOP, "the scheduler has not answered for 10 seconds")],
+    [(signal.SIGKILL, ""), (signal.SIGSTOP, "the scheduler has not answered for 6 seconds")],
 )
 def test_a_run_without_its_scheduler_goes_on(
     run: Path, tmp_path_factory: pytest.TempPathFactory, number: signal.Signals, reason: str
@@ -225,7 +225,7 @@ def test_a_run_without_its_scheduler_goes_on(
     with (
         scheduler(file) as program,
         dask("worker", *small),
-        command(str(file), run, silent_seconds=10) as process,
+        command(str(file), run, silent_seconds=6) as process,
     ):
         program.send_signal(number)
         _, said = process.communicate(timeout=60)

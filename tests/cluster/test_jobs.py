@@ -140,12 +140,6 @@ def test_only_a_few_jobs_are_under_way(cluster: Client, tmp_path: Path, is_order
         assert begun - count <= 5  # two workers of one thread have four, and one more is made
 
 
-def test_a_job_is_done_again_when_all_workers_that_might_have_it_are_gone(tmp_path: Path) -> None:
-    with started(1) as client:
-        found = list(results(client, tmp_path, [partial(Witness.die, times=2)]))
-    assert found == [(0, 2)]
-
-
 def test_a_job_goes_to_a_worker_that_came_later_if_its_own_is_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,21 +152,17 @@ def test_a_job_goes_to_a_worker_that_came_later_if_its_own_is_silent(
         assert found.result() == [(0, "done by another")]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_workers_that_hang_are_waited_for_only_for_so_long(
-    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_worker_that_hangs_is_waited_for_only_for_so_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with started(workers) as client:
+    with started(1) as client:
         list(results(client, tmp_path, numbers(1)))  # who has imported all answers at once
         monkeypatch.setattr(dask_executor, "_PROOF_SECONDS", 2.0)
         untyped: Any = client
         os.kill(next(iter(untyped.cluster.workers.values())).pid, signal.SIGSTOP)
         found = results(client, tmp_path, numbers(3))
-        if workers == 1:
-            with pytest.raises(ClusterError, match="has not answered for 2 seconds"):
-                next(found)
-        else:
-            assert sorted(found) == [(number, number) for number in range(3)]
+        with pytest.raises(ClusterError, match="has not answered for 2 seconds"):
+            next(found)
 
 
 def test_a_job_that_kills_its_workers_ends_the_run(tmp_path: Path) -> None:

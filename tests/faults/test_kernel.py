@@ -152,9 +152,8 @@ def test_a_disk_that_somebody_else_fills(kind: str, run: Run, saved: Saved, tmp_
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("kind", DISKS)
-def test_a_disk_that_is_full_before(kind: str, run: Run, saved: Saved, tmp_path: Path) -> None:
-    with disk(kind, tmp_path, DISK_MIB) as target:
+def test_a_disk_that_is_full_before(run: Run, saved: Saved, tmp_path: Path) -> None:
+    with disk("ext4", tmp_path, DISK_MIB) as target:
         ballast = target / "ballast"
         free = shutil.disk_usage(target).free
         # Some blocks are left, for a lock and a directory; far too few for the checkpoint.
@@ -186,11 +185,10 @@ def test_a_source_on_a_read_only_file_system(server: Server, saved: Saved, tmp_p
     require_whole(ended, target, saved)
 
 
-@pytest.mark.parametrize("kib", [0, 64])
-def test_a_limit_on_the_size_of_files(kib: int, run: Run, saved: Saved, tmp_path: Path) -> None:
+def test_a_limit_on_the_size_of_files(run: Run, saved: Saved, tmp_path: Path) -> None:
     limited = 'ulimit -f "$0" && exec "$@"'
     program = [sys.executable, "-m", "streamshard", *saved.arguments(tmp_path)]
-    command = ["bash", "-c", limited, str(kib), *program]
+    command = ["bash", "-c", limited, "64", *program]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, "Traceback" in done.stderr) == (4, False), done.stderr
     assert str(tmp_path) in done.stderr
@@ -221,7 +219,7 @@ def test_a_directory_that_may_not_be_written(
     require_whole(run(where, user=user), where, saved)
 
 
-@pytest.mark.parametrize("name", ["", "latest", "global_step7"])
+@pytest.mark.parametrize("name", ["latest", "global_step7"])
 def test_a_source_that_may_not_be_read(
     name: str, somebody: tuple[Path, int | None], server: Server, saved: Saved
 ) -> None:
