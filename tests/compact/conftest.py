@@ -1,18 +1,18 @@
 """Run directories, and where their archives go."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import boto3  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
 import streamshard as api
-from tests.cloud.server import S3Server, credentials
+from tests.cloud.conftest import Bucket, bucket, proxy, service, sound
 from tests.compact.runs import ARCHIVE, FIRST, NO_GRACE, RUN, SMALL, copy_place, make_run
-from tests.compact.sides import Sides, make_sides
+from tests.compact.sides import Sides
 from tests.job import Job
 
+__all__ = ["bucket", "proxy", "service", "sound"]
 AfterNights = Callable[..., None]
 
 
@@ -75,22 +75,7 @@ def purged(run: Path, after_nights: AfterNights) -> None:
     after_nights(run.parent, "purged", [{"delete": True}, by_hand])
 
 
-@pytest.fixture(scope="session")
-def server() -> Iterator[S3Server]:
-    """A server of buckets."""
-    with S3Server() as started:
-        yield started
-
-
 @pytest.fixture
-def s3(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: ANN401
-    """Another client than streamshard's."""
-    for name, value in credentials(server.url).items():
-        monkeypatch.setenv(name, value)
-    return boto3.client("s3")
-
-
-@pytest.fixture
-def sides(s3: Any, server: S3Server, tmp_path: Path) -> Sides:  # noqa: ANN401
+def sides(bucket: Bucket, tmp_path: Path) -> Sides:
     """A run directory of which the oldest tag may go, and a bucket for its archives."""
-    return make_sides(s3, server, tmp_path)
+    return Sides.make(bucket, tmp_path)

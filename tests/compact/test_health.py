@@ -315,8 +315,8 @@ def test_what_was_measured_of_a_newest_tag_is_not_read_again_to_archive_it(
 
 
 def test_it_is_the_same_in_a_bucket(sides: Sides) -> None:
-    far = replace(sides.archive, where=f"{sides.archive.where}-of-runs")
-    far.fill(sides.run)
+    far = replace(sides.archive, name="runs")
+    far.bucket.put(sides.run, far.name)
     assert str(api.newest(far.where)) == f"{far.where}/{tag_of(1000)}"
     far.write(f"{tag_of(1000)}/{SHARD}", b"")
     assert str(api.newest(far.where, quick=True)) == f"{far.where}/{tag_of(100)}"

@@ -86,6 +86,11 @@ def changed(run: RunDirectory, name: str, **values: object) -> RunDirectory:
     )
 
 
+def ill(run: RunDirectory, *names: str) -> RunDirectory:
+    """Return a run in which some tags hold NaN."""
+    return replace(run, unhealthy=lambda tag: "3 NaN" if tag.name in names else "")
+
+
 RUN = RunDirectory(STEPS, "s1000")
 
 CASES = {
@@ -129,6 +134,15 @@ CASES = {
     "none counts between two": (lagging(0, 0, 9, None, 0), RULES, ["s9", "s10", "s11"]),
     "two names of a step count once": (
         RunDirectory((*STEPS, *tags("t1000")), "s1000"), RULES, ["s9", "s10", "s11"]
+    ),
+    "the newest holds NaN": (ill(RUN, "s1000"), RULES, ["s9", "s10"]),
+    "one among the newest holds NaN": (ill(RUN, "s100"), RULES, ["s9", "s10"]),
+    "two hold NaN": (ill(RUN, "s1000", "s100"), RULES, ["s9"]),
+    "an older one holds NaN, and goes as before": (ill(RUN, "s10"), RULES, ["s9", "s10", "s11"]),
+    "fewer are healthy than are to be kept": (ill(RUN, "s1000", "s100", "s11", "s9"), RULES, []),
+    "no healthy one is left": (ill(RUN, "s9", "s10", "s11", "s100", "s1000"), RULES, []),
+    "of a choice, two hold NaN": (
+        ill(replace(RUN, tags=(*STEPS, *tags("t10", "t12"))), "s100", "t12"), TAGGED, ["s9", "s10"]
     ),
 }  # fmt: skip
 
@@ -175,30 +189,6 @@ def test_a_save_under_way_is_nothing_unclear() -> None:
 )
 def test_without_a_latest_that_can_be_trusted_nothing_may_go(run: RunDirectory, told: str) -> None:
     assert told in (refusal(run) or "")
-
-
-def ill(run: RunDirectory, *names: str) -> RunDirectory:
-    """Return a run in which some tags hold NaN."""
-    return replace(run, unhealthy=lambda tag: "3 NaN" if tag.name in names else "")
-
-
-ILL = {
-    "the newest is": (ill(RUN, "s1000"), RULES, ["s9", "s10"]),
-    "one among the newest is": (ill(RUN, "s100"), RULES, ["s9", "s10"]),
-    "two are": (ill(RUN, "s1000", "s100"), RULES, ["s9"]),
-    "an older one is, and goes as before": (ill(RUN, "s10"), RULES, ["s9", "s10", "s11"]),
-    "fewer are left than are to be kept": (ill(RUN, "s1000", "s100", "s11", "s9"), RULES, []),
-    "none is left": (ill(RUN, "s9", "s10", "s11", "s100", "s1000"), RULES, []),
-    "of a choice": (
-        ill(replace(RUN, tags=(*STEPS, *tags("t10", "t12"))), "s100", "t12"), TAGGED, ["s9", "s10"]
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", ILL)
-def test_those_that_hold_nan_do_not_count(case: str) -> None:
-    run, rules, wanted = ILL[case]
-    assert candidates(run, rules) == wanted
 
 
 def test_as_few_are_read_as_are_needed() -> None:
