@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -147,11 +148,6 @@ def lead_out(path: Path) -> None:
     path.symlink_to(path.parents[1] / "elsewhere")
 
 
-def lead_nowhere(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("nowhere")
-
-
 def make_pipe(path: Path) -> None:
     path.unlink()
     os.mkfifo(path)
@@ -159,24 +155,15 @@ def make_pipe(path: Path) -> None:
 
 RECORDS: dict[str, Callable[[Path], object]] = {
     "a link that leads out": lead_out,
-    "a link that leads nowhere": lead_nowhere,
     "a pipe": make_pipe,
     "no document": lambda path: path.write_text("{"),
-    "fewer than no NaN": lambda path: alter(path, "nans", -5),
-    "more elements than can be": lambda path: alter(path, "numel", 1 << 70),
+    "more elements than can be": lambda path: path.write_text(
+        re.sub(r'"numel": \d+', f'"numel": {1 << 70}', path.read_text())
+    ),
     "a path that leads out": lambda path: path.write_text(
         path.read_text().replace(tag_of(90), "../run")
     ),
 }
-
-
-def alter(path: Path, key: str, value: int) -> None:
-    """Change what a record says of each tensor."""
-    document = json.loads(path.read_text())
-    for one in document["tags"]:
-        for tensor in one["tensors"].values():
-            tensor[key] = value
-    path.write_text(json.dumps(document))
 
 
 def test_a_record_that_cannot_be_used_is_made_again(ill_run: Path, archive: Path) -> None:
@@ -261,17 +248,13 @@ def test_the_states_stay_if_what_was_good_is_gone_meanwhile(
     assert (archive / f"{tag_of(80)}.zarr").is_dir()
 
 
-@pytest.mark.parametrize("is_directory", [False, True])
-def test_what_a_link_leads_to_is_read_again_if_it_changed(
-    tmp_path: Path, archive: Path, *, is_directory: bool
-) -> None:
+def test_what_a_link_leads_to_is_read_again_if_it_changed(tmp_path: Path, archive: Path) -> None:
     run = make_run(tmp_path / "run", steps=(80, 90, 100))
     place, elsewhere = run / tag_of(100) / SHARD, run / "elsewhere" / SHARD
     elsewhere.parent.mkdir()
     place.rename(elsewhere)
-    if is_directory:
-        (run / tag_of(100) / "link").symlink_to(elsewhere.parent)
-    place.symlink_to(Path("link" if is_directory else "../elsewhere") / SHARD)
+    (run / tag_of(100) / "link").symlink_to(elsewhere.parent)
+    place.symlink_to(Path("link") / SHARD)
     age(run, 30)
     api.compact(run, archive, keep_last=2)
     poison(elsewhere.parent)

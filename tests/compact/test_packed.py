@@ -11,7 +11,6 @@ import pytest
 import streamshard as api
 from streamshard.cli.main import main
 from streamshard.engine.journals.journal import Journal
-from streamshard.operations.compact.tag_checks import unchanged
 from streamshard.transfer.packed_target import PackedFiles, PackedTarget
 from tests.compact.runs import (
     ALL,
@@ -102,17 +101,13 @@ def test_one_that_is_damaged_lets_no_tag_go(run: Path, archive: Path, store: Pat
     assert bits(run) == before
 
 
-def cut_off(store: Path) -> None:
-    store.write_bytes(store.read_bytes()[:-100])
-
-
 def put_another(store: Path) -> None:
     """Put a store in its place that is good, and of another save."""
     api.convert(store.parent.with_name("run") / tag_of(90), store, overwrite=True)
 
 
 @pytest.mark.usefixtures("archived_packed")
-@pytest.mark.parametrize("change", [cut_off, put_another, damage, Path.unlink])
+@pytest.mark.parametrize("change", [put_another, damage])
 def test_one_that_has_changed_since_lets_no_tag_go(
     run: Path, archive: Path, store: Path, change: Callable[[Path], None]
 ) -> None:
@@ -120,22 +115,6 @@ def test_one_that_has_changed_since_lets_no_tag_go(
     found = api.compact(run, archive, delete=True, packed=True)
     assert actions(found)[FIRST] in ("failed", "ambiguous")
     assert found.exit_code
-    assert tags_in(run) == ALL
-
-
-def test_one_that_changes_while_its_tag_is_moved(
-    run: Path, archive: Path, store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from streamshard.operations.compact import removal
-
-    def meanwhile(*given: Any) -> str:  # noqa: ANN401
-        damage(store)
-        return unchanged(*given)
-
-    monkeypatch.setattr(removal, "unchanged", meanwhile)
-    found = api.compact(run, archive, delete=True, packed=True)
-    assert (actions(found)[FIRST], found.exit_code) == ("failed", 6)
-    assert "changed since it was compared" in found.problems[0].reason
     assert tags_in(run) == ALL
 
 

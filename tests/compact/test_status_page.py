@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import asdict
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -10,15 +9,9 @@ import pytest
 import streamshard as api
 from tests.browser import Browser, document_of
 from tests.cli.conftest import streamshard
-from tests.compact.runs import FIRST, NO_GRACE, SHARD, STEPS, make_run, tag_of
+from tests.compact.runs import FIRST, NO_GRACE, SHARD, STEPS, later, make_run, tag_of
 
-NOW = datetime.now(UTC)
 NEXT = tag_of(STEPS[1])
-
-
-def after(days: float) -> datetime:
-    """Return the time so many days after these tests began."""
-    return NOW + timedelta(days=days)
 
 
 @pytest.mark.usefixtures("purged")
@@ -50,8 +43,8 @@ def test_the_page_shows_what_became_of_each_checkpoint(
     browser: Browser, archive: Path, tmp_path: Path
 ) -> None:
     run = make_run(tmp_path / "run", steps=[70, *STEPS])
-    api.compact(run, archive, now=after(0), delete=True)
-    api.compact(run, archive, now=after(1), grace=NO_GRACE, purge=[tag_of(70)])
+    api.compact(run, archive, now=later(0), delete=True)
+    api.compact(run, archive, now=later(1), grace=NO_GRACE, purge=[tag_of(70)])
     (run / NEXT / SHARD).unlink()
     html = tmp_path / "status.html"
     assert streamshard("compact", run, archive, "--status", "--html", html, "-q").code == 0
