@@ -31,7 +31,6 @@ from tests.job import EXPERTS, STATES, TAG, Job
 from tests.samples import sampled
 
 JOBS = {
-    "stage 1": Job(stage=1, world_size=3, client_state=client_state()),
     "stage 2, round robin": Job(round_robin=True, alignment=True, client_state=client_state()),
     "stage 3": Job(stage=3, garbage=False, client_state=client_state()),
     "tensor parallel": Job(parts=2, frozen=()),

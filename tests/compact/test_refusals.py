@@ -163,14 +163,6 @@ def add_file(run: Path, _: Path) -> None:
     age(run / FIRST, 30)
 
 
-def save_again(run: Path, _: Path) -> None:
-    os.utime(run / FIRST / MODEL, (1, 1))
-
-
-def touch(run: Path, _: Path) -> None:
-    os.utime(run / FIRST / MODEL)
-
-
 def add_link(run: Path, _: Path) -> None:
     (run / "best").symlink_to(FIRST)
 
@@ -180,10 +172,6 @@ def add_link_far_below(run: Path, _: Path) -> None:
     place.mkdir(parents=True)
     (place / "ckpt").symlink_to(run / FIRST)
     age(run / tag_of(1000), 30)
-
-
-def name_universal(run: Path, _: Path) -> None:
-    (run / "latest_universal").write_text(FIRST)
 
 
 def tell(fact: str, value: str, _: Path, archive: Path) -> None:
@@ -210,10 +198,6 @@ def move_the_files(run: Path, _: Path) -> None:
 
 def remove_the_store(_: Path, archive: Path) -> None:
     shutil.rmtree(archive / f"{FIRST}.zarr")
-
-
-def remove_the_list(_: Path, archive: Path) -> None:
-    (archive / f"{FIRST}.zarr.sha256").unlink()
 
 
 def shorten_the_list(_: Path, archive: Path) -> None:
@@ -265,14 +249,13 @@ def put_another_state(_: Path, archive: Path) -> None:
     put_archive_of(make_run(archive.with_name("other"), other), FIRST, archive)
 
 
-def put_archive_of_another_tag(run: Path, archive: Path) -> None:
-    put_archive_of(run, tag_of(90), archive)
-
-
 ARCHIVED: dict[str, tuple[Change, str, str]] = {
     "other bytes of the same time": (flip, "ambiguous", "its bytes are not those"),
     "another file": (add_file, "ambiguous", "was not archived"),
-    "another time": (save_again, "ambiguous", "has time of change 1970-01-01 .*another save"),
+    "another time": (
+        lambda run, _: os.utime(run / FIRST / MODEL, (1, 1)),
+        "ambiguous", "has time of change 1970-01-01 .*another save",
+    ),
     "a link": (add_link, "kept", "symbolic link"),
     "a link far below": (add_link_far_below, "kept", "symbolic link"),
     "a copy of the run directory": (copy_the_run, "ambiguous", "has inode"),
@@ -281,7 +264,9 @@ ARCHIVED: dict[str, tuple[Change, str, str]] = {
         partial(tell, "state", "purged"), "ambiguous", "says 'purged'"
     ),
     "no store": (remove_the_store, "ambiguous", "gone"),
-    "no list of checksums": (remove_the_list, "ambiguous", "sha256"),
+    "no list of checksums": (
+        lambda _, archive: (archive / f"{FIRST}.zarr.sha256").unlink(), "ambiguous", "sha256"
+    ),
     "a list that lacks a file": (shorten_the_list, "failed", "not listed in"),
     "a damaged chunk": (damage_a_chunk, "failed", CHUNK),
     "an array that another tool wrote": (rewrite, "failed", "embed.weight"),
@@ -335,28 +320,30 @@ def test_a_store_that_no_receipt_tells_of_is_left_alone(
 # What happens while a tag is in the trash ---------------------------------------------------------
 
 
-def link_into_the_trash(run: Path, _: Path) -> None:
-    (run / "best").symlink_to(run / TRASH / FIRST)
-
-
 def lose_newer_ones(run: Path, _: Path) -> None:
     for step in (90, 100):
         shutil.rmtree(run / tag_of(step))
 
 
-def add_file_to_the_trash(run: Path, _: Path) -> None:
-    (run / TRASH / FIRST / "notes.txt").write_text("learned a lot")
-
-
 TRASHED: dict[str, tuple[Change, str, str]] = {
     "a link to where it was": (add_link, "in the trash", "link"),
-    "a link into the trash": (link_into_the_trash, "in the trash", "link"),
-    "latest_universal": (name_universal, "in the trash", "latest_universal"),
+    "a link into the trash": (
+        lambda run, _: (run / "best").symlink_to(run / TRASH / FIRST), "in the trash", "link"
+    ),
+    "latest_universal": (
+        lambda run, _: (run / "latest_universal").write_text(FIRST), "in the trash", "latest_univ"
+    ),
     "no newer ones": (lose_newer_ones, "in the trash", "newest 3"),
     "another run directory": (move_the_files, "ambiguous", "is another directory"),
-    "another file": (add_file_to_the_trash, "ambiguous", "was not archived"),
+    "another file": (
+        lambda run, _: (run / TRASH / FIRST / "notes.txt").write_text("learned"),
+        "ambiguous", "was not archived",
+    ),
     "a damaged chunk": (damage_a_chunk, "failed", f"{CHUNK}: damaged"),
-    "the archive of another tag": (put_archive_of_another_tag, "ambiguous", "not the list of"),
+    "the archive of another tag": (
+        lambda run, archive: put_archive_of(run, tag_of(90), archive),
+        "ambiguous", "not the list of",
+    ),
     "the receipt of another tag": (
         partial(tell, "tag", tag_of(90)), "ambiguous", "is the receipt of"
     ),
@@ -407,14 +394,6 @@ def test_the_archive_of_a_removed_tag_keeps_its_states(run: Path, archive: Path,
 # What happens during a run ------------------------------------------------------------------------
 
 
-def tear_a_newer_one(run: Path, _: Path) -> None:
-    os.truncate(run / tag_of(100) / MODEL, 100)
-
-
-def lose_latest(run: Path, _: Path) -> None:
-    (run / "latest").unlink()
-
-
 def replace_the_trash(run: Path, _: Path) -> None:
     (run / TRASH).rename(run / f"{TRASH}.away")
     (run / TRASH).symlink_to(f"{TRASH}.away")
@@ -425,8 +404,13 @@ LATE: dict[str, tuple[bool, int, Change, str]] = {
     "a link": (False, 2, add_link, "may not be removed any more"),
     "another file": (False, 2, add_file, "changed while it was watched"),
     "another run directory": (False, 2, move_the_files, "is another directory"),
-    "a newer one is torn": (True, 2, tear_a_newer_one, "model_states.pt"),
-    "no latest": (True, 2, lose_latest, "no 'latest'"),
+    "a newer one is torn": (
+        True,
+        2,
+        lambda run, _: os.truncate(run / tag_of(100) / MODEL, 100),
+        "model_states.pt",
+    ),
+    "no latest": (True, 2, lambda run, _: (run / "latest").unlink(), "no 'latest'"),
     "another trash": (True, 2, replace_the_trash, "more: .*: a symbolic link"),
     "a link, while the archive is read": (True, 3, add_link, "may not be removed any more"),
 }
