@@ -47,16 +47,9 @@ class Import:
 
 
 IMPORTS = [
-    *(
-        Import(case, resume, version, ranks)
-        for version in VERSIONS
-        for case, resume, ranks in (
-            (BF16[1], BF16[2], 2),
-            (ONE_GROUP, replace(BF16[1], one_group=True), 4),
-        )
-    ),
+    Import(BF16[1], BF16[2], VERSIONS[0]),
+    Import(ONE_GROUP, replace(BF16[1], one_group=True), VERSIONS[1], ranks=4),
     Import(BF16[0], BF16[0]),
-    Import(BF16[1], BF16[2]),
     Import(BF16[2], BF16[1]),
     Import(SUB_GROUPS, BF16[2]),
     Import(ALIGNED, ALIGNED),
