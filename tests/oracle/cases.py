@@ -67,9 +67,9 @@ FP16 = [_plain(stage, "fp16") for stage in (1, 2, 3)]
 FP32 = [_plain(stage, "fp32") for stage in (1, 2, 3)]
 
 FIRST_LIGHT = [
-    *(Resharding(case, n, m) for case in BF16 for n, m in ((3, 5), (1, 3), (4, 1))),
-    *(Resharding(case, 2, 3) for case in (*FP16, *FP32[1:], *STAGE_0)),
-    Resharding(STAGE_0[1], 4, 1),
+    *(Resharding(BF16[at], n, m) for at, n, m in ((0, 3, 5), (1, 1, 3), (1, 4, 1), (2, 3, 5))),
+    *(Resharding(case, 2, 3) for case in (*FP16[1:], FP32[2], *STAGE_0)),
+    Resharding(BF16[2], 4, 1),
     Resharding(BF16[1], 2, 2),
     Resharding(replace(BF16[2], name="z3-path-as-tag"), 2, 3, tag="epoch/3"),
     Resharding(ROUND_ROBIN, 4, 3),
@@ -79,8 +79,6 @@ FIRST_LIGHT = [
     Resharding(BF16_OPTIMIZER, 4, 3),
     Resharding(BF16_OPTIMIZER, 2, 3, resume=BF16[2]),
     Resharding(BF16[1], 4, 3, resume=FLOAT32),
-    Resharding(FLOAT32, 4, 3),
-    Resharding(BF16[1], 4, 3, resume=ROUND_ROBIN),
     Resharding(ROUND_ROBIN, 4, 2, resume=ALIGNED),
     Resharding(ALIGNED, 4, 2, resume=BF16[1]),
     Resharding(BF16[2], 4, 3, resume=SUB_GROUPS),
@@ -88,9 +86,8 @@ FIRST_LIGHT = [
     Resharding(FP32[1], 2, 3, resume=BF16[1]),
     Resharding(BF16[1], 4, 2, resume=FP32[1]),
     Resharding(BF16[1], 4, 3, resume=BF16[2]),
-    Resharding(BF16[2], 4, 3, resume=BF16[1]),
-    *(Casting(BF16[1 + n], 2, 3, resume=narrow) for n, narrow in enumerate(NARROW)),
-    *(Casting(narrow, 2, 3, resume=BF16[1 + n]) for n, narrow in enumerate(NARROW)),
+    Casting(BF16[1], 2, 3, resume=NARROW[0]),
+    Casting(NARROW[1], 2, 3, resume=BF16[2]),
 ]
 """Shrink, grow, same size, to and from one rank; every stage and dtype; the layout options, also
 where the job that resumes has other ones."""

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional
 
-from tests.oracle.cases import BF16
 from tests.oracle.jobs import start_engine
 from tests.oracle.models import (
     GLOBAL_BATCH,
@@ -141,41 +140,12 @@ class Samples(torch.utils.data.Dataset[Tensor]):
         return global_batch(index // GLOBAL_BATCH)[index % GLOBAL_BATCH]
 
 
-class Nothing(nn.Module):
-    def __init__(self, *shapes: tuple[int, ...]) -> None:
-        super().__init__()
-        self.params = nn.ParameterList(nn.Parameter(torch.empty(shape)) for shape in shapes)
-
-
 class WithNothing(TinyLanguageModel):
-    """A model with a parameter of no elements, which it does not compute with.
-
-    DeepSpeed 0.19.8 cannot gather it at stage 3.
-    """
-
-    shapes: tuple[tuple[int, ...], ...] = ((0, 5),)
+    """A model with a parameter of no elements, which it does not compute with."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.nothing = Nothing(*self.shapes)
-
-
-class WithNothings(WithNothing):
-    """A model with several such, of which one is frozen."""
-
-    shapes = ((0, 5), (0,), (3, 0))
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nothing.params[2].requires_grad_(False)
-
-
-class AddsNothing(WithNothing):
-    """A model that computes with its parameter of no elements."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        loss: Tensor = super().forward(tokens) + self.nothing.params[0].sum()
-        return loss
+        self.nothing = nn.ParameterList([nn.Parameter(torch.empty(0, 5))])
 
 
 class ScaledBlock(Block):
@@ -321,15 +291,6 @@ def group_by_group(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
 
 
 @contextmanager
-def a_device_beside_the_cpu() -> Iterator[None]:
-    """Give the accelerator another name than the CPU's, by which Twin-Flow tells them apart."""
-    accelerator: Any = importlib.import_module("deepspeed.accelerator").get_accelerator()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accelerator, "_name", "cpu:0")
-        yield
-
-
-@contextmanager
 def a_group_more(engine: Engine) -> Iterator[None]:
     """Add a param group to the optimizer that ZeRO has wrapped, and for a time only.
 
@@ -340,33 +301,6 @@ def a_group_more(engine: Engine) -> Iterator[None]:
     wrapped.add_param_group({"params": frozen, "role": "late"})
     yield
     del wrapped.param_groups[-1]
-
-
-class _Gathered:
-    """A gather that is over."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
-@contextmanager
-def gathers_without_coalescing() -> Iterator[None]:
-    """Gather one tensor after the other, as gloo cannot gather many at once for MiCS."""
-    comm: Any = importlib.import_module("deepspeed.comm")
-
-    def one_by_one(
-        outputs: list[Tensor],
-        inputs: list[Tensor],
-        group: Any = None,  # noqa: ANN401
-        **rest: object,
-    ) -> _Gathered:
-        for whole, part in zip(outputs, inputs, strict=True):
-            distributed.all_gather_into_tensor(whole, part, group=group)
-        return _Gathered()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comm, "all_gather_coalesced", one_by_one)
-        yield
 
 
 class _Quantizer:
@@ -477,7 +411,6 @@ def cases(clusters: Path) -> list[Resharding]:
     def at(stage: int, name: str, feature: Feature | None = None, **more: Any) -> Case:  # noqa: ANN401
         return Case(f"z{stage}-{name}", stage, "bf16", topology=feature, **more)
 
-    hpz = at(3, "hpz", Feature(zero(zero_hpz_partition_size=2)))
     zeropp = Feature(
         zero(
             zero_hpz_partition_size=2,
@@ -486,15 +419,13 @@ def cases(clusters: Path) -> list[Resharding]:
         ),
         stand_in=quantizer,
     )
-    nothing = {stage: at(stage, "nothing", model=WithNothing) for stage in (1, 2, 3)}
+    nothing = {stage: at(stage, "nothing", model=WithNothing) for stage in (2, 3)}
     later = [at(stage, "later-groups", optimizer=group_by_group) for stage in (2, 3)]
     paused = {stage: at(stage, "paused", Pauses()) for stage in (1, 2, 3)}
     repeats = [at(stage, "repeats", model=Repeats) for stage in (2, 3)]
-    curricula = [at(stage, "curriculum", curriculum(clusters / str(stage))) for stage in (2, 3)]
     dropping = [at(stage, "random-ltd", random_ltd(), model=DropsTokens) for stage in (2, 3)]
     even = partial(at, model=Even)
     by_all, apart = writer(data_parallel="replica"), writer(decoupled=True)
-    nothings = [at(stage, "nothings", model=WithNothings) for stage in (2, 3)]
     cast = partial(CastByHand, dtype="bf16", model=InBf16)
     half = partial(CastByHand, dtype="fp16", model=InFp16)
     aligned = zero(parameter_alignment=True)
@@ -502,36 +433,24 @@ def cases(clusters: Path) -> list[Resharding]:
     halves = [half(f"z{stage}-half-by-hand", stage) for stage in (2, 3)]
     unchanged = [
         CastByHand("z2-two-dtypes", 2, "bf16", aligned, model=InTwoDtypes),
-        hpz,
         even(3, "zeropp", zeropp),
-        *nothings,
-        at(2, "adds-nothing", model=AddsNothing),
         *later,
-        paused[2],
-        curricula[1],
-        dropping[1],
+        at(3, "curriculum", curriculum(clusters)),
     ]
     changed = [
         by_hand,
-        by_hand[::-1],
         (halves[0], halves[1]),
-        (nothing[1], nothing[2]),
         (nothing[3], nothing[2]),
-        (nothings[0], nothings[1]),
         (paused[2], paused[3]),
-        (paused[3], paused[2]),
         (paused[3], paused[1]),
-        (curricula[0], curricula[1]),
         (dropping[0], dropping[1]),
         # DeepSpeed's own engines for them load with torch's default, which refuses client state.
         (even(2, "written-by-all", ds_overrides=by_all), even(2, "even")),
-        (at(3, "python-writer", ds_overrides=writer()), BF16[2]),
         (even(3, "decoupled", ds_overrides=apart), even(3, "even")),
     ]
     return [
         *(Resharding(case, 4, 2) for case in unchanged),
         *(Resharding(case, 4, 2, resume=other) for case, other in changed),
         Repeated(repeats[0], 4, 2, resume=repeats[1]),
-        Repeated(repeats[1], 4, 2, resume=repeats[0]),
         Repeated(repeats[1], 4, 3),
     ]

@@ -12,11 +12,10 @@ import torch
 from torch import distributed
 from torch.nn import functional
 
-from tests.oracle.compare import differences
 from tests.oracle.models import Case, TinyLanguageModel, Topology, client_state
 from tests.oracle.places import part_of_model
 from tests.oracle.topology.engine import initialize
-from tests.oracle.truth import Engine, Truth, accessor_differences, gather_truth
+from tests.oracle.truth import Engine, Truth, gather_truth
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,6 @@ class Train:
     seed: int = 11
     further_steps: int = 0
     """Steps after the save; the truth at their end goes beside the first one."""
-    check_accessors: bool = False
-    """Fail when DeepSpeed's public accessors disagree with the gathered truth."""
     tag: str | None = None
     """Of the save; None for the one that DeepSpeed gives it."""
 
@@ -91,16 +88,6 @@ class LoadDumps:
 
 
 @dataclass(frozen=True)
-class RefuseDumps:
-    """Give dumps to a fresh engine as if they were its checkpoint: refused on every rank."""
-
-    case: Case
-    template: str
-    messages: Path
-    """Directory for each rank's message."""
-
-
-@dataclass(frozen=True)
 class Consolidate:
     """Merge a checkpoint with DeepSpeed's ``zero_to_fp32`` and save the tensors to a file."""
 
@@ -108,7 +95,7 @@ class Consolidate:
     path: Path
 
 
-Job = Train | Resume | Dump | LoadDumps | RefuseDumps | Consolidate
+Job = Train | Resume | Dump | LoadDumps | Consolidate
 
 
 def after_path(truth_path: Path) -> Path:
@@ -138,9 +125,6 @@ def _train(job: Train) -> None:
     if job.truth_path is not None:
         truth = gather_truth(engine, state)
         write_truth(truth, job.truth_path)
-        if job.check_accessors:
-            found = accessor_differences(engine, truth)
-            assert not found, f"DeepSpeed's accessors disagree: {found}"
         _further(engine, job, job.truth_path, state)
     finish(engine, job.case)
 
@@ -193,23 +177,6 @@ def _load_dumps(job: LoadDumps) -> None:
     finish(engine, job.case)
 
 
-def _refuse_dumps(job: RefuseDumps) -> None:
-    streamshard: Any = importlib.import_module("streamshard.deepspeed")
-    errors: Any = importlib.import_module("streamshard.errors")
-    engine = start_engine(job.case, 77)
-    before = gather_truth(engine, {})
-    message = "was not refused"
-    try:
-        streamshard.load_checkpoint(engine, job.template)
-    except errors.StreamshardError as error:
-        message = f"{type(error).__name__}: {error}"
-    found = differences(before, gather_truth(engine, {}))
-    assert not found, f"the refused load changed {found}"
-    job.messages.mkdir(parents=True, exist_ok=True)
-    (job.messages / f"{distributed.get_rank()}.txt").write_text(message)
-    finish(engine, job.case)
-
-
 def _load_list_of_dumps(engine: Engine, job: LoadDumps) -> None:
     ranks = range(distributed.get_world_size())
     dumps = [torch.load(job.template.format(rank=rank), weights_only=False) for rank in ranks]
@@ -251,7 +218,6 @@ _WORK: dict[type[Job], Callable[[Any], None]] = {
     Resume: _resume,
     Dump: _dump,
     LoadDumps: _load_dumps,
-    RefuseDumps: _refuse_dumps,
     Consolidate: _consolidate,
 }
 

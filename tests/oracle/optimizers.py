@@ -54,23 +54,3 @@ def _made(module: str, name: str, groups: ParamGroups) -> torch.optim.Optimizer:
         importlib.import_module(f"deepspeed.ops.{module}"), name
     )(groups)
     return optimizer
-
-
-class OfEachRank(torch.optim.SGD):
-    """Takes steps of a size that it learns from the rank's own elements, as Prodigy does."""
-
-    def __init__(self, groups: ParamGroups) -> None:
-        super().__init__(groups, momentum=0.9)
-        for group in self.param_groups:
-            group |= {"d": 1e-6, "k": 0}
-
-    def step(self, closure: Any = None) -> Any:  # noqa: ANN401
-        for group in self.param_groups:
-            grads = [param.grad for param in group["params"] if param.grad is not None]
-            group["d"] += sum(grad.float().norm().item() for grad in grads)
-            group["k"] += 1
-            group["lr"] = 0.01
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.grad.mul_(group["d"])
-        return super().step(closure)

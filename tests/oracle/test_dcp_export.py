@@ -24,12 +24,18 @@ CASES = [FP32[1], FP32[2], BF16[1], BF16[2], SUB_GROUPS]
 LAYOUTS: dict[Loader, str] = {
     "nested": "torch", "flattened": "torch", "titan": "titan", "accelerate": "accelerate",
 }  # fmt: skip
-PLAIN: list[tuple[Case, Loader, int]] = [
-    (case, loader, 1) for case in CASES for loader in ("nested", "flattened")
+LOADS: list[tuple[Case, Loader, int]] = [
+    (FP32[1], "nested", 1),
+    (BF16[2], "flattened", 1),
+    (FP32[1], "nested", 2),
+    (FP32[2], "flattened", 3),
+    (FP32[2], "titan", 2),
+    (BF16[1], "titan", 3),
+    (FP32[1], "accelerate", 3),
+    (BF16[2], "accelerate", 2),
+    (SUB_GROUPS, "nested", 3),
 ]
-SHARDED: list[tuple[Case, Loader, int]] = [
-    (case, loader, ranks) for case in CASES for loader in LAYOUTS for ranks in (2, 3)
-]
+"""Each stage, layout and way to load; one rank loads without FSDP."""
 TOLERANCE = 1e-4
 """How far from the uninterrupted run, as a share of the movement since the save.
 
@@ -67,14 +73,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 further_steps=FURTHER if one[0].dtype == "fp32" else 0,
                 is_sharded=ranks > 1,
             )
-            for one in [*PLAIN, *SHARDED]
+            for one in LOADS
             if one[2] == ranks
         ]
         require_success(run_jobs(ranks, load, root / "ranks", do=fsdp_loading.run))
     return root
 
 
-@pytest.mark.parametrize("one", [*PLAIN, *SHARDED], ids=name_of)
+@pytest.mark.parametrize("one", LOADS, ids=name_of)
 def test_all_that_was_trained_is_there_bit_for_bit(
     one: tuple[Case, Loader, int], root: Path
 ) -> None:
@@ -92,7 +98,7 @@ def test_all_that_was_trained_is_there_bit_for_bit(
     }
 
 
-@pytest.mark.parametrize("one", [*PLAIN, *SHARDED], ids=name_of)
+@pytest.mark.parametrize("one", LOADS, ids=name_of)
 def test_param_groups_are_those_that_were_saved(one: tuple[Case, Loader, int], root: Path) -> None:
     saved = Truth.load(root / f"{one[0].name}.saved.pt")
     held = Held.load(root / f"{name_of(one)}.held.pt")
@@ -103,9 +109,7 @@ def test_param_groups_are_those_that_were_saved(one: tuple[Case, Loader, int], r
         assert list(value_differences(group, found[tuple(group["params"])], "group")) == []
 
 
-@pytest.mark.parametrize(
-    "one", [one for one in [*PLAIN, *SHARDED] if one[0].dtype == "fp32"], ids=name_of
-)
+@pytest.mark.parametrize("one", [one for one in LOADS if one[0].dtype == "fp32"], ids=name_of)
 def test_training_goes_on_as_it_would_have(one: tuple[Case, Loader, int], root: Path) -> None:
     saved_path, held_path = root / f"{one[0].name}.saved.pt", root / f"{name_of(one)}.held.pt"
     saved, wanted = Truth.load(saved_path), Truth.load(after_path(saved_path))

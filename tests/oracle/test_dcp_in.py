@@ -68,7 +68,6 @@ MOVES = [
     Move("titan", 2, 3, style="titan", stage=3),
     Move("accelerate", 3, 2, style="accelerate", stage=1),
     Move("fsdp1", 2, 3, style="fsdp1"),
-    Move("mesh", 4, 3, tensor_parallel=2),
     Move("mesh at stage 3", 4, 2, tensor_parallel=2, stage=3, style="titan"),
 ]
 

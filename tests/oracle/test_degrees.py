@@ -97,7 +97,6 @@ MOVES = [
     Move("split", Tensor(1), 2, Tensor(2), 4, tensor(2), stage=2),
     Move("uneven", Tensor(2), 4, Tensor(3), 3, tensor(3), **IN_FP32),
     Move("fused", Fused(2), 4, Fused(3), 3, tensor(3)),
-    Move("stage-3", Tensor(2), 2, Tensor(1), 2, tensor(1), stage=3, **IN_FP32),
     Move("to-stage-3", Tensor(2), 4, Tensor(3), 3, tensor(3), stage=2, target_stage=3),
     Move("from-stage-3", Tensor(2), 4, Tensor(1), 2, tensor(1), stage=3, target_stage=1),
     Move("round-robin", Tensor(2), 4, Tensor(1), 2, tensor(1), stage=2, overrides=ROUND_ROBIN),
@@ -125,14 +124,12 @@ MOVES = [
     Move("to-two-stages-a-rank", OfFive(), 3, Dual(), 4, pipeline(2)),
     Move("told-merged", Told(2), 4, Told(1), 4, tensor(1), **IN_FP32),
     Move("told-both", Told(2, stages=1), 4, Told(3), 6, tensor(3) | pipeline(2), dtype="fp32"),
-    Move("told-bf16", Told(2), 4, Told(3, stages=1), 3, tensor(3) | pipeline(1)),
 ]
 DRIFTING = [
     Move("stages-on-6", Pipe(stages=2), 6, Pipe(stages=1), 2, pipeline(1)),
-    Move("stages-on-8", OfFive(stages=2), 8, OfFive(stages=1), 2, pipeline(1), dtype="fp32"),
     Move("autotp-on-6", Tensor(2), 6, Tensor(1), 2, tensor(1), stage=2),
 ]
-"""Of three or four replicas, whose sums of gradients differ in the last bits from stage to stage:
+"""Of three replicas, whose sums of gradients differ in the last bits from stage to stage:
 there is no one truth of all ranks to gather."""
 
 
@@ -249,26 +246,6 @@ def test_a_store_of_the_other_degree_leads_to_the_same_files(
     assert unlike(out, places.out(move)) == []
 
 
-@each("fused", "told-both")
-def test_deepspeed_s_own_conversion_makes_the_same_of_both(
-    move: Move, places: Places, tmp_path: Path
-) -> None:
-    """Its universal checkpoints of the source, and of what was made of it."""
-    saved = universal_of(places.source(move), tmp_path / "saved")
-    ours = universal_of(places.out(move), tmp_path / "ours")
-    paths = sorted(path.relative_to(saved) for path in (saved / "zero").rglob("*.pt"))
-    assert paths == sorted(path.relative_to(ours) for path in (ours / "zero").rglob("*.pt"))
-    for path in paths:
-        if not (saved / path).with_name("exp_avg.pt").exists():
-            # The rest of the optimizer's file, and frozen weights: a copy on each rank becomes as
-            # many in a row there.
-            continue
-        both = (torch.load(root / path, weights_only=False) for root in (saved, ours))
-        # Beside a parameter is how it was cut, which nothing tells of one rank.
-        one, two = (held["param"] if isinstance(held, dict) else held for held in both)
-        assert not list(value_differences(one, two, str(path)))
-
-
 @each("shared-norms", "stages-of-two")
 def test_one_stage_needs_no_reference(move: Move, places: Places, tmp_path: Path) -> None:
     streamshard.repartition(places.source(move), tmp_path / "out", **move.asked, verify=True)
@@ -318,9 +295,8 @@ def test_training_goes_on_as_if_uninterrupted(move: Move, places: Places) -> Non
 def drifted(tmp_path_factory: pytest.TempPathFactory) -> Places:
     """Sources whose copies drifted apart, taken to one copy, resumed and saved again."""
     places = Places(tmp_path_factory.mktemp("drifted"))
-    for ranks in (6, 8):
-        jobs = [Train(m.source, places.source(m), None) for m in DRIFTING if m.ranks == ranks]
-        require_success(run_jobs(ranks, jobs, places.root / "ranks"))
+    jobs = [Train(move.source, places.source(move), None) for move in DRIFTING]
+    require_success(run_jobs(6, jobs, places.root / "ranks"))
     for move in DRIFTING:
         asked = {"world_size": move.target_ranks, **move.options}
         report = streamshard.repartition(

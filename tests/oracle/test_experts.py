@@ -1,7 +1,4 @@
-"""Experts in divided param groups, and whole on tensor-parallel ranks.
-
-What is refused, and what engines can do then.
-"""
+"""Experts in divided param groups, and frozen ones: engines load what is made of them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import streamshard
-from streamshard.errors import IncompleteError, UnsupportedError
+from streamshard.errors import UnsupportedError
 from tests.oracle.compare import differences
 from tests.oracle.files import file_differences
 from tests.oracle.jobs import Resume, Train
@@ -69,54 +66,3 @@ def test_frozen_weights_of_experts_go_to_stage_1(tmp_path: Path) -> None:
     streamshard.repartition(run, out, world_size=4, zero_stage=1)
     require_success(run_jobs(4, [Resume(loads, out, out.with_suffix(".pt"))], tmp_path / "ranks"))
     assert differences(saved, Truth.load(out.with_suffix(".pt"))) == []
-
-
-def on_tensors(degree: int) -> Case:
-    """Make a case whose experts are spread over two tensor-parallel ranks too."""
-    counts = 2 * degree, 2 * degree
-    topology = ExpertParallel((degree, degree), counts=counts, tensor=2, whole_experts=True)
-    return Case(f"whole-experts-{degree}", 2, "bf16", topology=topology)
-
-
-def test_what_is_advised_works_where_tensor_ranks_have_other_experts(tmp_path: Path) -> None:
-    cases = {degree: on_tensors(degree) for degree in (2, 4)}
-    jobs = []
-    for degree, case in cases.items():
-        run = tmp_path / f"run-{degree}"
-        jobs += [
-            Train(case, run, run.with_suffix(".pt")),
-            Resume(case, run, run.with_suffix(".again.pt")),
-        ]
-    require_success(run_jobs(4, jobs, tmp_path / "ranks"))
-    for degree in cases:
-        run = tmp_path / f"run-{degree}"
-        saved, resumed = (Truth.load(run.with_suffix(end)) for end in (".pt", ".again.pt"))
-        assert differences(saved, resumed) == []
-        with pytest.raises(UnsupportedError, match=r"are on 4 ranks.* Resume on the ranks that"):
-            streamshard.repartition(run, tmp_path / "out", world_size=2, expert_parallel=1)
-
-
-@pytest.mark.parametrize(
-    ("degree", "ranks", "complaint", "refusal"),
-    [
-        (
-            1,
-            4,
-            "checkpoint count 1 is different from saved mp_world_size 2",
-            r"DeepSpeed saves neither .* No job can resume then",
-        ),
-        (3, 6, "layer_0_expert_0_mp_rank_01_model_states.pt", "are on 6 ranks"),
-    ],
-)
-def test_an_engine_cannot_load_what_it_saved_where_parts_lack_files(
-    tmp_path: Path, degree: int, ranks: int, complaint: str, refusal: str
-) -> None:
-    """The tensor parallel degree, 2, does not divide the expert parallel size."""
-    case, run = on_tensors(degree), tmp_path / "run"
-    # Its state cannot be gathered: partitions of experts are spread over the parts of the model.
-    jobs = [Train(case, run, None), Resume(case, run, tmp_path / "again.pt")]
-    trained, resumed = run_jobs(ranks, jobs, tmp_path / "ranks")
-    require_success([trained])
-    assert complaint in str(resumed.error)
-    with pytest.raises((IncompleteError, UnsupportedError), match=refusal):
-        streamshard.inspect(run)

@@ -57,12 +57,11 @@ def fresh(case: Case, source: int, target: int, **more: object) -> Fresh:
 
 
 RESHARDINGS: list[Resharding] = [
-    *(fresh(case, 3, 2) for case in (*BF16, BF16_OPTIMIZER, SUB_GROUPS, FUSED, NADAM)),
-    *(fresh(case, 2, 3) for case in (FP16[1], FP16[2], FP32[0])),
+    *(fresh(case, 3, 2) for case in (BF16[1], BF16_OPTIMIZER, SUB_GROUPS, FUSED, NADAM)),
+    *(fresh(case, 2, 3) for case in (BF16[2], FP16[1], FP32[0])),
     *(
         fresh(case, 2, 3, saved_by=version, resumed_by=version)
-        for version in ("0.14.5", "0.16.9")
-        for case in (BF16[1], BF16[2], BF16_OPTIMIZER)
+        for version, case in (("0.14.5", BF16[1]), ("0.14.5", BF16_OPTIMIZER), ("0.16.9", BF16[2]))
     ),
 ]
 

@@ -88,7 +88,6 @@ class PretrainedCase:
 
 CASES = [
     PretrainedCase("gpt2-tied", "gpt2", tied=True, dtype="fp32"),
-    PretrainedCase("llama", "llama", tied=False, dtype="fp32"),
     PretrainedCase("llama-tied-bf16", "llama", tied=True, dtype="bf16"),
     PretrainedCase("t5-tied", "t5", tied=True, dtype="fp32"),
     PretrainedCase("gpt2-tied-z2", "gpt2", tied=True, dtype="bf16", stage=2),

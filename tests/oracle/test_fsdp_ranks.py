@@ -29,11 +29,10 @@ class Move:
 MOVES = [
     Move("two to three", (2,), (3,)),
     Move("three to two by names", (3,), (2,), "names"),
-    Move("two to four flat", (2,), (4,), "flat"),
     Move("replicas", (2, 2), (3, 2)),
     Move("replicas to none", (2, 2), (2,)),
     Move("to one", (3,), (1,)),
-    Move("from one", (1,), (3,)),
+    Move("from one flat", (1,), (3,), "flat"),
     Move("FSDP1", (2,), (3,), version=1),
     Move("FSDP1 to fewer", (3,), (2,), version=1),
 ]

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.oracle.cases import BF16, FP16, ROUND_ROBIN, SUB_GROUPS
-from tests.oracle.compare import close, differences
+from tests.oracle.cases import BF16, ROUND_ROBIN, SUB_GROUPS
+from tests.oracle.compare import differences
 from tests.oracle.files import Content, file_differences
 from tests.oracle.jobs import Resume, Train, after_path
 from tests.oracle.models import Case
 from tests.oracle.ranks import Finished, require_success, run_jobs
 from tests.oracle.truth import Truth
 
-CASES = [*BF16, FP16[1], ROUND_ROBIN, SUB_GROUPS]
+CASES = [*BF16, ROUND_ROBIN, SUB_GROUPS]
 TAG = "global_step3"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -85,9 +85,7 @@ def rounds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Round]:
 
 
 def _train(case: Case, to: Round) -> Train:
-    # The accessors are wrong under round robin: that is why the truth does not come from them.
-    check = case is not ROUND_ROBIN
-    return Train(case, to.saved, to.root / "trained.pt", further_steps=2, check_accessors=check)
+    return Train(case, to.saved, to.root / "trained.pt", further_steps=2)
 
 
 def _resume(case: Case, to: Round) -> Resume:
@@ -131,17 +129,6 @@ def test_damage_is_reported(damage: str, expected: str, rounds: dict[str, Round]
     found = differences(good.truth("trained"), one.truth("resumed"))
     assert any(line.startswith(expected) for line in found), found
     assert file_differences(good.saved / TAG, one.resaved / TAG)
-
-
-def test_swapped_moments_are_beyond_noise(rounds: dict[str, Round]) -> None:
-    good = rounds["z2-bf16"]
-    found = close(
-        good.truth("trained.after"),
-        rounds["swap-moments"].truth("resumed.after"),
-        start=good.truth("trained"),
-        tolerance=0.05,
-    )
-    assert any("blocks.0.norm.weight" in line for line in found), found
 
 
 def test_a_shared_step_is_reported(tmp_path: Path, rounds: dict[str, Round]) -> None:

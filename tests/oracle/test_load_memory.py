@@ -26,9 +26,7 @@ OFFLOAD = {
 }
 MAPPED = {
     "stage 2, growing": Case("w2", 2, "bf16", model=WideModel),
-    "stage 2, offloaded": Case("w2-offload", 2, "bf16", OFFLOAD, model=WideModel),
     "stage 3, offloaded": Case("w3-offload", 3, "bf16", OFFLOAD, model=WideModel),
-    "stage 3": Case("w3", 3, "bf16", model=WideModel),
 }
 LARGE = [Case(f"large{stage}", stage, "bf16", model=LargeModel) for stage in (2, 3)]
 BY_FUNCTION = "stage 2, by a function"

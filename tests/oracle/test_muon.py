@@ -100,9 +100,7 @@ class OfMuon(Resharding):
 RESHARDINGS = [
     OfMuon(DEVICE_2, 4, 3),
     OfMuon(DEVICE_1, 2, 4, resume=DEVICE_2),
-    OfMuon(DEVICE_2, 3, 1, resume=DEVICE_1),
     OfMuon(ROUND_ROBIN, 4, 3),
-    OfMuon(ALIGNED, 4, 3, resume=DEVICE_1),
     OfMuon(OFFLOAD, 4, 3, resume=ALIGNED),
     OfMuon(DEVICE_2, 4, 3, resume=OFFLOAD),
     OfMuon(BF16_OPTIMIZER, 4, 3, resume=DEVICE_2),

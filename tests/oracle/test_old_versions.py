@@ -28,7 +28,6 @@ TRAINED, BY_NEW, BY_OLD = 3, 4, 2
 """World sizes: each version has its ranks started twice."""
 STAGE_0 = Case("bf16-stage-0", 0, "bf16")
 """Before 0.17.6 a BF16_Optimizer did this, as it does stage 1 with gradients in fp32."""
-CASES = [*BF16, ROUND_ROBIN, STAGE_0]
 
 
 class Between(Resharding):
@@ -63,17 +62,17 @@ def _back(version: str, case: Case) -> Resharding:
     return Between(case, BY_NEW, BY_OLD, resumed_by=version, saved_again=again)
 
 
+OLDER, LATER = VERSIONS
 RESHARDINGS = [
-    one
-    for version in VERSIONS
-    for one in (
-        *(_to_new(version, case) for case in CASES if case != STAGE_0),
-        _to_new(version, STAGE_0, resume=BF16_OPTIMIZER),
-        _to_new(version, STAGE_0, resume=BF16[1]),
-        *(_in_old(version, case) for case in (*CASES, WITHOUT_ZERO[0])),
-        *(_back(version, case) for case in (*BF16, ROUND_ROBIN)),
-    )
-] + [_in_old(VERSIONS[1], WITHOUT_ZERO[2])]
+    *(_to_new(OLDER, case) for case in (BF16[1], BF16[2], ROUND_ROBIN)),
+    *(_to_new(LATER, case) for case in (BF16[0], BF16[2])),
+    _to_new(OLDER, STAGE_0, resume=BF16[1]),
+    _to_new(LATER, STAGE_0, resume=BF16_OPTIMIZER),
+    *(_in_old(OLDER, case) for case in (BF16[1], BF16[2], STAGE_0, WITHOUT_ZERO[0])),
+    *(_in_old(LATER, case) for case in (BF16[0], BF16[2], ROUND_ROBIN, STAGE_0, WITHOUT_ZERO[2])),
+    *(_back(OLDER, case) for case in (BF16[2], ROUND_ROBIN)),
+    _back(LATER, BF16[0]),
+]
 """Without ZeRO in fp16 the older one does not run without a GPU; in bf16 both save ZeRO's files."""
 
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import streamshard
-from streamshard.errors import UsageError
 from tests.oracle.files import file_differences
 from tests.oracle.jobs import Resume
 from tests.oracle.models import Case
@@ -81,14 +80,6 @@ def test_round_robin_at_stage_1_is_written_as_newer_versions_heed_it(
     shuffled = [unit[::2] + unit[1::2] for unit in plain]  # for two ranks
     assert stored_order(out) == shuffled != plain
     assert streamshard.verify(out, against=place / "saved").is_good
-
-
-def test_older_versions_are_no_targets(runs: dict[str, Path], tmp_path: Path) -> None:
-    source = runs["0.12.6"] / ROUND_ROBIN_1.name / "saved"
-    for version, message in (("0.12.7+1a2b3c", "written for 0.14.1 and later"), ("new", "'new'")):
-        facts = {"target": {"ds_version": version}}
-        with pytest.raises(UsageError, match=message):
-            streamshard.repartition(source, tmp_path / "x", world_size=2, facts=facts)
 
 
 @pytest.mark.parametrize("way", ["files", "live"])

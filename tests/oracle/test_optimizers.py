@@ -9,13 +9,11 @@ import pytest
 import torch
 
 import streamshard
-from streamshard.errors import UnsupportedError
 from tests.oracle.files import padding_found
 from tests.oracle.jobs import Resume, Train
 from tests.oracle.laws import *  # noqa: F403
 from tests.oracle.models import Case
 from tests.oracle.optimizers import (
-    OfEachRank,
     adam_with_tensors,
     deepspeed_cpu_adagrad,
     deepspeed_cpu_adam,
@@ -63,49 +61,47 @@ class Trial(Resharding):
         return line.endswith(known)
 
 
-def trials(stage: int) -> list[Trial]:
-    """List those of a stage; the stages are taken to opposite sides."""
-    sizes = (3, 2) if stage == 3 else (2, 3)
+def trial(stage: int, name: str, dtype: Any, make: Any = torch.optim.AdamW, **more: Any) -> Trial:  # noqa: ANN401
+    """Make one of a stage; the stages are taken to opposite sides."""
+    of_case = {key: more.pop(key) for key in ("ds_overrides", "one_group") if key in more}
+    case = Case(f"z{stage}-{name}", stage, dtype, optimizer=make, **of_case)
+    return Trial(case, *((3, 2) if stage == 3 else (2, 3)), **more)
 
-    def trial(name: str, dtype: Any, make: Any = torch.optim.AdamW, **more: Any) -> Trial:  # noqa: ANN401
-        of_case = {key: more.pop(key) for key in ("ds_overrides", "one_group") if key in more}
-        case = Case(f"z{stage}-{name}", stage, dtype, optimizer=make, **of_case)
-        return Trial(case, *sizes, **more)
 
-    amsgrad = partial(torch.optim.Adam, amsgrad=True)
-    sgd: Any = torch.optim.SGD
-    rmsprop = partial(torch.optim.RMSprop, momentum=0.9, centered=True)
-    of_rmsprop = frozenset({"square_avg", "momentum_buffer", "grad_avg"})
-    overflow = {"fp16": {"initial_scale_power": 16}}
-    offload = OFFLOAD | ANY_ON_CPU
+SGD: Any = torch.optim.SGD
+AMSGRAD = partial(torch.optim.Adam, amsgrad=True)
+RMSPROP = partial(torch.optim.RMSprop, momentum=0.9, centered=True)
+OF_RMSPROP = frozenset({"square_avg", "momentum_buffer", "grad_avg"})
+OVERFLOW = {"fp16": {"initial_scale_power": 16}}
+RESHARDINGS = [
+    trial(2, "amsgrad", "fp32", AMSGRAD, states=ADAM | {"max_exp_avg_sq"}),
+    trial(3, "amsgrad", "fp32", AMSGRAD, states=ADAM | {"max_exp_avg_sq"}),
+    trial(3, "sgd", "fp32", SGD, ds_overrides=UNTESTED, states=NONE, scalars=NONE),
     # A new engine of stage 3 has every sub-group twice in its only param group, and refuses its own
     # files.
-    adagrad = {"one_group": True, "resume": ADAGRAD if stage == 3 else None}
-    return [
-        trial("amsgrad", "fp32", amsgrad, states=ADAM | {"max_exp_avg_sq"}),
-        trial("sgd", "fp32", sgd, ds_overrides=UNTESTED, states=NONE, scalars=NONE),
-        trial("adagrad", "fp32", torch.optim.Adagrad, states=frozenset({"sum"}), **adagrad),
-        trial("rmsprop", "fp32", rmsprop, ds_overrides=UNTESTED, states=of_rmsprop),
-        trial("tensor-lr", "fp32", adam_with_tensors),
-        trial("before-first-step", "bf16", states=NONE, scalars=NONE, steps=0),
-        trial("overflowed", "fp16", ds_overrides=overflow, states=NONE, scalars=NONE),
-        trial("bf16-masters", "bf16", ds_overrides=MASTERS),
-        trial("offload", "bf16", ds_overrides=offload),
-        trial("cpu-adam", "bf16", deepspeed_cpu_adam, ds_overrides=OFFLOAD, extension="cpu_adam"),
-        trial("fused-adam", "bf16", deepspeed_fused_adam, extension="fused_adam"),
-        # Its exp_avg_sq is never used.
-        trial(
-            "cpu-lion", "bf16", deepspeed_cpu_lion, ds_overrides=OFFLOAD,
-            added=frozenset({"amsgrad"}), extension="cpu_lion",
-        ),
-        trial(
-            "cpu-adagrad", "bf16", deepspeed_cpu_adagrad, ds_overrides=offload,
-            states=frozenset({"exp_avg_sq"}), extension="cpu_adagrad",
-        ),
-    ]  # fmt: skip
-
-
-RESHARDINGS = [*trials(2), *trials(3)]
+    trial(
+        3, "adagrad", "fp32", torch.optim.Adagrad, states=frozenset({"sum"}), one_group=True,
+        resume=ADAGRAD,
+    ),
+    trial(2, "rmsprop", "fp32", RMSPROP, ds_overrides=UNTESTED, states=OF_RMSPROP),
+    trial(2, "tensor-lr", "fp32", adam_with_tensors),
+    trial(2, "before-first-step", "bf16", states=NONE, scalars=NONE, steps=0),
+    trial(3, "before-first-step", "bf16", states=NONE, scalars=NONE, steps=0),
+    trial(2, "overflowed", "fp16", ds_overrides=OVERFLOW, states=NONE, scalars=NONE),
+    trial(3, "bf16-masters", "bf16", ds_overrides=MASTERS),
+    trial(3, "offload", "bf16", ds_overrides=OFFLOAD | ANY_ON_CPU),
+    trial(2, "cpu-adam", "bf16", deepspeed_cpu_adam, ds_overrides=OFFLOAD, extension="cpu_adam"),
+    trial(3, "fused-adam", "bf16", deepspeed_fused_adam, extension="fused_adam"),
+    # Its exp_avg_sq is never used.
+    trial(
+        3, "cpu-lion", "bf16", deepspeed_cpu_lion, ds_overrides=OFFLOAD,
+        added=frozenset({"amsgrad"}), extension="cpu_lion",
+    ),
+    trial(
+        2, "cpu-adagrad", "bf16", deepspeed_cpu_adagrad, ds_overrides=OFFLOAD | ANY_ON_CPU,
+        states=frozenset({"exp_avg_sq"}), extension="cpu_adagrad",
+    ),
+]  # fmt: skip
 ABLE = [one for one in RESHARDINGS if not missing_extension(one.extension)]
 
 
@@ -156,32 +152,3 @@ def test_states_that_are_no_elements_of_parameters_stay_where_zero_is_not(tmp_pa
     assert list(value_differences(ours, loaded, "loaded")) == []
     assert (saved.pop("dp_world_size"), ours.pop("dp_world_size")) == (2, 3)
     assert list(value_differences(saved, ours, "written")) == []
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_numbers_of_each_rank_in_param_groups_stay_on_their_ranks(
-    tmp_path: Path, stage: int
-) -> None:
-    case = Case(f"z{stage}-of-each", stage, "bf16", UNTESTED, optimizer=OfEachRank)
-    source, store, out, again = (tmp_path / name for name in ("saved", "s.zarr", "out", "again"))
-    require_success(run_jobs(2, [Train(case, source, None)], tmp_path / "ranks"))
-    streamshard.convert(source, store, verify=True)
-    streamshard.repartition(store, out, world_size=2, verify=True)
-    resume = Resume(case, out, tmp_path / "none.pt", again, gathers=False)
-    require_success(run_jobs(2, [resume], tmp_path / "ranks"))
-    files = sorted(path.relative_to(source) for path in source.glob("*/*optim_states.pt"))
-    found = set()
-    for file in files:
-        saved, ours, loaded = (
-            torch.load(run / file, weights_only=False)["optimizer_state_dict"]
-            for run in (source, out, again)
-        )
-        key = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
-        groups = saved[key]["param_groups"]
-        assert list(value_differences(groups, ours[key]["param_groups"], "written")) == []
-        assert list(value_differences(ours, loaded, "loaded")) == []
-        found.add(tuple(group["d"] for group in groups))
-    assert streamshard.verify(out, against=source).is_good  # the rest, but for stage 3's padding
-    assert len(found) == len(files) == 2
-    with pytest.raises(UnsupportedError, match="differs between ranks: each computes it"):
-        streamshard.repartition(source, tmp_path / "other", world_size=3)

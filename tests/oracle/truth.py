@@ -5,7 +5,7 @@ accessors (``safe_get_full_fp32_param``, ``safe_get_full_optimizer_state``) cann
 stages 1 and 2. They all-reduce over zeros, which turns -0.0 into 0.0; they take a parameter's
 offset from a mapping that is wrong under round_robin_gradients; and they are linked to the states
 after the first param group's first step, when the other groups have none yet, so that asking for
-those raises. `accessor_differences` checks against them where they can be right.
+those raises.
 """
 
 import importlib
@@ -295,24 +295,3 @@ def _partition_rank(optimizer: Optimizer, group: int) -> int:
     if hasattr(optimizer, "real_dp_process_group"):
         return distributed.get_rank(optimizer.real_dp_process_group[group])
     return distributed.get_rank(optimizer.dp_process_group)
-
-
-def accessor_differences(engine: Engine, truth: Truth) -> list[str]:
-    """Where DeepSpeed's public accessors give other values than `truth`. A collective call."""
-    utils: Any = importlib.import_module("deepspeed.utils")
-    found = []
-    for state, tensors in truth.states.items():
-        for name, param in named_params(engine):
-            if name not in tensors:
-                continue
-            if state == "fp32":
-                value = utils.safe_get_full_fp32_param(param)
-            elif hasattr(param, "ds_id"):
-                value = utils.safe_get_full_optimizer_state(param, state)
-            else:
-                # Raises at stages 1 and 2 for every param group but the first.
-                continue
-            # By value: the accessors lose the sign of zero.
-            if value is None or not torch.equal(value, tensors[name]):
-                found.append(f"{state} of {name}")
-    return found

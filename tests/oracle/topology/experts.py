@@ -33,9 +33,6 @@ class ExpertParallel(Topology):
     """Elements of a rank's experts above which their param group is divided; None as by default."""
     tensor: int = 1
     """Tensor-parallel ranks, each of which has other hidden units of a block, and of experts."""
-    whole_experts: bool = False
-    """Whether experts are whole, and spread over the tensor-parallel ranks too. It is DeepSpeed's
-    default, without `enable_expert_tensor_parallelism`."""
     freezes: bool = False
     """Whether one bias of each expert is not trained."""
 
@@ -57,7 +54,7 @@ class ExpertParallel(Topology):
         grid = TensorGrid(self.tensor) if self.tensor > 1 else None
         if grid is not None:
             gather_flat()
-            _share(model, grid, experts=not self.whole_experts)
+            _share(model, grid)
         groups = [{**group, "name": group["role"]} for group in case.groups(model, scale)]
         most = {} if self.max_group is None else {"max_group_size": self.max_group}
         groups = utils.split_params_into_different_moe_groups_for_optimizer(groups, **most)
@@ -106,7 +103,7 @@ class MixtureModel(nn.Module):
                 capacity_factor=float(count),
                 use_rts=False,
                 use_residual=residual,
-                enable_expert_tensor_parallelism=parallel.tensor > 1 and not parallel.whole_experts,
+                enable_expert_tensor_parallelism=parallel.tensor > 1,
             )
             for count, degree, residual in zip(
                 parallel.counts, parallel.degrees, (False, True), strict=True
@@ -129,10 +126,10 @@ class MixtureModel(nn.Module):
         return functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def _share(model: MixtureModel, grid: TensorGrid, *, experts: bool) -> None:
+def _share(model: MixtureModel, grid: TensorGrid) -> None:
     """Give this rank hidden units of its own of the block, and of the experts."""
     for module in model.modules():
-        if isinstance(module, SharedBlock) or (experts and isinstance(module, Expert)):
+        if isinstance(module, SharedBlock | Expert):
             module.group = grid.get_model_parallel_group()
             for param in (*module.up.parameters(), *module.down.parameters()):
                 # So that the norm for clipping counts the gradients of all ranks.
