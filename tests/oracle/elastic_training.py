@@ -45,7 +45,7 @@ def main() -> None:
     found = run.latest()
     _, state = engine.load_checkpoint(run.saves)
     start = 0 if state is None else state["step"]
-    run.log(start=start, latest=found, pid=os.getpid(), node=os.environ.get("NODE"))
+    run.log(start=start, latest=found)
     for step in range(start + 1, options.steps + 1):
         run.wait_for_permission(step)
         run.log(step=step, loss=train(engine, step))

@@ -44,6 +44,8 @@ ON_1, ON_4 = (spread(2, degree) for degree in (1, 4))
 ROUND_ROBIN = {"zero_optimization": {"round_robin_gradients": True, "parameter_alignment": True}}
 ROUND_2, ROUND_1 = (spread(2, degree, "-round-robin", **ROUND_ROBIN) for degree in (2, 1))
 DATA_FIRST = spread(1, 2, "-data-first", use_data_before_expert_parallelism=True)
+FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
+OPTIMIZER_2, OPTIMIZER_1 = (spread(1, d, "-bf16-optimizer", **FP32_GRADIENTS) for d in (2, 1))
 Z3_1, Z3_2, Z3_4 = (spread(3, degree) for degree in (1, 2, 4))
 RESHARDINGS = [
     again(Z3_2, 4, Z3_1, 3, 1),
@@ -52,4 +54,5 @@ RESHARDINGS = [
     again(ON_4, 4, spread(1, 2), 6, 2),
     again(ROUND_2, 4, ROUND_1, 2, 1),
     again(DATA_FIRST, 4, ON_1, 2, 1),
+    again(OPTIMIZER_2, 4, OPTIMIZER_1, 3, 1),
 ]

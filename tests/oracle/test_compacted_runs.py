@@ -1,4 +1,4 @@
-"""Real runs of HF Trainer and of Lightning are compacted, and come back from their archives."""
+"""Real runs of HF Trainer are compacted, and come back from their archives."""
 
 import json
 import os
@@ -11,16 +11,14 @@ from transformers.trainer_utils import rotate_checkpoints
 
 import streamshard
 from tests.compact.runs import TRASH, actions, age, bits
-from tests.oracle.files import file_differences
 from tests.oracle.frameworks.common import Seen, run
 from tests.oracle.frameworks.hf_trainer import HfTrain
-from tests.oracle.frameworks.lightning_trainer import LightningFit
 from tests.oracle.ranks import require_success, run_jobs
 
-STAGE, DAYS, LIMIT, KEPT = 2, 30, 5, 3
-ONLY_ARCHIVING = range(11, 16)
+STAGE, DAYS, LIMIT, KEPT = 2, 18, 5, 3
+ONLY_ARCHIVING = range(6, 11)
 """Nights without --delete, so that the rotation finds more than its limit."""
-TORN = 16
+TORN = 11
 """The night in which the rotation is at work."""
 
 
@@ -95,27 +93,3 @@ def steps_in(directory: Path) -> set[int]:
 
 def step_of(name: str) -> int:
     return int(name.rpartition("-")[2])
-
-
-def test_a_run_of_lightning(tmp_path: Path) -> None:
-    """Whose last checkpoint is linked."""
-    output, before = tmp_path / "output", tmp_path / "before"
-    job = LightningFit(STAGE, output / "end.ckpt", tmp_path / "seen", 6, 2, 2, saves_every=2)
-    require_success(run_jobs(2, [job], tmp_path / "ranks", run))
-    units = [output / f"epoch=0-step={step}.ckpt" for step in (2, 4, 6)]
-    for number, unit in enumerate(units):
-        age(unit, 9 - number)
-    assert (output / "last.ckpt").is_symlink()
-    shutil.copytree(units[0], before)
-    found = streamshard.compact(output, tmp_path / "archive", keep_last=2, delete=True)
-    done = ("deleted", "kept", "kept")
-    assert actions(found) == dict(zip((unit.name for unit in units), done, strict=True))
-    after = tmp_path / "restored" / units[0].name
-    after.parent.mkdir()
-    streamshard.repartition(tmp_path / "archive" / f"{after.name}.zarr", after)
-    assert file_differences(before / "checkpoint", after / "checkpoint") == []
-    others, found_too = (
-        {path.name: path.read_bytes() for path in unit.iterdir() if path.is_file()}
-        for unit in (before, after)
-    )
-    assert others == found_too

@@ -148,8 +148,6 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, 
         Sized(root / "fitted-micro", 12, 5, None),
         Sized(root / "fitted-accumulation", 12, None, 5),
         Sized(root / "fitting", 12, None, 2),
-        Sized(root / "total-alone", 12, None, None),
-        Sized(root / "deepspeed-alone", 12, 4, 1, keeps=False),
         Sized(root / "fitted-under-accelerate", 12, 4, 1, under="Accelerate"),
     ]
     for ranks, jobs in ((2, at_2), (1, at_1)):
@@ -200,7 +198,6 @@ def test_nothing_changes_unless_it_is_asked_for(said: Callable[[str], Any]) -> N
         pytest.param("fitted-micro", [12, 4, 3], id="micro batch that does not divide"),
         pytest.param("fitted-accumulation", [12, 2, 6], id="accumulation that does not divide"),
         pytest.param("fitting", [12, 6, 2], id="sizes that fit"),
-        pytest.param("total-alone", [12, 12, 1], id="sizes left to DeepSpeed"),
     ],
 )
 def test_a_config_is_fitted_when_the_engine_is_made(
@@ -232,7 +229,6 @@ def test_a_config_is_fitted_when_the_engine_is_made(
             ["train_batch_size of 12", "Accelerate", "micro batch of 4 and an accumulation of 3"],
             id="Accelerate's config",
         ),
-        pytest.param("deepspeed-alone", ["AssertionError", "12 != 4 * 1 * 1"], id="DeepSpeed"),
     ],
 )
 def test_what_cannot_be_kept_is_said(

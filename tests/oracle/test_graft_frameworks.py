@@ -65,7 +65,6 @@ OF_ADAPTER = (
     "new base_model.model.transformer.h.*.attn.c_attn.lora_A.default.weight",
 )
 SCENARIOS = [
-    Scenario("tokens-z2", "whole-z2", with_more_tokens, {}, ("rows transformer.wte.weight",)),
     Scenario("tokens-z3", "whole-z3", with_more_tokens, {}, ("rows transformer.wte.weight",)),
     Scenario("unfrozen", "half-z3", None, {}, ("thaw transformer.h.0.ln_1.bias",)),
     Scenario("adapter-z2", "whole-z2", with_adapter, {}, OF_ADAPTER),

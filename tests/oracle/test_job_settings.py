@@ -24,8 +24,6 @@ STEPS, BATCH = 3, 8
 EPOCH = SAMPLES // BATCH
 """Steps of an epoch."""
 KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-LONGER, END = {"max_steps": 30}, {"max_steps": SAMPLES // 6}
-"""Where Trainer stops that begins the epoch again; the latter is one epoch with batches of 6."""
 FIRST = {"seed": 11}
 """The order of the samples depends on the seed, which users leave as it was."""
 
@@ -131,13 +129,9 @@ class Journey:
 
     def _on_three_ranks(self) -> list[FrameworkJob]:
         hf = self.notes["hf-3"]
-        below = python_arguments(hf)[0]
         return [
-            self._hf(3, "hf-3-below", arguments=below),
+            self._hf(3, "hf-3-below", arguments=python_arguments(hf)[0]),
             self._hf(3, "hf-3-above", flags(hf)[1], sizes=keys(hf)[1]),
-            self._hf(3, "hf-3-as-it-was"),
-            self._hf(3, "hf-3-again", "--ignore_data_skip True", arguments=below | LONGER),
-            self._hf(3, "hf-3-again-short", "--ignore_data_skip True", arguments=below | END),
             self._accelerate(3, "accelerate-3", 9),
         ]
 
@@ -196,7 +190,6 @@ def test_trainer_sees_every_sample_once_if_the_batch_is_kept(name: str, journey:
     [
         ("hf-3-below", 6, "With a global batch of 6, Trainer skips 18 samples:"),
         ("hf-3-above", 9, "With a global batch of 9, Trainer skips 27 samples:"),
-        ("hf-3-as-it-was", 12, "and so a global batch of 12, Trainer skips 36 samples:"),
     ],
 )
 def test_trainer_leaves_out_and_repeats_as_many_samples_as_the_note_says(
@@ -208,22 +201,6 @@ def test_trainer_leaves_out_and_repeats_as_many_samples_as_the_note_says(
     assert told is not None, text
     wanted = (int(told[1]), 0) if told[2] == "seen twice" else (0, int(told[1]))
     assert journey.twice_and_left_out(name) == wanted
-
-
-def test_trainer_may_begin_the_epoch_again(journey: Journey) -> None:
-    text = " ".join(journey.notes["hf-3"].split())
-    assert "(--ignore_data_skip True), Trainer begins this epoch again" in text
-    assert "raise max_steps too, or as much is left out" in text
-    assert journey.twice_and_left_out("hf-3-again") == (STEPS * BATCH, 0)
-    assert journey.twice_and_left_out("hf-3-again-short")[1] == STEPS * 6
-
-
-def test_trainer_refuses_other_sizes_than_its_arguments(journey: Journey, tmp_path: Path) -> None:
-    """Which is why it is arguments that are named, and the config's numbers only beside them."""
-    job = journey._hf(1, "refused", sizes=keys(journey.notes["hf-1"])[0])
-    (done,) = run_jobs(1, [job], tmp_path, run)
-    assert done.error is not None
-    assert "mismatch TrainingArguments" in done.error
 
 
 def test_accelerate_takes_the_nearest_batch(journey: Journey) -> None:

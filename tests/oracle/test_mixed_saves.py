@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -51,26 +50,6 @@ def test_files_of_two_saves_are_noted(case: Case, saves: Path, tmp_path: Path) -
         streamshard.verify(died),
     ]
     assert [SAID in " ".join(report.notes) for report in reports] == [True] * len(reports)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_files_of_one_save_are_not(case: Case, saves: Path, tmp_path: Path) -> None:
-    whole = saves / f"{case.name}-3"
-    assert "of two saves" not in " ".join(
-        streamshard.repartition(whole, tmp_path / "out", world_size=3).notes
-    )
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_they_do_not_count_as_one_of_the_newest(case: Case, saves: Path, tmp_path: Path) -> None:
-    run, archive = tmp_path / "run", tmp_path / "archive"
-    for step, made in enumerate(("2", "2", "3", "died"), 1):
-        shutil.copytree(saves / f"{case.name}-{made}" / TAG, run / f"global_step{step}")
-    (run / "latest").write_text("global_step4")
-    found = streamshard.compact(run, archive, keep_last=2, min_age=timedelta(0), dry_run=True)
-    kept = {tag.step: tag.reason for tag in found.tags if tag.action == "kept"}
-    assert kept.keys() == {2, 3, 4}
-    assert [step for step, reason in kept.items() if "of two saves" in reason] == [4]
 
 
 class Harmless:

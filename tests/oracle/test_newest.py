@@ -84,8 +84,8 @@ def test_a_trainer_goes_on_from_what_is_named_wherever_its_save_is_killed(
     assert len(killed) > 20
     named = {one.when: streamshard.newest(one.place).path or "" for one in killed}
     steps = {when: int(path.rpartition("-")[2]) for when, path in named.items()}
-    # All states differ to the Trainer by the files that it needs: a third of them is tried.
-    tried = [one for number, one in enumerate(killed) if number % 3 == 0 or steps[one.when] == LAST]
+    # All states differ to the Trainer by the files that it needs: a sixth of them is tried.
+    tried = [one for number, one in enumerate(killed) if number % 6 == 0 or steps[one.when] == LAST]
     passed = [one for one in tried if steps[one.when] == BEFORE]
     assert passed
     bad = [
@@ -105,17 +105,6 @@ def test_a_trainer_goes_on_from_what_is_named_wherever_its_save_is_killed(
     for number, one in enumerate(tried):
         for rank in json.loads((tmp_path / f"{number}.json").read_text()):
             assert rank["first_step"] == rank["engine_step"] == steps[one.when]
-
-
-def test_whatever_of_deepspeeds_files_is_missing_the_older_one_is_named(output: Path) -> None:
-    """As when a node is lost: no file of a rank is one that a load can do without."""
-    shards = [p for p in in_order(output / f"checkpoint-{LAST}") if "mp_rank" in p.name]
-    assert len(shards) == RANKS + 1
-    for shard in shards:
-        aside = shard.rename(shard.with_name("aside"))
-        assert str(streamshard.newest(output)).endswith(f"checkpoint-{BEFORE}")
-        aside.rename(shard)
-    assert str(streamshard.newest(output)).endswith(f"checkpoint-{LAST}")
 
 
 @dataclass(frozen=True)

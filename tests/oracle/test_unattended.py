@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -47,7 +46,7 @@ class Job:
     def start_machine(self, node: str) -> None:
         conf = "is_host=0,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=4"
         command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:3"),
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2"),
             *("--nproc-per-node", "1", "--max-restarts", "9", "--local-addr", "127.0.0.1"),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.store_port}"),
             *("--rdzv-id", "job", "--rdzv-conf", conf),
@@ -58,16 +57,10 @@ class Job:
         with (self.directory / f"{node}.out").open("wb") as out:
             self.agents[node] = subprocess.Popen(
                 command,
-                env={**os.environ, **ENVIRONMENT, "NODE": node},
+                env={**os.environ, **ENVIRONMENT},
                 stdout=out,
                 stderr=subprocess.STDOUT,
             )
-
-    def lose_machine(self, node: str) -> None:
-        """Kill an agent and its rank, which have no time to say anything."""
-        worker = [entry["pid"] for entry in self.log() if entry.get("node") == node][-1]
-        self.agents[node].kill()
-        os.kill(worker, signal.SIGKILL)
 
     def allow(self, step: int) -> None:
         whole = self.directory / "permission"
@@ -160,35 +153,28 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def disturbed(directory: Path) -> list[dict[str, Any]]:
-    """What the ranks log of a job that loses a machine, loses one in a save, and gains one."""
-    seed = random.SystemRandom().randrange(10**6)
-    print(f"seed {seed}")  # noqa: T201 - pytest shows it where a test fails
-    chance = random.Random(seed)
+    """What the ranks log of a job that loses a machine in a save, and gains one."""
     with job_in(directory) as job:
         job.allow(8)
-        for node in ("a", "b", "c"):
+        for node in ("a", "b"):
             job.start_machine(node)
-        job.wait_for("step", ranks=3, at_least=chance.randint(2, 8))
-        time.sleep(chance.uniform(0.0, 0.1))
-        job.lose_machine(chance.choice(("a", "b", "c")))
-        job.allow(9)  # ranks that wait for a permission do not see that one of them is gone
-        job.wait_for("start", ranks=2)
+        job.wait_for("step", ranks=2)
         (directory / "dies-in-save-of").write_text("12")
         job.allow(15)
         job.wait_for("died", ranks=2)
-        job.wait_for("step", ranks=1, at_least=chance.randint(13, 15))
+        job.wait_for("step", ranks=1, at_least=14)
         job.start_machine("d")
         job.wait_for("start", ranks=2, at_least=12)
         job.allow(STEPS)
         codes = job.finish()
         log = job.log()
-        assert sorted(codes.values()) == [-signal.SIGKILL, -signal.SIGKILL, 0, 0], job.complaint()
+        assert sorted(codes.values()) == [-signal.SIGKILL, 0, 0], job.complaint()
     return log
 
 
 def test_the_job_went_on_at_every_size(disturbed: list[dict[str, Any]]) -> None:
     sizes = iter([entry["ranks"] for entry in disturbed if "step" in entry])
-    assert [size for size in (3, 2, 1, 2) if size in sizes] == [3, 2, 1, 2]  # in this order
+    assert [size for size in (2, 1, 2) if size in sizes] == [2, 1, 2]  # in this order
     assert disturbed[-1]["end"] == STEPS
 
 
@@ -202,7 +188,7 @@ def test_every_restart_continues_from_the_last_complete_save(
             assert entry["latest"] == (f"global_step{entry['start']}" if entry["start"] else None)
             starts += entry["rank"] == 0
         saved = entry.get("saved", saved)
-    assert starts >= 4
+    assert starts >= 3
 
 
 def test_a_machine_lost_in_a_save_leaves_latest_as_it_was(disturbed: list[dict[str, Any]]) -> None:

@@ -1,12 +1,10 @@
 """Every framework's checkpoints, resumed there on another number of ranks, in two ways.
 
 2 ranks save. 1 rank resumes, and saves again; 3 ranks resume from both. Each resume is done twice:
-from what `repartition` wrote, and directly from the source within `resharding()`. Some jobs then do
-as the notes say.
+from what `repartition` wrote, and directly from the source within `resharding()`.
 """
 
 import json
-import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -70,13 +68,10 @@ class Move:
     stage: int
     source: int
     target: int
-    is_advised: bool = False
-    """Whether the job has the batch that the notes of a conversion advise."""
 
     @property
     def name(self) -> str:
-        advised = "-advised" if self.is_advised else ""
-        return f"{self.kind}-z{self.stage}-{self.source}to{self.target}{advised}"
+        return f"{self.kind}-z{self.stage}-{self.source}to{self.target}"
 
     @property
     def saved_by(self) -> Kind:
@@ -99,18 +94,11 @@ GROWING = [
     Move("hf", 2, 2, 3),
     Move("hf", 3, 1, 3),
     Move("accelerate", 2, 2, 3),
-    Move("accelerate", 3, 1, 3),
     Move("lightning", 3, 2, 3),
     Move("fabric", 2, 2, 3),
     Move("fabric-weights", 3, 2, 3),
 ]
 MOVES = [*SHRINKING, *GROWING]
-ADVISED = [
-    Move("hf", 3, 2, 1, is_advised=True),
-    Move("accelerate", 3, 2, 1, is_advised=True),
-    Move("lightning", 2, 2, 1, is_advised=True),
-    Move("hf", 2, 2, 3, is_advised=True),
-]
 FIND_LAST = [GROWING[0], GROWING[2]]
 """Of these, Trainer and Accelerate are told to look for their last checkpoint."""
 CONFIGURED = {SHRINKING[1]: hf_trainer, SHRINKING[2]: accelerating}
@@ -125,11 +113,11 @@ class Journey:
     notes: dict[str, str] = field(default_factory=dict)
     """Name of a move to what the report of its conversion says."""
 
-    def run(self, moves: Sequence[Move] = MOVES, advised: Sequence[Move] = ()) -> None:
+    def run(self, moves: Sequence[Move] = MOVES) -> None:
         first = sorted({(move.saved_by, move.stage) for move in moves if move.source == 2})
         self._do(2, [self._save(Move(kind, stage, 2, 2)) for kind, stage in first])
         for size in (1, 3):
-            self._resume(size, moves, advised)
+            self._resume(size, moves)
 
     def source(self, move: Move) -> Path:
         """The checkpoint that is resumed."""
@@ -204,7 +192,7 @@ class Journey:
             return AccelerateRun(move.stage, source, seen, truth, SAVED_STEPS)
         return LightningFit(move.stage, source, seen, SAVED_STEPS, 2, 2, saved_truth=truth)
 
-    def _resume(self, size: int, moves: Sequence[Move], advised: Sequence[Move]) -> None:
+    def _resume(self, size: int, moves: Sequence[Move]) -> None:
         jobs: list[FrameworkJob] = []
         for move in moves:
             if move.target == size:
@@ -212,10 +200,6 @@ class Journey:
                 direct = self._load(move, "direct", self.source(move))
                 jobs.append(self._load(move, "converted", self.out(move)))
                 jobs.append(Directly(direct, self._reports(move)))
-        for move in advised:
-            if move.target == size:
-                job = self._load(move, "direct", self.source(move))
-                jobs.append(Directly(self._advised(move, job), self._reports(move)))
         if jobs:
             self._do(size, jobs)
 
@@ -236,20 +220,6 @@ class Journey:
         streamshard.repartition(store, self.out_of_store(move), **options)
         report = streamshard.repartition(source, out, **options)
         self.notes[move.name] = "\n".join(report.notes)
-
-    def _advised(self, move: Move, job: FrameworkJob) -> FrameworkJob:
-        """Give a job what the notes advise first."""
-        notes = self.notes[replace(move, is_advised=False).name]
-        micro = _number(r"batch_size=(\d+)", notes)
-        accumulation = _number(r"(?:gradient_accumulation_steps|grad_batches)=(\d+)", notes)
-        if isinstance(job, HfTrain):
-            names = ("per_device_train_batch_size", "gradient_accumulation_steps")
-            return replace(job, arguments=dict(zip(names, (micro, accumulation), strict=True)))
-        if isinstance(job, AccelerateRun):
-            calls = _number(r"for _ in range\((\d+)\):", notes)
-            return replace(job, batch_size=micro, accumulation=accumulation, scheduler_steps=calls)
-        assert isinstance(job, LightningFit)
-        return replace(job, batch_size=micro, accumulation=accumulation)
 
     def _load(self, move: Move, way: Way, place: Path) -> FrameworkJob:
         again, loaded = self.resaved(move, way), self.root / f"{move.name}-{way}.pt"
@@ -276,12 +246,6 @@ class Journey:
                 move.stage, again, seen, last, 2, 2, place, loaded_truth=loaded, saved_truth=saved
             )
         return FabricLoad(move.stage, place, loaded, seen, move.kind == "fabric-weights")
-
-
-def _number(pattern: str, text: str) -> int:
-    found = re.search(pattern, text)
-    assert found, text
-    return int(found[1])
 
 
 def _checkpoint(place: Path, kind: Kind, steps: int) -> Path:
