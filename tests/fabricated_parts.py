@@ -33,8 +33,6 @@ class TensorJob(Job):
     """Whether lists of patterns tell how parameters are cut, and no maps."""
     constant: str = ""
     """Name of a parameter whose elements are all alike."""
-    averaged: tuple[str, ...] = ()
-    """Parameters that the lists say to be averaged."""
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -68,8 +66,6 @@ class TensorJob(Job):
 
     def values(self, state: str, name: str, expert_rank: int = 0) -> Tensor:
         """Make a rank's part of a state."""
-        if name in self.averaged:
-            return self._copy(state, name)
         whole = values(state, name, {**self._wholes, **dict(self.frozen)}[name])
         if name == self.constant:
             whole.fill_(1)
@@ -80,13 +76,6 @@ class TensorJob(Job):
         if self.changed is not None and self.changed[:2] == (state, name) and self.part:
             whole.view(-1)[self.changed[2]] += self.changed_by
         return whole
-
-    def _copy(self, state: str, name: str) -> Tensor:
-        """Return what a rank has of a parameter to be averaged: half of it is alike on all."""
-        copy = values(state, name, self._wholes[name])
-        own = values(state, f"{name} of {self.part}", copy.shape).view(-1)[::2]
-        copy.view(-1)[::2] = torch.sqrt(own.abs() + self.part)
-        return copy
 
     def told(self) -> "TensorJob":
         """Return the job with what its model files tell of its degrees."""
@@ -110,9 +99,8 @@ class TensorJob(Job):
         subs = [name for name, (_, sizes) in self.cuts.items() if len(sizes) > 1]
         return {
             "tp_replicated_parameter_patterns": [
-                _pattern(name) for name in names if name not in (*self.cuts, *self.averaged)
+                _pattern(name) for name in names if name not in self.cuts
             ],
-            "parameter_to_average_patterns": [_pattern(name) for name in self.averaged],
             "parameter_with_row_parallelism_patterns": [
                 _pattern(name) for name, (dimension, _) in self.cuts.items() if dimension == 1
             ],

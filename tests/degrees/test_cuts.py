@@ -239,3 +239,36 @@ def test_equal_parts_too_are_cut_as_the_job_cuts_them(tmp_path: Path) -> None:
     run = write(with_degree(LISTED, 4, 2), tmp_path / "run")
     with pytest.raises(UsageError, match=r"tensor_parallel=2 .* like=RUN as well"):
         streamshard.repartition(run, tmp_path / "out", world_size=8, tensor_parallel=2)
+
+
+# Parameters that files list as ones to be averaged ------------------------------------------------
+
+
+def average_what_is_replicated(content: dict[str, Any]) -> None:
+    told = content["universal_checkpoint_info"]
+    averaged = [p for p in told[REPLICATED] if "bias" in p and "old" not in p]
+    told["parameter_to_average_patterns"] = averaged
+    told[REPLICATED] = [p for p in told[REPLICATED] if p not in averaged]
+
+
+def test_copies_to_be_averaged_that_differ_are_refused(tmp_path: Path) -> None:
+    job = replace(LISTED, changed=("fp32", "block.1.bias", 1), changed_by=1000)
+    run, store, out = write(job, tmp_path / "run"), tmp_path / "run.zarr", tmp_path / "out"
+    edit_parts(run, average_what_is_replicated)
+    streamshard.convert(run, store, codec="zstd")
+    message = r"of block\.1\.bias: 1 of 2 elements differ.*list it as one whose mean counts"
+    for source in (run, store):
+        with pytest.raises(DisagreementError, match=message):
+            streamshard.repartition(source, out, tensor_parallel=1, world_size=2)
+        with pytest.raises(DisagreementError, match=message):
+            streamshard.export(source, out)
+    assert not out.exists()
+
+
+def test_copies_that_are_equal_need_no_mean(tmp_path: Path) -> None:
+    """NaNs with a payload and negative zeros stay as they are."""
+    run, out = write(LISTED, tmp_path / "run"), tmp_path / "out"
+    wanted = write(with_degree(LISTED, 1, 2), tmp_path / "wanted")
+    edit_parts(run, average_what_is_replicated)
+    streamshard.repartition(run, out, tensor_parallel=1, world_size=2)
+    compare(out / TAG, wanted / TAG)
