@@ -253,22 +253,3 @@ def test_options_and_verbs_in_messages_exist() -> None:
     for module, (text, _) in sources().items():
         for name in re.findall(r"\bOption\(\s*['\"]([^'\"]+)", text):
             assert {*flag(Option(name)).split()} <= options, (module, name)
-
-
-def test_no_error_ends_with_a_full_stop() -> None:
-    """What shows it goes on with the next sentence."""
-
-    def end(node: ast.expr) -> str:
-        if isinstance(node, ast.Constant):
-            return str(node.value)
-        return end(node.values[-1]) if isinstance(node, ast.JoinedStr) and node.values else ""
-
-    for module, (_, tree) in sources().items():
-        for node in ast.walk(tree):
-            texts: list[ast.expr] = []
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "message":
-                texts = [node.value]
-            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Error"):
-                texts = node.args[:1]
-            ending = [text.lineno for text in texts if end(text).endswith(".")]
-            assert not ending, (module, ending)

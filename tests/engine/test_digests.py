@@ -15,9 +15,7 @@ from streamshard import checksums
 from streamshard.checksums import RunningChecksums, crc32c
 from streamshard.engine.numeric import digests
 from streamshard.engine.scan.probe import FileHashes
-from streamshard.io.entries import identify
 from streamshard.model import Digest, SourceFile
-from streamshard.operations.compact.run_context import sha256_of
 
 DATA = st.binary(max_size=200)
 CUTS = st.lists(st.integers(0, 30), max_size=8).map(sorted)
@@ -76,17 +74,6 @@ def test_far_apart(before: bytes, after: bytes, gap: int) -> None:
 @given(DATA, LONG)
 def test_zeros_at_the_end_can_be_taken_away(data: bytes, zeros: int) -> None:
     assert digests.without_zeros(direct(data + bytes(zeros)), zeros) == direct(data)
-
-
-def test_hashes_are_those_of_hashlib_in_the_order_asked_for(tmp_path: Path) -> None:
-    sizes = [0, 1, (1 << 20) - 1, 1 << 20, (3 << 20) + 5]
-    paths = [tmp_path / str(size) for size in sizes]
-    for path, size in zip(paths, sizes, strict=True):
-        path.write_bytes(bytes(range(256)) * (size // 256) + b"x" * (size % 256))
-    seen: list[int] = []
-    found = sha256_of([identify(path) for path in paths], seen.append, workers=3)
-    assert found == [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
-    assert sum(seen) == sum(sizes)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6)), max_size=12))

@@ -81,17 +81,6 @@ def test_a_file_of_a_network_file_system_is_read(
     assert window_of(reader_of(identify(path)), 0, MOST_BYTES) is None
 
 
-def test_a_file_that_was_cut_off_is_an_error_with_both_sizes(path: Path) -> None:
-    reader = reader_of(identify(path))
-    assert window_of(reader, 0, MOST_BYTES) is not None
-    os.truncate(path, 4 * MOST_BYTES)
-    assert window_of(reader, 4 * MOST_BYTES, MOST_BYTES) is None
-    assert "read: the system could not show all of a map" in memory_map.ways_taken
-    with pytest.raises(CorruptFileError, match=rf"ends at byte {4 * MOST_BYTES}.*{NBYTES}"):
-        reader.read_into(0, 4 * MOST_BYTES, memoryview(bytearray(MOST_BYTES)))
-    reader.close()
-
-
 @pytest.mark.parametrize("copies", [False, True])
 def test_zeros_behind_the_end_of_a_file_that_was_cut_off_are_refused(
     path: Path, *, copies: bool

@@ -1,8 +1,8 @@
-"""What is tried again, and for how long."""
+"""Files of a network file system are tried again; for how long, `tests/cloud` asks."""
 
 import errno
 import os
-import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,8 +10,6 @@ import pytest
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.window import Window
 from streamshard.engine.run.work import Fixed, Span
-from streamshard.errors import SourceError
-from streamshard.io.retry import is_transient, try_again
 from streamshard.io.sink import LocalSink
 from tests.engine.fakes import FakeReader, on_disk
 from tests.engine.test_window import buffer
@@ -21,21 +19,13 @@ DATA = bytes(range(200))
 
 
 @pytest.fixture(autouse=True)
-def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Note how long was waited, and do not wait."""
-    waited: list[float] = []
-
-    class Event(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            waited.append(timeout or 0.0)
-            return False
-
-    monkeypatch.setattr("streamshard.io.retry.threading.Event", Event)
-    return waited
+def _pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not wait."""
+    monkeypatch.setattr("streamshard.io.retry._PAUSES", (0.0, 0.0, 0.0, 0.0))
 
 
 class Failing:
-    def __init__(self, number: int, times: int, real: object = None) -> None:
+    def __init__(self, number: int, times: int, real: Callable[..., object]) -> None:
         self.number = number
         self.left = times
         self.calls = 0
@@ -46,38 +36,7 @@ class Failing:
         if self.left:
             self.left -= 1
             raise OSError(self.number, os.strerror(self.number))
-        return self.real(*arguments) if callable(self.real) else "done"
-
-
-def test_the_moment_s_errors_are_waited_out(pauses: list[float]) -> None:
-    call = Failing(errno.ESTALE, 3)
-    assert try_again(call) == "done"
-    assert call.calls == 4
-    assert pauses == sorted(pauses)
-    assert len(pauses) == 3
-
-
-def test_but_not_for_ever(pauses: list[float]) -> None:
-    call = Failing(errno.ETIMEDOUT, 1000)
-    with pytest.raises(OSError, match="timed out"):
-        try_again(call)
-    assert call.calls == len(pauses) + 1
-    assert sum(pauses) < 60
-
-
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EACCES, errno.ENOENT])
-def test_others_are_not_tried_again(pauses: list[float], number: int) -> None:
-    call = Failing(number, 1)
-    with pytest.raises(OSError, match=os.strerror(number)):
-        try_again(call)
-    assert (call.calls, pauses) == (1, [])
-
-
-def test_the_cause_counts() -> None:
-    error = SourceError("x: cannot be read")
-    assert not is_transient(error)
-    error.__cause__ = OSError(errno.ESTALE, "Stale file handle")
-    assert is_transient(error)
+        return self.real(*arguments)
 
 
 @pytest.mark.parametrize("call", ["preadv", "open"])

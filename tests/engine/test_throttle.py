@@ -34,17 +34,6 @@ def test_it_takes_as_long_as_it_must_from_any_number_of_threads() -> None:
     assert time.monotonic() - began >= 0.3
 
 
-def test_what_is_slow_by_itself_is_not_held_back() -> None:
-    """Time in which nothing was read is not saved up for later either."""
-    throttle = Throttle(lambda nbytes: None, RATE)
-    throttle.advance(1)
-    time.sleep(0.1)
-    began = time.monotonic()
-    throttle.advance(50_000)
-    throttle.advance(50_000)
-    assert time.monotonic() - began >= 0.1
-
-
 SCRIPT = """
 import ctypes, os, sys
 from streamshard.cli.main import main

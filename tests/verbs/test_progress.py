@@ -1,7 +1,6 @@
 """How far a run is, as it is told to terminals and log files; the clock is the tests'."""
 
 import io
-import re
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import streamshard
-from streamshard.cli.progress import Bar, Display, display
+from streamshard.cli.progress import Display, display
 from streamshard.engine.run import phases as watch
 from streamshard.engine.run.phases import Progress, Silent
 from tests.compact.runs import NO_GRACE, make_run
@@ -56,28 +55,6 @@ def test_a_log_file_gets_a_line_at_the_start_and_for_every_tenth() -> None:
         ),
         "streamshard: writing 100%, 100.0 KiB of 100.0 KiB, 1.0 KiB/s",
     ]
-
-
-def test_the_bar_is_one_line_that_fits_and_is_erased() -> None:
-    for width in (120, 60, 20):
-        clock, stream = Clock(), io.StringIO()
-        with Display(Bar(lambda width=width: width), stream, clock) as progress:  # type: ignore[misc]
-            progress.start(100 * KIB, watch.WRITING)
-            for _ in range(10):
-                clock.now += 1 / 16
-                progress.advance(10 * KIB)
-            progress.stop()
-        text = stream.getvalue()
-        drawn = [line.removesuffix("\x1b[K") for line in text.split("\r")[1:]]
-        assert all(len(line) < width for line in drawn)
-        assert len(drawn) == 3 + 5 + 1  # headers, start, stop; every second advance; the erasing
-        assert text.endswith("\r\x1b[K")
-        assert "\n" not in text
-        assert set(re.findall(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", text)) == {"\x1b[K"}
-        if width == 120:
-            shown = r"writing: 100%\|#+\| 100\.0 KiB of 100\.0 KiB, 160\.0 KiB/s"
-            assert re.fullmatch(shown, drawn[-2])
-            assert any(line.endswith("KiB/s, less than a second left") for line in drawn)
 
 
 class Terminal(io.StringIO):

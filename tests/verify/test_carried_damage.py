@@ -12,6 +12,7 @@ import streamshard
 from streamshard.engine.run.phases import Silent
 from streamshard.errors import CorruptFileError, IntegrityError, StreamshardError
 from streamshard.formats.torch.zip_audit import DATA, audit
+from tests.cli.conftest import tree
 from tests.fabricated import write, write_dumps
 from tests.fabricated_dcp import adamw
 from tests.fabricated_universal import write_universal
@@ -45,10 +46,6 @@ VERBS: dict[str, Carry] = {
 }
 
 
-def contents(place: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(place)): path.read_bytes() for path in files_of(place)}
-
-
 def records_of(path: Path) -> Iterator[int]:
     """Yield a byte in the middle of each record of tensor data, in which a bit is flipped."""
     for record in audit(path).records if path.suffix == ".pt" else ():
@@ -73,7 +70,7 @@ def test_no_verb_carries_a_flipped_bit(
     source, place = fresh(kind), tmp_path / "place"
     places = [(path, at) for path in files_of(source) for at in records_of(path)]
     VERBS[verb](source, place / "out")
-    expected, refused = contents(place), 0
+    expected, refused = tree(place), 0
     for path, at in places[::one_in]:
         shutil.rmtree(place, ignore_errors=True)
         with damaged(path, at, path.read_bytes()[at] ^ 4):
@@ -85,7 +82,7 @@ def test_no_verb_carries_a_flipped_bit(
                 assert is_named, error  # noqa: PT017 - what no verb carries is no error
                 assert not place.exists() or not [*place.iterdir()]
             else:
-                assert contents(place) == expected, (path, at)
+                assert tree(place) == expected, (path, at)
     assert refused
 
 
@@ -118,7 +115,7 @@ def test_no_flipped_bit_of_another_format_is_carried(
     make_one, carry = FOREIGN[kind]
     source, place = make_one(tmp_path / "source"), tmp_path / "place"
     carry(source, place / "out")
-    expected, refused, step = contents(place), 0, 211 * one_in
+    expected, refused, step = tree(place), 0, 211 * one_in
     for path in files_of(source):
         for at in range(7, path.stat().st_size, step):
             shutil.rmtree(place, ignore_errors=True)
@@ -128,7 +125,7 @@ def test_no_flipped_bit_of_another_format_is_carried(
                 except StreamshardError as error:
                     refused += "was recorded when" in str(error)
                 else:
-                    assert contents(place) == expected, (path, at)
+                    assert tree(place) == expected, (path, at)
     assert refused
 
 
