@@ -209,24 +209,23 @@ def verbs() -> dict[str, ArgumentParser]:
 
 
 @cache
-def sources() -> dict[str, tuple[str, ast.Module]]:
-    """Read the package: text and syntax tree of each module, by its name."""
-    read = {}
-    for path in sorted(ROOT.rglob("*.py")):
-        module = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
-        read[module] = path.read_text(), ast.parse(path.read_text())
-    return read
+def sources() -> dict[str, str]:
+    """Read the text of each module of the package, by its name."""
+    paths = sorted(ROOT.rglob("*.py"))
+    names = (path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for path in paths)
+    return {name: path.read_text() for name, path in zip(names, paths, strict=True)}
 
 
 @cache
 def literals() -> list[tuple[str, str]]:
-    """List module and text of every text in the package except its docstrings."""
+    """List module and text of every text that may show a command, except in docstrings."""
     listed = []
-    for module, (_, tree) in sources().items():
-        if module.startswith(("demo.", "drawing.")):
+    for module, text in sources().items():
+        if module.startswith(("demo.", "drawing.")) or not re.search(r"--[a-z]|streamshard ", text):
             continue
-        quiet = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
+        nodes = list(ast.walk(ast.parse(text)))
+        quiet = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
             if isinstance(node, ast.Constant) and isinstance(node.value, str | bytes):
                 listed += [(module, str(node.value))] if id(node) not in quiet else []
     return listed
@@ -234,7 +233,7 @@ def literals() -> list[tuple[str, str]]:
 
 def test_every_module_that_shows_a_command_is_in_the_catalogue() -> None:
     called = re.compile(rf"(?<!def )\b{command.__name__}\(")
-    callers = {module for module, (text, _) in sources().items() if called.search(text)}
+    callers = {module for module, text in sources().items() if called.search(text)}
     callers -= {"errors"}
     assert callers == {advice.of for advice in ADVICES.values() if advice.of} | ELSEWHERE
     # Nowhere else do arguments that are known only then follow a verb.
@@ -250,6 +249,6 @@ def test_options_and_verbs_in_messages_exist() -> None:
             assert option in options | OTHERS, (module, option)
         for verb in re.findall(r"'streamshard ([a-z]\w*)", text):
             assert verb in verbs(), (module, verb)
-    for module, (text, _) in sources().items():
+    for module, text in sources().items():
         for name in re.findall(r"\bOption\(\s*['\"]([^'\"]+)", text):
             assert {*flag(Option(name)).split()} <= options, (module, name)

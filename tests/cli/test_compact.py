@@ -74,17 +74,6 @@ def test_of_the_path_of_archives_only_the_last_part_is_made(
     assert (where / "archive").exists() == (not more)
 
 
-def test_archives_of_runs_in_deeper_directories_are_made(tmp_path: Path) -> None:
-    deep = tmp_path / "users" / "a" / "output"
-    deep.parent.mkdir(parents=True)
-    make_run(tmp_path / "run").rename(deep)
-    command = ("compact", tmp_path / "users" / "*" / "output", tmp_path / "archive")
-    assert in_process(*command, "-n").code == 0
-    assert not (tmp_path / "archive").exists()
-    assert in_process(*command).code == 0
-    assert (tmp_path / "archive" / "a" / "output" / f"{FIRST}.zarr").is_dir()
-
-
 def test_lengths_of_time_are_said_as_they_are_asked_for(run: Path, archive: Path) -> None:
     command = ("compact", run, archive)
     tag = run / FIRST

@@ -100,26 +100,6 @@ def test_what_stores_record_of_their_health_is_shown(run: Path) -> None:
     assert [one["is_healthy"] for one in listed] == [True, False, None]
 
 
-def test_what_headers_tell_of_health_is_shown(run: Path) -> None:
-    plain = passed("inspect", run).out
-    assert "Headers do not tell whether a checkpoint is healthy" in plain
-    assert "SUSPICIOUS" not in plain
-    assert rows(plain)[-1][-1] == "yes, newest, latest"
-    shutil.rmtree(run / "global_step110")
-    for path in save_step(run, 100, tag="global_step110").glob("*_model_states.pt"):
-        edit(path, lambda model: model.update(global_steps=110, skipped_steps=10))
-    skipped = "All 10 steps since global_step100 were skipped, as gradients overflowed."
-    shown = passed("inspect", run).out
-    table = shown[shown.rindex("checkpoint  ") :].splitlines()[:5]
-    assert [line.split()[-1] for line in table if "--" not in line] == [
-        "healthy", "-", "-", "suspicious"
-    ]  # fmt: skip
-    assert f"SUSPICIOUS  global_step110: {skipped}\n" in shown
-    listed = streamshard.inspect(run).checkpoints
-    assert [one.warnings for one in listed] == [(), (), (skipped,)]
-    assert [one.is_healthy for one in listed] == [None] * 3
-
-
 def test_programs_get_the_same_list(trainer_output: Path) -> None:
     done = passed("inspect", trainer_output, "--json")
     found = json.loads(done.out)

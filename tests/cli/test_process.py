@@ -1,7 +1,6 @@
 """The process around a verb: signals, exit codes, and streams: terminals, full or closed ones."""
 
 import itertools
-import json
 import os
 import shlex
 import shutil
@@ -198,12 +197,3 @@ def test_it_can_be_interrupted_in_the_middle_of_a_file_of_any_size(
     assert "streamshard: interrupted" in done.err
     assert "Traceback" not in done.err
     assert {path: path.stat().st_size for path in tmp_path.rglob("*")} == before
-
-
-def test_a_pipe_has_nothing_of_a_run_of_a_moment_but_what_is_asked_for(
-    saved: Saved, tmp_path: Path
-) -> None:
-    command = ("repartition", saved(2), tmp_path / "out", "--world-size", 2, "--json")
-    done = streamshard(*command)
-    assert (done.code, done.err) == (0, "")
-    assert json.loads(done.out)["verb"] == "repartition"

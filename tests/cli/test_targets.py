@@ -232,8 +232,8 @@ def test_one_that_was_made_while_the_old_target_is_aside_is_in_nobodys_way(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "wanted"]
 
 
-@pytest.mark.parametrize("output", SOME)
-def test_a_link_to_one_stays_a_link(saved: Saved, tmp_path: Path, output: str) -> None:
+def test_a_link_to_one_stays_a_link(saved: Saved, tmp_path: Path) -> None:
+    output = OUTPUTS[0]
     scratch, out, absent = (tmp_path / name for name in ("scratch", "out", "absent"))
     (scratch / "big").mkdir(parents=True)
     out.symlink_to("scratch/big")
@@ -275,10 +275,8 @@ def mounted(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("output", SOME)
-def test_a_mount_point_is_refused_at_once_with_what_does_work(
-    saved: Saved, mounted: Path, output: str
-) -> None:
+def test_a_mount_point_is_refused_at_once_with_what_does_work(saved: Saved, mounted: Path) -> None:
+    output = OUTPUTS[0]
     for more in ((), ("--overwrite",), ("--dry-run",)):
         done = refused(
             4, f"{mounted}: is a mount point", *command(output, saved(2), mounted), *more

@@ -112,17 +112,6 @@ def test_what_cannot_be_told_comes_first_and_what_is_equal_last() -> None:
     assert names == ["gone", "turned", "bytes", "zeros"]
 
 
-def test_the_most_changed_come_first(pair: tuple[Path, Path]) -> None:
-    tensors = tuple(
-        tensor(f"p{n:02d}", replace(ALL_CHANGED, relative_l2=1.0 + n)) for n in range(25)
-    )
-    report = replace(api.diff(*pair), states=(), differences=(), tensors=tensors)
-    text = diff_text(report, verbose=False)
-    shown = [line.split()[0] for line in text.splitlines() if line.startswith("p")]
-    assert shown == [f"p{n:02d}" for n in range(24, 4, -1)]
-    assert "5 more changed: -v shows all tensors." in text
-
-
 def test_exit_codes_and_streams_of_diff(pair: tuple[Path, Path]) -> None:
     one, other = pair
     done = in_process("diff", one, one)

@@ -38,7 +38,7 @@ def begun(path: Path, jobs: list[list[FinishedFile]]) -> Journal:
 
 
 @given(st.lists(st.lists(files, min_size=1, max_size=4), max_size=4))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
 def test_the_last_note_of_a_file_counts(tmp_path: Path, jobs: list[list[FinishedFile]]) -> None:
     path = tmp_path / "journal"
     begun(path, jobs).close()

@@ -140,7 +140,7 @@ def opened(made: Made) -> Iterator[dict[str, OpenCheckpoint]]:
         yield {kind: stack.enter_context(streamshard.open(made(kind))) for kind in kinds}
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_an_index_is_numpys(opened: dict[str, OpenCheckpoint], data: st.DataObject) -> None:
     ckpt = opened[data.draw(st.sampled_from(sorted(opened)))]

@@ -146,18 +146,6 @@ def test_ranges_are_those_of_the_whole(made: Made) -> None:
         assert [b and b.to_bytes() for b in both] == [whole[:2], None]
 
 
-@pytest.mark.parametrize(
-    "key", ["", "/", "state", "state/fp32/w", "state/fp32/w/c/9/9", "zarr.json/", "../zarr.json",
-            "meta/manifest/c/0", "state//fp32/w/zarr.json", "/zarr.json"]
-)  # fmt: skip
-def test_there_is_nothing_under_another_key(key: str, made: Made) -> None:
-    view = streamshard.open(made("native-2")).zarr()
-    assert get(view, key) is None
-    assert not asyncio.run(view.exists(key))
-    with pytest.raises(FileNotFoundError):
-        asyncio.run(view.getsize(key))
-
-
 def test_nothing_can_be_written(made: Made) -> None:
     opened = streamshard.open(made("native-2"))
     view = opened.zarr()

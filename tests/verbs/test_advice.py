@@ -116,14 +116,6 @@ def test_what_cannot_be_kept_or_is_not_told_is_said(
     assert advised in (None, settings(found))
 
 
-def test_a_batch_that_cannot_be_kept(tmp_path: Path) -> None:
-    text = advice(tmp_path, sizes(64, 8, 4), world_size=6)
-    assert "The global batch of 64 cannot be kept on 6 ranks, 2 for each sequence" in text
-    assert "it is not a multiple of 3. The nearest global batches are 63 and 66" in text
-    assert settings(text) == [63, 7, 3]
-    assert settings(text.partition("For 66,")[2]) == [66, 2, 11]
-
-
 def test_what_was_written_knows_its_replicas(tmp_path: Path) -> None:
     """It can be resharded again: the config in it names the new count of data-parallel ranks."""
     advice(tmp_path, MESH, world_size=8)
@@ -131,6 +123,20 @@ def test_what_was_written_knows_its_replicas(tmp_path: Path) -> None:
     assert streamshard.inspect(tmp_path / "out").world_size == 4
     streamshard.repartition(tmp_path / "out", tmp_path / "back", world_size=8)
     assert len(list((tmp_path / "back" / TAG).glob("*_optim_states.pt"))) == 4
+
+
+def test_the_samples_are_counted(tmp_path: Path) -> None:
+    """By the step at the state's top, not by those in its log; Trainer counts in `tests/oracle`."""
+    run = write(Job(stage=2, world_size=4), tmp_path / "run")
+    log = [{"epoch": 9.0, "global_step": 999_999, "step": 1}]
+    state = {"epoch": 2.5, "global_step": 10, "log_history": log, "max_steps": 100}
+    (run / "trainer_state.json").write_text(json.dumps(state, indent=2) + "\n")
+    notes = streamshard.repartition(run, tmp_path / "out", world_size=5).notes
+    (text,) = [note for note in notes if note.startswith("Trainer skips the data")]
+    assert "at step 10, so 10 x 24 = 240 samples were seen, in 2.50 epochs." in text
+    assert "global batch of 20, Trainer skips 200 samples: about 40 samples are seen twice" in text
+    assert "global batch of 25, Trainer skips 250 samples: about 10 samples are left out" in text
+    assert "global batch of 30, Trainer skips 300 samples: about 60 samples are left out" in text
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,17 @@ def test_every_chunk_is_one_range_of_equal_length(
     assert pieces(shape, chunk) == wanted
 
 
+@given(SHAPES, ITEMSIZES, CHUNK_BYTES)
+def test_no_chunk_is_larger_than_asked_for_unless_it_is_one_element(
+    shape: tuple[int, ...], itemsize: int, chunk_bytes: int
+) -> None:
+    chunk = chunk_shape(shape, itemsize, chunk_bytes)
+    assert len(chunk) == len(shape)
+    assert all(length >= 1 for length in chunk)
+    if math.prod(shape):
+        assert math.prod(chunk) * itemsize <= max(chunk_bytes, itemsize)
+
+
 @given(st.integers(0, 5000), CHUNK_BYTES)
 def test_raw_bytes_are_cut_where_torch_aligns_tensors(nbytes: int, chunk_bytes: int) -> None:
     shape = (nbytes,)

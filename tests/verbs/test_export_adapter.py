@@ -112,16 +112,6 @@ def test_other_files_than_zeros_tell_what_was_trained_too(tmp_path: Path) -> Non
     assert held.keys() == NAMES.keys()
 
 
-def test_a_base_model_may_call_a_module_as_lora_does(tmp_path: Path) -> None:
-    at = "base_model.model.block.lora_down"
-    lora = ((f"{at}.lora_A.default.weight", (3, 8)), (f"{at}.lora_B.default.weight", (5, 3)))
-    frozen = ((f"{at}.base_layer.weight", (5, 8)), ("base_model.model.lora_up.weight", (2, 5)))
-    source = run(replace(JOB, groups=(lora,), frozen=frozen), tmp_path)
-    streamshard.export(source, tmp_path / "out", adapter=True)
-    held = safetensors.torch.load_file(tmp_path / "out" / "adapter_model.safetensors")
-    assert held.keys() == {f"{at}.lora_A.weight", f"{at}.lora_B.weight"}
-
-
 def test_two_weights_of_one_name_are_refused(tmp_path: Path) -> None:
     head = "base_model.model.head"
     both = tuple((f"{head}.{at}bias", (2,)) for at in ("modules_to_save.default.", ""))

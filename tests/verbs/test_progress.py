@@ -152,26 +152,6 @@ def test_a_run_tells_of_all_its_bytes_and_phases(tmp_path: Path, codec: str) -> 
     assert 0 < compared == total <= size
 
 
-def test_a_run_that_goes_on_tells_what_was_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = write(Job(stage=2), tmp_path / "run")
-
-    class Cut(Told):
-        """Ends the run when it is to be put into its place."""
-
-        def enter(self, phase: str) -> None:
-            """Break off."""
-            if phase == watch.COMMITTING:
-                raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        streamshard.repartition(run, tmp_path / "out", world_size=3, progress=Cut())
-    told = Told()
-    done = streamshard.repartition(run, tmp_path / "out", world_size=3, progress=told)
-    assert 0 < told.kept == done.kept_bytes < told.done == told.total == done.bytes_written
-
-
 def test_a_night_names_the_tag_that_it_deals_with(tmp_path: Path) -> None:
     run, told = make_run(tmp_path / "run"), Told()
     streamshard.compact(run, tmp_path / "archive", keep_last=2, delete=True, progress=told)

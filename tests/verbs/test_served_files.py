@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 
 import streamshard
 from streamshard.live import served_files
-from streamshard.live.served_files import ServedFiles, weights_of
+from streamshard.live.served_files import ServedFiles
 from streamshard.native.files_on_demand import FilesOnDemand
 from streamshard.native.resharding import resharding_of
 from streamshard.source.source import open_source
 from tests.checkpoints.test_world_sizes import SIZES
 from tests.comparing import differences
-from tests.fabricated import edit_all, load, write
+from tests.fabricated import load, write
 from tests.held import open_files
-from tests.job import Job, buffers, stand_ins
+from tests.job import Job, stand_ins
 
 
 @contextmanager
@@ -239,21 +239,3 @@ def test_what_ranks_read_together_is_of_each_alone(tmp_path: Path) -> None:
         assert differences(second, again, "module") == []
         one.settle()
         assert not any(value.any() for value in first["module"].values())
-
-
-@pytest.mark.parametrize("part", [0, 1])
-def test_weights_alone_are_those_of_the_part_whatever_their_layout(
-    part: int, tmp_path: Path
-) -> None:
-    job = Job(stage=3, parts=2, world_size=3)
-    run, loose = write(job, tmp_path / "run"), torch.rand(4, 3).t()
-    edit_all(run, "*model_states.pt", lambda held: held["module"].update(loose=loose))
-    with serving(run, 2) as served:
-        state = served.load(weights_of(part))
-    own = replace(job, part=part)
-    wanted = {name: own.values("fp32", name) for name in job.shapes}
-    wanted |= {name: own.values("frozen", name).to(job.dtype) for name, _ in job.frozen}
-    tied = {name: wanted[kept] for name, kept in job.tied.items()}
-    wanted = {**wanted, **tied, **buffers(), "loose": loose}
-    assert state.keys() == wanted.keys()
-    assert all(torch.equal(state[name], value) for name, value in wanted.items())

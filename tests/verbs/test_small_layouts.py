@@ -1,7 +1,7 @@
 """Small files of a store are joined: each once, in order, and within what one worker may hold."""
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from streamshard.engine.run.work import Region
 from streamshard.layout.memory_plan import MIN_WINDOW_BYTES, WINDOW_BYTES
 from streamshard.operations.convert import store_targets
 from streamshard.operations.convert.store_targets import SmallLayouts, StoreTargets, together
-from streamshard.transfer.file_layout import MOST_COPIES, Divider, FileLayout, Layout
+from streamshard.transfer.file_layout import MOST_COPIES, Divider, Elements, FileLayout, Layout
 from streamshard.transfer.plan import TransferPlan
 from tests.fabricated import write
 from tests.job import Job
@@ -61,22 +61,25 @@ def test_every_file_is_there_once_and_batches_are_bounded(
         assert sum(sizes) <= most_bytes or len(sizes) == 1
         assert batch.stops[-1] == sum(sizes)
         assert max(sizes) <= MIN_WINDOW_BYTES
-        alone = [part for file in batch.singly() for span in file.spans for part in span.parts]
-        assert batch.nbytes == sum(part.nbytes for part in alone)
-        content = batch.make()
-        if not isinstance(content, Region):
-            assert list(content) == alone
-            assert batch.stops == list(accumulate(len(fixed.data) for fixed in content))
-            continue
-        regions = [part for part in alone if isinstance(part, Region)]
-        assert content.content_bytes == sum(region.content_bytes for region in regions)
-        assert content.copies.nbytes.sum() == sum(r.copies.nbytes.sum() for r in regions)
-        assert len(content.copies) <= MOST_COPIES
-        for region in regions:
-            kept = (region.trailer, region.codec, region.block_bytes, region.takes_crc32c)
-            assert kept == (
-                content.trailer,
-                content.codec,
-                content.block_bytes,
-                content.takes_crc32c,
-            )
+        if isinstance(content := batch.make(), Region):
+            assert len(content.copies) <= MOST_COPIES
+
+
+def test_what_is_large_or_cast_or_has_an_ending_is_written_alone(tmp_path: Path) -> None:
+    plan, files = planned(tmp_path, 2, "none")
+    chunk = next(file for file in files if isinstance(file.pieces[0], Elements))
+    (piece,) = chunk.pieces
+    assert isinstance(piece, Elements)
+    others = [
+        replace(chunk, pieces=[replace(piece, nbytes=MIN_WINDOW_BYTES)]),
+        replace(chunk, pieces=[replace(piece, dtype="bfloat16")]),
+        replace(chunk, pieces=[replace(piece, name="counted")]),
+        replace(chunk, pieces=[replace(piece, trailer=None)]),
+        replace(chunk, pieces=[piece, piece]),
+        replace(chunk, is_last=True),
+        replace(chunk, mode=0o600),
+    ]
+    for other in others:
+        first, alone, last = together([chunk, other, chunk], plan.source)
+        assert alone is other
+        assert list(members([first, last])) == [chunk, chunk]

@@ -6,17 +6,14 @@ changed, of every tensor and of all that is not a tensor, and found again.
 
 import json
 import shutil
-import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
 import numpy as np
 import pytest
 import torch
-import zarr
 
 import streamshard
 from streamshard import Difference, Verification
@@ -70,42 +67,6 @@ def test_stores_and_parallel_jobs_hold_the_same(tmp_path: Path, name: str) -> No
         same(tmp_path / one, tmp_path / other)
 
 
-def test_digests_do_not_depend_on_the_cutting(tmp_path: Path) -> None:
-    """Held against digests of whole tensors, taken with zlib and google_crc32c alone."""
-    run = write(SMALL, tmp_path / "run")
-    places = {"run": run}
-    for stage, world_size in ((2, 5), (3, 2)):
-        name = f"{stage}-{world_size}"
-        streamshard.repartition(run, tmp_path / name, world_size=world_size, zero_stage=stage)
-        places[name] = tmp_path / name
-    for codec, chunk_size in (("none", 24), ("zstd", 8)):
-        name = f"{codec}-{chunk_size}.zarr"
-        streamshard.convert(run, tmp_path / name, codec=codec, chunk_size=chunk_size)
-        places[name] = tmp_path / name
-    digests = {}
-    for name, place in places.items():
-        store = place if place.suffix == ".zarr" else tmp_path / f"of-{name}.zarr"
-        if store != place:
-            streamshard.convert(place, store)
-        digests[name] = streamshard.verify(store).digests
-    group = zarr.open_group(places["none-24.zarr"], mode="r")
-    for name, held in digests.items():
-        weights = {k for k in digests["run"] if k.startswith("module/") and k[7:] in SMALL.shapes}
-        left_out = weights if name.startswith("3-") else set()
-        assert held.keys() == digests["run"].keys() - left_out
-        for array, digest in held.items():
-            assert digest == digests["run"][array], (name, array)
-    assert len(digests["run"]) > 20
-    for array, digest in digests["run"].items():
-        values = group[array]
-        assert isinstance(values, zarr.Array)
-        assert digest == direct_digest(np.asarray(values[...]).tobytes())
-
-
-def direct_digest(data: bytes) -> str:
-    return f"{zlib.crc32(data):08x}{google_crc32c.value(data):08x}"
-
-
 def test_dumps_are_compared_by_what_they_hold(tmp_path: Path) -> None:
     run = write(SMALL, tmp_path / "run")
     other = write(replace(SMALL, world_size=2), tmp_path / "other")
@@ -139,7 +100,7 @@ def numbers(job: Job) -> Iterator[tuple[str, str, int]]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@sampled(11)
+@sampled(22)
 def test_every_single_element_of_the_optimizer_is_found(
     tmp_path: Path, stage: int, one_in: int
 ) -> None:
@@ -171,7 +132,7 @@ def spot(difference: Difference) -> tuple[str, str, int | None, int | None, int 
 
 
 @pytest.mark.parametrize("how", ["native", "store"])
-@sampled(11)
+@sampled(22)
 def test_every_single_element_of_the_module_is_found(tmp_path: Path, how: str, one_in: int) -> None:
     run = write(SMALL, tmp_path / "run")
     other = run

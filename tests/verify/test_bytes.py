@@ -9,7 +9,7 @@ is tried on every single byte in `tests/formats/test_torch_file.py`.
 
 import os
 import re
-from itertools import cycle, product
+from itertools import count, cycle, product
 from pathlib import Path
 
 import google_crc32c
@@ -20,8 +20,6 @@ from streamshard.engine.run.phases import Silent
 from streamshard.errors import StreamshardError
 from streamshard.formats.torch.zip_audit import DATA, audit
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, serialize_checksum
-from tests.fabricated import write
-from tests.job import Job
 from tests.samples import sampled
 from tests.verify.conftest import KINDS, Of, damaged, files_of, kinds_of
 
@@ -36,7 +34,7 @@ def test_no_flipped_byte_goes_unnoticed(fresh: Of, kind: str, one_in: int) -> No
     path = fresh(kind)
     assert streamshard.verify(path).is_good
     flips = FLIPS // one_in
-    stride = sum(file.stat().st_size for file in files_of(path)) // (flips + 50)
+    stride = sum(file.stat().st_size for file in files_of(path)) * 4 // (5 * flips)
     tried, silent, elsewhere = 0, set(), []
     for number, file in enumerate(files_of(path)):
         data = file.read_bytes()
@@ -64,21 +62,6 @@ def test_a_chunk_whose_own_checksum_fits_is_held_against_the_manifest(
     chunk.write_bytes(content + serialize_checksum(google_crc32c.value(bytes(content))))
     (problem,) = streamshard.verify(chunk.parents[5]).problems
     assert f"c/2/0: bytes 0 to {len(content)} are damaged" in problem.message
-
-
-def test_each_run_of_damaged_blocks_is_told(tmp_path: Path) -> None:
-    blocks = Job(groups=((("w", (5, 256, 1024)),),), frozen=(), tied={})
-    store = tmp_path / "run.zarr"
-    streamshard.convert(write(blocks, tmp_path / "run"), store, codec="none")
-    chunk = store / "state" / "fp32" / "w" / "c" / "0" / "0" / "0"
-    content = bytearray(chunk.read_bytes())
-    for block in (0, 1, 3):
-        content[(block << 20) + 7] ^= 1
-    chunk.write_bytes(content)
-    told = [problem.message for problem in streamshard.verify(store).problems]
-    assert [text[text.index("bytes") : text.index(" are")] for text in told] == [
-        f"bytes 0 to {2 << 20}", f"bytes {3 << 20} to {4 << 20}"
-    ]  # fmt: skip
 
 
 def test_files_without_checksums_are_named(fresh: Of) -> None:
@@ -164,11 +147,12 @@ def test_nothing_is_changed_and_the_count_is_right(made: Of) -> None:
 
 @pytest.mark.parametrize("kind", ["native-2", "native-3", "dumps-2"])
 def test_damage_in_any_record_is_found_once(fresh: Of, kind: str) -> None:
+    """One in three is tried, of all files."""
     path = fresh(kind)
-    tried = 0
+    tried, number = 0, count()
     for file in files_of(path):
         for record in audit(file).records:
-            if not record.nbytes or not record.name.startswith(DATA):
+            if not record.nbytes or not record.name.startswith(DATA) or next(number) % 3:
                 continue
             place = record.start + record.nbytes - 1
             with damaged(file, place, file.read_bytes()[place] ^ 1):
@@ -176,4 +160,4 @@ def test_damage_in_any_record_is_found_once(fresh: Of, kind: str) -> None:
             # Damage to a step counter is also noticed by the other ranks.
             assert [p.kind for p in found.problems].count("damaged") == 1
             tried += 1
-    assert tried > 20
+    assert tried > 7
