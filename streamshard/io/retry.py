@@ -52,7 +52,7 @@ class StoppedError(Exception):
     """Raised in a worker that must stop because of an error elsewhere."""
 
 
-def is_transient(error: BaseException | None) -> bool:
+def _is_transient(error: BaseException | None) -> bool:
     """Tell whether an error, or one of its causes, may be gone at the next try."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _TRANSIENT:
@@ -71,7 +71,7 @@ def try_again(call: Callable[[], T], stop: threading.Event | None = None) -> T:
         try:
             return call()
         except Exception as error:
-            if not is_transient(error):
+            if not _is_transient(error):
                 raise
         if stop.wait(pause):
             raise StoppedError

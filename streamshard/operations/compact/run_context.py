@@ -90,7 +90,7 @@ class ProofContext:
                 list_ahead(below)
             files = [identify(path) for path in paths]
         with shown(self.progress, sum(file.nbytes for file in files)):
-            return sha256_of(files, self.progress.advance, workers=self._workers(files))
+            return _sha256_of(files, self.progress.advance, workers=self._workers(files))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class RunContext:
         return ""
 
 
-def sha256_of(
+def _sha256_of(
     files: Sequence[SourceFile], progress: Callable[[int], None], *, workers: int
 ) -> list[str]:
     """Compute the SHA-256 of each file from the disk, not from the page cache.
