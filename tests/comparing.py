@@ -20,7 +20,7 @@ def compare(found: Path, wanted: Path) -> None:
         assert differences(load(found / name), load(wanted / name), name) == []
 
 
-def both_roads(run: Path, *, chunk_size: int = 50, **options: Any) -> tuple[Path, Path]:  # noqa: ANN401
+def both_roads(run: Path, *, chunk_size: int = 100, **options: Any) -> tuple[Path, Path]:  # noqa: ANN401
     """Repartition a checkpoint directly, and by a store beside it; returns what both roads make."""
     store, outs = run.with_suffix(".zarr"), (run.with_name("direct"), run.with_name("of-store"))
     streamshard.convert(run, store, chunk_size=chunk_size)

@@ -44,7 +44,7 @@ ALL_JOBS = {
 @pytest.mark.parametrize("job", ALL_JOBS.values(), ids=ALL_JOBS)
 def test_both_roads_lead_to_the_files_of_the_other_world(tmp_path: Path, job: Job) -> None:
     run, store = write(job, tmp_path / "run"), tmp_path / "run.zarr"
-    streamshard.convert(run, store, chunk_size=50)
+    streamshard.convert(run, store, chunk_size=100)
     for copies, source in ((5, run), (1, store)):
         other = replace(job, world_size=copies * job.expert_parallel, garbage=False)
         wanted, out = write(other, tmp_path / f"wanted-{copies}"), tmp_path / f"on-{copies}"

@@ -51,7 +51,7 @@ def test_the_files_are_those_of_the_job_with_other_ranks(
 ) -> None:
     """With another degree and with the same, from either road."""
     run, store = write_auto(spread(job, degree, 4), tmp_path / "run"), tmp_path / "run.zarr"
-    streamshard.convert(run, store, chunk_size=50)
+    streamshard.convert(run, store, chunk_size=100)
     targets = {1: [(2, 6), (1, 3)], 2: [(1, 3), (2, 8)], 4: [(4, 8), (2, 2)]}
     for source, (target, ranks) in zip((run, store), targets[degree], strict=True):
         wanted, out = tmp_path / f"wanted-{target}", tmp_path / f"out-{target}"

@@ -54,7 +54,7 @@ def test_the_files_are_those_of_the_job_with_the_other_degree(
 ) -> None:
     """Down and up, on more and fewer ranks, from either road; so there and back changes nothing."""
     run, store = write(spread(job, degree, 4), tmp_path / "run"), tmp_path / "run.zarr"
-    streamshard.convert(run, store, chunk_size=50)
+    streamshard.convert(run, store, chunk_size=100)
     targets = {1: [(2, 6), (4, 4)], 2: [(1, 3), (4, 8)], 4: [(1, 4), (2, 2)]}
     for source, (target, ranks) in zip((run, store), targets[degree], strict=True):
         wanted = write(spread(job, target, ranks), tmp_path / f"wanted-{target}")
