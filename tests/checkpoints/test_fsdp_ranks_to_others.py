@@ -13,8 +13,10 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 import streamshard
 from streamshard.errors import DisagreementError, UnsupportedError, UsageError
+from streamshard.testing.reader import ReaderTests, SavedCheckpoint
 from tests.checkpoints.test_dcp_repartition import BESIDE, require_moved, saved
 from tests.checkpoints.test_fsdp_ranks import in_rank
+from tests.checkpoints.test_laws_of_readers import PLAIN, made_of, of_distributed
 from tests.fabricated import write
 from tests.fabricated_dcp import Saved
 from tests.job import Job
@@ -130,3 +132,21 @@ def test_a_learning_rate_in_a_tensor_is_a_number_elsewhere(
         groups = streamshard.inspect(out).groups
         assert [group.hyper_parameters["lr"] for group in groups] == [0.25, 0.25]
     require_moved(made, tmp_path / "zero", Job().dtype)
+
+
+@pytest.fixture(scope="module")
+def plain_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Saved]:
+    made, place = made_of(PLAIN, files=1), tmp_path_factory.mktemp("ranks") / "actor"
+    write_ranks(made, place)
+    return place, made
+
+
+class TestFsdpRanks(ReaderTests):
+    kind = "fsdp-ranks"
+    has_sums = True
+
+    @pytest.fixture
+    def saved(self, plain_ranks: tuple[Path, Saved], tmp_path: Path) -> SavedCheckpoint:
+        place = shutil.copytree(plain_ranks[0], tmp_path / "actor")
+        like = write(PLAIN, tmp_path / "run")
+        return SavedCheckpoint(place, of_distributed(plain_ranks[1]), like)

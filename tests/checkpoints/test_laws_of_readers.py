@@ -1,7 +1,9 @@
-"""Our own readers under the public tests that those of other packages are held to."""
+"""Our own readers under the public tests that those of other packages are held to.
+
+Those of Megatron and of FSDP's ranks pass them in test_megatron and test_fsdp_ranks_to_others.
+"""
 
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,6 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from streamshard.testing.reader import MODULE, ReaderTests, SavedCheckpoint
-from tests.checkpoints.test_fsdp_ranks_to_others import write_ranks
 from tests.fabricated import write
 from tests.fabricated_dcp import Saved, adamw, mesh
 from tests.fabricated_universal import write_universal
@@ -80,24 +81,6 @@ class TestDistributed(ReaderTests):
         made.write(tmp_path / "dcp")
         like = write(PLAIN, tmp_path / "run")
         return SavedCheckpoint(tmp_path / "dcp", of_distributed(made), like)
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Saved]:
-    made, place = made_of(PLAIN, files=1), tmp_path_factory.mktemp("ranks") / "actor"
-    write_ranks(made, place)
-    return place, made
-
-
-class TestFsdpRanks(ReaderTests):
-    kind = "fsdp-ranks"
-    has_sums = True
-
-    @pytest.fixture
-    def saved(self, ranks: tuple[Path, Saved], tmp_path: Path) -> SavedCheckpoint:
-        place = shutil.copytree(ranks[0], tmp_path / "actor")
-        like = write(PLAIN, tmp_path / "run")
-        return SavedCheckpoint(place, of_distributed(ranks[1]), like)
 
 
 class TestWeights(ReaderTests):
