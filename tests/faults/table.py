@@ -95,9 +95,10 @@ def _on_target() -> Iterable[Fault]:
         )
     interrupted = Kind.READ | Kind.WRITE | Kind.SYNC | Kind.LOCK | Kind.RESERVE
     yield _fails(side, errno.EINTR, interrupted, or_done=True)
-    # What a file system may not be able to do, and a run can do without.
+    # Without locks nothing keeps two runs from one target, so a run wants to be told to.
     for error in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-        yield _fails(side, error, Kind.LOCK, Kind.LOCK, must_be_got_over=True)
+        yield _fails(side, error, Kind.LOCK, Kind.LOCK)
+    # What a file system may not be able to do, and a run can do without.
     for error in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
         yield _fails(side, error, Kind.HINT, Kind.HINT, must_be_got_over=True)
         yield _fails(side, error, Kind.EXCHANGE, Kind.EXCHANGE, must_be_got_over=True)
