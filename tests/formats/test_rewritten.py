@@ -336,11 +336,11 @@ print(done.peak_bytes, done.projected_bytes)
 @pytest.mark.memory
 def test_measured_memory_is_what_was_projected(tmp_path: Path) -> None:
     """The worst case: compressed twice, in chunks that are most of what a run takes."""
-    job = Job(groups=((("w", (2048, 3000)),),), tied={}, frozen=(), world_size=1)
+    job = Job(groups=((("w", (1024, 3000)),),), tied={}, frozen=(), world_size=1)
     store, out = tmp_path / "x.zarr", tmp_path / "out"
     streamshard.convert(write(job, tmp_path / "run"), store)
     twice = [GzipCodec(level=1), GzipCodec(level=1)]
-    rewrite_array(store, "state/fp32/w", chunks=(2048, 3000), compressors=twice)
+    rewrite_array(store, "state/fp32/w", chunks=(1024, 3000), compressors=twice)
     with pytest.raises(MemoryLimitError, match="Nothing was read or written"):
         streamshard.plan_repartition(store, out, world_size=2, memory_limit=90 << 20)
     with pytest.raises(MemoryLimitError, match="Nothing was read or written"):
