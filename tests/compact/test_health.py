@@ -34,7 +34,7 @@ from tests.compact.runs import (
 )
 from tests.compact.sides import Sides
 from tests.fabricated import edit
-from tests.verbs.test_newest import damage_data
+from tests.verify.conftest import flip_data
 
 GOOD, BAD = (80, 90, 100), (110, 120, 130)
 
@@ -85,7 +85,7 @@ def test_the_last_good_one_stays_after_three_that_are_not(ill_run: Path, archive
 
 def test_one_that_is_damaged_does_not_count(tmp_path: Path, archive: Path) -> None:
     run = make_run(tmp_path / "run", steps=(80, 90, 100))
-    damage_data(run / tag_of(100) / SHARD)
+    flip_data(run / tag_of(100) / SHARD)
     age(run / tag_of(100), 30)
     found = api.compact(run, archive, keep_last=2, delete=True)
     assert ({*actions(found).values()}, found.exit_code) == ({"kept"}, 6)

@@ -23,11 +23,15 @@ def file_of(content: bytes, records: Sequence[tuple[int, int]] = RECORDS) -> Sou
     return SourceFile(Path("a"), len(content), "", "0", recorded=RecordCrcs(starts, stops, crc32s))
 
 
-def ranges_of(content: bytes, pieces: Sequence[tuple[int, int]]) -> Ranges:
-    log = ReadLog([file_of(content)])
+def ranges_of_all(file: SourceFile, content: bytes, pieces: Sequence[tuple[int, int]]) -> Ranges:
+    log = ReadLog([file])
     for start, stop in pieces:
         log.add(0, start, memoryview(content)[start:stop])
     return log.take()
+
+
+def ranges_of(content: bytes, pieces: Sequence[tuple[int, int]]) -> Ranges:
+    return ranges_of_all(file_of(content), content, pieces)
 
 
 @st.composite
@@ -83,13 +87,6 @@ def test_what_is_missing_is_read_if_it_is_little() -> None:
         left = check.settle(read_rest)
         assert left == [file]  # nothing was read after all
         assert wanted == [(0, start // 2), (2 * step, 2 * step + start // 2)][:read]
-
-
-def ranges_of_all(file: SourceFile, content: bytes, pieces: Sequence[tuple[int, int]]) -> Ranges:
-    log = ReadLog([file])
-    for start, stop in pieces:
-        log.add(0, start, memoryview(content)[start:stop])
-    return log.take()
 
 
 def test_a_record_in_very_many_ranges_is_read_again() -> None:

@@ -14,12 +14,12 @@ import torch
 
 import streamshard
 from streamshard.errors import IncompleteError, SourceError, SourceNotFoundError
-from streamshard.formats.torch.zip_audit import DATA, audit
 from tests.cli.conftest import in_process as program
 from tests.compact.runs import MODEL, SHARD, make_run, save
 from tests.compact.test_families import LIGHTNING, make_output
 from tests.fabricated import edit, write
 from tests.job import Job
+from tests.verify.conftest import flip_data
 
 STEPS = (80, 90, 100, 1000)
 DAMAGES: dict[str, Callable[[Path], object]] = {
@@ -27,7 +27,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "a rank that is missing": lambda tag: (tag / SHARD).unlink(),
     "a shard that was cut off": lambda tag: cut_off(tag / SHARD),
     "an empty shard": lambda tag: (tag / SHARD).write_bytes(b""),
-    "a bit that flipped": lambda tag: damage_data(tag / SHARD),
+    "a bit that flipped": lambda tag: flip_data(tag / SHARD),
 }
 
 
@@ -38,15 +38,6 @@ def poison(tag: Path, value: float = math.nan) -> None:
         content["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].data[3] = value
 
     edit(tag / SHARD, change)
-
-
-def damage_data(path: Path) -> None:
-    """Flip a bit of the numbers of a tensor, which only their checksum tells."""
-    found = [r for r in audit(path).records if r.name.startswith(DATA)]
-    record = max(found, key=lambda r: r.nbytes)
-    data = bytearray(path.read_bytes())
-    data[record.start] ^= 1
-    path.write_bytes(data)
 
 
 def cut_off(path: Path) -> None:

@@ -242,21 +242,10 @@ def test_if_needed_and_verify_compare_every_byte(run: Path, tmp_path: Path, code
         out.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         with pytest.raises(TargetExistsError):
             converted(run, out, codec=codec, if_needed=True, verify=True)
-    for other in (whole + b"\0", whole[:-1], b"", repacked(out, whole)):
+    for other in (whole + b"\0", whole[:-1], b""):
         out.write_bytes(other)
         with pytest.raises(TargetExistsError):
             converted(run, out, codec=codec, if_needed=True, verify=True)
-
-
-def repacked(place: Path, whole: bytes) -> bytes:
-    """Pack the same files by another tool."""
-    place.write_bytes(whole)
-    with zipfile.ZipFile(place) as found:
-        files = {name: found.read(name) for name in found.namelist()}
-    with zipfile.ZipFile(place, "w") as made:
-        for name, data in files.items():
-            made.writestr(name, data)
-    return place.read_bytes()
 
 
 def test_what_cannot_be_packed_is_refused_before_anything_is_written(
@@ -265,7 +254,7 @@ def test_what_cannot_be_packed_is_refused_before_anything_is_written(
     out = tmp_path / "x.zarr.zip"
     with pytest.raises(UsageError, match="only convert writes a store in one file"):
         streamshard.repartition(run, out, world_size=3)
-    with pytest.raises(UsageError, match="only convert writes a store in one file"):
+    with pytest.raises(UsageError, match=r"the files go into a directory.*without \.zip"):
         streamshard.export(run, out)
     assert names(tmp_path) == ["run"]
 

@@ -2,8 +2,6 @@
 
 import io
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ import pytest
 import streamshard
 from streamshard.cli.progress import Display, display
 from streamshard.engine.run import phases as watch
-from streamshard.engine.run.phases import Progress, Silent
+from streamshard.engine.run.phases import Silent
 from tests.compact.runs import NO_GRACE, make_run
 from tests.fabricated import write
 from tests.job import Job
@@ -75,29 +73,12 @@ def test_a_run_does_not_fail_because_nobody_reads_on(monkeypatch: pytest.MonkeyP
         progress.stop()
 
 
-@pytest.mark.parametrize(
-    ("stream", "term", "quiet", "wanted"),
-    [
-        (Terminal, "xterm", False, "Bar"),
-        (Terminal, "dumb", False, "Lines"),
-        (io.StringIO, "xterm", False, "Lines"),
-        (Terminal, "xterm", True, None),
-    ],
-)
-def test_who_gets_what(
-    monkeypatch: pytest.MonkeyPatch,
-    stream: Callable[[], io.StringIO],
-    term: str,
-    quiet: bool,
-    wanted: str | None,
-) -> None:
-    monkeypatch.setenv("TERM", term)
-    shown: AbstractContextManager[Progress] = display(stream=stream(), is_quiet=quiet)
-    if isinstance(shown, Display):
-        assert type(shown._style).__name__ == wanted
-    else:
-        with shown as progress:
-            assert (type(progress), wanted) == (Silent, None)
+def test_a_terminal_that_cannot_erase_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others get, `cli/test_process` shows."""
+    monkeypatch.setenv("TERM", "dumb")
+    shown = display(stream=Terminal(), is_quiet=False)
+    assert isinstance(shown, Display)
+    assert type(shown._style).__name__ == "Lines"
 
 
 class Told(Silent):

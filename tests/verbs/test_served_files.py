@@ -83,7 +83,7 @@ def test_storages_of_several_windows(tmp_path: Path, monkeypatch: pytest.MonkeyP
         check(tmp_path / source, tmp_path / f"out-{source}", 1)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(SIZES, st.data())
 def test_any_job(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[list[int]], data: st.DataObject
