@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,6 @@ class Moved:
     """Where everything lies."""
 
     root: Path
-    errors: dict[str, str] = field(default_factory=dict)
 
     def saved(self, move: Move) -> Path:
         return self.root / "saved" / move.name.replace(" ", "-")

@@ -53,28 +53,12 @@ class Dumps:
         """For the truth that the dumping engine left."""
         return self.root / f"{case.name}-at{ranks}.truth.pt"
 
-    def store(self, one: Resharding) -> Path:
-        return self.root / f"{one.name}.zarr"
-
-    def out(self, one: Resharding) -> Path:
-        return self.root / f"{one.name}-out"
-
-    def of_store(self, one: Resharding) -> Path:
-        return self.root / f"{one.name}-of-store"
-
-    def again(self, one: Resharding) -> Path:
-        """What an engine dumped that had loaded what was made for it."""
-        return self.root / f"{one.name}-converted"
-
-    def shapes(self, one: Resharding) -> Path:
-        return self.root / f"{one.name}-converted.shapes.pt"
+    def of(self, one: Resharding, what: str) -> Path:
+        """For what becomes of a case: `out`, `again`, `loaded.pt` and the like."""
+        return self.root / f"{one.name}-{what}"
 
     def like(self, stage: int) -> Path:
         return self.root / f"like-stage-{stage}"
-
-    def loaded(self, one: Resharding) -> Path:
-        """For the truth after a load."""
-        return self.root / f"{one.name}-converted.loaded.pt"
 
     def config(self, case: Case) -> Path:
         path = self.root / f"{case.name}.json"
@@ -97,21 +81,21 @@ class Dumps:
             asked["like"] = self.like(2 if one.target == 3 else 3)
         source, size = self.source(one.case, one.source) / NAME, one.target
         streamshard.repartition(
-            source, self.out(one) / NAME, world_size=size, ds_config_file=resuming, **asked
+            source, self.of(one, "out") / NAME, world_size=size, ds_config_file=resuming, **asked
         )
-        streamshard.convert(source, self.store(one), **asked)
-        to = self.of_store(one) / NAME
-        streamshard.repartition(self.store(one), to, world_size=size, ds_config_file=resuming)
+        store, to = self.of(one, "store.zarr"), self.of(one, "of-store") / NAME
+        streamshard.convert(source, store, **asked)
+        streamshard.repartition(store, to, world_size=size, ds_config_file=resuming)
 
     def load(self, one: Resharding) -> LoadDumps:
         """Load with DeepSpeed alone the list of what was made for these ranks."""
         return LoadDumps(
             one.resuming,
-            str(self.out(one) / NAME),
+            str(self.of(one, "out") / NAME),
             self.dumped(one.case, one.source),
-            self.loaded(one),
-            str(self.again(one) / NAME),
-            self.shapes(one),
+            self.of(one, "loaded.pt"),
+            str(self.of(one, "again") / NAME),
+            self.of(one, "shapes.pt"),
             FURTHER_STEPS,
         )
 
@@ -143,21 +127,20 @@ def _run(made: Dumps, ranks: int, jobs: list[Job]) -> None:
     require_success(run_jobs(ranks, jobs, made.root / "ranks"))
 
 
-def each(ones: list[Resharding]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("one", ones, ids=lambda one: one.name)
+EACH = pytest.mark.parametrize("one", RESHARDINGS, ids=lambda one: one.name)
 
 
-@each(RESHARDINGS)
+@EACH
 def test_both_roads_write_the_same_bytes(one: Resharding, dumps: Dumps) -> None:
     names = {NAME.format(rank=rank) for rank in range(one.target)}
-    direct, of_store = digests(dumps.out(one)), digests(dumps.of_store(one))
+    direct, of_store = digests(dumps.of(one, "out")), digests(dumps.of(one, "of-store"))
     assert direct.keys() == names
     assert direct == of_store
 
 
-@each(RESHARDINGS)
+@EACH
 def test_the_optimizer_holds_what_was_dumped_and_trains_on(one: Resharding, dumps: Dumps) -> None:
-    start, loaded = dumps.dumped(one.case, one.source), dumps.loaded(one)
+    start, loaded = dumps.dumped(one.case, one.source), dumps.of(one, "loaded.pt")
     dumped = Truth.load(start)
     assert dumped.states.keys() == {"fp32", "exp_avg", "exp_avg_sq"}
     assert differences(*one.alike(dumped, Truth.load(loaded))) == []
@@ -166,10 +149,10 @@ def test_the_optimizer_holds_what_was_dumped_and_trains_on(one: Resharding, dump
     assert close(expected, found, start=dumped, tolerance=one.noise) == []
 
 
-@each(RESHARDINGS)
+@EACH
 def test_dumped_again_the_files_are_the_same(one: Resharding, dumps: Dumps, tmp_path: Path) -> None:
-    shapes = torch.load(dumps.shapes(one), weights_only=False)
-    for name, directory in (("ours", dumps.out(one)), ("again", dumps.again(one))):
+    shapes = torch.load(dumps.of(one, "shapes.pt"), weights_only=False)
+    for name, directory in (("ours", dumps.of(one, "out")), ("again", dumps.of(one, "again"))):
         _dress_up(directory, one.target, shapes, tmp_path / name)
     assert file_differences(tmp_path / "ours", tmp_path / "again") == []
 
@@ -190,7 +173,7 @@ def test_the_config_may_come_after_the_store(dumps: Dumps, tmp_path: Path) -> No
     streamshard.repartition(
         tmp_path / "store.zarr", tmp_path / "out" / NAME, world_size=2, ds_config_file=config
     )
-    assert digests(tmp_path / "out") == digests(dumps.out(one))
+    assert digests(tmp_path / "out") == digests(dumps.of(one, "out"))
 
 
 def test_all_ranks_refuse_them_as_a_checkpoint_and_change_nothing(dumps: Dumps) -> None:

@@ -132,6 +132,7 @@ class Journey:
         return [
             self._hf(3, "hf-3-below", arguments=python_arguments(hf)[0]),
             self._hf(3, "hf-3-above", flags(hf)[1], sizes=keys(hf)[1]),
+            self._hf(3, "hf-3-as-it-was"),
             self._accelerate(3, "accelerate-3", 9),
         ]
 
@@ -190,6 +191,7 @@ def test_trainer_sees_every_sample_once_if_the_batch_is_kept(name: str, journey:
     [
         ("hf-3-below", 6, "With a global batch of 6, Trainer skips 18 samples:"),
         ("hf-3-above", 9, "With a global batch of 9, Trainer skips 27 samples:"),
+        ("hf-3-as-it-was", 12, "and so a global batch of 12, Trainer skips 36 samples:"),
     ],
 )
 def test_trainer_leaves_out_and_repeats_as_many_samples_as_the_note_says(
