@@ -115,8 +115,8 @@ def test_exports_are_of_the_whole_model(tmp_path: Path, form: str) -> None:
     for place in (run, whole):
         (place / "config.json").write_text("{}")
     if form == "safetensors":
-        streamshard.convert(run, tmp_path / "run.zarr", codec="zstd")
-        run = tmp_path / "run.zarr"
+        streamshard.convert(run, tmp_path / "store", codec="zstd")
+        run = tmp_path / "store"
     for source in (run, whole):
         streamshard.export(source, tmp_path / f"of-{source.name}", format=form, verify=True)
     assert tree(tmp_path / f"of-{run.name}") == tree(tmp_path / "of-whole")
