@@ -148,6 +148,16 @@ def test_tensors_that_differ_by_what_is_said_of_them(
 # What is made to be compared for ever ---------------------------------------------------------
 
 
+def test_parts_that_meet_in_every_pair_are_given_up() -> None:
+    """What is known of each pair would take memory out of proportion."""
+    parts = [[*range(200), number] for number in range(200)]
+    rows = [part for part in parts for _ in parts]
+    columns = [part for _ in parts for part in parts]
+    (*_, last) = compare_nodes(rows, columns, "top")
+    assert last == Disparity("top", "cannot be compared: parts are shared without end")
+    assert list(compare_nodes(rows, rows, "top")) == []
+
+
 def test_what_no_pickler_can_follow_is_not_known_to_be_the_same() -> None:
     deep: list[Any] = []
     for _ in range(100_000):
