@@ -103,10 +103,6 @@ def many_members(content: Content) -> None:
     groups[1:] = [groups[0]] * 10_000
 
 
-def many_entries(content: Content) -> None:
-    state_of(content).update({f"entry{n}": LONG for n in range(20_000)})
-
-
 def tied_to_a_number(content: Content) -> None:
     content["module"]["extra"] = 7
     content["shared_params"] = {"head.weight": "extra"}
@@ -124,7 +120,6 @@ class Kept:
 
 
 KEPT = Kept([*range(20_000)])
-LONG = Kept([f"{n}" * 50_000 for n in range(5)])
 
 
 @dataclass(frozen=True)
@@ -146,7 +141,6 @@ BOMBS = [
     Bomb("partition count", OPTIMIZER, lambda c: state_of(c).update(partition_count=laughs())),
     Bomb("paddings", OPTIMIZER, lambda c: state_of(c).update(group_paddings=laughs())),
     Bomb("stage", OPTIMIZER, lambda c: state_of(c).update(zero_stage=laughs())),
-    Bomb("entries", OPTIMIZER, many_entries, "share their parts"),
     Bomb("masters", OPTIMIZER, lambda c: state_of(c).update({FLAT_GROUPS: laughs()})),
     Bomb("shapes", MODEL, many_units),
     Bomb("a shape", MODEL, lambda c: c["param_shapes"][0].update({"embed.weight": laughs()})),
