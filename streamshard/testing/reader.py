@@ -39,7 +39,7 @@ MODULE: Final = "module"
 _CHUNK_BYTES: Final = 256
 _MANIFEST: Final = "meta/manifest/"
 _HEADER_BYTES: Final = 4096
-_MUTANTS: Final = 32
+_MUTANTS: Final = 16
 _MOST_FILES: Final = 8
 _MOST_MEMORY: Final = 1 << 30
 
