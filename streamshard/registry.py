@@ -64,7 +64,7 @@ _READERS: Final = (
 )
 """Our readers of checkpoints, in the order in which they are asked."""
 _LAST_READERS: Final = "streamshard.source.plug_ins:last_readers"
-"""Yields the readers that are asked in place of the last one."""
+"""Yields the readers that take the place of the last one."""
 
 
 def load(name: str) -> Any:  # noqa: ANN401

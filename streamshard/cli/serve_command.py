@@ -19,16 +19,16 @@ def run_serve(arguments: argparse.Namespace) -> None:
     opened = open_source(options.source, options)
     opened.require_use_of_like()
 
-    def told(line: str) -> None:
+    def log(line: str) -> None:
         if arguments.verbose:
             tell(line)
 
-    def failed(line: str) -> None:
+    def report(line: str) -> None:
         tell(f"streamshard: {line}")
 
     with (
         closing(ViewedFiles(opened, options.chunk_size)) as files,
-        HttpView(files, options.bind, told, failed, options.allow_origin) as view,
+        HttpView(files, options.bind, log, report, options.allow_origin) as view,
     ):
         if not view.is_loopback:
             tell(f"streamshard: {view.url} is no address of this machine alone: whoever reaches "

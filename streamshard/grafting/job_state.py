@@ -21,8 +21,8 @@ from streamshard.grafting.schedules import (
     Parts,
     SchedulePlace,
     States,
-    begun,
     objection,
+    starting_state,
 )
 
 _PROGRESS: Final = (
@@ -105,7 +105,7 @@ def _schedulers(parts: Parts) -> States | None:
         if key == _LIGHTNING_SCHEDULERS:
             one, other = (s[0] if isinstance(s, list) and s else None for s in (one, other))
             if key not in parts[1].model_state:
-                other = begun(one, parts[1].hyper_parameters)
+                other = starting_state(one, parts[1].hyper_parameters)
         if one is not None or other is not None:
             return one, other
     return None

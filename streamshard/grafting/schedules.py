@@ -249,7 +249,7 @@ def scheduler_files(source: Source, start: Source) -> dict[str, States]:
             state = _state_in(source, file.path)
             own = _state_in(start, file.path)
             if own is None:
-                own = begun(state, start.checkpoint.model_parts[0].hyper_parameters)
+                own = starting_state(state, start.checkpoint.model_parts[0].hyper_parameters)
             found[file.path] = state, own
     return found
 
@@ -265,23 +265,23 @@ def _state_in(source: Source, path: str) -> Node | None:
     return root if next(storages_in(root), None) is None else None
 
 
-def begun(state: Node, groups: Sequence[Mapping[str, Node]]) -> dict[str, Node] | None:
-    """Return a scheduler's state with other param groups; None if their entries are unknown."""
+def starting_state(state: Node, groups: Sequence[Mapping[str, Node]]) -> dict[str, Node] | None:
+    """Return a scheduler's state with START's param groups; None if their entries are unknown."""
     bases = [group.get(BASE) for group in groups]
     is_small = len([*_pairs(state, state)]) < _MOST_NESTED
     if not isinstance(state, dict) or None in bases or not is_small:
         return None
     rates = {_BASES: bases, _LAST_RATES: [group.get(RATE) for group in groups]}
-    made = {**state, **{key: value for key, value in rates.items() if key in state}}
+    starting = {**state, **{key: value for key, value in rates.items() if key in state}}
     for key in _PER_GROUP:
         entries = state.get(key)
         if isinstance(entries, list) and len(entries) != len(groups):
             if any(entry != entries[0] for entry in entries):
                 return None
-            made[key] = entries[:1] * len(groups)
+            starting[key] = entries[:1] * len(groups)
     if isinstance(state.get(_NESTED), list):
-        made[_NESTED] = [begun(nested, groups) for nested in state[_NESTED]]
-    return made
+        starting[_NESTED] = [starting_state(nested, groups) for nested in state[_NESTED]]
+    return starting
 
 
 def grafted_scheduler_file(

@@ -33,15 +33,15 @@ _BEFORE_ASKING: Final = {
     "Access-Control-Allow-Headers": "If-None-Match, If-Range, Range",
     "Access-Control-Allow-Private-Network": "true",
 }
-"""What lets pages of one site ask (Fetch, CORS protocol), also those of the Internet (Chrome)."""
+"""Headers that let pages of one site read (CORS); the last one is for pages of the Internet."""
 
 
 class HttpView(ThreadingHTTPServer):
     """Serves the files of a view.
 
-    `told`: called with a line for each answer.
-    `failed`: called with what went wrong with a source.
-    `origin`: the site whose pages may read in a browser, besides programs.
+    `log`: called with a line for each answer.
+    `report`: called with what went wrong with a source.
+    `origin`: the site whose pages may read it in a browser; None for no page.
     """
 
     daemon_threads = True
@@ -50,11 +50,11 @@ class HttpView(ThreadingHTTPServer):
         self,
         files: ViewedFiles,
         place: str,
-        told: Callable[[str], None],
-        failed: Callable[[str], None],
+        log: Callable[[str], None],
+        report: Callable[[str], None],
         origin: str | None = None,
     ) -> None:
-        self.files, self.told, self.failed, self.origin = files, told, failed, origin
+        self.files, self.log, self.report, self.origin = files, log, report, origin
         if origin is not None and not _ORIGIN.fullmatch(origin):
             message = f"{origin}: not the origin of a site, such as https://example.org"
             raise UsageError(f"{message}; give it with {Option('allow_origin')}")
@@ -85,7 +85,7 @@ class HttpView(ThreadingHTTPServer):
         """Ignore a reader that went away; tell of anything else."""
         error = sys.exc_info()[1]
         if not isinstance(error, ConnectionError | TimeoutError):
-            self.failed(f"a request from {client_address}: {error!r}")
+            self.report(f"a request from {client_address}: {error!r}")
 
     def server_bind(self) -> None:
         """Bind, without looking up this machine's name, which can take long."""
@@ -108,7 +108,7 @@ class _Answers(BaseHTTPRequestHandler):
         self._answer(has_body=False)
 
     def do_OPTIONS(self) -> None:
-        """Answer a browser that asks whether a page may ask."""
+        """Tell a browser whether a page of its site may read."""
         is_known = self._is_of_page and self._key() is not None
         status = HTTPStatus.NO_CONTENT if is_known else HTTPStatus.NOT_IMPLEMENTED
         self._end(status, dict(_BEFORE_ASKING) if is_known else None)
@@ -121,7 +121,7 @@ class _Answers(BaseHTTPRequestHandler):
     def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
         """Tell of an answer in one line."""
         number = code.value if isinstance(code, HTTPStatus) else code
-        self._view.told(f"{self.client_address[0]} {self.requestline} {number}")
+        self._view.log(f"{self.client_address[0]} {self.requestline} {number}")
 
     def log_message(self, format: str, *args: object) -> None:
         """Tell nothing else."""
@@ -175,7 +175,7 @@ class _Answers(BaseHTTPRequestHandler):
         try:
             data = self._view.files.read(key) if has_body else b""
         except (StreamshardError, OSError) as error:
-            self._view.failed(f"{error}")
+            self._view.report(f"{error}")
             self._end(HTTPStatus.INTERNAL_SERVER_ERROR)
             return
         headers["Content-Type"] = _JSON if key.endswith(".json") else _BYTES

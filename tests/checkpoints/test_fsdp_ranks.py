@@ -251,15 +251,15 @@ def test_replicas_may_differ_in_padding(made: Path, tmp_path: Path) -> None:
 def test_a_part_of_a_weight_is_a_weight_of_its_own(tmp_path: Path) -> None:
     """It begins where the other does in the file, and is not tied to it."""
     whole = torch.arange(12.0).reshape(4, 3)
-    held = {"part": whole[:2], "whole": whole, "flat": whole.view(-1), "tied": whole[:]}
+    weights = {"part": whole[:2], "whole": whole, "flat": whole.view(-1), "tied": whole[:]}
     place = tmp_path / "actor"
     place.mkdir()
     for rank in range(2):
-        torch.save(held, place / name(rank, 2))
+        torch.save(weights, place / name(rank, 2))
     streamshard.export(place, tmp_path / "out", verify=True)
     found = load_file(tmp_path / "out" / "model.safetensors")
-    assert {key: held.tolist() for key, held in found.items()} == {
-        key: held[key].tolist() for key in ("whole", "part", "flat")
+    assert {key: tensor.tolist() for key, tensor in found.items()} == {
+        key: weights[key].tolist() for key in ("whole", "part", "flat")
     }
 
 

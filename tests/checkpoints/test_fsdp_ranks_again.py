@@ -135,9 +135,9 @@ def test_states_have_the_names_of_their_parameters(root: Path) -> None:
     place = root / f"FSDP2 {SOURCE}"
     with streamshard.open(place) as opened:
         found = opened["up.weight"].exp_avg[...]
-    held = [load(place / f"optim_world_size_{SOURCE}_rank_{rank}.pt") for rank in range(SOURCE)]
+    files = [load(place / f"optim_world_size_{SOURCE}_rank_{rank}.pt") for rank in range(SOURCE)]
     # Before it come `one`, `frozen` and `embed.weight`.
-    parts = [states["state"][3]["exp_avg"].to_local() for states in held]
+    parts = [states["state"][3]["exp_avg"].to_local() for states in files]
     assert torch.equal(torch.cat(parts), torch.from_numpy(found))
 
 

@@ -1,4 +1,4 @@
-"""Our own readers under the public tests that those of other packages are held to.
+"""Our own readers pass the public tests that readers of other packages pass.
 
 Those of Megatron and of FSDP's ranks pass them in test_megatron and test_fsdp_ranks_to_others.
 """

@@ -15,6 +15,7 @@ import google_crc32c
 import numpy as np
 import pytest
 import torch
+import zarr
 from zarr.codecs import BloscCodec, GzipCodec
 
 import streamshard
@@ -108,6 +109,14 @@ def test_inspect_says_so(original: Path, tmp_path: Path) -> None:
     assert found.parameters[0].name == before.parameters[0].name
     assert found.files == len([p for p in store.rglob("*") if p.is_file()])
     assert streamshard.verify(store).is_good
+
+
+def test_consolidated_metadata_alone_is_no_damage(store: Path) -> None:
+    with pytest.warns(UserWarning, match="Consolidated metadata"):
+        zarr.consolidate_metadata(store)
+    found = streamshard.verify(store)
+    assert found.is_good
+    assert found.notes == ("1 zarr.json were serialized again by another tool, and say the same.",)
 
 
 def test_one_array_is_rewritten_in_its_place(
@@ -349,6 +358,15 @@ def test_measured_memory_is_what_was_projected(tmp_path: Path) -> None:
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     measured, projected = map(int, found.stdout.split())
     assert measured <= projected
+
+
+def test_a_chunk_that_changes_after_planning(rewritten: Path, tmp_path: Path) -> None:
+    plan = streamshard.plan_repartition(rewritten, tmp_path / "out", world_size=2)
+    chunk = rewritten / ARRAY / "c/0/0"
+    chunk.write_bytes(chunk.read_bytes() + b"\0")
+    with pytest.raises(CorruptFileError, match="changed while it was being read"):
+        plan.run()
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_link_out_of_the_store_is_not_followed(rewritten: Path, tmp_path: Path) -> None:

@@ -254,7 +254,7 @@ def test_what_cannot_be_packed_is_refused_before_anything_is_written(
     out = tmp_path / "x.zarr.zip"
     with pytest.raises(UsageError, match="only convert writes a store in one file"):
         streamshard.repartition(run, out, world_size=3)
-    with pytest.raises(UsageError, match=r"the files go into a directory.*without \.zip"):
+    with pytest.raises(UsageError, match=r"exported files go into a directory.*without \.zip"):
         streamshard.export(run, out)
     assert names(tmp_path) == ["run"]
 

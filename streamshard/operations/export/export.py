@@ -119,7 +119,7 @@ def require_directory(options: ExportOptions) -> None:
     """Refuse the name of a file or a store."""
     suffix = as_path(options.target).suffix
     if suffix in (".safetensors", ".bin", ".pt", ".zarr", ".zip"):
-        message = f"{options.target}: the files go into a directory, with names that others know"
+        message = f"{options.target}: exported files go into a directory"
         raise UsageError(f"{message}; give a name without {suffix}")
 
 
