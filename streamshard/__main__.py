@@ -5,6 +5,7 @@ ends the process without a traceback.
 """
 
 import gc
+import os
 import sys
 from typing import Final, NoReturn
 
@@ -22,6 +23,8 @@ def program() -> NoReturn:
     signals = Signals()
     signals.install(while_loading=True)
     gc.set_threshold(_GARBAGE_OBJECTS, _YOUNG_SEARCHES)
+    # NumPy's linear algebra, of which nothing is used, else starts a spinning thread for each core.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from streamshard.cli import streams
     from streamshard.cli.parser import parse_command
 

@@ -25,22 +25,13 @@ from streamshard.io.file_system import (
 )
 from streamshard.io.retry import FROM_OUTSIDE, UNSUPPORTED, ignored
 
-_FAILED: Final = ctypes.c_void_p(-1).value
-_map = libc(
+FAILED: Final = ctypes.c_void_p(-1).value
+system_map = libc(
     "mmap",
     ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
     result=ctypes.c_void_p,
 )  # fmt: skip
 _unmap = libc("munmap", ctypes.c_void_p, ctypes.c_size_t)
-_move = libc(
-    "mremap",
-    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p,
-    result=ctypes.c_void_p,
-)  # fmt: skip
-_TO_ADDRESS: Final = 0x1 | 0x2
-"""MREMAP_MAYMOVE and MREMAP_FIXED: memory takes the place of what is at another address."""
-_WINDOW_BYTES: Final = 8 << 20
-"""Memory that is copied at once; a multiple of any page's size."""
 
 
 def map_range(descriptor: int, offset: int, nbytes: int, *, is_private: bool) -> memoryview:
@@ -54,41 +45,20 @@ def map_range(descriptor: int, offset: int, nbytes: int, *, is_private: bool) ->
     """
     if descriptor < 0:
         raise OSError(errno.ENOTSUP, "it is an object, not a local file")
-    if _map is None or _unmap is None:
+    if system_map is None or _unmap is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     before = offset % mmap.ALLOCATIONGRANULARITY
     length = before + nbytes
     access = mmap.PROT_READ | (mmap.PROT_WRITE if is_private else 0)
     sharing = mmap.MAP_PRIVATE if is_private else mmap.MAP_SHARED
-    address = _map(None, length, access, sharing, descriptor, offset - before)
-    if address == _FAILED:
+    address = system_map(None, length, access, sharing, descriptor, offset - before)
+    if address == FAILED:
         raise last_error("")
     mapped = (ctypes.c_ubyte * length).from_address(address)
     # At the end of the program arrays may still be there, which others look at even then.
     weakref.finalize(mapped, _unmap, address, length).atexit = False
     view = memoryview(mapped).cast("B")[before:]
     return view if is_private else view.toreadonly()
-
-
-def detach_map(mapped: "ctypes.Array[ctypes.c_ubyte]") -> None:
-    """Put memory with the same content in the place of a private map, at the same address.
-
-    Whatever looks at the map then no longer looks at the file.
-
-    `mapped`: the object behind the view that `map_range` returned (`memoryview.obj`).
-    """
-    if _map is None or _move is None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    address, length = ctypes.addressof(mapped), ctypes.sizeof(mapped)
-    access = mmap.PROT_READ | mmap.PROT_WRITE
-    made = _map(None, length, access, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    if made == _FAILED:
-        raise last_error("")
-    for at in range(0, length, _WINDOW_BYTES):
-        count = min(_WINDOW_BYTES, length - at)
-        ctypes.memmove(made + at, address + at, count)
-        if _move(made + at, count, count, _TO_ADDRESS, address + at) == _FAILED:
-            raise last_error("")
 
 
 _resident = libc("mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
@@ -114,17 +84,20 @@ ways_taken: Final = set[str]()
 
 
 class FileMap:
-    """A map of a whole file, of which one window at a time is in memory."""
+    """A map of a whole file, of which a window and what follows it in its block are in memory."""
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         self._whole = map_range(descriptor, 0, nbytes, is_private=False)
         self._address = ctypes.addressof(self._whole.obj)  # type: ignore[arg-type]
-        self._end = self._address + nbytes
-        _call_madvise(self._address, self._end, mmap.MADV_SEQUENTIAL)
-        self._blocks = (0, 0)
-        """Addresses between which pages may be in memory."""
+        self._shown = (0, 0)
+        """Offsets between which all pages are in place."""
         self._stop = 0
-        """Address of the last window's end."""
+        """Offset of the last window's end."""
+        self._call_madvise(0, nbytes, mmap.MADV_SEQUENTIAL)
+
+    def shows(self, offset: int, nbytes: int) -> bool:
+        """Tell whether the pages of a range are in place."""
+        return self._shown[0] <= offset and offset + nbytes <= self._shown[1]
 
     def window(self, offset: int, nbytes: int) -> memoryview:
         """Put the pages of a range in place, and return it; it is valid until the next window.
@@ -132,40 +105,54 @@ class FileMap:
         Whoever touches it after the file was cut off gets SIGBUS, or zeros in the file's last page.
         """
         view = self._whole[offset : offset + nbytes]
-        start, stop = self._address + offset, self._address + offset + len(view)
-        begin = max(self._address, start // _BLOCK_BYTES * _BLOCK_BYTES)
-        if begin != self._blocks[0]:
+        if not self.shows(offset, len(view)):
             self.release()
-        self._read_ahead(start, stop + (_AHEAD_BYTES if start == self._stop else 0))
-        self._stop = stop
+            self._show(offset, offset + len(view))
+        self._stop = offset + len(view)
+        return view
+
+    def _show(self, start: int, stop: int) -> None:
+        """Put pages in place; to the end of a block if windows follow each other.
+
+        These calls of the system take as long as all else that is done for a window in Python.
+        """
+        ahead = stop
+        if start == self._stop:
+            ahead, stop = stop + _AHEAD_BYTES, self._block(start, stop)[1]
+        self._read_ahead(start, ahead)
         try:
-            _call_madvise(start - start % mmap.PAGESIZE, stop, _POPULATE_READ)
+            self._call_madvise(start, stop, _POPULATE_READ)
         except OSError:
             ways_taken.add("read: the system could not show all of a map")
             raise
-        end = min(self._end, -(-stop // _BLOCK_BYTES) * _BLOCK_BYTES)
-        self._blocks = begin, max(end, self._blocks[1])
-        return view
+        self._shown = start, stop
+
+    def _block(self, start: int, stop: int) -> tuple[int, int]:
+        """Return a range of the map that holds another one, and all that may be put in place."""
+        begin = (self._address + start) // _BLOCK_BYTES * _BLOCK_BYTES - self._address
+        end = -(-(self._address + stop) // _BLOCK_BYTES) * _BLOCK_BYTES - self._address
+        return max(0, begin), min(len(self._whole), end)
 
     def _read_ahead(self, start: int, stop: int) -> None:
         """Have the system read a range in large pieces, unless it has the last page of it."""
-        stop, is_there = min(self._end, stop), ctypes.create_string_buffer(1)
-        last = (stop - 1) // mmap.PAGESIZE * mmap.PAGESIZE
+        stop, is_there = min(len(self._whole), stop), ctypes.create_string_buffer(1)
+        last = self._address + (stop - 1) // mmap.PAGESIZE * mmap.PAGESIZE
         if _resident is not None and _resident(last, 1, is_there) == 0 and is_there.raw == b"\0":
-            _call_madvise(start - start % mmap.PAGESIZE, stop, mmap.MADV_WILLNEED)
+            self._call_madvise(start, stop, mmap.MADV_WILLNEED)
 
-    def release(self) -> None:
-        """Let go of the window: only then can the page cache drop it."""
-        if self._blocks[1]:
-            _call_madvise(*self._blocks, mmap.MADV_DONTNEED)
-            self._blocks = (0, 0)
+    def release(self) -> tuple[int, int]:
+        """Let go of all pages, as only then the page cache can drop them; return their range."""
+        shown, self._shown = self._shown, (0, 0)
+        if shown[1]:
+            self._call_madvise(*self._block(*shown), mmap.MADV_DONTNEED)
+        return shown
 
-
-def _call_madvise(begin: int, end: int, advice: int) -> None:
-    if _advise is None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    if _advise(begin, end - begin, advice) != 0:
-        raise last_error("")
+    def _call_madvise(self, start: int, stop: int, advice: int) -> None:
+        if _advise is None:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        start -= start % mmap.PAGESIZE
+        if _advise(self._address + start, stop - start, advice) != 0:
+            raise last_error("")
 
 
 def map_to_read(descriptor: int) -> FileMap | None:

@@ -14,8 +14,8 @@ from streamshard.engine.run.region import RegionFiller
 from streamshard.engine.run.source_check import Ranges, ReadLog, SourceCheck
 from streamshard.engine.run.work import Region
 from streamshard.errors import IntegrityError
+from streamshard.io.detached_map import detach_map
 from streamshard.io.files import require_all_unchanged
-from streamshard.io.memory_map import detach_map
 from streamshard.io.object_path import is_object
 from streamshard.live.node_share import NodeShare
 from streamshard.model import ITEMSIZE

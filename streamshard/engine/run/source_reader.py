@@ -101,8 +101,8 @@ class SourceReader:
         """Maps of open files; None for one that is to be read."""
         self._looked_at: set[int] = set()
         """Files that were looked at where they are mapped, since `settle`."""
-        self._shown: tuple[int, int, int] | None = None
-        """The window that is in use: file, start and stop."""
+        self._shown: int | None = None
+        """The file of the window that is in use."""
         self._stored = ReusableBuffer()
 
     def close(self) -> None:
@@ -216,25 +216,25 @@ class SourceReader:
     def _forget(self, file: int) -> None:
         """Close a file: its server may no longer know it, so the next try opens it again."""
         if file in self._open:
-            if self._shown is not None and self._shown[0] == file:
+            if self._shown == file:
                 self._release()
             self._windows.pop(file, None)
             self._open.pop(file).close()
 
     def _window(self, file: int, offset: int, nbytes: int) -> memoryview | None:
         """Return a range where it is mapped, if it can be, and let go of the one before."""
-        if self._shown is not None and (self._drops_behind or self._shown[0] != file):
-            self._release()
         opened = self._opened(file)
         if file not in self._windows:
             self._windows[file] = map_to_read(opened.descriptor)
-        windows = self._windows[file]
+        windows, start = self._windows[file], opened.origin + offset
         if windows is None:
             return None
+        if self._shown != file or (self._drops_behind and not windows.shows(start, nbytes)):
+            self._release()
         self._looked_at.add(file)
-        self._shown = file, offset, offset + nbytes
+        self._shown = file
         try:
-            view = windows.window(opened.origin + offset, nbytes)
+            view = windows.window(start, nbytes)
         except OSError:  # an old system, or a file that was cut off: a read can tell
             self._windows[file] = None
             return None
@@ -242,11 +242,10 @@ class SourceReader:
 
     def _release(self) -> None:
         if self._shown is not None:
-            file, start, stop = self._shown
-            self._shown, windows = None, self._windows.get(file)
+            file, self._shown = self._shown, None
+            windows = self._windows.get(file)
             if windows is not None:
-                windows.release()
-                self._drop_read(file, self._open[file], start, stop)
+                self._drop_read(file, self._open[file].descriptor, *windows.release())
 
     def _require_unchanged(self, file: int) -> None:
         """Refuse an open file that changed after it was mapped: nobody knows what was seen."""
@@ -268,19 +267,19 @@ class SourceReader:
                 "when the run began. Something is changing the source: stop that and run again"
             )
             raise CorruptFileError(message, path=source.path)
-        self._drop_read(file, opened, offset, offset + len(view))
+        start = opened.origin + offset
+        self._drop_read(file, opened.descriptor, start, start + len(view))
 
-    def _drop_read(self, file: int, opened: OpenedFile, start: int, stop: int) -> None:
+    def _drop_read(self, file: int, descriptor: int, start: int, stop: int) -> None:
         """Drop from the cache what this reader read; others may need the data before that."""
         if not self._drops_behind or stop - start < page_cache.LEAST_BYTES:
             return
-        start, stop = opened.origin + start, opened.origin + stop
         last = self._last_of(file)
         before, begin, end = last.run
         if (before, end) != (file, start):
             begin = start
         last.run = (file, begin, stop)
-        page_cache.drop_behind(opened.descriptor, begin, stop)
+        page_cache.drop_behind(descriptor, begin, stop)
 
     def _read_checked(
         self, file: int, digests: BlockDigests, offset: int, view: memoryview
