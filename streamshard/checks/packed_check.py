@@ -3,7 +3,6 @@
 That is headers, padding and descriptors: zip readers differ in which of these they go by.
 """
 
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -11,14 +10,14 @@ from typing import Final
 from streamshard.checks.problems import DAMAGED, Findings
 from streamshard.checksums import crc32, join_crc32
 from streamshard.errors import SourceError
-from streamshard.formats.torch.zip_directory import LocalHeader, ZipEntry, descriptors
-from streamshard.formats.zarr.packed_directory import OURS, PackedDirectory
+from streamshard.formats.torch.zip_directory import ZipEntry
+from streamshard.formats.zarr.packed_directory import OURS, PackedDirectory, PackedEntry
 from streamshard.formats.zarr.packed_place import directory_of, is_packed
 from streamshard.formats.zarr.store_index import MANIFEST_FILES, StoreIndex
 from streamshard.io.entries import open_readable, read_all
+from streamshard.io.readable import OpenedFile
 from streamshard.model import BlockDigests
 
-_PADDING: Final = 0x4246
 _LAST_BYTES: Final = 4
 
 
@@ -50,44 +49,34 @@ def audit(directory: PackedDirectory) -> Iterator[tuple[ZipEntry, bytes, str]]:
     """Yield each file's entry, its last bytes (a chunk's checksum), and what is wrong around it."""
     rows = range(directory.count)
     ends = {directory.entry_of(row)[0].unrepeated for row in (*rows[:1], *rows[-1:])}
-    is_ours = OURS in ends
     with open_readable(directory.archive) as file:
         for row in rows:
-            entry, stop = directory.entry_of(row)
-            last, problem = b"", ""
-            try:
-                header = directory.header_of(row, file)
-            except SourceError as error:
-                problem = str(error.args[0])
-            else:
-                end = header.start + entry.nbytes
-                first = max(header.start, end - _LAST_BYTES)
-                found = file.read_at(first, stop - first)
-                last, after = found[: end - first], found[end - first :]
-                problem = _problem(entry, header, after)
-            if is_ours and entry.unrepeated != OURS:
-                problem = "the zip's directory tells other attributes of it than were written"
-            yield entry, last, problem
+            yield _checked(directory, row, file, is_ours=OURS in ends)
 
 
-def _problem(entry: ZipEntry, header: LocalHeader, after: bytes) -> str:
-    if header.common != entry.common:
-        return "its header and the zip's directory disagree"
-    if not _is_padded(header.extra):
-        return "what pads its header is not as it was written"
-    return "" if after in descriptors(entry) else "what follows it is not what belongs there"
-
-
-def _is_padded(extra: bytes) -> bool:
-    """Tell whether extra fields fill their place, and padding among them holds nothing."""
-    at = 0
-    while at + 4 <= len(extra):
-        kind, nbytes = struct.unpack_from("<HH", extra, at)
-        held = extra[at + 4 : at + 4 + nbytes]
-        at += 4 + nbytes
-        if at > len(extra) or (kind == _PADDING and held != bytes(nbytes)):
-            return False
-    return at == len(extra)
+def _checked(
+    directory: PackedDirectory, row: int, file: OpenedFile, *, is_ours: bool
+) -> tuple[ZipEntry, bytes, str]:
+    """Check one file's headers: of a zip of ours to the bit, of others what readers go by."""
+    entry, stop = directory.entry_of(row)
+    own = PackedEntry(entry.name.decode(), entry.header, entry.nbytes)
+    start, problem = own.content, "what the zip holds around it is not as it was written"
+    try:
+        if not is_ours:
+            start = directory.header_of(row, file).start
+        elif (
+            own.end != stop
+            or directory.serialized(entry) != own.central(entry.crc32)
+            or file.read_at(entry.header, start - entry.header) != own.header()
+        ):
+            return entry, b"", problem
+    except SourceError as error:
+        return entry, b"", str(error.args[0])
+    end = start + entry.nbytes
+    first = max(start, end - _LAST_BYTES)
+    tail = file.read_at(first, stop - first)
+    is_as_written = not is_ours or tail[end - first :] == own.descriptor(entry.crc32)
+    return entry, tail[: end - first], "" if is_as_written else problem
 
 
 def _crc32(index: StoreIndex, path: str, last: bytes) -> int | None:

@@ -9,6 +9,8 @@ tell these.
 
 from collections.abc import Iterable, Iterator
 
+from streamshard.checks.packed_check import check_packed
+from streamshard.checks.problems import Findings
 from streamshard.engine.run.phases import COMPARING, Progress, Silent, shown
 from streamshard.engine.scan.target_comparison import first_difference
 from streamshard.errors import (
@@ -21,6 +23,7 @@ from streamshard.errors import (
 )
 from streamshard.formats.deepspeed import names
 from streamshard.formats.zarr.packed_place import packed
+from streamshard.formats.zarr.store_index import StoreIndex
 from streamshard.io.entries import entries_below, examine, is_directory
 from streamshard.io.files import target_errors
 from streamshard.io.object_path import is_object
@@ -132,7 +135,10 @@ def _difference(plan: TransferPlan, progress: Progress) -> str | None:
     for layouts in writer.passes():
         if (other := _other_bytes(plan, layouts(), progress)) is not None:
             return other
-    return None if writer.is_same_around(plan.target) else "its files are packed in another way"
+    findings = Findings()
+    if plan.output.packs:
+        check_packed(StoreIndex.opened(packed(plan.target)), findings)
+    return next((problem.message for problem in findings.problems), None)
 
 
 def _other_bytes(

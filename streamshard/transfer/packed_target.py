@@ -1,27 +1,22 @@
-"""A target that is one file: it is written in `OUT.partial`, and moved from there to OUT.
+"""A target that is one file, on a disk or in a bucket: workers fill memory, one writer appends.
 
-At any moment the disk is in one of these states, and the same command finishes each of them:
+Results are taken in the order of the jobs, and written one behind the other. So the order of the
+plan alone decides where a file lies, whatever sizes the files come to. Two files per worker wait in
+memory at most, and one is being written. The one file is no store before the zip's directory stands
+at its end.
 
-- OUT does not exist, or is the old one; OUT.partial does not exist, or has a journal, and the
-  beginning of the file: this is written again.
-- OUT.partial has a journal that says that the file in it is complete: the file is moved to OUT.
-- OUT.partial has that journal, and its file is at OUT: OUT.partial is removed.
-
-Files of a target that are packed into one file: workers fill memory, and one appender writes.
-
-Results are taken in the order of the jobs, and written one behind the other, to a file or to an
-upload. So the order of the plan alone decides where a file lies, whatever sizes the files come to.
-Two files per worker wait in memory at most, and one is being written. The one file is no store
-before the zip's directory stands at its end.
+On a disk it is written in OUT.partial, and renamed to OUT. An object exists once its upload is
+complete; to be read back before that, it is uploaded below OUT.partial, and the service copies it.
+A run that is killed starts over: the next one removes what it left.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeAlias
 
 import numpy as np
 
@@ -39,22 +34,23 @@ from streamshard.errors import SourceError, TargetExistsError, UsageError
 from streamshard.formats.torch.zip_layout import directory_of
 from streamshard.formats.zarr.packed_directory import PackedEntry
 from streamshard.formats.zarr.store_index import is_store
-from streamshard.io.changes import open_sink, remove, remove_file, rename, sync_path
-from streamshard.io.durability import Reservation
-from streamshard.io.entries import examine_if_there, is_same_file, lexists
+from streamshard.io.changes import discard, make_directory, open_sink, remove, remove_file, rename
+from streamshard.io.entries import examine_if_there, lexists
 from streamshard.io.files import target_errors
+from streamshard.io.object_path import is_object, object_of
 from streamshard.io.place import place_of
+from streamshard.io.readable import Status
 from streamshard.io.sink import Sink
 from streamshard.io.writable import aligned
 from streamshard.model import Template
 from streamshard.source.unfinished import JOURNAL
-from streamshard.transfer.staging import PartialTarget
 from streamshard.transfer.target import partial_of
-from streamshard.transfer.target_state import DiskState, replaces
+from streamshard.transfer.target_state import TargetState, require_of_a_run
+from streamshard.transfer.transaction import Transaction
 
 BUFFER_BYTES: Final = 1 << 21
 """Memory through which the one file is written: a huge page."""
-_Filled = tuple[Sequence[SpanResult], Sequence[Sequence[bytes | memoryview]], bytearray | None]
+_Filled: TypeAlias = tuple[Sequence[SpanResult], Sequence[bytes | memoryview], bytearray | None]
 """The results and the contents of the files of a job, and the memory to be used again."""
 
 
@@ -70,12 +66,10 @@ class PackedFiles(StagedFiles):
     def __init__(self, file: Path, nbytes: int, *, must_be_new: bool = False) -> None:
         self.file = file
         self.path: Path = file.parent
-        self._free: list[bytearray] = []
-        """Memory for files."""
         self._nbytes = nbytes
         self._must_be_new = must_be_new
-        self.reservation: Reservation | None = None
-        """Preallocated space, which is given back before it is written to."""
+        self._free: list[bytearray] = []
+        """Memory for files."""
         self._sink: Sink | None = None
         self._central: list[bytes] = []
         """The entries of the zip's directory."""
@@ -104,37 +98,35 @@ class PackedFiles(StagedFiles):
 
     def take(self, number: int, done: _Filled, ranges: Ranges) -> None:
         """Write files; behind the last one of all, the zip's directory."""
-        files, (results, contents, buffer) = self._waiting.popleft(), done
+        files, (results, contents, memory) = self._waiting.popleft(), done
         paths = [files.path] if isinstance(files, TargetFile) else files.paths
         # Workers count what they fill. The rest is what compression saved, and what is between.
         rest = files.nbytes - sum(result.written.nbytes for result in results)
         with target_errors(self.file):
             for path, result, content in zip(paths, results, contents, strict=True):
-                rest += self.append(path, result.written.crc32, content)
+                rest += self._append(path, result.written.crc32, content)
             if isinstance(files, TargetFile) and files.is_last:
-                directory = directory_of(self._central, self._end)
-                self._buffer.put(memoryview(directory))
-                self._buffer.flush()
-                rest += len(directory)
+                rest += self._append_directory()
         self._watcher.advance(rest)
-        if isinstance(files, TargetFile):
-            files.take(*results)
-        else:
-            files.take(results)
-        if buffer is not None:
-            self._free.append(buffer)
+        files.take(*results) if isinstance(files, TargetFile) else files.take(results)
+        if memory is not None:
+            self._free.append(memory)
 
-    def append(self, path: str, crc32: int, content: Sequence[bytes | memoryview]) -> int:
+    def _append(self, path: str, crc32: int, content: bytes | memoryview) -> int:
         """Add a file behind those before it; returns how many bytes are around its content."""
-        entry = PackedEntry(path, self._end, sum(map(len, content)))
+        entry = PackedEntry(path, self._end, len(content))
         header, descriptor = entry.header(), entry.descriptor(crc32)
-        if self.reservation is not None:
-            self.reservation.give_back(entry.end - entry.start)
-        for piece in (header, *content, descriptor):
+        for piece in (header, content, descriptor):
             self._buffer.put(memoryview(piece))
         self._central.append(entry.central(crc32))
         self._end = entry.end
         return len(header) + len(descriptor)
+
+    def _append_directory(self) -> int:
+        directory = directory_of(self._central, self._end)
+        self._buffer.put(memoryview(directory))
+        self._buffer.flush()
+        return len(directory)
 
     def finish(self) -> None:
         if self._sink is not None:
@@ -161,119 +153,115 @@ class _Memory(Sink):
         np.frombuffer(self._data, np.uint8)[offset:end] = np.frombuffer(view, np.uint8)
 
 
-def _fill(
-    files: TargetFiles, target: Path, buffers: list[bytearray], writer: SpanWriter
-) -> _Filled:
+def _fill(files: TargetFiles, target: Path, free: list[bytearray], writer: SpanWriter) -> _Filled:
     with target_errors(target):
         if not isinstance(files, TargetFile):
-            contents = list[list[bytes | memoryview]]()
-
-            def keep(path: str, parts: Sequence[bytes | memoryview]) -> None:
-                contents.append([bytes(part) for part in parts])
-
-            return files.write(writer, keep), contents, None
+            contents = list[bytes]()
+            results = files.write(writer, lambda _, parts: contents.append(b"".join(parts)))
+            return results, contents, None
         (span,) = files.spans
-        data = bytearray()
+        memory = bytearray()
         with suppress(IndexError):
-            data = buffers.pop()
-        if len(data) < span.nbytes:
-            data = bytearray(span.nbytes)
-        result = writer.window.write(span, _Memory(data))
-        return [result], [[memoryview(data)[: result.written.nbytes]]], data
+            memory = free.pop()
+        if len(memory) < span.nbytes:
+            memory = bytearray(span.nbytes)
+        result = writer.window.write(span, _Memory(memory))
+    return [result], [memoryview(memory)[: result.written.nbytes]], memory
 
 
 @dataclass(frozen=True)
-class PackedState(DiskState):
+class PackedState(TargetState):
+    target: Path
+    status: Status | None
+
     @classmethod
     def at(cls, target: Path, template: Template | None = None) -> Self:
-        is_there = examine_if_there(target, follows=False) is not None
-        return cls(target, is_there, None, Journal(target / JOURNAL))
-
-    @property
-    def written(self) -> Path:
-        """Where the file is until it is complete."""
-        return partial_of(self.target) / self.target.name
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether a run has moved the complete file to its place, and the rest is to be tidied."""
-        if not self.begun.is_whole:
-            return False
-        if not lexists(self.written):
-            return True
-        return self.is_there and is_same_file(self.written, self.target)
+        return cls(target, examine_if_there(target, follows=False))
 
     @property
     def is_settled(self) -> bool:
-        return self.is_vacant or self.is_in_place
+        return self.status is None
 
     def _require_free(self, *, overwrite: bool) -> None:
-        if self.is_in_place:
+        if not is_object(self.target):
+            partial_target = partial_of(self.target)
+            require_of_a_run(partial_target, Journal(partial_target / JOURNAL))
+        if self.status is None:
             return
-        if self.partial is not None and not self._is_of_a_run(self.partial):
-            raise self._in_the_way(partial_of(self.target))
-        if self.is_vacant:
-            return
-        if not overwrite and not replaces(self.begun.header):
+        if not overwrite:
             raise self._exists()
-        require_packed_store(self.target)
+        with suppress(SourceError):
+            if self.status.is_file and is_store(self.target):
+                return
+        message = f"{self.target}: is no store of ours in one file, so it is not replaced"
+        raise TargetExistsError(f"{message}; remove it yourself")
 
 
-def require_packed_store(target: Path) -> None:
-    status = examine_if_there(target, follows=False)
-    with suppress(SourceError):
-        if status is not None and status.is_file and is_store(target):
-            return
-    message = f"{target}: is no store of ours in one file, so it is not replaced"
-    raise TargetExistsError(f"{message}; remove it yourself")
-
-
-class PackedTarget(PartialTarget):
+class PackedTarget(Transaction):
     state = PackedState
     files: PackedFiles
 
-    def _settled(self) -> DiskState:
-        """Look at the target, after what an interrupted run left is tidied."""
-        state = PackedState.at(self._target)
-        self.is_done = False
-        if state.is_in_place and state.begun.header is not None:
-            is_other = self._identity.difference(state.begun.header) is not None
-            self.is_done = state.is_there and not (is_other or self._overwrite)
-            self._tidy(state.begun)
-            return PackedState.at(self._target)
-        return state
-
     def __init__(self, *planned: Any, **options: Any) -> None:  # noqa: ANN401
         super().__init__(*planned, **options)
-        self.files = PackedFiles(self.path / self._target.name, self._nbytes)
+        self._is_far = is_object(self._target)
+        self._staged = partial_of(self._target) / self._target.name
+        self._is_staged = self._verify or not self._is_far
+        self.path = self._staged if self._is_staged else self._target
+        must_be_new = not (self._overwrite or self._is_staged)
+        self.files = PackedFiles(self.path, self._nbytes, must_be_new=must_be_new)
 
-    def _open_files(self) -> PackedFiles:
-        super()._open_files()
-        self.files.reservation = self._reservation
-        return self.files
+    def _begin(self, stack: ExitStack) -> None:
+        if not self._is_far:
+            self._make_parents()
+        self._lock.take()
+        stack.callback(self._lock.release)
+        self._before = PackedState.at(self._target)
+        self._before.require_free(overwrite=self._overwrite)
+        stack.push(self._ended)
+        if self._is_far:
+            self._abort_strays()
+        else:
+            self._begin_partial(self._staged.parent)
+
+    def _abort_strays(self) -> None:
+        # Not at the top: for buckets.
+        from streamshard.io.objects.object_upload import upload_requests
+        from streamshard.transfer.uploaded_target import abort_strays
+
+        if upload_requests(self._nbytes) > 1:
+            self.notes = abort_strays(object_of(self._target), self._staged)
+
+    def _begin_partial(self, directory: Path) -> None:
+        """Make a directory whose journal tells that it is a run's, in place of an earlier one."""
+        remove(directory)
+        make_directory(directory)
+        journal = Journal(directory / JOURNAL)
+        journal.begin(self._identity.header)
+        journal.close()
+
+    def complete(self) -> Path:
+        with target_errors(self._target):
+            self.files.finish()
+        return self.path
+
+    def commit(self, require: Callable[[], None], latest: str | None = None) -> None:
+        require()
+        with target_errors(self._target):
+            now, before = PackedState.at(self._target).status, self._before.status
+            if (now and now.version) != (before and before.version):
+                message = f"{self._target}: was written by someone else meanwhile; move it away"
+                raise TargetExistsError(f"{message}, and run the same command again")
+            self.files.finish()
+            if not self._is_far:
+                rename(self._staged, self._target)
+                self._sync_parents()
+            elif self._is_staged:
+                place_of(self._staged).make_link(self._staged, self._target)
 
     def _end(self, error: BaseException | None) -> None:
+        """Remove what is next to the target, also what a run that was killed left."""
         self.files.close()
-        super()._end(error)
-
-    def _swap_in(self) -> None:
-        """Move the file to its place; where it may not replace another one, it never does."""
-        written = self.path / self._target.name
-        if replaces(self.journal.header):
-            rename(written, self._target)
-            return
-        try:
-            place_of(written).make_link(written, self._target)
-        except FileExistsError:
-            raise
-        except OSError:  # there are no hard links here
-            if lexists(self._target):
-                raise PackedState.at(self._target)._exists() from None
-            rename(written, self._target)
-
-    def _tidy(self, done: Journal) -> None:
-        """Remove what is next to the file; the journal in it says that the file is complete."""
-        done.close()
-        remove_file(self.path / self._target.name, missing_ok=True)
-        remove(self.path)
-        sync_path(self._target.parent)
+        if not self._is_far:
+            discard(self._staged.parent)
+        elif lexists(self._staged):
+            remove_file(self._staged)

@@ -13,7 +13,6 @@ At any moment the disk is in one of these states, and the same command finishes 
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, Final
 
 from streamshard.engine.journals.journal import PROOF_PREFIX, Journal
@@ -30,7 +29,7 @@ from streamshard.io.changes import (
     write_durably,
 )
 from streamshard.io.durability import Reservation
-from streamshard.io.entries import exists, files_below, lexists, paths_in
+from streamshard.io.entries import files_below, lexists, paths_in
 from streamshard.io.files import target_errors
 from streamshard.io.place import place_of
 from streamshard.io.retry import FROM_OUTSIDE, ignored
@@ -48,14 +47,11 @@ class PartialTarget(JournaledTransaction):
     def __init__(self, *planned: Any, **options: Any) -> None:  # noqa: ANN401
         super().__init__(*planned, **options)
         self.path = partial_of(self._target)
-        self._made: list[Path] = []
-        """Parent directories that were made for the target, innermost first."""
         self._replaced = replaced_of(self._target)
         self._reservation: Reservation | None = None
 
     def _begin(self, stack: ExitStack) -> None:
-        self._made = [p for p in self._target.parents if not exists(p)]
-        make_directory(self._target.parent, parents=True, exist_ok=True)
+        self._make_parents()
         self._lock.take()
         stack.callback(self._lock.release)
         state = self._settled()
@@ -135,8 +131,7 @@ class PartialTarget(JournaledTransaction):
                 sync_path(self.path)
                 self.journal.note_whole()
             self._swap_in()
-            for parent in (self._target.parent, *(made.parent for made in self._made)):
-                sync_path(parent)
+            self._sync_parents()
             self._tidy(self.journal)
 
     def _swap_in(self) -> None:

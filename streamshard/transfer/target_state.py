@@ -15,27 +15,23 @@ from streamshard.io.file_system import is_mount_point
 from streamshard.io.files import target_errors
 from streamshard.io.object_path import is_object, is_packed_name
 from streamshard.io.place import place_of
-from streamshard.io.readable import Status
 from streamshard.model import Template
-from streamshard.registry import DISK_TARGET, PACKED_TARGET, PACKED_UPLOAD, UPLOADED_TARGET, load
+from streamshard.registry import DISK_TARGET, PACKED_TARGET, UPLOADED_TARGET, load
 from streamshard.source.unfinished import JOURNAL
 from streamshard.transfer.target import partial_of, replaced_of, require_named
 
 if TYPE_CHECKING:
     from streamshard.source.directory_content import DirectoryContent
 
-_KINDS: Final = {
-    (False, False): DISK_TARGET, (False, True): UPLOADED_TARGET,
-    (True, False): PACKED_TARGET, (True, True): PACKED_UPLOAD,
-}  # fmt: skip
-"""Whether a target is one file, and whether it is in a bucket → what makes it."""
 _OVERWRITE: Final = Option("overwrite", True)
 _IF_NEEDED: Final = Option("if_needed", True)
 
 
 def transaction_of(target: Path) -> Any:  # noqa: ANN401
     """Return the class of `transaction.Transaction` that makes a target: name and place tell."""
-    return load(_KINDS[is_packed_name(target), is_object(target)])
+    if is_packed_name(target):
+        return load(PACKED_TARGET)
+    return load(UPLOADED_TARGET if is_object(target) else DISK_TARGET)
 
 
 class TargetState(ABC):
@@ -73,10 +69,6 @@ class TargetState(ABC):
     def _require_free(self, *, overwrite: bool) -> None:
         """See `require_free`; system errors are turned into others there."""
 
-    def _in_the_way(self, path: Path) -> TargetExistsError:
-        message = f"{path}: is in the way, and was not left by a run that was cut off"
-        return TargetExistsError(f"{message}; move it, or choose another target")
-
     def _exists(self) -> TargetExistsError:
         error = TargetExistsError(f"{self.target}: exists; use {_OVERWRITE} to replace it")
         error.add_note(f"If this is already done, {_IF_NEEDED} tells so and ends with exit code 0")
@@ -113,10 +105,6 @@ class DiskState(TargetState):
         return cls(target, status is not None, content, Journal(target / JOURNAL))
 
     @cached_property
-    def partial(self) -> Status | None:
-        return examine_if_there(partial_of(self.target), follows=False)
-
-    @cached_property
     def begun(self) -> Journal:
         return Journal(partial_of(self.target) / JOURNAL)
 
@@ -138,9 +126,8 @@ class DiskState(TargetState):
             return
         may_replace = replaces(self.begun.header)
         if self.has_replaced and not (self.is_vacant and may_replace):
-            raise self._in_the_way(replaced_of(self.target))
-        if self.partial is not None and not self._is_of_a_run(self.partial):
-            raise self._in_the_way(partial_of(self.target))
+            raise in_the_way(replaced_of(self.target))
+        require_of_a_run(partial_of(self.target), self.begun)
         if self.content is not None:
             _require_place(self.target)
         if self.is_vacant:
@@ -149,12 +136,19 @@ class DiskState(TargetState):
             raise self._exists()
         self._require_ours(self.content)
 
-    def _is_of_a_run(self, partial: Status) -> bool:
-        """Tell whether a run made the partial target; without a header it holds no more yet."""
-        if not partial.is_directory:
-            return False
-        names = (path.name for path in paths_in(partial_of(self.target)))
-        return self.begun.header is not None or all(name.startswith(JOURNAL) for name in names)
+
+def require_of_a_run(partial: Path, begun: Journal) -> None:
+    """Refuse what no run left where a target is built; `begun`: the journal in it, made first."""
+    status = examine_if_there(partial, follows=False)
+    if status is None or (status.is_directory and begun.header is not None):
+        return
+    if not status.is_directory or any(not p.name.startswith(JOURNAL) for p in paths_in(partial)):
+        raise in_the_way(partial)
+
+
+def in_the_way(path: Path) -> TargetExistsError:
+    message = f"{path}: is in the way, and was not left by a run that was cut off"
+    return TargetExistsError(f"{message}; move it, or choose another target")
 
 
 def replaces(header: Mapping[str, Any] | None) -> bool:

@@ -46,10 +46,6 @@ class TargetWriter(ABC):
     def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
         """Read the written files back from disk, and describe how they differ from the source."""
 
-    def is_same_around(self, target: Path) -> bool:
-        """Tell whether a target has just what belongs around its files, which were compared."""
-        return True
-
     def finish(self, report: Report, overflowed: Mapping[str, int]) -> Report:
         """Add to a run's report what is known only after the run."""
         return report

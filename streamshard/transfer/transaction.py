@@ -1,8 +1,7 @@
 """How a target comes into being: begun or continued, written, and committed.
 
 The order is the same everywhere. Where targets of a place differ in a step, see `staging.py` (a
-directory on a disk), `uploaded_target.py` (a bucket), `packed_target.py` and `packed_upload.py`
-(stores in one file).
+directory on a disk), `uploaded_target.py` (a bucket), `packed_target.py` (a store in one file).
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +13,8 @@ from typing import Any, ClassVar, Self
 from streamshard.engine.journals.journal import Journal
 from streamshard.engine.run.runner import StagedFiles
 from streamshard.errors import IntegrityError, Option
-from streamshard.io.changes import lock_at
+from streamshard.io.changes import lock_at, make_directory, sync_path
+from streamshard.io.entries import exists
 from streamshard.io.files import target_errors
 from streamshard.io.retry import FROM_OUTSIDE, ignored
 from streamshard.model import Template
@@ -58,6 +58,8 @@ class Transaction(ABC):
         self._sizes = sizes
         self._verify = verify
         self._template = template
+        self._made: list[Path] = []
+        """Parent directories that were made for the target, innermost first."""
         self._is_own = False
         """Whether the journal belongs to this run, or to the earlier run it continues."""
         self.notes: tuple[str, ...] = ()
@@ -91,6 +93,14 @@ class Transaction(ABC):
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._held.__exit__(None if error is None else type(error), error, None)
+
+    def _make_parents(self) -> None:
+        self._made = [p for p in self._target.parents if not exists(p)]
+        make_directory(self._target.parent, parents=True, exist_ok=True)
+
+    def _sync_parents(self) -> None:
+        for parent in (self._target.parent, *(made.parent for made in self._made)):
+            sync_path(parent)
 
     @abstractmethod
     def _begin(self, stack: ExitStack) -> None:

@@ -43,7 +43,7 @@ from streamshard.model import Template
 from streamshard.source.directory_content import DirectoryContent
 from streamshard.source.unfinished import COMMITTED, JOURNAL
 from streamshard.transfer.target import partial_of
-from streamshard.transfer.target_state import TargetState, replaces
+from streamshard.transfer.target_state import TargetState, in_the_way, replaces
 from streamshard.transfer.transaction import JournaledTransaction
 
 _STRAYS: Final = (
@@ -103,7 +103,7 @@ class UploadState(TargetState):
     def _require_replaceable(self, *, overwrite: bool) -> None:
         target, begun, partial = self.target, self.begun, object_of(partial_of(self.target))
         if begun.header is None and holds_objects(partial):
-            raise self._in_the_way(partial)
+            raise in_the_way(partial)
         # A run that was killed right after it had completed the target left its journal there.
         is_just_done = self.is_committed and self.journal.header is not None
         if not overwrite and not replaces(begun.header) and not is_just_done:

@@ -131,8 +131,8 @@ def kill_once(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
         return be_killed
 
     monkeypatch.setattr(Journal, "note_all", killing(Journal.note_all))
-    monkeypatch.setattr(PackedFiles, "append", killing(PackedFiles.append))
-    monkeypatch.setattr(PackedTarget, "_discard", lambda _: None)
+    monkeypatch.setattr(PackedFiles, "_append", killing(PackedFiles._append))
+    monkeypatch.setattr(PackedTarget, "_end", lambda *_: None)
 
 
 @pytest.mark.parametrize(("first", "then"), [(True, False), (False, True)])

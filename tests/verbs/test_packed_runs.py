@@ -1,9 +1,8 @@
 """Stores in one file: the same bytes, cut off or not, and no other file is replaced."""
 
-import os
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,7 @@ import pytest
 import streamshard
 from streamshard.engine.run.span_writer import FilledSpan, SpanWriter
 from streamshard.engine.run.work import Span
-from streamshard.errors import (
-    SourceError,
-    StreamshardError,
-    TargetError,
-    TargetExistsError,
-    UsageError,
-)
+from streamshard.errors import SourceError, TargetError, TargetExistsError, UsageError
 from streamshard.formats.zarr.chunks import BloscChunk
 from streamshard.io.place import place_of
 from streamshard.io.sink import Sink
@@ -124,7 +117,7 @@ def test_a_run_that_is_killed_starts_from_the_beginning(
 ) -> None:
     converted(run, tmp_path / "whole.zarr.zip", codec=codec)
     whole, out = (tmp_path / "whole.zarr.zip").read_bytes(), tmp_path / "x.zarr.zip"
-    begun, append = tmp_path / "x.zarr.zip.partial" / "x.zarr.zip", PackedFiles.append
+    begun, append = tmp_path / "x.zarr.zip.partial" / "x.zarr.zip", PackedFiles._append
     for most in (0, 1, 9, 70):
         left = iter(range(most))
 
@@ -135,8 +128,8 @@ def test_a_run_that_is_killed_starts_from_the_beginning(
             return append(self, *file)
 
         with monkeypatch.context() as patch:
-            patch.setattr(PackedFiles, "append", killed)
-            patch.setattr(PackedTarget, "_discard", lambda _: None)
+            patch.setattr(PackedFiles, "_append", killed)
+            patch.setattr(PackedTarget, "_end", lambda *_: None)
             with pytest.raises(KilledError):
                 converted(run, out, codec=codec)
         assert not out.exists()
@@ -151,55 +144,73 @@ def test_a_run_that_is_killed_starts_from_the_beginning(
         out.unlink()
 
 
-@pytest.mark.parametrize("where", ["make_link", "rename", "remove_file", "remove"])
+@pytest.mark.parametrize("overwrite", [True, False])
 @pytest.mark.parametrize("is_before", [True, False])
-def test_killed_while_the_file_is_moved_the_same_command_finishes(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, *, is_before: bool
+def test_killed_where_the_file_takes_its_place(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_before: bool, overwrite: bool
 ) -> None:
-    out, overwrite = tmp_path / "x.zarr.zip", where == "rename"
+    """The old one is there, or the new one; the next run removes what is next to it."""
+    out, whole, disk = (
+        tmp_path / "x.zarr.zip",
+        tmp_path / "whole.zarr.zip",
+        type(place_of(tmp_path)),
+    )
     if overwrite:
         streamshard.convert(run, out, chunk_size=77)
-    disk = type(place_of(tmp_path))
-    real = getattr(disk, where)
+    old, real = out.read_bytes() if overwrite else None, disk.rename
+    converted(run, whole)
 
-    def killed(self: object, path: Path, *rest: object, **more: object) -> None:
-        if "x.zarr.zip" not in str(path) or path.name.startswith(".streamshard.lock"):
-            real(self, path, *rest, **more)
-            return
+    def killed(self: Any, path: Path, target: Path) -> None:  # noqa: ANN401
         if not is_before:
-            real(self, path, *rest, **more)
+            real(self, path, target)
         raise KilledError
 
     with monkeypatch.context() as patch:
-        patch.setattr(disk, where, killed)
+        patch.setattr(disk, "rename", killed)
+        patch.setattr(PackedTarget, "_end", lambda *_: None)
         with pytest.raises(KilledError):
             converted(run, out, overwrite=overwrite)
-    left = names(tmp_path)
-    assert "x.zarr.zip.partial" in left or (where, is_before) == ("remove", False)
-    if "x.zarr.zip.partial" in left:
-        converted(run, out)
-    assert names(tmp_path) == ["run", "x.zarr.zip"]
-    converted(run, tmp_path / "whole.zarr.zip")
-    assert out.read_bytes() == (tmp_path / "whole.zarr.zip").read_bytes()
-    assert out.stat().st_nlink == 1
+    left = out.read_bytes() if out.exists() else None
+    assert left == (old if is_before else whole.read_bytes())
+    assert "x.zarr.zip.partial" in names(tmp_path)
+    if not is_before:
+        assert converted(run, out, if_needed=True, verify=True).found == "target"
+    converted(run, out, overwrite=overwrite or not is_before)
+    assert names(tmp_path) == ["run", "whole.zarr.zip", "x.zarr.zip"]
+    assert out.read_bytes() == whole.read_bytes()
 
 
-@pytest.mark.parametrize("has_links", [True, False])
+@pytest.mark.parametrize("overwrite", [True, False])
 def test_what_someone_puts_there_meanwhile_stays(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_links: bool
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, overwrite: bool
 ) -> None:
-    out, real = tmp_path / "x.zarr.zip", PackedTarget._swap_in
-
-    def late(self: PackedTarget) -> None:
-        out.write_text("of someone else")
-        if not has_links:
-            monkeypatch.setattr(os, "link", lambda *_, **__: (_ for _ in ()).throw(OSError(95, "")))
-        real(self)
-
-    monkeypatch.setattr(PackedTarget, "_swap_in", late)
-    with pytest.raises(StreamshardError, match=r"x\.zarr\.zip"):
+    out, real = tmp_path / "x.zarr.zip", PackedTarget.commit
+    if overwrite:
         converted(run, out)
+
+    def late(self: PackedTarget, require: Callable[[], None], latest: str | None = None) -> None:
+        out.write_text("of someone else")
+        real(self, require, latest)
+
+    monkeypatch.setattr(PackedTarget, "commit", late)
+    with pytest.raises(TargetExistsError, match=r"x\.zarr\.zip: was written by someone else"):
+        converted(run, out, overwrite=overwrite)
     assert out.read_text() == "of someone else"
+    assert names(tmp_path) == ["run", "x.zarr.zip"]
+
+
+@pytest.mark.parametrize("is_directory", [True, False])
+def test_what_no_run_left_where_the_file_is_written_stays(
+    run: Path, tmp_path: Path, *, is_directory: bool
+) -> None:
+    place = tmp_path / "x.zarr.zip.partial"
+    if is_directory:
+        place.mkdir()
+        place /= "mine"
+    place.write_text("mine")
+    with pytest.raises(TargetExistsError, match="is in the way"):
+        converted(run, tmp_path / "x.zarr.zip")
+    assert place.read_text() == "mine"
 
 
 def test_only_a_store_in_one_file_is_replaced(run: Path, tmp_path: Path) -> None:

@@ -202,11 +202,15 @@ class PackedDirectory:
         own = PackedEntry(entry.name.decode(), entry.header, entry.nbytes)
         bare = entry.header + LOCAL.size + len(entry.name)
         if file.takes_requests:
-            if own.end == end and self._zip.serialized(entry) == own.central(entry.crc32):
+            if own.end == end and self.serialized(entry) == own.central(entry.crc32):
                 return own.content
             if bare + entry.nbytes == end and not entry.follows:
                 return bare
         return self.header_of(row, file).start
+
+    def serialized(self, entry: ZipEntry) -> bytes:
+        """Return the bytes of an entry in the zip's directory."""
+        return self._zip.serialized(entry)
 
     def header_of(self, row: int, file: OpenedFile) -> LocalHeader:
         """Read the header of a file from the open zip; it must agree with the zip's directory."""

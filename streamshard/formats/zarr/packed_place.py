@@ -7,7 +7,7 @@ import errno
 import io
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path, PosixPath
 from typing import Any, BinaryIO, ClassVar, Final, Never, cast
@@ -212,32 +212,6 @@ class PackedStores(Place):
     def stream(self, path: Path) -> BinaryIO:
         with self.open(path) as file:
             return io.BytesIO(file.read_at(0, file.nbytes))
-
-    def listed(self, root: Path) -> Mapping[Any, Mapping[str, Entry]]:
-        archive, _ = _split(root)
-        directory = self._directory(archive)
-        paths, found = {"": type(root)(archive)}, dict[Path, dict[str, Entry]]()
-        for row, name in enumerate(directory.names()):
-            around, _, own = name.rpartition("/")
-            here = paths.get(around) or self._add_listed(around, directory, paths, found)
-            status = directory.status_of(row)
-            entry = Entry(here / own, is_directory=False, is_link=False, known=status)
-            found.setdefault(here, {})[own] = entry
-        return found
-
-    def _add_listed(
-        self,
-        path: str,
-        directory: PackedDirectory,
-        paths: dict[str, Path],
-        found: dict[Path, dict[str, Entry]],
-    ) -> Path:
-        around, _, own = path.rpartition("/")
-        here = paths.get(around) or self._add_listed(around, directory, paths, found)
-        paths[path] = here / own
-        entry = Entry(paths[path], True, is_link=False, known=directory.status_of(None))
-        found.setdefault(here, {})[own] = entry
-        return paths[path]
 
     def has_file(self, path: Path) -> bool:
         archive, inner = _split(path)

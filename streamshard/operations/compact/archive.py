@@ -99,8 +99,7 @@ def archive_tag(
     )
     small, whole = omissions.narrowed(opened, derived), opened if rebuilds else None
     with target_errors(archived.store):
-        journals_at = partial_of(archived.store) if archived.is_packed else archived.store
-        is_complete = lexists(archived.store) and not has_journal(journals_at)
+        is_complete = lexists(archived.store) and not has_journal(archived.store)
     if is_complete:
         # An earlier run completed the store; if it is not of this source, it is made again.
         with suppress(StreamshardError):
