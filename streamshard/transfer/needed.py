@@ -28,7 +28,6 @@ from streamshard.io.entries import entries_below, examine, is_directory
 from streamshard.io.files import target_errors
 from streamshard.io.object_path import is_object
 from streamshard.io.readable import Status
-from streamshard.layout.memory_plan import BUFFER_BYTES
 from streamshard.source.source import open_source
 from streamshard.source.unfinished import COMMITTED, JOURNAL
 from streamshard.transfer.file_layout import Divider, Layout
@@ -144,16 +143,13 @@ def _difference(plan: TransferPlan, progress: Progress) -> str | None:
 def _other_bytes(
     plan: TransferPlan, layouts: Iterable[Layout], progress: Progress, *, to_end: bool = True
 ) -> str | None:
-    source, memory = plan.output.source, plan.memory
-    divider = Divider(source)
+    source, divider = plan.output.source, Divider(plan.output.source)
     path = first_difference(
         packed(plan.target) if plan.output.packs else plan.target,
         (layout.divided(divider) for layout in layouts),
         source.files,
-        workers=memory.workers,
-        window_bytes=memory.window_bytes,
-        scratch_bytes=BUFFER_BYTES,
-        progress=progress.advance,
+        plan.memory,
+        progress.advance,
         to_end=to_end,
     )
     return None if path is None else f"{path} holds other bytes"

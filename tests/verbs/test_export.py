@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 import streamshard
 from streamshard.errors import IntegrityError, UnsupportedError, UsageError
-from streamshard.operations.export import export_read_back
+from streamshard.operations.export.export import ExportWriter
 from streamshard.operations.export.weights import shards
 from streamshard.transfer.target import partial_of
 from tests.cli.conftest import model_file, tree
@@ -367,11 +367,11 @@ def test_verify_lets_nothing_through(
     what: str, form: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (run / "config.json").write_text(json.dumps({"model_type": "mine"}))
-    check = export_read_back.export_differences
+    check = ExportWriter.differences
 
     elements = Job(stage=2).values("fp32", "block.0.attn.weight").numpy().tobytes()
 
-    def damage_and_check(place: Path, *rest: Any) -> list[str]:  # noqa: ANN401
+    def damage_and_check(self: ExportWriter, place: Path, *rest: Any) -> list[str]:  # noqa: ANN401
         (path,) = place.glob("*00002-of-0000?.*") if what not in NAMED else place.glob(NAMED[what])
         data = bytearray(path.read_bytes())
         if what == "weights":
@@ -381,9 +381,9 @@ def test_verify_lets_nothing_through(
         else:
             data[20] ^= 1
         path.write_bytes(data)
-        return check(place, *rest)
+        return check(self, place, *rest)
 
-    monkeypatch.setattr(export_read_back, "export_differences", damage_and_check)
+    monkeypatch.setattr(ExportWriter, "differences", damage_and_check)
     with pytest.raises(IntegrityError, match="not put into its place"):
         streamshard.export(run, tmp_path / "out", format=form, max_shard_size=200, verify=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["training"]

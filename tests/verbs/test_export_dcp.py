@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 import streamshard
 from streamshard.errors import IntegrityError, UnsupportedError, UsageError
 from streamshard.formats.dcp import dcp_writer
-from streamshard.operations.export import export_read_back
+from streamshard.operations.export.export import ExportWriter
 from tests.cli.conftest import tree
 from tests.exported import JOBS, in_fp32, items, metadata_of, read, same, states
 from tests.fabricated import edit_all, edit_optimizers, wrapped, write
@@ -110,9 +110,9 @@ def test_verify_lets_nothing_through(
     job = Job(stage=2)
     run = write(job, tmp_path / "run")
     elements = job.values("exp_avg", "block.0.attn.weight").numpy().tobytes()
-    check = export_read_back.export_differences
+    check = ExportWriter.differences
 
-    def damage_and_check(place: Path, *rest: Any) -> list[str]:  # noqa: ANN401
+    def damage_and_check(self: ExportWriter, place: Path, *rest: Any) -> list[str]:  # noqa: ANN401
         path = place / (".metadata" if what == "metadata" else "__0_0.distcp")
         data = bytearray(path.read_bytes())
         start = data.find(elements)
@@ -126,9 +126,9 @@ def test_verify_lets_nothing_through(
         else:
             data[at.get(what, 20)] ^= 1
         path.write_bytes(data)
-        return check(place, *rest)
+        return check(self, place, *rest)
 
-    monkeypatch.setattr(export_read_back, "export_differences", damage_and_check)
+    monkeypatch.setattr(ExportWriter, "differences", damage_and_check)
     with pytest.raises(IntegrityError, match="not put into its place"):
         streamshard.export(run, tmp_path / "out", format="dcp", verify=True)
 

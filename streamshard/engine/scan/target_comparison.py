@@ -21,6 +21,7 @@ from streamshard.io.files import target_errors
 from streamshard.io.object_path import is_object
 from streamshard.io.readable import OpenedFile
 from streamshard.io.sink import Sink
+from streamshard.layout.memory_plan import BUFFER_BYTES, MemoryPlan
 from streamshard.model import SourceFile
 
 
@@ -57,11 +58,9 @@ class _ComparingWindow(Window):
 class Matcher:
     """A worker that produces spans in memory, and compares them with files."""
 
-    def __init__(
-        self, sources: Sequence[SourceFile], window_bytes: int, scratch_bytes: int, host: Host
-    ) -> None:
+    def __init__(self, sources: Sequence[SourceFile], window_bytes: int, host: Host) -> None:
         self._reader = SourceReader(sources, workers=host.workers, stop=host.stop, maps=True)
-        buffer, scratch = (memoryview(bytearray(size)) for size in (window_bytes, scratch_bytes))
+        buffer, scratch = (memoryview(bytearray(size)) for size in (window_bytes, BUFFER_BYTES))
         self._window = _ComparingWindow(
             buffer, scratch, self._reader, progress=host.progress, stop=host.stop
         )
@@ -86,11 +85,9 @@ def first_difference(
     root: Path,
     files: Iterable[TargetFiles],
     sources: Sequence[SourceFile],
-    *,
-    workers: int,
-    window_bytes: int,
-    scratch_bytes: int,
+    memory: MemoryPlan,
     progress: Callable[[int], None],
+    *,
     to_end: bool = True,
 ) -> str | None:
     """Return the path of the first file that differs from what a run would write, if any.
@@ -112,8 +109,8 @@ def first_difference(
 
     end = 0
     # They examine the targets one by one.
-    tools = ReadingTools(sources, partial(Matcher, sources, window_bytes, scratch_bytes))
-    for found in run_ordered(jobs(), tools, workers=workers, progress=progress):
+    tools = ReadingTools(sources, partial(Matcher, sources, memory.window_bytes))
+    for found in run_ordered(jobs(), tools, workers=memory.workers, progress=progress):
         file, endings, is_last = waiting.popleft()
         if found is None:
             return file.path

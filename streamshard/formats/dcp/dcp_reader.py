@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from streamshard.errors import CorruptFileError, IncompleteError, UnsupportedError
-from streamshard.formats.checkpoint import Checkpoint, ModuleEntry, ParamGroup, Reading
+from streamshard.formats.checkpoint import ModuleEntry, ParamGroup, Reading
 from streamshard.formats.dcp import dcp_names
 from streamshard.formats.dcp.item_reader import ItemFiles, TensorPlaces
 from streamshard.formats.dcp.metadata_reader import (
@@ -42,7 +42,6 @@ from streamshard.model import (
     NoteKind,
     Slot,
     SourceFile,
-    ZeroLayout,
 )
 
 _WHAT: Final = "a distributed checkpoint of PyTorch"
@@ -249,32 +248,6 @@ def module_tensors(entries: Iterable[ModuleEntry]) -> list[LogicalTensor]:
         for entry in entries
         if entry.kind not in ("param", "alias", "extra")
     ]
-
-
-def read_keys(parts: Sequence[Path], as_bytes: Set[str] = frozenset()) -> Reading:
-    """Open all tensors of directories with an index by their keys, some of them as bytes."""
-    index = _joined(parts)
-    files = ItemFiles(index)
-    places = files.locate(index.tensors)
-    saved = {key: _as_bytes(t) if key in as_bytes else t for key, t in index.tensors.items()}
-    checkpoint = Checkpoint(
-        tag=parts[0].name,
-        layout=ZeroLayout(stage=0, world_size=len(files.files)),
-        tensors=tuple(LogicalTensor(MODULE, key, t.dtype, t.shape) for key, t in saved.items()),
-        model_parts=(),
-        module_dtype="float32",
-        files=(),
-    )
-    rows = [(key, tensor, places[key]) for key, tensor in saved.items()]
-    return Reading(checkpoint, _cutting(parts[0] / dcp_names.METADATA, rows), files.files)
-
-
-def _as_bytes(tensor: SavedTensor) -> SavedTensor:
-    """Return the bytes of a tensor, in a dimension behind its own."""
-    nbytes, ones = ITEMSIZE[tensor.dtype], np.ones((len(tensor.items), 1), dtype=np.int64)
-    offsets = np.hstack([tensor.offsets, ones * 0])
-    sizes = np.hstack([tensor.sizes, ones * nbytes])
-    return SavedTensor("uint8", (*tensor.shape, nbytes), offsets, sizes, tensor.items)
 
 
 def _cutting(listed_in: Path, rows: Sequence[tuple[str, SavedTensor, TensorPlaces]]) -> Cutting:

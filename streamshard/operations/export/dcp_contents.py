@@ -20,9 +20,8 @@ from streamshard.formats.dcp.optimizer_state import DECOUPLED, STEP, missing_key
 from streamshard.formats.deepspeed.ds_config import decouples_weight_decay
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch.torch_tensor import Tensor, storages_in, tensor_of
-from streamshard.model import ITEMSIZE, MASTER, Literal, LogicalTensor, Whole
+from streamshard.model import ITEMSIZE, MASTER, Literal, Whole
 from streamshard.operations.export.weights import Weights, only_model_part
-from streamshard.source.source import Source
 from streamshard.transfer.file_layout import Elements, FileLayout, fixed_files
 from streamshard.verb_options import ACCELERATE, TITAN
 
@@ -236,8 +235,7 @@ def _content(tensor: Tensor) -> Whole | bytes:
 class DcpFiles:
     """Places the items of a distributed checkpoint, in one file for each directory."""
 
-    def __init__(self, source: Source, contents: DcpContents) -> None:
-        self._tensors = source.checkpoint.tensors
+    def __init__(self, contents: DcpContents) -> None:
         self.notes = contents.notes
         self.held: dict[str, list[tuple[DcpEntry, ItemPlace]]] = {}
         """File → the items in it, in order."""
@@ -252,7 +250,7 @@ class DcpFiles:
         for entry in entries:
             places = []
             for first, shape in dcp_writer.chunks(entry.shape, ITEMSIZE.get(entry.dtype, 1)):
-                nbytes = frame_of(entry, shape).nbytes
+                nbytes = _frame_of(entry, shape).nbytes
                 places.append(ItemPlace(name, end, nbytes, first, shape))
                 end += nbytes
             self.held.setdefault(prefix + name, []).extend((entry, place) for place in places)
@@ -266,16 +264,13 @@ class DcpFiles:
     def tensors(self) -> int:
         return sum(bool(entry.dtype) for entry in self._entries)
 
-    def tensor(self, number: int) -> LogicalTensor:
-        return self._tensors[number]
-
     def layouts(self) -> Iterator[FileLayout]:
         for path, items in self.held.items():
             yield FileLayout(path, [piece for item in items for piece in _pieces(*item)])
         yield from fixed_files(self._metadata, is_last=True)
 
 
-def frame_of(entry: DcpEntry, shape: tuple[int, ...]) -> ItemFrame:
+def _frame_of(entry: DcpEntry, shape: tuple[int, ...]) -> ItemFrame:
     """Return what is known without reading the source of the item with a part of an entry."""
     if isinstance(entry.content, Whole):
         return dcp_writer.tensor_frame(entry.dtype, shape)
@@ -284,7 +279,7 @@ def frame_of(entry: DcpEntry, shape: tuple[int, ...]) -> ItemFrame:
 
 
 def _pieces(entry: DcpEntry, place: ItemPlace) -> Iterator[Fixed | Elements]:
-    frame = frame_of(entry, place.shape)
+    frame = _frame_of(entry, place.shape)
     yield Fixed(frame.head)
     if not isinstance(entry.content, Whole) or not frame.content_bytes:
         yield Fixed(b"".join(frame.tail))

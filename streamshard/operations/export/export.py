@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, Self, TypeAlias
 
-from streamshard.engine.run.phases import Progress
+from streamshard.engine.run.phases import COMPARING, Progress
+from streamshard.engine.scan.target_comparison import first_difference
 from streamshard.errors import DisagreementError, Option, UnsupportedError, UsageError
 from streamshard.formats import pretrained
 from streamshard.formats.checkpoint import Checkpoint
@@ -18,9 +19,7 @@ from streamshard.formats.torch import torch_file
 from streamshard.io.object_path import as_path
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.model import MASTER
-from streamshard.operations.export import export_read_back
 from streamshard.operations.export.dcp_contents import DcpFiles, choose_contents
-from streamshard.operations.export.export_read_back import ExportFiles
 from streamshard.operations.export.model_sidecars import ModelSidecars, find_model_sidecars
 from streamshard.operations.export.universal_files import UniversalFiles
 from streamshard.operations.export.weights import (
@@ -35,11 +34,14 @@ from streamshard.sizes import some_of
 from streamshard.source.degree_change import other_degrees
 from streamshard.source.source import Source
 from streamshard.transfer.byte_accounting import ByteCounts
+from streamshard.transfer.file_layout import Divider
 from streamshard.transfer.plan import TransferPlan, plan_transfer
 from streamshard.transfer.report import Report, Watched
 from streamshard.transfer.target_writer import Output, Pass, TargetWriter
 from streamshard.verb_options import DTYPES, FP32, ExportOptions
 
+ExportFiles: TypeAlias = WeightFiles | UniversalFiles | DcpFiles
+"""The files of an export."""
 UNIVERSAL: Final = "universal"
 _DCP: Final = "dcp"
 _ONLY_FOR_WEIGHTS: Final = ("max_shard_size", "include", "exclude", "adapter")
@@ -70,9 +72,12 @@ class ExportWriter(TargetWriter):
         return [lambda: chain(self.sidecars.layouts(), self.files.layouts())]
 
     def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
-        return export_read_back.export_differences(
-            place, self.files, self.sidecars, memory, progress
-        )
+        """Compare each byte with what would be written now, of the source's elements cast again."""
+        source, divider = self.sidecars.source, Divider(self.sidecars.source)
+        progress.start(sum(self.counts.sizes.values()), COMPARING)
+        files = (layout.divided(divider) for layouts in self.passes() for layout in layouts())
+        path = first_difference(place, files, source.files, memory, progress.advance)
+        return [] if path is None else [f"{path} is not what was written"]
 
     def finish(self, report: Report, overflowed: Mapping[str, int]) -> Report:
         found = sorted(overflowed.items(), key=lambda item: (-item[1], item[0]))
@@ -186,7 +191,7 @@ def _dcp(source: Source, options: ExportOptions) -> Output:
     _require_defaults(options, _ONLY_FOR_WEIGHTS, "files of weights, not a distributed checkpoint")
     chosen = choose_weights(source.checkpoint, options)
     contents = choose_contents(source.checkpoint, chosen, options.layout)
-    files = DcpFiles(source, contents)
+    files = DcpFiles(contents)
     writer = ExportWriter.of(files, ModelSidecars(source, (), ()))
     notes = (*contents.notes, *chosen.notes)
     return _output(writer, options, files.tensors(), notes, chosen.wide)

@@ -6,7 +6,6 @@ from typing import Final
 from streamshard.errors import UnsupportedError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.write.universal_writer import UniversalImages
-from streamshard.model import LogicalTensor, Whole
 from streamshard.native.target_files import layout_of, targets_of
 from streamshard.native.target_settings import TargetSettings
 from streamshard.operations.export.weights import only_model_part
@@ -40,7 +39,7 @@ class UniversalFiles:
         source.require_training_state()
         if not checkpoint.layout.stage:
             raise UnsupportedError(_NAMELESS)
-        self._tensors, self._layout = checkpoint.tensors, checkpoint.layout
+        self._layout = checkpoint.layout
         self._model_part = only_model_part(checkpoint)
         own = checkpoint.config, checkpoint.module_dtype, checkpoint.is_bf16
         (target,) = targets_of(source, TargetSettings(self._layout, *own, notes=()))
@@ -65,21 +64,7 @@ class UniversalFiles:
         groups = self._model_part.groups
         return sum(len(group.params) * len(group.tensor_states) for group in groups)
 
-    def tensor(self, number: int) -> LogicalTensor:
-        return self._tensors[number]
-
     def layouts(self) -> Iterator[FileLayout]:
         """Yield the layouts of all files; the file that names the tag is last."""
         yield from map(layout_of, self.images.all())
         yield from fixed_files(self._latest)
-
-    def held(self) -> Iterator[tuple[str, bytes, Mapping[str, int]]]:
-        """Yield path, pickle, and record → tensor of every torch file, for `export_read_back`."""
-        for image in self.images.all():
-            serialized = image.serialized()
-            whole = {
-                str(key): storage.content.tensor
-                for key, storage in enumerate(serialized.storages)
-                if isinstance(storage.content, Whole)
-            }
-            yield image.path, serialized.pickled, whole
