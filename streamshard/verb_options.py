@@ -394,7 +394,7 @@ class CompactOptions(RunOptions, _ReportOptions):
     )
     packed: bool = flag(
         "make each archive one file, TAG.zarr.zip, where many small files are slow or counted; it "
-        "shares none with other archives, and the run says what that costs",
+        "shares none with other archives",
         group=OUTPUT,
         is_rare=True,
     )

@@ -257,7 +257,7 @@ complete -c streamshard -n '_shtab_streamshard_using compact' -l memory-limit -x
 complete -c streamshard -n '_shtab_streamshard_using compact' -l workers -x -d 'threads [one per core, at most 4; to compress, two more than there are cores, at most 16; 8 with object stores; fewer where memory is tight]'
 complete -c streamshard -n '_shtab_streamshard_using compact' -l dask -x -d 'run on a Dask cluster: tcp://scheduler:8786, the path of a scheduler file (*.json), or local:N for N processes with --workers threads each [threads of this process]'
 complete -c streamshard -n '_shtab_streamshard_using compact' -s n -l dry-run -d 'say what would be done, and do nothing'
-complete -c streamshard -n '_shtab_streamshard_using compact' -l packed -d 'make each archive one file, TAG.zarr.zip, where many small files are slow or counted; it shares none with other archives, and the run says what that costs'
+complete -c streamshard -n '_shtab_streamshard_using compact' -l packed -d 'make each archive one file, TAG.zarr.zip, where many small files are slow or counted; it shares none with other archives'
 complete -c streamshard -n '_shtab_streamshard_using compact' -l status -d 'only report what is archived, in the trash until when, since when a run saves NaN, and how the last run ended'
 complete -c streamshard -n '_shtab_streamshard_using compact' -l html -xka "(__fish_complete_path (commandline -ct))" -d 'draw --status on a page: what became of each checkpoint'
 complete -c streamshard -n '_shtab_streamshard_using compact' -l json -d 'print one JSON document'

@@ -53,7 +53,7 @@ _shtab_streamshard_compact_options=(
   "--workers[threads \[one per core, at most 4\; to compress, two more than there are cores, at most 16\; 8 with object stores\; fewer where memory is tight\]]:N:"
   "--dask[run on a Dask cluster\: tcp\:\/\/scheduler\:8786, the path of a scheduler file (\*.json), or local\:N for N processes with --workers threads each \[threads of this process\]]:ADDRESS:"
   {-n,--dry-run}"[say what would be done, and do nothing]"
-  "--packed[make each archive one file, TAG.zarr.zip, where many small files are slow or counted\; it shares none with other archives, and the run says what that costs]"
+  "--packed[make each archive one file, TAG.zarr.zip, where many small files are slow or counted\; it shares none with other archives]"
   "--status[only report what is archived, in the trash until when, since when a run saves NaN, and how the last run ended]"
   "--html[draw --status on a page\: what became of each checkpoint]:FILE:_files"
   "--json[print one JSON document]"

@@ -21,7 +21,7 @@ def make(kind: type[T], value: object) -> T:
     """Make a dataclass of parsed JSON; an error says which field has no value of its type.
 
     Fields may be texts, whole numbers, flags, dataclasses of these, `X | None`, `tuple[X, ...]`
-    and `Mapping[str, X]`.
+    and `Mapping[str, X]`. What a class lists as `RETIRED` earlier versions wrote; it is ignored.
     """
     return cast(T, _made(kind, value, "$"))
 
@@ -29,7 +29,8 @@ def make(kind: type[T], value: object) -> T:
 def _made(kind: Any, value: Any, at: str) -> Any:  # noqa: ANN401
     if is_dataclass(kind):
         types = _types(cast("type", kind))
-        given = _of_type(dict, value, at)
+        retired = getattr(kind, "RETIRED", ())
+        given = {n: one for n, one in _of_type(dict, value, at).items() if n not in retired}
         required = [f.name for f in fields(kind) if f.default is f.default_factory is MISSING]
         for name in (*required, *given):
             if name not in given or name not in types:

@@ -25,7 +25,6 @@ from streamshard.formats.zarr.store_index import (
     is_store,
     may_be_store,
 )
-from streamshard.formats.zarr.store_manifest import Manifest
 from streamshard.health import TensorHealth
 from streamshard.io.entries import examine, is_listed, list_ahead
 from streamshard.io.files import source_errors
@@ -114,7 +113,11 @@ class _StoreReader(Reader):
         return [remark(rewritten)] if rewritten else []
 
     def health(self, source: Source) -> Mapping[str, TensorHealth] | None:
-        return recorded_health(source.path)
+        """Return which numbers the tensors hold, as measured when it was made, if at all."""
+        with source_errors(source.path):
+            content = read_small_array(packed(source.path), MANIFEST_PATH)[0]
+            # Most stores have none, and to read the records of thousands of files takes long.
+            return store_manifest.read(content).health if b'"health": ' in content else None
 
     def other_files(self, source: Source) -> Iterable[tuple[str, int]]:
         return _other_files(source)
@@ -168,23 +171,6 @@ def _chunks_of(store: Path) -> Iterator[str]:
         chunks = f"{array}/c"
         with suppress(FileNotFoundError, NotADirectoryError):
             yield from (f"{chunks}/{name}" for name in names_below(store / chunks))
-
-
-def recorded_health(store: Path) -> Mapping[str, TensorHealth] | None:
-    """Return which numbers the tensors of a store hold, as measured when it was made, if at all."""
-    with source_errors(store):
-        content = _manifest_content(store)
-        # Most stores have none, and to read the records of thousands of files takes long.
-        return store_manifest.read(content).health if b'"health": ' in content else None
-
-
-def recorded_manifest(store: Path) -> Manifest:
-    with source_errors(store):
-        return store_manifest.read(_manifest_content(store))
-
-
-def _manifest_content(store: Path) -> bytes:
-    return read_small_array(packed(store), MANIFEST_PATH)[0]
 
 
 READER: Final = _StoreReader()

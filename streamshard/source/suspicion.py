@@ -9,17 +9,12 @@ from streamshard.formats.pickle.inert import Call, Node
 from streamshard.formats.zarr.array_paths import array_path
 from streamshard.formats.zarr.store_manifest import health_of_all
 from streamshard.health import TensorHealth
-from streamshard.model import MASTER, MODULE, NoteKind
-from streamshard.sizes import some_of
+from streamshard.model import NoteKind
 from streamshard.source.source import Source
 
 _SECOND_MOMENT: Final = "exp_avg_sq"
 _NOT_ZERO_AFTER: Final = 1
 """Steps after which a second moment that is all zeros is suspicious."""
-_GROWTH: Final = 100
-"""A weight whose root mean square has grown so many times is suspicious."""
-_WEIGHTS: Final = (f"state/{MASTER}/", f"{MODULE}/")
-_MOST_NAMED: Final = 2
 StepCounts = tuple[Node, Node]
 """Steps and skipped steps, as they are recorded."""
 
@@ -56,19 +51,6 @@ def skipped_since(before: str, older: StepCounts, newer: StepCounts) -> list[str
     steps = "The step" if counts[0] == 1 else f"All {counts[0]:,} steps"
     were = "was" if counts[0] == 1 else "were"
     return [f"{steps} since {before} {were} skipped, as gradients overflowed."]
-
-
-def growth(health: Mapping[str, TensorHealth], before: Mapping[str, TensorHealth]) -> str:
-    """Say which weights have become far larger since an earlier checkpoint; empty if none has."""
-    found = {
-        name: now.rms / then.rms
-        for name, now in health.items()
-        if any(of in name for of in _WEIGHTS)
-        and (then := before.get(name)) is not None
-        and then.rms
-    }
-    grown = [f"{name} {times:,.0f}-fold" for name, times in found.items() if times >= _GROWTH]
-    return f"suspicious: the root mean square of {some_of(grown, _MOST_NAMED)}" if grown else ""
 
 
 def _loss_scale(checkpoint: Checkpoint) -> Iterator[str]:

@@ -307,25 +307,3 @@ def test_it_is_the_same_in_a_bucket(sides: Sides) -> None:
     sides.compact()
     status = api.compact_status(sides.run, sides.archive.where)
     assert (status.newest_healthy, status.unhealthy) == (tag_of(100), ())
-
-
-@pytest.mark.parametrize(("times", "is_told"), [(99, False), (101, True)])
-def test_weights_that_have_grown_since_the_archive_before_are_told(
-    times: int, is_told: bool, tmp_path: Path, archive: Path
-) -> None:
-    run = make_run(tmp_path / "run", steps=GOOD)
-    api.compact(run, archive, keep_last=2)
-
-    def grow(content: dict[str, Any]) -> None:
-        for partition in content["optimizer_state_dict"]["single_partition_of_fp32_groups"]:
-            partition.data.mul_(times)
-
-    for shard in (run / tag_of(90)).glob("*optim_states.pt"):
-        edit(shard, grow)
-    age(run / tag_of(90), 30)
-    save(run, 110)
-    found = {one.tag: one for one in api.compact(run, archive, keep_last=2).tags}
-    one = found[tag_of(90)]
-    assert one.action == "archived"
-    assert ("suspicious" in one.reason) == is_told
-    assert (f"since {tag_of(80)}" in one.reason) == is_told

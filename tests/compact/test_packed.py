@@ -30,7 +30,6 @@ from tests.compact.runs import (
     tags_in,
 )
 from tests.compact.test_archive import JOBS
-from tests.job import Job
 
 CHECK = ("sha256sum", "--check", "--strict", "--quiet")
 FROZEN = ("old.weight", (1 << 10, 1 << 5))
@@ -136,12 +135,12 @@ def kill_once(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
 
 
 @pytest.mark.parametrize(("first", "then"), [(True, False), (False, True)])
-def test_what_was_begun_is_finished_in_the_form_that_is_asked_for(
+def test_what_was_begun_is_finished_in_the_form_that_it_has(
     run: Path, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, first: bool,
     then: bool,
 ) -> None:  # fmt: skip
     """Packed, or as a directory."""
-    api.compact(run, tmp_path / "undisturbed", packed=then)
+    api.compact(run, tmp_path / "undisturbed", packed=first)
     kill_once(monkeypatch, 9 if first else 0)
     with pytest.raises(KeyboardInterrupt):
         api.compact(run, archive, packed=first, workers=1)
@@ -150,24 +149,6 @@ def test_what_was_begun_is_finished_in_the_form_that_is_asked_for(
     monkeypatch.undo()
     assert actions(api.compact(run, archive, packed=then, delete=True))[FIRST] == "deleted"
     assert differing(bits(archive), bits(tmp_path / "undisturbed")) == [f"{FIRST}.receipt.json"]
-
-
-def test_bytes_that_are_stored_again_are_counted(
-    tmp_path: Path, archive: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = make_run(tmp_path / "run", Job(frozen=(FROZEN,)), steps=(1, 2, 3, 4))
-    for options, step in (([], 5), (["--packed"], 6)):
-        assert main(["compact", str(run), str(archive), *options]) == 0
-        save(run, step, Job(frozen=(FROZEN,)))
-    both = bits(archive / f"{tag_of(1)}.zarr"), entries(archive / f"{tag_of(2)}.zarr.zip")
-    same = {path for path in both[0] if both[1].get(path) == both[0][path]}
-    equal = sum(len(both[0][path]) for path in same if not path.startswith("meta/manifest"))
-    receipt = receipt_of(archive, tag_of(2))
-    again, shared = receipt["repeated_bytes"], receipt["shared_bytes"]
-    told = capsys.readouterr().out.splitlines()[-1]
-    assert (again, shared) == (equal, 0)
-    assert equal > 10_000
-    assert "stored again: one file shares none with others" in told
 
 
 def test_archives_of_both_forms_lie_side_by_side(

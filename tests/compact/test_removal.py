@@ -70,17 +70,15 @@ def test_a_tag_goes_to_the_trash_and_after_its_time_for_good(run: Path, archive:
     assert FIRST not in actions(api.compact(run, archive, delete=True, now=later(9)))
 
 
-def test_a_time_in_the_trash_that_is_to_come_is_noted_and_no_dead_end(
+def test_a_time_in_the_trash_that_is_to_come_is_said_and_no_dead_end(
     run: Path, archive: Path
 ) -> None:
     """As if the machine's clock had been wrong when it was moved there."""
     api.compact(run, archive, delete=True, now=later(2000))
     found = api.compact(run, archive, delete=True)
     assert actions(found)[FIRST] == "in the trash"
-    (note,) = found.notes
-    year = later(2000).year
-    assert note.startswith(f"{FIRST}: in the trash since {year}-")
-    assert note.endswith(": the time is to come; undelete= brings it back")
+    (one,) = (tag for tag in found.tags if tag.tag == FIRST)
+    assert one.reason.startswith(f"since {later(2000).year}-")
     found = api.compact(run, archive, purge=[FIRST], grace=NO_GRACE)  # at once, as --grace 0s says
     assert actions(found) == {FIRST: "purged"}
 

@@ -114,6 +114,17 @@ def test_a_record_that_is_not_ours_is_refused(run: Path, archive: Path, text: st
     assert last_run(run, archive).exit_code == 0
 
 
+@pytest.mark.usefixtures("archived")
+def test_what_earlier_versions_recorded_too_is_ignored(run: Path, archive: Path) -> None:
+    path, record = archive / f"{FIRST}.receipt.json", archive / RECORD
+    path.write_text(json.dumps({**json.loads(path.read_text()), "repeated_bytes": 7}))
+    problem = {"tag": FIRST, "step": 1, "action": "failed", "reason": "-", "repeated_bytes": 7}
+    record.write_text(json.dumps({**json.loads(record.read_text()), "problems": [problem]}))
+    found = api.compact_status(run, archive)
+    assert (states(found)[FIRST], found.problems) == ("archived", [])
+    assert [one.tag for one in last_run(run, archive).problems] == [FIRST]
+
+
 def test_a_damaged_receipt_hides_no_other(tmp_path: Path, archive: Path) -> None:
     run = make_run(tmp_path / "run", steps=[*STEPS, STEPS[-1] + 10])
     api.compact(run, archive)

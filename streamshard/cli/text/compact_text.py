@@ -26,8 +26,6 @@ def compaction_text(found: Compaction, *, verbose: bool) -> str:
         own = sum(tag.archive_bytes - tag.shared_bytes for tag in archived)
         whole = sum(tag.source_bytes for tag in archived)
         line += f"; {show_bytes(whole)} archived in {show_bytes(own)}"
-        if again := sum(tag.repeated_bytes for tag in archived):
-            line += f", {show_bytes(again)} of it stored again: one file shares none with others"
     has_table = verbose or found.is_dry_run
     if counts.keys() == {KEPT} and not has_table:
         line += "; -v says why"

@@ -1,6 +1,6 @@
 """Makes the archive of one tag: a store without derived weights, which shares equal files."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -34,7 +34,6 @@ from streamshard.operations.compact.tag_checks import accounted_for, records_of
 from streamshard.operations.convert.convert import store_output
 from streamshard.sizes import counted
 from streamshard.source.source import Source
-from streamshard.source.store_source import recorded_manifest
 from streamshard.source.unfinished import has_journal, is_unfinished
 from streamshard.transfer.plan import plan_output
 from streamshard.transfer.target import is_there, partial_of, require_separate
@@ -62,10 +61,10 @@ def archive_tag(
     that has to be proved before the tag is removed.
     """
     log, root = CheckLog(), context.run_dir / tag
-    archived = replace(context.archived(tag), is_packed=storing.packed)
-    interrupted = archived.read_receipt()
-    is_other = interrupted is not None and interrupted.packed != storing.packed
-    if is_there(archived.store) and (interrupted is None or is_other):
+    interrupted = context.archived(tag).read_receipt()
+    is_packed = storing.packed if interrupted is None else interrupted.packed
+    archived = replace(context.archived(tag), is_packed=is_packed)
+    if interrupted is None and is_there(archived.store):
         message = f"{archived.store}: is there, and no receipt says that compact made it"
         raise TargetExistsError(f"{message}; move it away")
     resident_memory.restart_peak()
@@ -77,14 +76,8 @@ def archive_tag(
     opened = omissions.narrowed(opened, moving)
     records = records_of(opened, context.run_dir)
     here = identity_of(context.run_dir)
-    if interrupted is not None and is_other:
-        # An interrupted run made the archive in the other form.
-        other = archived.full_of(interrupted)
-        with target_errors(other.store):
-            for path in (other.store, partial_of(other.store), other.sums):
-                remove(path)
     begun = Receipt(
-        tag, str(context.run_dir), *here, BEGUN, packed=storing.packed,
+        tag, str(context.run_dir), *here, BEGUN, packed=is_packed,
         source=(), checks=(),
     )  # fmt: skip
     begun.write(archived.receipt)
@@ -186,7 +179,6 @@ def _proved(
         source=source,
         archive_bytes=sum(sizes.values()),
         shared_bytes=sum(sizes[path] for path in shared),
-        repeated_bytes=repeated_bytes(archived, {*shared}),
         sums_sha256=archived.sums_sha256(),
         etags=etags,
         checks=log.checks,
@@ -222,25 +214,6 @@ def _remove_begun_links(archived: ArchivedTag) -> None:
     for path in list(paths_below(archived.store)) if _may_share(archived) else ():
         if path.name == _LINK:
             remove_file(path)
-
-
-def repeated_bytes(archived: ArchivedTag, shared: Collection[str]) -> int:
-    """Sum up the files that have no link to an earlier archive only because one of both is packed.
-
-    Files are equal if their paths and checksums in the manifests are.
-    """
-    others = [one for one in _earlier(archived) if one.is_packed or archived.is_packed]
-    if not others:
-        return 0
-    own = recorded_manifest(archived.store).records
-    rest, nbytes = {path for path in own if path not in shared}, 0
-    for other in others:
-        with suppress(SourceError):
-            known = recorded_manifest(other.store).records
-            found = {p for p in rest & known.keys() if known[p].is_equal(own[p])}
-            nbytes += sum(own[path].nbytes for path in found)
-            rest -= found
-    return nbytes
 
 
 def _may_share(archived: ArchivedTag) -> bool:

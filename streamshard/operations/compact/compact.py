@@ -15,9 +15,8 @@ from streamshard.engine.run.memory_limits import Limits
 from streamshard.engine.run.phases import Silent
 from streamshard.errors import Option, SourceNotFoundError, UsageError
 from streamshard.io.entries import is_directory, is_real_directory, lexists, paths_in, resolve
-from streamshard.io.files import source_errors, target_errors
+from streamshard.io.files import source_errors
 from streamshard.io.object_path import as_path, is_object
-from streamshard.io.place import place_of
 from streamshard.operations.compact.compact_report import (
     BROUGHT_BACK,
     DELETED,
@@ -26,13 +25,10 @@ from streamshard.operations.compact.compact_report import (
 )
 from streamshard.operations.compact.compact_run import CompactRun
 from streamshard.operations.compact.prune import matches, require_pattern
-from streamshard.operations.compact.receipts import ARCHIVED
 from streamshard.operations.compact.run_context import TagProgress
 from streamshard.operations.compact.run_directory import require_on_disk
 from streamshard.options import option, takes
-from streamshard.sizes import show_bytes
 from streamshard.transfer.report import Watched
-from streamshard.transfer.target import nearest_directory
 from streamshard.verb_options import CompactOptions
 
 _WILD: Final = re.compile(r"[*?[]")
@@ -86,9 +82,7 @@ def compact(options: _Compact) -> Compaction:
         found = tuple(run.results())
     seconds = time.monotonic() - began
     patterns = () if options.is_by_hand else options.keep_tags
-    notes = [*_unmatched(patterns, found), *_about_trash(found, options.grace), *run.notes]
-    if options.dry_run:
-        notes += _about_space(archive_dir, found)
+    notes = [*_unmatched(patterns, found), *_about_trash(found, options.grace)]
     places = str(options.run_dir), str(options.archive_dir)
     return Compaction(*places, options.dry_run, found, seconds, tuple(notes))
 
@@ -108,24 +102,6 @@ def _about_trash(tags: Sequence[CompactedTag], grace: timedelta) -> Iterator[str
     if BROUGHT_BACK in actions:
         keeps = Option("keep_tags")
         yield f"a run with {_DELETE} moves it to the trash again, unless {keeps} names it"
-
-
-def _about_space(archive_dir: Path, tags: Sequence[CompactedTag]) -> Iterator[str]:
-    """Report the free space for new archives, and for rebuilding tags; a bucket has no end."""
-    if is_object(archive_dir):
-        return
-    new = [t.source_bytes for t in tags if t.action in (ARCHIVED, DELETED) and not t.archive_bytes]
-    rebuilt = [t.source_bytes for t in tags if t.action == DELETED]
-    if new or rebuilt:
-        with target_errors(archive_dir):
-            left_bytes = place_of(archive_dir).free_bytes(nearest_directory(archive_dir))
-        room = f"{archive_dir}: {show_bytes(left_bytes)} free there"
-    if new:
-        most = f"must fit without, and the largest has {show_bytes(max(new))}"
-        yield f"{room}, for {show_bytes(sum(new))} before compression; each tag {most}"
-    if rebuilt:
-        most = f"for a while, {show_bytes(max(rebuilt))} for the largest"
-        yield f"{room}; each tag is rebuilt there before it goes, which takes its size {most}"
 
 
 def _require_apart(run_dir: Path, archive_dir: Path) -> None:

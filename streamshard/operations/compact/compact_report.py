@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import ClassVar, Final
 
 from streamshard.errors import SourceError, StreamshardError
 from streamshard.formats.deepspeed import names
@@ -27,6 +27,8 @@ LAST_RUN: Final = f"{names.OWN_PREFIX}.last_run.json"
 class CompactedTag:
     """The result for one tag; of a dry run, the expected result."""
 
+    RETIRED: ClassVar[tuple[str, ...]] = ("repeated_bytes",)
+
     tag: str
     step: int | None
     """The number at the end of its name."""
@@ -40,8 +42,6 @@ class CompactedTag:
     archive_bytes: int = 0
     """Size of its archive, including files that it shares with earlier archives."""
     shared_bytes: int = 0
-    repeated_bytes: int = 0
-    """Bytes of files in earlier archives that it holds once more, as one of both is one file."""
     dropped_bytes: int = 0
     """Bytes of optimizer states that were dropped from its archive."""
     exit_code: int = 0
@@ -68,7 +68,6 @@ class CompactedTag:
             source_bytes=receipt.source_bytes,
             archive_bytes=receipt.archive_bytes,
             shared_bytes=receipt.shared_bytes,
-            repeated_bytes=receipt.repeated_bytes,
         )
 
     @property

@@ -65,7 +65,7 @@ from streamshard.operations.compact.run_directory import (
     scan_run_directory,
 )
 from streamshard.operations.compact.tag_checks import unchanged
-from streamshard.operations.compact.tag_health import TagHealths, growth
+from streamshard.operations.compact.tag_health import TagHealths
 from streamshard.operations.compact.weights_only import drop_states
 from streamshard.sizes import counted, some_of
 from streamshard.transfer.target import is_there, require_space
@@ -94,8 +94,6 @@ class CompactRun:
         self._context = RunContext(run_dir, archive_dir, identity_of(run_dir), now, proofs)
         self._before = RunDirectory((), None)
         self._healths = TagHealths(self._context, remembers=not options.dry_run)
-        self.notes: list[str] = []
-        """What the user should know of the trash."""
 
     def results(self) -> Iterator[CompactedTag]:
         options = self._options
@@ -248,17 +246,13 @@ class CompactRun:
                 context.trash.require(tag)
             case compact_report.BROUGHT_BACK:
                 bring_back(context, tag)
-            case compact_report.IN_TRASH if options.delete:
-                if context.trashed_at(tag) > context.now:  # as by a machine's wrong clock
-                    ends = f"the time is to come; {Option('undelete')} brings it back"
-                    self.notes.append(f"{tag}: in the trash {outcome.reason}: {ends}")
         return outcome
 
     def _archive(self, outcome: CompactedTag) -> CompactedTag:
         """Archive a tag if it is not archived yet, and move it to the trash if it is to go."""
         tag, context, is_dry_run = outcome.tag, self._context, self._options.dry_run
         goes = outcome.action == compact_report.DELETED
-        receipt, proof, grown = self._archived(tag), None, ""
+        receipt, proof = self._archived(tag), None
         if is_dry_run and (receipt is None or goes):  # it is stored, or rebuilt, there
             require_space(context.archived(tag).store, outcome.source_bytes)
         if receipt is not None and not goes:
@@ -273,12 +267,10 @@ class CompactRun:
                     health=self._healths.tensors(self._before.by_name[tag]),
                     rebuilds=goes,
                 )
-                grown = growth(context, tag)
             elif is_back(context, receipt):
                 receipt = record_back(context, receipt)  # an earlier run was interrupted here
             if goes:
                 move_to_trash(context, tag, partial(self._require_same, outcome), proof)
-        outcome = replace(outcome, reason="; ".join(filter(None, (outcome.reason, grown))))
         return outcome if receipt is None else outcome.with_sizes(receipt)
 
     def _archived(self, tag: str) -> Receipt | None:

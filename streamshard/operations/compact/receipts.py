@@ -186,6 +186,7 @@ class Receipt(JsonRecord):
     """The record of one tag and its archive."""
 
     ADVICE: ClassVar[str] = "look into it"
+    RETIRED: ClassVar[tuple[str, ...]] = ("repeated_bytes",)
 
     tag: str
     run_dir: str
@@ -208,8 +209,6 @@ class Receipt(JsonRecord):
     archive_bytes: int = 0
     shared_bytes: int = 0
     """Bytes of the archive's files that are links to equal files in earlier archives."""
-    repeated_bytes: int = 0
-    """Bytes of files that an earlier archive holds too, and that are stored once more."""
     dropped: str = ""
     """Time at which dropping the optimizer states was decided; the archive records it too."""
     dropped_states: tuple[str, ...] = ()
@@ -226,7 +225,7 @@ class Receipt(JsonRecord):
         for moment in filter(None, (self.archived, self.trashed, self.purged, self.dropped)):
             parse_moment(moment)
         sizes = self.source_bytes, self.archive_bytes, self.shared_bytes, self.full_bytes
-        if not all(0 <= nbytes < _MOST_BYTES for nbytes in (*sizes, self.repeated_bytes)):
+        if not all(0 <= nbytes < _MOST_BYTES for nbytes in sizes):
             raise ValueError("holds a size that nothing has")
 
     def below_tag(self) -> dict[str, SourceRecord]:

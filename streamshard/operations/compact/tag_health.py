@@ -12,19 +12,11 @@ from streamshard.errors import SourceError, StreamshardError, TargetError, relea
 from streamshard.formats.deepspeed import names
 from streamshard.formats.pickle.inert import show
 from streamshard.health import TensorHealth
-from streamshard.operations.compact.prune import RunDirectory, Tag, by_step
-from streamshard.operations.compact.receipts import (
-    ArchivedTag,
-    JsonRecord,
-    moment_of,
-    parse_moment,
-    show_moment,
-)
+from streamshard.operations.compact.prune import RunDirectory, Tag
+from streamshard.operations.compact.receipts import JsonRecord, moment_of, parse_moment, show_moment
 from streamshard.operations.compact.run_context import RunContext
 from streamshard.operations.compact.run_directory import open_tag
-from streamshard.source import suspicion
 from streamshard.source.source import Request, open_source
-from streamshard.source.store_source import recorded_health
 
 _HEALTH: Final = f"{names.OWN_PREFIX}.health.json"
 """Name of the record in a directory of archives."""
@@ -140,15 +132,3 @@ class TagHealths:
         if self._remembers:
             with suppress(TargetError):
                 HealthRecord(found).write(self._context.archive_dir / _HEALTH)
-
-
-def growth(context: RunContext, tag: str) -> str:
-    """Say which weights are far larger than in the archive before; empty if none is."""
-    with suppress(StreamshardError):  # it is only a hint
-        archives = sorted((one.tag for one in ArchivedTag.all_in(context.archive_dir)), key=by_step)
-        for before in archives[: archives.index(tag)][-1:]:
-            receipts = (context.archived(one).require_receipt() for one in (tag, before))
-            found = (recorded_health(context.archive_of(one).store) or {} for one in receipts)
-            if grown := suspicion.growth(*found):
-                return f"{grown} since {before}"
-    return ""

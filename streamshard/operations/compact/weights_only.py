@@ -6,8 +6,6 @@ the receipt names is complete, with the list of its checksums next to it. The ch
 are those of the full archive, so their files are linked; in one file they are written once more.
 """
 
-from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -15,13 +13,7 @@ from typing import Final
 from streamshard.engine.run import resident_memory
 from streamshard.engine.run.memory_limits import Limits
 from streamshard.engine.run.phases import Progress
-from streamshard.errors import (
-    CorruptFileError,
-    IntegrityError,
-    StreamshardError,
-    TargetExistsError,
-    raise_first,
-)
+from streamshard.errors import CorruptFileError, StreamshardError, TargetExistsError, raise_first
 from streamshard.formats.zarr.array_paths import ROOT_DOCUMENT, array_path
 from streamshard.formats.zarr.store_index import StoreIndex
 from streamshard.io.changes import remove, remove_file, rename, sync_path
@@ -29,7 +21,6 @@ from streamshard.io.entries import lexists
 from streamshard.io.files import source_errors, target_errors
 from streamshard.io.object_path import is_object
 from streamshard.operations.compact import compact_report, omissions
-from streamshard.operations.compact.archive import repeated_bytes
 from streamshard.operations.compact.compact_report import CompactedTag
 from streamshard.operations.compact.proof import (
     content_equal,
@@ -50,9 +41,8 @@ from streamshard.operations.compact.receipts import (
 from streamshard.operations.compact.run_context import RunContext
 from streamshard.operations.convert.convert import store_output
 from streamshard.operations.convert.store_targets import KeptArrays
-from streamshard.sizes import counted, show_bytes
+from streamshard.sizes import show_bytes
 from streamshard.source.source import Source, open_source
-from streamshard.source.unfinished import has_journal
 from streamshard.transfer.plan import plan_output
 from streamshard.transfer.target import is_there, partial_of
 from streamshard.verb_options import ConvertOptions
@@ -160,15 +150,8 @@ def _make(context: RunContext, receipt: Receipt, store: WeightsOnlyStore) -> Rec
         dropped = store.source.checkpoint.dropped
         latest = full.record(receipt, DROPPING, dropped=dropped.at if dropped else "")
         with target_errors(weights.store):
-            remove(partial_of(weights.store))  # of a run that was cut off
-            is_complete = is_there(weights.store) and not has_journal(weights.store)
-        if is_complete:
-            # An earlier run completed this archive; if it is wrong, it is made again.
-            with suppress(StreamshardError):
-                return _proved(context, latest, store, CheckLog(log.checks))
-            latest.write(full.receipt)  # it must not name the archive that is removed now
-        with target_errors(weights.store):
-            remove(weights.store)
+            for left in (partial_of(weights.store), weights.store):  # by a run that was cut off
+                remove(left)
         store.write(weights.store, context.proofs.progress)
         return _proved(context, latest, store, log)
     except StreamshardError:
@@ -191,8 +174,6 @@ def _proved(
     statuses = weights.statuses()
     with source_errors(weights.store):
         sums = sums_of(weights, proofs)
-    if not weights.is_packed:
-        log.run("kept_files_same", lambda: _require_same_files(full, weights, store, sums))
     weights.write_sums(sums)
     etags = weights.etags()
     archive = prove(store.source, weights, proofs, log)
@@ -207,21 +188,10 @@ def _proved(
         archive_bytes=sum(stat.nbytes for stat in statuses.values()),
         # The full archive has one link to a kept file, and this archive another.
         shared_bytes=sum(stat.nbytes for stat in statuses.values() if stat.links > 2),
-        repeated_bytes=repeated_bytes(weights, ()) if weights.is_packed else 0,
         sums_sha256=weights.sums_sha256(),
         etags=etags,
         checks=log.checks,
     )
-
-
-def _require_same_files(
-    full: ArchivedTag, weights: ArchivedTag, store: WeightsOnlyStore, sums: Mapping[str, str]
-) -> str:
-    recorded, kept = full.read_sums(), store.kept.records()
-    for path in kept:
-        if path not in sums or sums[path] != recorded.get(path):
-            raise IntegrityError(f"{weights.store / path}: not what {full.store} has there")
-    return counted(len(kept), "file")
 
 
 def _require_original_gone(context: RunContext, receipt: Receipt) -> str:
