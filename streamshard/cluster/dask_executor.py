@@ -28,9 +28,8 @@ from streamshard.cluster.calls import (
     workers_of,
 )
 from streamshard.cluster.worker_run import Build, Outcome, RunSpec, UnknownRunError, perform, prove
-from streamshard.engine.jobs.executor import Job, R, T, Toolkit, rate_limit
+from streamshard.engine.jobs.executor import Job, R, T, Toolkit
 from streamshard.errors import ClusterError, MemoryLimitError, StreamshardError
-from streamshard.io.throttle import without_throttle
 
 POLL_SECONDS: Final = 0.5
 _PROOF_SECONDS: Final = 60.0
@@ -244,8 +243,7 @@ class DaskExecutor:
             for number, outcome in run.outcomes(jobs, is_ordered=is_ordered):
                 rate = self.rates.setdefault(outcome.worker, WorkerRate())
                 rate.add(outcome.nbytes, outcome.seconds)
-                with without_throttle():
-                    progress(outcome.nbytes)
+                progress(outcome.nbytes)
                 yield number, outcome.result
         finally:
             run.close()
@@ -289,19 +287,12 @@ class _ClusterRun:
     def _submit(self, number: int, blob: bytes, losses: int = 0) -> None:
         """Give a job to one of the workers that may have jobs."""
         workers = frozenset(self._members.usable_workers())
-        arguments = perform, self._spec.token, blob, self._share()
+        arguments = perform, self._spec.token, blob, self._worker_rate
         key = f"{self._spec.token}-{number}-{losses}"
         with dask.config.set(_LARGE_GRAPHS):
             future = self._client.submit(*arguments, key=key, workers=sorted(workers))
         call = begin(self._client, self._client.gather(future, asynchronous=True))
         self._jobs[number] = _Submitted(blob, workers, future, call, losses)
-
-    def _share(self) -> float | None:
-        """Return how many bytes a second each worker may process now, whoever there is."""
-        total = rate_limit()
-        if total is None:
-            return self._worker_rate
-        return min(total / max(1, len(self._members.addresses)), self._worker_rate or total)
 
     def _wait(self, *, is_ordered: bool) -> Iterator[tuple[int, Outcome]]:
         """Wait a little; yields the numbers and the outcomes of jobs that are done."""

@@ -146,7 +146,7 @@ async def prove(
 def perform(token: str, job: bytes, bytes_per_second: float | None) -> Outcome:
     """Carry out a job with the tools of this thread.
 
-    `bytes_per_second`: the share of this process in the run's limit.
+    `bytes_per_second`: limit of this process.
     """
     worker = get_worker()
     run = worker.plugins.get(token)

@@ -4,9 +4,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Final
 
 from streamshard.io.file_system import libc
@@ -16,19 +14,6 @@ _IDLE_CLASS: Final = 3 << 13
 _WHO_PROCESS: Final = 1
 _SET_IO_PRIORITY: Final = {"x86_64": 251, "aarch64": 30}
 """Number of ioprio_set(2), which has no function in the C library."""
-
-
-_HAS_WAITED: ContextVar[bool] = ContextVar("has waited", default=False)
-
-
-@contextmanager
-def without_throttle() -> Iterator[None]:
-    """Count bytes without sleeping: whoever processed them kept to the rate."""
-    before = _HAS_WAITED.set(True)
-    try:
-        yield
-    finally:
-        _HAS_WAITED.reset(before)
 
 
 class Throttle:
@@ -48,7 +33,7 @@ class Throttle:
         """Count bytes; returns after the time that they may take."""
         wait = 0.0
         with self._lock:
-            if self._rate is not None and not _HAS_WAITED.get():
+            if self._rate is not None:
                 start = max(self._free_at, time.monotonic())
                 self._free_at = start + nbytes / self._rate
                 wait = self._free_at - time.monotonic()

@@ -1,14 +1,15 @@
-"""A cluster reads from a bucket and writes to it; `compact` archives, proves and keeps its rate."""
+"""A cluster reads from a bucket and writes to it; `compact` archives and proves."""
 
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from distributed import Client
 
 import streamshard
+from streamshard.errors import UsageError
 from tests.cli.conftest import tree
 from tests.cloud.conftest import Bucket, bucket, proxy, service, sound
 from tests.cluster.conftest import on, started
@@ -55,15 +56,11 @@ def test_compact_archives_proves_and_deletes_on_a_cluster(cluster: Client, tmp_p
     assert told[0] == told[1]
 
 
-def test_all_workers_together_keep_to_the_rate(cluster: Client, tmp_path: Path) -> None:
-    """What is processed in a second is that of the whole run, however many workers there are."""
-    run = make_run(tmp_path / "run", Job())
-    rate = 40_000
-    began = time.monotonic()
-    with streamshard.executor(cluster) as chosen:
-        streamshard.compact(run, tmp_path / "archive", bytes_per_second=rate)
-    seconds = time.monotonic() - began
-    done = sum(worker.nbytes for worker in chosen.rates.values())
-    assert done > rate
-    # The first bytes of each run are free, and a share is a little late when a worker has no job.
-    assert done / seconds < 1.2 * rate
+@pytest.mark.parametrize("option", [{"packed": True}, {"bytes_per_second": 1_000}])
+def test_what_a_cluster_does_not_do_is_refused(
+    option: dict[str, Any], cluster: Client, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "run")
+    with pytest.raises(UsageError, match=f"{next(iter(option))}=.*leave it out"):
+        on(cluster, "compact", run, tmp_path / "archive", **option)
+    assert not (tmp_path / "archive").exists()

@@ -172,24 +172,6 @@ def _taken(pending: dict[Future[R], int], *, is_ordered: bool) -> Iterator[tuple
         yield pending.pop(future), result
 
 
-_RATE: ContextVar[int | None] = ContextVar("bytes per second", default=None)
-
-
-def rate_limit() -> int | None:
-    """Return how many bytes a second all processes of a run may process together."""
-    return _RATE.get()
-
-
-@contextmanager
-def limited_to(bytes_per_second: int | None) -> Iterator[None]:
-    """Limit what other processes may process; threads of this one are held back by `progress`."""
-    before = _RATE.set(bytes_per_second)
-    try:
-        yield
-    finally:
-        _RATE.reset(before)
-
-
 _THREADS: Executor = Threads()
 _EXECUTOR: ContextVar[Executor] = ContextVar("executor")
 

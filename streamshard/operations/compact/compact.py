@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
 
-from streamshard.engine.jobs.executor import current_executor, limited_to
+from streamshard.engine.jobs.executor import current_executor
 from streamshard.engine.run import resident_memory
 from streamshard.engine.run.memory_limits import Limits
 from streamshard.engine.run.phases import Silent
@@ -73,18 +73,25 @@ def compact(options: _Compact) -> Compaction:
             message = "chooses for runs by the rules; with the names of tags, leave it out"
             raise UsageError(f"{Option('tags', options.tags)}: {message}")
     _require_apart(run_dir, archive_dir)
-    if options.packed and not current_executor().shares_memory:
-        message = "a cluster writes no archives of one file; leave it out"
-        raise UsageError(f"{Option('packed', True)}: {message}")
+    if not current_executor().shares_memory:
+        _require_for_cluster(options)
     progress = TagProgress(options.progress or Silent(), options.bytes_per_second)
-    with limited_to(options.bytes_per_second):
-        run = CompactRun(options, run_dir, archive_dir, limits, now, progress)
-        found = tuple(run.results())
+    run = CompactRun(options, run_dir, archive_dir, limits, now, progress)
+    found = tuple(run.results())
     seconds = time.monotonic() - began
     patterns = () if options.is_by_hand else options.keep_tags
     notes = [*_unmatched(patterns, found), *_about_trash(found, options.grace)]
     places = str(options.run_dir), str(options.archive_dir)
     return Compaction(*places, options.dry_run, found, seconds, tuple(notes))
+
+
+def _require_for_cluster(options: CompactOptions) -> None:
+    if options.packed:
+        message = "a cluster writes no archives of one file; leave it out"
+        raise UsageError(f"{Option('packed', True)}: {message}")
+    if options.bytes_per_second is not None:
+        message = "workers of a cluster keep to no rate; leave it out"
+        raise UsageError(f"{Option('bytes_per_second', options.bytes_per_second)}: {message}")
 
 
 def _unmatched(patterns: Sequence[str], tags: Sequence[CompactedTag]) -> Iterator[str]:
