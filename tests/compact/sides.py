@@ -39,21 +39,6 @@ class Side:
         """Write an object."""
         self.bucket.put_bytes(f"{self.name}/{path}", data)
 
-    def etag(self, path: str) -> str:
-        """Etag of an object."""
-        return str(self.bucket.s3.head_object(**self._key(path))["ETag"]).strip('"')
-
-    def write_in_parts(self, path: str) -> None:
-        """Upload an object again with the bytes that it has, which gives it another etag."""
-        key, s3 = self._key(path), self.bucket.s3
-        upload = {**key, "UploadId": s3.create_multipart_upload(**key)["UploadId"]}
-        part = s3.upload_part(**upload, PartNumber=1, Body=self.read(path))
-        parts = {"Parts": [{"ETag": part["ETag"], "PartNumber": 1}]}
-        s3.complete_multipart_upload(**upload, MultipartUpload=parts)
-
-    def _key(self, path: str) -> dict[str, str]:
-        return {"Bucket": self.bucket.name, "Key": f"{self.name}/{path}"}
-
 
 @dataclass(frozen=True)
 class Sides:

@@ -350,7 +350,7 @@ TRASHED: dict[str, tuple[Change, str, str]] = {
     "a receipt that says it has no states": (
         partial(tell, "state", "weights only"), "ambiguous", "says 'weights only'"
     ),
-    "a receipt of no archive": (partial(tell, "sums_sha256", ""), "ambiguous", "which archive"),
+    "a receipt of no archive": (partial(tell, "sums_sha256", ""), "ambiguous", "not the list of"),
     "a time out of range": (
         partial(tell, "trashed", "9999-12-31T23:59:59-23:59"), "ambiguous", "since when"
     ),

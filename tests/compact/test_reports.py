@@ -117,7 +117,7 @@ def test_a_record_that_is_not_ours_is_refused(run: Path, archive: Path, text: st
 @pytest.mark.usefixtures("archived")
 def test_what_earlier_versions_recorded_too_is_ignored(run: Path, archive: Path) -> None:
     path, record = archive / f"{FIRST}.receipt.json", archive / RECORD
-    path.write_text(json.dumps({**json.loads(path.read_text()), "repeated_bytes": 7}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "repeated_bytes": 7, "etags": {}}))
     problem = {"tag": FIRST, "step": 1, "action": "failed", "reason": "-", "repeated_bytes": 7}
     record.write_text(json.dumps({**json.loads(record.read_text()), "problems": [problem]}))
     found = api.compact_status(run, archive)

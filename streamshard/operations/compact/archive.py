@@ -159,7 +159,7 @@ def _proved(
         shared = _share(archived, sums, proofs)
         sync_tree(archived.store)
         # Before anything is read: what is written from here on is not what was compared.
-        etags, digest = archived.etags(), change_digest(archived.store)
+        digest = change_digest(archived.store)
     archived.write_sums(sums)
     archive = prove(small, archived, proofs, log)
     # If an archive does not give back its tag, the removal of the tag says why.
@@ -180,7 +180,6 @@ def _proved(
         archive_bytes=sum(sizes.values()),
         shared_bytes=sum(sizes[path] for path in shared),
         sums_sha256=archived.sums_sha256(),
-        etags=etags,
         checks=log.checks,
     )
     return proved, Proof(digest, log.checks) if comes_back else None

@@ -161,27 +161,8 @@ def same_archive(receipt: Receipt, archived: ArchivedTag) -> str:
         message = (
             f"{archived.sums}: not the list of the archive that was compared with {receipt.tag}"
         )
-        if not receipt.sums_sha256:
-            message = (
-                f"{archived.receipt}: does not say which archive was compared with {receipt.tag}"
-            )
         raise CorruptFileError(f"{message}; put that back, or {_UNDELETE} it and run again")
     return receipt.sums_sha256
-
-
-def same_objects(receipt: Receipt, archived: ArchivedTag) -> str:
-    """Require that the objects of an archive are the very ones that were compared with its source.
-
-    On a disk there are none. Objects that were written again since prove nothing of an earlier
-    run, whatever bytes they have; nor does an archive that was copied between disk and bucket.
-    """
-    known, now = receipt.etags, archived.etags()
-    for path in sorted(known.keys() | now.keys()):
-        if known.get(path) != now.get(path):
-            message = f"{archived.store / path}: has etag {now.get(path) or 'none'}, and had"
-            message = f"{message} {known.get(path) or 'none'} when it was compared with"
-            raise CorruptFileError(f"{message} {receipt.tag}; {_UNDELETE} that one and run again")
-    return counted(len(now), "object")
 
 
 def _verified(findings: Findings) -> str:

@@ -22,7 +22,7 @@ from streamshard.io.entries import (
     read_document,
 )
 from streamshard.io.files import require_regular, source_errors, target_errors
-from streamshard.io.object_path import PACKED_SUFFIX, is_object
+from streamshard.io.object_path import PACKED_SUFFIX
 from streamshard.io.readable import Status
 
 _MOST_DOCUMENT_BYTES: Final = 256 << 20
@@ -186,7 +186,7 @@ class Receipt(JsonRecord):
     """The record of one tag and its archive."""
 
     ADVICE: ClassVar[str] = "look into it"
-    RETIRED: ClassVar[tuple[str, ...]] = ("repeated_bytes",)
+    RETIRED: ClassVar[tuple[str, ...]] = ("etags", "repeated_bytes")
 
     tag: str
     run_dir: str
@@ -216,9 +216,7 @@ class Receipt(JsonRecord):
     """Size of the full archive before the states were dropped; 0 while it has them."""
     sums_sha256: str = ""
     """SHA-256 of the list of the archive's files when the archive was last compared with its
-    original; empty in receipts of early versions."""
-    etags: Mapping[str, str] = field(default_factory=dict)
-    """Path in the archive → etag of its object then; empty for an archive on a disk."""
+    original; empty before it."""
     checks: tuple[Check, ...] = field(kw_only=True)
 
     def require_sound(self) -> None:
@@ -365,20 +363,6 @@ class ArchivedTag:
 
     def files(self) -> list[str]:
         return sorted(self.statuses())
-
-    def etags(self) -> dict[str, str]:
-        """Return the present etag of each object of the archive; of one on a disk nothing."""
-        if not is_object(self.store):
-            return {}
-        return {path: etag_of(status) for path, status in sorted(self.statuses().items())}
-
-
-def etag_of(status: Status) -> str:
-    """Return the etag of an object; empty for a local file, which has an inode.
-
-    Without quotation marks, which some services leave out in their listings.
-    """
-    return "" if status.file_id or status.device else status.version.strip('"')
 
 
 def _moment(epoch_ns: int) -> str:

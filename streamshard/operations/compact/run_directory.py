@@ -49,7 +49,6 @@ from streamshard.io.files import source_errors, target_errors, unreadable
 from streamshard.io.object_path import is_object
 from streamshard.io.readable import Entry, Status
 from streamshard.operations.compact.prune import RunDirectory, Tag, is_like
-from streamshard.operations.compact.receipts import etag_of
 from streamshard.operations.compact.trash import Trash
 from streamshard.options import SourceOptions
 from streamshard.source.completeness import require_named, require_saved_to_end
@@ -300,8 +299,16 @@ def change_digest(directory: Path) -> tuple[int, int, str]:
         nbytes += stat.nbytes if stat.is_file else 0
     for path, stat in (*sorted(found.items(), key=_path), *sorted(behind.items(), key=_path)):
         looks = f"{path}\0{stat.mode}\0{stat.nbytes}\0{stat.modified_ns}\0{stat.file_id}\0"
-        digest.update(os.fsencode(looks + etag_of(stat)))
+        digest.update(os.fsencode(looks + _etag_of(stat)))
     return changed, nbytes, digest.hexdigest()
+
+
+def _etag_of(status: Status) -> str:
+    """Return the etag of an object; empty for a local file, which has an inode.
+
+    Without quotation marks, which some services leave out in their listings.
+    """
+    return "" if status.file_id or status.device else status.version.strip('"')
 
 
 def _path(item: tuple[Path, Status]) -> Path:

@@ -141,8 +141,7 @@ def _make(context: RunContext, receipt: Receipt, store: WeightsOnlyStore) -> Rec
     latest = receipt
     try:
         log.run("original_gone", lambda: _require_original_gone(context, receipt))
-        if receipt.sums_sha256:
-            log.run("same_archive", lambda: same_archive(receipt, full))
+        log.run("same_archive", lambda: same_archive(receipt, full))
         log.run("full_archive_bytes", lambda: intact(full, context.proofs))
         if receipt.state != DROPPING:
             _require_free(weights)
@@ -175,7 +174,6 @@ def _proved(
     with source_errors(weights.store):
         sums = sums_of(weights, proofs)
     weights.write_sums(sums)
-    etags = weights.etags()
     archive = prove(store.source, weights, proofs, log)
     log.run("content_equal", lambda: content_equal(archive, store.source, proofs))
     log.run("original_still_gone", lambda: _require_original_gone(context, receipt))
@@ -189,7 +187,6 @@ def _proved(
         # The full archive has one link to a kept file, and this archive another.
         shared_bytes=sum(stat.nbytes for stat in statuses.values() if stat.links > 2),
         sums_sha256=weights.sums_sha256(),
-        etags=etags,
         checks=log.checks,
     )
 
