@@ -135,9 +135,7 @@ class CompactRun:
         Its disk may not be mounted. Then new archives would lie on the wrong disk, and their tags
         would be removed.
         """
-        context, trashed = self._context, set[str]()
-        with suppress(TargetError):  # emptying the trash reports this error
-            trashed = context.trash.all_tags()
+        context, trashed = self._context, self._context.trash.all_tags()
         if trashed and not any(is_there(context.archived(tag).receipt) for tag in trashed):
             tags = counted(len(trashed), "tag")
             message = f"{context.archive_dir}: has no receipt of what is in the trash of"
@@ -342,7 +340,7 @@ class CompactRun:
             # Without one that could be opened before, the rules would keep others in its place.
             whole = {earlier.name for earlier in before.tags if earlier.problem is None}
             torn = (now.problem for now in run.tags if now.name in whole and now.problem)
-            reason = next(torn, None) or (str(run.trash_error) if run.trash_error else None)
+            reason = next(torn, None)
         if reason is not None:
             raise self._kept_now(tag, reason)
         at = max(self._context.now, datetime.now(UTC))

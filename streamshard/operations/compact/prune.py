@@ -8,14 +8,7 @@ from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Protocol
 
-from streamshard.errors import (
-    IntegrityError,
-    Option,
-    SourceError,
-    StreamshardError,
-    TargetError,
-    UsageError,
-)
+from streamshard.errors import IntegrityError, Option, SourceError, StreamshardError, UsageError
 from streamshard.formats.deepspeed.names import step_of
 from streamshard.operations.compact.compact_report import (
     AMBIGUOUS,
@@ -68,8 +61,6 @@ class RunDirectory:
     """Tags in the trash; of these only the name and the links to them are known."""
     going: tuple[str, ...] = ()
     """Tags of which a part may be removed already."""
-    trash_error: TargetError | None = None
-    """Why it is not known what is in the trash."""
     is_framework: bool = False
     """Whether the tags are whole checkpoints of a framework, and `latest` is the one saved last."""
     best: Mapping[str, str] = field(default_factory=dict)
@@ -170,16 +161,9 @@ def prune(
                 yield outcome
 
     yield from decided((tag.name for tag in run.tags), pruning.in_place)
-    if run.trash_error is not None:
-        yield CompactedTag.failed("the trash", run.trash_error)
     yield from decided((*(tag.name for tag in run.trashed), *run.going), pruning.in_trash)
     if rules.weights_only_older_than is not None:
-        try:
-            removed = [only] if only else archives.tags()
-        except StreamshardError as error:
-            yield CompactedTag.failed("the archives", error)
-            return
-        yield from decided(removed, pruning.removed)
+        yield from decided([only] if only else archives.tags(), pruning.removed)
 
 
 class _Pruning:

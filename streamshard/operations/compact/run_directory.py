@@ -162,15 +162,11 @@ class _Scan:
     def with_trash(self, run: RunDirectory) -> RunDirectory:
         """Describe the tags in the trash; a link to a tag's former place counts as a link to it."""
         trash = Trash(self.run_dir)
-        try:
-            names_there, going = trash.tags(), trash.being_removed()
-        except TargetError as error:
-            return replace(run, trash_error=error)
         trashed = (
             Tag(name, 0, is_linked=self.is_linked(trash.path_of(name), self.run_dir / name))
-            for name in names_there
+            for name in trash.tags()
         )
-        return replace(run, trashed=tuple(trashed), going=tuple(going))
+        return replace(run, trashed=tuple(trashed), going=tuple(trash.being_removed()))
 
 
 def _unread(directory: Path, name: str, error: SourceError) -> Tag:
