@@ -36,7 +36,7 @@ from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch.torch_tensor import storages_in
 from streamshard.model import ITEMSIZE, MASTER, MODULE, Note, Whole
 from streamshard.sizes import counted
-from streamshard.source.degree_change import DegreeChange, JobDegrees, OtherDegrees
+from streamshard.source.degree_change import DerivedSource, JobDegrees, OtherDegrees
 from streamshard.source.source import Source
 from streamshard.source.source_access import SourceAccess
 
@@ -114,13 +114,13 @@ def _parts_of(
     return laid, ModelInParts(laid.source.checkpoint, rules, keeps_shards=keeps_shards)
 
 
-def _recut(laid: WithLayerTensors, parts: ModelInParts, like: ModelInParts) -> DegreeChange:
+def _recut(laid: WithLayerTensors, parts: ModelInParts, like: ModelInParts) -> DerivedSource:
     """Cut a source into the parts of another job."""
     opened = laid.source
     with of_file(opened.path):
         source = recut_checkpoint(opened, parts, like)
         copies = EqualCopies.of(laid, parts)
-    return DegreeChange(
+    return DerivedSource(
         source=replace(source, facts=replace(source.facts, cut_rules=None)),  # of the original
         original=opened,
         parts=like.degrees.parts,
@@ -151,8 +151,8 @@ def _parts_of_job(
     `parts`: those of the source.
     `rules`: how both jobs cut parameters; None for what their files tell.
     """
-    if source.like is not None:
-        like = _parts_of_reference(source, source.like, rules, keeps_shards=parts.keeps_shards)
+    if source.reference is not None:
+        like = _parts_of_reference(source, source.reference, rules, keeps_shards=parts.keeps_shards)
         if like.degrees != degrees:
             message = f"{LIKE} was saved with {like.degrees}, and {degrees} are asked for"
             raise UsageError(f"{message}: {_supply()}")
@@ -173,13 +173,12 @@ def _parts_of_job(
 
 
 def _parts_of_reference(
-    source: Source, like: Checkpoint, rules: CutRules | None, *, keeps_shards: bool
+    source: Source, like: Source, rules: CutRules | None, *, keeps_shards: bool
 ) -> ModelInParts:
-    known = source.reference
     try:
-        if source.checkpoint.layers and known is not None and is_pipeline(known.checkpoint):
-            like = layered(known).source.checkpoint
-        return ModelInParts(like, rules, keeps_shards=keeps_shards)
+        if source.checkpoint.layers and is_pipeline(like.checkpoint):
+            like = layered(like).source
+        return ModelInParts(like.checkpoint, rules, keeps_shards=keeps_shards)
     except StreamshardError as error:
         raise type(error)(f"{LIKE}: {error}") from error
 
@@ -191,7 +190,7 @@ def _supply() -> str:
     )
 
 
-def _at_degrees(opened: Source, wanted: JobDegrees) -> DegreeChange | None:
+def _at_degrees(opened: Source, wanted: JobDegrees) -> DerivedSource | None:
     """Re-cut a checkpoint, if a job is to resume at other degrees than those that saved it."""
     rules = read_rules(opened.facts.cut_rules)
     if wanted.tensor_parallel is None and wanted.pipeline_parallel is None:
@@ -270,7 +269,7 @@ def _params(model_part: ModelPart) -> list[tuple[str, ...]]:
     return [group.params for group in model_part.groups]
 
 
-def whole(opened: Source, rules: CutRules | None) -> DegreeChange | None:
+def whole(opened: Source, rules: CutRules | None) -> DerivedSource | None:
     """Put the tensors of a pipeline or of AutoTP together; None if the checkpoint is of neither.
 
     `rules`: how tensor parallelism cut parameters; None for what files tell.
@@ -292,7 +291,7 @@ def whole(opened: Source, rules: CutRules | None) -> DegreeChange | None:
         raise UnsupportedError(f"{error}. {hint}") from error
 
 
-def _whole_of_parts(laid: WithLayerTensors, parts: ModelInParts) -> DegreeChange:
+def _whole_of_parts(laid: WithLayerTensors, parts: ModelInParts) -> DerivedSource:
     _note_checksums(laid.source)
     _require_different_shards(laid.source, parts)
     made = _recut(laid, parts, whole_model(parts))
@@ -317,7 +316,7 @@ def _have_equal_parts(one: Checkpoint, other: Checkpoint) -> bool:
     return all(are_pipelines) and masters[0] == masters[1]
 
 
-def _spread_experts(opened: Source, degree: int | None, world_size: int) -> DegreeChange | None:
+def _spread_experts(opened: Source, degree: int | None, world_size: int) -> DerivedSource | None:
     """Spread the experts of a checkpoint again; None if they are to stay as they are.
 
     `degree`: count of ranks that will share the experts; by default as many as in the source, which
@@ -340,7 +339,7 @@ def _spread_experts(opened: Source, degree: int | None, world_size: int) -> Degr
         checkpoint = with_expert_degree(opened.checkpoint, degree, opened.like)
     note = spread_note(expert_degree(opened.checkpoint), degree, opened.like)
     checkpoint = replace(checkpoint, notes=(*checkpoint.notes, Note(note)))
-    return DegreeChange(
+    return DerivedSource(
         source=replace(opened, checkpoint=checkpoint),
         original=opened,
         options={"expert_parallel": str(checkpoint.expert_parallel)},
@@ -348,16 +347,16 @@ def _spread_experts(opened: Source, degree: int | None, world_size: int) -> Degr
 
 
 class _ModelParallelism(OtherDegrees):
-    def change(self, source: Source, wanted: JobDegrees) -> DegreeChange | None:
+    def change(self, source: Source, wanted: JobDegrees) -> DerivedSource | None:
         made = _at_degrees(source, wanted)
         return made or _spread_experts(source, wanted.expert_parallel, wanted.world_size)
 
-    def join(self, source: Source) -> DegreeChange | None:
+    def join(self, source: Source) -> DerivedSource | None:
         return whole(source, read_rules(source.facts.cut_rules))
 
     def join_unequal(
         self, one: Source, other: Source
-    ) -> tuple[Source, Source, Sequence[DegreeChange]]:
+    ) -> tuple[Source, Source, Sequence[DerivedSource]]:
         if _have_equal_parts(one.checkpoint, other.checkpoint):
             return one, other, []
         found = [self.join(side) for side in (one, other)]

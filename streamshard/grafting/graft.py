@@ -7,7 +7,6 @@ from pathlib import Path
 
 from streamshard.errors import UsageError
 from streamshard.formats.deepspeed import ds_config
-from streamshard.formats.frameworks import resize
 from streamshard.grafting.grafted_source import Grafted, grafted
 from streamshard.grafting.record import GraftReport, RuleCount
 from streamshard.grafting.rules import Rules
@@ -16,8 +15,9 @@ from streamshard.io.files import source_errors
 from streamshard.io.object_path import as_path
 from streamshard.layout.batch import BatchPlan
 from streamshard.native.resharding import resharding_of
-from streamshard.native.target_files import NativeWriter
+from streamshard.operations.repartition.repartition import output_of
 from streamshard.options import takes
+from streamshard.source.degree_change import DerivedSource
 from streamshard.source.source import Source, open_source
 from streamshard.transfer.plan import TransferPlan, plan_opened
 from streamshard.transfer.report import Report, Watched
@@ -66,7 +66,7 @@ def _plan(options: GraftOptions) -> TransferPlan:
         start = open_source(options.start)
         require_separate(start.path, target, start.directories)
         source.require_use_of_like()
-        made = grafted(source, start, rules, is_fresh=options.fresh_states)
+        made = grafted(source, start, replace(rules, is_fresh=options.fresh_states))
         counts = made.counts
         return _output(options, rules, source, start, made)
 
@@ -91,39 +91,17 @@ def _output(
     options: GraftOptions, rules: Rules, source: Source, start: Source, made: Grafted
 ) -> Output:
     """Decide what the files of the target are: those of a repartition of what is grafted."""
-    old, new = source.checkpoint, start.checkpoint
-    found = resharding_of(made.source, new.ranks, ds_version=start.facts.ds_version)
-    # Files of ranks are those of SRC's; how a batch is made up, START's config says.
-    paths = [file.path for file in found.source.checkpoint.files]
-    resized = resize(old.tag, paths, source_world_size=old.ranks, world_size=new.ranks)
-    resizes = replace(found, source=source, resized=resized).explain(_batch_of(new.config))
-    settings = found.settings
-    layout = settings.layout
-    shaping = layout, settings.config, settings.module_dtype, settings.is_bf16
     decisive = {
         "verb": "graft",
-        "tag": old.tag,
-        "world_size": str(new.ranks),
-        "zero_stage": str(layout.stage),
-        "ds_config_file": digest_of_settings(shaping),
         "rules": digest_of_settings(rules.lines),
         "fresh_states": str(options.fresh_states),
         "sources": " ".join(digest_of_headers(one.checkpoint) for one in (source, start)),
     }
-    return Output(
-        source=found.source,
-        writer=NativeWriter.of(found.source, settings, None, resized),
-        options=decisive,
-        named=str(options.target),
-        source_world_size=old.ranks,
-        world_size=new.ranks,
-        zero_stage=layout.stage,
-        notes=(*made.notes, *settings.notes, *found.source.checkpoint.remarks, *resizes.notes),
-        latest=old.tag,
-        changes=resizes.changes,
-        check=made.find_means if made.warm else None,
-        reopened=-(-layout.world_size // new.layout.world_size),
-    )
+    check = made.find_means if made.is_warm else None
+    derived = DerivedSource(source=made.source, original=source, check=check)
+    new, version = start.checkpoint, start.facts.ds_version
+    found = resharding_of(source, new.ranks, ds_version=version, derived=derived)
+    return output_of(found, decisive, options.target, job=_batch_of(new.config))
 
 
 def _batch_of(config: ds_config.Config) -> BatchPlan | None:

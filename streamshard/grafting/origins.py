@@ -39,6 +39,8 @@ class Inventory:
     """Whether frozen weights were left out, which the files do not name."""
     bare: frozenset[str] = frozenset()
     """Trained ones without the optimizer's states that their param group has."""
+    exact: Mapping[str, str] = field(default_factory=dict)
+    """Dtypes of those that hold integers or flags, which are not converted."""
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, part: ModelPart) -> Self:
@@ -58,7 +60,9 @@ class Inventory:
         stored = {(t.state, t.name) for t in checkpoint.tensors if t.model_part == part.name}
         states = ((key, n) for g in part.groups for key in g.cut_states for n in g.params)
         bare = frozenset(name for key, name in states if (key, name) not in stored)
-        return cls(trained, untrained, unsaved, frozen, lacks_frozen, bare)
+        return cls(
+            trained, untrained, unsaved, frozen, lacks_frozen, bare, exact_dtypes(checkpoint)
+        )
 
     def leaves_out(self, name: str, start: "Inventory") -> bool:
         """Tell whether this source has no value of a tensor that is frozen in START."""
@@ -69,6 +73,12 @@ class Inventory:
     @property
     def shapes(self) -> dict[str, Shape]:
         return {**self.trained, **self.untrained}
+
+
+def exact_dtypes(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the dtypes of the module's tensors that hold integers or flags, by name."""
+    module = ((t.name, t.dtype) for t in checkpoint.tensors if t.state == MODULE)
+    return {name: dtype for name, dtype in module if "int" in dtype or dtype == "bool"}
 
 
 @dataclass(frozen=True)
@@ -93,7 +103,9 @@ class Origin:
 
 
 @dataclass
-class _Finding:
+class Matching:
+    """Finds what each tensor of START has its values from, and what needs a rule."""
+
     source: Inventory
     start: Inventory
     rules: Rules
@@ -105,7 +117,17 @@ class _Finding:
     def need(self, word: str, name: str) -> None:
         self.needed.setdefault(word, []).append(name)
 
-    def origin(self, name: str, shape: Shape, *, is_trained: bool) -> Origin:
+    def origins(self) -> dict[str, Origin]:
+        """Match all tensors of START; differences without a rule are in `needed` then."""
+        found = {
+            name: self._origin(name, shape, is_trained=is_trained)
+            for shapes, is_trained in ((self.start.trained, True), (self.start.untrained, False))
+            for name, shape in shapes.items()
+        }
+        self._find_unused(found)
+        return found
+
+    def _origin(self, name: str, shape: Shape, *, is_trained: bool) -> Origin:
         choice = self.rules.choice(name)
         is_unsaved = not is_trained and self.source.leaves_out(choice.source, self.start)
         taken = None if NEW in choice.words or is_unsaved else self._taken(choice, name)
@@ -114,11 +136,15 @@ class _Finding:
                 self.need(NEW, name)
             label = UNSAVED if is_unsaved and NEW not in choice.words else choice.label
             return Origin(label, is_warm=choice.is_warm)
+        if self.source.exact.get(choice.source) != self.start.exact.get(name):
+            self.need(NEW, name)
+            return Origin(choice.label)
         state, there = taken
         turned = {(True, MODULE): THAW, (False, MASTER): FREEZE}.get((is_trained, state))
         if turned is not None and turned not in choice.words:
             self.need(turned, name)
-        keeps_states = is_trained and state == MASTER and FRESH not in choice.words
+        is_begun_again = self.rules.is_fresh or FRESH in choice.words
+        keeps_states = is_trained and state == MASTER and not is_begun_again
         if keeps_states and choice.source in self.source.bare:
             self.need(FRESH, name)
         rows = self._rows(choice, name, there, shape)
@@ -156,8 +182,8 @@ class _Finding:
             self.need(ROWS, name)
         return min((*here, 0)[0], (*there, 0)[0])
 
-    def require_all_named(self, found: Mapping[str, Origin]) -> None:
-        """Refuse differences without a rule, and tensors of SRC that would be used up twice."""
+    def _find_unused(self, found: Mapping[str, Origin]) -> None:
+        """Find tensors of SRC that START lacks; refuse those that would be used up twice."""
         uses = Counter(origin.source for origin in found.values() if origin.source is not None)
         for name in self.start.shapes:
             choice = self.rules.choice(name)
@@ -174,8 +200,6 @@ class _Finding:
                 raise UsageError(f"'{name}' is dropped, and START has its values: leave one out")
             if not (is_dropped or uses[name] or name in known):
                 self.need(DROP, name)
-        if self.needed:
-            raise self._refusal()
 
     def _moves(self) -> dict[str, str]:
         """Take from what is needed the pairs that look like one parameter under two names."""
@@ -191,7 +215,8 @@ class _Finding:
                 self.need(THAW if new in self.start.trained else FREEZE, new)
         return moves
 
-    def _refusal(self) -> UsageError:
+    def refusal(self) -> UsageError:
+        """Return an error whose notes are the rules that would name all differences."""
         count = sum(map(len, self.needed.values()))
         start, source = [*self.start.shapes], [*self.source.shapes]
         lines = lines_of_moves(self._moves(), start)
@@ -215,14 +240,11 @@ def origins_of(source: Inventory, start: Inventory, rules: Rules) -> dict[str, O
         exclude each other, or name something that is not there.
     """
     rules.require_used([*source.shapes], [*start.shapes, *start.unsaved])
-    finding = _Finding(source, start, rules)
-    found = {
-        name: finding.origin(name, shape, is_trained=is_trained)
-        for shapes, is_trained in ((start.trained, True), (start.untrained, False))
-        for name, shape in shapes.items()
-    }
-    finding.require_all_named(found)
-    return found
+    matching = Matching(source, start, rules)
+    origins = matching.origins()
+    if matching.needed:
+        raise matching.refusal()
+    return origins
 
 
 def dropped_rows(

@@ -54,12 +54,6 @@ class Pieces(Computed):
         starts = np.cumsum([0, *(piece.numel for piece in pieces)], dtype=np.int64)
         return cls(both, tuple(pieces), starts, np.zeros(len(pieces), np.float32), dtype)
 
-    @property
-    def mean_bytes(self) -> int:
-        """Bytes that `find_means` reads."""
-        leading = {part for piece in self.pieces for part in piece.mean_of}
-        return sum(numel * ITEMSIZE[self._dtype_of(tensor)] for tensor, numel in leading)
-
     def find_means(self) -> None:
         """Find what fills the pieces that are filled with means."""
         means: dict[tuple[Leading, ...], np.float32] = {}

@@ -95,7 +95,8 @@ def pair_grafted(left: Source, right: Source) -> Pairing | None:
         return None
     if len(new.model_parts) != len(old.model_parts):
         return None
-    rules, index, found = Rules.of("\n".join(record.rules)), old.tensor_index(), Pairing()
+    rules = Rules.of("\n".join(record.rules), is_fresh=record.fresh_states)
+    index, found = old.tensor_index(), Pairing()
     for made, saved in zip(new.model_parts, old.model_parts, strict=True):
         origins = origins_of(Inventory.of(old, saved), Inventory.of(new, made), rules)
         for number, tensor in enumerate(new.tensors):

@@ -30,7 +30,7 @@ def require_alike(trained: Source, begun: Source, *, is_fresh: bool) -> None:
         message = f"{message} deepspeed.initialize(), before the first step"
         raise UsageError(f"{message}, with engine.save_checkpoint()", path=begun.path)
     for opened in (trained, begun):
-        _require_zero(opened)
+        require_zero(opened)
     if len(source.model_parts) != len(start.model_parts):
         message = f"SRC has {counted(len(source.model_parts), 'model-parallel part')}, START"
         message = f"{message} {len(start.model_parts)}: give both the same degrees first, with"
@@ -50,7 +50,8 @@ def require_alike(trained: Source, begun: Source, *, is_fresh: bool) -> None:
         raise UsageError(f"{message} {Option('fresh_states', True)}")
 
 
-def _require_zero(opened: Source) -> None:
+def require_zero(opened: Source) -> None:
+    """Refuse a checkpoint without a whole optimizer, or in parts that no transform takes."""
     checkpoint = opened.checkpoint
     opened.require_training_state()
     opened.require_states()

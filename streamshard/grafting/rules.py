@@ -63,14 +63,17 @@ class Rules:
 
     rules: tuple[GraftRule, ...] = ()
     scheduler_of_start: bool = False
+    is_fresh: bool = False
+    """Whether no states of the optimizer are kept."""
 
     @classmethod
-    def of(cls, text: str) -> "Rules":
+    def of(cls, text: str, *, is_fresh: bool = False) -> "Rules":
         """Read rules, one a line; what follows a `#` is a comment."""
         lines = [line.partition("#")[0].split() for line in text.splitlines()]
         words = [line for line in lines if line]
         own = _SCHEDULER_OF_START.split()
-        return cls(tuple(_rule(line) for line in words if line != own), own in words)
+        rules = tuple(_rule(line) for line in words if line != own)
+        return cls(rules, own in words, is_fresh)
 
     @property
     def lines(self) -> list[str]:

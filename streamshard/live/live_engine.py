@@ -98,7 +98,7 @@ def resharding_for(engine: Engine, opened: Source, world_size: int) -> Reshardin
             world_size,
             wanted=wanted,
             ds_version=recorded_version(deepspeed.__version__),
-            degrees=other_degrees().change(opened, asked),
+            derived=other_degrees().change(opened, asked),
         )
 
 

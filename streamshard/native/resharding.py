@@ -10,7 +10,7 @@ from streamshard.model import ZeroLayout
 from streamshard.native import resizing
 from streamshard.native.target_settings import TargetSettings, require_allowed, target_settings
 from streamshard.registry import IN_ORDER, NEEDS_ORDER, load
-from streamshard.source.degree_change import DegreeChange
+from streamshard.source.degree_change import DerivedSource
 from streamshard.source.source import Source
 
 
@@ -27,8 +27,8 @@ class Resharding:
     """What happens to the files of frameworks."""
     uses_like: bool
     """Whether the parameters' order, or their cut, is the reference checkpoint's."""
-    degrees: DegreeChange | None = None
-    """How the model was re-cut for other degrees; None if it was not."""
+    derived: DerivedSource | None = None
+    """How the source was made of another one; None if it was not."""
 
     def explain(self, job: BatchPlan | None = None) -> resizing.Resizing:
         """Explain the effects on everything that depends on the count of ranks.
@@ -36,12 +36,12 @@ class Resharding:
         `job`: the batch of the job that resumes, if it runs already.
         """
         return resizing.explain(
-            self.source if self.degrees is None else self.degrees.original,
+            self.source if self.derived is None else self.derived.original,
             self.world_size,
             self.resized,
             dp_world_size=self.settings.layout.world_size,
             config=self.settings.config,
-            parts=None if self.degrees is None else self.degrees.parts,
+            parts=None if self.derived is None else self.derived.parts,
             job=job,
         )
 
@@ -59,7 +59,7 @@ class Resharding:
         """Whether each rank gets what a rank of the source had."""
         source, settings = self.source, self.settings
         checkpoint = source.checkpoint
-        if self.degrees is not None:
+        if self.derived is not None:
             return False
         dtypes = checkpoint.module_dtype, checkpoint.is_bf16
         if (settings.module_dtype, settings.is_bf16) != dtypes:
@@ -74,7 +74,7 @@ def resharding_of(
     zero_stage: int | None = None,
     wanted: ds_config.Config | None = None,
     ds_version: Version | None = None,
-    degrees: DegreeChange | None = None,
+    derived: DerivedSource | None = None,
 ) -> Resharding:
     """Decide how a checkpoint is cut for a world size.
 
@@ -82,14 +82,13 @@ def resharding_of(
     `zero_stage` and `wanted`: ZeRO stage and DeepSpeed config of that job; by default those kept in
     the checkpoint.
     `ds_version`: DeepSpeed's version in that job; by default the one that saved.
-    `degrees`: how the model was re-cut for that job, if it was.
+    `derived`: how a source was made of it for that job, if one was.
     """
-    if degrees is not None:
-        opened = degrees.source
+    original, opened = opened, opened if derived is None else derived.source
     dp_world_size = require_allowed(opened.checkpoint, world_size)
     settings = target_settings(opened.checkpoint, dp_world_size, zero_stage, wanted, ds_version)
     stage = settings.layout.stage
-    uses_like, checkpoint = degrees is not None, opened.checkpoint
+    uses_like, checkpoint = derived is not None, opened.checkpoint
     if checkpoint.has_muon:
         uses_like = uses_like or load(NEEDS_ORDER)(checkpoint, stage)
         checkpoint = load(IN_ORDER)(checkpoint, stage, opened.like)
@@ -97,11 +96,11 @@ def resharding_of(
     resized = frameworks.resize(
         checkpoint.tag,
         [file.path for file in checkpoint.files],
-        source_world_size=checkpoint.ranks,
+        source_world_size=original.checkpoint.ranks,
         world_size=world_size,
     )
     source = replace(opened, checkpoint=checkpoint)
-    return Resharding(source, world_size, settings, resized, uses_like, degrees)
+    return Resharding(source, world_size, settings, resized, uses_like, derived)
 
 
 def _shaping(source: Source, layout: ZeroLayout) -> ZeroLayout:

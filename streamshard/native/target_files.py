@@ -83,8 +83,7 @@ class NativeWriter(TargetWriter):
         path = place / self.template.name if self.template else place
         # Raw dumps hold no config.
         facts = Facts(ds_config=self.settings.config if self.template else None)
-        like = self.source.like
-        written = Request(path, self.source.checkpoint.tag, facts, like)
+        written = Request(path, self.source.checkpoint.tag, facts, self.source.reference)
         found: list[str] = load(READ_BACK)(written, self.source, memory, progress)
         return found
 

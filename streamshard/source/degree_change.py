@@ -26,11 +26,11 @@ class JobDegrees:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DegreeChange:
-    """A checkpoint that was re-cut for other degrees."""
+class DerivedSource:
+    """A source that was made of another one: re-cut for other degrees, or grafted."""
 
     source: Source
-    """With the parts of the model of the target, which lie in the files of the original."""
+    """With the parts of the model of the target."""
     original: Source
     parts: int | None = None
     """Count of the model-parallel parts of the target; None if they stay as they are."""
@@ -39,25 +39,24 @@ class DegreeChange:
     averaged: Sequence[str] = ()
     """Parameters whose copies may differ, as the files list them as ones to be averaged."""
     check: Callable[[MemoryPlan, Progress], Sequence[str]] | None = None
-    """Compares the copies in the original of which one was taken, and returns notes; None if there
-    are none."""
+    """What is to be read before the run, such as copies of which one was taken; returns notes."""
 
 
 class OtherDegrees(ABC):
     """Takes checkpoints to other tensor, pipeline and expert parallel degrees."""
 
     @abstractmethod
-    def change(self, source: Source, wanted: JobDegrees) -> DegreeChange | None:
+    def change(self, source: Source, wanted: JobDegrees) -> DerivedSource | None:
         """Re-cut a checkpoint for a job; None if the job cuts the model as the source does."""
 
     @abstractmethod
-    def join(self, source: Source) -> DegreeChange | None:
+    def join(self, source: Source) -> DerivedSource | None:
         """Put tensors together that AutoTP or a pipeline cut; None if the model is whole."""
 
     @abstractmethod
     def join_unequal(
         self, one: Source, other: Source
-    ) -> tuple[Source, Source, Sequence[DegreeChange]]:
+    ) -> tuple[Source, Source, Sequence[DerivedSource]]:
         """Return two sources, both with whole tensors if their models are in unequal parts.
 
         What was put together comes with them: copies in it were taken for equal.
@@ -68,7 +67,7 @@ class OtherDegrees(ABC):
         """Tell whether the model files tell how parameters are cut."""
 
 
-def change_of(source: Source, wanted: JobDegrees) -> DegreeChange | None:
+def change_of(source: Source, wanted: JobDegrees) -> DerivedSource | None:
     """Re-cut a checkpoint for a job; None if the job cuts the model as the source does."""
     asked = wanted.tensor_parallel, wanted.pipeline_parallel, wanted.expert_parallel
     if asked == (None, None, None) and source.facts.cut_rules is None:

@@ -6,7 +6,6 @@ They are PyTorch's own, Megatron's, and safetensors files of ranks with an optim
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Final, Self
 
@@ -14,15 +13,14 @@ from streamshard.checks.problems import MALFORMED, Findings
 from streamshard.checks.torch_check import TorchFiles
 from streamshard.errors import IncompleteError, SourceError
 from streamshard.formats import detect, pretrained
-from streamshard.formats.checkpoint import Checkpoint, Reading
-from streamshard.formats.dcp import dcp_names, dcp_reader, rank_shards, reference
+from streamshard.formats.checkpoint import Checkpoint
+from streamshard.formats.dcp import dcp_names, dcp_reader, rank_shards
 from streamshard.formats.dcp.config_completion import with_config
 from streamshard.formats.dcp.dcp_reader import Distributed
 from streamshard.formats.dcp.item_reader import audit_items, missing_file
 from streamshard.formats.dcp.metadata_reader import is_distributed
 from streamshard.formats.dcp.renaming import renamed
 from streamshard.formats.deepspeed import ds_config
-from streamshard.formats.facts import RuleLines
 from streamshard.formats.megatron import megatron_reader
 from streamshard.formats.torch.zip_audit import StoredRecord
 from streamshard.io.entries import examine, identify, is_directory, is_file, list_ahead
@@ -114,23 +112,12 @@ class DistributedReader(Reader):
 
     def open(self, place: Path, request: Request) -> Source:
         list_ahead(place)
-        like, opened_for = request.source_like, partial(self._read, place, request.facts.rename)
-        if like is None:
-            return Source.of(place, self, opened_for(frozenset())[1])
-        found = reference.read_like(place, like, opened_for, takes_bare=request.takes_bare)
-        opened = Source.of(place, self, found)
-        is_decoded = any(file.decoder is not None for file in opened.files)
-        return replace(opened, codec_bytes=like.codec_bytes if is_decoded else 0)
-
-    def _read(
-        self, place: Path, rules: RuleLines | None, known: Set[str]
-    ) -> tuple[Distributed, Reading]:
-        if rules is None:
-            found = self.index_of(place, known)
-            return found, dcp_reader.as_it_is(found)
-        # RuleLines are for the names that are shown without them, so known ones do not matter.
-        found = self.index_of(place, frozenset())
-        return found, renamed(dcp_reader.as_it_is(found), found, rules)
+        rules = request.facts.rename
+        # Rules are for the names that are shown without them, so known ones do not matter.
+        found = self.index_of(place, frozenset() if rules else _parameters_of(request.like))
+        reading = dcp_reader.as_it_is(found)
+        reading = reading if rules is None else renamed(reading, found, rules)
+        return Source.of(place, self, reading)
 
     def complete(
         self, source: Source, config: ds_config.Config, stage: int | None, world_size: int
@@ -214,6 +201,11 @@ class _RankShardsReader(DistributedReader):
         findings.files += len(shards)
         findings.notes.append(NO_CHECKSUMS)
         return replace(checked, files=(*checked.files, *shards))
+
+
+def _parameters_of(like: Source | None) -> set[str]:
+    parts = () if like is None else like.checkpoint.model_parts
+    return {name for part in parts for group in part.groups for name in group.params}
 
 
 READER: Final = DistributedReader()

@@ -46,7 +46,8 @@ class _DumpsReader(Reader):
 
     def open(self, place: Path, request: Request) -> Source:
         template = Template(place.parent, place.name)
-        found = dump_reader.read(template, request.facts.ds_config, request.checkpoint_like)
+        like = None if request.like is None else request.like.checkpoint
+        found = dump_reader.read(template, request.facts.ds_config, like)
         return Source.of(template.directory, self, found)
 
     def check_structure(

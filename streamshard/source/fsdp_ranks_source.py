@@ -8,9 +8,7 @@ from typing import Final
 
 from streamshard.checks.problems import MALFORMED, Findings
 from streamshard.checks.torch_check import TorchFiles
-from streamshard.errors import UnsupportedError
 from streamshard.formats.checkpoint import Checkpoint
-from streamshard.formats.dcp import reference
 from streamshard.formats.fsdp_ranks import fsdp_ranks_reader, rank_names
 from streamshard.formats.fsdp_ranks.flat_parameters import joined_of
 from streamshard.io.entries import is_file, paths_in
@@ -46,15 +44,6 @@ class _FsdpRanksReader(Reader):
 
     def open(self, place: Path, request: Request) -> Source:
         found = fsdp_ranks_reader.read(place, request.facts.wrapped, request.details)
-        like = request.source_like
-        if like is not None:
-            if not found.checkpoint.model_parts[0].groups:
-                message = " ".join(
-                    ("tells no optimizer's states by name.", *found.checkpoint.remarks)
-                )
-                raise UnsupportedError(message.removesuffix("."), path=place)
-            found = reference.complete(place, found, like)
-            return Source.of(place, self, found)
         return replace(Source.of(place, self, found), details=joined_of(found.checkpoint))
 
     def check_structure(

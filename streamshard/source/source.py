@@ -114,10 +114,8 @@ class Source(Reading):
     kind: Kind
     codec_bytes: int = 0
     """Memory that decoding one file takes."""
-    like: Checkpoint | None = None
-    """Reference checkpoint: another one of the same job, which supplies what this one lacks."""
     reference: "Source | None" = None
-    """The same with the places of its tensors, where these are known."""
+    """Reference checkpoint: another one of the same job, which supplies what this one lacks."""
     facts: Facts = NO_FACTS
     """What a user says of it and of the job that will resume."""
     details: Any = None
@@ -159,6 +157,10 @@ class Source(Reading):
     def place(self) -> Path:
         """The directory of the checkpoint itself: its tag directory, or its path."""
         return self.path / self.checkpoint.tag if self.kind.is_tag else self.path
+
+    @property
+    def like(self) -> Checkpoint | None:
+        return None if self.reference is None else self.reference.checkpoint
 
     @property
     def needs_like(self) -> bool:
@@ -244,9 +246,8 @@ class Request:
     tag: str | None = None
     facts: Facts = NO_FACTS
     """What its files do not say."""
-    like: Source | Checkpoint | None = None
-    """Reference checkpoint: another one of the same job, which supplies what this one lacks. What
-    a distributed checkpoint lacks can come from a whole `Source` alone."""
+    like: Source | None = None
+    """Reference checkpoint: another one of the same job, which supplies what this one lacks."""
     details: Any = None
     """What another checkpoint of its kind tells that its files do not (`Source.details`)."""
     takes_bare: bool = False
@@ -270,16 +271,6 @@ class Request:
 
         return parse_source(path)
 
-    @property
-    def source_like(self) -> Source | None:
-        """The reference checkpoint, if the places of its tensors are known."""
-        return self.like if isinstance(self.like, Source) else None
-
-    @property
-    def checkpoint_like(self) -> Checkpoint | None:
-        """What the reference checkpoint holds."""
-        return self.like.checkpoint if isinstance(self.like, Source) else self.like
-
     def reader(self) -> tuple[Any, Path]:
         """Return the reader of this kind of checkpoint, and the checkpoint's place."""
         known = ((reader, reader.recognizes(self)) for reader in registry.readers())
@@ -302,8 +293,10 @@ class Request:
         with listings_kept(), source_errors(self.root):
             reader, place = self.reader()
             opened: Source = reader.open(place, self)
-        like, reference = self.checkpoint_like, self.source_like
-        return replace(opened, like=like, reference=reference, facts=self.facts)
+            if self.like is not None and opened.needs_like and opened.checkpoint.foreign:
+                completed = registry.load(registry.COMPLETED)
+                opened = completed(opened, self.like, takes_bare=self.takes_bare)
+        return replace(opened, reference=self.like, facts=self.facts)
 
 
 def supply() -> str:
@@ -326,18 +319,14 @@ def open_source(
     `takes_model`: whether the reference checkpoint may be a model's weights alone, which supply
     nothing and are only compared. `takes_bare`: see `Request`.
     """
-    (request,) = requests(options, path, takes_model=takes_model)
-    request = replace(request, takes_bare=takes_bare)
-    known = request.source_like
-    is_model = known is not None and known.is_weights_alone
+    request = replace(requests(options, path, takes_model=takes_model)[0], takes_bare=takes_bare)
+    is_model = request.like is not None and request.like.is_weights_alone
     with listings_kept():
         with source_errors(request.root):
             place_of(request.root).look_ahead(request.root, names.LATEST)
         require_finished(request.root)
         opened = (replace(request, like=None) if is_model else request).open()
-    if is_model and known is not None:
-        return replace(opened, like=known.checkpoint)
-    return opened
+    return replace(opened, reference=request.like)
 
 
 def requests(

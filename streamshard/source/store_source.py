@@ -88,7 +88,7 @@ class _StoreReader(Reader):
             errors = errors or [*index.version_errors()]
         if not (findings.problems or errors):
             opened = self._source(index, request.tag)
-            replace(opened, like=request.checkpoint_like).require_use_of_like()
+            replace(opened, reference=request.like).require_use_of_like()
         check = StoreCheck(index, unread, findings)
         check_packed(index, findings)
         for error in errors:

@@ -206,6 +206,9 @@ def test_parameters_that_no_gradient_has_reached(tmp_path: Path, stage: int) -> 
     )
     master = made.tensors[f"model.{bare}"][0]
     assert differing(tensors_of(tmp_path / "fresh"), bare, {"fp32": master}) == []
+    assert streamshard.verify(
+        tmp_path / "fresh", against=tmp_path / "source", like=reference
+    ).is_good
 
 
 def test_frozen_weights_that_stage_1_did_not_save_are_those_of_start(tmp_path: Path) -> None:

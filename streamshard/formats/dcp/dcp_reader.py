@@ -1,7 +1,7 @@
 """Reads a distributed checkpoint of PyTorch into logical tensors, with the places of their bytes.
 
 It holds a model and the states of its optimizer, each tensor cut into boxes. It does not tell what
-a DeepSpeed job needs as well: see `reference`.
+a DeepSpeed job needs as well: see `grafting/reference.py`.
 """
 
 import math
@@ -16,6 +16,7 @@ import numpy as np
 from streamshard.errors import CorruptFileError, IncompleteError, UnsupportedError
 from streamshard.formats.checkpoint import ModuleEntry, ParamGroup, Reading
 from streamshard.formats.dcp import dcp_names
+from streamshard.formats.dcp.dcp_names import PARAMS
 from streamshard.formats.dcp.item_reader import ItemFiles, TensorPlaces
 from streamshard.formats.dcp.metadata_reader import (
     Index,
@@ -166,7 +167,8 @@ def as_it_is(found: Distributed) -> Reading:
         tensors,
         entries,
         groups,
-        [{**group.options, "params": []} for group in saved],
+        # A flattened optimizer does not tell which parameters with equal options shared a group.
+        [{**group.options, **({} if found.keys.by_parameter else {PARAMS: []})} for group in saved],
         notes=[
             Note(text, NoteKind.UNREAD if text == found.unread else NoteKind.LEFT_OUT)
             for text in found.left_out

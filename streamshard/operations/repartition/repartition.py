@@ -1,5 +1,6 @@
 """`repartition`: writes native files for another world size, from shards or from a store."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -7,6 +8,7 @@ from streamshard import registry
 from streamshard.errors import Option, UnsupportedError, UsageError
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.io.object_path import as_path
+from streamshard.layout.batch import BatchPlan
 from streamshard.model import Template
 from streamshard.native.resharding import Resharding, resharding_of
 from streamshard.native.target_files import NativeWriter
@@ -73,7 +75,7 @@ def prepare(
     if options.fresh_states:
         opened = registry.load(registry.FRESH_STATES)(opened)
     world_size = _own_world_size(opened) if options.world_size is None else options.world_size
-    degrees = change_of(
+    derived = change_of(
         opened,
         JobDegrees(
             tensor_parallel=options.tensor_parallel,
@@ -89,40 +91,51 @@ def prepare(
         zero_stage=options.zero_stage,
         wanted=wanted,
         ds_version=opened.facts.ds_version,
-        degrees=degrees,
+        derived=derived,
     )
-    opened, settings, resized = found.source, found.settings, found.resized
-    opened.require_use_of_like(needed=found.uses_like, if_needed=options.if_needed)
-    checkpoint, stage = opened.checkpoint, settings.layout.stage
-    is_reusable = options.if_needed and not options.fresh_states and _is_resumed_from(found)
+    found.source.require_use_of_like(needed=found.uses_like, if_needed=options.if_needed)
     if not found.is_cut_alike:
-        opened.require_cut_states()
-    resizes = found.explain()
-    shaping = settings.layout, settings.config, settings.module_dtype, settings.is_bf16
+        found.source.require_cut_states()
+    fresh = {"fresh_states": "yes"} if options.fresh_states else {}
+    is_reusable = options.if_needed and not fresh and _is_resumed_from(found)
+    output = output_of(found, {"verb": "repartition", **fresh}, options.target, template)
+    return replace(output, is_reusable=is_reusable)
+
+
+def output_of(
+    found: Resharding,
+    decisive: Mapping[str, str],
+    target: Path_,
+    template: Template | None = None,
+    job: BatchPlan | None = None,
+) -> Output:
+    """Return the files of a target. `decisive`: options that decide what is in them."""
+    opened, settings, derived = found.source, found.settings, found.derived
+    checkpoint, layout = opened.checkpoint, settings.layout
+    shaping = layout, settings.config, settings.module_dtype, settings.is_bf16
+    resizes, original = found.explain(job), opened if derived is None else derived.original
     return Output(
         source=opened,
-        writer=NativeWriter.of(opened, settings, template, resized),
+        writer=NativeWriter.of(opened, settings, template, found.resized),
         options={
-            "verb": "repartition",
             "tag": checkpoint.tag,
-            "world_size": str(world_size),
-            **({} if degrees is None else degrees.options),
-            "zero_stage": str(stage),
-            **({"fresh_states": "yes"} if options.fresh_states else {}),
+            "world_size": str(found.world_size),
+            "zero_stage": str(layout.stage),
             "ds_config_file": digest_of_settings(shaping),
             **({"OUT": template.name} if template else {}),
+            **decisive,
+            **({} if derived is None else derived.options),
         },
-        named=str(options.target),
-        source_world_size=checkpoint.ranks,
-        world_size=world_size,
-        zero_stage=stage,
+        named=str(target),
+        source_world_size=original.checkpoint.ranks,
+        world_size=found.world_size,
+        zero_stage=layout.stage,
         notes=(*settings.notes, *checkpoint.remarks, *resizes.notes),
         latest=checkpoint.tag if template is None else None,
         template=template,
-        is_reusable=is_reusable,
         changes=resizes.changes,
-        check=None if degrees is None else degrees.check,
-        reopened=-(-settings.layout.world_size // checkpoint.layout.world_size),
+        check=None if derived is None else derived.check,
+        reopened=-(-layout.world_size // checkpoint.layout.world_size),
     )
 
 

@@ -1,0 +1,149 @@
+"""Puts two sources together: the job of one, START, with the training of the other, SRC, in it.
+
+`grafted_source` does so by rules. `reference` completes what another program than DeepSpeed saved:
+there are no rules, and START is the reference checkpoint.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from streamshard.formats.checkpoint import Checkpoint, ModelPart, ParamGroup
+from streamshard.formats.deepspeed.read.model_part import optimizer_tensors
+from streamshard.formats.deepspeed.states import State
+from streamshard.formats.pickle.inert import Node
+from streamshard.formats.torch.tree_copy import renumbered
+from streamshard.grafting.origins import Origin
+from streamshard.grafting.pieces import Leading, Piece, Pieces
+from streamshard.grafting.schedules import Origins, Parts
+from streamshard.model import ITEMSIZE, MASTER, MODULE, LogicalTensor
+from streamshard.source.source import Source
+
+Dicts = tuple[Mapping[str, Node], Mapping[str, Node]]
+"""Of a model file and of an optimizer file. Their storages are tensors of both sources."""
+States = Mapping[str, State] | None
+
+
+class Assembly(ABC):
+    """The tensors of what is put together, with the places of their elements."""
+
+    def __init__(self, source: Source, start: Source) -> None:
+        self.source, self.start = source, start
+        self.old, self.new = source.checkpoint, start.checkpoint
+        self.first = len(self.old.tensors)
+        """Number of START's first tensor among those of both."""
+        self.both = source.append(self.new.tensors, start.cutting, start.files)
+        self.index, self.start_index = self.old.tensor_index(), self.new.tensor_index()
+        self._tensors: list[LogicalTensor] = []
+        self._rows: list[int] = []
+        """The tensor of both that each one is; of those that are made, any."""
+        self._made: dict[str, list[tuple[int, Sequence[Piece]]]] = {}
+        """Dtype → tensors that are made, with their pieces."""
+
+    # Who says what
+
+    @abstractmethod
+    def origins(self, parts: Parts) -> Mapping[str, Origin]:
+        """Decide where each tensor of a model part of START gets its values from."""
+
+    @abstractmethod
+    def states(
+        self, parts: Parts, group: ParamGroup, origins: Mapping[str, Origin]
+    ) -> tuple[int | None, States]:
+        """Return the param group of SRC that one of START goes on from, and its states."""
+
+    @abstractmethod
+    def training_state(self, parts: Parts, groups: Origins) -> Dicts:
+        """Return the rest of a model part. `groups`: of SRC, for each of START's."""
+
+    # The tensors
+
+    def parts(self) -> tuple[ModelPart, ...]:
+        """Put the model parts together."""
+        both = zip(self.old.model_parts, self.new.model_parts, strict=True)
+        return tuple(self._part(parts) for parts in both)
+
+    def _part(self, parts: Parts) -> ModelPart:
+        new, origins = parts[1], self.origins(parts)
+        numbers: list[int | None] = [None] * len(new.hyper_parameters)
+        groups = []
+        for group in new.groups:
+            numbers[group.number], states = self.states(parts, group, origins)
+            groups.append(replace(group, states=states))
+        trained = self.new.master_shapes(new)
+        for tensor in optimizer_tensors(groups, trained, new.name):
+            of = self.weight if tensor.state == MASTER else self.state
+            self.add(tensor, of(tensor, origins[tensor.name]))
+        for tensor in self.new.tensors:
+            is_module_s = tensor.state == MODULE and tensor.model_part == new.name
+            if is_module_s and tensor.name not in trained:  # their copies are casts of the masters
+                self.add(tensor, self.weight(tensor, origins.get(tensor.name)))
+        files = new.model_state, new.optimizer_file
+        model, optimizer = renumbered(files, lambda row: row + self.first)
+        new = replace(new, groups=tuple(groups), model_state=model, optimizer_file=optimizer)
+        dicts, first = self.training_state((parts[0], new), numbers), len(self._tensors)
+
+        def number_of(row: int) -> int:
+            """Add a storage that is left in the training state."""
+            number = len(self._tensors)
+            blob = self.both.checkpoint.tensors[row]
+            self._tensors.append(replace(blob, name=str(number - first), model_part=new.name))
+            self._rows.append(row)
+            return number
+
+        model, optimizer = renumbered(dicts, number_of)
+        return replace(new, model_state=model, optimizer_file=optimizer)
+
+    def kept(self, state: str, origin: Origin, tensor: LogicalTensor) -> Leading:
+        """Return which elements of SRC a tensor has."""
+        row = self.index[tensor.model_part, state, str(origin.source)]
+        return row, origin.kept_numel(tensor.shape)
+
+    def state(self, tensor: LogicalTensor, origin: Origin) -> Sequence[Piece]:
+        """Return the pieces of an optimizer's state; none if it has none."""
+        row, numel = self.kept(tensor.state, origin, tensor)
+        return [Piece(numel, row)]
+
+    def weight(self, tensor: LogicalTensor, origin: Origin | None) -> Sequence[Piece]:
+        """Return the pieces of a weight: SRC's, and further rows of START's."""
+        begun = self.begun(tensor)
+        if origin is None or origin.source is None:
+            return [begun]
+        row, numel = self.kept(origin.state, origin, tensor)
+        rest = replace(begun, numel=tensor.numel - numel, first=numel)
+        return [Piece(numel, row), rest] if rest.numel else [Piece(numel, row)]
+
+    def begun(self, tensor: LogicalTensor) -> Piece:
+        """Return START's whole tensor."""
+        row = self.start_index[tensor.model_part, tensor.state, tensor.name]
+        return Piece(tensor.numel, self.first + row)
+
+    def add(self, tensor: LogicalTensor, pieces: Sequence[Piece]) -> None:
+        """Add a tensor: as it lies in a file, if it is one whole tensor, or made of pieces."""
+        if not pieces:
+            return
+        row = pieces[0].tensor if len(pieces) == 1 else None
+        dtype = "" if row is None else self.both.checkpoint.tensors[row].dtype
+        if row is not None and tensor.state == MODULE:
+            tensor = replace(tensor, dtype=dtype)  # it is cast as it is written
+        elif row is None or dtype != tensor.dtype:
+            self._made.setdefault(tensor.dtype, []).append((len(self._tensors), pieces))
+            row = 0
+        # A tensor with fewer rows ends early, which no cutting minds.
+        self._tensors.append(tensor)
+        self._rows.append(row)
+
+    def placed(self, checkpoint: Checkpoint) -> tuple[Source, list[Pieces]]:
+        """Return all that was added, as a checkpoint's, and what is made of pieces."""
+        placed = self.both.take(self._rows, replace(checkpoint, tensors=tuple(self._tensors)))
+        made = []
+        for dtype, tensors in self._made.items():
+            numbers = [number for number, _ in tensors]
+            numels = [self._tensors[number].numel for number in numbers]
+            starts = np.cumsum([0, *numels], dtype=np.int64)[:-1] * ITEMSIZE[dtype]
+            made.append(Pieces.of(self.both, [p for _, pieces in tensors for p in pieces], dtype))
+            file = replace(self.both.files[0], decoder=made[-1], recorded=None)
+            placed = placed.relocate(numbers, file, starts.tolist())
+        return placed, made
