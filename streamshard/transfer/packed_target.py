@@ -35,6 +35,7 @@ from streamshard.formats.torch.zip_layout import directory_of
 from streamshard.formats.zarr.packed_directory import PackedEntry
 from streamshard.formats.zarr.store_index import is_store
 from streamshard.io.changes import discard, make_directory, open_sink, remove, remove_file, rename
+from streamshard.io.durability import Reservation
 from streamshard.io.entries import examine_if_there, lexists
 from streamshard.io.files import target_errors
 from streamshard.io.object_path import is_object, object_of
@@ -44,6 +45,7 @@ from streamshard.io.sink import Sink
 from streamshard.io.writable import aligned
 from streamshard.model import Template
 from streamshard.source.unfinished import JOURNAL
+from streamshard.transfer.staging import RESERVED
 from streamshard.transfer.target import partial_of
 from streamshard.transfer.target_state import TargetState, require_of_a_run
 from streamshard.transfer.transaction import Transaction
@@ -68,6 +70,8 @@ class PackedFiles(StagedFiles):
         self.path: Path = file.parent
         self._nbytes = nbytes
         self._must_be_new = must_be_new
+        self.reservation: Reservation | None = None
+        """Preallocated space, which is given back before it is written to."""
         self._free: list[bytearray] = []
         """Memory for files."""
         self._sink: Sink | None = None
@@ -116,6 +120,8 @@ class PackedFiles(StagedFiles):
         """Add a file behind those before it; returns how many bytes are around its content."""
         entry = PackedEntry(path, self._end, len(content))
         header, descriptor = entry.header(), entry.descriptor(crc32)
+        if self.reservation is not None:
+            self.reservation.give_back(entry.end - entry.start)
         for piece in (header, content, descriptor):
             self._buffer.put(memoryview(piece))
         self._central.append(entry.central(crc32))
@@ -135,6 +141,8 @@ class PackedFiles(StagedFiles):
 
     def close(self) -> None:
         """Close the one file; an object that is not complete is given up."""
+        if self.reservation is not None:
+            self.reservation.close()
         if self._sink is not None:
             self._sink.close()
             self._sink = None
@@ -238,6 +246,7 @@ class PackedTarget(Transaction):
         journal = Journal(directory / JOURNAL)
         journal.begin(self._identity.header)
         journal.close()
+        self.files.reservation = Reservation(directory / RESERVED, self._nbytes)
 
     def complete(self) -> Path:
         with target_errors(self._target):

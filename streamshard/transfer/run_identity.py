@@ -94,7 +94,7 @@ class RunIdentity:
         if not is_header(other) or own["format"] != other["format"]:
             return "is of another version of streamshard"
         options, others = own["options"], other["options"]
-        for key in (*others, *options):
+        for key in ("verb", *others, *options):
             if options.get(key) != others.get(key):
                 return (
                     f"is of a run with {_told(key, others)}, and this one has {_told(key, options)}"

@@ -38,7 +38,7 @@ from streamshard.transfer.target import is_vacant, partial_of, replaced_of
 from streamshard.transfer.target_state import DiskState, replaces
 from streamshard.transfer.transaction import JournaledTransaction
 
-_RESERVED: Final = f"{names.OWN_PREFIX}.reserved"
+RESERVED: Final = f"{names.OWN_PREFIX}.reserved"
 
 
 class PartialTarget(JournaledTransaction):
@@ -83,7 +83,7 @@ class PartialTarget(JournaledTransaction):
         if not self.journal.is_whole:
             self._remove_unknown()
             left = max(0, self._nbytes - place_of(self.path).allocated_bytes(self.path))
-            self._reservation = Reservation(self.path / _RESERVED, left)
+            self._reservation = Reservation(self.path / RESERVED, left)
         return Partial(self.path, self.journal, self._reservation)
 
     def _become_like_empty(self, state: DiskState) -> None:

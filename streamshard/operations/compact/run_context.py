@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 from streamshard.engine.run import memory_limits
 from streamshard.engine.run.memory_limits import Limits
@@ -49,15 +48,6 @@ class TagProgress:
         self.advance = inner.advance
         if bytes_per_second is not None:
             self.advance = Throttle(inner.advance, bytes_per_second).advance
-
-    @contextmanager
-    def at(self, tag: str) -> Iterator[Self]:
-        """Name another tag meanwhile."""
-        before, self.tag = self.tag, tag
-        try:
-            yield self
-        finally:
-            self.tag = before
 
     def start(self, total_bytes: int, phase: str = READING) -> None:
         self._inner.start(total_bytes, self._named(phase))

@@ -105,8 +105,9 @@ class TagHealths:
             receipt = self._context.archived(tag.name).require_receipt()
             request = Request(self._context.archive_of(receipt).store)
             opened = open_source(request.root)
-        with proofs.progress.at(tag.name) as progress:
-            found = Assessor(proofs.limits, progress, progress.advance).find(opened, request)
+        progress = proofs.progress
+        progress.tag = tag.name
+        found = Assessor(proofs.limits, progress, progress.advance).find(opened, request)
         if any(problem.kind == UNREADABLE for problem in found.problems):
             self._unread.add((tag.name, looks))
         unhealthy = found.problems[0].message if found.problems else ""
