@@ -228,7 +228,7 @@ class _Building:
             tensors=tuple(tensors),
             model_parts=tuple(model_parts),
             layers=layers,
-            saved_parts=len(self._checkpoint.model_parts),
+            saved_ranks=self._checkpoint.ranks,
             notes=(*self._checkpoint.notes, *map(Note, self._merging.notes())),
         )
         return checkpoint, cutting_of(self._made, self._source.cutting)

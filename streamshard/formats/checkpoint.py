@@ -292,8 +292,8 @@ class Checkpoint:
     """States that cannot be cut; None if all are logical tensors and values."""
     foreign: str = ""
     """What it is, if it is not of DeepSpeed: then it holds no training state of an engine."""
-    saved_parts: int | None = None
-    """Count of the model parts that its files have, where the model was re-cut; else None."""
+    saved_ranks: int | None = None
+    """Count of the ranks that saved its files, where it was re-cut or grafted; else None."""
     layers: tuple[LayerFile, ...] = ()
     """Files of a pipeline's layers. Empty without a pipeline, and where these are among `files`."""
     unrecorded: tuple[str, ...] = ()
@@ -382,8 +382,8 @@ class Checkpoint:
 
     @property
     def ranks(self) -> int:
-        parts = len(self.model_parts) if self.saved_parts is None else self.saved_parts
-        return self.layout.world_size * parts * self.replicas
+        ranks = self.layout.world_size * len(self.model_parts) * self.replicas
+        return ranks if self.saved_ranks is None else self.saved_ranks
 
     @property
     def config(self) -> Mapping[str, Any]:

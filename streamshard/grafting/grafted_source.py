@@ -89,6 +89,7 @@ class _ByRules(Assembly):
             files=files,
             notes=(*old.notes, *new.notes, *map(Note, self._notes)),
             accelerate_step=old.accelerate_step,
+            saved_ranks=old.ranks,
         )
         placed, made = self.placed(checkpoint)
         source = replace(

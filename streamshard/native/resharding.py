@@ -84,7 +84,7 @@ def resharding_of(
     `ds_version`: DeepSpeed's version in that job; by default the one that saved.
     `derived`: how a source was made of it for that job, if one was.
     """
-    original, opened = opened, opened if derived is None else derived.source
+    opened = opened if derived is None else derived.source
     dp_world_size = require_allowed(opened.checkpoint, world_size)
     settings = target_settings(opened.checkpoint, dp_world_size, zero_stage, wanted, ds_version)
     stage = settings.layout.stage
@@ -96,7 +96,7 @@ def resharding_of(
     resized = frameworks.resize(
         checkpoint.tag,
         [file.path for file in checkpoint.files],
-        source_world_size=original.checkpoint.ranks,
+        source_world_size=checkpoint.ranks,
         world_size=world_size,
     )
     source = replace(opened, checkpoint=checkpoint)

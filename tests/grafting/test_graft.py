@@ -123,7 +123,7 @@ def test_files_of_ranks_are_those_of_the_source(tmp_path: Path, ranks: int) -> N
     (jobs.source / "trainer_state.json").write_text(json.dumps({"global_step": 3}))
     for name in ("adapter_config.json", "config.json"):
         (jobs.source / name).write_text("{}")
-    told = streamshard.graft(jobs.source, jobs.start, tmp_path / "out").notes
+    told = streamshard.graft(jobs.source, jobs.start, tmp_path / "out", verify=True).notes
     kept = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.pth")}
     both = {f"rng_state_{k}.pth": b"state %d" % k for k in range(2)}
     assert kept == ({"rng_state.pth": b"state 0"} if ranks == 1 else both)

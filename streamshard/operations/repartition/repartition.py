@@ -113,7 +113,7 @@ def output_of(
     opened, settings, derived = found.source, found.settings, found.derived
     checkpoint, layout = opened.checkpoint, settings.layout
     shaping = layout, settings.config, settings.module_dtype, settings.is_bf16
-    resizes, original = found.explain(job), opened if derived is None else derived.original
+    resizes = found.explain(job)
     return Output(
         source=opened,
         writer=NativeWriter.of(opened, settings, template, found.resized),
@@ -127,7 +127,7 @@ def output_of(
             **({} if derived is None else derived.options),
         },
         named=str(target),
-        source_world_size=original.checkpoint.ranks,
+        source_world_size=checkpoint.ranks,
         world_size=found.world_size,
         zero_stage=layout.stage,
         notes=(*settings.notes, *checkpoint.remarks, *resizes.notes),
