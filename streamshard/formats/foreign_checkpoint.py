@@ -2,12 +2,25 @@
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from streamshard.formats.checkpoint import Checkpoint, ModelPart, ModuleEntry, OtherFile, ParamGroup
 from streamshard.formats.deepspeed import names
 from streamshard.formats.pickle.inert import Node
 from streamshard.model import LogicalTensor, Note, ZeroLayout
+
+Weight = tuple[str, str, tuple[int, ...], Sequence[object]]
+"""Name, dtype and shape of an entry of the module, and what only names of the same elements share;
+empty without elements."""
+
+
+def module_entries(weights: Iterable[Weight], trained: Set[str]) -> Iterator[ModuleEntry]:
+    """Yield a module's entries; what is not trained may be a frozen weight, a buffer, or tied."""
+    first: dict[object, str] = {}
+    for name, dtype, shape, places in weights:
+        tied_to = first.setdefault((dtype, shape, *places), name) if places else name
+        kind = "param" if name in trained else "weight" if tied_to == name else "alias"
+        yield ModuleEntry(name, kind, dtype, shape, tied_to if kind == "alias" else "")
 
 
 def foreign_checkpoint(

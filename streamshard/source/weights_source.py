@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.checks.problems import Findings
-from streamshard.errors import SourceError, release_frames
 from streamshard.formats import pretrained
 from streamshard.formats.deepspeed import names
 from streamshard.io.entries import is_file
@@ -13,7 +12,7 @@ from streamshard.source.candidates import find_candidates
 from streamshard.source.directory_content import DirectoryContent
 from streamshard.source.sidecars import has_shards
 from streamshard.source.source import Request, Source
-from streamshard.source.structure import CheckedStructure
+from streamshard.source.structure import CheckedStructure, opened_to_check
 
 NO_CHECKSUMS: Final = (
     "Files in safetensors format keep no checksums: their headers and sizes were checked."
@@ -41,14 +40,10 @@ class _WeightsReader(Reader):
     def check_structure(
         self, place: Path, request: Request, findings: Findings
     ) -> CheckedStructure:
-        try:
-            opened = request.open()
-        except SourceError as error:
-            release_frames(error)
-            findings.add_error(error, place)
+        opened = opened_to_check(place, request, findings)
+        if opened is None:
             return CheckedStructure(self, place.name)
         findings.files += len(opened.files)
-        findings.notes += opened.checkpoint.remarks
         findings.notes.append(NO_CHECKSUMS)
         return CheckedStructure(self, place.name, opened.files, source=opened)
 

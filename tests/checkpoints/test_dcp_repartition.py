@@ -154,6 +154,7 @@ def model_alone() -> Saved:
 
 
 LORA = {**BESIDE, "lora.weight": torch.zeros(3)}
+NARROW = {**BESIDE, "norm.count": torch.zeros_like(BESIDE["norm.count"], dtype=torch.int16)}
 LONGER = {**BESIDE, "rotary.inv_freq": torch.zeros(9)}
 ONE_GROUP = [[*GROUPS[0], *GROUPS[1]]]
 THREE_GROUPS = [GROUPS[0][:1], GROUPS[0][1:], GROUPS[1]]
@@ -161,6 +162,7 @@ REFUSED: list[tuple[Saved, type[StreamshardError], str]] = [
     (without(saved(Job()), "norm.count"), DisagreementError, r"lacks what .* has: norm\.count"),
     (saved(Job(), buffers=LORA), DisagreementError, r"the checkpoint .* lacks what is in it: lora"),
     (saved(Job(), buffers=LONGER), DisagreementError, r"'rotary\.inv_freq' is \[9\], in .* \[8\]"),
+    (saved(Job(), buffers=NARROW), DisagreementError, r"count' is int16 \[.*, in .* int64 \["),
     (saved(Job(), groups=ONE_GROUP), StreamshardError, "are in one param group, in .* in two"),
     (saved(Job(), groups=THREE_GROUPS), StreamshardError, "in .* they are in one param group"),
     (saved(Job(), groups=GROUPS[:1]), StreamshardError, "is in no param group of it"),

@@ -98,6 +98,7 @@ def test_rules_that_make_no_sense_are_refused(rules: str, message: str) -> None:
             ["freeze layers.0.w", "drop layers.1.w"],
         ),
         (Inventory(OLD.trained, {}), ["drop pos"]),
+        (Inventory(OLD.trained, OLD.untrained, exact={"pos": "int64"}), ["new pos"]),
         (Inventory({"embed": (4, 2)}, OLD.untrained), ["drop layers.*.w"]),
     ],
 )  # fmt: skip

@@ -28,7 +28,7 @@ from streamshard.formats.dcp.metadata_reader import (
 from streamshard.formats.dcp.optimizer_state import SavedGroup, SavedOptimizer
 from streamshard.formats.dcp.state_names import StateKeys, sort_keys
 from streamshard.formats.deepspeed.read.model_part import optimizer_tensors
-from streamshard.formats.foreign_checkpoint import foreign_checkpoint
+from streamshard.formats.foreign_checkpoint import Weight, foreign_checkpoint, module_entries
 from streamshard.formats.pickle.inert import show, show_few
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.io.files import require_inside
@@ -157,7 +157,8 @@ def as_it_is(found: Distributed) -> Reading:
     with of_file(root):
         saved = found.groups()
         groups = tuple(_group(found, number, group) for number, group in enumerate(saved))
-        entries = _module_entries(found, {name for group in groups for name in group.params})
+        trained = {name for group in groups for name in group.params}
+        entries = tuple(module_entries(_weights(found), trained))
     shapes = {name: found.weight(name).shape for name in found.keys.weights}
     tensors = [*optimizer_tensors(groups, shapes, ""), *module_tensors(entries)]
     checkpoint = foreign_checkpoint(
@@ -193,24 +194,11 @@ def _group(found: Distributed, number: int, group: SavedGroup) -> ParamGroup:
     return ParamGroup(group.params, next(iter(dtypes), "float32"), group.states, number)
 
 
-def _module_entries(found: Distributed, trained: Set[str]) -> tuple[ModuleEntry, ...]:
-    """List the model's state dict; what is not trained may be a frozen weight or a buffer.
-
-    Names that share their items are tied.
-    """
-    first: dict[tuple[object, ...], str] = {}
-    entries = []
+def _weights(found: Distributed) -> Iterator[Weight]:
     for name, key in found.keys.weights.items():
         tensor, places = found.tensor(key), found.places[key]
-        columns = places.file, places.offset, tensor.offsets
-        extent = (tensor.shape, *(column.tobytes() for column in columns))
-        tied_to = first.setdefault(extent, name) if len(tensor.items) else name
-        kind = "param" if name in trained else "weight"
-        if tied_to != name and name not in trained:
-            entries.append(ModuleEntry(name, "alias", tensor.dtype, tensor.shape, tied_to))
-        else:
-            entries.append(ModuleEntry(name, kind, tensor.dtype, tensor.shape))
-    return tuple(entries)
+        columns = (places.file, places.offset, tensor.offsets) if len(tensor.items) else ()
+        yield name, tensor.dtype, tensor.shape, [column.tobytes() for column in columns]
 
 
 def unrecorded(
@@ -255,14 +243,26 @@ def module_tensors(entries: Iterable[ModuleEntry]) -> list[LogicalTensor]:
 def _cutting(listed_in: Path, rows: Sequence[tuple[str, SavedTensor, TensorPlaces]]) -> Cutting:
     builder = CuttingBuilder([ITEMSIZE[saved.dtype] for _, saved, _ in rows])
     for number, (key, saved, places) in enumerate(rows):
-        if not math.prod(saved.shape):
-            builder.place(number, 0, 0, 0)
-            continue
-        try:
-            grid = grid_of(saved.shape, saved.offsets, saved.sizes)
-        except NotTiledError as error:
-            message = f"{show(key)} of {show(saved.shape)}: {error}"
-            raise CorruptFileError(message, path=listed_in) from error
-        pieces = Slot(places.file, places.offset, np.prod(saved.sizes, axis=1, dtype=np.int64))
-        builder.place_boxes(number, builder.slot(pieces), grid)
+        place_boxes(builder, number, key, saved, places, listed_in)
     return builder.build()
+
+
+def place_boxes(
+    builder: CuttingBuilder,
+    number: int,
+    name: str,
+    saved: SavedTensor,
+    places: TensorPlaces,
+    listed_in: Path,
+) -> None:
+    """Place a tensor that was cut into boxes, which must fill it."""
+    if not math.prod(saved.shape):
+        builder.place(number, 0, 0, 0)
+        return
+    try:
+        grid = grid_of(saved.shape, saved.offsets, saved.sizes)
+    except NotTiledError as error:
+        message = f"{show(name)} of {show(saved.shape)}: {error}"
+        raise CorruptFileError(message, path=listed_in) from error
+    pieces = Slot(places.file, places.offset, np.prod(saved.sizes, axis=1, dtype=np.int64))
+    builder.place_boxes(number, builder.slot(pieces), grid)

@@ -27,6 +27,7 @@ from streamshard.formats.checkpoint import ModelPart, ModuleEntry, ParamGroup, R
 from streamshard.formats.dcp.dcp_reader import Distributed, module_tensors, unrecorded
 from streamshard.formats.deepspeed.read.model_part import optimizer_tensors
 from streamshard.formats.facts import RuleLines
+from streamshard.formats.foreign_checkpoint import Weight, module_entries
 from streamshard.formats.pickle.inert import show, show_few
 from streamshard.layout.cutting import CuttingBuilder
 from streamshard.model import ITEMSIZE, MASTER, MODULE, Note, NoteKind, Slot
@@ -191,8 +192,9 @@ def renamed(reading: Reading, found: Distributed, given: RuleLines) -> Reading:
         raise UsageError(f"{given.name}: {error}") from error
     index = {(tensor.state, tensor.name): n for n, tensor in enumerate(checkpoint.tensors)}
     made = {name: (move, one) for move in moves for name, one in move.made.items()}
-    entries = tuple(_entries(part, made))
     groups = tuple(_groups(part.groups, moves))
+    trained = {name for group in groups for name in group.params}
+    entries = tuple(module_entries(_weights(part, made), trained))
     shapes = {entry.name: entry.shape for entry in entries}
     tensors = [*optimizer_tensors(groups, shapes, ""), *module_tensors(entries)]
     holders = {entry.name: entry.held_as for entry in part.module}
@@ -225,19 +227,12 @@ def _row(index: Mapping[tuple[str, str], int], state: str, name: str) -> int:
     return next(index[key, name] for key in states if (key, name) in index)
 
 
-def _entries(part: ModelPart, made: Mapping[str, tuple[_Move, _Made]]) -> Iterator[ModuleEntry]:
-    """Yield the module's entries; names of the same elements are tied, unless they are trained."""
+def _weights(part: ModelPart, made: Mapping[str, tuple[_Move, _Made]]) -> Iterator[Weight]:
     saved = {entry.name: entry for entry in part.module}
-    first: dict[tuple[object, ...], str] = {}
     for name, (move, one) in made.items():
-        entry, held = saved[move.sources[0]], [saved[source].held_as for source in move.sources]
-        places = one.shape, *held, one.sources.tobytes(), one.starts.tobytes()
-        tied_to = first.setdefault(places, name) if 0 not in one.shape else name
-        kind = "weight" if entry.kind == "alias" else entry.kind
-        if tied_to != name and kind == "weight":
-            yield ModuleEntry(name, "alias", entry.dtype, one.shape, tied_to)
-        else:
-            yield ModuleEntry(name, kind, entry.dtype, one.shape)
+        held = [saved[source].held_as for source in move.sources]
+        places = [*held, one.sources.tobytes(), one.starts.tobytes()] if one.numel else []
+        yield name, saved[move.sources[0]].dtype, one.shape, places
 
 
 def _moves_of(names: Mapping[str, ModuleEntry], rules: Sequence[Rule]) -> Iterator[_Move]:

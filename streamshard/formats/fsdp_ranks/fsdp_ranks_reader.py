@@ -25,11 +25,14 @@ from streamshard.errors import (
     release_frames,
 )
 from streamshard.formats.checkpoint import ModuleEntry, Reading
+from streamshard.formats.dcp.dcp_reader import place_boxes
+from streamshard.formats.dcp.item_reader import TensorPlaces
+from streamshard.formats.dcp.metadata_reader import SavedTensor
 from streamshard.formats.deepspeed.read.model_part import adopt_blobs, optimizer_tensors
 from streamshard.formats.deepspeed.read.rank_files import SourceFiles
 from streamshard.formats.deepspeed.read.redundant_copies import alike
 from streamshard.formats.deepspeed.read.zero_reader import adopt_files, malformed
-from streamshard.formats.foreign_checkpoint import foreign_checkpoint
+from streamshard.formats.foreign_checkpoint import Weight, foreign_checkpoint, module_entries
 from streamshard.formats.fsdp_ranks import rank_names
 from streamshard.formats.fsdp_ranks.device_meshes import require_ascending, with_local
 from streamshard.formats.fsdp_ranks.flat_parameters import WRAPPED, Names, flat_node
@@ -52,7 +55,6 @@ from streamshard.formats.pickle.node_checks import name_of, of_file
 from streamshard.formats.torch.torch_tensor import Storage, Tensor, make_tensor
 from streamshard.io.entries import is_directory, is_file, paths_in
 from streamshard.io.files import require_regular
-from streamshard.layout.boxes import NotTiledError, grid_of
 from streamshard.layout.cutting import CuttingBuilder
 from streamshard.model import ITEMSIZE, MASTER, MODULE, LogicalTensor, Note, NoteKind, Slot, Whole
 
@@ -116,7 +118,7 @@ class _Ranks:
 
     def reading(self) -> Reading:
         self._read_model()
-        entries = tuple(self._entries())
+        entries = tuple(module_entries(self._weights(), frozenset()))
         own = [entry for entry in entries if entry.kind != "alias"]
         optimizer = self._optimizer({entry.name: self.parts[entry.name] for entry in own})
         if self.wrapped and not (optimizer.is_flat or self.unread):
@@ -186,15 +188,11 @@ class _Ranks:
                 self.parts[name_of(key)] = held
         self.boxes = {name: boxes_of(f"'{name}'", own) for name, own in self.parts.items()}
 
-    def _entries(self) -> Iterator[ModuleEntry]:
-        first = dict[tuple[object, ...], str]()
+    def _weights(self) -> Iterator[Weight]:
         for name, own in self.parts.items():
-            dtype, shape = dtype_of(f"'{name}'", own), own[0].shape
-            boxes = self.boxes[name]
-            places = [(b.offset, b.tensor.shape, b.tensor.stride, b.tensor.location) for b in boxes]
-            tied = first.setdefault((dtype, shape, *places), name) if places else name
-            kind = "weight" if tied == name else "alias"
-            yield ModuleEntry(name, kind, dtype, shape, "" if tied == name else tied)
+            tensors = [(box.offset, box.tensor) for box in self.boxes[name]]
+            places = [(at, t.shape, t.stride, t.location) for at, t in tensors]
+            yield name, dtype_of(f"'{name}'", own), own[0].shape, places
 
     def _optimizer(self, weights: Mapping[str, Sequence[RankPart]]) -> RanksOptimizer:
         """Read the optimizer; weights are read also where it cannot be."""
@@ -357,22 +355,15 @@ def _files_in(place: Path) -> list[Path]:
 def _place(
     builder: CuttingBuilder, number: int, entry: LogicalTensor, boxes: Sequence[Box], place: Path
 ) -> None:
-    if 0 in entry.shape:
-        builder.place(number, 0, 0, 0)
-        return
-    what = f"'{entry.name}'"
-    held = [box.tensor.require_contiguous(what) for box in boxes]
+    held = [box.tensor.require_contiguous(f"'{entry.name}'") for box in boxes]
     # Runs of elements are boxes of the flattened tensor.
     is_flat = bool(held) and len(boxes[0].offset) < len(entry.shape)
     shape = (entry.numel,) if is_flat else entry.shape
-    form = len(held), len(shape)
-    offsets = np.array([box.offset for box in boxes], dtype=np.int64).reshape(form)
-    sizes = np.array([tensor.shape for tensor in held], dtype=np.int64).reshape(form)
-    try:
-        grid = grid_of(shape, offsets, sizes)
-    except NotTiledError as error:
-        raise CorruptFileError(f"{what} of {list(entry.shape)}: {error}", path=place) from error
-    builder.place_boxes(number, builder.slot(_slot(held)), grid)
+    placed = [(box.offset, tensor.shape) for box, tensor in zip(boxes, held, strict=True)]
+    items = [(tensor.storage.file, tensor.offset, 0) for tensor in held]
+    saved = SavedTensor.of(entry.dtype, shape, placed, items)
+    places = TensorPlaces(saved.items.file, saved.items.offset)
+    place_boxes(builder, number, entry.name, saved, places, place)
 
 
 def _place_flat(
