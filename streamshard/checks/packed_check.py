@@ -1,24 +1,18 @@
-"""Checks what the file of a packed store holds next to the store's files, and what the zip records.
+"""Checks what the file of a packed store holds next to the store's files.
 
 That is headers, padding and descriptors: zip readers differ in which of these they go by.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
 
 from streamshard.checks.problems import DAMAGED, Findings
-from streamshard.checksums import crc32, join_crc32
 from streamshard.errors import SourceError
 from streamshard.formats.torch.zip_directory import ZipEntry
 from streamshard.formats.zarr.packed_directory import OURS, PackedDirectory, PackedEntry
 from streamshard.formats.zarr.packed_place import directory_of, is_packed
-from streamshard.formats.zarr.store_index import MANIFEST_FILES, StoreIndex
-from streamshard.io.entries import open_readable, read_all
+from streamshard.io.entries import open_readable
 from streamshard.io.readable import OpenedFile
-from streamshard.model import BlockDigests
-
-_LAST_BYTES: Final = 4
 
 
 def has_directory(root: Path, findings: Findings) -> bool:
@@ -32,65 +26,44 @@ def has_directory(root: Path, findings: Findings) -> bool:
     return True
 
 
-def check_packed(index: StoreIndex, findings: Findings) -> None:
-    """Compare what the zip says of each file with its header and with the store's manifest."""
-    if not is_packed(index.root):
-        return
-    for entry, last, problem in audit(directory_of(index.root)):
-        path = entry.name.decode()
-        place = index.root / path
-        if not problem and (wanted := _crc32(index, path, last)) not in (entry.crc32, None):
-            problem = f"the zip records the CRC-32 {entry.crc32:08x}, and {wanted:08x} was written"
-        if problem:
-            findings.add(DAMAGED, place, f"{place}: {problem}")
+def check_packed(root: Path, findings: Findings) -> None:
+    """Compare what the zip of a packed store says of each file with what is around the file."""
+    if is_packed(root):
+        for entry, problem in audit(directory_of(root)):
+            if problem:
+                place = root / entry.name.decode()
+                findings.add(DAMAGED, place, f"{place}: {problem}")
 
 
-def audit(directory: PackedDirectory) -> Iterator[tuple[ZipEntry, bytes, str]]:
-    """Yield each file's entry, its last bytes (a chunk's checksum), and what is wrong around it."""
+def audit(directory: PackedDirectory) -> Iterator[tuple[ZipEntry, str]]:
+    """Yield each file's entry, and what is wrong around it: empty if nothing is."""
     rows = range(directory.count)
     ends = {directory.entry_of(row)[0].unrepeated for row in (*rows[:1], *rows[-1:])}
     with open_readable(directory.archive) as file:
         for row in rows:
-            yield _checked(directory, row, file, is_ours=OURS in ends)
+            yield directory.entry_of(row)[0], _problem(directory, row, file, is_ours=OURS in ends)
 
 
-def _checked(
-    directory: PackedDirectory, row: int, file: OpenedFile, *, is_ours: bool
-) -> tuple[ZipEntry, bytes, str]:
-    """Check one file's headers: of a zip of ours to the bit, of others what readers go by."""
-    entry, stop = directory.entry_of(row)
-    own = PackedEntry(entry.name.decode(), entry.header, entry.nbytes)
-    start, problem = own.content, "what the zip holds around it is not as it was written"
+def _problem(directory: PackedDirectory, row: int, file: OpenedFile, *, is_ours: bool) -> str:
+    if is_ours:
+        is_so = _is_as_written(directory, *directory.entry_of(row), file)
+        return "" if is_so else "what the zip holds around it is not as it was written"
     try:
-        if not is_ours:
-            start = directory.header_of(row, file).start
-        elif (
-            own.end != stop
-            or directory.serialized(entry) != own.central(entry.crc32)
-            or file.read_at(entry.header, start - entry.header) != own.header()
-        ):
-            return entry, b"", problem
+        directory.header_of(row, file)
     except SourceError as error:
-        return entry, b"", str(error.args[0])
-    end = start + entry.nbytes
-    first = max(start, end - _LAST_BYTES)
-    tail = file.read_at(first, stop - first)
-    is_as_written = not is_ours or tail[end - first :] == own.descriptor(entry.crc32)
-    return entry, tail[: end - first], "" if is_as_written else problem
+        return str(error.args[0])
+    return ""
 
 
-def _crc32(index: StoreIndex, path: str, last: bytes) -> int | None:
-    """Return the CRC-32 of a file as it was written; None if it is not known."""
-    if path in MANIFEST_FILES:
-        return crc32(read_all(index.root / path))
-    number = index.numbers.get(path)
-    record = index.manifest.records.get(path) if index.manifest else None
-    if record is None or number is None:
-        return None
-    digests, found = index.files[number].decoder, 0
-    if not isinstance(digests, BlockDigests):
-        return int(record.crc32s[0]) if len(record.crc32s) == 1 else None
-    for block, checksum in enumerate(digests.crc32s.tolist()):
-        left = digests.nbytes - block * digests.block_bytes
-        found = join_crc32(found, checksum, min(digests.block_bytes, left))
-    return crc32(last, found)
+def _is_as_written(
+    directory: PackedDirectory, entry: ZipEntry, stop: int, file: OpenedFile
+) -> bool:
+    """Tell whether a file has the bytes around it that we write, which end at `stop`."""
+    own = PackedEntry(entry.name.decode(), entry.header, entry.nbytes)
+    end = own.content + own.nbytes
+    return (
+        own.end == stop
+        and directory.serialized(entry) == own.central(entry.crc32)
+        and file.read_at(own.start, own.content - own.start) == own.header()
+        and file.read_at(end, stop - end) == own.descriptor(entry.crc32)
+    )

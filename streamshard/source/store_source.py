@@ -90,7 +90,7 @@ class _StoreReader(Reader):
             opened = self._source(index, request.tag)
             replace(opened, reference=request.like).require_use_of_like()
         check = StoreCheck(index, unread, findings)
-        check_packed(index, findings)
+        check_packed(place, findings)
         for error in errors:
             findings.add_unexplained(error, place)
         tag = index.checkpoint.tag if index.checkpoint and index.is_described else None

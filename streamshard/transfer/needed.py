@@ -23,7 +23,6 @@ from streamshard.errors import (
 )
 from streamshard.formats.deepspeed import names
 from streamshard.formats.zarr.packed_place import packed
-from streamshard.formats.zarr.store_index import StoreIndex
 from streamshard.io.entries import entries_below, examine, is_directory
 from streamshard.io.files import target_errors
 from streamshard.io.object_path import is_object
@@ -136,7 +135,7 @@ def _difference(plan: TransferPlan, progress: Progress) -> str | None:
             return other
     findings = Findings()
     if plan.output.packs:
-        check_packed(StoreIndex.opened(packed(plan.target)), findings)
+        check_packed(packed(plan.target), findings)
     return next((problem.message for problem in findings.problems), None)
 
 
