@@ -27,8 +27,7 @@ from streamshard.formats.deepspeed.read.model_part import (
     strip_optimizer,
 )
 from streamshard.formats.deepspeed.read.optimizer_reader import OptimizerReader
-from streamshard.formats.deepspeed.read.rank_files import SourceFiles
-from streamshard.formats.deepspeed.read.rank_headers import read_optimizers
+from streamshard.formats.deepspeed.read.rank_files import SourceFiles, read_optimizers
 from streamshard.formats.deepspeed.read.zero_reader import malformed
 from streamshard.formats.deepspeed.unsupported import Saved, refuse
 from streamshard.formats.detect import is_cut, kind_of_whole_dump, part_of_rank

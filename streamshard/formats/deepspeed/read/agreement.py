@@ -8,7 +8,7 @@ from streamshard.errors import DisagreementError, UnsupportedError, raise_first
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read.fingerprints import fingerprint, fingerprints
 from streamshard.formats.deepspeed.read.rank_files import ModelPartFiles, require
-from streamshard.formats.pickle.inert import GETATTR, UNSET, Call, Node, show, show_few
+from streamshard.formats.pickle.inert import GETATTR, Call, Node, show, show_few
 from streamshard.sizes import counted
 
 SAME_IN_ALL: Final = ("global_steps", "skipped_steps", "global_samples", names.MP_WORLD_SIZE)
@@ -114,16 +114,7 @@ def facts_of_each(roots: Sequence[Mapping[str, Node]], cut: Container[str]) -> l
 
     `cut`: keys of the entries that do.
     """
-    found: list[Facts] = []
-    for root in roots:
-        common = {key: node for key, node in root.items() if key not in cut}
-        # An entry that is the first rank's own object has its fingerprint.
-        apart = {
-            k: node for k, node in common.items() if roots[0].get(k, UNSET) is not node or not found
-        }
-        own = fingerprints(apart)
-        found.append({key: own[key] if key in own else found[0][key] for key in common})
-    return found
+    return [fingerprints({k: n for k, n in root.items() if k not in cut}) for root in roots]
 
 
 def rank_facts(state: Mapping[str, Node]) -> Facts:

@@ -25,9 +25,9 @@ from streamshard.formats.deepspeed.read.rank_files import (
     SAVE_AGAIN,
     ModelPartFiles,
     SourceFiles,
+    read_optimizers,
     require,
 )
-from streamshard.formats.deepspeed.read.rank_headers import read_optimizers
 from streamshard.formats.deepspeed.read.redundant_copies import (
     require_alike,
     steps_apart,

@@ -1,10 +1,11 @@
 """Finds and opens the files of a ZeRO checkpoint. Refuses sets with missing or foreign files."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from streamshard.errors import CorruptFileError, IncompleteError, raise_first
 from streamshard.formats.deepspeed import names
@@ -21,6 +22,8 @@ SAVE_AGAIN: Final = "Load it with a later version at its own world size, and sav
 """What to do about a checkpoint that a very old DeepSpeed saved."""
 _MOST_MISSING: Final = 1000
 """Most missing ranks that are listed one by one; more than that are listed as ranges."""
+_TOGETHER: Final = 16
+"""Files whose storages of one element are read side by side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +261,59 @@ class SourceFiles:
         if nbytes == storage.nbytes:
             storage.require_intact(data)
         return data
+
+
+def read_optimizers(sources: SourceFiles, paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """Open the optimizer files of all ranks, and read their storages of one element.
+
+    What is equal to the first rank's is the first rank's object.
+    """
+    roots: list[dict[str, Any]] = []
+    for start in range(0, len(paths), _TOGETHER):
+        some = paths[start : start + _TOGETHER]
+        files = [sources.read(path, sources.add(path)) for path in some]
+        _read_scalars(some, files)
+        roots += (file.root for file in files)
+        roots[max(1, start) :] = [_shared(root, roots[0]) for root in roots[max(1, start) :]]
+    return roots
+
+
+def _shared(node: Node, first: Node) -> Node:
+    """Return the first rank's object where another rank's is equal, so that memory holds it once.
+
+    Only plain values are compared, and types and signs too: 1 is not `True`, 0.0 is not -0.0.
+    """
+    if type(node) is not type(first):
+        return node
+    if type(node) is dict and all(type(key) is str for key in node):
+        mixed = {key: _shared(value, first.get(key)) for key, value in node.items()}
+        is_same = list(mixed) == list(first) and all(mixed[key] is first[key] for key in mixed)
+        return first if is_same else mixed
+    if type(node) in (list, tuple):
+        both = zip(node, first, strict=False)
+        is_same = len(node) == len(first) and all(_shared(a, b) is b for a, b in both)
+    else:
+        is_plain = type(node) in (int, float, str, bytes, bool, type(None))
+        is_same = is_plain and node == first and repr(node) == repr(first)
+    return first if is_same else node
+
+
+def _read_scalars(paths: Sequence[Path], files: Sequence[TorchFile]) -> None:
+    """Read storages of one element, such as the optimizer's step, of some files side by side."""
+    scalars = [[one for one in file.storages.values() if one.numel == 1] for file in files]
+    with ExitStack() as stack:
+        opened = [
+            (stack.enter_context(open_readable(path)), wanted)
+            for path, wanted in zip(paths, scalars, strict=True)
+            if wanted
+        ]
+        for file, wanted in opened:
+            for storage in wanted:
+                file.will_need(storage.offset, storage.nbytes)
+        for file, wanted in opened:
+            for storage in wanted:
+                # If the file has become shorter, an error is raised where the scalar is needed.
+                storage.data = file.read_at(storage.offset, storage.nbytes)
 
 
 def read_dict(path: Path, number: int = -1) -> TorchFile:
