@@ -237,7 +237,7 @@ class CompactRun:
                 again = self._decided_again(outcome)
                 if again.action != outcome.action:
                     return again
-                return drop_states(context, tag, is_dry_run=options.dry_run)
+                return outcome if options.dry_run else drop_states(context, tag)
             case compact_report.ACKNOWLEDGED:
                 self._acknowledge(tag)
             case compact_report.BROUGHT_BACK if options.dry_run:

@@ -186,7 +186,7 @@ class Receipt(JsonRecord):
     """The record of one tag and its archive."""
 
     ADVICE: ClassVar[str] = "look into it"
-    RETIRED: ClassVar[tuple[str, ...]] = ("etags", "repeated_bytes")
+    RETIRED: ClassVar[tuple[str, ...]] = ("dropped_states", "etags", "repeated_bytes")
 
     tag: str
     run_dir: str
@@ -211,7 +211,6 @@ class Receipt(JsonRecord):
     """Bytes of the archive's files that are links to equal files in earlier archives."""
     dropped: str = ""
     """Time at which dropping the optimizer states was decided; the archive records it too."""
-    dropped_states: tuple[str, ...] = ()
     full_bytes: int = 0
     """Size of the full archive before the states were dropped; 0 while it has them."""
     sums_sha256: str = ""

@@ -59,8 +59,6 @@ class WeightsOnlyStore:
     """The rest, read from the full store."""
     kept: KeptArrays
     """The arrays of the kept tensors."""
-    dropped_bytes: int
-    """Bytes of the files of dropped tensors."""
     limits: Limits
 
     @classmethod
@@ -77,10 +75,8 @@ class WeightsOnlyStore:
             manifest, _ = index.known()
         source = omissions.without_states(full, at=at, why=why)
         arrays = {array.path: array for array in index.arrays}
-        kept = [arrays.pop(array_path(tensor)) for tensor in source.checkpoint.tensors]
-        dropped = (path for array in arrays.values() for path in array.paths())
-        dropped_bytes = sum(manifest.records[path].nbytes for path in dropped)
-        return cls(full, source, KeptArrays(kept, manifest), dropped_bytes, limits)
+        kept = [arrays[array_path(tensor)] for tensor in source.checkpoint.tensors]
+        return cls(full, source, KeptArrays(kept, manifest), limits)
 
     def write(self, target: Path, progress: Progress | None = None) -> None:
         """Write the store as `convert` does, with the chunks of the full one."""
@@ -98,12 +94,11 @@ class WeightsOnlyStore:
         plan_output(options, output, target, limits.floor_bytes).run(progress)
 
 
-def drop_states(context: RunContext, tag: str, *, is_dry_run: bool) -> CompactedTag:
+def drop_states(context: RunContext, tag: str) -> CompactedTag:
     """Drop the states of an archive, or remove the rest of a full one; return the result."""
     receipt = context.archived(tag).require_receipt()
     full = context.archived(tag).full_of(receipt)
     result = CompactedTag.of(tag, WEIGHTS_ONLY, "")
-    nbytes = 0
     if receipt.state != WEIGHTS_ONLY:
         dropped_at = receipt.dropped or show_moment(context.now)
         store = WeightsOnlyStore.of(
@@ -117,19 +112,12 @@ def drop_states(context: RunContext, tag: str, *, is_dry_run: bool) -> Compacted
             elif not checkpoint.layout.stage:
                 reason = "saved without ZeRO (stage 0), whose states cannot be distinguished"
             return replace(result, action=compact_report.KEPT, reason=reason)
-        nbytes = store.dropped_bytes
-        if is_dry_run:
-            _require_original_gone(context, receipt)
-        else:
-            receipt = _make(context, receipt, store)
-    if not is_dry_run:
-        _remove_full(context, full)
-    if receipt.full_bytes:
-        nbytes = receipt.full_bytes - receipt.archive_bytes
+        receipt = _make(context, receipt, store)
+    _remove_full(context, full)
+    nbytes = receipt.full_bytes - receipt.archive_bytes
     return replace(
         result.with_sizes(receipt),
         reason=f"no job can resume from it; {show_bytes(nbytes)} of optimizer states dropped",
-        archive_bytes=receipt.archive_bytes - (0 if receipt.full_bytes else nbytes),
         dropped_bytes=nbytes,
     )
 
@@ -177,11 +165,9 @@ def _proved(
     archive = prove(store.source, weights, proofs, log)
     log.run("content_equal", lambda: content_equal(archive, store.source, proofs))
     log.run("original_still_gone", lambda: _require_original_gone(context, receipt))
-    dropped = store.source.checkpoint.dropped
     return weights.record(
         receipt,
         WEIGHTS_ONLY,
-        dropped_states=dropped.states if dropped else (),
         full_bytes=receipt.archive_bytes,
         archive_bytes=sum(stat.nbytes for stat in statuses.values()),
         # The full archive has one link to a kept file, and this archive another.
