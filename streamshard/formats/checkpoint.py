@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
+from itertools import accumulate, repeat
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -20,6 +20,7 @@ from streamshard.model import (
     FILE,
     ITEMSIZE,
     MASTER,
+    Computed,
     LogicalTensor,
     Note,
     NoteKind,
@@ -486,13 +487,15 @@ class Reading:
         places = ((number, 0, file.nbytes, 1) for number, file in enumerate(files))
         return self.append(tensors, Cutting.of_files(places), files)
 
-    def relocate(self, rows: Sequence[int], file: SourceFile, offsets: Sequence[int]) -> Self:
-        """Let some tensors lie in another file, each in one piece."""
+    def compute(self, rows: Sequence[int], content: Computed) -> Self:
+        """Let some tensors be computed: the content is all of them, one behind the other."""
         tensors = [self.checkpoint.tensors[row] for row in rows]
+        starts = accumulate((tensor.nbytes for tensor in tensors), initial=0)
         other = Cutting.of_files(
-            (len(self.files), offset, tensor.numel, ITEMSIZE[tensor.dtype])
-            for offset, tensor in zip(offsets, tensors, strict=True)
+            (len(self.files), start, tensor.numel, ITEMSIZE[tensor.dtype])
+            for start, tensor in zip(starts, tensors, strict=False)
         )
         numels = np.array([tensor.numel for tensor in tensors], dtype=np.int64)
         cutting = self.cutting.relocate(np.array(rows, dtype=np.int64), other, numels)
+        file = replace(self.files[0], decoder=content, recorded=None)
         return replace(self, cutting=cutting, files=(*self.files, file))

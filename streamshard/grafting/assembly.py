@@ -8,8 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from streamshard.formats.checkpoint import Checkpoint, ModelPart, ParamGroup
 from streamshard.formats.deepspeed.read.model_part import optimizer_tensors
 from streamshard.formats.deepspeed.states import State
@@ -18,7 +16,7 @@ from streamshard.formats.torch.tree_copy import renumbered
 from streamshard.grafting.origins import Origin
 from streamshard.grafting.pieces import Leading, Piece, Pieces
 from streamshard.grafting.schedules import Origins, Parts
-from streamshard.model import ITEMSIZE, MASTER, MODULE, LogicalTensor
+from streamshard.model import MASTER, MODULE, LogicalTensor
 from streamshard.source.source import Source
 
 Dicts = tuple[Mapping[str, Node], Mapping[str, Node]]
@@ -140,10 +138,6 @@ class Assembly(ABC):
         placed = self.both.take(self._rows, replace(checkpoint, tensors=tuple(self._tensors)))
         made = []
         for dtype, tensors in self._made.items():
-            numbers = [number for number, _ in tensors]
-            numels = [self._tensors[number].numel for number in numbers]
-            starts = np.cumsum([0, *numels], dtype=np.int64)[:-1] * ITEMSIZE[dtype]
             made.append(Pieces.of(self.both, [p for _, pieces in tensors for p in pieces], dtype))
-            file = replace(self.both.files[0], decoder=made[-1], recorded=None)
-            placed = placed.relocate(numbers, file, starts.tolist())
+            placed = placed.compute([number for number, _ in tensors], made[-1])
         return placed, made

@@ -8,7 +8,6 @@ from pathlib import PurePosixPath
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from streamshard.compare.comparison import Pair, SideElements, compare
 from streamshard.engine.run.phases import COMPARING, Progress
@@ -166,9 +165,7 @@ class Merging:
             dtype=dtype,
             firsts=tuple(sorted(self._firsts)),
         )
-        file = replace(self.base.files[0], decoder=mean)
-        offsets: NDArray[np.int64] = starts[:-1] * ITEMSIZE[dtype]
-        return made.relocate(rows, file, offsets.tolist())
+        return made.compute(rows, mean)
 
     def _summand(self, number: int, originals: Sequence[int]) -> Summand:
         source, rows = self.sources[number], self._rows[number]
