@@ -376,9 +376,10 @@ def _divisor(length: int, at_most: int) -> int:
 
 
 def together(
-    layouts: Iterable[FileLayout], source: Source, most_bytes: int = _MOST_BYTES
+    layouts: Iterable[FileLayout], source: Source, most_bytes: int | None = None
 ) -> Iterator[Layout]:
     """Join small files that follow each other and are alike; yield the others as they are."""
+    most_bytes = most_bytes or _MOST_BYTES
     joined, of, nbytes, copies = list[FileLayout](), _Like(None, 0, 0), 0, 0
     for layout in layouts:
         like = _like(layout, source)
