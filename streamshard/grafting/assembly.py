@@ -36,9 +36,9 @@ class Assembly(ABC):
         self.index, self.start_index = self.old.tensor_index(), self.new.tensor_index()
         self._tensors: list[LogicalTensor] = []
         self._rows: list[int] = []
-        """The tensor of both that each one is; of those that are made, any."""
-        self._made: dict[str, list[tuple[int, Sequence[Piece]]]] = {}
-        """Dtype → tensors that are made, with their pieces."""
+        """The tensor of both that each one is; of those that are computed, any."""
+        self._computed: dict[str, list[tuple[int, Sequence[Piece]]]] = {}
+        """Dtype → tensors that are computed, with their pieces."""
 
     # Who says what
 
@@ -127,17 +127,18 @@ class Assembly(ABC):
         if row is not None and tensor.state == MODULE:
             tensor = replace(tensor, dtype=dtype)  # it is cast as it is written
         elif row is None or dtype != tensor.dtype:
-            self._made.setdefault(tensor.dtype, []).append((len(self._tensors), pieces))
+            self._computed.setdefault(tensor.dtype, []).append((len(self._tensors), pieces))
             row = 0
         # A tensor with fewer rows ends early, which no cutting minds.
         self._tensors.append(tensor)
         self._rows.append(row)
 
     def placed(self, checkpoint: Checkpoint) -> tuple[Source, list[Pieces]]:
-        """Return all that was added, as a checkpoint's, and what is made of pieces."""
-        placed = self.both.take(self._rows, replace(checkpoint, tensors=tuple(self._tensors)))
-        made = []
-        for dtype, tensors in self._made.items():
-            made.append(Pieces.of(self.both, [p for _, pieces in tensors for p in pieces], dtype))
-            placed = placed.compute([number for number, _ in tensors], made[-1])
-        return placed, made
+        """Return all that was added, as a checkpoint's, and what is computed of pieces."""
+        job = self.both.take(self._rows, replace(checkpoint, tensors=tuple(self._tensors)))
+        computed = []
+        for dtype, tensors in self._computed.items():
+            pieces = [piece for _, pieces in tensors for piece in pieces]
+            computed.append(Pieces.of(self.both, pieces, dtype))
+            job = job.compute([number for number, _ in tensors], computed[-1])
+        return job, computed

@@ -1,7 +1,7 @@
 """Where each tensor of START gets its values from: the same name in SRC, or what a rule says."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Final, Self
@@ -60,9 +60,8 @@ class Inventory:
         stored = {(t.state, t.name) for t in checkpoint.tensors if t.model_part == part.name}
         states = ((key, n) for g in part.groups for key in g.cut_states for n in g.params)
         bare = frozenset(name for key, name in states if (key, name) not in stored)
-        return cls(
-            trained, untrained, unsaved, frozen, lacks_frozen, bare, exact_dtypes(checkpoint)
-        )
+        exact = exact_dtypes((t.name, t.dtype) for t in checkpoint.tensors if t.state == MODULE)
+        return cls(trained, untrained, unsaved, frozen, lacks_frozen, bare, exact)
 
     def leaves_out(self, name: str, start: "Inventory") -> bool:
         """Tell whether this source has no value of a tensor that is frozen in START."""
@@ -75,10 +74,9 @@ class Inventory:
         return {**self.trained, **self.untrained}
 
 
-def exact_dtypes(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the dtypes of the module's tensors that hold integers or flags, by name."""
-    module = ((t.name, t.dtype) for t in checkpoint.tensors if t.state == MODULE)
-    return {name: dtype for name, dtype in module if "int" in dtype or dtype == "bool"}
+def exact_dtypes(tensors: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return those of names with dtypes that are integers or flags."""
+    return {name: dtype for name, dtype in tensors if "int" in dtype or dtype == "bool"}
 
 
 @dataclass(frozen=True)

@@ -46,12 +46,12 @@ def completed(source: Source, like: Source, *, takes_bare: bool) -> Source:
     with of_file(source.path):
         _require_whole(like)
         completion = _Completion(source, like)
-        made = completion.completed()
+        job = completion.completed()
         if completion.bare and not takes_bare:
             message = f"holds no states of {show_few(completion.bare)}, which no gradient has"
             message = f"{message} reached yet: ZeRO keeps states of every parameter. 'streamshard"
             raise UnsupportedError(f"{message} graft' takes rules for them")
-    return made
+    return job
 
 
 def _require_whole(like: Source) -> None:
@@ -93,16 +93,16 @@ class _Completion(Assembly):
     def completed(self) -> Source:
         """Return all of it, with those files of the reference that something is read from."""
         parts = self.parts()
-        made, _ = self.placed(replace(self.new, tag=self.old.tag, model_parts=parts, files=()))
-        tensors, first = made.checkpoint.tensors, len(self.source.files)
+        job, _ = self.placed(replace(self.new, tag=self.old.tag, model_parts=parts, files=()))
+        tensors, first = job.checkpoint.tensors, len(self.source.files)
         notes = tuple(map(Note, (*self.old.remarks, *self._notes(tensors))))
-        checkpoint = replace(made.checkpoint, notes=notes, accelerate_step=None)
-        regions = (made.region(n, 0, t.numel) for n, t in enumerate(tensors) if t.state == BLOB)
+        checkpoint = replace(job.checkpoint, notes=notes, accelerate_step=None)
+        regions = (job.region(n, 0, t.numel) for n, t in enumerate(tensors) if t.state == BLOB)
         used = {file for region in regions for file in region.copies.file.tolist()}
-        left_out = {*range(first, len(made.files))} - used
-        made = made.take(range(len(tensors)), checkpoint, left_out)
-        is_decoded = any(file.decoder is not None for file in made.files)
-        return replace(made, codec_bytes=self.start.codec_bytes if is_decoded else 0)
+        left_out = {*range(first, len(job.files))} - used
+        job = job.take(range(len(tensors)), checkpoint, left_out)
+        is_decoded = any(file.decoder is not None for file in job.files)
+        return replace(job, codec_bytes=self.start.codec_bytes if is_decoded else 0)
 
     def origins(self, parts: Parts) -> Mapping[str, Origin]:
         old, new = parts
@@ -114,20 +114,22 @@ class _Completion(Assembly):
             for entry in old.module
             if entry.name in self._stepped or tied.get(entry.name) != entry.shape
         }
-        grouped = self._stepped | (start.trained.keys() & {*self.bare})
+        params = {name for group in old.groups for name in group.params}
+        grouped = self._stepped | (start.trained.keys() & params)
         trained = {name: shape for name, shape in shapes.items() if name in grouped}
         others = {name: shape for name, shape in shapes.items() if name not in grouped}
-        saved = Inventory(trained, others, exact=exact_dtypes(self.old))
+        exact = exact_dtypes((entry.name, entry.dtype) for entry in old.module)
+        saved = Inventory(trained, others, exact=exact)
         matching = Matching(saved, start, Rules())
         origins = matching.origins()
         if matching.needed:
             raise DisagreementError(_difference(matching))
-        held = {entry.name: entry.held_as for entry in old.module}
-        return {name: self._held(origin, held) for name, origin in origins.items()}
+        stored_as = {entry.name: entry.held_as for entry in old.module}
+        return {name: self._stored(origin, stored_as) for name, origin in origins.items()}
 
-    def _held(self, origin: Origin, held: Mapping[str, str]) -> Origin:
+    def _stored(self, origin: Origin, stored_as: Mapping[str, str]) -> Origin:
         """Return it with the name and the state under which SRC has the values."""
-        name = held[str(origin.source)]
+        name = stored_as[str(origin.source)]
         is_weight = ("", MODULE, name) in self.index
         return replace(origin, source=name, state=MODULE if is_weight else MASTER)
 

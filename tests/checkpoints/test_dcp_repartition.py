@@ -99,6 +99,20 @@ def test_what_was_made_differs_in_nothing_but_a_step_would(tmp_path: Path) -> No
     assert any("4.0 here, 3.0 there" in one.message for one in later.differences)
 
 
+def test_an_optimizer_that_keeps_no_states_begins_without_any(tmp_path: Path) -> None:
+    """As SGD without momentum, or any before its first step."""
+    made = saved(Job())
+    for key in [key for key in made.tensors if ".state." in key]:
+        del made.tensors[key], made.paths[key]
+    made.write(tmp_path / "dcp")
+    reference = write(Job(), tmp_path / "like")
+    out = tmp_path / "out"
+    streamshard.repartition(tmp_path / "dcp", out, world_size=3, like=reference, verify=True)
+    shown = streamshard.inspect(out).groups
+    assert [group.states for group in shown] == [{}, {}]
+    assert [group.hyper_parameters["lr"] for group in shown] == [5e-4, 1e-3]
+
+
 @pytest.mark.parametrize(("stage", "layout"), [(1, "accelerate"), (2, "titan"), (3, "torch")])
 def test_what_is_exported_comes_back(stage: int, layout: str, tmp_path: Path) -> None:
     run = write(Job(stage=stage), tmp_path / "run")
