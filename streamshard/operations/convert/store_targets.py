@@ -379,13 +379,12 @@ def together(
     layouts: Iterable[FileLayout], source: Source, most_bytes: int | None = None
 ) -> Iterator[Layout]:
     """Join small files that follow each other and are alike; yield the others as they are."""
-    most_bytes = most_bytes or _MOST_BYTES
     joined, of, nbytes, copies = list[FileLayout](), _Like(None, 0, 0), 0, 0
     for layout in layouts:
         like = _like(layout, source)
         nbytes, copies = nbytes + like.nbytes, copies + like.copies
-        is_full = nbytes > most_bytes or copies > MOST_COPIES or len(joined) == _MOST_FILES
-        if joined and (is_full or like.kind != of.kind):
+        is_full = copies > MOST_COPIES or len(joined) == _MOST_FILES
+        if joined and (is_full or nbytes > (most_bytes or _MOST_BYTES) or like.kind != of.kind):
             yield SmallLayouts(joined, source)
             joined, nbytes, copies = [], like.nbytes, like.copies
         of = like
