@@ -490,12 +490,10 @@ class Reading:
     def compute(self, rows: Sequence[int], content: Computed) -> Self:
         """Let some tensors be computed: the content is all of them, one behind the other."""
         tensors = [self.checkpoint.tensors[row] for row in rows]
-        starts = accumulate((tensor.nbytes for tensor in tensors), initial=0)
-        other = Cutting.of_files(
-            (len(self.files), start, tensor.numel, ITEMSIZE[tensor.dtype])
-            for start, tensor in zip(starts, tensors, strict=False)
-        )
+        file, starts = len(self.files), accumulate((t.nbytes for t in tensors), initial=0)
+        both = zip(starts, tensors, strict=False)
+        other = Cutting.of_files((file, start, t.numel, ITEMSIZE[t.dtype]) for start, t in both)
         numels = np.array([tensor.numel for tensor in tensors], dtype=np.int64)
         cutting = self.cutting.relocate(np.array(rows, dtype=np.int64), other, numels)
-        file = replace(self.files[0], decoder=content, recorded=None)
-        return replace(self, cutting=cutting, files=(*self.files, file))
+        computed = replace(self.files[0], decoder=content, recorded=None)
+        return replace(self, cutting=cutting, files=(*self.files, computed))
