@@ -23,6 +23,9 @@ ENV = {
     "DS_ACCELERATOR": "cpu",
     "DS_BUILD_OPS": "0",
     "OLD_DEEPSPEEDS": str(HOME),
+    # Threads of linear algebra wait for work by spinning, on cores that other tests need.
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
     # Of this run alone: who is killed while DeepSpeed builds leaves a lock that others wait for.
     "TORCH_EXTENSIONS_DIR": str(HOME / "torch-extensions" / str(os.getpid())),
     # Tests start thousands of interpreters: none is to compile what another one has compiled.

@@ -51,7 +51,6 @@ LONGEST: Final = (
     "tests/cloud/test_kills.py",
     "tests/faults/test_histories.py",
     "tests/compact/test_every_value.py",
-    "tests/smoke/test_trainer.py",
     "tests/compact/test_proofs.py",
     "tests/cli/test_process.py",
     "tests/cli/test_following.py",

@@ -14,8 +14,14 @@ import streamshard
 from streamshard.transfer import file_layout
 from tests.cluster.workers import addresses
 
-SPAN_BYTES = 1024
+SPAN_BYTES = 4096
 """Files are cut into many spans."""
+QUIET = {
+    "distributed.worker.profile.enabled": False,
+    "distributed.admin.system-monitor.interval": "20s",
+    "distributed.admin.tick.interval": "1s",
+}
+"""Processes that wait take a tenth of a core for what no test asks about."""
 
 
 @contextmanager
@@ -34,7 +40,7 @@ def started(
     connect: Any = Client
     quiet = {"dashboard_address": "127.0.0.1:0", "memory_limit": 0, "silence_logs": "CRITICAL"}
     with (
-        dask.config.set({"distributed.worker.multiprocessing-method": method}),
+        dask.config.set({"distributed.worker.multiprocessing-method": method, **QUIET}),
         start(n_workers=workers, threads_per_worker=threads, **quiet, **options) as cluster,
         connect(cluster, set_as_default=False) as client,
     ):

@@ -141,7 +141,7 @@ def kind_of(path: Path) -> str:
     return re.sub(r"\d+", "", path.name)
 
 
-@sampled(9)
+@sampled(18)
 @pytest.mark.parametrize("name", JOBS)
 def test_every_value_comes_back_or_keeps_its_tag(name: str, one_in: int, tmp_path: Path) -> None:
     """Where not every one is tried, it is of each kind of file the one of the first rank."""

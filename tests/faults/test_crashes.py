@@ -15,7 +15,7 @@ TRIED = {Scenario: 12, CompactScenario: 6}
 MOST_TOLD = 10
 
 
-@sampled(3)
+@sampled(6)
 @pytest.mark.parametrize(
     "scenario", [*SCENARIOS, *COMPACT_SCENARIOS], ids=lambda scenario: scenario.name
 )
