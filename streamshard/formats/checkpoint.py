@@ -489,9 +489,8 @@ class Reading:
 
     def compute(self, rows: Sequence[int], content: Computed) -> Self:
         """Let some tensors be computed: the content is all of them, one behind the other."""
-        tensors = [self.checkpoint.tensors[row] for row in rows]
-        file, starts = len(self.files), accumulate((t.nbytes for t in tensors), initial=0)
-        both = zip(starts, tensors, strict=False)
+        file, tensors = len(self.files), [self.checkpoint.tensors[row] for row in rows]
+        both = zip(accumulate((t.nbytes for t in tensors), initial=0), tensors, strict=False)
         other = Cutting.of_files((file, start, t.numel, ITEMSIZE[t.dtype]) for start, t in both)
         numels = np.array([tensor.numel for tensor in tensors], dtype=np.int64)
         cutting = self.cutting.relocate(np.array(rows, dtype=np.int64), other, numels)
