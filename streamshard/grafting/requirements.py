@@ -1,12 +1,14 @@
 """Refuses checkpoints, and states of optimizers, of which no graft can be made."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
 from typing import Final
 
 import numpy as np
 
 from streamshard.errors import Option, UnsupportedError, UsageError
 from streamshard.formats.checkpoint import Checkpoint, ModelPart, ParamGroup
+from streamshard.formats.deepspeed import names
 from streamshard.grafting.job_state import COUNTED_SETTINGS
 from streamshard.grafting.origins import Origin
 from streamshard.sizes import counted, some_of
@@ -61,7 +63,9 @@ def require_zero(opened: Source) -> None:
         raise UnsupportedError(
             f"{message} optimizer: give a checkpoint of stage 1, 2 or 3", path=opened.path
         )
-    if checkpoint.layers or checkpoint.expert_parallel > 1 or checkpoint.has_auto_experts:
+    parsed = [names.parse(PurePosixPath(file.path).name) for file in checkpoint.files]
+    has_parts = bool(checkpoint.layers) or any(one and one.kind == "part" for one in parsed)
+    if has_parts or checkpoint.expert_parallel > 1 or checkpoint.has_auto_experts:
         message = "has files of a pipeline's layers, or of experts, which a graft does not take"
         raise UnsupportedError(f"{message}; a pipeline can be taken to one stage", path=opened.path)
 
