@@ -302,6 +302,7 @@ class _ReportOptions(Options):
         "only report what is archived, in the trash until when, since when a run saves NaN, and "
         "how the last run ended"
     )
+    html = option("FILE", "draw --status on a page: what became of each checkpoint", is_rare=True)
     dask = DASK
     dry_run: bool = flag("say what would be done, and do nothing", "-n --dry-run", group=RUN)
 

@@ -27,6 +27,8 @@ from streamshard.io.throttle import lower_priority
 from streamshard.operations.compact import compact
 from streamshard.operations.compact.compact_status import CompactStatus, compact_status
 from streamshard.operations.compact.run_directory import require_parent
+from streamshard.operations.compact.status_page import draw_status
+from streamshard.sizes import show_bytes
 from streamshard.verb_options import CompactOptions
 
 _CHANGING: Final = ("delete", "dry_run", "undelete", "purge", "acknowledge")
@@ -50,6 +52,8 @@ def run_compact(arguments: argparse.Namespace) -> int:
 
 def _require_sense(arguments: argparse.Namespace) -> None:
     """Refuse options of the command line alone that contradict each other."""
+    if arguments.html and not arguments.status:
+        raise UsageError("--html: is a form of --status; give both")
     for name in _CHANGING if arguments.status else ():
         if getattr(arguments, name):
             option = f"--{name.replace('_', '-')}"
@@ -120,12 +124,16 @@ def _show_status(runs: Sequence[_Directories], arguments: argparse.Namespace) ->
         except StreamshardError as error:
             errors.append(error)
     errors += [SourceError(problem) for status in found for problem in status.problems]
+    drawn = ""
+    if arguments.html and found:
+        page = draw_status(found, arguments.html)
+        drawn = f"\n\ndrew  {page.path}, {show_bytes(page.nbytes)}"
     if arguments.json:
         for status in found:
             print_json(asdict(status), 2 if len(runs) == 1 else None)
     elif not arguments.quiet and found:
         texts = (status_text(one, verbose=arguments.verbose) for one in found)
-        print_text("\n\n".join(texts))
+        print_text("\n\n".join(texts) + drawn)
     for other in errors[1:]:
         tell_error(other)
     if errors:

@@ -17,7 +17,7 @@ _shtab_streamshard_diff_option_strings=(-h --help --param --like --facts --tag -
 _shtab_streamshard_inspect_option_strings=(-h --help --param --rank --html --world-size --zero-stage --like --facts --tag --json -q --quiet -v --verbose --help-all)
 _shtab_streamshard_newest_option_strings=(-h --help --quick --memory-limit --workers --json -q --quiet -v --verbose --help-all)
 _shtab_streamshard_serve_option_strings=(-h --help --bind --allow-origin --chunk-size --like --facts --tag --json -q --quiet -v --verbose --help-all)
-_shtab_streamshard_compact_option_strings=(-h --help --keep-last --keep-every --keep-tag --tags --min-age --delete --grace --weights-only-older-than --undelete --purge --acknowledge --bwlimit --memory-limit --workers --dask -n --dry-run --packed --status --json -q --quiet -v --verbose --help-all)
+_shtab_streamshard_compact_option_strings=(-h --help --keep-last --keep-every --keep-tag --tags --min-age --delete --grace --weights-only-older-than --undelete --purge --acknowledge --bwlimit --memory-limit --workers --dask -n --dry-run --packed --status --html --json -q --quiet -v --verbose --help-all)
 _shtab_streamshard_completion_option_strings=(-h --help)
 _shtab_streamshard_help_option_strings=(--help-all)
 _shtab_streamshard_option_strings=(-h --help --version)
@@ -61,6 +61,7 @@ _shtab_streamshard_serve___like_COMPGEN=_shtab_compgen_files
 _shtab_streamshard_serve___facts_COMPGEN=_shtab_compgen_files
 _shtab_streamshard_compact_pos_0_COMPGEN=_shtab_compgen_files
 _shtab_streamshard_compact_pos_1_COMPGEN=_shtab_compgen_files
+_shtab_streamshard_compact___html_COMPGEN=_shtab_compgen_files
 
 _shtab_streamshard_repartition___zero_stage_choices=(1 2 3)
 _shtab_streamshard_repartition___format_choices=(deepspeed fsdp-ranks)

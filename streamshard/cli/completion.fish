@@ -259,6 +259,7 @@ complete -c streamshard -n '_shtab_streamshard_using compact' -l dask -x -d 'run
 complete -c streamshard -n '_shtab_streamshard_using compact' -s n -l dry-run -d 'say what would be done, and do nothing'
 complete -c streamshard -n '_shtab_streamshard_using compact' -l packed -d 'make each archive one file, TAG.zarr.zip, where many small files are slow or counted; it shares none with other archives'
 complete -c streamshard -n '_shtab_streamshard_using compact' -l status -d 'only report what is archived, in the trash until when, since when a run saves NaN, and how the last run ended'
+complete -c streamshard -n '_shtab_streamshard_using compact' -l html -xka "(__fish_complete_path (commandline -ct))" -d 'draw --status on a page: what became of each checkpoint'
 complete -c streamshard -n '_shtab_streamshard_using compact' -l json -d 'print one JSON document'
 complete -c streamshard -n '_shtab_streamshard_using compact' -s q -l quiet -d 'print only errors, and the path of the result where there is one'
 complete -c streamshard -n '_shtab_streamshard_using compact' -s v -l verbose -d 'print more'

@@ -55,6 +55,7 @@ _shtab_streamshard_compact_options=(
   {-n,--dry-run}"[say what would be done, and do nothing]"
   "--packed[make each archive one file, TAG.zarr.zip, where many small files are slow or counted\; it shares none with other archives]"
   "--status[only report what is archived, in the trash until when, since when a run saves NaN, and how the last run ended]"
+  "--html[draw --status on a page\: what became of each checkpoint]:FILE:_files"
   "--json[print one JSON document]"
   {-q,--quiet}"[print only errors, and the path of the result where there is one]"
   {-v,--verbose}"[print more]"

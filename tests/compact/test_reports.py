@@ -174,8 +174,15 @@ def test_a_dry_run_shows_the_size_of_what_stays(run: Path, archive: Path) -> Non
         assert tag.source_bytes == sum(path.stat().st_size for path in files)
 
 
-def test_what_makes_no_sense_is_refused(run: Path, archive: Path) -> None:
-    assert streamshard("compact", run, archive, "--status", "--delete").code == 2
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--status", "--delete"],
+        ["--html", "page.html"],
+    ],
+)
+def test_what_makes_no_sense_is_refused(run: Path, archive: Path, options: list[str]) -> None:
+    assert streamshard("compact", run, archive, *options).code == 2
     assert not archive.exists()
 
 
