@@ -300,13 +300,11 @@ def _shared(node: Node, first: Node) -> Node:
 
 def _read_scalars(paths: Sequence[Path], files: Sequence[TorchFile]) -> None:
     """Read storages of one element, such as the optimizer's step, of some files side by side."""
-    scalars = [[one for one in file.storages.values() if one.numel == 1] for file in files]
+    both = zip(paths, files, strict=True)
+    scalars = {p: [s for s in file.storages.values() if s.numel == 1] for p, file in both}
     with ExitStack() as stack:
-        opened = [
-            (stack.enter_context(open_readable(path)), wanted)
-            for path, wanted in zip(paths, scalars, strict=True)
-            if wanted
-        ]
+        needed = [(path, wanted) for path, wanted in scalars.items() if wanted]
+        opened = [(stack.enter_context(open_readable(path)), wanted) for path, wanted in needed]
         for file, wanted in opened:
             for storage in wanted:
                 file.will_need(storage.offset, storage.nbytes)
